@@ -158,10 +158,10 @@ class GrpcConnection:
     def received(self, on_reply: Callable[[float, float], None]) -> bool:
         """Read frames; all calls that follow leave in one write."""
         data = self.sock.recv(_RECEIVE_BYTES)
-        if not data and not self._began:
-            return False
         if not data:
-            raise LoadFailed("the server closed a connection")
+            if self._began:
+                raise LoadFailed("the server closed a connection")
+            return False
         self._buffer += data
         out: list[bytes] = []
         at, buffer = 0, self._buffer

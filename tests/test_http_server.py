@@ -149,3 +149,11 @@ async def test_who_leaves_passes_on_connections_without_a_request_and_the_others
     for _, writer in (*kept, silent, slow):
         writer.close()
     sock.close()
+
+
+def test_the_kernel_probes_accepted_connections() -> None:
+    with bind("127.0.0.1", 0) as listener:
+        listener.listen()
+        with socket.create_connection(listener.getsockname()), listener.accept()[0] as accepted:
+            assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 300

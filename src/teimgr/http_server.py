@@ -29,6 +29,9 @@ from teimgr.http_protocol import (
 from teimgr.unix_listener import UnixListener
 
 _CLOSE_GRACE_S = 5
+# A connection without traffic for so long is probed by the kernel, and closed where nothing answers: else a client that
+# vanished without a FIN would be counted for good.
+_KEEPALIVE_IDLE_S = 300
 _SHOWN_COMMAND = 60
 _CONNECTION_CLOSE = (b"connection", b"close")
 AsgiApp = Callable[..., Any]
@@ -47,6 +50,9 @@ def bind(host: str, port: int, setting: str = "", *, is_shared: bool = False) ->
     # With the protocol named, asyncio sets TCP_NODELAY on accepted connections, as uvloop always does.
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # accepted ones inherit it
+    if hasattr(socket, "TCP_KEEPIDLE"):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_IDLE_S)
     if is_shared:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:

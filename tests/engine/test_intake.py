@@ -76,7 +76,7 @@ def test_texts_are_tokenized_as_the_device_takes_them_and_other_lanes_go_on(
 ) -> None:
     monkeypatch.setattr(queues, *bound)
     queue = EntryQueue(BatchLimits(tokens=100, bulk_tokens_beside_interactive=100))
-    intake = Intake(cast(Any, FakeTokenizer()), queue, cast(Any, None), limit_tokens=10**9)
+    intake = Intake(cast(Any, FakeTokenizer()), queue, cast(Any, None), 10**9, Queries(idle=False))
     stalled = threading.Event()
     has_room = queue.has_room
 

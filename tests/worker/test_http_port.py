@@ -246,7 +246,8 @@ async def test_a_call_that_finds_no_room_is_429_and_the_tokenizer_takes_none(
     worker: WorkerProcess, http: aiohttp.ClientSession, link: WorkerLink
 ) -> None:
     """The five calls that fit are there, and busy for long."""
-    busy = [link.post(Method.EMBED_ARROW, arrow(["rain " * 30] * 4000), flags=Flag.BULK) for _ in range(5)]
+    texts = [f"{number} " + "rain " * 30 for number in range(4000)]  # distinct: equal ones are computed once
+    busy = [link.post(Method.EMBED_ARROW, arrow(texts), flags=Flag.BULK) for _ in range(5)]
     async with asyncio.timeout(LIMIT_S):
         while await link.calls() < 5:
             pass

@@ -95,8 +95,7 @@ class Intake:
     """Accepts jobs on any thread; `run` is the tokenizer thread's body, until closed and empty, or abandoned.
 
     `limit_tokens` bounds each lane; it only protects the engine itself, servers limit their callers before. Cancelled
-    jobs count until their turn comes. `queries` computes the queries that `start` tokenizes; without it all wait for
-    the tokenizer thread.
+    jobs count until their turn comes. `queries` computes the queries that `start` tokenizes.
     """
 
     def __init__(
@@ -105,7 +104,7 @@ class Intake:
         queue: EntryQueue,
         finisher: Finisher,
         limit_tokens: int,
-        queries: QueryRunner | None = None,
+        queries: QueryRunner,
     ) -> None:
         self._tokenizer = tokenizer
         self._queue = queue
@@ -157,7 +156,7 @@ class Intake:
             chunk = self._fill(self._inbox[Lane.INTERACTIVE])
         try:
             entries = self._tokenize_queries(chunk)
-            if entries and (self._queries is None or not self._queries.serve_queries(entries)):
+            if entries and not self._queries.serve_queries(entries):
                 self._queue.put(entries)
         finally:
             self._tokenizing.release()
@@ -209,7 +208,7 @@ class Intake:
             return False
         chars = sum([each.job.chars + len(each.options.prompt) for each in waiting])
         is_little = chars <= _AT_ONCE_CHARS and all(len(each.job.inputs) == 1 for each in waiting)
-        return is_little and self._queries is not None and self._queries.is_idle()
+        return is_little and self._queries.is_idle()
 
     def estimate(self, job: Job, options: TokenizeOptions) -> int:
         """Tokens of a job, before it is tokenized."""

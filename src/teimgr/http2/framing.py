@@ -294,8 +294,9 @@ class Framing:
             payload = _unpadded(payload)
         if flow is None or flow.ended_there:
             self._open_window(size)
-            self._receiver.on_control()
-            if flow is not None:
+            if flow is None:
+                self._receiver.on_control()
+            else:
                 self._break_stream(number, ErrorCode.STREAM_CLOSED)
             return
         flow.receive_window -= size
@@ -318,8 +319,7 @@ class Framing:
             if len(payload) < 5:
                 raise ConnectionBroken(ErrorCode.FRAME_SIZE_ERROR, "HEADERS without their priority")
             payload = payload[5:]
-        if len(payload) > _MAX_HEADER_BYTES:
-            raise ConnectionBroken(ErrorCode.ENHANCE_YOUR_CALM, "a header block that is too long")
+        _check_block(payload)
         if flags & _END_HEADERS:
             self._on_block(flags, number, bytes(payload))
         else:
@@ -330,8 +330,7 @@ class Framing:
             raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "CONTINUATION without HEADERS")
         self._receiver.on_control()
         self._block += payload
-        if len(self._block) > _MAX_HEADER_BYTES:
-            raise ConnectionBroken(ErrorCode.ENHANCE_YOUR_CALM, "a header block that is too long")
+        _check_block(self._block)
         if flags & _END_HEADERS:
             block, self._block = bytes(self._block), None
             self._on_block(self._block_flags, number, block)
@@ -547,6 +546,11 @@ class Framing:
     def _put(self, kind: int, flags: int, number: int, payload: bytes) -> None:
         size = len(payload)
         self._out.append(_HEAD.pack(size >> 16, size & 0xFFFF, kind, flags, number) + payload)
+
+
+def _check_block(block: Payload | bytearray) -> None:
+    if len(block) > _MAX_HEADER_BYTES:
+        raise ConnectionBroken(ErrorCode.ENHANCE_YOUR_CALM, "a header block that is too long")
 
 
 def _unpadded(payload: Payload) -> Payload:

@@ -20,9 +20,6 @@ from teimgr.http_server import AsyncioServers, listen_on
 _BACKLOG = 2048
 # For TLS; a connection that is silent so long is closed.
 _HANDSHAKE_LIMIT_S = 20.0
-# A connection without traffic for so long is probed by the kernel, and closed where nothing answers: else a client that
-# vanished without a FIN would be counted for good.
-_KEEPALIVE_IDLE_S = 300
 # After the last call clients close their connections; those that do not are closed by the server.
 _CLOSE_S = 1.0
 
@@ -44,9 +41,6 @@ class GrpcServer:
     def add(self, sock: socket.socket) -> None:
         """Listen on a bound socket; until `start` its clients wait in the backlog."""
         sock.setblocking(False)
-        if sock.family != socket.AF_UNIX:  # accepted ones inherit it
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_IDLE_S)
         sock.listen(_BACKLOG)
         self._sockets.append(sock)
 
