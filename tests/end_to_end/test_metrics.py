@@ -287,8 +287,11 @@ class Watched:
         }
 
     @contextmanager
-    def moving(self, scenario: str) -> Iterator[None]:
-        """What the body does moves the numbers of the scenario, while it runs or soon after."""
+    def moving(self, scenario: str) -> Iterator[threading.Thread]:
+        """What the body does moves the numbers of the scenario, while it runs or soon after.
+
+        The thread ends when all of them have moved.
+        """
         before, waiting = self.figures(), set(TABLE[scenario])
         over = threading.Event()
 
@@ -303,7 +306,7 @@ class Watched:
         looking = threading.Thread(target=look)
         looking.start()
         try:
-            yield
+            yield looking
         except BaseException:
             failed.set()
             raise
@@ -360,8 +363,11 @@ def test_the_numbers_move_as_things_happen(watched: Watched, tmp_path: Path) -> 
             pass
         with busy(daemon), watched.moving("time runs out in the queue"):
             asyncio.run(late(daemon))
-        with watched.pid("a", signal.SIGSTOP), watched.moving("a worker hangs"), pytest.raises(TeimgrError):
-            client.embed("fog", instance="a")
+        # Stopped right before the call: soon no call would be sent to it.
+        with watched.moving("a worker hangs") as looking, watched.pid("a", signal.SIGSTOP):
+            with pytest.raises(TeimgrError):
+                client.embed("fog", instance="a")
+            looking.join()
         until(lambda: answered(client), "the worker is back in the routes")
         with watched.moving("a worker is killed"), watched.pid("a", signal.SIGKILL):
             client.wait_until_running("a", deadline_s=LIMIT_S)

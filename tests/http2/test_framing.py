@@ -226,7 +226,7 @@ def test_frames_arrive_however_they_are_cut(framing: Framing, got: Recorder) -> 
 
 
 def test_frames_of_a_closed_stream_are_counted_and_open_the_window_again(opened: Framing, got: Recorder) -> None:
-    opened.reset(1, ErrorCode.CANCEL)
+    opened.receive(frame(RST_STREAM, 0, 1, long(ErrorCode.CANCEL)))
     opened.take()
     before = got.controls
     for _ in range(20):
@@ -243,6 +243,22 @@ def test_frames_of_a_closed_stream_are_counted_and_open_the_window_again(opened:
         )
         == 400_000
     )
+
+
+@pytest.mark.parametrize("end", [0, END_STREAM])
+def test_data_on_its_way_to_a_stream_that_was_reset_is_not_counted(end: int, opened: Framing, got: Recorder) -> None:
+    opened.receive(frame(DATA, 0, 1, b"x" * 1000))
+    opened.reset(1, ErrorCode.CANCEL)
+    before = got.controls
+    for _ in range(980):
+        opened.receive(frame(DATA, 0, 1, b"x" * 100))
+    opened.receive(frame(DATA, end, 1, b"x" * (0 if end else 1000)))
+    assert got.controls == before
+
+    opened.receive(frame(DATA, 0, 1))
+    opened.receive(frame(DATA, 0, 1, b"x" * 1000))
+    assert got.controls == before + 2, "beyond the window, or after the end"
+    assert got.data == {1: b"x" * 1000}
 
 
 def test_streams_beyond_the_limit_and_refused_ones_are_not_opened(framing: Framing, got: Recorder) -> None:

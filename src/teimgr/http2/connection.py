@@ -251,7 +251,7 @@ class Connection(asyncio.Protocol):
         if stream.has_ended and not stream.received.has_ended and stream.discards_rest and not stream.is_lost:
             timer = self._loop.call_later(_DISCARD_S, self._discard, stream.number, _DISCARDED_BYTES + 1)
             self._answered[stream.number] = _Answered(stream, timer)
-        else:
+        elif not (self._is_stopping and task.cancelled()):  # else its client gets the end of the connection
             stream.reset(ErrorCode.NO_ERROR if stream.has_ended else ErrorCode.INTERNAL_ERROR)
         self.acknowledge(stream, stream.received.unacknowledged())
         if self._sent_goaway:

@@ -55,6 +55,8 @@ _UPDATE_SHARE = 4
 # Header blocks that clients repeat, and their longest.
 _CACHED_BLOCKS = 64
 _CACHED_BLOCK_BYTES = 1024
+# Streams that were reset here and whose clients may not have received that yet.
+_RESET_STREAMS = 1024
 
 
 class ErrorCode(IntEnum):
@@ -198,9 +200,9 @@ def encode_headers(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
 class Framing:
     """Parses what a client sends and makes the frames of what it is sent.
 
-    `receive` calls `receiver` and raises ConnectionBroken; the other methods append frames, which `take` returns. A
-    frame of a stream that is closed is ignored, beside its count, since the client may have sent it before it received
-    the end of the stream.
+    `receive` calls `receiver` and raises ConnectionBroken; the other methods append frames, which `take` returns.
+    Frames of a closed stream are ignored and counted. The data of one that was reset here is not counted as far as its
+    window goes: the client may have sent it before it received RST_STREAM (RFC 9113, section 5.1).
     """
 
     def __init__(self, receiver: Receiver, *, max_streams: int, stream_window: int, connection_window: int) -> None:
@@ -211,6 +213,7 @@ class Framing:
         self._unacknowledged = 0
         self._decoder = HeaderDecoder()
         self._flows: dict[int, _Flow] = {}
+        self._reset_windows: dict[int, int] = {}  # what clients may still have sent on streams that were reset here
         self._rest = b""
         self._has_preface = self._has_settings = False
         self._reduces_table = False  # the client's HPACK table became smaller; the next block has to say so
@@ -294,10 +297,10 @@ class Framing:
             payload = _unpadded(payload)
         if flow is None or flow.ended_there:
             self._open_window(size)
-            if flow is None:
-                self._receiver.on_control()
-            else:
+            if flow is not None:
                 self._break_stream(number, ErrorCode.STREAM_CLOSED)
+            elif not self._may_have_been_sent(number, flags, size):
+                self._receiver.on_control()
             return
         flow.receive_window -= size
         if flow.receive_window < 0:
@@ -309,6 +312,15 @@ class Framing:
         self._receiver.on_data(number, payload, size)
         if flags & _END_STREAM:
             self._end_there(number, flow)
+
+    def _may_have_been_sent(self, number: int, flags: int, size: int) -> bool:
+        """Whether the client may have sent DATA of a closed stream before it received RST_STREAM."""
+        window = self._reset_windows.pop(number, 0)
+        if not window or size > window:
+            return False
+        if not flags & _END_STREAM and size < window:
+            self._reset_windows[number] = window - size
+        return size > 0 or bool(flags & _END_STREAM)
 
     def _on_headers(self, flags: int, number: int, payload: Payload) -> None:
         if not number % 2:
@@ -505,8 +517,13 @@ class Framing:
 
     def reset(self, number: int, code: ErrorCode) -> None:
         """Close a stream at once, where it is open."""
-        if self._flows.pop(number, None) is not None:
-            self._put(_RST_STREAM, 0, number, _LONG.pack(code))
+        if (flow := self._flows.pop(number, None)) is None:
+            return
+        self._put(_RST_STREAM, 0, number, _LONG.pack(code))
+        if not flow.ended_there and flow.receive_window > 0:
+            self._reset_windows[number] = flow.receive_window
+            if len(self._reset_windows) > _RESET_STREAMS:
+                del self._reset_windows[next(iter(self._reset_windows))]
 
     def goaway(self, code: ErrorCode) -> None:
         """The client is to open no more streams; those above the highest so far are not processed."""
