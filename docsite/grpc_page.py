@@ -34,6 +34,7 @@ element types of vectors; [Errors](errors.md) the statuses.
 |---|---|---|
 | `x-teimgr-instance` | request | the instance of a `tei.v1` call on port 9001; needed where several run |
 | `authorization`, `x-api-key` | request | the API key |
+| `x-teimgr-lane` | request | `interactive` or `bulk`: the lane of the call, which its size decides otherwise |
 | `x-teimgr-output-dtype` | request | element type of an Arrow reply, over the field `output_dtype` |
 | `x-request-id`, `traceparent`, `tracestate` | request | in the logs, and in the traces |
 | `x-teimgr-code` | trailing | error code |

@@ -26,6 +26,9 @@ I64 = 2**63 - 1  # what TOML can express
 
 # TEI's words; "auto", and "int8" on CPUs, are ours.
 DTYPES = ("auto", "float32", "float16", "bfloat16", "int8")
+# The lanes of a worker, and the header, or metadata of gRPC, by which a caller chooses one for a request.
+LANES = ("interactive", "bulk")
+LANE_KEY = "x-teimgr-lane"
 POOLINGS = ("cls", "mean", "max", "last-token", "splade")
 # The time that nginx and most load balancers wait for an answer; after a longer one their callers are cut off anyway.
 _MAX_QUEUE_WAIT_SECS = 60

@@ -54,6 +54,8 @@ T = TypeVar("T")
 FinalStatus: TypeAlias = tuple[grpc.StatusCode, str | None, Any]
 """Code, details and trailing metadata of a finished call."""
 
+Metadata = tuple[tuple[str, str], ...]
+
 
 # grpcio's own words, where a write meets the end of the stream before the server's status is read.
 _LOST_IN_CORE = "Internal error from Core"
@@ -79,7 +81,7 @@ class GrpcChannel:
         self._address = address
         self._tls = tls
         self._max_message_bytes = max_message_bytes
-        self._metadata = None if api_key is None else (("authorization", f"Bearer {api_key}"),)
+        self._metadata = () if api_key is None else (("authorization", f"Bearer {api_key}"),)
         self._channel: Any = None
         self._unary: dict[str, Any] = {}
 
@@ -135,7 +137,7 @@ class GrpcChannel:
                 reason += _CERTIFICATE_HINT if self._address.secure else _TLS_HINT
             raise Unreachable(self._address.url, reason) from error
 
-    async def unary(self, method: str, request: bytes, timeout_s: float) -> bytes:
+    async def unary(self, method: str, request: bytes, timeout_s: float, metadata: Metadata = ()) -> bytes:
         """The reply to one request; `method` is a method of the multiplexer service, or a full path.
 
         Raises:
@@ -145,7 +147,7 @@ class GrpcChannel:
         if call is None:
             call = self._unary[method] = self._opened().unary_unary(_path(method))
         try:
-            reply: bytes = await call(request, timeout=timeout_s, metadata=self._metadata)
+            reply: bytes = await call(request, timeout=timeout_s, metadata=self._metadata + metadata)
         except grpc.aio.AioRpcError as error:
             raise error_from_status(error.code(), error.details(), error.trailing_metadata()) from error
         except asyncio.CancelledError:
@@ -154,7 +156,7 @@ class GrpcChannel:
         return reply
 
     async def stream(
-        self, method: str, requests: AsyncIterator[bytes], *, window: int, idle_s: float
+        self, method: str, requests: AsyncIterator[bytes], *, window: int, idle_s: float, metadata: Metadata = ()
     ) -> AsyncIterator[bytes]:
         """One reply per request, in order, with at most `window` requests sent and not answered.
 
@@ -171,7 +173,7 @@ class GrpcChannel:
             return
         if self._channel is not channel:
             raise Cancelled("the client was closed during the call")
-        call = channel.stream_stream(_path(method))(metadata=self._metadata)
+        call = channel.stream_stream(_path(method))(metadata=self._metadata + metadata)
         bidi = BidiStream(call, first, requests, window)
         try:
             while (reply := await bidi.reply(idle_s)) is not None:
@@ -179,7 +181,9 @@ class GrpcChannel:
         finally:
             await bidi.end()
 
-    async def collect(self, method: str, requests: AsyncIterator[bytes], *, idle_s: float) -> bytes:
+    async def collect(
+        self, method: str, requests: AsyncIterator[bytes], *, idle_s: float, metadata: Metadata = ()
+    ) -> bytes:
         """The one reply to a stream of requests, sent no faster than the server takes them.
 
         The call begins with the first request. When `requests` itself fails the call is cancelled.
@@ -188,7 +192,7 @@ class GrpcChannel:
             Cancelled: the client was closed.
             TeimgrError: the error of the final status; DeadlineExceeded without progress for `idle_s`.
         """
-        call = self._opened().stream_unary(_path(method))(metadata=self._metadata)
+        call = self._opened().stream_unary(_path(method))(metadata=self._metadata + metadata)
         status = CallStatus(call)
         try:
             async for request in requests:

@@ -30,6 +30,7 @@ from teimgr.client.payloads import (
     Texts,
     arrow_request,
     embed_request,
+    lane_metadata,
     pack_texts,
     slices,
     target,
@@ -65,7 +66,8 @@ class RpcCalls:
     ) -> MessageT:
         """One call of a method whose `request` has the routing as `target` and a message of `fields` as `request`."""
         message = request(target=target(options), **{"request": fields} if fields else {})
-        return reply.FromString(await self._grpc.unary(method, message.SerializeToString(), self._timeout_s))
+        chosen = lane_metadata(options)
+        return reply.FromString(await self._grpc.unary(method, message.SerializeToString(), self._timeout_s, chosen))
 
     async def _each_text(
         self, texts: str | Sequence[str], in_flight: int, call: Callable[[str], Coroutine[Any, Any, ResultT]]
@@ -178,8 +180,10 @@ class InferenceCalls(RpcCalls):
         """
         check_options(options, EmbedOptions)
 
+        chosen = lane_metadata(options)
+
         async def embed_one(text: str) -> Vectors:
-            return vector(await self._grpc.unary("Embed", embed_request(text, options), self._timeout_s))
+            return vector(await self._grpc.unary("Embed", embed_request(text, options), self._timeout_s, chosen))
 
         rows = await self._each_text(texts, in_flight, embed_one)
         return np.stack(rows) if rows else np.empty((0, 0), np.float32)
@@ -234,8 +238,9 @@ class InferenceCalls(RpcCalls):
             check_text(name, text)
             return embed_request(text, options)
 
-        requests = requests_of("texts", texts, request)
-        async for reply in self._grpc.stream("EmbedStream", requests, window=window, idle_s=self._timeout_s):
+        requests, chosen = requests_of("texts", texts, request), lane_metadata(options)
+        replies = self._grpc.stream("EmbedStream", requests, window=window, idle_s=self._timeout_s, metadata=chosen)
+        async for reply in replies:
             yield vector(reply)
 
     async def embed_arrow(
@@ -254,11 +259,11 @@ class InferenceCalls(RpcCalls):
         """
         check_options(options, ArrowOptions)
         pieces = list(slices(texts, batch_rows))
-        gathered = Gathered(len(texts))
+        gathered, chosen = Gathered(len(texts)), lane_metadata(options)
 
         async def embed_slice(at: int, piece: Texts) -> None:
             request = arrow_request(pack_texts(piece, compression, first_row=at * batch_rows), options)
-            embedded = unpack_vectors(await self._grpc.unary("EmbedArrow", request, self._timeout_s))
+            embedded = unpack_vectors(await self._grpc.unary("EmbedArrow", request, self._timeout_s, chosen))
             if len(embedded.vectors) != len(piece):
                 raise Internal(f"the server answered {len(embedded.vectors)} rows for {len(piece)} texts")
             gathered.add(at * batch_rows, embedded)
@@ -282,8 +287,11 @@ class InferenceCalls(RpcCalls):
         def request(name: str, batch: Texts) -> bytes:
             return arrow_request(pack_texts(batch, compression, name=name), options)
 
-        requests = requests_of("batches", batches, request, at_once=1)
-        async for reply in self._grpc.stream("EmbedArrowStream", requests, window=window, idle_s=self._timeout_s):
+        requests, chosen = requests_of("batches", batches, request, at_once=1), lane_metadata(options)
+        replies = self._grpc.stream(
+            "EmbedArrowStream", requests, window=window, idle_s=self._timeout_s, metadata=chosen
+        )
+        async for reply in replies:
             yield unpack_vectors(reply)
 
     async def info(self, **routing: Unpack[Routing]) -> Info:

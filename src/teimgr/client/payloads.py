@@ -16,14 +16,20 @@ from teimgr.errors import Internal, InvalidInput, ValidationError
 from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
 from teimgr.pb.teimgr.v1 import arrow_pb2
+from teimgr.spec import LANE_KEY, LANES
 from teimgr.wire.protobuf import bytes_field
 
 
 class Routing(TypedDict, total=False):
-    """Which instance answers: one of the two. A `model` goes to any running instance of it."""
+    """Which instance answers: `instance`, or `model` for any running instance of it.
+
+    `lane` is "interactive" or "bulk" where the server shall not choose by the size of the call: interactive calls go
+    first, bulk ones get what they leave, and never less than a fifth.
+    """
 
     instance: str
     model: str
+    lane: str
 
 
 class TextOptions(Routing, total=False):
@@ -89,6 +95,20 @@ def target(options: Routing) -> mux_pb2.Target:
     if (instance is None) == (model is None):
         raise ValidationError("give exactly one of `instance` and `model`")
     return mux_pb2.Target(instance_name=instance) if model is None else mux_pb2.Target(model_id=model)
+
+
+def lane_metadata(options: Routing) -> tuple[tuple[str, str], ...]:
+    """The metadata by which a caller chooses the lane.
+
+    Raises:
+        ValidationError: `lane` is no lane.
+    """
+    lane = options.get("lane")
+    if lane is None:
+        return ()
+    if lane not in LANES:
+        raise ValidationError(f"lane: {quoted(lane)} is not one of {', '.join(LANES)}")
+    return ((LANE_KEY, lane),)
 
 
 def truncation(options: TextOptions | ScoreOptions) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from teimgr.client.payloads import (
     ScoreOptions,
     TableOptions,
     infer_request,
+    lane_metadata,
     pack_table,
     score_fields,
     target,
@@ -97,8 +98,8 @@ class ScoringCalls(RpcCalls):
             message = mux_pb2.RerankStreamRequest(target=target(options), request=fields | {"text": text})
             return message.SerializeToString()
 
-        requests = requests_of("texts", texts, request)
-        reply = await self._grpc.collect("RerankStream", requests, idle_s=self._timeout_s)
+        requests, chosen = requests_of("texts", texts, request), lane_metadata(options)
+        reply = await self._grpc.collect("RerankStream", requests, idle_s=self._timeout_s, metadata=chosen)
         return _ranks(tei_pb2.RerankResponse.FromString(reply))
 
 
@@ -137,12 +138,12 @@ class TableCalls(RpcCalls):
         """
         check_options(options, TableOptions)
         check_limit("batch_rows", batch_rows)
-        whole = _sent(table, options, "table")
+        whole, chosen = _sent(table, options, "table"), lane_metadata(options)
 
         async def infer_slice(_: int, start: int) -> pa.Table:
             piece = whole.slice(start, batch_rows)
             request = infer_request(pack_table(piece, compression), options)
-            answer = _unpack(await self._grpc.unary(f"{_SERVICE}Infer", request, self._timeout_s))
+            answer = _unpack(await self._grpc.unary(f"{_SERVICE}Infer", request, self._timeout_s, chosen))
             if answer.num_rows != piece.num_rows:
                 raise Internal(f"the server answered {answer.num_rows} rows for {piece.num_rows}")
             return answer
@@ -169,8 +170,10 @@ class TableCalls(RpcCalls):
         def request(name: str, table: Table) -> bytes:
             return infer_request(pack_table(_sent(table, options, name), compression), options)
 
-        requests = requests_of("tables", tables, request, at_once=1)
-        replies = self._grpc.stream(f"{_SERVICE}InferStream", requests, window=window, idle_s=self._timeout_s)
+        requests, chosen = requests_of("tables", tables, request, at_once=1), lane_metadata(options)
+        replies = self._grpc.stream(
+            f"{_SERVICE}InferStream", requests, window=window, idle_s=self._timeout_s, metadata=chosen
+        )
         async for reply in replies:
             yield _unpack(reply)
 

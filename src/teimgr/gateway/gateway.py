@@ -53,7 +53,7 @@ from teimgr.observability import catalogue
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.routing.links import LinkLimits
 from teimgr.routing.router import Directory, Lease, Router, RouterView, router_view
-from teimgr.spec import InstanceView, State
+from teimgr.spec import LANE_KEY, InstanceView, State
 from teimgr.wire import error_bodies
 from teimgr.wire.error_bodies import JSON_TYPE, OPENAI
 from teimgr.wire.frames import (
@@ -64,6 +64,7 @@ from teimgr.wire.frames import (
     HttpReply,
     HttpRequest,
     Method,
+    in_lane,
     read_reply,
     request_head,
 )
@@ -73,7 +74,7 @@ from teimgr.wire.status import STATUS
 log = logging.getLogger(__name__)
 
 # The request headers that a dialect may read.
-_HEADERS = ("content-type", "accept", "content-encoding", DIALECT_HEADER)
+_HEADERS = ("content-type", "accept", "content-encoding", DIALECT_HEADER, LANE_KEY)
 _KEYS = [(name, name.encode()) for name in _HEADERS]
 # Vectors as JSON are four times the size of what gRPC carries.
 _MAX_REPLY_BYTES = 256 * 2**20
@@ -209,6 +210,7 @@ class Gateway:
         payload = body.payload
         with await self._lease(names, named, body) as lease, self._bodies.held_for(lease.instance, body):
             flags |= Flag.BULK if len(payload) > SMALL_BYTES else Flag.NONE
+            flags = in_lane(flags, head.headers.get(LANE_KEY))
             call_class = (head.path, flags)
             lease.check_refusals(call_class, len(payload), self._timeout_s)
             answer = await lease.call(Method.HTTP, payload, flags=flags, timeout_s=self._timeout_s)

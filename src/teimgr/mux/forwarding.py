@@ -17,7 +17,7 @@ from teimgr.observability.catalogue import MUX_SECONDS
 from teimgr.routing.links import PendingCall, WorkerReply
 from teimgr.routing.router import Lease, RouterView, check_target
 from teimgr.wire.arrow_limits import read_outline
-from teimgr.wire.frames import Flag
+from teimgr.wire.frames import Flag, in_lane
 from teimgr.wire.protobuf import TARGET_FIELD, Envelope, Slice, Target, read_envelope, read_target, without_fields
 
 # Metadata that names the instance of a call whose messages have no target.
@@ -42,9 +42,16 @@ def named_target(router: RouterView, name: str | None) -> Target:
 
 
 async def forward_message(
-    rpc: Rpc, router: RouterView, message: bytes, named: Target | None, timeout_s: float | None, record: CallRecord
+    rpc: Rpc,
+    router: RouterView,
+    message: bytes,
+    named: Target | None,
+    *,
+    lane: str | None,
+    timeout_s: float | None,
+    record: CallRecord,
 ) -> WorkerReply:
-    """Forward a unary message; `named` is its target where it has none itself.
+    """Forward a unary message; `named` is its target where it has none itself, `lane` the value of `LANE_KEY`.
 
     Raises:
         TeimgrError: target, inner request, lookup and worker are checked in this order; the first that fails.
@@ -56,7 +63,8 @@ async def forward_message(
     with _lease_for(rpc, router, target, message) as lease:
         record.instance = lease.instance
         record.messages = 1
-        return await lease.call(rpc.worker_method(), envelope.inner, flags=rpc.lane, timeout_s=timeout_s)
+        flags = in_lane(rpc.lane, lane)
+        return await lease.call(rpc.worker_method(), envelope.inner, flags=flags, timeout_s=timeout_s)
 
 
 async def forward_collected(
@@ -65,6 +73,7 @@ async def forward_collected(
     receive: Receive,
     named: Target | None,
     *,
+    lane: str | None,
     message_timeout_s: float | None,
     timeout_s: float | None,
     record: CallRecord,
@@ -97,7 +106,7 @@ async def forward_collected(
             assert target is not None
             with router.lease(target) as lease:
                 record.instance = lease.instance
-                return await lease.call(rpc.worker_method(), pairs.payload(), flags=pairs.flags)
+                return await lease.call(rpc.worker_method(), pairs.payload(), flags=in_lane(pairs.flags, lane))
     except TimeoutError:
         if not limit.expired():
             raise
@@ -107,14 +116,24 @@ async def forward_collected(
 class StreamForwarder:
     """Forwards a bidi stream, each message to its own target; without one, to that of the message before.
 
-    The first target may be `named`. `suffix` is appended to every message.
+    The first target may be `named`. `suffix` is appended to every message; `lane` is the value of `LANE_KEY`.
     """
 
-    def __init__(self, rpc: Rpc, router: RouterView, named: Target | None, suffix: bytes, record: CallRecord) -> None:
+    def __init__(
+        self,
+        rpc: Rpc,
+        router: RouterView,
+        named: Target | None,
+        *,
+        suffix: bytes,
+        lane: str | None,
+        record: CallRecord,
+    ) -> None:
         self._rpc = rpc
         self._router = router
         self._target = named
         self._suffix = suffix
+        self._lane = lane
         self._record = record
         self._target_bytes: Slice | None = None
         self._lease: Lease | None = None
@@ -153,7 +172,7 @@ class StreamForwarder:
             if envelope.inner is None:
                 return None
             payload = self._with_options(message) if self._rpc.arrow_field else envelope.inner
-            return await lease.start(self._rpc.worker_method(), payload, flags=flags)
+            return await lease.start(self._rpc.worker_method(), payload, flags=in_lane(flags, self._lane))
 
         async def reply(payload: bytes) -> None:
             self._record.messages += 1

@@ -42,7 +42,7 @@ from teimgr.observability.request_context import (
 )
 from teimgr.routing.links import WorkerReply
 from teimgr.routing.router import Router, RouterView, router_view
-from teimgr.spec import RouteEntry, State
+from teimgr.spec import LANE_KEY, RouteEntry, State
 from teimgr.wire.frames import Method
 from teimgr.wire.protobuf import Target
 from teimgr.wire.quantisation import OUTPUT_DTYPE_KEY, output_dtype_field
@@ -121,6 +121,11 @@ class InferenceCall(RpcStream):
     def remaining_s(self) -> float | None:
         """The time to the client's deadline."""
         return None if self.deadline is None else self.deadline - time.monotonic()
+
+    @property
+    def lane(self) -> str | None:
+        """The lane that the client chose, unchecked."""
+        return self.metadata.get(LANE_KEY)
 
     def named_target(self, router: RouterView) -> Target | None:
         """The target in the metadata; None where the messages have targets."""
@@ -260,7 +265,10 @@ class MuxHandlers:
         named, timeout_s = call.named_target(router), call.remaining_s()
         if call.rpc.limited and self._request_timeout_s is not None:
             timeout_s = self._request_timeout_s if timeout_s is None else min(timeout_s, self._request_timeout_s)
-        return await forward_message(call.rpc, router, message + call.output_dtype(), named, timeout_s, call.record)
+        message += call.output_dtype()
+        return await forward_message(
+            call.rpc, router, message, named, lane=call.lane, timeout_s=timeout_s, record=call.record
+        )
 
     async def _bidi(self, call: InferenceCall, router: RouterView) -> None:
         async def receive() -> bytes | None:
@@ -268,7 +276,8 @@ class MuxHandlers:
             call.charge.release()  # the window bounds those in flight
             return message
 
-        forwarder = StreamForwarder(call.rpc, router, call.named_target(router), call.output_dtype(), call.record)
+        named, suffix = call.named_target(router), call.output_dtype()
+        forwarder = StreamForwarder(call.rpc, router, named, suffix=suffix, lane=call.lane, record=call.record)
         await forwarder.run(receive, self._window, on_first=call.open, send=call.send)
 
     async def _client_stream(self, call: InferenceCall, router: RouterView) -> WorkerReply:
@@ -278,6 +287,7 @@ class MuxHandlers:
             router,
             call.receive,
             call.named_target(router),
+            lane=call.lane,
             message_timeout_s=self._request_timeout_s or _MESSAGE_S,
             timeout_s=call.remaining_s(),
             record=call.record,

@@ -35,7 +35,8 @@ from typing import NamedTuple, cast
 
 import orjson
 
-from teimgr.errors import TeimgrError, error_from_code
+from teimgr.errors import InvalidInput, TeimgrError, error_from_code
+from teimgr.spec import LANE_KEY, LANES
 
 HEADER = struct.Struct("<IBBHQII")
 TIMINGS = struct.Struct("<IIQQQQ")
@@ -93,6 +94,24 @@ class Flag(IntFlag):
     BULK = 1  # request: the bulk lane, else the interactive one
     WAIT = 2  # request: wait for room in the worker instead of OVERLOADED: messages of streams, Arrow, rerank
     TIMINGS = 4  # reply: the payload starts with a `Timings` block
+    # Request: the interactive lane, whatever its size. With it BULK chooses the link alone.
+    INTERACTIVE = 8
+
+
+_FLAG_OF = dict(zip(LANES, (Flag.INTERACTIVE, Flag.BULK), strict=True))
+
+
+def in_lane(flags: Flag, word: str | None) -> Flag:
+    """`flags` of a request in the lane that its caller chose by `word`; unchanged where that is None.
+
+    Raises:
+        InvalidInput: `word` is not in `LANES`.
+    """
+    if word is None:
+        return flags
+    if (chosen := _FLAG_OF.get(word)) is None:
+        raise InvalidInput(f"`{LANE_KEY}` is {word[:80]!r}, not one of {', '.join(LANES)}")
+    return flags | chosen
 
 
 class Header(NamedTuple):

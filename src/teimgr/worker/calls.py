@@ -110,13 +110,14 @@ class WorkerCall:
 class MethodCall(WorkerCall):
     """A call of a method of `wire/frames.py`; `payload` is its serialised message, `size_bytes` long.
 
-    `flags` are those of a request's frame.
+    `flags` are those of a request's frame; `fixed_lane` is the lane that they name, None where they leave it open.
     """
 
-    __slots__ = ("method", "payload")
+    __slots__ = ("fixed_lane", "method", "payload")
 
     def __init__(self, method: int, payload: bytes, flags: int, deadline: float | None = None) -> None:
-        lane = Lane.BULK if flags & Flag.BULK else Lane.INTERACTIVE
+        self.fixed_lane = _named_lane(flags)
+        lane = self.fixed_lane or Lane.INTERACTIVE
         may_wait = bool(flags & Flag.WAIT) or method in _ALWAYS_WAITING
         streamed = may_wait and method not in _WAITING_REQUESTS
         super().__init__(len(payload), lane, deadline, may_wait=may_wait, streamed=streamed)
@@ -129,6 +130,12 @@ class MethodCall(WorkerCall):
             return kind.FromString(self.payload)
         except DecodeError as error:
             raise InvalidInput(f"Malformed {kind.DESCRIPTOR.full_name}: {error}") from error
+
+
+def _named_lane(flags: int) -> Lane | None:
+    if flags & Flag.INTERACTIVE:
+        return Lane.INTERACTIVE
+    return Lane.BULK if flags & Flag.BULK else None
 
 
 class AwaitedReply:

@@ -29,8 +29,8 @@ from teimgr.http2.stream import Stream, StreamLost
 from teimgr.http_protocol import ServerConnections
 from teimgr.observability.request_context import CURRENT, REQUEST_ID, RequestContext
 from teimgr.pb.tei.v1 import tei_pb2
-from teimgr.spec import Kind
-from teimgr.wire.frames import Flag
+from teimgr.spec import LANE_KEY, Kind
+from teimgr.wire.frames import Flag, in_lane
 from teimgr.wire.status import NOT_FOUND, UNAUTHENTICATED, UNIMPLEMENTED, GrpcStatus
 from teimgr.worker.calls import AwaitedReply, CallReply, MethodCall
 from teimgr.worker.dispatcher import Dispatcher, masked
@@ -179,19 +179,20 @@ class GrpcPort:
             return
         if not self._dispatcher.spec.accepts(stream.metadata.get("authorization", "").encode()):
             raise RpcStatusError(UNAUTHENTICATED, "No valid auth token")
+        lane = stream.metadata.get(LANE_KEY)
         if rpc.shape is Shape.UNARY:
             message = await stream.receive(MESSAGE_S)
             if message is None:
                 raise InvalidInput("Missing message")
-            await self._single(rpc, message, rpc.lane, deadline, stream)
+            await self._single(rpc, message, in_lane(rpc.lane, lane), deadline, stream)
         elif rpc.shape is Shape.CLIENT_STREAM:
             pairs = PairCollector(self._dispatcher.spec.max_message_bytes)
             await pairs.collect(stream.receive, _PAUSE_S)
-            await self._single(rpc, pairs.payload(), pairs.flags, deadline, stream)
+            await self._single(rpc, pairs.payload(), in_lane(pairs.flags, lane), deadline, stream)
         else:
 
             async def start(message: bytes, flags: Flag) -> GrpcCall:
-                return self._start(rpc, message, flags, deadline, stream)
+                return self._start(rpc, message, in_lane(flags, lane), deadline, stream)
 
             await stream.open()
             pump = StreamPump(

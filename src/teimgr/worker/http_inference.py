@@ -217,7 +217,7 @@ def number_count(job: Job) -> int:
 
 # Calls.
 
-# More inputs than this go to the bulk lane, whichever lane the request came in.
+# More inputs than this go to the bulk lane, unless the caller has chosen one.
 _INTERACTIVE_INPUTS = 4
 # Encoding more numbers than this takes over a millisecond, so it is done on a codec thread.
 _LARGE_ANSWER = 2**16
@@ -287,9 +287,10 @@ MakeJob = Callable[[ServedModel], JobSpec]
 
 
 class HttpInference:
-    """Inference for HTTP requests; `deadline` is a `time.monotonic` value or None."""
+    """Inference for HTTP requests, in `lane`, or where it is None in that of the number of inputs; `deadline` is a
+    `time.monotonic` value or None."""
 
-    def __init__(self, dispatcher: Dispatcher, lane: Lane = Lane.INTERACTIVE, deadline: float | None = None) -> None:
+    def __init__(self, dispatcher: Dispatcher, lane: Lane | None = None, deadline: float | None = None) -> None:
         self.dispatcher = dispatcher
         self._lane = lane
         self._deadline = deadline
@@ -357,7 +358,7 @@ class HttpInference:
         return spec
 
     def _submit(self, spec: JobSpec, encode: Callable[[HttpCall, JobSpec, Job], CallReply | DeferredReply]) -> HttpCall:
-        lane = Lane.BULK if len(spec.inputs) > _INTERACTIVE_INPUTS else self._lane
+        lane = self._lane or (Lane.BULK if len(spec.inputs) > _INTERACTIVE_INPUTS else Lane.INTERACTIVE)
         call = HttpCall(sum(map(_size_bytes, spec.inputs)), lane, self._deadline)
         self.dispatcher.infer(call, spec.inputs, spec.options, partial(encode, call, spec))
         return call

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from teimgr.byte_budget import Charge
 from teimgr.docs_page import HEADERS, page
+from teimgr.engine.job import Lane
 from teimgr.errors import Code, Forbidden, TeimgrError, Unavailable
 from teimgr.http_direct import Answer, DirectReply, DirectRequest
 from teimgr.http_protocol import HeldResponse, SlowClient, charge_body, foreign_page, read_body, unless_hung_up
@@ -26,9 +27,9 @@ from teimgr.observability.request_context import (
     RequestContext,
     use_context,
 )
-from teimgr.spec import WorkerSpec
+from teimgr.spec import LANE_KEY, WorkerSpec
 from teimgr.wire.error_bodies import TEI, TEI_OPENAI, failure
-from teimgr.wire.frames import Buffer, HttpReply, HttpRequest
+from teimgr.wire.frames import Buffer, Flag, HttpReply, HttpRequest, in_lane
 from teimgr.wire.status import STATUS
 from teimgr.worker.dialects import tei
 from teimgr.worker.dialects.openapi import instance_document
@@ -105,6 +106,9 @@ def _is_public(scope: Scope) -> bool:
 _HEALTH_TIMEOUT_S = 5.0
 # Of these a request context is made.
 _CONTEXT = (REQUEST_ID, TRACEPARENT, TRACESTATE)
+# The headers that inference reads.
+_CONTENT_TYPE = "content-type"
+_READ = {name: name.encode() for name in (_CONTENT_TYPE, LANE_KEY)}
 # The routes of inference by the target of a request.
 _PATHS = {path.encode(): path for method, path in tei.ROUTES if method == "POST"}
 _NOT_BUFFERED = "Failed to buffer the request body"
@@ -119,6 +123,7 @@ class InstancePort:
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
         self._inference = HttpInference(dispatcher)
+        self._in_lane = {lane.value: HttpInference(dispatcher, lane) for lane in Lane}
         self._cors = cors_headers(dispatcher.spec.cors_allow_origin, None)
 
     async def health(self, request: Request) -> Response:
@@ -143,15 +148,15 @@ class InstancePort:
 
     def post(self, path: str, route: HttpHandler) -> Endpoint:
         async def endpoint(request: Request) -> Response:
-            content_type = request.headers.get("content-type", "")
+            headers = {name: request.headers.get(name, "") for name in _READ}
 
             async def read(charge: Charge) -> Buffer | None:
                 return await read_body(request, self._dispatcher.spec.payload_limit_bytes, charge)
 
-            async def inferred(parsed: HttpRequest) -> HttpReply:
-                return await unless_hung_up(route(self._inference, parsed), request.receive)
+            async def inferred(inference: HttpInference, parsed: HttpRequest) -> HttpReply:
+                return await unless_hung_up(route(inference, parsed), request.receive)
 
-            reply = await self._answer(path, content_type, read, inferred)
+            reply = await self._answer(path, headers, read, inferred)
             return HeldResponse(reply.body, reply.status, reply.headers, self._dispatcher.port_budget)
 
         return endpoint
@@ -176,26 +181,35 @@ class InstancePort:
             await charge_body(charge, len(request.body))
             return request.body
 
-        content_type = request.headers.get(b"content-type", b"").decode("latin-1")
-        reply = await self._answer(path, content_type, read, partial(tei.ROUTES["POST", path], self._inference))
+        headers = {name: request.headers.get(key, b"").decode("latin-1") for name, key in _READ.items()}
+        reply = await self._answer(path, headers, read, tei.ROUTES["POST", path])
         return DirectReply(reply.status, {**reply.headers, **self._cors, REQUEST_ID: context.request_id}, reply.body)
+
+    def _inference_in(self, lane: str) -> HttpInference:
+        """Inference in the lane that the caller chose; raises InvalidInput for a word that is no lane."""
+        if not lane:
+            return self._inference
+        in_lane(Flag.NONE, lane)
+        return self._in_lane[lane]
 
     async def _answer(
         self,
         path: str,
-        content_type: str,
+        headers: Mapping[str, str],
         read: Callable[[Charge], Awaitable[Buffer | None]],
-        infer: Callable[[HttpRequest], Awaitable[HttpReply]],
+        infer: Callable[[HttpInference, HttpRequest], Awaitable[HttpReply]],
     ) -> HttpReply:
-        """The reply to a request whose body is what `read` gives, or None where that is too long."""
+        """The reply to a request with the `headers` of `_READ`, whose body is what `read` gives, or None where that is
+        too long."""
         dialect = TEI_OPENAI if path in tei.OPENAI_PATHS else TEI
         charge = Charge(self._dispatcher.port_budget)
         try:
-            check_content_type(content_type)
+            check_content_type(headers[_CONTENT_TYPE])
+            inference = self._inference_in(headers[LANE_KEY])
             body = await read(charge)
             if body is None:
                 raise BadRequest(413, f"{_NOT_BUFFERED}: length limit exceeded")
-            return await infer(HttpRequest(TEI, "POST", path, headers={"content-type": content_type}, body=body))
+            return await infer(inference, HttpRequest(TEI, "POST", path, headers=headers, body=body))
         except SlowClient:
             return BadRequest(408, f"{_NOT_BUFFERED}: it did not come in time").reply(dialect)
         except TeimgrError as error:

@@ -265,7 +265,7 @@ def forwarded_http(dispatcher: Dispatcher, call: MethodCall) -> None:
         request = read_request(call.payload)
     except ValueError as error:
         raise InvalidInput(f"malformed HTTP frame: {error}") from error
-    dispatcher.run(call, _answer_http(HttpInference(dispatcher, call.lane, call.deadline), call, request))
+    dispatcher.run(call, _answer_http(HttpInference(dispatcher, call.fixed_lane, call.deadline), call, request))
 
 
 async def _answer_http(inference: HttpInference, call: MethodCall, request: HttpRequest) -> None:
