@@ -352,6 +352,17 @@ def test_a_cancelled_job_is_never_delivered(bert: Served, gate: Gate) -> None:
     assert bert.engine.stats().queued_tokens == 0
 
 
+def test_a_text_that_cannot_be_computed_before_its_deadline_is_not_run(bert: Served) -> None:
+    bert.embed(["fog"])  # a batch whose time counts
+    batches = bert.engine.stats().batches
+    bert.engine._finisher.quickest_s = 60.0  # per token, as on a very slow device
+    job = bert.wait(bert.send(["fog"], deadline=time.monotonic() + 30.0))
+
+    assert [type(error) for error in job.errors.values()] == [DeadlineExceeded]
+    assert bert.engine.stats().batches == batches
+    assert bert.embed(["fog"]).errors == {}  # without a deadline
+
+
 def test_a_job_past_its_deadline_fails_and_its_texts_are_not_run(bert: Served, gate: Gate) -> None:
     gate.hold()
     held = bert.send(["rain"])

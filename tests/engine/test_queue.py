@@ -154,6 +154,21 @@ def test_expired_entries_come_back_apart() -> None:
     assert batch.entries == [timely]
 
 
+def test_entries_that_cannot_be_computed_before_their_deadline_are_not_begun() -> None:
+    """A text of 10 tokens takes a second at least, one of 40 four."""
+    clock = Clock()
+    queue = EntryQueue(LIMITS, clock)
+    queue.least_s = lambda tokens: tokens / 10
+    short, long = entry(10, deadline=clock.now + 3), entry(40, deadline=clock.now + 3)
+    several = rows_of(4, length=9, deadline=clock.now + 0.5)
+    queue.put([short, long, several])
+    batch = take(queue)
+
+    assert batch.expired == [several, long]
+    assert batch.entries == [short]
+    assert len(queue) == queue.tokens(Lane.BULK) == 0
+
+
 def test_of_many_equal_rows_a_batch_takes_as_many_as_fit() -> None:
     """Rows and ids stay together, and what is left goes on in order."""
     queue = EntryQueue(BatchLimits(tokens=100, bulk_tokens_beside_interactive=20, texts=7))

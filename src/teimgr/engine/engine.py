@@ -76,6 +76,7 @@ class Engine:
         self._queue = EntryQueue(parts.limits)
         activation = parts.info.activation or "identity"
         self._finisher = Finisher(self._deliver, self._mark_unhealthy, activation, self._on_bad_result)
+        self._queue.least_s = self._finisher.least_s
         self._core_load = _core_load(options)
         threads = CpuThreads(options.threads, options.threads)
         self._runners = [

@@ -35,7 +35,7 @@ VectorOptions = tuple[int | None, bool]
 _BATCHES_IN_FLIGHT = 2  # one that runs, and one that is ready when it ends: more gains nothing and delays queries
 _HANDOVER = 2  # capacity of the inbox in batches, beside the one that is being finished
 _CHECK_S = 0.2
-_FORGET = 0.99  # of the slowest batch, with each later one
+_FORGET = 0.99  # of the slowest and of the quickest batch, with each later one
 _POWERS = 32  # buckets by powers of two: no batch has 2^32 tokens
 
 
@@ -245,7 +245,9 @@ class Finisher:
         self.stats = EngineStats()
         self.fault: str | None = None  # a lasting one of the device: no batch succeeds any more
         self.finished_at = -math.inf  # of the last batch, a monotonic moment in seconds
-        self.slowest_s = 0.0  # per token of a batch (`BATCH_OVERHEAD_TOKENS` added): the slowest batch of late
+        # Per token of a batch (`BATCH_OVERHEAD_TOKENS` added): the slowest and the quickest batch of late.
+        self.slowest_s = 0.0
+        self.quickest_s = math.inf
 
     def new_limit(self) -> InFlightLimit:
         """The bound on the batches in flight of one more thread that starts them; not called once `run` has begun."""
@@ -372,8 +374,18 @@ class Finisher:
         stats.by_tokens[(batch.tokens - 1).bit_length()] += 1
         stats.busy_s += busy_ns / 1e9
         stats.padding_saved_tokens += texts * max(entry.length for entry in batch.entries) - batch.tokens
-        self.slowest_s = max(duration_ns / 1e9 / (batch.tokens + BATCH_OVERHEAD_TOKENS), self.slowest_s * _FORGET)
+        token_s = duration_ns / 1e9 / (batch.tokens + BATCH_OVERHEAD_TOKENS)
+        self.slowest_s = max(token_s, self.slowest_s * _FORGET)
+        self.quickest_s = min(token_s, self.quickest_s / _FORGET)
         self.finished_at = time.monotonic()
+
+    def least_s(self, tokens: int) -> float:
+        """How long a batch of `tokens` takes at least: half of what the quickest of late would have taken, 0 before the
+        first.
+
+        Half, since it may get more threads or a core for itself; without the overhead of a batch, which texts share.
+        """
+        return 0.0 if math.isinf(self.quickest_s) else self.quickest_s / 2 * tokens
 
     def forward_limit_s(self, tokens: int, floor_s: float, factor: float) -> float:
         """How long batches of `tokens` in flight may take: `factor` times what the slowest of late would have taken."""

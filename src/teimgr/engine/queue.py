@@ -3,7 +3,8 @@
 Scheduling only: needs neither torch nor a model. An entry holds the rows of a job that were tokenized together and have
 equal length, so texts in bulk cost nothing each. The rules of `next_batch`:
 
-1. Cancelled entries are dropped; entries past their deadline are returned separately, to be failed.
+1. Cancelled entries are dropped; entries whose deadline is past, or would be before the device could have computed
+   one of their texts, are returned separately, to be failed.
 2. The interactive lane goes first. While bulk entries wait behind it, every interactive batch earns the bulk lane
    credit, and with enough credit one bulk batch goes between, so that bulk keeps about `bulk_share` of the device.
 3. A batch holds the lane's oldest texts and then those of nearest length, until a bound is reached. So no text
@@ -58,8 +59,9 @@ class QueueEntry:
     def tokens(self) -> int:
         return self.texts * self.length
 
-    def expired(self, now: float) -> bool:
-        return self.job.deadline is not None and now > self.job.deadline
+    def expired(self, at: float) -> bool:
+        """Whether the deadline is past at the monotonic moment `at`, in seconds."""
+        return self.job.deadline is not None and at > self.job.deadline
 
     def split(self, texts: int) -> QueueEntry:
         """Take the first rows from this entry, fewer than it has, into one of their own."""
@@ -101,9 +103,13 @@ class BatchDraft:
 
 
 class LengthBuckets:
-    """The waiting entries of one lane, by length and by age; `now` is a monotonic moment in seconds."""
+    """The waiting entries of one lane, by length and by age; `now` is a monotonic moment in seconds.
 
-    def __init__(self) -> None:
+    `is_late` decides at such a moment whether an entry is not to be begun any more.
+    """
+
+    def __init__(self, is_late: Callable[[QueueEntry, float], bool]) -> None:
+        self._is_late = is_late
         self.tokens = 0
         self.texts = 0
         self._by_length: dict[int, deque[QueueEntry]] = {}
@@ -133,7 +139,7 @@ class LengthBuckets:
             bucket = self._by_length[length]
             while bucket and (room := draft.room(length, budget_tokens, budget_texts)) > 0:
                 head = bucket[0]
-                fits = head.texts <= room or head.job.cancelled or head.expired(now)
+                fits = head.texts <= room or head.job.cancelled or self._is_late(head, now)
                 self._remove(bucket.popleft() if fits else head.split(room), draft, now)
             if not bucket:
                 self._drop_bucket(length)
@@ -154,7 +160,7 @@ class LengthBuckets:
         """The oldest live entry, which is also the head of its bucket; dead ones before it are removed."""
         while self._by_age:
             head = self._by_age[0]
-            if not head.taken and not head.job.cancelled and not head.expired(now):
+            if not head.taken and not head.job.cancelled and not self._is_late(head, now):
                 return head
             self._by_age.popleft()
             if not head.taken:
@@ -183,7 +189,7 @@ class LengthBuckets:
         self.texts -= entry.texts
         if entry.job.cancelled:
             return
-        if entry.expired(now):
+        if self._is_late(entry, now):
             draft.expired.append(entry)
             return
         draft.entries.append(entry)
@@ -288,7 +294,8 @@ class EntryQueue:
         lock = threading.Lock()
         self._changed = threading.Condition(lock)  # of what a thread that takes both lanes, or bulk, waits for
         self._has_queries = threading.Condition(lock) if limits.own_threads else self._changed
-        self._lanes = {lane: LengthBuckets() for lane in Lane}
+        self.least_s: Callable[[int], float] = lambda tokens: 0.0  # that a batch of so many tokens takes
+        self._lanes = {lane: LengthBuckets(self.is_late) for lane in Lane}
         self.token_cap = TokenCap(limits.tokens, clock)  # of the threads that take batches
         self._bulk_credit = 0.0
         self._interactive_seen = -float("inf")
@@ -307,6 +314,10 @@ class EntryQueue:
                     self._has_queries.notify()
                 else:
                     self._changed.notify()
+
+    def is_late(self, entry: QueueEntry, now: float) -> bool:
+        """Whether the deadline of an entry will be past before one of its texts could be computed."""
+        return entry.expired(now + self.least_s(entry.length))
 
     def fits_batch(self, texts: int, tokens: int) -> bool:
         """Whether so much is within the bounds of one batch."""

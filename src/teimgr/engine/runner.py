@@ -228,7 +228,7 @@ class Runner:
         if not (self._is_light and is_quick) or self._in_flight.batches or not self._queue.fits_batch(texts, tokens):
             return False
         now = time.monotonic()
-        if any(entry.expired(now) for entry in entries) or not self._computing.acquire(blocking=False):
+        if any(self._queue.is_late(entry, now) for entry in entries) or not self._computing.acquire(blocking=False):
             return False
         try:
             self._execute(entries)
