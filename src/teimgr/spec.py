@@ -221,6 +221,13 @@ class InstanceSpec:
         U32,
         change=_REPLACE,
     )
+    max_queued_tokens: int = _key(
+        0,
+        "tokens that may wait in a lane of a worker before single calls are refused; 0: any number",
+        0,
+        U32,
+        change=_REPLACE,
+    )
     pooling: str | None = _key(None, "absent: that of the model's files", change=_REPLACE, words=POOLINGS, flag=True)
     gpu_id: int | None = _key(None, "index of the GPU; absent: the most free one, or the CPU", 0, U32, change=_REPLACE)
     prometheus_port: int | None = _key(
@@ -312,6 +319,7 @@ class WorkerSpec:
     max_batch_requests: int | None = None
     max_concurrent_requests: int = 512
     max_queue_wait_secs: int = _MAX_QUEUE_WAIT_SECS
+    max_queued_tokens: int = 0
     max_client_batch_size: int = 32
     max_message_bytes: int = 40 * 1024 * 1024
     payload_limit_bytes: int = 2_000_000
@@ -351,7 +359,12 @@ class WorkerSpec:
         `restarts` is a figure for display, and how other hosts reach the worker is set by its node.
         """
         # A key that is newer than 0.1.0 counts where it is set: workers of that version are adopted.
-        unset = {"safetensors_only": False, "max_queue_wait_secs": _MAX_QUEUE_WAIT_SECS, "host": ""}
+        unset = {
+            "safetensors_only": False,
+            "max_queue_wait_secs": _MAX_QUEUE_WAIT_SECS,
+            "max_queued_tokens": 0,
+            "host": "",
+        }
         facts = {key: value for key, value in asdict(self).items() if key not in unset or value != unset[key]}
         for name in ("threads", "restarts", "link_address", "identity_dir", "port_host", "agent_socket"):
             del facts[name]

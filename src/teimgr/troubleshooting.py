@@ -226,7 +226,7 @@ ADVICE: Mapping[Code, Advice] = MappingProxyType(
         Code.OVERLOADED: Advice(
             (
                 "More calls arrive than the workers answer: a queue is full, or the call would wait for longer than "
-                "its deadline or `max_queue_wait_secs`.",
+                "its deadline or `max_queue_wait_secs`, or `max_queued_tokens` wait already.",
                 "Calls in flight have used up a budget of bytes.",
             ),
             (

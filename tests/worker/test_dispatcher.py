@@ -89,6 +89,7 @@ class FakeEngine:
         self.started: list[int] = []  # the jobs there were at each start
         self.broken = False
         self.expected: float | None = None
+        self.waiting_tokens = 0
 
     def stats(self) -> Any:
         raise NotImplementedError
@@ -98,6 +99,9 @@ class FakeEngine:
 
     def expected_s(self, lane: Lane, jobs: Sequence[Job] = ()) -> float | None:
         return self.expected
+
+    def queued_tokens(self, lane: Lane, jobs: Sequence[Job]) -> tuple[int, int]:
+        return self.waiting_tokens, 10 * len(jobs)
 
     def submit(self, job: Job, starts: bool = True) -> None:
         assert not starts
@@ -211,6 +215,26 @@ async def test_the_limit_for_calls_without_a_deadline_spares_those_that_may_wait
     assert asked(dispatcher, within_s=None).code is Code.OVERLOADED
     assert not asked(dispatcher, within_s=None, may_wait=True).replies
     engine.expected = dispatcher.spec.max_queue_wait_secs - 0.5
+    assert not asked(dispatcher, within_s=None).replies
+    dispatcher.close()
+
+
+async def test_a_call_for_which_too_many_tokens_wait_is_refused_unless_it_may_wait() -> None:
+    engine = FakeEngine()
+    dispatcher = dispatching(engine, calls=100)
+    dispatcher.spec = replace(dispatcher.spec, max_queued_tokens=100)
+    assert not asked(dispatcher, within_s=None).replies
+    engine.waiting_tokens = 90
+    assert not asked(dispatcher, within_s=None).replies  # its own 10 fit
+    engine.waiting_tokens, engine.expected = 91, 2.5
+
+    [refused] = asked(dispatcher, within_s=None).replies
+    assert isinstance(refused, Overloaded)
+    assert refused.retry_after_s == 2.5
+    assert not asked(dispatcher, within_s=None, may_wait=True).replies
+    assert not asked(dispatcher, within_s=None, may_wait=True, streamed=True).replies
+    engine.waiting_tokens = 0  # nothing waits: a call of any size is taken
+    dispatcher.spec = replace(dispatcher.spec, max_queued_tokens=5)
     assert not asked(dispatcher, within_s=None).replies
     dispatcher.close()
 

@@ -26,6 +26,7 @@ class InstanceKeys(TypedDict, total=False):
     max_batch_tokens: int | Literal["auto"] | None
     max_concurrent_requests: int | None
     max_queue_wait_secs: int | None
+    max_queued_tokens: int | None
     pooling: str | None
     kind: str | None
     trust_remote_code: bool | None

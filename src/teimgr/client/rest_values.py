@@ -29,6 +29,7 @@ class Instance:
     max_batch_tokens: int | None = None
     max_concurrent_requests: int | None = None
     max_queue_wait_secs: int | None = None
+    max_queued_tokens: int | None = None
     pooling: str | None = None
     gpu_id: int | None = None
     prometheus_port: int | None = None

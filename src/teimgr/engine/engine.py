@@ -147,13 +147,21 @@ class Engine:
 
         0 where nothing waits; None where the lane had no backlog of late, so that its throughput is unknown.
         """
-        ahead = self._queue.tokens(lane) + self._intake.waiting(lane)
-        if not ahead:
+        if not (ahead := self._queued_tokens(lane)):
             return 0.0
         if (rate := self._queue.tokens_per_s(lane)) is None:
             return None
-        own = sum(self._intake.estimate(job, self.prompts.tokenize_options(job.options)) for job in jobs)
-        return (ahead + self._finisher.running_tokens + own) / rate
+        return (ahead + self._finisher.running_tokens + self._estimate(jobs)) / rate
+
+    def queued_tokens(self, lane: Lane, jobs: Sequence[Job]) -> tuple[int, int]:
+        """Tokens that wait in `lane`, and those of `jobs`; what is not tokenized counts by estimate."""
+        return self._queued_tokens(lane), self._estimate(jobs)
+
+    def _queued_tokens(self, lane: Lane) -> int:
+        return self._queue.tokens(lane) + self._intake.waiting(lane)
+
+    def _estimate(self, jobs: Sequence[Job]) -> int:
+        return sum([self._intake.estimate(job, self.prompts.tokenize_options(job.options)) for job in jobs])
 
     def check(self, options: InferOptions) -> None:
         """Check that the model supports `options`.
@@ -210,7 +218,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         done, on_cuda = self._finisher.stats, self._device.type == "cuda"
-        waiting = {lane.value: self._queue.tokens(lane) + self._intake.waiting(lane) for lane in Lane}
+        waiting = {lane.value: self._queued_tokens(lane) for lane in Lane}
         return replace(
             done,
             queued_texts=len(self._queue),

@@ -196,17 +196,24 @@ class Dispatcher:
             self._check_idle()
 
     def _check_wait(self, call: WorkerCall, jobs: Sequence[Job] = ()) -> None:
-        """Refuse a call that would be answered too late; `jobs` are its own where they are known.
+        """Refuse a call that would be answered too late, or before which too many tokens wait; `jobs` are its own where
+        they are known.
 
         With a deadline, where it will probably pass. Without one, where a call that may not wait would wait for longer
         than `max_queue_wait_secs`: HTTP callers send no deadline, and disconnect when theirs has passed. Messages of
         streams have back-pressure instead.
+
+        More tokens than `max_queued_tokens` refuse what may not wait.
 
         Raises:
             Overloaded: with the time after which the work ahead is expected to be done.
         """
         if self._engine is None or call.streamed:
             return
+        if (most := self.spec.max_queued_tokens) and jobs and not call.may_wait:
+            ahead, own = self._engine.queued_tokens(call.lane, jobs)
+            if ahead and ahead + own > most:
+                raise Overloaded(retry_after_s=self._engine.expected_s(call.lane, jobs))
         if call.has_deadline:
             limit_s = (call.deadline - time.monotonic()) * _PART_OF_DEADLINE
         elif call.may_wait or jobs or not self.spec.max_queue_wait_secs or len(self._call_limiter) < _PATIENT_CALLS:
