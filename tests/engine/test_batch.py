@@ -52,6 +52,21 @@ def test_prompt_lengths_follow_their_texts_and_leave_a_token_each() -> None:
     assert pack(arrays([[1], [2]], prompt_tokens=[0, 0])).prompt_lens is None
 
 
+def test_a_text_by_itself_has_what_it_has_among_others() -> None:
+    """Packed behind a shorter one, and by itself."""
+    one = Encoded(np.array([7, 8, 9], np.int32), np.array([0, 1, 1], np.uint8), keys=2, prompt_tokens=3, query=True)
+    alone, second = pack([one]), pack([one, Encoded(np.array([5], np.int32))])
+
+    assert (alone.cu_seqlens.tolist(), alone.max_seqlen, alone.runs) == ([0, 3], 3, ((0, 1, 3),))
+    assert alone.order.tolist() == [0]
+    for name in ("ids", "position_ids", "type_ids", "prompt_lens", "keys", "queries"):
+        found, among = getattr(alone, name), getattr(second, name)
+        assert found.dtype == among.dtype
+        assert found.tolist() == among[1:].tolist()
+    plain = pack([Encoded(one.ids)])
+    assert (plain.prompt_lens, plain.type_ids, plain.keys, plain.queries) == (None, None, None, None)
+
+
 def test_type_ids_keys_and_roles_follow_their_texts() -> None:
     types = [np.array([0, 1, 1], dtype=np.uint8), None, np.array([1], dtype=np.uint8)]
     batch = pack(arrays([[1, 2, 3], [4, 5], [6]], type_ids=types, keys=[2, None, None], query=[True, False, False]))

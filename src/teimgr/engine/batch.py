@@ -219,6 +219,8 @@ def pack_as_given(inputs: Sequence[Encoded]) -> PackedBatch:
 
 
 def pack(inputs: Sequence[Encoded]) -> PackedBatch:
+    if len(inputs) == 1 and inputs[0].texts == 1:
+        return _pack_one(inputs[0])
     order = np.argsort(_lengths(inputs), kind="stable")
     inputs = sorted(inputs, key=lambda each: each.length)  # stable too
     lengths = _lengths(inputs)
@@ -246,6 +248,23 @@ def pack(inputs: Sequence[Encoded]) -> PackedBatch:
         type_ids=type_ids,
         keys=keys,
         queries=queries,
+    )
+
+
+def _pack_one(one: Encoded) -> PackedBatch:
+    """As `pack` of one text, without what sorts and groups several: a query's time is made of such steps."""
+    length = one.length
+    return PackedBatch(
+        ids=one.ids.reshape(-1).astype(np.int64),
+        position_ids=np.arange(length),
+        cu_seqlens=np.array((0, length), np.int32),
+        max_seqlen=length,
+        runs=(Run(0, 1, length),),
+        order=np.zeros(1, np.intp),
+        prompt_lens=np.array((min(one.prompt_tokens, length - 1),), np.int32) if one.prompt_tokens else None,
+        type_ids=None if one.type_ids is None else one.type_ids.reshape(-1).astype(np.int64),
+        keys=None if one.keys is None else np.array((one.keys,), np.int32),
+        queries=np.array((True,)) if one.query else None,
     )
 
 

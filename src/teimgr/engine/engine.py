@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 
 _RECENT_BATCH_S = 2.0  # a batch finished this lately stands for a self-test
 _FIRST_SELF_TEST_S = 600.0
+_MOST_OPTIONS = 256  # of which a check is kept
 _LAST_BATCH_S = 2.0  # extra time for the batch that runs when the grace period is over
 _LAST_ANSWERS_S = 1.0
 # The largest difference between the results of two self-tests: of vectors of length 1, else relative to the largest
@@ -70,6 +71,7 @@ class Engine:
         self._reference: SelfTest | None = None
         self._doubt: SelfTest | None = None  # the self-test under way because of a bad result; of who finishes
         self._doubted_at = -_BAD_RESULT_PAUSE_S
+        self._supported: set[InferOptions] = set()  # that were checked: most calls have the same few
         self._stalls: dict[InFlightLimit, Stall] = {}
         self._device = parts.model.backbone.device
         self._model_bytes = tensor_bytes(parts.model)
@@ -170,8 +172,12 @@ class Engine:
             WrongModelKind: it lacks an output, or cannot normalise it.
             InvalidInput: bad `dimensions` or `prompt_name`.
         """
+        if options in self._supported:
+            return
         check_supported(self.info, options)
         self.prompts.text(options.prompt_name)
+        if len(self._supported) < _MOST_OPTIONS and options.prompt is None:
+            self._supported.add(options)
 
     def tokenize(self, text: str, add_special_tokens: bool, prompt_name: str | None) -> list[TokenSpan]:
         """Every token of prompt + text.

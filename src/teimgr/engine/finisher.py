@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from teimgr.engine.heads.pooling import finish
 from teimgr.engine.heads.scoring import activate
 from teimgr.engine.job import Job, Lane, Output, SparseRow
-from teimgr.engine.native_library import native_library
+from teimgr.engine.native_library import address, native_library
 from teimgr.engine.queue import BATCH_OVERHEAD_TOKENS, QueueEntry
 from teimgr.errors import DeadlineExceeded, InferenceFailed, TeimgrError
 
@@ -110,7 +110,7 @@ class HostRows:
         library, values = native_library(), self.values
         if self.offsets is None and library is not None and values.ndim == 2 and values.flags.c_contiguous:
             found = np.empty(len(values), np.bool_)
-            library.finite_rows(values.ctypes.data, len(values), values.shape[1], found.ctypes.data)
+            library.finite_rows(address(values), len(values), values.shape[1], address(found))
             return found
         finite = np.isfinite(values)
         if self.offsets is None:
@@ -156,6 +156,9 @@ class StartedBatch:
 
     def by_job(self) -> Iterator[tuple[Job, list[QueueEntry], NDArray[np.intp]]]:
         """The jobs in their order, each with its entries and the `places` of these."""
+        if len(self.entries) == 1:
+            yield self.entries[0].job, [self.entries[0]], self.places
+            return
         places_of: dict[Job, list[tuple[QueueEntry, NDArray[np.intp]]]] = defaultdict(list)
         begin = 0
         for entry in self.entries:
@@ -430,7 +433,8 @@ class BatchResults:
         failed: dict[int, InferenceFailed] = {}
         for output in sorted(job.options.outputs, key=_ORDER.index):
             if output not in self._bad:
-                self._bad[output] = set(np.flatnonzero(~self._rows[output].finite()).tolist())
+                finite = self._rows[output].finite()
+                self._bad[output] = set() if finite.all() else set(np.flatnonzero(~finite).tolist())
             if self._bad[output]:
                 for text, row in zip(texts.tolist(), rows.tolist(), strict=True):
                     if text in self._bad[output] and row not in failed:
@@ -455,12 +459,12 @@ class BatchResults:
             key = vector_options(job)
             if key not in self._vectors:
                 self._vectors[key] = source.values if key == self._finished else finish(source.values, *key)
-            job.vectors[rows] = self._vectors[key][texts]
+            _assign(job.vectors, rows, self._vectors[key], texts)
         elif output is Output.SCORES:
             if not job.options.raw_scores and self._scores is None:
                 self._scores = activate(source.values, self._activation)
             scores = source.values if job.options.raw_scores or self._scores is None else self._scores
-            job.scores[rows] = scores[texts]
+            _assign(job.scores, rows, scores, texts)
         elif output is Output.SPARSE:
             for text, row in zip(texts.tolist(), rows.tolist(), strict=True):
                 job.sparse[row] = source.sparse_row(text)
@@ -468,6 +472,14 @@ class BatchResults:
             target = job.tokens_of if output is Output.TOKENS else job.multi_vectors
             for text, row in zip(texts.tolist(), rows.tolist(), strict=True):
                 target[row] = source.row(text)
+
+
+def _assign(results: Floats, rows: NDArray[np.intp], values: Floats, texts: NDArray[np.intp]) -> None:
+    """`results[rows] = values[texts]`; of one row without the cost of indexing by arrays."""
+    if len(rows) == 1:
+        results[rows[0]] = values[texts[0]]
+    else:
+        results[rows] = values[texts]
 
 
 _ORDER = list(Output)

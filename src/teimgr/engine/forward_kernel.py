@@ -20,7 +20,7 @@ from teimgr.engine.batch import PackedBatch
 from teimgr.engine.forward_program import CannotLowerError, ForwardProgram, Step, Table, quantised
 from teimgr.engine.forward_trace import trace_forward
 from teimgr.engine.lowering import lower
-from teimgr.engine.native_library import LEVELS, NO_MEMORY, native_forward_allowed, native_library
+from teimgr.engine.native_library import LEVELS, NO_MEMORY, address, native_forward_allowed, native_library
 from teimgr.engine.packed_weights import WeightPacker
 
 _KINDS = ("embed", "linear", "attend", "norm", "add", "activate", "gate", "rotate", "quantise")
@@ -192,11 +192,11 @@ class ForwardKernel:
         out = torch.empty(batch.tokens, self._program.width)
         call = _Call(
             program=ctypes.pointer(self._program),
-            ids=batch.ids.ctypes.data,
-            positions=positions.ctypes.data,
-            types=None if batch.type_ids is None else batch.type_ids.ctypes.data,
-            begins=batch.cu_seqlens.ctypes.data,
-            keys=None if batch.keys is None else batch.keys.ctypes.data,
+            ids=address(batch.ids),
+            positions=address(positions),
+            types=None if batch.type_ids is None else address(batch.type_ids),
+            begins=address(batch.cu_seqlens),
+            keys=None if batch.keys is None else address(batch.keys),
             texts=batch.texts,
             tokens=batch.tokens,
             out=out.data_ptr(),

@@ -201,7 +201,7 @@ class Runner:
             finished = self._common_options(entries)
             if finished is not None:
                 rows[Output.DENSE] = Rows(finish_on_device(rows[Output.DENSE].values, *finished))
-            places = np.argsort(batch.order)[inputs_of]
+            places = inputs_of if batch.texts == 1 else np.argsort(batch.order)[inputs_of]
             started = StartedBatch(entries, places, _to_host(rows), self._in_flight, tokens, finished)
         except Exception as error:  # of any kind, an overflow for one: only the texts at fault fail
             failed = gpu.fault_of(error, self._model.backbone.device)
@@ -269,6 +269,8 @@ class Runner:
         """
         if isinstance(self._model.backbone, StaticTable):
             return [entry.encoded for entry in entries], np.arange(sum([entry.texts for entry in entries]))
+        if len(entries) == 1 and entries[0].texts == 1:
+            return [entries[0].encoded], np.zeros(1, np.intp)
         known: dict[tuple[Any, ...], int] = {}
         inputs: list[Encoded] = []
         inputs_of: list[int] = []

@@ -19,7 +19,7 @@ from teimgr.engine.batch import Encoded, TokenizedTexts
 from teimgr.engine.job import InferOptions, Input, Pair, characters
 from teimgr.engine.templates import DOCUMENT, QUERY, CausalTemplate, late_interaction_roles
 from teimgr.engine.truncation import Shortener, Text, Truncation, breaks_at_spaces, flattened
-from teimgr.engine.wordpiece import wordpiece
+from teimgr.engine.wordpiece import WordPiece, wordpiece
 from teimgr.errors import EmptyInput, InvalidConfig, InvalidInput, ModelLoadFailed, TeimgrError, TokenizerFailed
 from teimgr.model_files.layout import Backbone, Layout
 from teimgr.wire.text_column import TextColumn
@@ -377,6 +377,8 @@ class TextTokenizer:
         except TokenizerFailed:  # the library fails each input by it
             return None
         longest = self.max_length * _CHARS_PER_TOKEN  # longer ones the library need not tokenize whole
+        if len(inputs) == 1 and isinstance(inputs, list):
+            return self._one_by_wordpiece(native, inputs[0], options, truncation, longest)
         if not isinstance(inputs, TextColumn) or prompt:
             texts = [item if isinstance(item, str) and item.isascii() else "" for item in inputs]
             inputs = TextColumn.of([prompt + text if text else "" for text in texts] if prompt else texts)
@@ -389,6 +391,25 @@ class TextTokenizer:
             own = slice(int(begins[row]), int(ends[row]))
             tokenized.put(row, self._input(ids[own], None if types is None else types[own], options))
         return tokenized
+
+    def _one_by_wordpiece(
+        self,
+        native: WordPiece,
+        item: Input,
+        options: TokenizeOptions,
+        truncation: Truncation | None,
+        longest: int,
+    ) -> TokenizedTexts | None:
+        """As `_by_wordpiece`, of one input; None where it is not covered."""
+        if not (isinstance(item, str) and item and item.isascii()):
+            return None
+        if (ids := native.encode_one(options.prompt + item, truncation, longest)) is None:
+            return None
+        types = np.zeros(len(ids), np.uint8) if self._type_ids else None
+        if len(ids) > self._limit(options) or self._skipped_id is not None or self._check_result_ids:
+            return TokenizedTexts.of([self._input(ids, types, options)])
+        prompt_tokens = self.prompt_len(options.prompt)
+        return TokenizedTexts(ids, np.zeros(1, np.int64), np.array((len(ids),)), types, prompt_tokens)
 
     def _by_library(
         self, texts: Sequence[Text], options: TokenizeOptions, truncation: Truncation | None

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from teimgr.engine.native_library import NativeLibrary, native_forward_allowed, native_library
+from teimgr.engine.native_library import NativeLibrary, address, native_forward_allowed, native_library
 from teimgr.engine.truncation import Truncation, flattened
 from teimgr.wire.text_column import TextColumn
 
@@ -23,6 +23,7 @@ _NORMALIZERS = {"BertNormalizer", "Lowercase", "StripAccents", "NFC", "NFD", "NF
 _DROPPED, _SPACE, _ISOLATED, _LETTER = range(4)  # of wordpiece.c
 _LONGEST_WORD = 256
 _LEAST_SLOTS_PER_PIECE = 2
+_Offsets = ctypes.c_int64 * 2
 
 
 class _Piece(ctypes.Structure):
@@ -100,6 +101,7 @@ class WordPiece:
             added_count=len(added),
             unknown=vocabulary[model["unk_token"]],
         )
+        self._at = ctypes.addressof(self._vocabulary)
         library.wordpiece_fill(ctypes.byref(self._vocabulary))
 
     def encode(
@@ -112,18 +114,19 @@ class WordPiece:
         room = int(texts.offsets[-1] - texts.offsets[0]) + len(texts) * self._special_tokens
         ids = np.empty(room, np.int32)
         ends = np.empty(len(texts), np.int64)
-        total = self._encode(
-            ctypes.byref(self._vocabulary),
-            ctypes.c_void_p(texts.data.ctypes.data),
-            ctypes.c_void_p(texts.offsets.ctypes.data),
-            ctypes.c_int64(len(texts)),
-            ctypes.c_int64(longest),
-            ctypes.c_int64(0 if truncation is None else truncation.limit),
-            ctypes.c_int32(truncation is not None and truncation.left),
-            ctypes.c_void_p(ids.ctypes.data),
-            ctypes.c_void_p(ends.ctypes.data),
-        )
+        bounds = (0, False) if truncation is None else (truncation.limit, truncation.left)
+        addresses = texts.data.ctypes.data, address(texts.offsets)
+        total = self._encode(self._at, *addresses, len(texts), longest, *bounds, address(ids), address(ends))
         return ids[:total].copy(), ends  # a copy: some four bytes of five are free
+
+    def encode_one(self, text: str, truncation: Truncation | None, longest: int) -> NDArray[np.int32] | None:
+        """The ids of an ASCII text, int32 [T]; None where `encode` has none. Without the arrays of a column."""
+        data = text.encode()
+        ids, end = np.empty(len(data) + self._special_tokens, np.int32), ctypes.c_int64()
+        bounds = (0, False) if truncation is None else (truncation.limit, truncation.left)
+        offsets = _Offsets(0, len(data))
+        total = self._encode(self._at, data, offsets, 1, longest, *bounds, address(ids), ctypes.addressof(end))
+        return ids[:total] if total else None
 
 
 def wordpiece(tokenizer: Tokenizer, specials: bool) -> WordPiece | None:

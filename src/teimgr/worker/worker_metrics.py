@@ -62,21 +62,37 @@ class Histogram:
         return [*exposition.histogram(self._bounds, self._counts, self._sum)] if any(self._counts) else []
 
 
+_MOST_UNCOUNTED = 256
+
+
 class DurationHistograms:
-    """Durations of calls: total, tokenization, queue and inference."""
+    """Durations of calls: total, tokenization, queue and inference.
+
+    They are counted when the histograms are read, or many together, which takes a call less time.
+    """
 
     def __init__(self, families: catalogue.Durations) -> None:
         self._histograms = {family: Histogram(family.bounds) for family in families}
+        self._uncounted: list[tuple[Timings, int]] = []
 
     def observe(self, timings: Timings, times: int = 1) -> None:
-        durations_ns = (timings.total_ns, timings.tokenization_ns, timings.queue_ns, timings.inference_ns)
-        for histogram, nanoseconds in zip(self._histograms.values(), durations_ns, strict=True):
-            histogram.observe(nanoseconds / 1e9, times)
+        self._uncounted.append((timings, times))
+        if len(self._uncounted) >= _MOST_UNCOUNTED:
+            self._count()
+
+    def _count(self) -> None:
+        for timings, times in self._uncounted:
+            durations_ns = (timings.total_ns, timings.tokenization_ns, timings.queue_ns, timings.inference_ns)
+            for histogram, nanoseconds in zip(self._histograms.values(), durations_ns, strict=True):
+                histogram.observe(nanoseconds / 1e9, times)
+        self._uncounted.clear()
 
     def counts(self, family: Family) -> list[int]:
+        self._count()
         return self._histograms[family].counts
 
     def page(self) -> Page:
+        self._count()
         return {family: histogram.samples() for family, histogram in self._histograms.items()}
 
 

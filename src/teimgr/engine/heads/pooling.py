@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from teimgr.engine import gpu
 from teimgr.engine.batch import PackedBatch, Run, to_device
 from teimgr.engine.heads import Rows
-from teimgr.engine.native_library import native_library
+from teimgr.engine.native_library import address, native_library
 
 _FEW_RUNS = 8  # of equal lengths in a batch on a GPU
 
@@ -75,7 +75,7 @@ def pool(hidden: Tensor, batch: PackedBatch, poolings: Sequence[str]) -> Tensor:
         # One call in place of ten: behind a forward, which leaves nothing else in the caches, they take a quarter of a
         # millisecond.
         pooled = torch.empty(batch.texts, hidden.shape[1])
-        begins = batch.cu_seqlens.ctypes.data
+        begins = address(batch.cu_seqlens)
         library.pool_mean(hidden.data_ptr(), begins, batch.texts, hidden.shape[1], pooled.data_ptr())
         return pooled
     segments = Segments.of(batch, hidden.device)
@@ -121,7 +121,7 @@ def finish(vectors: NDArray[np.float32], dimensions: int | None, normalize: bool
     if library is not None and cut.strides[1] == cut.itemsize and cut.dtype == np.float32:
         scaled = np.empty(cut.shape, np.float32)
         stride = cut.strides[0] // cut.itemsize
-        library.scale_rows(cut.ctypes.data, len(cut), stride, cut.shape[1], scaled.ctypes.data)
+        library.scale_rows(address(cut), len(cut), stride, cut.shape[1], address(scaled))
         return scaled
     norms = np.sqrt(np.einsum("nd,nd->n", cut, cut, dtype=np.float64))
     norms[norms == 0.0] = 1.0
