@@ -15,8 +15,10 @@ from teimgr import http_protocol
 from teimgr.http_direct import MAX_BODY_BYTES, PART_BYTES, Answer, DirectReply, DirectRequest
 from teimgr.http_protocol import HttpProtocol
 from teimgr.http_server import Listener, bind, serving
+from tests.support.polling import eventually
 
 WAIT_S = 30.0
+HUGE = 2**25  # more than the buffers of a connection hold
 
 
 @dataclass
@@ -44,6 +46,8 @@ class Echo:
                 raise RuntimeError("a defect")
             if request.body == b"split":
                 return DirectReply(200, {"x-a": "b\r\nx-c: d"}, b"")
+            if request.body == b"huge":
+                return DirectReply(200, {}, b"x" * HUGE)
             if request.body == b"large":
                 return DirectReply(200, {}, b"x" * (2 * PART_BYTES + 1))
             return DirectReply(200, {"content-type": "text/plain"}, request.body)
@@ -65,9 +69,10 @@ async def application(scope: Any, receive: Any, send: Any) -> None:
 
 
 class Reads:
-    """Counts the bytes that the server has processed, while the block runs."""
+    """Counts the bytes that clients sent, and that the server has processed, while the block runs."""
 
     def __init__(self) -> None:
+        self.sent = 0
         self._count = 0
         self._changed = asyncio.Condition()
 
@@ -99,14 +104,13 @@ class Connection:
         self.reader = reader
         self.writer = writer
         self._reads = reads
-        self._sent = 0
 
     async def send(self, *parts: bytes) -> None:
         """Send the parts one by one; the server has read one before the next comes."""
         for part in parts:
+            self._reads.sent += len(part)
             self.writer.write(part)
-            self._sent += len(part)
-            await self._reads.reach(self._sent)
+            await self._reads.reach(self._reads.sent)
 
     async def response(self) -> tuple[bytes, bytes]:
         """Head and body of the next response."""
@@ -122,6 +126,12 @@ class Served:
     echo: Echo
     connection: Connection
     listener: Listener
+    address: tuple[str, int]
+
+    async def another(self) -> Connection:
+        """One more connection to it, which reads nothing by itself."""
+        reader, writer = await asyncio.open_connection(*self.address, limit=2**16)
+        return Connection(self.connection._reads, reader, writer)
 
 
 @asynccontextmanager
@@ -130,7 +140,7 @@ async def served() -> AsyncIterator[Served]:
     async with asyncio.timeout(WAIT_S), serving(application, sock, direct=echo) as listener:
         reader, writer = await asyncio.open_connection(*sock.getsockname())
         with reads.counted():
-            yield Served(echo, Connection(reads, reader, writer), listener)
+            yield Served(echo, Connection(reads, reader, writer), listener, sock.getsockname())
         writer.close()
 
 
@@ -231,6 +241,29 @@ async def test_a_long_response_is_whole() -> None:
     async with served() as there:
         await there.connection.send(post(b"large"))
         assert len((await there.connection.response())[1]) == 2 * PART_BYTES + 1
+
+
+async def test_long_responses_that_are_not_read_are_bounded() -> None:
+    """Whatever their number of connections: beyond the limit ASGI serves requests, within its budgets."""
+    async with served() as there:
+        unread = there.listener._server.server_state.unread_replies
+        unread.limit_bytes = HUGE
+        first, second, third = [await there.another() for _ in range(3)]
+        await first.send(post(b"huge"))
+        await eventually(lambda: unread.taken_bytes == HUGE)
+        await second.send(post(b"huge"))  # at the limit, not beyond it
+        await eventually(lambda: unread.taken_bytes == 2 * HUGE)
+        await third.send(post(b"huge"))
+        assert (await third.response())[1] == b"asgi huge"
+
+        assert len((await first.response())[1]) == HUGE
+        await eventually(lambda: unread.taken_bytes == HUGE)
+        await third.send(post(b"hello"))
+        assert (await third.response())[1] == b"hello"
+        second.writer.transport.abort()
+        await eventually(lambda: unread.taken_bytes == 0)
+        for each in (first, second, third):
+            each.writer.close()
 
 
 async def test_connection_close_is_obeyed_and_sent_by_a_server_that_leaves() -> None:

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from teimgr.byte_budget import ByteBudget, Charge
+
 log = logging.getLogger(__name__)
 
 # A larger body waits for its budget and is parsed on a thread: as an ASGI request.
@@ -60,10 +62,14 @@ FAILED = DirectReply(500, {"content-type": "text/plain; charset=utf-8"}, b"Inter
 
 
 class DirectExchange:
-    """The answering of one request; in uvicorn's protocol it takes the place of an ASGI cycle."""
+    """The answering of one request; in uvicorn's protocol it takes the place of an ASGI cycle.
 
-    def __init__(self, protocol: HttpToolsProtocol, answer: Answer, keep_alive: bool) -> None:
+    A response of several parts is charged to `unread`, fit or not, until the client has read all but the last one.
+    """
+
+    def __init__(self, protocol: HttpToolsProtocol, answer: Answer, keep_alive: bool, unread: ByteBudget) -> None:
         self._protocol = protocol
+        self._unread = unread
         self.keep_alive = keep_alive
         self.disconnected = False
         self.response_complete = False
@@ -111,7 +117,18 @@ class DirectExchange:
         end = b"content-length: %d\r\n\r\n" % len(body)
         head = b"".join((STATUS_LINE[reply.status], *defaults, fields.encode("latin-1"), end))
         transport.writelines((head, body[:PART_BYTES]))
-        for start in range(PART_BYTES, len(body), PART_BYTES):
-            if flow.write_paused:
-                await flow.drain()
-            transport.write(body[start : start + PART_BYTES])
+        if len(body) > PART_BYTES:
+            await self._send_rest(body)
+
+    async def _send_rest(self, body: memoryview) -> None:
+        """The parts of a body behind the first one."""
+        transport, flow = self._protocol.transport, self._protocol.flow
+        charge = Charge(self._unread)
+        charge.add(len(body))
+        try:
+            for start in range(PART_BYTES, len(body), PART_BYTES):
+                if flow.write_paused:
+                    await flow.drain()
+                transport.write(body[start : start + PART_BYTES])
+        finally:
+            charge.release()

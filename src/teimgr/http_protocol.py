@@ -100,8 +100,8 @@ class ServerConnections(ServerState):
         config: With the application.
         pass_on: Where a server that leaves passes connections on to.
         direct: What answers requests without ASGI.
-        unread_replies: The bytes of such answers that HTTP/2's clients have not read. Beyond the limit ASGI serves all
-            requests, within its budgets.
+        unread_replies: The bytes of such answers that clients have not read. Beyond the limit ASGI serves all requests,
+            within its budgets.
     """
 
     pass_on: PassOn | None = None
@@ -266,16 +266,18 @@ class HttpProtocol(HttpToolsProtocol):
     def _answer_directly(self, held: list[bytes]) -> bool:
         """Answer a request that came whole without ASGI; False where ASGI is to serve it."""
         body = held[0] if len(held) == 1 else b"".join(held)
-        direct = self.server_state.direct
+        direct, unread = self.server_state.direct, self.server_state.unread_replies
         answer = None
-        if direct is not None and len(body) <= MAX_BODY_BYTES:
+        if direct is not None and len(body) <= MAX_BODY_BYTES and unread.taken_bytes <= unread.limit_bytes:
             scope = cast(dict[str, Any], self.scope)
             answer = direct(DirectRequest(self.url, dict(reversed(self.headers)), body, scope))
         if answer is None:
             self._to_asgi()
             return False
         self._end_hold()
-        self._exchange = exchange = DirectExchange(self, answer, self.parser.should_keep_alive())
+        self._exchange = exchange = DirectExchange(
+            self, answer, self.parser.should_keep_alive(), self.server_state.unread_replies
+        )
         self.cycle = cast(Any, exchange)
         self.tasks.add(exchange.task)
         exchange.task.add_done_callback(self.tasks.discard)
