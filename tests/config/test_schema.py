@@ -70,7 +70,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one(file: Path, text: 
         ("api_port = 65536", "api_port: API port must be <= 65535 (got 65536)"),
         ("grpc_port = 0", "grpc_port: must be >= 1 (got 0)"),
         ("health_check_interval_secs = 0", "health_check_interval_secs: must be >= 1 (got 0)"),
-        ("cpu_worker_nice = 20", "cpu_worker_nice: must be <= 19 (got 20)"),
+        ("cpu_worker_nice = 14", "cpu_worker_nice: must be <= 13 (got 14)"),
         ("grpc_max_message_size_mb = 2048", "grpc_max_message_size_mb: must be <= 2047"),
         ("mux_processes = 0", "mux_processes: must be >= 1"),
         (SEED + "max_batch_tokens = -1", "instances[0].max_batch_tokens: must be >= 0 (got -1)"),

@@ -57,6 +57,12 @@ class Served:
         with self._arrived:
             return job in self._delivered
 
+    def forget(self) -> None:
+        """Drop the jobs that were delivered."""
+        with self._arrived:
+            self._delivered.clear()
+            self.delivered_by.clear()
+
     def embed(self, texts: Sequence[Input], lane: Lane = Lane.BULK, **options: Any) -> Job:
         return self.wait(self.send(texts, lane, **options))
 

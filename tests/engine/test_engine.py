@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,10 @@ from tests.support.polling import until
 
 from teimgr.engine.batch import PackedBatch
 from teimgr.engine.heads import Rows
-from teimgr.engine.job import Input, Job, Lane, Output, Pair
+from teimgr.engine.job import InferOptions, Input, Job, Lane, Output, Pair
 from teimgr.engine.model import Model
-from teimgr.engine.queue import EntryQueue
+from teimgr.engine.queue import EntryQueue, QueueEntry
+from teimgr.engine.runner import Runner
 from teimgr.engine.tokenizer import TextTokenizer, TokenizeOptions
 from teimgr.errors import (
     DeadlineExceeded,
@@ -363,6 +365,22 @@ def test_a_text_that_cannot_be_computed_before_its_deadline_is_not_run(bert: Ser
     assert bert.embed(["fog"]).errors == {}  # without a deadline
 
 
+def test_an_idle_engine_keeps_no_job_that_it_delivered(bert: Served) -> None:
+    class Context:
+        """What the caller belongs to."""
+
+    context = Context()
+    kept = weakref.ref(context)
+    job = Job(["fog", "", "rain"] * 700, InferOptions(), Lane.BULK, context=context)  # with failures
+    bert.engine.submit(job)
+    bert.wait(job)
+    bert.embed(["fog"], Lane.INTERACTIVE)
+    bert.forget()
+    del job, context
+
+    until(lambda: kept() is None, "the last reference to the job", WAIT_S)
+
+
 def test_a_job_past_its_deadline_fails_and_its_texts_are_not_run(bert: Served, gate: Gate) -> None:
     gate.hold()
     held = bert.send(["rain"])
@@ -576,6 +594,28 @@ def test_a_thread_that_ends_by_anything_makes_the_engine_unhealthy(
 
     with pytest.raises(Unavailable, match="the library panicked"):
         bert.engine.self_test(WAIT_S)
+
+
+def test_a_defect_on_the_callers_thread_fails_its_queries_and_makes_the_engine_unhealthy(
+    minilm: Path, serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = serve(minilm)
+
+    def computed_here() -> bool:
+        [job] = [served.wait(job) for job in served.send_together(["fog"])]
+        return served.delivered_by[job] == threading.get_ident()
+
+    until(computed_here, "a query computed by its caller", WAIT_S)
+
+    def broken(runner: Runner, entries: list[QueueEntry]) -> None:
+        raise ValueError("a defect")
+
+    monkeypatch.setattr(Runner, "_execute", broken)
+    [job] = served.send_together(["fog"])
+
+    assert isinstance(served.wait(job).errors[0], InferenceFailed)
+    with pytest.raises(Unavailable, match="a defect"):
+        served.engine.self_test(WAIT_S)
 
 
 def test_a_proof_goes_through_the_device_and_a_hanging_one_fails_it(

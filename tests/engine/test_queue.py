@@ -158,7 +158,7 @@ def test_entries_that_cannot_be_computed_before_their_deadline_are_not_begun() -
     """A text of 10 tokens takes a second at least, one of 40 four."""
     clock = Clock()
     queue = EntryQueue(LIMITS, clock)
-    queue.least_s = lambda tokens: tokens / 10
+    queue.token_s = lambda: 0.1
     short, long = entry(10, deadline=clock.now + 3), entry(40, deadline=clock.now + 3)
     several = rows_of(4, length=9, deadline=clock.now + 0.5)
     queue.put([short, long, several])

@@ -5,17 +5,25 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 import numpy as np
 import pytest
+from tests.support.memory_fleet import MODEL
+from tests.support.polling import eventually
 from tests.support.tei_client import COST_HEADERS, TeiClient, Told
 from tests.support.worker_process import LIMIT_S, OFFLINE, Connect, WorkerLink, WorkerProcess, arrow
 
+from teimgr.errors import DeadlineExceeded
+from teimgr.spec import WorkerSpec
 from teimgr.wire.frames import Flag, Method
+from teimgr.worker.dispatcher import Dispatcher
+from teimgr.worker.http_port import InstancePort
 
 
 @pytest.fixture
@@ -42,6 +50,37 @@ async def counted(http: aiohttp.ClientSession, series: str) -> float:
 async def test_health_is_an_empty_200(http: aiohttp.ClientSession, path: str) -> None:
     async with http.get(path) as reply:
         assert (reply.status, await reply.read()) == (200, b"")
+
+
+async def test_all_that_ask_for_health_share_a_self_test_and_one_that_hangs_is_unhealthy() -> None:
+    class Engine:
+        """One whose self-test ends when it may."""
+
+        def __init__(self) -> None:
+            self.info, self.tests, self.may_end = replace(MODEL), 0, threading.Event()
+
+        def stats(self) -> Any:
+            raise NotImplementedError
+
+        def self_test(self, timeout_s: float) -> None:
+            self.tests += 1
+            assert self.may_end.wait(LIMIT_S)
+            raise DeadlineExceeded("the device gave no answer")
+
+    engine, dispatcher = Engine(), Dispatcher(WorkerSpec(name="i", model_id="m", port=1))
+    dispatcher.attach(cast(Any, engine))
+    port = InstancePort(dispatcher)
+    asking = [asyncio.create_task(port.health(cast(Any, None))) for _ in range(20)]
+    await eventually(lambda: engine.tests == 1)
+    engine.may_end.set()
+    replies = await asyncio.gather(*asking)
+
+    assert {reply.status_code for reply in replies} == {503}
+    assert b"unhealthy" in replies[0].body
+    assert engine.tests == 1
+    assert (await port.health(cast(Any, None))).status_code == 503
+    assert engine.tests == 2
+    dispatcher.close()
 
 
 async def test_info_says_what_tei_says(http: aiohttp.ClientSession, worker: WorkerProcess) -> None:

@@ -172,7 +172,9 @@ class Settings:
         live=True,
     )
     gpu_preflight: Literal["warn", "fail"] = key("warn", "what to do about a GPU that this build of torch cannot use")
-    cpu_worker_nice: int = key(10, "niceness of CPU workers, below the multiplexer", low=0, high=19)
+    cpu_worker_nice: int = key(
+        10, "niceness of CPU workers, below the multiplexer; their bulk work has six more", low=0, high=13
+    )
     tei_binary_path: str = key(
         TEI_BINARY, "accepted and ignored: teimgr's workers run the model, no binary is started", also="TEI_BINARY_PATH"
     )

@@ -78,11 +78,15 @@ class Engine:
         self._queue = EntryQueue(parts.limits)
         activation = parts.info.activation or "identity"
         self._finisher = Finisher(self._deliver, self._mark_unhealthy, activation, self._on_bad_result)
-        self._queue.least_s = self._finisher.least_s
+        self._queue.token_s = self._finisher.least_token_s
         self._core_load = _core_load(options)
         threads = CpuThreads(options.threads, options.threads)
         self._runners = [
-            Runner(parts.model, self._queue, self._finisher, threads, parts.serial_tokens, self._core_load, lanes)
+            Runner(
+                *(parts.model, self._queue, self._finisher, threads, parts.serial_tokens, self._core_load),
+                lanes,
+                self._on_defect,
+            )
             for lanes in ([(lane,) for lane in Lane] if parts.limits.own_threads else [tuple(Lane)])
         ]
         self._intake = Intake(parts.tokenizer, self._queue, self._finisher, options.max_queued_tokens, self._runners[0])
@@ -275,8 +279,11 @@ class Engine:
         try:
             body()
         except BaseException as error:  # of any kind: an engine without this thread must be restarted
-            log.exception("the %s thread died", threading.current_thread().name)
-            self._mark_unhealthy(f"the engine has a defect: {error!r}")
+            self._on_defect(error)
+
+    def _on_defect(self, error: BaseException) -> None:
+        log.error("a defect on the thread %s", threading.current_thread().name, exc_info=error)
+        self._mark_unhealthy(f"the engine has a defect: {error!r}")
 
     def _deliver(self, jobs: list[Job]) -> None:
         for job in jobs:

@@ -36,6 +36,7 @@ _BATCHES_IN_FLIGHT = 2  # one that runs, and one that is ready when it ends: mor
 _HANDOVER = 2  # capacity of the inbox in batches, beside the one that is being finished
 _CHECK_S = 0.2
 _FORGET = 0.99  # of the slowest and of the quickest batch, with each later one
+_KNOWN_FOR_S = 30.0  # after the last batch the time per token
 _POWERS = 32  # buckets by powers of two: no batch has 2^32 tokens
 
 
@@ -94,7 +95,7 @@ class InFlightLimit:
         """Release all threads that wait for room, for good."""
         with self._changed:
             self._abandoned = True
-            self._changed.notify()
+            self._changed.notify_all()
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,6 +262,11 @@ class Finisher:
     def running_tokens(self) -> int:
         return sum([limit.tokens for limit in self.limits])
 
+    @property
+    def is_free(self) -> bool:
+        """Whether nothing is being finished or waits for that."""
+        return self._inbox.empty() and not self._finishing.locked()
+
     def put(self, work: StartedBatch | Failures | None, timeout_s: float = math.inf) -> bool:
         """Hand over; waits while the finisher is `_HANDOVER` items behind. False: timed out, or the finisher ended."""
         deadline = time.monotonic() + timeout_s
@@ -304,13 +310,19 @@ class Finisher:
 
     def run(self) -> None:
         try:
-            while (work := self._inbox.get()) is not None:
-                with self._finishing:
-                    self._finish(work)
-                if self._ended.is_set():
-                    return
+            while self._finish_next() and not self._ended.is_set():
+                pass
         finally:
             self.abandon()
+
+    def _finish_next(self) -> bool:
+        """Wait for the next item and finish it; False at the end. A call of its own: while the thread waits, no
+        variable keeps the job before in memory."""
+        if (work := self._inbox.get()) is None:
+            return False
+        with self._finishing:
+            self._finish(work)
+        return True
 
     def _finish(self, work: StartedBatch | Failures) -> None:
         touched = self._write(work) if isinstance(work, StartedBatch) else [*self._fail(work.rows), *work.empty]
@@ -382,13 +394,13 @@ class Finisher:
         self.quickest_s = min(token_s, self.quickest_s / _FORGET)
         self.finished_at = time.monotonic()
 
-    def least_s(self, tokens: int) -> float:
-        """How long a batch of `tokens` takes at least: half of what the quickest of late would have taken, 0 before the
-        first.
+    def least_token_s(self) -> float:
+        """Seconds that a token takes at least: half of those in the quickest batch of late, 0 where there was none.
 
-        Half, since it may get more threads or a core for itself; without the overhead of a batch, which texts share.
+        Half, since a batch may get more threads or a core for itself; without the overhead of a batch, shared by texts.
         """
-        return 0.0 if math.isinf(self.quickest_s) else self.quickest_s / 2 * tokens
+        is_known = time.monotonic() - self.finished_at < _KNOWN_FOR_S
+        return self.quickest_s / 2 if is_known else 0.0
 
     def forward_limit_s(self, tokens: int, floor_s: float, factor: float) -> float:
         """How long batches of `tokens` in flight may take: `factor` times what the slowest of late would have taken."""

@@ -162,14 +162,22 @@ class Intake:
             self._tokenizing.release()
 
     def run(self) -> None:
-        while (chunk := self._next_chunk()) is not None:
-            with self._tokenizing:
-                entries, failures = self._tokenize(chunk)
-                if entries:
-                    self._queue.put(entries)
-                if failures or chunk.empty:
-                    self._finisher.put(Failures(failures, chunk.empty))
-            self._count_tokenized(chunk.parts)
+        while self._tokenize_next():
+            pass
+
+    def _tokenize_next(self) -> bool:
+        """Wait for the next chunk, tokenize it and pass it on; False at the end. A call of its own: while the thread
+        waits, no variable keeps the jobs before in memory."""
+        if (chunk := self._next_chunk()) is None:
+            return False
+        with self._tokenizing:
+            entries, failures = self._tokenize(chunk)
+            if entries:
+                self._queue.put(entries)
+            if failures or chunk.empty:
+                self._finisher.put(Failures(failures, chunk.empty))
+        self._count_tokenized(chunk.parts)
+        return True
 
     def _tokenize_queries(self, chunk: _Chunk) -> list[QueueEntry]:
         """Tokenize queries. Those that cannot be are left to the tokenizer thread, since the finisher may have to be

@@ -59,9 +59,12 @@ class QueueEntry:
     def tokens(self) -> int:
         return self.texts * self.length
 
-    def expired(self, at: float) -> bool:
-        """Whether the deadline is past at the monotonic moment `at`, in seconds."""
-        return self.job.deadline is not None and at > self.job.deadline
+    def is_late(self, now: float, token_s: float = 0.0) -> bool:
+        """Whether the deadline is past, or will be before one of the texts is computed, in `token_s` seconds a token.
+
+        `now` is a monotonic moment in seconds.
+        """
+        return self.job.deadline is not None and now + token_s * self.length > self.job.deadline
 
     def split(self, texts: int) -> QueueEntry:
         """Take the first rows from this entry, fewer than it has, into one of their own."""
@@ -103,13 +106,9 @@ class BatchDraft:
 
 
 class LengthBuckets:
-    """The waiting entries of one lane, by length and by age; `now` is a monotonic moment in seconds.
+    """The waiting entries of one lane, by length and by age; `now` and `token_s` are as in `QueueEntry.is_late`."""
 
-    `is_late` decides at such a moment whether an entry is not to be begun any more.
-    """
-
-    def __init__(self, is_late: Callable[[QueueEntry, float], bool]) -> None:
-        self._is_late = is_late
+    def __init__(self) -> None:
         self.tokens = 0
         self.texts = 0
         self._by_length: dict[int, deque[QueueEntry]] = {}
@@ -126,21 +125,21 @@ class LengthBuckets:
         self.tokens += entry.tokens
         self.texts += entry.texts
 
-    def take(self, budget_tokens: int, budget_texts: int | None, now: float) -> BatchDraft:
-        """Remove the oldest texts and those of nearest length, within both budgets, and expired ones before them.
+    def take(self, budget_tokens: int, budget_texts: int | None, now: float, token_s: float = 0.0) -> BatchDraft:
+        """Remove the oldest texts and those of nearest length, within both budgets, and late ones before them.
 
         Of the last entry as many rows are taken as fit; it keeps its place with the others.
         """
         draft = BatchDraft()
-        oldest = self._oldest(draft, now)
+        oldest = self._oldest(draft, now, token_s)
         if oldest is None:
             return draft
         for length in list(self._nearest_lengths(oldest.length)):
             bucket = self._by_length[length]
             while bucket and (room := draft.room(length, budget_tokens, budget_texts)) > 0:
                 head = bucket[0]
-                fits = head.texts <= room or head.job.cancelled or self._is_late(head, now)
-                self._remove(bucket.popleft() if fits else head.split(room), draft, now)
+                fits = head.texts <= room or head.job.cancelled or head.is_late(now, token_s)
+                self._remove(bucket.popleft() if fits else head.split(room), draft, now, token_s)
             if not bucket:
                 self._drop_bucket(length)
             if draft.tokens >= budget_tokens or draft.texts == budget_texts:
@@ -156,16 +155,16 @@ class LengthBuckets:
         self.tokens = self.texts = 0
         return waiting
 
-    def _oldest(self, draft: BatchDraft, now: float) -> QueueEntry | None:
+    def _oldest(self, draft: BatchDraft, now: float, token_s: float) -> QueueEntry | None:
         """The oldest live entry, which is also the head of its bucket; dead ones before it are removed."""
         while self._by_age:
             head = self._by_age[0]
-            if not head.taken and not head.job.cancelled and not self._is_late(head, now):
+            if not head.taken and not head.job.cancelled and not head.is_late(now, token_s):
                 return head
             self._by_age.popleft()
             if not head.taken:
                 bucket = self._by_length[head.length]
-                self._remove(bucket.popleft(), draft, now)
+                self._remove(bucket.popleft(), draft, now, token_s)
                 if not bucket:
                     self._drop_bucket(head.length)
         return None
@@ -183,13 +182,13 @@ class LengthBuckets:
                 yield lengths[above]
                 above += 1
 
-    def _remove(self, entry: QueueEntry, draft: BatchDraft, now: float) -> None:
+    def _remove(self, entry: QueueEntry, draft: BatchDraft, now: float, token_s: float) -> None:
         entry.taken = True
         self.tokens -= entry.tokens
         self.texts -= entry.texts
         if entry.job.cancelled:
             return
-        if self._is_late(entry, now):
+        if entry.is_late(now, token_s):
             draft.expired.append(entry)
             return
         draft.entries.append(entry)
@@ -294,8 +293,8 @@ class EntryQueue:
         lock = threading.Lock()
         self._changed = threading.Condition(lock)  # of what a thread that takes both lanes, or bulk, waits for
         self._has_queries = threading.Condition(lock) if limits.own_threads else self._changed
-        self.least_s: Callable[[int], float] = lambda tokens: 0.0  # that a batch of so many tokens takes
-        self._lanes = {lane: LengthBuckets(self.is_late) for lane in Lane}
+        self.token_s: Callable[[], float] = lambda: 0.0  # seconds that a token takes at least
+        self._lanes = {lane: LengthBuckets() for lane in Lane}
         self.token_cap = TokenCap(limits.tokens, clock)  # of the threads that take batches
         self._bulk_credit = 0.0
         self._interactive_seen = -float("inf")
@@ -314,10 +313,6 @@ class EntryQueue:
                     self._has_queries.notify()
                 else:
                     self._changed.notify()
-
-    def is_late(self, entry: QueueEntry, now: float) -> bool:
-        """Whether the deadline of an entry will be past before one of its texts could be computed."""
-        return entry.expired(now + self.least_s(entry.length))
 
     def fits_batch(self, texts: int, tokens: int) -> bool:
         """Whether so much is within the bounds of one batch."""
@@ -338,7 +333,7 @@ class EntryQueue:
                 return None
             lane = self._next_lane() if len(lanes) > 1 else lanes[0]
             now = self._clock()
-            draft = self._lanes[lane].take(self._budget(lane), self._limits.texts, now)
+            draft = self._lanes[lane].take(self._budget(lane), self._limits.texts, now, self.token_s())
             self._settle(lane, draft.tokens)
             if draft.entries:
                 left = [one for one in Lane if self._lanes[one].texts or self.waiting_before(one)]

@@ -81,6 +81,8 @@ class Runner:
 
     Batches of up to `serial_tokens` are computed by one CPU thread, others by `threads.own`, or by up to `threads.most`
     while the other workers of the host (`core_load`) leave cores idle.
+
+    `on_defect` gets what is raised on a caller's thread, which it does not end; the queries at hand fail.
     """
 
     def __init__(
@@ -92,7 +94,9 @@ class Runner:
         serial_tokens: int = 0,
         core_load: CoreLoad | None = None,
         lanes: tuple[Lane, ...] = tuple(Lane),
+        on_defect: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
+        self._on_defect = on_defect
         self._lanes = lanes
         self._has_own_lane = lanes == (Lane.INTERACTIVE,)
         is_table = isinstance(model.backbone, StaticTable)
@@ -227,11 +231,17 @@ class Runner:
         is_quick = self._token_s * (tokens + BATCH_OVERHEAD_TOKENS) <= _ON_CALLER_S
         if not (self._is_light and is_quick) or self._in_flight.batches or not self._queue.fits_batch(texts, tokens):
             return False
-        now = time.monotonic()
-        if any(self._queue.is_late(entry, now) for entry in entries) or not self._computing.acquire(blocking=False):
+        now, token_s = time.monotonic(), self._queue.token_s()
+        if any(entry.is_late(now, token_s) for entry in entries) or not self._finisher.is_free:
+            return False
+        if not self._computing.acquire(blocking=False):
             return False
         try:
             self._execute(entries)
+        except BaseException as error:
+            self._on_defect(error)
+            undone = [entry for entry in entries if entry.job.remaining]
+            self._fail(undone, InferenceFailed("Backend error: the engine has a defect"))
         finally:
             self._computing.release()
         self._queue.queries_were_served()

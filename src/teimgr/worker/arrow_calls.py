@@ -21,10 +21,12 @@ from teimgr.wire.protobuf import varint
 from teimgr.wire.quantisation import NUMBER_OF, Precision
 from teimgr.wire.text_column import TextColumn
 from teimgr.worker.calls import (
+    MANY_NUMBERS,
     CallReply,
     DeferredReply,
     MethodCall,
     max_token_bytes,
+    number_count,
     optional,
     request_options,
     token_width,
@@ -36,7 +38,8 @@ ArrowRequest = multiplexer_pb2.EmbedArrowRequest | multiplexer_pb2.EmbedSparseAr
 
 # Rows of a table: a few hundred bytes may declare millions, and each becomes a vector, a pair a Python object too.
 _MAX_ROWS = 100_000
-# A reply of as many rows is encoded on a codec thread, a shorter one on the finisher's, without the way there.
+# A reply of as many rows is encoded on a codec thread, as is one of many numbers or a compressed one; others on the
+# finisher's, without the way there.
 _MANY_ROWS = 512
 # Headers of a message up to this size are read on the loop: a thread would take longer.
 _SMALL_TABLE_BYTES = 64 * 1024
@@ -171,7 +174,8 @@ def _serve_table(
             return CallReply(reply)
 
         def encode_off_finisher(job: Job) -> CallReply | DeferredReply:
-            return DeferredReply(partial(encode, job)) if len(job.inputs) >= _MANY_ROWS else encode(job)
+            is_long = form.lz4 or len(job.inputs) >= _MANY_ROWS or number_count(job) > MANY_NUMBERS
+            return DeferredReply(partial(encode, job)) if is_long else encode(job)
 
         if table.inputs and not noop:
             dispatcher.metrics.received(len(table.inputs))

@@ -43,6 +43,17 @@ class DeferredReply(NamedTuple):
     encode: Callable[[], CallReply]
 
 
+# Encoding more numbers than this takes over a millisecond, so it is done on a codec thread.
+MANY_NUMBERS = 2**16
+
+
+def number_count(job: Job) -> int:
+    """How many numbers the results of a job have: a measure of the time to encode them."""
+    per_row = sum(0 if rows is None else rows.size for rows in (*job.tokens_of, *job.multi_vectors))
+    entries = sum(0 if vector is None else vector.values.size for vector in job.sparse)
+    return int(job.vectors.size + job.scores.size + per_row + entries)
+
+
 class WorkerCall:
     """A request that is owed exactly one `reply` or `fail`, both on the loop's thread; subclasses implement them.
 

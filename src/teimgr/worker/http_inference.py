@@ -29,7 +29,16 @@ from teimgr.http_protocol import is_json
 from teimgr.spec import LoadedModel, WorkerSpec
 from teimgr.wire.error_bodies import JSON_TYPE, TEI, TEI_OPENAI, refusal
 from teimgr.wire.frames import Buffer, HttpReply, HttpRequest
-from teimgr.worker.calls import AwaitedReply, CallReply, DeferredReply, WorkerCall, over_limit, raise_first
+from teimgr.worker.calls import (
+    MANY_NUMBERS,
+    AwaitedReply,
+    CallReply,
+    DeferredReply,
+    WorkerCall,
+    number_count,
+    over_limit,
+    raise_first,
+)
 from teimgr.worker.dispatcher import Dispatcher
 
 JSON = "application/json"
@@ -208,19 +217,10 @@ def best_first(scores: NDArray[np.float32], top_n: int | None = None) -> list[in
     return order[:top_n]
 
 
-def number_count(job: Job) -> int:
-    """How many numbers the results of a job have: a measure of the time to encode them."""
-    per_row = sum(0 if rows is None else rows.size for rows in (*job.tokens_of, *job.multi_vectors))
-    entries = sum(0 if vector is None else vector.values.size for vector in job.sparse)
-    return int(job.vectors.size + job.scores.size + per_row + entries)
-
-
 # Calls.
 
 # More inputs than this go to the bulk lane, unless the caller has chosen one.
 _INTERACTIVE_INPUTS = 4
-# Encoding more numbers than this takes over a millisecond, so it is done on a codec thread.
-_LARGE_ANSWER = 2**16
 # A body beyond this size is parsed on a codec thread.
 _LARGE_BODY_BYTES = 128 * 1024
 # Batch limit of the dialects that document none.
@@ -373,7 +373,7 @@ def _encode(call: HttpCall, spec: JobSpec, job: Job) -> CallReply | DeferredRepl
     def write() -> CallReply:
         return CallReply(encode(job), call.timings(job))
 
-    return DeferredReply(write) if number_count(job) > _LARGE_ANSWER else write()
+    return DeferredReply(write) if number_count(job) > MANY_NUMBERS else write()
 
 
 def _keep(call: HttpCall, spec: JobSpec, job: Job) -> CallReply:

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from teimgr.byte_budget import Charge
 from teimgr.docs_page import HEADERS, page
 from teimgr.engine.job import Lane
-from teimgr.errors import Code, Forbidden, TeimgrError, Unavailable
+from teimgr.errors import Code, DeadlineExceeded, Forbidden, TeimgrError, Unavailable
 from teimgr.http_direct import Answer, DirectReply, DirectRequest
 from teimgr.http_protocol import HeldResponse, SlowClient, charge_body, foreign_page, read_body, unless_hung_up
 from teimgr.observability.request_context import (
@@ -124,15 +124,22 @@ class InstancePort:
         self._dispatcher = dispatcher
         self._inference = HttpInference(dispatcher)
         self._in_lane = {lane.value: HttpInference(dispatcher, lane) for lane in Lane}
+        self._self_test: asyncio.Task[bool] | None = None  # of the last that asked for health
         self._cors = cors_headers(dispatcher.spec.cors_allow_origin, None)
 
     async def health(self, request: Request) -> Response:
         """200 with an empty body once the engine's self-test has passed."""
+        if self._self_test is None or self._self_test.done():
+            self._self_test = asyncio.create_task(self._passes_self_test())
+        passes = await asyncio.shield(self._self_test)  # one for all that ask at a time: each holds a thread
+        return Response() if passes else _response(failure(TEI, Unavailable("unhealthy")))
+
+    async def _passes_self_test(self) -> bool:
         try:
             await asyncio.to_thread(self._dispatcher.engine.self_test, _HEALTH_TIMEOUT_S)
-        except Unavailable:
-            return _response(failure(TEI, Unavailable("unhealthy")))
-        return Response()
+        except (Unavailable, DeadlineExceeded):
+            return False
+        return True
 
     async def info(self, request: Request) -> Response:
         return _response(await tei.get_info(self._inference, HttpRequest(TEI, "GET", "/info")))

@@ -15,7 +15,7 @@ from tests.support.dialect_client import Asking
 from teimgr.engine.job import InferOptions, Job, Lane, Output, Pair, SparseRow
 from teimgr.errors import EmptyInput, InvalidInput, TeimgrError, WrongModelKind
 from teimgr.spec import LoadedModel, WorkerSpec
-from teimgr.worker.calls import over_limit
+from teimgr.worker.calls import number_count, over_limit
 from teimgr.worker.dialects.tei import (
     DecodeRequest,
     OpenAICompatRequest,
@@ -40,7 +40,6 @@ from teimgr.worker.http_inference import (
     JobSpec,
     ServedModel,
     check_content_type,
-    number_count,
     parse,
 )
 
