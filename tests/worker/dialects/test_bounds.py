@@ -65,7 +65,7 @@ async def test_a_full_worker_refuses_in_the_words_of_the_dialect(tight: Asking) 
     refused: list[Told] = [await tight.post(path, one) for path, one in paths]
 
     assert [one.status for one in refused] == [429] * 4
-    assert all(one.headers["retry-after"] == "1" for one in refused)
+    assert all(1 <= int(one.headers["retry-after"]) <= 30 for one in refused)  # by the throughput, where that is known
     assert refused[0].json["error"]["code"] == "rate_limit_exceeded"
     assert refused[1].json == {"message": "Model is overloaded"}
     assert refused[2].json == {"error": "Model is overloaded", "error_type": "Overloaded"}
