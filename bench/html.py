@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
@@ -24,14 +25,15 @@ body{font:15px/1.5 system-ui,sans-serif;max-width:80rem;margin:2rem auto;padding
 table{border-collapse:collapse;font-size:13px;margin:1rem 0}
 td,th{padding:.2rem .7rem;border-bottom:1px solid #ddd;text-align:right;vertical-align:top}
 td:first-child,th:first-child{text-align:left}svg{max-width:46rem;width:100%;display:block;margin:1rem 0}
-.w td,.w th{text-align:left;min-width:6.5rem}.w td:last-child{min-width:20rem}
-.t td:nth-last-child(4){min-width:19rem}.t td[rowspan]{font-weight:600;min-width:9rem;max-width:12rem}
-.t td[rowspan] .n{font-weight:400}
-.n{color:#666;font-size:13px}section{overflow-x:auto}
-.y{color:#18703a}.x{color:#b02a1c;font-weight:600}
-.a{border:2px solid #d1783f;border-radius:4px;padding:.4rem 1rem;margin:1rem 0}
-@media(prefers-color-scheme:dark){body{color:#ddd;background:#16181c}td,th{border-color:#333}.n{color:#aaa}
-a{color:#7fa4f0}.y{color:#6fce8f}.x{color:#ff8b7b}}
+.wide td,.wide th{text-align:left;min-width:6.5rem}.wide td:last-child{min-width:20rem}
+.targets td:nth-last-child(4){min-width:19rem}.targets td:nth-last-child(5){min-width:11rem}
+.targets td[rowspan]{font-weight:600;min-width:9rem;max-width:12rem}
+.targets td[rowspan] .note{font-weight:400}
+.note{color:#666;font-size:13px}section{overflow-x:auto}
+.met{color:#18703a}.missed{color:#b02a1c;font-weight:600}
+.wary{border:2px solid #d1783f;border-radius:4px;padding:.4rem 1rem;margin:1rem 0}
+@media(prefers-color-scheme:dark){body{color:#ddd;background:#16181c}td,th{border-color:#333}.note{color:#aaa}
+a{color:#7fa4f0}.met{color:#6fce8f}.missed{color:#ff8b7b}}
 """
 _NAMES = SCENARIOS | {
     f"peers-{shape}": f"{SCENARIOS['peers']}, {name}"
@@ -103,15 +105,15 @@ process of each has all cores.</p>
 def _warnings(documents: Documents) -> Iterator[str]:
     found = provenance.warnings(documents)
     if found:
-        yield '<div class="a"><b>To be wary of</b><ul>'
-        yield from (f"<li>{escape(warning)}</li>" for warning in found)
+        yield '<div class="wary"><b>To be wary of</b><ul>'
+        yield from (f"<li>{_prose(warning)}</li>" for warning in found)
         yield "</ul></div>\n"
 
 
 def _head(documents: Documents, whole: Mapping[str, Any] | None) -> Iterator[str]:
-    yield '<table class="w">'
+    yield '<table class="wide">'
     for name, text in (*provenance.head(documents), ("run", provenance.whole_run(whole))):
-        yield f"<tr><td>{escape(name)}</td><td>{escape(text)}</td></tr>"
+        yield f"<tr><td>{escape(name)}</td><td>{_prose(text)}</td></tr>"
     yield "</table>\n"
 
 
@@ -124,7 +126,7 @@ def _counts(answers: Sequence[Target]) -> str:
 
 
 def _answers(answers: Sequence[Target], documents: Documents) -> Iterator[str]:
-    yield '<table class="w t"><tr>'
+    yield '<table class="wide targets"><tr>'
     heads = ("target", "figure", "measured", "asked", "verdict", "why, where the time goes")
     yield from (f"<th>{name}</th>" for name in heads)
     yield "</tr>\n"
@@ -133,10 +135,10 @@ def _answers(answers: Sequence[Target], documents: Documents) -> Iterator[str]:
         for at, line in enumerate(target.lines):
             first = ""
             if not at:
-                first = f'<td rowspan="{len(target.lines)}">{escape(target.what)}<br><span class="n">'
+                first = f'<td rowspan="{len(target.lines)}">{escape(target.what)}<br><span class="note">'
                 first += f"{escape(target.at_least)}</span></td>"
             yield f"<tr>{first}<td>{escape(line.figure)}</td><td>{_measured(line)}</td>"
-            yield f"<td>{escape(line.asked_text)}</td><td>{_verdict(line)}</td>"
+            yield f"<td>{_unbroken(line.asked_text)}</td><td>{_verdict(line)}</td>"
             yield f"<td>{_why(line, documents, told)}</td></tr>\n"
     yield "</table>"
 
@@ -145,21 +147,31 @@ def _measured(line: Line) -> str:
     parts = []
     for value in line.values:
         label = f"{escape(value.label)}: " if len(line.values) > 1 else ""
-        note = f' <span class="n">({escape(value.note)})</span>' if value.note else ""
-        parts.append(f"{label}{line.form.text(value.measured)}{note}")
+        note = f' <span class="note">({escape(value.note)})</span>' if value.note else ""
+        parts.append(f"{label}{_unbroken(line.form.text(value.measured))}{note}")
     return "<br>".join(parts) or "–"
 
 
 def _verdict(line: Line) -> str:
-    kind = {"met": "y", NOT_MEASURED: "n", "": "n"}.get(line.verdict, "x")
-    return f'<span class="{kind}">{escape(line.verdict)}</span>'
+    kind = {"met": "met", NOT_MEASURED: "note", "": "note"}.get(line.verdict, "missed")
+    return f'<span class="{kind}">{_unbroken(line.verdict)}</span>'
+
+
+def _prose(text: str) -> str:
+    """HTML of a sentence with commands between backticks."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
+
+
+def _unbroken(text: str) -> str:
+    """Text with its units on the line of their numbers."""
+    return escape(re.sub(r" (×|%|ms|s|MB)(?!\w)", "\u00a0\\1", text))
 
 
 def _why(line: Line, documents: Documents, told: set[str]) -> str:
     """The reason of a miss, once for each target."""
-    notes = "".join(escape(note) + ". " for note in line.notes)
+    notes = "".join(_prose(note) + ". " for note in line.notes)
     if not line.values:
-        return notes + escape(line.unmeasured)
+        return notes + _prose(line.unmeasured)
     if not line.misses:
         return notes
     if line.why in told:
@@ -193,9 +205,9 @@ def _ratios(documents: Documents) -> Iterator[str]:
 
 
 def _peers(documents: Documents) -> Iterator[str]:
-    yield '<table class="w"><tr><th>peer</th><th>how</th><th>figures</th></tr>'
+    yield '<table class="wide"><tr><th>peer</th><th>how</th><th>figures</th></tr>'
     for cells in absent_peers.status(documents):
-        yield "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"
+        yield "<tr>" + "".join(f"<td>{_prose(cell)}</td>" for cell in cells) + "</tr>"
     yield "</table>"
 
 
@@ -203,14 +215,14 @@ def _section(scenario: str, document: dict[str, Any]) -> Iterator[str]:
     name = newest(scenario)
     yield f'<section id="{scenario}"><h2>{scenario}: {escape(_NAMES[scenario])}</h2>'
     commit = escape(provenance.commit(document))
-    yield f'<p class="n">{document["date"]}, commit {commit}, bench/results/{name}.json</p>'
+    yield f'<p class="note">{document["date"]}, commit {commit}, bench/results/{name}.json</p>'
     yield from _table((RESULTS / f"{name}.md").read_text())
     yield from plots(scenario)
     facts = "".join(
         f"<li>{escape(key.replace('_', ' '))}: {escape(str(fact))}</li>" for key, fact in document["facts"].items()
     )
     yield f"<ul>{facts}</ul>"
-    yield from (f'<p class="n">{escape(line)}</p>' for line in machine_lines(document["machine"]))
+    yield from (f'<p class="note">{escape(line)}</p>' for line in machine_lines(document["machine"]))
     yield "</section>"
 
 

@@ -9,11 +9,11 @@ from typing import Any
 Documents = Mapping[str, dict[str, Any]]
 """The results of a report by the name of their scenario."""
 
-UNKNOWN = "unknown commit"
+UNKNOWN = "unknown"
 _CORPORA = {
     "mixed": "passages of 3 to 450 words in shares by length as a store of notes, passages and a few long documents "
     "has; long-tailed, with a WordPiece vocabulary a median near 41 and a mean near 77 tokens",
-    "short": "of 4 to 15 words, as typed into a search box: 5 to 20 tokens",
+    "short": "of few words, as typed into a search box",
     "long": "each longer than the model takes, so cut at its longest input",
     "all-256": "each cut to 256 tokens",
     "all-512": "each cut to 512 tokens, or to the model's longest input where that is shorter",
@@ -111,10 +111,10 @@ def texts(documents: Documents) -> Iterator[str]:
     """HTML that describes the texts: where they come from, and each corpus with its sizes in the results."""
     yield (
         "<p>All texts are English prose that every machine with Python has, so nothing is downloaded: the docstrings "
-        "of the standard library's modules, classes and functions, and the licences of the installed packages, whole and "
-        "by paragraph, cut at 450 words (<code>bench/corpus.py</code>). They are chosen by seeded generators: the same "
-        "installation gives the same texts, and the digest in a result shows whether two runs had the same ones. Rates "
-        "count real tokens, special tokens included and padding never.</p>"
+        "of the standard library's modules, classes and functions, and the licences of the installed packages, whole "
+        "and by paragraph, cut at 450 words (<code>bench/corpus.py</code>). They are chosen by seeded generators: the "
+        "same installation gives the same texts, and the digest in a result shows whether two runs had the same ones. "
+        "Rates count real tokens, special tokens included and padding never.</p>"
     )
     yield "<ul>"
     for corpus in _corpora_of(documents):
@@ -123,7 +123,7 @@ def texts(documents: Documents) -> Iterator[str]:
             for name, document in documents.items()
             if name.startswith("peers") and corpus in document["facts"]
         )
-        yield f"<li><b>{escape(corpus)}</b>: {_CORPORA[corpus]}. <span class='n'>{sizes}.</span></li>"
+        yield f"<li><b>{escape(corpus)}</b>: {_CORPORA[corpus]}. <span class='note'>{sizes}.</span></li>"
     yield (
         "<li><b>queries</b> of single calls: docstrings and paragraphs of 4 to 14 words. <b>mixed bulk</b> beside them "
         "and in <code>servers</code>: the mixed corpus, there without texts that MiniLM would cut.</li></ul>"

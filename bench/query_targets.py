@@ -80,7 +80,7 @@ def times_as_fast(documents: Documents, what: str, asked: Mapping[str, float], w
     there = documents["versions"]["facts"]["there"] if rows else "534a7b9"
     values = [
         Value(
-            row["figure"],
+            _label(row["figure"]),
             row["times"],
             asked[row["figure"]],
             f"paired by round, {row['least']:.2f} to {row['most']:.2f}",
@@ -96,6 +96,13 @@ def times_as_fast(documents: Documents, what: str, asked: Mapping[str, float], w
         asked="" if values else "at least " + " / ".join(f"{factor:.2f} ×" for factor in asked.values()),
         unmeasured="no result of `bench versions --against PATH`",
     )
+
+
+def _label(figure: str) -> str:
+    """What tells a figure of `bench versions` apart: its texts, or its percentile."""
+    if figure.startswith("bulk, "):
+        return figure.removeprefix("bulk, ").removesuffix(" texts")
+    return figure.rpartition(", ")[2].removesuffix(" ms")
 
 
 def front(

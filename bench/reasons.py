@@ -66,8 +66,9 @@ def _paused(documents: Documents) -> str:
     return (
         "Traced with timestamps: of some 6 ms in the client's eyes 1.2 are the client's own gRPC threads, 1.6 to 1.9 "
         "the forward with weights from memory, the rest Python in three processes that wake on idle cores with cold "
-        "caches, where 10 µs of a loop become 50. Tried, each a gain: helper threads off the caller's CPU, no hand-overs of a "
-        f"lone query, native post-processing, an HTTP/2 of our own ({_DESIGN})." + _slower_machine(documents)
+        "caches, where 10 µs of a loop become 50. Tried, each a gain: helper threads off the caller's CPU, no "
+        f"hand-overs of a lone query, native post-processing, an HTTP/2 of our own ({_DESIGN})."
+        + _slower_machine(documents)
     )
 
 
@@ -79,8 +80,8 @@ def _former_bulk(documents: Documents) -> str:
     )
     return (
         f"{words}has the part of the matrix-product rate in the row “fraction of the limit”: what is left is "
-        "attention, norms and activations, not the server. The least and the most of the rounds show how far the factor moves "
-        "with the machine."
+        "attention, norms and activations, not the server. The least and the most of the rounds show how far the "
+        "factor moves with the machine."
     )
 
 

@@ -24,7 +24,7 @@ MODELS = {
 }
 _FORMER_BULK = {"mixed": 1.35, "short": 1.35, "long": 1.5, "all-256": 1.5}
 """Texts → times as fast as the version that the targets were set for; long ones are of 256 tokens."""
-_BATCH_TOKENS = 2048  # of a batch of bulk on a CPU, by which "one batch" is counted
+_BATCH_TOKENS = 512  # of a batch of bulk beside queries on a CPU, by which "one batch" is counted
 _BYTES_OF_MIB, _BYTES_OF_MB = 2**20, 1e6
 NO_CARD = "no card could be had; `just gpu` is ready"
 
@@ -125,7 +125,9 @@ def _ratios(
 def _bulk(documents: Documents) -> Iterator[Line]:
     """MiniLM through EmbedArrow, and in process beside it, since that is how OpenVINO runs."""
     if "peers" not in documents:
-        yield Line("÷ the faster hint of OpenVINO, bfloat16", Form.TIMES, unmeasured=_missing("peers"), asked="1.1 ×")
+        yield Line(
+            "÷ the faster hint of OpenVINO, bfloat16", Form.TIMES, unmeasured=_missing("peers"), asked="at least 1.1 ×"
+        )
         return
     asked = dict.fromkeys(_FORMER_BULK, 1.1)
     through = list(_ratios(documents["peers"], ARROW, asked))
@@ -157,7 +159,10 @@ def _former_bulk(documents: Documents) -> Line:
 def _base_short(documents: Documents) -> Iterator[Line]:
     if "peers-base" not in documents:
         yield Line(
-            "÷ the fastest peer in bfloat16", Form.TIMES, unmeasured=_missing("peers --shape base"), asked="1.2 ×"
+            "÷ the fastest peer in bfloat16",
+            Form.TIMES,
+            unmeasured=_missing("peers --shape base"),
+            asked="at least 1.2 ×",
         )
         return
     for path in (ARROW, AUTO):
@@ -241,7 +246,12 @@ def _through_the_mux(documents: Documents) -> Iterator[Line]:
             found = compared.ratio(own, bare)
             values.append(Value(f"peers, {texts}", found.times, 0.98, found.method))
     yield Line(
-        "EmbedArrow ÷ the bare engine", Form.SHARE, values, why="mux", unmeasured=_missing("engine"), asked="98 %"
+        "EmbedArrow ÷ the bare engine",
+        Form.SHARE,
+        values,
+        why="mux",
+        unmeasured=_missing("engine"),
+        asked="at least 98 %",
     )
 
 

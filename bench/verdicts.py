@@ -118,12 +118,14 @@ class Line:
             return ""
         if not self.misses:
             return "met"
-        words = []
-        for value in self.misses:
-            assert value.asked is not None
-            by = self.form.miss(value.measured, value.asked)
-            words.append(f"{value.label}: missed by {by}" if len(self.values) > 1 else f"missed by {by}")
-        return "; ".join(words)
+        misses = [
+            (value.label, self.form.miss(value.measured, value.asked))
+            for value in self.misses
+            if value.asked is not None
+        ]
+        if len(self.values) == 1:
+            return f"missed by {misses[0][1]}"
+        return "missed: " + ", ".join(f"{label} by {by}" for label, by in misses)
 
     def _meets(self, value: Value, asked: float) -> bool:
         return value.measured <= asked if self.at_most else value.measured >= asked

@@ -130,15 +130,20 @@ def engine() -> str:
     values = [
         Bar(_path(row), row["texts_per_s"]["median"], row["path"].startswith("teimgr")) for row in load(name)["rows"]
     ]
-    return bars("all-MiniLM-L6-v2, 1,000 texts, median", "texts/s", source(name), values)
+    count, _, _ = load(name)["facts"]["texts"].partition(" ")
+    return bars(f"all-MiniLM-L6-v2, {int(count):,} texts, median", "texts/s", source(name), values)
 
 
-def peers(texts: str) -> str:
-    """Tokens per second in process beside OpenVINO and ONNX Runtime, for one set of texts."""
+def peers(*names: str) -> str:
+    """Tokens per second in process beside OpenVINO and ONNX Runtime, for one set of texts: the first of these names that
+    the result has.
+    """
     name = newest("peers")
+    rows = load(name)["rows"]
+    texts = next(each for each in names if any(row["texts"] == each for row in rows))
     values = [
         Bar(_path(row), row["tokens/s median"], row["path"].startswith("teimgr"))
-        for row in load(name)["rows"]
+        for row in rows
         if row["texts"] == texts
     ]
     return bars(f"all-MiniLM-L6-v2, {texts} texts, median", "tokens/s", source(name), values)
@@ -172,7 +177,7 @@ PLOTS: Mapping[str, Callable[[], str]] = {
     "engine": engine,
     "peers-mixed": partial(peers, "mixed"),
     "peers-short": partial(peers, "short"),
-    "peers-long": partial(peers, "long"),
+    "peers-long": partial(peers, "all-256", "long"),
     "start": start,
     "latency": latency,
 }
