@@ -12,6 +12,9 @@ from typing import Any
 from bench.provenance import Documents
 from bench.verdicts import Form, Line, Value
 
+BACK_TO_BACK, EVERY_50_MS = "back to back", "every 50 ms"
+"""Paces of `bench latency`."""
+
 # Figures of 534a7b9 on the machine that the targets were set on, in ms, and what was asked.
 _FORMER_BACK_TO_BACK = {"queries back to back, p50 ms": 4.0 / 2.1}
 _FORMER_PACED = {"one query every 50 ms, p50 ms": 12.5 / 3.0, "one query every 50 ms, p99 ms": 29.0 / 5.0}
@@ -19,20 +22,19 @@ _FORMER_PACED = {"one query every 50 ms, p50 ms": 12.5 / 3.0, "one query every 5
 
 def one_query(documents: Documents) -> Iterator[Line]:
     """One query behind the other: in the worker, through the mux, and as a factor."""
-    worker = [*_latency(documents, "back to back", "p50", ("teimgr", "worker"), 1.3)]
+    worker = [*_latency(documents, BACK_TO_BACK, "p50", ("teimgr", "worker"), 1.3)]
     if "stages" in documents:
-        us = {row["stage"]: row["µs"] for row in documents["stages"]["rows"]}
-        worker.append(Value("stages", us["one query: engine"] / 1e3, 1.3, "the engine in a process by itself"))
+        worker += _stage(documents, "one query: engine", 1.3, "the engine in a process by itself")
     yield Line("in the worker, p50", Form.MS, worker, True, "query", "at most 1.3 ms", "no result of `bench latency`")
-    mux = [*_latency(documents, "back to back", "p50", ("teimgr", "mux"), 2.1)]
+    mux = [*_latency(documents, BACK_TO_BACK, "p50", ("teimgr", "mux"), 2.1)]
     if "mux" in documents:
-        idle = next(row for row in documents["mux"]["rows"] if row["load"] == "one at a time, idle")
-        mux.append(Value("mux", idle["p50"], 2.1))
+        idle = (row for row in documents["mux"]["rows"] if row["load"] == "one at a time, idle")
+        mux += [Value("mux", row["p50"], 2.1) for row in idle]
     mux += _versions(documents, "queries back to back, p50 ms", 2.1)
     if "stages" in documents:
-        mux.append(Value("stages", us["one query: mux Embed, whole"] / 1e3, 2.1))
+        mux += _stage(documents, "one query: mux Embed, whole", 2.1)
     yield Line("through the mux, p50", Form.MS, mux, True, "query", "at most 2.1 ms", "no result of `bench mux`")
-    if peers := [*_latency(documents, "back to back", "p50", ("ONNX",), None)]:
+    if peers := [*_latency(documents, BACK_TO_BACK, "p50", ("ONNX",), None)]:
         yield Line("ONNX Runtime in process, p50, beside it", Form.MS, peers, at_most=True)
     yield times_as_fast(documents, "through the mux", _FORMER_BACK_TO_BACK, why="query")
 
@@ -40,13 +42,18 @@ def one_query(documents: Documents) -> Iterator[Line]:
 def every_50_ms(documents: Documents) -> Iterator[Line]:
     """One query after each pause, through the mux."""
     for point, asked in (("p50", 3.0), ("p99", 5.0)):
-        values = [*_latency(documents, "50 ms", point, ("teimgr", "mux"), asked)]
-        if "bimodal" in documents:
-            values.append(Value("bimodal", documents["bimodal"]["rows"][0][f"idle_{point}_ms"], asked))
+        values = [*_latency(documents, EVERY_50_MS, point, ("teimgr", "mux"), asked)]
+        rows = documents.get("bimodal", {}).get("rows", [])[:1]
+        values += [Value("bimodal", row[f"idle_{point}_ms"], asked) for row in rows]
         values += _versions(documents, f"one query every 50 ms, {point} ms", asked)
         unmeasured = "no result of `bench latency`"
         yield Line(f"through the mux, {point}", Form.MS, values, True, "paused", f"at most {asked:g} ms", unmeasured)
     yield times_as_fast(documents, "through the mux", _FORMER_PACED, why="paused")
+
+
+def _stage(documents: Documents, stage: str, asked: float, note: str = "") -> list[Value]:
+    rows = (row for row in documents["stages"]["rows"] if row["stage"] == stage)
+    return [Value("stages", row["µs"] / 1e3, asked, note) for row in rows]
 
 
 def _versions(documents: Documents, figure: str, asked: float) -> list[Value]:
@@ -69,7 +76,7 @@ def _latency(
         name = str(row.get("entrant", row.get("path", row.get("name", ""))))
         if all(word.lower() in name.lower() for word in words):
             for key, value in row.items():
-                spaced = key.replace("_", " ")
+                spaced = f"{row.get('pace', '')} {key}".replace("_", " ")
                 if pace in spaced and point in spaced and isinstance(value, int | float):
                     yield Value(f"latency, {name}", float(value), asked)
 

@@ -32,7 +32,7 @@ def _link(scenario: str, documents: Documents) -> str:
 
 def _stages(documents: Documents) -> dict[str, float]:
     """µs by the name of the stage."""
-    return {row["stage"]: row["µs"] for row in documents["stages"]["rows"]} if "stages" in documents else {}
+    return {row["stage"]: row["µs"] for row in documents.get("stages", {}).get("rows", [])}
 
 
 def _slower_machine(documents: Documents) -> str:

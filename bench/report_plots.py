@@ -85,15 +85,11 @@ def _servers() -> Iterator[str]:
         yield curves("Servers, MiniLM, single texts by 1 to 64 callers", axes, source(name), several)
     values: dict[str, Bar] = {}
     for row in rows:
-        what, size = f"{row['load']}, {row['callers']}", texts[row["load"]]
-        values[f"{what}: teimgr"] = Bar(f"{_short(what)}: teimgr", _rate(row["own"], size))
-        peer = f"{_short(what.rpartition('÷ ')[2])}: {row['peer']}"
-        values[f"{what}: {row['peer']}"] = Bar(peer, _rate(row["theirs"], size), False)
-    yield bars("Servers, MiniLM, by load and callers", "texts/s", source(name), list(values.values()))
-
-
-def _short(load_name: str) -> str:
-    return load_name.partition(" ÷ ")[0] + (load_name[load_name.rfind(",") :] if " ÷ " in load_name else "")
+        own, _, others = row["load"].partition(" ÷ ")
+        for name_of, what, passes in (("teimgr", own, row["own"]), (row["peer"], others or own, row["theirs"])):
+            label = f"{what}, {row['callers']} callers: {name_of}"
+            values[label] = Bar(label, _rate(passes, texts[row["load"]]), name_of == "teimgr")
+    yield bars("Servers, MiniLM", "texts/s", source(name), list(values.values()))
 
 
 def _rate(passes: list[dict[str, float]], texts: int) -> float:
