@@ -5,6 +5,7 @@ A factor is over the version that the targets were set for, since they were set 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from statistics import median
 from typing import Any
@@ -22,7 +23,7 @@ _FORMER_PACED = {"one query every 50 ms, p50 ms": 12.5 / 3.0, "one query every 5
 
 def one_query(documents: Documents) -> Iterator[Line]:
     """One query behind the other: in the worker, through the mux, and as a factor."""
-    worker = [*_latency(documents, BACK_TO_BACK, "p50", ("teimgr", "worker"), 1.3)]
+    worker = [*_latency(documents, BACK_TO_BACK, "p50", ("teimgr", "worker|engine"), 1.3)]
     if "stages" in documents:
         worker += _stage(documents, "one query: engine", 1.3, "the engine in a process by itself")
     yield Line("in the worker, p50", Form.MS, worker, True, "query", "at most 1.3 ms", "no result of `bench latency`")
@@ -71,10 +72,10 @@ def _versions(documents: Documents, figure: str, asked: float) -> list[Value]:
 def _latency(
     documents: Documents, pace: str, point: str, words: tuple[str, ...], asked: float | None
 ) -> Iterator[Value]:
-    """Latencies of `bench latency` at a pace, of the entrants whose name has all these words."""
+    """Latencies of `bench latency` at a pace, of the entrants whose name has all these patterns."""
     for row in documents["latency"]["rows"] if "latency" in documents else ():
         name = str(row.get("entrant", row.get("path", row.get("name", ""))))
-        if all(word.lower() in name.lower() for word in words):
+        if all(re.search(word, name, re.IGNORECASE) for word in words):
             for key, value in row.items():
                 spaced = f"{row.get('pace', '')} {key}".replace("_", " ")
                 if pace in spaced and point in spaced and isinstance(value, int | float):

@@ -159,7 +159,8 @@ def test_int8_is_held_against_onnx_runtime_and_against_a_peer_that_is_faster() -
 
     assert lines["MiniLM: int8 ÷ our own bfloat16"].verdict == "met"
     assert lines["MiniLM: int8 ÷ ONNX Runtime int8"].verdict == "met"
-    assert lines["MiniLM: int8 ÷ another peer that is faster than ONNX Runtime"].verdict == "missed by 5 %"
+    faster = lines["MiniLM: int8 ÷ a peer that is faster than ONNX Runtime, not asked for"]
+    assert (faster.verdict, faster.values[0].measured) == ("", pytest.approx(200 / 210))
     assert lines["MiniLM: lowest cosine, beside ONNX Runtime int8"].verdict == "met"
 
 
