@@ -4,37 +4,11 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import signal
-import subprocess
 import sys
-import time
 
-from bench import LIMITS_S, SCENARIOS, progress
+from bench import LIMITS_S, SCENARIOS, progress, whole
 
-# What `all` runs: scenarios with their options.
-_ALL: dict[str, tuple[str, ...]] = {
-    "engine": (),
-    "peers": (),
-    "peers-base": ("--shape", "base"),
-    "peers-xlm-r-reranker": ("--shape", "xlm-r-reranker"),
-    "peers-splade": ("--shape", "splade"),
-    "peers-modernbert": ("--shape", "modernbert"),
-    "peers-qwen3": ("--shape", "qwen3"),
-    "forward": (),
-    "rerank": (),
-    "stages": (),
-    "start": (),
-    "mux": (),
-    "bimodal": (),
-    "neighbours": (),
-    "front": (),
-    "growth": (),
-    "fidelity": (),
-    "guard": (),
-    "html": (),
-}
 _INTERRUPTED = 130
-_END_S = 300.0  # beyond its limit a scenario writes what it has and stops its servers
 
 
 def main() -> int:
@@ -43,7 +17,7 @@ def main() -> int:
         f"  {name:12}{meaning}" + (f" (at most {LIMITS_S[name]:g} s)" if name in LIMITS_S else "")
         for name, meaning in SCENARIOS.items()
     ]
-    lines.append(f"  {'all':12}{', '.join(_ALL)}, one after the other, each in a process of its own")
+    lines.append(f"  {'all':12}{', '.join(whole.STEPS)}, one after the other, each in a process of its own")
     parser = argparse.ArgumentParser(
         prog="python -m bench",
         usage="python -m bench NAME [options]   (NAME --help shows its options)",
@@ -75,46 +49,9 @@ def _run(name: str, options: list[str]) -> int:
 
 
 def _all(options: list[str]) -> int:
-    """Every scenario in a process of its own, so that one that fails, or changes its process, changes no other."""
     command = argparse.ArgumentParser(prog="python -m bench all", description="All scenarios that need no card.")
-    command.add_argument("--only", nargs="+", choices=tuple(_ALL), default=tuple(_ALL), help="these of them")
-    command.add_argument("--skip", nargs="+", choices=tuple(_ALL), default=[], help="not these")
-    parsed = command.parse_args(options)
-    statuses: dict[str, int] = {}
-    interrupts: list[int] = []
-    for name in (name for name in _ALL if name in parsed.only and name not in parsed.skip):
-        began = time.monotonic()
-        progress.say(f"{name}, at most {_limit_s(name):g} s")
-        statuses[name] = _in_own_process(name, interrupts)
-        progress.say(f"{name} ended with status {statuses[name]} after {time.monotonic() - began:.0f} s")
-        if interrupts:
-            break
-    print("\n".join(f"{name}: {'done' if not status else f'status {status}'}" for name, status in statuses.items()))
-    return max(statuses.values(), default=0)
-
-
-def _in_own_process(name: str, interrupts: list[int]) -> int:
-    """Its status; signals are added to `interrupts` and end the scenario, which writes what it has."""
-    command = [sys.executable, "-m", "bench", name.partition("-")[0], *_ALL[name]]
-    with subprocess.Popen(command, start_new_session=True) as process:
-
-        def pass_on(number: int, frame: object) -> None:
-            interrupts.append(number)
-            process.send_signal(signal.SIGINT)
-
-        former = [(number, signal.signal(number, pass_on)) for number in (signal.SIGINT, signal.SIGTERM)]
-        try:
-            return process.wait(_limit_s(name) + _END_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            return 1
-        finally:
-            for number, handler in former:
-                signal.signal(number, handler)
-
-
-def _limit_s(name: str) -> float:
-    return LIMITS_S[name.partition("-")[0]]
+    whole.arguments(command)
+    return whole.run(command.parse_args(options), options)
 
 
 if __name__ == "__main__":

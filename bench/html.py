@@ -4,41 +4,37 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
-from statistics import median
 from typing import Any
 
-from docsite.plots import PLOTS, Bar, bars, curves, newest, source
+from docsite.plots import newest
 
-from bench import SCENARIOS
-from bench.report import RESULTS, machine_lines, markdown_table
+from bench import SCENARIOS, absent_peers, compared, provenance
+from bench.provenance import Documents
+from bench.reasons import reason
+from bench.report import RESULTS, machine_lines
+from bench.report_plots import plots
+from bench.targets import AUTO, FLOAT32, INT8, MODELS, targets
+from bench.verdicts import NOT_MEASURED, Line, Target
 
 _TARGET = RESULTS / "report.html"
 _STYLE = """
-body{font:15px/1.5 system-ui,sans-serif;max-width:76rem;margin:2rem auto;padding:0 1rem;color:#222;background:#fff}
+body{font:15px/1.5 system-ui,sans-serif;max-width:80rem;margin:2rem auto;padding:0 1rem;color:#222;background:#fff}
 table{border-collapse:collapse;font-size:13px;margin:1rem 0}
-td,th{padding:.2rem .7rem;border-bottom:1px solid #ddd;text-align:right}
+td,th{padding:.2rem .7rem;border-bottom:1px solid #ddd;text-align:right;vertical-align:top}
 td:first-child,th:first-child{text-align:left}svg{max-width:46rem;width:100%;display:block;margin:1rem 0}
-.n{color:#666;font-size:13px}section{overflow-x:auto}
-@media(prefers-color-scheme:dark){body{color:#ddd;background:#16181c}td,th{border-color:#333}.n{color:#aaa}}
+.wide td,.wide th{text-align:left;min-width:6.5rem}.wide td:last-child{min-width:20rem}
+.targets td:nth-last-child(4){min-width:19rem}.targets td:nth-last-child(5){min-width:11rem}
+.targets td[rowspan]{font-weight:600;min-width:9rem;max-width:12rem}
+.targets td[rowspan] .note{font-weight:400}
+.note{color:#666;font-size:13px}section{overflow-x:auto}
+.met{color:#18703a}.missed{color:#b02a1c;font-weight:600}
+.wary{border:2px solid #d1783f;border-radius:4px;padding:.4rem 1rem;margin:1rem 0}
+@media(prefers-color-scheme:dark){body{color:#ddd;background:#16181c}td,th{border-color:#333}.note{color:#aaa}
+a{color:#7fa4f0}.met{color:#6fce8f}.missed{color:#ff8b7b}}
 """
-# Results of further shapes of a scenario have names of their own.
-# Figures of 534a7b9 on the machine of the targets, by which a target becomes a ratio that is the same everywhere.
-_FORMER_RATES = {
-    ("mux Embed", 256): (10_528, 12_000),
-    ("/v1/embeddings", 64): (3_541, 8_000),
-    ("/v1/embeddings", 256): (4_147, 8_000),
-    ("/embed", 64): (7_040, 9_000),
-    ("/embed", 256): (5_415, 9_000),
-    ("EmbedArrow by the client", 1): (59_000, 150_000),
-}
-_FORMER_TIMES = {
-    "queries back to back, p50 ms": (4.0, 2.1),
-    "one query every 50 ms, p50 ms": (12.5, 3.0),
-    "one query every 50 ms, p99 ms": (29.0, 5.0),
-}
-_FORMER_BULK = {"bulk, mixed texts": "1.35", "bulk, short texts": "1.35", "bulk, long texts": "1.5"}
 _NAMES = SCENARIOS | {
     f"peers-{shape}": f"{SCENARIOS['peers']}, {name}"
     for shape, name in {
@@ -50,6 +46,7 @@ _NAMES = SCENARIOS | {
         "qwen3": "Qwen3-Embedding-0.6B",
     }.items()
 }
+"""Scenarios by the name of their result: those of further shapes have names of their own."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,234 +56,173 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Write `results/report.html`."""
     found = [name for name in _NAMES if any(RESULTS.glob(f"{name}-20*.json"))]
-    documents = {name: json.loads((RESULTS / f"{newest(name)}.json").read_text()) for name in found}
-    last = max(documents.values(), key=lambda document: str(document["date"]))
-    links = " · ".join(f'<a href="#{name}">{name}</a>' for name in found)
-    targets = markdown_table(
-        ("figure", "measured", "asked"), [*_ratios(documents), *_since(documents), *_absolute(documents)]
-    )
-    sections = "\n".join(line for name in found for line in _section(name, documents[name]))
-    head = "".join(f'<p class="n">{escape(line)}</p>' for line in machine_lines(last["machine"]))
-    page = f"""<!doctype html>
-<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>teimgr measurements</title><style>{_STYLE}</style>
-<h1>teimgr measurements</h1>
-<p>The newest result of each scenario of <code>bench/</code>; each has its own date, machine and versions. Ratios are
-paired: every path does one pass in each round, in turn. <code>bench/README.md</code> has how to read them.</p>
-<p>The newest is of {last["date"]}:</p>
-{head}
-{"".join(_table(targets))}
-<p>{links}</p>
-{sections}
-</html>
-"""
-    _TARGET.write_text(page)
+    documents = {name: _read(name) for name in found}
+    whole = _read("all") if any(RESULTS.glob("all-20*.json")) else None
+    _TARGET.write_text(page(documents, whole))
     print(f"written: bench/results/{_TARGET.name} with {', '.join(found)}")
     return 0
 
 
-def _ratios(documents: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """What the results have of the ratios that were asked for."""
-    for name in ("peers", "peers-base", "peers-large"):
-        if name in documents:
-            yield from _peer_ratios(name, documents[name]["rows"])
-    if "engine" in documents:
-        seconds = {row["path"]: row["seconds"] for row in documents["engine"]["rows"]}
-        pairs = zip(seconds["teimgr engine, auto"], seconds["teimgr daemon, EmbedArrow"], strict=False)
-        share = median(bare / served for bare, served in pairs)
-        yield "EmbedArrow through the mux ÷ the bare engine", f"{share:.1%}", "98 %"
-    if "neighbours" in documents:
-        for row in documents["neighbours"]["rows"]:
-            if row["checkout"] == "this" and "idle" in row["beside"]:
-                yield "bulk beside an idle instance ÷ alone", f"{row['of_alone']:.1%}", "97 %"
-    if "bimodal" in documents:
-        row = documents["bimodal"]["rows"][0]
-        yield "bulk lost beside 20 queries a second", f"{row['lost']:.1f} %", "5 % at most"
-        yield "their p99 above 2 × idle, in tokens of bulk", f"{row['over_tokens']:,.0f}", "one batch"
-    if "front" in documents:
-        rates = {load: rate for (load, _), (rate, _) in _front(documents["front"]).items()}
-        as_base64, as_arrow = rates.get("/v1/embeddings base64 × 64"), rates.get("mux EmbedArrow × 64")
-        if as_base64 and as_arrow:
-            yield "OpenAI base64 ÷ Arrow, batches of 64 texts, look-up table", f"{as_base64 / as_arrow:.0%}", "85 %"
-
-
-def _since(documents: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Times as fast as the version that the targets were set for, in one run; asked is the target over its figure."""
-    if "versions" in documents:
-        for row in documents["versions"]["rows"]:
-            former, target = _FORMER_TIMES.get(row["figure"], (0.0, 1.0))
-            asked = f"{former / target:.2f}" if former else _FORMER_BULK.get(row["figure"], "")
-            yield (
-                f"{row['figure']}, × as fast as {documents['versions']['facts']['there']}",
-                f"{row['times']:.2f}",
-                asked,
-            )
-    if "front" in documents:
-        passes = {(row["checkout"], row["load"], row["callers"]): row["passes"] for row in documents["front"]["rows"]}
-        for (load, callers), (former, target) in _FORMER_RATES.items():
-            here, there = (passes.get((checkout, load, callers), []) for checkout in ("here", "against"))
-            pairs = zip(here, there, strict=False)
-            times = [own["calls"] / own["seconds"] * other["seconds"] / other["calls"] for own, other in pairs]
-            if times:
-                name = (
-                    f"look-up table, {load}, callers: {callers}, × as fast as {documents['front']['facts']['against']}"
-                )
-                yield name, f"{median(times):.2f}", f"{target / former:.2f}"
-
-
-def _absolute(documents: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Times and rates that were asked for on two cores; those of another machine are not comparable."""
-    if "mux" in documents:
-        alone = next(row for row in documents["mux"]["rows"] if row["load"] == "one at a time, idle")
-        yield "one query of MiniLM back to back through the mux, p50", f"{alone['p50']:.1f} ms", "2.1 ms"
-    if "bimodal" in documents:
-        row = documents["bimodal"]["rows"][0]
-        for point, asked in (("p50", "3 ms"), ("p99", "5 ms")):
-            yield f"one query every 50 ms through the mux, {point}", f"{row[f'idle_{point}_ms']:.1f} ms", asked
-    if "front" in documents:
-        found = _front(documents["front"])
-        for load, callers, asked in (
-            ("mux Embed", (256,), "12,000"),
-            ("/v1/embeddings", (64, 256), "8,000, p99 60 ms"),
-            ("/embed", (64, 256), "9,000, p99 60 ms"),
-            ("EmbedArrow by the client", (1,), "150,000"),
-        ):
-            for count in (each for each in callers if (load, each) in found):
-                rate, p99_ms = found[load, count]
-                measured = f"{rate:,.0f}" + (f", p99 {p99_ms:.0f} ms" if p99_ms else "")
-                what = "texts" if load.startswith("EmbedArrow") else "requests"
-                yield f"look-up table, {load}, callers: {count}, {what} a second", measured, asked
-    if "start" in documents:
-        workers = documents["start"]["workers"][1:]  # the first waits for the fork server to import torch
-        for key, what, asked in (
-            ("running_s", "POST to running, MiniLM from the cache", "0.4 s"),
-            ("restart_s", "restart of a killed worker", "0.5 s"),
-            ("unique_mib", "memory of an added worker of MiniLM (USS)", "100 MB"),
-        ):
-            unit = "MiB" if key == "unique_mib" else "s"
-            yield what, f"{median(each[key] for each in workers):.3g} {unit}", asked
-
-
-def _front(document: dict[str, Any]) -> dict[tuple[str, int], tuple[float, float | None]]:
-    """Load and callers → calls (of the client's bulk jobs texts) a second and p99 in ms, of this checkout's passes."""
-    found = {}
-    for row in (row for row in document["rows"] if row["checkout"] == "here"):
-        p99s_ms = [each["p99_ms"] for each in row["passes"] if each.get("p99_ms")]
-        rate = median(each["calls"] / each["seconds"] for each in row["passes"])
-        found[row["load"], row["callers"]] = (rate, median(p99s_ms) if p99s_ms else None)
+def _read(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((RESULTS / f"{newest(name)}.json").read_text())
     return found
 
 
-def _peer_ratios(name: str, rows: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str, str]]:
-    model = {"peers": "MiniLM", "peers-base": "BERT-base", "peers-large": "BERT-large"}[name]
-    for texts in dict.fromkeys(row["texts"] for row in rows):
-        of = {row["path"]: row for row in rows if row["texts"] == texts}
-        ours = of.get("teimgr engine, auto")
-        in_bf16 = {"peers": "1.1", "peers-base": "1.2"}.get(name, "")
-        for path, peer, asked in (
-            ("teimgr engine, auto", "OpenVINO, bfloat16", in_bf16),
-            ("teimgr engine, float32", "OpenVINO, float32", "1"),
-            ("teimgr engine, float32", "ONNX Runtime, float32", "1"),
-            ("teimgr engine, int8", "teimgr engine, auto", "1.4"),
-        ):
-            if path in of and peer in of:
-                times = of[path]["tokens/s median"] / of[peer]["tokens/s median"]
-                yield f"{model}, {texts} texts: {path} ÷ {peer}", f"{times:.2f}", asked
-        if ours and ours.get("of limit"):
-            asked = {"peers": "70 %", "peers-base": "80 %"}.get(name, "")
-            yield f"{model}, {texts} texts: engine, auto ÷ matrix products alone", ours["of limit"], asked
+def page(documents: Documents, whole: Mapping[str, Any] | None) -> str:
+    """The page of these results; `whole` is what `bench all` wrote of its newest run."""
+    links = " · ".join(f'<a href="#{name}">{name}</a>' for name in documents)
+    sections = "\n".join(line for name in documents for line in _section(name, documents[name]))
+    answers = list(targets(documents))
+    return f"""<!doctype html>
+<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>teimgr measurements</title><style>{_STYLE}</style>
+<h1>teimgr measurements</h1>
+<p>The newest result of each scenario of <code>bench/</code>; each has its own date, machine and versions below its
+table. <code>python -m bench all</code> makes all of them and this page; <code>bench/README.md</code> has how to read
+them.</p>
+{"".join(_warnings(documents))}
+{"".join(_head(documents, whole))}
+<p><a href="#targets">targets</a> · <a href="#ratios">beside the fastest peers</a> · <a href="#absent">peers</a> ·
+<a href="#texts">texts</a> · {links}</p>
+<section id="targets"><h2>Targets</h2>
+<p>{escape(_counts(answers))} Ratios are paired by round where the result has the seconds of every round: every path
+does one pass in each round, in turn, and the median of the rounds' own ratios counts. Where it has not, they are ratios
+of medians, and say so.</p>
+{"".join(_answers(answers, documents))}</section>
+<section id="ratios"><h2>Beside the fastest peers</h2>
+<p>Each path of the engine against the fastest peer of the same precision in the same corpus, whichever it is; the
+process of each has all cores.</p>
+{"".join(_ratios(documents))}</section>
+<section id="absent"><h2>Peers</h2>
+{"".join(_peers(documents))}</section>
+<section id="texts"><h2>Texts</h2>
+{"".join(provenance.texts(documents))}</section>
+{sections}
+</html>
+"""
 
 
-def _interfaces() -> Iterator[str]:
-    """Throughput against latency, a line for each interface with its callers."""
-    name = newest("front")
-    lines: dict[str, list[tuple[float, float]]] = {}
-    for (load, _), (rate, p99_ms) in _front(json.loads((RESULTS / f"{name}.json").read_text())).items():
-        if p99_ms:
-            lines.setdefault(load, []).append((rate, p99_ms))
-    several = {load: points for load, points in lines.items() if len(points) > 1}
-    if several:
-        yield curves("Interfaces around a look-up table", ("calls/s", "p99 in ms"), source(name), several)
+def _warnings(documents: Documents) -> Iterator[str]:
+    found = provenance.warnings(documents)
+    if found:
+        yield '<div class="wary"><b>To be wary of</b><ul>'
+        yield from (f"<li>{_prose(warning)}</li>" for warning in found)
+        yield "</ul></div>\n"
 
 
-def _load() -> Iterator[str]:
-    """Latency of queries against how many are in flight."""
-    name = newest("mux")
-    rows = [row for row in json.loads((RESULTS / f"{name}.json").read_text())["rows"] if row["load"].endswith(", idle")]
-    points = {
-        point: [
-            (1.0 if row["load"].startswith("one") else float(row["load"].split()[0]), row[point])
-            for row in rows
-            if row[point]
-        ]
-        for point in ("p50", "p99")
-    }
-    yield curves("Queries of MiniLM through the mux", ("calls in flight", "ms"), source(name), points)
+def _head(documents: Documents, whole: Mapping[str, Any] | None) -> Iterator[str]:
+    yield '<table class="wide">'
+    for name, text in (*provenance.head(documents), ("run", provenance.whole_run(whole))):
+        yield f"<tr><td>{escape(name)}</td><td>{_prose(text)}</td></tr>"
+    yield "</table>\n"
 
 
-def _bimodal() -> Iterator[str]:
-    name = newest("bimodal")
-    row = json.loads((RESULTS / f"{name}.json").read_text())["rows"][0]
-    values = [
-        Bar(f"{when}: {point}", row[f"{when}_{point}_ms"], when == "beside")
-        for point in ("p50", "p99")
-        for when in ("idle", "beside")
-    ]
-    yield bars("20 queries a second, idle and beside bulk", "ms", source(name), values, ".1f")
+def _counts(answers: Sequence[Target]) -> str:
+    """How many figures meet what was asked."""
+    verdicts = [line.verdict for target in answers for line in target.lines]
+    met, unmeasured = verdicts.count("met"), verdicts.count(NOT_MEASURED)
+    missed = len([verdict for verdict in verdicts if "missed" in verdict])
+    return f"{met} figures are met, {missed} are missed, {unmeasured} are not measured."
 
 
-def _memory() -> Iterator[str]:
-    name = newest("start")
-    workers = json.loads((RESULTS / f"{name}.json").read_text())["workers"]
-    values = [Bar(worker["name"], worker["unique_mib"]) for worker in workers if worker.get("unique_mib")]
-    if values:
-        yield bars("Memory of each further worker of all-MiniLM-L6-v2 (USS)", "MiB", source(name), values)
+def _answers(answers: Sequence[Target], documents: Documents) -> Iterator[str]:
+    yield '<table class="wide targets"><tr>'
+    heads = ("target", "figure", "measured", "asked", "verdict", "why, where the time goes")
+    yield from (f"<th>{name}</th>" for name in heads)
+    yield "</tr>\n"
+    for target in answers:
+        told: set[str] = set()
+        for at, line in enumerate(target.lines):
+            first = ""
+            if not at:
+                first = f'<td rowspan="{len(target.lines)}">{escape(target.what)}<br><span class="note">'
+                first += f"{escape(target.at_least)}</span></td>"
+            yield f"<tr>{first}<td>{escape(line.figure)}</td><td>{_measured(line)}</td>"
+            yield f"<td>{_unbroken(line.asked_text)}</td><td>{_verdict(line)}</td>"
+            yield f"<td>{_why(line, documents, told)}</td></tr>\n"
+    yield "</table>"
 
 
-def _growth() -> Iterator[str]:
-    name = newest("growth")
-    rows = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
-
-    def points(what: str, value: str) -> list[tuple[float, float]]:
-        return [(row["n"], row[value]) for row in rows if row["what"] == what and row.get(value)]
-
-    if texts := points("texts", "texts_per_s"):
-        yield curves("A look-up table", ("texts of a call", "texts/s"), source(name), {"texts/s": texts})
-    if lengths := points("tokens", "tokens_per_s"):
-        yield curves("BERT of MiniLM's size", ("tokens of a text", "tokens/s"), source(name), {"tokens/s": lengths})
-        times = {"one text, p50": points("tokens", "p50_ms")}
-        yield curves("BERT of MiniLM's size", ("tokens of a text", "ms"), source(name), times)
-    if instances := points("instances", "texts_per_s"):
-        yield curves("MiniLM", ("instances", "texts/s of all"), source(name), {"texts/s": instances})
-        shares = {"one query, p50": points("instances", "p50_ms"), "p99": points("instances", "p99_ms")}
-        yield curves("MiniLM", ("instances", "ms"), source(name), shares)
-        memory = {each: points("instances", each) for each in ("worker", "mux", "daemon")}
-        yield curves("Memory (USS) of each process", ("instances", "MiB"), source(name), memory)
+def _measured(line: Line) -> str:
+    parts = []
+    for value in line.values:
+        label = f"{escape(value.label)}: " if len(line.values) > 1 else ""
+        note = f' <span class="note">({escape(value.note)})</span>' if value.note else ""
+        parts.append(f"{label}{_unbroken(line.form.text(value.measured))}{note}")
+    return "<br>".join(parts) or "–"
 
 
-_PLOTS: dict[str, tuple[Callable[[], Iterator[str]], ...]] = {
-    "engine": (lambda: iter([PLOTS["engine"]()]),),
-    "peers": (lambda: (PLOTS[f"peers-{texts}"]() for texts in ("mixed", "short", "long")),),
-    "start": (lambda: iter([PLOTS["start"]()]), _memory),
-    "mux": (lambda: iter([PLOTS["latency"]()]), _load),
-    "front": (_interfaces,),
-    "bimodal": (_bimodal,),
-    "growth": (_growth,),
-}
+def _verdict(line: Line) -> str:
+    kind = {"met": "met", NOT_MEASURED: "note", "": "note"}.get(line.verdict, "missed")
+    return f'<span class="{kind}">{_unbroken(line.verdict)}</span>'
+
+
+def _prose(text: str) -> str:
+    """HTML of a sentence with commands between backticks."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
+
+
+def _unbroken(text: str) -> str:
+    """Text with its units on the line of their numbers."""
+    return escape(re.sub(r" (×|%|ms|s|MB)(?!\w)", "\u00a0\\1", text))
+
+
+def _why(line: Line, documents: Documents, told: set[str]) -> str:
+    """The reason of a miss, once for each target."""
+    notes = "".join(_prose(note) + ". " for note in line.notes)
+    if not line.values:
+        return notes + _prose(line.unmeasured)
+    if not line.misses:
+        return notes
+    if line.why in told:
+        return f"{notes}as above"
+    told.add(line.why)
+    return notes + reason(line.why, documents)
+
+
+def _ratios(documents: Documents) -> Iterator[str]:
+    yield "<table><tr><th>model, texts</th><th>ours</th><th>precision</th><th>fastest peer</th><th>× as fast</th>"
+    yield "<th>method</th><th>part of the matrix products alone</th></tr>"
+    for name in (name for name in MODELS if name in documents):
+        rows = documents[name]["rows"]
+        for texts in compared.corpora(rows):
+            for path in (FLOAT32, AUTO, INT8):
+                own, found = compared.row(rows, texts, path), compared.of_best_peer(rows, texts, path)
+                if own is None:
+                    continue
+                share = compared.of_limit(rows, texts, path)
+                cells = (
+                    f"{MODELS[name]}, {texts}",
+                    path,
+                    own["dtype"],
+                    found.other if found else "none",
+                    f"{found.times:.2f}" if found else "–",
+                    found.method if found else "–",
+                    "–" if share is None else f"{share:.0%}",
+                )
+                yield "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"
+    yield "</table>"
+
+
+def _peers(documents: Documents) -> Iterator[str]:
+    yield '<table class="wide"><tr><th>peer</th><th>how</th><th>figures</th></tr>'
+    for cells in absent_peers.status(documents):
+        yield "<tr>" + "".join(f"<td>{_prose(cell)}</td>" for cell in cells) + "</tr>"
+    yield "</table>"
 
 
 def _section(scenario: str, document: dict[str, Any]) -> Iterator[str]:
     name = newest(scenario)
     yield f'<section id="{scenario}"><h2>{scenario}: {escape(_NAMES[scenario])}</h2>'
-    yield f'<p class="n">{document["date"]}, bench/results/{name}.json</p>'
+    commit = escape(provenance.commit(document))
+    yield f'<p class="note">{document["date"]}, commit {commit}, bench/results/{name}.json</p>'
     yield from _table((RESULTS / f"{name}.md").read_text())
-    for plots in _PLOTS.get(scenario, ()):
-        yield from plots()
+    yield from plots(scenario)
     facts = "".join(
         f"<li>{escape(key.replace('_', ' '))}: {escape(str(fact))}</li>" for key, fact in document["facts"].items()
     )
     yield f"<ul>{facts}</ul>"
-    yield from (f'<p class="n">{escape(line)}</p>' for line in machine_lines(document["machine"]))
+    yield from (f'<p class="note">{escape(line)}</p>' for line in machine_lines(document["machine"]))
     yield "</section>"
 
 

@@ -23,6 +23,9 @@ _PACKAGES = (
     "openvino",
     "onnxruntime",
 )
+START = "TEIMGR_BENCH_START"
+"""The variable by which `bench all` names the commit that it began at to its scenarios."""
+
 _TELLING_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8", "sve", "bf16")
 
 
@@ -39,16 +42,24 @@ def describe() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release().split('-')[0]}",
         "versions": versions(),
         "revision": revision(),
+        **({"run_began_at": began} if (began := os.environ.get(START)) else {}),
     }
 
 
 def revision(checkout: Path | None = None) -> str:
-    """The commit of a checkout (this one), with `-dirty` where files differ from it; empty where git cannot say."""
-    command = ["git", "-C", str(checkout or Path(__file__).parent), "describe", "--always", "--dirty"]
+    """The commit of a checkout (this one), with `-dirty` where its files differ from it, results aside: those of a run
+    are written while it goes on. Empty where git cannot say.
+    """
+    git = ["git", "-C", str(checkout or Path(__file__).parent)]
+    changes = ["status", "--porcelain", "--untracked-files=no", "--", ":(top)", ":(top,exclude)bench/results"]
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        commit, changed = (
+            subprocess.run([*git, *arguments], capture_output=True, text=True, check=True).stdout.strip()
+            for arguments in (["describe", "--always"], changes)
+        )
     except (OSError, subprocess.CalledProcessError):
         return ""
+    return f"{commit}-dirty" if changed else commit
 
 
 def versions() -> dict[str, str]:

@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from docsite import errors_pages, grpc_page, plots, rest_page, settings_page
+from docsite import errors_pages, grpc_page, performance_page, plots, rest_page, settings_page
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -19,6 +19,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "reference/grpc.md": grpc_page.to_markdown,
     "reference/errors.md": errors_pages.reference,
     "troubleshooting.md": errors_pages.troubleshooting,
+    "explanation/performance.md": performance_page.to_markdown,
     **{f"images/plots/{name}.svg": plot for name, plot in plots.PLOTS.items()},
 }
 """What is generated, by its path below docs/."""

@@ -12,6 +12,7 @@ from xml.sax.saxutils import escape
 
 _RESULTS = Path(__file__).resolve().parents[1] / "bench" / "results"
 _WIDTH, _LABEL, _BAR, _GAP, _HEAD, _FOOT, _VALUE = 760, 300, 18, 10, 46, 30, 90
+_LETTER = 7.2  # wide at most, in the mean of a label
 _LEFT, _CURVES_HEIGHT = 70, 300
 _GRID = ".g{stroke:#8884;stroke-width:1}"
 _COLOURS = ("#3f6fd1", "#d1783f", "#4a9a5a", "#b04a8f", "#8a7a2c", "#4a9aa8")
@@ -45,7 +46,8 @@ def bars(title: str, unit: str, source: str, values: Sequence[Bar], number: str 
     """An SVG document of one bar a line; `source` is the result file, shown below with its machine."""
     most = max(bar.value for bar in values)
     height = _HEAD + len(values) * (_BAR + _GAP) + _FOOT
-    room = _WIDTH - _LABEL - _VALUE
+    label = max(_LABEL, round(max(len(bar.label) for bar in values) * _LETTER) + 10)
+    room = _WIDTH - label - _VALUE
     described = "; ".join(f"{bar.label}: {bar.value:{number}} {unit}" for bar in values)
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img">',
@@ -56,9 +58,9 @@ def bars(title: str, unit: str, source: str, values: Sequence[Bar], number: str 
         y = _HEAD + index * (_BAR + _GAP)
         width = max(round(bar.value / most * room, 1), 1)
         lines += [
-            f'<text x="{_LABEL - 10}" y="{y + 14}" text-anchor="end">{escape(bar.label)}</text>',
-            f'<rect class="{"b" if bar.ours else "o"}" x="{_LABEL}" y="{y}" width="{width}" height="{_BAR}" rx="2"/>',
-            f'<text x="{_LABEL + width + 8:g}" y="{y + 14}">{bar.value:{number}}</text>',
+            f'<text x="{label - 10}" y="{y + 14}" text-anchor="end">{escape(bar.label)}</text>',
+            f'<rect class="{"b" if bar.ours else "o"}" x="{label}" y="{y}" width="{width}" height="{_BAR}" rx="2"/>',
+            f'<text x="{label + width + 8:g}" y="{y + 14}">{bar.value:{number}}</text>',
         ]
     lines.append(f'<text class="n" x="0" y="{height - 8}">{escape(source)}</text></svg>')
     return "\n".join(lines) + "\n"
@@ -130,15 +132,18 @@ def engine() -> str:
     values = [
         Bar(_path(row), row["texts_per_s"]["median"], row["path"].startswith("teimgr")) for row in load(name)["rows"]
     ]
-    return bars("all-MiniLM-L6-v2, 1,000 texts, median", "texts/s", source(name), values)
+    count, _, _ = load(name)["facts"]["texts"].partition(" ")
+    return bars(f"all-MiniLM-L6-v2, {int(count):,} texts, median", "texts/s", source(name), values)
 
 
-def peers(texts: str) -> str:
-    """Tokens per second in process beside OpenVINO and ONNX Runtime, for one set of texts."""
+def peers(*names: str) -> str:
+    """Tokens per second in process beside OpenVINO and ONNX Runtime, for the first of these texts that there are."""
     name = newest("peers")
+    rows = load(name)["rows"]
+    texts = next(each for each in names if any(row["texts"] == each for row in rows))
     values = [
         Bar(_path(row), row["tokens/s median"], row["path"].startswith("teimgr"))
-        for row in load(name)["rows"]
+        for row in rows
         if row["texts"] == texts
     ]
     return bars(f"all-MiniLM-L6-v2, {texts} texts, median", "tokens/s", source(name), values)
@@ -172,7 +177,7 @@ PLOTS: Mapping[str, Callable[[], str]] = {
     "engine": engine,
     "peers-mixed": partial(peers, "mixed"),
     "peers-short": partial(peers, "short"),
-    "peers-long": partial(peers, "long"),
+    "peers-long": partial(peers, "all-256", "long"),
     "start": start,
     "latency": latency,
 }

@@ -159,29 +159,6 @@ def test_the_page_of_results_is_whole_and_asks_no_other_host(tmp_path: Path, mon
     assert not re.search(r"(src|href)=[\"']?(https?:)?//", page)
 
 
-def test_a_target_of_another_machine_is_asked_as_a_factor_over_the_version_it_was_set_for() -> None:
-    def passes(*rates: float) -> list[dict[str, float]]:
-        return [{"calls": rate, "seconds": 1.0} for rate in rates]
-
-    rows = [
-        {"checkout": "here", "load": "/embed", "callers": 64, "passes": passes(300, 500, 400)},
-        {"checkout": "against", "load": "/embed", "callers": 64, "passes": passes(100, 200, 100)},
-        {"checkout": "here", "load": "/embed", "callers": 256, "passes": passes(300)},
-    ]
-    bulk = {"figure": "bulk, long texts", "times": 1.504}
-    query = {"figure": "queries back to back, p50 ms", "times": 2.0}
-    documents = {
-        "front": {"rows": rows, "facts": {"against": "534a7b9"}},
-        "versions": {"rows": [bulk, query], "facts": {"there": "534a7b9"}},
-    }
-
-    assert list(html._since(documents)) == [
-        ("bulk, long texts, × as fast as 534a7b9", "1.50", "1.5"),
-        ("queries back to back, p50 ms, × as fast as 534a7b9", "2.00", "1.90"),
-        ("look-up table, /embed, callers: 64, × as fast as 534a7b9", "3.00", "1.28"),
-    ]
-
-
 @pytest.mark.long
 def test_a_step_of_the_card_run_that_fails_hides_no_other(tmp_path: Path) -> None:
     command = argparse.ArgumentParser()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -12,8 +12,9 @@ from typing import Any
 from bench import weights
 
 from teimgr.engine.job import Input, Output, Pair
+from teimgr.errors import InvalidConfig, ModelLoadFailed, TeimgrError
 from tests.fidelity import references
-from tests.fidelity.figures import Figures, Matrix
+from tests.fidelity.figures import LIMITS, REAL_WEIGHTS_LIMITS, Figures, Limits, Matrix
 from tests.fidelity.measure import measure
 from tests.support.models import (
     CORPUS,
@@ -63,21 +64,35 @@ class Case:
     engine_options: dict[str, Any] = field(default_factory=dict)
     infer_options: dict[str, Any] = field(default_factory=dict)
     longest: int = MAX_LENGTH
+    limits: Mapping[str, Limits] = field(default_factory=lambda: LIMITS)
 
-    def figures(self, folder: Path, count: int, seed: int = 0) -> Figures:
-        """Make the model in `folder`, and compare `count` inputs of 1 to more than `longest` tokens."""
+    def figures(
+        self, folder: Path, count: int, seed: int = 0, dtypes: Sequence[str] = ("float32",)
+    ) -> dict[str, Figures | TeimgrError]:
+        """Make the model in `folder`, and compare `count` inputs of 1 to more than `longest` tokens, in each dtype; the
+        refusal of a dtype that the model is not served in.
+        """
         path = self.make(folder)
         inputs = list(texts(count, self.longest, seed))
         asked: Sequence[Input] = list(pairs(count, self.longest, seed)) if self.pairs else inputs
-        return measure(
-            path,
-            asked,
-            self.reference(path, asked),
-            self.output,
-            engine_options=self.engine_options,
-            infer_options=self.infer_options,
-            seed=seed,
-        )
+        expected = self.reference(path, asked)
+        found: dict[str, Figures | TeimgrError] = {}
+        for dtype in dtypes:
+            try:
+                found[dtype] = measure(
+                    path,
+                    asked,
+                    expected,
+                    self.output,
+                    dtype=dtype,
+                    limits=self.limits[dtype],
+                    engine_options=self.engine_options,
+                    infer_options=self.infer_options,
+                    seed=seed,
+                )
+            except (InvalidConfig, ModelLoadFailed) as refusal:
+                found[dtype] = refusal
+        return found
 
 
 def texts(count: int, longest: int, seed: int) -> Iterator[str]:
@@ -112,14 +127,21 @@ def _dense_families() -> Iterator[Case]:
         partial(references.dense, prompt_name="query"),
         infer_options={"prompt_name": "query"},
     )
-    yield Case(DENSE_ENCODERS, "all-MiniLM-L6-v2 (real weights)", _minilm, references.dense, longest=_MINILM_LENGTH)
-
-
-_MINILM_LENGTH = 256
+    yield MINILM
 
 
 def _minilm(folder: Path) -> Path:
     return weights.minilm()
+
+
+MINILM = Case(
+    DENSE_ENCODERS,
+    "all-MiniLM-L6-v2 (real weights)",
+    _minilm,
+    references.dense,
+    longest=256,
+    limits=REAL_WEIGHTS_LIMITS,
+)
 
 
 def _modules() -> Iterator[Case]:

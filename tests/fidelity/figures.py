@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,29 +11,63 @@ from numpy.typing import NDArray
 
 Matrix = NDArray[np.float32]
 
-MIN_COSINE = 0.99999
-MAX_DIFFERENCE = 2e-5
-MAX_SCORE_DIFFERENCE = 1e-5
-MAX_ALONE_DIFFERENCE = 1e-6
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a precision may be off: the lowest and the mean cosine of vectors, the largest difference of unit vectors
+    and of scores, and the largest difference between a text alone and in a batch. `by_library` are those of a model
+    whose forward is its own code in torch, where they are others.
+    """
+
+    cosine: float
+    mean_cosine: float
+    difference: float
+    score_difference: float
+    alone: float
+    by_library: Limits | None = None
+
+
+# What the gate of `fidelity_gate` allows of a type with 16 bits that a user asks for; `auto` would not take it.
+_TORCH_BFLOAT16 = Limits(0.99, 0.99, math.inf, 1e-1, 1e-6)
+LIMITS = {
+    "float32": Limits(0.99999, 0.99999, 2e-5, 1e-5, 1e-6),
+    "bfloat16": Limits(0.999, 0.999, math.inf, 2e-2, 1e-6, by_library=_TORCH_BFLOAT16),
+    "int8": Limits(0.98, 0.98, math.inf, 1e-1, 1e-6),
+}
+"""By precision, for random weights."""
+
+REAL_WEIGHTS_LIMITS = LIMITS | {
+    "bfloat16": Limits(0.9999, 0.9999, math.inf, 2e-2, 1e-6),
+    "int8": Limits(0.98, 0.997, math.inf, 1e-1, 1e-6),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Distance:
-    """Between two lists of results. `cosine` is the lowest over rows (None for scores), `difference` the largest
-    absolute one: of unit vectors for vectors, of the numbers themselves for scores.
+    """Between two lists of results. `cosine` is the lowest over rows and `mean_cosine` their mean (None for scores),
+    `difference` the largest absolute one: of unit vectors for vectors, of the numbers themselves for scores.
     """
 
     cosine: float | None
     difference: float
+    mean_cosine: float | None = None
 
-    def meets(self, limit: float) -> bool:
-        """Whether it is within `limit` and the cosine within `MIN_COSINE`."""
-        return self.difference <= limit and (self.cosine is None or self.cosine >= MIN_COSINE)
+    def meets(self, limits: Limits) -> bool:
+        """Whether it is within them."""
+        if self.cosine is None or self.mean_cosine is None:
+            return self.difference <= limits.score_difference
+        return (
+            self.difference <= limits.difference
+            and self.cosine >= limits.cosine
+            and self.mean_cosine >= limits.mean_cosine
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of one case: `reference` against sentence-transformers or transformers, `alone` against a text by itself."""
+    """Of one case in one precision: `reference` against sentence-transformers or transformers in float32, `alone`
+    against a text by itself in the same precision.
+    """
 
     inputs: int
     tokens: int
@@ -40,16 +75,18 @@ class Figures:
     batching: str
     reference: Distance
     alone: Distance
-
-    @property
-    def limit(self) -> float:
-        """What `reference.difference` may be."""
-        return MAX_SCORE_DIFFERENCE if self.reference.cosine is None else MAX_DIFFERENCE
+    forward: str = "native"
+    limits: Limits = LIMITS["float32"]
 
     @property
     def pass_(self) -> bool:
         """Whether the case holds."""
-        return self.reference.meets(self.limit) and self.alone.difference <= MAX_ALONE_DIFFERENCE
+        return self.reference.meets(self.limits) and self.alone.difference <= self.limits.alone
+
+    @property
+    def is_bit_for_bit(self) -> bool:
+        """Whether every text gave the same numbers alone and in its batch."""
+        return self.alone.difference == 0.0
 
 
 def between_vectors(ours: Sequence[Matrix], theirs: Sequence[Matrix]) -> Distance:
@@ -58,15 +95,17 @@ def between_vectors(ours: Sequence[Matrix], theirs: Sequence[Matrix]) -> Distanc
     Raises:
         AssertionError: an input has another number of vectors, or of another width, than in the reference.
     """
-    cosine, difference = 1.0, 0.0
+    cosines: list[float] = []
+    difference = 0.0
     for i, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
         assert mine.shape == other.shape, f"input {i}: {mine.shape} where the reference has {other.shape}"
         a, b = _unit(mine), _unit(other)
         difference = max(difference, float(np.abs(a - b).max(initial=0.0)))
         lengths = (a * a).sum(axis=1)
         if (alive := lengths > 0.5).any():
-            cosine = min(cosine, float((a * b).sum(axis=1)[alive].min()))
-    return Distance(cosine, difference)
+            cosines += (a * b).sum(axis=1)[alive].tolist()
+    found = cosines or [1.0]
+    return Distance(min(found), difference, sum(found) / len(found))
 
 
 def between_scores(ours: Sequence[Matrix], theirs: Sequence[Matrix]) -> Distance:

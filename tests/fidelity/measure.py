@@ -12,7 +12,7 @@ import numpy as np
 
 from teimgr.engine.engine import Engine, EngineOptions
 from teimgr.engine.job import InferOptions, Input, Job, Lane, Output
-from tests.fidelity.figures import Distance, Figures, Matrix, between_scores, between_vectors
+from tests.fidelity.figures import LIMITS, Distance, Figures, Limits, Matrix, between_scores, between_vectors
 
 _WAIT_S = 120.0
 _LARGEST_JOB = 24
@@ -24,18 +24,25 @@ def measure(
     theirs: Sequence[Matrix],
     output: Output,
     *,
+    dtype: str = "float32",
+    limits: Limits = LIMITS["float32"],
     engine_options: dict[str, Any] | None = None,
     infer_options: dict[str, Any] | None = None,
     seed: int = 0,
 ) -> Figures:
-    """Serve `path` in float32 and compare its `output` for `inputs` with `theirs`, one matrix per input."""
-    asker = _Asker(path, {"dtype": "float32", **(engine_options or {})}, width=theirs[0].shape[-1])
+    """Serve `path` in `dtype` and compare its `output` for `inputs` with `theirs`, one matrix per input.
+
+    Raises:
+        InvalidConfig, ModelLoadFailed: the model is not served in `dtype`.
+    """
+    asker = _Asker(path, {"dtype": dtype, **(engine_options or {})}, width=theirs[0].shape[-1])
     try:
         options = InferOptions(outputs=frozenset({output}), **(infer_options or {}))
         before = asker.engine.stats()
         together = asker.in_random_jobs(inputs, options, random.Random(seed))
         after = asker.engine.stats()
         alone = [row for item in inputs for row in asker.ask([item], options)]
+        forward = asker.engine.info.forward
         between = between_scores if output is Output.SCORES else between_vectors
         return Figures(
             inputs=len(inputs),
@@ -44,6 +51,8 @@ def measure(
             batching=asker.engine.info.batching,
             reference=between(together, theirs),
             alone=Distance(None, max(_difference(a, b) for a, b in zip(together, alone, strict=True))),
+            forward=forward,
+            limits=(forward == "library" and limits.by_library) or limits,
         )
     finally:
         asker.engine.close(1.0)

@@ -1,0 +1,159 @@
+"""Where the time goes where a target is missed: from the results where they have it, else from a trace in DESIGN.md."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from html import escape
+from statistics import median
+
+from bench.provenance import Documents
+
+_DESIGN = '<a href="../../DESIGN.md#where-the-microseconds-go">DESIGN, “Where the microseconds go”</a>'
+_CORES = 2
+_ASKED_PER_S = {
+    "mux Embed": 12_000,
+    "/v1/embeddings": 8_000,
+    "/embed": 9_000,
+    "EmbedArrow by the client": 150_000,
+}
+
+
+def reason(key: str, documents: Documents) -> str:
+    """HTML for the reason of this key; empty where there is none."""
+    if key.startswith("front "):
+        return _interface(key.removeprefix("front "), documents)
+    make = _REASONS.get(key)
+    return make(documents) if make else ""
+
+
+def _link(scenario: str, documents: Documents) -> str:
+    return f'<a href="#{scenario}">{scenario}</a>' if scenario in documents else scenario
+
+
+def _stages(documents: Documents) -> dict[str, float]:
+    """µs by the name of the stage."""
+    return {row["stage"]: row["µs"] for row in documents.get("stages", {}).get("rows", [])}
+
+
+def _slower_machine(documents: Documents) -> str:
+    """How slow this machine was by the version that the targets were set for, which had 4.0 ms on the other one."""
+    if "versions" not in documents:
+        return ""
+    facts, rows = documents["versions"]["facts"], documents["versions"]["rows"]
+    there = next((row["there"] for row in rows if row["figure"] == "queries back to back, p50 ms"), None)
+    if there is None:
+        return ""
+    return (
+        f" The target was set on another machine: {escape(facts['there'])} had 4.0 ms there and has {there:.1f} ms "
+        f"here ({_link('versions', documents)}), so the factor over it is what can be compared."
+    )
+
+
+def _query(documents: Documents) -> str:
+    us = _stages(documents)
+    if not us:
+        return _DESIGN
+    whole, engine, forward = (us[f"one query: {name}"] / 1e3 for name in ("mux Embed, whole", "engine", "forward"))
+    return (
+        f"Of {whole:.1f} ms through the mux the forward takes {forward:.1f} (weights from memory, two threads), what "
+        f"the engine adds around it {engine - forward:.1f} (threads; code that finds its caches overwritten by the "
+        f"forward), mux, two frames and the client {whole - engine:.1f} ({_link('stages', documents)}, {_DESIGN})."
+        + _slower_machine(documents)
+    )
+
+
+def _paused(documents: Documents) -> str:
+    return (
+        "Traced with timestamps: of some 6 ms in the client's eyes 1.2 are the client's own gRPC threads, 1.6 to 1.9 "
+        "the forward with weights from memory, the rest Python in three processes that wake on idle cores with cold "
+        "caches, where 10 µs of a loop become 50. Tried, each a gain: helper threads off the caller's CPU, no "
+        f"hand-overs of a lone query, native post-processing, an HTTP/2 of our own ({_DESIGN})."
+        + _slower_machine(documents)
+    )
+
+
+def _former_bulk(documents: Documents) -> str:
+    us = _stages(documents)
+    share = us["one bulk text: forward"] / us["one bulk text: EmbedArrow, whole"] if us else 0.0
+    words = (
+        f"The forward is {share:.0%} of a bulk text ({_link('stages', documents)}), and it " if us else "The forward "
+    )
+    return (
+        f"{words}has the part of the matrix-product rate in the row “fraction of the limit”: what is left is "
+        "attention, norms and activations, not the server. The least and the most of the rounds show how far the "
+        "factor moves with the machine."
+    )
+
+
+def _bulk(documents: Documents) -> str:
+    return f"The forward is nearly all of a bulk text ({_link('stages', documents)}, {_DESIGN})."
+
+
+def _int8(documents: Documents) -> str:
+    return (
+        "Only the linear layers multiply bytes: attention, norms and activations stay in float32 or bfloat16. SPLADE's "
+        "head writes 30,522 float32 numbers for every token and pools them, whatever the precision of the layers; no "
+        f"profile of it was made ({_link('peers-splade', documents)})."
+    )
+
+
+def _mux(documents: Documents) -> str:
+    us = _stages(documents)
+    cpu = sum(us.get(f"one bulk text: EmbedArrow, CPU of the {name}", 0.0) for name in ("mux", "daemon"))
+    return f"Mux and daemon take {cpu:.0f} µs of processor time a text ({_link('stages', documents)})." if us else ""
+
+
+def _beside(documents: Documents) -> str:
+    us = _stages(documents)
+    if not us:
+        return _DESIGN
+    cpu_us = sum(us[f"one query: mux Embed, CPU of the {name}"] for name in ("mux", "worker"))
+    return (
+        f"The queries take it: 20 a second with {cpu_us / 1e3:.1f} ms of processor time each are "
+        f"{100 * 20 * cpu_us / 1e6 / _CORES:.1f} % of two cores back to back ({_link('stages', documents)}), and after "
+        "a pause the same query takes 1.7 times as long; the load generator's own calls come on top."
+    )
+
+
+def _interface(load: str, documents: Documents) -> str:
+    """The processor time of a call, and what two cores can do with it."""
+    rows = documents["front"]["rows"] if "front" in documents else []
+    here = {row["callers"]: row["passes"] for row in rows if row["load"] == load and row["checkout"] == "here"}
+    if not here:
+        return _DESIGN
+    callers = max(here)
+    parts_us = {
+        name: median(each[key] / each["all_calls"] for each in here[callers]) * 1e6
+        for name, key in (
+            ("daemon", "daemon_cpu_s"),
+            ("mux", "mux_cpu_s"),
+            ("worker", "worker_cpu_s"),
+            ("the client", "cpu_seconds"),
+        )
+    }
+    whole_us = sum(parts_us.values())
+    asked = _ASKED_PER_S[load]
+    words = " + ".join(f"{name} {us:.0f}" for name, us in parts_us.items() if us >= 0.5)
+    is_texts = load.startswith("EmbedArrow")
+    text = (
+        f"{'A text' if is_texts else 'A call'} takes {whole_us:.0f} µs of processor time ({words}; "
+        f"{_link('front', documents)}), so {_CORES} cores do at most {_CORES * 1e6 / whole_us:,.0f} a second; "
+        f"{asked:,} need {_CORES * 1e6 / asked:.0f} µs. The client shares the cores."
+    )
+    if callers >= 64:
+        text += (
+            f" {callers} calls in a closed loop are {callers * whole_us / _CORES / 1e3:.0f} ms of work a round, which "
+            "the p99 cannot be below."
+        )
+    return f"{text} {_DESIGN}."
+
+
+_REASONS: dict[str, Callable[[Documents], str]] = {
+    "query": _query,
+    "paused": _paused,
+    "former bulk": _former_bulk,
+    "bulk": _bulk,
+    "int8": _int8,
+    "mux": _mux,
+    "beside": _beside,
+}
