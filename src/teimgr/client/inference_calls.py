@@ -97,6 +97,8 @@ class RpcCalls:
             ValidationError: `in_flight` is below 1.
         """
         check_limit("in_flight", in_flight)
+        if len(items) == 1:  # without tasks: a single query waits for nothing else
+            return [await call(0, items[0])]
         results: dict[int, ResultT] = {}
         waiting = iter(enumerate(items))
 
