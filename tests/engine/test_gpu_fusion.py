@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ def test_a_fused_model_is_the_librarys(
     torch.testing.assert_close(module(input_ids=ids).last_hidden_state, truth, atol=2e-5, rtol=0)
     torch.testing.assert_close(module(input_ids=ids.flip(1)).last_hidden_state[:, :1].shape, truth[:, :1].shape)
     shared = [each for each in module.modules() if isinstance(each, SharedProjection)]
-    assert all(each._input is None and not each._parts for each in shared)
+    assert all(each._kept.input is None and not each._kept.parts for each in shared)
 
     fusion.undo()
     assert module.state_dict().keys() == weights.keys()
@@ -68,6 +69,20 @@ def test_a_product_is_made_again_for_another_input() -> None:
 
     for i, x in ((0, first), (1, second), (2, second), (0, first), (0, first), (1, first), (2, first)):
         torch.testing.assert_close(shared.part(i, x), layers[i](x))
+
+
+def test_threads_have_products_of_their_own() -> None:
+    """A graph is captured while the engine's thread runs the same layers."""
+    shared = SharedProjection([nn.Linear(4, 2), nn.Linear(4, 2)])
+    x = torch.randn(3, 4)
+    first = shared.part(0, x)
+    with ThreadPoolExecutor(1) as other:
+        other.submit(shared.part, 0, x).result()
+
+    assert len(shared._kept.parts) == 1
+    torch.testing.assert_close(
+        torch.cat([first, shared.part(1, x)], 1), nn.functional.linear(x, shared.weight, shared.bias)
+    )
 
 
 def test_layers_that_differ_are_left(model_dir: Callable[..., Path]) -> None:

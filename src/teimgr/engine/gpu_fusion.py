@@ -8,6 +8,7 @@ tries the fused model first, and the plain one where its results stray.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -78,10 +79,19 @@ def _shared(layers: Sequence[nn.Module | None]) -> SharedProjection | None:
     return SharedProjection(linears) if is_alike else None
 
 
+class _Product(threading.local):
+    """Of one thread: the input of a product, and the parts of it that were not asked for yet."""
+
+    def __init__(self) -> None:
+        self.input: Tensor | None = None
+        self.parts: dict[int, Tensor] = {}
+
+
 class SharedProjection(nn.Module):
     """Linear layers of one input as one product; each part is a view of its columns.
 
-    The product is kept from the first part that is asked for to the last, and made again for another input.
+    The product is kept from the first part that is asked for to the last, and made again for another input. Threads
+    that run the model at the same time have products of their own.
     """
 
     def __init__(self, linears: list[nn.Linear]) -> None:
@@ -92,17 +102,17 @@ class SharedProjection(nn.Module):
         if biases[0] is not None:
             self.bias = nn.Parameter(torch.cat([bias.detach() for bias in biases]), requires_grad=False)
         self._widths = [linear.out_features for linear in linears]
-        self._input: Tensor | None = None
-        self._parts: dict[int, Tensor] = {}
+        self._kept = _Product()
 
     def part(self, i: int, x: Tensor) -> Tensor:
         """The result of layer `i`."""
-        if self._input is not x or i not in self._parts:
+        kept = self._kept
+        if kept.input is not x or i not in kept.parts:
             product = nn.functional.linear(x, self.weight, self.bias)
-            self._input, self._parts = x, dict(enumerate(torch.split(product, self._widths, dim=-1)))
-        found = self._parts.pop(i)
-        if not self._parts:
-            self._input = None
+            kept.input, kept.parts = x, dict(enumerate(torch.split(product, self._widths, dim=-1)))
+        found = kept.parts.pop(i)
+        if not kept.parts:
+            kept.input = None
         return found
 
 

@@ -71,6 +71,11 @@ class Model:
     def _transformers(self) -> list[Transformer]:
         return [part for part in (self.backbone, self._whole[0]) if isinstance(part, Transformer)]
 
+    def close(self, timeout_s: float) -> None:
+        """End what the model runs beside its callers, within `timeout_s`."""
+        if isinstance(self.backbone, Transformer):
+            self.backbone.close(timeout_s)
+
     @torch.inference_mode()
     def run(self, batch: PackedBatch, outputs: Iterable[Output]) -> dict[Output, Rows]:
         """Each of `outputs` for every text, in the batch's order, from one forward, independent of request options.
