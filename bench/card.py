@@ -70,11 +70,8 @@ def run(options: argparse.Namespace) -> int:
     with (out / "card.log").open("w") as log:
         for step in options.steps.split(","):
             left_s = deadline - time.monotonic()
-            result = (
-                _run_step(step, options, min(STEPS[step], left_s), out, log)
-                if left_s > _LEAST_S
-                else {"failed": "time"}
-            )
+            limit_s = min(slower * STEPS[step], left_s)
+            result = _run_step(step, options, limit_s, out, log) if left_s > _LEAST_S else {"failed": "time"}
             found["steps"][step] = result
             (out / "card.json").write_text(json.dumps(found, indent=1) + "\n")
             print(f"{step}: {'FAILED, ' + str(result['failed']) if 'failed' in result else 'done'}", flush=True)

@@ -149,7 +149,7 @@ class Forwards:
         self._damage = damage
         self._is_replayed = False
         self.captured_by: list[threading.Thread] = []
-        self.may_capture = threading.Event()
+        self.began, self.may_capture = threading.Event(), threading.Event()
         self.may_capture.set()
 
     def __call__(self, row: RowInputs) -> torch.Tensor:
@@ -158,6 +158,7 @@ class Forwards:
 
     def capture(self, body: Callable[[], None]) -> Callable[[], None]:
         self.captured_by.append(threading.current_thread())
+        self.began.set()
         self.may_capture.wait(WAIT_S)
         assert torch.is_inference_mode_enabled()
         body()
@@ -243,6 +244,7 @@ def test_closing_ends_the_thread_and_what_waits_for_it(graphs_of: Make) -> None:
     for length in (6, 40, 80):
         [graphs.hidden(texts_of([length])) for _ in range(3)]
 
+    assert forward.began.wait(WAIT_S)
     assert not graphs.close(0.0)  # as where a capture hangs
     forward.may_capture.set()
 

@@ -56,6 +56,11 @@ class Model:
         """The size of a vector or of the vocabulary, or the number of labels, by output."""
         return {output: head.width for output, head in self._heads.items()}
 
+    @property
+    def device_bytes_per_text(self) -> dict[Output, int]:
+        """What an output keeps on a GPU for each text of a batch until its results are on the host, by output."""
+        return {output: getattr(head, "device_bytes_per_text", 0) for output, head in self._heads.items()}
+
     def host_weights(self) -> HostWeights:
         """The weights of a transformer that was loaded on the host, for `place`."""
         heads = {id(head): head for head in (*self._heads.values(), *self._whole[1].values())}
