@@ -138,6 +138,8 @@ def forward(device: str, model: Path) -> None:
     from teimgr.engine.backbone import Batching, Transformer
     from teimgr.engine.batch import Encoded, pack
     from teimgr.engine.forward_graphs import MOST_TOKENS, CudaCapture
+    from teimgr.engine.gpu_fusion import fuse
+    from teimgr.engine.norm_kernel import Norms, norm_kernel
 
     at, is_card = torch.device(device), device == "cuda"
     wait: Callable[[], None] = torch.cuda.synchronize if is_card else _nothing
@@ -150,11 +152,17 @@ def forward(device: str, model: Path) -> None:
     found = Findings()
     sizes = (16, 128, 512, 2048, 4096, 16384, 32768, 65536) if is_card else (16, 512)
     ways = {"varlen": Batching.VARLEN, "by-run": Batching.BY_RUN, "graphs": Batching.VARLEN}
+    ways |= {"fused": Batching.VARLEN, "fused with norms": Batching.VARLEN}  # of which 4,096 tokens are graphs too
     for way, batching in ways.items():
         if batching is Batching.VARLEN and not is_card:
             continue
         transformer.use(batching)
-        if way == "graphs":
+        if way.startswith("fused"):
+            transformer.close(1.0)
+            kernel = norm_kernel() if way == "fused with norms" else None
+            fusion = fuse(module, None if kernel is None else Norms(kernel, at))
+            found[f"{way}: normalisations"] = fusion.norms
+        if way == "graphs" or way.startswith("fused"):
             transformer.use_graphs(CudaCapture())
         for tokens in sizes:
             for length in (16, 50, 512, 0):
@@ -163,7 +171,7 @@ def forward(device: str, model: Path) -> None:
                 lengths = [length] * (tokens // length) if length else _mixed(tokens)
                 batch = pack([Encoded(ids[:size]) for size in lengths])
                 with torch.inference_mode():
-                    for _ in range(3 if way == "graphs" else 0):
+                    for _ in range(3 if is_card else 0):
                         transformer.hidden(batch)
                     transformer.wait_for_graphs(20.0)
                     launched, ended = _launch_times(lambda: transformer.hidden(batch), wait)  # noqa: B023  called here

@@ -10,7 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from bench import card, card_pack, card_steps, weights
+from bench import card, card_pack, card_served, card_steps, corpus, weights
 from bench.card_pack import Wheel, chosen, package_of
 
 _WHEEL = "carried_by_hand-1.0-py3-none-any.whl"
@@ -91,6 +91,31 @@ def test_the_carried_model_is_half_as_large_and_whole(tmp_path: Path) -> None:
     full, half = ((each / "model.safetensors").stat().st_size for each in (source, target))
     assert half < 0.51 * full
     assert weights.count_tokens(target, ["one text"]) == weights.count_tokens(source, ["one text"])
+
+
+def test_where_the_daemon_cannot_run_the_engine_stands_in(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def missing() -> None:
+        raise ModuleNotFoundError("No module named 'fastapi'")
+
+    monkeypatch.setattr(card_served, "_daemon", missing)
+    monkeypatch.setattr(card_served, "corpora", lambda is_card: {"some 50 tokens": ["one text", "another"] * 4})
+    monkeypatch.setattr(corpus, "queries", lambda count: ["a query"] * 3)
+    monkeypatch.setattr(weights, "random_bert", lambda folder, like, shape: like)
+
+    card_served.served("cpu", weights.minilm())
+
+    found = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    assert "fastapi" in found["daemon failed"]
+    assert found["engine in process, base, some 50 tokens"]["tokens/s, best"] > 0
+    assert found["engine in process, minilm, one query, ms"]["engine"]["p50"] > 0
+
+
+def test_flop_of_a_token_are_those_of_the_layers() -> None:
+    """all-MiniLM-L6-v2: 6 × (4 × 384² + 2 × 384 × 1536) weights in linear layers, and attention over 100 tokens."""
+    linear = 6 * (4 * 384**2 + 2 * 384 * 1536)
+    assert card_served.flop_of_token(weights.minilm(), 100) == 2 * linear + 6 * 4 * 100 * 384
 
 
 @pytest.mark.long
