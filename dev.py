@@ -8,7 +8,7 @@
     python3.11 dev.py proto    regenerate src/teimgr/pb
     python3.11 dev.py bench X  run the benchmark X; `bench guard` is that of the gate, `bench all` makes the report
     python3.11 dev.py gpu      all about a card in ten minutes (bench/card.py), with torch's own interpreter where this
-                               is one; `gpu --carry DIR` makes what a machine without a network lacks
+                               is one; `gpu --carry DIR` packs what a machine without a network lacks
     python3.11 dev.py audit    bandit, pip-audit, and a bill of materials (sbom.json)
     python3.11 dev.py soak     1,000 random faults under load (python -m tests.faults); or `soak saturation`,
                                `soak overload`, `soak fleet`, `soak hosts`, `soak cluster`, `soak fuzz`

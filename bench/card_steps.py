@@ -16,23 +16,18 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from bench import corpus, weights
-
-_WAIT_S = 120.0
-
-
-class Findings(dict[str, Any]):
-    """What a step found so far; written with every change."""
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        super().__setitem__(key, value)
-        print(json.dumps(self), flush=True)
+from bench.card_engine import Findings, LoadedEngine, best_s, corpora, latencies, matrix_rate, timed_s, vectors_of
+from bench.card_pack import install
+from bench.card_served import served
+from bench.card_sweep import sweep
+from bench.machine import versions
 
 
 def facts(device: str, model: Path) -> None:
@@ -53,13 +48,30 @@ def facts(device: str, model: Path) -> None:
         found["card"] = torch.cuda.get_device_name(0)
         found["capability"] = torch.cuda.get_device_capability(0)
         found["free and all bytes"] = torch.cuda.mem_get_info()
-        found["seconds to the first product"] = _timed(
+        found["seconds to the first product"] = timed_s(
             lambda: (torch.ones(9, 9, device="cuda") @ torch.ones(9, 9).cuda()).sum().item()
         )
-        x = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-        found["bfloat16 TFLOP/s"] = 2 * 8192**3 / _best(lambda: x @ x, torch.cuda.synchronize) / 1e12
+        found["bfloat16 TFLOP/s"] = matrix_rate() / 1e12
         y = torch.empty(2**30, dtype=torch.uint8, device="cuda")
-        found["copied bytes/s"] = 2 * 2**30 / _best(lambda: y.clone(), torch.cuda.synchronize)
+        found["copied bytes/s"] = 2 * 2**30 / best_s(lambda: y.clone(), torch.cuda.synchronize)
+
+
+def carried(device: str, model: Path) -> None:
+    """Install what was carried to this machine, without a network; say what it lacks."""
+    found, target = Findings(), Path(os.environ["CARD_SITE"])
+    pack = Path(os.environ["CARD_PACK"])
+    found["pack"] = pack.is_dir()
+    if pack.is_dir():
+        for key, value in install(pack, target).items():
+            found[key] = value
+    found["versions"] = versions()
+    missing = []
+    for name in ("fastapi", "uvicorn", "httptools", "orjson", "grpc", "pyarrow", "lz4", "aiohttp", "hpack", "typer"):
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            missing.append(f"{name}: {error}")
+    found["missing"] = missing
 
 
 def fork(device: str, model: Path) -> None:
@@ -103,11 +115,11 @@ def fidelity(device: str, model: Path) -> None:
     """Every dtype of MiniLM: what the gate chose and measured, and the vectors beside those of float32 on the CPU."""
     texts = corpus.corpus(200)
     found = Findings()
-    truth = _vectors(_Loaded(model, "cpu", "float32"), texts)
+    truth = vectors_of(LoadedEngine(model, "cpu", "float32"), texts)
     for dtype in ("auto", "float16", "bfloat16", "float32"):
-        loaded = _Loaded(model, device, dtype)
+        loaded = LoadedEngine(model, device, dtype)
         info = loaded.engine.info
-        cosines = (_vectors(loaded, texts) * truth).sum(axis=1)
+        cosines = (vectors_of(loaded, texts) * truth).sum(axis=1)
         loaded.engine.close(1.0)
         found[dtype] = {
             **{key: getattr(info, key) for key in ("dtype", "batching", "attention", "forward", "load_s")},
@@ -126,6 +138,8 @@ def forward(device: str, model: Path) -> None:
     from teimgr.engine.backbone import Batching, Transformer
     from teimgr.engine.batch import Encoded, pack
     from teimgr.engine.forward_graphs import MOST_TOKENS, CudaCapture
+    from teimgr.engine.gpu_fusion import fuse
+    from teimgr.engine.norm_kernel import Norms, norm_kernel
 
     at, is_card = torch.device(device), device == "cuda"
     wait: Callable[[], None] = torch.cuda.synchronize if is_card else _nothing
@@ -138,11 +152,17 @@ def forward(device: str, model: Path) -> None:
     found = Findings()
     sizes = (16, 128, 512, 2048, 4096, 16384, 32768, 65536) if is_card else (16, 512)
     ways = {"varlen": Batching.VARLEN, "by-run": Batching.BY_RUN, "graphs": Batching.VARLEN}
+    ways |= {"fused": Batching.VARLEN, "fused with norms": Batching.VARLEN}  # of which 4,096 tokens are graphs too
     for way, batching in ways.items():
         if batching is Batching.VARLEN and not is_card:
             continue
         transformer.use(batching)
-        if way == "graphs":
+        if way.startswith("fused"):
+            transformer.close(1.0)
+            kernel = norm_kernel() if way == "fused with norms" else None
+            fusion = fuse(module, None if kernel is None else Norms(kernel, at))
+            found[f"{way}: normalisations"] = fusion.norms
+        if way == "graphs" or way.startswith("fused"):
             transformer.use_graphs(CudaCapture())
         for tokens in sizes:
             for length in (16, 50, 512, 0):
@@ -151,6 +171,9 @@ def forward(device: str, model: Path) -> None:
                 lengths = [length] * (tokens // length) if length else _mixed(tokens)
                 batch = pack([Encoded(ids[:size]) for size in lengths])
                 with torch.inference_mode():
+                    for _ in range(3 if is_card else 0):
+                        transformer.hidden(batch)
+                    transformer.wait_for_graphs(20.0)
                     launched, ended = _launch_times(lambda: transformer.hidden(batch), wait)  # noqa: B023  called here
                 name = f"{way}, {tokens} tokens of {length or 'mixed'}"
                 found[name] = {
@@ -175,13 +198,13 @@ def bulk(device: str, model: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         base = weights.random_bert(Path(folder) / "base", model, "base") if is_card else model
         for name, path in {"minilm": model, "base": base}.items():
-            for tokens in (16384, 32768):
-                loaded = _Loaded(path, device, "auto", tokens)
-                for kind, texts in _corpora(is_card).items():
+            for tokens in (16384, 32768) if name == "base" else (16384,):
+                loaded = LoadedEngine(path, device, "auto", tokens)
+                for kind, texts in corpora(is_card).items():
                     count = weights.count_tokens(path, texts)
                     loaded.run(texts[: len(texts) // 4])
                     before = loaded.engine.stats().busy_s
-                    best_s = min(_timed(lambda: loaded.run(texts)) for _ in range(2))  # noqa: B023  called here
+                    best_s = min(timed_s(lambda: loaded.run(texts)) for _ in range(2))  # noqa: B023  called here
                     busy = (loaded.engine.stats().busy_s - before) / 2
                     found[f"{name}, batches of {tokens}, {kind}"] = {
                         "texts/s": round(len(texts) / best_s),
@@ -196,14 +219,16 @@ def queries(device: str, model: Path) -> None:
     """Single queries, idle and beside bulk work: milliseconds, and where they go."""
     found, texts = Findings(), corpus.queries(300 if device == "cuda" else 30)
     os.environ["TEIMGR_CUDA_GRAPHS"] = "0"
-    loaded = _Loaded(model, device, "auto")
-    found["idle, without graphs"] = _latencies(loaded, texts)
+    loaded = LoadedEngine(model, device, "auto")
+    found["idle, without graphs"] = latencies(loaded, texts)
     loaded.engine.close(1.0)
     del os.environ["TEIMGR_CUDA_GRAPHS"]
-    loaded = _Loaded(model, device, "auto")
-    found["first, as graphs are captured"] = _latencies(loaded, texts)
-    found["idle"] = _latencies(loaded, texts)
-    found["graphs"] = getattr(loaded.engine._runner._model.backbone, "graphs", 0)
+    loaded = LoadedEngine(model, device, "auto")
+    found["first, as graphs are captured"] = latencies(loaded, texts)
+    backbone: Any = loaded.engine._runners[0]._model.backbone
+    found["all graphs in time"] = backbone.wait_for_graphs(20.0)
+    found["graphs"] = backbone.graphs
+    found["idle"] = latencies(loaded, texts)
     stopped = threading.Event()
 
     def keep_busy() -> None:
@@ -213,9 +238,10 @@ def queries(device: str, model: Path) -> None:
 
     thread = threading.Thread(target=keep_busy)
     thread.start()
-    found["beside bulk"] = _latencies(loaded, texts)
+    found["beside bulk"] = latencies(loaded, texts)
     stopped.set()
     thread.join()
+    loaded.engine.close(1.0)
 
 
 def faults(device: str, model: Path) -> None:
@@ -225,12 +251,13 @@ def faults(device: str, model: Path) -> None:
     from teimgr.engine.model import Model
     from teimgr.errors import Unavailable
 
-    found, loaded = Findings(), _Loaded(model, device, "auto")
+    found, loaded = Findings(), LoadedEngine(model, device, "auto")
     if device != "cuda":
         found["skipped"] = "no card"
+        loaded.engine.close(1.0)
         return
     texts = corpus.corpus(2000)
-    before = _vectors(loaded, texts)
+    before = vectors_of(loaded, texts)
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
     hog = torch.empty(max(0, free - (64 << 20)), dtype=torch.uint8, device=device)
@@ -266,75 +293,13 @@ def faults(device: str, model: Path) -> None:
 
 def tests(device: str, model: Path) -> None:
     """The tests marked `gpu`."""
+    # What the image has of plugins may warn.
     command = [sys.executable, "-m", "pytest", "-W", "default", "-m", "gpu", "-q", "tests/gpu", "--maxfail=20"]
+    command.append(f"--junitxml={Path(os.environ['CARD_OUT']) / 'card-tests.xml'}")
     status = subprocess.run(command, check=False).returncode
     Findings()["status"] = status
     if status:
         raise RuntimeError(f"pytest ended with status {status}")
-
-
-class _Loaded:
-    """An engine and the faults it reported."""
-
-    def __init__(self, path: Path, device: str, dtype: str, batch_tokens: int = 16384) -> None:
-        from teimgr.engine.engine import Engine, EngineOptions
-
-        self.faults: list[str] = []
-        self._done: dict[Any, threading.Event] = {}
-        options = EngineOptions(
-            path=path,
-            model_id=path.name,
-            device=device,
-            dtype=dtype,
-            threads=len(os.sched_getaffinity(0)),
-            max_batch_tokens=batch_tokens,
-            max_queued_tokens=100_000_000,
-        )
-        self.engine = Engine.load(options, self._deliver, self.faults.append)
-
-    def run(self, texts: Sequence[str], interactive: bool = False) -> Any:
-        """The finished job."""
-        from teimgr.engine.job import InferOptions, Job, Lane
-
-        job = Job(texts, InferOptions(), Lane.INTERACTIVE if interactive else Lane.BULK)
-        done = self._done[job] = threading.Event()
-        self.engine.submit(job)
-        if not done.wait(_WAIT_S):
-            raise TimeoutError(f"{len(texts)} texts took longer than {_WAIT_S:g} s")
-        del self._done[job]
-        return job
-
-    def _deliver(self, jobs: list[Any]) -> None:
-        for job in jobs:
-            self._done[job].set()
-
-
-def _vectors(loaded: _Loaded, texts: Sequence[str]) -> Any:
-    job = loaded.run(texts)
-    if job.errors:
-        raise next(iter(job.errors.values()))
-    return job.vectors
-
-
-def _latencies(loaded: _Loaded, texts: Sequence[str]) -> dict[str, float]:
-    took, stages = [], []
-    for text in texts:
-        began = time.perf_counter()
-        job = loaded.run([text], interactive=True)
-        took.append(1e3 * (time.perf_counter() - began))
-        stages.append([job.tokenization_ns / 1e6, job.queue_ns / 1e6, job.inference_ns / 1e6])
-    middle = [round(statistics.median(stage), 3) for stage in zip(*stages, strict=True)]
-    of_stages = dict(zip(("tokenization", "queue", "inference"), middle, strict=True))
-    return {"p50": round(statistics.median(took), 3), "p99": round(float(np.percentile(took, 99)), 3), **of_stages}
-
-
-def _corpora(is_card: bool) -> dict[str, list[str]]:
-    mixed = corpus.corpus(20_000 if is_card else 100)
-    words = " ".join(mixed).split()
-    texts = 20_000 if is_card else 50
-    short = [" ".join(words[at % 50_000 : at % 50_000 + 34]) for at in range(0, 34 * texts, 34)]
-    long = [" ".join(words[at % 50_000 : at % 50_000 + 480]) for at in range(0, 48 * texts, 480)]
-    return {"some 50 tokens": short, "up to 512 tokens": long, "mixed": mixed}
 
 
 def _mixed(tokens: int) -> list[int]:
@@ -359,27 +324,13 @@ def _launch_times(call: Callable[[], Any], wait: Callable[[], None]) -> tuple[fl
     return statistics.median(t[0] for t in times[3:]), statistics.median(t[1] for t in times[3:])
 
 
-def _best(call: Callable[[], Any], wait: Callable[[], None]) -> float:
-    def both() -> None:
-        call()
-        wait()
-
-    both()
-    return min(_timed(both) for _ in range(10))
-
-
-def _timed(call: Callable[[], Any]) -> float:
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began
-
-
 def _nothing() -> None:
     """Wait for a device that has no queue."""
 
 
 STEPS: dict[str, Callable[[str, Path], None]] = {
-    each.__name__: each for each in (facts, fork, fidelity, forward, bulk, queries, faults, tests)
+    each.__name__: each
+    for each in (facts, carried, fork, fidelity, served, forward, queries, sweep, bulk, faults, tests)
 }
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
-from bench import LIMITS_S, SCENARIOS, card, card_steps, corpus, guard, html, machine, progress
+from bench import LIMITS_S, SCENARIOS, corpus, guard, html, machine, progress
 from bench.contest import Row
 from bench.report import RESULTS, markdown_table
 from bench.table import ratios
@@ -157,21 +157,3 @@ def test_the_page_of_results_is_whole_and_asks_no_other_host(tmp_path: Path, mon
     assert all(f'<section id="{name}">' in page for name in scenarios)
     assert page.count("<table>") >= len(scenarios) <= page.count("<li>")
     assert not re.search(r"(src|href)=[\"']?(https?:)?//", page)
-
-
-@pytest.mark.long
-def test_a_step_of_the_card_run_that_fails_hides_no_other(tmp_path: Path) -> None:
-    command = argparse.ArgumentParser()
-    card.arguments(command)
-    steps = ["--steps", "fidelity,facts,tests", "--device", "cpu", "--out", str(tmp_path)]
-    options = command.parse_args([*steps, "--model", str(tmp_path / "none")])
-    assert card.STEPS.keys() == card_steps.STEPS.keys()
-
-    assert card.run(options) == 1
-
-    found = json.loads((tmp_path / "card.json").read_text())["steps"]
-    assert list(found) == ["fidelity", "facts", "tests"]
-    assert "ModelNotFound" in found["fidelity"]["failed"] or "ModelLoadFailed" in found["fidelity"]["failed"]
-    assert found["facts"]["kernel is taken"] is True
-    assert (found["tests"]["status"], "failed" in found["tests"]) == (0, False)
-    assert "==== tests" in (tmp_path / "card.log").read_text()

@@ -24,6 +24,7 @@ from tests.support.polling import until
 
 from teimgr.engine.batch import PackedBatch
 from teimgr.engine.heads import Rows
+from teimgr.engine.host_copies import HostCopies
 from teimgr.engine.job import InferOptions, Input, Job, Lane, Output, Pair
 from teimgr.engine.model import Model
 from teimgr.engine.queue import EntryQueue, QueueEntry
@@ -727,7 +728,7 @@ def test_an_engine_is_made_by_load_only_when_it_proved_itself(
     model_dir: Callable[..., Path], serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = set(threading.enumerate())
-    monkeypatch.setattr("teimgr.engine.runner._copied", lambda values: torch.full_like(values, torch.nan))
+    monkeypatch.setattr(HostCopies, "_started", lambda self, values: torch.full_like(values, torch.nan))
     with pytest.raises(ModelLoadFailed, match="NaN"):
         serve(model_dir("bert"))
     assert not left_since(before)

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from itertools import islice, permutations
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -85,7 +86,8 @@ def test_an_engine_closes_whatever_its_device_does(
     if where == "launch":
         monkeypatch.setattr(Model, "run", lambda self, batch, outputs: hang())
     else:
-        monkeypatch.setattr("teimgr.engine.runner._to_host", lambda rows: hang)
+        copies = SimpleNamespace(wait=hang, free=lambda: None)
+        monkeypatch.setattr("teimgr.engine.runner.HostCopies", lambda rows: copies)
     served.send(["rain"])
     assert hanging.wait(WAIT_S)
     for _ in range(6):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,12 @@ from teimgr.model_files.reading import read_layout
 from .conftest import Served
 
 CPU = torch.device("cpu")
+WAIT_S = 60.0
+Make = Callable[..., tuple[ForwardGraphs, "Forwards"]]
+
+
+def threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate()]
 
 
 def texts_of(lengths: list[int], typed: bool = False, seed: int = 0) -> PackedBatch:
@@ -86,6 +93,7 @@ def test_a_graph_gives_the_hidden_states_of_the_forward(
     exact = [backbone.hidden(batch) for batch in batches]
     backbone.use_graphs(stand_in.record)
     calls = [backbone.hidden(batches[0]) for _ in range(3)]
+    assert backbone.wait_for_graphs(WAIT_S)
     assert backbone.graphs == 1
     module, backbone._module = backbone._module, None  # a graph needs none
 
@@ -94,6 +102,8 @@ def test_a_graph_gives_the_hidden_states_of_the_forward(
     backbone._module = module
     assert torch.equal(calls[0], exact[0])
     assert torch.equal(backbone.hidden(batches[4]), exact[4])  # of another bucket, which has no graph yet
+    backbone.close(WAIT_S)
+    assert "teimgr-graphs" not in threads()
 
 
 def test_an_engine_answers_alike_with_and_without_graphs(
@@ -103,6 +113,7 @@ def test_an_engine_answers_alike_with_and_without_graphs(
     backbone: Any = served.engine._runners[0]._model.backbone
     for text in TEXTS * 4:
         served.embed([text])
+    assert backbone.wait_for_graphs(WAIT_S)
     assert backbone.graphs > 0
     calls = card.flash_calls
     vectors = np.concatenate([served.embed([text]).vectors for text in TEXTS])
@@ -119,10 +130,15 @@ def test_the_head_of_a_classifier_follows_a_graph(card: StandInCard, tmp_path: P
     parts = load_parts(EngineOptions(path=build_classifier("bert", tmp_path), model_id="m", dtype="float16"))
     batch = texts_of([5, 9])
     (output,) = parts.model.outputs
-    scores = [parts.model.run(batch, [output])[output].values for _ in range(5)]
+    scores = [parts.model.run(batch, [output])[output].values for _ in range(3)]
+    backbone: Any = parts.model.backbone
+    assert backbone.wait_for_graphs(WAIT_S)
+    assert backbone.graphs == 1
 
-    assert parts.model.backbone.graphs == 1  # type: ignore[union-attr]
-    torch.testing.assert_close(scores[4], scores[0], atol=2e-2, rtol=0)
+    module, backbone._module = backbone._module, None  # a graph needs none
+    torch.testing.assert_close(parts.model.run(batch, [output])[output].values, scores[0], atol=2e-2, rtol=0)
+    backbone._module = module
+    parts.model.close(WAIT_S)
 
 
 class Forwards:
@@ -131,32 +147,160 @@ class Forwards:
     def __init__(self, damage: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._table = torch.randn(100, 8, generator=torch.Generator().manual_seed(0))
         self._damage = damage
+        self._is_replayed = False
+        self.captured_by: list[threading.Thread] = []
+        self.began, self.may_capture = threading.Event(), threading.Event()
+        self.may_capture.set()
 
     def __call__(self, row: RowInputs) -> torch.Tensor:
-        return self._table[row.ids] + row.positions.unsqueeze(1)
+        result = self._table[row.ids] + row.positions.unsqueeze(1)
+        return self._damage(result) if self._is_replayed else result
 
-    def capture(self, body: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
-        result = body().clone()
+    def capture(self, body: Callable[[], None]) -> Callable[[], None]:
+        self.captured_by.append(threading.current_thread())
+        self.began.set()
+        self.may_capture.wait(WAIT_S)
+        assert torch.is_inference_mode_enabled()
+        body()
 
         def replay() -> None:
-            result.copy_(self._damage(body()))
+            self._is_replayed = True
+            body()
+            self._is_replayed = False
 
-        return replay, result
-
-
-def graphs_of(damage: Callable[[torch.Tensor], torch.Tensor]) -> ForwardGraphs:
-    forward = Forwards(damage)
-    return ForwardGraphs(forward, 0, CPU, forward.capture)
+        return replay
 
 
-def test_a_sound_graph_serves_from_the_fourth_batch_on() -> None:
-    graphs = graphs_of(lambda result: result)
-
-    assert [graphs.hidden(texts_of([6])) is None for _ in range(4)] == [True, True, True, False]
-    assert graphs.hidden(texts_of([40])) is None
+Damage = Callable[[torch.Tensor], torch.Tensor]
 
 
-def test_a_graph_that_keeps_what_it_was_captured_with_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+def unharmed(result: torch.Tensor) -> torch.Tensor:
+    return result
+
+
+@pytest.fixture
+def graphs_of() -> Iterator[Callable[..., tuple[ForwardGraphs, Forwards]]]:
+    """Graphs of `Forwards`, whose thread ends with the test."""
+    made: list[tuple[ForwardGraphs, Forwards]] = []
+
+    def make(damage: Damage = unharmed) -> tuple[ForwardGraphs, Forwards]:
+        forward = Forwards(damage)
+        made.append((ForwardGraphs(forward, 0, CPU, forward.capture), forward))
+        return made[-1]
+
+    yield make
+    for graphs, forward in made:
+        forward.may_capture.set()
+        assert graphs.close(WAIT_S)
+
+
+@torch.inference_mode()
+def uses(graphs: ForwardGraphs, length: int, count: int) -> list[bool]:
+    """Whether a graph served each of so many batches of one text; captures are awaited in between."""
+    served = []
+    for _ in range(count):
+        served.append(graphs.hidden(texts_of([length])) is not None)
+        assert graphs.wait(WAIT_S)
+    return served
+
+
+def test_a_sound_graph_serves_from_the_fourth_batch_on(graphs_of: Make) -> None:
+    graphs, forward = graphs_of()
+
+    assert uses(graphs, 6, 4) == [False, False, False, True]
+    assert uses(graphs, 40, 1) == [False]
+    assert [each.name for each in forward.captured_by] == ["teimgr-graphs"]
+
+
+@torch.inference_mode()
+def test_the_engines_thread_does_not_wait_for_a_capture(graphs_of: Make) -> None:
+    graphs, forward = graphs_of()
+    forward.may_capture.clear()
+
+    assert [graphs.hidden(texts_of([6])) for _ in range(9)] == [None] * 9
+    assert [graphs.hidden(texts_of([40])) for _ in range(9)] == [None] * 9
+    assert not graphs.wait(0)
+
+    forward.may_capture.set()
+    assert graphs.wait(WAIT_S)
+    assert len(graphs) == 2
+    assert uses(graphs, 6, 1) == [True]
+
+
+def test_there_are_so_many_graphs_at_most(graphs_of: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forward_graphs, "_MOST_GRAPHS", 2)
+    graphs, forward = graphs_of()
+
+    for length in (6, 20, 40, 80):
+        uses(graphs, length, 4)
+
+    assert len(graphs) == len(forward.captured_by) == 2
+
+
+@torch.inference_mode()
+def test_closing_ends_the_thread_and_what_waits_for_it(graphs_of: Make) -> None:
+    graphs, forward = graphs_of()
+    forward.may_capture.clear()
+    for length in (6, 40, 80):
+        [graphs.hidden(texts_of([length])) for _ in range(3)]
+
+    assert forward.began.wait(WAIT_S)
+    assert not graphs.close(0.0)  # as where a capture hangs
+    forward.may_capture.set()
+
+    assert graphs.close(WAIT_S)
+    assert len(forward.captured_by) == 1
+    assert uses(graphs, 6, 4) == [False] * 4
+    assert len(graphs) == 0
+
+
+@torch.inference_mode()
+def test_a_graphs_result_outlives_the_next_graph(graphs_of: Make) -> None:
+    """Graphs share memory for what they compute, and another thread may launch one at any time."""
+    shared = torch.zeros(64, 8)
+
+    def into_shared(result: torch.Tensor) -> torch.Tensor:
+        return shared[: len(result)].copy_(result)
+
+    graphs, _ = graphs_of(into_shared)
+    for length in (6, 40):
+        uses(graphs, length, 4)
+    one, other = graphs._graphs.values()
+    expected = one.run(texts_of([6]), 0)
+
+    one._replay()
+    other._replay()
+
+    assert torch.equal(one._result[:6], expected)
+
+
+def test_an_engine_that_closes_ends_its_captures(
+    card: StandInCard, model_dir: Callable[..., Path], serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, may_capture = threading.Event(), threading.Event()
+
+    def slow(body: Callable[[], None]) -> Callable[[], None]:
+        began.set()
+        may_capture.wait(WAIT_S)
+        return stand_in.record(body)
+
+    monkeypatch.setattr(forward_graphs, "CudaCapture", lambda: slow)
+    served = serve(model_dir("bert"), dtype="float16")
+    for _ in range(4):
+        served.embed([TEXTS[0]])
+    assert began.wait(WAIT_S)
+    assert "teimgr-graphs" in threads()
+    served.embed([TEXTS[0]])
+
+    may_capture.set()
+    served.engine.close(WAIT_S)
+
+    assert "teimgr-graphs" not in threads()
+
+
+def test_a_graph_that_keeps_what_it_was_captured_with_is_refused(
+    graphs_of: Make, caplog: pytest.LogCaptureFixture
+) -> None:
     """It is right for the batch at hand; the other batch of the proof shows it."""
     first: list[torch.Tensor] = []
 
@@ -164,29 +308,30 @@ def test_a_graph_that_keeps_what_it_was_captured_with_is_refused(caplog: pytest.
         first.append(result)
         return first[0]
 
-    graphs = graphs_of(stuck)
-    assert [graphs.hidden(texts_of([6])) for _ in range(5)] == [None] * 5
+    graphs, _ = graphs_of(stuck)
+    assert uses(graphs, 6, 5) == [False] * 5
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert "results differ" in caplog.text
 
 
-def test_a_capture_that_fails_ends_graphs_and_not_the_engine(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_capture_that_fails_ends_graphs_and_not_the_engine(graphs_of: Make, caplog: pytest.LogCaptureFixture) -> None:
     def fail(_: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    graphs = graphs_of(fail)
-    assert [graphs.hidden(texts_of([6])) for _ in range(5)] == [None] * 5
-    assert [graphs.hidden(texts_of([40])) for _ in range(5)] == [None] * 5
+    graphs, _ = graphs_of(fail)
+    assert uses(graphs, 6, 5) == [False] * 5
+    assert uses(graphs, 40, 5) == [False] * 5
     assert caplog.text.count("not permitted") == 1
 
 
-def test_a_fault_of_the_device_during_a_capture_is_one(card: StandInCard) -> None:
+@torch.inference_mode()
+def test_a_fault_of_the_device_during_a_capture_is_one_of_the_next_batch(card: StandInCard, graphs_of: Make) -> None:
     def fail(_: torch.Tensor) -> torch.Tensor:
         card.fault = torch.AcceleratorError("CUDA error: unspecified launch failure")
         raise card.fault
 
-    graphs = graphs_of(fail)
-    assert [graphs.hidden(texts_of([6])) for _ in range(2)] == [None] * 2
+    graphs, _ = graphs_of(fail)
+    assert uses(graphs, 6, 3) == [False] * 3
     with pytest.raises(torch.AcceleratorError):
         graphs.hidden(texts_of([6]))
 
@@ -194,4 +339,4 @@ def test_a_fault_of_the_device_during_a_capture_is_one(card: StandInCard) -> Non
 def test_what_waits_for_the_device_cannot_be_captured() -> None:
     """The stand-in refuses it as CUDA does, so the families above are known to do nothing of the kind."""
     with pytest.raises(RuntimeError, match="capturing"):
-        stand_in.record(lambda: torch.ones(2) * torch.ones(2).sum().item())
+        stand_in.record(lambda: torch.ones(2).mul_(torch.ones(2).sum().item()) and None)

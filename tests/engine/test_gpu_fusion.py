@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,13 @@ import torch
 from tests.support.card import StandInCard
 from torch import nn
 
-from teimgr.engine import gpu_fusion
+from teimgr.engine import gpu_fusion, norm_kernel
 from teimgr.engine.backbone import Batching
 from teimgr.engine.fidelity_gate import Choice, probe_inputs
 from teimgr.engine.gpu_choice import choose_on_gpu
-from teimgr.engine.gpu_fusion import LinearGelu, ProjectionPart, SharedProjection, fuse
+from teimgr.engine.gpu_fusion import LinearGelu, ProjectionPart, ResidualNorm, RmsNorm, SharedProjection, fuse
 from teimgr.engine.model import Model, load_model
+from teimgr.engine.norm_kernel import Norms
 from teimgr.engine.tokenizer import TextTokenizer
 from teimgr.model_files.reading import read_layout
 
@@ -53,7 +56,7 @@ def test_a_fused_model_is_the_librarys(
     torch.testing.assert_close(module(input_ids=ids).last_hidden_state, truth, atol=2e-5, rtol=0)
     torch.testing.assert_close(module(input_ids=ids.flip(1)).last_hidden_state[:, :1].shape, truth[:, :1].shape)
     shared = [each for each in module.modules() if isinstance(each, SharedProjection)]
-    assert all(each._input is None and not each._parts for each in shared)
+    assert all(each._kept.input is None and not each._kept.parts for each in shared)
 
     fusion.undo()
     assert module.state_dict().keys() == weights.keys()
@@ -68,6 +71,20 @@ def test_a_product_is_made_again_for_another_input() -> None:
 
     for i, x in ((0, first), (1, second), (2, second), (0, first), (0, first), (1, first), (2, first)):
         torch.testing.assert_close(shared.part(i, x), layers[i](x))
+
+
+def test_threads_have_products_of_their_own() -> None:
+    """A graph is captured while the engine's thread runs the same layers."""
+    shared = SharedProjection([nn.Linear(4, 2), nn.Linear(4, 2)])
+    x = torch.randn(3, 4)
+    first = shared.part(0, x)
+    with ThreadPoolExecutor(1) as other:
+        other.submit(shared.part, 0, x).result()
+
+    assert len(shared._kept.parts) == 1
+    torch.testing.assert_close(
+        torch.cat([first, shared.part(1, x)], 1), nn.functional.linear(x, shared.weight, shared.bias)
+    )
 
 
 def test_layers_that_differ_are_left(model_dir: Callable[..., Path]) -> None:
@@ -111,3 +128,73 @@ def test_single_precision_is_not_fused(card: StandInCard, model_dir: Callable[..
     model, _ = chosen(model_dir("bert"), torch.float32)
 
     assert not any(isinstance(each, LinearGelu | ProjectionPart) for each in model.host_weights().module.modules())
+
+
+@pytest.fixture
+def with_norms(card: StandInCard, monkeypatch: pytest.MonkeyPatch) -> Counter[bool]:
+    """A kernel that needs no Triton; counts its calls by whether they are of RMSNorm."""
+    calls: Counter[bool] = Counter()
+
+    def kernel(*given: Any) -> torch.Tensor:
+        calls[given[-1]] += 1
+        return norm_kernel.eager_norm(*given)
+
+    monkeypatch.setattr(norm_kernel, "norm_kernel", lambda: kernel)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "norms"),
+    [("bert", ResidualNorm, 4), ("roberta", ResidualNorm, 4), ("qwen3", RmsNorm, 9), ("distilbert", ResidualNorm, 0)],
+)
+@torch.inference_mode()
+def test_fused_normalisations_are_the_librarys(
+    family: str, kind: type[nn.Module], norms: int, model_dir: Callable[..., Path]
+) -> None:
+    module = loaded(model_dir(family)).bfloat16()
+    ids = torch.arange(5, 25).view(2, 10)
+    truth = module(input_ids=ids).last_hidden_state
+    fusion = fuse(module, Norms(norm_kernel.eager_norm, CPU))
+
+    assert fusion.norms == sum(type(each) is kind for each in module.modules()) == norms
+    torch.testing.assert_close(module(input_ids=ids).last_hidden_state, truth, atol=0.06, rtol=0.02)
+    fusion.undo()
+    assert torch.equal(module(input_ids=ids).last_hidden_state, truth)
+
+
+def test_a_card_serves_fused_normalisations(with_norms: Counter[bool], model_dir: Callable[..., Path]) -> None:
+    model, choice = chosen(model_dir("bert"), torch.float16)
+
+    assert (choice.batching, choice.closeness.min_cosine > 0.9999) == (Batching.VARLEN, True)
+    kinds = [type(each) for each in model.host_weights().module.modules()]
+    assert (kinds.count(ResidualNorm), kinds.count(LinearGelu)) == (4, 2)
+    assert with_norms[False] > 4
+
+
+def test_normalisations_that_stray_are_undone_and_nothing_else_is(
+    with_norms: Counter[bool],
+    model_dir: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Right for the shapes that were tried, and wrong in the model."""
+    monkeypatch.setattr(ResidualNorm, "forward", lambda self, x, residual: residual)
+    model, choice = chosen(model_dir("bert"), torch.float16)
+
+    kinds = [type(each) for each in model.host_weights().module.modules()]
+    assert (kinds.count(ResidualNorm), kinds.count(LinearGelu)) == (0, 2)
+    assert choice.closeness.min_cosine > 0.9999
+    assert "fused normalisations" in caplog.text
+
+
+def test_a_kernel_that_is_refused_leaves_the_other_fused_layers(
+    card: StandInCard, model_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*given: Any) -> torch.Tensor:
+        raise OSError("no compiler")
+
+    monkeypatch.setattr(norm_kernel, "norm_kernel", lambda: refused)
+    model, _ = chosen(model_dir("bert"), torch.float16)
+
+    kinds = [type(each) for each in model.host_weights().module.modules()]
+    assert (kinds.count(ResidualNorm), kinds.count(LinearGelu)) == (0, 2)

@@ -50,6 +50,7 @@ class Scarce:
 
     backbone = SimpleNamespace(device=torch.device("cpu"))
     widths: ClassVar = {Output.DENSE: WIDTH}
+    device_bytes_per_text: ClassVar = {Output.DENSE: 0}
 
     def __init__(self, error: type[Exception], room: int, message: str = "CUDA out of memory") -> None:
         self._error = error
@@ -95,6 +96,7 @@ class Broken:
 
     backbone = SimpleNamespace(device=torch.device("cpu"))
     widths: ClassVar = {Output.DENSE: WIDTH}
+    device_bytes_per_text: ClassVar = {Output.DENSE: 0}
 
     def __init__(self, card: StandInCard) -> None:
         self._card = card
@@ -141,6 +143,7 @@ class Longer:
 
     backbone = SimpleNamespace(device=torch.device("cpu"))
     widths: ClassVar = {Output.DENSE: WIDTH}
+    device_bytes_per_text: ClassVar = {Output.DENSE: 0}
 
     def run(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[Output, Rows]:
         return {Output.DENSE: Rows(torch.full((batch.texts, WIDTH), 4.0))}
@@ -180,6 +183,7 @@ class Device:
 
     backbone = SimpleNamespace(device=torch.device("cpu"))
     widths: ClassVar = {Output.DENSE: WIDTH}
+    device_bytes_per_text: ClassVar = {Output.DENSE: 0}
 
     def __init__(self) -> None:
         self.started: queue.Queue[int] = queue.Queue()
@@ -189,17 +193,17 @@ class Device:
         self.started.put(batch.tokens)
         return {Output.DENSE: Rows(torch.ones(batch.texts, WIDTH))}
 
-    def wait(self, rows: dict[Output, Rows]) -> Callable[[], dict[Output, HostRows]]:
+    def copies(self, rows: dict[Output, Rows]) -> SimpleNamespace:
         def wait() -> dict[Output, HostRows]:
             assert self.finish.acquire(timeout=WAIT_S)
             return {output: HostRows(of.values.numpy()) for output, of in rows.items()}
 
-        return wait
+        return SimpleNamespace(wait=wait, free=lambda: None)
 
 
 def test_no_more_than_two_batches_are_under_way_and_their_time_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device()
-    monkeypatch.setattr("teimgr.engine.runner._to_host", device.wait)
+    monkeypatch.setattr("teimgr.engine.runner.HostCopies", device.copies)
     delivered: queue.Queue[Job] = queue.Queue()
     finisher = Finisher(lambda jobs: [delivered.put(job) for job in jobs] and None, pytest.fail)
     waiting = EntryQueue(BatchLimits(10, 10))
@@ -236,7 +240,7 @@ def test_no_more_than_two_batches_are_under_way_and_their_time_is_counted_once(m
 
 def test_a_runner_ends_when_nobody_finishes_its_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device()
-    monkeypatch.setattr("teimgr.engine.runner._to_host", device.wait)
+    monkeypatch.setattr("teimgr.engine.runner.HostCopies", device.copies)
     finisher = Finisher(lambda jobs: None, pytest.fail)
     waiting = EntryQueue(BatchLimits(10, 10))
     waiting.put(entries_of(job_of(6), length=10))
@@ -280,6 +284,7 @@ class Threads:
 
     backbone = SimpleNamespace(device=torch.device("cpu"))
     widths: ClassVar = {Output.DENSE: WIDTH}
+    device_bytes_per_text: ClassVar = {Output.DENSE: 0}
 
     def __init__(self) -> None:
         self.used: list[tuple[int, int]] = []
@@ -306,6 +311,7 @@ class Echo:
 
     backbone = SimpleNamespace(device=torch.device("cpu"))
     widths: ClassVar = {Output.DENSE: WIDTH}
+    device_bytes_per_text: ClassVar = {Output.DENSE: 0}
 
     def __init__(self) -> None:
         self.runs: list[list[int]] = []

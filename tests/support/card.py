@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from teimgr.engine import forward_graphs, gpu
+from teimgr.engine import forward_graphs, gpu, pinned_ring
+from teimgr.engine.pinned_ring import PinnedRing
 
-_WAITING = ("aten::item", "aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero", "aten::equal")
+WAITING = ("aten::item", "aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero", "aten::equal")
 _REFUSED = "FlashAttention only support fp16 and bf16 data type"
 
 
@@ -23,11 +24,16 @@ class StandInCard:
 
     fault: Exception | None = None
     flash_calls: int = 0
+    copies_end: bool = True  # False: no copy ends until it is True again
 
     def synchronize(self, device: Any = None) -> None:
         """As `torch.cuda.synchronize`."""
         if self.fault is not None:
             raise self.fault
+
+    def event(self) -> StandInEvent:
+        """As `torch.cuda.Event`."""
+        return StandInEvent(self)
 
     def flash(
         self,
@@ -86,6 +92,26 @@ class StandInCard:
         return out, nothing, nothing, nothing, nothing
 
 
+@dataclass
+class StandInEvent:
+    """As an event of CUDA, behind copies that end when the card lets them. What was copied before a fault is whole."""
+
+    card: StandInCard
+    is_recorded: bool = False
+    fault: Exception | None = None
+
+    def record(self) -> None:
+        self.is_recorded, self.fault = True, self.card.fault
+
+    def query(self) -> bool:
+        return not self.is_recorded or self.card.copies_end
+
+    def synchronize(self) -> None:
+        assert self.query(), "this would wait for ever"
+        if self.fault is not None:
+            raise self.fault
+
+
 class RecordedGraph(TorchDispatchMode):
     """As a CUDA graph: the operators that ran, by the tensors they read and wrote; Python is not run again, and what
     waits for the device is refused."""
@@ -95,7 +121,7 @@ class RecordedGraph(TorchDispatchMode):
         self._calls: list[tuple[Any, Any, Any, Any]] = []
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if operator._schema.name in _WAITING:
+        if operator._schema.name in WAITING:
             raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
         result = operator(*args, **(kwargs or {}))
         self._calls.append((operator, args, kwargs or {}, result))
@@ -110,16 +136,22 @@ class RecordedGraph(TorchDispatchMode):
                     old.copy_(new)
 
 
+def plain_memory(size: int) -> Tensor:
+    """As `pinned_memory`, of nothing at first."""
+    with torch.inference_mode(False):
+        return torch.full((size,), 0xAA, dtype=torch.uint8)
+
+
 def _tensors(result: Any) -> list[Tensor]:
     parts = result if isinstance(result, (tuple, list)) else [result]
     return [part for part in parts if isinstance(part, Tensor)]
 
 
-def record(body: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+def record(body: Callable[[], None]) -> Callable[[], None]:
     """As `CudaCapture`."""
     with RecordedGraph() as graph:
-        result = body()
-    return graph.replay, result
+        body()
+    return graph.replay
 
 
 @pytest.fixture
@@ -131,6 +163,9 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInCard]:
     monkeypatch.setattr(gpu, "is_gpu", lambda device: True)
     monkeypatch.setattr(gpu, "prepare_process", lambda cores: None)  # its settings would stay
     monkeypatch.setattr(forward_graphs, "CudaCapture", lambda: record)
+    monkeypatch.setattr(pinned_ring, "new_event", made.event)
+    for name in ("INPUTS", "RESULTS"):
+        monkeypatch.setattr(pinned_ring, name, PinnedRing(16, plain_memory, made.event))
     monkeypatch.setattr(torch.cuda, "synchronize", made.synchronize)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
     yield made

@@ -20,6 +20,11 @@ packed_weights,                for it, attention alone
 attention_kernel,
 native_library
 attention                      attention within the texts of a packed row, where the model's own code runs
+gpu, gpu_choice, gpu_fusion,   what is otherwise on a GPU: dtypes, fused layers and their kernel, attention, graphs, the
+norm_kernel, varlen_kernel,    proof that batches fit, copies between host and device
+forward_graphs, host_weights,
+budget_proof, token_cap,
+pinned_ring, host_copies
 heads                          results from hidden states
 finisher                       third thread: results are written into jobs, which are delivered
 """

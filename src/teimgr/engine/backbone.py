@@ -127,6 +127,15 @@ class Transformer:
         """The graphs in use."""
         return 0 if self._graphs is None else len(self._graphs)
 
+    def wait_for_graphs(self, timeout_s: float) -> bool:
+        """Wait until no graph is being made; False where that takes longer."""
+        return self._graphs is None or self._graphs.wait(timeout_s)
+
+    def close(self, timeout_s: float) -> None:
+        """End the thread that makes graphs; one that hangs in the device is left behind after `timeout_s`."""
+        if self._graphs is not None and not self._graphs.close(timeout_s):
+            log.warning("the capture of a graph does not end")
+
     def convert(self, dtype: torch.dtype) -> None:
         convert(self._owner, dtype, self.device)
         self.dtype = dtype

@@ -292,16 +292,30 @@ _NO_POSITIONS = np.zeros(0, np.int64)
 
 
 def to_device(values: NDArray[Any], device: torch.device) -> torch.Tensor:
-    """`values` as a tensor on `device`, copied asynchronously."""
+    """`values` as a tensor on `device`, copied asynchronously; they may change afterwards where that is a GPU."""
     import torch  # here: scheduling needs this module and no torch
 
+    from teimgr.engine import gpu
+
     tensor = torch.from_numpy(values)
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+    if not gpu.is_gpu(device):
+        return tensor
+    target = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    copy_to(target, values)
+    return target
 
 
 def copy_to(target: torch.Tensor, values: NDArray[Any]) -> None:
     """Copy `values` into a tensor on any device, asynchronously; `values` may change afterwards."""
     import torch
 
-    source = torch.from_numpy(values)
-    target.copy_(source if target.device.type == "cpu" else source.pin_memory(), non_blocking=True)
+    from teimgr.engine import gpu, pinned_ring
+
+    if not gpu.is_gpu(target.device) or not values.size:
+        target.copy_(torch.from_numpy(values))
+        return
+    loan = pinned_ring.INPUTS.take(values.nbytes)
+    source = loan.memory.view(target.dtype).view(values.shape)
+    np.copyto(source.numpy(), values)
+    target.copy_(source, non_blocking=True)
+    loan.free_after_copy()

@@ -75,6 +75,7 @@ class Engine:
         self._stalls: dict[InFlightLimit, Stall] = {}
         self._device = parts.model.backbone.device
         self._model_bytes = tensor_bytes(parts.model)
+        self._close_model = parts.model.close
         self._queue = EntryQueue(parts.limits)
         activation = parts.info.activation or "identity"
         self._finisher = Finisher(self._deliver, self._mark_unhealthy, activation, self._on_bad_result)
@@ -269,6 +270,7 @@ class Engine:
         self._finisher.close(last - time.monotonic())
         if not _joined(self._finishing, last):
             self._finisher.abandon()
+        self._close_model(max(0.0, last - time.monotonic()))
         if self._core_load is not None:
             self._core_load.close()
 

@@ -134,6 +134,10 @@ class HostRows:
         return SparseRow(self.indices[begin:stop][kept].astype(np.uint32), values[kept])
 
 
+def _nothing() -> None:
+    """Results in memory of their own need not be given back."""
+
+
 @dataclass(frozen=True, slots=True)
 class StartedBatch:
     """A batch started on the device; in flight until `wait` has returned the results.
@@ -141,7 +145,7 @@ class StartedBatch:
     The texts of all entries, one entry behind the other, are the texts `places` (int64 [texts]) of the results: equal
     inputs have the same one. Where `finished` is set,
     vectors are cut and normalised by these options already, which are those of all jobs. `in_flight` is that of the
-    thread that started it.
+    thread that started it. `free` gives the memory of the results back, once they are written into jobs.
     """
 
     entries: Sequence[QueueEntry]
@@ -150,6 +154,7 @@ class StartedBatch:
     in_flight: InFlightLimit
     tokens: int
     finished: VectorOptions | None = None
+    free: Callable[[], None] = _nothing
 
     @property
     def texts(self) -> int:
@@ -366,6 +371,7 @@ class Finisher:
             job.queue_ns += began_ns * count - enqueued_ns
             job.tokenization_ns += enqueued_ns - job.submitted_ns * count
             job.inference_ns += duration_ns * count
+        batch.free()  # jobs have copies
         return jobs
 
     def _fail(self, rows: Sequence[tuple[Job, int, TeimgrError]]) -> list[Job]:

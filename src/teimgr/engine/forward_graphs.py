@@ -1,15 +1,22 @@
 """CUDA graphs of the forward: a batch of few tokens is one launch instead of some 170, which take longer than they run.
 
 A graph is for a `Bucket` of batches; smaller ones are filled up with idle tokens behind the last text and with empty
-texts. It is captured by the engine's thread when its bucket is asked for the third time, and serves once it has given
-the results of the forward itself for that batch and for another one. What fails before ends the use of graphs alone.
+texts. When its bucket is asked for the third time, it is captured by a thread of its own, for which the engine's thread
+never waits, and serves once it has given the results of the forward itself for that batch and for another one. What
+fails before ends the use of graphs alone.
+
+What the capturing thread computes, it launches on the stream that the engine uses, between the engine's batches: graphs
+share the memory of intermediate results, so no two may run at a time. Only the capture, which runs nothing, has a
+stream of its own. A graph's inputs and result are outside of the shared memory, so that a launch is all that must not
+be interrupted.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections import Counter
+import threading
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeVar
@@ -62,9 +69,9 @@ Forward = Callable[[RowInputs], Tensor]
 
 
 class Capture(Protocol):
-    """Captures what a function launches; gives what launches it again, and the function's result, then in place."""
+    """Captures what a function launches; gives what launches it again."""
 
-    def __call__(self, body: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+    def __call__(self, body: Callable[[], None]) -> Callable[[], None]:
         """Raises RuntimeError: torch's own."""
         ...
 
@@ -76,19 +83,19 @@ class CudaCapture:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
-    def __call__(self, body: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+    def __call__(self, body: Callable[[], None]) -> Callable[[], None]:
+        # What libraries load and allocate at their first use must not be in the graph. On the engine's stream: what
+        # runs on that of captures would use cuBLAS's work space at the same time as graphs do.
+        body()
         graph = torch.cuda.CUDAGraph()
-        self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            body()  # what libraries allocate at their first use must not be in the graph
-            # Other threads may call CUDA meanwhile, as the finisher's does. torch.cuda.graph would empty the cache.
+            # Other threads call CUDA meanwhile. torch.cuda.graph would wait for the device and empty the cache.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                result = body()
+                body()
             finally:
                 graph.capture_end()
-        torch.cuda.current_stream().wait_stream(self._stream)
-        return graph.replay, result
+        return graph.replay
 
 
 def bucket_of(batch: PackedBatch) -> Bucket | None:
@@ -115,7 +122,7 @@ def host_row(batch: PackedBatch, bucket: Bucket, offset: int) -> NDArray[np.int6
 
 
 class ForwardGraphs:
-    """Graphs of one forward; used by one thread. `offset` is that of positions."""
+    """Graphs of one forward; `hidden` is called by one thread at a time. `offset` is that of positions."""
 
     def __init__(self, forward: Forward, offset: int, device: torch.device, capture: Capture) -> None:
         self._forward = forward
@@ -124,39 +131,91 @@ class ForwardGraphs:
         self._capture = capture
         self._uses: Counter[Bucket] = Counter()
         self._graphs: dict[Bucket, _Graph] = {}
-        self._is_used = True
+        self._asked = 0  # graphs that are in use, or wait for their capture
+        self._waiting: deque[tuple[Bucket, PackedBatch]] = deque()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._is_capturing = False
+        self._is_used = True  # False after a failure, and once closed
+        self._fault: Exception | None = None  # a lasting one of the device
 
     def __len__(self) -> int:
         return len(self._graphs)
 
     def hidden(self, batch: PackedBatch) -> Tensor | None:
-        """Hidden states [T, H] by a graph; None where there is none for this batch."""
+        """Hidden states [T, H] by a graph; None where there is none for this batch.
+
+        Raises:
+            RuntimeError: torch's own, where the device has failed for good during a capture.
+        """
+        if self._fault is not None:
+            raise self._fault
         bucket = bucket_of(batch) if self._is_used else None
         if bucket is None:
             return None
         if (graph := self._graphs.get(bucket)) is not None:
             return graph.run(batch, self._offset)
         self._uses[bucket] += 1
-        if self._uses[bucket] == _CAPTURED_AT and len(self._graphs) < _MOST_GRAPHS:
-            self._try(bucket, batch)
+        if self._uses[bucket] == _CAPTURED_AT and self._asked < _MOST_GRAPHS:
+            self._ask_for(bucket, batch)
         return None
 
-    def _try(self, bucket: Bucket, batch: PackedBatch) -> None:
-        """Capture and prove a graph.
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until nothing is to be captured; False where that takes longer."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._waiting and not self._is_capturing, timeout_s)
 
-        Raises:
-            RuntimeError: torch's own, where the device has failed for good.
-        """
+    def close(self, timeout_s: float) -> bool:
+        """End the capturing thread, after its current step; False where that takes longer."""
+        with self._changed:
+            self._is_used = False
+            self._waiting.clear()
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+        return self._thread is None or not self._thread.is_alive()
+
+    def _ask_for(self, bucket: Bucket, batch: PackedBatch) -> None:
+        with self._changed:
+            if not self._is_used:  # meanwhile
+                return
+            self._asked += 1
+            self._waiting.append((bucket, batch))
+            self._changed.notify_all()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="teimgr-graphs", daemon=True)
+                self._thread.start()
+
+    def _run(self) -> None:
+        """The capturing thread's body."""
+        while True:
+            with self._changed:
+                self._is_capturing = False
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._waiting or not self._is_used)
+                if not self._is_used:
+                    return
+                bucket, batch = self._waiting.popleft()
+                self._is_capturing = True
+            self._try(bucket, batch)
+
+    @torch.inference_mode()
+    def _try(self, bucket: Bucket, batch: PackedBatch) -> None:
+        """Capture and prove a graph."""
         try:
             graph = _Graph(bucket, self._forward, self._device, self._capture)
             for proof in (batch, shortened(batch)):
+                if not self._is_used:
+                    return
                 low, mean = self._closeness(graph, proof)
                 if low < _LOWEST_COSINE or mean < _LOWEST_MEAN_COSINE:
                     raise ValueError(f"its results differ: cosines {low:.4f} at least, {mean:.4f} on average")
         except Exception as error:  # of any kind: the forward itself serves as before
             if gpu.fault_of(error, self._device):
-                raise
-            self._is_used = False
+                self._fault = error
+            with self._changed:
+                self._is_used = False
+                self._waiting.clear()
             self._graphs.clear()
             log.warning("the forward is launched kernel by kernel: no graph for %s: %s", bucket, error)
         else:
@@ -177,7 +236,12 @@ class _Graph:
         self._bucket = bucket
         self._row = torch.zeros(_row_numbers(bucket), dtype=torch.int64, device=device)
         inputs = _inputs(self._row, bucket)
-        self._replay, self._result = capture(lambda: forward(inputs))
+        # Of the forward's shape and type, which a first run shows; not from the memory that graphs share.
+        self._result = torch.empty_like(forward(inputs))
+        self._replay = capture(lambda: self._keep(forward(inputs)))
+
+    def _keep(self, hidden: Tensor) -> None:
+        self._result.copy_(hidden)
 
     def run(self, batch: PackedBatch, offset: int) -> Tensor:
         """A copy of the hidden states: the next run writes them to the same place."""

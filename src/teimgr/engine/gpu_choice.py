@@ -11,11 +11,12 @@ from collections.abc import Sequence
 
 import torch
 
-from teimgr.engine import gpu
+from teimgr.engine import gpu, norm_kernel
 from teimgr.engine.batch import Encoded
 from teimgr.engine.fidelity_gate import Choice, ProbeResult, first_batching, reference_of
 from teimgr.engine.gpu_fusion import fuse
 from teimgr.engine.model import Model
+from teimgr.engine.norm_kernel import Norms
 from teimgr.errors import InvalidConfig, ModelLoadFailed
 
 log = logging.getLogger(__name__)
@@ -72,19 +73,29 @@ def choose_on_gpu(model: Model, device: torch.device, wanted: torch.dtype | None
 def _fused(
     model: Model, dtype: torch.dtype, inputs: Sequence[Encoded], reference: Sequence[ProbeResult], requested: bool
 ) -> Choice | None:
-    """The choice for the model with fused layers; None, and the model as it was, where there is none."""
-    fusion = fuse(model.host_weights().module)
-    choice = None
-    if fusion:
+    """The choice for the model with fused layers; None, and the model as it was, where there is none.
+
+    Raises:
+        DeviceFailed, OutOfDeviceMemory
+    """
+    kernel, module = norm_kernel.norm_kernel(), model.host_weights().module
+    for norms in ([] if kernel is None else [Norms(kernel, model.backbone.device)]) + [None]:
+        fusion = fuse(module, norms)
+        if norms is not None and not fusion.norms:
+            fusion.undo()  # the same as without them
+            continue
         try:
-            choice = first_batching(model, dtype, inputs, reference, requested)
+            choice = first_batching(model, dtype, inputs, reference, requested) if fusion else None
         except AttributeError as refusal:  # model code that reads a layer's weight
             log.warning("fused layers are not for this model: %s", refusal)
-    if choice is None:
+            choice = None
+        if choice is not None:
+            fusion.keep()
+            return choice
+        if fusion.norms:
+            log.warning("results stray with fused normalisations")
         fusion.undo()
-    else:
-        fusion.keep()
-    return choice
+    return None
 
 
 def _has_bfloat16() -> bool:

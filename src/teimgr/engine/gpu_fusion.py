@@ -1,24 +1,32 @@
 """Layers of a library's model fused for a GPU, whatever the architecture: fewer launches, and less memory traffic.
 
 Query, key and value of an attention are one product. A linear layer and its GELU are one operator: cuBLAS applies the
-activation before it writes a result, in its approximation by tanh, which differs by 0.0005 at most. The fidelity gate
-tries the fused model first, and the plain one where its results stray.
+activation before it writes a result, in its approximation by tanh, which differs by 0.0005 at most. A residual add and
+the layer normalisation behind it, or an RMSNorm, are one kernel where Triton is installed (`norm_kernel`). The fidelity
+gate tries the fused model first, then it without that kernel, and the plain one where its results stray.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
+import threading
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from teimgr.engine.norm_kernel import NormRows, Norms, NormShape
 
 log = logging.getLogger(__name__)
 
 # Attribute names of the three projections of one attention, and of a linear layer before its activation.
 _ATTENTIONS = (("query", "key", "value"), ("q_proj", "k_proj", "v_proj"), ("q_lin", "k_lin", "v_lin"))
 _FEED_FORWARDS = (("dense", "intermediate_act_fn"), ("lin1", "activation"))
+# Modules that end in `LayerNorm(dropout(dense(hidden_states)) + input_tensor)`, in BERT and its relatives.
+_RESIDUAL_PARTS = {"dense", "LayerNorm", "dropout"}
+_RESIDUAL_ARGUMENTS = ["hidden_states", "input_tensor"]
 _GELUS = frozenset({"GELU", "GELUActivation", "NewGELUActivation", "GELUTanh"})
 
 
@@ -37,6 +45,11 @@ class Fusion:
     def __bool__(self) -> bool:
         return bool(self._replaced)
 
+    @property
+    def norms(self) -> int:
+        """How many normalisations were fused."""
+        return sum(isinstance(getattr(each.parent, each.name), (ResidualNorm, RmsNorm)) for each in self._replaced)
+
     def replace(self, parent: nn.Module, name: str, module: nn.Module) -> None:
         self._replaced.append(_Replaced(parent, name, getattr(parent, name)))
         setattr(parent, name, module)
@@ -52,8 +65,12 @@ class Fusion:
         self._replaced.clear()
 
 
-def fuse(model: nn.Module) -> Fusion:
-    """Fuse what is known in `model`, in place; empty where nothing is."""
+def fuse(model: nn.Module, norms: Norms | None = None) -> Fusion:
+    """Fuse what is known in `model`, in place; empty where nothing is. Normalisations only with `norms`.
+
+    Raises:
+        DeviceFailed, OutOfDeviceMemory: while a kernel was tried.
+    """
     fusion = Fusion()
     for parent in list(model.modules()):
         for names in _ATTENTIONS:
@@ -67,7 +84,27 @@ def fuse(model: nn.Module) -> Fusion:
             if is_gelu and type(linear) is nn.Linear and linear.bias is not None:
                 fusion.replace(parent, linear_name, LinearGelu(linear))
                 fusion.replace(parent, activation_name, nn.Identity())
+        if norms is not None:
+            for name, child in list(parent.named_children()):
+                if (norm := _norm(child, norms)) is not None:
+                    fusion.replace(parent, name, norm)
     return fusion
+
+
+def _norm(module: Any, norms: Norms) -> nn.Module | None:
+    """What takes the place of a module that normalises; None for another one, or without a kernel for it."""
+    if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
+        weight = module.weight
+        shape = NormShape(len(weight), weight.dtype, is_rms=True, adds=False, has_bias=False)
+        return RmsNorm(module, norms.kernel) if norms.has(shape) else None
+    arguments = list(inspect.signature(module.forward).parameters)
+    if {name for name, _ in module.named_children()} != _RESIDUAL_PARTS or arguments != _RESIDUAL_ARGUMENTS:
+        return None
+    norm = module.LayerNorm
+    if type(norm) is not nn.LayerNorm or len(norm.normalized_shape) != 1 or norm.weight is None:
+        return None
+    shape = NormShape(len(norm.weight), norm.weight.dtype, is_rms=False, adds=True, has_bias=norm.bias is not None)
+    return ResidualNorm(module.dense, norm, norms.kernel) if norms.has(shape) else None
 
 
 def _shared(layers: Sequence[nn.Module | None]) -> SharedProjection | None:
@@ -78,10 +115,19 @@ def _shared(layers: Sequence[nn.Module | None]) -> SharedProjection | None:
     return SharedProjection(linears) if is_alike else None
 
 
+class _Product(threading.local):
+    """Of one thread: the input of a product, and the parts of it that were not asked for yet."""
+
+    def __init__(self) -> None:
+        self.input: Tensor | None = None
+        self.parts: dict[int, Tensor] = {}
+
+
 class SharedProjection(nn.Module):
     """Linear layers of one input as one product; each part is a view of its columns.
 
-    The product is kept from the first part that is asked for to the last, and made again for another input.
+    The product is kept from the first part that is asked for to the last, and made again for another input. Threads
+    that run the model at the same time have products of their own.
     """
 
     def __init__(self, linears: list[nn.Linear]) -> None:
@@ -92,17 +138,17 @@ class SharedProjection(nn.Module):
         if biases[0] is not None:
             self.bias = nn.Parameter(torch.cat([bias.detach() for bias in biases]), requires_grad=False)
         self._widths = [linear.out_features for linear in linears]
-        self._input: Tensor | None = None
-        self._parts: dict[int, Tensor] = {}
+        self._kept = _Product()
 
     def part(self, i: int, x: Tensor) -> Tensor:
         """The result of layer `i`."""
-        if self._input is not x or i not in self._parts:
+        kept = self._kept
+        if kept.input is not x or i not in kept.parts:
             product = nn.functional.linear(x, self.weight, self.bias)
-            self._input, self._parts = x, dict(enumerate(torch.split(product, self._widths, dim=-1)))
-        found = self._parts.pop(i)
-        if not self._parts:
-            self._input = None
+            kept.input, kept.parts = x, dict(enumerate(torch.split(product, self._widths, dim=-1)))
+        found = kept.parts.pop(i)
+        if not kept.parts:
+            kept.input = None
         return found
 
 
@@ -131,3 +177,30 @@ class LinearGelu(nn.Module):
         rows = x.reshape(-1, x.shape[-1])
         result = torch.ops.aten._addmm_activation(self.bias, rows, self.weight.t(), use_gelu=True)
         return result.view(*x.shape[:-1], len(self.weight))  # type: ignore[no-any-return]
+
+
+class ResidualNorm(nn.Module):
+    """norm(dense(x) + residual), add and normalisation by one kernel."""
+
+    def __init__(self, dense: nn.Module, norm: nn.LayerNorm, kernel: NormRows) -> None:
+        super().__init__()
+        self.dense = dense
+        self.weight, self.bias = norm.weight, norm.bias
+        self._eps, self._kernel = norm.eps, kernel
+
+    def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
+        """[…, in] and […, out] → […, out]."""
+        return self._kernel(self.dense(hidden_states), input_tensor, self.weight, self.bias, self._eps, False)
+
+
+class RmsNorm(nn.Module):
+    """x / sqrt(mean(x²) + eps) · weight, by one kernel."""
+
+    def __init__(self, norm: Any, kernel: NormRows) -> None:
+        super().__init__()
+        self.weight = norm.weight
+        self._eps, self._kernel = float(norm.variance_epsilon), kernel
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """[…, width] → […, width]."""
+        return self._kernel(hidden_states, None, self.weight, None, self._eps, True)

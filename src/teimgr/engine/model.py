@@ -56,6 +56,11 @@ class Model:
         """The size of a vector or of the vocabulary, or the number of labels, by output."""
         return {output: head.width for output, head in self._heads.items()}
 
+    @property
+    def device_bytes_per_text(self) -> dict[Output, int]:
+        """What an output keeps on a GPU for each text of a batch until its results are on the host, by output."""
+        return {output: getattr(head, "device_bytes_per_text", 0) for output, head in self._heads.items()}
+
     def host_weights(self) -> HostWeights:
         """The weights of a transformer that was loaded on the host, for `place`."""
         heads = {id(head): head for head in (*self._heads.values(), *self._whole[1].values())}
@@ -70,6 +75,11 @@ class Model:
 
     def _transformers(self) -> list[Transformer]:
         return [part for part in (self.backbone, self._whole[0]) if isinstance(part, Transformer)]
+
+    def close(self, timeout_s: float) -> None:
+        """End what the model runs beside its callers, within `timeout_s`."""
+        if isinstance(self.backbone, Transformer):
+            self.backbone.close(timeout_s)
 
     @torch.inference_mode()
     def run(self, batch: PackedBatch, outputs: Iterable[Output]) -> dict[Output, Rows]:

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from teimgr.engine import gpu
 from teimgr.engine.backbone import StaticTable
@@ -27,7 +26,6 @@ from teimgr.engine.core_load import CoreLoad
 from teimgr.engine.finisher import (
     Failures,
     Finisher,
-    HostRows,
     StartedBatch,
     VectorOptions,
     failed_rows,
@@ -35,6 +33,7 @@ from teimgr.engine.finisher import (
 )
 from teimgr.engine.heads import Rows
 from teimgr.engine.heads.pooling import finish_on_device
+from teimgr.engine.host_copies import HostCopies
 from teimgr.engine.job import Lane, Output
 from teimgr.engine.model import Model
 from teimgr.engine.native_library import NO_MEMORY
@@ -179,12 +178,17 @@ class Runner:
                 self._execute(half)
 
     def _result_bytes(self, entries: Sequence[QueueEntry]) -> int:
-        """Bytes of float32 results, for every output that a text requests; sparse ones are too few to count."""
+        """Bytes of float32 results, for every output that a text requests; sparse ones are too few to count on the
+        host, but a GPU keeps what they are made of."""
         widths, wanted = self._model.widths, _wanted(entries)
         tokens, texts = sum([entry.tokens for entry in entries]), sum([entry.texts for entry in entries])
         per_token = sum(widths[output] for output in wanted & _PER_TOKEN)
         per_text = sum(widths[output] for output in wanted & _PER_TEXT)
-        return 4 * (tokens * per_token + texts * per_text)
+        kept = 0
+        if gpu.is_gpu(self._model.backbone.device):
+            kept_by = self._model.device_bytes_per_text
+            kept = texts * sum(kept_by[output] for output in wanted)
+        return 4 * (tokens * per_token + texts * per_text) + kept
 
     def _start(self, entries: list[QueueEntry]) -> _StartError | None:
         """Start a batch and pass it on.
@@ -206,7 +210,8 @@ class Runner:
             if finished is not None:
                 rows[Output.DENSE] = Rows(finish_on_device(rows[Output.DENSE].values, *finished))
             places = inputs_of if batch.texts == 1 else np.argsort(batch.order)[inputs_of]
-            started = StartedBatch(entries, places, _to_host(rows), self._in_flight, tokens, finished)
+            copies = HostCopies(rows)
+            started = StartedBatch(entries, places, copies.wait, self._in_flight, tokens, finished, copies.free)
         except Exception as error:  # of any kind, an overflow for one: only the texts at fault fail
             failed = gpu.fault_of(error, self._model.backbone.device)
             self._in_flight.leave(tokens, time.monotonic_ns())
@@ -328,37 +333,6 @@ _PER_TEXT = frozenset({Output.DENSE, Output.SCORES})
 
 def _wanted(entries: Sequence[QueueEntry]) -> frozenset[Output]:
     return frozenset().union(*(job.options.outputs for job in {entry.job for entry in entries}))
-
-
-def _to_host(rows: Mapping[Output, Rows]) -> Callable[[], dict[Output, HostRows]]:
-    """Start copying `rows` to the host; the returned function waits for the copies."""
-    here = {
-        output: [None if part is None else _copied(part) for part in (of.values, of.offsets, of.indices)]
-        for output, of in rows.items()
-    }
-    copied = None
-    if any(of.values.device.type == "cuda" for of in rows.values()):
-        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        copied.record()
-
-    def wait() -> dict[Output, HostRows]:
-        if copied is not None:
-            copied.synchronize()
-        return {output: _host_rows(*parts) for output, parts in here.items()}
-
-    return wait
-
-
-def _copied(tensor: Tensor) -> Tensor:
-    if tensor.device.type == "cpu":
-        return tensor
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)
-
-
-def _host_rows(values: Tensor | None, *others: Tensor | None) -> HostRows:
-    assert values is not None
-    return HostRows(values.float().numpy(), *(None if other is None else other.numpy() for other in others))
 
 
 def _is_out_of_memory(error: Exception) -> bool:

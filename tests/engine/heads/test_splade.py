@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from tests.support.card import WAITING, StandInCard
 from tests.support.plain_models import CPU, OFFSETS, Ids, layout_of, logits_of, random_texts, run, save_headed
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from teimgr.engine.backbone import Batching, WholeModel
-from teimgr.engine.batch import Encoded
+from teimgr.engine.batch import Encoded, pack
 from teimgr.engine.heads import splade as heads
+from teimgr.engine.host_copies import HostCopies
 from teimgr.engine.job import Output
 from teimgr.engine.model import Model, load_model
 from teimgr.model_files.layout import Backbone, Splade
@@ -101,3 +107,59 @@ def test_a_weight_that_is_no_number_is_not_lost(tmp_path: Path) -> None:
     model.backbone.hidden = lambda batch: torch.full((batch.tokens, 32), float("nan"))  # type: ignore[method-assign]
 
     assert all(np.isnan(values).all() and len(values) for _, values in run(model, random_texts(), Output.SPARSE))
+
+
+class NothingWaits(TorchDispatchMode):
+    """Refuses what waits for a card, as long as it is entered, on this thread alone."""
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert operator._schema.name not in WAITING, f"{operator} waits for the device"
+        indices = args[1] if operator._schema.name == "aten::index" else ()
+        assert all(each is None or each.dtype is not torch.bool for each in indices), "a mask waits for the device"
+        return operator(*args, **(kwargs or {}))
+
+
+def test_the_mode_sees_what_waits() -> None:
+    for wait in (torch.ones(3).nonzero, torch.ones(3).sum().item, lambda: torch.ones(3)[torch.ones(3) > 0]):
+        with pytest.raises(AssertionError, match="waits for the device"), NothingWaits():
+            wait()
+
+
+@pytest.mark.parametrize("room", [1, 60, 100, 512])
+def test_a_card_is_not_waited_for_before_the_finisher_is(
+    room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """With room for few entries all are fetched by the thread that waits for the results."""
+    save_headed("bert", MASKED, tmp_path)
+    model = load(tmp_path, "bert", Splade())
+    texts = random_texts()
+    batch = pack([Encoded(np.array(text, np.int32)) for text in texts])
+    hosts = HostCopies(model.run(batch, [Output.SPARSE])).wait()[Output.SPARSE]
+    request.getfixturevalue("card")
+    monkeypatch.setattr(heads, "_ROOM", room)
+
+    with NothingWaits():
+        rows = model.run(batch, [Output.SPARSE])
+        copies = HostCopies(rows)
+    with ThreadPoolExecutor(1) as finisher:
+        found = finisher.submit(copies.wait).result()[Output.SPARSE]
+
+    assert rows[Output.SPARSE].whole is not None
+    assert (len(rows[Output.SPARSE].values) < len(hosts.values)) is (room < 77)
+    for i in range(len(texts)):
+        wanted, had = hosts.sparse_row(i), found.sparse_row(i)
+        np.testing.assert_array_equal(had.indices, wanted.indices)
+        np.testing.assert_array_equal(had.values, wanted.values)
+        assert len(had.indices) > 1
+    assert found.finite().all()
+
+
+def test_what_is_no_number_is_found_on_a_card_too(card: StandInCard) -> None:
+    weights = torch.tensor([[0.0, 2.0, 0.0], [torch.nan, 0.0, 1.0]])
+    pooled: Any = SimpleNamespace(width=3, groups=lambda hidden, batch: iter([weights[:1], weights[1:]]))
+    batch = pack([Encoded(np.array([1], np.int32)), Encoded(np.array([2], np.int32))])
+
+    with NothingWaits():
+        copies = HostCopies({Output.SPARSE: heads.SpladeHead(pooled)(torch.zeros(2, 4), batch)})
+
+    assert copies.wait()[Output.SPARSE].finite().tolist() == [True, False]

@@ -13,6 +13,7 @@ Heads are independent of jobs and requests: the finisher applies dimensions, nor
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -30,11 +31,15 @@ class Rows:
     has `values[offsets[i] : offsets[i + 1]]`, with `offsets` int64 [N + 1]: rows of [*, width] (TOKENS,
     MULTI_VECTOR), or single numbers [*] whose positions are in `indices`, int64 [*] ascending within a text (SPARSE).
     `values` are float32, or in the model's dtype where they are only converted later (TOKENS).
+
+    SPARSE rows may have idle numbers behind the last text. Where only the device knows how many numbers there are,
+    `offsets` may end beyond them: then `whole` gives all, and waits for the device.
     """
 
     values: Tensor
     offsets: Tensor | None = None
     indices: Tensor | None = None
+    whole: Callable[[], Rows] | None = None
 
 
 class Head(Protocol):

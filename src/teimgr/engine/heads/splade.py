@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from teimgr.engine import gpu
 from teimgr.engine.batch import PackedBatch, Run
 from teimgr.engine.heads import Rows
 from teimgr.model_files.layout import Splade
@@ -14,6 +16,7 @@ from teimgr.model_files.layout import Splade
 # The size of logits at one time. On a CPU larger temporaries are mapped and unmapped by every operation.
 _CPU_BYTES = 24_000_000
 _CUDA_BYTES = 512_000_000
+_ROOM = 512  # entries of a text on the average of a batch: models have 20 to 300
 _ROW_STEP = 32  # oneDNN creates and caches a kernel for every number of rows
 
 Decode = Callable[[Tensor], Tensor]
@@ -83,22 +86,44 @@ class SpladeWeights:
 
 
 class SpladeHead:
-    """SPLADE weights as sparse rows. Synchronises: the number of non-zero entries is only known on the device."""
+    """SPLADE weights as sparse rows; NaN entries are kept, so that they are detected.
+
+    Only the device knows how many there are. On a GPU room for `_ROOM` of each text is filled without waiting for it,
+    and all weights are kept until that number has come to the host.
+    """
 
     def __init__(self, weights: SpladeWeights) -> None:
         self.width = weights.width
+        self.device_bytes_per_text = 4 * weights.width
         self._weights = weights
 
     def __call__(self, hidden: Tensor, batch: PackedBatch) -> Rows:
-        """SPARSE rows; NaN entries are kept, so that they are detected."""
-        values, indices, counts = [], [], [torch.zeros(1, dtype=torch.int64, device=hidden.device)]
-        for weights in self._weights.groups(hidden, batch):
-            kept = weights != 0.0
-            rows, columns = kept.nonzero(as_tuple=True)
-            indices.append(columns)
-            values.append(weights[rows, columns])
-            counts.append(kept.sum(dim=1))
-        return Rows(torch.cat(values), torch.cat(counts).cumsum(0), torch.cat(indices))
+        """SPARSE rows."""
+        groups = self._weights.groups(hidden, batch)
+        if not gpu.is_gpu(hidden.device):
+            return _nonzero(groups)
+        weights = torch.cat(list(groups))
+        kept = weights != 0.0
+        # The place of each among those that are kept; what is not, or has no room, goes behind the last one.
+        room = min(weights.numel(), batch.texts * _ROOM)
+        places = kept.flatten().cumsum(0).sub_(1).clamp_(max=room).masked_fill_(~kept.flatten(), room)
+        columns = torch.arange(self.width, dtype=torch.int64, device=hidden.device).expand_as(weights).flatten()
+        values = torch.zeros(room + 1, device=hidden.device).scatter_(0, places, weights.flatten())
+        indices = torch.zeros(room + 1, dtype=torch.int64, device=hidden.device).scatter_(0, places, columns)
+        offsets = functional.pad(kept.sum(dim=1).cumsum(0), (1, 0))
+        return Rows(values[:room], offsets, indices[:room], lambda: _nonzero([weights]))
+
+
+def _nonzero(groups: Iterable[Tensor]) -> Rows:
+    """SPARSE rows of weights [n, vocabulary] for n texts after n texts; waits for the device."""
+    values, indices, counts = [], [], []
+    for weights in groups:
+        kept = weights != 0.0
+        rows, columns = kept.nonzero(as_tuple=True)
+        indices.append(columns)
+        values.append(weights[rows, columns])
+        counts.append(kept.sum(dim=1))
+    return Rows(torch.cat(values), functional.pad(torch.cat(counts).cumsum(0), (1, 0)), torch.cat(indices))
 
 
 class SpladeVectorHead:

@@ -1,0 +1,132 @@
+"""Pinned host memory for copies between host and device: a few buffers that are used again and again.
+
+Only from pinned memory a copy runs beside the host and the kernels, and to pin memory takes longer than to copy it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+_LEAST_BYTES = 4096
+_MOST_BYTES = 32 << 20  # of one buffer that is kept
+
+
+class Event(Protocol):
+    """A mark among what a device has to do, as `torch.cuda.Event`."""
+
+    def record(self) -> None:
+        """Set the mark behind everything that this thread has launched."""
+
+    def query(self) -> bool:
+        """Whether the device has come to the mark."""
+
+    def synchronize(self) -> None:
+        """Wait until it has."""
+
+
+def pinned_memory(size: int) -> Tensor:
+    """So many bytes of pinned memory."""
+    with torch.inference_mode(False):  # else it could be written in that mode alone
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+
+def new_event() -> Event:
+    """An event of the current device."""
+    made: Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    return made
+
+
+class _Buffer:
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory
+        self.is_taken = True
+        self.copied: Event | None = None  # after which it may be taken again
+        self.event: Event | None = None  # made once, recorded for every copy
+
+    def is_free(self) -> bool:
+        if not self.is_taken and self.copied is not None and self.copied.query():
+            self.copied = None
+        return not self.is_taken and self.copied is None
+
+
+class Loan:
+    """Pinned memory of a ring, uint8 [size]; it belongs to the borrower until one of both methods is called, once."""
+
+    def __init__(self, memory: Tensor, buffer: _Buffer | None, events: Callable[[], Event]) -> None:
+        self.memory = memory
+        self._buffer = buffer
+        self._events = events
+
+    def free_after_copy(self) -> None:
+        """Give it back once the device has done what this thread launched until now."""
+        if (buffer := self._buffer) is not None:
+            buffer.event = buffer.event or self._events()
+            buffer.event.record()
+            buffer.copied, buffer.is_taken = buffer.event, False
+
+    def free(self) -> None:
+        """Give it back: neither the device nor anyone else uses it any more."""
+        if self._buffer is not None:
+            self._buffer.is_taken = False
+
+
+class PinnedRing:
+    """At most `buffers` pieces of pinned memory; for more at a time, or larger ones, there is memory of their own.
+
+    Safe from any thread; never waits for the device.
+    """
+
+    def __init__(
+        self,
+        buffers: int,
+        memory: Callable[[int], Tensor] = pinned_memory,
+        events: Callable[[], Event] = new_event,
+    ) -> None:
+        self._most = buffers
+        self._memory = memory
+        self._events = events
+        self._buffers: list[_Buffer] = []
+        self._lock = threading.Lock()
+
+    @property
+    def size(self) -> int:
+        """Bytes of all buffers."""
+        return sum(len(buffer.memory) for buffer in self._buffers)
+
+    def take(self, size: int) -> Loan:
+        """Memory of `size` bytes that no copy uses.
+
+        Raises:
+            RuntimeError: torch's own, where there is none.
+        """
+        buffer = self._free_buffer(size) if size <= _MOST_BYTES else None
+        memory = self._memory(size) if buffer is None else buffer.memory[:size]
+        return Loan(memory, buffer, self._events)
+
+    def _free_buffer(self, size: int) -> _Buffer | None:
+        """The smallest free buffer that is large enough, or a new one, in place of a free smaller one where there are
+        as many as may be."""
+        with self._lock:
+            free = sorted((each for each in self._buffers if each.is_free()), key=lambda each: len(each.memory))
+            found = next((each for each in free if len(each.memory) >= size), None)
+            if found is not None:
+                found.is_taken = True
+                return found
+            if len(self._buffers) >= self._most:
+                if not free:
+                    return None
+                self._buffers.remove(free[0])
+            made = _Buffer(self._memory(max(_LEAST_BYTES, 1 << (size - 1).bit_length())))
+            self._buffers.append(made)
+            return made
+
+
+INPUTS = PinnedRing(32)
+"""For what goes to the device: some eight arrays a batch."""
+RESULTS = PinnedRing(16)
+"""For what comes back: up to three arrays a batch, kept until the finisher has written them into jobs."""
