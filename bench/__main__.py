@@ -20,6 +20,7 @@ _ALL: dict[str, tuple[str, ...]] = {
     "peers-splade": ("--shape", "splade"),
     "peers-modernbert": ("--shape", "modernbert"),
     "peers-qwen3": ("--shape", "qwen3"),
+    "latency": (),
     "forward": (),
     "rerank": (),
     "stages": (),

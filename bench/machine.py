@@ -22,6 +22,7 @@ _PACKAGES = (
     "pyarrow",
     "openvino",
     "onnxruntime",
+    "nncf",
 )
 _TELLING_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8", "sve", "bf16")
 

@@ -14,7 +14,8 @@ import torch
 from bench import exported, peers, report, weights
 from bench.child import KINDS
 from bench.contest import Row
-from bench.encoders import Bare, Encoder, Task, Tokens, linear_shapes
+from bench.encoders import Bare, Encoder, Task, Tokens
+from bench.products import linear_shapes
 from bench.published import PUBLISHED, random_published
 
 _SMALL: dict[str, Any] = {
