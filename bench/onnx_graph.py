@@ -18,6 +18,7 @@ from bench.exported import Exported
 _LEAST_COSINE = 0.9999  # of the fused graph's results to those of the plain one
 _TRIED = ((4, 64), (16, 16))  # texts and tokens of the batches by which two graphs are compared
 _TRIES = 3
+_INPUTS = ("input_ids", "attention_mask")
 _FIRST_WORD, _END_WORD = 1000, 28_000  # ids of ordinary words in BERT's vocabulary
 
 Batch = tuple[Any, Any]
@@ -52,8 +53,8 @@ class OnnxRuntime(Exported):
         import torch
 
         path, free = folder / "model.onnx", {0: "texts", 1: "length"}
-        names = {"input_names": ["input_ids", "attention_mask"], "output_names": ["results"]}
-        axes = {"input_ids": free, "attention_mask": free, "results": {0: "texts"}}
+        names: dict[str, Any] = {"input_names": list(_INPUTS), "output_names": ["results"]}
+        axes = dict.fromkeys(_INPUTS, free) | {"results": {0: "texts"}}
         with warnings.catch_warnings(action="ignore"):  # tracing and this way of exporting warn of themselves
             torch.onnx.export(
                 self._module, self._example, path, dynamo=False, opset_version=17, dynamic_axes=axes, **names
@@ -150,4 +151,4 @@ def _batches() -> list[Batch]:
 
 
 def _run(session: Any, batch: Batch) -> Any:
-    return session.run(None, dict(zip(("input_ids", "attention_mask"), batch, strict=True)))[0]
+    return session.run(None, dict(zip(_INPUTS, batch, strict=True)))[0]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import corpus, published, weights
-from bench.contest import Child, Row, compete, entrants
+from bench.contest import Row, compete, entrants
 from bench.corpora import CORPORA, DESCRIBED, corpora, names
 from bench.encoders import Task
 from bench.fleet import fleet
@@ -160,7 +160,8 @@ def _contest(directory: Path, cache: Path, options: argparse.Namespace) -> None:
                 lines.append(line)
                 raw = {"tokens": tokens, "passes_s": row.seconds, "foreign_cores": row.foreign_cores}
                 records.append(dict(zip((*KEYS, *last_keys), line, strict=True)) | raw)
-    said = facts(shape, is_reranker, options.rounds, children)
+    notes = {name: child.note for name, child in children.items() if child.note}
+    said = facts(shape, is_reranker, options.rounds, notes)
     ends = {
         "not installed": ", ".join(sorted(missing)) or "none",
         "could not load": ", ".join(wanted.keys() - children.keys()) or "none",
@@ -194,8 +195,8 @@ def _serve(directory: Path, wanted: dict[str, Task], stack: ExitStack) -> dict[s
     return {SERVED: running.cpu_s}
 
 
-def facts(shape: Shape, is_reranker: bool, rounds: int, children: dict[str, Child]) -> dict[str, str]:
-    """What a result says of the model, the method and each path."""
+def facts(shape: Shape, is_reranker: bool, rounds: int, notes: dict[str, str]) -> dict[str, str]:
+    """What a result says of the model, the method and the paths; `notes` are what paths say of themselves."""
     found = {
         "model": shape.model,
         "method": f"{rounds} rounds, one pass of each path in turn, each in a process of its own, all cores",
@@ -214,7 +215,7 @@ def facts(shape: Shape, is_reranker: bool, rounds: int, children: dict[str, Chil
         found[SERVED] = "a daemon in the same run, its own choice of precision, by teimgr's client from another process"
     if is_reranker:
         found["difference"] = "absolute, of scores between 0 and 1, from the baseline's"
-    return found | {name: child.note for name, child in children.items() if child.note}
+    return found | notes
 
 
 def tasks(directory: Path, shape: Shape, cache: Path) -> dict[str, Task]:
