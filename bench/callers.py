@@ -32,6 +32,10 @@ class Caller:
         """A call for each text."""
         return np.array([self.query(text) for text in texts], np.float32)
 
+    def close(self) -> None:
+        """End the connection."""
+        raise NotImplementedError
+
 
 class OverGrpc(Caller):
     """`Embed` through the mux, by teimgr's own client."""
@@ -44,6 +48,11 @@ class OverGrpc(Caller):
     def query(self, text: str) -> Any:
         """One row."""
         return self._loop.run_until_complete(self._client.embed(text, instance=self._instance))[0]
+
+    def close(self) -> None:
+        """End the connection and the event loop."""
+        self._loop.run_until_complete(self._client.__aexit__(None, None, None))
+        self._loop.close()
 
 
 class Route(Caller):
@@ -75,6 +84,10 @@ class Route(Caller):
         if b" 200 " not in head.split(b"\r\n", 1)[0]:
             raise RuntimeError(f"{self.path}: {head[:100]!r} {received[:300]!r}")
         return orjson.loads(received)
+
+    def close(self) -> None:
+        """End the connection."""
+        self._socket.close()
 
     def _received(self, so_far: bytes, until: bytes) -> bytes:
         while until not in so_far:
