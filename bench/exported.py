@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +78,31 @@ def graph(folder: Path) -> Any:
     return Graph().eval().requires_grad_(False)
 
 
+_PADDED_TOKENS = 2048  # of a batch
+_FEWEST_PADDED_TOKENS = 256  # of a batch that is smaller so that there are more of them
+
+
+def batched(lengths: Sequence[int], at_once: int) -> list[list[int]]:
+    """Indices of texts in batches of 2,048 padded tokens, shortest first.
+
+    Where there are few texts the batches are smaller, so that a runtime that computes `at_once` of them side by side
+    has two for each; with one batch at once they stay as they are.
+    """
+    budget = _PADDED_TOKENS
+    if at_once > 1:
+        budget = min(budget, max(_FEWEST_PADDED_TOKENS, sum(lengths) // (2 * at_once)))
+    batches: list[list[int]] = [[]]
+    for index in sorted(range(len(lengths)), key=lambda index: lengths[index]):
+        if lengths[index] * (len(batches[-1]) + 1) > budget and batches[-1]:
+            batches.append([])
+        batches[-1].append(index)
+    return batches
+
+
 class Exported:
     """The graph of a model in another runtime: sorted by length, batches of a number of padded tokens."""
 
-    padded_tokens = 2048
+    at_once = 1  # batches that are computed side by side
 
     def __init__(self, task: Task) -> None:
         import torch
@@ -95,12 +116,7 @@ class Exported:
     def encode(self, texts: list[str]) -> Any:
         """Shortest first; sparse weights with their zeros."""
         encoded = self._tokens(texts)
-        order = sorted(range(len(encoded)), key=lambda index: len(encoded[index]))
-        batches: list[list[int]] = [[]]
-        for index in order:
-            if len(encoded[index]) * (len(batches[-1]) + 1) > self.padded_tokens and batches[-1]:
-                batches.append([])
-            batches[-1].append(index)
+        batches = batched([len(ids) for ids in encoded], self.at_once)
         results: Any = None
         for batch, found in zip(
             batches, self._run_all([self._padded(encoded, batch) for batch in batches]), strict=True
@@ -138,6 +154,7 @@ class OpenVino(Exported):
             model = self._converted()
             settings["INFERENCE_PRECISION_HINT"] = {"bfloat16": "bf16", "float32": "f32"}[task.dtype]
         self._queue = openvino.AsyncInferQueue(openvino.Core().compile_model(model, "CPU", settings))
+        self.at_once = len(self._queue)
 
     def _converted(self) -> Any:
         import openvino

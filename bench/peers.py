@@ -64,8 +64,8 @@ _RANDOM = "random weights, 512 tokens at most"
 _WITH_MINILMS = f"MiniLM's tokenizer and vocabulary, {_RANDOM}"
 SHAPES = {
     "minilm": Shape("all-MiniLM-L6-v2, the real weights, 256 tokens at most", 240, calibration_texts=128),
-    "base": Shape(f"BERT-base (12 × 768), {_RANDOM}", 20),
-    "large": Shape(f"BERT-large (24 × 1,024), {_RANDOM}", 8),
+    "base": Shape(f"BERT-base (12 × 768), {_RANDOM}", 32),
+    "large": Shape(f"BERT-large (24 × 1,024), {_RANDOM}", 12),
     "xlm-r-reranker": Shape(
         f"XLM-RoBERTa-base (12 × 768) with a head of one label, {_WITH_MINILMS}; scores of a query with each text",
         24,
@@ -203,7 +203,8 @@ def facts(shape: Shape, is_reranker: bool, rounds: int, notes: dict[str, str]) -
         "texts": "cut by tokens of the model's tokenizer, special ones included"
         + (", without the query" if is_reranker else "")
         + "; tokens are counted as the model sees them, cut at its longest input",
-        "peers": "one traced graph with its head, shortest texts first, batches of 2,048 padded tokens"
+        "peers": "one traced graph with its head, shortest texts first, batches of 2,048 padded tokens; "
+        "OpenVINO's throughput hint: smaller where there would be fewer than two for each of its streams"
         if shape.has_graph
         else "sentence-transformers alone",
         "of limit": "the time of the linear layers' matrix products alone in the same type (int8: unsigned by signed, "

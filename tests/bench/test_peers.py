@@ -91,6 +91,13 @@ def test_a_graph_gives_what_the_baseline_gives(shape: str, small: Build) -> None
     assert row.difference_max < 1e-5
 
 
+def test_a_runtime_with_streams_has_two_batches_for_each_of_them() -> None:
+    assert exported.batched([300, 10, 256, 256], 1) == [[1, 2, 3, 0]]
+    assert exported.batched([256] * 4, 2) == [[0], [1], [2], [3]]
+    assert exported.batched([10] * 64, 2) == [list(range(25)), list(range(25, 50)), list(range(50, 64))]
+    assert len(exported.batched([256] * 80, 2)) == 10
+
+
 @pytest.mark.filterwarnings("ignore")  # of tracing and of torch's former export to ONNX
 @pytest.mark.parametrize("runtime", ["openvino", "onnxruntime"])
 @pytest.mark.parametrize("shape", ["xlm-r-reranker", "splade"])
