@@ -3,6 +3,7 @@
 SCENARIOS = {
     "engine": "bulk texts/s: sentence-transformers, the bare engine, the daemon",
     "peers": "bulk texts/s in process beside OpenVINO and ONNX Runtime, where they are installed",
+    "latency": "one query at a time in process beside OpenVINO and ONNX Runtime, and through a daemon's interfaces",
     "forward": "the native forward against the model's own, with native attention and with torch's operators",
     "start": "create, restart after a kill, memory of a first and a second worker",
     "mux": "latency of single queries, idle and beside bulk work; requests per second",
@@ -24,7 +25,8 @@ SCENARIOS = {
 
 LIMITS_S: dict[str, float] = {
     "engine": 300,
-    "peers": 900,
+    "peers": 1200,
+    "latency": 480,
     "forward": 300,
     "start": 180,
     "mux": 180,

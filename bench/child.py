@@ -1,11 +1,16 @@
 """`python -m bench.child TASK`: one encoder in a process of its own, with commands as lines of JSON.
 
     {"texts": FILE}    load the texts of a JSON file, and warm up on the first of them
-    {"pass": null}     encode them all              → {"seconds": s, "cpu_seconds": s}
-    {"save": FILE}     encode them all, keep the results as .npy
+    {"pass": FILE}     encode them all, and keep the results as .npy unless FILE is null
+                                                    → {"seconds": s, "cpu_seconds": s}
+    {"queries": {"count": n, "every_s": s, "keep": FILE}}
+                       the first n texts, a call each: one after the other, or where s > 0 one every s seconds; their
+                       results in FILE unless it is null
+                                                    → {"latencies_ms": [...]}
     {"memory": null}                                → {"peak_rss_mib": m, "unique_mib": m}
 
-The first line it writes, when it is loaded, is {"dtype": name, "load_seconds": s}; a failure is {"error": text}.
+The first line it writes, when it is loaded, is {"dtype": name, "load_seconds": s, "note": text}, with what the encoder
+says of itself; a failure is {"error": text}.
 """
 
 from __future__ import annotations
@@ -14,12 +19,13 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
 
-from bench import encoders, exported
+from bench import callers, encoders, exported, onnx_graph, products
 from bench.encoders import Encoder, Task
 from bench.machine import peak_rss_mib, unique_mib
 
@@ -30,12 +36,15 @@ KINDS: dict[str, type[Any]] = {
     "padded": encoders.Padded,
     "openvino": exported.OpenVino,
     "openvino-latency": exported.OpenVinoLatency,
-    "onnxruntime": exported.OnnxRuntime,
+    "onnxruntime": onnx_graph.OnnxRuntime,
     "engine": encoders.Bare,
-    "products": encoders.Products,
+    "products": products.Products,
     "served": encoders.Served,
     "streamed": encoders.Streamed,
     "reranked": encoders.Reranked,
+    "grpc": callers.OverGrpc,
+    "openai": callers.OpenAiRoute,
+    "embed": callers.EmbedRoute,
 }
 _WARM_UP_TEXTS = 128
 
@@ -54,7 +63,8 @@ def main() -> None:
 def _serve(task: Task, answers: TextIO) -> None:
     began = time.perf_counter()
     encoder: Encoder = KINDS[task.kind](task)
-    _say(answers, {"dtype": encoder.dtype, "load_seconds": time.perf_counter() - began})
+    loaded = {"dtype": encoder.dtype, "load_seconds": time.perf_counter() - began}
+    _say(answers, loaded | {"note": getattr(encoder, "note", "")})
     texts: list[str] = []
     for line in sys.stdin:
         [(verb, argument)] = json.loads(line).items()
@@ -64,17 +74,37 @@ def _serve(task: Task, answers: TextIO) -> None:
         _say(answers, _do(verb, argument, encoder, texts))
 
 
-def _do(verb: str, argument: Any, encoder: Encoder, texts: list[str]) -> dict[str, float]:
+def _do(verb: str, argument: Any, encoder: Encoder, texts: list[str]) -> dict[str, Any]:
     if verb == "pass":
         began, began_cpu = time.perf_counter(), time.process_time()
-        encoder.encode(texts)
-        return {"seconds": time.perf_counter() - began, "cpu_seconds": time.process_time() - began_cpu}
-    if verb == "save":
         found = encoder.encode(texts)
-        np.save(argument, found.to_dense() if hasattr(found, "to_dense") else found)
+        spent = {"seconds": time.perf_counter() - began, "cpu_seconds": time.process_time() - began_cpu}
+        if argument is not None:
+            np.save(argument, found.to_dense() if hasattr(found, "to_dense") else found)
+        return spent
+    if verb == "queries":
+        return {"latencies_ms": _queries(encoder, texts[: argument["count"]], argument["every_s"], argument["keep"])}
     if verb == "memory":
         return {"peak_rss_mib": peak_rss_mib(os.getpid()), "unique_mib": unique_mib(os.getpid())}
     return {}
+
+
+def _queries(encoder: Encoder, texts: list[str], every_s: float, keep: str | None) -> list[float]:
+    """Milliseconds of each call, from its own begin: no call waits for another."""
+    call: Callable[[str], Any] = getattr(encoder, "query", lambda text: encoder.encode([text]))
+    latencies_ms, results = [], []
+    first = time.perf_counter()
+    for number, text in enumerate(texts):
+        if every_s:
+            time.sleep(max(0.0, first + number * every_s - time.perf_counter()))
+        began = time.perf_counter()
+        found = call(text)
+        latencies_ms.append((time.perf_counter() - began) * 1e3)
+        if keep is not None:
+            results.append(np.asarray(found, np.float32).reshape(1, -1))
+    if keep is not None:
+        np.save(keep, np.concatenate(results))
+    return latencies_ms
 
 
 def _say(answers: TextIO, answer: dict[str, Any]) -> None:

@@ -30,15 +30,17 @@ class ChildFailed(RuntimeError):
 
 
 class Child:
-    """A process that is sent commands and answers them; of an encoder, `dtype` is what it computes in."""
+    """A process that is sent commands and answers them; of an encoder, `dtype` is what it computes in, and `note` what
+    it says of itself."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
         self._unread = 1
         loaded = self._answer()
         self.dtype: str = loaded.get("dtype", "")
+        self.note: str = loaded.get("note", "")
 
-    def ask(self, verb: str, argument: Any = None) -> dict[str, float]:
+    def ask(self, verb: str, argument: Any = None) -> dict[str, Any]:
         """Send a command and wait for its answer, after that of one that an interrupt left without a reader.
 
         Raises:
@@ -166,34 +168,28 @@ def compete(children: dict[str, Child], texts: Sequence[str], rounds: int, own_c
         with partial():
             for entrant in children.values():
                 entrant.ask("texts", str(folder / "texts.json"))
-            for _ in progress.rounds(rounds):
+            for number in progress.rounds(rounds):
                 for name, entrant in children.items():
-                    _one_pass(entrant, rows[name], own_cpu.get(name, lambda: 0.0))
+                    # Results are kept once, outside the measured time.
+                    file = folder / f"{list(children).index(name)}.npy" if number == 1 else None
+                    _one_pass(entrant, rows[name], own_cpu.get(name, lambda: 0.0), file)
                     say(f"  {name}: {rows[name].seconds[-1]:.2f} s")
         if not all(row.seconds for row in rows.values()):
             raise KeyboardInterrupt
         for name, entrant in children.items():
             rows[name].memory = entrant.ask("memory")
-        _compare(children, rows, folder)
+        reference = np.load(folder / "0.npy")
+        for number, row in enumerate(rows.values()):
+            row.compare(np.load(folder / f"{number}.npy"), reference)
         return list(rows.values())
 
 
-def _one_pass(entrant: Child, row: Row, further_cpu_s: Any) -> None:
+def _one_pass(entrant: Child, row: Row, further_cpu_s: Any, keep: Path | None) -> None:
     began_busy, began_own = busy_s(), further_cpu_s()
-    answer = entrant.ask("pass")
+    answer = entrant.ask("pass", None if keep is None else str(keep))
     foreign_s = busy_s() - began_busy - (further_cpu_s() - began_own) - answer["cpu_seconds"]
     row.seconds.append(answer["seconds"])
     row.foreign_cores.append(max(0.0, foreign_s / answer["seconds"]))
-
-
-def _compare(children: dict[str, Child], rows: dict[str, Row], folder: Path) -> None:
-    reference = None
-    for name, entrant in children.items():
-        file = folder / f"{len(list(folder.iterdir()))}.npy"
-        entrant.ask("save", str(file))
-        results = np.load(file)
-        reference = results if reference is None else reference
-        rows[name].compare(results, reference)
 
 
 def _pipe(stream: IO[str] | None) -> IO[str]:

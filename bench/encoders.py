@@ -16,7 +16,10 @@ from bench import weights
 @dataclass(frozen=True)
 class Task:
     """What a child is to measure. `kind` is a name in `child.KINDS`; `threads` are the engine's, 0 for those of all
-    cores; `grpc` and `instance` are for the one that calls us."""
+    cores; `grpc` is an address of gRPC and `instance` the instance's name, `http` a host with its port, for those that
+    call us. `cache` is a folder for what several tasks of a run make alike, `calibration_texts` how many texts a
+    quantisation is calibrated with.
+    """
 
     kind: str
     model: str = ""
@@ -26,6 +29,9 @@ class Task:
     threads: int = 0
     grpc: str = ""
     instance: str = ""
+    http: str = ""
+    cache: str = ""
+    calibration_texts: int = 128
 
 
 class Encoder(Protocol):
@@ -186,66 +192,6 @@ class SparseRows:
         for at, row in enumerate(self.rows):
             dense[at, row.indices] = row.values
         return dense
-
-
-class Products:
-    """The matrix products of a model's linear layers alone, by oneDNN, for as many tokens as the texts have.
-
-    No forward that multiplies in this type with this library can be faster: it is what the others are a fraction of.
-    Attention's own products are not in it, and not the layers behind a pooling. The vectors are zeros.
-    """
-
-    _TOKENS = 2048  # of a batch
-    _BYTES = 2**25  # of a result in float32: the memory of a larger one is mapped anew by every product
-
-    def __init__(self, task: Task) -> None:
-        import torch
-
-        from teimgr.engine.backbone import PackedLinear
-
-        self.dtype = task.dtype
-        self._torch, self._tokens = torch, Tokens(Path(task.model))
-        dtype = getattr(torch, task.dtype)
-        torch.set_num_threads(len(os.sched_getaffinity(0)))
-        shapes = linear_shapes(Path(task.model))
-        made = {shape: PackedLinear(torch.nn.Linear(*shape), dtype) for shape in dict.fromkeys(shapes)}
-        self._layers = [(made[shape], self._BYTES // (4 * shape[1])) for shape in shapes]
-        self._rows = {inputs: torch.randn(self._TOKENS, inputs).to(dtype) for inputs, _ in made}
-
-    def encode(self, texts: list[str]) -> Any:
-        """Zeros [results, 1]."""
-        encoded = self._tokens(texts)
-        left = sum(map(len, encoded))
-        with self._torch.inference_mode():
-            while left > 0:
-                for layer, most_rows in self._layers:
-                    for rows in self._rows[layer.in_features][:left].split(most_rows):
-                        layer(rows)
-                left -= self._TOKENS
-        return np.zeros((len(encoded), 1), np.float32)
-
-
-# Linear layers of a module that read the same rows: one product can have the results of all.
-_SAME_ROWS = (("query", "key", "value"), ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-_BEHIND_POOLING = ("pooler", "classifier")  # layers that run once a text
-
-
-def linear_shapes(folder: Path) -> list[tuple[int, int]]:
-    """Inputs and outputs of the products of a model's linear layers for every token, without its weights."""
-    import torch
-    import transformers
-
-    with torch.device("meta"):
-        kind = getattr(transformers, weights.architecture(folder))
-        model = kind(transformers.AutoConfig.from_pretrained(folder))
-    shapes: dict[tuple[str, object], tuple[int, int]] = {}
-    for name, layer in model.named_modules():
-        if isinstance(layer, torch.nn.Linear) and not name.startswith(_BEHIND_POOLING):
-            module, _, own = name.rpartition(".")
-            product = module, next((names for names in _SAME_ROWS if own in names), own)
-            _, outputs = shapes.get(product, (0, 0))
-            shapes[product] = layer.in_features, outputs + layer.out_features
-    return list(shapes.values())
 
 
 class Served:

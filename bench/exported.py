@@ -1,15 +1,15 @@
-"""An encoder with its head as one graph of another runtime: OpenVINO and ONNX Runtime."""
+"""An encoder with its head as one graph for other runtimes, and OpenVINO (ONNX Runtime: `onnx_graph`)."""
 
 from __future__ import annotations
 
 import os
-import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from bench import corpus
 from bench.encoders import Task, Tokens
 from bench.weights import architecture
 
@@ -41,6 +41,13 @@ _HEADS: dict[str, Callable[[Any, Any, Any], Any]] = {
 """By the class of the model: results for each text from the model, its hidden states and its mask."""
 
 
+def _attention(module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, **_: Any) -> tuple[Any, None]:
+    """Attention as transformers' own, with scores divided in place of multiplied: the form in which ONNX Runtime's
+    transformers tool looks for it."""
+    scores = query @ key.transpose(2, 3) / (1.0 / scaling) + mask
+    return (scores.softmax(-1) @ value).transpose(1, 2).contiguous(), None
+
+
 def graph(folder: Path) -> Any:
     """The model in `folder` with its head, as a torch module of token ids and their mask.
 
@@ -49,6 +56,7 @@ def graph(folder: Path) -> Any:
     import torch
     import transformers
 
+    transformers.AttentionInterface.register("divided", _attention)
     name = architecture(folder)
     head = _HEADS[name]
 
@@ -57,6 +65,7 @@ def graph(folder: Path) -> Any:
             super().__init__()
             kind = getattr(transformers, name)
             self.model = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+            self.model.config._attn_implementation = "divided"
 
         def forward(self, input_ids: Any, attention_mask: Any) -> Any:
             hidden = self.model.base_model.embeddings(input_ids=input_ids)
@@ -69,10 +78,31 @@ def graph(folder: Path) -> Any:
     return Graph().eval().requires_grad_(False)
 
 
+_PADDED_TOKENS = 2048  # of a batch
+_FEWEST_PADDED_TOKENS = 256  # of a batch that is smaller so that there are more of them
+
+
+def batched(lengths: Sequence[int], at_once: int) -> list[list[int]]:
+    """Indices of texts in batches of 2,048 padded tokens, shortest first.
+
+    Where there are few texts the batches are smaller, so that a runtime that computes `at_once` of them side by side
+    has two for each; with one batch at once they stay as they are.
+    """
+    budget = _PADDED_TOKENS
+    if at_once > 1:
+        budget = min(budget, max(_FEWEST_PADDED_TOKENS, sum(lengths) // (2 * at_once)))
+    batches: list[list[int]] = [[]]
+    for index in sorted(range(len(lengths)), key=lambda index: lengths[index]):
+        if lengths[index] * (len(batches[-1]) + 1) > budget and batches[-1]:
+            batches.append([])
+        batches[-1].append(index)
+    return batches
+
+
 class Exported:
     """The graph of a model in another runtime: sorted by length, batches of a number of padded tokens."""
 
-    padded_tokens = 2048
+    at_once = 1  # batches that are computed side by side
 
     def __init__(self, task: Task) -> None:
         import torch
@@ -86,12 +116,7 @@ class Exported:
     def encode(self, texts: list[str]) -> Any:
         """Shortest first; sparse weights with their zeros."""
         encoded = self._tokens(texts)
-        order = sorted(range(len(encoded)), key=lambda index: len(encoded[index]))
-        batches: list[list[int]] = [[]]
-        for index in order:
-            if len(encoded[index]) * (len(batches[-1]) + 1) > self.padded_tokens and batches[-1]:
-                batches.append([])
-            batches[-1].append(index)
+        batches = batched([len(ids) for ids in encoded], self.at_once)
         results: Any = None
         for batch, found in zip(
             batches, self._run_all([self._padded(encoded, batch) for batch in batches]), strict=True
@@ -114,7 +139,7 @@ class Exported:
 
 
 class OpenVino(Exported):
-    """OpenVINO's CPU plugin with its throughput hint, in the precision of the task."""
+    """OpenVINO's CPU plugin with its throughput hint, in the precision of the task; int8 by NNCF's quantisation."""
 
     hint = "THROUGHPUT"
 
@@ -122,14 +147,38 @@ class OpenVino(Exported):
         super().__init__(task)
         import openvino
 
+        settings = {"PERFORMANCE_HINT": self.hint, "INFERENCE_NUM_THREADS": self._threads}
+        if task.dtype == "int8":  # what is not quantised is computed in the plugin's own choice
+            model, self.note = self._quantised(task)
+        else:
+            model = self._converted()
+            settings["INFERENCE_PRECISION_HINT"] = {"bfloat16": "bf16", "float32": "f32"}[task.dtype]
+        self._queue = openvino.AsyncInferQueue(openvino.Core().compile_model(model, "CPU", settings))
+        self.at_once = len(self._queue)
+
+    def _converted(self) -> Any:
+        import openvino
+
         shapes = [openvino.PartialShape([-1, -1])] * 2
-        converted = openvino.convert_model(self._module, example_input=self._example, input=shapes)
-        settings = {
-            "INFERENCE_PRECISION_HINT": {"bfloat16": "bf16", "float32": "f32"}[task.dtype],
-            "PERFORMANCE_HINT": self.hint,
-            "INFERENCE_NUM_THREADS": self._threads,
-        }
-        self._queue = openvino.AsyncInferQueue(openvino.Core().compile_model(converted, "CPU", settings))
+        return openvino.convert_model(self._module, example_input=self._example, input=shapes)
+
+    def _quantised(self, task: Task) -> tuple[Any, str]:
+        """The model after NNCF's calibration, from the cache of the run if an entrant before this one made it, and
+        how it was made."""
+        import nncf
+        import openvino
+
+        made = Path(task.cache or ".") / "openvino-int8.xml"
+        note = f"NNCF's post-training quantisation for transformers, calibrated with {task.calibration_texts} texts"
+        if task.cache and made.exists():
+            return openvino.Core().read_model(made), note
+        encoded = self._tokens(corpus.some(task.calibration_texts + 1))
+        samples = nncf.Dataset([list(self._padded(encoded, [index])) for index in range(len(encoded))])
+        kind = nncf.ModelType.TRANSFORMER
+        model = nncf.quantize(self._converted(), samples, model_type=kind, subset_size=task.calibration_texts)
+        if task.cache:
+            openvino.save_model(model, made, compress_to_fp16=False)
+        return model, note
 
     def _run_all(self, batches: list[tuple[Any, Any]]) -> list[Any]:
         found: list[Any] = [None] * len(batches)
@@ -148,32 +197,3 @@ class OpenVinoLatency(OpenVino):
     """As `OpenVino`, one batch at a time on all cores."""
 
     hint = "LATENCY"
-
-
-class OnnxRuntime(Exported):
-    """ONNX Runtime's CPU provider with all its graph optimisations: float32, or int8 by its dynamic quantisation."""
-
-    def __init__(self, task: Task) -> None:
-        super().__init__(task)
-        import onnxruntime
-        import torch
-
-        free = {0: "texts", 1: "length"}
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "model.onnx"
-            names = {"input_names": ["input_ids", "attention_mask"], "output_names": ["results"]}
-            axes = {"input_ids": free, "attention_mask": free, "results": {0: "texts"}}
-            torch.onnx.export(
-                self._module, self._example, path, dynamo=False, opset_version=17, dynamic_axes=axes, **names
-            )
-            if task.dtype == "int8":
-                from onnxruntime.quantization import QuantType, quantize_dynamic
-
-                path, exported = Path(folder) / "int8.onnx", path
-                quantize_dynamic(exported, path, per_channel=True, weight_type=QuantType.QInt8)
-            options = onnxruntime.SessionOptions()
-            options.intra_op_num_threads = self._threads
-            self._session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-
-    def _run_all(self, batches: list[tuple[Any, Any]]) -> list[Any]:
-        return [self._session.run(None, {"input_ids": ids, "attention_mask": mask})[0] for ids, mask in batches]

@@ -22,6 +22,7 @@ _PACKAGES = (
     "pyarrow",
     "openvino",
     "onnxruntime",
+    "nncf",
 )
 START = "TEIMGR_BENCH_START"
 """The variable by which `bench all` names the commit that it began at to its scenarios."""

@@ -4,35 +4,43 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import random
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from bench import corpus, published, weights
 from bench.contest import Row, compete, entrants
+from bench.corpora import CORPORA, DESCRIBED, corpora, names
 from bench.encoders import Task
+from bench.fleet import fleet
 from bench.progress import incomplete, partial, say
 from bench.report import publish
 from bench.table import ratios
 
-HEADER = ("texts", "path", "dtype", "tokens/s median", "best", "× baseline median", "best", "of limit")
-KEYS = (*HEADER[:4], "tokens/s best", "× baseline median", "× baseline best", "of limit")
+HEADER = ("texts", "path", "dtype", "tokens/s median", "best", "× baseline median", "least", "most", "of limit")
+KEYS = (
+    *HEADER[:4],
+    *("tokens/s best", "× baseline median", "× baseline least", "× baseline most", "of limit"),
+)
 # The last two columns, of vectors and of scores: their header and their keys.
 _COSINES = ("cosine mean", "min"), ("cosine mean", "cosine min")
 _DIFFERENCES = ("difference mean", "largest"), ("difference mean", "difference largest")
 LIMIT = "matrix products alone"
 BASELINE = "sentence-transformers, batch 32"
+SERVED = "teimgr, EmbedArrow"
 _PACKAGES = {"openvino": "openvino", "openvino-latency": "openvino", "onnxruntime": "onnxruntime"}
-_SEED = 21
-CORPORA = ("mixed", "short", "long")
+_INSTANCE = "bench"
+_START_S = 300.0
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A model that can be measured: what the result says of it, the number of mixed texts (of short ones four times as
-    many), the baseline's kind, whether `exported` has a graph of it for other runtimes, and the corpora.
+    """A model that can be measured: what the result says of it, the number of mixed texts (of other corpora as
+    `corpora` has it), the baseline's kind, whether `exported` has a graph of it for other runtimes, the corpora, and
+    the texts that a quantisation is calibrated with, few where weights are random.
 
     Where a few texts have to be enough they are of similar length: others would be one batch of the baseline, most of
     it padding.
@@ -43,25 +51,31 @@ class Shape:
     baseline: str = "sentence-transformers"
     has_graph: bool = True
     corpora: tuple[str, ...] = CORPORA
+    calibration_texts: int = 16
+
+    @property
+    def has_vectors(self) -> bool:
+        """Whether its results are dense vectors."""
+        return self.baseline == "sentence-transformers"
 
 
 _FEW = ("short",)
 _RANDOM = "random weights, 512 tokens at most"
 _WITH_MINILMS = f"MiniLM's tokenizer and vocabulary, {_RANDOM}"
 SHAPES = {
-    "minilm": Shape("all-MiniLM-L6-v2, the real weights, 256 tokens at most", 240),
-    "base": Shape(f"BERT-base (12 × 768), {_RANDOM}", 50),
-    "large": Shape(f"BERT-large (24 × 1,024), {_RANDOM}", 20),
+    "minilm": Shape("all-MiniLM-L6-v2, the real weights, 256 tokens at most", 240, calibration_texts=128),
+    "base": Shape(f"BERT-base (12 × 768), {_RANDOM}", 32),
+    "large": Shape(f"BERT-large (24 × 1,024), {_RANDOM}", 12),
     "xlm-r-reranker": Shape(
         f"XLM-RoBERTa-base (12 × 768) with a head of one label, {_WITH_MINILMS}; scores of a query with each text",
-        12,
+        24,
         "cross-encoder",
         corpora=_FEW,
     ),
     "splade": Shape(
         f"BERT-base (12 × 768) with its masked-LM head and SPLADE's pooling, {_RANDOM}, biases that leave one word in "
         "128 a weight",
-        8,
+        12,
         "sparse-encoder",
         corpora=_FEW,
     ),
@@ -84,7 +98,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the scenario."""
     parser.add_argument("--texts", type=int, help="of mixed lengths (240; of bigger models fewer)")
     parser.add_argument(
-        "--corpora", nargs="+", choices=CORPORA, help="which texts (all; of the last four models short)"
+        "--corpora",
+        nargs="+",
+        choices=CORPORA,
+        help="which texts (all that the model takes uncut, and mixed; of the last four models short)",
     )
     parser.add_argument(
         "--only", nargs="+", metavar="PATH", help="measure only paths whose name begins with one of these"
@@ -98,7 +115,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Measure, print, write."""
     with tempfile.TemporaryDirectory() as folder:
-        _contest(_model(options.shape, Path(folder) / options.shape), options)
+        _contest(_model(options.shape, Path(folder) / options.shape), Path(folder), options)
     return 0
 
 
@@ -109,70 +126,122 @@ def _model(shape: str, folder: Path) -> Path:
     return make(folder, weights.minilm(), shape)
 
 
-def _contest(directory: Path, options: argparse.Namespace) -> None:
+def _contest(directory: Path, cache: Path, options: argparse.Namespace) -> None:
     shape, is_reranker = SHAPES[options.shape], weights.is_reranker(directory)
     missing = {kind for kind, package in _PACKAGES.items() if importlib.util.find_spec(package) is None}
-    tasks = {name: task for name, task in _tasks(str(directory), shape).items() if task.kind not in missing}
+    wanted = {name: task for name, task in tasks(directory, shape, cache).items() if task.kind not in missing}
     if options.only:
-        tasks = {name: task for name, task in tasks.items() if name.startswith((BASELINE, *options.only))}
+        wanted = {name: task for name, task in wanted.items() if name.startswith((BASELINE, *options.only))}
+    texts_of = corpora(directory, options.texts or shape.texts)
     lines: list[list[Any]] = []
-    counts = {}
-    with entrants(tasks, skip_failing=True) as children, partial():
-        failed = ", ".join(tasks.keys() - children.keys())
-        for corpus_name, texts in corpora(options.texts or shape.texts).items():
-            if corpus_name not in (options.corpora or shape.corpora) or incomplete():
-                continue
+    records: list[dict[str, Any]] = []
+    counts: dict[str, str] = {}
+    with ExitStack() as stack:
+        own_cpu = _serve(directory, wanted, stack)
+        children = stack.enter_context(entrants(wanted, skip_failing=True))
+        stack.enter_context(partial())
+        last_header, last_keys = _DIFFERENCES if is_reranker else _COSINES
+        for corpus_name in _chosen(directory, shape, options.corpora):
+            if incomplete():
+                break
             say(f"{corpus_name} texts")
+            texts = texts_of[corpus_name]
             inputs = [*corpus.queries(1), *texts] if is_reranker else texts
             tokens = weights.count_tokens(directory, inputs)
-            rows = compete(children, inputs, options.rounds, {})
-            counts[corpus_name] = f"{len(texts)} texts, {tokens} tokens, digest {corpus.digest(inputs)}"
+            rows = compete(children, inputs, options.rounds, own_cpu)
+            digest = corpus.digest(inputs)
+            counts[corpus_name] = f"{len(texts)} texts of {DESCRIBED[corpus_name]}, {tokens} tokens, digest {digest}"
             if is_reranker:
                 lowest, highest = rows[0].scores
                 counts[corpus_name] += f", with a query, scores of the baseline {lowest:.3f} to {highest:.3f}"
             limits = {row.dtype: row for row in rows if row.name.startswith(LIMIT)}
-            lines += [[corpus_name, *_line(row, rows[0], limits, tokens, is_reranker)] for row in rows]
-    facts = {
-        **counts,
+            for row in rows:
+                line = [corpus_name, *_line(row, rows[0], limits, tokens, is_reranker)]
+                lines.append(line)
+                raw = {"tokens": tokens, "passes_s": row.seconds, "foreign_cores": row.foreign_cores}
+                records.append(dict(zip((*KEYS, *last_keys), line, strict=True)) | raw)
+    notes = {name: child.note for name, child in children.items() if child.note}
+    said = facts(shape, is_reranker, options.rounds, notes)
+    ends = {
+        "not installed": ", ".join(sorted(missing)) or "none",
+        "could not load": ", ".join(wanted.keys() - children.keys()) or "none",
+    }
+    name = "peers" if options.shape == "minilm" else f"peers-{options.shape}"
+    publish(name, counts | said | ends, (*HEADER, *last_header), lines, {"rows": records})
+
+
+def _chosen(directory: Path, shape: Shape, asked: list[str] | None) -> list[str]:
+    """The corpora to measure.
+
+    Raises:
+        SystemExit: one was asked for that the model would cut.
+    """
+    if too_long := set(asked or ()) - set(names(directory)):
+        raise SystemExit(f"bench peers: {', '.join(too_long)}: longer than this model's inputs")
+    return [name for name in names(directory) if name in (asked or shape.corpora)]
+
+
+def _serve(directory: Path, wanted: dict[str, Task], stack: ExitStack) -> dict[str, Callable[[], float]]:
+    """Start a daemon for the path that calls one, if it is wanted, and give the path its address.
+
+    The result has by the path's name what reads the CPU seconds of the daemon's processes.
+    """
+    if SERVED not in wanted:
+        return {}
+    running = stack.enter_context(fleet())
+    running.client.create(_INSTANCE, str(directory))
+    running.client.wait_until_running(_INSTANCE, deadline_s=_START_S)
+    wanted[SERVED] = replace(wanted[SERVED], grpc=running.grpc)
+    return {SERVED: running.cpu_s}
+
+
+def facts(shape: Shape, is_reranker: bool, rounds: int, notes: dict[str, str]) -> dict[str, str]:
+    """What a result says of the model, the method and the paths; `notes` are what paths say of themselves."""
+    found = {
         "model": shape.model,
-        "method": f"{options.rounds} rounds, one pass of each path in turn, each in a process of its own, all cores",
+        "method": f"{rounds} rounds, one pass of each path in turn, each in a process of its own, all cores",
+        "texts": "cut by tokens of the model's tokenizer, special ones included"
+        + (", without the query" if is_reranker else "")
+        + "; tokens are counted as the model sees them, cut at its longest input",
         "peers": "one traced graph with its head, shortest texts first, batches of 2,048 padded tokens; "
-        "ONNX Runtime without the fusions of its transformers tool"
+        "OpenVINO's throughput hint: smaller where there would be fewer than two for each of its streams"
         if shape.has_graph
         else "sentence-transformers alone",
-        "of limit": "the time of the linear layers' matrix products alone in the same type, by oneDNN, over a path's; "
-        "attention, norms, activations and tokenization come on top of them",
-        "not installed": ", ".join(sorted(missing)) or "none",
-        "could not load": failed or "none",
+        "of limit": "the time of the linear layers' matrix products alone in the same type (int8: unsigned by signed, "
+        "results in bfloat16) over a path's: oneDNN's measured rate at the model's shapes, which a path with other "
+        "kernels may exceed; attention, norms, activations and tokenization come on top of the products",
+        "least, most": "of the rounds' own ratios, as the median; passes_s in the JSON file has the seconds of each",
     }
+    if shape.has_vectors:
+        found[SERVED] = "a daemon in the same run, its own choice of precision, by teimgr's client from another process"
     if is_reranker:
-        facts["difference"] = "absolute, of scores between 0 and 1, from the baseline's"
-    last_header, last_keys = _DIFFERENCES if is_reranker else _COSINES
-    name = "peers" if options.shape == "minilm" else f"peers-{options.shape}"
-    records = [dict(zip((*KEYS, *last_keys), line, strict=True)) for line in lines]
-    publish(name, facts, (*HEADER, *last_header), lines, {"rows": records})
+        found["difference"] = "absolute, of scores between 0 and 1, from the baseline's"
+    return found | notes
 
 
-def _tasks(model: str, shape: Shape) -> dict[str, Task]:
+def tasks(directory: Path, shape: Shape, cache: Path) -> dict[str, Task]:
     """What is measured; the others are compared with the first."""
-    tasks = {BASELINE: Task(shape.baseline, model)}
-    if shape.has_graph:
-        tasks |= {
-            "OpenVINO, float32": Task("openvino", model, dtype="float32"),
-            "OpenVINO, bfloat16": Task("openvino", model, dtype="bfloat16"),
-            "OpenVINO, bfloat16, latency hint": Task("openvino-latency", model, dtype="bfloat16"),
-            "ONNX Runtime, float32": Task("onnxruntime", model),
-            "ONNX Runtime, int8": Task("onnxruntime", model, dtype="int8"),
-        }
-    else:
-        tasks["sentence-transformers, bfloat16, batch 32"] = Task(shape.baseline, model, dtype="bfloat16")
-    return tasks | {
-        "teimgr engine, float32": Task("engine", model),
-        "teimgr engine, auto": Task("engine", model, dtype="auto"),
-        "teimgr engine, int8": Task("engine", model, dtype="int8"),
-        f"{LIMIT}, float32": Task("products", model),
-        f"{LIMIT}, bfloat16": Task("products", model, dtype="bfloat16"),
+    model = str(directory)
+    found = {
+        BASELINE: Task(shape.baseline, model),
+        "sentence-transformers, bfloat16, batch 32": Task(shape.baseline, model, dtype="bfloat16"),
     }
+    if shape.corpora != _FEW:
+        found["sentence-transformers, batch 64"] = Task(shape.baseline, model, batch_size=64)
+    if shape.has_graph:
+        for dtype in ("float32", "bfloat16", "int8"):
+            task = Task("openvino", model, dtype=dtype, cache=str(cache), calibration_texts=shape.calibration_texts)
+            found[f"OpenVINO, {dtype}"] = task
+            found[f"OpenVINO, {dtype}, latency hint"] = replace(task, kind="openvino-latency")
+        for dtype in ("float32", "int8"):
+            found[f"ONNX Runtime, {dtype}"] = Task("onnxruntime", model, dtype=dtype)
+    for dtype in ("float32", "auto", "int8"):
+        found[f"teimgr engine, {dtype}"] = Task("engine", model, dtype=dtype)
+    if shape.has_vectors:
+        found[SERVED] = Task("served", instance=_INSTANCE)
+    for dtype in ("float32", "bfloat16", "int8"):
+        found[f"{LIMIT}, {dtype}"] = Task("products", model, dtype=dtype)
+    return found
 
 
 def _line(row: Row, baseline: Row, limits: dict[str, Row], tokens: int, of_scores: bool) -> list[Any]:
@@ -185,15 +254,4 @@ def _line(row: Row, baseline: Row, limits: dict[str, Row], tokens: int, of_score
     if row.name.startswith(LIMIT):
         closeness = ["", ""]
     rates = (tokens / row.median_s, tokens / row.best_s)
-    return [row.name, row.dtype, *rates, factor["median"], factor["best"], share, *closeness]
-
-
-def corpora(count: int) -> dict[str, list[str]]:
-    """Different texts: of mixed lengths, of 5 to 20 words, and longer than the model takes."""
-    chooser = random.Random(_SEED)
-    mixed = list(dict.fromkeys(corpus.corpus(count)))
-    words = " ".join(corpus.corpus(4 * count)).split()
-    starts = [chooser.randrange(len(words) - 300) for _ in range(5 * count)]
-    short = [" ".join(words[at : at + chooser.randint(4, 15)]) for at in starts[: 4 * count]]
-    long = [" ".join(words[at : at + 300]) for at in starts[: max(1, count // 6)]]
-    return {"mixed": mixed, "short": list(dict.fromkeys(short)), "long": list(dict.fromkeys(long))}
+    return [row.name, row.dtype, *rates, factor["median"], factor["least"], factor["most"], share, *closeness]

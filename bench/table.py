@@ -58,6 +58,7 @@ def record(row: Row, baseline: Row, texts: int, tokens: int) -> dict[str, Any]:
 
 
 def ratios(row: Row, baseline: Row) -> dict[str, float]:
-    """How many times as fast: best pass against best pass, and the median of the rounds' own ratios."""
+    """How many times as fast: best pass against best pass, and median, least and most of the rounds' own ratios."""
     paired = [theirs / ours for ours, theirs in zip(row.seconds, baseline.seconds, strict=False)]  # of whole rounds
-    return {"best": baseline.best_s / row.best_s, "median": statistics.median(paired)}
+    best = baseline.best_s / row.best_s
+    return {"best": best, "median": statistics.median(paired), "least": min(paired), "most": max(paired)}

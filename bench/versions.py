@@ -19,10 +19,10 @@ import numpy as np
 from bench import corpus, weights
 from bench.bimodal import paced
 from bench.contest import Child, child
+from bench.corpora import DESCRIBED, corpora, names
 from bench.encoders import Task
 from bench.fleet import fleet
 from bench.machine import revision
-from bench.peers import CORPORA, corpora
 from bench.progress import partial, rounds, say
 from bench.report import publish
 from teimgr.client import AsyncClient
@@ -43,7 +43,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measure, print, write."""
-    bulk, queries = corpora(options.texts), corpus.queries(1000)
+    bulk, queries = corpora(weights.minilm(), options.texts), corpus.queries(1000)
     found: dict[str, list[dict[str, float]]] = {"here": [], "there": []}
     with ExitStack() as open_:
         folder = Path(open_.enter_context(tempfile.TemporaryDirectory()))
@@ -59,7 +59,9 @@ def run(options: argparse.Namespace) -> int:
     if not found["there"]:
         raise KeyboardInterrupt
     records = [_record(figure, found) for figure in found["there"][0]]
-    tokens = ", ".join(f"{name} {weights.count_tokens(weights.minilm(), texts):,}" for name, texts in bulk.items())
+    tokens = ", ".join(
+        f"{name} ({DESCRIBED[name]}) {weights.count_tokens(weights.minilm(), texts):,}" for name, texts in bulk.items()
+    )
     facts = {
         "there": revision(options.against),
         "model": "all-MiniLM-L6-v2, one replica in a daemon of each, by its own choice of precision",
@@ -92,7 +94,7 @@ def _served(checkout: Path | None) -> Iterator[_Target]:
 def _round(target: _Target, folder: Path, queries: list[str], options: argparse.Namespace) -> dict[str, float]:
     """The figures of one checkout: rates in texts/s, latencies in ms."""
     found = {}
-    for name in CORPORA:
+    for name in names(weights.minilm()):
         file = folder / f"{name}.json"
         target.bulk.ask("texts", str(file))
         found[f"bulk, {name} texts"] = len(json.loads(file.read_text())) / target.bulk.ask("pass")["seconds"]

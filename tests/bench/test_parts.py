@@ -61,7 +61,7 @@ def test_queries_are_short_and_always_the_same() -> None:
 def test_ratios_are_paired_by_round() -> None:
     baseline = Row("theirs", seconds=[10.0, 30.0, 10.0])
     row = Row("ours", seconds=[5.0, 10.0, 5.0])
-    assert ratios(row, baseline) == {"best": 2.0, "median": 2.0}
+    assert ratios(row, baseline) == {"best": 2.0, "median": 2.0, "least": 2.0, "most": 3.0}
 
 
 def test_ratios_of_an_unfinished_round_are_those_of_the_rounds_before() -> None:
