@@ -72,14 +72,10 @@ def _versions(documents: Documents, figure: str, asked: float) -> list[Value]:
 def _latency(
     documents: Documents, pace: str, point: str, words: tuple[str, ...], asked: float | None
 ) -> Iterator[Value]:
-    """Latencies of `bench latency` at a pace, of the entrants whose name has all these patterns."""
+    """Latencies of `bench latency` at a pace, of the paths whose name has all these patterns."""
     for row in documents["latency"]["rows"] if "latency" in documents else ():
-        name = str(row.get("entrant", row.get("path", row.get("name", ""))))
-        if all(re.search(word, name, re.IGNORECASE) for word in words):
-            for key, value in row.items():
-                spaced = f"{row.get('pace', '')} {key}".replace("_", " ")
-                if pace in spaced and point in spaced and isinstance(value, int | float):
-                    yield Value(f"latency, {name}", float(value), asked)
+        if all(re.search(word, row["path"], re.IGNORECASE) for word in words):
+            yield Value(f"latency, {row['path']}", row["loads"][pace][f"{point}_ms"], asked)
 
 
 def times_as_fast(documents: Documents, what: str, asked: Mapping[str, float], why: str) -> Line:

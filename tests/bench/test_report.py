@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from bench import absent_peers, compared, html, provenance, targets
+from bench import absent_peers, compared, html, latency, provenance, targets
 from bench.query_targets import every_50_ms, front, one_query, times_as_fast
 from bench.reasons import reason
 from bench.verdicts import NOT_MEASURED, Form, Line, Value
@@ -195,10 +195,11 @@ def test_a_target_of_another_machine_is_asked_as_a_factor_over_the_version_it_wa
 
 
 def test_latencies_of_the_latency_scenario_count() -> None:
-    rows = [
-        {"entrant": "teimgr, mux", "back to back p50 ms": 2.0, "every 50 ms p50 ms": 3.3, "every 50 ms p99 ms": 4.9},
-        {"entrant": "ONNX Runtime, float32", "back to back p50 ms": 1.4},
-    ]
+    mux = latency.Found("teimgr daemon, Embed through the mux", "bfloat16")
+    mux.latencies_ms |= {"back to back": [[2.0], [2.0]], "every 50 ms": [[3.3, 3.3], [3.3, 4.9]]}
+    onnx = latency.Found("ONNX Runtime, float32", "float32")
+    onnx.latencies_ms |= {"back to back": [[1.4], [1.4]], "every 50 ms": [[2.0], [2.0]]}
+    rows = [latency.record(each, onnx) for each in (mux, onnx)]
     documents = {"latency": _document(rows)}
 
     query = {line.figure: line for line in one_query(documents)}
