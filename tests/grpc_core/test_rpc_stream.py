@@ -15,7 +15,7 @@ from tests.support.polling import eventually
 from tests.worker.test_dispatcher import FakeEngine
 
 from teimgr.engine.engine import Engine
-from teimgr.grpc_core import rpc_stream
+from teimgr.grpc_core import rpc_stream, standard_calls
 from teimgr.http2 import sender
 from teimgr.http_server import bind, serving
 from teimgr.pb.tei.v1 import tei_pb2
@@ -89,6 +89,7 @@ async def test_a_message_that_does_not_come_ends_the_call(
 ) -> None:
     monkeypatch.setattr(rpc_stream, "MESSAGE_S", 0.2)
     monkeypatch.setattr(grpc_port, "MESSAGE_S", 0.2)
+    monkeypatch.setattr(standard_calls, "MESSAGE_S", 0.2)
     monkeypatch.setattr(grpc_port, "STREAM_PAUSE_S", 0.2)
     peer = await connect()
     stream = peer.open(head(path))

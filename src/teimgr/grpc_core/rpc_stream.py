@@ -50,16 +50,20 @@ def is_rpc(content_type: str) -> bool:
 class RpcStream:
     """One RPC. When the client resets it, the task that serves it is cancelled; methods need not check.
 
-    `budget` bounds the bytes of messages that are received and not handed on.
+    `budget` bounds the bytes of messages that are received and not handed on; `max_reply_bytes` is `max_message_bytes`
+    unless given.
     """
 
-    def __init__(self, stream: Stream, max_message_bytes: int, budget: ByteBudget) -> None:
+    def __init__(
+        self, stream: Stream, max_message_bytes: int, budget: ByteBudget, max_reply_bytes: int | None = None
+    ) -> None:
         # Of several headers of one name the last counts.
         self.metadata = {name.decode("latin-1"): value.decode("latin-1") for name, value in stream.headers}
         self.path = self.metadata.get(":path", "")
         self._stream = stream
         self._buffer = stream.received
         self._max_message_bytes = max_message_bytes
+        self._max_reply_bytes = max_reply_bytes or max_message_bytes
         self._opened = False
         self.budget = budget
         self.budget_wait_s = _BUDGET_WAIT_S
@@ -92,7 +96,7 @@ class RpcStream:
             DeadlineExceeded: it did not start in time, or did not come to its end in time.
             InvalidInput: the stream ended inside it.
         """
-        if (message := self._received()) is not None:
+        if (message := self.received()) is not None:
             return message
         limit_s = starts_within_s
         try:
@@ -108,7 +112,7 @@ class RpcStream:
         except TimeoutError:
             raise DeadlineExceeded(f"Request timeout: no whole message within {limit_s:g} s") from None
 
-    def _received(self) -> bytes | None:
+    def received(self) -> bytes | None:
         """The next message, where it is received as a whole and within all bounds: no timer is needed."""
         prefix = self._buffer.peek(_PREFIX_BYTES)
         if len(prefix) < _PREFIX_BYTES or prefix[0]:
@@ -152,8 +156,8 @@ class RpcStream:
 
     async def send(self, message: bytes | memoryview) -> None:
         """Send one message, waiting for the client's flow control; raises TooLarge: it exceeds the message limit."""
-        if len(message) > self._max_message_bytes:
-            raise TooLarge(f"Reply message larger than max ({len(message)} vs. {self._max_message_bytes} bytes)")
+        if len(message) > self._max_reply_bytes:
+            raise TooLarge(f"Reply message larger than max ({len(message)} vs. {self._max_reply_bytes} bytes)")
         if not self._opened:
             await self.open()
         prefix = b"\0" + len(message).to_bytes(4, "big")

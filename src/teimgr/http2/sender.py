@@ -39,8 +39,12 @@ class Sender:
             self._transport.writelines(parts)
 
     async def send_headers(self, stream: Stream, headers: Headers, end: bool) -> None:
-        """Send a block of headers once the client reads what was written; raises StreamLost."""
-        if not self._writable.is_set():
+        """Send a block of headers, once the client reads what was written; raises StreamLost.
+
+        The last one of a stream does not wait: a client that does not read would hold a task for each of its calls,
+        and opens no more streams, as the connection is not read either.
+        """
+        if not end and not self._writable.is_set():
             await self._writable.wait()
         stream.check_open()
         try:

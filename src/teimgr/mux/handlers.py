@@ -10,16 +10,16 @@ from functools import partial
 from typing import Any
 
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse, HealthListRequest, HealthListResponse
-from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
 from uvicorn.server import ServerState
 
 from teimgr.auth.policy import CertificateNames, PolicyInForce, Right, authenticate_call, certificate_from_tls
 from teimgr.byte_budget import ByteBudget
 from teimgr.errors import DeadlineExceeded, InvalidInput, Overloaded, TeimgrError
-from teimgr.grpc_core import health_reflection
+from teimgr.grpc_core import health_reflection, standard_calls
 from teimgr.grpc_core.health_reflection import NOT_SERVING, SERVING, HealthService, Reflection
 from teimgr.grpc_core.rpc_stream import RpcStatusError, RpcStream
 from teimgr.grpc_core.rpc_table import BY_PATH, FILES, Rpc, Shape
+from teimgr.grpc_core.standard_calls import StandardCalls
 from teimgr.grpc_core.streams import STREAM_PAUSE_S
 from teimgr.http2.connection import Connection
 from teimgr.http2.stream import Stream, StreamLost
@@ -55,9 +55,6 @@ _RIGHTS = frozenset({Right.INFERENCE})
 # Calls whose message has not come yet, and the time that a client has to send it.
 _OPEN_CALLS = 4096
 _MESSAGE_S = 120.0
-# Those of health and reflection, most of which need no key.
-_OPEN_STANDARD_CALLS = 64
-_STANDARD_MESSAGE_S = 20.0
 # Bytes of messages that are being received, of client streams that are collected into one request, and of replies that
 # are not read; and the part of them that one connection may hold.
 _HELD_BYTES = 512 * 2**20
@@ -81,6 +78,8 @@ class MessageReader:
             Overloaded: too many calls wait for theirs.
             TeimgrError: as `RpcStream.receive`.
         """
+        if (message := call.received()) is not None:
+            return message
         if self._limit is not None and self._waiting >= self._limit:
             raise Overloaded("Too many calls have sent no message yet; try again later")
         self._waiting += 1
@@ -180,8 +179,7 @@ class MuxHandlers:
         path = dict(stream.headers).get(b":path", b"").decode("latin-1")
         rpc = BY_PATH.get(path)
         if rpc is None:
-            call = RpcStream(stream, self._router.limits.max_message_bytes, peer.budget)
-            return self._standard.serve(call, peer.certificate(stream))
+            return self._standard.serve(stream, self._router.limits.max_message_bytes, peer.certificate(stream))
         return self._answer(rpc, peer, stream)
 
     async def _answer(self, rpc: Rpc, peer: Peer, stream: Stream) -> None:
@@ -345,10 +343,11 @@ class StandardServices:
         }
         for name in health_reflection.REFLECTION_SERVICES:
             self._handlers[f"/{name}/{health_reflection.REFLECTION_METHOD}"] = self._reflect
-        self._messages = MessageReader(_OPEN_STANDARD_CALLS, _STANDARD_MESSAGE_S)
+        self._calls = StandardCalls()
 
-    async def serve(self, call: RpcStream, certificate: CertificateNames) -> None:
+    async def serve(self, stream: Stream, max_reply_bytes: int, certificate: CertificateNames) -> None:
         """Answer one RPC."""
+        call = self._calls.call(stream, max_reply_bytes)
         if call.http_refusal:
             await call.refuse(call.http_refusal)
             return
@@ -356,7 +355,8 @@ class StandardServices:
             handler = self._handlers.get(call.path)
             if handler is None:
                 raise RpcStatusError(UNIMPLEMENTED, "Method not found!")
-            await handler(call, certificate)
+            async with self._calls.bounded():
+                await handler(call, certificate)
             status = _OK
         except TeimgrError as error:
             status = GrpcStatus.of(error)
@@ -394,12 +394,10 @@ class StandardServices:
         await self._health.watch(request.service, send)
 
     async def _reflect(self, call: RpcStream, certificate: CertificateNames) -> None:
-        while (raw := await self._messages.next(call)) is not None:
-            request = call.parse(ServerReflectionRequest, raw)
-            await call.send(self._reflection.answer(request).SerializeToString())
+        await self._calls.reflect(call, self._reflection)
 
     async def _message(self, call: RpcStream, kind: Any) -> Any:
-        raw = await self._messages.next(call)
+        raw = await call.receive(standard_calls.MESSAGE_S)
         if raw is None:
             raise InvalidInput("Missing message")
         return call.parse(kind, raw)

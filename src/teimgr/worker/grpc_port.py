@@ -14,14 +14,14 @@ from typing import Any
 
 from google.protobuf.message import Message
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
-from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
 
 from teimgr.byte_budget import ByteBudget, Charge
 from teimgr.errors import DeadlineExceeded, InvalidInput, TeimgrError, Unavailable
-from teimgr.grpc_core import health_reflection
+from teimgr.grpc_core import health_reflection, standard_calls
 from teimgr.grpc_core.health_reflection import NOT_SERVING, SERVING, HealthService, Reflection
 from teimgr.grpc_core.rpc_stream import MESSAGE_S, RpcStatusError, RpcStream, is_rpc
 from teimgr.grpc_core.rpc_table import RPCS, TEI_PACKAGE, Rpc, Shape
+from teimgr.grpc_core.standard_calls import StandardCalls
 from teimgr.grpc_core.streams import STREAM_PAUSE_S, PairCollector, StreamPump
 from teimgr.http2.connection import Connection
 from teimgr.http2.requests import HttpStreams
@@ -112,6 +112,7 @@ class GrpcPort:
         self._dispatcher = dispatcher
         self._health = PortHealth(dispatcher)
         self._reflection = Reflection((tei_pb2.DESCRIPTOR,))
+        self._calls = StandardCalls()
         self._standard: dict[str, Callable[[RpcStream], Awaitable[None]]] = {
             f"/{health_reflection.HEALTH_SERVICE}/Check": self._check_health,
             f"/{health_reflection.HEALTH_SERVICE}/Watch": self._watch_health,
@@ -125,19 +126,20 @@ class GrpcPort:
         budget = ByteBudget(port_budget.limit_bytes // _CONNECTION_SHARE, port_budget)
 
         def serve(stream: Stream) -> Coroutine[Any, Any, None]:
-            if not self._is_rpc(stream):
+            fields = dict(stream.headers)
+            path = fields.get(b":path", b"").decode("latin-1")
+            is_inference = path in _BY_PATH
+            if not (
+                is_inference or path in self._standard or is_rpc(fields.get(b"content-type", b"").decode("latin-1"))
+            ):
                 return http.serve(stream)
             stream.connection.stays_open = True  # a channel is open for long
-            rpc = RpcStream(stream, self._dispatcher.spec.max_message_bytes, budget)
+            limit = self._dispatcher.spec.max_message_bytes
+            rpc = RpcStream(stream, limit, budget) if is_inference else self._calls.call(stream, limit)
             stream.on_stopping = partial(rpc.stop, Unavailable("the instance is stopping"))
             return self._serve(rpc)
 
         return Connection(serve, state)
-
-    def _is_rpc(self, stream: Stream) -> bool:
-        fields = dict(stream.headers)
-        path = fields.get(b":path", b"").decode("latin-1")
-        return is_rpc(fields.get(b"content-type", b"").decode("latin-1")) or path in _BY_PATH or path in self._standard
 
     def stop(self) -> None:
         """Report NOT_SERVING and end the watches of health."""
@@ -175,7 +177,8 @@ class GrpcPort:
             standard = self._standard.get(stream.path)
             if standard is None:
                 raise RpcStatusError(UNIMPLEMENTED, "Method not found")
-            await standard(stream)
+            async with self._calls.bounded():
+                await standard(stream)
             return
         if not self._dispatcher.spec.accepts(stream.metadata.get("authorization", "").encode()):
             raise RpcStatusError(UNAUTHENTICATED, "No valid auth token")
@@ -218,7 +221,7 @@ class GrpcPort:
         return call
 
     async def _check_health(self, stream: RpcStream) -> None:
-        request = await _read(stream, HealthCheckRequest) or HealthCheckRequest()
+        request = await _health_request(stream)
         status: Any = self._health.status_of(request.service)
         await stream.send(HealthCheckResponse(status=status).SerializeToString())
 
@@ -226,14 +229,13 @@ class GrpcPort:
         async def send(response: Message) -> None:
             await stream.send(response.SerializeToString())
 
-        request = await _read(stream, HealthCheckRequest) or HealthCheckRequest()
+        request = await _health_request(stream)
         await self._health.watch(request.service, send)
 
     async def _reflect(self, stream: RpcStream) -> None:
-        while (request := await _read(stream, ServerReflectionRequest)) is not None:
-            await stream.send(self._reflection.answer(request).SerializeToString())
+        await self._calls.reflect(stream, self._reflection)
 
 
-async def _read(stream: RpcStream, kind: Any) -> Any:
-    raw = await stream.receive(MESSAGE_S)
-    return None if raw is None else stream.parse(kind, raw)
+async def _health_request(stream: RpcStream) -> Any:
+    raw = await stream.receive(standard_calls.MESSAGE_S)
+    return HealthCheckRequest() if raw is None else stream.parse(HealthCheckRequest, raw)
