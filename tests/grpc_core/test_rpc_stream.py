@@ -125,6 +125,15 @@ async def test_replies_are_held_until_read_and_a_client_that_does_not_read_is_cu
     await eventually(lambda: not dispatcher.port_budget.taken_bytes)
 
 
+async def test_a_deadline_in_millennia_is_served(connect: Connect) -> None:
+    peer = await connect()
+    stream = peer.open(head("/tei.v1.Info/Info", **{"grpc-timeout": "99999999H"}))
+    peer.h2.send_data(stream, framed(b""), end_stream=True)
+    peer.flush()
+
+    assert dict((await peer.until(h2.events.TrailersReceived)).headers)["grpc-status"] == "0"
+
+
 @pytest.mark.parametrize("sent", [b"\0\0", framed(b"abc", 9)])
 async def test_an_end_inside_a_message_is_invalid(sent: bytes, connect: Connect) -> None:
     peer = await connect()

@@ -17,6 +17,7 @@ from teimgr.byte_budget import ByteBudget, Charge
 from teimgr.errors import Cancelled, DeadlineExceeded, InvalidInput, TeimgrError, TooLarge, Unsupported
 from teimgr.http2.framing import Headers
 from teimgr.http2.stream import Stalled, Stream
+from teimgr.wire.frames import MAX_DEADLINE_MS
 from teimgr.wire.status import GrpcStatus
 
 _HEAD: Headers = ((b":status", b"200"), (b"content-type", b"application/grpc"))
@@ -77,14 +78,14 @@ class RpcStream:
         return 0 if _CONTENT_TYPE.fullmatch(self.metadata.get("content-type", "")) else 415
 
     def timeout_s(self) -> float | None:
-        """The client's timeout, None for no bound; raises InvalidInput: malformed header."""
+        """The client's timeout, at most that of a frame, None for no bound; raises InvalidInput: malformed header."""
         text = self.metadata.get("grpc-timeout")
         if text is None:
             return None
         match = _TIMEOUT.fullmatch(text)
         if match is None:
             raise InvalidInput("Malformed grpc-timeout")
-        return int(match[1]) * _UNIT_S[match[2]]
+        return min(int(match[1]) * _UNIT_S[match[2]], MAX_DEADLINE_MS / 1000)
 
     async def receive(self, starts_within_s: float | None = None) -> bytes | None:
         """The client's next message, None after the last. It is charged to `charge` before its body is read.
