@@ -14,9 +14,10 @@ from tests.support.http_connections import hello
 from tests.support.polling import eventually
 from tests.worker.test_dispatcher import FakeEngine
 
+from teimgr.byte_budget import ByteBudget
 from teimgr.engine.engine import Engine
 from teimgr.grpc_core import rpc_stream, standard_calls
-from teimgr.http2 import sender
+from teimgr.http2 import connection, sender
 from teimgr.http_server import bind, serving
 from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.spec import WorkerSpec
@@ -53,8 +54,10 @@ async def connect(address: tuple[str, int]) -> AsyncIterator[Connect]:
 
 
 async def test_bytes_of_messages_that_arrive_are_bounded_over_all_connections(
-    dispatcher: Dispatcher, connect: Connect
+    dispatcher: Dispatcher, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    ahead = ByteBudget(1 << 20)
+    monkeypatch.setattr(connection, "_AHEAD", ahead)
     peers = [await connect() for _ in range(8)]
     left = {(peer, peer.open(HEAD)): framed(b"x" * (MESSAGE - 1), MESSAGE) for peer in peers for _ in range(20)}
     progress = True
@@ -68,7 +71,8 @@ async def test_bytes_of_messages_that_arrive_are_bounded_over_all_connections(
             await peer.settled()
 
     sent = sum(MESSAGE + 4 - len(data) for data in left.values())
-    assert sent <= dispatcher.port_budget.limit_bytes + len(peers) * (1 << 20)  # and each connection's window
+    windows = len(peers) * connection._CONNECTION_WINDOW + ahead.limit_bytes
+    assert sent <= dispatcher.port_budget.limit_bytes + windows
     assert dispatcher.port_budget.taken_bytes <= dispatcher.port_budget.limit_bytes
     for peer in peers:
         peer.writer.close()

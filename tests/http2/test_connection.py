@@ -14,10 +14,13 @@ from h2.errors import ErrorCodes
 from tests.fuzz.http2 import frames_of
 from tests.support.h2_peer import LIMIT_S, Peer, connecting, request
 from tests.support.polling import eventually
+from uvicorn.server import ServerState
 
 from teimgr import http_protocol
+from teimgr.byte_budget import ByteBudget
 from teimgr.http2 import connection, sender
 from teimgr.http2.requests import protocol
+from teimgr.http2.stream import Stream
 from teimgr.http_server import Listener, bind, serving
 
 HEAD = request("/hang")
@@ -251,6 +254,66 @@ async def test_a_stream_waits_for_its_turn_once_however_often_its_window_opens(
     (served,) = listener._server.server_state.connections
 
     assert 0 < len(cast(connection.Connection, served).sender._ready) <= len(streams)
+
+
+@pytest.fixture
+async def connect_stalling() -> AsyncIterator[Connect]:
+    """Connects to a server that reads the requests to all paths but `/stall`."""
+
+    async def serve(stream: Stream) -> None:
+        if (b":path", b"/stall") in stream.headers:
+            await asyncio.Event().wait()
+        while await stream.received.read_some():
+            pass
+        await stream.send_headers([(b":status", b"200")], end=True)
+
+    state = ServerState()
+    sock = bind("127.0.0.1", 0)
+    server = await asyncio.get_running_loop().create_server(lambda: connection.Connection(serve, state), sock=sock)
+    async with server, connecting(*sock.getsockname()) as connect:
+        yield connect
+
+
+async def stalled(peer: Peer, streams: int) -> dict[int, int]:
+    """Fill the windows of streams that are not read: the bytes sent on each."""
+    sent = {peer.open(request("/stall", "POST")): 0 for _ in range(streams)}
+    while progress := {stream: peer.send(stream, bytes(LARGE)) for stream in sent}:
+        if not any(progress.values()):
+            return sent
+        sent = {stream: sent[stream] + progress[stream] for stream in sent}
+        await peer.settled()
+    raise AssertionError
+
+
+async def test_streams_that_are_not_read_do_not_block_the_others(connect_stalling: Connect) -> None:
+    peer = await connect_stalling()
+
+    sent = await stalled(peer, 20)
+
+    assert set(sent.values()) == {connection._STREAM_WINDOW}
+    assert (await peer.ask(request("/", "POST"), bytes(connection._STREAM_WINDOW)))[0] == 200
+    assert connection._AHEAD.taken_bytes >= 20 * connection._STREAM_WINDOW - connection._CONNECTION_WINDOW
+    for stream in sent:
+        peer.h2.reset_stream(stream)
+    peer.flush()
+    await eventually(lambda: not connection._AHEAD.taken_bytes)
+
+
+async def test_bytes_that_are_not_read_are_bounded_for_a_connection_and_for_all(
+    connect_stalling: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    budget = ByteBudget(4 * LARGE)
+    monkeypatch.setattr(connection, "_AHEAD", budget)
+    peers = [await connect_stalling() for _ in range(6)]
+
+    sent = [sum((await stalled(peer, 20)).values()) for peer in peers]
+
+    windows = connection._CONNECTION_WINDOW
+    assert all(windows <= each <= windows + LARGE for each in sent)
+    assert budget.limit_bytes * 0.9 < budget.taken_bytes <= budget.limit_bytes
+    for peer in peers:
+        peer.writer.close()
+    await eventually(lambda: not budget.taken_bytes)
 
 
 async def test_streams_that_were_reset_count_until_their_requests_end(

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from uvicorn.server import ServerState
 
+from teimgr.byte_budget import ByteBudget
 from teimgr.http2.framing import ConnectionBroken, ErrorCode, Framing, Headers, Payload
 from teimgr.http2.sender import Sender
 from teimgr.http2.stream import Stream, StreamLost
@@ -25,9 +26,14 @@ logging.getLogger("hpack").setLevel(logging.WARNING)
 MAX_STREAMS = 1024
 # Tasks of the streams of all connections: each takes some kilobytes. More are refused unprocessed.
 MAX_TASKS = 8192
-# Bytes that clients may send before they are read: fewer per stream, so that a stalled one does not block the rest.
+# Bytes that clients may send before they are read.
 _STREAM_WINDOW = 1 << 18
 _CONNECTION_WINDOW = 1 << 20
+# Once streams that are not read hold half of the connection's window, it is opened ahead of their reader, else four of
+# them would block all others of their connection. So many bytes of all connections of the process, and this part of
+# them for one connection.
+_AHEAD = ByteBudget(64 * 2**20)
+_AHEAD_SHARE = 4
 # Control frames (PING, SETTINGS, RST_STREAM, PRIORITY, empty DATA, unknown ones) and refused streams that a connection
 # may send at once, and per second after that. Each costs an acknowledgement or a task; a client that cancels calls
 # sends one for each. A change of the initial window costs more, as it concerns every stream.
@@ -75,6 +81,7 @@ class Connection(asyncio.Protocol):
         self._streams: dict[int, Stream] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._answered: dict[int, _Answered] = {}  # whose clients still send
+        self._ahead = ByteBudget(_AHEAD.limit_bytes // _AHEAD_SHARE, _AHEAD)
         self._allowance = float(_CONTROL_BURST)
         self._allowance_at = 0.0
         self._idle: asyncio.TimerHandle | None = None
@@ -163,8 +170,15 @@ class Connection(asyncio.Protocol):
         self.sender.flush()
 
     def acknowledge(self, stream: Stream, size: int) -> None:
-        if size and not self.transport.is_closing():
+        if not size:
+            return
+        ahead = min(stream.ahead, size)
+        if ahead:
+            stream.ahead -= ahead
+            self._ahead.give_back(ahead)
+        if not self.transport.is_closing():
             self._framing.acknowledge(stream.number, size)
+            self._framing.open_window(size - ahead)
             self.sender.flush()
 
     # Called by the framing.
@@ -186,9 +200,13 @@ class Connection(asyncio.Protocol):
         stream = self._streams.get(number)
         if stream is None or stream.is_lost:  # answered before its end
             self._framing.acknowledge(number, size)
+            self._framing.open_window(size)
             self._discard(number, size)
         else:
             stream.received.add(data, size)
+            if self._framing.receive_window < _CONNECTION_WINDOW // 2 and self._ahead.try_take(size):
+                stream.ahead += size
+                self._framing.open_window(size)
 
     def on_end(self, number: int) -> None:
         if (stream := self._streams.get(number)) is not None:

@@ -209,7 +209,7 @@ class Framing:
         self._receiver = receiver
         self._max_streams = max_streams
         self._stream_window = stream_window
-        self._connection_window = self._receive_window = connection_window
+        self._connection_window = connection_window
         self._unacknowledged = 0
         self._decoder = HeaderDecoder()
         self._flows: dict[int, _Flow] = {}
@@ -225,6 +225,8 @@ class Framing:
         self._last_stream: int | None = None  # that the first GOAWAY named
         self.highest_stream = 0
         """The highest number of a stream that the client opened."""
+        self.receive_window = connection_window
+        """Bytes of DATA that the client may send on the connection."""
         self.send_window = _DEFAULT_WINDOW
         """Bytes of DATA that may be sent on the connection."""
         self.max_frame = _DEFAULT_FRAME
@@ -290,13 +292,13 @@ class Framing:
     def _on_data(self, flags: int, number: int, payload: Payload) -> None:
         flow, size = self._flows.get(number), len(payload)
         self._check_opened(number, "DATA")
-        self._receive_window -= size
-        if self._receive_window < 0:
+        self.receive_window -= size
+        if self.receive_window < 0:
             raise ConnectionBroken(ErrorCode.FLOW_CONTROL_ERROR, "more than the connection's window")
         if flags & _PADDED:
             payload = _unpadded(payload)
         if flow is None or flow.ended_there:
-            self._open_window(size)
+            self.open_window(size)
             if flow is not None:
                 self._break_stream(number, ErrorCode.STREAM_CLOSED)
             elif not self._may_have_been_sent(number, flags, size):
@@ -304,7 +306,7 @@ class Framing:
             return
         flow.receive_window -= size
         if flow.receive_window < 0:
-            self._open_window(size)
+            self.open_window(size)
             self._break_stream(number, ErrorCode.FLOW_CONTROL_ERROR)
             return
         if not payload and not flags & _END_STREAM:
@@ -532,8 +534,7 @@ class Framing:
         self._put(_GOAWAY_TYPE, 0, 0, _GOAWAY.pack(self._last_stream, code))
 
     def acknowledge(self, number: int, size: int) -> None:
-        """Let the client send `size` bytes more on a stream, which may be closed, and on the connection."""
-        self._open_window(size)
+        """Let the client send `size` bytes more on a stream, which may be closed."""
         flow = self._flows.get(number)
         if flow is not None and not flow.ended_there:
             flow.unacknowledged += size
@@ -542,11 +543,12 @@ class Framing:
                 flow.receive_window += flow.unacknowledged
                 flow.unacknowledged = 0
 
-    def _open_window(self, size: int) -> None:
+    def open_window(self, size: int) -> None:
+        """Let the client send `size` bytes more on the connection."""
         self._unacknowledged += size
         if self._unacknowledged >= self._connection_window // _UPDATE_SHARE:
             self._put(_WINDOW_UPDATE, 0, 0, _LONG.pack(self._unacknowledged))
-            self._receive_window += self._unacknowledged
+            self.receive_window += self._unacknowledged
             self._unacknowledged = 0
 
     def _flow(self, number: int) -> _Flow:

@@ -123,6 +123,7 @@ class Stream:
         self.number = number
         self.headers = headers
         self.received = ReceiveBuffer(self._acknowledge)
+        self.ahead = 0  # unread bytes for which the connection's window was opened already
         self.on_lost: Callable[[], object] | None = None
         self.on_stopping: Callable[[], object] | None = None
         self.discards_rest = False
