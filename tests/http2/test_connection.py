@@ -19,6 +19,7 @@ from uvicorn.server import ServerState
 from teimgr import http_protocol
 from teimgr.byte_budget import ByteBudget
 from teimgr.http2 import connection, sender
+from teimgr.http2.framing import Framing, Payload
 from teimgr.http2.requests import protocol
 from teimgr.http2.stream import Stream
 from teimgr.http_server import Listener, bind, serving
@@ -254,6 +255,52 @@ async def test_a_stream_waits_for_its_turn_once_however_often_its_window_opens(
     (served,) = listener._server.server_state.connections
 
     assert 0 < len(cast(connection.Connection, served).sender._ready) <= len(streams)
+
+
+@pytest.fixture
+def writes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes of what servers write."""
+    sizes: list[int] = []
+    take: Callable[[Framing], list[Payload]] = Framing.take
+
+    def recorded(self: Framing) -> list[Payload]:
+        parts = take(self)
+        if parts:
+            sizes.append(sum(map(len, parts)))
+        return parts
+
+    monkeypatch.setattr(Framing, "take", recorded)
+    return sizes
+
+
+async def test_a_response_is_one_write_and_so_are_those_of_one_turn(connect: Connect, writes: list[int]) -> None:
+    peer = await connect()
+    writes.clear()
+
+    assert (await peer.ask(request("/")))[2] == b"answer"
+    assert len(writes) == 1
+
+    streams = [peer.h2.get_next_available_stream_id()]
+    for _ in range(10):
+        streams.append(streams[-1] + 2)
+    for stream in streams:
+        peer.h2.send_headers(stream, request("/"), end_stream=True)
+    peer.flush()
+    assert [(await peer.response(stream))[2] for stream in streams] == [b"answer"] * 11
+    assert len(writes) == 2
+
+
+async def test_what_waits_for_the_end_of_a_turn_is_bounded(connect: Connect, writes: list[int]) -> None:
+    peer = await connect()
+    peer.h2.update_settings({h2.settings.SettingCodes.INITIAL_WINDOW_SIZE: LARGE})
+    peer.h2.increment_flow_control_window(10 * LARGE)
+    await peer.settled()
+    writes.clear()
+    streams = [peer.open(request("/large"), end=True) for _ in range(10)]
+    assert [len((await peer.response(stream))[2]) for stream in streams] == [LARGE] * 10
+
+    assert sum(writes) > 10 * LARGE
+    assert max(writes) <= sender._WAITING_BYTES + sender._FRAME_BYTES + 1024
 
 
 @pytest.fixture

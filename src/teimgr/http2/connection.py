@@ -120,7 +120,7 @@ class Connection(asyncio.Protocol):
             self._break()
         else:
             self.sender.send_waiting()
-            self.sender.flush()
+            self.sender.write()  # answers to control frames: so that those of a client that does not read are held back
 
     def pause_writing(self) -> None:
         """Backpressure: while the client does not read, nothing is read that would need an answer."""
@@ -313,12 +313,12 @@ class Connection(asyncio.Protocol):
             self._close()
 
     def _break(self) -> None:
-        self.sender.flush()
         self._close()
         self._lose_streams()
 
     def _close(self) -> None:
         if not self.transport.is_closing():
+            self.sender.write()
             if self.transport.get_write_buffer_size():
                 self._stall_guard.paused()  # the close waits until the client has read what was sent
             self.transport.close()

@@ -222,6 +222,8 @@ class Framing:
         self._block_stream = self._block_flags = 0
         self._initial_window = _DEFAULT_WINDOW
         self._out: list[Payload] = []
+        self.waiting_bytes = 0
+        """Bytes that `take` will return."""
         self._last_stream: int | None = None  # that the first GOAWAY named
         self.highest_stream = 0
         """The highest number of a stream that the client opened."""
@@ -474,7 +476,7 @@ class Framing:
 
     def take(self) -> list[Payload]:
         """The bytes to send, in parts, each once."""
-        out, self._out = self._out, []
+        out, self._out, self.waiting_bytes = self._out, [], 0
         return out
 
     def headers(self, number: int, headers: Headers, end: bool) -> None:
@@ -510,6 +512,7 @@ class Framing:
         self._out.append(_HEAD.pack(size >> 16, size & 0xFFFF, _DATA, _END_STREAM if end else 0, number))
         if size:
             self._out.append(data)
+        self.waiting_bytes += _HEAD.size + size
         if end:
             self._end_here(number, flow)
 
@@ -565,6 +568,7 @@ class Framing:
     def _put(self, kind: int, flags: int, number: int, payload: bytes) -> None:
         size = len(payload)
         self._out.append(_HEAD.pack(size >> 16, size & 0xFFFF, kind, flags, number) + payload)
+        self.waiting_bytes += _HEAD.size + size
 
 
 def _check_block(block: Payload | bytearray) -> None:
