@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 
 from teimgr.byte_budget import ByteBudget, Charge
 from teimgr.errors import Cancelled, DeadlineExceeded, InvalidInput, TeimgrError, TooLarge, Unsupported
-from teimgr.http2.framing import Headers
+from teimgr.http2.header_decoder import Headers
 from teimgr.http2.stream import Stalled, Stream
 from teimgr.wire.frames import MAX_DEADLINE_MS
 from teimgr.wire.status import GrpcStatus

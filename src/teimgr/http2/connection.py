@@ -14,14 +14,13 @@ from typing import Any, cast
 from uvicorn.server import ServerState
 
 from teimgr.byte_budget import ByteBudget
-from teimgr.http2.framing import ConnectionBroken, ErrorCode, Framing, Headers, Payload
+from teimgr.http2.framing import ConnectionBroken, ErrorCode, Framing, Payload
+from teimgr.http2.header_decoder import Headers
 from teimgr.http2.sender import Sender
 from teimgr.http2.stream import Stream, StreamLost
 from teimgr.http_protocol import HEAD_LIMIT_S, KEEP_ALIVE_S, StallGuard
 
 log = logging.getLogger(__name__)
-# At lower levels hpack logs every header, API keys included.
-logging.getLogger("hpack").setLevel(logging.WARNING)
 
 MAX_STREAMS = 1024
 # Tasks of the streams of all connections: each takes some kilobytes. More are refused unprocessed.

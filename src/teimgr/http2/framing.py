@@ -1,21 +1,19 @@
 """Framing of one HTTP/2 connection, server side: frames, header blocks, settings, flow control, states of streams.
 
-Protocol: RFC 9113; header blocks: RFC 7541, decoded by the `hpack` library. Response headers are literals that enter no
-dynamic table, so they cost no state and no search.
+Protocol: RFC 9113; header blocks: RFC 7541, received ones in `header_decoder.py`. Response headers are literals that
+enter no dynamic table, so they cost no state and no search.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from enum import IntEnum
 from functools import lru_cache
-from typing import Protocol, cast
+from typing import Protocol
 
-from hpack import Decoder, HPACKError, OversizedHeaderListError
-from hpack.table import HeaderTable
+from teimgr.http2.header_decoder import MAX_HEADER_BYTES, BlockTooLarge, HeaderDecoder, Headers, InvalidBlock
 
-Headers = Sequence[tuple[bytes, bytes]]
 Payload = bytes | memoryview
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -49,12 +47,8 @@ _MAX_FRAME_LIMIT = 2**24 - 1
 _RECEIVED_FRAME = 2**18
 # Payloads of DATA beyond this are not copied before the stream takes them.
 _COPIED_BYTES = 4096
-_MAX_HEADER_BYTES = 65_536
 # A window is opened again once this part of it is used up.
 _UPDATE_SHARE = 4
-# Header blocks that clients repeat, and their longest.
-_CACHED_BLOCKS = 64
-_CACHED_BLOCK_BYTES = 1024
 # Streams that were reset here and whose clients may not have received that yet.
 _RESET_STREAMS = 1024
 
@@ -122,49 +116,6 @@ class _Flow:
         self.receive_window = receive_window
         self.unacknowledged = 0
         self.ended_here = self.ended_there = False
-
-
-class _CountingTable(HeaderTable):
-    """HPACK's table with a count of its changes."""
-
-    changes = 0
-
-    def add(self, name: bytes, value: bytes) -> None:
-        self.changes += 1
-        super().add(name, value)
-
-
-class HeaderDecoder:
-    """Decodes header blocks, those that were decoded before from a cache.
-
-    A block that leaves the table as it was gives the same headers while the table stays so; clients send such blocks
-    for all calls but the first ones.
-    """
-
-    def __init__(self) -> None:
-        self._decoder = Decoder(_MAX_HEADER_BYTES)
-        self._decoder.header_table = self._table = _CountingTable()
-        self._known: dict[bytes, Headers] = {}
-
-    def decode(self, block: bytes) -> Headers:
-        """Raises ConnectionBroken: the block is malformed, or its headers are too large."""
-        known = self._known.get(block)
-        if known is not None:
-            return known
-        before = self._table.changes, self._table.maxsize
-        try:
-            headers = cast(Headers, tuple(self._decoder.decode(block, raw=True)))
-        except OversizedHeaderListError as error:
-            raise ConnectionBroken(ErrorCode.ENHANCE_YOUR_CALM, str(error)) from error
-        except HPACKError as error:
-            raise ConnectionBroken(ErrorCode.COMPRESSION_ERROR, str(error)) from error
-        except (IndexError, ValueError) as error:  # of a block that is cut off
-            raise ConnectionBroken(ErrorCode.COMPRESSION_ERROR, "a header block is cut off") from error
-        if before != (self._table.changes, self._table.maxsize):
-            self._known.clear()
-        elif len(block) <= _CACHED_BLOCK_BYTES and len(self._known) < _CACHED_BLOCKS:
-            self._known[block] = headers
-        return headers
 
 
 @lru_cache(256)
@@ -237,7 +188,7 @@ class Framing:
             _MAX_STREAMS: max_streams,
             _INITIAL_WINDOW: stream_window,
             _MAX_FRAME: _RECEIVED_FRAME,
-            _MAX_HEADER_LIST: _MAX_HEADER_BYTES,
+            _MAX_HEADER_LIST: MAX_HEADER_BYTES,
         }
         self._put(_SETTINGS, 0, 0, b"".join(_SETTING.pack(*each) for each in settings.items()))
         self._put(_WINDOW_UPDATE, 0, 0, _LONG.pack(connection_window - _DEFAULT_WINDOW))
@@ -352,7 +303,12 @@ class Framing:
             self._on_block(self._block_flags, number, block)
 
     def _on_block(self, flags: int, number: int, block: bytes) -> None:
-        headers = self._decoder.decode(block)  # refused ones too: the table has to follow the client's
+        try:
+            headers = self._decoder.decode(block)  # of refused streams too: the table has to follow the client's
+        except BlockTooLarge as error:
+            raise ConnectionBroken(ErrorCode.ENHANCE_YOUR_CALM, str(error)) from error
+        except InvalidBlock as error:
+            raise ConnectionBroken(ErrorCode.COMPRESSION_ERROR, str(error)) from error
         flow = self._flows.get(number)
         if flow is not None:
             self._on_trailers(flags, number, flow)
@@ -572,7 +528,7 @@ class Framing:
 
 
 def _check_block(block: Payload | bytearray) -> None:
-    if len(block) > _MAX_HEADER_BYTES:
+    if len(block) > MAX_HEADER_BYTES:
         raise ConnectionBroken(ErrorCode.ENHANCE_YOUR_CALM, "a header block that is too long")
 
 

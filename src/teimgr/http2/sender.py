@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-from teimgr.http2.framing import Framing, Headers
+from teimgr.http2.framing import Framing
+from teimgr.http2.header_decoder import Headers
 from teimgr.http2.stream import Stalled, Stream, StreamLost
 from teimgr.http_protocol import LEAST_READ_BYTES, STALL_S
 

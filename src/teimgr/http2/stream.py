@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from teimgr.http2.framing import ErrorCode, Headers, Payload
+from teimgr.http2.framing import ErrorCode, Payload
+from teimgr.http2.header_decoder import Headers
 
 if TYPE_CHECKING:
     from teimgr.http2.connection import Connection
