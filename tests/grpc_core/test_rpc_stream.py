@@ -40,10 +40,15 @@ async def dispatcher() -> Dispatcher:
 
 
 @pytest.fixture
-async def address(dispatcher: Dispatcher) -> AsyncIterator[tuple[str, int]]:
+async def port(dispatcher: Dispatcher) -> GrpcPort:
+    return GrpcPort(dispatcher)
+
+
+@pytest.fixture
+async def address(port: GrpcPort) -> AsyncIterator[tuple[str, int]]:
     sock = bind("127.0.0.1", 0)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16384)  # of its connections: what is not read shows early
-    async with serving(hello, sock, GrpcPort(dispatcher).protocol):
+    async with serving(hello, sock, port.protocol):
         yield sock.getsockname()
 
 
@@ -110,7 +115,7 @@ async def test_a_message_that_does_not_come_ends_the_call(
 
 
 async def test_replies_are_held_until_read_and_a_client_that_does_not_read_is_cut_off(
-    dispatcher: Dispatcher, connect: Connect, monkeypatch: pytest.MonkeyPatch
+    port: GrpcPort, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sender, "STALL_S", 0.5)
     reader = await connect()
@@ -122,11 +127,41 @@ async def test_replies_are_held_until_read_and_a_client_that_does_not_read_is_cu
     reader.flush()
     await reader.settled()
 
-    assert dispatcher.port_budget.taken_bytes > 0
+    assert port._unread.taken_bytes > 0
     trailers = dict((await reader.until(h2.events.TrailersReceived)).headers)
 
     assert trailers["grpc-status"] == "1"
-    await eventually(lambda: not dispatcher.port_budget.taken_bytes)
+    await eventually(lambda: not port._unread.taken_bytes)
+
+
+async def test_replies_that_one_client_does_not_read_hold_up_its_own_calls_alone(
+    port: GrpcPort, connect: Connect
+) -> None:
+    port._unread.limit_bytes = 4  # a byte for one connection
+    silent, reader = await connect(), await connect()
+    silent.h2.update_settings({h2.settings.SettingCodes.INITIAL_WINDOW_SIZE: 0})
+    silent.flush()
+    await silent.settled()
+    for _ in range(3):
+        stream = silent.open(head("/tei.v1.Info/Info"))
+        silent.h2.send_data(stream, framed(b""), end_stream=True)
+        silent.flush()
+        await silent.settled()
+
+    held = port._unread.taken_bytes
+    assert 4 < held < 100, "the reply to the first call alone"
+    for _ in range(3):
+        stream = reader.open(head("/tei.v1.Info/Info"))
+        reader.h2.send_data(stream, framed(b""), end_stream=True)
+        reader.flush()
+        while (await reader.until(h2.events.TrailersReceived)).stream_id != stream:
+            await reader.take()
+
+    silent.h2.update_settings({h2.settings.SettingCodes.INITIAL_WINDOW_SIZE: 1000})
+    silent.flush()
+    while (await silent.until(h2.events.TrailersReceived)).stream_id != 5:
+        await silent.take()
+    assert port._unread.taken_bytes == 0
 
 
 async def test_a_deadline_in_millennia_is_served(connect: Connect) -> None:

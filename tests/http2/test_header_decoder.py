@@ -41,8 +41,10 @@ def strings(draw: Any) -> bytes:
 @st.composite
 def fields(draw: Any) -> bytes:
     """The representation of one field, or a size of the table (RFC 7541, section 6)."""
-    index = draw(st.one_of(st.integers(1, 75), st.sampled_from([0, 127, 200, 2**31])))
-    match draw(st.sampled_from(["indexed", "indexed", "entered", "entered", "not entered", "never", "size", "bytes"])):
+    index = draw(
+        st.one_of(st.integers(1, 62), st.integers(1, 63), st.sampled_from([1, 2, 62, 62, 0, 65, 127, 200, 2**31]))
+    )
+    match draw(st.sampled_from(["indexed", *["entered"] * 4, "not entered", "never", "size", "bytes"])):
         case "indexed":
             return encoded(index, 7, 0x80)
         case "size":

@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import h2.events
+import h2.settings
 import pyarrow as pa
 import pytest
 from tests.support.frame_worker import TIMINGS, FrameWorker, Request, echo, hold
@@ -612,3 +613,29 @@ async def test_client_streams_of_one_connection_hold_a_part_of_the_budget(
             assert await calls[2].code() is Status.OK
             for call in calls:
                 call.cancel()
+
+
+async def test_replies_that_some_clients_do_not_read_hold_up_no_others(
+    start_worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handlers, "_HELD_BYTES", 400)
+    worker = await start_worker(
+        lambda request: request.reply(tei_pb2.EmbedResponse(embeddings=[1] * 100).SerializeToString())
+    )
+
+    async with (
+        Server(Policy(), running("a", worker)) as port,
+        connecting("127.0.0.1", port) as connect,
+        grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
+        asyncio.timeout(LIMIT_S),
+    ):
+        for _ in range(5):
+            silent = await connect()
+            silent.h2.update_settings({h2.settings.SettingCodes.INITIAL_WINDOW_SIZE: 0})
+            for _ in range(3):
+                stream = silent.open(head(EMBED))
+                silent.h2.send_data(stream, framed(embed("x").SerializeToString()), end_stream=True)
+                silent.flush()
+            await silent.until(h2.events.ResponseReceived)
+
+        assert len((await stub(channel, "Embed")(embed("x"))).embeddings) == 100

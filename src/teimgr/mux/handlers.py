@@ -13,7 +13,7 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse, H
 from uvicorn.server import ServerState
 
 from teimgr.auth.policy import CertificateNames, PolicyInForce, Right, authenticate_call, certificate_from_tls
-from teimgr.byte_budget import ByteBudget
+from teimgr.byte_budget import ByteBudget, UnreadReplies
 from teimgr.errors import DeadlineExceeded, InvalidInput, Overloaded, TeimgrError
 from teimgr.grpc_core import health_reflection, standard_calls
 from teimgr.grpc_core.health_reflection import NOT_SERVING, SERVING, HealthService, Reflection
@@ -55,8 +55,8 @@ _RIGHTS = frozenset({Right.INFERENCE})
 # Calls whose message has not come yet, and the time that a client has to send it.
 _OPEN_CALLS = 4096
 _MESSAGE_S = 120.0
-# Bytes of messages that are being received, of client streams that are collected into one request, and of replies that
-# are not read; and the part of them that one connection may hold.
+# Bytes of messages that are being received and of client streams that are collected into one request; as many of
+# replies that are not read; and the part of them that one connection may hold.
 _HELD_BYTES = 512 * 2**20
 _CONNECTION_SHARE = 4
 _CONTEXT_KEYS = (REQUEST_ID, TRACEPARENT, TRACESTATE)
@@ -90,10 +90,11 @@ class MessageReader:
 
 
 class Peer:
-    """What is the same for all calls of a connection: the names of its client's certificate, and its budget."""
+    """What is the same for all calls of a connection: the names of its client's certificate, and its budgets."""
 
-    def __init__(self, budget: ByteBudget) -> None:
+    def __init__(self, budget: ByteBudget, unread: ByteBudget) -> None:
         self.budget = ByteBudget(budget.limit_bytes // _CONNECTION_SHARE, budget)
+        self.unread = UnreadReplies(unread, _CONNECTION_SHARE)
         self._certificate: CertificateNames | None = None
 
     def certificate(self, stream: Stream) -> CertificateNames:
@@ -108,6 +109,7 @@ class InferenceCall(RpcStream):
     Attributes:
         rpc: Its entry in the table.
         record: Its counters.
+        unread: The replies that the client of its connection has not read.
         deadline: Monotonic time of the client's deadline, None for none.
     """
 
@@ -115,6 +117,7 @@ class InferenceCall(RpcStream):
         super().__init__(stream, max_message_bytes, peer.budget)
         self.rpc = rpc
         self.record = record
+        self.unread = peer.unread
         self.deadline: float | None = None
 
     def remaining_s(self) -> float | None:
@@ -163,6 +166,7 @@ class MuxHandlers:
         self._messages = MessageReader(_OPEN_CALLS, _MESSAGE_S)
         self._stream_messages = MessageReader(None, STREAM_PAUSE_S)
         self._held = ByteBudget(_HELD_BYTES)
+        self._unread = ByteBudget(_HELD_BYTES)
         self._standard = StandardServices(policy, health)
         self._bodies: dict[Shape, Callable[[InferenceCall, RouterView], Awaitable[WorkerReply | None]]] = {
             Shape.UNARY: self._unary,
@@ -172,7 +176,7 @@ class MuxHandlers:
 
     def protocol(self, state: ServerState, max_connections: int | None = None) -> Connection:
         """The protocol of a connection."""
-        serve = partial(self._serve, Peer(self._held))
+        serve = partial(self._serve, Peer(self._held, self._unread))
         return Connection(serve, state, stays_open=True, max_connections=max_connections)
 
     def _serve(self, peer: Peer, stream: Stream) -> Coroutine[Any, Any, None]:
@@ -222,27 +226,33 @@ class MuxHandlers:
 
     async def _within_deadline(self, call: InferenceCall, router: RouterView) -> WorkerReply | None:
         """The reply of a single call or of a collected stream; a bidi stream's are sent when this returns."""
-        body, timeout_s = self._bodies[call.rpc.shape], call.timeout_s()
+        timeout_s = call.timeout_s()
         if timeout_s is None:
-            return await body(call, router)
+            return await self._body(call, router)
         call.deadline = time.monotonic() + timeout_s
         try:
             async with asyncio.timeout(timeout_s) as limit:
-                return await body(call, router)
+                return await self._body(call, router)
         except TimeoutError:
             if not limit.expired():
                 raise
             raise DeadlineExceeded from None
 
+    async def _body(self, call: InferenceCall, router: RouterView) -> WorkerReply | None:
+        if not call.unread.has_room:
+            await call.unread.room(call.budget_wait_s)
+        return await self._bodies[call.rpc.shape](call, router)
+
     async def _send(self, call: InferenceCall, reply: WorkerReply) -> None:
         """Send the one reply, after initial metadata with its compute cost."""
-        call.charge.add(len(reply.payload))
+        size = len(reply.payload)
+        call.unread.charge(size)
         try:
             if call.rpc.reports_compute and reply.timings is not None:
                 await call.open(reply.timings.headers())
             await call.send(reply.payload)
         finally:
-            call.charge.release()
+            call.unread.give_back(size)
 
     def _report(self, context: RequestContext, record: CallRecord, status: GrpcStatus) -> None:
         if self._telemetry.is_on:

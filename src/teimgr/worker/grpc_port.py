@@ -15,7 +15,7 @@ from typing import Any
 from google.protobuf.message import Message
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
-from teimgr.byte_budget import ByteBudget, Charge
+from teimgr.byte_budget import ByteBudget, Charge, UnreadReplies
 from teimgr.errors import DeadlineExceeded, InvalidInput, TeimgrError, Unavailable
 from teimgr.grpc_core import health_reflection, standard_calls
 from teimgr.grpc_core.health_reflection import NOT_SERVING, SERVING, HealthService, Reflection
@@ -26,7 +26,7 @@ from teimgr.grpc_core.streams import STREAM_PAUSE_S, PairCollector, StreamPump
 from teimgr.http2.connection import Connection
 from teimgr.http2.requests import HttpStreams
 from teimgr.http2.stream import Stream, StreamLost
-from teimgr.http_protocol import ServerConnections
+from teimgr.http_protocol import STALL_S, ServerConnections
 from teimgr.observability.request_context import CURRENT, REQUEST_ID, RequestContext
 from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.spec import LANE_KEY, Kind
@@ -37,7 +37,7 @@ from teimgr.worker.dispatcher import Dispatcher, masked
 from teimgr.worker.methods import handle
 
 _BY_PATH = {rpc.path: rpc for rpc in RPCS if rpc.service.startswith(f"{TEI_PACKAGE}.")}
-# A connection may hold this part of the port's budget for messages received and replies not read.
+# A connection may hold this part of the port's budgets for messages received and for replies not read.
 _CONNECTION_SHARE = 4
 # Messages of one stream in flight; the default of TEI's GRPC_MAX_PARALLEL_STREAM_REQUESTS.
 _WINDOW = 1024
@@ -61,7 +61,7 @@ class GrpcCall(AwaitedReply, MethodCall):
     def __init__(
         self,
         dispatcher: Dispatcher,
-        budget: ByteBudget,
+        unread: UnreadReplies,
         method: int,
         payload: bytes,
         flags: Flag,
@@ -69,7 +69,7 @@ class GrpcCall(AwaitedReply, MethodCall):
     ) -> None:
         super().__init__(method, payload, flags, deadline)
         self._dispatcher = dispatcher
-        self._held = Charge(budget)
+        self._held = Charge(unread)
         self.answer = asyncio.get_running_loop().create_future()
 
     def reply(self, reply: CallReply) -> None:
@@ -80,6 +80,14 @@ class GrpcCall(AwaitedReply, MethodCall):
         """Take the call out of the worker; once it is answered, release its reply."""
         self._dispatcher.cancel(self)
         self._held.release()
+
+
+class PortStream(RpcStream):
+    """An RPC of tei.v1; `unread` are the replies that the client of its connection has not read."""
+
+    def __init__(self, stream: Stream, max_message_bytes: int, budget: ByteBudget, unread: UnreadReplies) -> None:
+        super().__init__(stream, max_message_bytes, budget)
+        self.unread = unread
 
 
 class PortHealth(HealthService):
@@ -113,6 +121,7 @@ class GrpcPort:
         self._health = PortHealth(dispatcher)
         self._reflection = Reflection((tei_pb2.DESCRIPTOR,))
         self._calls = StandardCalls()
+        self._unread = ByteBudget(dispatcher.port_budget.limit_bytes)  # by the clients of all connections
         self._standard: dict[str, Callable[[RpcStream], Awaitable[None]]] = {
             f"/{health_reflection.HEALTH_SERVICE}/Check": self._check_health,
             f"/{health_reflection.HEALTH_SERVICE}/Watch": self._watch_health,
@@ -124,6 +133,7 @@ class GrpcPort:
         """The protocol of an HTTP/2 connection: RPCs here, and HTTP requests to the application of the server."""
         port_budget, http = self._dispatcher.port_budget, HttpStreams(state)
         budget = ByteBudget(port_budget.limit_bytes // _CONNECTION_SHARE, port_budget)
+        unread = UnreadReplies(self._unread, _CONNECTION_SHARE)
 
         def serve(stream: Stream) -> Coroutine[Any, Any, None]:
             fields = dict(stream.headers)
@@ -135,7 +145,7 @@ class GrpcPort:
                 return http.serve(stream)
             stream.connection.stays_open = True  # a channel is open for long
             limit = self._dispatcher.spec.max_message_bytes
-            rpc = RpcStream(stream, limit, budget) if is_inference else self._calls.call(stream, limit)
+            rpc = PortStream(stream, limit, budget, unread) if is_inference else self._calls.call(stream, limit)
             stream.on_stopping = partial(rpc.stop, Unavailable("the instance is stopping"))
             return self._serve(rpc)
 
@@ -182,6 +192,9 @@ class GrpcPort:
             return
         if not self._dispatcher.spec.accepts(stream.metadata.get("authorization", "").encode()):
             raise RpcStatusError(UNAUTHENTICATED, "No valid auth token")
+        assert isinstance(stream, PortStream)
+        if not stream.unread.has_room:
+            await stream.unread.room(stream.budget_wait_s)
         lane = stream.metadata.get(LANE_KEY)
         if rpc.shape is Shape.UNARY:
             message = await stream.receive(MESSAGE_S)
@@ -197,13 +210,15 @@ class GrpcPort:
             async def start(message: bytes, flags: Flag) -> GrpcCall:
                 return self._start(rpc, message, in_lane(flags, lane), deadline, stream)
 
-            await stream.open()
-            pump = StreamPump(
-                rpc, _WINDOW, receive=lambda: stream.receive(STREAM_PAUSE_S), start=start, send=stream.send
-            )
-            await pump.run()
+            async def receive() -> bytes | None:
+                if not stream.unread.has_room:
+                    await stream.unread.room(STALL_S)
+                return await stream.receive(STREAM_PAUSE_S)
 
-    async def _single(self, rpc: Rpc, payload: bytes, flags: Flag, deadline: float | None, stream: RpcStream) -> None:
+            await stream.open()
+            await StreamPump(rpc, _WINDOW, receive=receive, start=start, send=stream.send).run()
+
+    async def _single(self, rpc: Rpc, payload: bytes, flags: Flag, deadline: float | None, stream: PortStream) -> None:
         """Send the one reply, after initial metadata with its compute cost."""
         call = self._start(rpc, payload, flags, deadline, stream)
         try:
@@ -214,8 +229,8 @@ class GrpcPort:
         finally:
             call.cancel()
 
-    def _start(self, rpc: Rpc, payload: bytes, flags: Flag, deadline: float | None, stream: RpcStream) -> GrpcCall:
-        call = GrpcCall(self._dispatcher, stream.budget, rpc.worker_method(), payload, flags, deadline)
+    def _start(self, rpc: Rpc, payload: bytes, flags: Flag, deadline: float | None, stream: PortStream) -> GrpcCall:
+        call = GrpcCall(self._dispatcher, stream.unread, rpc.worker_method(), payload, flags, deadline)
         handle(self._dispatcher, call)
         stream.charge.release()  # the dispatcher counts the payload from here on
         return call
