@@ -16,13 +16,13 @@ from tests.support.h2_peer import LIMIT_S, Peer, connecting, framed, head
 from tests.support.http_connections import hello
 from tests.support.polling import eventually
 from tests.worker.test_dispatcher import FakeEngine
-from uvicorn.server import ServerState
 
 from teimgr.auth.policy import Policy, PolicyInForce
 from teimgr.byte_budget import ByteBudget
 from teimgr.engine.engine import Engine
 from teimgr.grpc_core import standard_calls
 from teimgr.http2.connection import Connection
+from teimgr.http_protocol import ListenerState
 from teimgr.http_server import bind, serving
 from teimgr.mux.forwarding import CallCounters
 from teimgr.mux.handlers import MuxHandlers, MuxHealth
@@ -45,7 +45,7 @@ class Port:
 
     address: tuple[str, int]
     budget: ByteBudget
-    state: ServerState
+    state: ListenerState
     connect: Callable[[], Awaitable[Peer]]
 
 

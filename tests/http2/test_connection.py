@@ -14,7 +14,6 @@ from h2.errors import ErrorCodes
 from tests.fuzz.http2 import frames_of
 from tests.support.h2_peer import LIMIT_S, Peer, connecting, request
 from tests.support.polling import eventually
-from uvicorn.server import ServerState
 
 from teimgr import http_protocol
 from teimgr.byte_budget import ByteBudget
@@ -22,6 +21,7 @@ from teimgr.http2 import connection, sender
 from teimgr.http2.framing import Framing, Payload
 from teimgr.http2.requests import protocol
 from teimgr.http2.stream import Stream
+from teimgr.http_protocol import ListenerState
 from teimgr.http_server import Listener, bind, serving
 
 HEAD = request("/hang")
@@ -314,7 +314,7 @@ async def connect_stalling() -> AsyncIterator[Connect]:
             pass
         await stream.send_headers([(b":status", b"200")], end=True)
 
-    state = ServerState()
+    state = ListenerState()
     sock = bind("127.0.0.1", 0)
     server = await asyncio.get_running_loop().create_server(lambda: connection.Connection(serve, state), sock=sock)
     async with server, connecting(*sock.getsockname()) as connect:
@@ -387,3 +387,17 @@ async def test_streams_that_were_reset_count_until_their_requests_end(
         release.set()
 
     assert refused.error_code == ErrorCodes.REFUSED_STREAM
+
+
+async def test_a_connection_that_is_made_after_the_server_left_is_told_to_go(
+    listener: Listener, address: tuple[str, int]
+) -> None:
+    """As of one whose handshake ends then."""
+    listener._server.server_state.is_leaving = True
+    reader, writer = await asyncio.open_connection(*address)
+    peer = Peer(reader, writer)
+
+    told = await peer.until(h2.events.ConnectionTerminated)
+    writer.close()
+
+    assert (told.error_code, told.last_stream_id) == (ErrorCodes.NO_ERROR, 0)

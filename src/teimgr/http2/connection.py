@@ -11,14 +11,12 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, cast
 
-from uvicorn.server import ServerState
-
 from teimgr.byte_budget import ByteBudget
 from teimgr.http2.framing import ConnectionBroken, ErrorCode, Framing, Payload
 from teimgr.http2.header_decoder import Headers
 from teimgr.http2.sender import Sender
 from teimgr.http2.stream import Stream, StreamLost
-from teimgr.http_protocol import HEAD_LIMIT_S, KEEP_ALIVE_S, StallGuard
+from teimgr.http_protocol import HEAD_LIMIT_S, KEEP_ALIVE_S, ListenerState, StallGuard
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +68,7 @@ class Connection(asyncio.Protocol):
     """
 
     def __init__(
-        self, serve: Serve, state: ServerState, *, stays_open: bool = False, max_connections: int | None = None
+        self, serve: Serve, state: ListenerState, *, stays_open: bool = False, max_connections: int | None = None
     ) -> None:
         self._serve = serve
         self._state = state
@@ -96,7 +94,8 @@ class Connection(asyncio.Protocol):
         self.closed = self._loop.create_future()
         self.sender = Sender(self._framing, self.transport)
         self._stall_guard = StallGuard(self.transport)
-        if self._max_connections is not None and len(self._state.connections) >= self._max_connections:
+        is_full = self._max_connections is not None and len(self._state.connections) >= self._max_connections
+        if is_full or self._state.has_ended:
             self.transport.abort()
             return
         self._state.connections.add(cast(Any, self))
@@ -222,6 +221,8 @@ class Connection(asyncio.Protocol):
             self.sender.take_turn(stream)
 
     def on_settings(self, changes_windows: bool) -> None:
+        if self._state.is_leaving and not self._sent_goaway:  # its handshake took until now
+            self.leave()
         if self.stays_open:
             self._stop_idle()
         if changes_windows:

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse, HealthListRequest, HealthListResponse
-from uvicorn.server import ServerState
 
 from teimgr.auth.policy import CertificateNames, PolicyInForce, Right, authenticate_call, certificate_from_tls
 from teimgr.byte_budget import ByteBudget, UnreadReplies
@@ -23,6 +22,7 @@ from teimgr.grpc_core.standard_calls import StandardCalls
 from teimgr.grpc_core.streams import STREAM_PAUSE_S
 from teimgr.http2.connection import Connection
 from teimgr.http2.stream import Stream, StreamLost
+from teimgr.http_protocol import ListenerState
 from teimgr.mux.forwarding import (
     INSTANCE_KEY,
     CallCounters,
@@ -174,7 +174,7 @@ class MuxHandlers:
             Shape.CLIENT_STREAM: self._client_stream,
         }
 
-    def protocol(self, state: ServerState, max_connections: int | None = None) -> Connection:
+    def protocol(self, state: ListenerState, max_connections: int | None = None) -> Connection:
         """The protocol of a connection."""
         serve = partial(self._serve, Peer(self._held, self._unread))
         return Connection(serve, state, stays_open=True, max_connections=max_connections)
