@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import cast
+from urllib.parse import unquote_to_bytes
 
 import h2.events
 import h2.settings
@@ -17,6 +18,7 @@ from tests.worker.test_dispatcher import FakeEngine
 from teimgr.byte_budget import ByteBudget
 from teimgr.engine.engine import Engine
 from teimgr.grpc_core import rpc_stream, standard_calls
+from teimgr.grpc_core.rpc_stream import RpcStatusError
 from teimgr.http2 import connection, sender
 from teimgr.http_server import bind, serving
 from teimgr.pb.tei.v1 import tei_pb2
@@ -199,3 +201,60 @@ async def test_a_connection_has_calls_and_http_requests_beside_each_other(connec
     assert trailers["grpc-status"] == "0"
     assert (await peer.ask(wrong, b"x"))[0] == 415
     assert (await peer.ask(request("/any")))[0] == 200
+
+
+@pytest.mark.parametrize(("flag", "status", "encodings"), [(1, "12", "identity"), (2, "3", None)])
+async def test_a_compressed_message_is_refused_with_the_encodings_that_are_served(
+    flag: int, status: str, encodings: str | None, connect: Connect
+) -> None:
+    peer = await connect()
+    stream = peer.open(head("/tei.v1.Info/Info", **{"grpc-encoding": "gzip"}))
+    peer.h2.send_data(stream, bytes((flag,)) + framed(b"abc")[1:], end_stream=True)
+    peer.flush()
+
+    headers = dict((await peer.until(h2.events.ResponseReceived)).headers)
+
+    assert (headers["grpc-status"], headers.get("grpc-accept-encoding")) == (status, encodings)
+
+
+@pytest.mark.parametrize(
+    "text", ["\u6f22" * 2000, "a" + "\u6f22" * 2000, "ab" + "\u6f22" * 2000, "%" * 2000, "x" * 9000]
+)
+async def test_a_status_message_is_bounded_as_it_is_sent(text: str, port: GrpcPort, connect: Connect) -> None:
+    class Refusing(dict[str, object]):
+        def get(self, path: str, default: object = None) -> object:
+            async def refuse(call: rpc_stream.RpcStream) -> None:
+                raise RpcStatusError(5, text)
+
+            return refuse
+
+    port._standard = Refusing(port._standard)  # type: ignore[assignment]
+    peer = await connect()
+    stream = peer.open(head("/any/Thing"))
+    peer.h2.send_data(stream, framed(b""), end_stream=True)
+    peer.flush()
+
+    headers = dict((await peer.until(h2.events.ResponseReceived)).headers)
+
+    message = unquote_to_bytes(headers["grpc-message"]).decode()
+    assert headers["grpc-status"] == "5"
+    assert text.startswith(message)
+    assert 4080 < len(headers["grpc-message"]) <= 4096
+
+
+async def test_collected_streams_do_not_wait_for_what_they_hold(connect: Connect) -> None:
+    peer = await connect()
+    one = framed(tei_pb2.RerankStreamRequest(query="q", text="x" * (MESSAGE // 8)).SerializeToString())
+    streams = [peer.open(head("/tei.v1.Rerank/RerankStream")) for _ in range(3)]
+    status: dict[str, str] = {}
+    for _ in range(7):
+        for stream in streams:
+            assert peer.send(stream, one) == len(one)
+        await peer.settled()
+        status |= {
+            k: v for event in peer.events if isinstance(event, h2.events.ResponseReceived) for k, v in event.headers
+        }
+        if status:
+            break
+
+    assert status["grpc-status"] == "8", "the budget of the connection is two messages of the largest size"

@@ -9,7 +9,7 @@ import asyncio
 import re
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, unquote_to_bytes
 
 from google.protobuf.message import DecodeError
 
@@ -31,8 +31,11 @@ _BUDGET_WAIT_S = 30.0
 _COPIED_BYTES = 16 * 1024
 _TIMEOUT = re.compile(r"([0-9]{1,8})([HMSmun])")
 _UNIT_S = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
+# Of a status message as it is sent; clients bound all trailers together at 8 KiB.
+_MAX_STATUS_BYTES = 4096
 # The characters of a status message that stay as they are; others are percent-encoded UTF-8.
 _PLAIN = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
+_CUT_ESCAPE = re.compile(r"%.?\Z")
 
 
 class RpcStatusError(Exception):
@@ -65,7 +68,7 @@ class RpcStream:
         self._buffer = stream.received
         self._max_message_bytes = max_message_bytes
         self._max_reply_bytes = max_reply_bytes or max_message_bytes
-        self._opened = False
+        self._opened = self._is_refused_encoding = False
         self.budget = budget
         self.budget_wait_s = _BUDGET_WAIT_S
         self.charge = Charge(budget)  # of messages received and not handed on
@@ -95,7 +98,7 @@ class RpcStream:
             Unsupported: it is compressed.
             Overloaded: too many bytes of other messages are being received, or of replies not read.
             DeadlineExceeded: it did not start in time, or did not come to its end in time.
-            InvalidInput: the stream ended inside it.
+            InvalidInput: it is malformed, or the stream ended inside it.
         """
         if (message := self.received()) is not None:
             return message
@@ -126,8 +129,11 @@ class RpcStream:
         return self._buffer.take(size)
 
     async def _body(self, prefix: bytes) -> bytes:
+        if prefix[0] > 1:
+            raise InvalidInput(f"Malformed message: its first byte is {prefix[0]}")
         if prefix[0]:
             encoding = self.metadata.get("grpc-encoding", "unknown")
+            self._is_refused_encoding = True
             raise Unsupported(f"Content is compressed with `{encoding}` which isn't supported")
         size = int.from_bytes(prefix[1:], "big")
         if size > self._max_message_bytes:
@@ -175,7 +181,9 @@ class RpcStream:
         """End the RPC; `metadata` goes with that of the status into the trailers."""
         trailers = [(b"grpc-status", b"%d" % status.number)]
         if status.message:
-            trailers.append((b"grpc-message", quote(status.message, safe=_PLAIN).encode("ascii")))
+            trailers.append((b"grpc-message", _encoded_message(status.message)))
+        if self._is_refused_encoding:
+            trailers.append((b"grpc-accept-encoding", b"identity"))
         if status.metadata or metadata:
             trailers += _encoded(dict(status.metadata) | dict(metadata or {}))
         await self._stream.send_headers([*(() if self._opened else _HEAD), *trailers], end=True)
@@ -190,3 +198,12 @@ class RpcStream:
 
 def _encoded(metadata: Mapping[str, str]) -> Headers:
     return [(name.encode("latin-1"), value.encode("latin-1")) for name, value in metadata.items()]
+
+
+def _encoded_message(message: str) -> bytes:
+    """A status message for its header, without the end that is too long."""
+    encoded = quote(message, safe=_PLAIN)
+    if len(encoded) > _MAX_STATUS_BYTES:
+        cut = _CUT_ESCAPE.sub("", encoded[:_MAX_STATUS_BYTES])
+        encoded = quote(unquote_to_bytes(cut).decode(errors="ignore"), safe=_PLAIN)
+    return encoded.encode("ascii")

@@ -202,6 +202,7 @@ class GrpcPort:
                 raise InvalidInput("Missing message")
             await self._single(rpc, message, in_lane(rpc.lane, lane), deadline, stream)
         elif rpc.shape is Shape.CLIENT_STREAM:
+            stream.budget_wait_s = 0.0  # others would wait for what this one holds
             pairs = PairCollector(self._dispatcher.spec.max_message_bytes)
             await pairs.collect(stream.receive, _PAUSE_S)
             await self._single(rpc, pairs.payload(), in_lane(pairs.flags, lane), deadline, stream)
