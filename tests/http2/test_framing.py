@@ -261,6 +261,24 @@ def test_data_on_its_way_to_a_stream_that_was_reset_is_not_counted(end: int, ope
     assert got.data == {1: b"x" * 1000}
 
 
+def test_data_on_its_way_to_a_stream_that_was_refused_is_not_counted(framing: Framing, got: Recorder) -> None:
+    refuse = b"\x82\x86\x04\x07/refuse\x01\x01x"
+    framing.receive(OPENING)
+    before = got.controls
+    framing.receive(frame(HEADERS, END_HEADERS, 1, refuse))
+    assert got.controls == before + 1
+
+    for _ in range(40):
+        framing.receive(frame(DATA, 0, 1, b"x" * 200))
+    framing.receive(frame(DATA, END_STREAM, 1, b"x"))
+    assert got.controls == before + 1
+    framing.receive(frame(DATA, 0, 1, b"x"))
+    assert got.controls == before + 2, "after the end"
+    framing.receive(frame(HEADERS, END_HEADERS | END_STREAM, 3, refuse) + frame(DATA, 0, 3, b"x"))
+    assert got.controls == before + 4, "a stream without data"
+    assert got.data == {}
+
+
 def test_streams_beyond_the_limit_and_refused_ones_are_not_opened(framing: Framing, got: Recorder) -> None:
     refuse = b"\x82\x86\x04\x07/refuse\x01\x01x"
     framing.receive(OPENING + frame(HEADERS, END_HEADERS, 1, refuse))

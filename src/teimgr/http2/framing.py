@@ -319,6 +319,8 @@ class Framing:
             if len(self._flows) >= self._max_streams or not self._receiver.on_request(number, headers):
                 self._put(_RST_STREAM, 0, number, _LONG.pack(ErrorCode.REFUSED_STREAM))
                 self._receiver.on_control()
+                if not flags & _END_STREAM:
+                    self._expect_rest(number, self._stream_window)
                 return
             self._flows[number] = flow = _Flow(self._initial_window, self._stream_window)
             if flags & _END_STREAM:
@@ -482,9 +484,13 @@ class Framing:
             return
         self._put(_RST_STREAM, 0, number, _LONG.pack(code))
         if not flow.ended_there and flow.receive_window > 0:
-            self._reset_windows[number] = flow.receive_window
-            if len(self._reset_windows) > _RESET_STREAMS:
-                del self._reset_windows[next(iter(self._reset_windows))]
+            self._expect_rest(number, flow.receive_window)
+
+    def _expect_rest(self, number: int, window: int) -> None:
+        """Do not count the data that a client may have sent on a stream before it knew that it was reset."""
+        self._reset_windows[number] = window
+        if len(self._reset_windows) > _RESET_STREAMS:
+            del self._reset_windows[next(iter(self._reset_windows))]
 
     def goaway(self, code: ErrorCode) -> None:
         """The client is to open no more streams; those above the highest so far are not processed."""
