@@ -217,9 +217,16 @@ async def test_a_compressed_message_is_refused_with_the_encodings_that_are_serve
     assert (headers["grpc-status"], headers.get("grpc-accept-encoding")) == (status, encodings)
 
 
-@pytest.mark.parametrize(
-    "text", ["\u6f22" * 2000, "a" + "\u6f22" * 2000, "ab" + "\u6f22" * 2000, "%" * 2000, "x" * 9000]
-)
+TEXTS = {
+    "3 bytes": "\u6f22" * 2000,
+    "1 + 3 bytes": "a" + "\u6f22" * 2000,
+    "2 + 3 bytes": "ab" + "\u6f22" * 2000,
+    "escapes": "%" * 2000,
+    "plain": "x" * 9000,
+}
+
+
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
 async def test_a_status_message_is_bounded_as_it_is_sent(text: str, port: GrpcPort, connect: Connect) -> None:
     class Refusing(dict[str, object]):
         def get(self, path: str, default: object = None) -> object:

@@ -202,6 +202,9 @@ class Connection(asyncio.Protocol):
             self._discard(number, size)
         else:
             stream.received.add(data, size)
+            stream.received_bytes += len(data)
+            if stream.is_malformed:
+                self._framing.break_stream(number, ErrorCode.PROTOCOL_ERROR)
             if self._framing.receive_window < _CONNECTION_WINDOW // 2 and self._ahead.try_take(size):
                 stream.ahead += size
                 self._framing.open_window(size)
@@ -209,6 +212,8 @@ class Connection(asyncio.Protocol):
     def on_end(self, number: int) -> None:
         if (stream := self._streams.get(number)) is not None:
             stream.received.end()
+            if stream.is_malformed:
+                self._framing.break_stream(number, ErrorCode.PROTOCOL_ERROR)
         self._forget(number)
 
     def on_reset(self, number: int) -> None:

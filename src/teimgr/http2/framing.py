@@ -253,14 +253,14 @@ class Framing:
         if flow is None or flow.ended_there:
             self.open_window(size)
             if flow is not None:
-                self._break_stream(number, ErrorCode.STREAM_CLOSED)
+                self.break_stream(number, ErrorCode.STREAM_CLOSED)
             elif not self._may_have_been_sent(number, flags, size):
                 self._receiver.on_control()
             return
         flow.receive_window -= size
         if flow.receive_window < 0:
             self.open_window(size)
-            self._break_stream(number, ErrorCode.FLOW_CONTROL_ERROR)
+            self.break_stream(number, ErrorCode.FLOW_CONTROL_ERROR)
             return
         if not payload and not flags & _END_STREAM:
             self._receiver.on_control()
@@ -328,12 +328,12 @@ class Framing:
 
     def _on_trailers(self, flags: int, number: int, flow: _Flow) -> None:
         if flow.ended_there:
-            self._break_stream(number, ErrorCode.STREAM_CLOSED)
+            self.break_stream(number, ErrorCode.STREAM_CLOSED)
         elif flags & _END_STREAM:
             self._receiver.on_control()
             self._end_there(number, flow)
         else:
-            self._break_stream(number, ErrorCode.PROTOCOL_ERROR)
+            self.break_stream(number, ErrorCode.PROTOCOL_ERROR)
 
     def _on_priority(self, flags: int, number: int, payload: bytes) -> None:
         if not number or len(payload) != 5:
@@ -410,7 +410,7 @@ class Framing:
             return
         flow.send_window += size
         if not size or flow.send_window > _MAX_WINDOW:
-            self._break_stream(number, ErrorCode.FLOW_CONTROL_ERROR if size else ErrorCode.PROTOCOL_ERROR)
+            self.break_stream(number, ErrorCode.FLOW_CONTROL_ERROR if size else ErrorCode.PROTOCOL_ERROR)
         else:
             self._receiver.on_window(number)
 
@@ -418,7 +418,7 @@ class Framing:
         if not 0 < number <= self.highest_stream or not number % 2:
             raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, f"{what} of stream {number}, which is not open")
 
-    def _break_stream(self, number: int, code: ErrorCode) -> None:
+    def break_stream(self, number: int, code: ErrorCode) -> None:
         """Reset a stream because of an error of its client; counted, else it would be a way to cancel without limit."""
         self._receiver.on_control()
         self.reset(number, code)

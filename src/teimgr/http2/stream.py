@@ -124,6 +124,8 @@ class Stream:
         self.number = number
         self.headers = headers
         self.received = ReceiveBuffer(self._acknowledge)
+        self.length: int | None = None  # of the request's content, where its head has it
+        self.received_bytes = 0
         self.ahead = 0  # unread bytes for which the connection's window was opened already
         self.on_lost: Callable[[], object] | None = None
         self.on_stopping: Callable[[], object] | None = None
@@ -137,6 +139,13 @@ class Stream:
         self.is_sending = False
         self.sent: asyncio.Future[None] | None = None  # resolved when all is sent or lost
         self.has_turn = False
+
+    @property
+    def is_malformed(self) -> bool:
+        """Whether the content is, or will be, not as long as the head says (RFC 9113, section 8.1.1)."""
+        if self.length is None:
+            return False
+        return self.received_bytes > self.length or (self.received.has_ended and self.received_bytes < self.length)
 
     async def send_headers(self, headers: Headers, end: bool = False) -> None:
         """Send a block of headers, the last frame if `end`.
