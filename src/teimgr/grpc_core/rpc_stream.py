@@ -14,7 +14,7 @@ from urllib.parse import quote, unquote_to_bytes
 from google.protobuf.message import DecodeError
 
 from teimgr.byte_budget import ByteBudget, Charge
-from teimgr.errors import Cancelled, DeadlineExceeded, InvalidInput, TeimgrError, TooLarge, Unsupported
+from teimgr.errors import Cancelled, DeadlineExceeded, InvalidInput, TeimgrError, TooLarge, Unavailable, Unsupported
 from teimgr.http2.header_decoder import Headers
 from teimgr.http2.stream import Stalled, Stream
 from teimgr.wire.frames import MAX_DEADLINE_MS
@@ -54,8 +54,8 @@ def is_rpc(content_type: str) -> bool:
 class RpcStream:
     """One RPC. When the client resets it, the task that serves it is cancelled; methods need not check.
 
-    `budget` bounds the bytes of messages that are received and not handed on; `max_reply_bytes` is `max_message_bytes`
-    unless given.
+    `stream` is what it is on. `budget` bounds the bytes of messages that are received and not handed on;
+    `max_reply_bytes` is `max_message_bytes` unless given.
     """
 
     def __init__(
@@ -64,10 +64,12 @@ class RpcStream:
         # Of several headers of one name the last counts.
         self.metadata = {name.decode("latin-1"): value.decode("latin-1") for name, value in stream.headers}
         self.path = self.metadata.get(":path", "")
-        self._stream = stream
+        self.stream = stream
         self._buffer = stream.received
         self._max_message_bytes = max_message_bytes
         self._max_reply_bytes = max_reply_bytes or max_message_bytes
+        self._starting: asyncio.Timeout | None = None  # while a message is awaited
+        self._leaving_pause_s: float | None = None
         self._opened = self._is_refused_encoding = False
         self.budget = budget
         self.budget_wait_s = _BUDGET_WAIT_S
@@ -98,14 +100,16 @@ class RpcStream:
             Unsupported: it is compressed.
             Overloaded: too many bytes of other messages are being received, or of replies not read.
             DeadlineExceeded: it did not start in time, or did not come to its end in time.
+            Unavailable: it did not start in the time of `leave`.
             InvalidInput: it is malformed, or the stream ended inside it.
         """
         if (message := self.received()) is not None:
             return message
-        limit_s = starts_within_s
+        limit_s = starts_within_s if self._leaving_pause_s is None else self._leaving_pause_s
         try:
-            async with asyncio.timeout(limit_s):
+            async with asyncio.timeout(limit_s) as self._starting:
                 prefix = await self._buffer.read(_PREFIX_BYTES)
+            self._starting = None
             if not prefix:
                 return None
             if len(prefix) < _PREFIX_BYTES:
@@ -114,7 +118,11 @@ class RpcStream:
             async with asyncio.timeout(limit_s):
                 return await self._body(prefix)
         except TimeoutError:
+            if self._starting is not None and self._leaving_pause_s is not None:
+                raise Unavailable("The server is stopping") from None
             raise DeadlineExceeded(f"Request timeout: no whole message within {limit_s:g} s") from None
+        finally:
+            self._starting = None
 
     def received(self) -> bytes | None:
         """The next message, where it is received as a whole and within all bounds: no timer is needed."""
@@ -156,9 +164,15 @@ class RpcStream:
         except DecodeError as error:
             raise InvalidInput(f"Malformed {kind.DESCRIPTOR.full_name}: {error}") from error
 
+    def leave(self, pause_s: float) -> None:
+        """The server stops: limit the client's pauses between messages to `pause_s`, the present one from now on."""
+        self._leaving_pause_s = pause_s
+        if self._starting is not None:
+            self._starting.reschedule(asyncio.get_running_loop().time() + pause_s)
+
     async def open(self, metadata: Mapping[str, str] | None = None) -> None:
         """Send the initial metadata; `send` does it where this was not called."""
-        await self._stream.send_headers([*_HEAD, *_encoded(metadata)] if metadata else _HEAD)
+        await self.stream.send_headers([*_HEAD, *_encoded(metadata)] if metadata else _HEAD)
         self._opened = True  # not before: a deadline that passes in the wait ends the call by trailers alone
 
     async def send(self, message: bytes | memoryview) -> None:
@@ -170,10 +184,10 @@ class RpcStream:
         prefix = b"\0" + len(message).to_bytes(4, "big")
         try:
             if len(message) > _COPIED_BYTES:
-                await self._stream.send_data(prefix)
-                await self._stream.send_data(message)
+                await self.stream.send_data(prefix)
+                await self.stream.send_data(message)
             else:
-                await self._stream.send_data(b"".join((prefix, message)))
+                await self.stream.send_data(b"".join((prefix, message)))
         except Stalled as error:
             raise Cancelled(f"The reply was not read: {error}") from None
 
@@ -186,10 +200,10 @@ class RpcStream:
             trailers.append((b"grpc-accept-encoding", b"identity"))
         if status.metadata or metadata:
             trailers += _encoded(dict(status.metadata) | dict(metadata or {}))
-        await self._stream.send_headers([*(() if self._opened else _HEAD), *trailers], end=True)
+        await self.stream.send_headers([*(() if self._opened else _HEAD), *trailers], end=True)
 
     async def refuse(self, http_status: int) -> None:
-        await self._stream.send_headers([(b":status", b"%d" % http_status)], end=True)
+        await self.stream.send_headers([(b":status", b"%d" % http_status)], end=True)
 
     def stop(self, error: TeimgrError) -> None:
         """Fail reads once the received messages are read."""

@@ -149,6 +149,9 @@ class Connection(asyncio.Protocol):
         """
         self._lingers = True
         self._send_goaway()
+        for stream in tuple(self._streams.values()):
+            if stream.on_leaving is not None:
+                stream.on_leaving()
         self._loop.call_later(_GOAWAY_S, self._end_lingering)
 
     def shutdown(self) -> None:

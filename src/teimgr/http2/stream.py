@@ -113,6 +113,7 @@ class Stream:
         received: What the client sends.
         on_lost: Called once when the client resets the stream or the connection ends; the connection sets it to the
             cancellation of the task that serves the stream.
+        on_leaving: Called when the server answers its last calls, while the stream is open.
         on_stopping: Called when the server ends, while the stream is open.
         discards_rest: Whether a client that is answered may still send its request, which is discarded; else the
             stream is reset.
@@ -128,6 +129,7 @@ class Stream:
         self.received_bytes = 0
         self.ahead = 0  # unread bytes for which the connection's window was opened already
         self.on_lost: Callable[[], object] | None = None
+        self.on_leaving: Callable[[], object] | None = None
         self.on_stopping: Callable[[], object] | None = None
         self.discards_rest = False
         self.is_lost = False

@@ -59,6 +59,8 @@ _MESSAGE_S = 120.0
 # replies that are not read; and the part of them that one connection may hold.
 _HELD_BYTES = 512 * 2**20
 _CONNECTION_SHARE = 4
+# Between messages of a stream while the mux drains.
+_LEAVING_PAUSE_S = 2.0
 _CONTEXT_KEYS = (REQUEST_ID, TRACEPARENT, TRACESTATE)
 _OK = GrpcStatus()
 
@@ -284,6 +286,8 @@ class MuxHandlers:
             call.charge.release()  # the window bounds those in flight
             return message
 
+        # An idle stream would hold up a drain for its whole grace.
+        call.stream.on_leaving = partial(call.leave, _LEAVING_PAUSE_S)
         named, suffix = call.named_target(router), call.output_dtype()
         forwarder = StreamForwarder(call.rpc, router, named, suffix=suffix, lane=call.lane, record=call.record)
         await forwarder.run(receive, self._window, on_first=call.open, send=call.send)
