@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from teimgr.byte_budget import ByteBudget, Charge
+from teimgr.byte_budget import ByteBudget, Charge, UnreadReplies
 from teimgr.errors import Overloaded
 
 
@@ -89,3 +89,39 @@ async def test_what_is_in_memory_already_is_charged_beyond_the_limit() -> None:
     charge.release()
 
     assert budget.taken_bytes == charge.bytes == 0
+
+
+async def test_unread_replies_hold_up_the_calls_of_their_connection_until_they_are_read() -> None:
+    of_all = ByteBudget(40)
+    one, other = UnreadReplies(of_all, 4), UnreadReplies(of_all, 4)
+    one.charge(15)
+    assert not one.has_room
+    assert other.has_room
+    with pytest.raises(Overloaded, match="not read"):
+        await one.room(0.01)
+
+    waiting = asyncio.create_task(one.room(60))
+    await asyncio.sleep(0)
+    one.give_back(5)
+    await waiting
+    assert one.has_room
+    assert (one.taken_bytes, of_all.taken_bytes) == (10, 10)
+
+
+async def test_beyond_what_all_may_hold_a_connection_waits_until_it_has_read_all() -> None:
+    of_all = ByteBudget(40)
+    *others, one, reader = (UnreadReplies(of_all, 4) for _ in range(6))
+    for each in (*others, one):
+        each.charge(9)
+    assert of_all.taken_bytes == 45
+    assert reader.has_room, "it has read all"
+    assert not one.has_room
+    waiting = asyncio.create_task(one.room(60))
+    await asyncio.sleep(0)
+
+    one.give_back(8)
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    one.give_back(1)
+    await waiting
+    assert of_all.taken_bytes == 36

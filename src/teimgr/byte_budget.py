@@ -90,6 +90,37 @@ class ByteBudget:
         return self.taken_bytes == 0 or self.taken_bytes + count <= self.limit_bytes
 
 
+class UnreadReplies(ByteBudget):
+    """The bytes of replies that the client of one connection has not read, a part of those of all connections.
+
+    Replies are in memory already, so they are charged whether or not they fit. Where they do not, no more calls of the
+    connection begin until its client has read: those of clients that read theirs never wait for those that do not.
+    """
+
+    def __init__(self, of_all: ByteBudget, share: int) -> None:
+        super().__init__(of_all.limit_bytes // share, of_all)
+        self._of_all = of_all
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another call may begin: its client has read all, or these and those of all connections fit."""
+        return self.taken_bytes == 0 or (self._fits(0) and self._of_all._fits(0))
+
+    async def room(self, wait_s: float) -> None:
+        """Wait at most `wait_s` until `has_room`; where those of all exceed their limit, until the client has read all.
+
+        Raises:
+            Overloaded: the client did not read.
+        """
+        count = 0 if self._of_all._fits(0) else self.limit_bytes
+        try:
+            async with asyncio.timeout(wait_s):
+                await self._take_own(count)
+        except TimeoutError:
+            raise Overloaded("Too many bytes of replies on this connection are not read; try again later") from None
+        self._give_back_own(count)
+
+
 class Charge:
     """The bytes that one call has taken from a budget, given back together."""
 

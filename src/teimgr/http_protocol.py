@@ -93,8 +93,20 @@ class StallGuard:
             self.paused()
 
 
-class ServerConnections(ServerState):
-    """Uvicorn's lists of connections and tasks, and what protocols need of their server.
+class ListenerState(ServerState):
+    """Uvicorn's lists of connections and tasks, and for connections that are made during its end, how far that is.
+
+    Attributes:
+        is_leaving: Whether clients are to make their calls on connections to other processes.
+        has_ended: Whether connections are refused.
+    """
+
+    is_leaving = False
+    has_ended = False
+
+
+class ServerConnections(ListenerState):
+    """The state of an HTTP server, and what protocols need of it.
 
     Attributes:
         config: With the application.

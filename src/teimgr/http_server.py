@@ -160,6 +160,7 @@ class Listener:
         for server in self._server.servers:
             server.close()
         state = self._server.server_state
+        state.is_leaving = True
         self._server.config.encoded_headers.append(_CONNECTION_CLOSE)  # uvicorn's source of the next second's list
         state.default_headers.append(_CONNECTION_CLOSE)  # the current list, held by requests in flight
         state.pass_on = pass_on

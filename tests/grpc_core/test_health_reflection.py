@@ -9,8 +9,6 @@ import pytest
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
-from teimgr.errors import Overloaded
-from teimgr.grpc_core import health_reflection
 from teimgr.grpc_core.health_reflection import NOT_SERVING, SERVICE_UNKNOWN, SERVING, HealthService, Reflection
 from teimgr.grpc_core.rpc_table import FILES
 
@@ -44,23 +42,6 @@ async def test_a_watch_sends_each_change_once_until_the_stop() -> None:
     await watch
 
     assert health.sent.empty()
-
-
-async def test_watches_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health_reflection, "MAX_WATCHES", 2)
-    health = Health()
-    watches = [asyncio.create_task(health.watch("", health.send)) for _ in range(2)]
-    for _ in watches:
-        await health.sent.get()
-
-    with pytest.raises(Overloaded, match="More than 2 watches"):
-        await health.watch("", health.send)
-    watches[0].cancel()
-    await asyncio.wait(watches[:1])
-    watches.append(asyncio.create_task(health.watch("", health.send)))
-    assert await health.sent.get() == SERVING, "in the place of the one that ended"
-    health.stop()
-    await asyncio.gather(*watches[1:])
 
 
 async def test_a_stop_during_the_send_of_a_status_is_not_missed() -> None:

@@ -213,3 +213,44 @@ async def test_messages_take_the_bulk_lane_once_they_are_many_and_arrow_batches_
     assert [call.flags for call in pumped.calls] == flags
     pumped.running.cancel()
     await asyncio.wait((pumped.running,))
+
+
+@pytest.mark.parametrize("turns", range(5))
+async def test_two_cancellations_in_a_row_leave_no_call_in_flight(turns: int) -> None:
+    """As of a stream whose deadline and reset come together."""
+    live: set[object] = set()
+
+    class Live(Call):
+        def cancel(self) -> None:
+            super().cancel()
+            live.discard(self)
+
+    async def start(message: bytes, flags: Flag) -> Live:
+        call = Live(message, flags)
+        live.add(call)
+        return call
+
+    messages, all_started = iter([b"x"] * 10), asyncio.Event()
+
+    async def receive() -> bytes:
+        if (message := next(messages, None)) is None:
+            all_started.set()
+            await asyncio.Event().wait()
+        assert message is not None
+        return message
+
+    async def send(payload: bytes) -> None:
+        pass
+
+    pump = StreamPump(BY_PATH["/tei.v1.Embed/EmbedStream"], 100, receive=receive, start=start, send=send)
+    running = asyncio.create_task(pump.run())
+    await all_started.wait()
+    assert len(live) == 10
+
+    running.cancel()
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    running.cancel()
+    await asyncio.wait((running,))
+
+    assert not live

@@ -16,8 +16,12 @@ from tests.support.h2_peer import LIMIT_S, Peer, connecting, request
 from tests.support.polling import eventually
 
 from teimgr import http_protocol
+from teimgr.byte_budget import ByteBudget
 from teimgr.http2 import connection, sender
+from teimgr.http2.framing import Framing, Payload
 from teimgr.http2.requests import protocol
+from teimgr.http2.stream import Stream
+from teimgr.http_protocol import ListenerState
 from teimgr.http_server import Listener, bind, serving
 
 HEAD = request("/hang")
@@ -253,6 +257,112 @@ async def test_a_stream_waits_for_its_turn_once_however_often_its_window_opens(
     assert 0 < len(cast(connection.Connection, served).sender._ready) <= len(streams)
 
 
+@pytest.fixture
+def writes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes of what servers write."""
+    sizes: list[int] = []
+    take: Callable[[Framing], list[Payload]] = Framing.take
+
+    def recorded(self: Framing) -> list[Payload]:
+        parts = take(self)
+        if parts:
+            sizes.append(sum(map(len, parts)))
+        return parts
+
+    monkeypatch.setattr(Framing, "take", recorded)
+    return sizes
+
+
+async def test_a_response_is_one_write_and_so_are_those_of_one_turn(connect: Connect, writes: list[int]) -> None:
+    peer = await connect()
+    writes.clear()
+
+    assert (await peer.ask(request("/")))[2] == b"answer"
+    assert len(writes) == 1
+
+    streams = [peer.h2.get_next_available_stream_id()]
+    for _ in range(10):
+        streams.append(streams[-1] + 2)
+    for stream in streams:
+        peer.h2.send_headers(stream, request("/"), end_stream=True)
+    peer.flush()
+    assert [(await peer.response(stream))[2] for stream in streams] == [b"answer"] * 11
+    assert len(writes) == 2
+
+
+async def test_what_waits_for_the_end_of_a_turn_is_bounded(connect: Connect, writes: list[int]) -> None:
+    peer = await connect()
+    peer.h2.update_settings({h2.settings.SettingCodes.INITIAL_WINDOW_SIZE: LARGE})
+    peer.h2.increment_flow_control_window(10 * LARGE)
+    await peer.settled()
+    writes.clear()
+    streams = [peer.open(request("/large"), end=True) for _ in range(10)]
+    assert [len((await peer.response(stream))[2]) for stream in streams] == [LARGE] * 10
+
+    assert sum(writes) > 10 * LARGE
+    assert max(writes) <= sender._WAITING_BYTES + sender._FRAME_BYTES + 1024
+
+
+@pytest.fixture
+async def connect_stalling() -> AsyncIterator[Connect]:
+    """Connects to a server that reads the requests to all paths but `/stall`."""
+
+    async def serve(stream: Stream) -> None:
+        if (b":path", b"/stall") in stream.headers:
+            await asyncio.Event().wait()
+        while await stream.received.read_some():
+            pass
+        await stream.send_headers([(b":status", b"200")], end=True)
+
+    state = ListenerState()
+    sock = bind("127.0.0.1", 0)
+    server = await asyncio.get_running_loop().create_server(lambda: connection.Connection(serve, state), sock=sock)
+    async with server, connecting(*sock.getsockname()) as connect:
+        yield connect
+
+
+async def stalled(peer: Peer, streams: int) -> dict[int, int]:
+    """Fill the windows of streams that are not read: the bytes sent on each."""
+    sent = {peer.open(request("/stall", "POST")): 0 for _ in range(streams)}
+    while progress := {stream: peer.send(stream, bytes(LARGE)) for stream in sent}:
+        if not any(progress.values()):
+            return sent
+        sent = {stream: sent[stream] + progress[stream] for stream in sent}
+        await peer.settled()
+    raise AssertionError
+
+
+async def test_streams_that_are_not_read_do_not_block_the_others(connect_stalling: Connect) -> None:
+    peer = await connect_stalling()
+
+    sent = await stalled(peer, 20)
+
+    assert set(sent.values()) == {connection._STREAM_WINDOW}
+    assert (await peer.ask(request("/", "POST"), bytes(connection._STREAM_WINDOW)))[0] == 200
+    assert connection._AHEAD.taken_bytes >= 20 * connection._STREAM_WINDOW - connection._CONNECTION_WINDOW
+    for stream in sent:
+        peer.h2.reset_stream(stream)
+    peer.flush()
+    await eventually(lambda: not connection._AHEAD.taken_bytes)
+
+
+async def test_bytes_that_are_not_read_are_bounded_for_a_connection_and_for_all(
+    connect_stalling: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    budget = ByteBudget(4 * LARGE)
+    monkeypatch.setattr(connection, "_AHEAD", budget)
+    peers = [await connect_stalling() for _ in range(6)]
+
+    sent = [sum((await stalled(peer, 20)).values()) for peer in peers]
+
+    windows = connection._CONNECTION_WINDOW
+    assert all(windows <= each <= windows + LARGE for each in sent)
+    assert budget.limit_bytes * 0.9 < budget.taken_bytes <= budget.limit_bytes
+    for peer in peers:
+        peer.writer.close()
+    await eventually(lambda: not budget.taken_bytes)
+
+
 async def test_streams_that_were_reset_count_until_their_requests_end(
     connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -277,3 +387,17 @@ async def test_streams_that_were_reset_count_until_their_requests_end(
         release.set()
 
     assert refused.error_code == ErrorCodes.REFUSED_STREAM
+
+
+async def test_a_connection_that_is_made_after_the_server_left_is_told_to_go(
+    listener: Listener, address: tuple[str, int]
+) -> None:
+    """As of one whose handshake ends then."""
+    listener._server.server_state.is_leaving = True
+    reader, writer = await asyncio.open_connection(*address)
+    peer = Peer(reader, writer)
+
+    told = await peer.until(h2.events.ConnectionTerminated)
+    writer.close()
+
+    assert (told.error_code, told.last_stream_id) == (ErrorCodes.NO_ERROR, 0)

@@ -1,10 +1,9 @@
-"""Frames of HTTP/2: what breaks a connection or a stream, windows, header blocks from the cache, long headers."""
+"""Frames of HTTP/2: what breaks a connection or a stream, windows, long headers."""
 
 from __future__ import annotations
 
 import random
 import struct
-from collections.abc import Callable
 
 import h2.config
 import h2.connection
@@ -12,7 +11,8 @@ import h2.events
 import hpack
 import pytest
 
-from teimgr.http2.framing import PREFACE, ConnectionBroken, ErrorCode, Framing, HeaderDecoder, Headers, Payload
+from teimgr.http2.framing import PREFACE, ConnectionBroken, ErrorCode, Framing, Payload
+from teimgr.http2.header_decoder import Headers
 
 STREAM_WINDOW, CONNECTION_WINDOW = 100_000, 150_000
 MAX_STREAMS = 3
@@ -261,6 +261,24 @@ def test_data_on_its_way_to_a_stream_that_was_reset_is_not_counted(end: int, ope
     assert got.data == {1: b"x" * 1000}
 
 
+def test_data_on_its_way_to_a_stream_that_was_refused_is_not_counted(framing: Framing, got: Recorder) -> None:
+    refuse = b"\x82\x86\x04\x07/refuse\x01\x01x"
+    framing.receive(OPENING)
+    before = got.controls
+    framing.receive(frame(HEADERS, END_HEADERS, 1, refuse))
+    assert got.controls == before + 1
+
+    for _ in range(40):
+        framing.receive(frame(DATA, 0, 1, b"x" * 200))
+    framing.receive(frame(DATA, END_STREAM, 1, b"x"))
+    assert got.controls == before + 1
+    framing.receive(frame(DATA, 0, 1, b"x"))
+    assert got.controls == before + 2, "after the end"
+    framing.receive(frame(HEADERS, END_HEADERS | END_STREAM, 3, refuse) + frame(DATA, 0, 3, b"x"))
+    assert got.controls == before + 4, "a stream without data"
+    assert got.data == {}
+
+
 def test_streams_beyond_the_limit_and_refused_ones_are_not_opened(framing: Framing, got: Recorder) -> None:
     refuse = b"\x82\x86\x04\x07/refuse\x01\x01x"
     framing.receive(OPENING + frame(HEADERS, END_HEADERS, 1, refuse))
@@ -300,45 +318,6 @@ def test_response_headers_longer_than_a_frame_are_continued(opened: Framing) -> 
     assert list(map(tuple, decoded)) == given
     with pytest.raises(KeyError):
         opened.headers(1, given, True)
-
-
-def test_header_blocks_from_the_cache_are_what_a_decoder_without_one_gives() -> None:
-    """Clients' encoders with tables that grow, shrink and are full."""
-    chance = random.Random(7)
-    for _ in range(50):
-        encoder, plain, cached = hpack.Encoder(), hpack.Decoder(), HeaderDecoder()
-        for _ in range(200):
-            if chance.random() < 0.02:
-                encoder.header_table_size = chance.choice((0, 60, 200, 4096))
-            headers = [
-                (b":path", chance.choice((b"/a", b"/b"))),
-                (b"grpc-timeout", b"%dm" % chance.choice((1, 2, chance.randrange(100)))),
-                (b"x-key", chance.choice((b"k" * 30, b"l" * 30))),
-            ]
-            block = encoder.encode(headers, huffman=chance.random() < 0.5)
-            expected = list(map(tuple, plain.decode(block, raw=True)))
-            assert expected == headers
-            assert list(map(tuple, cached.decode(block))) == expected
-
-
-def test_a_block_is_decoded_once_where_it_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = 0
-    decode: Callable[..., object] = hpack.Decoder.decode
-
-    def counted(self: hpack.Decoder, *given: object, **named: object) -> object:
-        nonlocal calls
-        calls += 1
-        return decode(self, *given, **named)
-
-    monkeypatch.setattr(hpack.Decoder, "decode", counted)
-    decoder, encoder = HeaderDecoder(), hpack.Encoder()
-    for _ in range(10):
-        decoder.decode(encoder.encode([(b":path", b"/a"), (b"x-key", b"1")]))
-    assert calls == 2  # the first enters the table, the second names what is in it
-
-    for number in range(1000):
-        decoder.decode(b"\0\1a" + bytes((3,)) + b"%03d" % number)
-    assert len(decoder._known) <= 64
 
 
 def test_a_client_of_h2_is_understood_and_understands(framing: Framing, got: Recorder) -> None:

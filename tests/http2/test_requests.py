@@ -156,6 +156,29 @@ async def test_a_body_that_does_not_come_at_once_is_awaited_by_the_application(m
         assert (await there.peer.response(stream))[2] == b"6"
 
 
+@pytest.mark.parametrize("content", [b"abc", b"abcdefg"])
+@pytest.mark.parametrize("target", ["/direct", "/other"])
+@pytest.mark.parametrize("is_at_once", [True, False])
+async def test_content_of_another_length_than_the_head_says_is_refused(
+    content: bytes, target: str, is_at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(requests, "HOLD_S", 0.01)
+    async with served() as there:
+        stream = there.peer.h2.get_next_available_stream_id()
+        there.peer.h2.send_headers(stream, request(target, "POST", **{"content-length": "6"}))
+        if not is_at_once:
+            there.peer.flush()
+            await eventually(lambda: there.application.scopes)
+        there.peer.h2.send_data(stream, content, end_stream=True)
+        there.peer.flush()
+
+        reset = await there.peer.until(h2.events.StreamReset)
+
+        assert (reset.stream_id, reset.error_code) == (stream, ErrorCodes.PROTOCOL_ERROR)
+        assert (await there.peer.ask(request("/direct", "POST", **{"content-length": "5"}), b"hello"))[2] == b"hello"
+        assert [given.body for given in there.application.direct_requests] == [b"hello"]
+
+
 async def test_a_large_body_is_charged_as_it_comes_and_flow_control_holds_it_back() -> None:
     async with served() as there:
         blocker = Charge(there.application.budget)

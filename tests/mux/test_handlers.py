@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import h2.events
+import h2.settings
 import pyarrow as pa
 import pytest
 from tests.support.frame_worker import TIMINGS, FrameWorker, Request, echo, hold
@@ -19,6 +20,7 @@ from tests.support.mux_process import MAX_MESSAGE_BYTES, Control, client, embed,
 
 from teimgr.auth.policy import Key, Policy, PolicyInForce, digest
 from teimgr.errors import Code, error_from_code
+from teimgr.grpc_core import standard_calls
 from teimgr.http_server import bind
 from teimgr.mux import handlers
 from teimgr.mux.forwarding import CallCounters
@@ -531,8 +533,9 @@ async def test_a_call_without_the_key_ends_before_its_message_has_come() -> None
     ],
 )
 async def test_a_message_that_does_not_come_ends_its_call(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for limit in ("_MESSAGE_S", "STREAM_PAUSE_S", "_STANDARD_MESSAGE_S"):
+    for limit in ("_MESSAGE_S", "STREAM_PAUSE_S"):
         monkeypatch.setattr(handlers, limit, 0.2)
+    monkeypatch.setattr(standard_calls, "MESSAGE_S", 0.2)
     async with open_server() as channel:
         first, second = (channel.stream_unary(path)(nothing()) for _ in range(2))
 
@@ -560,14 +563,20 @@ async def test_calls_without_a_message_are_bounded_and_end_and_leave_their_place
                 silent.open(head(EMBED))
             await silent.settled()
 
-            code, why = await failure(stub(channel, "Embed")(embed("refused while all places are taken")))
+            code, why = await failure(channel.stream_unary(EMBED)(nothing()))
             assert (code, why.split(";")[0]) == (Status.RESOURCE_EXHAUSTED, "Too many calls have sent no message yet")
+            whole = silent.h2.get_next_available_stream_id()  # head and message in one segment: it does not wait
+            silent.h2.send_headers(whole, head(EMBED))
+            silent.h2.send_data(whole, framed(embed("x").SerializeToString()), end_stream=True)
+            silent.flush()
+            while (await silent.until(h2.events.TrailersReceived)).stream_id != whole:
+                await silent.take()
 
             ended: list[str] = []
             while len(ended) < calls:
                 await silent.take()
                 answers = [each for each in silent.events if isinstance(each, h2.events.ResponseReceived)]
-                ended = [dict(each.headers)["grpc-status"] for each in answers]
+                ended = [dict(each.headers)["grpc-status"] for each in answers if each.stream_id != whole]
             assert ended == ["4"] * calls
 
         assert await stub(channel, "Embed")(embed("served when they are free"))
@@ -604,3 +613,29 @@ async def test_client_streams_of_one_connection_hold_a_part_of_the_budget(
             assert await calls[2].code() is Status.OK
             for call in calls:
                 call.cancel()
+
+
+async def test_replies_that_some_clients_do_not_read_hold_up_no_others(
+    start_worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handlers, "_HELD_BYTES", 400)
+    worker = await start_worker(
+        lambda request: request.reply(tei_pb2.EmbedResponse(embeddings=[1] * 100).SerializeToString())
+    )
+
+    async with (
+        Server(Policy(), running("a", worker)) as port,
+        connecting("127.0.0.1", port) as connect,
+        grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
+        asyncio.timeout(LIMIT_S),
+    ):
+        for _ in range(5):
+            silent = await connect()
+            silent.h2.update_settings({h2.settings.SettingCodes.INITIAL_WINDOW_SIZE: 0})
+            for _ in range(3):
+                stream = silent.open(head(EMBED))
+                silent.h2.send_data(stream, framed(embed("x").SerializeToString()), end_stream=True)
+                silent.flush()
+            await silent.until(h2.events.ResponseReceived)
+
+        assert len((await stub(channel, "Embed")(embed("x"))).embeddings) == 100

@@ -178,6 +178,57 @@ async def test_what_does_not_finish_within_the_grace_is_cancelled(start_mux: Any
     await control.close()
 
 
+async def test_a_second_stop_with_a_shorter_grace_counts(start_mux: Any, start_worker: Any) -> None:
+    mux = start_mux()
+    control = await Control.connect(mux)
+    worker: FrameWorker = await start_worker(hold)
+    async with client(await control.push(running("a", worker))) as channel:
+        call = stub(channel, "Embed")(embed("x"))
+        request = await worker.requests.get()
+
+        control.say({"stop": 3600})
+        await control.reader.readline()
+        control.say({"stop": 7200})
+        control.say({"stop": 0.05})
+
+        assert await worker.cancels.get() == request.header.id
+        assert await call.code() is grpc.StatusCode.UNAVAILABLE
+    assert await exit_status(mux) == 0
+    await control.close()
+
+
+async def test_an_idle_stream_does_not_hold_up_a_drain_and_what_is_in_flight_is_answered(
+    start_mux: Any, start_worker: Any
+) -> None:
+    mux = start_mux()
+    control = await Control.connect(mux)
+    worker: FrameWorker = await start_worker(hold)
+    async with client(await control.push(running("a", worker))) as channel:
+        idle, waiting = (stub(channel, "EmbedStream")() for _ in range(2))
+        for stream in (idle, waiting):
+            await stream.write(embed("x"))
+        requests = [await worker.requests.get() for _ in range(2)]
+        for each in requests[:1]:
+            lengths(each)
+        first = await asyncio.wait(
+            [asyncio.ensure_future(s.read()) for s in (idle, waiting)], return_when="FIRST_COMPLETED"
+        )
+        assert len(first[0]) == 1
+
+        control.say({"stop": 3600})
+        await control.reader.readline()
+        ended = [asyncio.ensure_future(stream.code()) for stream in (idle, waiting)]
+        done, open_ = await asyncio.wait(ended, return_when="FIRST_COMPLETED")
+        assert {each.result() for each in done} == {grpc.StatusCode.UNAVAILABLE}
+        assert len(open_) == 1, "its message is in flight"
+        lengths(requests[1])
+        [reading] = first[1]
+        assert list((await reading).embeddings) == [1.0]
+        assert {await each for each in ended} == {grpc.StatusCode.UNAVAILABLE}
+    assert await exit_status(mux) == 0
+    await control.close()
+
+
 async def test_a_second_signal_does_not_wait(start_mux: Any, start_worker: Any) -> None:
     mux = start_mux()
     control = await Control.connect(mux)

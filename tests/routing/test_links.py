@@ -568,3 +568,34 @@ async def test_failures_of_single_texts_do_not_add_up(route: Any, start_worker: 
             await call(router, payload)
 
     assert not replica(router).suspended
+
+
+@pytest.mark.parametrize("timeout_s", [86_400 * 49, 86_400 * 60, 3_600 * 99_999_999])
+async def test_a_deadline_beyond_the_frames_largest_is_that(route: Any, start_worker: Any, timeout_s: float) -> None:
+    worker = await start_worker(echo)
+    router = route(running("a", worker))
+
+    await call(router, timeout_s=timeout_s)
+
+    seen = await worker.requests.get()
+    assert seen.header.deadline_ms == pytest.approx(min(timeout_s * 1000, 2**32 - 1), abs=1000)
+    assert replica(router).outstanding_calls == 0
+
+
+async def test_a_request_that_cannot_be_sent_leaves_nothing_on_its_link(
+    route: Any, start_worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    router = route(running("a", await start_worker(echo)))
+    await call(router)
+
+    def broken(*_: object, **__: object) -> None:
+        raise ValueError("no frame")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(links.WorkerLink, "send", broken)
+        with pytest.raises(ValueError, match="no frame"):
+            await call(router, timeout_s=60)
+
+    [link] = [each for each in replica(router)._links if each is not None]
+    assert (link.calls_in_flight, link.budget.taken_bytes, replica(router).outstanding_bytes) == (0, 0, 0)
+    await call(router)

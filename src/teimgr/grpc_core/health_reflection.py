@@ -17,7 +17,6 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
-from teimgr.errors import Overloaded
 from teimgr.wire.status import INVALID_ARGUMENT, NOT_FOUND
 
 HEALTH_FILE: FileDescriptor = health_pb2.DESCRIPTOR
@@ -27,8 +26,6 @@ REFLECTION_METHOD = "ServerReflectionInfo"
 SERVING: int = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING: int = health_pb2.HealthCheckResponse.NOT_SERVING
 SERVICE_UNKNOWN: int = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
-# Half of the streams that a server may have (`http2.connection.MAX_TASKS`): watches need no key and do not end.
-MAX_WATCHES = 4096
 
 
 class HealthService:
@@ -38,7 +35,6 @@ class HealthService:
         self.is_stopped = False
         self._poll_s = poll_s
         self._changed = asyncio.Event()
-        self._watches = 0
 
     def status_of(self, service: str) -> int | None:
         """The ServingStatus of a service now, None for an unknown name."""
@@ -55,16 +51,7 @@ class HealthService:
         self.notify()
 
     async def watch(self, service: str, send: Callable[[Any], Awaitable[None]]) -> None:
-        """Send a HealthCheckResponse now and on each change, until `stop`; raises Overloaded: too many watches."""
-        if self._watches >= MAX_WATCHES:
-            raise Overloaded(f"More than {MAX_WATCHES} watches of health")
-        self._watches += 1
-        try:
-            await self._send_changes(service, send)
-        finally:
-            self._watches -= 1
-
-    async def _send_changes(self, service: str, send: Callable[[Any], Awaitable[None]]) -> None:
+        """Send a HealthCheckResponse now and on each change, until `stop`."""
         sent = None
         while True:
             # Read together: the status may change and the service may stop during `send`.

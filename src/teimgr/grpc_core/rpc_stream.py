@@ -9,14 +9,15 @@ import asyncio
 import re
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, unquote_to_bytes
 
 from google.protobuf.message import DecodeError
 
 from teimgr.byte_budget import ByteBudget, Charge
-from teimgr.errors import Cancelled, DeadlineExceeded, InvalidInput, TeimgrError, TooLarge, Unsupported
-from teimgr.http2.framing import Headers
+from teimgr.errors import Cancelled, DeadlineExceeded, InvalidInput, TeimgrError, TooLarge, Unavailable, Unsupported
+from teimgr.http2.header_decoder import Headers
 from teimgr.http2.stream import Stalled, Stream
+from teimgr.wire.frames import MAX_DEADLINE_MS
 from teimgr.wire.status import GrpcStatus
 
 _HEAD: Headers = ((b":status", b"200"), (b"content-type", b"application/grpc"))
@@ -30,8 +31,11 @@ _BUDGET_WAIT_S = 30.0
 _COPIED_BYTES = 16 * 1024
 _TIMEOUT = re.compile(r"([0-9]{1,8})([HMSmun])")
 _UNIT_S = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
+# Of a status message as it is sent; clients bound all trailers together at 8 KiB.
+_MAX_STATUS_BYTES = 4096
 # The characters of a status message that stay as they are; others are percent-encoded UTF-8.
 _PLAIN = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
+_CUT_ESCAPE = re.compile(r"%.?\Z")
 
 
 class RpcStatusError(Exception):
@@ -50,17 +54,23 @@ def is_rpc(content_type: str) -> bool:
 class RpcStream:
     """One RPC. When the client resets it, the task that serves it is cancelled; methods need not check.
 
-    `budget` bounds the bytes of messages that are received and not handed on.
+    `stream` is what it is on. `budget` bounds the bytes of messages that are received and not handed on;
+    `max_reply_bytes` is `max_message_bytes` unless given.
     """
 
-    def __init__(self, stream: Stream, max_message_bytes: int, budget: ByteBudget) -> None:
+    def __init__(
+        self, stream: Stream, max_message_bytes: int, budget: ByteBudget, max_reply_bytes: int | None = None
+    ) -> None:
         # Of several headers of one name the last counts.
         self.metadata = {name.decode("latin-1"): value.decode("latin-1") for name, value in stream.headers}
         self.path = self.metadata.get(":path", "")
-        self._stream = stream
+        self.stream = stream
         self._buffer = stream.received
         self._max_message_bytes = max_message_bytes
-        self._opened = False
+        self._max_reply_bytes = max_reply_bytes or max_message_bytes
+        self._starting: asyncio.Timeout | None = None  # while a message is awaited
+        self._leaving_pause_s: float | None = None
+        self._opened = self._is_refused_encoding = False
         self.budget = budget
         self.budget_wait_s = _BUDGET_WAIT_S
         self.charge = Charge(budget)  # of messages received and not handed on
@@ -73,14 +83,14 @@ class RpcStream:
         return 0 if _CONTENT_TYPE.fullmatch(self.metadata.get("content-type", "")) else 415
 
     def timeout_s(self) -> float | None:
-        """The client's timeout, None for no bound; raises InvalidInput: malformed header."""
+        """The client's timeout, at most that of a frame, None for no bound; raises InvalidInput: malformed header."""
         text = self.metadata.get("grpc-timeout")
         if text is None:
             return None
         match = _TIMEOUT.fullmatch(text)
         if match is None:
             raise InvalidInput("Malformed grpc-timeout")
-        return int(match[1]) * _UNIT_S[match[2]]
+        return min(int(match[1]) * _UNIT_S[match[2]], MAX_DEADLINE_MS / 1000)
 
     async def receive(self, starts_within_s: float | None = None) -> bytes | None:
         """The client's next message, None after the last. It is charged to `charge` before its body is read.
@@ -90,14 +100,16 @@ class RpcStream:
             Unsupported: it is compressed.
             Overloaded: too many bytes of other messages are being received, or of replies not read.
             DeadlineExceeded: it did not start in time, or did not come to its end in time.
-            InvalidInput: the stream ended inside it.
+            Unavailable: it did not start in the time of `leave`.
+            InvalidInput: it is malformed, or the stream ended inside it.
         """
-        if (message := self._received()) is not None:
+        if (message := self.received()) is not None:
             return message
-        limit_s = starts_within_s
+        limit_s = starts_within_s if self._leaving_pause_s is None else self._leaving_pause_s
         try:
-            async with asyncio.timeout(limit_s):
+            async with asyncio.timeout(limit_s) as self._starting:
                 prefix = await self._buffer.read(_PREFIX_BYTES)
+            self._starting = None
             if not prefix:
                 return None
             if len(prefix) < _PREFIX_BYTES:
@@ -106,9 +118,13 @@ class RpcStream:
             async with asyncio.timeout(limit_s):
                 return await self._body(prefix)
         except TimeoutError:
+            if self._starting is not None and self._leaving_pause_s is not None:
+                raise Unavailable("The server is stopping") from None
             raise DeadlineExceeded(f"Request timeout: no whole message within {limit_s:g} s") from None
+        finally:
+            self._starting = None
 
-    def _received(self) -> bytes | None:
+    def received(self) -> bytes | None:
         """The next message, where it is received as a whole and within all bounds: no timer is needed."""
         prefix = self._buffer.peek(_PREFIX_BYTES)
         if len(prefix) < _PREFIX_BYTES or prefix[0]:
@@ -121,8 +137,11 @@ class RpcStream:
         return self._buffer.take(size)
 
     async def _body(self, prefix: bytes) -> bytes:
+        if prefix[0] > 1:
+            raise InvalidInput(f"Malformed message: its first byte is {prefix[0]}")
         if prefix[0]:
             encoding = self.metadata.get("grpc-encoding", "unknown")
+            self._is_refused_encoding = True
             raise Unsupported(f"Content is compressed with `{encoding}` which isn't supported")
         size = int.from_bytes(prefix[1:], "big")
         if size > self._max_message_bytes:
@@ -145,24 +164,30 @@ class RpcStream:
         except DecodeError as error:
             raise InvalidInput(f"Malformed {kind.DESCRIPTOR.full_name}: {error}") from error
 
+    def leave(self, pause_s: float) -> None:
+        """The server stops: limit the client's pauses between messages to `pause_s`, the present one from now on."""
+        self._leaving_pause_s = pause_s
+        if self._starting is not None:
+            self._starting.reschedule(asyncio.get_running_loop().time() + pause_s)
+
     async def open(self, metadata: Mapping[str, str] | None = None) -> None:
         """Send the initial metadata; `send` does it where this was not called."""
-        await self._stream.send_headers([*_HEAD, *_encoded(metadata)] if metadata else _HEAD)
+        await self.stream.send_headers([*_HEAD, *_encoded(metadata)] if metadata else _HEAD)
         self._opened = True  # not before: a deadline that passes in the wait ends the call by trailers alone
 
     async def send(self, message: bytes | memoryview) -> None:
         """Send one message, waiting for the client's flow control; raises TooLarge: it exceeds the message limit."""
-        if len(message) > self._max_message_bytes:
-            raise TooLarge(f"Reply message larger than max ({len(message)} vs. {self._max_message_bytes} bytes)")
+        if len(message) > self._max_reply_bytes:
+            raise TooLarge(f"Reply message larger than max ({len(message)} vs. {self._max_reply_bytes} bytes)")
         if not self._opened:
             await self.open()
         prefix = b"\0" + len(message).to_bytes(4, "big")
         try:
             if len(message) > _COPIED_BYTES:
-                await self._stream.send_data(prefix)
-                await self._stream.send_data(message)
+                await self.stream.send_data(prefix)
+                await self.stream.send_data(message)
             else:
-                await self._stream.send_data(b"".join((prefix, message)))
+                await self.stream.send_data(b"".join((prefix, message)))
         except Stalled as error:
             raise Cancelled(f"The reply was not read: {error}") from None
 
@@ -170,13 +195,15 @@ class RpcStream:
         """End the RPC; `metadata` goes with that of the status into the trailers."""
         trailers = [(b"grpc-status", b"%d" % status.number)]
         if status.message:
-            trailers.append((b"grpc-message", quote(status.message, safe=_PLAIN).encode("ascii")))
+            trailers.append((b"grpc-message", _encoded_message(status.message)))
+        if self._is_refused_encoding:
+            trailers.append((b"grpc-accept-encoding", b"identity"))
         if status.metadata or metadata:
             trailers += _encoded(dict(status.metadata) | dict(metadata or {}))
-        await self._stream.send_headers([*(() if self._opened else _HEAD), *trailers], end=True)
+        await self.stream.send_headers([*(() if self._opened else _HEAD), *trailers], end=True)
 
     async def refuse(self, http_status: int) -> None:
-        await self._stream.send_headers([(b":status", b"%d" % http_status)], end=True)
+        await self.stream.send_headers([(b":status", b"%d" % http_status)], end=True)
 
     def stop(self, error: TeimgrError) -> None:
         """Fail reads once the received messages are read."""
@@ -185,3 +212,12 @@ class RpcStream:
 
 def _encoded(metadata: Mapping[str, str]) -> Headers:
     return [(name.encode("latin-1"), value.encode("latin-1")) for name, value in metadata.items()]
+
+
+def _encoded_message(message: str) -> bytes:
+    """A status message for its header, without the end that is too long."""
+    encoded = quote(message, safe=_PLAIN)
+    if len(encoded) > _MAX_STATUS_BYTES:
+        cut = _CUT_ESCAPE.sub("", encoded[:_MAX_STATUS_BYTES])
+        encoded = quote(unquote_to_bytes(cut).decode(errors="ignore"), safe=_PLAIN)
+    return encoded.encode("ascii")

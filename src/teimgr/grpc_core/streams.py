@@ -116,13 +116,15 @@ class StreamPump:
                 current.cancel()
         finally:
             reader.cancel()
-            await asyncio.wait((reader,))
-            if current is not None:
-                current.cancel()
-            while not self._calls.empty():
-                rest = self._calls.get_nowait()
-                if rest is not None and not isinstance(rest, Exception):
-                    rest.cancel()
+            try:
+                await asyncio.wait((reader,))
+            finally:  # a second cancellation may end the wait: deadline and reset of a stream come together
+                if current is not None:
+                    current.cancel()
+                while not self._calls.empty():
+                    rest = self._calls.get_nowait()
+                    if rest is not None and not isinstance(rest, Exception):
+                        rest.cancel()
 
     async def _read(self) -> None:
         """Run ahead of the replies as far as the window allows."""

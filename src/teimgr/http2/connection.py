@@ -11,23 +11,26 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, cast
 
-from uvicorn.server import ServerState
-
-from teimgr.http2.framing import ConnectionBroken, ErrorCode, Framing, Headers, Payload
+from teimgr.byte_budget import ByteBudget
+from teimgr.http2.framing import ConnectionBroken, ErrorCode, Framing, Payload
+from teimgr.http2.header_decoder import Headers
 from teimgr.http2.sender import Sender
 from teimgr.http2.stream import Stream, StreamLost
-from teimgr.http_protocol import HEAD_LIMIT_S, KEEP_ALIVE_S, StallGuard
+from teimgr.http_protocol import HEAD_LIMIT_S, KEEP_ALIVE_S, ListenerState, StallGuard
 
 log = logging.getLogger(__name__)
-# At lower levels hpack logs every header, API keys included.
-logging.getLogger("hpack").setLevel(logging.WARNING)
 
 MAX_STREAMS = 1024
 # Tasks of the streams of all connections: each takes some kilobytes. More are refused unprocessed.
 MAX_TASKS = 8192
-# Bytes that clients may send before they are read: fewer per stream, so that a stalled one does not block the rest.
+# Bytes that clients may send before they are read.
 _STREAM_WINDOW = 1 << 18
 _CONNECTION_WINDOW = 1 << 20
+# Once streams that are not read hold half of the connection's window, it is opened ahead of their reader, else four of
+# them would block all others of their connection. So many bytes of all connections of the process, and this part of
+# them for one connection.
+_AHEAD = ByteBudget(64 * 2**20)
+_AHEAD_SHARE = 4
 # Control frames (PING, SETTINGS, RST_STREAM, PRIORITY, empty DATA, unknown ones) and refused streams that a connection
 # may send at once, and per second after that. Each costs an acknowledgement or a task; a client that cancels calls
 # sends one for each. A change of the initial window costs more, as it concerns every stream.
@@ -65,7 +68,7 @@ class Connection(asyncio.Protocol):
     """
 
     def __init__(
-        self, serve: Serve, state: ServerState, *, stays_open: bool = False, max_connections: int | None = None
+        self, serve: Serve, state: ListenerState, *, stays_open: bool = False, max_connections: int | None = None
     ) -> None:
         self._serve = serve
         self._state = state
@@ -75,6 +78,7 @@ class Connection(asyncio.Protocol):
         self._streams: dict[int, Stream] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._answered: dict[int, _Answered] = {}  # whose clients still send
+        self._ahead = ByteBudget(_AHEAD.limit_bytes // _AHEAD_SHARE, _AHEAD)
         self._allowance = float(_CONTROL_BURST)
         self._allowance_at = 0.0
         self._idle: asyncio.TimerHandle | None = None
@@ -90,7 +94,8 @@ class Connection(asyncio.Protocol):
         self.closed = self._loop.create_future()
         self.sender = Sender(self._framing, self.transport)
         self._stall_guard = StallGuard(self.transport)
-        if self._max_connections is not None and len(self._state.connections) >= self._max_connections:
+        is_full = self._max_connections is not None and len(self._state.connections) >= self._max_connections
+        if is_full or self._state.has_ended:
             self.transport.abort()
             return
         self._state.connections.add(cast(Any, self))
@@ -113,7 +118,7 @@ class Connection(asyncio.Protocol):
             self._break()
         else:
             self.sender.send_waiting()
-            self.sender.flush()
+            self.sender.write()  # answers to control frames: so that those of a client that does not read are held back
 
     def pause_writing(self) -> None:
         """Backpressure: while the client does not read, nothing is read that would need an answer."""
@@ -144,6 +149,9 @@ class Connection(asyncio.Protocol):
         """
         self._lingers = True
         self._send_goaway()
+        for stream in tuple(self._streams.values()):
+            if stream.on_leaving is not None:
+                stream.on_leaving()
         self._loop.call_later(_GOAWAY_S, self._end_lingering)
 
     def shutdown(self) -> None:
@@ -163,8 +171,15 @@ class Connection(asyncio.Protocol):
         self.sender.flush()
 
     def acknowledge(self, stream: Stream, size: int) -> None:
-        if size and not self.transport.is_closing():
+        if not size:
+            return
+        ahead = min(stream.ahead, size)
+        if ahead:
+            stream.ahead -= ahead
+            self._ahead.give_back(ahead)
+        if not self.transport.is_closing():
             self._framing.acknowledge(stream.number, size)
+            self._framing.open_window(size - ahead)
             self.sender.flush()
 
     # Called by the framing.
@@ -186,13 +201,22 @@ class Connection(asyncio.Protocol):
         stream = self._streams.get(number)
         if stream is None or stream.is_lost:  # answered before its end
             self._framing.acknowledge(number, size)
+            self._framing.open_window(size)
             self._discard(number, size)
         else:
             stream.received.add(data, size)
+            stream.received_bytes += len(data)
+            if stream.is_malformed:
+                self._framing.break_stream(number, ErrorCode.PROTOCOL_ERROR)
+            if self._framing.receive_window < _CONNECTION_WINDOW // 2 and self._ahead.try_take(size):
+                stream.ahead += size
+                self._framing.open_window(size)
 
     def on_end(self, number: int) -> None:
         if (stream := self._streams.get(number)) is not None:
             stream.received.end()
+            if stream.is_malformed:
+                self._framing.break_stream(number, ErrorCode.PROTOCOL_ERROR)
         self._forget(number)
 
     def on_reset(self, number: int) -> None:
@@ -205,6 +229,8 @@ class Connection(asyncio.Protocol):
             self.sender.take_turn(stream)
 
     def on_settings(self, changes_windows: bool) -> None:
+        if self._state.is_leaving and not self._sent_goaway:  # its handshake took until now
+            self.leave()
         if self.stays_open:
             self._stop_idle()
         if changes_windows:
@@ -295,12 +321,12 @@ class Connection(asyncio.Protocol):
             self._close()
 
     def _break(self) -> None:
-        self.sender.flush()
         self._close()
         self._lose_streams()
 
     def _close(self) -> None:
         if not self.transport.is_closing():
+            self.sender.write()
             if self.transport.get_write_buffer_size():
                 self._stall_guard.paused()  # the close waits until the client has read what was sent
             self.transport.close()

@@ -1,21 +1,19 @@
 """Framing of one HTTP/2 connection, server side: frames, header blocks, settings, flow control, states of streams.
 
-Protocol: RFC 9113; header blocks: RFC 7541, decoded by the `hpack` library. Response headers are literals that enter no
-dynamic table, so they cost no state and no search.
+Protocol: RFC 9113; header blocks: RFC 7541, received ones in `header_decoder.py`. Response headers are literals that
+enter no dynamic table, so they cost no state and no search.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from enum import IntEnum
 from functools import lru_cache
-from typing import Protocol, cast
+from typing import Protocol
 
-from hpack import Decoder, HPACKError, OversizedHeaderListError
-from hpack.table import HeaderTable
+from teimgr.http2.header_decoder import MAX_HEADER_BYTES, BlockTooLarge, HeaderDecoder, Headers, InvalidBlock
 
-Headers = Sequence[tuple[bytes, bytes]]
 Payload = bytes | memoryview
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -49,12 +47,8 @@ _MAX_FRAME_LIMIT = 2**24 - 1
 _RECEIVED_FRAME = 2**18
 # Payloads of DATA beyond this are not copied before the stream takes them.
 _COPIED_BYTES = 4096
-_MAX_HEADER_BYTES = 65_536
 # A window is opened again once this part of it is used up.
 _UPDATE_SHARE = 4
-# Header blocks that clients repeat, and their longest.
-_CACHED_BLOCKS = 64
-_CACHED_BLOCK_BYTES = 1024
 # Streams that were reset here and whose clients may not have received that yet.
 _RESET_STREAMS = 1024
 
@@ -124,49 +118,6 @@ class _Flow:
         self.ended_here = self.ended_there = False
 
 
-class _CountingTable(HeaderTable):
-    """HPACK's table with a count of its changes."""
-
-    changes = 0
-
-    def add(self, name: bytes, value: bytes) -> None:
-        self.changes += 1
-        super().add(name, value)
-
-
-class HeaderDecoder:
-    """Decodes header blocks, those that were decoded before from a cache.
-
-    A block that leaves the table as it was gives the same headers while the table stays so; clients send such blocks
-    for all calls but the first ones.
-    """
-
-    def __init__(self) -> None:
-        self._decoder = Decoder(_MAX_HEADER_BYTES)
-        self._decoder.header_table = self._table = _CountingTable()
-        self._known: dict[bytes, Headers] = {}
-
-    def decode(self, block: bytes) -> Headers:
-        """Raises ConnectionBroken: the block is malformed, or its headers are too large."""
-        known = self._known.get(block)
-        if known is not None:
-            return known
-        before = self._table.changes, self._table.maxsize
-        try:
-            headers = cast(Headers, tuple(self._decoder.decode(block, raw=True)))
-        except OversizedHeaderListError as error:
-            raise ConnectionBroken(ErrorCode.ENHANCE_YOUR_CALM, str(error)) from error
-        except HPACKError as error:
-            raise ConnectionBroken(ErrorCode.COMPRESSION_ERROR, str(error)) from error
-        except (IndexError, ValueError) as error:  # of a block that is cut off
-            raise ConnectionBroken(ErrorCode.COMPRESSION_ERROR, "a header block is cut off") from error
-        if before != (self._table.changes, self._table.maxsize):
-            self._known.clear()
-        elif len(block) <= _CACHED_BLOCK_BYTES and len(self._known) < _CACHED_BLOCKS:
-            self._known[block] = headers
-        return headers
-
-
 @lru_cache(256)
 def _name(name: bytes) -> bytes:
     """A literal field without indexing, up to its value (RFC 7541, section 6.2.2)."""
@@ -209,7 +160,7 @@ class Framing:
         self._receiver = receiver
         self._max_streams = max_streams
         self._stream_window = stream_window
-        self._connection_window = self._receive_window = connection_window
+        self._connection_window = connection_window
         self._unacknowledged = 0
         self._decoder = HeaderDecoder()
         self._flows: dict[int, _Flow] = {}
@@ -222,9 +173,13 @@ class Framing:
         self._block_stream = self._block_flags = 0
         self._initial_window = _DEFAULT_WINDOW
         self._out: list[Payload] = []
+        self.waiting_bytes = 0
+        """Bytes that `take` will return."""
         self._last_stream: int | None = None  # that the first GOAWAY named
         self.highest_stream = 0
         """The highest number of a stream that the client opened."""
+        self.receive_window = connection_window
+        """Bytes of DATA that the client may send on the connection."""
         self.send_window = _DEFAULT_WINDOW
         """Bytes of DATA that may be sent on the connection."""
         self.max_frame = _DEFAULT_FRAME
@@ -233,7 +188,7 @@ class Framing:
             _MAX_STREAMS: max_streams,
             _INITIAL_WINDOW: stream_window,
             _MAX_FRAME: _RECEIVED_FRAME,
-            _MAX_HEADER_LIST: _MAX_HEADER_BYTES,
+            _MAX_HEADER_LIST: MAX_HEADER_BYTES,
         }
         self._put(_SETTINGS, 0, 0, b"".join(_SETTING.pack(*each) for each in settings.items()))
         self._put(_WINDOW_UPDATE, 0, 0, _LONG.pack(connection_window - _DEFAULT_WINDOW))
@@ -290,22 +245,22 @@ class Framing:
     def _on_data(self, flags: int, number: int, payload: Payload) -> None:
         flow, size = self._flows.get(number), len(payload)
         self._check_opened(number, "DATA")
-        self._receive_window -= size
-        if self._receive_window < 0:
+        self.receive_window -= size
+        if self.receive_window < 0:
             raise ConnectionBroken(ErrorCode.FLOW_CONTROL_ERROR, "more than the connection's window")
         if flags & _PADDED:
             payload = _unpadded(payload)
         if flow is None or flow.ended_there:
-            self._open_window(size)
+            self.open_window(size)
             if flow is not None:
-                self._break_stream(number, ErrorCode.STREAM_CLOSED)
+                self.break_stream(number, ErrorCode.STREAM_CLOSED)
             elif not self._may_have_been_sent(number, flags, size):
                 self._receiver.on_control()
             return
         flow.receive_window -= size
         if flow.receive_window < 0:
-            self._open_window(size)
-            self._break_stream(number, ErrorCode.FLOW_CONTROL_ERROR)
+            self.open_window(size)
+            self.break_stream(number, ErrorCode.FLOW_CONTROL_ERROR)
             return
         if not payload and not flags & _END_STREAM:
             self._receiver.on_control()
@@ -348,7 +303,12 @@ class Framing:
             self._on_block(self._block_flags, number, block)
 
     def _on_block(self, flags: int, number: int, block: bytes) -> None:
-        headers = self._decoder.decode(block)  # refused ones too: the table has to follow the client's
+        try:
+            headers = self._decoder.decode(block)  # of refused streams too: the table has to follow the client's
+        except BlockTooLarge as error:
+            raise ConnectionBroken(ErrorCode.ENHANCE_YOUR_CALM, str(error)) from error
+        except InvalidBlock as error:
+            raise ConnectionBroken(ErrorCode.COMPRESSION_ERROR, str(error)) from error
         flow = self._flows.get(number)
         if flow is not None:
             self._on_trailers(flags, number, flow)
@@ -359,6 +319,8 @@ class Framing:
             if len(self._flows) >= self._max_streams or not self._receiver.on_request(number, headers):
                 self._put(_RST_STREAM, 0, number, _LONG.pack(ErrorCode.REFUSED_STREAM))
                 self._receiver.on_control()
+                if not flags & _END_STREAM:
+                    self._expect_rest(number, self._stream_window)
                 return
             self._flows[number] = flow = _Flow(self._initial_window, self._stream_window)
             if flags & _END_STREAM:
@@ -366,12 +328,12 @@ class Framing:
 
     def _on_trailers(self, flags: int, number: int, flow: _Flow) -> None:
         if flow.ended_there:
-            self._break_stream(number, ErrorCode.STREAM_CLOSED)
+            self.break_stream(number, ErrorCode.STREAM_CLOSED)
         elif flags & _END_STREAM:
             self._receiver.on_control()
             self._end_there(number, flow)
         else:
-            self._break_stream(number, ErrorCode.PROTOCOL_ERROR)
+            self.break_stream(number, ErrorCode.PROTOCOL_ERROR)
 
     def _on_priority(self, flags: int, number: int, payload: bytes) -> None:
         if not number or len(payload) != 5:
@@ -448,7 +410,7 @@ class Framing:
             return
         flow.send_window += size
         if not size or flow.send_window > _MAX_WINDOW:
-            self._break_stream(number, ErrorCode.FLOW_CONTROL_ERROR if size else ErrorCode.PROTOCOL_ERROR)
+            self.break_stream(number, ErrorCode.FLOW_CONTROL_ERROR if size else ErrorCode.PROTOCOL_ERROR)
         else:
             self._receiver.on_window(number)
 
@@ -456,7 +418,7 @@ class Framing:
         if not 0 < number <= self.highest_stream or not number % 2:
             raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, f"{what} of stream {number}, which is not open")
 
-    def _break_stream(self, number: int, code: ErrorCode) -> None:
+    def break_stream(self, number: int, code: ErrorCode) -> None:
         """Reset a stream because of an error of its client; counted, else it would be a way to cancel without limit."""
         self._receiver.on_control()
         self.reset(number, code)
@@ -472,7 +434,7 @@ class Framing:
 
     def take(self) -> list[Payload]:
         """The bytes to send, in parts, each once."""
-        out, self._out = self._out, []
+        out, self._out, self.waiting_bytes = self._out, [], 0
         return out
 
     def headers(self, number: int, headers: Headers, end: bool) -> None:
@@ -508,6 +470,7 @@ class Framing:
         self._out.append(_HEAD.pack(size >> 16, size & 0xFFFF, _DATA, _END_STREAM if end else 0, number))
         if size:
             self._out.append(data)
+        self.waiting_bytes += _HEAD.size + size
         if end:
             self._end_here(number, flow)
 
@@ -521,9 +484,13 @@ class Framing:
             return
         self._put(_RST_STREAM, 0, number, _LONG.pack(code))
         if not flow.ended_there and flow.receive_window > 0:
-            self._reset_windows[number] = flow.receive_window
-            if len(self._reset_windows) > _RESET_STREAMS:
-                del self._reset_windows[next(iter(self._reset_windows))]
+            self._expect_rest(number, flow.receive_window)
+
+    def _expect_rest(self, number: int, window: int) -> None:
+        """Do not count the data that a client may have sent on a stream before it knew that it was reset."""
+        self._reset_windows[number] = window
+        if len(self._reset_windows) > _RESET_STREAMS:
+            del self._reset_windows[next(iter(self._reset_windows))]
 
     def goaway(self, code: ErrorCode) -> None:
         """The client is to open no more streams; those above the highest so far are not processed."""
@@ -532,8 +499,7 @@ class Framing:
         self._put(_GOAWAY_TYPE, 0, 0, _GOAWAY.pack(self._last_stream, code))
 
     def acknowledge(self, number: int, size: int) -> None:
-        """Let the client send `size` bytes more on a stream, which may be closed, and on the connection."""
-        self._open_window(size)
+        """Let the client send `size` bytes more on a stream, which may be closed."""
         flow = self._flows.get(number)
         if flow is not None and not flow.ended_there:
             flow.unacknowledged += size
@@ -542,11 +508,12 @@ class Framing:
                 flow.receive_window += flow.unacknowledged
                 flow.unacknowledged = 0
 
-    def _open_window(self, size: int) -> None:
+    def open_window(self, size: int) -> None:
+        """Let the client send `size` bytes more on the connection."""
         self._unacknowledged += size
         if self._unacknowledged >= self._connection_window // _UPDATE_SHARE:
             self._put(_WINDOW_UPDATE, 0, 0, _LONG.pack(self._unacknowledged))
-            self._receive_window += self._unacknowledged
+            self.receive_window += self._unacknowledged
             self._unacknowledged = 0
 
     def _flow(self, number: int) -> _Flow:
@@ -563,10 +530,11 @@ class Framing:
     def _put(self, kind: int, flags: int, number: int, payload: bytes) -> None:
         size = len(payload)
         self._out.append(_HEAD.pack(size >> 16, size & 0xFFFF, kind, flags, number) + payload)
+        self.waiting_bytes += _HEAD.size + size
 
 
 def _check_block(block: Payload | bytearray) -> None:
-    if len(block) > _MAX_HEADER_BYTES:
+    if len(block) > MAX_HEADER_BYTES:
         raise ConnectionBroken(ErrorCode.ENHANCE_YOUR_CALM, "a header block that is too long")
 
 

@@ -8,7 +8,7 @@ from urllib.parse import unquote
 
 import httptools
 
-from teimgr.http2.framing import Headers
+from teimgr.http2.header_decoder import Headers
 
 _PSEUDO = (b":method", b":scheme", b":authority", b":path")
 _OF_CONNECTIONS = frozenset((b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade"))

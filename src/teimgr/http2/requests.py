@@ -49,6 +49,10 @@ class HttpStreams:
         stream.discards_rest = True
         try:
             head = read_head(stream.headers)
+            stream.length = head.length
+            if stream.is_malformed:  # all of it came at once
+                stream.reset(ErrorCode.PROTOCOL_ERROR)
+                return
             scope = self._scope(stream, head)
             if not await self._answer_directly(stream, head, scope):
                 await self._run_app(stream, head, scope | head.location())

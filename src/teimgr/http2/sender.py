@@ -5,16 +5,22 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-from teimgr.http2.framing import Framing, Headers
+from teimgr.http2.framing import Framing
+from teimgr.http2.header_decoder import Headers
 from teimgr.http2.stream import Stalled, Stream, StreamLost
 from teimgr.http_protocol import LEAST_READ_BYTES, STALL_S
 
 # Longest DATA frame that is sent: others have their turn after it.
 _FRAME_BYTES = 256 * 1024
+# Frames of more than this are written at once: then the transport says whether the client reads them.
+_WAITING_BYTES = 64 * 1024
 
 
 class Sender:
-    """Sends on one connection; `pause` and `resume` follow the transport's write buffer."""
+    """Sends on one connection; `pause` and `resume` follow the transport's write buffer.
+
+    The frames of one turn of the event loop, such as headers, data and status of a reply, leave in one write.
+    """
 
     def __init__(self, framing: Framing, transport: asyncio.Transport) -> None:
         self._framing = framing
@@ -23,6 +29,8 @@ class Sender:
         self._writable = asyncio.Event()
         self._writable.set()
         self._data_sent = 0
+        self._loop = asyncio.get_running_loop()
+        self._is_write_due = False
 
     def pause(self) -> None:
         self._writable.clear()
@@ -30,17 +38,33 @@ class Sender:
     def resume(self) -> None:
         self._writable.set()
         self.send_waiting()
-        self.flush()
+        self.write()
 
     def flush(self) -> None:
-        """Write the frames that were made."""
+        """Write the frames that were made, with others of this turn of the event loop."""
+        if self._framing.waiting_bytes > _WAITING_BYTES:
+            self.write()
+        elif self._framing.waiting_bytes and not self._is_write_due:
+            self._is_write_due = True
+            self._loop.call_soon(self._write_due)
+
+    def _write_due(self) -> None:
+        self._is_write_due = False
+        self.write()
+
+    def write(self) -> None:
+        """Write the frames that were made now."""
         parts = self._framing.take()
         if parts and not self._transport.is_closing():
             self._transport.writelines(parts)
 
     async def send_headers(self, stream: Stream, headers: Headers, end: bool) -> None:
-        """Send a block of headers once the client reads what was written; raises StreamLost."""
-        if not self._writable.is_set():
+        """Send a block of headers, once the client reads what was written; raises StreamLost.
+
+        The last one of a stream does not wait: a client that does not read would hold a task for each of its calls,
+        and opens no more streams, as the connection is not read either.
+        """
+        if not end and not self._writable.is_set():
             await self._writable.wait()
         stream.check_open()
         try:
@@ -110,8 +134,9 @@ class Sender:
         if is_last:
             stream.has_ended = stream.ends_after
             stream.end_sending()
+            self.flush()
         else:
-            self.flush()  # so that the transport's buffer is known
+            self.write()  # so that the transport's buffer is known
             stream.unsent = stream.unsent[size:]
             self.take_turn(stream)
 

@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from teimgr.http2.framing import ErrorCode, Headers, Payload
+from teimgr.http2.framing import ErrorCode, Payload
+from teimgr.http2.header_decoder import Headers
 
 if TYPE_CHECKING:
     from teimgr.http2.connection import Connection
@@ -112,6 +113,7 @@ class Stream:
         received: What the client sends.
         on_lost: Called once when the client resets the stream or the connection ends; the connection sets it to the
             cancellation of the task that serves the stream.
+        on_leaving: Called when the server answers its last calls, while the stream is open.
         on_stopping: Called when the server ends, while the stream is open.
         discards_rest: Whether a client that is answered may still send its request, which is discarded; else the
             stream is reset.
@@ -123,7 +125,11 @@ class Stream:
         self.number = number
         self.headers = headers
         self.received = ReceiveBuffer(self._acknowledge)
+        self.length: int | None = None  # of the request's content, where its head has it
+        self.received_bytes = 0
+        self.ahead = 0  # unread bytes for which the connection's window was opened already
         self.on_lost: Callable[[], object] | None = None
+        self.on_leaving: Callable[[], object] | None = None
         self.on_stopping: Callable[[], object] | None = None
         self.discards_rest = False
         self.is_lost = False
@@ -135,6 +141,13 @@ class Stream:
         self.is_sending = False
         self.sent: asyncio.Future[None] | None = None  # resolved when all is sent or lost
         self.has_turn = False
+
+    @property
+    def is_malformed(self) -> bool:
+        """Whether the content is, or will be, not as long as the head says (RFC 9113, section 8.1.1)."""
+        if self.length is None:
+            return False
+        return self.received_bytes > self.length or (self.received.has_ended and self.received_bytes < self.length)
 
     async def send_headers(self, headers: Headers, end: bool = False) -> None:
         """Send a block of headers, the last frame if `end`.

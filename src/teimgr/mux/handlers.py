@@ -10,19 +10,19 @@ from functools import partial
 from typing import Any
 
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse, HealthListRequest, HealthListResponse
-from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
-from uvicorn.server import ServerState
 
 from teimgr.auth.policy import CertificateNames, PolicyInForce, Right, authenticate_call, certificate_from_tls
-from teimgr.byte_budget import ByteBudget
+from teimgr.byte_budget import ByteBudget, UnreadReplies
 from teimgr.errors import DeadlineExceeded, InvalidInput, Overloaded, TeimgrError
-from teimgr.grpc_core import health_reflection
+from teimgr.grpc_core import health_reflection, standard_calls
 from teimgr.grpc_core.health_reflection import NOT_SERVING, SERVING, HealthService, Reflection
 from teimgr.grpc_core.rpc_stream import RpcStatusError, RpcStream
 from teimgr.grpc_core.rpc_table import BY_PATH, FILES, Rpc, Shape
+from teimgr.grpc_core.standard_calls import StandardCalls
 from teimgr.grpc_core.streams import STREAM_PAUSE_S
 from teimgr.http2.connection import Connection
 from teimgr.http2.stream import Stream, StreamLost
+from teimgr.http_protocol import ListenerState
 from teimgr.mux.forwarding import (
     INSTANCE_KEY,
     CallCounters,
@@ -55,13 +55,12 @@ _RIGHTS = frozenset({Right.INFERENCE})
 # Calls whose message has not come yet, and the time that a client has to send it.
 _OPEN_CALLS = 4096
 _MESSAGE_S = 120.0
-# Those of health and reflection, most of which need no key.
-_OPEN_STANDARD_CALLS = 64
-_STANDARD_MESSAGE_S = 20.0
-# Bytes of messages that are being received, of client streams that are collected into one request, and of replies that
-# are not read; and the part of them that one connection may hold.
+# Bytes of messages that are being received and of client streams that are collected into one request; as many of
+# replies that are not read; and the part of them that one connection may hold.
 _HELD_BYTES = 512 * 2**20
 _CONNECTION_SHARE = 4
+# Between messages of a stream while the mux drains.
+_LEAVING_PAUSE_S = 2.0
 _CONTEXT_KEYS = (REQUEST_ID, TRACEPARENT, TRACESTATE)
 _OK = GrpcStatus()
 
@@ -81,6 +80,8 @@ class MessageReader:
             Overloaded: too many calls wait for theirs.
             TeimgrError: as `RpcStream.receive`.
         """
+        if (message := call.received()) is not None:
+            return message
         if self._limit is not None and self._waiting >= self._limit:
             raise Overloaded("Too many calls have sent no message yet; try again later")
         self._waiting += 1
@@ -91,10 +92,11 @@ class MessageReader:
 
 
 class Peer:
-    """What is the same for all calls of a connection: the names of its client's certificate, and its budget."""
+    """What is the same for all calls of a connection: the names of its client's certificate, and its budgets."""
 
-    def __init__(self, budget: ByteBudget) -> None:
+    def __init__(self, budget: ByteBudget, unread: ByteBudget) -> None:
         self.budget = ByteBudget(budget.limit_bytes // _CONNECTION_SHARE, budget)
+        self.unread = UnreadReplies(unread, _CONNECTION_SHARE)
         self._certificate: CertificateNames | None = None
 
     def certificate(self, stream: Stream) -> CertificateNames:
@@ -109,6 +111,7 @@ class InferenceCall(RpcStream):
     Attributes:
         rpc: Its entry in the table.
         record: Its counters.
+        unread: The replies that the client of its connection has not read.
         deadline: Monotonic time of the client's deadline, None for none.
     """
 
@@ -116,6 +119,7 @@ class InferenceCall(RpcStream):
         super().__init__(stream, max_message_bytes, peer.budget)
         self.rpc = rpc
         self.record = record
+        self.unread = peer.unread
         self.deadline: float | None = None
 
     def remaining_s(self) -> float | None:
@@ -164,6 +168,7 @@ class MuxHandlers:
         self._messages = MessageReader(_OPEN_CALLS, _MESSAGE_S)
         self._stream_messages = MessageReader(None, STREAM_PAUSE_S)
         self._held = ByteBudget(_HELD_BYTES)
+        self._unread = ByteBudget(_HELD_BYTES)
         self._standard = StandardServices(policy, health)
         self._bodies: dict[Shape, Callable[[InferenceCall, RouterView], Awaitable[WorkerReply | None]]] = {
             Shape.UNARY: self._unary,
@@ -171,17 +176,16 @@ class MuxHandlers:
             Shape.CLIENT_STREAM: self._client_stream,
         }
 
-    def protocol(self, state: ServerState, max_connections: int | None = None) -> Connection:
+    def protocol(self, state: ListenerState, max_connections: int | None = None) -> Connection:
         """The protocol of a connection."""
-        serve = partial(self._serve, Peer(self._held))
+        serve = partial(self._serve, Peer(self._held, self._unread))
         return Connection(serve, state, stays_open=True, max_connections=max_connections)
 
     def _serve(self, peer: Peer, stream: Stream) -> Coroutine[Any, Any, None]:
         path = dict(stream.headers).get(b":path", b"").decode("latin-1")
         rpc = BY_PATH.get(path)
         if rpc is None:
-            call = RpcStream(stream, self._router.limits.max_message_bytes, peer.budget)
-            return self._standard.serve(call, peer.certificate(stream))
+            return self._standard.serve(stream, self._router.limits.max_message_bytes, peer.certificate(stream))
         return self._answer(rpc, peer, stream)
 
     async def _answer(self, rpc: Rpc, peer: Peer, stream: Stream) -> None:
@@ -224,27 +228,33 @@ class MuxHandlers:
 
     async def _within_deadline(self, call: InferenceCall, router: RouterView) -> WorkerReply | None:
         """The reply of a single call or of a collected stream; a bidi stream's are sent when this returns."""
-        body, timeout_s = self._bodies[call.rpc.shape], call.timeout_s()
+        timeout_s = call.timeout_s()
         if timeout_s is None:
-            return await body(call, router)
+            return await self._body(call, router)
         call.deadline = time.monotonic() + timeout_s
         try:
             async with asyncio.timeout(timeout_s) as limit:
-                return await body(call, router)
+                return await self._body(call, router)
         except TimeoutError:
             if not limit.expired():
                 raise
             raise DeadlineExceeded from None
 
+    async def _body(self, call: InferenceCall, router: RouterView) -> WorkerReply | None:
+        if not call.unread.has_room:
+            await call.unread.room(call.budget_wait_s)
+        return await self._bodies[call.rpc.shape](call, router)
+
     async def _send(self, call: InferenceCall, reply: WorkerReply) -> None:
         """Send the one reply, after initial metadata with its compute cost."""
-        call.charge.add(len(reply.payload))
+        size = len(reply.payload)
+        call.unread.charge(size)
         try:
             if call.rpc.reports_compute and reply.timings is not None:
                 await call.open(reply.timings.headers())
             await call.send(reply.payload)
         finally:
-            call.charge.release()
+            call.unread.give_back(size)
 
     def _report(self, context: RequestContext, record: CallRecord, status: GrpcStatus) -> None:
         if self._telemetry.is_on:
@@ -276,6 +286,8 @@ class MuxHandlers:
             call.charge.release()  # the window bounds those in flight
             return message
 
+        # An idle stream would hold up a drain for its whole grace.
+        call.stream.on_leaving = partial(call.leave, _LEAVING_PAUSE_S)
         named, suffix = call.named_target(router), call.output_dtype()
         forwarder = StreamForwarder(call.rpc, router, named, suffix=suffix, lane=call.lane, record=call.record)
         await forwarder.run(receive, self._window, on_first=call.open, send=call.send)
@@ -345,10 +357,11 @@ class StandardServices:
         }
         for name in health_reflection.REFLECTION_SERVICES:
             self._handlers[f"/{name}/{health_reflection.REFLECTION_METHOD}"] = self._reflect
-        self._messages = MessageReader(_OPEN_STANDARD_CALLS, _STANDARD_MESSAGE_S)
+        self._calls = StandardCalls()
 
-    async def serve(self, call: RpcStream, certificate: CertificateNames) -> None:
+    async def serve(self, stream: Stream, max_reply_bytes: int, certificate: CertificateNames) -> None:
         """Answer one RPC."""
+        call = self._calls.call(stream, max_reply_bytes)
         if call.http_refusal:
             await call.refuse(call.http_refusal)
             return
@@ -356,7 +369,8 @@ class StandardServices:
             handler = self._handlers.get(call.path)
             if handler is None:
                 raise RpcStatusError(UNIMPLEMENTED, "Method not found!")
-            await handler(call, certificate)
+            async with self._calls.bounded():
+                await handler(call, certificate)
             status = _OK
         except TeimgrError as error:
             status = GrpcStatus.of(error)
@@ -394,12 +408,10 @@ class StandardServices:
         await self._health.watch(request.service, send)
 
     async def _reflect(self, call: RpcStream, certificate: CertificateNames) -> None:
-        while (raw := await self._messages.next(call)) is not None:
-            request = call.parse(ServerReflectionRequest, raw)
-            await call.send(self._reflection.answer(request).SerializeToString())
+        await self._calls.reflect(call, self._reflection)
 
     async def _message(self, call: RpcStream, kind: Any) -> Any:
-        raw = await self._messages.next(call)
+        raw = await call.receive(standard_calls.MESSAGE_S)
         if raw is None:
             raise InvalidInput("Missing message")
         return call.parse(kind, raw)

@@ -189,11 +189,13 @@ class Mux:
         self._stop(_DRAIN_S)
 
     def _stop(self, grace_s: float) -> None:
-        if not self._stopping.is_set():
-            self._grace_s = grace_s
-            self._stopping.set()
-            self._woken.set()
-            self._may_listen.set()
+        if self._stopping.is_set():  # a shorter grace than what is left of the first counts
+            asyncio.get_running_loop().call_later(grace_s, self._forced.set)
+            return
+        self._grace_s = grace_s
+        self._stopping.set()
+        self._woken.set()
+        self._may_listen.set()
 
     def _on_orphaned(self) -> None:
         _log.warning("no daemon for %g s: stopping", self._config.orphan_grace_s)

@@ -11,10 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
-from uvicorn.server import ServerState
-
 from teimgr.auth.tls_files import Pems, TlsFiles
 from teimgr.http2.connection import Connection
+from teimgr.http_protocol import ListenerState
 from teimgr.http_server import AsyncioServers, listen_on
 
 _BACKLOG = 2048
@@ -30,8 +29,8 @@ class GrpcServer:
     With a `context` every connection is TLS; until `start` it may be set.
     """
 
-    def __init__(self, protocol: Callable[[ServerState], Connection], context: ssl.SSLContext | None = None) -> None:
-        self._state = ServerState()
+    def __init__(self, protocol: Callable[[ListenerState], Connection], context: ssl.SSLContext | None = None) -> None:
+        self._state = ListenerState()
         self._protocol = lambda: protocol(self._state)
         self.context = context
         self._sockets: list[socket.socket] = []
@@ -65,8 +64,10 @@ class GrpcServer:
         it is made again.
         """
         self._close_listeners()
+        self._state.is_leaving = True
         if grace_s is not None:
             await self._drain(grace_s)
+        self._state.has_ended = True
         for task in tuple(self._state.tasks):
             task.cancel()
         for connection in self._connections():
@@ -82,7 +83,7 @@ class GrpcServer:
         deadline = loop.time() + grace_s
         for connection in self._connections():
             connection.leave()
-        # More than once: a connection whose handshake ends now has its calls answered.
+        # More than once: what a connection whose handshake ends now had sent before it had GOAWAY ends as well.
         while (tasks := set(self._state.tasks)) and (left_s := deadline - loop.time()) > 0:
             await asyncio.wait(tasks, timeout=left_s)
         await self._closed()

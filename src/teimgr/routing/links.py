@@ -14,6 +14,7 @@ from teimgr.errors import Broken, DeadlineExceeded, Overloaded, TeimgrError, Too
 from teimgr.observability.request_context import CURRENT
 from teimgr.spec import WorkerEndpoint
 from teimgr.wire.frames import (
+    MAX_DEADLINE_MS,
     Flag,
     FrameProtocol,
     FrameType,
@@ -153,6 +154,7 @@ class WorkerLink(FrameProtocol):
 
         Raises:
             Unavailable: the link is lost.
+            Exception: whatever kept it from being sent; its cost is given back.
         """
         if not self.is_open:
             self.budget.give_back(cost_bytes)
@@ -162,19 +164,25 @@ class WorkerLink(FrameProtocol):
         self.stats.requests += 1
         self.stats.sent_bytes += len(payload)
         self._calls[call.id] = call
-        deadline_ms = 0 if timeout_s is None else max(1, int(timeout_s * 1000))
+        deadline_ms = 0 if timeout_s is None else min(max(1, int(timeout_s * 1000)), MAX_DEADLINE_MS)
         linger = bool(flags & Flag.BULK) and len(self._calls) > _BUSY_CALLS
         context = b"" if call.context is None else call.context.pack()
-        self.send(
-            FrameType.REQUEST,
-            method,
-            call.id,
-            payload,
-            flags=flags,
-            deadline_ms=deadline_ms,
-            linger=linger,
-            context=context,
-        )
+        try:
+            self.send(
+                FrameType.REQUEST,
+                method,
+                call.id,
+                payload,
+                flags=flags,
+                deadline_ms=deadline_ms,
+                linger=linger,
+                context=context,
+            )
+        except BaseException:
+            del self._calls[call.id]
+            self.budget.give_back(cost_bytes)
+            call.finish(self.owner.unavailable())  # ends its timer
+            raise
         return call
 
     def forget(self, call: PendingCall) -> bool:

@@ -39,6 +39,8 @@ from teimgr.errors import InvalidInput, TeimgrError, error_from_code
 from teimgr.spec import LANE_KEY, LANES
 
 HEADER = struct.Struct("<IBBHQII")
+# 49.7 days; a longer deadline is shortened to it.
+MAX_DEADLINE_MS = 0xFFFF_FFFF
 TIMINGS = struct.Struct("<IIQQQQ")
 _HTTP_HEAD = struct.Struct("<I")
 MAX_HEAD_BYTES = 64 * 1024

@@ -14,19 +14,19 @@ from typing import Any
 
 from google.protobuf.message import Message
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
-from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
 
-from teimgr.byte_budget import ByteBudget, Charge
+from teimgr.byte_budget import ByteBudget, Charge, UnreadReplies
 from teimgr.errors import DeadlineExceeded, InvalidInput, TeimgrError, Unavailable
-from teimgr.grpc_core import health_reflection
+from teimgr.grpc_core import health_reflection, standard_calls
 from teimgr.grpc_core.health_reflection import NOT_SERVING, SERVING, HealthService, Reflection
 from teimgr.grpc_core.rpc_stream import MESSAGE_S, RpcStatusError, RpcStream, is_rpc
 from teimgr.grpc_core.rpc_table import RPCS, TEI_PACKAGE, Rpc, Shape
+from teimgr.grpc_core.standard_calls import StandardCalls
 from teimgr.grpc_core.streams import STREAM_PAUSE_S, PairCollector, StreamPump
 from teimgr.http2.connection import Connection
 from teimgr.http2.requests import HttpStreams
 from teimgr.http2.stream import Stream, StreamLost
-from teimgr.http_protocol import ServerConnections
+from teimgr.http_protocol import STALL_S, ServerConnections
 from teimgr.observability.request_context import CURRENT, REQUEST_ID, RequestContext
 from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.spec import LANE_KEY, Kind
@@ -37,7 +37,7 @@ from teimgr.worker.dispatcher import Dispatcher, masked
 from teimgr.worker.methods import handle
 
 _BY_PATH = {rpc.path: rpc for rpc in RPCS if rpc.service.startswith(f"{TEI_PACKAGE}.")}
-# A connection may hold this part of the port's budget for messages received and replies not read.
+# A connection may hold this part of the port's budgets for messages received and for replies not read.
 _CONNECTION_SHARE = 4
 # Messages of one stream in flight; the default of TEI's GRPC_MAX_PARALLEL_STREAM_REQUESTS.
 _WINDOW = 1024
@@ -61,7 +61,7 @@ class GrpcCall(AwaitedReply, MethodCall):
     def __init__(
         self,
         dispatcher: Dispatcher,
-        budget: ByteBudget,
+        unread: UnreadReplies,
         method: int,
         payload: bytes,
         flags: Flag,
@@ -69,7 +69,7 @@ class GrpcCall(AwaitedReply, MethodCall):
     ) -> None:
         super().__init__(method, payload, flags, deadline)
         self._dispatcher = dispatcher
-        self._held = Charge(budget)
+        self._held = Charge(unread)
         self.answer = asyncio.get_running_loop().create_future()
 
     def reply(self, reply: CallReply) -> None:
@@ -80,6 +80,14 @@ class GrpcCall(AwaitedReply, MethodCall):
         """Take the call out of the worker; once it is answered, release its reply."""
         self._dispatcher.cancel(self)
         self._held.release()
+
+
+class PortStream(RpcStream):
+    """An RPC of tei.v1; `unread` are the replies that the client of its connection has not read."""
+
+    def __init__(self, stream: Stream, max_message_bytes: int, budget: ByteBudget, unread: UnreadReplies) -> None:
+        super().__init__(stream, max_message_bytes, budget)
+        self.unread = unread
 
 
 class PortHealth(HealthService):
@@ -112,6 +120,8 @@ class GrpcPort:
         self._dispatcher = dispatcher
         self._health = PortHealth(dispatcher)
         self._reflection = Reflection((tei_pb2.DESCRIPTOR,))
+        self._calls = StandardCalls()
+        self._unread = ByteBudget(dispatcher.port_budget.limit_bytes)  # by the clients of all connections
         self._standard: dict[str, Callable[[RpcStream], Awaitable[None]]] = {
             f"/{health_reflection.HEALTH_SERVICE}/Check": self._check_health,
             f"/{health_reflection.HEALTH_SERVICE}/Watch": self._watch_health,
@@ -123,21 +133,23 @@ class GrpcPort:
         """The protocol of an HTTP/2 connection: RPCs here, and HTTP requests to the application of the server."""
         port_budget, http = self._dispatcher.port_budget, HttpStreams(state)
         budget = ByteBudget(port_budget.limit_bytes // _CONNECTION_SHARE, port_budget)
+        unread = UnreadReplies(self._unread, _CONNECTION_SHARE)
 
         def serve(stream: Stream) -> Coroutine[Any, Any, None]:
-            if not self._is_rpc(stream):
+            fields = dict(stream.headers)
+            path = fields.get(b":path", b"").decode("latin-1")
+            is_inference = path in _BY_PATH
+            if not (
+                is_inference or path in self._standard or is_rpc(fields.get(b"content-type", b"").decode("latin-1"))
+            ):
                 return http.serve(stream)
             stream.connection.stays_open = True  # a channel is open for long
-            rpc = RpcStream(stream, self._dispatcher.spec.max_message_bytes, budget)
+            limit = self._dispatcher.spec.max_message_bytes
+            rpc = PortStream(stream, limit, budget, unread) if is_inference else self._calls.call(stream, limit)
             stream.on_stopping = partial(rpc.stop, Unavailable("the instance is stopping"))
             return self._serve(rpc)
 
         return Connection(serve, state)
-
-    def _is_rpc(self, stream: Stream) -> bool:
-        fields = dict(stream.headers)
-        path = fields.get(b":path", b"").decode("latin-1")
-        return is_rpc(fields.get(b"content-type", b"").decode("latin-1")) or path in _BY_PATH or path in self._standard
 
     def stop(self) -> None:
         """Report NOT_SERVING and end the watches of health."""
@@ -175,10 +187,14 @@ class GrpcPort:
             standard = self._standard.get(stream.path)
             if standard is None:
                 raise RpcStatusError(UNIMPLEMENTED, "Method not found")
-            await standard(stream)
+            async with self._calls.bounded():
+                await standard(stream)
             return
         if not self._dispatcher.spec.accepts(stream.metadata.get("authorization", "").encode()):
             raise RpcStatusError(UNAUTHENTICATED, "No valid auth token")
+        assert isinstance(stream, PortStream)
+        if not stream.unread.has_room:
+            await stream.unread.room(stream.budget_wait_s)
         lane = stream.metadata.get(LANE_KEY)
         if rpc.shape is Shape.UNARY:
             message = await stream.receive(MESSAGE_S)
@@ -186,6 +202,7 @@ class GrpcPort:
                 raise InvalidInput("Missing message")
             await self._single(rpc, message, in_lane(rpc.lane, lane), deadline, stream)
         elif rpc.shape is Shape.CLIENT_STREAM:
+            stream.budget_wait_s = 0.0  # others would wait for what this one holds
             pairs = PairCollector(self._dispatcher.spec.max_message_bytes)
             await pairs.collect(stream.receive, _PAUSE_S)
             await self._single(rpc, pairs.payload(), in_lane(pairs.flags, lane), deadline, stream)
@@ -194,13 +211,15 @@ class GrpcPort:
             async def start(message: bytes, flags: Flag) -> GrpcCall:
                 return self._start(rpc, message, in_lane(flags, lane), deadline, stream)
 
-            await stream.open()
-            pump = StreamPump(
-                rpc, _WINDOW, receive=lambda: stream.receive(STREAM_PAUSE_S), start=start, send=stream.send
-            )
-            await pump.run()
+            async def receive() -> bytes | None:
+                if not stream.unread.has_room:
+                    await stream.unread.room(STALL_S)
+                return await stream.receive(STREAM_PAUSE_S)
 
-    async def _single(self, rpc: Rpc, payload: bytes, flags: Flag, deadline: float | None, stream: RpcStream) -> None:
+            await stream.open()
+            await StreamPump(rpc, _WINDOW, receive=receive, start=start, send=stream.send).run()
+
+    async def _single(self, rpc: Rpc, payload: bytes, flags: Flag, deadline: float | None, stream: PortStream) -> None:
         """Send the one reply, after initial metadata with its compute cost."""
         call = self._start(rpc, payload, flags, deadline, stream)
         try:
@@ -211,14 +230,14 @@ class GrpcPort:
         finally:
             call.cancel()
 
-    def _start(self, rpc: Rpc, payload: bytes, flags: Flag, deadline: float | None, stream: RpcStream) -> GrpcCall:
-        call = GrpcCall(self._dispatcher, stream.budget, rpc.worker_method(), payload, flags, deadline)
+    def _start(self, rpc: Rpc, payload: bytes, flags: Flag, deadline: float | None, stream: PortStream) -> GrpcCall:
+        call = GrpcCall(self._dispatcher, stream.unread, rpc.worker_method(), payload, flags, deadline)
         handle(self._dispatcher, call)
         stream.charge.release()  # the dispatcher counts the payload from here on
         return call
 
     async def _check_health(self, stream: RpcStream) -> None:
-        request = await _read(stream, HealthCheckRequest) or HealthCheckRequest()
+        request = await _health_request(stream)
         status: Any = self._health.status_of(request.service)
         await stream.send(HealthCheckResponse(status=status).SerializeToString())
 
@@ -226,14 +245,13 @@ class GrpcPort:
         async def send(response: Message) -> None:
             await stream.send(response.SerializeToString())
 
-        request = await _read(stream, HealthCheckRequest) or HealthCheckRequest()
+        request = await _health_request(stream)
         await self._health.watch(request.service, send)
 
     async def _reflect(self, stream: RpcStream) -> None:
-        while (request := await _read(stream, ServerReflectionRequest)) is not None:
-            await stream.send(self._reflection.answer(request).SerializeToString())
+        await self._calls.reflect(stream, self._reflection)
 
 
-async def _read(stream: RpcStream, kind: Any) -> Any:
-    raw = await stream.receive(MESSAGE_S)
-    return None if raw is None else stream.parse(kind, raw)
+async def _health_request(stream: RpcStream) -> Any:
+    raw = await stream.receive(standard_calls.MESSAGE_S)
+    return HealthCheckRequest() if raw is None else stream.parse(HealthCheckRequest, raw)
