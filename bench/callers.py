@@ -1,18 +1,23 @@
-"""Callers of a daemon with one call under way, a text each: gRPC, /v1/embeddings and /embed."""
+"""Callers of a daemon with one call under way, a text each: gRPC with and without its library, and HTTP routes."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
+from collections import deque
 from typing import Any
 
 import numpy as np
 import orjson
 
 from bench.encoders import Task
+from bench.load import DATA, GrpcConnection, LoadTask
 from teimgr.client import AsyncClient, Client
+from teimgr.client.payloads import embed_request, vector
 
 _SILENCE_S = 60.0
+_EMBED = "/tei_multiplexer.v1.TeiMultiplexer/Embed"
+_PREFIX_BYTES = 5  # of a message of gRPC
 _RECEIVE_BYTES = 2**16
 
 
@@ -53,6 +58,52 @@ class OverGrpc(Caller):
         """End the connection and the event loop."""
         self._loop.run_until_complete(self._client.__aexit__(None, None, None))
         self._loop.close()
+
+
+class _Collecting(GrpcConnection):
+    """A connection of the load generator that keeps the replies."""
+
+    def __init__(self, port: int) -> None:
+        self.waiting: deque[bytes] = deque()
+        self.reply = bytearray()
+        super().__init__(LoadTask("grpc", port, _EMBED), iter(self._next, None), 1)
+
+    def _next(self) -> bytes | None:
+        return self.waiting.popleft() if self.waiting else None
+
+    def _call(self) -> bytes:
+        self._bodies = iter(self._next, None)  # one that has ended stays so
+        return super()._call()
+
+    def _frame_received(
+        self, kind: int, flags: int, stream: int, buffer: bytearray, at: int, size: int, *rest: Any
+    ) -> None:
+        if kind == DATA:
+            self.reply += buffer[at : at + size]
+        super()._frame_received(kind, flags, stream, buffer, at, size, *rest)
+
+
+class OverHttp2(Caller):
+    """`Embed` through the mux by frames of HTTP/2 on a blocking socket, without gRPC's library."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
+        self._connection = _Collecting(int(task.grpc.rpartition(":")[2]))
+
+    def query(self, text: str) -> Any:
+        """One row."""
+        connection, replies = self._connection, []
+        connection.waiting.append(embed_request(text, {"instance": self._instance}))
+        connection.reply.clear()
+        connection.start()
+        while not replies:
+            if not connection.received(lambda began, ended: replies.append(ended)):
+                raise RuntimeError("Embed: the connection ended")
+        return vector(bytes(connection.reply[_PREFIX_BYTES:]))
+
+    def close(self) -> None:
+        """End the connection."""
+        self._connection.sock.close()
 
 
 class Route(Caller):

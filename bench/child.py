@@ -43,6 +43,7 @@ KINDS: dict[str, type[Any]] = {
     "streamed": encoders.Streamed,
     "reranked": encoders.Reranked,
     "grpc": callers.OverGrpc,
+    "http2": callers.OverHttp2,
     "openai": callers.OpenAiRoute,
     "embed": callers.EmbedRoute,
 }

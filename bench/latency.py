@@ -88,7 +88,8 @@ def run(options: argparse.Namespace) -> int:
         "are of all rounds; × is how many times as fast the p50 is as the baseline's of the same round: median, "
         "least, most",
         "latency": "from the begin of a call to its result; no call waits for another",
-        "HTTP": "a blocking socket that stays open, numbers as text; gRPC by teimgr's client",
+        "HTTP": "a blocking socket that stays open, numbers as text; gRPC by teimgr's client, and by frames of "
+        "HTTP/2 on a blocking socket, since gRPC's library takes a part of the latency",
         **notes,
         "not installed": ", ".join(sorted({_PACKAGES[kind] for kind in missing})) or "none",
         "could not load": failed or "none",
@@ -115,6 +116,7 @@ def tasks(model: str, running: Fleet, folder: Path) -> dict[str, Task]:
         "teimgr engine, auto": Task("engine", model, dtype="auto"),
         "teimgr engine, int8": Task("engine", model, dtype="int8"),
         "teimgr daemon, Embed through the mux": called,
+        "teimgr daemon, Embed through the mux, without gRPC's library": replace(called, kind="http2"),
         "teimgr daemon, /v1/embeddings": replace(called, kind="openai", http=rest),
         "teimgr daemon, /embed": replace(called, kind="embed", http=own_port),
     }

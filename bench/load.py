@@ -119,7 +119,7 @@ class HttpConnection:
 
 
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-_DATA, _HEADERS, _RST_STREAM, _SETTINGS, _PING, _GOAWAY, _WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
+DATA, _HEADERS, _RST_STREAM, _SETTINGS, _PING, _GOAWAY, _WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
 _END_STREAM, _END_HEADERS, _ACK = 1, 4, 1
 _WINDOW = 2**30
 _HEAD = struct.Struct(">BHBBI")
@@ -191,7 +191,7 @@ class GrpcConnection:
         out: list[bytes],
         on_reply: Callable[[float, float], None],
     ) -> None:
-        if kind == _DATA:
+        if kind == DATA:
             self._unreported += size
             self._bytes[stream] = self._bytes.get(stream, 0) + size
         elif kind == _SETTINGS and not flags & _ACK:
@@ -200,7 +200,7 @@ class GrpcConnection:
             out.append(_frame(_PING, _ACK, 0, bytes(buffer[at : at + size])))
         elif kind in (_RST_STREAM, _GOAWAY) and self._began:
             raise LoadFailed(f"frame {kind} with {bytes(buffer[at : at + size])!r}")
-        if kind in (_DATA, _HEADERS) and flags & _END_STREAM:
+        if kind in (DATA, _HEADERS) and flags & _END_STREAM:
             if self._bytes.pop(stream, 0) <= 5:  # a failure has headers alone
                 raise LoadFailed(f"a call failed: {bytes(buffer[at : at + size])!r}")
             on_reply(self._began.pop(stream), time.perf_counter())
@@ -217,7 +217,7 @@ class GrpcConnection:
         starts = range(0, len(message), 16384)
         for start in starts:
             is_last = start == starts[-1]
-            parts.append(_frame(_DATA, _END_STREAM if is_last else 0, stream, message[start : start + 16384]))
+            parts.append(_frame(DATA, _END_STREAM if is_last else 0, stream, message[start : start + 16384]))
         return b"".join(parts)
 
 

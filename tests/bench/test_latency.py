@@ -12,7 +12,12 @@ from bench.child import KINDS
 from bench.fleet import fleet
 from bench.latency import BASELINE, LOADS, Found, record
 
-_DAEMON = ["teimgr daemon, Embed through the mux", "teimgr daemon, /v1/embeddings", "teimgr daemon, /embed"]
+_DAEMON = [
+    "teimgr daemon, Embed through the mux",
+    "teimgr daemon, Embed through the mux, without gRPC's library",
+    "teimgr daemon, /v1/embeddings",
+    "teimgr daemon, /embed",
+]
 
 
 def _found(path: str, *rounds: list[float]) -> Found:
