@@ -414,7 +414,7 @@ async def _farms(folder: Path, hosts: int) -> AsyncIterator[list[int]]:
 async def farm(folder: Path, numbers: Sequence[int]) -> None:
     """Run the muxes of these numbers in this process until it is killed; prints a line when all listen."""
     settings = settings_of(folder, 0)
-    muxes = [Mux(replace(mux_config(number, settings), port=0, reuse_port=False)) for number in numbers]
+    muxes = [Mux(replace(mux_config(number, settings), port=0, processes=1)) for number in numbers]
     running = [asyncio.create_task(mux.run()) for mux in muxes]
     while not all(Path(mux._config.control_socket).exists() for mux in muxes):  # noqa: ASYNC110
         await asyncio.sleep(0.01)

@@ -26,7 +26,7 @@ class MuxConfig:
     orphan_grace_s: float = 300.0  # without any daemon connection; then the process stops
     run_dir: str = ""  # of the run files, mode 0700
     tls: TlsFiles | None = None
-    reuse_port: bool = False  # several muxes share the port
+    processes: int = 1  # that share the port; each has its part of the limits on memory and open calls
     socket: str = ""  # Unix socket of gRPC, an absolute path; empty: none
     socket_mode: int = 0o600  # its permissions
     log_level: str = "info"

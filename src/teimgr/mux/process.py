@@ -144,6 +144,7 @@ class Mux:
             self._counters,
             request_timeout_s=self._config.request_timeout_s,
             window=self._config.max_parallel_streams,
+            processes=self._config.processes,
             policy=self._policy,
             health=self._health,
             telemetry=self._telemetry,
@@ -155,7 +156,7 @@ class Mux:
         """Listen on the port and, where one is configured, on the Unix socket; raises Unavailable."""
         config = self._config
         try:
-            sock = bind(config.host, config.port, is_shared=config.reuse_port)
+            sock = bind(config.host, config.port, is_shared=config.processes > 1)
             self._server.add(sock)
             self._port = sock.getsockname()[1]
         except (TeimgrError, OSError) as error:

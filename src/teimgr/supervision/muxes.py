@@ -357,7 +357,7 @@ def mux_config(number: int, settings: Settings, identity: FleetIdentity | None =
         run_dir=str(settings.run_dir),
         tls=files,
         otel=exporting(settings, f"mux-{number}"),
-        reuse_port=settings.mux_processes > 1,
+        processes=settings.mux_processes,
         socket=str(settings.grpc_socket.absolute()) if settings.grpc_socket and number == 0 else "",
         socket_mode=settings.socket_permissions,
         log_level=settings.log_level,
