@@ -55,8 +55,8 @@ _RIGHTS = frozenset({Right.INFERENCE})
 # Calls whose message has not come yet, and the time that a client has to send it.
 _OPEN_CALLS = 4096
 _MESSAGE_S = 120.0
-# Of all processes that share the port: bytes of messages that are being received and of client streams that are collected
-# into one request; as many of replies that are not read; and the part of them that one connection may hold.
+# Of all processes that share the port: bytes of messages that are being received and of client streams that are
+# collected into one request; as many of replies that are not read; and the part of them that one connection may hold.
 _HELD_BYTES = 512 * 2**20
 _CONNECTION_SHARE = 4
 # Between messages of a stream while the mux drains.
@@ -144,8 +144,8 @@ class InferenceCall(RpcStream):
 class MuxHandlers:
     """Serves every RPC of the table, health and reflection.
 
-    `request_timeout_s` limits single calls (0 = no limit); `window` bounds the messages of a stream in flight. Limits on
-    memory and open calls are those of all `processes` that share the port; this one has its part of them.
+    `request_timeout_s` limits single calls (0 = no limit); `window` bounds the messages of a stream in flight. Limits
+    on memory and open calls are those of all `processes` that share the port; this one has its part of them.
     `policy` authenticates and authorises every call of the table before its first message is read.
     """
 

@@ -9,7 +9,7 @@
 #include "library.h"
 
 enum {
-    ROWS = 4,            // queries that share a load of the keys
+    ROWS = 6,            // queries that share a load of the keys
     KEY_BLOCK = 1024,    // keys of a head that are repacked at a time: they stay in the second-level cache
     QUERY_CHUNK = 512,   // queries of a text and head that one thread takes at a time
 };

@@ -22,7 +22,10 @@ static inline int64_t ceiling(int64_t value, int64_t divisor) { return (value + 
 #include <immintrin.h>
 #include <sched.h>
 
-enum { MOST_ROWS = 6 };  // that share a load of the weights
+enum {
+    MOST_ROWS = 6,       // that share a load of the weights
+    FETCHED_AHEAD = 32,  // elements of a row of weights: of 64 columns 8 KiB
+};
 
 // The body of a function of (step, group, unit): `multiply` takes the unit's rows in blocks of nearly equal height, whose
 // number is a constant in each call, so that sums stay in registers.

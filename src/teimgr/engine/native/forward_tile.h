@@ -77,13 +77,73 @@ INLINE OPERAND *LEVEL(operands_of)(const struct group *group, int32_t slot, int6
     return slot == NO_SLOT ? NULL : (OPERAND *)LEVEL(row)(group, slot, row);
 }
 
-// Completes a register of a linear layer's results: bias, activation, the sum with `with`.
-INLINE void LEVEL(finish)(const struct step *step, const struct group *group, int64_t row, int64_t column, FLOATS result) {
-    const float *with = LEVEL(floats_of)(group, step->with.slot, row);
-    if (step->bias != NULL) result += LEVEL(load)(step->bias + column);
-    result = LEVEL(activated)(result, step->activation);
-    if (with != NULL) result += LEVEL(load)(with + step->with.column + column);
-    LEVEL(store)(result, LEVEL(floats_of)(group, step->floats, row), LEVEL(operands_of)(group, step->operands, row), column);
+// Completes a block of a linear layer's results from `column` on: bias, `activation`, the sum with `with`. It is called
+// with constants, so that nothing is decided within the loops.
+INLINE void LEVEL(finish_as)(
+    const struct step *step, const struct group *group, int64_t row, int rows, int64_t column, FLOATS (*sums)[COLUMNS],
+    int32_t activation, int32_t floats, int32_t operands, int32_t with) {
+    FLOATS bias[COLUMNS];
+    for (int c = 0; c < COLUMNS; c++)
+        bias[c] = step->bias == NULL ? (FLOATS){} : LEVEL(load)(step->bias + column + c * WIDTH);
+    for (int r = 0; r < rows; r++) {
+        float *wide = LEVEL(floats_of)(group, floats, row + r);
+        OPERAND *narrow = LEVEL(operands_of)(group, operands, row + r);
+        const float *added = with == NO_SLOT ? NULL : LEVEL(floats_of)(group, with, row + r) + step->with.column + column;
+        for (int c = 0; c < COLUMNS; c++) {
+            FLOATS result = LEVEL(activated)(sums[r][c] + bias[c], activation);
+            if (added != NULL) result += LEVEL(load)(added + c * WIDTH);
+            LEVEL(store)(result, wide, narrow, column + c * WIDTH);
+        }
+    }
+}
+
+#define FINISH_ARGUMENTS                                                                                                      \
+    const struct step *step, const struct group *group, int64_t row, int rows, int64_t column, FLOATS (*sums)[COLUMNS]
+
+// What takes long in itself is code that is there once, for all heights of a block.
+static __attribute__((noinline)) TARGET void LEVEL(finish_gelu)(FINISH_ARGUMENTS, int32_t floats, int32_t operands) {
+    if (floats == NO_SLOT)
+        LEVEL(finish_as)(step, group, row, rows, column, sums, GELU, NO_SLOT, operands, NO_SLOT);
+    else
+        LEVEL(finish_as)(step, group, row, rows, column, sums, GELU, floats, operands, NO_SLOT);
+}
+
+static __attribute__((noinline)) TARGET void LEVEL(finish_any)(FINISH_ARGUMENTS) {
+    LEVEL(finish_as)(step, group, row, rows, column, sums, step->activation, step->floats, step->operands, step->with.slot);
+}
+
+// As `finish_as` by the step. The sums of layers without an activation stay in registers.
+INLINE void LEVEL(finish)(FINISH_ARGUMENTS) {
+    const int32_t floats = step->floats, operands = step->operands, with = step->with.slot;
+    if (step->activation == GELU && with == NO_SLOT)
+        LEVEL(finish_gelu)(step, group, row, rows, column, sums, floats, operands);
+    else if (step->activation != NO_ACTIVATION)
+        LEVEL(finish_any)(step, group, row, rows, column, sums);
+    else if (PAIRS && floats == NO_SLOT && with == NO_SLOT)
+        LEVEL(finish_as)(step, group, row, rows, column, sums, NO_ACTIVATION, NO_SLOT, operands, NO_SLOT);
+    else if (operands == NO_SLOT && with == NO_SLOT)
+        LEVEL(finish_as)(step, group, row, rows, column, sums, NO_ACTIVATION, floats, NO_SLOT, NO_SLOT);
+    else if (operands == NO_SLOT)
+        LEVEL(finish_as)(step, group, row, rows, column, sums, NO_ACTIVATION, floats, NO_SLOT, with);
+    else
+        LEVEL(finish_any)(step, group, row, rows, column, sums);
+}
+
+// Reads the weights of a panel that are needed some hundred products later, 64 bytes for each line of the cache: the
+// processor's own prefetching begins anew with every page and every panel.
+INLINE void LEVEL(fetch_ahead)(const void *weights) {
+    const char *ahead = (const char *)weights + FETCHED_AHEAD * PANEL * 4;
+    for (int byte = 0; byte < PANEL * 4; byte += 64) __builtin_prefetch(ahead + byte);
+}
+
+// Adds the products of `rows` rows and a panel of weights; `fetches` where these are read for the first time.
+INLINE void LEVEL(add_products)(
+    const ELEMENT *weights, int64_t elements, const ELEMENT *const *x, int rows, int fetches, FLOATS (*sums)[COLUMNS]) {
+    for (int64_t e = 0; e < elements; e++, weights += PANEL) {
+        if (fetches) LEVEL(fetch_ahead)(weights);
+        for (int r = 0; r < rows; r++)
+            for (int c = 0; c < COLUMNS; c++) sums[r][c] = LEVEL(multiply_add)(x[r][e], weights + c * WIDTH, sums[r][c]);
+    }
 }
 
 // `rows` rows times one panel.
@@ -95,12 +155,11 @@ INLINE void LEVEL(multiply_panel)(const struct step *step, const struct group *g
         x[r] = (const ELEMENT *)(LEVEL(operands_of)(group, step->x.slot, row + r) + step->x.column);
         for (int c = 0; c < COLUMNS; c++) sums[r][c] = (FLOATS){};
     }
-    for (int64_t e = 0; e < elements; e++, weights += PANEL)
-        for (int r = 0; r < rows; r++)
-            for (int c = 0; c < COLUMNS; c++) sums[r][c] = LEVEL(multiply_add)(x[r][e], weights + c * WIDTH, sums[r][c]);
-    for (int r = 0; r < rows; r++)
-        for (int c = 0; c < COLUMNS; c++)
-            LEVEL(finish)(step, group, row + r, panel * PANEL + c * WIDTH, sums[r][c]);
+    if (row % ROW_TILE == 0)
+        LEVEL(add_products)(weights, elements, x, rows, 1, sums);
+    else
+        LEVEL(add_products)(weights, elements, x, rows, 0, sums);
+    LEVEL(finish)(step, group, row, rows, panel * PANEL, sums);
 }
 
 // A panel of columns of up to ROW_TILE rows, in blocks of nearly equal height.
@@ -126,19 +185,23 @@ INLINE_BYTES void LEVEL(multiply_byte_panel)(
         x[r] = (const int32_t *)LEVEL(row)(group, step->x.slot, row + r);
         for (int c = 0; c < COLUMNS; c++) sums[r][c] = (INTS){};
     }
-    for (int64_t e = 0; e < fours; e++, weights += PANEL)
+    for (int64_t e = 0; e < fours; e++, weights += PANEL) {
+        if (row % ROW_TILE == 0) LEVEL(fetch_ahead)(weights);
         for (int r = 0; r < rows; r++)
             for (int c = 0; c < COLUMNS; c++)
                 sums[r][c] = LEVEL(multiply_add_bytes)(x[r][e], weights + c * WIDTH, sums[r][c]);
+    }
+    FLOATS results[MOST_ROWS][COLUMNS];
     for (int r = 0; r < rows; r++) {
         const struct row_scale *of_row = (const struct row_scale *)(x[r] + fours);
         for (int c = 0; c < COLUMNS; c++) {
             const int64_t column = panel * PANEL + c * WIDTH;
             const INTS exact = sums[r][c] - *(const INTS *)(step->sums + column) * of_row->zero;
             const FLOATS scales = LEVEL(load)(step->scales + column) * of_row->scale;
-            LEVEL(finish)(step, group, row + r, column, (FLOATS)_mm512_cvtepi32_ps((__m512i)exact) * scales);
+            results[r][c] = (FLOATS)_mm512_cvtepi32_ps((__m512i)exact) * scales;
         }
     }
+    LEVEL(finish)(step, group, row, rows, panel * PANEL, results);
 }
 
 static BYTES_TARGET void LEVEL(linear_bytes)(const struct step *step, const struct group *group, int64_t unit) {
