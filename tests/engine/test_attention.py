@@ -8,7 +8,6 @@ import torch
 from tests.support.native import needs_native_library
 
 from teimgr.engine.attention import CannotPackError, Packing, VisibleKeys, packed_attention
-from teimgr.engine.attention_kernel import attention_kernel
 from teimgr.engine.batch import Encoded, PackedBatch, pack
 
 LENGTHS = (1, 2, 7, 7, 7, 12)
