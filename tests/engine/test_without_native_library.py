@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
+from tests.support.native import LIBRARY
 
 ROOT = Path(__file__).parents[2]
 # Where the library's absence matters: batching and the choice of it, pooling, lanes on one thread, the real model.
@@ -27,6 +29,13 @@ AMONG_THEM = (
     "test_the_numbers_are_the_models_numbers[dense encoders: all-MiniLM-L6-v2 (real weights)]",
 )
 REASONS = {"needs the native library", "needs the native library and a CPU that multiplies bytes"}
+
+
+@pytest.mark.skipif(os.environ.get("TEIMGR_NATIVE") == "0", reason="this run is without the native library")
+@pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="there is no C compiler")
+def test_it_is_there_where_a_compiler_is() -> None:
+    """Else its tests would be skipped, and nothing would be shown of it."""
+    assert LIBRARY is not None
 
 
 @pytest.mark.timeout(300)
