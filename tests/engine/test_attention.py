@@ -5,14 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from tests.support.native import needs_native_library
 
 from teimgr.engine.attention import CannotPackError, Packing, VisibleKeys, packed_attention
-from teimgr.engine.attention_kernel import attention_kernel
 from teimgr.engine.batch import Encoded, PackedBatch, pack
 
 LENGTHS = (1, 2, 7, 7, 7, 12)
-without_kernel = pytest.mark.skipif(attention_kernel() is None, reason="the package was built without a compiler")
-each_way = pytest.mark.parametrize("by_kernel", [False, pytest.param(True, marks=without_kernel)])
+each_way = pytest.mark.parametrize("by_kernel", [False, pytest.param(True, marks=needs_native_library)])
 
 
 class Attention(torch.nn.Module):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from tests.support.native import needs_native_library
 from torch import Tensor
 from torch.nn import functional
 
@@ -17,7 +18,7 @@ from teimgr.engine.native_library import native_library
 
 KERNEL = attention_kernel()
 LEVELS = KERNEL.levels() if KERNEL else ()
-pytestmark = pytest.mark.skipif(KERNEL is None, reason="the package was built without a compiler")
+pytestmark = needs_native_library
 
 # Around the kernel's borders: registers of 4, 8 and 16 numbers, blocks of 1,024 keys, chunks of 512 queries.
 LENGTHS = (1, 2, 3, 7, 15, 16, 17, 31, 33, 64, 65, 130, 511, 513, 1023, 1024, 1025, 2100)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import queue
 import subprocess
@@ -20,6 +21,7 @@ from bench import weights
 from tests.engine.conftest import WAIT_S, Served
 from tests.support import models
 from tests.support.models import build
+from tests.support.native import needs_native_forward
 from tests.support.polling import until
 
 from teimgr.engine.batch import PackedBatch
@@ -166,7 +168,7 @@ def test_a_job_of_refused_rows_only_is_answered(bert: Served) -> None:
     assert set(bert.embed([None, ""]).errors) == {0, 1}
 
 
-@pytest.mark.parametrize("kind", ["bert", "table"])
+@pytest.mark.parametrize("kind", [pytest.param("bert", marks=needs_native_forward), "table"])
 def test_few_queries_of_a_fast_model_are_computed_on_the_calling_thread(
     kind: str, model_dir: Callable[..., Path], serve: Callable[..., Served], minilm: Path, tmp_path: Path
 ) -> None:
@@ -204,6 +206,20 @@ def test_queries_of_a_slow_model_are_left_to_the_engines_thread(bert: Served, mo
     assert all(bert.delivered_by[job] != threading.get_ident() for job in jobs)
 
 
+def test_queries_of_a_model_that_its_own_code_computes_are_left_to_the_engines_thread(
+    model_dir: Callable[..., Path], serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its threads are OpenMP's, which belong to the thread that has computed before."""
+    monkeypatch.setenv("TEIMGR_NATIVE", "attention")
+    monkeypatch.setattr("teimgr.engine.runner._ON_CALLER_S", math.inf)
+    served = serve(model_dir("bert"))
+    assert served.engine.info.forward == "library"
+
+    jobs = [served.wait(job) for _ in range(20) for job in served.send_together(["the sky is grey"])]
+
+    assert all(served.delivered_by[job] != threading.get_ident() for job in jobs)
+
+
 def test_batches_on_the_calling_thread_are_within_the_bounds_of_one(
     model_dir: Callable[..., Path], serve: Callable[..., Served]
 ) -> None:
@@ -234,6 +250,7 @@ def test_bad_options_are_refused_at_the_door(bert: Served) -> None:
     assert bert.embed(["fog"], dimensions=32).errors == {}
 
 
+@needs_native_forward
 def test_a_query_waits_for_no_batch_of_bulk(bert: Served, gate: Gate) -> None:
     bert.embed(["warm"])
     gate.hold(passing_tokens=10)
@@ -313,6 +330,7 @@ def results(job: Job) -> list[list[np.ndarray]]:
     return found
 
 
+@needs_native_forward
 def test_bulk_yields_the_cores_to_queries(bert: Served) -> None:
     bert.embed(["warm"], Lane.BULK)
     threads = {each.name: each.native_id for each in bert.engine._running}

@@ -12,6 +12,7 @@ import pytest
 import torch
 from tests.support import models
 from tests.support.models import build, edit
+from tests.support.native import PACKED, needs_int8
 from torch import Tensor
 
 from teimgr.engine import attention, fidelity_gate
@@ -20,13 +21,9 @@ from teimgr.engine.batch import Encoded, PackedBatch, pack
 from teimgr.engine.fidelity_gate import PROBE_TEXTS, Choice, choose, compare, probe_inputs, probe_texts
 from teimgr.engine.job import Output
 from teimgr.engine.model import Model, load_model
-from teimgr.engine.native_library import native_library
 from teimgr.engine.tokenizer import TextTokenizer
 from teimgr.errors import InvalidConfig, ModelLoadFailed
 from teimgr.model_files.reading import read_layout
-
-BYTES = (library := native_library()) is not None and library.multiplies_bytes
-PACKED = Batching.NATIVE if native_library() else Batching.BY_RUN
 
 
 def chosen(path: Path, wanted: torch.dtype | None) -> Choice:
@@ -132,7 +129,7 @@ def test_a_type_that_was_asked_for_is_not_second_guessed_until_it_is_broken(
         chosen(model_dir("bert"), torch.bfloat16)
 
 
-@pytest.mark.skipif(not BYTES, reason="this CPU multiplies no bytes")
+@needs_int8
 def test_int8_is_taken_where_it_is_asked_for_and_reported_with_its_closeness(minilm: Path) -> None:
     choice = chosen(minilm, torch.int8)
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from tests.support.native import LIBRARY, MULTIPLIES_BYTES, needs_int8, needs_native_forward
 from tests.support.plain_models import random_texts
 from torch import Tensor
 
@@ -18,13 +19,11 @@ from teimgr.engine.forward_kernel import ForwardKernel, forward_kernel
 from teimgr.engine.forward_program import CannotLowerError
 from teimgr.engine.forward_trace import trace_forward
 from teimgr.engine.lowering import lower
-from teimgr.engine.native_library import LEVELS, native_library
+from teimgr.engine.native_library import LEVELS
 
-LIBRARY = native_library()
-pytestmark = pytest.mark.skipif(LIBRARY is None, reason="the package was built without a compiler")
+pytestmark = needs_native_forward
 # Those that have a code of their own; attention alone has one for "baseline".
 HERE = LEVELS[1 : LIBRARY.level + 1] if LIBRARY else ()
-BYTES = LIBRARY is not None and LIBRARY.multiplies_bytes
 VOCABULARY = 300
 _WIDE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -110,7 +109,7 @@ def test_bfloat16_is_close(module: Any) -> None:
         assert float(cosine.min()) > 0.999
 
 
-@pytest.mark.skipif(not BYTES, reason="this CPU multiplies no bytes")
+@needs_int8
 @pytest.mark.parametrize("level", [level for level in HERE if level.startswith("avx512")])
 def test_int8_is_near(module: Any, level: str) -> None:
     kernel = ForwardKernel(lower(trace_forward(module, options(module))), torch.int8, level=level)
@@ -121,7 +120,7 @@ def test_int8_is_near(module: Any, level: str) -> None:
         assert float(cosine.min()) > 0.99
 
 
-@pytest.mark.skipif(not BYTES, reason="this CPU multiplies no bytes")
+@needs_int8
 def test_a_number_that_is_not_finite_is_not_hidden_by_int8(bert: Any) -> None:
     broken = copy.deepcopy(bert)
     broken.embeddings.word_embeddings.weight[7] = float("nan")
@@ -137,7 +136,7 @@ def test_a_number_that_is_not_finite_is_not_hidden_by_int8(bert: Any) -> None:
 def test_a_text_has_the_same_result_alone_in_any_batch_and_with_any_threads(module: Any, dtype: torch.dtype) -> None:
     if dtype is torch.bfloat16 and "avx512_bf16" not in HERE:
         pytest.skip("this CPU multiplies no bfloat16")
-    if dtype is torch.int8 and not BYTES:
+    if dtype is torch.int8 and not MULTIPLIES_BYTES:
         pytest.skip("this CPU multiplies no bytes")
     kernel = forward_kernel(module, options(module), dtype)[0]
     texts = texts_of((*LENGTHS, *[40] * 12))  # enough for groups of their own

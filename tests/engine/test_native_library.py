@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from tests.support.native import needs_native_library
 from tests.support.polling import eventually
 
 from teimgr.engine.native_library import native_library
@@ -20,9 +21,7 @@ LIMIT_S = 20
 BODY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 RUN = ctypes.CFUNCTYPE(None, BODY, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
 
-pytestmark = pytest.mark.skipif(
-    sys.platform != "linux" or native_library() is None, reason="the package was built without a compiler, or no Linux"
-)
+pytestmark = [needs_native_library, pytest.mark.skipif(sys.platform != "linux", reason="its threads are Linux's")]
 
 
 def run(body: Callable[[], object], threads: int) -> None:

@@ -11,17 +11,16 @@ import numpy as np
 import pytest
 import torch
 from tests.support.models import build
+from tests.support.native import needs_native_forward
 
 from teimgr.engine import fidelity_gate, reference_cache
 from teimgr.engine.batch import Encoded, pack
 from teimgr.engine.forward_kernel import ForwardKernel
 from teimgr.engine.job import Output
 from teimgr.engine.loading import EngineOptions, EngineParts, load_parts
-from teimgr.engine.native_library import native_library
 from teimgr.engine.reference_cache import MOST_BYTES, MOST_FILES, KnownReference, ReferenceCache, reference_key
 from teimgr.model_files.reading import read_layout
 
-pytestmark = pytest.mark.skipif(native_library() is None, reason="without the native library nothing is kept")
 INPUT = Encoded(np.array([2, 7, 5, 3], dtype=np.int32))
 
 
@@ -47,6 +46,7 @@ def vector(parts: EngineParts) -> torch.Tensor:
     return parts.model.run(pack([INPUT]), [Output.DENSE])[Output.DENSE].values
 
 
+@needs_native_forward
 @pytest.mark.parametrize("dtype", ["auto", "float32"])
 def test_a_second_load_computes_no_reference_and_has_the_same_vectors_and_proof(
     dtype: str, model_dir: Callable[..., Path], tmp_path: Path, computed: list[int]
@@ -80,6 +80,16 @@ def test_a_dtype_that_a_fast_machine_prefers_is_not_measured_again(
     assert len(measured) == (1 if any((tmp_path / "r").glob("*")) else 3)
 
 
+def test_nothing_is_kept_of_a_model_that_its_own_code_computes(
+    model_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TEIMGR_NATIVE", "attention")
+
+    assert loaded(model_dir("bert"), tmp_path / "r").info.forward == "library"
+    assert not list((tmp_path / "r").glob("*"))
+
+
+@needs_native_forward
 def test_a_wrong_native_forward_is_refused_with_a_known_reference_too(
     model_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, computed: list[int]
 ) -> None:
@@ -92,6 +102,7 @@ def test_a_wrong_native_forward_is_refused_with_a_known_reference_too(
     assert computed
 
 
+@needs_native_forward
 def test_a_reference_of_other_weights_makes_no_good_model_fail(
     model_dir: Callable[..., Path], tmp_path: Path, computed: list[int]
 ) -> None:
@@ -116,6 +127,7 @@ def test_a_reference_of_other_weights_makes_no_good_model_fail(
     )
 
 
+@needs_native_forward
 @pytest.mark.parametrize("result", [[], [{}], [{Output.DENSE: torch.ones(1, 3)}] * 8])
 def test_a_reference_without_all_results_proves_nothing(
     result: list[dict[Output, torch.Tensor]], model_dir: Callable[..., Path], tmp_path: Path, computed: list[int]
@@ -207,6 +219,7 @@ def test_a_damaged_or_foreign_file_counts_as_missing(damage: Callable[[Path], ob
     assert cache.read() is None
 
 
+@needs_native_forward
 def test_a_damaged_file_is_made_again(model_dir: Callable[..., Path], tmp_path: Path, computed: list[int]) -> None:
     loaded(model_dir("bert"), tmp_path / "r")
     (path,) = (tmp_path / "r").iterdir()
@@ -237,6 +250,7 @@ def test_files_are_private_and_bounded_in_number_and_size(tmp_path: Path) -> Non
     }
 
 
+@needs_native_forward
 def test_a_disk_that_refuses_fails_no_load(model_dir: Callable[..., Path], tmp_path: Path) -> None:
     (tmp_path / "r").touch()
 

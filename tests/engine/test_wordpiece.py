@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.support.native import needs_native_forward
 from tests.support.token_ids import ids
 from tokenizers import Tokenizer, normalizers
 
@@ -19,6 +20,8 @@ from teimgr.engine.truncation import Truncation
 from teimgr.engine.wordpiece import WordPiece, wordpiece
 from teimgr.model_files.reading import read_layout
 from teimgr.wire.text_column import TextColumn
+
+pytestmark = needs_native_forward
 
 WORDS = [
     "fog",

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
+from tests.support.native import needs_native_library
 
 from teimgr.engine.batch import Encoded, PackedBatch, pack
 from teimgr.engine.finisher import HostRows
 from teimgr.engine.heads import pooling
 from teimgr.engine.heads.pooling import POOLINGS, Segments, finish, finish_on_device, pool
-from teimgr.engine.native_library import native_library
 
 LENGTHS = (4, 1, 9, 4)
 PROMPTS = (2, 0, 3, 2)
@@ -90,7 +90,7 @@ def test_the_cut_comes_before_the_norm_and_a_zero_row_stays_zero() -> None:
     np.testing.assert_allclose(finish(rows, 1, False), [[3], [0]])
 
 
-@pytest.mark.skipif(native_library() is None, reason="the package was built without a compiler")
+@needs_native_library
 class TestNative:
     """The native functions beside the operators that take their place where there are none."""
 
