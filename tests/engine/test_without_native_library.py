@@ -28,7 +28,11 @@ AMONG_THEM = (
     "test_both_lanes_at_once_give_each_text_its_own_results[dense]",
     "test_the_numbers_are_the_models_numbers[dense encoders: all-MiniLM-L6-v2 (real weights)]",
 )
-REASONS = {"needs the native library", "needs the native library and a CPU that multiplies bytes"}
+REASONS = {
+    "needs the native library",
+    "needs the native library and a CPU that multiplies bytes",
+    "needs the native library and a CPU with avx512_bf16",
+}
 
 
 @pytest.mark.skipif(os.environ.get("TEIMGR_NATIVE") == "0", reason="this run is without the native library")

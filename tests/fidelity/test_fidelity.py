@@ -39,7 +39,7 @@ def test_the_numbers_are_the_models_numbers(case: Case, tmp_path: Path) -> None:
     assert figures.batches < figures.inputs, "every input was a batch of its own, so nothing was shown of batches"
 
 
-@pytest.mark.skipif(not _MULTIPLIES_BFLOAT16, reason="this CPU has no avx512_bf16, or there is no C library")
+@pytest.mark.skipif(not _MULTIPLIES_BFLOAT16, reason="needs the native library and a CPU with avx512_bf16")
 def test_the_real_minilm_keeps_a_cosine_of_four_nines_in_bfloat16(tmp_path: Path) -> None:
     path = MINILM.make(tmp_path)
     texts = corpus.some(150)
