@@ -297,6 +297,25 @@ def test_a_renamed_file_is_read_to_its_end(log: Path) -> None:
     assert follower.read() == [event("info", 2, "three")]
 
 
+def test_a_file_that_is_rotated_while_it_is_looked_up_is_read_under_its_other_name(
+    log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append(log, event("info", 0, "one"))
+    follower, find = Follower(log, log.stat().st_size), Follower._find
+    append(log, event("info", 1, "two"))
+
+    def rotate_behind_it(self: Follower, files: list[Path]) -> int | None:
+        found = find(self, files)
+        monkeypatch.setattr(Follower, "_find", find)
+        assert shrink(log, 1, 3)
+        append(log, event("info", 2, "three, which is longer than what was there before"))
+        return found
+
+    monkeypatch.setattr(Follower, "_find", rotate_behind_it)
+    found = [item for _ in range(3) for item in follower.read()]
+    assert found == [event("info", 1, "two"), event("info", 2, "three, which is longer than what was there before")]
+
+
 def test_a_follower_holds_little_of_a_line_that_never_ends(log: Path) -> None:
     log.touch()
     follower = Follower(log, 0)

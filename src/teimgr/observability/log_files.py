@@ -123,12 +123,25 @@ class Follower:
         if at is None:
             found += [*self._next_file(), Gap()]
             at = 0
-        chunk = _read(files[at], self._position, FOLLOW_CHUNK_BYTES)
+        chunk = self._read_on(files[at])
+        if chunk is None:  # rotated since it was found: the next call finds it under another name, or not at all
+            return found
         while not chunk and at + 1 < len(files):
             found += self._next_file()
             at += 1
             chunk = _read(files[at], 0, FOLLOW_CHUNK_BYTES)
         return [*found, *self._lines(chunk)]
+
+    def _read_on(self, path: Path) -> bytes | None:
+        """What follows in the file at `path`; None where that is not the current one any more."""
+        try:
+            with path.open("rb") as file:
+                if file.read(len(self._head)) != self._head:
+                    return None
+                file.seek(self._position)
+                return file.read(FOLLOW_CHUNK_BYTES)
+        except FileNotFoundError:
+            return None
 
     def _find(self, files: list[Path]) -> int | None:
         """The index of the current file in `files`, oldest first; None when it was rotated away."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
+from bench import weights
 from tests.support.daemon_process import DaemonProcess
 from tests.support.dialect_client import LIMIT_S, Asking, Told
 from tests.support.polling import eventually
@@ -21,12 +21,12 @@ LONG = [f"{number} " + "rain " * 300 for number in range(2000)]  # distinct: equ
 
 @pytest.fixture(scope="module")
 def small(
-    served: tuple[DaemonProcess, dict[str, int]], fleet: dict[str, Path]
+    served: tuple[DaemonProcess, dict[str, int]],
 ) -> Iterator[tuple[DaemonProcess, dict[str, int]]]:
-    """An instance that one running call, and four that wait, fit into."""
+    """An instance that one running call, and four that wait, fit into; the real model needs some 20 s for `LONG`."""
     daemon, _ = served
     with daemon.client() as client:
-        client.create("tight", str(fleet["dense"]), dtype="float32", max_concurrent_requests=1)
+        client.create("tight", str(weights.minilm()), dtype="float32", max_concurrent_requests=1)
         client.wait_until_running("tight", deadline_s=60)
         yield daemon, {"tight": client.get("tight").port}
         client.delete("tight")
