@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +17,7 @@ from torch import Tensor
 
 from teimgr.engine.batch import Encoded, PackedBatch, pack
 from teimgr.engine.forward_kernel import ForwardKernel, forward_kernel
-from teimgr.engine.forward_program import CannotLowerError
+from teimgr.engine.forward_program import CannotLowerError, Step, Table
 from teimgr.engine.forward_trace import trace_forward
 from teimgr.engine.lowering import lower
 from teimgr.engine.native_library import LEVELS, native_library
@@ -172,6 +174,65 @@ def test_tables_of_positions_grow_with_the_longest_text() -> None:
     first = run(kernel, pack([short]))[0]
     torch.testing.assert_close(run(kernel, pack([long]))[0], own(made, long), atol=3e-4, rtol=1e-3)
     assert torch.equal(run(kernel, pack([short]))[0], first)
+
+
+def live_tensors(*shape: int) -> list[Tensor]:
+    gc.collect()
+    return [one for one in gc.get_objects() if type(one) is Tensor and one.shape == shape]
+
+
+def has_rows(kernel: ForwardKernel, step: Step, positions: int) -> bool:
+    """Whether the library reads, bit for bit, the tables that the step would compute for itself."""
+    by_address = {table.data_ptr(): table for table in kernel._sized.tables}
+    read = [by_address[at] for at in kernel._sized.steps[step.key].tables if at is not None]
+    wanted = [table.rows(positions) for table, _ in step.tables if isinstance(table, Table)]
+    return len(wanted) == 2 and all(map(torch.equal, read, wanted))
+
+
+@pytest.mark.parametrize(("name", "distinct"), [("qwen3", 2), ("modernbert", 4)])
+def test_steps_share_equal_tables_of_positions(name: str, distinct: int) -> None:
+    """Two for every kind of rotation, cosines and sines, however many layers: here 4 × 2 × 2 steps with two each."""
+    config = copy.deepcopy(MODELS[name])
+    config.num_hidden_layers = 4
+    config.layer_types = None if name == "qwen3" else ["full_attention", "sliding_attention"] * 2
+    torch.manual_seed(0)
+    made = transformers.AutoModel.from_config(type(config)(**config.to_dict()), attn_implementation="sdpa").eval()
+    made.requires_grad_(False)
+    kernel, program = forward_kernel(made, options(made), torch.float32)
+    steps = [step for step in program.steps if step.kind == "rotate"]
+    assert len(steps) == 8
+
+    for length, positions, former in ((8, 512, 0), (1100, 2048, 512)):
+        run(kernel, pack(texts_of([length])))
+
+        assert len(live_tensors(positions, steps[0].width)) == distinct
+        assert not live_tensors(former, steps[0].width)
+        assert all(has_rows(kernel, step, positions) for step in steps)
+
+
+def test_smaller_tables_are_freed_when_the_last_call_that_reads_them_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    made = transformers.AutoModel.from_config(MODELS["qwen3"], attn_implementation="sdpa").eval().requires_grad_(False)
+    kernel = forward_kernel(made, {"use_cache": False}, torch.float32)[0]
+    short, long = (pack([text]) for text in texts_of([8, 1100]))
+    expected = run(kernel, short)[0]
+    small = weakref.ref(kernel._sized.tables[0])
+    forward, seen = kernel._library.forward, list[bool]()
+
+    def forward_while_another_call_needs_larger_tables(call: Any) -> Any:
+        monkeypatch.undo()
+        run(kernel, long)
+        seen.append(small() is not None)
+        return forward(call)
+
+    monkeypatch.setattr(kernel._library, "forward", forward_while_another_call_needs_larger_tables)
+    found = run(kernel, short)[0]
+
+    assert seen == [True]
+    assert torch.equal(found, expected)
+    assert small() is None
 
 
 @pytest.mark.parametrize("value", ["0", "attention"])

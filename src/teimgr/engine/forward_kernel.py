@@ -118,6 +118,16 @@ class _Value:
     operands: int = _NO_SLOT
 
 
+@dataclass(frozen=True, slots=True)
+class _SizedProgram:
+    """The program with tables of `positions` positions. A call keeps the one that it began with."""
+
+    positions: int
+    tables: tuple[Tensor, ...]
+    steps: ctypes.Array[_Step]
+    program: _Program
+
+
 def forward_kernel(module: Any, options: dict[str, Any], dtype: torch.dtype) -> tuple[ForwardKernel, ForwardProgram]:
     """The kernel for a transformers `module` in float32, and the program that it runs; `options` go to its forward.
 
@@ -177,9 +187,8 @@ class ForwardKernel:
             bfloat16=self._bfloat16,
             level=self._level,
         )
-        self._positions = 0
         self._growing = threading.Lock()
-        self._grow_tables(_FIRST_POSITIONS)
+        self._sized = self._of_positions(_FIRST_POSITIONS)
 
     def __call__(self, batch: PackedBatch, positions: NDArray[np.int64], threads: int) -> Tensor:
         """Hidden states, float32 [T, width]; `positions` are int64 [T]. Any number of threads may call at a time.
@@ -187,11 +196,12 @@ class ForwardKernel:
         Raises:
             RuntimeError: there is no memory for a thread's part of the batch.
         """
-        if self._tables and (most := int(positions.max()) + 1) > self._positions:
-            self._grow_tables(1 << (most - 1).bit_length())
+        sized = self._sized
+        if self._tables and (most := int(positions.max()) + 1) > sized.positions:
+            sized = self._grown(1 << (most - 1).bit_length())
         out = torch.empty(batch.tokens, self._program.width)
         call = _Call(
-            program=ctypes.pointer(self._program),
+            program=ctypes.pointer(sized.program),
             ids=address(batch.ids),
             positions=address(positions),
             types=None if batch.type_ids is None else address(batch.type_ids),
@@ -207,13 +217,28 @@ class ForwardKernel:
             raise RuntimeError(f"native forward: {_ERRORS[status]}")
         return out
 
-    def _grow_tables(self, positions: int) -> None:
-        """Have tables of so many positions; those before stay in memory, since another thread may be reading them."""
+    def _grown(self, positions: int) -> _SizedProgram:
+        """The program with so many positions at least, for all later calls; the former is freed with its last call."""
         with self._growing:
-            if positions > self._positions:
-                for step, place, table in self._tables:
-                    self._steps[step].tables[place] = self._address(table.rows(positions))
-                self._positions = positions
+            if positions > self._sized.positions:
+                self._sized = self._of_positions(positions)
+            return self._sized
+
+    def _of_positions(self, positions: int) -> _SizedProgram:
+        """A copy of the program with tables of so many positions. Steps share tables with equal rows: the layers of a
+        model rotate by one pair of tables or two, though each computes its own.
+        """
+        steps = type(self._steps).from_buffer_copy(self._steps)
+        distinct: list[Tensor] = []
+        for step, place, table in self._tables:
+            rows = table.rows(positions).detach().float().contiguous()
+            shared = next((known for known in distinct if torch.equal(known, rows)), rows)
+            if shared is rows:
+                distinct.append(rows)
+            steps[step].tables[place] = shared.data_ptr()
+        program = _Program.from_buffer_copy(self._program)
+        program.steps = steps
+        return _SizedProgram(positions, tuple(distinct), steps, program)
 
     def _address(self, tensor: Tensor) -> int:
         kept = tensor.detach().float().contiguous()
