@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -137,3 +138,31 @@ else:
     os._exit(0)
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60, cwd=Path(__file__).parents[2])
+
+
+@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT])
+def test_a_fault_of_a_helper_prints_the_stacks_of_python(number: signal.Signals) -> None:
+    """By the kernel's rule a fault of a thread that blocks its signal ends the process without any handler."""
+    raised = f"signal.pthread_kill(threading.get_ident(), {number:d})"
+    script = f"""
+import ctypes, faulthandler, signal, threading
+from tests.engine.test_native_library import run
+faulthandler.enable()
+caller, meeting = threading.get_native_id(), threading.Barrier(2, timeout=20)
+def body():
+    meeting.wait()
+    if threading.get_native_id() == caller:
+        meeting.wait()  # for ever: the helper has ended the process
+    else:
+        fail()
+def fail():
+    {"ctypes.memset(0, 0, 1)" if number is signal.SIGSEGV else raised}
+run(body, 2)
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, cwd=Path(__file__).parents[2]
+    )
+
+    assert ended.returncode == -number
+    assert "Fatal Python error" in ended.stderr
+    assert "in fail" in ended.stderr

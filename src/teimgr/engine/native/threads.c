@@ -34,6 +34,8 @@ struct team {
     atomic_uint done, stops, sleeps;  // helpers that have ended; the team ends; the caller sleeps
 };
 
+static const int faults[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT};
+
 static pthread_key_t key;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static _Thread_local struct team *mine;
@@ -99,9 +101,10 @@ static struct team *team_of(unsigned helpers) {
         mine = team;
     }
     if (mine->helpers < helpers) {
-        sigset_t all, former;  // signals are for the threads of the program
-        sigfillset(&all);
-        pthread_sigmask(SIG_SETMASK, &all, &former);
+        sigset_t blocked, former;
+        sigfillset(&blocked);  // signals are for the threads of the program, but those of faults for handlers that report them
+        for (size_t i = 0; i < sizeof faults / sizeof *faults; i++) sigdelset(&blocked, faults[i]);
+        pthread_sigmask(SIG_SETMASK, &blocked, &former);
         while (mine->helpers < helpers) {
             pthread_t *thread = mine->threads + mine->helpers;
             if (pthread_create(thread, NULL, run_helper, mine) != 0) break;
