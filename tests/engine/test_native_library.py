@@ -34,12 +34,13 @@ def run(body: Callable[[], object], threads: int) -> None:
     RUN(library.run_threads)(BODY(lambda _: body() and None), None, threads, 0)
 
 
-def helpers() -> int:
-    """The helpers that live in this process."""
-    found = 0
+def helpers() -> set[int]:
+    """The ids of the helpers that live in this process."""
+    found = set()
     for task in Path("/proc/self/task").iterdir():
         with suppress(OSError):  # it has ended
-            found += (task / "comm").read_text() == "teimgr-helper\n"
+            if (task / "comm").read_text() == "teimgr-helper\n":
+                found.add(int(task.name))
     return found
 
 
@@ -107,9 +108,34 @@ def test_helpers_stay_off_the_cpu_of_their_caller() -> None:
     assert helper < allowed
 
 
+def test_helpers_follow_the_cpus_of_their_caller_and_those_not_wanted_are_left_alone() -> None:
+    """However many sleep, each that is moved takes a system call."""
+    first, *others = sorted(os.sched_getaffinity(0))
+    if not others:
+        pytest.skip("one CPU")
+    moved: list[dict[int, set[int]]] = []
+
+    def caller() -> None:
+        foreign = helpers()
+        os.sched_setaffinity(0, {first})
+        run(threading.Barrier(6, timeout=LIMIT_S).wait, 6)
+        own = helpers() - foreign
+        for cpu in (*others, first):
+            os.sched_setaffinity(0, {cpu})
+            before = {one: os.sched_getaffinity(one) for one in own}
+            run(threading.Barrier(2, timeout=LIMIT_S).wait, 2)
+            after = {one: os.sched_getaffinity(one) for one in own}
+            moved.append({one: after[one] for one in own if after[one] != before[one]})
+
+    on_a_thread(caller)
+
+    assert [list(one.values()) for one in moved] == [[{cpu}] for cpu in (*others, first)]
+    assert len({helper for one in moved for helper in one}) == 1  # the one that a call for two wants
+
+
 async def test_helpers_end_with_the_thread_that_they_help() -> None:
     before = helpers()
-    alive: list[int] = []
+    alive: list[set[int]] = []
 
     def caller() -> None:
         run(lambda: None, 4)
@@ -117,8 +143,8 @@ async def test_helpers_end_with_the_thread_that_they_help() -> None:
 
     on_a_thread(caller)
 
-    assert alive == [before + 3]
-    await eventually(lambda: helpers() == before)
+    assert len(alive[0] - before) == 3
+    await eventually(lambda: not (alive[0] - before) & helpers())
 
 
 def test_a_forked_process_has_helpers_of_its_own() -> None:
