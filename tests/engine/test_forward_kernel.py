@@ -235,6 +235,38 @@ def test_smaller_tables_are_freed_when_the_last_call_that_reads_them_ends(
     assert small() is None
 
 
+@pytest.mark.parametrize("wrong", [VOCABULARY, 2_000_000_000, -1])
+@pytest.mark.parametrize("field", ["ids", "positions", "type_ids"])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_an_index_that_no_table_has_is_refused(bert: Any, field: str, wrong: int, threads: int) -> None:
+    """Without a read of foreign memory, and with it the end of the process."""
+    kernel = forward_kernel(bert, {}, torch.float32)[0]
+    texts = [Encoded(ids, type_ids=np.zeros(len(ids), np.uint8)) for ids in random_texts((9, 40))]
+    batch = pack(texts)
+    positions = batch.position_ids.copy()
+    expected = kernel(batch, positions, threads)
+    indices = {"ids": batch.ids, "positions": positions, "type_ids": batch.type_ids}[field]
+    assert indices is not None
+    at = indices.nonzero()[0][-1] if indices.any() else 3
+    right, indices[at] = indices[at], wrong if field == "ids" or wrong != VOCABULARY else 2048
+
+    with pytest.raises(IndexError, match="no row"):
+        kernel(batch, positions, threads)
+
+    indices[at] = right
+    assert torch.equal(kernel(batch, positions, threads), expected)
+
+
+def test_a_negative_position_is_refused_by_tables_of_rotations() -> None:
+    torch.manual_seed(0)
+    made = transformers.AutoModel.from_config(MODELS["qwen3"], attn_implementation="sdpa").eval().requires_grad_(False)
+    kernel = forward_kernel(made, {"use_cache": False}, torch.float32)[0]
+    batch = pack(texts_of([8]))
+
+    with pytest.raises(IndexError, match="no row"):
+        kernel(batch, batch.position_ids - 1, 1)
+
+
 @pytest.mark.parametrize("value", ["0", "attention"])
 def test_the_environment_turns_it_off(value: str, bert: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TEIMGR_NATIVE", value)

@@ -31,7 +31,13 @@ _MOST_TABLES = 4
 _NO_SLOT = -1
 # A row of a slot is a multiple of so many elements, the columns of the widest panel; a quantised one of so many bytes.
 _SLOT_UNIT = 64
-_ERRORS = {1: NO_MEMORY, 2: "this CPU lacks the instructions"}
+_BAD_INDEX = 3
+_ERRORS = {
+    1: NO_MEMORY,
+    2: "this CPU lacks the instructions",
+    _BAD_INDEX: "a token id, position or type has no row in the model's tables",
+}
+_NO_TABLE = (1 << 63) - 1
 _FIRST_POSITIONS = 512
 _ROW_SCALE_BYTES = 8  # struct row_scale
 
@@ -86,6 +92,7 @@ class _Program(ctypes.Structure):
         ("slot_count", ctypes.c_int64),
         ("bytes", ctypes.c_int64),
         ("width", ctypes.c_int64),
+        ("rows", ctypes.c_int64 * len(_INDICES)),
         ("result", ctypes.c_int32),
         ("bfloat16", ctypes.c_int32),
         ("level", ctypes.c_int32),
@@ -171,6 +178,7 @@ class ForwardKernel:
         self._kept: list[Tensor] = []  # what the steps point to
         slots, values = self._slots(program)
         self._tables: list[tuple[int, int, Table]] = []  # step, place, table of positions
+        self._rows = [_NO_TABLE] * len(_INDICES)  # of the smallest table of each index, but those
         linears = [step for step in program.steps if step.kind == "linear" and not self._reads_bytes(step)]
         shapes = [(step.width, step.x.width) for step in linears if step.x is not None]
         self._packer = WeightPacker(shapes, self._panel, torch.bfloat16 if self._bfloat16 else torch.float32)
@@ -183,6 +191,7 @@ class ForwardKernel:
             slot_count=len(slots),
             bytes=max(slot.offset + slot.stride for slot in slots),
             width=program.width,
+            rows=tuple(self._rows),
             result=values[len(program.steps) - 1].floats,
             bfloat16=self._bfloat16,
             level=self._level,
@@ -195,6 +204,7 @@ class ForwardKernel:
 
         Raises:
             RuntimeError: there is no memory for a thread's part of the batch.
+            IndexError: the model has no such token id, position or type.
         """
         sized = self._sized
         if self._tables and (most := int(positions.max()) + 1) > sized.positions:
@@ -214,7 +224,7 @@ class ForwardKernel:
             parallel=None if threads < 2 else self._library.run_threads,
         )
         if status := self._library.forward(ctypes.byref(call)):
-            raise RuntimeError(f"native forward: {_ERRORS[status]}")
+            raise (IndexError if status == _BAD_INDEX else RuntimeError)(f"native forward: {_ERRORS[status]}")
         return out
 
     def _grown(self, positions: int) -> _SizedProgram:
@@ -238,6 +248,9 @@ class ForwardKernel:
             steps[step].tables[place] = shared.data_ptr()
         program = _Program.from_buffer_copy(self._program)
         program.steps = steps
+        if self._tables:
+            at = _INDICES.index("positions")
+            program.rows[at] = min(positions, program.rows[at])
         return _SizedProgram(positions, tuple(distinct), steps, program)
 
     def _address(self, tensor: Tensor) -> int:
@@ -295,6 +308,7 @@ class ForwardKernel:
                 self._tables.append((step.key, place, table))
             else:
                 made.tables[place] = self._address(table)
+                self._rows[made.index[place]] = min(self._rows[made.index[place]], len(table))
         return made
 
     def _reads_bytes(self, step: Step) -> bool:

@@ -253,9 +253,23 @@ static void run_shared(struct work *work, struct group *group) {
     free(group->memory);
 }
 
+// Whether every id, position and type is a row of each table that it selects from: else foreign memory would be read.
+static int indices_are_valid(const struct forward *call) {
+    const int64_t *indices[INDICES] = {call->ids, call->positions, call->types};
+    for (int i = 0; i < INDICES; i++) {
+        const int64_t rows = call->program->rows[i];
+        int64_t outside = indices[i] == NULL && rows < 1;
+        if (indices[i] != NULL && rows != INT64_MAX)
+            for (int64_t token = 0; token < call->tokens; token++) outside |= (uint64_t)indices[i][token] >= (uint64_t)rows;
+        if (outside) return 0;
+    }
+    return 1;
+}
+
 int forward(const struct forward *call) {
     const struct program *program = call->program;
     if (panel_width(program->level) == 0 || (program->bfloat16 && program->level < AVX512_BF16)) return UNSUPPORTED;
+    if (!indices_are_valid(call)) return BAD_INDEX;
     struct work work = {.call = call};
     struct group *groups = malloc((size_t)call->texts * sizeof *groups), group = {.program = program, .call = call};
     if (groups == NULL) return NO_MEMORY;
