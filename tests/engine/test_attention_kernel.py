@@ -168,6 +168,23 @@ def test_a_number_that_is_none_stays_in_its_text(kernel: AttentionKernel, dtype:
 
 
 @pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("which", [0, 1], ids=["query", "key"])
+def test_a_score_that_is_none_is_not_hidden(
+    kernel: AttentionKernel, which: int, dtype: torch.dtype, level: str
+) -> None:
+    """As a weight of 0 it would be, where every value is a number."""
+    texts = Texts((20, 6), dtype)
+    texts.rows[which][9, 0, 3] = torch.nan
+    found = kernel(*texts.rows, texts.begins, 20, level=level)
+
+    assert found[9, 0].isnan().all()
+    assert bool(found[:20, 0].isnan().all()) == (which == 1)  # every query's score with that key is none
+    assert found[:, 1].isfinite().all()
+    assert found[20:].isfinite().all()
+
+
+@pytest.mark.parametrize("level", LEVELS)
 def test_scores_far_apart_neither_overflow_nor_vanish(kernel: AttentionKernel, level: str) -> None:
     texts = Texts((50,), torch.float32)
     query, key, value = texts.rows

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,10 +14,11 @@ import torch
 import transformers
 from tests.support.plain_models import random_texts
 from torch import Tensor
+from torch.nn import functional
 
 from teimgr.engine.batch import Encoded, PackedBatch, pack
 from teimgr.engine.forward_kernel import ForwardKernel, forward_kernel
-from teimgr.engine.forward_program import CannotLowerError, Step, Table
+from teimgr.engine.forward_program import CannotLowerError, Columns, ForwardProgram, Step, Table
 from teimgr.engine.forward_trace import trace_forward
 from teimgr.engine.lowering import lower
 from teimgr.engine.native_library import LEVELS, native_library
@@ -133,6 +134,34 @@ def test_a_number_that_is_not_finite_is_not_hidden_by_int8(bert: Any) -> None:
 
     assert found.isnan().any()
     assert sound.isfinite().all()
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda x: x,
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "relu": functional.relu,
+    "silu": functional.silu,
+    "tanh": torch.tanh,
+}
+
+
+@pytest.mark.parametrize("level", HERE)
+@pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
+def test_an_activation_of_every_number(activation: str, level: str) -> None:
+    """Of NaN it is NaN: a fault must not become a plausible vector."""
+    table = torch.cat([torch.linspace(-30, 30, 47), torch.tensor([torch.nan])]).reshape(3, 16)
+    steps = (
+        Step("embed", 0, 16, tables=((table, "ids"),)),
+        Step("activate", 1, 16, x=Columns(0, 0, 16), activation=activation),
+    )
+    kernel = ForwardKernel(ForwardProgram(steps, 16), torch.float32, level=level)
+
+    (found,) = run(kernel, pack([Encoded(np.arange(3, dtype=np.int32))]))
+
+    expected = ACTIVATIONS[activation](table)
+    assert int(expected.isnan().sum()) == 1
+    torch.testing.assert_close(found, expected, atol=2e-6, rtol=2e-6, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)

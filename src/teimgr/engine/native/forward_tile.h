@@ -57,7 +57,7 @@ INLINE FLOATS LEVEL(activated)(FLOATS x, int32_t activation) {
     switch (activation) {
     case GELU: return LEVEL(gelu)(x);
     case GELU_TANH: return x * LEVEL(sigmoid)(1.59576912f * (x + 0.044715f * x * x * x));
-    case RELU: return (FLOATS)((INTS)x & (x > 0));
+    case RELU: return (FLOATS)((INTS)x & ~(x < 0));  // NaN stays
     case SILU: return x * LEVEL(sigmoid)(x);
     case TANH: return 2.0f * LEVEL(sigmoid)(2.0f * x) - 1.0f;
     }

@@ -54,12 +54,13 @@ INLINE float LEVEL(largest_of)(FLOATS x) {
 #endif
 }
 
-// 2^x for x ≤ 0; 0 where x is far below -126. Relative error below 4e-6 with PAIRS, which round to bfloat16, else 2e-7.
+// 2^x for x ≤ 0; 0 where x is far below -126, NaN where it is NaN. Relative error below 4e-6 with PAIRS, which round to
+// bfloat16, else 2e-7.
 INLINE FLOATS LEVEL(power_of_two)(FLOATS x) {
 #if WIDTH == 16
     const FLOATS whole = (FLOATS)_mm512_roundscale_ps((__m512)x, 0);
 #else
-    const INTS kept = x > -126.f;
+    const INTS kept = x > -126.f, none = x != x;
     const FLOATS shifted = x + 12582912.f;  // 1.5 × 2^23: the nearest integer is in the low bits
     const FLOATS whole = shifted - 12582912.f;
 #endif
@@ -79,7 +80,7 @@ INLINE FLOATS LEVEL(power_of_two)(FLOATS x) {
 #if WIDTH == 16
     return (FLOATS)_mm512_scalef_ps((__m512)p, (__m512)whole);
 #else
-    return (FLOATS)(((INTS)p + ((INTS)shifted << 23)) & kept);
+    return (FLOATS)((((INTS)p + ((INTS)shifted << 23)) & kept) | ((INTS)x & none));
 #endif
 }
 
