@@ -8,11 +8,13 @@
 
 #define FLOATS LEVEL(floats)
 #define INTS LEVEL(ints)
+#define UINTS LEVEL(uints)
 #define PANEL (COLUMNS * WIDTH)
 #define INLINE static inline __attribute__((always_inline)) TARGET
 
 typedef float FLOATS __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
 typedef int32_t INTS __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
+typedef uint32_t UINTS __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));  // for sums that overflow
 #if PAIRS
 typedef uint32_t LEVEL(element) __attribute__((may_alias));  // two bfloat16 numbers
 #else
@@ -80,7 +82,8 @@ INLINE FLOATS LEVEL(power_of_two)(FLOATS x) {
 #if WIDTH == 16
     return (FLOATS)_mm512_scalef_ps((__m512)p, (__m512)whole);
 #else
-    return (FLOATS)((((INTS)p + ((INTS)shifted << 23)) & kept) | ((INTS)x & none));
+    const INTS power = (INTS)((UINTS)p + ((UINTS)shifted << 23));
+    return (FLOATS)((power & kept) | ((INTS)x & none));
 #endif
 }
 
