@@ -87,6 +87,13 @@ def own(module: Any, text: Encoded) -> Tensor:
     return hidden
 
 
+def skip_where_not_multiplied(dtype: torch.dtype) -> None:
+    if dtype is torch.bfloat16 and "avx512_bf16" not in HERE:
+        pytest.skip("this CPU multiplies no bfloat16")
+    if dtype is torch.int8 and not BYTES:
+        pytest.skip("this CPU multiplies no bytes")
+
+
 def run(kernel: ForwardKernel, batch: PackedBatch, threads: int = 1) -> list[Tensor]:
     """Hidden states by text, in the order of `pack`'s argument."""
     hidden = kernel(batch, batch.position_ids, threads)
@@ -165,11 +172,26 @@ def test_an_activation_of_every_number(activation: str, level: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
+def test_a_linear_layer_adds_its_own_input(dtype: torch.dtype) -> None:
+    """h + W h: the same columns as bfloat16, or bytes, and as float32."""
+    skip_where_not_multiplied(dtype)
+    torch.manual_seed(0)
+    table, weights = torch.randn(20, 64), torch.randn(64, 64) / 8
+    steps = (
+        Step("embed", 0, 64, tables=((table, "ids"),)),
+        Step("linear", 1, 64, x=Columns(0, 0, 64), with_=Columns(0, 0, 64), weights=weights),
+    )
+    kernel = ForwardKernel(ForwardProgram(steps, 64), dtype)
+
+    (found,) = run(kernel, pack([Encoded(np.arange(20, dtype=np.int32))]))
+
+    expected = table + table @ weights.T
+    assert float(functional.cosine_similarity(found, expected, dim=1).min()) > 0.999
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
 def test_a_text_has_the_same_result_alone_in_any_batch_and_with_any_threads(module: Any, dtype: torch.dtype) -> None:
-    if dtype is torch.bfloat16 and "avx512_bf16" not in HERE:
-        pytest.skip("this CPU multiplies no bfloat16")
-    if dtype is torch.int8 and not BYTES:
-        pytest.skip("this CPU multiplies no bytes")
+    skip_where_not_multiplied(dtype)
     kernel = forward_kernel(module, options(module), dtype)[0]
     texts = texts_of((*LENGTHS, *[40] * 12))  # enough for groups of their own
 

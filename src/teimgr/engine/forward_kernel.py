@@ -280,11 +280,11 @@ class ForwardKernel:
         )
         if len(step.tables) > _MOST_TABLES:
             raise CannotLowerError(f"a sum of {len(step.tables)} embeddings")
-        as_operands = step.reads_operands
-        for name, read in (("x", step.x), ("with_", step.with_), ("third", step.third)):
-            value = _Value() if read is None else values[read.key]
-            slot = value.operands if read in as_operands else value.floats
-            setattr(made, name, _Operand(slot, 0 if read is None else read.column))
+        for name in ("x", "with_", "third"):
+            setattr(made, name, _Operand(_NO_SLOT, 0))
+        for name, read in step.named_reads.items():
+            value = values[read.key]
+            setattr(made, name, _Operand(value.operands if step.reads_operands(name) else value.floats, read.column))
         if step.kind == "linear":
             assert step.weights is not None
             assert step.x is not None
@@ -319,8 +319,8 @@ class ForwardKernel:
         last = len(program.steps) - 1
         floats, operands, until = {last}, set[int](), {last: last}
         for step in program.steps:
-            for read in step.reads:
-                (operands if read in step.reads_operands else floats).add(read.key)
+            for name, read in step.named_reads.items():
+                (operands if step.reads_operands(name) else floats).add(read.key)
                 until[read.key] = max(until.get(read.key, 0), step.key)
         layout = _SlotLayout()
         values: dict[int, _Value] = {}
