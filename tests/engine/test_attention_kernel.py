@@ -139,6 +139,26 @@ def test_a_text_has_the_same_result_alone_and_in_a_batch_bit_for_bit(
         assert torch.equal(alone, together[start:stop])
 
 
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("reach", [None, 3])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_text_without_keys_has_a_result_of_zeros(
+    kernel: AttentionKernel,
+    causal: bool,
+    reach: int | None,
+    dtype: torch.dtype,
+    level: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch, "empty", lambda *shape, **options: torch.full(shape, torch.nan, **options))
+    texts = Texts((700, 5), dtype)
+    found = kernel(*texts.rows, texts.begins, 700, np.array([0, 5], np.int32), causal=causal, reach=reach, level=level)
+
+    assert not found[:700].any()
+    assert found[700:].isfinite().all()
+
+
 def test_idle_tokens_are_zero(kernel: AttentionKernel) -> None:
     texts = Texts((9,), torch.float32)
     found = kernel(*texts.rows, np.array([0, 5], dtype=np.int32), 5)

@@ -6,6 +6,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -214,6 +215,19 @@ def test_token_types_and_masked_keys(bert: Any) -> None:
 
     for text, found in zip(texts, run(kernel, pack(texts)), strict=True):
         torch.testing.assert_close(found, own(bert, text), atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_group_of_more_texts_than_tokens(bert: Any, threads: int) -> None:
+    """Texts without tokens, of which the engine makes none."""
+    kernel = forward_kernel(bert, {}, torch.float32)[0]
+    ids = np.array([3, 7, 5], np.int64)
+    begins = np.array([0] * 5000 + [3] * 5000, np.int32)
+    alone = pack([Encoded(ids.astype(np.int32))])
+    many = replace(alone, cu_seqlens=begins, order=np.arange(len(begins) - 1))
+
+    assert many.texts == 9999
+    assert torch.equal(kernel(many, many.position_ids, threads), kernel(alone, alone.position_ids, 1))
 
 
 def test_tables_of_positions_grow_with_the_longest_text() -> None:

@@ -163,6 +163,7 @@ struct work {
     const struct forward *call;
     const struct group *groups;
     int64_t group_count, longest;     // number of groups, tokens of the largest
+    int64_t texts;                    // of the group with most of them, which may have no tokens
     int64_t scratch;                  // bytes of attention's memory
     struct progress *progress;        // of every step, where threads share them
     atomic_llong next;                // the group to take next
@@ -191,7 +192,7 @@ static void take_groups(void *data) {
     for (;;) {
         const int64_t i = atomic_fetch_add_explicit(&work->next, 1, memory_order_relaxed);
         if (i >= work->group_count) break;
-        if (memory == NULL && (memory = new_memory(work, slots + work->scratch + (work->longest + 1) * 4)) == NULL) return;
+        if (memory == NULL && (memory = new_memory(work, slots + work->scratch + (work->texts + 1) * 4)) == NULL) return;
         struct group group = work->groups[work->group_count - 1 - i];
         group.memory = memory;
         set_begins(&group, (int32_t *)(memory + slots + work->scratch));
@@ -275,6 +276,7 @@ int forward(const struct forward *call) {
     if (groups == NULL) return NO_MEMORY;
     while (next_group(&group, GROUP_TOKENS)) {
         work.longest = greater(work.longest, group.tokens);
+        work.texts = greater(work.texts, group.texts);
         groups[work.group_count++] = group;
     }
     const int is_alone = call->parallel == NULL || call->threads < 2;

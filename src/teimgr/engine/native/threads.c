@@ -89,6 +89,7 @@ static void *run_helper(void *data) {
 // Ends the helpers of a caller that ends.
 static void end_team(void *data) {
     struct team *team = data;
+    mine = NULL;  // a destructor that runs later may call again
     if (team->process != getpid()) return;  // of the process that forked this one
     atomic_store(&team->stops, 1);
     atomic_fetch_add(&team->call, 1);
