@@ -140,6 +140,26 @@ def test_a_text_has_the_same_result_alone_and_in_a_batch_bit_for_bit(
         assert torch.equal(alone, together[start:stop])
 
 
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("reach", [None, 3])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_text_without_keys_has_a_result_of_zeros(
+    kernel: AttentionKernel,
+    causal: bool,
+    reach: int | None,
+    dtype: torch.dtype,
+    level: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch, "empty", lambda *shape, **options: torch.full(shape, torch.nan, **options))
+    texts = Texts((700, 5), dtype)
+    found = kernel(*texts.rows, texts.begins, 700, np.array([0, 5], np.int32), causal=causal, reach=reach, level=level)
+
+    assert not found[:700].any()
+    assert found[700:].isfinite().all()
+
+
 def test_idle_tokens_are_zero(kernel: AttentionKernel) -> None:
     texts = Texts((9,), torch.float32)
     found = kernel(*texts.rows, np.array([0, 5], dtype=np.int32), 5)
@@ -166,6 +186,23 @@ def test_a_number_that_is_none_stays_in_its_text(kernel: AttentionKernel, dtype:
     assert found[:6].isfinite().all()
     assert found[26:].isfinite().all()
     assert found[6:26].isnan().all()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("which", [0, 1], ids=["query", "key"])
+def test_a_score_that_is_none_is_not_hidden(
+    kernel: AttentionKernel, which: int, dtype: torch.dtype, level: str
+) -> None:
+    """As a weight of 0 it would be, where every value is a number."""
+    texts = Texts((20, 6), dtype)
+    texts.rows[which][9, 0, 3] = torch.nan
+    found = kernel(*texts.rows, texts.begins, 20, level=level)
+
+    assert found[9, 0].isnan().all()
+    assert bool(found[:20, 0].isnan().all()) == (which == 1)  # every query's score with that key is none
+    assert found[:, 1].isfinite().all()
+    assert found[20:].isfinite().all()
 
 
 @pytest.mark.parametrize("level", LEVELS)

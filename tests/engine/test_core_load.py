@@ -132,6 +132,39 @@ def test_slots_are_free_again_after_a_close(path: Path, monkeypatch: pytest.Monk
     assert CoreLoad(path).threads(1, 4) == 4
 
 
+def test_a_load_of_before_the_host_was_restarted_counts_as_none(path: Path) -> None:
+    mine = CoreLoad(path)
+    mine._table[7, [core_load._LOAD, core_load._WRITTEN]] = 4.0, time.monotonic() + 3600  # that clock began anew
+
+    assert mine.threads(1, 4) == 4
+
+
+def test_it_is_not_closed_while_it_is_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read after the close would ask for the locks of a descriptor that may be another file's by then."""
+    mine, other = CoreLoad(path), CoreLoad(path)
+    now = time.monotonic()
+    other._table[other._slot, [core_load._RUNNING, core_load._SINCE]] = (
+        4.0,
+        now - 3600,
+    )  # a long batch: its lock is asked for
+    closing = threading.Thread(target=mine.close)
+    is_taken, open_while_read = mine._is_taken, list[bool]()
+
+    def is_taken_while_it_is_closed(slot: int) -> bool:
+        closing.start()
+        closing.join(0.2)  # in vain, or it has closed the file
+        open_while_read.append(closing.is_alive() and mine._slot is not None)
+        return is_taken(slot)
+
+    monkeypatch.setattr(mine, "_is_taken", is_taken_while_it_is_closed)
+    assert mine.threads(1, 4) == 2
+    closing.join(WAIT_S)
+
+    assert open_while_read == [True]
+    assert mine._slot is None
+    assert mine.threads(1, 4) == 1
+
+
 def test_a_file_that_cannot_be_made_is_an_error_and_leaves_no_descriptor(tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
 

@@ -516,6 +516,18 @@ def test_a_text_without_a_result_fails_alone_and_the_self_test_runs_at_once(
     assert bert.embed(["fog"]).errors == {}
 
 
+def test_an_id_that_has_no_weights_fails_its_text_alone(bert: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the check of ids has let it pass."""
+    monkeypatch.setattr(TextTokenizer, "_check_ids", lambda *_: None)
+    ids = [np.array([2, one, 3], np.int32) for one in (5, 2_000_000_000, 6)]
+
+    job = bert.embed(ids)
+
+    assert {row: type(error) for row, error in job.errors.items()} == {1: InferenceFailed}
+    assert np.isfinite(job.vectors).all()
+    assert job.vectors[[0, 2]].any(axis=1).all()
+
+
 def test_a_device_that_fails_its_self_test_after_a_bad_result_is_reported_at_once(bert: Served, gate: Gate) -> None:
     faults: queue.Queue[str] = queue.Queue()
     bert.engine._on_fault = faults.put

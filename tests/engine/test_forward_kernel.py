@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import gc
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,10 +16,11 @@ import transformers
 from tests.support.native import LIBRARY, MULTIPLIES_BYTES, needs_int8, needs_native_forward
 from tests.support.plain_models import random_texts
 from torch import Tensor
+from torch.nn import functional
 
 from teimgr.engine.batch import Encoded, PackedBatch, pack
 from teimgr.engine.forward_kernel import ForwardKernel, forward_kernel
-from teimgr.engine.forward_program import CannotLowerError
+from teimgr.engine.forward_program import CannotLowerError, Columns, ForwardProgram, Step, Table
 from teimgr.engine.forward_trace import trace_forward
 from teimgr.engine.lowering import lower
 from teimgr.engine.native_library import LEVELS
@@ -83,6 +87,13 @@ def own(module: Any, text: Encoded) -> Tensor:
     return hidden
 
 
+def skip_where_not_multiplied(dtype: torch.dtype) -> None:
+    if dtype is torch.bfloat16 and "avx512_bf16" not in HERE:
+        pytest.skip("this CPU multiplies no bfloat16")
+    if dtype is torch.int8 and not MULTIPLIES_BYTES:
+        pytest.skip("this CPU multiplies no bytes")
+
+
 def run(kernel: ForwardKernel, batch: PackedBatch, threads: int = 1) -> list[Tensor]:
     """Hidden states by text, in the order of `pack`'s argument."""
     hidden = kernel(batch, batch.position_ids, threads)
@@ -132,12 +143,55 @@ def test_a_number_that_is_not_finite_is_not_hidden_by_int8(bert: Any) -> None:
     assert sound.isfinite().all()
 
 
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda x: x,
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "relu": functional.relu,
+    "silu": functional.silu,
+    "tanh": torch.tanh,
+}
+
+
+@pytest.mark.parametrize("level", HERE)
+@pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
+def test_an_activation_of_every_number(activation: str, level: str) -> None:
+    """Of NaN it is NaN: a fault must not become a plausible vector."""
+    table = torch.cat([torch.linspace(-30, 30, 47), torch.tensor([torch.nan])]).reshape(3, 16)
+    steps = (
+        Step("embed", 0, 16, tables=((table, "ids"),)),
+        Step("activate", 1, 16, x=Columns(0, 0, 16), activation=activation),
+    )
+    kernel = ForwardKernel(ForwardProgram(steps, 16), torch.float32, level=level)
+
+    (found,) = run(kernel, pack([Encoded(np.arange(3, dtype=np.int32))]))
+
+    expected = ACTIVATIONS[activation](table)
+    assert int(expected.isnan().sum()) == 1
+    torch.testing.assert_close(found, expected, atol=2e-6, rtol=2e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
+def test_a_linear_layer_adds_its_own_input(dtype: torch.dtype) -> None:
+    """h + W h: the same columns as bfloat16, or bytes, and as float32."""
+    skip_where_not_multiplied(dtype)
+    torch.manual_seed(0)
+    table, weights = torch.randn(20, 64), torch.randn(64, 64) / 8
+    steps = (
+        Step("embed", 0, 64, tables=((table, "ids"),)),
+        Step("linear", 1, 64, x=Columns(0, 0, 64), with_=Columns(0, 0, 64), weights=weights),
+    )
+    kernel = ForwardKernel(ForwardProgram(steps, 64), dtype)
+
+    (found,) = run(kernel, pack([Encoded(np.arange(20, dtype=np.int32))]))
+
+    expected = table + table @ weights.T
+    assert float(functional.cosine_similarity(found, expected, dim=1).min()) > 0.999
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
 def test_a_text_has_the_same_result_alone_in_any_batch_and_with_any_threads(module: Any, dtype: torch.dtype) -> None:
-    if dtype is torch.bfloat16 and "avx512_bf16" not in HERE:
-        pytest.skip("this CPU multiplies no bfloat16")
-    if dtype is torch.int8 and not MULTIPLIES_BYTES:
-        pytest.skip("this CPU multiplies no bytes")
+    skip_where_not_multiplied(dtype)
     kernel = forward_kernel(module, options(module), dtype)[0]
     texts = texts_of((*LENGTHS, *[40] * 12))  # enough for groups of their own
 
@@ -162,6 +216,19 @@ def test_token_types_and_masked_keys(bert: Any) -> None:
         torch.testing.assert_close(found, own(bert, text), atol=2e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_group_of_more_texts_than_tokens(bert: Any, threads: int) -> None:
+    """Texts without tokens, of which the engine makes none."""
+    kernel = forward_kernel(bert, {}, torch.float32)[0]
+    ids = np.array([3, 7, 5], np.int64)
+    begins = np.array([0] * 5000 + [3] * 5000, np.int32)
+    alone = pack([Encoded(ids.astype(np.int32))])
+    many = replace(alone, cu_seqlens=begins, order=np.arange(len(begins) - 1))
+
+    assert many.texts == 9999
+    assert torch.equal(kernel(many, many.position_ids, threads), kernel(alone, alone.position_ids, 1))
+
+
 def test_tables_of_positions_grow_with_the_longest_text() -> None:
     torch.manual_seed(0)
     made = transformers.AutoModel.from_config(MODELS["qwen3"], attn_implementation="sdpa").eval().requires_grad_(False)
@@ -171,6 +238,97 @@ def test_tables_of_positions_grow_with_the_longest_text() -> None:
     first = run(kernel, pack([short]))[0]
     torch.testing.assert_close(run(kernel, pack([long]))[0], own(made, long), atol=3e-4, rtol=1e-3)
     assert torch.equal(run(kernel, pack([short]))[0], first)
+
+
+def live_tensors(*shape: int) -> list[Tensor]:
+    gc.collect()
+    return [one for one in gc.get_objects() if type(one) is Tensor and one.shape == shape]
+
+
+def has_rows(kernel: ForwardKernel, step: Step, positions: int) -> bool:
+    """Whether the library reads, bit for bit, the tables that the step would compute for itself."""
+    by_address = {table.data_ptr(): table for table in kernel._sized.tables}
+    read = [by_address[at] for at in kernel._sized.steps[step.key].tables if at is not None]
+    wanted = [table.rows(positions) for table, _ in step.tables if isinstance(table, Table)]
+    return len(wanted) == 2 and all(map(torch.equal, read, wanted))
+
+
+@pytest.mark.parametrize(("name", "distinct"), [("qwen3", 2), ("modernbert", 4)])
+def test_steps_share_equal_tables_of_positions(name: str, distinct: int) -> None:
+    """Two for every kind of rotation, cosines and sines, however many layers: here 4 × 2 × 2 steps with two each."""
+    config = copy.deepcopy(MODELS[name])
+    config.num_hidden_layers = 4
+    config.layer_types = None if name == "qwen3" else ["full_attention", "sliding_attention"] * 2
+    torch.manual_seed(0)
+    made = transformers.AutoModel.from_config(type(config)(**config.to_dict()), attn_implementation="sdpa").eval()
+    made.requires_grad_(False)
+    kernel, program = forward_kernel(made, options(made), torch.float32)
+    steps = [step for step in program.steps if step.kind == "rotate"]
+    assert len(steps) == 8
+
+    for length, positions, former in ((8, 512, 0), (1100, 2048, 512)):
+        run(kernel, pack(texts_of([length])))
+
+        assert len(live_tensors(positions, steps[0].width)) == distinct
+        assert not live_tensors(former, steps[0].width)
+        assert all(has_rows(kernel, step, positions) for step in steps)
+
+
+def test_smaller_tables_are_freed_when_the_last_call_that_reads_them_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    made = transformers.AutoModel.from_config(MODELS["qwen3"], attn_implementation="sdpa").eval().requires_grad_(False)
+    kernel = forward_kernel(made, {"use_cache": False}, torch.float32)[0]
+    short, long = (pack([text]) for text in texts_of([8, 1100]))
+    expected = run(kernel, short)[0]
+    small = weakref.ref(kernel._sized.tables[0])
+    forward, seen = kernel._library.forward, list[bool]()
+
+    def forward_while_another_call_needs_larger_tables(call: Any) -> Any:
+        monkeypatch.undo()
+        run(kernel, long)
+        seen.append(small() is not None)
+        return forward(call)
+
+    monkeypatch.setattr(kernel._library, "forward", forward_while_another_call_needs_larger_tables)
+    found = run(kernel, short)[0]
+
+    assert seen == [True]
+    assert torch.equal(found, expected)
+    assert small() is None
+
+
+@pytest.mark.parametrize("wrong", [VOCABULARY, 2_000_000_000, -1])
+@pytest.mark.parametrize("field", ["ids", "positions", "type_ids"])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_an_index_that_no_table_has_is_refused(bert: Any, field: str, wrong: int, threads: int) -> None:
+    """Without a read of foreign memory, and with it the end of the process."""
+    kernel = forward_kernel(bert, {}, torch.float32)[0]
+    texts = [Encoded(ids, type_ids=np.zeros(len(ids), np.uint8)) for ids in random_texts((9, 40))]
+    batch = pack(texts)
+    positions = batch.position_ids.copy()
+    expected = kernel(batch, positions, threads)
+    indices = {"ids": batch.ids, "positions": positions, "type_ids": batch.type_ids}[field]
+    assert indices is not None
+    at = indices.nonzero()[0][-1] if indices.any() else 3
+    right, indices[at] = indices[at], wrong if field == "ids" or wrong != VOCABULARY else 2048
+
+    with pytest.raises(IndexError, match="no row"):
+        kernel(batch, positions, threads)
+
+    indices[at] = right
+    assert torch.equal(kernel(batch, positions, threads), expected)
+
+
+def test_a_negative_position_is_refused_by_tables_of_rotations() -> None:
+    torch.manual_seed(0)
+    made = transformers.AutoModel.from_config(MODELS["qwen3"], attn_implementation="sdpa").eval().requires_grad_(False)
+    kernel = forward_kernel(made, {"use_cache": False}, torch.float32)[0]
+    batch = pack(texts_of([8]))
+
+    with pytest.raises(IndexError, match="no row"):
+        kernel(batch, batch.position_ids - 1, 1)
 
 
 @pytest.mark.parametrize("value", ["0", "attention"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -32,12 +33,13 @@ def run(body: Callable[[], object], threads: int) -> None:
     RUN(library.run_threads)(BODY(lambda _: body() and None), None, threads, 0)
 
 
-def helpers() -> int:
-    """The helpers that live in this process."""
-    found = 0
+def helpers() -> set[int]:
+    """The ids of the helpers that live in this process."""
+    found = set()
     for task in Path("/proc/self/task").iterdir():
         with suppress(OSError):  # it has ended
-            found += (task / "comm").read_text() == "teimgr-helper\n"
+            if (task / "comm").read_text() == "teimgr-helper\n":
+                found.add(int(task.name))
     return found
 
 
@@ -105,9 +107,34 @@ def test_helpers_stay_off_the_cpu_of_their_caller() -> None:
     assert helper < allowed
 
 
+def test_helpers_follow_the_cpus_of_their_caller_and_those_not_wanted_are_left_alone() -> None:
+    """However many sleep, each that is moved takes a system call."""
+    first, *others = sorted(os.sched_getaffinity(0))
+    if not others:
+        pytest.skip("one CPU")
+    moved: list[dict[int, set[int]]] = []
+
+    def caller() -> None:
+        foreign = helpers()
+        os.sched_setaffinity(0, {first})
+        run(threading.Barrier(6, timeout=LIMIT_S).wait, 6)
+        own = helpers() - foreign
+        for cpu in (*others, first):
+            os.sched_setaffinity(0, {cpu})
+            before = {one: os.sched_getaffinity(one) for one in own}
+            run(threading.Barrier(2, timeout=LIMIT_S).wait, 2)
+            after = {one: os.sched_getaffinity(one) for one in own}
+            moved.append({one: after[one] for one in own if after[one] != before[one]})
+
+    on_a_thread(caller)
+
+    assert [list(one.values()) for one in moved] == [[{cpu}] for cpu in (*others, first)]
+    assert len({helper for one in moved for helper in one}) == 1  # the one that a call for two wants
+
+
 async def test_helpers_end_with_the_thread_that_they_help() -> None:
     before = helpers()
-    alive: list[int] = []
+    alive: list[set[int]] = []
 
     def caller() -> None:
         run(lambda: None, 4)
@@ -115,8 +142,8 @@ async def test_helpers_end_with_the_thread_that_they_help() -> None:
 
     on_a_thread(caller)
 
-    assert alive == [before + 3]
-    await eventually(lambda: helpers() == before)
+    assert len(alive[0] - before) == 3
+    await eventually(lambda: not (alive[0] - before) & helpers())
 
 
 def test_a_forked_process_has_helpers_of_its_own() -> None:
@@ -136,3 +163,31 @@ else:
     os._exit(0)
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60, cwd=Path(__file__).parents[2])
+
+
+@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT])
+def test_a_fault_of_a_helper_prints_the_stacks_of_python(number: signal.Signals) -> None:
+    """By the kernel's rule a fault of a thread that blocks its signal ends the process without any handler."""
+    raised = f"signal.pthread_kill(threading.get_ident(), {number:d})"
+    script = f"""
+import ctypes, faulthandler, signal, threading
+from tests.engine.test_native_library import run
+faulthandler.enable()
+caller, meeting = threading.get_native_id(), threading.Barrier(2, timeout=20)
+def body():
+    meeting.wait()
+    if threading.get_native_id() == caller:
+        meeting.wait()  # for ever: the helper has ended the process
+    else:
+        fail()
+def fail():
+    {"ctypes.memset(0, 0, 1)" if number is signal.SIGSEGV else raised}
+run(body, 2)
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, cwd=Path(__file__).parents[2]
+    )
+
+    assert ended.returncode == -number
+    assert "Fatal Python error" in ended.stderr
+    assert "in fail" in ended.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -241,6 +242,30 @@ def test_a_text_with_a_token_that_has_no_weights_fails_alone(model_dir: Callable
     good, bad = TextTokenizer(read_layout(path), 96).encode(["fog", "fog <added>"], RIGHT)
     assert isinstance(good, Encoded)
     assert f"the token id {size}, which is not in the vocabulary of {size}" in str(bad)
+
+
+@pytest.mark.parametrize("by_library", [True, False])
+def test_ids_with_gaps_are_compared_with_the_rows_of_weights(
+    by_library: bool, model_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tokenizer of no more tokens than there are weights may still have larger ids."""
+    path = tmp_path / "model"
+    shutil.copytree(model_dir("bert"), path)
+    file = path / "tokenizer.json"
+    spec = json.loads(file.read_text())
+    size = len(spec["model"]["vocab"])
+    spec["model"]["vocab"]["fog"] = 2_000_000_000
+    file.write_text(json.dumps(spec))
+    assert Tokenizer.from_file(str(file)).get_vocab_size() == size
+    if by_library:
+        monkeypatch.setattr("teimgr.engine.tokenizer.wordpiece", lambda *_: None)
+
+    tokenizer = TextTokenizer(read_layout(path), 96)
+
+    for texts in (["rain", "fog"], ["fog"]):
+        *good, bad = tokenizer.encode(texts, RIGHT)
+        assert all(isinstance(one, Encoded) for one in good)
+        assert f"the token id 2000000000, which is not in the vocabulary of {size}" in str(bad)
 
 
 def test_ids_with_a_prompt_are_read_as_their_text(tokenizer: TextTokenizer) -> None:

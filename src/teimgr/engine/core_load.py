@@ -68,12 +68,15 @@ class CoreLoad:
             own: The worker's share of the cores (`CpuThreads.own`), which it has whatever the others do.
             most: All cores that it may use (`CpuThreads.most`).
         """
-        now = time.monotonic()
-        if own >= most or self._slot is None:
+        if own >= most:
             return own
-        if now - self._read_at > _READ_EVERY_S:
-            self._read_at, self._others = now, self._load_of_others(now)
-        cores, workers = self._others
+        now = time.monotonic()
+        with self._lock:
+            if self._slot is None:
+                return own
+            if now - self._read_at > _READ_EVERY_S:
+                self._read_at, self._others = now, self._load_of_others(now)
+            cores, workers = self._others
         return min(most, max(own, most // (workers + 1), round(most - cores)))
 
     @contextmanager
@@ -113,7 +116,10 @@ class CoreLoad:
     def _load_of_others(self, now: float) -> tuple[float, int]:
         """The cores that other workers compute on, and how many workers these are."""
         rows = self._table
-        is_fresh = now - rows[:, _WRITTEN] < _FRESH_S
+        age = now - rows[:, _WRITTEN]
+        is_fresh = (age >= 0) & (
+            age < _FRESH_S
+        )  # below 0 until the clock is where it was before the host was restarted
         loads = np.where(is_fresh, rows[:, _LOAD], 0.0)
         # A batch that runs for longer than a window is a load before it ends, but not in a process that was killed.
         is_long = (rows[:, _RUNNING] > 0) & (now - rows[:, _SINCE] > _WINDOW_S)

@@ -31,7 +31,13 @@ _MOST_TABLES = 4
 _NO_SLOT = -1
 # A row of a slot is a multiple of so many elements, the columns of the widest panel; a quantised one of so many bytes.
 _SLOT_UNIT = 64
-_ERRORS = {1: NO_MEMORY, 2: "this CPU lacks the instructions"}
+_BAD_INDEX = 3
+_ERRORS = {
+    1: NO_MEMORY,
+    2: "this CPU lacks the instructions",
+    _BAD_INDEX: "a token id, position or type has no row in the model's tables",
+}
+_NO_TABLE = (1 << 63) - 1
 _FIRST_POSITIONS = 512
 _ROW_SCALE_BYTES = 8  # struct row_scale
 
@@ -86,6 +92,7 @@ class _Program(ctypes.Structure):
         ("slot_count", ctypes.c_int64),
         ("bytes", ctypes.c_int64),
         ("width", ctypes.c_int64),
+        ("rows", ctypes.c_int64 * len(_INDICES)),
         ("result", ctypes.c_int32),
         ("bfloat16", ctypes.c_int32),
         ("level", ctypes.c_int32),
@@ -116,6 +123,16 @@ class _Value:
 
     floats: int = _NO_SLOT
     operands: int = _NO_SLOT
+
+
+@dataclass(frozen=True, slots=True)
+class _SizedProgram:
+    """The program with tables of `positions` positions. A call keeps the one that it began with."""
+
+    positions: int
+    tables: tuple[Tensor, ...]
+    steps: ctypes.Array[_Step]
+    program: _Program
 
 
 def forward_kernel(module: Any, options: dict[str, Any], dtype: torch.dtype) -> tuple[ForwardKernel, ForwardProgram]:
@@ -161,6 +178,7 @@ class ForwardKernel:
         self._kept: list[Tensor] = []  # what the steps point to
         slots, values = self._slots(program)
         self._tables: list[tuple[int, int, Table]] = []  # step, place, table of positions
+        self._rows = [_NO_TABLE] * len(_INDICES)  # of the smallest table of each index, but those
         linears = [step for step in program.steps if step.kind == "linear" and not self._reads_bytes(step)]
         shapes = [(step.width, step.x.width) for step in linears if step.x is not None]
         self._packer = WeightPacker(shapes, self._panel, torch.bfloat16 if self._bfloat16 else torch.float32)
@@ -173,25 +191,27 @@ class ForwardKernel:
             slot_count=len(slots),
             bytes=max(slot.offset + slot.stride for slot in slots),
             width=program.width,
+            rows=tuple(self._rows),
             result=values[len(program.steps) - 1].floats,
             bfloat16=self._bfloat16,
             level=self._level,
         )
-        self._positions = 0
         self._growing = threading.Lock()
-        self._grow_tables(_FIRST_POSITIONS)
+        self._sized = self._of_positions(_FIRST_POSITIONS)
 
     def __call__(self, batch: PackedBatch, positions: NDArray[np.int64], threads: int) -> Tensor:
         """Hidden states, float32 [T, width]; `positions` are int64 [T]. Any number of threads may call at a time.
 
         Raises:
             RuntimeError: there is no memory for a thread's part of the batch.
+            IndexError: the model has no such token id, position or type.
         """
-        if self._tables and (most := int(positions.max()) + 1) > self._positions:
-            self._grow_tables(1 << (most - 1).bit_length())
+        sized = self._sized
+        if self._tables and (most := int(positions.max()) + 1) > sized.positions:
+            sized = self._grown(1 << (most - 1).bit_length())
         out = torch.empty(batch.tokens, self._program.width)
         call = _Call(
-            program=ctypes.pointer(self._program),
+            program=ctypes.pointer(sized.program),
             ids=address(batch.ids),
             positions=address(positions),
             types=None if batch.type_ids is None else address(batch.type_ids),
@@ -204,16 +224,34 @@ class ForwardKernel:
             parallel=None if threads < 2 else self._library.run_threads,
         )
         if status := self._library.forward(ctypes.byref(call)):
-            raise RuntimeError(f"native forward: {_ERRORS[status]}")
+            raise (IndexError if status == _BAD_INDEX else RuntimeError)(f"native forward: {_ERRORS[status]}")
         return out
 
-    def _grow_tables(self, positions: int) -> None:
-        """Have tables of so many positions; those before stay in memory, since another thread may be reading them."""
+    def _grown(self, positions: int) -> _SizedProgram:
+        """The program with so many positions at least, for all later calls; the former is freed with its last call."""
         with self._growing:
-            if positions > self._positions:
-                for step, place, table in self._tables:
-                    self._steps[step].tables[place] = self._address(table.rows(positions))
-                self._positions = positions
+            if positions > self._sized.positions:
+                self._sized = self._of_positions(positions)
+            return self._sized
+
+    def _of_positions(self, positions: int) -> _SizedProgram:
+        """A copy of the program with tables of so many positions. Steps share tables with equal rows: the layers of a
+        model rotate by one pair of tables or two, though each computes its own.
+        """
+        steps = type(self._steps).from_buffer_copy(self._steps)
+        distinct: list[Tensor] = []
+        for step, place, table in self._tables:
+            rows = table.rows(positions).detach().float().contiguous()
+            shared = next((known for known in distinct if torch.equal(known, rows)), rows)
+            if shared is rows:
+                distinct.append(rows)
+            steps[step].tables[place] = shared.data_ptr()
+        program = _Program.from_buffer_copy(self._program)
+        program.steps = steps
+        if self._tables:
+            at = _INDICES.index("positions")
+            program.rows[at] = min(positions, program.rows[at])
+        return _SizedProgram(positions, tuple(distinct), steps, program)
 
     def _address(self, tensor: Tensor) -> int:
         kept = tensor.detach().float().contiguous()
@@ -242,11 +280,11 @@ class ForwardKernel:
         )
         if len(step.tables) > _MOST_TABLES:
             raise CannotLowerError(f"a sum of {len(step.tables)} embeddings")
-        as_operands = step.reads_operands
-        for name, read in (("x", step.x), ("with_", step.with_), ("third", step.third)):
-            value = _Value() if read is None else values[read.key]
-            slot = value.operands if read in as_operands else value.floats
-            setattr(made, name, _Operand(slot, 0 if read is None else read.column))
+        for name in ("x", "with_", "third"):
+            setattr(made, name, _Operand(_NO_SLOT, 0))
+        for name, read in step.named_reads.items():
+            value = values[read.key]
+            setattr(made, name, _Operand(value.operands if step.reads_operands(name) else value.floats, read.column))
         if step.kind == "linear":
             assert step.weights is not None
             assert step.x is not None
@@ -270,6 +308,7 @@ class ForwardKernel:
                 self._tables.append((step.key, place, table))
             else:
                 made.tables[place] = self._address(table)
+                self._rows[made.index[place]] = min(self._rows[made.index[place]], len(table))
         return made
 
     def _reads_bytes(self, step: Step) -> bool:
@@ -280,8 +319,8 @@ class ForwardKernel:
         last = len(program.steps) - 1
         floats, operands, until = {last}, set[int](), {last: last}
         for step in program.steps:
-            for read in step.reads:
-                (operands if read in step.reads_operands else floats).add(read.key)
+            for name, read in step.named_reads.items():
+                (operands if step.reads_operands(name) else floats).add(read.key)
                 until[read.key] = max(until.get(read.key, 0), step.key)
         layout = _SlotLayout()
         values: dict[int, _Value] = {}

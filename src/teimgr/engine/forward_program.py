@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 _BYTE_COLUMNS = 16  # a row of bytes is made of so many numbers at a time
+# The fields of a step, by its kind, that matrix products read.
+_OPERAND_FIELDS = {"linear": ("x",), "quantise": ("x",), "attend": ("x", "with_", "third")}
 
 
 class CannotLowerError(Exception):
@@ -59,13 +61,17 @@ class Step:
 
     @property
     def reads(self) -> tuple[Columns, ...]:
-        return tuple(one for one in (self.x, self.with_, self.third) if one is not None)
+        return tuple(self.named_reads.values())
 
     @property
-    def reads_operands(self) -> tuple[Columns, ...]:
-        """What it reads in the dtype of matrix products; the others are float32."""
-        reads = {"linear": (self.x,), "quantise": (self.x,), "attend": self.reads}
-        return reads.get(self.kind, ())  # type: ignore[return-value]
+    def named_reads(self) -> dict[str, Columns]:
+        """What it reads, by the name of the field; two fields may have the same columns."""
+        fields = {"x": self.x, "with_": self.with_, "third": self.third}
+        return {name: one for name, one in fields.items() if one is not None}
+
+    def reads_operands(self, name: str) -> bool:
+        """Whether it reads that field in the dtype of matrix products; the others are float32."""
+        return name in _OPERAND_FIELDS.get(self.kind, ())
 
 
 @dataclass(frozen=True, slots=True)

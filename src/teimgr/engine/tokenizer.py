@@ -186,8 +186,9 @@ class TextTokenizer:
         self._type_ids = layout.type_ids
         self._skipped_id = unknown_id(tokenizer) if layout.skips_unknown else None
         self._vocabulary = layout.vocabulary or self._library.vocabulary
-        # Added tokens that no weights belong to: on a GPU a single one of them would end the process.
-        self._check_result_ids = self._library.vocabulary > self._vocabulary
+        # Added tokens that no weights belong to, or ids with gaps: on a GPU a single one of them would end the process.
+        # The tokenizer's size does not tell whether there are any, and its largest id takes 0.1 s to find.
+        self._check_result_ids = layout.vocabulary is not None
         self._pool_prompts = layout.include_prompt
         self._prompt_lens: dict[str, int] = {}
         self._roles = None if layout.late is None else late_interaction_roles(layout.late, max_length)
@@ -406,7 +407,8 @@ class TextTokenizer:
         if (ids := native.encode_one(options.prompt + item, truncation, longest)) is None:
             return None
         types = np.zeros(len(ids), np.uint8) if self._type_ids else None
-        if len(ids) > self._limit(options) or self._skipped_id is not None or self._check_result_ids:
+        is_unknown = self._check_result_ids and ids.max(initial=0) >= self._vocabulary
+        if len(ids) > self._limit(options) or self._skipped_id is not None or is_unknown:
             return TokenizedTexts.of([self._input(ids, types, options)])
         prompt_tokens = self.prompt_len(options.prompt)
         return TokenizedTexts(ids, np.zeros(1, np.int64), np.array((len(ids),)), types, prompt_tokens)

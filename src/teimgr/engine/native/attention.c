@@ -48,7 +48,7 @@ static inline struct range visible_keys(const struct attention *call, const stru
     return seen;
 }
 
-// Zeros for the queries that see no key: those further from the last key than the window reaches.
+// Zeros for the queries that see no key: those of a text without any, or further from the last than the window reaches.
 static void clear_blind_rows(const struct attention *call, const struct item *item) {
     const int64_t group = call->heads / call->key_heads, bytes = call->bfloat16 ? 2 : 4;
     for (int64_t row = item->first; row < item->last; row++) {

@@ -285,7 +285,7 @@ static TARGET void LEVEL(attend)(
     const struct attention *call, const struct scratch *scratch, const struct item *item) {
     const int64_t group = call->heads / call->key_heads;
     const struct range from = visible_keys(call, item, item->first), to = visible_keys(call, item, item->last - 1);
-    if (call->reach >= 0 && item->keys < item->length) clear_blind_rows(call, item);
+    if (item->keys < item->length) clear_blind_rows(call, item);
     for (int64_t begin = from.begin / KEY_BLOCK * KEY_BLOCK; begin < to.end; begin += KEY_BLOCK) {
         const struct range block = {begin, lesser(begin + KEY_BLOCK, item->keys)};
         const int64_t pitch = round_up(block.end - block.begin, WIDTH);

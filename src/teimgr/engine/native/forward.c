@@ -166,6 +166,7 @@ struct work {
     const struct forward *call;
     const struct group *groups;
     int64_t group_count, longest;     // number of groups, tokens of the largest
+    int64_t texts;                    // of the group with most of them, which may have no tokens
     int64_t scratch;                  // bytes of attention's memory
     struct progress *progress;        // of every step, where threads share them
     atomic_llong next;                // the group to take next
@@ -194,7 +195,7 @@ static void take_groups(void *data) {
     for (;;) {
         const int64_t i = atomic_fetch_add_explicit(&work->next, 1, memory_order_relaxed);
         if (i >= work->group_count) break;
-        if (memory == NULL && (memory = new_memory(work, slots + work->scratch + (work->longest + 1) * 4)) == NULL) return;
+        if (memory == NULL && (memory = new_memory(work, slots + work->scratch + (work->texts + 1) * 4)) == NULL) return;
         struct group group = work->groups[work->group_count - 1 - i];
         group.memory = memory;
         set_begins(&group, (int32_t *)(memory + slots + work->scratch));
@@ -256,14 +257,29 @@ static void run_shared(struct work *work, struct group *group) {
     free(group->memory);
 }
 
+// Whether every id, position and type is a row of each table that it selects from: else foreign memory would be read.
+static int indices_are_valid(const struct forward *call) {
+    const int64_t *indices[INDICES] = {call->ids, call->positions, call->types};
+    for (int i = 0; i < INDICES; i++) {
+        const int64_t rows = call->program->rows[i];
+        int64_t outside = indices[i] == NULL && rows < 1;
+        if (indices[i] != NULL && rows != INT64_MAX)
+            for (int64_t token = 0; token < call->tokens; token++) outside |= (uint64_t)indices[i][token] >= (uint64_t)rows;
+        if (outside) return 0;
+    }
+    return 1;
+}
+
 int forward(const struct forward *call) {
     const struct program *program = call->program;
     if (panel_width(program->level) == 0 || (program->bfloat16 && program->level < AVX512_BF16)) return UNSUPPORTED;
+    if (!indices_are_valid(call)) return BAD_INDEX;
     struct work work = {.call = call};
     struct group *groups = malloc((size_t)call->texts * sizeof *groups), group = {.program = program, .call = call};
     if (groups == NULL) return NO_MEMORY;
     while (next_group(&group, GROUP_TOKENS)) {
         work.longest = greater(work.longest, group.tokens);
+        work.texts = greater(work.texts, group.texts);
         groups[work.group_count++] = group;
     }
     const int is_alone = call->parallel == NULL || call->threads < 2;

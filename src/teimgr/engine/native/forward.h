@@ -8,7 +8,7 @@ enum step_kind { EMBED, LINEAR, ATTEND, NORM, ADD, ACTIVATE, GATE, ROTATE, QUANT
 enum activation { NO_ACTIVATION, GELU, GELU_TANH, RELU, SILU, TANH };
 enum norm { LAYER_NORM, RMS_NORM };
 enum index { IDS, POSITIONS, TYPES };
-enum { MOST_TABLES = 4, NO_SLOT = -1 };
+enum { INDICES = 3, MOST_TABLES = 4, NO_SLOT = -1 };
 
 // A value of every token in a thread's memory: `stride` bytes a token, from `offset` bytes a token on.
 struct slot {
@@ -64,6 +64,7 @@ struct program {
     int64_t step_count, slot_count;
     int64_t bytes;                             // of all slots, a token
     int64_t width;                             // of the result
+    int64_t rows[INDICES];                     // of the smallest table that is read by an index; INT64_MAX: there is none
     int32_t result;                            // its slot, of float32
     int32_t bfloat16;                          // operands: 1: bfloat16, 0: float32
     int32_t level;                             // of `attention_level`
@@ -93,7 +94,8 @@ struct forward {
 // the other, or for one pair of elements after the other where operands are bfloat16, or for one four of bytes.
 int64_t panel_width(int32_t level);
 
-// Computes `call->out`. Returns DONE, NO_MEMORY (`out` is then incomplete) or UNSUPPORTED.
+// Computes `call->out`. Returns DONE, NO_MEMORY (`out` is then incomplete), UNSUPPORTED, or BAD_INDEX where an id, a
+// position or a type is no row of its tables.
 int forward(const struct forward *call);
 
 enum { ROW_TILE = 64, ROWS_AT_A_TIME = 8 };

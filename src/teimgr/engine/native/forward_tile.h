@@ -57,7 +57,7 @@ INLINE FLOATS LEVEL(activated)(FLOATS x, int32_t activation) {
     switch (activation) {
     case GELU: return LEVEL(gelu)(x);
     case GELU_TANH: return x * LEVEL(sigmoid)(1.59576912f * (x + 0.044715f * x * x * x));
-    case RELU: return (FLOATS)((INTS)x & (x > 0));
+    case RELU: return (FLOATS)((INTS)x & ~(x < 0));  // NaN stays
     case SILU: return x * LEVEL(sigmoid)(x);
     case TANH: return 2.0f * LEVEL(sigmoid)(2.0f * x) - 1.0f;
     }
@@ -229,7 +229,8 @@ static TARGET void LEVEL(quantise)(const struct step *step, const struct group *
     }
     const float low = _mm512_reduce_min_ps(least), range = _mm512_reduce_max_ps(most) - low;
     const float scale = range > 0 ? range / 255.0f : 1.0f, inverse = 1.0f / scale;
-    struct row_scale of_row = {scale + LEVEL(sum_of)(nothing), (int32_t)__builtin_rintf(-low * inverse)};
+    const int32_t zero = range < __builtin_inff() ? (int32_t)__builtin_rintf(-low * inverse) : 0;
+    struct row_scale of_row = {scale + LEVEL(sum_of)(nothing), zero};
     for (int64_t column = 0; column < step->inner; column += WIDTH) {
         const __m512 shifted = (__m512)(LEVEL(load_operands)(x + column) * inverse + (float)of_row.zero);
         _mm_storeu_si128((__m128i *)(bytes + column), _mm512_cvtusepi32_epi8(_mm512_max_epi32(

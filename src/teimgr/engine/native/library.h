@@ -32,7 +32,7 @@ struct attention {
 };
 
 enum { BASELINE, AVX2, AVX512, AVX512_BF16 };
-enum { DONE, NO_MEMORY, UNSUPPORTED };
+enum { DONE, NO_MEMORY, UNSUPPORTED, BAD_INDEX };
 
 enum { ALIGNMENT = 64 };
 

@@ -8,11 +8,13 @@
 
 #define FLOATS LEVEL(floats)
 #define INTS LEVEL(ints)
+#define UINTS LEVEL(uints)
 #define PANEL (COLUMNS * WIDTH)
 #define INLINE static inline __attribute__((always_inline)) TARGET
 
 typedef float FLOATS __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
 typedef int32_t INTS __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
+typedef uint32_t UINTS __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));  // for sums that overflow
 #if PAIRS
 typedef uint32_t LEVEL(element) __attribute__((may_alias));  // two bfloat16 numbers
 #else
@@ -54,12 +56,13 @@ INLINE float LEVEL(largest_of)(FLOATS x) {
 #endif
 }
 
-// 2^x for x ≤ 0; 0 where x is far below -126. Relative error below 4e-6 with PAIRS, which round to bfloat16, else 2e-7.
+// 2^x for x ≤ 0; 0 where x is far below -126, NaN where it is NaN. Relative error below 4e-6 with PAIRS, which round to
+// bfloat16, else 2e-7.
 INLINE FLOATS LEVEL(power_of_two)(FLOATS x) {
 #if WIDTH == 16
     const FLOATS whole = (FLOATS)_mm512_roundscale_ps((__m512)x, 0);
 #else
-    const INTS kept = x > -126.f;
+    const INTS kept = x > -126.f, none = x != x;
     const FLOATS shifted = x + 12582912.f;  // 1.5 × 2^23: the nearest integer is in the low bits
     const FLOATS whole = shifted - 12582912.f;
 #endif
@@ -79,7 +82,8 @@ INLINE FLOATS LEVEL(power_of_two)(FLOATS x) {
 #if WIDTH == 16
     return (FLOATS)_mm512_scalef_ps((__m512)p, (__m512)whole);
 #else
-    return (FLOATS)(((INTS)p + ((INTS)shifted << 23)) & kept);
+    const INTS power = (INTS)((UINTS)p + ((UINTS)shifted << 23));
+    return (FLOATS)((power & kept) | ((INTS)x & none));
 #endif
 }
 

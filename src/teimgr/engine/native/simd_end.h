@@ -4,6 +4,7 @@
 #undef PANEL
 #undef INLINE
 #undef INTS
+#undef UINTS
 #undef FLOATS
 #undef PAIRS
 #undef COLUMNS

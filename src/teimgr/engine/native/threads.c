@@ -20,64 +20,81 @@
 enum {
     MOST_HELPERS = 255,
     SPINS = 2000,  // of a caller, before it sleeps until its helpers are done
+    TOLD_APART = 32,  // the helpers that can be woken one by one; those behind them wake together
 };
 
 struct team {
     pid_t process;
     unsigned helpers;
-    int excluded;               // the CPU that helpers do not run on; -1: none yet
-    pthread_t threads[MOST_HELPERS];
+    unsigned placed;            // the first ones, which may run on `cpus` alone
+    cpu_set_t cpus;
+    struct helper {
+        struct team *team;
+        pthread_t thread;
+    } members[MOST_HELPERS];
     void (*body)(void *);
     void *data;
     _Alignas(64) atomic_uint call;  // number of the last call; helpers sleep while it stays
-    _Alignas(64) atomic_uint places;  // helpers that may still begin
+    _Alignas(64) atomic_uint places;  // helpers that may still begin, of the first `woken`
+    atomic_uint woken;
     atomic_uint done, stops, sleeps;  // helpers that have ended; the team ends; the caller sleeps
 };
+
+static const int faults[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT};
 
 static pthread_key_t key;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static _Thread_local struct team *mine;
 
-static void futex_wait(atomic_uint *word, unsigned value) {
-    syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, value, NULL, NULL, 0);
+static void futex_wait(atomic_uint *word, unsigned value, unsigned bits) {
+    syscall(SYS_futex, word, FUTEX_WAIT_BITSET_PRIVATE, value, NULL, NULL, bits);
 }
 
-static void futex_wake(atomic_uint *word, unsigned count) { syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, count, NULL, NULL, 0); }
+// Wakes up to `count` threads that wait with one of `bits`.
+static void futex_wake(atomic_uint *word, unsigned count, unsigned bits) {
+    syscall(SYS_futex, word, FUTEX_WAKE_BITSET_PRIVATE, count, NULL, NULL, bits);
+}
 
-// Runs the body of the present call, unless as many helpers as it wants have begun or it has ended.
-static void help(struct team *team) {
+// The bits of the first `helpers` of a team: one for each of them.
+static unsigned bits_of(unsigned helpers) { return helpers < TOLD_APART ? (1u << helpers) - 1 : ~0u; }
+
+// Runs the body of the present call, unless it is for other helpers, as many as it wants have begun, or it has ended.
+static void help(struct team *team, unsigned number) {
     unsigned places = atomic_load_explicit(&team->places, memory_order_acquire);
     do {
-        if (places == 0) return;
+        if (places == 0 || number >= atomic_load_explicit(&team->woken, memory_order_relaxed)) return;
     } while (!atomic_compare_exchange_weak_explicit(&team->places, &places, places - 1, memory_order_acquire, memory_order_acquire));
     team->body(team->data);
     atomic_fetch_add(&team->done, 1);
-    if (atomic_load(&team->sleeps)) futex_wake(&team->done, 1);
+    if (atomic_load(&team->sleeps)) futex_wake(&team->done, 1, ~0u);
 }
 
 static void *run_helper(void *data) {
-    struct team *team = data;
+    const struct helper *own = data;
+    struct team *team = own->team;
+    const unsigned number = (unsigned)(own - team->members), bit = 1u << lesser(number, TOLD_APART - 1);
     unsigned seen = 0;
     for (;;) {
         const unsigned call = atomic_load_explicit(&team->call, memory_order_acquire);
         if (call == seen) {
-            futex_wait(&team->call, seen);
+            futex_wait(&team->call, seen, bit);
             continue;
         }
         if (atomic_load(&team->stops)) return NULL;
         seen = call;
-        help(team);
+        help(team, number);
     }
 }
 
 // Ends the helpers of a caller that ends.
 static void end_team(void *data) {
     struct team *team = data;
+    mine = NULL;  // a destructor that runs later may call again
     if (team->process != getpid()) return;  // of the process that forked this one
     atomic_store(&team->stops, 1);
     atomic_fetch_add(&team->call, 1);
-    futex_wake(&team->call, MOST_HELPERS);
-    for (unsigned i = 0; i < team->helpers; i++) pthread_join(team->threads[i], NULL);
+    futex_wake(&team->call, MOST_HELPERS, ~0u);
+    for (unsigned i = 0; i < team->helpers; i++) pthread_join(team->members[i].thread, NULL);
     free(team);
 }
 
@@ -91,7 +108,6 @@ static struct team *team_of(unsigned helpers) {
         if (team == NULL) return NULL;
         memset(team, 0, sizeof *team);
         team->process = getpid();
-        team->excluded = -1;
         if (pthread_setspecific(key, team) != 0) {
             free(team);
             return NULL;
@@ -99,30 +115,31 @@ static struct team *team_of(unsigned helpers) {
         mine = team;
     }
     if (mine->helpers < helpers) {
-        sigset_t all, former;  // signals are for the threads of the program
-        sigfillset(&all);
-        pthread_sigmask(SIG_SETMASK, &all, &former);
+        sigset_t blocked, former;
+        sigfillset(&blocked);  // signals are for the threads of the program, but those of faults for handlers that report them
+        for (size_t i = 0; i < sizeof faults / sizeof *faults; i++) sigdelset(&blocked, faults[i]);
+        pthread_sigmask(SIG_SETMASK, &blocked, &former);
         while (mine->helpers < helpers) {
-            pthread_t *thread = mine->threads + mine->helpers;
-            if (pthread_create(thread, NULL, run_helper, mine) != 0) break;
-            pthread_setname_np(*thread, "teimgr-helper");
+            struct helper *helper = mine->members + mine->helpers;
+            helper->team = mine;
+            if (pthread_create(&helper->thread, NULL, run_helper, helper) != 0) break;
+            pthread_setname_np(helper->thread, "teimgr-helper");
             mine->helpers++;
-            mine->excluded = -1;
         }
         pthread_sigmask(SIG_SETMASK, &former, NULL);
     }
     return mine;
 }
 
-// Keeps helpers off the caller's CPU, where there is another one.
-static void move_helpers(struct team *team) {
+// Lets the first `count` helpers run where the caller may, but not on its CPU while it has others.
+static void place_helpers(struct team *team, unsigned count) {
     const int here = sched_getcpu();
-    cpu_set_t allowed;
-    if (here == team->excluded || here < 0 || here >= CPU_SETSIZE) return;
-    if (sched_getaffinity(0, sizeof allowed, &allowed) != 0 || CPU_COUNT(&allowed) < 2) return;
-    CPU_CLR(here, &allowed);
-    for (unsigned i = 0; i < team->helpers; i++) pthread_setaffinity_np(team->threads[i], sizeof allowed, &allowed);
-    team->excluded = here;
+    cpu_set_t cpus;
+    if (here < 0 || here >= CPU_SETSIZE || sched_getaffinity(0, sizeof cpus, &cpus) != 0) return;
+    if (CPU_COUNT(&cpus) > 1) CPU_CLR(here, &cpus);
+    if (!CPU_EQUAL(&cpus, &team->cpus)) team->cpus = cpus, team->placed = 0;
+    for (; team->placed < count; team->placed++)
+        pthread_setaffinity_np(team->members[team->placed].thread, sizeof cpus, &cpus);
 }
 
 void run_threads(void (*body)(void *), void *data, unsigned threads, unsigned flags) {
@@ -133,13 +150,15 @@ void run_threads(void (*body)(void *), void *data, unsigned threads, unsigned fl
         body(data);
         return;
     }
-    move_helpers(team);
+    const unsigned woken = wanted < TOLD_APART ? (unsigned)lesser(wanted, team->helpers) : team->helpers;
+    place_helpers(team, woken);
+    atomic_store_explicit(&team->woken, woken, memory_order_relaxed);
     team->body = body;
     team->data = data;
     atomic_store(&team->done, 0);
     atomic_store_explicit(&team->places, wanted, memory_order_release);
     atomic_fetch_add(&team->call, 1);
-    futex_wake(&team->call, wanted);
+    futex_wake(&team->call, wanted, bits_of(wanted));
     body(data);
     const unsigned begun = wanted - atomic_exchange(&team->places, 0);
     unsigned done;
@@ -151,7 +170,7 @@ void run_threads(void (*body)(void *), void *data, unsigned threads, unsigned fl
             continue;
         }
         atomic_store(&team->sleeps, 1);
-        if (atomic_load(&team->done) == done) futex_wait(&team->done, done);
+        if (atomic_load(&team->done) == done) futex_wait(&team->done, done, ~0u);
         atomic_store(&team->sleeps, 0);
     }
 }
