@@ -95,8 +95,8 @@ struct forward {
 // the other, or for one pair of elements after the other where operands are bfloat16, or for one four of bytes.
 int64_t panel_width(int32_t level);
 
-// Computes `call->out` and `call->waited`. Returns DONE, NO_MEMORY (`out` is then incomplete), UNSUPPORTED, or BAD_INDEX where an id, a
-// position or a type is no row of its tables.
+// Computes `call->out` and `call->waited`. Returns DONE, NO_MEMORY (`out` is then incomplete), UNSUPPORTED, or BAD_INDEX
+// where an id, a position or a type is no row of its tables.
 int forward(struct forward *call);
 
 enum { ROW_TILE = 64, ROWS_AT_A_TIME = 8 };
