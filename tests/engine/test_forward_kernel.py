@@ -22,6 +22,7 @@ from teimgr.engine.batch import Encoded, PackedBatch, pack
 from teimgr.engine.forward_kernel import ForwardKernel, forward_kernel
 from teimgr.engine.forward_program import CannotLowerError, Columns, ForwardProgram, Step, Table
 from teimgr.engine.forward_trace import trace_forward
+from teimgr.engine.helper_waits import HelperWaits
 from teimgr.engine.lowering import lower
 from teimgr.engine.native_library import LEVELS
 
@@ -227,6 +228,28 @@ def test_a_group_of_more_texts_than_tokens(bert: Any, threads: int) -> None:
 
     assert many.texts == 9999
     assert torch.equal(kernel(many, many.position_ids, threads), kernel(alone, alone.position_ids, 1))
+
+
+def test_small_batches_are_computed_by_one_thread_while_helpers_are_held_up(
+    bert: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = forward_kernel(bert, {}, torch.float32)[0]
+    now, threads, forward = 100.0, list[int](), kernel._library.forward
+    kernel._helper_waits = HelperWaits(lambda: now)
+
+    def held_up(call: Any) -> Any:
+        threads.append(call._obj.threads)
+        status = forward(call)
+        call._obj.waited = 5_000_000
+        return status
+
+    monkeypatch.setattr(kernel._library, "forward", held_up)
+    for lengths in ((200, 200), (8,), (9,), (400, 200), (10,), (11,)):
+        run(kernel, pack(texts_of(lengths)), threads=2)
+    now += 1.1
+    run(kernel, pack(texts_of((8,))), threads=2)
+
+    assert threads == [2, 2, 2, 2, 1, 1, 2]  # the fourth is no small one
 
 
 def test_tables_of_positions_grow_with_the_longest_text() -> None:

@@ -10,6 +10,7 @@ tokenizer, truncation,         prompts, limits, the tokenizers library; truncati
 templates
 queue, batch, runner           second thread: batches by length and lane, packed into one row and started on the device
 core_load                      CPU threads of a batch, by the load of the host's other workers
+helper_waits                   one thread for small batches while other processes hold up its helpers
 model, backbone                the forward of a packed row: on CPUs one call of the C library is tried first, else the
                                model's own code runs, on CPUs with linear layers prepacked for oneDNN
 forward_trace, lowering,       how a model's own forward becomes a list of steps: the record of its operators, its

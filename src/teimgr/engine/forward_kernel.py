@@ -19,6 +19,7 @@ from torch import Tensor
 from teimgr.engine.batch import PackedBatch
 from teimgr.engine.forward_program import CannotLowerError, ForwardProgram, Step, Table, quantised
 from teimgr.engine.forward_trace import trace_forward
+from teimgr.engine.helper_waits import HelperWaits
 from teimgr.engine.lowering import lower
 from teimgr.engine.native_library import LEVELS, NO_MEMORY, address, native_forward_allowed, native_library
 from teimgr.engine.packed_weights import WeightPacker
@@ -37,6 +38,7 @@ _ERRORS = {
     2: "this CPU lacks the instructions",
     _BAD_INDEX: "a token id, position or type has no row in the model's tables",
 }
+_SMALL_TOKENS = 512  # batches up to this size are computed by one thread while helpers are held up
 _NO_TABLE = (1 << 63) - 1
 _FIRST_POSITIONS = 512
 _ROW_SCALE_BYTES = 8  # struct row_scale
@@ -114,6 +116,7 @@ class _Call(ctypes.Structure):
         ("out", ctypes.c_void_p),
         ("threads", ctypes.c_int32),
         ("parallel", ctypes.c_void_p),
+        ("waited", ctypes.c_int64),
     )
 
 
@@ -197,6 +200,7 @@ class ForwardKernel:
             level=self._level,
         )
         self._growing = threading.Lock()
+        self._helper_waits = HelperWaits()
         self._sized = self._of_positions(_FIRST_POSITIONS)
 
     def __call__(self, batch: PackedBatch, positions: NDArray[np.int64], threads: int) -> Tensor:
@@ -209,6 +213,9 @@ class ForwardKernel:
         sized = self._sized
         if self._tables and (most := int(positions.max()) + 1) > sized.positions:
             sized = self._grown(1 << (most - 1).bit_length())
+        is_small = batch.tokens <= _SMALL_TOKENS
+        if is_small and threads > 1:
+            threads = self._helper_waits.threads(threads)
         out = torch.empty(batch.tokens, self._program.width)
         call = _Call(
             program=ctypes.pointer(sized.program),
@@ -225,6 +232,8 @@ class ForwardKernel:
         )
         if status := self._library.forward(ctypes.byref(call)):
             raise (IndexError if status == _BAD_INDEX else RuntimeError)(f"native forward: {_ERRORS[status]}")
+        if is_small and threads > 1:
+            self._helper_waits.note(call.waited / 1e9)
         return out
 
     def _grown(self, positions: int) -> _SizedProgram:

@@ -20,7 +20,9 @@ static inline int64_t ceiling(int64_t value, int64_t divisor) { return (value + 
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#include <pthread.h>
 #include <sched.h>
+#include <time.h>
 
 enum {
     MOST_ROWS = 6,       // that share a load of the weights
@@ -169,6 +171,8 @@ struct work {
     int64_t texts;                    // of the group with most of them, which may have no tokens
     int64_t scratch;                  // bytes of attention's memory
     struct progress *progress;        // of every step, where threads share them
+    pthread_t caller;
+    int64_t waited, ended;            // nanoseconds that the caller waited for others, and when it had no more to do
     atomic_llong next;                // the group to take next
     atomic_int status;
 };
@@ -210,13 +214,23 @@ static void take_groups(void *data) {
     free(memory);
 }
 
-static void wait_for(atomic_llong *done, int64_t units) {
+static int64_t now(void) {
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return time.tv_sec * 1000000000LL + time.tv_nsec;
+}
+
+// Waits until so many units are done; returns the nanoseconds that it took beyond SPINS.
+static int64_t wait_for(atomic_llong *done, int64_t units) {
+    int64_t began = 0;
     for (int64_t i = 0; atomic_load_explicit(done, memory_order_acquire) < units; i++) {
+        if (i == SPINS) began = now();
         if (i < SPINS)
             _mm_pause();
         else
             sched_yield();
     }
+    return began == 0 ? 0 : now() - began;
 }
 
 // Takes parts of the steps of the only group, in order. A thread that comes late finds the first steps done: how many
@@ -226,6 +240,7 @@ static void share_steps(void *data) {
     const struct group *group = work->groups;
     const struct program *program = group->program;
     char *scratch = NULL;
+    int64_t waited = 0;
     for (int64_t s = 0; s < program->step_count; s++) {
         const struct step *step = program->steps + s;
         struct progress *progress = work->progress + s;
@@ -237,9 +252,10 @@ static void share_steps(void *data) {
             if (step->kind != ATTEND || scratch != NULL) run_unit(step, group, &attention, scratch, unit);
             atomic_fetch_add_explicit(&progress->done, 1, memory_order_release);
         }
-        wait_for(&progress->done, units);
+        waited += wait_for(&progress->done, units);
     }
     free(scratch);
+    if (pthread_equal(pthread_self(), work->caller)) work->waited += waited, work->ended = now();
 }
 
 static void run_shared(struct work *work, struct group *group) {
@@ -253,6 +269,7 @@ static void run_shared(struct work *work, struct group *group) {
     work->groups = group;
     work->scratch = scratch_bytes(group);
     work->call->parallel(share_steps, work, (unsigned)work->call->threads, 0);
+    work->waited += now() - work->ended;
     if (atomic_load(&work->status) == DONE) copy_result(group);
     free(group->memory);
 }
@@ -270,11 +287,11 @@ static int indices_are_valid(const struct forward *call) {
     return 1;
 }
 
-int forward(const struct forward *call) {
+int forward(struct forward *call) {
     const struct program *program = call->program;
     if (panel_width(program->level) == 0 || (program->bfloat16 && program->level < AVX512_BF16)) return UNSUPPORTED;
     if (!indices_are_valid(call)) return BAD_INDEX;
-    struct work work = {.call = call};
+    struct work work = {.call = call, .caller = pthread_self()};
     struct group *groups = malloc((size_t)call->texts * sizeof *groups), group = {.program = program, .call = call};
     if (groups == NULL) return NO_MEMORY;
     while (next_group(&group, GROUP_TOKENS)) {
@@ -297,9 +314,10 @@ int forward(const struct forward *call) {
         while (atomic_load(&work.status) == DONE && next_group(&group, SHARED_GROUP_TOKENS)) run_shared(&work, &group);
     }
     free(groups);
+    call->waited = work.waited;
     return atomic_load(&work.status);
 }
 #else
 int64_t panel_width(int32_t level) { return (void)level, 0; }
-int forward(const struct forward *call) { return (void)call, UNSUPPORTED; }
+int forward(struct forward *call) { return (void)call, UNSUPPORTED; }
 #endif

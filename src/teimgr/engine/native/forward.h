@@ -88,14 +88,15 @@ struct forward {
     float *out;                                // [tokens, width]
     int32_t threads;                           // at most
     parallel_function parallel;                // NULL: on the calling thread
+    int64_t waited;                            // set: nanoseconds beyond its spins that the caller waited
 };
 
 // Columns of a panel of weights: a panel has the weights of that many neighbouring columns, for one element of x after
 // the other, or for one pair of elements after the other where operands are bfloat16, or for one four of bytes.
 int64_t panel_width(int32_t level);
 
-// Computes `call->out`. Returns DONE, NO_MEMORY (`out` is then incomplete), UNSUPPORTED, or BAD_INDEX where an id, a
-// position or a type is no row of its tables.
-int forward(const struct forward *call);
+// Computes `call->out` and `call->waited`. Returns DONE, NO_MEMORY (`out` is then incomplete), UNSUPPORTED, or BAD_INDEX
+// where an id, a position or a type is no row of its tables.
+int forward(struct forward *call);
 
 enum { ROW_TILE = 64, ROWS_AT_A_TIME = 8 };
