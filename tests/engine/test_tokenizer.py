@@ -254,7 +254,7 @@ def test_ids_with_gaps_are_compared_with_the_rows_of_weights(
     file = path / "tokenizer.json"
     spec = json.loads(file.read_text())
     size = len(spec["model"]["vocab"])
-    spec["model"]["vocab"]["fog"] = 2_000_000_000
+    spec["model"]["vocab"]["fog"] = 40_000
     file.write_text(json.dumps(spec))
     assert Tokenizer.from_file(str(file)).get_vocab_size() == size
     if by_library:
@@ -265,7 +265,7 @@ def test_ids_with_gaps_are_compared_with_the_rows_of_weights(
     for texts in (["rain", "fog"], ["fog"]):
         *good, bad = tokenizer.encode(texts, RIGHT)
         assert all(isinstance(one, Encoded) for one in good)
-        assert f"the token id 2000000000, which is not in the vocabulary of {size}" in str(bad)
+        assert f"the token id 40000, which is not in the vocabulary of {size}" in str(bad)
 
 
 def test_ids_with_a_prompt_are_read_as_their_text(tokenizer: TextTokenizer) -> None:
