@@ -13,7 +13,6 @@ import orjson
 from bench.encoders import Task
 from bench.load import DATA, GrpcConnection, LoadTask
 from teimgr.client import AsyncClient, Client
-from teimgr.client.payloads import embed_request, vector
 
 _SILENCE_S = 60.0
 _EMBED = "/tei_multiplexer.v1.TeiMultiplexer/Embed"
@@ -88,18 +87,21 @@ class OverHttp2(Caller):
 
     def __init__(self, task: Task) -> None:
         super().__init__(task)
+        from teimgr.client import payloads  # here: other checkouts have not all of it
+
+        self._payloads = payloads
         self._connection = _Collecting(int(task.grpc.rpartition(":")[2]))
 
     def query(self, text: str) -> Any:
         """One row."""
         connection, replies = self._connection, []
-        connection.waiting.append(embed_request(text, {"instance": self._instance}))
+        connection.waiting.append(self._payloads.embed_request(text, {"instance": self._instance}))
         connection.reply.clear()
         connection.start()
         while not replies:
             if not connection.received(lambda began, ended: replies.append(ended)):
                 raise RuntimeError("Embed: the connection ended")
-        return vector(bytes(connection.reply[_PREFIX_BYTES:]))
+        return self._payloads.vector(bytes(connection.reply[_PREFIX_BYTES:]))
 
     def close(self) -> None:
         """End the connection."""
