@@ -205,6 +205,17 @@ def test_a_text_has_the_same_result_alone_in_any_batch_and_with_any_threads(modu
         assert torch.equal(found, again)
 
 
+@pytest.mark.parametrize("threads", [2, 3, 5])
+@pytest.mark.parametrize("count", [4, 5, 7, 11])
+def test_threads_divide_few_long_texts_evenly_with_the_same_bits(bert: Any, count: int, threads: int) -> None:
+    """Of five long texts one thread of two would have three: the last one is shared step by step."""
+    kernel = forward_kernel(bert, {}, torch.float32)[0]
+    texts = texts_of([*[60] * count, 9, 30])
+
+    for text, found in zip(texts, run(kernel, pack(texts), threads), strict=True):
+        assert torch.equal(run(kernel, pack([text]))[0], found)
+
+
 def test_token_types_and_masked_keys(bert: Any) -> None:
     kernel = forward_kernel(bert, {}, torch.float32)[0]
     lengths = (9, 4, 40)

@@ -13,6 +13,9 @@ enum {
     GROUP_TOKENS = 128,         // of texts that a thread takes at a time
     SHARED_GROUP_TOKENS = 512,  // of texts that all threads take together
     SLACK = 256,                // bytes behind a thread's memory: a panel may be wider than what is left of a row
+    FEW_GROUPS = 8,             // for each thread: more are balanced by taking them one by one
+    MOST_BALANCED = 64,         // threads
+    SHARING_COST = 16,          // steps that are shared take a sixteenth longer: threads wait for each other
     SPINS = 20000,              // before a thread that waits for another offers its core
 };
 
@@ -287,6 +290,26 @@ static int indices_are_valid(const struct forward *call) {
     return 1;
 }
 
+// How many of the smallest groups all threads had better share step by step, once each has taken its part of the others:
+// of five equal groups one thread of two would have three. Groups are in ascending order of their tokens.
+static int64_t shared_groups(const struct group *groups, int64_t count, int64_t threads) {
+    if (count > FEW_GROUPS * threads || threads > MOST_BALANCED) return 0;
+    int64_t best = 0, best_cost = INT64_MAX, shared_tokens = 0;
+    for (int64_t shared = 0; shared < threads && shared < count; shared++) {
+        int64_t loads[MOST_BALANCED] = {0}, most = 0;
+        for (int64_t i = count - 1; i >= shared; i--) {
+            int64_t least = 0;
+            for (int64_t thread = 1; thread < threads; thread++)
+                if (loads[thread] < loads[least]) least = thread;
+            most = greater(most, loads[least] += groups[i].tokens);
+        }
+        const int64_t cost = most * threads + shared_tokens + shared_tokens / SHARING_COST;
+        if (cost < best_cost) best = shared, best_cost = cost;
+        shared_tokens += groups[shared].tokens;
+    }
+    return best;
+}
+
 int forward(struct forward *call) {
     const struct program *program = call->program;
     if (panel_width(program->level) == 0 || (program->bfloat16 && program->level < AVX512_BF16)) return UNSUPPORTED;
@@ -301,7 +324,9 @@ int forward(struct forward *call) {
     }
     const int is_alone = call->parallel == NULL || call->threads < 2;
     if (is_alone || (work.group_count >= 2 * call->threads && work.longest * call->threads <= call->tokens)) {
-        work.groups = groups;
+        const int64_t shared = is_alone ? 0 : shared_groups(groups, work.group_count, call->threads);
+        work.groups = groups + shared;
+        work.group_count -= shared;
         int32_t begins[2] = {0, (int32_t)work.longest};  // the largest group as one text: no text needs more
         struct group largest = {.program = program, .call = call, .begins = begins, .texts = 1, .tokens = work.longest};
         work.scratch = scratch_bytes(&largest);
@@ -309,6 +334,7 @@ int forward(struct forward *call) {
             take_groups(&work);
         else
             call->parallel(take_groups, &work, (unsigned)call->threads, 0);
+        for (int64_t i = 0; i < shared && atomic_load(&work.status) == DONE; i++) run_shared(&work, groups + i);
     } else {
         group = (struct group){.program = program, .call = call};
         while (atomic_load(&work.status) == DONE && next_group(&group, SHARED_GROUP_TOKENS)) run_shared(&work, &group);
