@@ -8,7 +8,7 @@ from statistics import median
 
 from bench.provenance import Documents
 
-_DESIGN = '<a href="../../DESIGN.md#where-the-microseconds-go">DESIGN, “Where the microseconds go”</a>'
+_DESIGN = "DESIGN.md, “Where the microseconds go”"
 _CORES = 2
 _ASKED_PER_S = {
     "mux Embed": 12_000,
