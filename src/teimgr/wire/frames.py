@@ -198,9 +198,10 @@ Payload = bytes | bytearray | memoryview
 # A payload above this size is received straight into a buffer of its own instead of through the shared one.
 _OWN_BUFFER_BYTES = 64 * 1024
 _SHARED_BUFFER_BYTES = 256 * 1024
-# Longest wait of a frame that may linger, and the number of queued parts (two per frame) that ends it.
-_LINGER_S = 0.001
-_LINGER_PARTS = 64
+_LINGER_S = 0.001  # longest wait of a frame that may linger
+# Parts, two per frame, that are written at once: were all frames of a busy turn written at its end, the processes on
+# both sides would work by turns, each while the other one waits.
+_MOST_QUEUED_PARTS = 32
 
 
 class FrameProtocol(asyncio.BufferedProtocol):
@@ -252,7 +253,7 @@ class FrameProtocol(asyncio.BufferedProtocol):
         linger: bool = False,
         context: bytes = b"",
     ) -> None:
-        """Queue one frame, to be written at the end of this loop tick; a closed link drops it.
+        """Queue one frame, to be written with others by the end of this loop tick; a closed link drops it.
 
         A frame that may `linger` waits up to a millisecond for others: a stream's frames come one per tick, and one
         write for each would be a third of a stream's cost.
@@ -263,7 +264,9 @@ class FrameProtocol(asyncio.BufferedProtocol):
         self._outgoing.append(head + context)
         if payload:
             self._outgoing.append(payload)
-        if linger and len(self._outgoing) < _LINGER_PARTS:
+        if len(self._outgoing) >= _MOST_QUEUED_PARTS:
+            self._flush()
+        elif linger:
             if self._linger is None and not self._flush_scheduled:
                 self._linger = self._loop.call_later(_LINGER_S, self._flush)
         elif not self._flush_scheduled:
