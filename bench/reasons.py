@@ -7,9 +7,12 @@ from html import escape
 from statistics import median
 
 from bench.provenance import Documents
+from bench.query_targets import BACK_TO_BACK, EVERY_50_MS
 
 _DESIGN = "DESIGN.md, “Where the microseconds go”"
 _CORES = 2
+_ENGINE, _THROUGH_MUX = "teimgr engine, auto", "teimgr daemon, Embed through the mux"
+_DIRECT = ", without gRPC's library"
 _ASKED_PER_S = {
     "mux Embed": 12_000,
     "/v1/embeddings": 8_000,
@@ -62,13 +65,28 @@ def _query(documents: Documents) -> str:
     )
 
 
+def _p50_ms(documents: Documents, path: str) -> tuple[float, float] | None:
+    """p50 of a path of `bench latency`, back to back and every 50 ms."""
+    for row in documents.get("latency", {}).get("rows", []):
+        if row["path"] == path:
+            return row["loads"][BACK_TO_BACK]["p50_ms"], row["loads"][EVERY_50_MS]["p50_ms"]
+    return None
+
+
 def _paused(documents: Documents) -> str:
+    words = ""
+    engine, through, direct = (_p50_ms(documents, path) for path in (_ENGINE, _THROUGH_MUX, f"{_THROUGH_MUX}{_DIRECT}"))
+    if engine and through and direct:
+        words = (
+            f"Of {through[1]:.1f} ms in the eyes of gRPC's library {through[1] - direct[1]:.1f} are its own, and the "
+            f"engine in a process by itself takes {engine[1]:.1f}, where it takes {engine[0]:.1f} back to back "
+            f"({_link('latency', documents)}). "
+        )
     return (
-        "Traced with timestamps: of some 6 ms in the client's eyes 1.2 are the client's own gRPC threads, 1.6 to 1.9 "
-        "the forward with weights from memory, the rest Python in three processes that wake on idle cores with cold "
-        "caches, where 10 µs of a loop become 50. Tried, each a gain: helper threads off the caller's CPU, no "
-        f"hand-overs of a lone query, native post-processing, an HTTP/2 of our own ({_DESIGN})."
-        + _slower_machine(documents)
+        f"{words}After the pause three processes wake up on idle cores with cold caches: weights and code come from "
+        "memory. Tried, each a gain: helper threads off the caller's CPU, no hand-overs of a lone query, native "
+        "post-processing, an HTTP/2 of our own. Tried without one: threads kept awake, weights fetched before the "
+        f"forward, huge pages ({_DESIGN})." + _slower_machine(documents)
     )
 
 
@@ -108,10 +126,12 @@ def _beside(documents: Documents) -> str:
     if not us:
         return _DESIGN
     cpu_us = sum(us[f"one query: mux Embed, CPU of the {name}"] for name in ("mux", "worker"))
+    paces = _p50_ms(documents, _THROUGH_MUX)
+    longer = f", and after a pause a query takes {paces[1] / paces[0]:.1f} times as long" if paces else ""
     return (
         f"The queries take it: 20 a second with {cpu_us / 1e3:.1f} ms of processor time each are "
-        f"{100 * 20 * cpu_us / 1e6 / _CORES:.1f} % of two cores back to back ({_link('stages', documents)}), and after "
-        "a pause the same query takes 1.7 times as long; the load generator's own calls come on top."
+        f"{100 * 20 * cpu_us / 1e6 / _CORES:.1f} % of two cores back to back "
+        f"({_link('stages', documents)}){longer}; the load generator's own calls come on top."
     )
 
 

@@ -175,7 +175,7 @@ def _latency() -> str:
         f"A query beside a bulk job is computed at the same time, with a higher priority: {beside:.1f} ms where it",
         f"takes {alone:.1f} ms alone ({_result('mux')}). Of 20 queries a second beside bulk half are answered within",
         f"{row['beside_p50_ms']:.1f} ms ({row['idle_p50_ms']:.1f} ms without bulk), 99 % within",
-        f"{row['beside_p99_ms']:.0f} ms; the bulk job loses {row['lost']:.1f} %, where 5 % is the aim",
+        f"{row['beside_p99_ms']:.0f} ms; the bulk job loses {row['lost']:.1f} %, where at most 5 % is the aim",
         f"({_result('bimodal')}).",
     )
 
