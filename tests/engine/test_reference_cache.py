@@ -14,6 +14,7 @@ from tests.support.models import build
 from tests.support.native import needs_native_forward
 
 from teimgr.engine import fidelity_gate, reference_cache
+from teimgr.engine.backbone import prepacking_works
 from teimgr.engine.batch import Encoded, pack
 from teimgr.engine.forward_kernel import ForwardKernel
 from teimgr.engine.job import Output
@@ -49,8 +50,14 @@ def vector(parts: EngineParts) -> torch.Tensor:
 @needs_native_forward
 @pytest.mark.parametrize("dtype", ["auto", "float32"])
 def test_a_second_load_computes_no_reference_and_has_the_same_vectors_and_proof(
-    dtype: str, model_dir: Callable[..., Path], tmp_path: Path, computed: list[int]
+    dtype: str,
+    model_dir: Callable[..., Path],
+    tmp_path: Path,
+    computed: list[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    fastest = torch.bfloat16 if prepacking_works(torch.bfloat16) else torch.float32  # measured, it may be either
+    monkeypatch.setattr(fidelity_gate, "_fastest", lambda _: fastest)
     first = loaded(model_dir("bert"), tmp_path / "r", dtype)
     assert len(computed) == len(fidelity_gate.PROBE_TEXTS)
 

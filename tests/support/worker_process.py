@@ -75,7 +75,7 @@ class Answer(NamedTuple):
 
 
 class WorkerLink(FrameProtocol):
-    """A front's or a daemon's end of a link. Frames posted without an await between leave in one write."""
+    """A front's or a daemon's end of a link. Up to 15 frames posted without an await between leave in one write."""
 
     def __init__(self) -> None:
         super().__init__(1 << 30)

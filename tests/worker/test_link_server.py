@@ -218,7 +218,7 @@ async def test_float16_and_fewer_dimensions_make_room_for_more_rows(link: Worker
 
 
 async def test_calls_beyond_the_room_are_refused_and_the_others_answered(link: WorkerLink) -> None:
-    ids = [link.embed() for _ in range(40)]
+    ids = [link.embed() for _ in range(3 * INSIDE)]
 
     answers = await link.answers(ids)
 

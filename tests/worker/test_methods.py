@@ -462,7 +462,7 @@ async def test_a_full_worker_lets_reranks_wait_and_refuses_other_unary_calls(
     links: Links, kind: str, method: Method, payload: bytes, waits: bool
 ) -> None:
     link = links[kind]
-    answers = await link.answers([link.post(method, payload) for _ in range(40)])
+    answers = await link.answers([link.post(method, payload) for _ in range(3 * INSIDE)])
 
     assert all(answer.reply for answer in answers[:INSIDE])
     refused = {answer.error.code for answer in answers if answer.header.type != answers[0].header.type}
