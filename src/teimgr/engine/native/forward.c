@@ -29,14 +29,16 @@ static inline int64_t ceiling(int64_t value, int64_t divisor) { return (value + 
 
 enum {
     MOST_ROWS = 6,       // that share a load of the weights
-    FETCHED_AHEAD = 32,  // elements of a row of weights: of 64 columns 8 KiB
+    FETCHED_AHEAD = 32,  // elements of a row of weights, from memory: of 64 columns 8 KiB
+    TAKEN_AHEAD = 12,    // the same, from the second-level cache
 };
 
 // The body of a function of (step, group, unit): `multiply` takes the unit's rows in blocks of nearly equal height, whose
-// number is a constant in each call, so that sums stay in registers.
+// number is a constant in each call, so that sums stay in registers. Units of one panel follow each other: its weights
+// come from memory once for all rows of a group.
 #define IN_BLOCKS(multiply)                                                                             \
-    const int64_t panels = (step->width + PANEL - 1) / PANEL, panel = unit % panels;                    \
-    const int64_t first = unit / panels * ROW_TILE, last = lesser(first + ROW_TILE, group->tokens);     \
+    const int64_t tiles = (group->tokens + ROW_TILE - 1) / ROW_TILE, panel = unit / tiles;              \
+    const int64_t first = unit % tiles * ROW_TILE, last = lesser(first + ROW_TILE, group->tokens);      \
     const int64_t blocks = (last - first + MOST_ROWS - 1) / MOST_ROWS;                                  \
     for (int64_t i = 0, row = first; i < blocks; i++) {                                                 \
         const int64_t rows = (last - row + blocks - i - 1) / (blocks - i);                              \

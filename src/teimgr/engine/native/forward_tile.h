@@ -129,18 +129,22 @@ INLINE void LEVEL(finish)(FINISH_ARGUMENTS) {
         LEVEL(finish_any)(step, group, row, rows, column, sums);
 }
 
-// Reads the weights of a panel that are needed some hundred products later, 64 bytes for each line of the cache: the
-// processor's own prefetching begins anew with every page and every panel.
-INLINE void LEVEL(fetch_ahead)(const void *weights) {
-    const char *ahead = (const char *)weights + FETCHED_AHEAD * PANEL * 4;
+// Reads the weights of a panel that are needed `elements` later, 64 bytes for each line of the cache: the processor's own
+// prefetching begins anew with every page and every panel.
+INLINE void LEVEL(fetch_ahead)(const void *weights, int elements) {
+    const char *ahead = (const char *)weights + elements * PANEL * 4;
     for (int byte = 0; byte < PANEL * 4; byte += 64) __builtin_prefetch(ahead + byte);
 }
 
-// Adds the products of `rows` rows and a panel of weights; `fetches` where these are read for the first time.
+// Adds the products of `rows` rows and a panel of weights; `fetches` where these are read for the first time. Later rows
+// take them from the second-level cache, whose speed float32 needs: bfloat16 has twice the work for the same bytes.
 INLINE void LEVEL(add_products)(
     const ELEMENT *weights, int64_t elements, const ELEMENT *const *x, int rows, int fetches, FLOATS (*sums)[COLUMNS]) {
     for (int64_t e = 0; e < elements; e++, weights += PANEL) {
-        if (fetches) LEVEL(fetch_ahead)(weights);
+        if (fetches)
+            LEVEL(fetch_ahead)(weights, FETCHED_AHEAD);
+        else if (!PAIRS)
+            LEVEL(fetch_ahead)(weights, TAKEN_AHEAD);
         for (int r = 0; r < rows; r++)
             for (int c = 0; c < COLUMNS; c++) sums[r][c] = LEVEL(multiply_add)(x[r][e], weights + c * WIDTH, sums[r][c]);
     }
@@ -186,7 +190,7 @@ INLINE_BYTES void LEVEL(multiply_byte_panel)(
         for (int c = 0; c < COLUMNS; c++) sums[r][c] = (INTS){};
     }
     for (int64_t e = 0; e < fours; e++, weights += PANEL) {
-        if (row % ROW_TILE == 0) LEVEL(fetch_ahead)(weights);
+        if (row % ROW_TILE == 0) LEVEL(fetch_ahead)(weights, FETCHED_AHEAD);
         for (int r = 0; r < rows; r++)
             for (int c = 0; c < COLUMNS; c++)
                 sums[r][c] = LEVEL(multiply_add_bytes)(x[r][e], weights + c * WIDTH, sums[r][c]);
