@@ -76,8 +76,8 @@ class SparseEncoder:
         self._batch_size = task.batch_size
 
     def encode(self, texts: list[str]) -> Any:
-        """A sparse tensor [n, vocabulary]."""
-        return self._model.encode(texts, batch_size=self._batch_size, show_progress_bar=False)
+        """A sparse tensor [n, vocabulary], in float32: numpy has no bfloat16."""
+        return self._model.encode(texts, batch_size=self._batch_size, show_progress_bar=False).float()
 
 
 class Tokens:
