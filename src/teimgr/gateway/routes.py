@@ -40,7 +40,7 @@ PREFIXED = (JINA, VLLM, INFINITY, VOYAGE)
 """Dialects that have each of their paths under `/<dialect>` too, for clients that name theirs by the base URL."""
 
 _DIALECTS_OF_PATH: dict[str, tuple[str, ...]] = {
-    "/v1/embeddings": (OPENAI, VLLM, VOYAGE),
+    "/v1/embeddings": (OPENAI, JINA, VLLM, VOYAGE),
     "/v1/embed": (COHERE,),
     "/v2/embed": (COHERE,),
     "/v1/rerank": (COHERE, JINA, VLLM, VOYAGE),

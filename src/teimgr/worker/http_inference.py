@@ -60,8 +60,10 @@ class _FirstMatch:
 _FIRST_MATCH = _FirstMatch()
 
 U32 = Annotated[int, Field(ge=0, le=_U32_MAX)]
+# Strict in a lenient body too: "12" is a text there, never a token id.
+_Id = Annotated[int, Field(strict=True, ge=0, le=_U32_MAX)]
 # A list of another type fails at its first element: no report on thousands before the union's next member is tried.
-Ids = Annotated[list[U32], Field(fail_fast=True)]
+Ids = Annotated[list[_Id], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 OneOrTwo = Annotated[list[str], Field(min_length=1, max_length=2, fail_fast=True)]
 
@@ -84,6 +86,15 @@ class Body(BaseModel):
     """A JSON object: types are strict, unknown fields are ignored, null is accepted where a field declares it."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+
+class LenientBody(Body):
+    """A JSON object whose values are converted as in pydantic's lax mode: `"3"` to an integer, `"true"` to a boolean.
+
+    For dialects whose own servers parse so (vLLM, Infinity, Jina): some of their clients rely on it.
+    """
+
+    model_config = ConfigDict(strict=False)
 
 
 BodyT = TypeVar("BodyT", bound=Body)

@@ -125,7 +125,7 @@ async def test_tokens_and_back(ask: Asking) -> None:
     [spans] = await ask.own_port("dense", "/tokenize", {"inputs": "the quick fox", "add_special_tokens": False})
     told = (await ask.post("/v1/tokenize", {"model": "dense", "text": "the quick fox"})).ok
     assert told["tokens"] == [span["id"] for span in spans]
-    assert told["token_strings"] == [span["text"] for span in spans]
+    assert told["token_strings"] == ["the", " quic", "k", " fox"]
     assert (await ask.post("/v1/detokenize", {"model": "dense", "tokens": told["tokens"]})).ok[
         "text"
     ] == "the quick fox"

@@ -172,3 +172,12 @@ async def test_the_list_of_models_serves_every_client(ask: Asking) -> None:
     of_infinity = (await ask.get("/infinity/models")).ok["data"]
     assert {card["owned_by"] for card in of_infinity} == {"infinity"}
     assert all("stats" in card for card in of_infinity)
+
+
+async def test_values_are_converted_as_pydantic_does_but_texts_never_become_ids(ask: Asking) -> None:
+    exact = (await ask.post(PATH, {"model": "dense", "input": ["12", "7"], "dimensions": 16})).ok
+    lenient = (await ask.post(PATH, {"model": "dense", "input": ["12", "7"], "dimensions": "16"})).ok
+    assert lenient == exact
+    assert len(exact["data"]) == 2
+    refused = await ask.post(PATH, {"model": "dense", "input": "fog", "dimensions": "many"})
+    assert (refused.status, refused.json["error"]["param"]) == (400, "dimensions")

@@ -81,7 +81,21 @@ async def test_infinitys_documents_are_plain_texts(ask: Asking) -> None:
     assert answer["object"] == "rerank"
     assert answer["id"].startswith("infinity-")
     assert [one["document"] for one in answer["results"]] == [DOCUMENTS[one["index"]] for one in answer["results"]]
-    assert all(one["document"] is None for one in (await ask.post("/rerank", request())).ok["results"])
+
+
+@pytest.mark.parametrize("path", ["/rerank", "/vllm/rerank", "/v1/rerank", "/v2/rerank", "/jina/v1/rerank"])
+async def test_documents_that_were_not_asked_for_have_no_key(ask: Asking, path: str) -> None:
+    results = (await ask.post(path, request(return_documents=False))).ok["results"]
+    assert all(set(one) == {"index", "relevance_score"} for one in results)
+
+
+@pytest.mark.parametrize("path", ["/rerank", "/vllm/rerank", "/v1/rerank"])
+async def test_values_are_converted_as_pydantic_does(ask: Asking, path: str) -> None:
+    exact = (await ask.post(path, request(top_n=2, return_documents=True))).ok["results"]
+    for odd in ({"top_n": "2", "return_documents": "true"}, {"top_n": 2.0, "return_documents": 1}):
+        assert (await ask.post(path, request(**odd))).ok["results"] == exact
+    refused = await ask.post(path, request(top_n=2.5))
+    assert (refused.status, refused.json.get("error", refused.json)["message"][:6]) == (400, "top_n:")
 
 
 async def test_infinitys_raw_scores_are_logits(ask: Asking) -> None:

@@ -73,7 +73,10 @@ async def test_jinas_encoding_is_honoured(ask: Asking) -> None:
         ({"embedding_types": ["int8"]}, "embedding_types: is Cohere's"),
         ({"late_chunking": True}, "late_chunking: is not supported"),
         ({"messages": [{"role": "user", "content": "x"}]}, "messages: chat messages are not supported; send `input`"),
-        ({"task": "text-matching"}, "task: the model has no prompt for 'text-matching'; there are: query, document"),
+        (
+            {"input_type": "text-matching"},
+            "input_type: the model has no prompt for 'text-matching'; there are: query, document",
+        ),
         ({"dimensions": 8, "output_dimension": 9}, "output_dimension: contradicts dimensions"),
         ({"embedding_type": "binary", "output_dtype": "int8"}, "embedding_type: contradicts output_dtype"),
     ],

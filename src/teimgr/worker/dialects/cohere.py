@@ -15,7 +15,7 @@ from teimgr.spec import Kind
 from teimgr.wire.frames import HttpReply, HttpRequest
 from teimgr.wire.quantisation import Precision, converted
 from teimgr.worker import http_inference as http
-from teimgr.worker.dialects import infinity, rerank, tokens
+from teimgr.worker.dialects import infinity, openai, rerank, tokens
 
 EmbeddingType = Literal["float", "int8", "uint8", "binary", "ubinary", "base64"]
 # The model's prompts that fit an `input_type`, in order of preference.
@@ -172,4 +172,4 @@ ROUTES: http.RouteTable = {
     ("POST", "/v2/rerank"): rerank.handler(rerank.COHERE_2),
 }
 # Jina's defaults, for clients that choose its dialect.
-JINA_ROUTES: http.RouteTable = {("POST", "/v1/rerank"): rerank.handler(rerank.JINA)}
+JINA_ROUTES: http.RouteTable = {**openai.ROUTES, ("POST", "/v1/rerank"): rerank.handler(rerank.JINA)}

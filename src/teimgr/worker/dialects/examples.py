@@ -21,6 +21,7 @@ _IDS = [101, 102]
 
 EXAMPLES: Mapping[tuple[str, str], dict[str, Any]] = {
     (OPENAI, "/v1/embeddings"): _EMBED,
+    (JINA, "/v1/embeddings"): _EMBED | {"task": "retrieval.passage", "normalized": True},
     (VLLM, "/v1/embeddings"): _EMBED | {"truncate_prompt_tokens": -1},
     (VOYAGE, "/v1/embeddings"): _EMBED | {"input_type": "document", "output_dtype": "int8"},
     (COHERE, "/v1/embed"): _COHERE_EMBED,

@@ -14,7 +14,7 @@ from teimgr.worker.dialects import rerank
 from teimgr.worker.dialects.openai import BATCH_LIMIT, EncodingFormat, embedding_objects
 
 
-class InfinityEmbeddingsRequest(http.InferenceRequest):
+class InfinityEmbeddingsRequest(http.InferenceRequest, http.LenientBody):
     """Texts, or token ids, to embed. A late-interaction model answers with a vector per token."""
 
     model: http.ModelName = None
@@ -41,7 +41,7 @@ class InfinityEmbeddingsRequest(http.InferenceRequest):
         return http.JobSpec(inputs, options, encode, BATCH_LIMIT)
 
 
-class InfinityClassifyRequest(http.InferenceRequest):
+class InfinityClassifyRequest(http.InferenceRequest, http.LenientBody):
     """Texts to classify."""
 
     model: http.ModelName = None

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 from typing_extensions import TypeAliasType
 
 from teimgr.engine.job import InferOptions, Job, Output
@@ -27,6 +27,7 @@ from teimgr.worker.dialects.truncation import Side, Tokens, fitted
 
 # What the official service takes in one request; its clients cut their batches accordingly.
 BATCH_LIMIT = 2048
+_SHOWN_NAME = 64
 
 EncodingFormat = TypeAliasType("EncodingFormat", Literal["float", "base64"])
 AnyEncoding = Literal["float", "base64", "bytes", "bytes_only"]
@@ -45,7 +46,7 @@ _NOT_SERVED = {
 }
 
 
-class OpenAIEmbeddingsRequest(http.Body):
+class OpenAIEmbeddingsRequest(http.LenientBody):
     """What to embed: a text, texts, token ids, or lists of token ids."""
 
     model: http.ModelName = None
@@ -109,11 +110,15 @@ class OpenAIEmbeddingsRequest(http.Body):
             outputs=frozenset({Output.DENSE}),
             truncate=truncate or self.truncate_prompt_tokens is not None,
             truncation_left=self.left,
-            prompt_name=_prompt(self.input_type, "input_type", served.model)
-            or _prompt(self.task, "task", served.model),
+            prompt_name=_prompt_of_input_type(self.input_type, served.model) or _prompt(self.task, served.model),
             normalize=self.normalized is not False,
             dimensions=dimensions,
         )
+
+    @field_validator("input", mode="before")
+    @classmethod
+    def _texts_of_objects(cls, value: Any) -> Any:
+        return texts_of_objects(value)
 
     def job(self, inputs: list[EngineInput], served: http.ServedModel) -> http.JobSpec:
         if any(one is None or not len(one) for one in inputs):
@@ -122,17 +127,42 @@ class OpenAIEmbeddingsRequest(http.Body):
         return http.JobSpec(inputs, self.options(served), encode, BATCH_LIMIT)
 
 
-def _prompt(name: str | None, field: str, model: LoadedModel) -> str | None:
-    """The model's prompt for a role or task; None, the default prompt, for a model without prompts.
+def texts_of_objects(value: Any) -> Any:
+    """An `input` of Jina's with its objects `{"text": "…"}` replaced by their texts; anything else unchanged.
 
     Raises:
-        BadRequest: it has prompts, and none for this.
+        BadRequest: an object has no text, such as an image.
     """
-    if not name or not model.prompts:
-        return None
-    found = http.prompt_among(model, (name, *_PROMPTS.get(name, ())))
-    if found is None and name not in _PROMPTS:
-        known = ", ".join(model.prompts)
+    if isinstance(value, dict):
+        return _text_of_object(value, "input")
+    if not isinstance(value, list) or dict not in map(type, value):
+        return value
+    return [_text_of_object(one, f"input.{place}") if isinstance(one, dict) else one for place, one in enumerate(value)]
+
+
+def _text_of_object(given: dict[str, Any], place: str) -> str:
+    text = given.get("text")
+    if not isinstance(text, str) or len(given) > 1:
+        other = next((name for name in given if name != "text"), "")
+        what = f"`{other[:_SHOWN_NAME]}` is not supported" if other else "`text` must be a string"
+        raise http.BadRequest(400, f"{place}: {what}; send a text or an object with `text` alone", "input")
+    return text
+
+
+def _prompt(name: str | None, model: LoadedModel) -> str | None:
+    """The model's prompt for a role or task; None, the default prompt, if it has none for this one."""
+    return http.prompt_among(model, (name, *_PROMPTS.get(name, ()))) if name else None
+
+
+def _prompt_of_input_type(name: str | None, model: LoadedModel) -> str | None:
+    """The same for `input_type`, which names a prompt unless it is a role.
+
+    Raises:
+        BadRequest: the model has prompts, and none of this name.
+    """
+    found = _prompt(name, model)
+    if found is None and name and name not in _PROMPTS and model.prompts:
+        known, field = ", ".join(model.prompts), "input_type"
         raise http.BadRequest(400, f"{field}: the model has no prompt for {name!r}; there are: {known}", field)
     return found
 

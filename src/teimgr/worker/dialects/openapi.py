@@ -325,6 +325,7 @@ def _definitions(
 # Summary and request of each path of the dialects but TEI.
 _OPERATIONS: Mapping[tuple[str, str], tuple[str, type[BaseModel]]] = {
     (OPENAI, "/v1/embeddings"): ("Dense vectors", openai.OpenAIEmbeddingsRequest),
+    (JINA, "/v1/embeddings"): ("Dense vectors", openai.OpenAIEmbeddingsRequest),
     (VLLM, "/v1/embeddings"): ("Dense vectors", openai.OpenAIEmbeddingsRequest),
     (VOYAGE, "/v1/embeddings"): ("Dense vectors", openai.OpenAIEmbeddingsRequest),
     (VLLM, "/tokenize"): ("Tokens of a text", tokens.VllmTokenizeRequest),

@@ -28,7 +28,7 @@ _DOCUMENTS_PER_SEARCH_UNIT = 100
 Document = str | dict[str, Any]
 
 
-class RerankRequest(http.Body):
+class RerankRequest(http.LenientBody):
     """A query, and the documents to rank by relevance to it."""
 
     model: http.ModelName = None
@@ -153,14 +153,17 @@ def _vllm(ranking: Ranking) -> dict[str, Any]:
 
 
 def _infinity(ranking: Ranking) -> dict[str, Any]:
-    documents, scores = ranking.documents, ranking.job.scores
-    texts = None if documents is None else [one if isinstance(one, str) else str(one.get("text")) for one in documents]
+    """Infinity's form, but for `document`: it is left out unless asked for, as clients fail at a null there."""
+    results: list[dict[str, Any]] = []
+    for row in ranking.rows:
+        result: dict[str, Any] = {"relevance_score": ranking.job.scores[row, 0], "index": row}
+        if ranking.documents is not None:
+            document = ranking.documents[row]
+            result["document"] = document if isinstance(document, str) else str(document.get("text"))
+        results.append(result)
     return {
         "object": "rerank",
-        "results": [
-            {"relevance_score": scores[row, 0], "index": row, "document": None if texts is None else texts[row]}
-            for row in ranking.rows
-        ],
+        "results": results,
         "model": ranking.model,
         "usage": http.usage(ranking.job.tokens),
         "id": http.new_id("infinity"),

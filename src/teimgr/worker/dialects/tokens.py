@@ -8,6 +8,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field
 
 from teimgr.engine.engine import Engine
+from teimgr.engine.tokenizer import TokenSpan
 from teimgr.errors import EmptyInput, InvalidInput, TeimgrError
 from teimgr.wire.frames import HttpReply, HttpRequest
 from teimgr.worker import http_inference as http
@@ -15,7 +16,7 @@ from teimgr.worker import http_inference as http
 _META = {"api_version": {"version": "1"}}
 
 
-class VllmTokenizeRequest(http.Body):
+class VllmTokenizeRequest(http.LenientBody):
     """A text to tokenize, without a prompt of the model before it; chat messages are not supported."""
 
     model: http.ModelName = None
@@ -33,7 +34,7 @@ class VllmTokenizeRequest(http.Body):
         }
 
 
-class VllmDetokenizeRequest(http.Body):
+class VllmDetokenizeRequest(http.LenientBody):
     """Token ids of a text."""
 
     model: http.ModelName = None
@@ -51,8 +52,7 @@ class CohereTokenizeRequest(http.Body):
 
     def answer(self, engine: Engine) -> dict[str, Any]:
         tokens = engine.tokenizer.tokenize(self.text, False, "")
-        ids, texts = [token.id for token in tokens], [token.text for token in tokens]
-        return {"tokens": ids, "token_strings": texts, "meta": _META}
+        return {"tokens": [token.id for token in tokens], "token_strings": pieces(self.text, tokens), "meta": _META}
 
 
 class CohereDetokenizeRequest(http.Body):
@@ -68,6 +68,20 @@ class CohereDetokenizeRequest(http.Body):
 TokenRequestT = TypeVar(
     "TokenRequestT", VllmTokenizeRequest, VllmDetokenizeRequest, CohereTokenizeRequest, CohereDetokenizeRequest
 )
+
+
+def pieces(text: str, tokens: list[TokenSpan]) -> list[str]:
+    """One part of `text` per token, in order; joined they are `text`, since clients cut a text by them.
+
+    What the tokenizer drops, such as spaces, belongs to the token after it, and to the last token at the end. Of tokens
+    that are parts of one character, as byte-level tokenizers make them, the first one gets it.
+    """
+    encoded, pieces, begin = text.encode(), [], 0
+    for number, token in enumerate(tokens, 1):
+        end = len(encoded) if number == len(tokens) else max(begin, token.stop or 0)
+        pieces.append(encoded[begin:end].decode())
+        begin = end
+    return pieces
 
 
 def _decoded(engine: Engine, ids: list[int]) -> str:

@@ -27,7 +27,7 @@ Text = str | http.Texts
 Task = Literal["embed", "classify", "token_embed", "token_classify"]
 
 
-class VllmRequest(http.Body):
+class VllmRequest(http.LenientBody):
     """The fields that all requests share: the model and the truncation."""
 
     model: http.ModelName = None

@@ -1,0 +1,31 @@
+"""Pieces of a text, one for each token, of every kind of tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.support.models import build
+
+from teimgr.engine.tokenizer import TextTokenizer
+from teimgr.model_files.reading import read_layout
+from teimgr.worker.dialects.tokens import pieces
+
+TEXTS = [
+    "Hello world",
+    "  two  spaces,\ttabs\nand lines  ",
+    "naïve café — “quoted” 東京タワー",
+    "an emoji 🦊 and a family 👩‍👩‍👧‍👦!",
+    "e\u0301 combining, \u200bzero width, \x07bell",
+    "ﬁ ligature ① ﷺ",
+]
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta", "modernbert", "xlm_roberta", "gemma3", "t5", "qwen2", "llama"])
+def test_joined_pieces_are_the_text(family: str, tmp_path: Path) -> None:
+    tokenizer = TextTokenizer(read_layout(build(family, tmp_path)), 512)
+    for text in TEXTS:
+        tokens = tokenizer.tokenize(text, False, "")
+        parts = pieces(text, tokens)
+        assert len(parts) == len(tokens)
+        assert "".join(parts) == text
