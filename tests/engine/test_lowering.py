@@ -14,9 +14,9 @@ from tests.support.models import FAMILIES
 from torch import Tensor, nn
 from torch.nn import functional
 
-from teimgr.engine.backbone import load_module
 from teimgr.engine.forward_program import CannotLowerError, ForwardProgram
 from teimgr.engine.forward_trace import trace_forward
+from teimgr.engine.library_model import load_module
 from teimgr.engine.lowering import lower
 from teimgr.model_files.reading import read_layout
 

@@ -26,14 +26,13 @@ def test_a_missing_directory_or_config_is_a_missing_model(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("model_type", "classes", "served"),
     [
-        ("nomic_bert", ["modeling_hf_nomic_bert.NomicBertModel", "x.NomicBertConfig"], True),
-        ("gte", ["modeling.GteModel"], True),
+        ("eurobert", ["configuration_eurobert.EuroBertConfig", "modeling_eurobert.EuroBertModel"], True),
+        ("eurobert", ["configuration_eurobert.EuroBertConfig", "modeling.EuroBertModel"], False),
         ("bert", ["jinaai/jina-bert-implementation--modeling_bert.JinaBertModel"], False),
-        ("new", ["Alibaba-NLP/new-impl--modeling.NewModel"], False),
         ("xlm-roberta", ["modeling_lora.XLMRobertaLoRA"], False),
     ],
 )
-def test_a_models_own_code_is_needed_only_where_transformers_has_no_such_class(
+def test_a_models_own_code_is_needed_only_where_it_is_not_known_to_be_the_librarys(
     bert: Path, model_type: str, classes: list[str], served: bool
 ) -> None:
     edit(bert / "config.json", model_type=model_type, auto_map={f"Auto{i}": name for i, name in enumerate(classes)})

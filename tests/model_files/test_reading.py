@@ -56,7 +56,7 @@ def test_a_bare_transformer_of_the_bert_kind_pools_its_first_token(bert: Path) -
         ("sentence_bert_config.json", {"config_kwargs": {"is_causal": False}}, "changes is_causal of config.json"),
         ("sentence_bert_config.json", {"transformer_task": "retrieval"}, "task is retrieval"),
         ("sentence_bert_config.json", {"modality_config": {"message": {}}}, "every text into a chat template"),
-        ("sentence_bert_config.json", {"max_seq_length": "long"}, "something unexpected: ValueError"),
+        ("sentence_bert_config.json", {"max_seq_length": "long"}, "length limit 'long'"),
     ],
 )
 def test_what_the_files_cannot_mean_is_refused_with_the_reason(

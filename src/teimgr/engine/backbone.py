@@ -18,11 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn import functional
 
-from teimgr import hub
 from teimgr.engine import gpu
 from teimgr.engine.attention import PACKED, Packing
 from teimgr.engine.batch import PackedBatch, Run, to_device
@@ -31,19 +29,12 @@ from teimgr.engine.forward_kernel import ForwardKernel, forward_kernel
 from teimgr.engine.forward_program import CannotLowerError
 from teimgr.engine.heads.projections import read_weights
 from teimgr.engine.heads.table import TableMeanHead
+from teimgr.engine.rotary import depends_on_batch, own_rotary
 from teimgr.errors import ModelLoadFailed
-from teimgr.model_files.layout import Backbone, Layout
+from teimgr.model_files.layout import Layout
 
 log = logging.getLogger(__name__)
 
-# Encoder-decoders of which only the encoder is used; AutoModel would load both.
-_ENCODERS = {"t5": "T5EncoderModel", "mt5": "MT5EncoderModel", "umt5": "UMT5EncoderModel"}
-_AUTO_CLASSES = {
-    Backbone.ENCODER: "AutoModel",
-    Backbone.MASKED_LM: "AutoModelForMaskedLM",
-    Backbone.SEQUENCE_CLASSIFICATION: "AutoModelForSequenceClassification",
-    Backbone.CAUSAL_LM: "AutoModelForCausalLM",
-}
 # Attribute names of a linear layer directly followed by its activation, in various architectures.
 _FUSABLE = (("dense", "intermediate_act_fn"), ("lin1", "activation"))
 _TYPICAL_TOKENS = 256
@@ -84,6 +75,9 @@ class Transformer:
         self.batching = Batching.EQUAL_LENGTH
         self._kernel: ForwardKernel | None = None
         self._graphs: ForwardGraphs | None = None
+        rotary = own_rotary(module)
+        self._trained = None if rotary is None else rotary.trained  # longer texts have positions by their length
+        self._alone = depends_on_batch(module)
 
     @property
     def width(self) -> int:
@@ -102,7 +96,9 @@ class Transformer:
         """
         if gpu.is_gpu(self.device):
             raise CannotLowerError("not on a CPU")
-        kernel, program = forward_kernel(self._module, self._options, dtype)
+        if self._alone:
+            raise CannotLowerError("its positions depend on the longest text of a batch")
+        kernel, program = forward_kernel(self._module, self._options, dtype, self._trained)
         _drop_linears(self._module, program.linears)
         self.dtype = torch.float32 if dtype is torch.int8 else dtype  # of what torch still computes
         if self._owner is not self._module:
@@ -113,8 +109,10 @@ class Transformer:
         """Set `batching`, to any but NATIVE.
 
         Raises:
-            ValueError: the architecture does not support custom attention functions.
+            ValueError: the architecture does not support custom attention functions, or texts of several lengths.
         """
+        if self._alone and batching is not Batching.EQUAL_LENGTH:
+            raise ValueError("its positions depend on the longest text of a batch")
         self._module.set_attn_implementation(self._own_attention if batching is Batching.EQUAL_LENGTH else PACKED)
         self.batching = batching
 
@@ -143,6 +141,8 @@ class Transformer:
     def hidden(self, batch: PackedBatch) -> Tensor:
         """Hidden states [T, H] in the model's dtype; in float32 from NATIVE where the head is of our own."""
         if self._kernel is not None:
+            if self._trained is not None and batch.max_seqlen > self._trained and len(batch.runs) > 1:
+                return torch.cat([self.hidden(batch.part(run)) for run in batch.runs])
             hidden = self._kernel(batch, batch.position_ids + self._offset, torch.get_num_threads())
             return hidden if self._owner is self._module else hidden.to(self.dtype)
         if self.batching is Batching.EQUAL_LENGTH:
@@ -224,65 +224,6 @@ def _drop_linears(module: nn.Module, weights: frozenset[int]) -> None:
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear and child.weight.data_ptr() in weights:
                 setattr(parent, name, nn.Identity())
-
-
-def load_module(layout: Layout, device: torch.device) -> Any:
-    """Load the library's model in float32 on `device`, with the head of `layout.backbone`.
-
-    Raises:
-        ModelLoadFailed: the architecture is unknown to transformers, or weights are missing or of another shape.
-    """
-    from transformers import AutoConfig
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    trust = layout.trust_remote_code  # never None: transformers would prompt on the terminal
-    try:
-        config = AutoConfig.from_pretrained(layout.transformer_dir, local_files_only=True, trust_remote_code=trust)
-        kind = _model_class(layout, config)
-        module, report = kind.from_pretrained(
-            layout.transformer_dir,
-            config=config,
-            dtype=torch.float32,
-            attn_implementation="sdpa" if getattr(kind, "_supports_sdpa", False) else "eager",
-            local_files_only=True,
-            output_loading_info=True,
-            **(_without_pooler(kind) if layout.backbone is Backbone.ENCODER else {}),
-        )
-    except torch.OutOfMemoryError:
-        raise
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError, TypeError, SafetensorError) as error:
-        broken = hub.broken_weights(layout.transformer_dir)
-        why = f"{layout.transformer_dir / broken} ends too soon ({error})" if broken else str(error)
-        raise ModelLoadFailed(f"transformers cannot load {layout.transformer_dir}: {why}") from error
-    if missing := sorted(report["missing_keys"]):
-        raise ModelLoadFailed(f"{len(missing)} weights are missing from the files, first {missing[0]}")
-    module.eval().requires_grad_(False)
-    return module.to(device)
-
-
-def _model_class(layout: Layout, config: Any) -> Any:
-    """The class to load: the model's own code where that is trusted, else the library's."""
-    import transformers
-    from transformers.dynamic_module_utils import get_class_from_dynamic_module
-
-    name = _AUTO_CLASSES[layout.backbone]
-    own = (getattr(config, "auto_map", None) or {}).get(name)
-    if layout.trust_remote_code and own is not None:
-        return get_class_from_dynamic_module(own, str(layout.transformer_dir), local_files_only=True)
-    if layout.backbone is Backbone.ENCODER and config.model_type in _ENCODERS:
-        return getattr(transformers, _ENCODERS[config.model_type])
-    mapping = getattr(transformers, name)._model_mapping
-    if type(config) not in mapping:
-        raise ValueError(f"a {config.model_type} model has no {layout.backbone.value} form")
-    kind = mapping[type(config)]
-    return kind[0] if isinstance(kind, (tuple, list)) else kind
-
-
-def _without_pooler(kind: Any) -> dict[str, bool]:
-    """Without BERT's pooler: embeddings do not use it, and many checkpoints lack its weights."""
-    return {"add_pooling_layer": False} if "add_pooling_layer" in inspect.signature(kind.__init__).parameters else {}
 
 
 class StaticTable:

@@ -181,6 +181,23 @@ class PackedBatch:
             runs=(*self.runs, Run(self.tokens, idle, 1)),
         )
 
+    def part(self, run: Run) -> PackedBatch:
+        """The texts of one run as a batch."""
+        tokens, first = slice(run.start, run.stop), int(np.searchsorted(self.cu_seqlens, run.start))
+        texts = slice(first, first + run.texts)
+        return PackedBatch(
+            ids=self.ids[tokens],
+            position_ids=self.position_ids[tokens],
+            cu_seqlens=self.cu_seqlens[first : first + run.texts + 1] - np.int32(run.start),
+            max_seqlen=run.length,
+            runs=(Run(0, run.texts, run.length),),
+            order=np.arange(run.texts),
+            prompt_lens=None if self.prompt_lens is None else self.prompt_lens[texts],
+            type_ids=None if self.type_ids is None else self.type_ids[tokens],
+            keys=None if self.keys is None else self.keys[texts],
+            queries=None if self.queries is None else self.queries[texts],
+        )
+
     def keys_of(self, run: Run) -> NDArray[np.int32] | None:
         """The `keys` of the texts of one run, int32 [texts]; None where all tokens attend to all."""
         if self.keys is None or run.start >= self.tokens:

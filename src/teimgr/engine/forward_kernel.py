@@ -7,6 +7,7 @@ still in the cache when the next one reads it. The residual stream and the norms
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
 from dataclasses import dataclass
 from typing import Any
@@ -138,8 +139,11 @@ class _SizedProgram:
     program: _Program
 
 
-def forward_kernel(module: Any, options: dict[str, Any], dtype: torch.dtype) -> tuple[ForwardKernel, ForwardProgram]:
-    """The kernel for a transformers `module` in float32, and the program that it runs; `options` go to its forward.
+def forward_kernel(
+    module: Any, options: dict[str, Any], dtype: torch.dtype, trained: int | None = None
+) -> tuple[ForwardKernel, ForwardProgram]:
+    """The kernel for a transformers `module` in float32, and the program that it runs; `options` go to its forward,
+    `trained` to the kernel.
 
     Raises:
         CannotLowerError: the model computes something that is not among the steps, or there is no library for it.
@@ -147,19 +151,24 @@ def forward_kernel(module: Any, options: dict[str, Any], dtype: torch.dtype) -> 
     if native_library() is None or not native_forward_allowed():
         raise CannotLowerError("there is no native library, or the environment forbids it")
     program = lower(trace_forward(module, options))
-    return ForwardKernel(program, dtype), program
+    return ForwardKernel(program, dtype, trained=trained), program
 
 
 class ForwardKernel:
     """A program with its weights in `dtype`: float32, bfloat16, or int8, which has a scale for each column of a layer
     and for each token's row; between the layers it computes in bfloat16 where the CPU has it, else in float32.
 
+    Tables of positions are those of texts of up to `trained` tokens; longer texts have tables of their own length, so
+    that a batch with one has texts of its length alone.
+
     Raises:
         CannotLowerError: there is no library, or the CPU lacks the instructions for `dtype`, or the program reads a
             result in a way that the library does not.
     """
 
-    def __init__(self, program: ForwardProgram, dtype: torch.dtype, *, level: str | None = None) -> None:
+    def __init__(
+        self, program: ForwardProgram, dtype: torch.dtype, *, level: str | None = None, trained: int | None = None
+    ) -> None:
         library = native_library()
         if library is None:
             raise CannotLowerError("no native library")
@@ -201,7 +210,9 @@ class ForwardKernel:
         )
         self._growing = threading.Lock()
         self._helper_waits = HelperWaits()
-        self._sized = self._of_positions(_FIRST_POSITIONS)
+        self._trained = sys.maxsize if trained is None else trained
+        self._sized = self._of_positions(min(_FIRST_POSITIONS, self._trained))
+        self._longer: _SizedProgram | None = None  # of the last length beyond `trained`
 
     def __call__(self, batch: PackedBatch, positions: NDArray[np.int64], threads: int) -> Tensor:
         """Hidden states, float32 [T, width]; `positions` are int64 [T]. Any number of threads may call at a time.
@@ -212,7 +223,7 @@ class ForwardKernel:
         """
         sized = self._sized
         if self._tables and (most := int(positions.max()) + 1) > sized.positions:
-            sized = self._grown(1 << (most - 1).bit_length())
+            sized = self._of_length(most) if most > self._trained else self._grown(1 << (most - 1).bit_length())
         is_small = batch.tokens <= _SMALL_TOKENS
         if is_small and threads > 1:
             threads = self._helper_waits.threads(threads)
@@ -240,8 +251,15 @@ class ForwardKernel:
         """The program with so many positions at least, for all later calls; the former is freed with its last call."""
         with self._growing:
             if positions > self._sized.positions:
-                self._sized = self._of_positions(positions)
+                self._sized = self._of_positions(min(positions, self._trained))
             return self._sized
+
+    def _of_length(self, length: int) -> _SizedProgram:
+        """The program with the tables of texts of `length` tokens; that of the last such length is kept."""
+        with self._growing:
+            if self._longer is None or self._longer.positions != length:
+                self._longer = self._of_positions(length)
+            return self._longer
 
     def _of_positions(self, positions: int) -> _SizedProgram:
         """A copy of the program with tables of so many positions. Steps share tables with equal rows: the layers of a

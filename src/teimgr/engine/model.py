@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from teimgr.engine.backbone import StaticTable, Transformer, WholeModel, load_module, load_table
+from teimgr.engine.backbone import StaticTable, Transformer, WholeModel, load_table
 from teimgr.engine.batch import Encoded, PackedBatch, pack
 from teimgr.engine.heads import Head, Rows, TokensHead
 from teimgr.engine.heads.library import HeadTrial, LibraryHead
@@ -22,6 +22,7 @@ from teimgr.engine.heads.splade import SpladeHead, SpladeVectorHead, SpladeWeigh
 from teimgr.engine.heads.table import TableMeanHead
 from teimgr.engine.host_weights import HostWeights
 from teimgr.engine.job import Output
+from teimgr.engine.library_model import load_module
 from teimgr.model_files.layout import Backbone, Layout, Splade
 from teimgr.spec import Kind
 

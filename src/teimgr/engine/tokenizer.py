@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Encoding, Tokenizer, normalizers
+from tokenizers import Encoding, Tokenizer, normalizers, processors
 
 from teimgr.engine.batch import Encoded, TokenizedTexts
 from teimgr.engine.job import InferOptions, Input, Pair, characters
@@ -519,7 +519,27 @@ def load_tokenizer(layout: Layout) -> Tokenizer:
         own = tokenizer.normalizer
         steps = [normalizers.Lowercase()] if own is None else [normalizers.Lowercase(), own]
         tokenizer.normalizer = normalizers.Sequence(steps)
+    if layout.end_token is not None:
+        _append(tokenizer, layout.end_token)
     return tokenizer
+
+
+def _append(tokenizer: Tokenizer, token: str) -> None:
+    """Put `token` behind every text, and behind each half of a pair, unless the tokenizer does so by itself.
+
+    Raises:
+        ModelLoadFailed: it is none of its tokens.
+    """
+    id = tokenizer.token_to_id(token)
+    if id is None:
+        raise ModelLoadFailed(f"the end token {token} is none of the tokenizer's")
+    if tokenizer.encode("a").ids[-1:] == [id]:
+        return
+    own = tokenizer.post_processor
+    end = processors.TemplateProcessing(
+        single=f"$A {token}", pair=f"$A {token} $B:1 {token}:1", special_tokens=[(token, id)]
+    )
+    tokenizer.post_processor = end if own is None else processors.Sequence([own, end])
 
 
 def _convert(layout: Layout) -> Tokenizer:

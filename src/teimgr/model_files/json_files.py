@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from teimgr.errors import ModelLoadFailed
+from teimgr.model_files.library_code import declared_keys, setting
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
@@ -127,21 +128,43 @@ def position_offset(config: dict[str, Any]) -> int:
     """The first position id of a text."""
     if config["model_type"] not in OFFSET_TYPES:
         return 0
-    return int(config.get("pad_token_id") or 0) + 1
+    return int(setting(config, "pad_token_id") or 0) + 1
 
 
 def max_length(config: dict[str, Any], settings: dict[str, Any], tokenizer: dict[str, Any]) -> int:
-    """The limit of sentence-transformers' settings, else of the tokenizer; at most the number of positions.
+    """The limit of sentence-transformers' settings, else the smaller of the tokenizer's and of the number of positions.
+
+    A table of positions is the limit in any case. Positions that are computed (rotary, relative) have no end: there the
+    settings' own limit holds, as in sentence-transformers.
 
     Raises:
-        ModelLoadFailed: no file has a limit.
+        ModelLoadFailed: no file has a limit, or one is not a positive number.
     """
-    positions = config.get("max_position_embeddings") or config.get("max_trained_positions")
+    positions = setting(config, "max_position_embeddings")
     room = int(positions) - position_offset(config) if positions and positions > 0 else ENDLESS
-    if settings.get("max_seq_length"):
-        return min(int(settings["max_seq_length"]), room)
-    given = settings.get("processor_kwargs") or settings.get("tokenizer_args") or {}
-    limit = min(room, int(given.get("model_max_length") or tokenizer.get("model_max_length") or ENDLESS))
+    kwargs = settings.get("processor_kwargs") or settings.get("tokenizer_args") or {}
+    own = [given for given in (kwargs.get("model_max_length"), settings.get("max_seq_length")) if given is not None]
+    if own:
+        limit = _length(own[0], "sentence_bert_config.json")
+        limit = min(limit, room) if _has_position_table(config) else limit
+    else:
+        given = tokenizer.get("model_max_length")
+        limit = min(room, ENDLESS if given is None else _length(given, "tokenizer_config.json"))
     if limit >= ENDLESS:
         raise ModelLoadFailed("neither sentence_bert_config.json nor config.json nor the tokenizer has a length limit")
     return limit
+
+
+def _length(given: Any, file: str) -> int:
+    if isinstance(given, bool) or not isinstance(given, (int, float)) or not given >= 1:
+        raise ModelLoadFailed(f"{file} has the length limit {given!r}, which should be a positive number")
+    return int(min(given, ENDLESS))
+
+
+def _has_position_table(config: dict[str, Any]) -> bool:
+    """Whether each position has a row of weights, so that there is none behind the last."""
+    if config["model_type"] in ("deberta", "deberta-v2"):
+        return bool(setting(config, "position_biased_input"))
+    declared = declared_keys(str(config["model_type"]))
+    names = config.keys() if declared is None else declared.names
+    return not {"rope_parameters", "rope_theta"} & names

@@ -122,7 +122,9 @@ class Layout:
     `transformer_dir` has config, weights and tokenizer. Several `poolings` are concatenated; `projections` follow them.
     `position_offset` is a text's first position id. `max_length` is in tokens, special ones included. `kind` determines
     which of `splade`, `late`, `m3` and `scoring` are set (an embedding model may have `m3`). `type_ids`: pairs have
-    token types. `skips_unknown`: unknown tokens are dropped. `notes` are warnings for the log.
+    token types. `skips_unknown`: unknown tokens are dropped. `config` is config.json as the library is to read it
+    (`config_is_changed`: not as it is in the file). `end_token` goes behind every text, whatever tokenizer.json says.
+    `notes` are warnings for the log.
     """
 
     root: Path
@@ -143,6 +145,8 @@ class Layout:
     type_ids: bool = False
     skips_unknown: bool = False
     trust_remote_code: bool = False
+    config_is_changed: bool = False
+    end_token: str | None = None
     prompts: dict[str, str] = field(default_factory=dict)
     default_prompt_name: str | None = None
     notes: tuple[str, ...] = ()

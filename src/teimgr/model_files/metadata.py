@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,24 +9,28 @@ from typing import Any
 from teimgr.errors import ModelLoadFailed, ModelNotFound
 from teimgr.model_files.json_files import TokenFiles, read_object, read_settings
 from teimgr.model_files.modules import Chain, read_chain
+from teimgr.model_files.own_code import added_end, served_config
 
 MODEL2VEC = "model2vec"
 _STATIC = (MODEL2VEC, "static")
-# Name parts after the model type by which a class of a model's repository is the same as that of transformers.
-_SAME_CLASS = ("model", "config", "for", "pretrainedmodel", "encodermodel")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelMetadata:
     """The metadata files of a model directory.
 
-    `transformer_dir` is the directory of the first module: its config.json is `config`, its sentence_bert_config.json
-    `settings`. `saved` is config_sentence_transformers.json.
+    `transformer_dir` is the directory of the first module: its config.json is `config`, as the library is to read it
+    (`config_is_changed`: not as it is in the file), its sentence_bert_config.json `settings`. `saved` is
+    config_sentence_transformers.json. `end_token` is what the model's own tokenizer puts behind every text. `notes` are
+    for the log.
     """
 
     root: Path
     transformer_dir: Path
     config: dict[str, Any]
+    config_is_changed: bool
+    end_token: str | None
+    notes: tuple[str, ...]
     saved: dict[str, Any]
     settings: dict[str, Any]
     chain: Chain
@@ -67,50 +70,23 @@ def read_metadata(root: Path, trust_remote_code: bool) -> ModelMetadata:
         config.setdefault("model_type", "static")
     if not config.get("model_type"):
         raise ModelLoadFailed("config.json has no model_type, so its architecture is unknown")
-    if not trust_remote_code:
-        _refuse_remote_code(config)
+    served = served_config(config, trust_remote_code)
     settings = read_settings(transformer)
     _refuse_settings(settings)
+    tokens = TokenFiles(transformer)
     return ModelMetadata(
         root=root,
         transformer_dir=transformer,
-        config=config,
+        config=served.config,
+        config_is_changed=served.is_changed,
+        end_token=added_end(tokens.config, trust_remote_code),
+        notes=served.notes,
         saved=read_object(root / "config_sentence_transformers.json") or {},
         settings=settings,
         chain=chain,
-        tokens=TokenFiles(transformer),
+        tokens=tokens,
         static=static,
     )
-
-
-def _refuse_remote_code(config: dict[str, Any]) -> None:
-    """Refuse a model with its own code, unless transformers has code for its architecture too."""
-    classes = [str(entry).rsplit(".", 1)[-1] for entry in (config.get("auto_map") or {}).values()]
-    if not classes:
-        return
-    model_type = str(config["model_type"])
-    if _transformers_has(model_type) and all(_is_same(name, model_type) for name in classes):
-        return
-    raise ModelLoadFailed(
-        f"the model brings its own code ({', '.join(classes)}), and transformers has none for it: "
-        "it is run only where the instance sets trust_remote_code = true"
-    )
-
-
-def _transformers_has(model_type: str) -> bool:
-    """Whether transformers has a package of that name. Looks at its folders: the daemon never imports transformers."""
-    spec = importlib.util.find_spec("transformers")
-    folder = model_type.replace("-", "_")
-    names = (folder, folder.removesuffix("_text"))  # gemma3_text is in gemma3
-    places = spec.submodule_search_locations if spec else None
-    return any((Path(place) / "models" / name).is_dir() for place in places or () for name in names)
-
-
-def _is_same(name: str, model_type: str) -> bool:
-    """Whether a class has the name of transformers' own: NomicBertModel has, JinaBertModel of type bert has not."""
-    squashed = model_type.replace("-", "").replace("_", "")
-    lowered = name.lower()
-    return lowered.startswith(squashed) and lowered.removeprefix(squashed).startswith(_SAME_CLASS)
 
 
 def _refuse_settings(settings: dict[str, Any]) -> None:

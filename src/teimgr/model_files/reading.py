@@ -94,8 +94,11 @@ def _read(root: Path, pooling: str | None, kind: str | None, trust_remote_code: 
         kind=chosen,
         type_ids=metadata.tokens.has_types(metadata.config),
         trust_remote_code=trust_remote_code,
+        config_is_changed=metadata.config_is_changed,
+        end_token=metadata.end_token,
         prompts=metadata.prompts,
         default_prompt_name=metadata.saved.get("default_prompt_name"),
+        notes=metadata.notes,
     )
     match chosen:
         case Kind.EMBEDDING:
@@ -138,7 +141,7 @@ def _embedding(metadata: ModelMetadata, layout: Layout, pooling: str | None) -> 
         include_prompt=include_prompt,
         projections=read_projections(_without_final_normalize(behind)),
         m3=read_m3(metadata),
-        notes=notes,
+        notes=(*layout.notes, *notes),
     )
 
 

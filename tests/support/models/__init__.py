@@ -5,7 +5,7 @@ Two layers, width 32, a tokenizer trained on a paragraph: everything about them 
 
 from .dense import build, build_embedding_gemma
 from .families import FAMILIES, MAX_LENGTH, WIDTH
-from .files import edit, write, write_modules
+from .files import edit, read, write, write_modules
 from .late import TOKEN_WIDTH, build_multi_vector
 from .others import build_m3, build_static
 from .scoring import LABELS, build_classifier, build_cross_encoder, build_yes_no_reranker
@@ -31,6 +31,7 @@ __all__ = [
     "build_static",
     "build_yes_no_reranker",
     "edit",
+    "read",
     "write",
     "write_modules",
 ]

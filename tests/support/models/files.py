@@ -13,6 +13,10 @@ def write(path: Path, content: Any) -> None:
     path.write_text(json.dumps(content, ensure_ascii=False))
 
 
+def read(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
 def edit(path: Path, **changes: Any) -> None:
     """Change keys of a JSON file; None removes one."""
     content = json.loads(path.read_text()) | changes

@@ -1,0 +1,154 @@
+"""Load a model of the transformers library from its directory, and account for every weight in its files.
+
+A weight that is missing, of another shape, or that no module takes refuses the model: the result would be wrong without
+a word. What is left over may only be a head that is not used, or a table that the library computes itself.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from teimgr import hub
+from teimgr.engine.rotary import put_own_rotary
+from teimgr.errors import ModelLoadFailed
+from teimgr.model_files.layout import Backbone, Dense, Layout
+
+# Encoder-decoders of which only the encoder is used; AutoModel would load both.
+_ENCODERS = {"t5": "T5EncoderModel", "mt5": "MT5EncoderModel", "umt5": "UMT5EncoderModel"}
+_AUTO_CLASSES = {
+    Backbone.ENCODER: "AutoModel",
+    Backbone.MASKED_LM: "AutoModelForMaskedLM",
+    Backbone.SEQUENCE_CLASSIFICATION: "AutoModelForSequenceClassification",
+    Backbone.CAUSAL_LM: "AutoModelForCausalLM",
+}
+# Weights that a model may have in its files and not use, by the beginning of their names behind the base model's
+# prefix: heads of pretraining and of tasks, and the pooler of BERT and its like.
+_UNUSED_HEADS = (
+    *("pooler", "cls", "lm_head", "mlm_head", "embed_out", "predictions", "seq_relationship", "sop_classifier"),
+    *("vocab_transform", "vocab_layer_norm", "vocab_projector", "generator_predictions", "generator_lm_head"),
+    *("discriminator_predictions", "lm_predictions", "mask_predictions", "lm_loss", "generator", "discriminator"),
+    *("classifier", "pre_classifier", "score", "qa_outputs", "classification_head", "sequence_summary", "head"),
+    *("entity_predictions", "final_logits_bias", "logits_proj", "answer_class", "start_logits", "end_logits"),
+)
+_UNUSED_HEAD = re.compile(rf"(?:\w+\.)?(?:{'|'.join(_UNUSED_HEADS)})(?:\.|$)")
+# Tables that older versions saved with the weights, and that are computed now.
+_COMPUTED = re.compile(
+    r"(?:^|\.)(?:position_ids|token_type_ids|inv_freq|original_inv_freq|cos_cached|sin_cached|embed_positions\.weights|"
+    r"h\.\d+\.attn\.(?:attention\.)?(?:masked_)?bias|(?:encoder|decoder)\.embed_tokens\.weight)$"
+)
+_NAMED_WEIGHTS = 3
+
+
+def load_module(layout: Layout, device: torch.device) -> Any:
+    """Load the library's model in float32 on `device`, with the head of `layout.backbone`.
+
+    Raises:
+        ModelLoadFailed: the architecture is unknown to transformers, or weights are missing or of another shape.
+    """
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    try:
+        config = _configuration(layout)
+        kind = _model_class(layout, config)
+        module, report = kind.from_pretrained(
+            layout.transformer_dir,
+            config=config,
+            dtype=torch.float32,
+            attn_implementation="sdpa" if getattr(kind, "_supports_sdpa", False) else "eager",
+            local_files_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, with both shapes
+            **(_without_pooler(kind) if layout.backbone is Backbone.ENCODER else {}),
+        )
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # of any kind, the library's or the model's own code; the next try would end alike
+        broken = hub.broken_weights(layout.transformer_dir)
+        why = f"{layout.transformer_dir / broken} ends too soon ({error})" if broken else _reason(error)
+        raise ModelLoadFailed(f"transformers cannot load {layout.transformer_dir}: {why}") from error
+    _account_for(report, module, layout)
+    put_own_rotary(module)
+    module.eval().requires_grad_(False)
+    return module.to(device)
+
+
+def _reason(error: Exception) -> str:
+    """The library's own sentence, or what failed where it is a bare exception of Python."""
+    if isinstance(error, (OSError, ValueError, RuntimeError, ImportError)) and str(error):
+        return str(error)
+    return f"its code fails with {type(error).__name__}: {error}"
+
+
+def _configuration(layout: Layout) -> Any:
+    """The configuration of config.json, or of what stands in its place."""
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    if layout.config_is_changed:
+        return CONFIG_MAPPING[layout.config["model_type"]].from_dict(dict(layout.config))
+    trust = layout.trust_remote_code  # never None: transformers would prompt on the terminal
+    return AutoConfig.from_pretrained(layout.transformer_dir, local_files_only=True, trust_remote_code=trust)
+
+
+def _account_for(report: dict[str, Any], module: Any, layout: Layout) -> None:
+    """Raise ModelLoadFailed where a weight is missing, of another shape, or of no use to the model."""
+    if missing := sorted(report["missing_keys"]):
+        raise ModelLoadFailed(f"{len(missing)} weights are missing from the files, first {missing[0]}")
+    if differing := sorted(report["mismatched_keys"], key=str):
+        name, given, expected = differing[0][0], *(tuple(shape) for shape in differing[0][1:3])
+        others = f", and {len(differing) - 1} more" if len(differing) > 1 else ""
+        raise ModelLoadFailed(f"the weight {name} is {given} in the files, and config.json makes it {expected}{others}")
+    if unused := _unused(report["unexpected_keys"], module, layout):
+        more = len(unused) - _NAMED_WEIGHTS
+        names = ", ".join(unused[:_NAMED_WEIGHTS]) + (f" and {more} more" if more > 0 else "")
+        raise ModelLoadFailed(
+            f"the files have weights that a {layout.config['model_type']} model of the library does not use: {names}; "
+            "so its vectors would be others than its authors'"
+        )
+
+
+def _unused(names: Iterable[str], module: Any, layout: Layout) -> list[str]:
+    """The weights that neither the model, nor a head that is not asked for, nor another module of ours takes."""
+    projections = layout.projections if layout.late is None else layout.late.projections
+    shared = any(isinstance(one, Dense) and one.path == layout.transformer_dir for one in projections)
+    decoder = layout.backbone is Backbone.ENCODER and module.config.model_type in _ENCODERS
+    left = []
+    for name in sorted(names):
+        own = name.removeprefix(f"{module.base_model_prefix}.") if module.base_model_prefix else name
+        if _COMPUTED.search(name) or _UNUSED_HEAD.match(own) or _UNUSED_HEAD.match(name):
+            continue
+        if (shared and name.startswith("linear.")) or (decoder and own.startswith(("decoder.", "lm_head."))):
+            continue  # Stanford's projection; a decoder that is not used
+        if layout.backbone is Backbone.ENCODER and name.startswith("decoder.") and not hasattr(module, "decoder"):
+            continue  # of ModernBERT's masked-LM head
+        left.append(name)
+    return left
+
+
+def _model_class(layout: Layout, config: Any) -> Any:
+    """The class to load: the model's own code where that is trusted, else the library's."""
+    import transformers
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    name = _AUTO_CLASSES[layout.backbone]
+    own = (getattr(config, "auto_map", None) or {}).get(name)
+    if layout.trust_remote_code and own is not None:
+        return get_class_from_dynamic_module(own, str(layout.transformer_dir), local_files_only=True)
+    if layout.backbone is Backbone.ENCODER and config.model_type in _ENCODERS:
+        return getattr(transformers, _ENCODERS[config.model_type])
+    mapping = getattr(transformers, name)._model_mapping
+    if type(config) not in mapping:
+        raise ValueError(f"a {config.model_type} model has no {layout.backbone.value} form")
+    kind = mapping[type(config)]
+    return kind[0] if isinstance(kind, (tuple, list)) else kind
+
+
+def _without_pooler(kind: Any) -> dict[str, bool]:
+    """Without BERT's pooler: embeddings do not use it, and many checkpoints lack its weights."""
+    return {"add_pooling_layer": False} if "add_pooling_layer" in inspect.signature(kind.__init__).parameters else {}

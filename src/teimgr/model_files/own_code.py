@@ -1,0 +1,281 @@
+"""Models whose repository brings code of its own: which of it is known, and the config.json by which the library
+computes the same.
+
+Code is known by its file and class (`_CODE`), and by its repository where config.json names another one; never by the
+name of a class alone, since a class of the library's name may compute something else: in `modeling_qwen.Qwen2Model`
+tokens attend in both directions. The tests compare each entry with a plain forward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from teimgr.errors import ModelLoadFailed
+
+Config = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ServedConfig:
+    """A config.json as the library is to read it. `is_changed`: it is not that of the file. `notes` go to the log."""
+
+    config: Config
+    is_changed: bool = False
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Code:
+    """Code that is known: its model type, the repository it is in where not in the model's own, and its classes."""
+
+    model_type: str
+    repository: str
+    classes: frozenset[str]
+    convert: Callable[[Config], ServedConfig]
+
+
+def served_config(config: Config, trust_remote_code: bool) -> ServedConfig:
+    """The config.json of a model, without `auto_map` where the library computes what the model's own code does.
+
+    Raises:
+        ModelLoadFailed: the model needs code that the instance does not trust, or the known code has a setting that is
+            not served.
+    """
+    classes = references(config)
+    code = next((code for code in _CODE if code.model_type == config["model_type"] and _has(code, classes)), None)
+    if classes and code is not None:
+        served = code.convert({key: value for key, value in config.items() if key != "auto_map"})
+        return ServedConfig(served.config, True, served.notes)
+    if classes and not trust_remote_code:
+        names = ", ".join(sorted({name for _, name in classes}))
+        raise ModelLoadFailed(
+            f"the model brings its own code ({names}), which is none that is known to be the same as the library's: "
+            "it is run only where the instance sets trust_remote_code = true"
+        )
+    return ServedConfig(config) if classes else _without_code(config)
+
+
+def references(config: Config) -> list[tuple[str, str]]:
+    """The repository ("" for the model's own) and `file.Class` of every entry of `auto_map`."""
+    entries = (config.get("auto_map") or {}).values()
+    flat = [str(one) for entry in entries for one in (entry if isinstance(entry, list) else [entry]) if one]
+    return [(one.rpartition("--")[0], one.rpartition("--")[2]) for one in flat]
+
+
+def _has(code: _Code, classes: Iterable[tuple[str, str]]) -> bool:
+    """Whether all `classes` are of this code; a repository that ends in "/" is any of its owner."""
+    of_owner = code.repository.endswith("/")
+    return all(
+        (where in ("", code.repository) or (of_owner and where.startswith(code.repository))) and name in code.classes
+        for where, name in classes
+    )
+
+
+def _without_code(config: Config) -> ServedConfig:
+    """Keys that decide about attention in a config.json without code."""
+    if config["model_type"] == "nomic_bert" and _OLD_NOMIC_KEYS & config.keys():
+        return ServedConfig(_nomic(config).config, True)
+    if config["model_type"] in _DECODERS and config.get("use_bidirectional_attention"):
+        return ServedConfig(_both_ways(config), True)
+    return ServedConfig(config)
+
+
+# Decoders of the library that honour `is_causal: false`, and do not know `use_bidirectional_attention`.
+_DECODERS = frozenset({"qwen2", "qwen3", "llama", "mistral"})
+
+
+def _both_ways(config: Config) -> Config:
+    """`config` of a decoder whose tokens attend to all others; raises where it says the opposite."""
+    if config.get("is_causal") is True:
+        raise ModelLoadFailed("config.json has use_bidirectional_attention and is_causal true, which contradict")
+    kept = {key: value for key, value in config.items() if key != "use_bidirectional_attention"}
+    return {**kept, "is_causal": False}
+
+
+def _same(config: Config) -> ServedConfig:
+    """The library's class computes the same from the same keys."""
+    return ServedConfig(config)
+
+
+def _qwen2(config: Config) -> ServedConfig:
+    """Alibaba's gte-Qwen and NovaSearch's stella: `is_causal` is false by default in the forward of their class."""
+    given = config.get("is_causal")
+    causal = bool(given)
+    how = "config.json says so" if given is not None else "their class does so by default"
+    reach = "to those before them" if causal else "in both directions"
+    note = f"modeling_qwen.Qwen2Model: tokens attend {reach} ({how}); `is_causal` in config.json decides otherwise"
+    return ServedConfig({**config, "is_causal": causal}, notes=(note,))
+
+
+def _encoder(config: Config) -> ServedConfig:
+    """A decoder whose own class lets tokens attend to all others: NVIDIA's llama_bidirec, LLM2Vec's."""
+    kept = {key: value for key, value in config.items() if key not in ("use_bidirectional_attention", "is_causal")}
+    model_type = {"llama_bidirec": "llama"}.get(config["model_type"], config["model_type"])
+    return ServedConfig({**kept, "model_type": model_type, "is_causal": False})
+
+
+_NTK_KEYS = ("rope_scaling", "rope_theta")
+
+
+def _gte(config: Config) -> ServedConfig:
+    """Alibaba's new-impl as the library's Gte.
+
+    Its `ntk` multiplies the base by the factor f and divides the frequencies by f^(2/d), for heads of size d, at every
+    length: the library's linear scaling with another base.
+    """
+    _refuse_unless(config, position_embedding_type="rope", layer_norm_type="layer_norm", pack_qkv=True)
+    _refuse_unless(config, logn_attention_scale=False)
+    scaling = config.get("rope_scaling") or {}
+    base = float(config.get("rope_theta", 10000.0))  # of the class NewConfig
+    rope: Config = {"rope_type": "default", "rope_theta": base}
+    kind = scaling.get("type") or scaling.get("rope_type")
+    if kind == "ntk":
+        factor = _number(scaling, "factor")
+        if scaling.get("mixed_b") is not None:
+            raise ModelLoadFailed("config.json has mixed_b in rope_scaling, which is not served")
+        size = int(config["hidden_size"]) // int(config["num_attention_heads"])
+        rope = {"rope_type": "linear", "factor": factor ** (2 / size), "rope_theta": base * factor}
+    elif kind == "linear":
+        rope = {"rope_type": "linear", "factor": _number(scaling, "factor"), "rope_theta": base}
+    elif kind not in (None, "default"):
+        raise ModelLoadFailed(f"config.json has rope_scaling of type {kind}, which is not served for this model")
+    kept = {key: value for key, value in config.items() if key not in (*_NTK_KEYS, *_GTE_KEYS)}
+    defaults = {"type_vocab_size": 1, "hidden_act": "gelu", "layer_norm_eps": 1e-12}
+    return ServedConfig({**defaults, **kept, "model_type": "gte", "rope_parameters": rope})
+
+
+_GTE_KEYS = (
+    *("position_embedding_type", "layer_norm_type", "pack_qkv", "logn_attention_scale", "logn_attention_clip1"),
+    *("unpad_inputs", "use_memory_efficient_attention"),
+)
+
+# Sizes of Nomic's own code, by their names in the library.
+_NOMIC_NAMES = {
+    "n_embd": "hidden_size",
+    "n_head": "num_attention_heads",
+    "n_inner": "intermediate_size",
+    "n_layer": "num_hidden_layers",
+    "layer_norm_epsilon": "layer_norm_eps",
+}
+_OLD_NOMIC_KEYS = frozenset({*_NOMIC_NAMES, "rotary_emb_base", "rotary_scaling_factor", "activation_function"})
+# Of its other settings these values are what the library computes.
+_NOMIC_FIXED: dict[str, tuple[Any, ...]] = {
+    "activation_function": ("swiglu",),
+    "causal": (False, None),
+    "prenorm": (False, None),
+    "parallel_block": (False, None),
+    "parallel_block_tied_norm": (False, None),
+    "use_rms_norm": (False, None),
+    "qkv_proj_bias": (False,),
+    "mlp_fc1_bias": (False,),
+    "mlp_fc2_bias": (False,),
+    "rotary_emb_fraction": (1, None),
+    "rotary_emb_interleaved": (False, None),
+    "rotary_emb_scale_base": (None,),
+    "scale_attn_weights": (True, None),
+    "scale_attn_by_inverse_layer_idx": (False, None),
+    "num_experts": (0, None),
+    "moe_every_n_layers": (0, None),
+}
+
+
+def _nomic(config: Config) -> ServedConfig:
+    """Nomic's own configuration as the library's; the old keys win, which its own code reads.
+
+    Past the trained length `rotary_scaling_factor` f makes the base grow with the length L of the text (dynamic NTK):
+    base · (f·L/trained − (f − 1))^(d/(d − 2)), as the library's rope type "dynamic" does.
+    """
+    for key, values in _NOMIC_FIXED.items():
+        if key in config and config[key] not in values:
+            raise ModelLoadFailed(f"config.json has {key} = {config[key]!r}, which is not served for NomicBERT")
+    if config.get("rotary_emb_fraction") == 0:
+        raise ModelLoadFailed("config.json has rotary_emb_fraction = 0, which is not served for NomicBERT")
+    named = {name: config[old] for old, name in _NOMIC_NAMES.items() if config.get(old) is not None}
+    rope = dict(config.get("rope_parameters") or {"rope_type": "default", "rope_theta": 1000.0})
+    if config.get("rotary_emb_base") is not None:
+        rope = {"rope_type": "default", "rope_theta": float(config["rotary_emb_base"])}
+    trained = int(config.get("max_trained_positions") or 2048)
+    if config.get("rotary_scaling_factor"):
+        rope = {**rope, "rope_type": "dynamic", "factor": _number(config, "rotary_scaling_factor")}
+    dropped = {*_NOMIC_NAMES, *_NOMIC_FIXED, "rotary_emb_base", "rotary_scaling_factor", "max_trained_positions"}
+    kept = {key: value for key, value in config.items() if key not in dropped | {"rope_scaling", "rope_theta"}}
+    return ServedConfig({**kept, **named, "max_position_embeddings": trained, "rope_parameters": rope})
+
+
+def _refuse_unless(config: Config, **expected: Any) -> None:
+    for key, value in expected.items():
+        if config.get(key, value) not in (value, None):
+            raise ModelLoadFailed(f"config.json has {key} = {config[key]!r}; for this model only {value!r} is served")
+
+
+def _number(values: Config, key: str) -> float:
+    found = values.get(key)
+    if isinstance(found, bool) or not isinstance(found, (int, float)) or not (math.isfinite(found) and found > 0):
+        raise ModelLoadFailed(f"config.json has {key} = {found!r}, which should be a positive number")
+    return float(found)
+
+
+def _classes(configuration: str, modelling: str, prefix: str, *heads: str) -> frozenset[str]:
+    """`file.Class` of a configuration, of the bare model, and of its heads."""
+    return frozenset(
+        {
+            f"{configuration}.{prefix}Config",
+            f"{modelling}.{prefix}Model",
+            *(f"{modelling}.{prefix}{head}" for head in heads),
+        }
+    )
+
+
+_TASKS = (
+    *("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering"),
+    *("ForMultipleChoice", "ForCausalLM"),
+)
+_NOMIC = _classes("configuration_hf_nomic_bert", "modeling_hf_nomic_bert", "NomicBert", *_TASKS, "ForPreTraining")
+_SNOWFLAKE = _classes("configuration_hf_alibaba_nlp_gte", "modeling_hf_alibaba_nlp_gte", "Gte", *_TASKS)
+_NVIDIA = _classes("llama_bidirectional_model", "llama_bidirectional_model", "LlamaBidirectional")
+_CODE = (
+    _Code("nomic_bert", "nomic-ai/nomic-bert-2048", _NOMIC, _nomic),
+    _Code("new", "Alibaba-NLP/new-impl", _classes("configuration", "modeling", "New", *_TASKS), _gte),
+    _Code("gte", "Snowflake/snowflake-arctic-embed-m-v2.0", _SNOWFLAKE, _gte),
+    _Code("eurobert", "EuroBERT/", _classes("configuration_eurobert", "modeling_eurobert", "EuroBert", *_TASKS), _same),
+    _Code("phi3", "microsoft/", _classes("configuration_phi3", "modeling_phi3", "Phi3", *_TASKS), _same),
+    _Code("qwen2", "Alibaba-NLP/", _classes("configuration_qwen", "modeling_qwen", "Qwen2", *_TASKS), _qwen2),
+    _Code("llama_bidirec", "nvidia/", _NVIDIA, _encoder),
+    _Code("llama", "McGill-NLP/", frozenset({"modeling_llama_encoder.LlamaEncoderModel"}), _encoder),
+    _Code("mistral", "McGill-NLP/", frozenset({"modeling_mistral_encoder.MistralEncoderModel"}), _encoder),
+)
+
+# Tokenizers of models' own that put the end token behind every text where `add_eos_token` is set, in the words of
+# tokenizer.json else.
+_ENDING_TOKENIZERS = frozenset({"tokenization_qwen.Qwen2Tokenizer", "tokenization_qwen.Qwen2TokenizerFast"})
+
+
+def added_end(tokenizer: Config, trust_remote_code: bool) -> str | None:
+    """The token that the model's own tokenizer puts behind every text, by tokenizer_config.json; None for none.
+
+    Raises:
+        ModelLoadFailed: the tokenizer has code of its own that is not known, and that the instance does not trust.
+    """
+    classes = references(tokenizer)
+    if not classes:
+        return None
+    if all(
+        where in ("", "Alibaba-NLP/gte-Qwen2-7B-instruct") and name in _ENDING_TOKENIZERS for where, name in classes
+    ):
+        token = tokenizer.get("eos_token")
+        text = token.get("content") if isinstance(token, dict) else token
+        if not tokenizer.get("add_eos_token"):
+            return None
+        if not isinstance(text, str):
+            raise ModelLoadFailed("tokenizer_config.json has add_eos_token, and no eos_token")
+        return text
+    if trust_remote_code:
+        return None
+    names = ", ".join(sorted({name for _, name in classes}))
+    raise ModelLoadFailed(
+        f"the tokenizer brings its own code ({names}, in auto_map of tokenizer_config.json): "
+        "it is run only where the instance sets trust_remote_code = true"
+    )

@@ -1,0 +1,91 @@
+"""Loading a model of the library: every weight in the files has a place, or the model is refused by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.support.models import build, build_cross_encoder, build_multi_vector, build_splade, edit, read
+from tests.support.models.own_code import build_decoder
+
+from teimgr.engine.library_model import load_module
+from teimgr.errors import ModelLoadFailed
+from teimgr.model_files.reading import read_layout
+
+CPU = torch.device("cpu")
+
+
+def load(path: Path, **options: str) -> object:
+    return load_module(read_layout(path, **options), CPU)
+
+
+def change_weights(path: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
+    file = path / "model.safetensors"
+    save_file(change(load_file(file)), file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    "name", ["encoder.layer.0.attention.self.distance_embedding.weight", "linear.weight", "adapter.down.weight"]
+)
+def test_a_weight_that_no_module_takes_refuses_the_model(name: str, tmp_path: Path) -> None:
+    build("bert", tmp_path)
+    change_weights(tmp_path, lambda weights: weights | {name: torch.ones(3, 8)})
+
+    with pytest.raises(ModelLoadFailed, match=rf"weights .* does not use: {name}"):
+        load(tmp_path)
+
+
+def test_voyages_linear_layer_is_not_dropped(tmp_path: Path) -> None:
+    build_decoder("qwen3", tmp_path, extra={"linear.weight": torch.ones(16, 32)}, use_bidirectional_attention=True)
+
+    with pytest.raises(ModelLoadFailed, match=r"does not use: linear\.weight"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("pooler.dense.weight", "bert.pooler.dense.bias", "cls.predictions.bias", "cls.seq_relationship.weight"),
+        *("classifier.weight", "embeddings.position_ids", "lm_head.weight"),
+    ],
+)
+def test_a_head_that_is_not_asked_for_and_a_computed_table_are_left_out(name: str, tmp_path: Path) -> None:
+    build("bert", tmp_path)
+    change_weights(tmp_path, lambda weights: weights | {name: torch.ones(1, 128)})
+
+    load(tmp_path)
+
+
+def test_models_with_heads_serve_as_embedding_models_too(tmp_path: Path) -> None:
+    load(build_cross_encoder("bert", tmp_path / "scores"), kind="embedding", pooling="cls")
+    load(build_splade("bert", tmp_path / "sparse"), kind="embedding", pooling="cls")
+    load(build_multi_vector("bert", tmp_path / "late", layout="stanford"))
+
+
+def test_a_weight_of_another_shape_is_named_with_both_shapes(tmp_path: Path) -> None:
+    build("bert", tmp_path)
+    edit(tmp_path / "config.json", intermediate_size=2 * read(tmp_path / "config.json")["intermediate_size"])
+
+    with pytest.raises(
+        ModelLoadFailed, match=r"intermediate\.dense\.bias is \(64,\) in the files, .* \(128,\), and \d+ more"
+    ):
+        load(tmp_path)
+
+
+def test_missing_weights_are_counted_and_the_first_is_named(tmp_path: Path) -> None:
+    build("bert", tmp_path)
+    change_weights(tmp_path, lambda weights: {k: v for k, v in weights.items() if "layer.1.output.dense" not in k})
+
+    with pytest.raises(ModelLoadFailed, match=r"2 weights are missing .* encoder\.layer\.1\.output\.dense\.bias"):
+        load(tmp_path)
+
+
+def test_code_of_the_library_that_fails_is_a_sentence(tmp_path: Path) -> None:
+    build("bert", tmp_path)
+    edit(tmp_path / "config.json", hidden_act="no-such-function")
+
+    with pytest.raises(ModelLoadFailed, match=r"cannot load .*no-such-function"):
+        load(tmp_path)

@@ -1,0 +1,252 @@
+"""Models with code of their own, as the hub has them: known code is served exactly by the library, other refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from tests.engine.conftest import Served, serve  # noqa: F401  a fixture
+from tests.support import plain_forwards
+from tests.support.models import build, edit
+from tests.support.models.own_code import build_decoder, build_new, build_nomic
+from tests.support.plain_forwards import POOLINGS
+
+from teimgr.engine.batch import Encoded
+from teimgr.engine.job import Output, Pair
+from teimgr.engine.tokenizer import TextTokenizer, TokenizeOptions
+from teimgr.errors import ModelLoadFailed
+from teimgr.model_files.reading import read_layout
+
+# Below, at, and beyond the length up to which NomicBERT was trained (48 here).
+LENGTHS = (3, 17, 30, 48, 49, 96, 150, 17)
+Forward = Callable[[torch.Tensor], torch.Tensor]
+
+
+def ids_of(lengths: tuple[int, ...] = LENGTHS, vocabulary: int = 90) -> list[NDArray[np.int32]]:
+    random = np.random.default_rng(5)
+    return [random.integers(5, vocabulary, length).astype(np.int32) for length in lengths]
+
+
+def assert_exact(served: Served, forward: Forward, pooling: str, batching: str = "packed") -> None:
+    """Alone and in one batch, the vectors of a plain forward."""
+    texts = ids_of()
+    truth = torch.stack([POOLINGS[pooling](forward(torch.from_numpy(text.astype(np.int64)))) for text in texts])
+    truth = torch.nn.functional.normalize(truth, dim=-1)
+    alone = np.concatenate([served.embed([text]).vectors for text in texts])
+    together = served.embed(texts)
+
+    assert together.errors == {}
+    assert served.engine.info.batching == batching
+    assert (together.vectors * truth.numpy()).sum(axis=1).min() >= 0.99999
+    np.testing.assert_allclose(together.vectors, truth.numpy(), atol=3e-5, rtol=0)
+    np.testing.assert_allclose(alone, truth.numpy(), atol=3e-5, rtol=0)
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["native", "library"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"rotary_scaling_factor": 2},
+        {"rotary_emb_base": 10000},
+        {"rotary_emb_base": 20000, "rotary_scaling_factor": 4},
+    ],
+    ids=["v1.5", "v1", "base", "base-and-scaling"],
+)
+def test_nomic_bert_of_the_hub_is_exact_up_to_its_own_length(
+    changes: dict[str, Any],
+    native: bool,
+    tmp_path: Path,
+    serve: Callable[..., Served],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Sizes in its own keys alone, and positions past those of the training."""
+    if not native:
+        monkeypatch.setenv("TEIMGR_NATIVE", "attention")
+    weights, config = build_nomic(tmp_path, **changes)
+    served = serve(tmp_path)
+
+    assert served.engine.info.max_input_length == 192
+    assert served.engine.info.forward == ("native" if native else "library")
+    assert_exact(served, lambda ids: plain_forwards.nomic(weights, config, ids), "mean")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"rope_scaling": {"type": "ntk", "factor": 2.0}, "rope_theta": 500000, "type_vocab_size": 0},
+        {"rope_scaling": None, "type_vocab_size": 2},
+    ],
+    ids=["multilingual", "en-v1.5", "plain"],
+)
+def test_alibabas_new_impl_is_exact_as_the_librarys_gte(
+    changes: dict[str, Any],
+    tmp_path: Path,
+    serve: Callable[..., Served],  # noqa: F811
+) -> None:
+    weights, config = build_new(tmp_path, **changes)
+    served = serve(tmp_path)
+
+    assert served.engine.info.forward == "native"
+    assert_exact(served, lambda ids: plain_forwards.new_impl(weights, config, ids), "cls")
+
+
+def test_alibabas_reranker_is_exact(tmp_path: Path, serve: Callable[..., Served]) -> None:  # noqa: F811
+    weights, config = build_new(tmp_path, head=True)
+    served = serve(tmp_path)
+    pairs = [Pair("the lazy fox", "fog"), Pair("a ship", "The quick brown fox jumps over the lazy dog.")]
+    job = served.embed(pairs, outputs=frozenset({Output.SCORES}), raw_scores=True)
+    encoded = TextTokenizer(read_layout(tmp_path), 192).encode(pairs, TokenizeOptions())
+
+    assert served.engine.info.kind == "reranker"
+    for score, each in zip(job.scores, encoded, strict=True):
+        assert isinstance(each, Encoded)
+        hidden = plain_forwards.new_impl(weights, config, torch.from_numpy(each.ids.astype(np.int64)))
+        truth = plain_forwards.classified(weights, hidden)
+        np.testing.assert_allclose(score, truth.numpy(), atol=2e-5)
+
+
+GTE_QWEN = {
+    "auto_map": {
+        "AutoModel": "modeling_qwen.Qwen2Model",
+        "AutoModelForCausalLM": "modeling_qwen.Qwen2ForCausalLM",
+        "AutoModelForSequenceClassification": "modeling_qwen.Qwen2ForSequenceClassification",
+    }
+}
+NEMOTRON = {
+    "model_type": "llama_bidirec",
+    "auto_map": {
+        "AutoConfig": "llama_bidirectional_model.LlamaBidirectionalConfig",
+        "AutoModel": "llama_bidirectional_model.LlamaBidirectionalModel",
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "both_ways"),
+    [
+        ("qwen2", GTE_QWEN, True),
+        ("qwen2", {**GTE_QWEN, "is_causal": False}, True),
+        ("qwen2", {**GTE_QWEN, "is_causal": True}, False),
+        ("qwen3", {"is_causal": False}, True),
+        ("qwen3", {"use_bidirectional_attention": True}, True),
+        ("qwen3", {"use_bidirectional_attention": False}, False),
+        ("llama", NEMOTRON, True),
+        ("llama", {"auto_map": {"AutoModel": "McGill-NLP/LLM2Vec-x--modeling_llama_encoder.LlamaEncoderModel"}}, True),
+        ("llama", {}, False),
+    ],
+)
+def test_a_decoder_attends_as_its_own_code_does(
+    family: str,
+    changes: dict[str, Any],
+    both_ways: bool,
+    tmp_path: Path,
+    serve: Callable[..., Served],  # noqa: F811
+) -> None:
+    weights, config = build_decoder(family, tmp_path, pooling="mean", **changes)
+    served = serve(tmp_path)
+
+    assert served.engine.info.max_input_length == 192
+    assert_exact(served, lambda ids: plain_forwards.causal(weights, config, ids, both_ways=both_ways), "mean")
+
+
+@pytest.mark.parametrize("class_name", ["Qwen2Tokenizer", "Qwen2TokenizerFast"])
+@pytest.mark.parametrize("adds", [True, False])
+def test_the_end_token_of_gte_qwens_own_tokenizer_is_behind_every_text_within_the_length(
+    adds: bool, class_name: str, tmp_path: Path
+) -> None:
+    build_decoder("qwen2", tmp_path, **GTE_QWEN)
+    edit(tmp_path / "tokenizer.json", post_processor=None)
+    auto_map = {"AutoTokenizer": ["tokenization_qwen.Qwen2Tokenizer", f"tokenization_qwen.{class_name}"]}
+    edit(tmp_path / "tokenizer_config.json", auto_map=auto_map, add_eos_token=adds, eos_token="<mask>")
+    tokenizer = TextTokenizer(read_layout(tmp_path), 16)
+    end = tokenizer.tokenize("<mask>", False, "")[0].id
+    short, long, pair = tokenizer.encode(["fog", "the lazy fox " * 20, Pair("fog", "dog")], TokenizeOptions())
+
+    assert isinstance(short, Encoded)
+    assert isinstance(long, Encoded)
+    assert isinstance(pair, Encoded)
+    assert len(long.ids) == 16
+    for one in (short, long, pair):
+        assert (one.ids[-1] == end) is np.bool_(adds)
+    assert (pair.ids == end).sum() == (2 if adds else 0)
+
+
+@pytest.mark.parametrize(
+    ("family", "auto_map", "named"),
+    [
+        ("qwen3", {"AutoModel": "modeling_qwen3.Qwen3Model"}, "Qwen3Model"),
+        ("qwen3", {"AutoModel": "modeling_qwen.Qwen2Model"}, "Qwen2Model"),
+        ("qwen2", {"AutoModel": "someone/else--modeling_qwen.Qwen2Model"}, "Qwen2Model"),
+        ("mistral", {"AutoModel": "modeling_gritlm7b.MistralModel"}, "MistralModel"),
+        ("bert", {"AutoModel": "modeling_bert.BertModel"}, "BertModel"),
+        ("gte", {"AutoModel": "modeling.GteModel"}, "GteModel"),
+        ("bert", {"AutoModel": "jinaai/jina-bert-implementation--modeling_bert.JinaBertModel"}, "JinaBertModel"),
+    ],
+)
+def test_code_is_never_known_by_the_name_of_its_class(
+    family: str, auto_map: dict[str, str], named: str, tmp_path: Path
+) -> None:
+    build(family, tmp_path)
+    edit(tmp_path / "config.json", auto_map=auto_map)
+
+    with pytest.raises(ModelLoadFailed, match=rf"{named}.*trust_remote_code = true"):
+        read_layout(tmp_path)
+    assert read_layout(tmp_path, trust_remote_code=True).trust_remote_code
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("activation_function", "gelu"),
+        ("causal", True),
+        ("prenorm", True),
+        ("qkv_proj_bias", True),
+        ("rotary_emb_interleaved", True),
+        ("rotary_emb_fraction", 0.5),
+        ("num_experts", 8),
+        ("use_rms_norm", True),
+    ],
+)
+def test_a_setting_of_nomic_bert_that_the_library_does_not_have_is_refused(
+    key: str, value: object, tmp_path: Path
+) -> None:
+    build_nomic(tmp_path, **{key: value})
+
+    with pytest.raises(ModelLoadFailed, match=key):
+        read_layout(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("position_embedding_type", "absolute"),
+        ("layer_norm_type", "rms_norm"),
+        ("logn_attention_scale", True),
+        ("pack_qkv", False),
+        ("rope_scaling", {"type": "yarn", "factor": 2.0}),
+        ("rope_scaling", {"type": "ntk", "factor": 2.0, "mixed_b": 0.5}),
+        ("rope_scaling", {"type": "ntk"}),
+    ],
+)
+def test_a_setting_of_new_impl_that_the_library_does_not_have_is_refused(
+    key: str, value: object, tmp_path: Path
+) -> None:
+    build_new(tmp_path, **{key: value})
+
+    with pytest.raises(ModelLoadFailed, match=r"config\.json (has|is)"):
+        read_layout(tmp_path)
+
+
+def test_a_tokenizer_with_code_of_its_own_is_refused_without_trust(tmp_path: Path) -> None:
+    build("bert", tmp_path)
+    edit(tmp_path / "tokenizer_config.json", auto_map={"AutoTokenizer": ["tokenization_x.XTokenizer", None]})
+
+    with pytest.raises(ModelLoadFailed, match=r"tokenizer.*XTokenizer.*trust_remote_code = true"):
+        read_layout(tmp_path)

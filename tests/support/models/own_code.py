@@ -1,0 +1,225 @@
+"""Models whose repositories carry code of their own: config.json and weights as the hub has them, drawn at random."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from .families import FAMILIES, WIDTH
+from .files import edit, pad_and_truncate, read, write, write_modules
+from .vocabularies import unigram, word_piece
+
+INNER, HEADS, LAYERS = 64, 4, 2
+NOMIC = {
+    "activation_function": "swiglu",
+    "architectures": ["NomicBertModel"],
+    "attn_pdrop": 0.0,
+    "auto_map": {
+        "AutoConfig": "nomic-ai/nomic-bert-2048--configuration_hf_nomic_bert.NomicBertConfig",
+        "AutoModel": "nomic-ai/nomic-bert-2048--modeling_hf_nomic_bert.NomicBertModel",
+        "AutoModelForMaskedLM": "nomic-ai/nomic-bert-2048--modeling_hf_nomic_bert.NomicBertForPreTraining",
+    },
+    "bos_token_id": None,
+    "causal": False,
+    "dense_seq_output": True,
+    "embd_pdrop": 0.0,
+    "eos_token_id": None,
+    "fused_bias_fc": True,
+    "fused_dropout_add_ln": True,
+    "initializer_range": 0.02,
+    "layer_norm_epsilon": 1e-12,
+    "max_trained_positions": 48,
+    "mlp_fc1_bias": False,
+    "mlp_fc2_bias": False,
+    "model_type": "nomic_bert",
+    "n_embd": WIDTH,
+    "n_head": HEADS,
+    "n_inner": INNER,
+    "n_layer": LAYERS,
+    "n_positions": 192,
+    "pad_vocab_size_multiple": 64,
+    "parallel_block": False,
+    "parallel_block_tied_norm": False,
+    "prenorm": False,
+    "qkv_proj_bias": False,
+    "reorder_and_upcast_attn": False,
+    "resid_pdrop": 0.0,
+    "rotary_emb_base": 1000,
+    "rotary_emb_fraction": 1.0,
+    "rotary_emb_interleaved": False,
+    "rotary_emb_scale_base": None,
+    "rotary_scaling_factor": None,
+    "scale_attn_by_inverse_layer_idx": False,
+    "scale_attn_weights": True,
+    "summary_activation": None,
+    "summary_first_dropout": 0.0,
+    "summary_proj_to_labels": True,
+    "summary_type": "cls_index",
+    "summary_use_proj": True,
+    "torch_dtype": "float32",
+    "transformers_version": "4.37.2",
+    "type_vocab_size": 2,
+    "use_cache": True,
+    "use_flash_attn": True,
+    "use_rms_norm": False,
+    "use_xentropy": True,
+}
+NEW = {
+    "architectures": ["NewModel"],
+    "attention_probs_dropout_prob": 0.0,
+    "auto_map": {
+        "AutoConfig": "Alibaba-NLP/new-impl--configuration.NewConfig",
+        "AutoModel": "Alibaba-NLP/new-impl--modeling.NewModel",
+        "AutoModelForMaskedLM": "Alibaba-NLP/new-impl--modeling.NewForMaskedLM",
+        "AutoModelForMultipleChoice": "Alibaba-NLP/new-impl--modeling.NewForMultipleChoice",
+        "AutoModelForQuestionAnswering": "Alibaba-NLP/new-impl--modeling.NewForQuestionAnswering",
+        "AutoModelForSequenceClassification": "Alibaba-NLP/new-impl--modeling.NewForSequenceClassification",
+        "AutoModelForTokenClassification": "Alibaba-NLP/new-impl--modeling.NewForTokenClassification",
+    },
+    "classifier_dropout": 0.0,
+    "hidden_act": "gelu",
+    "hidden_dropout_prob": 0.1,
+    "hidden_size": WIDTH,
+    "id2label": {"0": "LABEL_0"},
+    "initializer_range": 0.02,
+    "intermediate_size": INNER,
+    "label2id": {"LABEL_0": 0},
+    "layer_norm_eps": 1e-12,
+    "layer_norm_type": "layer_norm",
+    "logn_attention_clip1": False,
+    "logn_attention_scale": False,
+    "max_position_embeddings": 192,
+    "model_type": "new",
+    "num_attention_heads": HEADS,
+    "num_hidden_layers": LAYERS,
+    "pack_qkv": True,
+    "pad_token_id": 1,
+    "position_embedding_type": "rope",
+    "rope_scaling": {"factor": 8.0, "type": "ntk"},
+    "rope_theta": 20000,
+    "torch_dtype": "float32",
+    "transformers_version": "4.39.1",
+    "type_vocab_size": 1,
+    "unpad_inputs": False,
+    "use_memory_efficient_attention": False,
+}
+
+Drawn = Callable[..., Tensor]
+
+
+def drawn(scale: float = 0.2) -> Drawn:
+    generator = torch.Generator().manual_seed(3)
+    return lambda *shape: scale * torch.randn(*shape, generator=generator)
+
+
+def _norm(weights: dict[str, Tensor], name: str, make: Drawn) -> None:
+    weights[f"{name}.weight"], weights[f"{name}.bias"] = 1 + make(WIDTH), make(WIDTH)
+
+
+def nomic_weights(vocabulary: int) -> dict[str, Tensor]:
+    make, weights = drawn(), {}
+    weights["embeddings.word_embeddings.weight"] = make(vocabulary, WIDTH)
+    weights["embeddings.token_type_embeddings.weight"] = make(2, WIDTH)
+    _norm(weights, "emb_ln", make)
+    for own in (f"encoder.layers.{i}" for i in range(LAYERS)):
+        weights[f"{own}.attn.Wqkv.weight"] = make(3 * WIDTH, WIDTH)
+        weights[f"{own}.attn.out_proj.weight"] = make(WIDTH, WIDTH)
+        weights[f"{own}.mlp.fc11.weight"], weights[f"{own}.mlp.fc12.weight"] = make(INNER, WIDTH), make(INNER, WIDTH)
+        weights[f"{own}.mlp.fc2.weight"] = make(WIDTH, INNER)
+        _norm(weights, f"{own}.norm1", make)
+        _norm(weights, f"{own}.norm2", make)
+    return weights
+
+
+def new_weights(vocabulary: int, types: int) -> dict[str, Tensor]:
+    make, weights = drawn(), {}
+    weights["embeddings.word_embeddings.weight"] = make(vocabulary, WIDTH)
+    if types:
+        weights["embeddings.token_type_embeddings.weight"] = make(types, WIDTH)
+    _norm(weights, "embeddings.LayerNorm", make)
+    for own in (f"encoder.layer.{i}" for i in range(LAYERS)):
+        for name, rows, columns, bias in (
+            ("attention.qkv_proj", 3 * WIDTH, WIDTH, True),
+            ("attention.o_proj", WIDTH, WIDTH, True),
+            ("mlp.up_gate_proj", 2 * INNER, WIDTH, False),
+            ("mlp.down_proj", WIDTH, INNER, True),
+        ):
+            weights[f"{own}.{name}.weight"] = make(rows, columns)
+            if bias:
+                weights[f"{own}.{name}.bias"] = make(rows)
+        _norm(weights, f"{own}.attn_ln", make)
+        _norm(weights, f"{own}.mlp_ln", make)
+    return weights
+
+
+def build_nomic(folder: Path, *, max_length: int = 192, **changes: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """nomic-embed-text-v1 and its like; gives the weights and config.json, with `changes`."""
+    size = _save_tokenizer(folder, word_piece())
+    config = {**NOMIC, "vocab_size": size, **changes}
+    weights = nomic_weights(size)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    write(folder / "config.json", config)
+    _sentence_transformers(folder, "mean", max_length)
+    return weights, config
+
+
+def build_new(
+    folder: Path, *, pooling: str = "cls", head: bool = False, **changes: Any
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """gte-multilingual-base, or with `head` its reranker; gives the weights, without `new.`, and config.json."""
+    size = _save_tokenizer(folder, unigram("<s>"))
+    config = {**NEW, "vocab_size": size, **changes}
+    weights = new_weights(size, config["type_vocab_size"])
+    if head:
+        config["architectures"] = ["NewForSequenceClassification"]
+        make = drawn()
+        weights |= {"pooler.dense.weight": make(WIDTH, WIDTH), "pooler.dense.bias": make(WIDTH)}
+        saved = {f"new.{name}": tensor for name, tensor in weights.items()}
+        weights |= {"classifier.weight": make(1, WIDTH), "classifier.bias": make(1)}
+        saved |= {name: weights[name] for name in ("classifier.weight", "classifier.bias")}
+    else:
+        saved = weights
+        _sentence_transformers(folder, pooling, 192)
+    save_file(saved, folder / "model.safetensors", metadata={"format": "pt"})
+    write(folder / "config.json", config)
+    return weights, config
+
+
+def build_decoder(
+    family: str, folder: Path, *, pooling: str = "lasttoken", extra: dict[str, Tensor] | None = None, **changes: Any
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """A decoder's checkpoint in sentence-transformers' layout, with `changes` to config.json, which is given back."""
+    torch.manual_seed(0)
+    kind = FAMILIES[family]
+    tokenizer = kind.tokenizer()
+    kind.encoder(len(tokenizer)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    pad_and_truncate(folder / "tokenizer.json")
+    edit(folder / "config.json", **changes)
+    _sentence_transformers(folder, pooling, 192)
+    weights = load_file(folder / "model.safetensors")
+    if extra:
+        save_file(weights | extra, folder / "model.safetensors", metadata={"format": "pt"})
+    return weights, read(folder / "config.json")
+
+
+def _save_tokenizer(folder: Path, make: Callable[[], Any]) -> int:
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = make()
+    tokenizer.save_pretrained(folder)
+    pad_and_truncate(folder / "tokenizer.json")
+    return len(tokenizer)
+
+
+def _sentence_transformers(folder: Path, pooling: str, max_length: int) -> None:
+    write(folder / "sentence_bert_config.json", {"max_seq_length": max_length, "do_lower_case": False})
+    modes = {"cls": "cls_token", "mean": "mean_tokens", "lasttoken": "lasttoken"}
+    flags = {f"pooling_mode_{name}": mode == pooling for mode, name in modes.items()}
+    write(folder / "1_Pooling" / "config.json", {"word_embedding_dimension": WIDTH, **flags})
+    names = ("Transformer", "Pooling", "Normalize")
+    write_modules(folder, *(f"sentence_transformers.models.{name}" for name in names))

@@ -1,0 +1,126 @@
+"""Forwards of models whose repositories carry code of their own, written as plainly as possible: one text, float32, no
+padding, weights by their names in the hub's files. What the product serves is compared with these.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+Weights = dict[str, Tensor]
+
+
+def frequencies(base: float, size: int) -> Tensor:
+    return base ** -(torch.arange(0, size, 2).float() / size)
+
+
+def rotated(x: Tensor, inverse: Tensor) -> Tensor:
+    """Heads [heads, T, d] turned by their positions."""
+    angles = torch.arange(x.shape[1]).float()[:, None] * inverse[None]
+    cos, sin = angles.cos(), angles.sin()
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+def attended(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | float = 0.0) -> Tensor:
+    """Heads [heads, T, d] → [T, heads · d]."""
+    weights = (q @ k.transpose(1, 2) / math.sqrt(q.shape[-1]) + bias).softmax(-1)
+    return (weights @ v).transpose(0, 1).flatten(1)
+
+
+def split(x: Tensor, heads: int) -> Tensor:
+    return x.view(len(x), heads, -1).transpose(0, 1)
+
+
+def linear(w: Weights, name: str, x: Tensor) -> Tensor:
+    return functional.linear(x, w[f"{name}.weight"], w.get(f"{name}.bias"))
+
+
+def normed(w: Weights, name: str, x: Tensor, eps: float = 1e-12) -> Tensor:
+    return functional.layer_norm(x, x.shape[-1:], w[f"{name}.weight"], w[f"{name}.bias"], eps)
+
+
+def _packed_attention(w: Weights, name: str, x: Tensor, heads: int, inverse: Tensor) -> Tensor:
+    q, k, v = (split(part, heads) for part in linear(w, name, x).chunk(3, dim=-1))
+    return attended(rotated(q, inverse), rotated(k, inverse), v)
+
+
+def nomic(w: Weights, c: dict[str, Any], ids: Tensor) -> Tensor:
+    """NomicBERT as its own code computes it, hidden states [T, width]: dynamic NTK past the trained length."""
+    size = c["n_embd"] // c["n_head"]
+    base, factor, trained = float(c["rotary_emb_base"]), c.get("rotary_scaling_factor"), c["max_trained_positions"]
+    if factor and len(ids) > trained:
+        base *= (factor * len(ids) / trained - (factor - 1)) ** (size / (size - 2))
+    inverse = frequencies(base, size)
+    x = w["embeddings.word_embeddings.weight"][ids] + w["embeddings.token_type_embeddings.weight"][0]
+    x = normed(w, "emb_ln", x)
+    for i in range(c["n_layer"]):
+        own = f"encoder.layers.{i}"
+        mixed = _packed_attention(w, f"{own}.attn.Wqkv", x, c["n_head"], inverse)
+        x = normed(w, f"{own}.norm1", x + linear(w, f"{own}.attn.out_proj", mixed))
+        gated = linear(w, f"{own}.mlp.fc11", x) * functional.silu(linear(w, f"{own}.mlp.fc12", x))
+        x = normed(w, f"{own}.norm2", x + linear(w, f"{own}.mlp.fc2", gated))
+    return x
+
+
+def new_impl(w: Weights, c: dict[str, Any], ids: Tensor) -> Tensor:
+    """Alibaba's new-impl, hidden states [T, width]: `ntk` scales base and frequencies at every length."""
+    size = c["hidden_size"] // c["num_attention_heads"]
+    factor = (c.get("rope_scaling") or {}).get("factor", 1.0)
+    inverse = frequencies(c["rope_theta"] * factor, size) / factor ** (2 / size)
+    x = w["embeddings.word_embeddings.weight"][ids]
+    if c["type_vocab_size"]:
+        x = x + w["embeddings.token_type_embeddings.weight"][0]
+    x = normed(w, "embeddings.LayerNorm", x)
+    for i in range(c["num_hidden_layers"]):
+        own = f"encoder.layer.{i}"
+        mixed = _packed_attention(w, f"{own}.attention.qkv_proj", x, c["num_attention_heads"], inverse)
+        x = normed(w, f"{own}.attn_ln", x + linear(w, f"{own}.attention.o_proj", mixed))
+        up, gate = linear(w, f"{own}.mlp.up_gate_proj", x).chunk(2, dim=-1)
+        x = normed(w, f"{own}.mlp_ln", x + linear(w, f"{own}.mlp.down_proj", functional.gelu(gate) * up))
+    return x
+
+
+def classified(w: Weights, hidden: Tensor) -> Tensor:
+    """The logits of BERT's head, [labels]: a dense layer and tanh on the first token, and the classifier."""
+    return linear(w, "classifier", linear(w, "pooler.dense", hidden[0]).tanh())
+
+
+def causal(w: Weights, c: dict[str, Any], ids: Tensor, *, both_ways: bool) -> Tensor:
+    """Qwen2, Qwen3, Llama or Mistral, hidden states [T, width]; `both_ways`: every token sees all others."""
+    heads, groups = c["num_attention_heads"], c["num_attention_heads"] // c["num_key_value_heads"]
+    size = c.get("head_dim") or c["hidden_size"] // heads
+    inverse = frequencies((c.get("rope_parameters") or c)["rope_theta"], size)
+    bias = 0.0 if both_ways else torch.full((len(ids), len(ids)), -torch.inf).triu(1)
+
+    def scaled(name: str, x: Tensor) -> Tensor:
+        return functional.rms_norm(x, x.shape[-1:], w[f"{name}.weight"], c["rms_norm_eps"])
+
+    def projected(name: str, count: int, norm: str) -> Tensor:
+        found = split(linear(w, f"{own}.self_attn.{name}", inner), count)
+        return scaled(f"{own}.self_attn.{norm}", found) if f"{own}.self_attn.{norm}.weight" in w else found
+
+    x = w["embed_tokens.weight"][ids]
+    for i in range(c["num_hidden_layers"]):
+        own = f"layers.{i}"
+        inner = scaled(f"{own}.input_layernorm", x)
+        q = rotated(projected("q_proj", heads, "q_norm"), inverse)
+        k = rotated(projected("k_proj", heads // groups, "k_norm"), inverse).repeat_interleave(groups, dim=0)
+        v = projected("v_proj", heads // groups, "none").repeat_interleave(groups, dim=0)
+        x = x + linear(w, f"{own}.self_attn.o_proj", attended(q, k, v, bias))
+        inner = scaled(f"{own}.post_attention_layernorm", x)
+        gate = functional.silu(linear(w, f"{own}.mlp.gate_proj", inner))
+        x = x + linear(w, f"{own}.mlp.down_proj", gate * linear(w, f"{own}.mlp.up_proj", inner))
+    return scaled("norm", x)
+
+
+POOLINGS: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": lambda hidden: hidden.mean(0),
+    "cls": lambda hidden: hidden[0],
+    "lasttoken": lambda hidden: hidden[-1],
+}
