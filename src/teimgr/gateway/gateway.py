@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import difflib
 import logging
-import re
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
@@ -58,7 +57,6 @@ from teimgr.wire import error_bodies
 from teimgr.wire.error_bodies import JSON_TYPE, OPENAI
 from teimgr.wire.frames import (
     MAX_HEAD_BYTES,
-    Buffer,
     Flag,
     HeadTooLong,
     HttpReply,
@@ -68,6 +66,7 @@ from teimgr.wire.frames import (
     read_reply,
     request_head,
 )
+from teimgr.wire.json_scan import completed, text_member
 from teimgr.wire.protobuf import Target
 from teimgr.wire.status import STATUS
 
@@ -227,9 +226,7 @@ class Gateway:
             return names.lease_instance(named["name"])
         if "model" in named:
             return names.lease(named["model"])
-        if len(body.payload) - body.start > SCANNED_BYTES:
-            return names.lease(await asyncio.to_thread(model_of, body.payload, body.start))
-        return names.lease(model_of(body.payload, body.start))
+        return names.lease(await model_of(body.payload, body.start))
 
     def _names_for(self, caller: Caller) -> ModelNames:
         return self._names.restricted(router_view(caller, self._router))
@@ -271,54 +268,51 @@ def check_encoding(headers: Mapping[str, str]) -> None:
         raise InvalidInput(f"The body is compressed (Content-Encoding: {shown}); send it uncompressed")
 
 
-# Bodies beyond this size are scanned for their model instead of parsed: orjson would hold the GIL for milliseconds.
-SCANNED_BYTES = 256 * 1024
-
-_STRING = rb'"(?:[^"\\]++|\\.)*+"'
-_TOKEN = re.compile(_STRING + rb"|[\[{]|[\]}]", re.DOTALL)
-_IS_KEY = re.compile(rb"[ \t\r\n]*+:[ \t\r\n]*+(" + _STRING + rb")?", re.DOTALL)
-# No real request has so many tokens; scanning them takes some tenths of a second.
-_MAX_TOKENS = 1_000_000
+# Bodies of more bytes, or lists and objects, are scanned for their model instead of parsed, which holds the GIL: that
+# takes orjson 10 ms at most.
+PARSED_BYTES = 256 * 1024
+_PARSED_LISTS = 4096
+# Of such a scan, the steps on the event loop: enough for a body of a few hundred texts. The rest is for a thread.
+_STEPS_ON_LOOP = 4
 _KEY = b'"model"'
 _ESCAPED_LETTER = b"\\u006"  # of "model"; no encoder escapes ASCII letters
 
 
-def model_of(body: bytes | bytearray, start: int = 0) -> str | None:
-    """The text under `model` in the JSON object that begins at `start`; None where there is none.
+async def model_of(body: bytes | bytearray, start: int = 0) -> str | None:
+    """The text under `model` in the JSON object that begins at `start`; None if there is none.
 
     The first of several wins. Malformed JSON may have an answer too: the worker, which parses the whole, refuses it.
+
+    Raises:
+        InvalidInput: `json_scan.MAX_TOKENS` lists, objects and long texts come before it.
     """
+    if _parses_quickly(body, start):
+        try:
+            value = orjson.loads(memoryview(body)[start:])
+        except orjson.JSONDecodeError:
+            pass
+        else:
+            model = value.get("model") if isinstance(value, dict) else None
+            return model if isinstance(model, str) else None
+    steps = text_member(body, "model", start)
+    try:
+        for _ in range(_STEPS_ON_LOOP):
+            next(steps)
+    except StopIteration as end:
+        found: str | None = end.value
+        return found
+    return await asyncio.to_thread(completed, steps)
+
+
+def _parses_quickly(body: bytes | bytearray, start: int) -> bool:
+    """Whether orjson is quick with a body, and finds the same model: that of a single key."""
+    size = len(body) - start
+    if size > PARSED_BYTES:
+        return False
+    if size > _PARSED_LISTS and body.count(b"[", start) + body.count(b"{", start) > _PARSED_LISTS:
+        return False
     is_escaped = body.find(b"\\", start) >= 0 and body.find(_ESCAPED_LETTER, start) >= 0  # one byte is found fastest
-    if len(body) - start > SCANNED_BYTES or is_escaped or body.find(_KEY, start) != body.rfind(_KEY, start):
-        return _scan(body, start)
-    try:
-        value = orjson.loads(memoryview(body)[start:])
-    except orjson.JSONDecodeError:
-        return _scan(body, start)
-    model = value.get("model") if isinstance(value, dict) else None
-    return model if isinstance(model, str) else None
-
-
-def _scan(body: Buffer, start: int) -> str | None:
-    depth = 0
-    for count, token in enumerate(_TOKEN.finditer(body, start)):
-        first = body[token.start()]
-        if first in b"[{":
-            depth += 1
-        elif first in b"]}":
-            depth -= 1
-        elif depth == 1 and (value := _IS_KEY.match(body, token.end())) and _string(token.group()) == "model":
-            return None if value.group(1) is None else _string(value.group(1))
-        if count >= _MAX_TOKENS or depth <= 0:
-            return None
-    return None
-
-
-def _string(literal: Buffer) -> str | None:
-    try:
-        return str(orjson.loads(literal))
-    except orjson.JSONDecodeError:
-        return None
+    return not is_escaped and body.find(_KEY, start) == body.rfind(_KEY, start)
 
 
 # Bodies up to this size have a budget of their own, so that interactive requests never wait for bulk ones.
