@@ -176,5 +176,5 @@ def _string(text: Text, at: int) -> Steps[str | None]:
         return _decoded(text[at:end])
     found = _IN_STRING.match(text, at + 1, at + 1 + _MAX_VALUE_BYTES)
     stop = at + 1 if found is None else found.end()
-    whole = (_decoded(b'%b"' % text[at:cut]) for cut in range(stop, max(at, stop - _LONGEST_CUT), -1))
+    whole = (_decoded(text[at:cut] + b'"') for cut in range(stop, max(at, stop - _LONGEST_CUT), -1))
     return next((value for value in whole if value is not None), None)
