@@ -5,20 +5,46 @@ from __future__ import annotations
 import asyncio
 import random
 import socket
+import time
+from contextlib import suppress
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from starlette.requests import Request
 from starlette.responses import Response
 
-from teimgr import http_protocol
+from teimgr import connection_gate, http_bodies, http_protocol
 from teimgr.byte_budget import ByteBudget, Charge
+from teimgr.connection_gate import ConnectionGate, Phase
 from teimgr.errors import Overloaded
-from teimgr.http_protocol import HeldResponse, SlowClient, read_body
+from teimgr.http_bodies import HeldResponse, SlowClient, read_body
 from teimgr.http_server import bind, serving
-from tests.support.http_connections import Echo, answered, connected, hello
+from tests.support.http_connections import Echo, answered, connected, hello, within
 from tests.support.polling import eventually
+
+MAX_HEAD_BYTES = http_protocol._MAX_HEAD_BYTES
+
+
+async def upload_all(scope: Any, receive: Any, send: Any) -> None:
+    """Reads the whole body, and answers with its length."""
+    if scope["type"] == "http":
+        size, more = 0, True
+        while more:
+            message = await receive()
+            if message["type"] != "http.request":
+                return
+            size, more = size + len(message["body"]), message["more_body"]
+        await Response(str(size))(scope, receive, send)
+
+
+async def until_closed(reader: asyncio.StreamReader) -> bytes:
+    """What comes until the server closes, or resets since it has not read all that was sent."""
+    received = b""
+    with suppress(ConnectionError):
+        while data := await reader.read(65536):
+            received += data
+    return received
 
 
 async def test_an_offer_of_h2c_is_not_heard_and_the_body_arrives() -> None:
@@ -149,12 +175,9 @@ async def test_what_does_not_begin_as_http2_is_http(first: bytes) -> None:
 
 
 @pytest.mark.parametrize("said", [b"", b"PRI *"])
-async def test_a_connection_that_does_not_say_what_it_wants_is_closed(
-    said: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(http_protocol, "_FIRST_BYTES_S", 0.05)
+async def test_a_connection_that_does_not_say_what_it_wants_is_closed(said: bytes) -> None:
     sock = bind("127.0.0.1", 0)
-    async with serving(hello, sock, Echo), asyncio.timeout(30):
+    async with serving(hello, sock, Echo, gate=within({Phase.HEAD: 0.05})), asyncio.timeout(30):
         reader, writer = await connected(sock)
         writer.write(said)
 
@@ -162,27 +185,30 @@ async def test_a_connection_that_does_not_say_what_it_wants_is_closed(
         writer.close()
 
 
-@pytest.mark.parametrize("h2", [None, lambda _: asyncio.Protocol()])
-async def test_a_connection_too_many_is_closed_and_leaves_room_when_another_goes(
-    h2: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(http_protocol, "max_connections", lambda: 2)
+@pytest.mark.parametrize("h2", [None, lambda *_: asyncio.Protocol()])
+async def test_a_connection_too_many_is_closed_and_leaves_room_when_another_is_answered(h2: Any) -> None:
+    release = asyncio.Event()
+
+    async def slow(scope: dict[str, Any], receive: Any, send: Any) -> None:
+        if scope.get("path") == "/slow":
+            await release.wait()
+        await hello(scope, receive, send)
+
     sock = bind("127.0.0.1", 0)
     port = sock.getsockname()[1]
-
-    async with serving(hello, sock, h2), asyncio.timeout(30):
+    async with serving(slow, sock, h2, gate=ConnectionGate(2)), asyncio.timeout(30):
         inside = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
-        for reader, writer in inside:
-            writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
-            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
-        assert await answered(port) is False
-
-        writer = inside[0][1]
-        writer.close()
-        await writer.wait_closed()
-        while not await answered(port):
+        for _, writer in inside:
+            writer.write(b"GET /slow HTTP/1.1\r\nhost: x\r\n\r\n")
+        while await answered(port):  # until both are being answered
             pass
-        inside[1][1].close()
+
+        release.set()
+        for reader, _ in inside:
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+        assert await answered(port)  # instead of the one that was idle for longest
+        for _, writer in inside:
+            writer.close()
 
 
 @pytest.mark.parametrize("h2", [None, Echo])
@@ -194,13 +220,9 @@ async def test_a_connection_too_many_is_closed_and_leaves_room_when_another_goes
         b"GET / HTTP/1.1\r\nhost: x\r\n\r\n" + b"GET / HTTP/1.1\r\nhost: x\r\n",
     ],
 )
-async def test_a_request_head_that_does_not_end_closes_the_connection(
-    sent: bytes, h2: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(http_protocol, "_FIRST_BYTES_S", 0.05)
-    monkeypatch.setattr(http_protocol, "HEAD_LIMIT_S", 0.05, raising=False)
+async def test_a_request_head_that_does_not_end_closes_the_connection(sent: bytes, h2: Any) -> None:
     sock = bind("127.0.0.1", 0)
-    async with serving(hello, sock, h2), asyncio.timeout(3):
+    async with serving(hello, sock, h2, gate=within({Phase.HEAD: 0.05})), asyncio.timeout(3):
         reader, writer = await connected(sock)
         writer.write(sent)
 
@@ -220,13 +242,205 @@ async def test_a_request_head_that_grows_without_end_is_refused() -> None:
         writer.close()
 
 
-async def test_a_head_behind_a_slow_answer_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_protocol, "HEAD_LIMIT_S", 0.02)
-    late, release = asyncio.Semaphore(0), asyncio.Event()
-    is_late = http_protocol.HttpProtocol._on_head_late
+CHUNKED_POST = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+READS_BODY, ANSWERS_AT_ONCE = upload_all, hello
 
-    def noted(protocol: http_protocol.HttpProtocol) -> None:
-        is_late(protocol)
+
+@pytest.mark.parametrize("app", [READS_BODY, ANSWERS_AT_ONCE])
+@pytest.mark.parametrize("line", [b"a: b\r\n", b"c" * 4096, b"d: " + b"e" * 4096])
+async def test_trailers_are_dropped_and_bounded_like_a_head(app: Any, line: bytes) -> None:
+    """They were collected without a limit, and appended to the headers of a request that had passed authentication."""
+    sock = bind("127.0.0.1", 0)
+    async with serving(app, sock) as listener, asyncio.timeout(20):
+        reader, writer = await connected(sock)
+        writer.write(CHUNKED_POST + b"2\r\nhi\r\n0\r\n")
+        sent = 0
+        while sent < 2 * MAX_HEAD_BYTES:
+            writer.write(line)
+            sent += len(line)
+        answer = await until_closed(reader)
+
+        assert answer.endswith(b"The head of the request is over %d bytes." % MAX_HEAD_BYTES) or not answer
+        await eventually(lambda: listener.connections == 0)
+        writer.close()
+
+
+async def test_short_trailers_end_a_request_and_are_no_headers_of_it() -> None:
+    seen: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            while (await receive())["more_body"]:
+                pass
+            seen.append(dict(scope["headers"]))
+            await hello(scope, receive, send)
+
+    sock = bind("127.0.0.1", 0)
+    async with serving(app, sock), asyncio.timeout(20):
+        reader, writer = await connected(sock)
+        for piece in (CHUNKED_POST + b"2\r\nhi\r\n0\r\nAuthorization: Bearer k\r\n", b"x: y\r\n\r", b"\n"):
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(0.005)
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+        writer.write(b"GET / HTTP/1.1\r\nhost: y\r\nconnection: close\r\n\r\n")
+        assert (await reader.read()).startswith(b"HTTP/1.1 200")
+        writer.close()
+
+    assert seen == [{b"host": b"x", b"transfer-encoding": b"chunked"}, {b"host": b"y", b"connection": b"close"}]
+
+
+@pytest.mark.parametrize("rest", [b"0\r\n", b"0\r\nx: y\r\n", b"2\r\nhi\r\n0\r\nx"])
+async def test_trailers_that_do_not_end_close_the_connection(rest: bytes) -> None:
+    sock = bind("127.0.0.1", 0)
+    async with serving(upload_all, sock, gate=within({Phase.HEAD: 0.1})), asyncio.timeout(10):
+        reader, writer = await connected(sock)
+        writer.write(CHUNKED_POST + rest)
+
+        assert await until_closed(reader) == b""
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    "sent", [b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\nx", CHUNKED_POST + b"5\r\nab"]
+)
+async def test_what_an_answered_client_still_sends_is_discarded_within_a_time(sent: bytes) -> None:
+    """A byte of the body behind the answer switched off the only timer of the connection."""
+    sock = bind("127.0.0.1", 0)
+    async with serving(hello, sock, gate=within({Phase.DISCARD: 0.3})) as listener, asyncio.timeout(10):
+        reader, writer = await connected(sock)
+        writer.write(sent)
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+        writer.write(b"c")
+
+        assert await until_closed(reader) == b""
+        await eventually(lambda: listener.connections == 0)
+        writer.close()
+
+
+async def test_what_an_answered_client_still_sends_is_discarded_within_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "_MAX_DISCARDED_BYTES", 2**20)
+    sock = bind("127.0.0.1", 0)
+    async with serving(hello, sock), asyncio.timeout(10):
+        reader, writer = await connected(sock)
+        writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 100000000\r\n\r\n")
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+        with suppress(ConnectionError):
+            for _ in range(50):
+                writer.write(bytes(2**20))
+                await writer.drain()
+
+        assert await until_closed(reader) == b""
+        writer.close()
+
+
+async def test_the_rest_of_an_answered_request_may_come_and_another_one_behind_it() -> None:
+    sock = bind("127.0.0.1", 0)
+    async with serving(hello, sock, gate=within({Phase.DISCARD: 60.0})), asyncio.timeout(10):
+        reader, writer = await connected(sock)
+        writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n")
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+        writer.write(b"x" * 100 + b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+
+        assert (await reader.read()).startswith(b"HTTP/1.1 200")
+        writer.close()
+
+
+async def test_answered_clients_that_still_send_make_room_on_a_full_port() -> None:
+    sock, gate = bind("127.0.0.1", 0), ConnectionGate(20)
+    async with serving(hello, sock, gate=gate), asyncio.timeout(10):
+        pairs = [await connected(sock) for _ in range(50)]
+        for _, writer in pairs:
+            writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nx")
+        await eventually(lambda: len(gate.lines[Phase.DISCARD].tickets) == 20)
+
+        assert await answered(sock.getsockname()[1])
+        for _, writer in pairs:
+            writer.close()
+
+
+async def test_few_pipelined_requests_wait_and_the_rest_is_not_parsed_before() -> None:
+    """Each took 2 KiB, so that 256 KiB of them in one read took 30 MiB."""
+    release, waiting = asyncio.Event(), list[int]()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            await release.wait()
+            (protocol,) = running._server.server_state.connections
+            waiting.append(len(cast(http_protocol.HttpProtocol, protocol).pipeline))
+            await hello(scope, receive, send)
+
+    count = 5000
+    sock = bind("127.0.0.1", 0)
+    gate = ConnectionGate()
+    async with serving(app, sock, gate=gate) as running, asyncio.timeout(60):
+        reader, writer = await connected(sock)
+        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n" * count)
+        await eventually(lambda: gate.held_bytes > 50_000)
+        release.set()
+        for _ in range(count):
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+        assert len(waiting) == count
+        assert max(waiting) <= 4
+        assert gate.held_bytes == 0
+        writer.close()
+
+
+async def test_bytes_that_wait_are_bounded_over_all_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_gate, "HELD_BYTES", 100_000)
+    gate = ConnectionGate()
+    sock = bind("127.0.0.1", 0)
+    async with serving(hello, sock, gate=gate), asyncio.timeout(20):
+        slow = [await connected(sock) for _ in range(8)]
+        for _, writer in slow:
+            writer.write(b"GET / HTTP/1.1\r\nx: " + b"y" * 30_000)
+        await eventually(lambda: gate.count == 3)
+
+        assert 0 < gate.held_bytes <= 100_000
+        assert await answered(sock.getsockname()[1])
+        for _, writer in slow:
+            writer.close()
+
+
+async def test_one_byte_chunks_and_many_heads_leave_turns_to_others() -> None:
+    """A read of 256 KiB of them is parsed in turns of some milliseconds."""
+    sock = bind("127.0.0.1", 0)
+    async with serving(upload_all, sock), asyncio.timeout(60):
+        loop = asyncio.get_running_loop()
+        reader, writer = await connected(sock)
+        writer.write(CHUNKED_POST)
+        longest, last, turns = 0.0, loop.time(), 0
+        writer.write(b"1\r\na\r\n" * 400_000 + b"0\r\n\r\n")
+        answer = asyncio.ensure_future(reader.readuntil(b"400000"))
+        while not answer.done():
+            await asyncio.sleep(0)
+            turns += 1
+            longest, last = max(longest, time.perf_counter() - last) if turns > 1 else 0.0, time.perf_counter()
+        assert longest < 0.1
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    ("head", "is_refused"),
+    [(b"x: y\r\n" * 200, False), (b"x: y\r\n" * 300, True)],
+)
+async def test_the_number_of_headers_is_bounded(head: bytes, is_refused: bool) -> None:
+    sock = bind("127.0.0.1", 0)
+    async with serving(hello, sock), asyncio.timeout(10):
+        reader, writer = await connected(sock)
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n" + head + b"\r\n")
+
+        assert (await reader.readline()).startswith(b"HTTP/1.1 400" if is_refused else b"HTTP/1.1 200")
+        writer.close()
+
+
+async def test_a_head_behind_a_slow_answer_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    late, release = asyncio.Semaphore(0), asyncio.Event()
+    on_expired = http_protocol.HttpProtocol.on_expired
+
+    def noted(protocol: http_protocol.HttpProtocol, phase: Phase) -> None:
+        assert phase is Phase.ANSWER
+        on_expired(protocol, phase)
         late.release()
 
     async def slow(scope: dict[str, Any], receive: Any, send: Any) -> None:
@@ -234,9 +448,9 @@ async def test_a_head_behind_a_slow_answer_is_waited_for(monkeypatch: pytest.Mon
             await release.wait()
         await hello(scope, receive, send)
 
-    monkeypatch.setattr(http_protocol.HttpProtocol, "_on_head_late", noted)
+    monkeypatch.setattr(http_protocol.HttpProtocol, "on_expired", noted)
     sock = bind("127.0.0.1", 0)
-    async with serving(slow, sock), asyncio.timeout(10):
+    async with serving(slow, sock, gate=within({Phase.HEAD: 0.02, Phase.ANSWER: 0.02})), asyncio.timeout(10):
         reader, writer = await connected(sock)
         writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\nGET / HTTP/1.1\r\n")
         for _ in range(3):
@@ -274,7 +488,7 @@ async def asked(sock: socket.socket) -> tuple[asyncio.StreamReader, asyncio.Stre
 async def test_a_client_that_does_not_read_is_cut_off_and_its_reply_charged_until_then(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(http_protocol, "STALL_S", 0.2)
+    monkeypatch.setattr(connection_gate, "STALL_S", 0.2)
     budget = ByteBudget(1)
     sock = bind("127.0.0.1", 0)
     async with serving(Body(50 * 2**20, budget), sock):
@@ -289,8 +503,8 @@ async def test_a_client_that_does_not_read_is_cut_off_and_its_reply_charged_unti
 
 
 async def test_a_client_that_reads_slowly_gets_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_protocol, "STALL_S", 0.3)
-    monkeypatch.setattr(http_protocol, "LEAST_READ_BYTES", 1)
+    monkeypatch.setattr(connection_gate, "STALL_S", 0.3)
+    monkeypatch.setattr(connection_gate, "LEAST_READ_BYTES", 1)
     size = 8 * 2**20
     sock = bind("127.0.0.1", 0)
     async with serving(Body(size, ByteBudget(1)), sock), asyncio.timeout(30):
@@ -345,8 +559,8 @@ async def test_a_body_without_a_length_is_charged_as_it_comes() -> None:
 async def test_a_body_that_finds_no_room_is_refused_and_one_that_does_not_come_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(http_protocol, "_BUDGET_WAIT_S", 0.1)
-    monkeypatch.setattr(http_protocol, "BODY_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(http_bodies, "_BUDGET_WAIT_S", 0.1)
+    monkeypatch.setattr(http_bodies, "BODY_TIMEOUT_S", 0.3)
     budget = ByteBudget(1000)
     sock = bind("127.0.0.1", 0)
     async with serving(upload(budget, 900), sock), asyncio.timeout(20):

@@ -130,7 +130,7 @@ async def test_who_leaves_passes_on_connections_without_a_request_and_the_others
         head = await reader.readuntil(b"\r\n\r\n")
         return b"connection: close" in head, await reader.readexactly(1)
 
-    sock, taken = bind("127.0.0.1", 0), set()
+    sock = bind("127.0.0.1", 0)
     async with serving(app(b"A"), sock.dup(), Echo) as leaves, asyncio.timeout(30):
         kept, silent, slow = [await connected(sock) for _ in range(20)], await connected(sock), await connected(sock)
         assert [await ask(each) for each in kept] == [(False, b"A")] * len(kept)
@@ -138,7 +138,7 @@ async def test_who_leaves_passes_on_connections_without_a_request_and_the_others
         await waiting.wait()
         await eventually(lambda: leaves.connections == 22)
         async with serving(app(b"B"), sock.dup(), Echo) as stays:
-            leaves.leave(lambda connection: taken.add(asyncio.create_task(stays.take(connection))))
+            leaves.leave(stays.take)
 
             assert [await ask(each) for each in (*kept, silent)] == [(False, b"B")] * 21
             release.set()

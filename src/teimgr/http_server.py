@@ -7,7 +7,7 @@ import contextlib
 import errno
 import socket
 import ssl
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -15,10 +15,11 @@ from typing import Any, cast
 
 import uvicorn
 
+from teimgr.acceptor import Acceptor
+from teimgr.connection_gate import ConnectionGate, Phase, Ticket
 from teimgr.errors import InvalidConfig, PortConflict
 from teimgr.http_direct import Direct
 from teimgr.http_protocol import (
-    KEEP_ALIVE_S,
     H2Connection,
     H2Factory,
     HttpProtocol,
@@ -35,7 +36,6 @@ _KEEPALIVE_IDLE_S = 300
 _SHOWN_COMMAND = 60
 _CONNECTION_CLOSE = (b"connection", b"close")
 AsgiApp = Callable[..., Any]
-AsyncioServers = list[asyncio.Server]
 
 
 def bind(host: str, port: int, setting: str = "", *, is_shared: bool = False) -> socket.socket:
@@ -72,6 +72,13 @@ def address_of(sock: socket.socket) -> str:
     return f"[{name}]:{port}" if ":" in name else f"{name}:{port}"
 
 
+def address_of_peer(sock: socket.socket) -> str:
+    """The host of the other end, empty for a Unix socket or a connection that is gone."""
+    with suppress(OSError, IndexError):
+        return str(sock.getpeername()[0]) if sock.family != socket.AF_UNIX else ""
+    return ""
+
+
 def listening_process(port: int) -> str | None:
     """The process that listens on a TCP port of this host, as `process 71 (python -m http.server)`.
 
@@ -91,30 +98,6 @@ def listening_process(port: int) -> str | None:
     return None
 
 
-async def listen_on(
-    sockets: Iterable[socket.socket], protocol: Callable[[], asyncio.Protocol], **options: Any
-) -> AsyncioServers:
-    """Servers on copies of listening sockets, with these options of `create_server`.
-
-    Raises:
-        OSError: such as a lack of descriptors; no server is left.
-    """
-    loop, servers = asyncio.get_running_loop(), []
-    try:
-        for sock in sockets:
-            copy = sock.dup()
-            try:
-                servers.append(await loop.create_server(protocol, sock=copy, **options))
-            except BaseException:
-                copy.close()
-                raise
-    except BaseException:
-        for each in servers:
-            each.close()
-        raise
-    return servers
-
-
 class Listener:
     """A running server."""
 
@@ -123,31 +106,19 @@ class Listener:
 
     @property
     def connections(self) -> int:
-        return len(self._server.server_state.connections)
+        """The open connections, from their accept."""
+        return self._server.gate.count
 
     async def secure(self, context: ssl.SSLContext) -> None:
         """Use `context` for new connections; open ones keep theirs.
 
-        Starts a new asyncio server on the same listening socket: authorities can only be added to a context in use, and
-        clients would resume sessions that the former ones admitted. uvloop loses no connection by it; asyncio's own
-        loop may lose one that it accepts in that moment.
+        Not an addition to the context in use: clients would resume sessions that its former authorities admitted.
         """
-        server, config = self._server, self._server.config
-        kind: Any = config.http_protocol_class
-        protocol = partial(kind, config=config, server_state=server.server_state, app_state=server.lifespan.state)
-        former = server.servers
-        sockets = [sock for each in former for sock in each.sockets]
-        server.servers = await listen_on(sockets, protocol, ssl=context, backlog=config.backlog)
-        for each in former:
-            each.close()
+        self._server.context = context
 
-    async def take(self, sock: socket.socket) -> None:
+    def take(self, sock: socket.socket) -> None:
         """Serve a connection that another process passed on."""
-        server, config = self._server, self._server.config
-        kind: Any = config.http_protocol_class
-        protocol = kind(config=config, server_state=server.server_state, app_state=server.lifespan.state)
-        protocol.silence_s = KEEP_ALIVE_S
-        await asyncio.get_running_loop().connect_accepted_socket(lambda: protocol, sock)
+        self._server.acceptors[0].take(sock, address_of_peer(sock), Phase.IDLE)
 
     def leave(self, pass_on: PassOn | None = None) -> None:
         """Stop accepting, and leave the address to the processes that share the socket.
@@ -157,8 +128,8 @@ class Listener:
         once, and every other one when it has none: no request that comes later is answered here.
         HTTP/2: GOAWAY; calls that the client began later are not answered, and the client makes them elsewhere.
         """
-        for server in self._server.servers:
-            server.close()
+        for acceptor in self._server.acceptors:
+            acceptor.close()
         state = self._server.server_state
         state.is_leaving = True
         self._server.config.encoded_headers.append(_CONNECTION_CLOSE)  # uvicorn's source of the next second's list
@@ -179,14 +150,15 @@ async def serving(
     direct: Direct | None = None,
     unix: UnixListener | None = None,
     http: type[HttpProtocol] = HttpProtocol,
+    gate: ConnectionGate | None = None,
     **tls: Any,
 ) -> AsyncIterator[Listener]:
     """Serve `app` on `sock` while the body runs; requests in flight are answered before it ends. Closes the socket.
 
     The body starts once the server listens. `h2` makes the protocol of a connection that begins with HTTP/2's preface;
     without it HTTP/2 is not served. `http` is the protocol of the others. `direct` may answer requests without `app`.
-    `unix` is served beside `sock`, and its file removed as the body ends. `tls` are arguments of uvicorn
-    (`rest/app.py`).
+    `unix` is served beside `sock`, and its file removed as the body ends. `gate` counts the connections of both. `tls`
+    are arguments of uvicorn (`rest/app.py`).
 
     Raises:
         PortConflict: another process began to listen on the address since it was bound.
@@ -201,11 +173,10 @@ async def serving(
         ws="none",
         server_header=False,
         timeout_graceful_shutdown=_CLOSE_GRACE_S,
-        timeout_keep_alive=cast(int, KEEP_ALIVE_S),
         http=cast(Any, http if h2 is None else partial(ProtocolSniffer, h2, http)),
         **tls,
     )
-    server = Server(config)
+    server = Server(config, gate or ConnectionGate())
     server.server_state.direct = direct
     task = asyncio.create_task(server.serve(sockets=[sock] if unix is None else [sock, unix.sock]))
     try:
@@ -238,17 +209,37 @@ async def _listening(server: Server, task: asyncio.Task[None], sock: socket.sock
 
 
 class Server(uvicorn.Server):
-    """Uvicorn with an event set once it listens, and without its signal handlers."""
+    """Uvicorn that accepts its connections through a gate, has an event set once it listens, and no signal handlers."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, gate: ConnectionGate) -> None:
         super().__init__(config)
         self.server_state: ServerConnections = ServerConnections(config)
         self.listening = asyncio.Event()
+        self.gate = gate
+        self.context: ssl.SSLContext | None = None
+        self.acceptors: list[Acceptor] = []
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        if not self.should_exit:
-            self.listening.set()
+        await super().startup([])  # it listens on none of them
+        if self.should_exit:
+            return
+        self.context = self.config.ssl
+        for sock in sockets or ():
+            sock.listen(self.config.backlog)
+            self.acceptors.append(Acceptor(sock, self.gate, self._protocol, lambda: self.context))
+        self.servers = cast(Any, self.acceptors)  # which uvicorn closes
+        for acceptor in self.acceptors:
+            acceptor.start()
+        self.listening.set()
+
+    def _protocol(self, ticket: Ticket) -> asyncio.Protocol:
+        config: Any = self.config
+        return cast(
+            asyncio.Protocol,
+            config.http_protocol_class(
+                config=config, server_state=self.server_state, app_state=self.lifespan.state, ticket=ticket
+            ),
+        )
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

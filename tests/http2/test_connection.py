@@ -13,10 +13,12 @@ import pytest
 from h2.errors import ErrorCodes
 from tests.fuzz.http2 import frames_of
 from tests.support.h2_peer import LIMIT_S, Peer, connecting, request
+from tests.support.http_connections import within
 from tests.support.polling import eventually
 
-from teimgr import http_protocol
+from teimgr import connection_gate
 from teimgr.byte_budget import ByteBudget
+from teimgr.connection_gate import ConnectionGate, Phase
 from teimgr.http2 import connection, sender
 from teimgr.http2.framing import Framing, Payload
 from teimgr.http2.requests import protocol
@@ -42,10 +44,16 @@ async def application(scope: Any, receive: Any, send: Any) -> None:
 
 
 @pytest.fixture
-async def server() -> AsyncIterator[tuple[Listener, tuple[str, int]]]:
+def gate(request: pytest.FixtureRequest) -> ConnectionGate:
+    """With the time limits of the test's parameters."""
+    return within(getattr(request, "param", {}))
+
+
+@pytest.fixture
+async def server(gate: ConnectionGate) -> AsyncIterator[tuple[Listener, tuple[str, int]]]:
     sock = bind("127.0.0.1", 0)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16384)  # of its connections: what is not read shows early
-    async with serving(application, sock, protocol) as listener:
+    async with serving(application, sock, protocol, gate=gate) as listener:
         yield listener, sock.getsockname()
 
 
@@ -90,7 +98,7 @@ async def test_pings_of_a_client_that_does_not_read_fill_no_buffer(
 ) -> None:
     monkeypatch.setattr(connection, "_CONTROL_BURST", 10**9)
     monkeypatch.setattr(connection, "_CONTROL_PER_S", 1e9)
-    monkeypatch.setattr(http_protocol, "STALL_S", 0.5)
+    monkeypatch.setattr(connection_gate, "STALL_S", 0.5)
     held: list[int] = []
     received = connection.Connection.data_received
 
@@ -131,10 +139,10 @@ async def test_too_many_open_streams_are_refused_unprocessed(connect: Connect, m
     assert refused.error_code == ErrorCodes.REFUSED_STREAM
 
 
+@pytest.mark.parametrize("gate", [{Phase.HEAD: 0.05}], indirect=True)
 async def test_a_connection_without_a_request_is_closed_by_goaway(
     address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection, "HEAD_LIMIT_S", 0.05)
     monkeypatch.setattr(connection, "_GOAWAY_S", 0.05)
     async with connecting(*address) as connect:
         peer = await connect()
@@ -144,11 +152,10 @@ async def test_a_connection_without_a_request_is_closed_by_goaway(
             await peer.take()
 
 
+@pytest.mark.parametrize("gate", [{Phase.HEAD: 30.0, Phase.IDLE: 0.05}], indirect=True)
 async def test_a_connection_is_kept_between_requests_for_a_time(
     connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection, "HEAD_LIMIT_S", 30.0)
-    monkeypatch.setattr(connection, "KEEP_ALIVE_S", 0.05)
     monkeypatch.setattr(connection, "_GOAWAY_S", 0.05)
     peer = await connect()
     peer.open(request("/"), end=True)

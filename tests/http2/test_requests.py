@@ -21,8 +21,8 @@ from tests.support.polling import eventually
 from teimgr.byte_budget import ByteBudget, Charge
 from teimgr.http2 import connection, requests, sender
 from teimgr.http2.requests import protocol
+from teimgr.http_bodies import HeldResponse, read_body
 from teimgr.http_direct import Answer, DirectReply, DirectRequest
-from teimgr.http_protocol import HeldResponse, read_body
 from teimgr.http_server import Listener, bind, serving
 
 LARGE = 1 << 20

@@ -30,7 +30,7 @@ async def test_a_handshake_that_ends_after_the_stop_began_is_told_to_go_and_afte
         await release.wait()
         await stream.send_headers([(b":status", b"200")], end=True)
 
-    server = GrpcServer(lambda state: Connection(serve, state, stays_open=True), tls_context(files))
+    server = GrpcServer(lambda state, ticket: Connection(serve, state, ticket, stays_open=True), tls_context(files))
     sock = bind("127.0.0.1", 0)
     address = sock.getsockname()
     server.add(sock)

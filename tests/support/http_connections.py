@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from teimgr.connection_gate import LIMITS, ConnectionGate, Phase, Ticket
 
 
 async def hello(scope: dict[str, Any], receive: Any, send: Any) -> None:
@@ -14,20 +18,28 @@ async def hello(scope: dict[str, Any], receive: Any, send: Any) -> None:
         await send({"type": "http.response.body", "body": b""})
 
 
+def within(seconds: Mapping[Phase, float]) -> ConnectionGate:
+    """A gate with other time limits for these phases."""
+    return ConnectionGate(limits={phase: replace(LIMITS[phase], seconds=limit) for phase, limit in seconds.items()})
+
+
 class Echo(asyncio.Protocol):
     """Stands for HTTP/2: sends back whatever comes."""
 
-    def __init__(self, books: Any) -> None:
+    def __init__(self, books: Any, ticket: Ticket) -> None:
         self._books = books
+        self._ticket = ticket
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
+        self._ticket.enter(Phase.IDLE)
         self._books.connections.add(self)
 
     def data_received(self, data: bytes) -> None:
         self._transport.write(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._ticket.leave()
         self._books.connections.discard(self)
 
     def shutdown(self) -> None:

@@ -15,7 +15,7 @@ from teimgr.batches.batch_store import ResultLine
 from teimgr.batches.lines import InputRequest
 from teimgr.byte_budget import ByteBudget
 from teimgr.errors import Broken, DeadlineExceeded, Refused, TeimgrError, TryLater
-from teimgr.http_protocol import is_json
+from teimgr.http_bodies import is_json
 from teimgr.observability.request_context import CURRENT, RequestContext
 from teimgr.routing.links import ConnectionLost
 from teimgr.wire import error_bodies

@@ -20,9 +20,9 @@ from contextvars import Context
 
 from teimgr.cluster.host_link import HostAddress, HostLink, connect
 from teimgr.cluster.relay import NearEnd, most_forwarded, reset
+from teimgr.connection_gate import STALL_S
 from teimgr.errors import TeimgrError, Unavailable
 from teimgr.fleet_tls import FleetIdentity
-from teimgr.http_protocol import STALL_S
 from teimgr.launch.launcher import JoinedPort, LocalLauncher
 from teimgr.launch.process_handle import LaunchFailed
 from teimgr.observability import catalogue

@@ -47,7 +47,7 @@ from teimgr.gateway.model_cards import (
     infinity_health,
 )
 from teimgr.gateway.routes import DIALECT_HEADER, DialectPath, paths
-from teimgr.http_protocol import HeldResponse, SlowClient, charge_body, read_body, unless_hung_up
+from teimgr.http_bodies import HeldResponse, SlowClient, charge_body, read_body, unless_hung_up
 from teimgr.observability import catalogue
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.routing.links import LinkLimits

@@ -12,11 +12,12 @@ from functools import partial
 from typing import Any, cast
 
 from teimgr.byte_budget import ByteBudget
+from teimgr.connection_gate import LIMITS, ConnectionGate, Phase, StallGuard, Ticket
 from teimgr.http2.framing import ConnectionBroken, ErrorCode, Framing, Payload
 from teimgr.http2.header_decoder import Headers
 from teimgr.http2.sender import Sender
 from teimgr.http2.stream import Stream, StreamLost
-from teimgr.http_protocol import HEAD_LIMIT_S, KEEP_ALIVE_S, ListenerState, StallGuard
+from teimgr.http_protocol import ListenerState
 
 log = logging.getLogger(__name__)
 
@@ -42,8 +43,8 @@ _STREAMS_PER_CONTROL = 64
 _GOAWAY_S = 1.0
 # What an answered client still sends is read and discarded within these, then its stream is reset: clients such as curl
 # before 8.7 lose the response with the stream.
-_DISCARD_S = 30.0
-_DISCARDED_BYTES = 64 * 2**20
+_DISCARD_S = LIMITS[Phase.DISCARD].seconds
+_DISCARDED_BYTES = cast(int, LIMITS[Phase.DISCARD].bytes)
 
 Serve = Callable[[Stream], Coroutine[Any, Any, None]]
 """Serves one stream; runs as a task, cancelled when the stream is lost, unless it sets `Stream.on_lost`."""
@@ -64,11 +65,11 @@ class Connection(asyncio.Protocol):
     """One connection; registers with the server, which calls `shutdown` at its end and cancels tasks that take longer.
 
     A connection without streams is closed after a time, by GOAWAY; one that `stays_open` only until its client has sent
-    its settings. Beyond `max_connections` it is aborted.
+    its settings. `ticket` counts it; without one it is the only connection of a gate of its own.
     """
 
     def __init__(
-        self, serve: Serve, state: ListenerState, *, stays_open: bool = False, max_connections: int | None = None
+        self, serve: Serve, state: ListenerState, ticket: Ticket | None = None, *, stays_open: bool = False
     ) -> None:
         self._serve = serve
         self._state = state
@@ -81,10 +82,9 @@ class Connection(asyncio.Protocol):
         self._ahead = ByteBudget(_AHEAD.limit_bytes // _AHEAD_SHARE, _AHEAD)
         self._allowance = float(_CONTROL_BURST)
         self._allowance_at = 0.0
-        self._idle: asyncio.TimerHandle | None = None
+        self._ticket = ticket
         self._is_stopping = self._sent_goaway = self._lingers = False
         self.stays_open = stays_open
-        self._max_connections = max_connections
 
     # Called by asyncio.
 
@@ -94,13 +94,14 @@ class Connection(asyncio.Protocol):
         self.closed = self._loop.create_future()
         self.sender = Sender(self._framing, self.transport)
         self._stall_guard = StallGuard(self.transport)
-        is_full = self._max_connections is not None and len(self._state.connections) >= self._max_connections
-        if is_full or self._state.has_ended:
+        ticket = self._ticket = self._ticket or ConnectionGate(1).admit("")
+        assert ticket is not None
+        if not ticket.hand_to(self) or self._state.has_ended:
             self.transport.abort()
             return
         self._state.connections.add(cast(Any, self))
         self.sender.flush()
-        self._await_request(HEAD_LIMIT_S)
+        ticket.enter(Phase.HEAD)
 
     def data_received(self, data: bytes) -> None:
         """Process received bytes; a protocol error ends this connection only."""
@@ -136,10 +137,22 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.closed.set_result(None)
         self._stall_guard.resumed()
-        self._stop_idle()
+        if self._ticket is not None:
+            self._ticket.leave()
         self._state.connections.discard(cast(Any, self))
         self._lose_streams()
         self.sender.resume()
+
+    # Called by the gate.
+
+    def on_expired(self, phase: Phase) -> None:
+        if phase in (Phase.HEAD, Phase.IDLE):
+            self.leave()
+        elif self._ticket is not None and not self.transport.is_closing():
+            self._ticket.renew()
+
+    def on_displaced(self) -> None:
+        self.transport.abort()
 
     # Called by the server.
 
@@ -187,7 +200,7 @@ class Connection(asyncio.Protocol):
     def on_request(self, number: int, headers: Headers) -> bool:
         if self._sent_goaway or len(self._tasks) >= MAX_STREAMS or len(self._state.tasks) >= MAX_TASKS:
             return False
-        self._stop_idle()
+        self._enter(Phase.ANSWER)
         stream = Stream(self, number, headers)
         self._streams[number] = stream
         task = self._loop.create_task(self._run(stream))
@@ -232,7 +245,7 @@ class Connection(asyncio.Protocol):
         if self._state.is_leaving and not self._sent_goaway:  # its handshake took until now
             self.leave()
         if self.stays_open:
-            self._stop_idle()
+            self._enter(Phase.ANSWER)
         if changes_windows:
             for stream in self._streams.values():
                 self.sender.take_turn(stream)
@@ -283,7 +296,7 @@ class Connection(asyncio.Protocol):
         if self._sent_goaway:
             self._close_when_idle()
         elif not self._tasks and not self.stays_open and not self.transport.is_closing():
-            self._await_request(KEEP_ALIVE_S)
+            self._enter(Phase.IDLE)
 
     def _discard(self, number: int, size: int) -> None:
         """Count received bytes of an answered stream; reset one whose client sends too much."""
@@ -298,13 +311,9 @@ class Connection(asyncio.Protocol):
         if (answered := self._answered.pop(number, None)) is not None:
             answered.timer.cancel()
 
-    def _await_request(self, limit_s: float) -> None:
-        self._idle = self._loop.call_later(limit_s, self.leave)
-
-    def _stop_idle(self) -> None:
-        if self._idle is not None:
-            self._idle.cancel()
-            self._idle = None
+    def _enter(self, phase: Phase) -> None:
+        if self._ticket is not None:
+            self._ticket.enter(phase)
 
     def _send_goaway(self) -> None:
         if not self._sent_goaway and not self.transport.is_closing():

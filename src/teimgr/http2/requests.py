@@ -13,6 +13,7 @@ from uvicorn.protocols.http.httptools_impl import HEADER_RE, HEADER_VALUE_RE
 from uvicorn.protocols.utils import get_local_addr, get_remote_addr, is_ssl
 
 from teimgr.byte_budget import Charge
+from teimgr.connection_gate import Ticket
 from teimgr.http2.connection import Connection
 from teimgr.http2.framing import ErrorCode
 from teimgr.http2.request_head import InvalidHead, RequestHead, read_head
@@ -31,9 +32,9 @@ PeerScope = Callable[[asyncio.Transport], dict[str, Any]]
 """What a connection's peer adds to the scope of its requests."""
 
 
-def protocol(state: ServerConnections, peer_scope: PeerScope | None = None) -> Connection:
+def protocol(state: ServerConnections, ticket: Ticket, peer_scope: PeerScope | None = None) -> Connection:
     """The protocol of a connection with HTTP requests alone."""
-    return Connection(HttpStreams(state, peer_scope).serve, state)
+    return Connection(HttpStreams(state, peer_scope).serve, state, ticket)
 
 
 class HttpStreams:

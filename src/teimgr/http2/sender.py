@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
+from teimgr.connection_gate import LEAST_READ_BYTES, STALL_S
 from teimgr.http2.framing import Framing
 from teimgr.http2.header_decoder import Headers
 from teimgr.http2.stream import Stalled, Stream, StreamLost
-from teimgr.http_protocol import LEAST_READ_BYTES, STALL_S
 
 # Longest DATA frame that is sent: others have their turn after it.
 _FRAME_BYTES = 256 * 1024

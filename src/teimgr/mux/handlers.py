@@ -13,6 +13,7 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse, H
 
 from teimgr.auth.policy import CertificateNames, PolicyInForce, Right, authenticate_call, certificate_from_tls
 from teimgr.byte_budget import ByteBudget, UnreadReplies
+from teimgr.connection_gate import Ticket
 from teimgr.errors import DeadlineExceeded, InvalidInput, Overloaded, TeimgrError
 from teimgr.grpc_core import health_reflection, standard_calls
 from teimgr.grpc_core.health_reflection import NOT_SERVING, SERVING, HealthService, Reflection
@@ -178,10 +179,10 @@ class MuxHandlers:
             Shape.CLIENT_STREAM: self._client_stream,
         }
 
-    def protocol(self, state: ListenerState, max_connections: int | None = None) -> Connection:
+    def protocol(self, state: ListenerState, ticket: Ticket) -> Connection:
         """The protocol of a connection."""
         serve = partial(self._serve, Peer(self._held, self._unread))
-        return Connection(serve, state, stays_open=True, max_connections=max_connections)
+        return Connection(serve, state, ticket, stays_open=True)
 
     def _serve(self, peer: Peer, stream: Stream) -> Coroutine[Any, Any, None]:
         path = dict(stream.headers).get(b":path", b"").decode("latin-1")

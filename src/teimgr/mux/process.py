@@ -23,7 +23,6 @@ import ssl
 import sys
 import time
 from collections.abc import Iterable
-from functools import partial
 from pathlib import Path
 
 import uvloop
@@ -40,7 +39,7 @@ from teimgr.mux.forwarding import CallCounters
 from teimgr.mux.handlers import MuxHandlers, MuxHealth
 from teimgr.mux.server import GrpcServer, tls_context, tls_context_of
 from teimgr.observability import logs
-from teimgr.observability.memory import max_connections, resident_bytes
+from teimgr.observability.memory import resident_bytes
 from teimgr.observability.telemetry import open_telemetry
 from teimgr.routing.links import LinkLimits
 from teimgr.routing.router import Router
@@ -150,7 +149,7 @@ class Mux:
             telemetry=self._telemetry,
         )
         context = None if self._config.tls is None else tls_context(self._config.tls)
-        return GrpcServer(partial(handlers.protocol, max_connections=max_connections()), context)
+        return GrpcServer(handlers.protocol, context)
 
     def _listen(self) -> None:
         """Listen on the port and, where one is configured, on the Unix socket; raises Unavailable."""

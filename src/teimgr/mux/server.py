@@ -11,14 +11,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
+from teimgr.acceptor import Acceptor
 from teimgr.auth.tls_files import Pems, TlsFiles
+from teimgr.connection_gate import ConnectionGate, Ticket
 from teimgr.http2.connection import Connection
 from teimgr.http_protocol import ListenerState
-from teimgr.http_server import AsyncioServers, listen_on
 
 _BACKLOG = 2048
-# For TLS; a connection that is silent so long is closed.
-_HANDSHAKE_LIMIT_S = 20.0
 # After the last call clients close their connections; those that do not are closed by the server.
 _CLOSE_S = 1.0
 
@@ -26,16 +25,21 @@ _CLOSE_S = 1.0
 class GrpcServer:
     """Serves connections of bound sockets from `start` to `stop`; `protocol` makes the protocol of each.
 
-    With a `context` every connection is TLS; until `start` it may be set.
+    With a `context` every connection is TLS; until `start` it may be set. `gate` counts the connections.
     """
 
-    def __init__(self, protocol: Callable[[ListenerState], Connection], context: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self,
+        protocol: Callable[[ListenerState, Ticket], Connection],
+        context: ssl.SSLContext | None = None,
+        gate: ConnectionGate | None = None,
+    ) -> None:
         self._state = ListenerState()
-        self._protocol = lambda: protocol(self._state)
+        self._protocol = lambda ticket: protocol(self._state, ticket)
         self.context = context
+        self._gate = gate or ConnectionGate()
         self._sockets: list[socket.socket] = []
-        self._servers: AsyncioServers = []
-        self._securing = asyncio.Lock()
+        self._acceptors: list[Acceptor] = []
 
     def add(self, sock: socket.socket) -> None:
         """Listen on a bound socket; until `start` its clients wait in the backlog."""
@@ -45,17 +49,14 @@ class GrpcServer:
 
     async def start(self) -> None:
         """Accept connections."""
-        self._servers = await self._listen(self._sockets)
+        for sock in self._sockets:
+            acceptor = Acceptor(sock, self._gate, self._protocol, lambda: self.context)
+            self._acceptors.append(acceptor)
+            acceptor.start()
 
     async def secure(self, context: ssl.SSLContext) -> None:
         """Use `context` for new connections; open ones keep theirs."""
-        async with self._securing:
-            self.context = context
-            if self._servers:
-                former = self._servers
-                self._servers = await self._listen([sock for each in former for sock in each.sockets])
-                for each in former:
-                    each.close()
+        self.context = context
 
     async def stop(self, grace_s: float | None) -> None:
         """Accept no more, answer the calls in flight within `grace_s`, None for none of them, and close.
@@ -74,6 +75,8 @@ class GrpcServer:
             connection.shutdown()
         if grace_s is not None:
             await self._closed()
+        for acceptor in self._acceptors:
+            await acceptor.wait_closed()
         for connection in self._connections():
             connection.transport.abort()
 
@@ -93,20 +96,14 @@ class GrpcServer:
             await asyncio.wait(closed, timeout=_CLOSE_S)
 
     def _close_listeners(self) -> None:
-        for server in self._servers:
-            server.close()
+        for acceptor in self._acceptors:
+            acceptor.close()
         for sock in self._sockets:
             sock.close()
-        self._servers, self._sockets = [], []
+        self._sockets = []
 
     def _connections(self) -> tuple[Connection, ...]:
         return cast(tuple[Connection, ...], tuple(self._state.connections))
-
-    async def _listen(self, sockets: list[socket.socket]) -> AsyncioServers:
-        limit_s = None if self.context is None else _HANDSHAKE_LIMIT_S
-        return await listen_on(
-            sockets, self._protocol, ssl=self.context, ssl_handshake_timeout=limit_s, backlog=_BACKLOG
-        )
 
 
 def tls_context(files: TlsFiles) -> ssl.SSLContext:

@@ -23,7 +23,7 @@ from teimgr.auth.policy import CERTIFICATE, NO_CERTIFICATE, Caller, Right, Scope
 from teimgr.auth.sessions import Sessions, is_same_origin
 from teimgr.config.settings import Settings
 from teimgr.errors import Code, Forbidden, InstanceNotFound, TeimgrError, Unauthenticated
-from teimgr.http_protocol import SlowClient, foreign_page, read_limited
+from teimgr.http_bodies import SlowClient, foreign_page, read_limited
 from teimgr.page import format, views
 from teimgr.page.assets import assets, html_response
 from teimgr.page.figures import Sampler

@@ -38,8 +38,8 @@ from teimgr.errors import Forbidden, InvalidInstanceName, TeimgrError, Unauthent
 from teimgr.gateway.gateway import Gateway
 from teimgr.gateway.model_cards import INFINITY_HEALTH, MODEL_LISTS
 from teimgr.gateway.routes import DialectPath, paths
+from teimgr.http_bodies import foreign_page
 from teimgr.http_direct import Answer, DirectReply, DirectRequest
-from teimgr.http_protocol import foreign_page
 from teimgr.observability import catalogue
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.observability.request_context import (

@@ -36,7 +36,7 @@ from teimgr.config.instance_keys import shown_args
 from teimgr.config.schema import ConfigFaults, nearest, quoted
 from teimgr.config.sources import with_template
 from teimgr.errors import TooLarge, ValidationError
-from teimgr.http_protocol import SlowClient, is_json, read_limited
+from teimgr.http_bodies import SlowClient, is_json, read_limited
 from teimgr.spec import FIXED, KEYS, InstanceKey, InstanceSpec, InstanceView, LoadedModel, State, WorkerView, updatable
 
 Text = Annotated[str, Field(max_length=4096)]

@@ -16,6 +16,7 @@ from google.protobuf.message import Message
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 from teimgr.byte_budget import ByteBudget, Charge, UnreadReplies
+from teimgr.connection_gate import STALL_S, Ticket
 from teimgr.errors import DeadlineExceeded, InvalidInput, TeimgrError, Unavailable
 from teimgr.grpc_core import health_reflection, standard_calls
 from teimgr.grpc_core.health_reflection import NOT_SERVING, SERVING, HealthService, Reflection
@@ -26,7 +27,7 @@ from teimgr.grpc_core.streams import STREAM_PAUSE_S, PairCollector, StreamPump
 from teimgr.http2.connection import Connection
 from teimgr.http2.requests import HttpStreams
 from teimgr.http2.stream import Stream, StreamLost
-from teimgr.http_protocol import STALL_S, ServerConnections
+from teimgr.http_protocol import ServerConnections
 from teimgr.observability.request_context import CURRENT, REQUEST_ID, RequestContext
 from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.spec import LANE_KEY, Kind
@@ -129,7 +130,7 @@ class GrpcPort:
         for name in health_reflection.REFLECTION_SERVICES:
             self._standard[f"/{name}/{health_reflection.REFLECTION_METHOD}"] = self._reflect
 
-    def protocol(self, state: ServerConnections) -> Connection:
+    def protocol(self, state: ServerConnections, ticket: Ticket) -> Connection:
         """The protocol of an HTTP/2 connection: RPCs here, and HTTP requests to the application of the server."""
         port_budget, http = self._dispatcher.port_budget, HttpStreams(state)
         budget = ByteBudget(port_budget.limit_bytes // _CONNECTION_SHARE, port_budget)
@@ -149,7 +150,7 @@ class GrpcPort:
             stream.on_stopping = partial(rpc.stop, Unavailable("the instance is stopping"))
             return self._serve(rpc)
 
-        return Connection(serve, state)
+        return Connection(serve, state, ticket)
 
     def stop(self) -> None:
         """Report NOT_SERVING and end the watches of health."""

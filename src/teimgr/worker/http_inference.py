@@ -25,7 +25,7 @@ from typing_extensions import TypeAliasType
 from teimgr.engine.job import InferOptions, Job, Lane, Pair
 from teimgr.engine.job import Input as EngineInput
 from teimgr.errors import EmptyInput, InvalidInput, TeimgrError, WrongModelKind
-from teimgr.http_protocol import is_json
+from teimgr.http_bodies import is_json
 from teimgr.spec import LoadedModel, WorkerSpec
 from teimgr.wire.error_bodies import JSON_TYPE, TEI, TEI_OPENAI, refusal
 from teimgr.wire.frames import Buffer, HttpReply, HttpRequest

@@ -17,8 +17,8 @@ from teimgr.byte_budget import Charge
 from teimgr.docs_page import HEADERS, page
 from teimgr.engine.job import Lane
 from teimgr.errors import Code, DeadlineExceeded, Forbidden, TeimgrError, Unavailable
+from teimgr.http_bodies import HeldResponse, SlowClient, charge_body, foreign_page, read_body, unless_hung_up
 from teimgr.http_direct import Answer, DirectReply, DirectRequest
-from teimgr.http_protocol import HeldResponse, SlowClient, charge_body, foreign_page, read_body, unless_hung_up
 from teimgr.observability.request_context import (
     CURRENT,
     REQUEST_ID,

@@ -115,7 +115,6 @@ class Worker:
         self._stop = asyncio.Event()
         self._force_stop = asyncio.Event()
         self._left_ports = asyncio.Event()
-        self._taking: set[asyncio.Task[None]] = set()
         self._signalled = False
         self._handover = False  # another worker of the instance serves from now on
         self._grace_s = _DRAIN_ON_SIGNAL_S
@@ -289,9 +288,7 @@ class Worker:
         if port not in listeners:
             connection.close()
             return
-        task = asyncio.create_task(listeners[port].take(connection))
-        self._taking.add(task)
-        task.add_done_callback(self._taking.discard)
+        listeners[port].take(connection)
 
     async def _leave_ports(self, listeners: Mapping[int, Listener], queue: ConnectionQueue) -> None:
         """Close the listening sockets where other workers listen on them; on a handover, wait until clients have moved.
@@ -302,7 +299,6 @@ class Worker:
         """
         self._links.ports.clear()
         queue.leave()
-        await asyncio.gather(*self._taking, return_exceptions=True)
         if self._handover or self._shared or self._links.has_shared_ports:
             for number, listener in listeners.items():
                 listener.leave(partial(queue.pass_on, number) if self._handover else None)

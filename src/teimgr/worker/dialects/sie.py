@@ -17,7 +17,7 @@ from pydantic import Field
 from teimgr.engine.job import InferOptions, Job, Output
 from teimgr.engine.tokenizer import Prompts
 from teimgr.errors import InvalidInput
-from teimgr.http_protocol import media_type
+from teimgr.http_bodies import media_type
 from teimgr.spec import Kind, LoadedModel
 from teimgr.wire.frames import Buffer, HttpReply, HttpRequest
 from teimgr.wire.quantisation import Precision, converted

@@ -1,0 +1,302 @@
+"""Limits of client connections: counts them from accept to close, by phase, with a time limit for each phase.
+
+A port has one `ConnectionGate`. Each connection has a `Ticket`, which it takes from phase to phase. When a phase lasts
+too long, the gate tells the connection, and when the port is full, it closes the connection that is worth least. So the
+limits of all ports are in one place, `LIMITS`, for HTTP/1, HTTP/2 and TLS alike, and cost no timer per connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from types import MappingProxyType
+from typing import Protocol
+
+from teimgr.observability.memory import max_connections
+
+
+class Phase(IntEnum):
+    """What a connection does. Every accepted connection is in exactly one phase until it is closed."""
+
+    SILENT = 0
+    """On a port with TLS: accepted, no byte received."""
+    HANDSHAKE = 1
+    """The TLS handshake, from its first byte."""
+    HEAD = 2
+    """A request is awaited for the first time, or its head (HTTP/2: a frame) or its trailers have begun."""
+    BODY = 3
+    """The body of a request is being received."""
+    ANSWER = 4
+    """A request was received and is being answered."""
+    DISCARD = 5
+    """A request was answered before it was received: the rest is read and discarded."""
+    IDLE = 6
+    """All requests were answered, the next one has not begun."""
+    CLOSING = 7
+    """The connection is closed once the client has read what was sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseLimit:
+    """Limits of a phase.
+
+    Attributes:
+        seconds: Time limit. In BODY it is the longest silence of the client (the readers of bodies limit the whole); in
+            ANSWER it is how often the connection is checked.
+        bytes: Most bytes received in the phase; None if other budgets limit them.
+        connections: Most connections of the port in this phase; a further one displaces the oldest.
+        per_address: Most of them of one client address (IPv6: one /64 network); a further one displaces the oldest.
+    """
+
+    seconds: float
+    bytes: int | None = None
+    connections: int | None = None
+    per_address: int | None = None
+
+
+LIMITS: Mapping[Phase, PhaseLimit] = MappingProxyType(
+    {
+        # SILENT and HANDSHAKE together: 10 s. A connection in its handshake takes up to 150 KiB, a silent one 2 KiB.
+        Phase.SILENT: PhaseLimit(5.0, connections=4096, per_address=2048),
+        Phase.HANDSHAKE: PhaseLimit(5.0, connections=256, per_address=128),
+        Phase.HEAD: PhaseLimit(20.0, bytes=64 * 2**10),
+        Phase.BODY: PhaseLimit(120.0),
+        Phase.ANSWER: PhaseLimit(30.0),
+        Phase.DISCARD: PhaseLimit(30.0, bytes=64 * 2**20),
+        # Longer than clients keep theirs (aiohttp 15 s, Java 30 s, AWS's load balancer 60 s, Go 90 s): a server that
+        # closes first may do so while the client sends a request, and few clients repeat a POST.
+        Phase.IDLE: PhaseLimit(120.0),
+        Phase.CLOSING: PhaseLimit(30.0),
+    }
+)
+# Most bytes that the connections of a port have received and not passed on: incomplete heads, requests that wait behind
+# another one. Beyond it the connection that has held some for longest is closed.
+HELD_BYTES = 64 * 2**20
+# A client that reads less than this in this time, while its connection's write buffer is full, is cut off.
+STALL_S = 30.0
+LEAST_READ_BYTES = 16 * 1024
+# The phases of connections that make room on a full port, in this order.
+_DISPLACED = (Phase.CLOSING, Phase.DISCARD, Phase.SILENT, Phase.HANDSHAKE, Phase.HEAD, Phase.IDLE)
+# Expired connections that are closed in one turn of the event loop, and the pause before the next ones.
+_CLOSED_PER_TURN = 64
+_TURN_PAUSE_S = 0.001
+
+
+class StallGuard:
+    """Aborts a connection whose client does not read: `paused` and `resumed` follow the transport's write buffer.
+
+    While the buffer is full, nothing more is written to it, so that it shrinks as fast as the client reads.
+    """
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._left = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def paused(self) -> None:
+        self.resumed()
+        self._left = self._transport.get_write_buffer_size()
+        self._timer = asyncio.get_running_loop().call_later(STALL_S, self._check)
+
+    def resumed(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _check(self) -> None:
+        if self._left - self._transport.get_write_buffer_size() < LEAST_READ_BYTES:
+            self._transport.abort()
+        else:
+            self.paused()
+
+
+class Holder(Protocol):
+    """The owner of a connection, as its gate sees it."""
+
+    def on_expired(self, phase: Phase) -> None:
+        """The time limit of the phase is over: close the connection, or enter or renew a phase. After the close the
+        phase is CLOSING, whose end is `on_displaced`.
+        """
+
+    def on_displaced(self) -> None:
+        """Abort the connection, which has left the gate: another one takes its place, or its close takes too long."""
+
+
+class Ticket:
+    """The admission of one connection, from accept to close."""
+
+    __slots__ = ("_gate", "_holder", "address", "deadline", "held", "phase")
+
+    def __init__(self, gate: ConnectionGate, address: str) -> None:
+        self._gate = gate
+        self._holder: Holder | None = None
+        self.address = address
+        self.phase: Phase | None = None
+        self.deadline = 0.0
+        self.held = 0
+
+    def hand_to(self, holder: Holder) -> bool:
+        """Make `holder` the owner of the connection; False if it was displaced before: the holder has to abort it."""
+        self._holder = holder
+        return self.phase is not None
+
+    def enter(self, phase: Phase) -> None:
+        """Begin a phase, with its time limit; nothing changes if the connection is in it already or has left."""
+        if phase is not self.phase and self.phase is not None:
+            self._gate.lines[self.phase].remove(self)
+            self._gate.lines[phase].add(self)
+
+    def renew(self) -> None:
+        """Begin the time limit of the present phase again."""
+        if self.phase is not None:
+            line = self._gate.lines[self.phase]
+            line.remove(self)
+            line.add(self)
+
+    def hold(self, size: int) -> None:
+        """Report how many received bytes the connection holds now. May displace a connection, even this one."""
+        if size != self.held and self.phase is not None:
+            self._gate.hold(self, size)
+
+    def has_room(self, size: int) -> bool:
+        """Whether the connection could hold this many bytes more without displacing one."""
+        return self._gate.held_bytes + size <= HELD_BYTES
+
+    def leave(self) -> None:
+        """Give the place back; called once the connection is closed, further calls do nothing."""
+        if self.phase is not None:
+            self._gate.hold(self, 0)
+            self._gate.lines[self.phase].remove(self)
+            self.phase = None
+            self._gate.count -= 1
+
+    def expire(self) -> None:
+        """Called by the gate."""
+        phase, deadline = self.phase, self.deadline
+        if phase is None:
+            return
+        if phase is Phase.CLOSING:
+            self.displace()
+            return
+        if self._holder is not None:
+            self._holder.on_expired(phase)
+        if self.phase is phase and self.deadline == deadline:  # its close waits for the client
+            self.enter(Phase.CLOSING)
+
+    def displace(self) -> None:
+        """Called by the gate."""
+        self.leave()
+        if self._holder is not None:
+            self._holder.on_displaced()
+
+
+class _Line:
+    """The tickets of one phase, in the order of their deadlines."""
+
+    def __init__(self, phase: Phase, limit: PhaseLimit) -> None:
+        self.tickets: OrderedDict[Ticket, None] = OrderedDict()  # a dict finds its first key slowly after deletions
+        self._phase = phase
+        self._limit = limit
+        self._by_address: dict[str, OrderedDict[Ticket, None]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, ticket: Ticket) -> None:
+        loop, limit = asyncio.get_running_loop(), self._limit
+        if limit.connections is not None and len(self.tickets) >= limit.connections:
+            next(iter(self.tickets)).displace()
+        if limit.per_address is not None:
+            same = self._by_address.setdefault(ticket.address, OrderedDict())
+            if len(same) >= limit.per_address:
+                next(iter(same)).displace()  # which keeps `same` in the dict, as others are in it
+            same[ticket] = None
+        ticket.phase = self._phase
+        ticket.deadline = loop.time() + limit.seconds
+        self.tickets[ticket] = None
+        if self._timer is None:
+            self._timer = loop.call_at(ticket.deadline, self._expire)
+
+    def remove(self, ticket: Ticket) -> None:
+        del self.tickets[ticket]
+        if self._limit.per_address is not None:
+            same = self._by_address[ticket.address]
+            del same[ticket]
+            if not same:
+                del self._by_address[ticket.address]
+
+    def _expire(self) -> None:
+        loop, self._timer = asyncio.get_running_loop(), None
+        now, left = loop.time(), _CLOSED_PER_TURN
+        while self.tickets and left and (first := next(iter(self.tickets))).deadline <= now:
+            left -= 1
+            first.expire()
+        if self.tickets and self._timer is None:
+            due = next(iter(self.tickets)).deadline
+            self._timer = loop.call_at(max(due, now + _TURN_PAUSE_S), self._expire)
+
+
+class ConnectionGate:
+    """Counts the connections of a port; `admit` gives each a ticket.
+
+    Args:
+        limit: The most connections; by default half of the files that the process may open.
+        limits: Other limits than `LIMITS` for some phases.
+
+    Attributes:
+        count: The connections that are open now.
+        held_bytes: What they hold (`Ticket.hold`).
+    """
+
+    def __init__(self, limit: int | None = None, limits: Mapping[Phase, PhaseLimit] | None = None) -> None:
+        self.limit = max_connections() if limit is None else limit
+        self.count = 0
+        self.limits = {**LIMITS, **(limits or {})}
+        self.lines = {phase: _Line(phase, self._scaled(found)) for phase, found in self.limits.items()}
+        self.held_bytes = 0
+        self._holders: OrderedDict[Ticket, None] = OrderedDict()
+
+    def _scaled(self, limit: PhaseLimit) -> PhaseLimit:
+        """A share of a small port is smaller too."""
+        if limit.connections is None or limit.connections <= self.limit // 2:
+            return limit
+        connections = max(1, self.limit // 2)
+        return replace(limit, connections=connections, per_address=limit.per_address and max(1, connections // 2))
+
+    def admit(self, address: str, phase: Phase = Phase.HEAD) -> Ticket | None:
+        """Count a new connection of a client at `address` (empty for a Unix socket), which begins in `phase`.
+
+        None if the port is full of connections that are being served: the new one has to be closed.
+        """
+        if self.count >= self.limit and not self._make_room():
+            return None
+        ticket = Ticket(self, network_of(address))
+        self.count += 1
+        self.lines[phase].add(ticket)
+        return ticket
+
+    def _make_room(self) -> bool:
+        for phase in _DISPLACED:
+            if tickets := self.lines[phase].tickets:
+                next(iter(tickets)).displace()
+                return True
+        return False
+
+    def hold(self, ticket: Ticket, size: int) -> None:
+        """Called by tickets."""
+        self.held_bytes += size - ticket.held
+        ticket.held = size
+        if size:
+            self._holders[ticket] = None
+            while self.held_bytes > HELD_BYTES:
+                next(iter(self._holders)).displace()
+        else:
+            self._holders.pop(ticket, None)
+
+
+def network_of(address: str) -> str:
+    """What counts as one client: an IPv4 address, or the /64 network of an IPv6 address."""
+    if ":" not in address or address.startswith("::ffff:"):
+        return address
+    return socket.inet_pton(socket.AF_INET6, address.partition("%")[0])[:8].hex()

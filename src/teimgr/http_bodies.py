@@ -1,0 +1,175 @@
+"""HTTP requests and responses of our servers: bodies within limits, media types, foreign web pages."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from teimgr.byte_budget import ByteBudget, Charge
+from teimgr.connection_gate import LIMITS, Phase
+from teimgr.errors import Cancelled
+from teimgr.http_direct import PART_BYTES
+
+# Limits on the wait of a body for its budget, of one without a length for the rest of it (others may wait for what it
+# holds), and on the time in which its client sends it.
+_BUDGET_WAIT_S = 30.0
+_GROWTH_WAIT_S = 5.0
+BODY_TIMEOUT_S = LIMITS[Phase.BODY].seconds
+_MAX_DISCARDED_BYTES = LIMITS[Phase.DISCARD].bytes or 0
+
+AnswerT = TypeVar("AnswerT")
+
+
+def media_type(content_type: str) -> str:
+    """The type that a Content-Type header names, without its parameters."""
+    return content_type.partition(";")[0].strip().lower()
+
+
+def is_json(content_type: str) -> bool:
+    """Whether a Content-Type header names JSON, or a form of it such as application/problem+json."""
+    kind = media_type(content_type)
+    return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
+
+
+def foreign_page(headers: Mapping[str, str], allowed: Collection[str], host_names: Collection[str] = ()) -> str | None:
+    """The origin of the web page that sent a request, unless it is one of `allowed` or this server's own; else None.
+
+    Browsers send `Origin` with everything that is no read, other clients send none and are not concerned. A page is
+    this server's own if its origin is the request's Host, and that is an address, localhost or one of `host_names`: any
+    other name may be the page's own domain, which its DNS has pointed here (DNS rebinding).
+    """
+    origin, host = headers.get("origin"), headers.get("host", "").lower()
+    if origin is None:
+        return "of another site" if headers.get("sec-fetch-site") in ("cross-site", "same-site") else None
+    origin = origin.lower()
+    if "*" in allowed or origin in map(str.lower, allowed):
+        return None
+    return None if origin.partition("://")[2] == host and _is_own(host, host_names) else origin
+
+
+def _is_own(host: str, names: Collection[str]) -> bool:
+    """Whether a Host header is an address, localhost or one of `names`: what DNS rebinding cannot produce."""
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+        ipaddress.ip_address(name)
+    except ValueError:
+        return name == "localhost" or name.endswith(".localhost") or name in map(str.lower, names)
+    return True
+
+
+class SlowClient(Exception):
+    """The body was not received in time."""
+
+
+class HeldResponse(Response):
+    """A response whose body is charged to a budget until the client has read all but its last part."""
+
+    def __init__(self, content: Any, status_code: int, headers: Mapping[str, str], budget: ByteBudget) -> None:
+        super().__init__(content, status_code, dict(headers))
+        self._charge = Charge(budget)
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self._charge.add(len(self.body))
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            body = memoryview(self.body)
+            for start in range(0, len(body) or 1, PART_BYTES):
+                end = start + PART_BYTES
+                await send({"type": "http.response.body", "body": body[start:end], "more_body": end < len(body)})
+        finally:
+            self._charge.release()
+
+
+async def charge_body(charge: Charge, size: int) -> None:
+    """Charge a body of known size; raises Overloaded where the budget stays exhausted."""
+    await charge.take(size, _BUDGET_WAIT_S)
+
+
+async def read_body(request: Request, limit_bytes: int, charge: Charge, start: bytes = b"") -> bytearray | None:
+    """`start` and the whole body, charged; None when the body is larger than `limit_bytes`.
+
+    A body of known length is charged before it is read, so that it is read to its end; any other as it comes.
+
+    Raises:
+        Overloaded: the budget stayed exhausted.
+        SlowClient, ClientDisconnect: the client stopped sending, or disconnected.
+    """
+    length = request.headers.get("content-length", "")
+    if length.isdecimal():
+        await charge_body(charge, min(int(length), limit_bytes))
+    buffer = bytearray(start)
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            return buffer if await _read_into(buffer, request.stream(), limit_bytes, charge) else None
+    except TimeoutError:
+        raise SlowClient from None
+
+
+async def read_limited(chunks: AsyncIterator[bytes], limit_bytes: int) -> bytes | None:
+    """A request's whole body; None when it is larger than `limit_bytes`.
+
+    Raises:
+        SlowClient: it did not come within `BODY_TIMEOUT_S`.
+    """
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            return bytes(body) if await _read_into(body, chunks, limit_bytes) else None
+    except TimeoutError:
+        raise SlowClient from None
+
+
+async def _read_into(
+    buffer: bytearray, chunks: AsyncIterator[bytes], limit_bytes: int, charge: Charge | None = None
+) -> bool:
+    """Append the whole body; False, and an empty buffer, when it is larger than `limit_bytes`.
+
+    The rest of a body that is too large is read and discarded, to a bound: a client that is cut off while it still
+    sends never reads the response with the reason.
+    """
+    room, discarded = limit_bytes, 0
+    async for chunk in chunks:
+        room -= len(chunk)
+        if room >= 0:
+            if charge is not None and (missing := limit_bytes - room - charge.bytes) > 0:
+                await charge.take(missing, _BUDGET_WAIT_S if not buffer else _GROWTH_WAIT_S)
+            buffer += chunk
+            continue
+        buffer.clear()
+        discarded += len(chunk)
+        if discarded > _MAX_DISCARDED_BYTES:
+            break
+    return room >= 0
+
+
+async def unless_hung_up(answering: Coroutine[Any, Any, AnswerT], receive: Callable[[], Awaitable[Any]]) -> AnswerT:
+    """The result of `answering`, which is cancelled if the client disconnects first.
+
+    `receive` is ASGI's, of a request whose body was read.
+
+    Raises:
+        Cancelled: the client disconnected.
+        TeimgrError: as `answering` does.
+    """
+    answered = asyncio.ensure_future(answering)
+    hung_up = asyncio.ensure_future(_hung_up(receive))
+    either: set[asyncio.Future[Any]] = {answered, hung_up}
+    try:
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if answered.done():
+            return answered.result()
+        raise Cancelled("the client hung up")
+    finally:
+        for one in either:
+            one.cancel()
+
+
+async def _hung_up(receive: Callable[[], Awaitable[Any]]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
