@@ -14,8 +14,10 @@ import ssl
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any, cast
 
 from teimgr.connection_gate import ConnectionGate, Phase, Ticket
+from teimgr.errors import TeimgrError, Unavailable
 
 log = logging.getLogger(__name__)
 
@@ -30,14 +32,16 @@ _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 MakeProtocol = Callable[[Ticket], asyncio.BaseProtocol]
 """Makes the protocol of a connection, which takes over the ticket (`hand_to`) in its `connection_made`."""
 Context = Callable[[], ssl.SSLContext | None]
-"""The TLS context for the next connection; None for no TLS."""
+"""The TLS context for the next connection; None for no TLS. May raise OSError or TeimgrError."""
+Connected = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Any]
+"""Serves the streams of a connection; a coroutine function is run as a task."""
 
 
 class Acceptor:
     """Accepts the connections of `sock`, which listens already, from `start` to `close`.
 
-    Connections that cannot be admitted are closed. `on_failure` is told the client's address and why its handshake
-    failed. The socket stays open after `close`.
+    `context` has the TLS context of the next connection, and `on_failure` is told the client's address and why its
+    connection was refused or its handshake failed. The socket stays open after `close`.
     """
 
     def __init__(
@@ -52,16 +56,16 @@ class Acceptor:
         self.gate = gate
         self.protocol = protocol
         self.context = context
-        self.on_failure = on_failure
+        self._on_failure = on_failure
         self.arrivals: set[_Arrival] = set()
         self._sock = sock
-        self._loop = asyncio.get_running_loop()
         self._waiting: deque[_Arrival] = deque()
         self._starting: asyncio.Handle | None = None
         self._pause: asyncio.TimerHandle | None = None
         self._is_accepting = self._is_open = False
 
     def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
         self._is_open = True
         self._accept_or_not()
 
@@ -127,33 +131,43 @@ class Acceptor:
         self._pause = None
         self._accept_or_not()
 
-    def take(self, sock: socket.socket, address: str, phase: Phase = Phase.HEAD) -> None:
+    def take(self, sock: socket.socket, client: str, phase: Phase = Phase.HEAD) -> None:
         """Serve an accepted connection; its first phase is `phase`, or with TLS SILENT."""
-        context = self.context()
-        ticket = self.gate.admit(address, phase if context is None else Phase.SILENT)
+        try:
+            context = self.context()
+        except (OSError, TeimgrError) as error:
+            sock.close()
+            self.failed(client, error)
+            return
+        ticket = self.gate.admit(client, phase if context is None else Phase.SILENT)
         if ticket is None:
             sock.close()
+            self.failed(client, Unavailable(f"the port has {self.gate.limit} connections"))
             return
         sock.setblocking(False)
         if sock.family != socket.AF_UNIX:
             with suppress(OSError):
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        arrival = _Arrival(self, sock, address, ticket, context)
+        arrival = _Arrival(self, sock, ticket, context)
         self.arrivals.add(arrival)
         arrival.begin()
+
+    def failed(self, client: str, error: Exception) -> None:
+        """Called where a connection is not served."""
+        if self._on_failure is not None:
+            self._on_failure(client, error)
+        else:
+            log.debug("a connection of %s failed: %s", client, error)
 
 
 class _Arrival:
     """A connection between its accept and the `connection_made` of its protocol."""
 
-    __slots__ = ("_acceptor", "_address", "_context", "_is_watched", "_sock", "_ticket", "task")
+    __slots__ = ("_acceptor", "_context", "_is_watched", "_sock", "_ticket", "task")
 
-    def __init__(
-        self, acceptor: Acceptor, sock: socket.socket, address: str, ticket: Ticket, context: ssl.SSLContext | None
-    ) -> None:
+    def __init__(self, acceptor: Acceptor, sock: socket.socket, ticket: Ticket, context: ssl.SSLContext | None) -> None:
         self._acceptor = acceptor
         self._sock = sock
-        self._address = address
         self._ticket = ticket
         self._context = context
         self._is_watched = False
@@ -195,10 +209,7 @@ class _Arrival:
         except Exception as error:
             self._sock.close()
             self._ticket.leave()
-            if acceptor.on_failure is not None:
-                acceptor.on_failure(self._address, error)
-            else:
-                log.debug("a connection of %s failed: %s", self._address, error)
+            acceptor.failed(self._ticket.client, error)
         except BaseException:
             self._sock.close()
             self._ticket.leave()
@@ -227,3 +238,35 @@ class _Arrival:
     def on_displaced(self) -> None:
         self._ticket.leave()
         self.end()
+
+
+class GatedStream(asyncio.StreamReaderProtocol):
+    """The streams of one connection, given to `connected` in the phase HEAD. `limit` is that of a line."""
+
+    def __init__(self, ticket: Ticket, connected: Connected, limit: int = 2**16) -> None:
+        super().__init__(asyncio.StreamReader(limit), connected)
+        self._ticket = ticket
+        self._gated: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._gated = cast(asyncio.Transport, transport)
+        self._ticket.enter(Phase.HEAD)
+        super().connection_made(transport)
+        if not self._ticket.hand_to(self):
+            self._gated.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._ticket.leave()
+        super().connection_lost(exc)
+
+    def on_expired(self, phase: Phase) -> None:
+        """Called by the gate: only what comes before a request has a limit here."""
+        if phase is Phase.HEAD:
+            self.on_displaced()
+        else:
+            self._ticket.renew()
+
+    def on_displaced(self) -> None:
+        """Called by the gate."""
+        if self._gated is not None:
+            self._gated.abort()

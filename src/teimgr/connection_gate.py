@@ -128,12 +128,13 @@ class Holder(Protocol):
 class Ticket:
     """The admission of one connection, from accept to close."""
 
-    __slots__ = ("_gate", "_holder", "address", "deadline", "held", "phase")
+    __slots__ = ("_gate", "_holder", "client", "deadline", "held", "network", "phase")
 
-    def __init__(self, gate: ConnectionGate, address: str) -> None:
+    def __init__(self, gate: ConnectionGate, client: str) -> None:
         self._gate = gate
         self._holder: Holder | None = None
-        self.address = address
+        self.client = client
+        self.network = network_of(client)
         self.phase: Phase | None = None
         self.deadline = 0.0
         self.held = 0
@@ -208,7 +209,7 @@ class _Line:
         if limit.connections is not None and len(self.tickets) >= limit.connections:
             next(iter(self.tickets)).displace()
         if limit.per_address is not None:
-            same = self._by_address.setdefault(ticket.address, OrderedDict())
+            same = self._by_address.setdefault(ticket.network, OrderedDict())
             if len(same) >= limit.per_address:
                 next(iter(same)).displace()  # which keeps `same` in the dict, as others are in it
             same[ticket] = None
@@ -221,10 +222,10 @@ class _Line:
     def remove(self, ticket: Ticket) -> None:
         del self.tickets[ticket]
         if self._limit.per_address is not None:
-            same = self._by_address[ticket.address]
+            same = self._by_address[ticket.network]
             del same[ticket]
             if not same:
-                del self._by_address[ticket.address]
+                del self._by_address[ticket.network]
 
     def _expire(self) -> None:
         loop, self._timer = asyncio.get_running_loop(), None
@@ -264,14 +265,14 @@ class ConnectionGate:
         connections = max(1, self.limit // 2)
         return replace(limit, connections=connections, per_address=limit.per_address and max(1, connections // 2))
 
-    def admit(self, address: str, phase: Phase = Phase.HEAD) -> Ticket | None:
-        """Count a new connection of a client at `address` (empty for a Unix socket), which begins in `phase`.
+    def admit(self, client: str, phase: Phase = Phase.HEAD) -> Ticket | None:
+        """Count a new connection of a client at this address (empty for a Unix socket), which begins in `phase`.
 
         None if the port is full of connections that are being served: the new one has to be closed.
         """
         if self.count >= self.limit and not self._make_room():
             return None
-        ticket = Ticket(self, network_of(address))
+        ticket = Ticket(self, client)
         self.count += 1
         self.lines[phase].add(ticket)
         return ticket

@@ -294,3 +294,35 @@ async def test_files_that_break_later_leave_the_former_contexts(
 
     assert identity.client_context() is context
     assert "the former one stays" in caplog.text
+
+
+@pytest.mark.parametrize("said", [b"", b"\x16\x03\x01\x02\x00\x01"])
+async def test_silent_clients_stop_neither_joins_nor_renewals(
+    server: EnrolmentServer, tmp_path: Path, said: bytes
+) -> None:
+    member = await joined(server, tmp_path / "member", "gpu-0")
+    silent = [await asyncio.open_connection(*server.address) for _ in range(200)]
+    for _, writer in silent:
+        writer.write(said)
+
+    async with asyncio.timeout(20):
+        await joined(server, tmp_path / "node")
+        await renew(*server.address, member)
+    for _, writer in silent:
+        writer.close()
+
+
+async def test_clients_without_a_request_behind_their_handshake_stop_neither_joins_nor_renewals(
+    server: EnrolmentServer, tmp_path: Path
+) -> None:
+    """80 did: 64 could be answered at a time, and each had ten seconds."""
+    context = new_context(ssl.PROTOCOL_TLS_CLIENT)
+    context.verify_mode = ssl.CERT_NONE
+    member = await joined(server, tmp_path / "member", "gpu-0")
+    silent = [await asyncio.open_connection(*server.address, ssl=context) for _ in range(80)]
+
+    async with asyncio.timeout(20):
+        await joined(server, tmp_path / "node")
+        await renew(*server.address, member)
+    for _, writer in silent:
+        writer.close()

@@ -26,17 +26,19 @@ import socket
 import ssl
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from teimgr.acceptor import Acceptor, GatedStream
 from teimgr.cluster.authority import MAX_REQUEST_BYTES, FleetAuthority
 from teimgr.cluster.enrolment import Enrolment, JoinToken
 from teimgr.cluster.messages import Versions
-from teimgr.errors import Internal, InvalidConfig, InvalidInput, TeimgrError, Unauthenticated, Unavailable
+from teimgr.connection_gate import LIMITS, ConnectionGate, Phase, PhaseLimit, Ticket
+from teimgr.errors import Internal, InvalidConfig, InvalidInput, TeimgrError, Unauthenticated
 from teimgr.fleet_tls import (
     CLOCKS_APART_S,
     DAEMON,
-    HANDSHAKE_LIMIT_S,
     FleetIdentity,
     FleetName,
     peer_of,
@@ -49,7 +51,15 @@ log = logging.getLogger(__name__)
 
 MAX_LINE_BYTES = 4 * MAX_REQUEST_BYTES
 _REQUEST_LIMIT_S = 10.0
-_MAX_CONNECTIONS = 64
+# The port's connections, and those among them of clients without a certificate, in each phase up to their request: as a
+# further one displaces the oldest, silent ones stop neither joins nor the renewals of nodes, which have places left.
+_MAX_CONNECTIONS = 256
+_UNPROVED = {"connections": 64, "per_address": 32}
+_LIMITS = {
+    Phase.SILENT: PhaseLimit(LIMITS[Phase.SILENT].seconds, **_UNPROVED),
+    Phase.HANDSHAKE: PhaseLimit(LIMITS[Phase.HANDSHAKE].seconds, **_UNPROVED),
+    Phase.HEAD: PhaseLimit(_REQUEST_LIMIT_S, **_UNPROVED),
+}
 _MAINTENANCE_S = 3600.0
 _LATEST = 2**40
 """Seconds since the epoch that no clock shows."""
@@ -76,7 +86,8 @@ class EnrolmentServer:
         self._ray_token = ray_token
         self.address = ("", 0)
         self._listener: socket.socket | None = None
-        self._server: asyncio.Server | None = None
+        self._acceptor: Acceptor | None = None
+        self._context: ssl.SSLContext | None = None
         self._maintenance: asyncio.Task[None] | None = None
         self._connections: set[asyncio.Task[None]] = set()
         self.renew_own()
@@ -117,34 +128,31 @@ class EnrolmentServer:
         self._listener = bind(host, port, "cluster.enrolment_port")
         self.address = self._listener.getsockname()[:2]
         self._maintenance = asyncio.create_task(self._maintain(), name="renewal of the daemon's certificate")
-        self._server = await self._listen(self._listener)
+        self._listener.listen()
+        self._context = self._new_context()
+        gate = ConnectionGate(_MAX_CONNECTIONS, _LIMITS)
+        self._acceptor = Acceptor(self._listener, gate, self._stream, lambda: self._context)
+        self._acceptor.start()
 
     async def close(self) -> None:
         """Stop listening and end what is under way."""
         if self._maintenance is not None:
             self._maintenance.cancel()
             await asyncio.wait({self._maintenance})
-        if self._server is not None and self._listener is not None:
-            self._server.close()
+        if self._acceptor is not None and self._listener is not None:
+            self._acceptor.close()
+            await self._acceptor.wait_closed()
             self._listener.close()
         for task in self._connections:
             task.cancel()
         if self._connections:
             await asyncio.wait(self._connections)
 
-    async def _listen(self, listener: socket.socket) -> asyncio.Server:
-        """Serve on a duplicate of the socket, so that its successor finds the port bound; clients may have no
-        certificate yet.
-        """
+    def _new_context(self) -> ssl.SSLContext:
+        """Of the present certificates; clients may have none yet."""
         context = self.identity.context(ssl.PROTOCOL_TLS_SERVER)
         context.verify_mode = ssl.CERT_OPTIONAL
-        return await asyncio.start_server(
-            self._connected,
-            sock=listener.dup(),
-            ssl=context,
-            ssl_handshake_timeout=HANDSHAKE_LIMIT_S,
-            limit=MAX_LINE_BYTES,
-        )
+        return context
 
     async def _maintain(self) -> None:
         """Renew the authority's and the daemon's certificate; new connections use them at once."""
@@ -153,18 +161,20 @@ class EnrolmentServer:
             try:
                 self.authority.maintain()
                 self.renew_own()
-                assert self._server is not None
-                assert self._listener is not None
-                former, self._server = self._server, await self._listen(self._listener)
-                former.close()
+                self._context = self._new_context()
             except (OSError, TeimgrError):
                 log.exception("the daemon's certificate in the fleet was not renewed")
 
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def _stream(self, ticket: Ticket) -> asyncio.BaseProtocol:
+        return GatedStream(ticket, partial(self._connected, ticket), MAX_LINE_BYTES)
+
+    async def _connected(self, ticket: Ticket, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._connections.add(task)
         try:
+            if writer.get_extra_info("peercert"):
+                ticket.enter(Phase.ANSWER)
             async with asyncio.timeout(_REQUEST_LIMIT_S):
                 writer.write(json.dumps(await self._answer(reader, writer)).encode() + b"\n")
                 await writer.drain()
@@ -177,8 +187,6 @@ class EnrolmentServer:
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Message:
         about: Message = {"client": str(writer.get_extra_info("peername"))}
         try:
-            if len(self._connections) > _MAX_CONNECTIONS:
-                raise Unavailable(f"{_MAX_CONNECTIONS} nodes are being answered; try again")
             message = _read(await reader.readline())
             about |= {"op": message.get("op"), "node": message.get("node")}
             return self._process(message, writer.get_extra_info("ssl_object"))

@@ -20,9 +20,11 @@ from contextlib import aclosing, suppress
 from functools import partial
 from typing import Any
 
+from teimgr.acceptor import GatedStream
 from teimgr.cluster.host_link import HostLink
 from teimgr.cluster.host_models import HostModels
 from teimgr.cluster.relay import STALL_S, NearEnd, most_forwarded
+from teimgr.connection_gate import Phase, Ticket
 from teimgr.errors import Forbidden, Internal, InvalidInput, TeimgrError, Unavailable
 from teimgr.fleet_tls import FleetIdentity, peer_of
 from teimgr.http_server import bind
@@ -36,6 +38,7 @@ from teimgr.wire.remote_frames import set_tcp_limits
 ALIVE_S = 2.0
 """The longest pause between two messages to a follower, in seconds."""
 MAX_LINKS = 128
+_REFUSED = 64  # connections that are told that there are too many
 _BACKLOG = 1024
 _REQUEST_LIMIT_S = 10.0
 _PORT_LIMIT_S = 2.0
@@ -164,7 +167,7 @@ class HostListener(FleetListener):
     def __init__(self, service: HostService, identity: FleetIdentity, host: str) -> None:
         listener = bind(host, 0, "host service")
         listener.listen(_BACKLOG)
-        super().__init__(listener, identity, self._stream, noun="request")
+        super().__init__(listener, identity, self._stream, MAX_LINKS + most_forwarded() + _REFUSED, noun="request")
         self._service = service
         self._links: set[asyncio.Task[None]] = set()
 
@@ -176,17 +179,18 @@ class HostListener(FleetListener):
         if self._links:
             await asyncio.wait(self._links)
 
-    def _stream(self, client: str) -> asyncio.BaseProtocol:
-        return asyncio.StreamReaderProtocol(asyncio.StreamReader(), partial(self._connected, client))
+    def _stream(self, ticket: Ticket) -> asyncio.BaseProtocol:
+        return GatedStream(ticket, partial(self._connected, ticket))
 
-    def _connected(self, client: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def _connected(self, ticket: Ticket, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
+            ticket.enter(Phase.ANSWER)  # it has a certificate of the fleet
             set_tcp_limits(writer.transport)
             peer = peer_of(writer.get_extra_info("ssl_object"))
             self.identity.check(peer)
         except (OSError, TeimgrError) as error:
             writer.transport.abort()
-            self.log_refusal(client, error)
+            self.log_refusal(ticket.client, error)
             return
         link = HostLink(reader, writer, peer.name, peer.name.node or "daemon")
         task = asyncio.create_task(self._service.serve(link))

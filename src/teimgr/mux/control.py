@@ -27,6 +27,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from teimgr.acceptor import GatedStream
+from teimgr.connection_gate import Phase, Ticket
 from teimgr.errors import TeimgrError
 from teimgr.fleet_tls import FleetIdentity, peer_of
 from teimgr.wire.fleet_listener import FleetListener
@@ -78,11 +80,11 @@ class MuxControl:
     def open_to_other_hosts(self, listener: socket.socket, identity: FleetIdentity, incarnation: str) -> None:
         """Accept the daemon's connections on a listening TCP socket too."""
 
-        def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            self._keep(asyncio.create_task(self._serve_remote(reader, writer, incarnation)), writer)
+        def protocol(ticket: Ticket) -> asyncio.BaseProtocol:
+            def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+                self._keep(asyncio.create_task(self._serve_remote(ticket, reader, writer, incarnation)), writer)
 
-        def protocol(client: str) -> asyncio.BaseProtocol:
-            return asyncio.StreamReaderProtocol(asyncio.StreamReader(LINE_BYTES), connected)
+            return GatedStream(ticket, connected, LINE_BYTES)
 
         self._remote = FleetListener(listener, identity, protocol, _MAX_REMOTE)
         self._remote.start()
@@ -145,13 +147,14 @@ class MuxControl:
             writer.write(json.dumps(reply).encode() + b"\n")
             await writer.drain()
 
-    async def _serve_remote(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, incarnation: str) -> None:
+    async def _serve_remote(
+        self, ticket: Ticket, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, incarnation: str
+    ) -> None:
         """Serve the daemon of another host while it speaks, and its certificate is valid."""
-        assert self._remote is not None
-        self._remote.connections += 1
         try:
             set_tcp_limits(writer.transport)
             valid_s = await self._greeted(reader, writer, incarnation)
+            ticket.enter(Phase.ANSWER)
             async with asyncio.timeout(valid_s):
                 while line := await self._next(reader):
                     await self._take(line, writer)
@@ -161,7 +164,6 @@ class MuxControl:
             log.warning("control connection dropped: %s", error)
             writer.write(json.dumps({"error": str(error)}).encode() + b"\n")
         finally:
-            self._remote.connections -= 1
             writer.close()
 
     async def _greeted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, incarnation: str) -> float:

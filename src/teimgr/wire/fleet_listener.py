@@ -6,96 +6,64 @@ import asyncio
 import logging
 import socket
 import ssl
-from collections.abc import Callable
 
-from teimgr.errors import TeimgrError, Unavailable
-from teimgr.fleet_tls import HANDSHAKE_LIMIT_S, FleetIdentity
+from teimgr.acceptor import Acceptor, MakeProtocol
+from teimgr.connection_gate import ConnectionGate
+from teimgr.fleet_tls import FleetIdentity
 
 log = logging.getLogger(__name__)
 
-_MAX_HANDSHAKES = 64
-_ACCEPT_PAUSE_S = 0.5
+# Refusals that are logged at once, and the time after which one more is: anybody can cause them.
+_LOGGED = 10
+_LOG_PAUSE_S = 1.0
 
 
 class FleetListener:
     """Accepts connections on `listener`, which listens already, and makes a protocol for each; `address` is where.
 
-    `protocol` gets the client's address. Its connections have proved a certificate of the fleet; whose, it asks
-    `fleet_tls.peer_of`. With `most` it counts itself in `connections`, and no more than that are accepted. `noun` is
-    what logs and refusals call a connection.
-
-    Connections are accepted here and not by the loop's server, whose context could not be replaced, and which would not
-    bound the handshakes that are under way.
+    The connections of protocols have proved a certificate of the fleet; whose, they ask `fleet_tls.peer_of`. There are
+    `most` at a time, by default as many as a port may have. `noun` is what logs call a connection.
     """
 
     def __init__(
         self,
         listener: socket.socket,
         identity: FleetIdentity,
-        protocol: Callable[[str], asyncio.BaseProtocol],
+        protocol: MakeProtocol,
         most: int | None = None,
         noun: str = "connection",
     ) -> None:
-        self.connections = 0
         self.identity = identity
+        self.gate = ConnectionGate(most)
         self._listener = listener
-        self._listener.setblocking(False)
-        self._protocol = protocol
-        self._most = most
         self._noun = noun
         name, port = listener.getsockname()[:2]
         self.address = f"[{name}]:{port}" if ":" in name else f"{name}:{port}"
-        self._slots = asyncio.Semaphore(_MAX_HANDSHAKES)
-        self._handshakes: set[asyncio.Task[None]] = set()
-        self._accepting: asyncio.Task[None] | None = None
+        self._acceptor = Acceptor(listener, self.gate, protocol, identity.server_context, self.log_refusal)
+        self._may_log = float(_LOGGED)
+        self._logged_at = 0.0
+        self._unlogged = 0
 
     def start(self) -> None:
-        self._accepting = asyncio.create_task(self._accept(), name=f"{self._noun}s of other hosts")
+        self._acceptor.start()
 
     async def close(self) -> None:
         """Stop accepting, and close the socket; the connections stay."""
-        tasks = [*self._handshakes, *([self._accepting] if self._accepting else [])]
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        self._acceptor.close()
+        await self._acceptor.wait_closed()
         self._listener.close()
-
-    async def _accept(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            await self._slots.acquire()
-            try:
-                sock, peer = await loop.sock_accept(self._listener)
-            except OSError as error:  # no descriptors are left, or the client left at once
-                self._slots.release()
-                log.warning("a %s from another host was not accepted", self._noun, extra={"reason": str(error)})
-                await asyncio.sleep(_ACCEPT_PAUSE_S)
-                continue
-            task = asyncio.create_task(self._shake_hands(sock, str(peer[0])))
-            self._handshakes.add(task)
-            task.add_done_callback(self._handshakes.discard)
-
-    async def _shake_hands(self, sock: socket.socket, client: str) -> None:
-        try:
-            if self._most is not None and self.connections >= self._most:
-                raise Unavailable(f"there are {self._most} {self._noun}s from other hosts")
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            await asyncio.get_running_loop().connect_accepted_socket(
-                lambda: self._protocol(client),
-                sock,
-                ssl=self.identity.server_context(),
-                ssl_handshake_timeout=HANDSHAKE_LIMIT_S,
-            )
-        except (OSError, TeimgrError) as error:
-            sock.close()
-            self.log_refusal(client, error)
-        finally:
-            self._slots.release()
 
     def log_refusal(self, client: str, error: Exception) -> None:
         """Log why the connection of a client was refused, with the reason of the TLS library where it has one."""
+        now = asyncio.get_running_loop().time()
+        self._may_log = min(_LOGGED, self._may_log + (now - self._logged_at) / _LOG_PAUSE_S)
+        self._logged_at = now
+        if self._may_log < 1:
+            self._unlogged += 1
+            return
+        self._may_log -= 1
         reason = getattr(error, "verify_message", "") or str(error) or "no handshake in time"
         kind = "certificate" if isinstance(error, ssl.SSLError) else type(error).__name__
-        details = {"client": client, "kind": kind, "reason": reason}
+        details = {"client": client, "kind": kind, "reason": reason, "unlogged": self._unlogged}
+        self._unlogged = 0
         log.warning("a %s from another host was refused", self._noun, extra=details)

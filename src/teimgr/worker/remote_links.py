@@ -13,6 +13,7 @@ import socket
 from contextlib import suppress
 from typing import Any
 
+from teimgr.connection_gate import Phase, Ticket
 from teimgr.errors import Forbidden, InvalidInput, Unauthenticated, Unavailable
 from teimgr.fleet_tls import FleetIdentity, Peer, peer_of
 from teimgr.wire.fleet_listener import FleetListener
@@ -36,7 +37,7 @@ class RemoteLinkListener(FleetListener):
 
     def __init__(self, links: LinkServer, identity: FleetIdentity, incarnation: str, listener: socket.socket) -> None:
         super().__init__(
-            listener, identity, lambda client: RemoteLinkConnection(self, client), MAX_CONNECTIONS, noun="link"
+            listener, identity, lambda ticket: RemoteLinkConnection(self, ticket), MAX_CONNECTIONS, noun="link"
         )
         self.links = links
         self.incarnation = incarnation
@@ -47,10 +48,11 @@ class RemoteLinkConnection(LinkConnection):
     was revoked.
     """
 
-    def __init__(self, listener: RemoteLinkListener, client: str) -> None:
+    def __init__(self, listener: RemoteLinkListener, ticket: Ticket) -> None:
         super().__init__(listener.links)
         self._listener = listener
-        self._client = client
+        self._ticket = ticket
+        self._client = ticket.client
         self._greeted = False
         self._is_daemon = False
         self._valid_until = 0.0
@@ -60,7 +62,10 @@ class RemoteLinkConnection(LinkConnection):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self._listener.connections += 1
+        self._ticket.enter(Phase.HEAD)
+        if not self._ticket.hand_to(self):
+            transport.abort()  # type: ignore[attr-defined]
+            return
         self._heard_at = self._loop.time()
         self._next_tick(_HELLO_LIMIT_S)
         try:
@@ -75,10 +80,18 @@ class RemoteLinkConnection(LinkConnection):
         self._valid_until = self._heard_at + peer.valid_s
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._listener.connections -= 1
+        self._ticket.leave()
         if self._timer is not None:
             self._timer.cancel()
         super().connection_lost(exc)
+
+    def on_expired(self, phase: Phase) -> None:
+        """Called by the gate; `_tick` has the limits of time."""
+        self._ticket.renew()
+
+    def on_displaced(self) -> None:
+        """Called by the gate."""
+        self._refuse("the port has too many links")
 
     def buffer_updated(self, nbytes: int) -> None:
         self._heard_at = self._loop.time()
@@ -121,6 +134,7 @@ class RemoteLinkConnection(LinkConnection):
             self.close()
             return
         self._greeted = True
+        self._ticket.enter(Phase.ANSWER)
         valid_s = max(0.0, self._valid_until - self._loop.time())
         answer = json.dumps({"incarnation": expected, "valid_s": valid_s}).encode()
         self.send(FrameType.REPLY, header.method, header.id, answer)
