@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import struct
+import time
+import tracemalloc
 
 import numpy as np
 import pyarrow as pa
@@ -10,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from teimgr.errors import InvalidInput, TeimgrError, TooLarge
-from teimgr.wire.arrow_inputs import read_texts
-from teimgr.wire.arrow_limits import Outline, decoded_bytes, read_outline
+from teimgr.errors import DeadlineExceeded, InvalidInput, TeimgrError, TooLarge
+from teimgr.wire.arrow_inputs import read_inputs, read_texts
+from teimgr.wire.arrow_limits import MAX_BATCHES, MAX_COLUMNS, Outline, read_outline, stream_size
 from teimgr.wire.arrow_tables import write_vectors
 from teimgr.wire.quantisation import Precision
 
@@ -146,10 +148,148 @@ def test_views_of_one_long_buffer_count_for_each_row() -> None:
 def test_decoded_size_of_plain_and_compressed_streams_agree_within_padding() -> None:
     batch = texts_batch(["some text"] * 1000)
 
-    plain, compressed = decoded_bytes(stream(batch)), decoded_bytes(stream(batch, compression="lz4"))
+    plain, compressed = stream_size(stream(batch)), stream_size(stream(batch, compression="lz4"))
 
-    assert abs(plain - compressed) <= 256
-    assert compressed >= 9000
+    assert abs(plain.decoded_bytes - compressed.decoded_bytes) <= 256
+    assert compressed.decoded_bytes >= 9000
+    assert (plain.rows, plain.batches) == (compressed.rows, compressed.batches) == (1000, 1)
+
+
+def struct_of(depth: int, width: int) -> pa.DataType:
+    kind = pa.int8()
+    for _ in range(depth):
+        kind = pa.struct([pa.field(str(at), kind) for at in range(width)])
+    return kind
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        pa.schema([("text", pa.string()), *((f"c{at}", pa.int8()) for at in range(MAX_COLUMNS))]),
+        pa.schema([pa.field("text", pa.string())] * (MAX_COLUMNS + 1)),
+        pa.schema([("text", pa.string()), ("deep", struct_of(5, 4))]),
+        pa.schema([("text", pa.string()), ("wide", struct_of(1, MAX_COLUMNS))]),
+    ],
+    ids=["columns", "columns of one name", "a tree", "a wide struct"],
+)
+def test_a_schema_of_too_many_columns_is_refused_unread(schema: pa.Schema) -> None:
+    request = stream(pa.record_batch([pa.nulls(1, field.type) for field in schema], schema=schema))
+
+    for read in (read_texts, read_inputs):
+        with pytest.raises(TooLarge, match="more than 1024 columns"):
+            read(request, LIMIT)
+
+
+def test_forty_thousand_columns_cost_no_more_than_their_count() -> None:
+    """They once held a thread for minutes: the names of all were read for each."""
+    schema = pa.schema([*(pa.field(f"column {at}", pa.string()) for at in range(40_000)), ("text", pa.string())])
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, schema):
+        pass
+    began = time.monotonic()
+
+    with pytest.raises(TooLarge):
+        read_texts(sink.getvalue(), LIMIT)
+
+    assert time.monotonic() - began < 5
+
+
+def test_a_schema_within_the_bound_is_read() -> None:
+    names = [f"c{at}" for at in range(MAX_COLUMNS - 1)]
+    batch = pa.record_batch([pa.array(["x"])] * MAX_COLUMNS, names=[*names, "text"])
+
+    assert list(read_texts(stream(batch), LIMIT)[0]) == ["x"]
+    assert list(read_inputs(stream(batch), LIMIT).inputs) == ["x"]
+
+
+def test_too_many_batches_are_refused_unread() -> None:
+    batch = texts_batch([])
+    head, one = stream(batch)[:-8], stream(batch, batch)[len(stream(batch)) - 8 : -8]
+
+    assert stream_size(head + one * (MAX_BATCHES - 1)).batches == MAX_BATCHES
+    with pytest.raises(TooLarge, match="more than 10000 batches"):
+        read_texts(head + one * MAX_BATCHES, LIMIT)
+
+
+def test_a_dictionary_that_many_batches_share_counts_for_each() -> None:
+    """It is validated for each: a few thousand batches would make a large one hours of work."""
+    values = pa.array(["a" * 100_000])
+    batch = pa.record_batch([pa.DictionaryArray.from_arrays(pa.array([None], pa.int8()), values)], names=["text"])
+
+    assert len(read_texts(stream(*[batch] * 50), 1_000_000)[0]) == 50
+    with pytest.raises(TooLarge, match=r"dictionaries .* too large for its 100 batches"):
+        read_texts(stream(*[batch] * 100), 1_000_000)
+
+
+def test_a_dictionary_that_grows_counts_again_each_time() -> None:
+    options = pa.ipc.IpcWriteOptions(emit_dictionary_deltas=True)
+    values = [f"{at:01000}" for at in range(400)]
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, pa.schema([("text", pa.dictionary(pa.int32(), pa.string()))]), options=options) as out:
+        for at in range(1, 401):
+            rows = pa.array([at - 1], pa.int32())
+            out.write_batch(pa.record_batch([pa.DictionaryArray.from_arrays(rows, pa.array(values[:at]))], ["text"]))
+    request = sink.getvalue().to_pybytes()
+
+    assert stream_size(request).read_bytes > 400 * 400 * 1000 / 2
+    assert list(read_texts(request, 2**24)[0]) == values
+    with pytest.raises(TooLarge, match="dictionaries"):
+        read_texts(request, 1_000_000)
+
+
+def test_rows_are_counted_before_they_are_decoded() -> None:
+    def check(rows: int) -> None:
+        raise TooLarge(f"{rows} rows")
+
+    undecodable = bytearray(stream(texts_batch(["a"] * 30), texts_batch(["b"] * 12)))
+    undecodable[-100:-20] = b"\xff" * 80
+    with pytest.raises(TooLarge, match="42 rows"):
+        read_texts(bytes(undecodable), LIMIT, check)
+
+
+@pytest.mark.parametrize("compression", ["lz4", "zstd"])
+def test_rows_of_a_dictionary_share_its_bytes(compression: str) -> None:
+    """10,000 rows of one text with an emoji were 1.1 GiB of strings, from 14 kB."""
+    value = "x" * 30_000 + "😀"
+    rows = pa.DictionaryArray.from_arrays(pa.array([0] * 9_999 + [None], pa.int32()), pa.array([value]))
+    request = stream(pa.record_batch([rows], names=["text"]), compression=compression)
+    tracemalloc.start()
+    try:
+        texts, _ = read_texts(request, 400_000_000)
+        assert texts.characters == 9_999 * len(value)
+        part = texts[5_000:5_200]
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+    assert peak < 20_000_000
+    assert set(part) == {value}
+    assert (texts[0], texts[9_999]) == (value, None)
+
+
+def test_work_that_nobody_waits_for_is_given_up_between_batches() -> None:
+    calls = 0
+
+    def go_on() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise DeadlineExceeded
+
+    with pytest.raises(DeadlineExceeded):
+        read_texts(stream(*[texts_batch(["a"])] * 1000), LIMIT, go_on=go_on)
+    assert calls == 3
+
+
+def test_a_long_name_or_type_is_cut_in_the_refusal() -> None:
+    batch = pa.record_batch([pa.array([1])] * 1000, names=[f"{at}" * 1000 for at in range(1000)])
+
+    with pytest.raises(InvalidInput, match=r"\(1000 columns\)") as refused:
+        read_texts(stream(batch), LIMIT)
+    assert len(refused.value.message) < 3000
+    with pytest.raises(InvalidInput) as refused:
+        read_inputs(stream(pa.record_batch([pa.array([{"n" * 100_000: 1}])], ["text"])), LIMIT)
+    assert len(refused.value.message) < 3000
 
 
 @settings(max_examples=300, deadline=None)
@@ -175,11 +315,11 @@ def test_the_outline_refuses_nothing_that_can_be_read(position: int, noise: byte
     try:
         outline = read_outline(stirred)
     except ValueError:
-        with pytest.raises(InvalidInput):
+        with pytest.raises((InvalidInput, TooLarge)):
             read_texts(bytes(stirred), LIMIT)
     else:
         if outline != Outline(has_text=True, has_batch=True):
-            with pytest.raises(InvalidInput):
+            with pytest.raises((InvalidInput, TooLarge)):
                 read_texts(bytes(stirred), LIMIT)
 
 

@@ -14,7 +14,7 @@ from tests.support.memory_fleet import MODEL
 
 from teimgr.engine.engine import Engine
 from teimgr.engine.job import InferOptions, Job, Lane, Output, Pair
-from teimgr.errors import Code, InvalidInput, Overloaded, TeimgrError
+from teimgr.errors import Code, DeadlineExceeded, InvalidInput, Overloaded, TeimgrError
 from teimgr.spec import WorkerSpec
 from teimgr.worker.calls import MAX_CALL_S, CallReply, WorkerCall
 from teimgr.worker.dispatcher import Dispatcher, Part, Submission, parts_of
@@ -364,11 +364,25 @@ async def test_decoded_requests_wait_until_those_before_are_answered() -> None:
     with pytest.raises(asyncio.CancelledError):
         await reserves[1]
     assert dispatcher.calls == 1
-    dispatcher.reserved(calls[2], 5)
+    dispatcher.check_awaited(calls[2])
     dispatcher.answer(calls[2], InvalidInput("x"))
     assert not len(dispatcher._decoded_budget)
     with pytest.raises(TeimgrError, match="gone"):
         await dispatcher.reserve(calls[2], 1)
+    with pytest.raises(TeimgrError, match="gone"):
+        dispatcher.check_awaited(calls[2])
+
+
+async def test_work_for_a_call_whose_deadline_has_passed_is_given_up() -> None:
+    dispatcher = Dispatcher(WorkerSpec(name="a", model_id="m", port=1))
+    call = Asked()
+    dispatcher.admit(call, lambda: None)
+    dispatcher.check_awaited(call)
+
+    call.deadline = time.monotonic()
+    with pytest.raises(DeadlineExceeded):
+        dispatcher.check_awaited(call)
+    dispatcher.cancel(call)
 
 
 def test_every_call_has_a_deadline() -> None:

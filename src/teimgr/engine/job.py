@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from teimgr.errors import InvalidInput, TeimgrError, WrongModelKind
 from teimgr.spec import Kind, LoadedModel
-from teimgr.wire.text_column import TextColumn
+from teimgr.wire.text_column import SharedTexts, TextColumn
 
 
 class Lane(Enum):
@@ -155,7 +155,7 @@ def characters(item: Input) -> int:
 
 def total_characters(inputs: Sequence[Input]) -> int:
     """The characters of all inputs together, as by `characters`."""
-    return inputs.characters if isinstance(inputs, TextColumn) else sum(map(characters, inputs))
+    return inputs.characters if isinstance(inputs, TextColumn | SharedTexts) else sum(map(characters, inputs))
 
 
 # By kind of model or for any (None): the message of an output that a model lacks.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -13,56 +14,84 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from teimgr.errors import InvalidInput, TooLarge
-from teimgr.wire.arrow_limits import decoded_bytes
+from teimgr.wire.arrow_limits import StreamSize, stream_size
 from teimgr.wire.arrow_tables import Keys
-from teimgr.wire.text_column import TextColumn
+from teimgr.wire.text_column import SharedTexts, TextColumn
+
+GoOn = Callable[[], None]
+"""Called between steps of milliseconds; raises where nobody waits for the result any more."""
 
 
-def checked_size(ipc: bytes | memoryview, limit_bytes: int) -> int:
-    """Bytes of a stream's buffers once decompressed.
+# What a reader reads again for every batch, dictionaries above all, as a multiple of what may be in memory: 2.5 GB.
+_MAX_REREAD = 8
+_SHOWN_NAMES, _SHOWN_CHARS = 20, 64
+
+
+def checked_size(
+    ipc: bytes | memoryview, limit_bytes: int, check_rows: Callable[[int], None] = lambda rows: None
+) -> StreamSize:
+    """The size of a stream once decompressed, by its headers; `check_rows` gets the number of its rows and may raise.
 
     Raises:
         InvalidInput: not an IPC stream.
-        TooLarge: more than `limit_bytes`.
+        TooLarge: more than `limit_bytes`, or than the bounds of `wire/arrow_limits.py`.
     """
     try:
-        needed = decoded_bytes(ipc)
+        found = stream_size(ipc)
     except ValueError as error:
         raise InvalidInput(f"Invalid Arrow IPC: {error}") from error
-    if needed > limit_bytes:
-        raise TooLarge(f"Arrow batch decodes to {needed} bytes, the limit is {limit_bytes} bytes")
-    return needed
+    if found.decoded_bytes > limit_bytes:
+        raise TooLarge(f"Arrow batch decodes to {found.decoded_bytes} bytes, the limit is {limit_bytes} bytes")
+    if found.read_bytes > limit_bytes * _MAX_REREAD:
+        raise TooLarge(f"The dictionaries of the Arrow stream are too large for its {found.batches} batches")
+    check_rows(found.rows)
+    return found
 
 
 @contextmanager
-def opened(ipc: bytes | memoryview, limit_bytes: int) -> Iterator[pa.RecordBatchStreamReader]:
-    """A reader of the stream. Arrow's errors, in the block too, become `InvalidInput`.
-
-    Raises:
-        InvalidInput: not an IPC stream, broken buffers, bad UTF-8.
-        TooLarge: its buffers need more than `limit_bytes` once decompressed.
-    """
-    checked_size(ipc, limit_bytes)
+def _refusing() -> Iterator[None]:
+    """Arrow's errors in the block become `InvalidInput`, and names that are not UTF-8."""
     try:
-        with pa.ipc.open_stream(pa.py_buffer(ipc)) as reader:
-            yield reader
+        yield
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise InvalidInput(f"Invalid Arrow IPC: {error}") from error
+        raise InvalidInput(f"Invalid Arrow IPC: {_shown(str(error))}") from error
 
 
-def batches_of(reader: pa.RecordBatchStreamReader) -> list[pa.RecordBatch]:
-    """All batches, with offsets and UTF-8 validated, which reading IPC alone does not do.
+def _schema(ipc: bytes | memoryview) -> pa.Schema:
+    with pa.ipc.open_stream(pa.py_buffer(ipc)) as reader:
+        return reader.schema
+
+
+def _columns(ipc: bytes | memoryview, positions: Iterable[int], go_on: GoOn) -> list[dict[int, pa.Array]]:
+    """The columns at `positions` of all batches, with offsets and UTF-8 validated, which reading IPC alone does not do.
+
+    Other columns are not decoded. `go_on` is called before each batch and may raise.
 
     Raises:
-        InvalidInput: there is none.
+        InvalidInput: there is no batch.
     """
+    wanted = sorted(set(positions))
+    options = pa.ipc.IpcReadOptions(included_fields=wanted)
     batches = []
-    for batch in reader:
-        batch.validate(full=True)
-        batches.append(batch)
+    with _refusing(), pa.ipc.open_stream(pa.py_buffer(ipc), options=options) as reader:
+        go_on()
+        for batch in reader:
+            batch.validate(full=True)
+            batches.append(dict(zip(wanted, batch.columns, strict=True)))
+            go_on()
     if not batches:
         raise InvalidInput("No RecordBatch in stream")
     return batches
+
+
+def _shown(text: str, limit: int = 500) -> str:
+    """A client's text, or one that has parts of it, for an error."""
+    return text if len(text) <= limit else text[:limit] + "…"
+
+
+def _shown_names(names: list[str]) -> str:
+    shown = str([_shown(name, _SHOWN_CHARS) for name in names[:_SHOWN_NAMES]])
+    return shown if len(names) <= _SHOWN_NAMES else f"{shown[:-1]}, … ({len(names)} columns)]"
 
 
 def is_string(kind: pa.DataType) -> bool:
@@ -72,50 +101,113 @@ def is_string(kind: pa.DataType) -> bool:
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
 
 
-def texts_of(columns: list[pa.Array], limit_bytes: int) -> TextColumn:
-    """The rows of string columns, at least one, in one column; a column of plain strings is not copied.
+def texts_of(columns: list[pa.Array], limit_bytes: int) -> TextColumn | SharedTexts:
+    """The rows of validated string columns, at least one, as one: bytes that rows share, such as those of a
+    dictionary's value, are not copied, nor is a single column of plain strings.
 
     Raises:
         TooLarge: they take more than `limit_bytes` as separate strings.
     """
-    total = sum(map(_text_bytes, columns))
+    located = _Locator()
+    parts = [located.column(column) for column in columns]
+    total = sum(int((part.ends - part.begins).sum()) for part in parts)
     if total > limit_bytes:
         raise TooLarge(f"Arrow batch has {total} bytes of text, the limit is {limit_bytes} bytes")
-    return TextColumn.joined([_text_column_of(column) for column in columns])
+    plain = [part.plain for part in parts if part.plain is not None]
+    return TextColumn.joined(plain) if len(plain) == len(parts) else _shared(parts)
 
 
-def _text_column_of(column: pa.Array) -> TextColumn:
-    """The rows of a validated string column."""
-    width = {pa.string(): np.int32, pa.large_string(): np.int64}.get(column.type)
-    if width is None or not len(column):
-        return TextColumn.of(column.to_pylist())
+class _Located(NamedTuple):
+    """Where the texts of a column are in its `blocks` (uint8, as if one behind the other); a null has no bytes.
+
+    `plain` is the column itself if its texts follow each other.
+    """
+
+    blocks: Sequence[NDArray[np.uint8]]
+    begins: NDArray[np.int64]
+    ends: NDArray[np.int64]
+    nulls: NDArray[np.bool_]
+    plain: TextColumn | None = None
+
+
+class _Locator:
+    """Finds the texts of columns. A dictionary is looked at once for all batches that share it."""
+
+    def __init__(self) -> None:
+        self._dictionaries: dict[tuple[int, ...], tuple[pa.Array, _Located]] = {}
+
+    def column(self, column: pa.Array) -> _Located:
+        if pa.types.is_dictionary(column.type):
+            return self._of_dictionary(column)
+        found = _of_views(column) if pa.types.is_string_view(column.type) else _of_strings(column)
+        begins, ends = (np.where(found.nulls, 0, places) for places in (found.begins, found.ends))
+        return found._replace(begins=begins, ends=ends) if found.plain is None else found
+
+    def _of_dictionary(self, column: pa.Array) -> _Located:
+        dictionary = column.dictionary
+        key = (len(dictionary), dictionary.offset, *(0 if one is None else one.address for one in dictionary.buffers()))
+        if key not in self._dictionaries:
+            self._dictionaries[key] = dictionary, self.column(dictionary)  # kept, so that its addresses stay its own
+        values = self._dictionaries[key][1]
+        nulls = _is_null(column)
+        if not len(dictionary):
+            nothing = np.zeros(len(column), np.int64)
+            return _Located(values.blocks, nothing, nothing, nulls)
+        rows = pc.fill_null(column.indices, 0).to_numpy(zero_copy_only=False).astype(np.int64)
+        nulls = nulls | values.nulls[rows]
+        begins, ends = (np.where(nulls, 0, places[rows]) for places in (values.begins, values.ends))
+        return _Located(values.blocks, begins, ends, nulls)
+
+
+def _of_strings(column: pa.Array) -> _Located:
+    nulls = _is_null(column)
+    if not len(column):
+        nothing = np.zeros(0, np.int64)
+        return _Located([], nothing, nothing, nulls, TextColumn(np.zeros(0, np.uint8), np.zeros(1, np.int64)))
     _, bounds, data = column.buffers()
+    width = np.int32 if pa.types.is_string(column.type) else np.int64
     offsets = np.frombuffer(bounds, width)[column.offset : column.offset + len(column) + 1].astype(np.int64)
-    nulls = _is_null(column) if column.null_count else None
-    if nulls is not None and np.diff(offsets)[nulls].any():  # bytes that belong to no text
-        return TextColumn.of(column.to_pylist())
-    return TextColumn(np.frombuffer(data or b"", np.uint8), offsets, nulls)
+    block = np.frombuffer(data or b"", np.uint8)
+    has_nulls = bool(column.null_count)
+    is_plain = not (has_nulls and np.diff(offsets)[nulls].any())  # else bytes that belong to no text
+    plain = TextColumn(block, offsets, nulls if has_nulls else None) if is_plain else None
+    return _Located([block], offsets[:-1], offsets[1:], nulls, plain)
 
 
-def _text_bytes(column: pa.Array) -> int:
-    """UTF-8 bytes of all rows as separate strings; rows of a dictionary or of views may share them in Arrow."""
-    if pa.types.is_dictionary(column.type):
-        lengths = _lengths(column.dictionary).take(column.indices)
-    else:
-        lengths = _lengths(column)
-    return int(pc.sum(lengths).as_py() or 0)
+def _of_views(column: pa.Array) -> _Located:
+    """A view is 16 bytes: the length as an int32, then up to 12 bytes of text, or 4 of its first, block and offset."""
+    nulls = _is_null(column)
+    if not len(column):
+        nothing = np.zeros(0, np.int64)
+        return _Located([], nothing, nothing, nulls)
+    _, views, *buffers = column.buffers()
+    blocks = [np.frombuffer(one or b"", np.uint8) for one in (views, *buffers)]
+    starts = np.cumsum([0, *map(len, blocks)])
+    rows = np.arange(column.offset, column.offset + len(column), dtype=np.int64)
+    fields = np.frombuffer(views, np.int32).reshape(-1, 4)[rows].astype(np.int64)
+    lengths = np.where(nulls, 0, fields[:, 0])
+    is_inline = nulls | (lengths <= _INLINE_BYTES)
+    of_block = starts[np.where(is_inline, 0, fields[:, 2] + 1)]
+    begins = np.where(is_inline, 16 * rows + 4, of_block + fields[:, 3])
+    return _Located(blocks, begins, begins + lengths, nulls)
 
 
-def _lengths(column: pa.Array) -> pa.Array:
-    """UTF-8 bytes of each row, null for a null row."""
-    if not pa.types.is_string_view(column.type):
-        return pc.binary_length(column)
-    # Arrow computes no lengths of views; each view is 16 bytes that start with its length as an int32.
-    views = np.frombuffer(column.buffers()[1], np.int32).reshape(-1, 4)
-    lengths = views[column.offset : column.offset + len(column), 0]
-    return pa.array(lengths, pa.int64(), mask=~column.is_valid().to_numpy(zero_copy_only=False))
+def _shared(parts: Sequence[_Located]) -> SharedTexts:
+    starts: dict[int, int] = {}  # of the blocks of a part, by their identity: those of a dictionary are shared
+    blocks: list[NDArray[np.uint8]] = []
+    size = 0
+    for part in parts:
+        if id(part.blocks) not in starts:
+            starts[id(part.blocks)] = size
+            blocks += part.blocks
+            size += sum(map(len, part.blocks))
+    joined = blocks[0] if len(blocks) == 1 else np.concatenate([np.zeros(0, np.uint8), *blocks])
+    begins = np.concatenate([part.begins + starts[id(part.blocks)] for part in parts])
+    ends = np.concatenate([part.ends + starts[id(part.blocks)] for part in parts])
+    return SharedTexts(joined, begins, ends, np.concatenate([part.nulls for part in parts]))
 
 
+_INLINE_BYTES = 12
 _ID_TYPES = (pa.uint32(), pa.int32(), pa.int64())
 _MAX_ID = np.iinfo(np.int32).max
 
@@ -150,28 +242,31 @@ def read_inputs(
     check_rows: Callable[[int], None] = lambda rows: None,
     kind: InputKind | None = None,
     key_columns: Sequence[str] = (),
+    go_on: GoOn = lambda: None,
 ) -> InputBatches:
-    """Decode and fully validate a stream of inputs; without a `kind`, the column names determine it.
+    """Decode and fully validate the columns of inputs and keys; without a `kind`, the column names determine it.
 
-    `check_rows` is called with their number before they become Python objects, and may raise.
+    `check_rows` is called with their number before anything is decoded, `go_on` again and again; both may raise.
 
     Raises:
         InvalidInput: not an IPC stream, broken buffers, bad UTF-8, no batch, or a column that is missing, there
             twice or of another type.
-        TooLarge: its buffers once decompressed, or its texts as separate strings, need more than `limit_bytes`.
+        TooLarge: its buffers once decompressed, or its texts as separate strings, need more than `limit_bytes`, or
+            the bounds of `wire/arrow_limits.py`.
     """
-    with opened(ipc, limit_bytes) as reader:
-        schema = reader.schema
-        keys = [_position(schema, name) for name in key_columns]
-        kind = kind or _kind_by_names(schema.names)
-        sources = [_source(schema, name) for name in _names(schema.names, kind)]
-        batches = batches_of(reader)
-    rows = [batch.num_rows for batch in batches]
-    check_rows(sum(rows))
-    columns = [[batch.column(position) for batch in batches] for position in sources]
+    checked_size(ipc, limit_bytes, check_rows)
+    with _refusing():
+        schema = _schema(ipc)
+        names = schema.names
+        keys = [_position(names, name) for name in key_columns]
+        kind = kind or _kind_by_names(names)
+        sources = [_source(schema, names, name) for name in _names(names, kind)]
+    batches = _columns(ipc, [*keys, *sources], go_on)
+    columns = [[batch[position] for batch in batches] for position in sources]
     inputs, refused = _inputs(kind, columns, limit_bytes)
-    kept = Keys([schema.field(at) for at in keys], [[batch.column(at) for at in keys] for batch in batches])
-    return InputBatches(inputs, rows, kept, refused)
+    go_on()
+    kept = Keys([schema.field(at) for at in keys], [[batch[at] for at in keys] for batch in batches])
+    return InputBatches(inputs, [len(column) for column in columns[0]], kept, refused)
 
 
 def _kind_by_names(names: list[str]) -> InputKind:
@@ -190,20 +285,21 @@ def _names(names: list[str], kind: InputKind) -> tuple[str, ...]:
     return ("query", "text") if "query" in names else ("text", "text_pair")
 
 
-def _position(schema: pa.Schema, name: str) -> int:
-    positions: list[int] = schema.get_all_field_indices(name)
+def _position(names: list[str], name: str) -> int:
+    positions = [at for at, one in enumerate(names) if one == name]
     if len(positions) != 1:
-        raise InvalidInput(f"{'Several columns are' if positions else 'No column is'} named `{name}`: {schema.names}")
+        how = "Several columns are" if positions else "No column is"
+        raise InvalidInput(f"{how} named `{_shown(name)}`: {_shown_names(names)}")
     return positions[0]
 
 
-def _source(schema: pa.Schema, name: str) -> int:
-    position = _position(schema, name)
+def _source(schema: pa.Schema, names: list[str], name: str) -> int:
+    position = _position(names, name)
     kind = schema.field(position).type
     if name == "input_ids" and not _is_ids(kind):
-        raise InvalidInput(f"Column `{name}` must be a list of uint32, int32 or int64, not {kind}")
+        raise InvalidInput(f"Column `{name}` must be a list of uint32, int32 or int64, not {_shown(str(kind))}")
     if name != "input_ids" and not is_string(kind):
-        raise InvalidInput(f"Column `{name}` must be of strings, not {kind}")
+        raise InvalidInput(f"Column `{name}` must be of strings, not {_shown(str(kind))}")
     return position
 
 
@@ -220,9 +316,24 @@ def _inputs(
         return _ids(columns[0])
     if kind is InputKind.TEXT:
         return texts_of(columns[0], limit_bytes), {}
-    firsts, seconds = (texts_of(column, limit_bytes) for column in columns)
+    firsts, seconds = (_strings(texts_of(column, limit_bytes), limit_bytes) for column in columns)
     pairs = [None if a is None or b is None else (a, b) for a, b in zip(firsts, seconds, strict=True)]
     return pairs, {}
+
+
+def _strings(texts: TextColumn | SharedTexts, limit_bytes: int) -> Sequence[str | None]:
+    """The texts as strings, equal ones of a dictionary once.
+
+    Raises:
+        TooLarge: they would take more than `limit_bytes`: four for a character where a text has one of four.
+    """
+    if isinstance(texts, SharedTexts):
+        begins, ends = np.unique(np.stack([texts.begins, texts.ends]), axis=1)
+        distinct = SharedTexts(texts.data, begins, ends, np.zeros(len(begins), np.bool_))
+    needed = 4 * (distinct if isinstance(texts, SharedTexts) else texts).characters
+    if needed > limit_bytes:
+        raise TooLarge(f"The texts of the pairs may take {needed} bytes, the limit is {limit_bytes} bytes")
+    return texts[:] if isinstance(texts, SharedTexts) else texts
 
 
 def _ids(columns: list[pa.Array]) -> tuple[Sequence[RowInput], dict[int, InvalidInput]]:
@@ -256,27 +367,33 @@ def _bad_id(item: pa.Scalar) -> InvalidInput:
 
 
 def read_texts(
-    ipc: bytes | memoryview, limit_bytes: int, check_rows: Callable[[int], None] = lambda rows: None
-) -> tuple[TextColumn, list[int]]:
+    ipc: bytes | memoryview,
+    limit_bytes: int,
+    check_rows: Callable[[int], None] = lambda rows: None,
+    go_on: GoOn = lambda: None,
+) -> tuple[TextColumn | SharedTexts, list[int]]:
     """Decode and fully validate a stream of texts: those of all batches, and the rows per batch.
 
-    `check_rows` is called with their number before anything is made of them, and may raise: a row may be a single byte
-    here, and a whole vector later.
+    `check_rows` is called with their number before anything is decoded: a row may be a single byte here, and a whole
+    vector later. `go_on` is called again and again. Both may raise.
 
     Raises:
         InvalidInput: not an IPC stream, broken buffers, bad UTF-8, no batch, or no string column.
-        TooLarge: its buffers once decompressed, or its texts as separate strings, need more than `limit_bytes`.
+        TooLarge: its buffers once decompressed, or its texts as separate strings, need more than `limit_bytes`, or
+            the bounds of `wire/arrow_limits.py`.
     """
-    with opened(ipc, limit_bytes) as reader:
-        position = _text_column(reader.schema)
-        columns = [batch.column(position) for batch in batches_of(reader)]
-    check_rows(sum(map(len, columns)))
-    return texts_of(columns, limit_bytes), [len(column) for column in columns]
+    checked_size(ipc, limit_bytes, check_rows)
+    with _refusing():
+        position = _text_column(_schema(ipc))
+    columns = [batch[position] for batch in _columns(ipc, [position], go_on)]
+    texts = texts_of(columns, limit_bytes)
+    go_on()
+    return texts, [len(column) for column in columns]
 
 
 def _text_column(schema: pa.Schema) -> int:
+    names = schema.names
     candidates = [position for position, field in enumerate(schema) if is_string(field.type)]
     if not candidates:
-        raise InvalidInput(f"No string column: expected `text`, got {schema.names} (a StringArray is needed)")
-    named = [position for position in candidates if schema.names[position] == "text"]
-    return named[0] if named else candidates[0]
+        raise InvalidInput(f"No string column: expected `text`, got {_shown_names(names)} (a StringArray is needed)")
+    return next((position for position in candidates if names[position] == "text"), candidates[0])

@@ -1,7 +1,8 @@
-"""The decoded size of an Arrow IPC stream, from its headers, before anything is allocated.
+"""The size of an Arrow IPC stream once it is decoded, and its counts, from its headers, before anything is allocated.
 
-A body of a few bytes may declare that it decompresses to terabytes, and Arrow's reader allocates first. So the
-RecordBatch headers are read here: every compressed buffer starts with its decoded length as an int64.
+A body of a few bytes may declare that it decompresses to terabytes, or have thousands of columns, or batches that share
+a large dictionary, and Arrow's reader takes time and memory for each. So the headers are read here, within bounds of
+their own: every compressed buffer starts with its decoded length as an int64.
 Formats: https://arrow.apache.org/docs/format/Columnar.html#serialization-and-interprocess-communication-ipc and
 Message.fbs; flatbuffers are read by their vtables (https://flatbuffers.dev/internals).
 """
@@ -13,6 +14,14 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import NamedTuple
 
+from teimgr.errors import TooLarge
+
+# Columns with their children, batches with those of dictionaries, and buffers of a whole stream. Each costs the
+# reader some microseconds whatever is in it, batches up to a hundred.
+MAX_COLUMNS = 1024
+MAX_BATCHES = 10_000
+MAX_BUFFERS = 100_000
+
 _CONTINUATION = 0xFFFFFFFF
 _SCHEMA = 1
 _DICTIONARY_BATCH = 2
@@ -21,11 +30,11 @@ _STORED_UNCOMPRESSED = -1
 
 # Field numbers in Message.fbs.
 _MESSAGE_HEADER_TYPE, _MESSAGE_HEADER, _MESSAGE_BODY_LENGTH = 1, 2, 3
-_BATCH_BUFFERS, _BATCH_COMPRESSION = 2, 3
-_DICTIONARY_DATA = 1
+_BATCH_LENGTH, _BATCH_BUFFERS, _BATCH_COMPRESSION = 0, 2, 3
+_DICTIONARY_ID, _DICTIONARY_DATA, _DICTIONARY_IS_DELTA = 0, 1, 2
 
 # Field numbers and types in Schema.fbs: Utf8, LargeUtf8, Utf8View; a dictionary has the type of its values.
-_SCHEMA_FIELDS, _FIELD_TYPE = 1, 2
+_SCHEMA_FIELDS, _FIELD_TYPE, _FIELD_CHILDREN = 1, 2, 5
 _STRINGS = (5, 20, 24)
 
 # Messages, and columns of the schema, that an outline inspects at most.
@@ -56,17 +65,79 @@ def read_outline(stream: bytes | memoryview) -> Outline:
         raise ValueError("a message header points outside the stream") from error
 
 
-def decoded_bytes(stream: bytes | memoryview) -> int:
-    """Bytes of all buffers of all batches of an IPC stream after decompression.
+class StreamSize(NamedTuple):
+    """What an IPC stream holds: rows and batches, the bytes of all buffers after decompression, and `read_bytes`, which
+    counts dictionaries again for each batch: so much is validated, and copied where they grow."""
+
+    rows: int
+    batches: int
+    decoded_bytes: int
+    read_bytes: int
+
+
+def stream_size(stream: bytes | memoryview) -> StreamSize:
+    """The size of an IPC stream, by its headers.
 
     Raises:
         ValueError: a header points outside the stream.
+        TooLarge: more than `MAX_COLUMNS`, `MAX_BATCHES` or `MAX_BUFFERS`.
     """
     view = memoryview(stream)
     try:
-        return sum(_decoded_body(view, metadata, body, size) for metadata, body, size in _messages(view))
+        return _stream_size(view)
     except (struct.error, IndexError) as error:
         raise ValueError("a message header points outside the stream") from error
+
+
+def _stream_size(view: memoryview) -> StreamSize:
+    rows = batches = decoded = read = buffers = 0
+    dictionaries: dict[int, int] = {}  # bytes by id
+    for count, (metadata, body, size) in enumerate(_messages(view)):
+        if count > MAX_BATCHES:
+            raise TooLarge(f"The Arrow stream has more than {MAX_BATCHES} batches")
+        kind, header = _header(view, metadata)
+        if kind == _SCHEMA:
+            _check_columns(view, header)
+        if kind not in (_RECORD_BATCH, _DICTIONARY_BATCH):
+            continue
+        batch = header
+        if kind == _DICTIONARY_BATCH:
+            data_at = _field(view, header, _DICTIONARY_DATA)
+            if not data_at:
+                continue
+            batch = _follow(view, data_at)
+        found, needed = _decoded_body(view, batch, body, size)
+        if (buffers := buffers + found) > MAX_BUFFERS:
+            raise TooLarge(f"The Arrow stream has more than {MAX_BUFFERS} buffers")
+        decoded += needed
+        if kind == _DICTIONARY_BATCH:
+            number = _long(view, header, _DICTIONARY_ID)
+            delta_at = _field(view, header, _DICTIONARY_IS_DELTA)
+            dictionaries[number] = needed + (dictionaries.get(number, 0) if delta_at and view[delta_at] else 0)
+        else:
+            batches += 1
+            rows += max(0, _long(view, batch, _BATCH_LENGTH))
+            read += needed + sum(dictionaries.values())
+    return StreamSize(rows, batches, decoded, read)
+
+
+def _check_columns(view: memoryview, schema: int) -> None:
+    """Count columns with their children, as often as a reader meets them: several may have the same child."""
+    waiting, count = [(schema, _SCHEMA_FIELDS)], 0
+    while waiting:
+        at = _field(view, *waiting.pop())
+        if not at:
+            continue
+        vector = _follow(view, at)
+        (fields,) = struct.unpack_from("<I", view, vector)
+        if (count := count + fields) > MAX_COLUMNS:
+            raise TooLarge(f"The Arrow schema has more than {MAX_COLUMNS} columns, their children included")
+        waiting += [(_follow(view, vector + 4 + 4 * index), _FIELD_CHILDREN) for index in range(fields)]
+
+
+def _long(view: memoryview, table: int, number: int) -> int:
+    at = _field(view, table, number)
+    return int(struct.unpack_from("<q", view, at)[0]) if at else 0
 
 
 def _messages(view: memoryview) -> Iterator[tuple[int, int, int]]:
@@ -109,18 +180,13 @@ def _has_text(view: memoryview, schema: int) -> bool:
     return count > _OUTLINE or any(type_at and view[type_at] in _STRINGS for type_at in types_at)
 
 
-def _decoded_body(view: memoryview, metadata: int, body: int, size: int) -> int:
-    kind, batch = _header(view, metadata)
-    if kind not in (_RECORD_BATCH, _DICTIONARY_BATCH):
-        return 0
-    if kind == _DICTIONARY_BATCH:
-        data_at = _field(view, batch, _DICTIONARY_DATA)
-        if not data_at:
-            return 0
-        batch = _follow(view, data_at)
-    if not _field(view, batch, _BATCH_COMPRESSION):
-        return size
-    return sum(_decoded_buffer(view, body, size, offset, length) for offset, length in _buffers(view, batch))
+def _decoded_body(view: memoryview, batch: int, body: int, size: int) -> tuple[int, int]:
+    """How many buffers a batch has, and their bytes after decompression."""
+    vector, count = _buffers(view, batch)
+    if not _field(view, batch, _BATCH_COMPRESSION) or count > MAX_BUFFERS:
+        return count, size
+    places = (struct.unpack_from("<qq", view, vector + 4 + 16 * index) for index in range(count))
+    return count, sum(_decoded_buffer(view, body, size, offset, length) for offset, length in places)
 
 
 def _decoded_buffer(view: memoryview, body: int, size: int, offset: int, length: int) -> int:
@@ -136,15 +202,16 @@ def _decoded_buffer(view: memoryview, body: int, size: int, offset: int, length:
     return int(decoded)
 
 
-def _buffers(view: memoryview, batch: int) -> list[tuple[int, int]]:
+def _buffers(view: memoryview, batch: int) -> tuple[int, int]:
+    """The position of the vector of a batch's buffers, and how many there are."""
     at = _field(view, batch, _BATCH_BUFFERS)
     if not at:
-        return []
+        return 0, 0
     vector = _follow(view, at)
     (count,) = struct.unpack_from("<I", view, vector)
     if count * 16 > len(view) - vector:
         raise ValueError(f"a batch claims {count} buffers")
-    return [struct.unpack_from("<qq", view, vector + 4 + 16 * index) for index in range(count)]
+    return vector, int(count)
 
 
 # Flatbuffers: a table starts with the signed distance back to its vtable; the vtable holds, after its own two

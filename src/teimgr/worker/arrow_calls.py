@@ -19,7 +19,7 @@ from teimgr.wire import arrow_tables as tables
 from teimgr.wire.arrow_inputs import InputKind, checked_size, read_inputs, read_texts
 from teimgr.wire.protobuf import varint
 from teimgr.wire.quantisation import NUMBER_OF, Precision
-from teimgr.wire.text_column import TextColumn
+from teimgr.wire.text_column import SharedTexts, TextColumn
 from teimgr.worker.calls import (
     MANY_NUMBERS,
     CallReply,
@@ -46,6 +46,11 @@ _SMALL_TABLE_BYTES = 64 * 1024
 # Limit on the decoded size of a table, and on the vectors per token that the engine holds for it, as a multiple of the
 # message limit; a compressed body may declare any size.
 _MAX_INFLATION = 8
+
+# Columns of several batches are joined, ids are converted, pairs become strings: each byte is there twice. A row takes
+# up to a few objects beside.
+_COPIES = 2
+_ROW_BYTES = 256
 
 # The output of a request that names none, by the kind of the model.
 _DEFAULT_OUTPUT: Mapping[str, Output] = {
@@ -92,7 +97,7 @@ def embed_arrow(dispatcher: Dispatcher, call: MethodCall) -> None:
     )
 
     def read(limits: _Limits) -> ReadTable:
-        texts, rows = read_texts(message.arrow_ipc, limits.decoded_bytes, limits.check_rows)
+        texts, rows = read_texts(message.arrow_ipc, limits.decoded_bytes, limits.check_rows, limits.go_on)
         return ReadTable(
             texts,
             lambda job: tables.write_vectors(
@@ -109,7 +114,7 @@ def embed_sparse_arrow(dispatcher: Dispatcher, call: MethodCall) -> None:
     options = request_options(message, Output.SPARSE, prompt_name=optional(message, "prompt_name"))
 
     def read(limits: _Limits) -> ReadTable:
-        texts, rows = read_texts(message.arrow_ipc, limits.decoded_bytes, limits.check_rows)
+        texts, rows = read_texts(message.arrow_ipc, limits.decoded_bytes, limits.check_rows, limits.go_on)
         return ReadTable(
             texts, lambda job: tables.write_sparse(job.sparse, job.errors, rows, lz4=form.lz4, head=response_head)
         )
@@ -129,9 +134,11 @@ def infer_arrow(dispatcher: Dispatcher, call: MethodCall) -> None:
         raise InvalidInput(f"Key columns may not be called {sorted(taken)}: columns of the answer are")
 
     def read(limits: _Limits) -> ReadTable:
-        batches = read_inputs(message.arrow_ipc, limits.decoded_bytes, limits.check_rows, kind, key_columns)
+        batches = read_inputs(
+            message.arrow_ipc, limits.decoded_bytes, limits.check_rows, kind, key_columns, limits.go_on
+        )
         inputs: Sequence[Input]
-        if isinstance(batches.inputs, TextColumn):
+        if isinstance(batches.inputs, TextColumn | SharedTexts):
             inputs = batches.inputs
         else:
             inputs = [Pair(*item) if isinstance(item, tuple) else item for item in batches.inputs]
@@ -159,15 +166,20 @@ def _serve_table(
     """Admit the call, read its table on a codec thread, run the model unless `noop`, and write the reply."""
     call.output_dtype = _DTYPE_NAMES.get(form.dense, form.dense.value)
 
+    def read_counted(limits: _Limits) -> ReadTable:
+        table = read(limits)
+        total_characters(table.inputs)  # a column keeps the number: on the loop it would take milliseconds
+        return table
+
     async def run() -> None:
         dispatcher.engine.check(options)
-        limits = _Limits(dispatcher, options, form)
+        limits = _Limits(dispatcher, call, options, form)
         size = limits.size(ipc) if len(ipc) <= _SMALL_TABLE_BYTES else await dispatcher.off_loop(limits.size, ipc)
         await dispatcher.reserve(call, size)
-        table = await dispatcher.off_loop(read, limits)
-        dispatcher.reserved(call, max(0, total_characters(table.inputs) - size))
+        table = await dispatcher.off_loop(read_counted, limits)
 
         def encode(job: Job) -> CallReply:
+            limits.go_on()
             limits.check_reply(ragged_bytes(dispatcher.engine.info, form, job))
             reply = table.write(job)
             limits.check_reply(len(reply))
@@ -189,21 +201,24 @@ def _serve_table(
 
 
 class _Limits:
-    """Bounds of one table: its decoded bytes, the vectors per token held for it, and its reply."""
+    """Bounds of one table: its decoded bytes, the vectors per token held for it, its reply, and its call's time."""
 
-    def __init__(self, dispatcher: Dispatcher, options: InferOptions, form: ArrowReplyForm) -> None:
+    def __init__(self, dispatcher: Dispatcher, call: MethodCall, options: InferOptions, form: ArrowReplyForm) -> None:
+        self.go_on = partial(dispatcher.check_awaited, call)
         self._message_bytes = dispatcher.spec.max_message_bytes
         self._row_bytes = least_row_bytes(dispatcher.engine.info, options, form)
         self.decoded_bytes = self._message_bytes * _MAX_INFLATION
 
     def size(self, ipc: bytes) -> int:
-        """Bytes that a table takes once it is decoded.
+        """Bytes that a table takes in memory: its decoded buffers, and what is made of them at most.
 
         Raises:
             InvalidInput: no IPC stream.
-            TooLarge: more than `decoded_bytes`.
+            TooLarge: more than `decoded_bytes`, or than the bounds of `wire/arrow_limits.py`.
         """
-        return checked_size(ipc, self.decoded_bytes)
+        self.go_on()
+        found = checked_size(ipc, self.decoded_bytes, self.check_rows)
+        return found.decoded_bytes * _COPIES + found.rows * _ROW_BYTES
 
     def check_rows(self, rows: int) -> None:
         """Refuse too many rows, and those whose results are too large for a reply, however small they turn out."""

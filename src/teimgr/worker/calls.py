@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 from google.protobuf.message import DecodeError, Message
 
 from teimgr.engine.job import InferOptions, Input, Job, Lane, Output, characters
@@ -16,6 +17,7 @@ from teimgr.observability.request_context import CURRENT, CallStats, RequestCont
 from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.spec import LoadedModel
 from teimgr.wire.frames import Flag, FrameProtocol, FrameType, Header, Method, Timings, pack_error, retry_after_ms
+from teimgr.wire.text_column import SharedTexts, TextColumn
 
 # Time limit of a call whose client sets none: over half an hour for the largest table at 50 texts/s.
 MAX_CALL_S = 3600.0
@@ -333,7 +335,10 @@ def max_token_bytes(model: LoadedModel, outputs: frozenset[Output], inputs: Iter
     width = sum(token_width(model, output) for output in outputs)
     if not width:
         return 0
-    tokens = sum(min(characters(item) + _EXTRA_TOKENS, model.max_input_length) for item in inputs)
+    if isinstance(inputs, TextColumn | SharedTexts):
+        tokens = int(np.minimum(inputs.characters_of_each() + _EXTRA_TOKENS, model.max_input_length).sum())
+    else:
+        tokens = sum(min(characters(item) + _EXTRA_TOKENS, model.max_input_length) for item in inputs)
     return tokens * width * _NUMBER_BYTES
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from teimgr.byte_budget import ByteBudget
 from teimgr.engine.engine import Engine
 from teimgr.engine.job import InferOptions, Input, Job
-from teimgr.errors import Cancelled, Internal, Overloaded, TeimgrError, Unavailable
+from teimgr.errors import Cancelled, DeadlineExceeded, Internal, Overloaded, TeimgrError, Unavailable
 from teimgr.observability.request_context import CURRENT, RequestContext, use_context
 from teimgr.spec import WorkerSpec
 from teimgr.worker.calls import CallReply, DeferredReply, FairLimiter, WorkerCall, max_token_bytes
@@ -250,10 +250,17 @@ class Dispatcher:
         finally:
             self._reserving.pop(call, None)
 
-    def reserved(self, call: WorkerCall, size_bytes: int) -> None:
-        """Count what a decoded request took beyond what was reserved."""
-        if call in self._decoded_budget:
-            self._decoded_budget.add(call, size_bytes)
+    def check_awaited(self, call: WorkerCall) -> None:
+        """For work on a codec thread, between its steps, so that it ends with its call.
+
+        Raises:
+            Cancelled: the call was cancelled or answered.
+            DeadlineExceeded: its deadline has passed.
+        """
+        if call not in self._call_limiter:
+            raise Cancelled("the caller has gone")
+        if time.monotonic() > call.deadline:
+            raise DeadlineExceeded
 
     # Stages 2 and 3: result memory and the engine.
 
