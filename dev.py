@@ -11,7 +11,8 @@
                                is one; `gpu --carry DIR` packs what a machine without a network lacks
     python3.11 dev.py audit    bandit, pip-audit, and a bill of materials (sbom.json)
     python3.11 dev.py soak     1,000 random faults under load (python -m tests.faults); or `soak saturation`,
-                               `soak overload`, `soak fleet`, `soak hosts`, `soak cluster`, `soak fuzz`
+                               `soak overload`, `soak fleet`, `soak hosts`, `soak cluster`, `soak fuzz`,
+                               `soak fuzz --victim`
     python3.11 dev.py setup    make .venv and install, nothing else
     python3.11 dev.py clients  make .venv-clients and install, nothing else
     python3.11 dev.py docs     build the documents' site in build/site; `docs serve` shows it while it is edited

@@ -21,8 +21,10 @@ from bench.encoders import Task
 from bench.load import LoadTask
 from bench.machine import busy_s
 from bench.progress import partial, say
+from bench.steady import SteadyTask
 
 _ROOT = Path(__file__).resolve().parent.parent
+_MODULES = {Task: "bench.child", LoadTask: "bench.load", SteadyTask: "bench.steady"}
 
 
 class ChildFailed(RuntimeError):
@@ -63,15 +65,14 @@ class Child:
 
 
 @contextmanager
-def child(task: Task | LoadTask, checkout: Path | None = None) -> Iterator[Child]:
-    """A child that has loaded its encoder, or a load generator; it is gone when the block ends. With another `checkout`
-    its teimgr, so its client, is that one's.
+def child(task: Task | LoadTask | SteadyTask, checkout: Path | None = None) -> Iterator[Child]:
+    """A child that has loaded its encoder, a load generator or a steady caller; it is gone when the block ends. With
+    another `checkout` its teimgr, so its client, is that one's.
 
     Raises:
         ChildFailed: it could not load.
     """
-    module = "bench.child" if isinstance(task, Task) else "bench.load"
-    command = [sys.executable, "-m", module, json.dumps(asdict(task))]
+    command = [sys.executable, "-m", _MODULES[type(task)], json.dumps(asdict(task))]
     environ = os.environ | ({} if checkout is None else {"PYTHONPATH": str(checkout / "src")})
     with subprocess.Popen(
         command,

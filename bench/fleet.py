@@ -44,10 +44,13 @@ class Fleet:
 
     def pids(self, instance: str) -> dict[str, int]:
         """The daemon, the mux and the worker of an instance with one replica."""
-        muxes = [each for each in self.process.children() if not _MUX_MODULES.isdisjoint(each.cmdline())]
         worker = self.client.get(instance).pid
         assert worker is not None
-        return {"daemon": self.process.pid, "mux": muxes[0].pid, "worker": worker}
+        return {"daemon": self.process.pid, "mux": self.muxes()[0].pid, "worker": worker}
+
+    def muxes(self) -> list[psutil.Process]:
+        """The multiplexer processes."""
+        return [each for each in self.process.children() if not _MUX_MODULES.isdisjoint(each.cmdline())]
 
     def cpu_s(self) -> float:
         """CPU seconds of the daemon and everything it started that still runs."""

@@ -54,6 +54,7 @@ STEPS: dict[str, Step] = {
     "mux": Step("mux"),
     "latency": Step("latency"),
     "bimodal": Step("bimodal"),
+    "monsters": Step("monsters"),
     "neighbours": Step("neighbours"),
     "front": Step("front"),
     "versions": Step("versions"),

@@ -1,6 +1,7 @@
 """The long run: `python -m tests.fuzz --cases 100000 [--only http1 toml …] [--report FOLDER]`.
 
 Each surface gets that many cases, or as many as fit into `--minutes`; the exit status is 0 when nothing was found.
+`python -m tests.fuzz --victim` is another run, with a second client beside attacks (`victim/command.py`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ sys.path.insert(0, str(TESTS.parent))  # as pytest's `pythonpath` has it
 
 from tests.fuzz import flooding, h2c, http1, http2, link_frames, rest, target, toml_files  # noqa: E402
 from tests.fuzz.surface import Report  # noqa: E402
+from tests.fuzz.victim.command import main as victim  # noqa: E402
 from tests.support import long_run  # noqa: E402
 from tests.support.memory import resident_mib  # noqa: E402
 from tests.support.results import markdown, write  # noqa: E402
@@ -33,6 +35,7 @@ SURFACES: dict[str, Callable[[target.Target, int, Report], None]] = {
     "rpc": flooding.run,
     "rest": lambda running, cases, report: _rest(running, cases, report),
 }
+VICTIM = "--victim"
 # A surface runs in this many parts: the first warms everything up, and time is looked at after each.
 PARTS = 10
 # Beyond this a process is said to have grown: allocators round up, and caches of a fixed size fill.
@@ -41,11 +44,14 @@ GROWTH_SHARE, GROWTH_MIB = 0.1, 24.0
 
 def main() -> int:
     """Run the surfaces one after the other, print the table, write the report."""
+    if VICTIM in sys.argv:
+        return victim([each for each in sys.argv[1:] if each != VICTIM])
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--cases", type=int, default=20_000, help="of each surface (20000)")
     parser.add_argument("--minutes", type=float, default=60.0, help="for each surface, at most (60)")
     parser.add_argument("--only", nargs="+", choices=SURFACES, default=list(SURFACES), help="surfaces (all)")
     parser.add_argument("--report", type=Path, help="folder for fuzz.json and fuzz.md")
+    parser.add_argument(VICTIM, action="store_true", help="the run with a second client; its options: --victim --help")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     reports = []

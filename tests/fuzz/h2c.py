@@ -8,7 +8,7 @@ import h2.config
 import h2.connection
 import hpack
 
-from tests.fuzz.http2 import HEADERS, PREFACE, changed_frames, frames_of
+from tests.fuzz.http2 import HEADERS, TOKENS, changed_frames, frames_of
 from tests.fuzz.mutation import Mutator
 from tests.fuzz.surface import Address, Report, flood
 from tests.fuzz.target import SEED, Target
@@ -58,11 +58,10 @@ _FIELDS = (
     ("origin", "null"),
     ("cookie", "b=2"),
 )
-_TOKENS = (b"\x00\x00\x08\x06\x00\x00\x00\x00\x00", b"\x00\x00\x04\x03\x00\x00\x00\x00\x01\x00\x00\x00\x08", PREFACE)
 _TYPED = ("application/json", "text/plain")
 
 
-def _recordings(chance: random.Random, count: int) -> list[bytes]:
+def recordings(chance: random.Random, count: int) -> list[bytes]:
     """Connections with up to three requests each, most of them with heads that are malformed."""
     made = []
     for _ in range(count):
@@ -115,5 +114,5 @@ def run(target: Target, cases: int, report: Report) -> None:
     ports = [target.daemon.api_port, *target.ports.values()]
     addresses = [Address(port) for port in (ports[0], ports[1], ports[0], *ports[2:])]
     seed = SEED + report.cases
-    mutator = Mutator(seed, _recordings(random.Random(seed), 200), _TOKENS, changed_frames)
+    mutator = Mutator(seed, recordings(random.Random(seed), 200), TOKENS, changed_frames)
     flood(addresses, mutator.cases(cases), judge, report)

@@ -19,12 +19,13 @@ from tests.fuzz.target import SEED, Target
 from tests.support.h2_peer import framed, head
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+TOKENS = (b"\x00\x00\x08\x06\x00\x00\x00\x00\x00", b"\x00\x00\x04\x03\x00\x00\x00\x00\x01\x00\x00\x00\x08", PREFACE)
 _HEAD = struct.Struct(">BHBBI")
 HEADERS = 1
 _UNKNOWN = "2"
 
 
-def _recordings() -> list[bytes]:
+def recordings() -> list[bytes]:
     """Connections as clients open them, with calls of either port."""
     inner = tei_pb2.EmbedRequest(inputs="rain on the harbour", truncate=True)
     outer = multiplexer_pb2.EmbedRequest(request=inner)
@@ -139,6 +140,5 @@ def run(target: Target, cases: int, report: Report) -> None:
     """Half of the cases to the mux, the other half to the instances."""
     mux = Address(target.daemon.grpc_port)
     addresses = [each for port in target.ports.values() for each in (mux, Address(port))]
-    tokens = (b"\x00\x00\x08\x06\x00\x00\x00\x00\x00", b"\x00\x00\x04\x03\x00\x00\x00\x00\x01\x00\x00\x00\x08", PREFACE)
-    mutator = Mutator(SEED + report.cases, _recordings(), tokens, changed_frames)
+    mutator = Mutator(SEED + report.cases, recordings(), TOKENS, changed_frames)
     flood(addresses, mutator.cases(cases), judge, report)

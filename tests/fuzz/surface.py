@@ -65,10 +65,11 @@ def flood(addresses: Sequence[Address], cases: Iterable[bytes], judge: Judge, re
 
     A connection is closed for writing when it has been quiet for a while; the server must close it in turn.
     """
-    uvloop.run(_flood(addresses, iter(cases), judge, report))
+    uvloop.run(flooded(addresses, iter(cases), judge, report))
 
 
-async def _flood(addresses: Sequence[Address], cases: Iterator[bytes], judge: Judge, report: Report) -> None:
+async def flooded(addresses: Sequence[Address], cases: Iterator[bytes], judge: Judge, report: Report) -> None:
+    """As `flood`, within a loop that runs."""
     serial = iter(range(2**62))
 
     async def caller() -> None:
