@@ -621,7 +621,7 @@ def test_a_thread_that_ends_by_anything_makes_the_engine_unhealthy(
 
     monkeypatch.setattr(bert.engine.tokenizer, "encode_all", panic)
     bert.send(["fog"])
-    bert.engine._tokenizing.join(WAIT_S)
+    bert.engine._tokenizing[0].join(WAIT_S)
 
     with pytest.raises(Unavailable, match="the library panicked"):
         bert.engine.self_test(WAIT_S)

@@ -336,3 +336,23 @@ def test_a_filling_that_is_attended_to_needs_no_keys(minilm: Path) -> None:
 
     assert isinstance(query, Encoded)
     assert (len(query.ids), query.keys) == (8, None)
+
+
+def test_a_text_that_is_tokenized_in_parts_has_the_tokens_of_the_whole(
+    model_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "fog over Zürich, 京 and *rain* in the harbour\n" * 40
+    for family in ("bert", "roberta", "xlm_roberta", "qwen2"):
+        tokenizer = TextTokenizer(read_layout(model_dir(family)), 512)
+        whole = [tokenizer.tokenize(text, specials, "") for specials in (True, False)]
+        with monkeypatch.context() as patch:
+            patch.setattr("teimgr.engine.tokenizer.MAX_CHARACTERS", 100)
+            assert [tokenizer.tokenize(text, specials, "") for specials in (True, False)] == whole
+            with pytest.raises(InvalidInput, match="must have a space within 100 characters"):
+                tokenizer.tokenize("\U0001f600" * 300, True, "")
+
+
+def test_too_many_ids_to_decode_are_refused(tokenizer: TextTokenizer) -> None:
+    assert tokenizer.decode([7592] * 64_000, True)
+    with pytest.raises(InvalidInput, match=r"`input_ids` must have at most 64000 ids\. Given: 64001"):
+        tokenizer.decode([7592] * 64_001, True)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import base64
+import random
 import resource
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,9 +18,11 @@ from tests.support.token_ids import ids
 from tokenizers import Tokenizer
 
 from teimgr.engine.batch import Encoded
+from teimgr.engine.boundaries import Boundaries, breaks_at_spaces
 from teimgr.engine.job import Pair
 from teimgr.engine.tokenizer import TextTokenizer, TokenizeOptions
-from teimgr.engine.truncation import Shortener, breaks_at_spaces
+from teimgr.engine.truncation import Shortener
+from teimgr.errors import InvalidInput
 from teimgr.model_files.reading import read_layout
 
 RIGHT, LEFT = TokenizeOptions(), TokenizeOptions(left=True)
@@ -78,7 +85,8 @@ def test_the_cut_of_very_long_halves_changes_nothing(
     plain.no_padding()
     plain.enable_truncation(limit, direction="left" if left else "right")
     tokenizer = TextTokenizer(read_layout(path), limit)
-    tokenizer._shortener = Shortener(limit * 20, safe=True)
+    tokenizer._shortener = Shortener(Boundaries(plain), limit)
+    tokenizer._shortener.first = limit * 20
 
     assert ids(tokenizer, pair, TokenizeOptions(left=left)) == plain.encode(*pair).ids
 
@@ -93,3 +101,71 @@ def test_two_very_long_halves_take_no_more_than_their_tokens(model_dir: Callable
     assert isinstance(encoded, Encoded)
     assert len(encoded.ids) == 24
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kb < 200_000
+
+
+_DRAW = random.Random(0)
+MONSTERS = {
+    "base64": base64.b64encode(_DRAW.randbytes(3_000_000)).decode(),
+    "dots": "." * 1_900_000,
+    "Chinese": "".join(chr(_DRAW.randrange(0x4E00, 0x9FFF)) for _ in range(1000)) * 1000,
+    "emoji": "\U0001f600" * 1_000_000,
+    "marks": "e" + "\u0301" * 2_000_000,
+    "one word": "a" * 4_000_000,
+    "newlines": "\n" * 4_000_000,
+    "words": "fog and rain " * 400_000,
+    "umlauts": "Nebel über Zürich " * 200_000,
+}
+
+
+@contextmanager
+def _longest_pause() -> Iterator[Callable[[], float]]:
+    """Measure for how long another thread gets no turn, in seconds."""
+    longest, ended = 0.0, threading.Event()
+
+    def tick() -> None:
+        nonlocal longest
+        last = time.perf_counter()
+        while not ended.is_set():
+            time.sleep(0.001)
+            now = time.perf_counter()
+            longest, last = max(longest, now - last), now
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    try:
+        yield lambda: longest
+    finally:
+        ended.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("family", ["bert", "xlm_roberta"])
+def test_texts_of_megabytes_cost_little_and_never_hold_other_threads(
+    family: str, model_dir: Callable[..., Path]
+) -> None:
+    """Each took 3 to 15 s before, with the GIL."""
+    tokenizer = TextTokenizer(read_layout(model_dir(family)), 512)
+    for name, text in MONSTERS.items():
+        for reading in (RIGHT, LEFT, TokenizeOptions(truncate=False)):
+            with _longest_pause() as longest_pause:
+                began = time.process_time()
+                (encoded,) = tokenizer.encode([text], reading)
+                seconds = time.process_time() - began
+            assert seconds < 2.5, (name, reading)  # of all threads together, for one that no size decides
+            assert longest_pause() < 1, (name, reading)
+            if name in ("words", "umlauts") and reading.truncate:
+                assert isinstance(encoded, Encoded)
+                assert len(encoded.ids) == 512
+            elif not isinstance(encoded, Encoded):
+                assert isinstance(encoded, InvalidInput), (name, encoded)
+
+
+def test_a_long_text_that_must_not_be_truncated_is_refused_by_its_tokens(model_dir: Callable[..., Path]) -> None:
+    tokenizer = TextTokenizer(read_layout(model_dir("roberta")), 512)
+
+    exact, long = tokenizer.encode(["fog " * 10_000, "fog " * 30_000], TokenizeOptions(truncate=False))
+
+    assert isinstance(exact, InvalidInput)
+    assert "must have less than 512 tokens. Given: " in exact.message
+    assert isinstance(long, InvalidInput)
+    assert "must have less than 512 tokens. Given: at least " in long.message

@@ -1,6 +1,6 @@
 """The engine: a model on a device, fed by a few threads.
 
-    submit ─► tokenizer thread ─► queue ─► engine thread ─► finisher thread ─► deliver
+    submit ─► tokenizer threads ─► queue ─► engine thread ─► finisher thread ─► deliver
 
 On a GPU the finisher waits for the device while the engine thread already packs and starts the next batch. Where the
 native forward computes on the CPU, there is an engine thread for each lane: queries are computed beside a bulk batch.
@@ -91,7 +91,10 @@ class Engine:
             for lanes in ([(lane,) for lane in Lane] if parts.limits.own_threads else [tuple(Lane)])
         ]
         self._intake = Intake(parts.tokenizer, self._queue, self._finisher, options.max_queued_tokens, self._runners[0])
-        self._tokenizing = self._thread("tokenizer", self._intake.run)
+        self._tokenizing = [
+            self._thread("tokenizer", self._intake.run),
+            self._thread("tokenizer-long", self._intake.run_long),
+        ]
         names = ("engine", "engine-bulk")
         self._running = [self._thread(name, runner.run) for name, runner in zip(names, self._runners, strict=False)]
         self._finishing = self._thread("finisher", self._finisher.run)
@@ -114,7 +117,7 @@ class Engine:
             DeviceFailed: the device, not the model, is at fault.
         """
         engine = cls(load_parts(options), options, deliver, on_fault)
-        for thread in (engine._tokenizing, *engine._running, engine._finishing):
+        for thread in (*engine._tokenizing, *engine._running, engine._finishing):
             thread.start()
         try:
             engine._reference = engine._run_self_test(_FIRST_SELF_TEST_S)
@@ -256,12 +259,12 @@ class Engine:
         """
         deadline = time.monotonic() + grace_s
         self._intake.close()
-        if not _joined(self._tokenizing, deadline):
+        if not all(_joined(thread, deadline) for thread in self._tokenizing):
             self._intake.abandon()
         self._queue.close()
         if not all(_joined(thread, deadline) for thread in self._running):
             self._queue.abandon()
-        for thread in (self._tokenizing, *self._running):
+        for thread in (*self._tokenizing, *self._running):
             _joined(thread, deadline + _LAST_BATCH_S)
         last = max(deadline, time.monotonic()) + _LAST_ANSWERS_S
         error = Unavailable("the engine was closed")

@@ -1,9 +1,10 @@
 """The tokenizer thread: rows of jobs become entries of the queue.
 
 All small jobs that wait are tokenized in one call, and big ones in chunks, so that a query never waits for a whole
-file of texts. A few queries that come while nothing else waits are tokenized on the thread that brings them, and where
-the model is fast computed there too: that takes less time than to wake up other threads. Rows that cannot be tokenized
-go straight to the finisher as failures.
+file of texts. A second thread tokenizes long texts, in as many calls of the library as their cuts need
+(`engine/truncation.py`), so no other text waits for them. A few queries that come while nothing else waits are
+tokenized on the thread that brings them, and where the model is fast computed there too: that takes less time than to
+wake up other threads. Rows that cannot be tokenized go straight to the finisher as failures.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ log = logging.getLogger(__name__)
 _CHUNK_TEXTS = 1024
 _CHUNK_CHARS = 50_000  # some 10 ms on one core, native 1: what a query may have to wait for
 _BULK_TURN = 4  # while interactive jobs wait, every fourth chunk is of the bulk lane
+# A longer text is left to the thread for long ones: of this much the library takes some 10 ms, at worst 50.
+_LONG_CHARS = 16_384
+_LONG_TEXTS = 8  # tokenized together, of as many jobs as there are
 # The most that is tokenized on the caller's thread, an event loop: less than half a millisecond.
 _AT_ONCE_TEXTS = 32
 _AT_ONCE_CHARS = 2000
@@ -63,22 +67,28 @@ class _Chunk:
         return self.texts >= _CHUNK_TEXTS or self.chars >= _CHUNK_CHARS
 
     def take(self, pending: _Pending) -> None:
-        """Add rows of a job until it or the room ends."""
+        """Add rows of a job until it, the room, or the row before a long text ends."""
         begin, inputs = pending.next_row, pending.job.inputs
         end = limit = min(len(inputs), begin + _CHUNK_TEXTS - self.texts)
         if isinstance(inputs, TextColumn):  # its bytes count
             bounds = inputs.offsets[begin : limit + 1]
+            if len(long := np.flatnonzero(np.diff(bounds) > _LONG_CHARS)):
+                limit = begin + int(long[0])
             end = min(limit, begin + int(np.searchsorted(bounds, bounds[0] + _CHUNK_CHARS - self.chars)))
             self.chars += int(inputs.offsets[end] - bounds[0])
         else:
             for row in range(begin, limit):
-                self.chars += characters(inputs[row])
+                if (count := characters(inputs[row])) > _LONG_CHARS:
+                    end = row
+                    break
+                self.chars += count
                 if self.chars >= _CHUNK_CHARS:
                     end = row + 1
                     break
         pending.next_row = end
         self.texts += end - begin
-        self.parts.append((pending, range(begin, end)))
+        if end > begin:
+            self.parts.append((pending, range(begin, end)))
 
 
 class QueryRunner(Protocol):
@@ -92,7 +102,8 @@ class QueryRunner(Protocol):
 
 
 class Intake:
-    """Accepts jobs on any thread; `run` is the tokenizer thread's body, until closed and empty, or abandoned.
+    """Accepts jobs on any thread; `run` is the tokenizer thread's body, until closed and empty, or abandoned, and
+    `run_long` that of the thread for long texts.
 
     `limit_tokens` bounds each lane; it only protects the engine itself, servers limit their callers before. Cancelled
     jobs count until their turn comes. `queries` computes the queries that `start` tokenizes.
@@ -111,11 +122,13 @@ class Intake:
         self._finisher = finisher
         self._limit = limit_tokens
         self._queries = queries
-        self._changed = threading.Condition()
+        lock = threading.RLock()
+        self._changed, self._long_changed = threading.Condition(lock), threading.Condition(lock)
         self._tokenizing = threading.Lock()  # held by the thread that tokenizes
         self._inbox: dict[Lane, deque[_Pending]] = {lane: deque() for lane in Lane}
+        self._long: dict[Lane, dict[_Pending, deque[int]]] = {lane: {} for lane in Lane}  # rows, by job
         self._estimates = dict.fromkeys(Lane, 0)
-        self._turn = 0
+        self._turn = self._long_turn = 0
         self._closed = False
         self._abandoned = False
         queue.on_taken = self._room_was_made
@@ -165,6 +178,10 @@ class Intake:
         while self._tokenize_next():
             pass
 
+    def run_long(self) -> None:
+        while self._tokenize_next_long():
+            pass
+
     def _tokenize_next(self) -> bool:
         """Wait for the next chunk, tokenize it and pass it on; False at the end. A call of its own: while the thread
         waits, no variable keeps the jobs before in memory."""
@@ -176,6 +193,18 @@ class Intake:
                 self._queue.put(entries)
             if failures or chunk.empty:
                 self._finisher.put(Failures(failures, chunk.empty))
+        self._count_tokenized(chunk.parts)
+        return True
+
+    def _tokenize_next_long(self) -> bool:
+        """Like `_tokenize_next`, for long texts."""
+        if (chunk := self._next_long()) is None:
+            return False
+        entries, failures = self._tokenize(chunk)
+        if entries:
+            self._queue.put(entries)
+        if failures:
+            self._finisher.put(Failures(failures, []))
         self._count_tokenized(chunk.parts)
         return True
 
@@ -233,6 +262,7 @@ class Intake:
         with self._changed:
             self._closed = True
             self._changed.notify()
+            self._long_changed.notify()
         if self._tokenizing.acquire(timeout=_LAST_QUERY_S):  # a query that is being tokenized is in the queue then
             self._tokenizing.release()
 
@@ -240,14 +270,17 @@ class Intake:
         with self._changed:
             self._closed = self._abandoned = True
             self._changed.notify()
+            self._long_changed.notify()
 
     def drain(self, error: TeimgrError) -> list[tuple[Job, int, TeimgrError]]:
         """Remove the rows that were never tokenized, and return them with `error`, as the failures that they are."""
         with self._changed:
-            left = [pending for lane in Lane for pending in self._inbox[lane]]
+            left = [(p, range(p.next_row, len(p.job.inputs))) for lane in Lane for p in self._inbox[lane]]
+            long = [item for lane in Lane for item in self._long[lane].items()]
             for lane in Lane:
                 self._inbox[lane].clear()
-            return [(p.job, row, error) for p in left for row in range(p.next_row, len(p.job.inputs))]
+                self._long[lane].clear()
+            return [(pending.job, row, error) for pending, rows in (*left, *long) for row in rows]
 
     def _next_chunk(self) -> _Chunk | None:
         with self._changed:
@@ -256,6 +289,41 @@ class Intake:
             if self._abandoned or not ready:
                 return None
             return self._fill(self._inbox[self._next_lane(ready)])
+
+    def _next_long(self) -> _Chunk | None:
+        """Long texts to tokenize together: one of each job in turn, so that none waits for all those of another."""
+        with self._long_changed:
+            self._long_changed.wait_for(
+                lambda: (
+                    self._abandoned
+                    or self._ready_long()
+                    or (self._closed and self._is_empty() and not self._has_long())
+                )
+            )
+            ready = self._ready_long()
+            if self._abandoned or not ready:
+                return None
+            self._long_turn = (self._long_turn + 1) % len(Lane)
+            jobs = self._long[ready[self._long_turn % len(ready)]]
+            chunk = _Chunk()
+            while jobs and len(chunk.parts) < _LONG_TEXTS:
+                pending, rows = next(iter(jobs.items()))
+                del jobs[pending]
+                if pending.job.cancelled:
+                    self._estimates[pending.job.lane] -= pending.estimate
+                    pending.estimate = 0
+                    continue
+                row = rows.popleft()
+                chunk.parts.append((pending, range(row, row + 1)))
+                if rows:
+                    jobs[pending] = rows
+            return chunk
+
+    def _has_long(self) -> bool:
+        return any(self._long.values())
+
+    def _ready_long(self) -> list[Lane]:
+        return [lane for lane in Lane if self._long[lane] and self._queue.has_room(lane)]
 
     def _is_empty(self) -> bool:
         return not any(self._inbox.values())
@@ -273,6 +341,8 @@ class Intake:
     def _room_was_made(self) -> None:
         with self._changed:
             self._changed.notify()
+            if self._has_long():
+                self._long_changed.notify()
 
     def _fill(self, inbox: deque[_Pending]) -> _Chunk:
         """Rows from the front of `inbox`; a job that does not fit into this chunk goes to the back."""
@@ -286,10 +356,23 @@ class Intake:
             if not texts:
                 chunk.empty.append(pending.job)
                 continue
-            chunk.take(pending)
+            self._set_long_aside(pending)
+            if pending.next_row < len(texts):
+                chunk.take(pending)
             if pending.next_row < len(texts):
                 inbox.append(pending)
         return chunk
+
+    def _set_long_aside(self, pending: _Pending) -> None:
+        """Leave the long texts at the front of what is left of a job to their thread."""
+        inputs, row = pending.job.inputs, pending.next_row
+        while row < len(inputs) and _length(inputs, row) > _LONG_CHARS:
+            row += 1
+        if row > pending.next_row:
+            rows = self._long[pending.job.lane].setdefault(pending, deque())
+            rows.extend(range(pending.next_row, row))
+            pending.next_row = row
+            self._long_changed.notify()
 
     def _tokenize(self, chunk: _Chunk) -> tuple[list[QueueEntry], list[tuple[Job, int, TeimgrError]]]:
         """The entries of a chunk, and the rows that cannot be tokenized."""
@@ -325,6 +408,13 @@ class Intake:
                 return TokenizedTexts.of([self._tokenized([item], options)[0] for item in inputs])
             log.exception("an input cannot be tokenized")
             return TokenizedTexts.of([TokenizerFailed(f"tokenizer error {error}")])
+
+
+def _length(inputs: Sequence[Input], row: int) -> int:
+    """Characters of an input, or bytes where they are known without making it."""
+    if isinstance(inputs, TextColumn):
+        return int(inputs.offsets[row + 1] - inputs.offsets[row])
+    return characters(inputs[row])
 
 
 _Parts = Sequence[tuple[Job, range]]

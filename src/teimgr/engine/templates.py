@@ -12,7 +12,16 @@ from tokenizers import Encoding
 
 from teimgr.engine.batch import Encoded
 from teimgr.engine.job import Pair
-from teimgr.engine.truncation import Shortener
+from teimgr.engine.truncation import (
+    COUNTED_CHARACTERS,
+    MAX_CHARACTERS,
+    Short,
+    Shortener,
+    Text,
+    too_long,
+    too_many_characters,
+)
+from teimgr.errors import InvalidInput
 from teimgr.model_files.layout import CausalRerank, LateInteraction
 
 QUERY, DOCUMENT = "query", "document"
@@ -86,8 +95,8 @@ class CausalTemplate:
         self._shortener = shortener
         self._limit = limit
 
-    def encode(self, pairs: Sequence[Pair], truncate: bool, left: bool) -> list[NDArray[np.int32]]:
-        """The ids of each pair, int32, longer than the limit only where not `truncate`.
+    def encode(self, pairs: Sequence[Pair], truncate: bool, left: bool) -> list[NDArray[np.int32] | InvalidInput]:
+        """The ids of each pair, int32, or its refusal: it is too long to be truncated, or must not be.
 
         Template and body are tokenized as one text, as for chats: a token may reach over the edge of the body.
 
@@ -95,9 +104,28 @@ class CausalTemplate:
             TokenizerFailed: the library refused one of them.
         """
         bodies = [self._body_of(pair) for pair in pairs]
-        short = [self._shortener.short_text(body, left) if truncate else body for body in bodies]
-        rows = zip(self._encode(short), short, bodies, strict=True)
-        return [self._ids(encoding, kept, body, truncate, left) for encoding, kept, body in rows]
+        first = self._shortener.first if truncate else max(self._shortener.first, COUNTED_CHARACTERS)
+        shorts = [self._shortener.short(body, left, first) for body in bodies]
+        encodings = self._encode([short.text for short in shorts])
+        rows = zip(encodings, shorts, bodies, strict=True)
+        return [self._decided(encoding, short, body, truncate, left) for encoding, short, body in rows]
+
+    def _decided(
+        self, encoding: Encoding, short: Short, body: str, truncate: bool, left: bool
+    ) -> NDArray[np.int32] | InvalidInput:
+        """The ids of a body, from the encoding of `short` on; like `TextTokenizer._decided`."""
+        sizes = self._shortener.sizes(body)
+        while short.text is not body and not (short.exact and len(encoding) > self._limit + short.slack):
+            size = next(sizes, None)
+            if size is None or (size > MAX_CHARACTERS and len(encoding) > self._limit):
+                return too_many_characters(encoding, self._limit, len(body))
+            short = self._shortener.short(body, left, size)
+            (encoding,) = self._encode([short.text])
+        if not truncate and len(encoding) > self._limit:
+            count = len(encoding) if short.text is body else f"at least {len(encoding)}"
+            return too_long(self._limit, count)
+        assert isinstance(short.text, str)
+        return self._ids(encoding, short.text, left)
 
     def _body_of(self, pair: Pair) -> str:
         """The middle of a pair's text. A literal {query} or {document} in a text stays as it is."""
@@ -108,14 +136,12 @@ class CausalTemplate:
     def template_tokens(self) -> int:
         return len(self._encode([self._body_of(Pair("", ""))])[0].ids)
 
-    def _encode(self, bodies: Sequence[str]) -> list[Encoding]:
+    def _encode(self, bodies: Sequence[Text]) -> list[Encoding]:
         return self._tokenize([f"{self._config.prefix}{body}{self._config.suffix}" for body in bodies])
 
-    def _ids(self, encoding: Encoding, kept: str, body: str, truncate: bool, left: bool) -> NDArray[np.int32]:
+    def _ids(self, encoding: Encoding, kept: str, left: bool) -> NDArray[np.int32]:
         ids = np.array(encoding.ids, dtype=np.int32)
-        if kept is not body and len(ids) <= self._limit:  # the shortened body was too short to decide
-            return self._ids(self._encode([body])[0], body, body, truncate, left)
-        if not truncate or len(ids) <= self._limit:
+        if len(ids) <= self._limit:
             return ids
         offsets = np.array(encoding.offsets)
         before = int((offsets[:, 1] <= len(self._config.prefix)).sum())

@@ -16,9 +16,21 @@ from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer, normalizers, processors
 
 from teimgr.engine.batch import Encoded, TokenizedTexts
+from teimgr.engine.boundaries import Boundaries, flattened
 from teimgr.engine.job import InferOptions, Input, Pair, characters
 from teimgr.engine.templates import DOCUMENT, QUERY, CausalTemplate, late_interaction_roles
-from teimgr.engine.truncation import Shortener, Text, Truncation, breaks_at_spaces, flattened
+from teimgr.engine.truncation import (
+    COUNTED_CHARACTERS,
+    FIRST_PER_TOKEN,
+    MAX_CHARACTERS,
+    Short,
+    Shortener,
+    Text,
+    Truncation,
+    longest_part,
+    too_long,
+    too_many_characters,
+)
 from teimgr.engine.wordpiece import WordPiece, wordpiece
 from teimgr.errors import EmptyInput, InvalidConfig, InvalidInput, ModelLoadFailed, TeimgrError, TokenizerFailed
 from teimgr.model_files.layout import Backbone, Layout
@@ -29,6 +41,8 @@ _CHARS_PER_TOKEN = 250
 # Some 0.4 ms of the library's time: where cores are busy its threads begin milliseconds later.
 _FEW_TEXTS = 16
 _FEW_CHARACTERS = 2_000
+# Ids in one call of the library that holds the GIL.
+_FEW_IDS = 1_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +149,7 @@ class TokenizerLibrary:
             TokenizerFailed: the library refused one of them.
         """
         with _library_errors():
-            if len(texts) == 1 or _is_little(texts):  # without the thread pool
+            if _is_little(texts):  # without the thread pool, and with the GIL
                 pairs = ((text, None) if isinstance(text, str) else text for text in texts)
                 return [self._tokenizer.encode(first, second, add_special_tokens=specials) for first, second in pairs]
             encode = self._tokenizer.encode_batch if offsets else self._tokenizer.encode_batch_fast
@@ -144,7 +158,9 @@ class TokenizerLibrary:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         """Raises TokenizerFailed where an id is no token id."""
         with _library_errors():
-            return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+            if len(ids) <= _FEW_IDS:
+                return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+            return self._tokenizer.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
 
     @property
     def vocabulary(self) -> int:
@@ -178,7 +194,8 @@ class TextTokenizer:
     def __init__(self, layout: Layout, max_length: int) -> None:
         tokenizer = load_tokenizer(layout)
         self._library = TokenizerLibrary(tokenizer)
-        self._shortener = Shortener(max_length * _CHARS_PER_TOKEN, breaks_at_spaces(tokenizer))
+        self._boundaries = Boundaries(tokenizer)
+        self._shortener = Shortener(self._boundaries, max_length)
         self._add_specials = layout.backbone is not Backbone.STATIC
         causal = None if layout.scoring is None else layout.scoring.causal
         in_template = layout.late is not None or causal is not None
@@ -243,8 +260,7 @@ class TextTokenizer:
         """
         truncation = None
         if options.truncate:
-            prefix = 0 if self._roles is None else len(self._roles[options.query].prefix)
-            truncation = Truncation(self._limit(options) - prefix, options.left)
+            truncation = Truncation(self._limit(options) - self._prefix_tokens(options), options.left)
         native = self._by_wordpiece(inputs, options, truncation)
         if native is None:
             return self._one_by_one(inputs, options, truncation)
@@ -265,13 +281,37 @@ class TextTokenizer:
         if (error := self._check_characters(len(text))) is not None:
             raise error
         whole = prompt + text
-        (encoding,) = self._library.encode([whole], add_special_tokens, offsets=True)
-        return list(_token_spans(encoding, whole))
+        if len(whole) <= MAX_CHARACTERS:
+            (encoding,) = self._library.encode([whole], add_special_tokens, offsets=True)
+            return list(_token_spans(encoding, whole))
+        return self._tokenize_parts(whole, add_special_tokens)
+
+    def _tokenize_parts(self, text: str, add_special_tokens: bool) -> list[TokenSpan]:
+        """The tokens of a text that is too long for one call of the library; raises as `tokenize`."""
+        spans: list[TokenSpan] = []
+        begin = bytes_before = 0
+        for end in (*self._boundaries.seams(text, MAX_CHARACTERS), len(text)):
+            if end - begin > MAX_CHARACTERS:
+                raise InvalidInput(
+                    f"Input validation error: `inputs` must have a space within {MAX_CHARACTERS} characters. "
+                    f"Given: {end - begin} without one"
+                )
+            part = text[begin:end]
+            (encoding,) = self._library.encode([part], False, offsets=True)
+            spans += _token_spans(encoding, part, bytes_before)
+            begin, bytes_before = end, bytes_before + len(part.encode())
+        if not add_special_tokens:
+            return spans
+        (around,) = self._library.encode(["a"], offsets=True)
+        specials = [TokenSpan(id, token, True, None, None) for id, token in zip(around.ids, around.tokens, strict=True)]
+        return [*specials[: self._leading_specials], *spans, *specials[self._leading_specials + 1 :]]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """Raises EmptyInput where there are no ids, TokenizerFailed where one is no token id."""
-        if not ids:
+        """Raises EmptyInput for no ids, InvalidInput for too many, TokenizerFailed if one is not a token id."""
+        if not len(ids):
             raise EmptyInput("Input validation error: `input_ids` cannot be empty")
+        if len(ids) > (limit := self.max_length * _CHARS_PER_TOKEN):
+            raise InvalidInput(f"Input validation error: `input_ids` must have at most {limit} ids. Given: {len(ids)}")
         return self._library.decode(ids, skip_special_tokens)
 
     def cut(self, text: str, max_tokens: int, *, left: bool) -> str:
@@ -280,21 +320,35 @@ class TextTokenizer:
         The result is a substring, so a tokenizer that merges over words may make a token more or less of it.
 
         Raises:
+            InvalidInput: the text has too many characters without a place to cut it.
             TokenizerFailed: the library refused it.
         """
-        if len(text.encode()) <= max_tokens:  # no token is shorter than a byte
+        if len(text) <= max_tokens and len(text.encode()) <= max_tokens:  # no token is shorter than a byte
             return text
         longest = min(self.max_length, max_tokens) * _CHARS_PER_TOKEN
         text = text[-longest:] if left else text[:longest]
-        spans = self.tokenize(text, add_special_tokens=False, prompt="")
-        places = [(span.start, span.stop) for span in spans if span.start is not None and span.stop is not None]
+        bound, first = Truncation(max_tokens, left), max_tokens * FIRST_PER_TOKEN
+        short = self._shortener.short(text, left, first)
+        sizes = self._shortener.sizes(text, first)
+        (encoding,) = self._library.encode([short.text], False, offsets=True)
+        while not self._shortener.decides(encoding, short, text, bound):
+            if (size := next(sizes, None)) is None:
+                raise too_many_characters(encoding, max_tokens, len(text))
+            short = self._shortener.short(text, left, size)
+            (encoding,) = self._library.encode([short.text], False, offsets=True)
+        assert isinstance(short.text, str)
+        marks = zip(encoding.offsets, encoding.special_tokens_mask, strict=True)
+        places = [offsets for offsets, is_special in marks if not is_special]
         if len(places) <= max_tokens:
             return text
-        begin, end = (places[-max_tokens][0], None) if left else (0, places[max_tokens - 1][1])
-        return text.encode()[begin:end].decode(errors="ignore")
+        return short.text[places[-max_tokens][0] :] if left else short.text[: places[max_tokens - 1][1]]
 
     def _limit(self, options: TokenizeOptions) -> int:
         return self.max_length if self._roles is None else self._roles[options.query].limit
+
+    def _prefix_tokens(self, options: TokenizeOptions) -> int:
+        """Of the role on a late-interaction model."""
+        return 0 if self._roles is None else len(self._roles[options.query].prefix)
 
     def _check_characters(self, given: int) -> InvalidInput | None:
         if given <= (limit := self.max_length * _CHARS_PER_TOKEN):
@@ -319,7 +373,7 @@ class TextTokenizer:
         ids, limit = item, self._limit(options)
         if len(ids) > limit:
             if not options.truncate:
-                return _too_long(limit, len(ids))
+                return too_long(limit, len(ids))
             ids = ids[len(ids) - limit :] if options.left else ids[:limit]
         if self._roles is not None:
             return self._roles[options.query].expand(ids, self._type_ids)
@@ -350,7 +404,7 @@ class TextTokenizer:
             pairs = [item for item in items if isinstance(item, Pair)]
             return TokenizedTexts.of(
                 [
-                    Encoded(ids) if len(ids) <= self.max_length else _too_long(self.max_length, len(ids))
+                    ids if isinstance(ids, TeimgrError) else Encoded(ids)
                     for ids in self._causal.encode(pairs, options.truncate, options.left)
                 ]
             )
@@ -416,13 +470,29 @@ class TextTokenizer:
     def _by_library(
         self, texts: Sequence[Text], options: TokenizeOptions, truncation: Truncation | None
     ) -> TokenizedTexts:
-        short = texts if truncation is None else [self._shortener.short(text, truncation.left) for text in texts]
-        encodings = self._library.encode(short, self._add_specials)
-        for i, text in enumerate(texts):
-            if truncation is not None and not self._shortener.holds(encodings[i], short[i], text, truncation):
-                (encodings[i],) = self._library.encode([text], self._add_specials)
+        bound = truncation or Truncation(self._limit(options) - self._prefix_tokens(options), left=False)
+        least = self._shortener.first if truncation else max(self._shortener.first, COUNTED_CHARACTERS)
+        shorts = {
+            row: self._shortener.short(text, bound.left, least)
+            for row, text in enumerate(texts)
+            if longest_part(text) > least
+        }
+        parts = [shorts[row].text if row in shorts else text for row, text in enumerate(texts)] if shorts else texts
+        encodings = self._library.encode(parts, self._add_specials)
+        refused: dict[int, TeimgrError] = {}
+        for row, short in shorts.items():
+            decided = self._decided(encodings[row], short, texts[row], bound, truncation is not None)
+            if isinstance(decided, TeimgrError):
+                refused[row] = decided
+            else:
+                encodings[row] = decided
         if len(texts) == 1 or self._roles is not None:
-            return TokenizedTexts.of([self._encoded(encoding, options, truncation) for encoding in encodings])
+            return TokenizedTexts.of(
+                [
+                    refused[row] if row in refused else self._encoded(encoding, options, truncation)
+                    for row, encoding in enumerate(encodings)
+                ]
+            )
         lists = [encoding.ids for encoding in encodings]
         lengths = np.fromiter(map(len, lists), np.int64, len(lists))
         ids, ends = _joined(lists, np.int32), np.cumsum(lengths)
@@ -430,7 +500,27 @@ class TextTokenizer:
         tokenized = TokenizedTexts(ids, ends - lengths, lengths, types, self.prompt_len(options.prompt))
         for row in [*self._unusual(tokenized, ends, options), *tokenized.missing()]:
             tokenized.put(row, self._encoded(encodings[row], options, truncation))
+        for row, error in refused.items():
+            tokenized.put(row, error)
         return tokenized
+
+    def _decided(
+        self, encoding: Encoding, short: Short, text: Text, bound: Truncation, truncates: bool
+    ) -> Encoding | TeimgrError:
+        """An encoding with the tokens of `text` within `bound`, beginning with that of `short`, or its refusal.
+
+        Parts of a growing size are tokenized until one decides, in the bounds of `Shortener.sizes`.
+        """
+        sizes = self._shortener.sizes(text)
+        while not (self._shortener.decides(encoding, short, text, bound) if truncates else short.text is text):
+            if not truncates and short.exact and len(encoding) > bound.limit:
+                return too_long(bound.limit, f"at least {len(encoding)}")
+            size = next(sizes, None)
+            if size is None or (size > MAX_CHARACTERS and len(encoding) > bound.limit):
+                return too_many_characters(encoding, bound.limit, longest_part(text))
+            short = self._shortener.short(text, bound.left, size)
+            (encoding,) = self._library.encode([short.text], self._add_specials)
+        return encoding
 
     def _unusual(self, tokenized: TokenizedTexts, ends: NDArray[np.int64], options: TokenizeOptions) -> list[int]:
         """The texts that may have to be cut, refused, or rid of tokens; ids of text i end at `ends[i]`."""
@@ -455,7 +545,7 @@ class TextTokenizer:
         role = None if self._roles is None else self._roles[options.query]
         length = len(ids) + (0 if role is None else len(role.prefix))
         if length > (limit := self._limit(options)):
-            return _too_long(limit, length)
+            return too_long(limit, length)
         if not len(ids := self._without_skipped(ids)):
             return EmptyInput()
         if self._check_result_ids and (error := self._check_ids(ids)) is not None:
@@ -481,22 +571,18 @@ def _any_within(marks: NDArray[np.bool_], ends: NDArray[np.int64]) -> NDArray[np
     return found
 
 
-def _too_long(limit: int, given: int) -> InvalidInput:
-    return InvalidInput(f"Input validation error: `inputs` must have less than {limit} tokens. Given: {given}")
-
-
-def _token_spans(encoding: Encoding, text: str) -> Iterable[TokenSpan]:
-    """The library's offsets are in characters, the contract's in UTF-8 bytes."""
-    raw = text.encode()
-    starts = np.zeros(len(text) + 1, dtype=np.int64)
-    np.cumsum([len(character.encode()) for character in text], out=starts[1:])
+def _token_spans(encoding: Encoding, text: str, bytes_before: int = 0) -> Iterable[TokenSpan]:
+    """The library's offsets are in characters, the contract's in UTF-8 bytes, behind `bytes_before` others."""
+    codes = np.frombuffer(text.encode("utf-32-le"), "<u4")
+    starts = np.full(len(text) + 1, bytes_before, dtype=np.int64)
+    starts[1:] += np.cumsum(1 + (codes > 0x7F) + (codes > 0x7FF) + (codes > 0xFFFF), dtype=np.int64)
+    at = starts.tolist()
     rows = zip(encoding.ids, encoding.tokens, encoding.special_tokens_mask, encoding.offsets, strict=True)
     for id, token, special, (begin, end) in rows:
         if special:
             yield TokenSpan(id, token, True, None, None)
         else:
-            start, stop = int(starts[begin]), int(starts[end])
-            yield TokenSpan(id, raw[start:stop].decode(errors="replace"), False, start, stop)
+            yield TokenSpan(id, text[begin:end], False, at[begin], at[end])
 
 
 _VOCABULARIES = ("vocab.txt", "vocab.json", "sentencepiece.bpe.model", "spiece.model", "tokenizer.model")

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Encoding, Tokenizer
+from tokenizers import Encoding
+
+from teimgr.engine.boundaries import Boundaries
+from teimgr.errors import InvalidInput
 
 # A text, or a pair for the model's pair template.
 Text = str | tuple[str, str]
 
-# The word pattern of GPT-4's tokenizer and its successors (Qwen, Llama 3): a space may begin a word, never lie within.
-_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_WORD_PATTERNS = [{"Regex": _WORDS % digits} for digits in ("", "{1,3}")]
+# Characters per token of the first attempt: languages have some four, and code or numbers fewer.
+FIRST_PER_TOKEN = 16
+_FIRST_AT_LEAST = 4096
+# A text that must not be truncated is counted in full up to this many characters; of a longer one, a part with too many
+# tokens is enough.
+COUNTED_CHARACTERS = 2**16
+# Of one call of the library: half a second at most, without the GIL, and some 10 ms to read its tokens.
+MAX_CHARACTERS = 2**18
+# Of texts with few tokens, like half a million newlines.
+MAX_SCANNED_CHARACTERS = 2**19
+# Tokens behind the beginning of what a cut has left that may not be those of the whole text.
+_MAX_SLACK = 4096
 
 
 class Truncation(NamedTuple):
@@ -57,39 +66,70 @@ def _halves(encoding: Encoding) -> NDArray[np.int8]:
     return np.array([-1 if half is None else half for half in encoding.sequence_ids], dtype=np.int8)
 
 
-class Shortener:
-    """Cuts very long texts to `characters` before tokenization, only where that cannot change the result.
+def longest_part(text: Text) -> int:
+    """Characters of a text, of a pair those of the longer half."""
+    return len(text) if isinstance(text, str) else max(len(text[0]), len(text[1]))
 
-    A text is cut at a space between two letters or digits, in a tokenizer that never joins characters over a space
-    (`safe`): then the tokens of what is kept are those of the whole text. If they exceed the limit, truncation would
-    have dropped everything beyond; if they do not, the whole text must be tokenized after all. `holds` decides.
+
+class Short(NamedTuple):
+    """A text, or what a cut has left of it.
+
+    `exact`: its tokens are those of the whole text up to (or from) the cut, but for `slack` of them at the most.
     """
 
-    def __init__(self, characters: int, safe: bool) -> None:
-        self._characters = characters
-        self._safe = safe
+    text: Text
+    exact: bool
+    slack: int = 0
 
-    def short(self, text: Text, left: bool) -> Text:
-        """`text` itself, or a shorter one; of a pair each half by itself."""
+
+class Shortener:
+    """Cuts long texts before tokenization, only where that cannot change the result.
+
+    A cut is exact if no token of the whole text reaches over it (`Boundaries`). Truncation to `tokens` then keeps the
+    same tokens if what is left has more than that. The first cut leaves `first` characters, 16 for each token, which is
+    enough for nearly all texts; `sizes` are those to try next. The last size bounds the work for one text.
+    """
+
+    def __init__(self, boundaries: Boundaries, tokens: int) -> None:
+        self._boundaries = boundaries
+        self.first = min(max(tokens * FIRST_PER_TOKEN, _FIRST_AT_LEAST), MAX_CHARACTERS)
+
+    def sizes(self, text: Text, first: int | None = None) -> Iterator[int]:
+        """Characters to cut a text to if `first` did not decide, up to the whole of it or the bound."""
+        size, longest = first or self.first, longest_part(text)
+        while size < min(longest, MAX_SCANNED_CHARACTERS):
+            size = min(size * 4, MAX_CHARACTERS) if size < MAX_CHARACTERS else MAX_SCANNED_CHARACTERS
+            yield size
+
+    def short(self, text: Text, left: bool, characters: int) -> Short:
+        """`text` cut to `characters`, of a pair each half; its beginning is cut off if `left`."""
         if isinstance(text, str):
-            return self.short_text(text, left)
-        first, second = (self.short_text(half, left) for half in text)
-        return text if first is text[0] and second is text[1] else (first, second)
+            return self._short(text, left, characters, slack=_MAX_SLACK)
+        halves = [self._short(half, left, characters, slack=0) for half in text]
+        first, second = (half.text for half in halves)
+        assert isinstance(first, str)
+        assert isinstance(second, str)
+        whole = first is text[0] and second is text[1]
+        return Short(text if whole else (first, second), all(half.exact for half in halves))
 
-    def short_text(self, text: str, left: bool) -> str:
-        if not self._safe or len(text) <= self._characters:
-            return text
-        at = _space(text, len(text) - self._characters if left else self._characters, after=left)
-        if at is None:
-            return text
-        return text[at:] if left else text[:at]
+    def _short(self, text: str, left: bool, characters: int, slack: int) -> Short:
+        if len(text) <= characters:
+            return Short(text, exact=True)
+        if left:
+            begin = len(text) - characters
+            found = self._boundaries.first(text, begin, begin + characters // 2, slack)
+            return Short(text[begin:], exact=False) if found is None else Short(text[found.at :], True, found.slack)
+        at = self._boundaries.last(text, characters // 2, characters)
+        return Short(text[:characters], exact=False) if at is None else Short(text[:at], exact=True)
 
-    def holds(self, encoding: Encoding, short: Text, text: Text, truncation: Truncation) -> bool:
+    def decides(self, encoding: Encoding, short: Short, text: Text, truncation: Truncation) -> bool:
         """Whether truncating `encoding`, that of `short`, keeps the same tokens as truncating that of `text`."""
-        if short is text:
+        if short.text is text:
             return True
-        if isinstance(short, str) or isinstance(text, str):
-            return len(encoding) > truncation.limit
+        if not short.exact:
+            return False
+        if isinstance(short.text, str) or isinstance(text, str):
+            return len(encoding) > truncation.limit + short.slack
         half_of = _halves(encoding)
         room, kept = truncation.room(half_of), truncation.counts(half_of)
         if sum(kept) < room:
@@ -98,43 +138,18 @@ class Shortener:
         # could only make a half longer that is long enough.
         shorter = kept.index(min(kept))
         if kept[shorter] < room // 2:
-            return short[shorter] is text[shorter]
+            return short.text[shorter] is text[shorter]
         return kept[0] == kept[1]
 
 
-def _space(text: str, at: int, *, after: bool) -> int | None:
-    """The first space from `at` on, or the last one before it, between two letters or digits."""
-    while (at := text.find(" ", at) if after else text.rfind(" ", 1, at)) > 0:
-        if text[at - 1].isalnum() and text[at + 1 : at + 2].isalnum():
-            return at
-        at += 1 if after else 0
-    return None
+def too_many_characters(encoding: Encoding, limit: int, given: int) -> InvalidInput:
+    """The refusal of a text that no size of `Shortener.sizes` decided; `encoding` is of its largest part tried."""
+    if len(encoding) > limit:
+        most, why = MAX_CHARACTERS, "where these can be cut nowhere"
+    else:
+        most, why = MAX_SCANNED_CHARACTERS, f"where these have fewer than {limit} tokens"
+    return InvalidInput(f"Input validation error: `inputs` must have at most {most} characters {why}. Given: {given}")
 
 
-def breaks_at_spaces(tokenizer: Tokenizer) -> bool:
-    """Whether no token can span letters or digits on both sides of a space; False where that is not certain."""
-    if any(" " in token.content.strip() for token in tokenizer.get_added_tokens_decoder().values()):
-        return False
-    # As in tokenizer.json; the whole of that has the vocabulary, which takes some 10 ms to write and to parse.
-    spec = None if tokenizer.pre_tokenizer is None else json.loads(tokenizer.pre_tokenizer.__getstate__())
-    return any(_splits(part) for part in flattened(spec, "pretokenizers"))
-
-
-def _splits(part: dict[str, Any]) -> bool:
-    kind = part["type"]
-    if kind == "ByteLevel":
-        return bool(part.get("use_regex", True))
-    if kind == "Split":
-        return part["pattern"] in _WORD_PATTERNS and part["behavior"] == "Isolated" and not part["invert"]
-    if kind == "Metaspace":
-        return bool(part.get("split", True))
-    return kind in ("BertPreTokenizer", "Whitespace", "WhitespaceSplit")
-
-
-def flattened(spec: dict[str, Any] | None, children: str) -> Iterable[dict[str, Any]]:
-    """The parts of a normalizer or pre-tokenizer of tokenizer.json, sequences flattened."""
-    if spec is None:
-        return []
-    if spec["type"] == "Sequence":
-        return [part for child in spec[children] for part in flattened(child, children)]
-    return [spec]
+def too_long(limit: int, given: int | str) -> InvalidInput:
+    return InvalidInput(f"Input validation error: `inputs` must have less than {limit} tokens. Given: {given}")

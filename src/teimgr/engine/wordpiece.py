@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from teimgr.engine.boundaries import flattened
 from teimgr.engine.native_library import NativeLibrary, address, native_forward_allowed, native_library
-from teimgr.engine.truncation import Truncation, flattened
+from teimgr.engine.truncation import Truncation
 from teimgr.wire.text_column import TextColumn
 
 _NORMALIZERS = {"BertNormalizer", "Lowercase", "StripAccents", "NFC", "NFD", "NFKC", "NFKD"}

@@ -145,6 +145,7 @@ class Dispatcher:
         self._answering: dict[WorkerCall, asyncio.Task[None]] = {}  # calls that `run` answers
         self._tasks: set[asyncio.Task[None]] = set()
         self._codec = ThreadPoolExecutor(2, "codec")
+        self._tokenizing = ThreadPoolExecutor(1, "tokenize")
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -323,6 +324,10 @@ class Dispatcher:
     async def off_loop(self, work: Callable[..., ResultT], *arguments: object) -> ResultT:
         return await self._loop.run_in_executor(self._codec, work, *arguments)
 
+    async def on_tokenizer_thread(self, work: Callable[..., ResultT], *arguments: object) -> ResultT:
+        """Run `work` that tokenizes texts of a caller, so that the codecs of all others need not wait for it."""
+        return await self._loop.run_in_executor(self._tokenizing, work, *arguments)
+
     async def _encode_deferred(self, call: WorkerCall, job: Job, deferred: DeferredReply) -> None:
         if call in self._call_limiter:  # and stays there: its memory is at its largest now
             self._finish(call, job, await self.off_loop(deferred.encode))
@@ -410,8 +415,9 @@ class Dispatcher:
             log.warning("drain ended with %d calls unanswered", self.calls, extra={"instance": self.spec.name})
 
     def close(self) -> None:
-        """Stop the codec threads; the engine is closed by its owner."""
-        self._codec.shutdown(wait=False, cancel_futures=True)
+        """Stop the threads of codecs and tokenization; the engine is closed by its owner."""
+        for pool in (self._codec, self._tokenizing):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def _check_idle(self) -> None:
         if not self.calls:

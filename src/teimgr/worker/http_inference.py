@@ -43,6 +43,11 @@ from teimgr.worker.dispatcher import Dispatcher
 
 JSON = "application/json"
 
+# Batch limit of the dialects that document none.
+MOST_INPUTS = 10_000
+_IDS_AT_ONCE = 2**16
+# Jobs of one request that begin in one turn of the event loop: some milliseconds.
+_JOBS_AT_ONCE = 32
 _U32_MAX = 2**32 - 1
 _I32_MAX = 2**31 - 1
 
@@ -176,11 +181,30 @@ def first_error(error: ValidationError, root: str = "") -> str:
     return f"{place}: {first['msg']}" if place else first["msg"]
 
 
-def engine_inputs(inputs: str | Sequence[Any]) -> list[EngineInput]:
-    """An `Input` as the engine takes it: a text or one list of ids is a single input, everything else a batch."""
+def engine_inputs(inputs: str | Sequence[Any], limit: int = MOST_INPUTS) -> list[EngineInput]:
+    """An `Input` as the engine takes it: a text or one list of ids is a single input, everything else a batch.
+
+    Raises:
+        TooManyInputs: more than `limit`; found before any of them is converted.
+    """
     if isinstance(inputs, str) or not inputs or isinstance(inputs[0], int):
         return [_engine_input(inputs)]
+    check_count(len(inputs), limit)
     return [_engine_input(one) for one in inputs]
+
+
+class TooManyInputs(InvalidInput):
+    """A batch of more inputs than the dialect lets a client send at once."""
+
+    def __init__(self, given: int, message: str) -> None:
+        super().__init__(message)
+        self.given = given
+
+
+def check_count(count: int, limit: int = MOST_INPUTS) -> None:
+    """Raises TooManyInputs; to be called before anything is done for each input."""
+    if (message := over_limit(count, limit)) is not None:
+        raise TooManyInputs(count, message)
 
 
 def text_of_parts(parts: list[Any]) -> str | None:
@@ -193,8 +217,10 @@ def text_of_parts(parts: list[Any]) -> str | None:
 def _engine_input(one: str | Sequence[int]) -> EngineInput:
     if isinstance(one, str):
         return one
-    # No vocabulary reaches the upper half of what TEI allows; the engine's ids are signed.
-    return np.minimum(np.array(one, dtype=np.int64), _I32_MAX).astype(np.int32)
+    # No vocabulary reaches the upper half of what TEI allows; the engine's ids are signed. numpy reads a list with the
+    # GIL, so a long one is read in parts.
+    parts = [np.array(one[at : at + _IDS_AT_ONCE], np.int64) for at in range(0, max(len(one), 1), _IDS_AT_ONCE)]
+    return np.minimum(parts[0] if len(parts) == 1 else np.concatenate(parts), _I32_MAX).astype(np.int32)
 
 
 def to_json(value: object) -> bytes:
@@ -234,8 +260,6 @@ def best_first(scores: NDArray[np.float32], top_n: int | None = None) -> list[in
 _INTERACTIVE_INPUTS = 4
 # A body beyond this size is parsed on a codec thread.
 _LARGE_BODY_BYTES = 128 * 1024
-# Batch limit of the dialects that document none.
-MOST_INPUTS = 10_000
 
 # Names of prompts for queries and for documents, in order of preference.
 QUERY_PROMPTS = ("query", "search_query", "queries", "s2p_query", "web_search_query")
@@ -318,6 +342,18 @@ class HttpInference:
             return await self.dispatcher.off_loop(parse, kind, request.body, body_format)
         return parse(kind, request.body, body_format)
 
+    def inputs(self, given: str | Sequence[Any], limit: int = MOST_INPUTS) -> list[EngineInput]:
+        """Like `engine_inputs`, and counts what is refused."""
+        self.check_count(1 if isinstance(given, str) or not given or isinstance(given[0], int) else len(given), limit)
+        return engine_inputs(given, limit)
+
+    def check_count(self, count: int, limit: int = MOST_INPUTS) -> None:
+        """Raises InvalidInput for more inputs than a client may send; to be called before they are looked at."""
+        if count > limit:
+            self.dispatcher.metrics.received(count)
+            self.dispatcher.metrics.batch_too_large()
+            check_count(count, limit)
+
     async def respond(self, make: MakeJob, *, timings: bool = False) -> HttpReply:
         """The response of a request that is one job, with TEI's cost headers where `timings`; errors as `run`."""
         [reply] = await self.run([make])
@@ -340,14 +376,26 @@ class HttpInference:
         engine = self.dispatcher.engine
         if limit is None or limit >= engine.info.max_input_length:
             return texts
-        return await self.dispatcher.off_loop(lambda: [engine.tokenizer.cut(text, limit, left=left) for text in texts])
+
+        def cut() -> list[str]:
+            return [engine.tokenizer.cut(text, limit, left=left) for text in texts]
+
+        return await self.dispatcher.on_tokenizer_thread(cut)
 
     async def _submitted(
         self, makers: Sequence[MakeJob], encode: Callable[[HttpCall, JobSpec, Job], CallReply | DeferredReply]
     ) -> list[tuple[HttpCall, CallReply]]:
-        specs = [self._job(make) for make in makers]
-        calls = [self._submit(spec, encode) for spec in specs]
+        specs: list[JobSpec] = []
+        for make in makers:
+            if len(specs) % _JOBS_AT_ONCE == _JOBS_AT_ONCE - 1:
+                await asyncio.sleep(0)
+            specs.append(self._job(make))
+        calls: list[HttpCall] = []
         try:
+            for spec in specs:
+                if len(calls) % _JOBS_AT_ONCE == _JOBS_AT_ONCE - 1:
+                    await asyncio.sleep(0)
+                calls.append(self._submit(spec, encode))
             return [(call, await call.answer) for call in calls]
         finally:
             for call in calls:
@@ -358,14 +406,16 @@ class HttpInference:
         metrics = self.dispatcher.metrics
         try:
             spec = make(self.served)
+            check_count(len(spec.inputs), spec.limit)
+        except TooManyInputs as error:
+            metrics.received(error.given)
+            metrics.batch_too_large()
+            raise
         except TeimgrError as error:
             metrics.received(0)
             metrics.failed(error)
             raise
         metrics.received(len(spec.inputs))
-        if (message := over_limit(len(spec.inputs), spec.limit)) is not None:
-            metrics.batch_too_large()
-            raise InvalidInput(message)
         return spec
 
     def _submit(self, spec: JobSpec, encode: Callable[[HttpCall, JobSpec, Job], CallReply | DeferredReply]) -> HttpCall:

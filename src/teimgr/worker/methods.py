@@ -149,12 +149,12 @@ def rerank(dispatcher: Dispatcher, call: MethodCall) -> None:
     if not message.texts:
         raise EmptyInput("`texts` cannot be empty")
     need_reranker_grpc(dispatcher.engine.info)
-    pairs = [Pair(message.query, text) for text in message.texts]
-    if (refusal := over_limit(len(pairs), dispatcher.spec.max_client_batch_size)) is not None:
-        dispatcher.metrics.received(len(pairs))
+    if (refusal := over_limit(len(message.texts), dispatcher.spec.max_client_batch_size)) is not None:
+        dispatcher.metrics.received(len(message.texts))
         dispatcher.metrics.batch_too_large()
         call.fail(InvalidInput(refusal))
         return
+    pairs = [Pair(message.query, text) for text in message.texts]
     dispatcher.serve(call, pairs, options, _rank_encoder(dispatcher, call, pairs, message.return_text))
 
 
@@ -246,11 +246,11 @@ def decode(dispatcher: Dispatcher, call: MethodCall) -> None:
 
 
 def _answer_off_loop(dispatcher: Dispatcher, call: MethodCall, work: Callable[[], bytes]) -> None:
-    """Answer with what `work` returns on a codec thread; never refused as OVERLOADED, since TEI counts no permit."""
+    """Answer with the result of `work`, which tokenizes; never refused as OVERLOADED, since TEI counts no permit."""
     call.may_wait = True
 
     async def answer() -> None:
-        payload = await dispatcher.off_loop(work)
+        payload = await dispatcher.on_tokenizer_thread(work)
         dispatcher.answer(call, CallReply(within(payload, dispatcher.spec.max_message_bytes)))
 
     dispatcher.admit_async(call, answer)

@@ -39,6 +39,7 @@ from teimgr.worker.http_inference import (
     InferenceRequest,
     JobSpec,
     ServedModel,
+    TooManyInputs,
     check_content_type,
     parse,
 )
@@ -189,7 +190,10 @@ def asked(kind: type[InferenceRequest], body: Any, model: str = "embedding", **t
 
 
 def over(kind: type[InferenceRequest], body: Any, **terms: Any) -> str | None:
-    spec = asked(kind, body, **terms)
+    try:
+        spec = asked(kind, body, **terms)
+    except TooManyInputs as error:
+        return error.message
     return over_limit(len(spec.inputs), spec.limit)
 
 

@@ -68,6 +68,7 @@ def _text_of(place: int, content: dict[str, Any]) -> str:
 def _embed(version: str) -> http.HttpHandler:
     async def handle(inference: http.HttpInference, request: HttpRequest) -> HttpReply:
         body = await inference.read(request, CohereEmbedRequest)
+        inference.check_count(max(len(body.texts or ()), len(body.inputs or ())))
         texts = await inference.truncated(body.contents(), body.max_tokens, left=body.truncation == "START")
         return await inference.respond(lambda served: _job(version, body, texts, served))
 

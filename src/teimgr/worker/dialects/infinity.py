@@ -26,7 +26,7 @@ class InfinityEmbeddingsRequest(http.InferenceRequest, http.LenientBody):
     def job(self, served: http.ServedModel) -> http.JobSpec:
         if self.modality != "text":
             raise http.BadRequest(400, f"modality: only text is supported, not {self.modality}", "modality")
-        inputs = http.engine_inputs(self.input)
+        inputs = http.engine_inputs(self.input, BATCH_LIMIT)
         http.need_texts(inputs, "input")
         output = Output.MULTI_VECTOR if served.model.kind == Kind.MULTI_VECTOR else Output.DENSE
         options = InferOptions(

@@ -184,7 +184,7 @@ async def embeddings(inference: http.HttpInference, request: HttpRequest) -> Htt
     """The handler of the route."""
     body = await inference.read(request, OpenAIEmbeddingsRequest)
     body.refuse_unsupported()
-    inputs = http.engine_inputs(body.input)
+    inputs = inference.inputs(body.input, BATCH_LIMIT)
     if body.truncate_prompt_tokens is not None:
         inputs = await fitted(inference, inputs, body.truncate_prompt_tokens, left=body.left)
     if body.encoding_format not in BINARY_FORMATS:

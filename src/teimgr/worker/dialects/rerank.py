@@ -99,6 +99,7 @@ class RerankForm(NamedTuple):
 def handler(form: RerankForm) -> http.HttpHandler:
     async def handle(inference: http.HttpInference, request: HttpRequest) -> HttpReply:
         body = await inference.read(request, RerankRequest)
+        inference.check_count(len(body.documents))
         answers = body.form_among(form)
         texts = await inference.truncated(body.texts(), body.max_tokens_per_doc)
         left = body.truncation_side == "left"

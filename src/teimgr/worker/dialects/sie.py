@@ -83,6 +83,7 @@ class SieScoreRequest(http.Body):
 async def _encode(inference: http.HttpInference, request: HttpRequest) -> HttpReply:
     began = time.monotonic()
     body = await inference.read(request, SieEncodeRequest, _body_format(request))
+    inference.check_count(len(body.items))
     prompts = inference.dispatcher.engine.prompts
     [job] = await inference.jobs([lambda served: _job(body, served, prompts)])
     return await inference.dispatcher.off_loop(_encoded, inference.served, request, body, job, began)
@@ -90,6 +91,7 @@ async def _encode(inference: http.HttpInference, request: HttpRequest) -> HttpRe
 
 async def _score(inference: http.HttpInference, request: HttpRequest) -> HttpReply:
     body = await inference.read(request, SieScoreRequest, _body_format(request))
+    inference.check_count(len(body.items))
     if body.instruction:
         raise http.BadRequest(400, "instruction: is not supported", "instruction")
     _check_options(body.options or {})

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,13 +17,12 @@ from pydantic import Field, ValidationError
 
 from teimgr import __version__
 from teimgr.engine.job import InferOptions, Job, Output, Pair
-from teimgr.errors import EmptyInput, InvalidInput, TeimgrError
+from teimgr.errors import EmptyInput, InvalidInput, TeimgrError, TooLarge
 from teimgr.spec import Kind, LoadedModel
 from teimgr.wire.frames import HttpReply, HttpRequest
 from teimgr.wire.quantisation import Precision
 from teimgr.worker import http_inference as http
 from teimgr.worker import scores
-from teimgr.worker.calls import over_limit
 from teimgr.worker.dialects.openai import BATCH_LIMIT, EncodingFormat, embedding_list
 
 if TYPE_CHECKING:  # importing the engine imports torch
@@ -47,7 +45,7 @@ class OpenAICompatRequest(http.InferenceRequest):
         )
         encode = partial(embedding_list, served.name, self.encoding_format == "base64", Precision.FLOAT32)
         limit = max(BATCH_LIMIT, served.spec.max_client_batch_size)
-        return http.JobSpec(http.engine_inputs(self.input), options, encode, limit)
+        return http.JobSpec(http.engine_inputs(self.input, limit), options, encode, limit)
 
 
 def per_token(job: Job) -> bytes:
@@ -120,7 +118,8 @@ class TeiEmbedAllRequest(http.InferenceRequest, TeiTruncation):
         self, served: http.ServedModel, output: Output, encode: Callable[[Job], bytes], **more: Any
     ) -> http.JobSpec:
         options = self.options(served, output, prompt_name=self.prompt_name, **more)
-        return http.JobSpec(http.engine_inputs(self.inputs), options, encode, served.spec.max_client_batch_size)
+        limit = served.spec.max_client_batch_size
+        return http.JobSpec(http.engine_inputs(self.inputs, limit), options, encode, limit)
 
 
 class TeiEmbedSparseRequest(TeiEmbedAllRequest):
@@ -152,6 +151,7 @@ class TeiPredictRequest(http.InferenceRequest, TeiTruncation):
         batch: list[list[str]] = [[self.inputs]] if isinstance(self.inputs, str) else _batch(self.inputs)
         options = self.options(served, Output.SCORES, raw_scores=self.raw_scores)
         encode = partial(predictions, served.model.labels, batch is self.inputs)
+        http.check_count(len(batch), served.spec.max_client_batch_size)
         inputs = [texts[0] if len(texts) == 1 else Pair(*texts) for texts in batch]
         return http.JobSpec(inputs, options, encode, served.spec.max_client_batch_size)
 
@@ -170,6 +170,7 @@ class TeiRerankRequest(http.InferenceRequest, TeiTruncation):
             raise EmptyInput("`texts` cannot be empty")
         scores.need_reranker_http(served.model)
         options = self.options(served, Output.SCORES, raw_scores=self.raw_scores)
+        http.check_count(len(self.texts), served.spec.max_client_batch_size)
         encode = partial(ranks, self.texts if self.return_text else None)
         inputs = [Pair(self.query, text) for text in self.texts]
         return http.JobSpec(inputs, options, encode, served.spec.max_client_batch_size)
@@ -200,6 +201,7 @@ class TeiSimilarityRequest(http.InferenceRequest):
             raise EmptyInput("`inputs.sentences` cannot be empty")
         parameters = self.parameters or TeiSimilarityParameters()
         options = parameters.options(served, Output.DENSE, prompt_name=parameters.prompt_name, normalize=False)
+        http.check_count(1 + len(self.inputs.sentences), served.spec.max_client_batch_size)
         inputs = [self.inputs.source_sentence, *self.inputs.sentences]
         return http.JobSpec(inputs, options, similarities, served.spec.max_client_batch_size)
 
@@ -246,20 +248,25 @@ class TokenizeRequest(http.Body):
     add_special_tokens: bool = True
     prompt_name: str | None = None
 
-    def answer(self, engine: Engine, limit: int) -> bytes:
-        """`[[{"id": 101, "text": "[CLS]", "special": true, "start": null, "stop": null}, …], …]`.
+    def items(self, limit: int) -> Sequence[str]:
+        """At most `limit` texts; raises EmptyInput, InvalidInput."""
+        texts = [self.inputs] if isinstance(self.inputs, str) else self.inputs
+        if not texts:
+            raise EmptyInput("`inputs` cannot be empty")
+        http.check_count(len(texts), limit)
+        return texts
 
-        Blocks while the tokenizer works, on at most `limit` texts.
+    def answer(self, engine: Engine, text: str) -> bytes:
+        """`[{"id": 101, "text": "[CLS]", "special": true, "start": null, "stop": null}, …]` of one text.
+
+        Blocks while the tokenizer works.
 
         Raises:
             EmptyInput, InvalidInput, TokenizerFailed
         """
-        texts = [self.inputs] if isinstance(self.inputs, str) else self.inputs
-        if not texts:
-            raise EmptyInput("`inputs` cannot be empty")
-        _check_count(texts, limit)
-        tokens = (engine.tokenize(text, self.add_special_tokens, self.prompt_name) for text in texts)
-        return http.to_json([[asdict(token) for token in of_text] for of_text in tokens])
+        tokens = engine.tokenize(text, self.add_special_tokens, self.prompt_name)
+        parts = [http.to_json(tokens[at : at + _TOKENS_AT_ONCE])[1:-1] for at in range(0, len(tokens), _TOKENS_AT_ONCE)]
+        return b"[" + b",".join(parts) + b"]"
 
 
 class DecodeRequest(http.Body):
@@ -268,16 +275,19 @@ class DecodeRequest(http.Body):
     ids: http.InputIds
     skip_special_tokens: bool = True
 
-    def answer(self, engine: Engine, limit: int) -> bytes:
-        """`["what is deep learning?", …]`; otherwise as `TokenizeRequest.answer`."""
+    def items(self, limit: int) -> Sequence[Sequence[int]]:
+        """At most `limit` lists of ids; raises InvalidInput."""
         batch: list[list[int]] = _batch(self.ids)
-        _check_count(batch, limit)
-        return http.to_json([engine.tokenizer.decode(ids, self.skip_special_tokens) for ids in batch])
+        http.check_count(len(batch), limit)
+        return batch
+
+    def answer(self, engine: Engine, ids: Sequence[int]) -> bytes:
+        """`"what is deep learning?"`; otherwise as `TokenizeRequest.answer`."""
+        return http.to_json(engine.tokenizer.decode(ids, self.skip_special_tokens))
 
 
-def _check_count(batch: Sequence[object], limit: int) -> None:
-    if (message := over_limit(len(batch), limit)) is not None:
-        raise InvalidInput(message)
+# Written to JSON in one call, which holds the GIL.
+_TOKENS_AT_ONCE = 10_000
 
 
 def _batch(value: Any) -> Any:
@@ -362,8 +372,13 @@ def _tokenizer(kind: type[TokenizeRequest | DecodeRequest]) -> http.HttpHandler:
         body = await inference.read(request, kind, http.TEI_BODY)
         dispatcher = inference.dispatcher
         try:
-            limit = dispatcher.spec.max_client_batch_size
-            return http.json_reply(await dispatcher.off_loop(body.answer, dispatcher.engine, limit))
+            answers: list[bytes] = []
+            room = dispatcher.spec.max_message_bytes
+            for item in body.items(dispatcher.spec.max_client_batch_size):  # in turn with the items of other calls
+                answers.append(await dispatcher.on_tokenizer_thread(body.answer, dispatcher.engine, item))
+                if (room := room - len(answers[-1])) < 0:
+                    raise TooLarge(f"Reply is larger than the limit of {dispatcher.spec.max_message_bytes} bytes")
+            return http.json_reply(b"[" + b",".join(answers) + b"]")
         except TeimgrError as error:
             dispatcher.metrics.failed(error)
             raise
@@ -374,7 +389,9 @@ def _tokenizer(kind: type[TokenizeRequest | DecodeRequest]) -> http.HttpHandler:
 async def _vertex(inference: http.HttpInference, request: HttpRequest) -> HttpReply:
     """`/vertex`: any number of jobs, each with a permit of its own."""
     body = await inference.read(request, TeiVertexRequest, http.TEI_BODY)
-    replies = await inference.run([one.job for one in body.requests(inference.served.model)])
+    inference.check_count(len(body.instances))
+    requests = await inference.dispatcher.off_loop(body.requests, inference.served.model)
+    replies = await inference.run([one.job for one in requests])
     return http.json_reply(orjson.dumps({"predictions": [orjson.Fragment(reply.payload) for reply in replies]}))
 
 

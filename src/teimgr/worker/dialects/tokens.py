@@ -102,7 +102,7 @@ def _handler(kind: type[TokenRequestT]) -> http.HttpHandler:
         dispatcher = inference.dispatcher
         answer: Callable[[Engine], dict[str, Any]] = body.answer
         try:
-            return http.json_reply(http.to_json(await dispatcher.off_loop(answer, dispatcher.engine)))
+            return http.json_reply(http.to_json(await dispatcher.on_tokenizer_thread(answer, dispatcher.engine)))
         except TeimgrError as error:
             dispatcher.metrics.failed(error)
             raise

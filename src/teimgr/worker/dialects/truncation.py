@@ -42,7 +42,7 @@ async def fitted(
     limit = token_limit(tokens, inference.served)
     if limit is None:
         return inputs
-    return await inference.dispatcher.off_loop(lambda: [_fit(inference, one, limit, left) for one in inputs])
+    return await inference.dispatcher.on_tokenizer_thread(lambda: [_fit(inference, one, limit, left) for one in inputs])
 
 
 async def fitted_documents(
@@ -52,7 +52,7 @@ async def fitted_documents(
     limit = token_limit(tokens, inference.served)
     if limit is None:
         return documents
-    return await inference.dispatcher.off_loop(_fit_pairs, inference, queries, documents, limit, left)
+    return await inference.dispatcher.on_tokenizer_thread(_fit_pairs, inference, queries, documents, limit, left)
 
 
 def _fit(inference: http.HttpInference, one: EngineInput, limit: int, left: bool) -> EngineInput:

@@ -101,6 +101,7 @@ class VllmPoolingRequest(VllmRequest):
 async def _score(inference: http.HttpInference, request: HttpRequest) -> HttpReply:
     body = await inference.read(request, VllmScoreRequest)
     queries, documents = body.sides()
+    inference.check_count(max(len(queries), len(documents)))
     documents = await fitted_documents(inference, queries, documents, body.truncate_prompt_tokens, left=body.left)
     truncate, raw_scores = body.truncate_prompt_tokens is not None, body.use_activation is False
     found = await relevance(inference, queries, documents, truncate=truncate, raw_scores=raw_scores)
@@ -112,7 +113,7 @@ async def _classify(inference: http.HttpInference, request: HttpRequest) -> Http
     body = await inference.read(request, VllmClassifyRequest)
     if body.raw_scores is not None:
         return await infinity.classify(inference, request)
-    inputs = await fitted(inference, http.engine_inputs(body.input), body.truncate_prompt_tokens, left=body.left)
+    inputs = await fitted(inference, inference.inputs(body.input), body.truncate_prompt_tokens, left=body.left)
 
     def job(served: http.ServedModel) -> http.JobSpec:
         http.need_texts(inputs, "input")
@@ -133,7 +134,7 @@ async def _classify(inference: http.HttpInference, request: HttpRequest) -> Http
 
 async def _pooling(inference: http.HttpInference, request: HttpRequest) -> HttpReply:
     body = await inference.read(request, VllmPoolingRequest)
-    inputs = await fitted(inference, http.engine_inputs(body.input), body.truncate_prompt_tokens, left=body.left)
+    inputs = await fitted(inference, inference.inputs(body.input), body.truncate_prompt_tokens, left=body.left)
     if body.encoding_format in BINARY_FORMATS:
         [job] = await inference.jobs([partial(_pooling_job, body, inputs)])
         head = {"id": http.new_id("pool"), "created": http.unix_time(), "model": body.model or inference.served.name}

@@ -1,0 +1,253 @@
+"""Places where a text can be cut without a change of the tokens on one side, for the tokenizers that are known.
+
+A cut is certain where no token reaches over it, whatever surrounds it. Three rules find such places, the first that
+finds one counts:
+
+1. A space between two letters or digits, in a tokenizer that never joins words over a space.
+2. BERT's words end at spaces, ASCII punctuation and Chinese characters, so a cut may be before each of them.
+3. Within a word of BPE or Unigram: no entry of the vocabulary spells characters on both sides of the cut. A merge over
+   it would make one, and so would a piece of a segmentation (https://arxiv.org/abs/1804.10959).
+
+Rules 2 and 3 stay away from characters that a normalizer may join with those before them, and from added tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+from tokenizers import Tokenizer, pre_tokenizers
+
+# The word pattern of GPT-4's tokenizer and its successors (Qwen, Llama 3): a space may begin a word, never lie within.
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_WORD_PATTERNS = [{"Regex": _WORDS % digits} for digits in ("", "{1,3}")]
+
+
+_SPACE = re.compile(r"(?<=[^\W_]) (?=[^\W_])")
+_ASCII_PUNCTUATION = r"!-/:-@\[-`{-~"
+_CHINESE = "\u4e00-\u9fff"
+_BERT_PLACE = r"[ \t\n\r%s](?=[ -~\t\n\r\u4e00-\u9fff])"
+# Characters that stay apart from their neighbours in every normal form, and that the word patterns treat alike.
+_LETTER = (
+    "[A-Za-z\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u024f\u0391-\u03a1\u03a3-\u03c9\u0400-\u0481\u048a-\u0523"
+    "\u3041-\u3096\u30a1-\u30fa\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7a3]"
+)
+_SYMBOL = r"[!-&(-/:-@\[-_{-~\U0001f300-\U0001f3fa\U0001f400-\U0001f64f\U0001f680-\U0001f6cf\U0001f900-\U0001f9ff]"
+_WITHIN_WORD = re.compile(f"(?<={_LETTER}){_LETTER}(?={_LETTER})|(?<={_SYMBOL}){_SYMBOL}(?={_SYMBOL})")
+# Normalizers that change characters one by one, or with the marks behind them.
+_LOCAL_NORMALIZERS = frozenset(
+    {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "Precompiled", "Prepend", "Strip", "Nmt"}
+)
+_BERT_NORMALIZERS = frozenset({"BertNormalizer", "NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents"})
+_WORD_SPLITTERS = frozenset({"ByteLevel", "Metaspace", "WhitespaceSplit", "Split"})
+_SEARCHED = 1024  # characters at a time, backwards
+_MAX_CANDIDATES = 24  # each takes up to milliseconds of look-ups
+
+
+class Place(NamedTuple):
+    """A cut before character `at`; of the tokens behind it up to `slack` may differ from those of the whole text."""
+
+    at: int
+    slack: int = 0
+
+
+class Boundaries:
+    """The places of one tokenizer. Safe from any thread."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._at_spaces = breaks_at_spaces(tokenizer)
+        added = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.content]
+        self._added = re.compile("|".join(map(re.escape, added)), re.IGNORECASE) if added else None
+        self._longest_added = max(map(len, added), default=0)
+        self._normalizer = tokenizer.normalizer
+        self._word_places = _bert_places(tokenizer) if self._at_spaces else None
+        self._pieces = _Pieces.of(tokenizer)
+
+    def last(self, text: str, begin: int, end: int) -> int | None:
+        """The last place in [begin, end]: the tokens before it are the first ones of the whole text."""
+        for pattern, is_certain in self._rules():
+            for at in _backwards(pattern, text, begin, end):
+                if is_certain(text, at):
+                    return at
+        if self._pieces is not None:
+            for _, at in zip(range(_MAX_CANDIDATES), _backwards(_WITHIN_WORD, text, begin, end), strict=False):
+                if self._is_apart(text, at):
+                    return at
+        return None
+
+    def first(self, text: str, begin: int, end: int, slack: int) -> Place | None:
+        """The first place in [begin, end]: the tokens behind it, except `slack`, are the last of the whole text."""
+        for pattern, is_certain in self._rules():
+            for match in pattern.finditer(text, begin, end):
+                if is_certain(text, match.start()):
+                    return Place(match.start())
+        if self._pieces is None or not self._pieces.is_bpe:
+            return None  # equal sums of scores are rounded differently behind another beginning
+        # The tokenizer may put a space before what is left, so its first tokens count only from the next place on.
+        earlier: int | None = None
+        found = _WITHIN_WORD.finditer(text, begin, end)
+        for _, at in zip(range(_MAX_CANDIDATES), (match.start() for match in found), strict=False):
+            if not self._is_apart(text, at):
+                continue
+            if earlier is not None:
+                needed = (at - earlier + 1) * _TOKENS_PER_CHARACTER
+                return Place(earlier, needed) if needed <= slack else None
+            earlier = at
+        return None
+
+    def seams(self, text: str, distance: int) -> Iterator[int]:
+        """Places at most `distance` apart with the tokens of the whole text on both sides, until none follows."""
+        begin = 0
+        while len(text) - begin > distance:
+            at = next(
+                (
+                    at
+                    for pattern, is_certain in self._rules()
+                    for at in _backwards(pattern, text, begin + distance // 2, begin + distance)
+                    if is_certain(text, at)
+                ),
+                None,
+            )
+            if at is None:
+                return
+            yield at
+            begin = at
+
+    def _rules(self) -> Iterator[tuple[re.Pattern[str], Callable[[str, int], bool]]]:
+        if self._at_spaces:
+            yield _SPACE, lambda text, at: True
+        if self._word_places is not None:
+            yield self._word_places, self._is_not_added
+
+    def _is_apart(self, text: str, at: int) -> bool:
+        assert self._pieces is not None
+        return self._is_not_added(text, at) and self._pieces.are_apart(text, at)
+
+    def _is_not_added(self, text: str, at: int) -> bool:
+        """Whether no added token can be around `at`, as given or in the tokenizer's normal form."""
+        if self._added is None:
+            return True
+        window = text[max(0, at - self._longest_added) : at + self._longest_added]
+        if self._added.search(window) is not None:
+            return False
+        return self._normalizer is None or self._added.search(self._normalizer.normalize_str(window)) is None
+
+
+class _Pieces:
+    """The vocabulary of BPE or Unigram, asked for entries that reach over a place."""
+
+    def __init__(self, tokenizer: Tokenizer, is_bpe: bool, by_bytes: bool, space: str) -> None:
+        self.is_bpe = is_bpe
+        self._has = tokenizer.token_to_id
+        self._normalizer = tokenizer.normalizer
+        self._bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False) if by_bytes else None
+        self._space = space
+        self._longest = max(map(len, tokenizer.get_vocab(with_added_tokens=False)), default=1)
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> _Pieces | None:
+        model = type(tokenizer.model).__name__
+        parts = list(flattened(_spec(tokenizer.pre_tokenizer), "pretokenizers"))
+        kinds = {part["type"] for part in parts}
+        if model not in ("BPE", "Unigram") or not kinds <= _WORD_SPLITTERS:
+            return None
+        if any(part["type"] == "Split" and not _splits(part) for part in parts):
+            return None
+        normalizers = flattened(_spec(tokenizer.normalizer), "normalizers")
+        if not all(part["type"] in _LOCAL_NORMALIZERS or _is_of_spaces(part) for part in normalizers):
+            return None
+        if model == "BPE" and any(getattr(tokenizer.model, name) for name in _WORD_ENDS):
+            return None  # pieces are spelled otherwise at the edges of words
+        space = next((part["replacement"] for part in parts if part["type"] == "Metaspace"), " ")
+        return cls(tokenizer, model == "BPE", "ByteLevel" in kinds, space)
+
+    def are_apart(self, text: str, at: int) -> bool:
+        """Whether no entry of the vocabulary has characters on both sides of `at`."""
+        if "'" in text[max(0, at - _CONTRACTION) : at]:
+            return False  # a word pattern may see "'re" there, or not
+        before, both = (self._spelled(text[max(0, at - self._longest) : end]) for end in (at, at + self._longest))
+        if not before or not both.startswith(before) or len(before) == len(both):
+            return False
+        edge = len(before)
+        for begin in range(edge - 1, max(-1, edge - self._longest), -1):
+            for end in range(edge + 1, min(len(both), begin + self._longest) + 1):
+                if self._has(both[begin:end]) is not None:
+                    return False
+        return True
+
+    def _spelled(self, text: str) -> str:
+        """`text` as the model sees it."""
+        if self._normalizer is not None:
+            text = self._normalizer.normalize_str(text)
+        if self._bytes is None:
+            return text.replace(" ", self._space)
+        return "".join(word for word, _ in self._bytes.pre_tokenize_str(text))
+
+
+_CONTRACTION = 3
+_WORD_ENDS = ("continuing_subword_prefix", "end_of_word_suffix", "dropout")
+# Bytes of a character, behind the longest of compatibility decompositions.
+_TOKENS_PER_CHARACTER = 18 * 4
+
+
+def _backwards(pattern: re.Pattern[str], text: str, begin: int, end: int) -> Iterator[int]:
+    """Where matches of one character begin in [begin, end], the last first."""
+    while end > begin:
+        start = max(begin, end - _SEARCHED)
+        yield from [match.start() for match in pattern.finditer(text, start, end + 2)][::-1]
+        end = start - 1
+
+
+def _bert_places(tokenizer: Tokenizer) -> re.Pattern[str] | None:
+    """What begins a word of BERT's, or is one; None for other tokenizers."""
+    words = list(flattened(_spec(tokenizer.pre_tokenizer), "pretokenizers"))
+    normalizers = list(flattened(_spec(tokenizer.normalizer), "normalizers"))
+    if type(tokenizer.model).__name__ != "WordPiece" or [part["type"] for part in words] != ["BertPreTokenizer"]:
+        return None
+    if any(part["type"] not in _BERT_NORMALIZERS for part in normalizers):
+        return None
+    is_chinese = any(part.get("handle_chinese_chars", False) for part in normalizers)
+    return re.compile(_BERT_PLACE % (_ASCII_PUNCTUATION + (_CHINESE if is_chinese else "")))
+
+
+def _is_of_spaces(part: dict[str, Any]) -> bool:
+    """Whether a normalizer replaces spaces alone, by one character."""
+    if part["type"] != "Replace" or len(part["content"]) != 1:
+        return False
+    return part["pattern"] in ({"String": " "}, {"Regex": " {2,}"})
+
+
+def _spec(part: Any) -> dict[str, Any] | None:
+    """A normalizer or pre-tokenizer as in tokenizer.json; the vocabulary there would take 10 ms to write and parse."""
+    return None if part is None else json.loads(part.__getstate__())
+
+
+def breaks_at_spaces(tokenizer: Tokenizer) -> bool:
+    """Whether no token can span letters or digits on both sides of a space; False where that is not certain."""
+    if any(" " in token.content.strip() for token in tokenizer.get_added_tokens_decoder().values()):
+        return False
+    return any(_splits(part) for part in flattened(_spec(tokenizer.pre_tokenizer), "pretokenizers"))
+
+
+def _splits(part: dict[str, Any]) -> bool:
+    kind = part["type"]
+    if kind == "ByteLevel":
+        return bool(part.get("use_regex", True))
+    if kind == "Split":
+        return part["pattern"] in _WORD_PATTERNS and part["behavior"] == "Isolated" and not part["invert"]
+    if kind == "Metaspace":
+        return bool(part.get("split", True))
+    return kind in ("BertPreTokenizer", "Whitespace", "WhitespaceSplit")
+
+
+def flattened(spec: dict[str, Any] | None, children: str) -> Iterable[dict[str, Any]]:
+    """The parts of a normalizer or pre-tokenizer of tokenizer.json, sequences flattened."""
+    if spec is None:
+        return []
+    if spec["type"] == "Sequence":
+        return [part for child in spec[children] for part in flattened(child, children)]
+    return [spec]
