@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
-import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
-from teimgr.errors import InvalidConfig, ModelDownloadFailed, ModelGated, ModelNotFound, TeimgrError, Unavailable
+from teimgr import model_json
+from teimgr.errors import (
+    InvalidConfig,
+    ModelDownloadFailed,
+    ModelGated,
+    ModelLoadFailed,
+    ModelNotFound,
+    TeimgrError,
+    Unavailable,
+)
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +45,7 @@ _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _SIMILAR = 0.7
 _NEAREST = 3
 _COMPARED_CHARS = 256
-_MAX_SAFETENSORS_HEAD = 100 * 2**20  # the format's own limit
+_MOST_HEAD_BYTES = 16 * 2**20  # of a safetensors file that is looked into; known ones have 1 MB
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,15 +172,37 @@ def find_packaged(model_id: str) -> ModelSource | None:
 
 
 def is_complete(path: Path) -> bool:
-    """Whether a snapshot holds a configuration and every weight file it names."""
+    """Whether a snapshot holds a configuration and every weight file it names.
+
+    Raises:
+        ModelLoadFailed: its index of shards is not what it should be.
+    """
     if not has_configuration(path):
         return False
-    index = path / "model.safetensors.index.json"
-    if index.exists():
-        shards = set(json.loads(index.read_text())["weight_map"].values())
+    if (shards := shards_of(path / "model.safetensors.index.json")) is not None:
         return all((path / shard).exists() and not is_cut_short(path / shard) for shard in shards)
     found = [path / name for name in _WEIGHTS if (path / name).exists()] or [*path.glob("*/model.safetensors")]
     return bool(found) and not any(map(is_cut_short, found))
+
+
+def shards_of(index: Path) -> list[str] | None:
+    """The files that an index of shards names, in the index's own folder; None where there is no index.
+
+    Raises:
+        ModelLoadFailed: the index cannot be read, or names a file outside of its folder.
+    """
+    content = model_json.read_object(index)
+    if content is None:
+        return None
+    named = content.get("weight_map")
+    if not isinstance(named, dict) or not named:
+        raise ModelLoadFailed(f"{index.name} has no weight_map")
+    shards = {shard if isinstance(shard, str) else "" for shard in named.values()}
+    if wrong := [shard for shard in shards if not stays_below(shard)]:
+        raise ModelLoadFailed(
+            f"{index.name} names the file {wrong[0][:_MAX_PATH_CHARS]!r}, which is none of its folder"
+        )
+    return sorted(shards)
 
 
 def broken_weights(path: Path) -> str | None:
@@ -188,14 +218,14 @@ def is_cut_short(weights: Path) -> bool:
     try:
         with weights.open("rb") as file:
             head_bytes, whole = int.from_bytes(file.read(8), "little"), weights.stat().st_size
-            if whole < 8 or not 0 < head_bytes <= _MAX_SAFETENSORS_HEAD:
+            if whole < 8 or not 0 < head_bytes <= _MOST_HEAD_BYTES:
                 return False  # no safetensors at all
             if whole < 8 + head_bytes:
                 return True
-            head = json.loads(file.read(head_bytes))
+            head = model_json.parse(file.read(head_bytes), weights.name)
         ends = (tensor["data_offsets"][1] for name, tensor in head.items() if name != "__metadata__")
         return whole < 8 + head_bytes + max(ends, default=0)
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
+    except (OSError, ModelLoadFailed, ValueError, KeyError, TypeError, IndexError, AttributeError):
         return False
 
 

@@ -7,12 +7,13 @@ import os
 from dataclasses import fields
 from pathlib import Path
 
+import orjson
 import pytest
 from tests.support.models import build
 
 from teimgr.registry import cache as disk
 from teimgr.registry.cache import HubCache
-from teimgr.registry.records import ModelRecord, ModelRecords, parse, records_path, render
+from teimgr.registry.records import ModelRecord, ModelRecords, ModelStatus, ModelView, parse, records_path, render
 
 MODEL = "somebody/tiny"
 OLD, NEW = "a" * 40, "b" * 40
@@ -229,3 +230,49 @@ def test_weights_that_are_cut_short_are_not_complete(tmp_path: Path) -> None:
     for cut in (len(whole) - 1, 20):  # within the data, within the head
         weights.write_bytes(whole[:cut])
         assert not disk.find_directory(str(path)).complete  # type: ignore[union-attr]
+
+
+DEEP = b"[" * 100_000 + b"]" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("config.json", b'{"model_type": ' + DEEP + b"}", "config.json is nested more than 64 levels deep"),
+        ("model.safetensors.index.json", DEEP, "model.safetensors.index.json is nested more than 64 levels deep"),
+        ("model.safetensors.index.json", b'{"weight_map": 5}', "model.safetensors.index.json has no weight_map"),
+        ("model.safetensors.index.json", b'{"weight_map": {"a": "../../b"}}', "'../../b', which is none of its folder"),
+    ],
+)
+def test_a_model_with_a_bad_file_is_listed_as_failed(name: str, content: bytes, reason: str, tmp_path: Path) -> None:
+    lay_out(tmp_path, files=FILES | {name: content})
+
+    found = HubCache(tmp_path).find(MODEL)
+
+    assert found is not None
+    view = ModelView(model_id=MODEL, record=ModelRecord(), started_at="now", snapshot=found, metadata=found.metadata())
+    assert view.status is ModelStatus.FAILED
+    assert reason in view.to_dict()["verification_error"]
+    orjson.dumps(view.to_dict())
+
+
+@pytest.mark.parametrize("value", [10**30, "\ud800", "x" * 1000, [], True])
+def test_what_no_reader_of_json_takes_is_not_shown(value: object, tmp_path: Path) -> None:
+    """Numbers beyond 53 bits and lone surrogates made the whole list fail."""
+    odd = {"config.json": json.dumps({"model_type": value, "vocab_size": value}).encode()}
+    snapshot = lay_out(tmp_path, files=FILES | odd)
+    (snapshot / os.fsdecode(b"\xff.txt")).write_text("no UTF-8 in its name")
+
+    found = HubCache(tmp_path).find(MODEL)
+
+    assert found is not None
+    assert found.metadata() is None
+    view = ModelView(model_id=MODEL, record=ModelRecord(), started_at="now", snapshot=found, metadata=None)
+    orjson.dumps(view.to_dict())
+
+
+def test_a_record_with_values_of_another_type_is_listed_as_broken() -> None:
+    found = parse(json.dumps({"models": {"a": {"trial": 5}, "b": {"revision": "main"}}}).encode())
+
+    assert "value of another type" in (found["a"].verification_error or "")
+    assert found["b"].revision == "main"

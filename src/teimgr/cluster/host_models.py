@@ -23,7 +23,7 @@ from typing import Any
 
 from teimgr import hub
 from teimgr.cluster.host_link import HostLink
-from teimgr.errors import Forbidden, InvalidInput, Unavailable
+from teimgr.errors import Forbidden, InvalidInput, ModelLoadFailed, Unavailable
 from teimgr.neighbours import MAX_FILES, ModelFile, is_blob, is_commit
 
 MAX_STREAMS = 4
@@ -95,7 +95,7 @@ class HostModels:
         try:
             found = hub.find_cached(model_id, revision, self._given_cache)
             return None if found is None else self._offer(model_id, found.path)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # broken files
+        except (OSError, ModelLoadFailed) as error:  # broken files
             log.warning("a model is not sent", extra={"model": model_id, "reason": str(error)})
             return None
 

@@ -2,7 +2,7 @@
 
 layout             `Layout`, the description of a servable model, and its parts
 reading            `read_layout`: from a model directory to its layout
-json_files         reading JSON; tokenizer files, lengths
+json_files         tokenizer files, lengths; the JSON itself is read by `teimgr.model_json`
 metadata           `ModelMetadata`: the files of a directory, each read once
 modules            modules.json and the configurations of its modules
 kinds              embedding, sparse, multi-vector, reranker or classifier

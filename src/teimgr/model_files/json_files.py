@@ -2,49 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from teimgr.errors import ModelLoadFailed
 from teimgr.model_files.library_code import declared_keys, setting
-
-
-def read_object(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file; None where there is no such file.
-
-    Raises:
-        ModelLoadFailed: it is not valid JSON, or no object.
-    """
-    content = _parse(path)
-    if content is not None and not isinstance(content, dict):
-        raise ModelLoadFailed(f"{path.name} should hold a JSON object")
-    return content
-
-
-def read_list(path: Path) -> list[dict[str, Any]]:
-    """The objects in a JSON file; [] where there is no such file.
-
-    Raises:
-        ModelLoadFailed: it is not valid JSON, or no list of objects.
-    """
-    content = _parse(path)
-    if content is None:
-        return []
-    if not isinstance(content, list) or not all(isinstance(row, dict) for row in content):
-        raise ModelLoadFailed(f"{path.name} should hold a list of JSON objects")
-    return content
-
-
-def _parse(path: Path) -> Any:
-    if not path.is_file():
-        return None
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelLoadFailed(f"{path.name} is not valid JSON: {error}") from error
-
+from teimgr.model_json import read_object
 
 # Tokenizer classes and model types with token types, where tokenizer_config.json has no model_input_names.
 _TYPED_CLASSES = {"Bert", "Electra", "MobileBert", "ConvBert", "Deberta", "DebertaV2", "Canine", "FNet", "Funnel"}

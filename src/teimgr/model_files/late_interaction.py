@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from teimgr.errors import ModelLoadFailed
-from teimgr.model_files.json_files import read_object
 from teimgr.model_files.layout import Dense, LateInteraction
 from teimgr.model_files.metadata import ModelMetadata
 from teimgr.model_files.modules import TOKENS, Module, read_projections
+from teimgr.model_json import read_object
 
 ROLES = ("query", "document")
 _COLBERT_LENGTH = 32  # of a query, the default of PyLate and Stanford

@@ -7,11 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from teimgr.errors import ModelLoadFailed, ModelNotFound
-from teimgr.model_files.json_files import TokenFiles, read_object, read_settings
+from teimgr.model_files.json_files import TokenFiles, read_settings
 from teimgr.model_files.modules import Chain, read_chain
 from teimgr.model_files.own_code import added_end, served_config
+from teimgr.model_json import check_size, read_object
 
 MODEL2VEC = "model2vec"
+# Files beside those that are read here, which the libraries of the engine parse.
+_READ_BY_LIBRARIES = (
+    *("tokenizer.json", "vocab.json", "special_tokens_map.json", "added_tokens.json", "generation_config.json"),
+    *("chat_template.json", "processor_config.json"),
+)
 _STATIC = (MODEL2VEC, "static")
 
 
@@ -73,6 +79,8 @@ def read_metadata(root: Path, trust_remote_code: bool) -> ModelMetadata:
     served = served_config(config, trust_remote_code)
     settings = read_settings(transformer)
     _refuse_settings(settings)
+    for name in _READ_BY_LIBRARIES:
+        check_size(transformer / name)
     tokens = TokenFiles(transformer)
     return ModelMetadata(
         root=root,

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from teimgr.errors import InvalidConfig, ModelLoadFailed
-from teimgr.model_files.json_files import read_list, read_object
 from teimgr.model_files.layout import Dense, LayerNorm, Normalize, Projection
+from teimgr.model_json import read_list, read_object
 from teimgr.spec import POOLINGS
 
 # The packages of supported module classes; any other class is code in the model's own repository.

@@ -73,7 +73,8 @@ def read_layout(
     check_pooling(pooling)
     try:
         return _read(root, pooling, kind, trust_remote_code, render)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:  # a number where an object should be, and so on
+    except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        # A number where an object should be, an infinite length, and so on.
         raise ModelLoadFailed(f"the model's files hold something unexpected: {type(error).__name__} {error}") from error
 
 

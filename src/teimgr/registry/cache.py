@@ -6,7 +6,6 @@ repository is read at a time, and broken entries are left out.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
@@ -16,11 +15,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from teimgr import hub
+from teimgr import hub, model_json
+from teimgr.errors import ModelLoadFailed
 
 log = logging.getLogger(__name__)
 
 _FILES_SHOWN = 10_000
+_MOST_WORD_CHARS = 255
+_MOST_NUMBER = 2**53  # what every reader of JSON takes
 # Our key → its names in config.json.
 _METADATA: Mapping[str, tuple[str, ...]] = {
     "model_type": ("model_type",),
@@ -44,8 +46,8 @@ class ModelFileInfo:
 class Snapshot:
     """The files of a model at one commit; a directory outside the hub's cache has no commit.
 
-    `complete`: a worker can load it. `refs` are the branches and tags that point to the commit. `changed_at` is seconds
-    since the epoch.
+    `complete`: a worker can load it. `fault` is why it cannot, where one of its files is not what it should be. `refs`
+    are the branches and tags that point to the commit. `changed_at` is seconds since the epoch.
     """
 
     path: Path
@@ -53,6 +55,7 @@ class Snapshot:
     refs: tuple[str, ...] = ()
     files: tuple[ModelFileInfo, ...] = ()
     complete: bool = False
+    fault: str | None = None
     changed_at: float = 0.0
 
     @property
@@ -62,9 +65,9 @@ class Snapshot:
     def metadata(self) -> dict[str, Any] | None:
         """Some keys of config.json; None where it cannot be read or one of them has another type."""
         try:
-            config = json.loads((self.path / "config.json").read_bytes())
-            return dict(_metadata_of(config)) if isinstance(config, dict) else None
-        except (OSError, ValueError):
+            config = model_json.read_object(self.path / "config.json")
+            return None if config is None else dict(_metadata_of(config))
+        except (ModelLoadFailed, ValueError):
             return None
 
 
@@ -77,7 +80,7 @@ class HubCache:
     def model_ids(self) -> list[str]:
         """The models that have a folder, complete or not."""
         try:
-            names = [entry.name for entry in self.folder.iterdir() if entry.is_dir()]
+            names = [entry.name for entry in self.folder.iterdir() if entry.is_dir() and entry.name.isprintable()]
         except OSError:
             return []
         return sorted(id for id in map(hub.id_of_folder, names) if id is not None)
@@ -128,12 +131,14 @@ class HubCache:
 
     def _snapshot(self, model_id: str, path: Path, refs: tuple[str, ...]) -> Snapshot:
         files = tuple(_files(path, path.rglob("*")))
+        is_loadable, fault = _loadable(path)
         return Snapshot(
             path=path,
             commit=path.name,
             refs=refs,
             files=files,
-            complete=_is_loadable(path) and not self._missing(model_id, path.name, {file.path for file in files}),
+            complete=is_loadable and not self._missing(model_id, path.name, {file.path for file in files}),
+            fault=fault,
             changed_at=_changed_at(path),
         )
 
@@ -167,16 +172,22 @@ def find_directory(model_id: str) -> Snapshot | None:
         if not hub.has_configuration(path):
             return None
         files = tuple(_files(path, (*path.glob("*"), *path.glob("*/*"))))
-        return Snapshot(path=path.resolve(), files=files, complete=_is_loadable(path), changed_at=_changed_at(path))
+        is_loadable, fault = _loadable(path)
+        where, changed_at = path.resolve(), _changed_at(path)
+        return Snapshot(path=where, files=files, complete=is_loadable, fault=fault, changed_at=changed_at)
     except (OSError, ValueError, RuntimeError):  # an impossible name, an unknown user, or a failing disk
         return None
 
 
-def _is_loadable(path: Path) -> bool:
+def _loadable(path: Path) -> tuple[bool, str | None]:
+    """Whether a worker can load the model in a directory, and the fault of a file that cannot be read."""
     try:
-        return hub.is_complete(path)
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):  # an invalid index file
-        return False
+        model_json.read_object(path / "config.json")
+        return hub.is_complete(path), None
+    except ModelLoadFailed as error:
+        return False, error.message
+    except OSError as error:
+        return False, f"it cannot be read: {error.strerror or error}"
 
 
 def _metadata_of(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -184,17 +195,30 @@ def _metadata_of(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         value = next((config[place] for place in places if config.get(place) is not None), None)
         if value is None:
             continue
-        kind = str if name == "model_type" else int
-        if not isinstance(value, kind) or isinstance(value, bool):
-            raise ValueError(f"{name} is {value!r}")  # noqa: TRY004  the file is wrong, not the caller
+        fits = _is_word(value) if name == "model_type" else _is_number(value)
+        if not fits:
+            raise ValueError(f"{name} is {value!r}")
         yield name, value
+
+
+def _is_word(value: object) -> bool:
+    return isinstance(value, str) and len(value) <= _MOST_WORD_CHARS and value.isprintable()
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= _MOST_NUMBER
+
+
+def _shown(name: str) -> str:
+    """A file's name as text; bytes that are no UTF-8 are replaced."""
+    return os.fsencode(name).decode(errors="replace")
 
 
 def _refs(folder: Path) -> Iterator[tuple[str, str]]:
     """Branches and tags with their commits; names may contain slashes."""
     for path in (Path(parent) / name for parent, _, names in os.walk(folder) for name in names):
         try:
-            yield path.relative_to(folder).as_posix(), path.read_text().strip()
+            yield _shown(path.relative_to(folder).as_posix()), path.read_text().strip()
         except (OSError, UnicodeDecodeError) as error:
             log.warning("unreadable ref in the hub cache", extra={"path": str(path), "reason": str(error)})
 
@@ -204,7 +228,7 @@ def _files(folder: Path, paths: Iterable[Path]) -> Iterator[ModelFileInfo]:
     for path in sorted(islice(paths, _FILES_SHOWN)):
         try:
             if path.is_file():
-                yield ModelFileInfo(path.relative_to(folder).as_posix(), path.stat().st_size)
+                yield ModelFileInfo(_shown(path.relative_to(folder).as_posix()), path.stat().st_size)
         except OSError:
             continue
 

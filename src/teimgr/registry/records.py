@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -17,7 +18,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Literal
 
+from teimgr import model_json
 from teimgr.durable_files import write_atomically
+from teimgr.errors import ModelLoadFailed
 from teimgr.registry.cache import Snapshot
 from teimgr.spec import now_rfc3339, rfc3339
 
@@ -116,14 +119,25 @@ def parse(content: bytes) -> dict[str, ModelRecord]:
         ValueError: not a file of the registry.
     """
     try:
-        table = json.loads(content)
-        known = {item.name for item in fields(ModelRecord)}
-        return {
-            model_id: ModelRecord(**{name: value for name, value in entry.items() if name in known})
-            for model_id, entry in table["models"].items()
-        }
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"not the registry's: {error!r}") from error
+        entries = model_json.parse(content, "it")["models"].items()
+    except (ModelLoadFailed, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"not the registry's: {getattr(error, 'message', repr(error))}") from error
+    if not all(isinstance(entry, dict) for _, entry in entries):
+        raise ValueError("not the registry's: a model's record is no object")
+    return {model_id: _record(entry) for model_id, entry in entries}
+
+
+_TEXTS = ("added_at", "revision", "last_verified", "verification_error", "tried_commit")
+
+
+def _record(entry: dict[str, Any]) -> ModelRecord:
+    """The record of an entry; one with a value of another type is said to be broken in `verification_error`."""
+    given = {name: entry[name] for name in (item.name for item in fields(ModelRecord)) if name in entry}
+    texts = all(isinstance(given.get(name), str | None) for name in _TEXTS)
+    is_whole = texts and isinstance(given.get("gated"), bool | None) and isinstance(given.get("trial", {}), dict)
+    return ModelRecord(
+        **given if is_whole else {"verification_error": "its record in the registry's file has a value of another type"}
+    )
 
 
 def render(records: Mapping[str, ModelRecord]) -> bytes:
@@ -220,9 +234,13 @@ class ModelView:
 
     @property
     def status(self) -> ModelStatus:
-        """The task under way, else what is on the disk; a trial counts only for the commit that it tried."""
+        """The task under way, else what is on the disk, failed where a file of it cannot be read; a trial counts only
+        for the commit that it tried.
+        """
         if self.busy is not None:
             return self.busy
+        if self.snapshot is not None and self.snapshot.fault is not None:
+            return ModelStatus.FAILED
         if self.snapshot is None or not self.snapshot.complete:
             return ModelStatus.AVAILABLE
         record = self.record
@@ -244,14 +262,14 @@ class ModelView:
             "used_by": list(self.used_by),
             "metadata": self.metadata,
             "last_verified": record.last_verified,
-            "verification_error": record.verification_error,
+            "verification_error": (snapshot.fault if snapshot else None) or record.verification_error,
             "verification": dict(record.trial) or None,
             "download_error": self.download_error,
             "progress": known_values(self.progress) if self.progress else None,
         }
         if snapshot is not None:
             values |= {
-                "cache_path": str(snapshot.path),
+                "cache_path": os.fsencode(snapshot.path).decode(errors="replace"),
                 "cache_size_bytes": snapshot.size_bytes,
                 "commit": snapshot.commit,
                 "files": [asdict(file) for file in snapshot.files],

@@ -1,0 +1,124 @@
+"""Reading the JSON files of models, with limits of size, number of values and depth.
+
+A model's files come from whoever uploaded it. Everything here that parses one of them (the daemon for `/models` and
+for new instances, the fetcher, the worker) does it through this module, so that no file is larger, deeper or of
+another shape than what reads it can take.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from teimgr.errors import ModelLoadFailed
+
+_MIB = 1 << 20
+# Of any file, and of the kinds that are larger: the largest known are 33, 9 and 9 MB.
+_MOST_BYTES = 4 * _MIB
+_MOST_BYTES_OF = {
+    "tokenizer.json": 64 * _MIB,
+    "vocab.json": 64 * _MIB,
+    "tokenizer_config.json": 16 * _MIB,
+    "model.safetensors.index.json": 16 * _MIB,
+    "pytorch_model.bin.index.json": 16 * _MIB,
+}
+MOST_VALUES = 4_000_000
+"""A value takes some 60 bytes once it is parsed, so that a file takes 250 MB at most."""
+MOST_DEPTH = 64
+"""Objects and lists within each other; known files have ten."""
+
+
+def read_object(path: Path) -> dict[str, Any] | None:
+    """The object in a JSON file; None where there is no such file.
+
+    Raises:
+        ModelLoadFailed: it cannot be read, is not valid JSON, exceeds a limit, or holds no object.
+    """
+    content = _read(path)
+    if content is not None and not isinstance(content, dict):
+        raise ModelLoadFailed(f"{path.name} should hold a JSON object")
+    return content
+
+
+def read_list(path: Path) -> list[dict[str, Any]]:
+    """The objects in a JSON file; [] where there is no such file.
+
+    Raises:
+        ModelLoadFailed: as `read_object`, or it holds no list of objects.
+    """
+    content = _read(path)
+    if content is None:
+        return []
+    if not isinstance(content, list) or not all(isinstance(row, dict) for row in content):
+        raise ModelLoadFailed(f"{path.name} should hold a list of JSON objects")
+    return content
+
+
+def check_size(path: Path) -> None:
+    """Check the size of a JSON file that a library is to read; a file that is absent passes.
+
+    Raises:
+        ModelLoadFailed: it cannot be read, or has more bytes than `read_object` would read.
+    """
+    try:
+        size = path.stat().st_size if path.is_file() else 0
+    except OSError as error:
+        raise ModelLoadFailed(f"{path.name} cannot be read: {error.strerror or error}") from error
+    if size > (limit := most_bytes(path.name)):
+        raise ModelLoadFailed(f"{path.name} has {size:,} bytes, and at most {limit:,} are read")
+
+
+def most_bytes(name: str) -> int:
+    """How many bytes of a file of this name are read at most."""
+    return _MOST_BYTES_OF.get(name, _MOST_BYTES)
+
+
+def parse(content: bytes, name: str) -> Any:
+    """The value of a JSON text; `name` is that of its file, for messages.
+
+    Raises:
+        ModelLoadFailed: it is not valid JSON in UTF-8, or has more than `MOST_VALUES` values or `MOST_DEPTH` levels.
+    """
+    # An upper bound, counted in the text before anything is built: each value but the first is behind one of these.
+    values = sum(content.count(mark) for mark in (b",", b":", b"[", b"{"))
+    if values > MOST_VALUES:
+        raise ModelLoadFailed(f"{name} has more than {MOST_VALUES:,} values")
+    try:
+        value = json.loads(content.decode())
+    except RecursionError as error:
+        raise ModelLoadFailed(f"{name} is nested more than {MOST_DEPTH} levels deep") from error
+    except ValueError as error:
+        raise ModelLoadFailed(f"{name} is not valid JSON: {error}") from error
+    if _is_deep(value):
+        raise ModelLoadFailed(f"{name} is nested more than {MOST_DEPTH} levels deep")
+    return value
+
+
+def _read(path: Path) -> Any:
+    try:
+        if not path.is_file():
+            return None
+        check_size(path)
+        with path.open("rb") as file:
+            content = file.read(most_bytes(path.name) + 1)
+    except OSError as error:
+        raise ModelLoadFailed(f"{path.name} cannot be read: {error.strerror or error}") from error
+    if len(content) > most_bytes(path.name):  # it grew
+        raise ModelLoadFailed(f"{path.name} has more than {most_bytes(path.name):,} bytes")
+    return parse(content, path.name)
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(MOST_DEPTH):
+        level = [
+            child
+            for one in level
+            if isinstance(one, (dict, list))
+            for child in (one.values() if isinstance(one, dict) else one)
+            if isinstance(child, (dict, list))
+        ]
+        if not level:
+            return False
+    return True

@@ -1,0 +1,113 @@
+"""Reading models' JSON: limits of size, values and depth; every odd content is one typed refusal."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from teimgr import model_json
+from teimgr.errors import ModelLoadFailed, TeimgrError
+from teimgr.model_files.reading import read_layout
+from tests.support.models import build
+
+DEEP = b'{"model_type":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+
+
+def nested(levels: int) -> bytes:
+    return b"[" * levels + b"]" * levels
+
+
+def test_depth_is_limited_to_the_level() -> None:
+    assert model_json.parse(nested(model_json.MOST_DEPTH), "a.json")
+    for levels in (model_json.MOST_DEPTH + 1, 900, 1_000_000):
+        with pytest.raises(ModelLoadFailed, match=r"a\.json is nested more than 64 levels deep"):
+            model_json.parse(nested(levels), "a.json")
+
+
+def test_values_are_counted_before_any_is_made() -> None:
+    many = b"[" + b"{}," * model_json.MOST_VALUES + b"{}]"
+
+    with pytest.raises(ModelLoadFailed, match="has more than 4,000,000 values"):
+        model_json.parse(many, "tokenizer.json")
+
+
+def test_a_file_beyond_its_size_is_refused_unread(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    with path.open("wb") as file:
+        file.truncate(1 << 40)  # sparse: reading it would take all memory
+
+    with pytest.raises(ModelLoadFailed, match=r"config\.json has 1,099,511,627,776 bytes, and at most 4,194,304 are"):
+        model_json.read_object(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "not valid JSON"),
+        (b"\xff\xfe{}", "not valid JSON"),
+        (b'{"a": ' + b"9" * 10_000 + b"}", "not valid JSON"),  # digits beyond what Python converts
+        (b"[]", "should hold a JSON object"),
+        (DEEP, "nested more than"),
+    ],
+)
+def test_what_is_no_object_is_refused(content: bytes, reason: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(content)
+
+    with pytest.raises(ModelLoadFailed, match=reason):
+        model_json.read_object(path)
+
+
+def test_what_is_no_regular_file_is_absent(tmp_path: Path) -> None:
+    (tmp_path / "config.json").symlink_to("/dev/zero")
+    (tmp_path / "modules.json").mkdir()
+
+    assert model_json.read_object(tmp_path / "config.json") is None
+    assert model_json.read_list(tmp_path / "modules.json") == []
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build("bert", tmp_path_factory.mktemp("odd") / "model")
+
+
+ODD: tuple[Any, ...] = (
+    None, True, -1, 10**30, float("inf"), float("nan"), "\ud800", [[]], {"a": {}},
+)  # fmt: skip
+FILES = (
+    "config.json", "tokenizer_config.json", "modules.json", "sentence_bert_config.json",
+    "config_sentence_transformers.json", "1_Pooling/config.json",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_odd_values_are_typed_refusals(name: str, bert: Path) -> None:
+    """Whatever stands in the place of each value of each file that is read, and of the file."""
+    path = bert / name
+    kept = path.read_bytes() if path.exists() else None
+    original = json.loads(kept) if kept else {}
+    keys: list[Any] = list(original) if isinstance(original, dict) else list(range(len(original)))
+    try:
+        # Three for each key, others for the next: all for each would take half a minute.
+        odd = itertools.cycle(ODD)
+        for key, value in [*((key, next(odd)) for key in keys for _ in range(3)), *((None, value) for value in ODD)]:
+            changed = value
+            if key is not None:
+                changed = json.loads(kept or b"{}")
+                changed[key] = value
+            path.write_text(json.dumps(changed))
+            for kind in (None, "reranker", "sparse", "multi-vector", "classifier"):
+                try:
+                    read_layout(bert, kind=kind)
+                except TeimgrError as error:
+                    error.message.encode(errors="surrogatepass")
+        for content in (DEEP, b"\x00", b"[" * 10_000):
+            path.write_bytes(content)
+            with pytest.raises(TeimgrError):
+                read_layout(bert)
+    finally:
+        path.unlink() if kept is None else path.write_bytes(kept)
