@@ -23,8 +23,9 @@ from teimgr.cluster.relay import NearEnd, most_forwarded, reset
 from teimgr.connection_gate import STALL_S
 from teimgr.errors import TeimgrError, Unavailable
 from teimgr.fleet_tls import FleetIdentity
-from teimgr.launch.launcher import JoinedPort, LocalLauncher
+from teimgr.launch.launcher import LocalLauncher
 from teimgr.launch.process_handle import LaunchFailed
+from teimgr.launch.shared_ports import JoinedPort
 from teimgr.observability import catalogue
 from teimgr.observability.exposition import Page, add
 from teimgr.routing.router import Directory

@@ -7,8 +7,10 @@ taken. A replica has two names, because in an update the new worker starts besid
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from teimgr.cluster.actor_process import LOST, NO_ANSWER, ActorProcess, described, end, launch, place
@@ -20,6 +22,7 @@ from teimgr.launch.control_link import ControlLink, WorkerStatus
 from teimgr.launch.launcher import Adopted, EndedWorker, FoundWorkers, LocalLauncher, WorkerHandle
 from teimgr.launch.nursery_link import FORK_LIMIT_S, IMPORT_LIMIT_S
 from teimgr.launch.remote_control import open_control_link
+from teimgr.launch.strays import Stray
 from teimgr.spec import WorkerEndpoint, WorkerSpec
 
 _PREFIX = "worker/"
@@ -47,6 +50,7 @@ class RayLauncher:
         self._local = local
         self._placement_limit_s = placement_limit_s
         self._workers: dict[str, RayWorker] = {}
+        self._launching: Counter[str] = Counter()
 
     async def start(self) -> None:
         """Start the launcher of this host, and the head, once; Ray comes up in the background."""
@@ -62,9 +66,13 @@ class RayLauncher:
             LaunchFailed: the worker could not be started there.
         """
         replica = f"{_PREFIX}{spec.name}/{spec.replica}"
-        name = await place(self._head, replica, spec.host, self._placement_limit_s)
-        held = await launch(self._head, name, spec.host, [spec.to_json()], IMPORT_LIMIT_S + FORK_LIMIT_S)
-        return self._worker(name, self._head.by_own_clock(spec.host, held))
+        self._launching[replica] += 1
+        try:
+            name = await place(self._head, replica, spec.host, self._placement_limit_s)
+            held = await launch(self._head, name, spec.host, [spec.to_json()], IMPORT_LIMIT_S + FORK_LIMIT_S)
+            return self._worker(name, self._head.by_own_clock(spec.host, held))
+        finally:
+            self._launching[replica] -= 1
 
     async def find(self) -> FoundWorkers:
         """As the protocol; waits until Ray answers.
@@ -95,6 +103,25 @@ class RayLauncher:
 
     async def adopt(self, workers: Sequence[WorkerHandle], accepts: Callable[[WorkerSpec], bool]) -> list[Adopted]:
         return await self._local.adopt(workers, accepts)
+
+    async def strays(self, owned: Collection[str]) -> list[Stray]:
+        """As the protocol: workers with a handle, and actors without one that no launch has asked for."""
+        found = [
+            Stray(worker.incarnation, worker.spec.name, worker.pid, partial(worker.stop, 0))
+            for worker in self._workers.values()
+            if worker.incarnation not in owned and not self._local.is_ending(worker)
+        ]
+        kept = {worker.name for worker in self._workers.values()}
+        for name in await self._head.bridge.call("names", prefix=_PREFIX):
+            replica = name.rpartition("/")[0]
+            if name not in kept and not self._launching[replica]:
+                instance = replica.removeprefix(_PREFIX).rpartition("/")[0]
+                found.append(Stray(name, instance, 0, partial(self._end_actor, name)))
+        return found
+
+    async def _end_actor(self, name: str) -> None:
+        with suppress(*LOST, *NO_ANSWER):  # its agent ends a worker whose actor is gone
+            await end(self._head, name)
 
     def spec_of(self, incarnation: str) -> WorkerSpec | None:
         """The spec of a live worker of any host."""

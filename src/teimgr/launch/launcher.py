@@ -7,26 +7,24 @@ in tests) can take the place of the local one.
 from __future__ import annotations
 
 import asyncio
-import errno
-import json
 import logging
 import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 from weakref import WeakValueDictionary
 
 from teimgr.durable_files import lock_file
-from teimgr.errors import InvalidConfig, PortConflict, TeimgrError, Unavailable
+from teimgr.errors import InvalidConfig, TeimgrError, Unavailable
 from teimgr.http_server import address_of, bind
 from teimgr.launch import nursery
 from teimgr.launch.control_link import ControlLink, WorkerStatus, first_status
-from teimgr.launch.nursery import PORTS_LIMIT
 from teimgr.launch.nursery_link import NurseryDied, NurseryLink
 from teimgr.launch.process_handle import (
     Exit,
@@ -42,19 +40,17 @@ from teimgr.launch.process_handle import (
     socket_fits,
     unrecorded_workers,
 )
+from teimgr.launch.shared_ports import JoinedPort, borrow_ports, listen_at
+from teimgr.launch.strays import Stray, without_handle
 from teimgr.observability.logs import LogSpan, last_warning, log_size, open_log, rotate_regularly
 from teimgr.spec import LINK_LISTENER, WorkerSpec
-from teimgr.wire.frames import HEADER, FrameType, Method, pack_header, unpack_header
 from teimgr.worker.connection_queue import RECEIVE_END, SEND_END, ConnectionQueue
 
 CANCEL_LIMIT_S = 2.0
 IDENTITY_LIMIT_S = 5.0
 LEFTOVER_GRACE_S = 5.0
 _BACKLOG = 128
-_PORT_BACKLOG = 2048  # as workers have
 _STATUS_LIMIT_S = 2.0
-_SHARE_LIMIT_S = 2.0
-_SHARE_BYTES = 4096
 
 log = logging.getLogger(__name__)
 
@@ -145,6 +141,13 @@ class Launcher(Protocol):
         All others are ended; those of an instance that has one of these leave it their ports and end by themselves.
         """
 
+    async def strays(self, owned: Collection[str]) -> Sequence[Stray]:
+        """Live workers of instances that are not among `owned`, incarnations; some may be about to get an owner.
+
+        Raises:
+            TeimgrError, OSError: they cannot be looked for now.
+        """
+
     async def close(self) -> None:
         """Release everything; the workers continue."""
 
@@ -207,19 +210,6 @@ class LocalWorker(ProcessHandle):
         return exit
 
 
-@dataclass(frozen=True, slots=True)
-class JoinedPort:
-    """The port of an instance in a process that is none of its workers, with the queue of connections of these."""
-
-    listener: socket.socket
-    queue: ConnectionQueue
-
-    def copies(self) -> dict[int, socket.socket]:
-        """For a worker, by the names of shared sockets; the caller closes them."""
-        port = self.listener.getsockname()[1]
-        return {name: sock.dup() for name, sock in {port: self.listener, **self.queue.ends}.items()}
-
-
 class LocalLauncher:
     """`Launcher` for this host. One per run directory, which a lock file ensures."""
 
@@ -230,7 +220,7 @@ class LocalLauncher:
         arguments = ("--entry", options.entry, "--preload", ",".join(options.preload))
         self.nursery = NurseryLink(arguments, self._run_dir / "nursery.log")
         self._workers: set[LocalWorker] = set()
-        self._ending: set[asyncio.Task[None]] = set()
+        self._ending: dict[asyncio.Task[None], WorkerHandle] = {}
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._joined: dict[str, JoinedPort] = {}
         self._lock: int | None = None
@@ -292,7 +282,7 @@ class LocalLauncher:
                     for sock in ports.values():
                         held.enter_context(sock)
                     listener = ports.get(port) or held.enter_context(bind(host, port))
-                    _listen_at(listener, port)
+                    listen_at(listener, port)
                     ends = {end: ports[end].dup() for end in (RECEIVE_END, SEND_END) if end in ports}
                     joined = JoinedPort(listener.dup(), ConnectionQueue(ends))
                 except OSError as error:
@@ -401,10 +391,26 @@ class LocalLauncher:
         log.info("ending a worker of an earlier daemon", extra={"instance": worker.spec.name, "pid": worker.pid})
         if has_successor and grace_s and await _hand_over(worker, grace_s):
             ending = asyncio.create_task(_stop(worker, grace_s, sigterm=False))
-            self._ending.add(ending)
-            ending.add_done_callback(self._ending.discard)
+            self._ending[ending] = worker
+            ending.add_done_callback(self._ending.pop)
         else:
             await _stop(worker, grace_s, sigterm=True)
+
+    async def strays(self, owned: Collection[str]) -> list[Stray]:
+        """As the protocol: workers with a handle, except trials and those that are being ended, and those without."""
+        kept = {worker.incarnation: worker for worker in self._workers}
+        instances = [worker for worker in kept.values() if not worker.spec.name.startswith("_")]  # else a trial
+        found = [
+            Stray(worker.incarnation, worker.spec.name, worker.pid, partial(worker.stop, 0))
+            for worker in instances
+            if worker.incarnation not in owned and not self.is_ending(worker)
+        ]
+        pids = {worker.pid for worker in self._workers}
+        return found + without_handle(self._run_dir, kept, pids, (self.nursery.pid, self.nursery.standby_pid))
+
+    def is_ending(self, worker: WorkerHandle) -> bool:
+        """Whether it is one of an earlier daemon that finishes its calls."""
+        return worker in self._ending.values()
 
     def log_path(self, name: str) -> Path:
         return self._log_dir / f"{name}.log"
@@ -484,53 +490,6 @@ async def _stop(worker: WorkerHandle, grace_s: float, *, sigterm: bool) -> None:
         await worker.stop(grace_s, sigterm=sigterm)
     except LaunchFailed as error:
         log.error("leftover worker does not die", extra={"reason": str(error)})
-
-
-async def borrow_ports(path: Path) -> dict[int, socket.socket]:
-    """Copies of the listening sockets of the worker at `path`, by port; empty when it has none or does not answer.
-
-    The caller closes them.
-
-    Raises:
-        LaunchFailed: this process has no descriptors left for them.
-    """
-    loop = asyncio.get_running_loop()
-    try:
-        async with asyncio.timeout(_SHARE_LIMIT_S):
-            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
-                link.setblocking(False)
-                await loop.sock_connect(link, str(path))
-                await loop.sock_sendall(link, pack_header(0, FrameType.REQUEST, Method.SHARE_PORTS, 1))
-                readable = asyncio.Event()
-                loop.add_reader(link, readable.set)
-                try:
-                    await readable.wait()
-                finally:
-                    loop.remove_reader(link)
-                # Descriptors come with the first byte of the answer, which is small enough to come whole.
-                answer, descriptors, _, _ = socket.recv_fds(link, _SHARE_BYTES, PORTS_LIMIT)
-    except OSError:  # TimeoutError is one of them
-        return {}
-    sockets = [socket.socket(fileno=descriptor) for descriptor in descriptors]
-    if len(answer) < HEADER.size or unpack_header(answer).type != FrameType.REPLY:
-        return {}
-    numbers = json.loads(answer[HEADER.size :])
-    if len(sockets) < len(numbers):  # the kernel drops those for which there is no room
-        for sock in sockets:
-            sock.close()
-        raise LaunchFailed("no descriptors are left for an instance's ports: raise the limit of open files")
-    return dict(zip(numbers, sockets, strict=True))
-
-
-def _listen_at(sock: socket.socket, port: int) -> None:
-    """Listen on a socket that is bound to a port. Raises PortConflict: another process has begun to."""
-    try:
-        sock.listen(_PORT_BACKLOG)
-    except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            raise
-        raise PortConflict(port, "another process") from error
-    sock.setblocking(False)
 
 
 def _listen_for_other_hosts(address: str) -> socket.socket:

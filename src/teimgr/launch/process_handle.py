@@ -89,6 +89,16 @@ def look_up(pid: int) -> ProcessId | None:
     return None if fields[_STATE] in "ZX" else ProcessId(pid, int(fields[_START_TIME]))
 
 
+def children_of(*pids: int | None) -> list[ProcessId]:
+    """The live children of processes; of those that are gone there are none."""
+    found: list[ProcessId] = []
+    for pid in filter(None, pids):
+        with suppress(OSError):  # it has ended, or the kernel does not list children
+            numbers = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+            found += [process for number in numbers if (process := look_up(int(number)))]
+    return found
+
+
 def open_pidfd(process: ProcessId) -> int | None:
     """A descriptor that becomes readable when `process` ends; None when it has ended, even if its pid was reused."""
     try:

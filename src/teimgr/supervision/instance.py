@@ -24,7 +24,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from teimgr.errors import InstanceNotFound, StateNotSaved, TeimgrError, UpdateFailed, UpdateInProgress
+from teimgr.errors import InstanceNotFound, StateNotSaved, TeimgrError, Unavailable, UpdateFailed, UpdateInProgress
 from teimgr.launch.launcher import Adopted
 from teimgr.observability import catalogue
 from teimgr.spec import (
@@ -70,8 +70,9 @@ class ManagedInstance:
         self._unsaved: StateNotSaved | None = None  # why the last update was rolled back
         self._one_command = asyncio.Lock()  # of commands and updates
         self._state_changed = asyncio.Event()
-        self._is_committed = False  # the update under way: it can no longer be rolled back
+        self._is_past_cancelling = False  # the update under way is committed, or is being rolled back
         self._is_deleted = False
+        self._is_closing = False  # with the daemon: nothing starts any more
         self._is_forgotten = False
         self.adoption_done = asyncio.Event()
         """Set once workers of an earlier daemon are adopted; commands wait for it."""
@@ -99,6 +100,19 @@ class ManagedInstance:
     @property
     def is_supervised(self) -> bool:
         return bool(self._tasks)
+
+    @property
+    def is_deleted(self) -> bool:
+        """Whether a deletion has begun."""
+        return self._is_deleted
+
+    @property
+    def _may_update(self) -> bool:
+        return not (self._is_deleted or self._is_closing or self._is_updating)
+
+    def incarnations(self) -> Iterator[str]:
+        """Of the workers that its supervisors have now."""
+        return (each.incarnation for each in self._workers if each.incarnation is not None)
 
     def view(self) -> InstanceView:
         """A snapshot for display; where it has one value for several workers, that of the first running replica."""
@@ -130,14 +144,19 @@ class ManagedInstance:
 
         Those that failed for good are not started.
         """
-        self._add(self.spec, range(len(self._serving), self._context.planner.replicas(self.spec)), "serving")
-        for each in self._serving:
-            self._supervise(each, adopted.get(each.number))
-        await asyncio.gather(*(each.started.wait() for each in self._serving))
-        for each in self._serving:
-            if start and each.state is State.STOPPED:
-                await each.accept(Command.START)
+        async with self._one_command:
+            self._add(self.spec, range(len(self._serving), self._context.planner.replicas(self.spec)), "serving")
+            for each in self._serving:
+                self._supervise(each, adopted.get(each.number))
+            await asyncio.gather(*(each.started.wait() for each in self._serving))
+            for each in self._serving:
+                if start and not self._is_closing and each.state is State.STOPPED:
+                    await each.accept(Command.START)
         self.adoption_done.set()
+
+    def accepts_no_more_starts(self) -> None:
+        """The daemon ends: starts, restarts and updates are refused from now on."""
+        self._is_closing = True
 
     async def accept(self, command: Command, *, keep_wanted: bool = False) -> None:
         """Pass the command to every replica; `settle` waits until it is carried out.
@@ -149,13 +168,16 @@ class ManagedInstance:
             AlreadyRunning, NotRunning, InstanceNotFound: no replica allows it in its present state.
         """
         async with self._one_command:
+            if self._is_closing and command in (Command.START, Command.RESTART):
+                raise Unavailable("the daemon is ending")
+            self._is_deleted |= command is Command.DELETE  # no update begins from here on
             if command in (Command.STOP, Command.RESTART, Command.DELETE):
                 await self._cancel_update()
-            answers = await asyncio.gather(*(each.accept(command) for each in self._serving), return_exceptions=True)
+            asked = self._workers if command is Command.DELETE else self._serving
+            answers = await asyncio.gather(*(each.accept(command) for each in asked), return_exceptions=True)
             refusals = [answer for answer in answers if isinstance(answer, BaseException)]
-            if len(refusals) == len(answers):
-                raise refusals[0]
-            self._is_deleted |= command is Command.DELETE
+            if len(refusals) == len(answers) and command is not Command.DELETE:
+                raise refusals[0]  # a deletion is refused by supervisors that have ended already
             if not keep_wanted:
                 self.spec = replace(self.spec, wanted_running=any(each.is_wanted for each in self._serving))
 
@@ -201,7 +223,7 @@ class ManagedInstance:
 
     async def ended(self) -> None:
         """Return when the last supervisor of a deleted instance has ended."""
-        if self._tasks:
+        while self._tasks:
             await asyncio.wait([*self._tasks.values()])
 
     def forget(self) -> None:
@@ -227,6 +249,8 @@ class ManagedInstance:
         async with self._one_command:
             if self._is_deleted:
                 raise InstanceNotFound(self.spec.name)
+            if self._is_closing:
+                raise Unavailable("the daemon is ending")
             if self._is_updating:
                 raise UpdateInProgress(self.spec.name)
             spec = with_changes(self.spec, changes)
@@ -244,7 +268,7 @@ class ManagedInstance:
 
     def _begin_update_of(self, steps: Callable[[], Awaitable[None]], changes: Iterable[str]) -> asyncio.Task[None]:
         self._update = UpdateView(state="rolling", changes=tuple(sorted(changes)), started_at=now_rfc3339())
-        self._is_committed = False
+        self._is_past_cancelling = False
         self._unsaved = None
         self._update_task = asyncio.create_task(self._run_update(steps), name=f"update of {self.spec.name}")
         return self._update_task
@@ -283,12 +307,13 @@ class ManagedInstance:
 
     async def _replace(self, spec: InstanceSpec, *, recreate: bool) -> None:
         old, is_restart, stops_first = self._serving, spec == self.spec, recreate and self.spec.wanted_running
-        if stops_first:
-            await self._send(old, Command.STOP)
-            await asyncio.gather(*(each.settle() for each in old))
         try:
+            if stops_first:
+                await self._send(old, Command.STOP)
+                await asyncio.gather(*(each.settle() for each in old))
             new = await self._join(spec, range(self._context.planner.replicas(spec)))
         except BaseException:
+            self._is_past_cancelling = True
             if stops_first:
                 await self._send(old, Command.START)
             raise
@@ -323,6 +348,7 @@ class ManagedInstance:
                 await self._all_running(new)
             await self._commit(spec)
         except BaseException:
+            self._is_past_cancelling = True  # a cancelled rollback would leave a new worker
             self.spec = before
             await self._send(new, Command.DELETE)
             if tasks := [self._tasks[each] for each in new if each in self._tasks]:
@@ -342,11 +368,11 @@ class ManagedInstance:
             await self._state_changed.wait()
 
     async def _commit(self, spec: InstanceSpec) -> None:
-        self._is_committed = True
+        self._is_past_cancelling = True
         try:
             await self._context.save_spec(spec)
         except BaseException:
-            self._is_committed = False
+            self._is_past_cancelling = False
             raise
         self.spec = spec
 
@@ -369,9 +395,9 @@ class ManagedInstance:
                 await each.accept(command)
 
     async def _cancel_update(self) -> None:
-        """Roll back the update under way, or wait for its end if it is committed."""
+        """Roll back the update under way, or wait for its end if it is committed or fails already."""
         if self._update_task is not None and not self._update_task.done():
-            if not self._is_committed:
+            if not self._is_past_cancelling:
                 self._update_task.cancel()
             await asyncio.wait({self._update_task})
 
@@ -441,7 +467,7 @@ class ManagedInstance:
 
     async def _recycle(self, old: Supervisor, memory: MemoryLimit, resident_bytes: int) -> None:
         async with self._one_command:
-            if self._is_deleted or self._is_updating or old.role != "serving" or old.state is not State.RUNNING:
+            if not self._may_update or old.role != "serving" or old.state is not State.RUNNING:
                 return
             memory.begin_pause(old.number, asyncio.get_running_loop().time())
             self._begin_update_of(partial(self._replace_one, old), ())
@@ -452,6 +478,18 @@ class ManagedInstance:
         )
         self._context.metrics.count(catalogue.MEMORY_REPLACEMENTS, self.spec.name)
 
+    async def move_off(self, host: str, was_removed: bool) -> bool:
+        """`leave_host`, and if the host `was_removed` `abandon_host` for what no other host takes; False then."""
+        try:
+            await self.leave_host(host)
+        except TeimgrError as error:
+            facts = {"instance": self.spec.name, "node": host, "reason": error.message}
+            log.warning("worker not moved to another host", extra=facts)
+            if was_removed:
+                await self.abandon_host(host)
+            return False
+        return True
+
     async def leave_host(self, host: str) -> None:
         """Replace each running replica on `host` by one elsewhere, one after the other, by the steps of an update.
 
@@ -460,7 +498,7 @@ class ManagedInstance:
         """
         for old in self._serving:
             async with self._one_command:
-                if self._is_deleted or self._is_updating or old.host != host or old.state is not State.RUNNING:
+                if not self._may_update or old.host != host or old.state is not State.RUNNING:
                     continue
                 self._begin_update_of(partial(self._replace_one, old), ())
             await self.update_finished()
@@ -469,7 +507,7 @@ class ManagedInstance:
         """End the running replicas on `host`, which does not count any more; each starts again once a host takes it."""
         async with self._one_command:
             there = [each for each in self._serving if each.host == host and each.state is State.RUNNING]
-            if self._is_deleted or self._is_updating or not there:
+            if not self._may_update or not there:
                 return
             why_nowhere_else = (self._update.reason if self._update else None) or "no other host takes them"
             reason = f"host {host!r} was removed from the fleet, and its workers are ended: {why_nowhere_else}"

@@ -25,7 +25,6 @@ from teimgr.launch.launcher import Launcher, WorkerHandle
 from teimgr.observability import catalogue
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.placement.planner import (
-    FleetCounts,
     InventorySource,
     Planner,
     place,
@@ -34,12 +33,15 @@ from teimgr.placement.planner import (
     worker_spec,
 )
 from teimgr.routing.router import Directory
-from teimgr.spec import Change, CpuThreads, InstanceSpec, InstanceView, State, WorkerSpec, now_rfc3339
+from teimgr.spec import Change, InstanceSpec, InstanceView, State, WorkerSpec, now_rfc3339
+from teimgr.supervision.command_turns import CommandTurns
+from teimgr.supervision.core_shares import CoreShares
 from teimgr.supervision.crash_reports import Crash, CrashReports
 from teimgr.supervision.instance import ManagedInstance, with_changes
 from teimgr.supervision.lifecycle import Backoff, Command, RestartPolicy
 from teimgr.supervision.store import Store, WantedState
 from teimgr.supervision.supervisor import SupervisorContext
+from teimgr.supervision.sweep import Sweep
 from teimgr.supervision.validation import InstanceValidator, check_model
 from teimgr.supervision.worker_run import LoadSlots, ProbePlan
 
@@ -61,9 +63,12 @@ class Manager:
     """Owns the instances: `restore` and `boot` bring back those of the state file, REST calls the other methods.
 
     A check and the decision that rests on it happen without an await in between, so that two calls cannot both get the
-    last port. `booted` is set when workers of an earlier daemon are adopted, or after `ADOPTION_LIMIT_S`; commands wait
-    for it, and for late workers of their own instance. `on_view_changed` is called with a view after every change;
-    `history` gives the events of an instance. `tokens_per_gib` is changed by a reload.
+    last port. Commands on one name take turns until they are accepted, a deletion until its processes are gone, and
+    each is carried out even if its caller leaves. So a name has one instance, whose supervisors end with it.
+
+    `booted` is set when workers of an earlier daemon are adopted, or after `ADOPTION_LIMIT_S`; commands wait for it,
+    and for late workers of their own instance. `on_view_changed` is called with a view after every change; `history`
+    gives the events of an instance. `tokens_per_gib` is changed by a reload.
     """
 
     def __init__(
@@ -89,11 +94,12 @@ class Manager:
         self._instances: dict[str, ManagedInstance] = {}
         self._state = WantedState(store, lambda: [instance.spec for instance in self._instances.values()])
         self._is_restored = False
-        self._counts = FleetCounts()
-        self._shares: dict[str, CpuThreads] = {}
+        self._shares = CoreShares(self._planner, self._instances)
         self._adopting: set[asyncio.Task[None]] = set()
         self._is_shutting_down = False
         self._background: set[asyncio.Task[None]] = set()  # the ends of updates, crash reports
+        self._turns = CommandTurns()
+        self._sweep = Sweep(launcher, self._owned)
         self._not_startable: set[str] = set()
         self._left_hosts: set[str] = set()  # whose workers are being moved
         self._watchers: defaultdict[str, set[asyncio.Event]] = defaultdict(set)
@@ -110,7 +116,7 @@ class Manager:
             probes=ProbePlan(settings.health_check_interval_secs, settings.health_probe_timeout_secs),
             grace_s=settings.graceful_shutdown_timeout_secs,
             slots=LoadSlots(self._planner.load_limit),
-            fleet=self._counts,
+            fleet=self._shares.counts,
             save_spec=self._state.save_spec,
             routes_confirmed=lambda: self.routes_confirmed(),
             on_instance_changed=self._on_instance_changed,
@@ -156,13 +162,15 @@ class Manager:
             alive[worker.spec.name].append(worker)
         names = {**self._instances, **alive}
         self._adopting = {asyncio.create_task(self._take_over(name, alive[name])) for name in names}
+        self._sweep.begin(after=self.adoption_over)
         if self._adopting:  # a worker that does not answer must not keep the others
             done, _ = await asyncio.wait(self._adopting, timeout=ADOPTION_LIMIT_S)
             for task in done:
                 task.result()
         self.booted.set()
         for name in self._state.unfinished:
-            self._in_background(self._resume_update(name), f"update of {name}, begun again")
+            resuming = self._resume_update(name, self._instances.get(name))
+            self._in_background(resuming, f"update of {name}, begun again")
         await self._state.write_quietly()
 
     async def adoption_over(self) -> None:
@@ -176,8 +184,13 @@ class Manager:
 
     async def _take_over(self, name: str, workers: Sequence[WorkerHandle]) -> None:
         """Adopt the workers of one instance, start those that are missing, end the others."""
-        adopted = await self._launcher.adopt(workers, self._accepts)
-        if instance := self._instances.get(name):
+        instance = self._instances.get(name)  # now: one that is created during the adoption begins by itself
+        try:
+            adopted = await self._launcher.adopt(workers, self._accepts)
+        except Exception:  # the sweep ends the workers that nothing has adopted
+            log.exception("workers of an earlier daemon not adopted", extra={"instance": name})
+            adopted = []
+        if instance is not None:
             start = instance.spec.wanted_running and name not in self._not_startable
             await instance.begin({each.handle.spec.replica: each for each in adopted}, start=start)
 
@@ -187,7 +200,11 @@ class Manager:
         `within_s` shortens the grace; `at_once` kills them without any, even where an earlier call allowed some.
         """
         self._is_shutting_down = True
+        self._turns.close()
         await self.adoption_over()
+        await self._sweep.end()
+        for instance in self._instances.values():
+            instance.accepts_no_more_starts()
         supervised = [instance for instance in self._instances.values() if instance.is_supervised]
         stopping = asyncio.gather(*(self._shut_down(instance, at_once) for instance in supervised))
         if within_s is not None:
@@ -195,6 +212,7 @@ class Manager:
             for instance in () if done else supervised:
                 instance.force_stop()
         await stopping
+        await self._turns.ended(_BACKGROUND_LIMIT_S)
         if tasks := [task for instance in self._instances.values() for task in instance.close()]:
             await asyncio.wait(tasks)
         if self._background:  # before the state file is released, which they may write
@@ -239,13 +257,17 @@ class Manager:
             InstanceExists, PortConflict, MaxInstancesReached, PortAllocationFailed: it conflicts with other instances.
             StateNotSaved: the disk refused; the instance was not created.
         """
+        return await self._turns.carry_out(self._create(request), f"creation of {request.name}")
+
+    async def _create(self, request: InstanceSpec) -> InstanceView:
         await self.booted.wait()
         await self._check(request)
         request = with_batch_tokens(request, await self._planner.refresh(), self.tokens_per_gib)
         place(request, self._planner.inventory)
         spec = self._validator.admit(request, self._state.specs())
         spec = replace(spec, created_at=now_rfc3339(), wanted_running=True)
-        async with self._state.planning(spec.name, spec):
+        async with self._state.creating(spec):
+            self._turns.require_open()
             instance = self._add(spec)
             await instance.begin({}, start=True)
         self._metrics.count(catalogue.CREATED, spec.name, spec.model_id)
@@ -267,38 +289,46 @@ class Manager:
             UpdateFailed: it failed, with `wait`.
         """
         instance = await self._adopted_instance(name)
-        if self._state.is_refused:
-            await self._state.write()  # before workers are started for a change that could not be kept
-        given = changes
-        wanted = with_changes(instance.spec, changes)
-        await self._check(wanted)
-        place(wanted, await self._planner.refresh())
-        if not wanted.max_batch_tokens:
-            chosen = with_batch_tokens(wanted, self._planner.inventory, self.tokens_per_gib)
-            changes = {**changes, "max_batch_tokens": chosen.max_batch_tokens}
-        needed = self._planner.change_needed(instance.spec, with_changes(instance.spec, changes))
-        if needed is not Change.IN_PLACE and instance.spec.wanted_running:
-            ended = await self._begin_update(instance, given, changes, recreate)
-            if wait:
-                await asyncio.wait({ended})
-        else:
-            await instance.update(changes, recreate=recreate)
+        ended = await self._turns.carry_out(self._update(instance, changes, recreate), f"update of {name}")
         if wait:
+            if ended is not None:
+                await asyncio.wait({ended})
             await instance.update_finished()
         return instance.view()
+
+    async def _update(
+        self, instance: ManagedInstance, given: Mapping[str, Any], recreate: bool
+    ) -> asyncio.Task[None] | None:
+        """Begin an update. The result, for one that starts workers, ends when its end is written."""
+        if self._state.is_refused:
+            await self._state.write()  # before workers are started for a change that could not be kept
+        await self._check(with_changes(instance.spec, given))
+        await self._planner.refresh()
+        async with self._turns.of(instance.spec.name):
+            self._require_present(instance)
+            changes, wanted = given, with_changes(instance.spec, given)
+            place(wanted, self._planner.inventory)
+            if not wanted.max_batch_tokens:
+                chosen = with_batch_tokens(wanted, self._planner.inventory, self.tokens_per_gib)
+                changes = {**changes, "max_batch_tokens": chosen.max_batch_tokens}
+            needed = self._planner.change_needed(instance.spec, with_changes(instance.spec, changes))
+            if needed is not Change.IN_PLACE and instance.spec.wanted_running:
+                return await self._begin_update(instance, given, changes, recreate)
+            await instance.update(changes, recreate=recreate)
+            return None
 
     async def _begin_update(
         self, instance: ManagedInstance, given: Mapping[str, Any], changes: Mapping[str, Any], recreate: bool
     ) -> asyncio.Task[None]:
         """Write that the update was accepted, then begin it: the next daemon completes it if this one dies."""
         name = instance.spec.name
-        await self._state.begin_update(name, given, recreate=recreate)
+        record = await self._state.begin_update(name, given, recreate=recreate)
         try:
             await instance.update(changes, recreate=recreate)
         except BaseException:
-            await self._state.end_update(name)
+            await self._state.end_update(name, record)
             raise
-        return self._in_background(self._until_updated(instance), f"end of the update of {name}")
+        return self._in_background(self._until_updated(instance, record), f"end of the update of {name}")
 
     def _in_background(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=name)
@@ -306,18 +336,21 @@ class Manager:
         task.add_done_callback(self._background.discard)
         return task
 
-    async def _until_updated(self, instance: ManagedInstance) -> None:
+    async def _until_updated(self, instance: ManagedInstance, record: str) -> None:
         with suppress(TeimgrError):
             await instance.update_finished()
         if not self._is_shutting_down:  # else the next daemon goes on with it
-            await self._state.end_update(instance.spec.name)
+            await self._state.end_update(instance.spec.name, record)
 
-    async def _resume_update(self, name: str) -> None:
+    async def _resume_update(self, name: str, instance: ManagedInstance | None) -> None:
         """Begin again an update in whose midst an earlier daemon ended; given up where that happened too often."""
         try:
             async with self._state.resuming(name) as (changes, recreate):
                 log.info("an update is begun again", extra={"instance": name, "changes": sorted(changes)})
-                await self.update(name, changes, recreate=recreate)
+                if instance is None:
+                    raise InstanceNotFound(name)
+                await instance.adoption_done.wait()
+                await self._turns.carry_out(self._update(instance, changes, recreate), f"update of {name}")
         except (TeimgrError, ValueError, KeyError, TypeError) as error:
             self._state.add_alarm(f"the update of '{name}' that was under way is given up: {error}")
 
@@ -349,11 +382,15 @@ class Manager:
         instance = await self._adopted_instance(name)
         if not rolling or not instance.spec.wanted_running:
             return await self._command(name, Command.RESTART)
-        await self._planner.refresh()
-        await instance.update({}, restart=True)
+        await self._turns.carry_out(self._roll(instance), f"rolling restart of {name}")
         if wait:
             await instance.update_finished()
         return instance.view()
+
+    async def _roll(self, instance: ManagedInstance) -> None:
+        await self._planner.refresh()
+        async with self._turns.of(instance.spec.name):
+            await instance.update({}, restart=True)
 
     async def delete(self, name: str) -> InstanceView:
         """Stop and remove an instance; returns its last view when its processes are gone. Its log file stays.
@@ -361,20 +398,30 @@ class Manager:
         Raises:
             InstanceNotFound.
         """
-        instance = await self._adopted_instance(name)
-        async with self._state.planning(name, None):
-            await instance.accept(Command.DELETE)
-            view = await instance.settle()
-            await instance.ended()
-            if self._instances.get(name) is instance:
-                del self._instances[name]
-                instance.forget()
-                for changed in self._watchers.get(name, ()):
-                    changed.set()
-                self.on_view_changed(name, None)
-                self._count(name, Counter(), Counter())
+        instance = await self._adopted_instance(name, also_deleted=True)
+        return await self._turns.carry_out(self._delete(instance), f"deletion of {name}")
+
+    async def _delete(self, instance: ManagedInstance) -> InstanceView:
+        name = instance.spec.name
+        async with self._turns.of(name):
+            if self._instances.get(name) is not instance:  # another call has deleted it meanwhile
+                return instance.view()
+            async with self._state.planning(name, lambda spec: None):
+                await instance.accept(Command.DELETE)
+                view = await instance.settle()
+                await instance.ended()
+                self._forget(name, instance)
         self._metrics.count(catalogue.DELETED, name)
         return view
+
+    def _forget(self, name: str, instance: ManagedInstance) -> None:
+        del self._instances[name]
+        instance.forget()
+        self._state.drop_update(name)
+        for changed in self._watchers.get(name, ()):
+            changed.set()
+        self.on_view_changed(name, None)
+        self._shares.count(name, Counter(), Counter())
 
     def leave_host(self, host: str, *, was_removed: bool = False) -> None:
         """Begin to move the workers of a host elsewhere, because it is about to leave; no effect while that goes on.
@@ -388,16 +435,9 @@ class Manager:
 
     async def _move_off(self, host: str, was_removed: bool) -> None:
         await self.booted.wait()
-        for name, instance in tuple(self._instances.items()):
-            try:
-                await instance.leave_host(host)
-            except TeimgrError as error:
-                facts = {"instance": name, "node": host, "reason": error.message}
-                log.warning("worker not moved to another host", extra=facts)
-                if was_removed:
-                    await instance.abandon_host(host)
-                else:
-                    await asyncio.sleep(_MOVE_PAUSE_S)
+        for instance in tuple(self._instances.values()):
+            if not await instance.move_off(host, was_removed) and not was_removed:
+                await asyncio.sleep(_MOVE_PAUSE_S)
 
     def alarms(self) -> list[str]:
         """Those of instances; `store_alarm` has that of the state file."""
@@ -407,7 +447,7 @@ class Manager:
             if found.state is State.FAILED and found.spec.wanted_running
         )
         memory = (f"{name}: {each}" for name, found in self._instances.items() for each in found.memory_problems)
-        return [*failed, *memory]
+        return [*failed, *memory, *self._sweep.alarms()]
 
     async def started(self, name: str) -> InstanceView:
         """The view of an instance once it is no longer starting, or as it is when its time to start is over.
@@ -448,9 +488,20 @@ class Manager:
 
     async def _command(self, name: str, command: Command) -> InstanceView:
         instance = await self._adopted_instance(name)
-        async with self._state.planning(name, replace(instance.spec, wanted_running=command is not Command.STOP)):
-            await instance.accept(command)
+        await self._turns.carry_out(self._accept(instance, command), f"{command.value} of {name}")
         return await instance.settle()
+
+    async def _accept(self, instance: ManagedInstance, command: Command) -> None:
+        name, wanted = instance.spec.name, command is not Command.STOP
+        async with self._turns.of(name):
+            self._require_present(instance)
+            async with self._state.planning(name, lambda spec: replace(spec, wanted_running=wanted)):
+                await instance.accept(command)
+
+    def _require_present(self, instance: ManagedInstance) -> None:
+        """Raises InstanceNotFound: it was deleted while the command waited for its turn."""
+        if self._instances.get(instance.spec.name) is not instance:
+            raise InstanceNotFound(instance.spec.name)
 
     async def _check(self, spec: InstanceSpec) -> None:
         """Validate the keys, and the model as far as its files are on this host."""
@@ -461,17 +512,29 @@ class Manager:
     # Instances
 
     def _add(self, spec: InstanceSpec) -> ManagedInstance:
+        if spec.name in self._instances:
+            raise InstanceExists(spec.name)
         instance = self._instances[spec.name] = ManagedInstance(spec, self._context)
         for family in (catalogue.RESTARTS, catalogue.PROBE_FAILURES):  # from 0: an alert counts the first one too
             self._metrics.count(family, spec.name, by=0)
         return instance
 
-    async def _adopted_instance(self, name: str) -> ManagedInstance:
-        """The instance, once its workers of an earlier daemon are adopted. Raises InstanceNotFound."""
+    async def _adopted_instance(self, name: str, *, also_deleted: bool = False) -> ManagedInstance:
+        """The instance, once its workers of an earlier daemon are adopted.
+
+        Raises:
+            InstanceNotFound: there is none, or it is being deleted (not with `also_deleted`).
+        """
         await self.booted.wait()
         instance = self._find(name)
         await instance.adoption_done.wait()
+        if instance.is_deleted and not also_deleted:
+            raise InstanceNotFound(name)
         return instance
+
+    def _owned(self) -> set[str]:
+        """The incarnations of the workers that supervisors have."""
+        return {incarnation for instance in self._instances.values() for incarnation in instance.incarnations()}
 
     def _find(self, name: str) -> ManagedInstance:
         try:
@@ -487,21 +550,4 @@ class Manager:
         if instance is None:
             return
         self.on_view_changed(name, instance.view())
-        self._count(name, instance.alive, instance.loading)
-
-    def _count(self, name: str, alive: Counter[str], loading: Counter[str]) -> None:
-        """Count the live workers of an instance, and send the workers their share of the cores where it has changed.
-
-        More workers than cores have one core each, so that at most as many as there are cores get a message.
-        """
-        self._counts.set(name, alive, loading)
-        shares = {host: self._planner.share(count, host) for host, count in self._counts.alive.items() if count}
-        before, self._shares = self._shares, shares
-        if before != shares:
-            for each in tuple(self._counts.instances):
-                self._instances[each].set_threads(self._share_of)
-        elif alive:
-            self._instances[name].set_threads(self._share_of)
-
-    def _share_of(self, host: str) -> CpuThreads:
-        return self._shares.get(host) or self._planner.share(1, host)
+        self._shares.count(name, instance.alive, instance.loading)

@@ -269,7 +269,11 @@ class WantedState:
     def __init__(self, store: Store, instances: Callable[[], Iterable[InstanceSpec]]) -> None:
         self._store = store
         self._instances = instances
-        self._planned: dict[str, InstanceSpec | None] = {}  # changes that are written before they are made
+        # Changes that are written before they are made. Each has one owner, which removes it again:
+        # by the turns of commands (`Manager`) one plans at a time, and an instance has one update that commits.
+        self._creating: dict[str, InstanceSpec] = {}
+        self._planned: dict[str, Callable[[InstanceSpec], InstanceSpec | None]] = {}
+        self._committing: dict[str, InstanceSpec] = {}
         self._unfinished: dict[str, str] = {}  # updates in whose midst an earlier daemon ended, as JSON
         self._pending: dict[str, str] = {}  # updates under way, as JSON
         self._tries: dict[str, int] = {}  # how often the update under way was begun by earlier daemons
@@ -326,23 +330,39 @@ class WantedState:
         """The instances, and those that are being created."""
         specs = list(self._instances())
         names = {spec.name for spec in specs}
-        return [*specs, *(spec for name, spec in self._planned.items() if spec is not None and name not in names)]
+        return [*specs, *(spec for name, spec in self._creating.items() if name not in names)]
 
     @asynccontextmanager
-    async def planning(self, name: str, spec: InstanceSpec | None) -> AsyncIterator[None]:
-        """Write the state with `spec` for the instance `name`, or without it, before the body makes that change.
+    async def creating(self, spec: InstanceSpec) -> AsyncIterator[None]:
+        """Write the state with a new instance before the body adds it; at once it holds its name and ports in `specs`.
+
+        Raises:
+            StateNotSaved: the disk refused; the body has not run.
+        """
+        self._creating[spec.name] = spec
+        try:
+            await self.write()
+            yield
+        finally:
+            del self._creating[spec.name]
+            await self.write_quietly()
+
+    @asynccontextmanager
+    async def planning(self, name: str, change: Callable[[InstanceSpec], InstanceSpec | None]) -> AsyncIterator[None]:
+        """Write the state with the instance `name` as `change` makes it of its spec, None to leave it out, before the
+        body makes that change. One at a time for each name.
 
         What the body did not change after all is written again.
 
         Raises:
             StateNotSaved: the disk refused; the body has not run.
         """
-        self._planned[name] = spec
+        self._planned[name] = change
         try:
             await self.write()
             yield
         finally:
-            self._planned.pop(name, None)
+            del self._planned[name]
             await self.write_quietly()
 
     async def save_spec(self, spec: InstanceSpec) -> None:
@@ -351,11 +371,16 @@ class WantedState:
         Raises:
             StateNotSaved: the disk refused.
         """
-        self._planned[spec.name] = spec
+        self._committing[spec.name] = spec
         try:
             await self.write()
         finally:
-            self._planned.pop(spec.name, None)
+            del self._committing[spec.name]
+
+    def _as_planned(self, spec: InstanceSpec) -> InstanceSpec | None:
+        spec = self._committing.get(spec.name, spec)
+        change = self._planned.get(spec.name)
+        return change(spec) if change is not None else spec
 
     # Updates under way
 
@@ -364,8 +389,11 @@ class WantedState:
         """Instances in the midst of whose update an earlier daemon ended."""
         return tuple(self._unfinished)
 
-    async def begin_update(self, name: str, changes: Mapping[str, Any], *, recreate: bool) -> None:
+    async def begin_update(self, name: str, changes: Mapping[str, Any], *, recreate: bool) -> str:
         """Write that an update was accepted: the next daemon completes it if this one dies.
+
+        Returns:
+            Its record, for `end_update`.
 
         Raises:
             UpdateInProgress: another one is under way.
@@ -374,18 +402,25 @@ class WantedState:
         if name in self._pending:
             raise UpdateInProgress(name)
         tries = self._tries.get(name, 0) + 1
-        self._pending[name] = json.dumps({"changes": changes, "recreate": recreate, "tries": tries}, default=dict)
+        record = json.dumps({"changes": changes, "recreate": recreate, "tries": tries}, default=dict)
+        self._pending[name] = record
         try:
             await self.write()
         except BaseException:
-            await self.end_update(name)
+            await self.end_update(name, record)
             raise
+        return record
 
-    async def end_update(self, name: str) -> None:
-        """Write that the update is over."""
-        del self._pending[name]
+    async def end_update(self, name: str, record: str) -> None:
+        """Write that the update is over; no effect on another one of the same name."""
+        if self._pending.get(name) is record:
+            self.drop_update(name)
+            await self.write_quietly()
+
+    def drop_update(self, name: str) -> None:
+        """Forget the update of an instance that is deleted; the next write leaves it out."""
+        self._pending.pop(name, None)
         self._tries.pop(name, None)
-        await self.write_quietly()
 
     @asynccontextmanager
     async def resuming(self, name: str) -> AsyncIterator[tuple[dict[str, Any], bool]]:
@@ -406,7 +441,7 @@ class WantedState:
                 raise UpdateFailed(f"the daemon ended {self._tries[name]} times in its midst")
             yield changes, recreate
         finally:
-            del self._unfinished[name]
+            self._unfinished.pop(name, None)
             if name not in self._pending:
                 self._tries.pop(name, None)
             await self.write_quietly()
@@ -432,7 +467,7 @@ class WantedState:
 
     async def _write(self) -> None:
         async with self._saving:
-            specs = [self._planned.get(spec.name, spec) for spec in self.specs()]
+            specs = [self._as_planned(spec) for spec in self.specs()]
             pending = self._unfinished | self._pending
             wanted = [replace(spec, pending_update=pending.get(spec.name)) for spec in specs if spec is not None]
             if wanted == self._saved and self._save_alarm is None:

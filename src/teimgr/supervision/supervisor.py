@@ -19,7 +19,7 @@ from typing import Protocol
 from teimgr.errors import AlreadyRunning, InstanceNotFound, NotRunning, TeimgrError, Unavailable
 from teimgr.events.fleet_events import FleetEvent
 from teimgr.launch.launcher import Adopted, Launcher
-from teimgr.launch.process_handle import Exit
+from teimgr.launch.process_handle import Exit, LaunchFailed
 from teimgr.observability import catalogue
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.placement.planner import FleetCounts, Others, Planner
@@ -214,6 +214,12 @@ class Supervisor:
         return self._replica.reason
 
     @property
+    def incarnation(self) -> str | None:
+        """Of the present worker's process."""
+        handle = self._worker.handle if self._worker else None
+        return handle.incarnation if handle else None
+
+    @property
     def threads(self) -> int | None:
         """The CPU threads that are the present worker's own; it may use more while others are idle."""
         return self._threads.own if self._threads and self._worker and self._worker.handle else None
@@ -256,7 +262,7 @@ class Supervisor:
     # The task
 
     async def run(self, adopted: Adopted | None = None) -> None:
-        """Supervise until the replica is deleted; a cancellation leaves the worker running."""
+        """Supervise until the replica is deleted; a cancellation leaves the worker running, a defect ends it."""
         try:
             async with asyncio.TaskGroup() as self._worker_tasks:
                 if adopted is not None:
@@ -264,8 +270,23 @@ class Supervisor:
                 self.started.set()
                 while not self._is_over:
                     await self._handle(await self._next())
+        except Exception as defect:  # else its worker would live on with nothing to end it
+            await self._abandon(defect)
+            raise
         finally:
             await self._close()
+
+    async def _abandon(self, defect: Exception) -> None:
+        handle = self._worker.handle if self._worker else None
+        reason = f"its supervision ended by a defect: {type(defect).__name__}; restart the daemon"
+        self._replica = ReplicaState.failed(self._replica.policy, reason)
+        if handle is not None:
+            try:
+                await handle.stop(0)
+            except LaunchFailed as error:
+                log.error("worker does not die", extra={"instance": self.spec.name, "reason": str(error)})
+        self._worker = None
+        self._owner.on_state_changed()
 
     @property
     def _is_over(self) -> bool:

@@ -168,7 +168,8 @@ class WorkerRun:
         self._grace_s = grace_s
         self._handover |= handover
         if self._launching is not None:
-            self._launching.cancel()
+            if not self._launching.cancelling():  # a second cancellation would reach what ends the forked process
+                self._launching.cancel()
         elif self.handle is not None and self._tasks is not None:
             self._begin_stop(self.handle, grace_s)
 
