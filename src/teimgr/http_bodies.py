@@ -37,26 +37,52 @@ def is_json(content_type: str) -> bool:
     return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
 
 
-def foreign_page(headers: Mapping[str, str], allowed: Collection[str], host_names: Collection[str] = ()) -> str | None:
-    """The origin of the web page that sent a request, unless it is one of `allowed` or this server's own; else None.
+def foreign_page(
+    headers: Mapping[str, str], allowed: Collection[str], host_names: Collection[str] = (), *, reads: bool = False
+) -> str | None:
+    """The web page that sent a request, unless its origin is one of `allowed` or this server's own; else None.
 
-    Browsers send `Origin` with everything that is no read, other clients send none and are not concerned. A page is
-    this server's own if its origin is the request's Host, and that is an address, localhost or one of `host_names`: any
-    other name may be the page's own domain, which its DNS has pointed here (DNS rebinding).
+    Browsers send `Origin` with all but reads; other clients send none and are not concerned. A page is this server's
+    own if its origin is the request's Host, and that is an address, localhost or one of `host_names`: any other name
+    may be the page's own domain, which its DNS has pointed here (DNS rebinding).
+
+    With `reads` the request changes nothing. Browsers send no `Origin` with reads of the same origin, so the Host of
+    every request that a browser may have sent is checked. A link on another site may lead here: no page sees the answer.
     """
-    origin, host = headers.get("origin"), headers.get("host", "").lower()
-    if origin is None:
-        return "of another site" if headers.get("sec-fetch-site") in ("cross-site", "same-site") else None
-    origin = origin.lower()
-    if "*" in allowed or origin in map(str.lower, allowed):
+    if "*" in allowed:
         return None
-    return None if origin.partition("://")[2] == host and _is_own(host, host_names) else origin
+    host = headers.get("host", "").lower()
+    if (origin := headers.get("origin")) is not None:
+        origin = origin.lower()
+        is_own = origin.partition("://")[2] == host and _is_own(host, host_names)
+        return None if is_own or origin in map(str.lower, allowed) else origin
+    is_link = reads and headers.get("sec-fetch-mode") == "navigate" and headers.get("sec-fetch-dest") == "document"
+    if headers.get("sec-fetch-site") in ("cross-site", "same-site") and not is_link:
+        return "of another site"
+    if reads and _is_of_browser(headers) and not _is_own(host, host_names):
+        return f"under the host name {host!r}, which is not in allowed_hosts"
+    return None
+
+
+def _is_of_browser(headers: Mapping[str, str]) -> bool:
+    """Whether a browser may have sent a request. Scripts can replace values, but remove none of these headers.
+
+    Node's fetch sends `Sec-Fetch-Mode` alone, which no browser does and no script in one can set.
+    """
+    if "sec-fetch-mode" in headers and "sec-fetch-site" not in headers:
+        return False
+    known = ("accept-language", "sec-fetch-site", "referer", "cookie")
+    shown = headers.get("user-agent", "").startswith("Mozilla/") or "text/html" in headers.get("accept", "")
+    return shown or any(name in headers for name in known)
 
 
 def _is_own(host: str, names: Collection[str]) -> bool:
     """Whether a Host header is an address, localhost or one of `names`: what DNS rebinding cannot produce."""
     try:
         name = urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return False
+    try:
         ipaddress.ip_address(name)
     except ValueError:
         return name == "localhost" or name.endswith(".localhost") or name in map(str.lower, names)

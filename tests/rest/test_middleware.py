@@ -238,7 +238,7 @@ async def test_keys_are_swapped_at_once_and_nowhere_shown(settings: Settings, ca
     assert digest(SECRETS["read"]) not in repr(settings)
 
 
-# Web pages: which may do more than read, where no key is required.
+# Web pages: which get an answer, where no key is required.
 
 PAGES = [
     ({"Origin": "https://evil.example"}, 403),
@@ -268,7 +268,42 @@ async def test_a_page_of_another_origin_creates_no_instance(
         assert len(front.fleet.list()) == (status == 201)
         if status == 403:
             assert (told["code"], "allowed_origins" in told["error"]) == ("FORBIDDEN", True)
-        assert len(await front.call("GET", "/instances", 200, headers=headers)) == (status == 201)
+        await front.call("GET", "/instances", 200 if status == 201 else 403, headers=headers)
+        assert len(await front.call("GET", "/instances", 200)) == (status == 201)
+
+
+BROWSER = {"User-Agent": "Mozilla/5.0 (X11; Linux x86_64) Firefox/140.0", "Accept-Language": "en"}
+LINK = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
+READING = [
+    ({"Origin": "https://evil.example"}, 403),
+    ({"Sec-Fetch-Site": "same-site", "Sec-Fetch-Mode": "no-cors"}, 403),
+    (LINK, 200),  # no page sees the answer
+    (LINK | {"Sec-Fetch-Dest": "iframe"}, 403),
+    (BROWSER | LINK | {"Host": "rebound.example"}, 403),
+    (BROWSER | {"Host": "rebound.example:9000"}, 403),  # a read of the same origin has no Origin
+    ({"Accept-Language": "*", "User-Agent": "curl/8", "Host": "rebound.example"}, 403),  # as its script may set them
+    ({"Referer": "http://rebound.example/", "Host": "rebound.example"}, 403),
+    ({"Accept": "text/html", "Host": "rebound.example"}, 403),
+    (BROWSER | {"Host": "["}, 403),
+    (BROWSER | {"Host": "ops.example:9000"}, 200),
+    (BROWSER | {"Host": "127.0.0.1:9000", "Sec-Fetch-Site": "same-origin"}, 200),
+    ({"Host": "teimgr.prod.svc.cluster.local"}, 200),  # programs, behind whatever name
+    ({"Host": "embed.example", "Sec-Fetch-Mode": "cors", "Accept-Language": "*"}, 200),  # Node's fetch
+    ({"Origin": "https://app.example"}, 200),
+]
+
+
+@pytest.mark.parametrize(("headers", "status"), READING)
+async def test_a_page_of_another_origin_reads_nothing_of_callers_and_operators(
+    settings: Settings, headers: dict[str, str], status: int
+) -> None:
+    settings = replace(settings, allowed_origins=("https://app.example",), allowed_hosts=("ops.example",))
+    async with listening(settings) as front, aiohttp.ClientSession(front.url) as front.http:
+        for path in ("/instances", "/config", "/events", "/metrics", "/openapi.json"):
+            async with front.http.get(path, headers=headers) as reply:
+                assert (reply.status == 403) == (status == 403), path
+        async with front.http.get("/health", headers=headers) as reply:
+            assert reply.status == 200
 
 
 async def test_over_http2_pages_and_keys_are_judged_as_over_http1(settings: Settings) -> None:

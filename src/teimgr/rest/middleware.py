@@ -325,9 +325,9 @@ def flat(routes: Iterable[BaseRoute]) -> Iterator[BaseRoute]:
 class Authentication:
     """Authenticates the caller and checks the right that the route requires; puts the caller into the scope.
 
-    Web pages of other origins may only read, where no API key is required: a browser sends its user's certificate, or
-    uses its user's place in the network, for every page. A key is sent by none but a page that has it. A session cookie
-    (`sessions`) stands for a key in requests of our own page alone. `refusal` is the page's own answer to a refused
+    Where no API key is required, web pages of other origins get nothing but the public routes: a browser sends its user's
+    certificate, or uses its user's place in the network, for every page. What is not public holds data of callers or
+    operators. A key is sent by none but a page that has it. A session cookie (`sessions`) stands for a key in requests of our own page alone. `refusal` is the page's own answer to a refused
     request, if it has one.
     """
 
@@ -349,10 +349,9 @@ class Authentication:
         policy = self._policy.now
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        if policy.keys is None and scope["method"] not in READS and (page := self._foreign_page(scope)):
-            refused = Forbidden(f"a web page ({page}) may only read here: its origin is not in allowed_origins")
-            route = self._permissions.of(scope["method"], scope["path"], policy)
-            return await _rejection(refused, route.template, scope["path"])(scope, receive, send)
+        if policy.keys is None and (page := self._foreign_page(scope, policy)):
+            refused = Forbidden(f"a web page ({page}) gets no answer here: its origin is not in allowed_origins")
+            return await self._refuse(refused, scope, policy)(scope, receive, send)
         if policy.is_open:
             return await self._app(scope, receive, send)
         route = self._permissions.of(scope["method"], scope["path"], policy)
@@ -361,9 +360,13 @@ class Authentication:
                 scope[CALLER] = caller = self._authenticate(policy, scope)
                 route.check(caller)
             except (Unauthenticated, Forbidden) as error:
-                shown = self._refusal(scope, route.template, error) if self._refusal else None
-                return await (shown or _rejection(error, route.template, scope["path"]))(scope, receive, send)
+                return await self._refuse(error, scope, policy)(scope, receive, send)
         return await self._app(scope, receive, send)
+
+    def _refuse(self, error: Unauthenticated | Forbidden, scope: Scope, policy: Policy) -> Response:
+        template = self._permissions.of(scope["method"], scope["path"], policy).template
+        shown = self._refusal(scope, template, error) if self._refusal else None
+        return shown or _rejection(error, template, scope["path"])
 
     def _authenticate(self, policy: Policy, scope: Scope) -> Caller:
         """The caller by the key in the headers, else by the session of our page."""
@@ -375,9 +378,12 @@ class Authentication:
             raise Forbidden("a session is for the pages of this server alone: send an API key")
         return policy.authenticate_digest(scope.get(CERTIFICATE, NO_CERTIFICATE), self._sessions.key_of(token))
 
-    def _foreign_page(self, scope: Scope) -> str | None:
+    def _foreign_page(self, scope: Scope, policy: Policy) -> str | None:
         settings: Settings = scope["app"].state.settings
-        return foreign_page(_headers(scope), settings.allowed_origins, own_names(settings))
+        reads = scope["method"] in READS
+        page = foreign_page(_headers(scope), settings.allowed_origins, own_names(settings), reads=reads)
+        is_public = reads and page and self._permissions.of(scope["method"], scope["path"], policy).permission.is_public
+        return None if is_public else page
 
 
 class DirectInference:
