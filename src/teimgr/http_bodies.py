@@ -47,7 +47,7 @@ def foreign_page(
     may be the page's own domain, which its DNS has pointed here (DNS rebinding).
 
     With `reads` the request changes nothing. Browsers send no `Origin` with reads of the same origin, so the Host of
-    every request that a browser may have sent is checked. A link on another site may lead here: no page sees the answer.
+    every request that a browser may have sent is checked. A link on another site may lead here: no page sees it.
     """
     if "*" in allowed:
         return None

@@ -11,7 +11,7 @@ import hmac
 import json
 import re
 import secrets
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import asdict, dataclass
 from enum import Enum
 from fnmatch import fnmatchcase
@@ -21,6 +21,8 @@ from teimgr.errors import Code, Forbidden, Unauthenticated, error_from_code
 
 # The SHA-256 of a shorter key can be reversed by trying.
 MIN_KEY_CHARS = 16
+DEFAULT_MAX_WORKERS = 16
+"""Workers that the instances of a key for some instances may have together."""
 _KEY_PREFIX = "teimgr_"
 _KEY_BYTES = 32
 
@@ -63,11 +65,15 @@ class Right(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """An authenticated client. `instances` are names and globs; None means all instances."""
+    """An authenticated client. `instances` are names and globs; None means all instances.
+
+    `max_workers` bounds the workers of a restricted caller's instances together.
+    """
 
     name: str
     rights: frozenset[Right]
     instances: tuple[str, ...] | None = None
+    max_workers: int = DEFAULT_MAX_WORKERS
 
     @property
     def is_restricted(self) -> bool:
@@ -141,15 +147,16 @@ class CertificateRules:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One API key: its hex SHA-256, and the rights and instances that it is for."""
+    """One API key: its hex SHA-256, and the rights, instances and number of workers that it is for."""
 
     name: str
     sha256: str
     rights: tuple[str, ...]
     instances: tuple[str, ...] | None = None
+    max_workers: int = DEFAULT_MAX_WORKERS
 
     def caller(self) -> Caller:
-        return Caller(self.name, frozenset(map(Right, self.rights)), self.instances)
+        return Caller(self.name, frozenset(map(Right, self.rights)), self.instances, self.max_workers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,11 +325,12 @@ def _unescaped(text: str) -> str:
     return _ESCAPED.sub(plain, text.encode()).decode("utf-8", "replace")
 
 
-def _key(values: dict[str, Sequence[str]]) -> Key:
+def _key(values: Mapping[str, Any]) -> Key:
     instances = values["instances"]
     return Key(
         str(values["name"]),
         str(values["sha256"]),
         tuple(values["rights"]),
         None if instances is None else tuple(instances),
+        int(values.get("max_workers", DEFAULT_MAX_WORKERS)),
     )

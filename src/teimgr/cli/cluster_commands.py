@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from teimgr.cli.command import CommandOutput, DaemonOptions
-from teimgr.cli.output import size
+from teimgr.cli.output import say, size
 from teimgr.errors import ValidationError
 
 _State = Annotated[Path, typer.Option(metavar="DIR", help="Folder of this host's run files and logs.")]
@@ -57,7 +57,7 @@ def token(
     if output.as_json:
         output.value(made)
     else:
-        print(made["token"])
+        say(made["token"])
 
 
 def remove(

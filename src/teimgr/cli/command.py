@@ -19,6 +19,7 @@ import typer
 
 from teimgr.cli import output as shapes
 from teimgr.cli.failures import CommandFailure, ExitStatus, exit_status, explain, report
+from teimgr.cli.output import say
 from teimgr.client.connection import ConnectionValues, DaemonConnection
 from teimgr.client.rest_client import RestClient
 from teimgr.errors import TeimgrError
@@ -106,11 +107,11 @@ class CommandOutput:
 
     def value(self, value: Any) -> None:
         """A whole result as JSON."""
-        print(json.dumps(value, indent=2, default=str))
+        say(json.dumps(value, indent=2, default=str))
 
     def line(self, value: Any) -> None:
         """One of many results as a line of JSON."""
-        print(json.dumps(value, default=str), flush=True)
+        say(json.dumps(value, default=str), flush=True)
 
     def table(self, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
         shapes.print_table(columns, rows, on_terminal=self.is_terminal)
@@ -118,7 +119,7 @@ class CommandOutput:
     def note(self, text: str) -> None:
         """A sentence for a person, on stderr, unless JSON is wanted."""
         if not self.as_json:
-            print(text, file=sys.stderr, flush=True)
+            say(text, file=sys.stderr, flush=True)
 
 
 def runnable(command: Callable[..., Any]) -> Callable[..., None]:

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from teimgr.cli.command import CommandOutput
+from teimgr.cli.output import say
 from teimgr.errors import InvalidConfig
 
 
@@ -44,8 +45,8 @@ def check(
         output.value({"file": str(file), "ok": True, "faults": [], "warnings": warnings})
         return 0
     for warning in warnings:
-        print(f"{file}: warning: {warning}")
-    print(f"{file}: good; {len(settings.instances)} seeds, REST on {settings.api_host}:{settings.api_port}")
+        say(f"{file}: warning: {warning}")
+    say(f"{file}: good; {len(settings.instances)} seeds, REST on {settings.api_host}:{settings.api_port}")
     return 0
 
 
@@ -69,7 +70,7 @@ def show(
         output.value([{"key": value.path, "value": value.value, "source": value.source} for value in values])
         return 0
     if not values:
-        print(f"# {file or 'the environment'}: nothing differs from the defaults")
+        say(f"# {file or 'the environment'}: nothing differs from the defaults")
         return 0
     lines, table = [], ""
     for value in values:
@@ -80,7 +81,7 @@ def show(
             lines.append(f"# {value.key} is absent  # {value.source}")
         else:
             lines.append(f"{tomli_w.dumps({value.key: value.value}).rstrip()}  # {value.source}")
-    print("\n".join(lines))
+    say("\n".join(lines))
     return 0
 
 
@@ -104,7 +105,7 @@ def key_new(
     if output.as_json:
         output.value({"name": name, "key": key, "table": table})
     else:
-        print(f"# The key, for {name} alone; it is stored nowhere:\n# {key}\n\n{table}", end="")
+        say(f"# The key, for {name} alone; it is stored nowhere:\n# {key}\n\n{table}", end="")
         output.note('keys count where [auth] has `enabled = true` and `providers = ["api_keys"]`: docs/api-keys.md')
         output.note(f"to use it: `teimgr context add {name} URL --api-key-file -` reads the key and stores it")
     return 0

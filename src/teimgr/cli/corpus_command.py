@@ -11,7 +11,7 @@ from typing import Any
 
 from teimgr.cli.command import CommandOutput, DaemonOptions
 from teimgr.cli.failures import ExitStatus
-from teimgr.cli.output import duration
+from teimgr.cli.output import duration, say
 from teimgr.errors import Forbidden
 
 _LINE_S = 10.0
@@ -46,7 +46,7 @@ def embed_corpus(
     else:
         rate = (done.rows - done.resumed_at) / taken_s
         resumed = f", resumed at row {done.resumed_at:,}" if done.resumed_at else ""
-        print(f"{done.output}: {done.rows:,} rows of {done.dimension} values, {rate:,.0f} rows/s{resumed}")
+        say(f"{done.output}: {done.rows:,} rows of {done.dimension} values, {rate:,.0f} rows/s{resumed}")
         if done.failures:
             output.note(f"{done.failed:,} rows failed: {done.failures}")
     return ExitStatus.INCOMPLETE if done.failed else ExitStatus.OK
@@ -124,6 +124,6 @@ def _lines(title: str) -> Callable[[Any], None]:
         if progress.waiting in (None, reason) and time.monotonic() - printed < _LINE_S:
             return
         printed, reason = time.monotonic(), progress.waiting
-        print(f"{title}: {line}", file=sys.stderr, flush=True)
+        say(f"{title}: {line}", file=sys.stderr, flush=True)
 
     return update

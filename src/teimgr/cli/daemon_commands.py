@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from teimgr.cli.command import CommandOutput, DaemonOptions
+from teimgr.cli.output import say
 
 Config = Annotated[
     Path | None, typer.Option("--config", "-c", metavar="FILE", help="Settings in TOML.", show_default=False)
@@ -44,7 +45,7 @@ def serve(
     source = Source(file=config, overrides=keys)
     configuration = read(source)
     for warning in unread_variables():
-        print(f"teimgr: warning: {warning}", file=sys.stderr)
+        say(f"teimgr: warning: {warning}", file=sys.stderr)
     # The daemon's imports are slow; invalid settings are reported before them.
     from teimgr.daemon import main as run
 

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from teimgr.cli.output import say
 from teimgr.client.connection import ConnectionValues
 from teimgr.config.settings import Settings, is_loopback
 from teimgr.config.sources import Source, read, unread_variables
@@ -65,11 +66,11 @@ def main(
 
     findings = list(examine(file, flags) if node is None else check_node(node))
     if as_json:
-        print(json.dumps([asdict(finding) for finding in findings], indent=2))
+        say(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
         for finding in findings:
             advice = f"\n{'':14}→ {finding.advice}" if finding.advice else ""
-            print(f"{finding.outcome:5} {finding.check:8}{finding.text}{advice}")
+            say(f"{finding.outcome:5} {finding.check:8}{finding.text}{advice}")
     return int(any(finding.outcome == "fail" for finding in findings))
 
 

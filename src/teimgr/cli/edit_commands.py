@@ -18,6 +18,7 @@ import typer
 from teimgr.cli.command import CommandOutput, DaemonOptions, Name, options_of
 from teimgr.cli.failures import ExitStatus, UsageError
 from teimgr.cli.instance_commands import Timeout, Wait, await_running
+from teimgr.cli.output import say
 from teimgr.client.rest_values import Instance
 from teimgr.spec import KEYS, InstanceKey, updatable
 
@@ -131,7 +132,7 @@ def _finish(
         update = (instance.details.get("update") or {}).get("state") == "rolling"
         state = "updating" if update else instance.status.value
         states = [state] if update else [done, state]
-        print(f"{instance.name}: {', '.join(states)}, port {instance.port}")
+        say(f"{instance.name}: {', '.join(states)}, port {instance.port}")
         if not wait and state != "running":
             output.note(f"`teimgr wait {instance.name}` waits until it serves")
     else:

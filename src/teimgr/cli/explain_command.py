@@ -9,6 +9,7 @@ import typer
 
 from teimgr.cli.command import CommandOutput
 from teimgr.cli.failures import UsageError
+from teimgr.cli.output import say
 from teimgr.config.schema import unknown_word
 from teimgr.errors import Code
 from teimgr.troubleshooting import ADVICE, meaning, to_text
@@ -35,4 +36,4 @@ def explain(
     if output.as_json:
         output.value({"code": known.name, "meaning": meaning(known), **asdict(ADVICE[known])})
     else:
-        print(to_text(known))
+        say(to_text(known))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from enum import IntEnum
 
+from teimgr.cli.output import say
 from teimgr.errors import (
     Code,
     Forbidden,
@@ -131,11 +132,11 @@ def _nearest(error: InstanceNotFound, names: Callable[[], Sequence[str]]) -> str
 def report(failure: CommandFailure, *, as_json: bool = False) -> None:
     """Print a failure on stderr."""
     if as_json:
-        print(json.dumps({"error": asdict(failure)}), file=sys.stderr)
+        say(json.dumps({"error": asdict(failure)}), file=sys.stderr)
         return
     for line in failure.what.splitlines() or [""]:
-        print(f"teimgr: {line}", file=sys.stderr)
+        say(f"teimgr: {line}", file=sys.stderr)
     if failure.why:
-        print(f"  why:  {failure.why}", file=sys.stderr)
+        say(f"  why:  {failure.why}", file=sys.stderr)
     if failure.do:
-        print(f"  next: {failure.do}", file=sys.stderr)
+        say(f"  next: {failure.do}", file=sys.stderr)

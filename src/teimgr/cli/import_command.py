@@ -13,6 +13,7 @@ import typer
 
 from teimgr.cli.command import CommandOutput
 from teimgr.cli.failures import ExitStatus
+from teimgr.cli.output import say
 from teimgr.errors import InvalidConfig, Refused
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ def _print(output: CommandOutput, draft: Draft, outcomes: Mapping[str, int], out
         found = [each for each in draft.findings if (each.file, each.place) == place]
         rows = [(each.key, each.outcome.value, each.target, each.note) for each in found]
         if output.is_terminal:
-            print(f"\n{': '.join(filter(None, place)) or 'all together'}")
+            say(f"\n{': '.join(filter(None, place)) or 'all together'}")
             output.table(_COLUMNS, rows)
         else:
             output.table(("file", "place", *_COLUMNS), [(*place, *row) for row in rows])

@@ -14,6 +14,7 @@ import typer
 
 from teimgr.cli.command import CommandOutput, DaemonOptions, complete_instance
 from teimgr.cli.failures import ExitStatus, UsageError
+from teimgr.cli.output import say
 from teimgr.client.rest_client import RestClient
 from teimgr.errors import AmbiguousInstance, Forbidden, InstanceNotFound
 
@@ -101,9 +102,9 @@ def embed(
         for vector in rest.request("POST", path, body={"inputs": piece, **_given(options)}):
             if output.is_terminal and not output.as_json:
                 values = ", ".join(f"{value:.6f}" for value in vector[:_SHOWN_VALUES])
-                print(f"[{values}, …]  {len(vector)} values; --json prints all")
+                say(f"[{values}, …]  {len(vector)} values; --json prints all")
             else:
-                print(json.dumps(vector), flush=True)
+                say(json.dumps(vector), flush=True)
     return ExitStatus.OK
 
 

@@ -11,7 +11,7 @@ import typer
 
 from teimgr.cli.command import CommandOutput, DaemonOptions, Name, Names
 from teimgr.cli.failures import ExitStatus, UsageError, exit_status, explain, report
-from teimgr.cli.output import duration, shortened, spinner
+from teimgr.cli.output import duration, say, shortened, spinner
 from teimgr.client.rest_client import RestClient
 from teimgr.client.rest_values import Instance
 from teimgr.errors import DeadlineExceeded, ModelLoadFailed, NotRunning, TeimgrError
@@ -51,7 +51,7 @@ def ps(
         return
     instances = [Instance.from_json(body) for body in bodies]
     if quiet:
-        print("\n".join(each.name for each in instances), end="\n" if instances else "")
+        say("\n".join(each.name for each in instances), end="\n" if instances else "")
         return
     if output.is_terminal:
         _print_fleet(output, instances)
@@ -69,7 +69,7 @@ def _print_fleet(output: CommandOutput, instances: Sequence[Instance]) -> None:
     output.table(_COLUMNS[:-1], short)
     for row in rows:
         if row[-1]:
-            print(f"{row[0]}: {row[-1]}")
+            say(f"{row[0]}: {row[-1]}")
 
 
 def _row(instance: Instance) -> Sequence[Any]:
@@ -191,7 +191,7 @@ def _each(
         else:
             bodies.append(instance.details if instance else {"name": name})
             if not output.as_json and not quiet:
-                print(f"{name}\t{done}" if not output.is_terminal else f"{name}: {done}")
+                say(f"{name}\t{done}" if not output.is_terminal else f"{name}: {done}")
     if output.as_json and not quiet:
         output.value(bodies)
     return status

@@ -14,6 +14,7 @@ import typer
 from teimgr import __version__
 from teimgr.cli.command import runnable
 from teimgr.cli.failures import MEANINGS
+from teimgr.cli.output import say
 
 PROGRAM = "teimgr"
 _SUMMARY = "One daemon for a fleet of embedding and reranking models."
@@ -127,7 +128,7 @@ def _root(
 
 def _version(wanted: bool) -> None:
     if wanted:
-        print(f"{PROGRAM} {__version__}")
+        say(f"{PROGRAM} {__version__}")
         raise typer.Exit
 
 

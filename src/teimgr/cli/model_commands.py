@@ -10,7 +10,7 @@ import typer
 
 from teimgr.cli.command import CommandOutput, DaemonOptions
 from teimgr.cli.failures import ExitStatus, UsageError
-from teimgr.cli.output import size, spinner
+from teimgr.cli.output import say, size, spinner
 from teimgr.client.rest import LoadOptions
 from teimgr.errors import ModelLoadFailed
 
@@ -51,7 +51,7 @@ def pull(
         events = _with_bar(events, model)
     for event in events:
         if event.event == "done":
-            output.value(event.data) if output.as_json else print(event.data["cache_path"])
+            output.value(event.data) if output.as_json else say(event.data["cache_path"])
 
 
 def _with_bar(events: Any, model: str) -> Any:
@@ -108,7 +108,7 @@ def remove(server: DaemonOptions, output: CommandOutput, model: HubModel) -> Non
     if output.as_json:
         output.value(found)
     else:
-        print(f"deleted {found['model_id']}: {size(found.get('cache_size_bytes', 0))}")
+        say(f"deleted {found['model_id']}: {size(found.get('cache_size_bytes', 0))}")
 
 
 def _measurements(trial: Mapping[str, Any]) -> dict[str, str]:

@@ -5,21 +5,32 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TextIO
+
+from teimgr.observability.shown_text import one_line, several_lines
 
 _COLOURS = {
     **{"running": "green", "starting": "yellow", "stopping": "yellow", "stopped": "dim", "failed": "bold red"},
     **{"carried over": "green", "same by default": "dim", "needs a decision": "bold yellow"},
     **{"cached": "green", "verified": "green", "ok": "green", "warn": "yellow", "fail": "bold red"},
 }
-_CONTROL = {ord("\t"): " ", ord("\n"): " ", ord("\r"): " "}
+
+
+def say(text: object = "", *, end: str = "\n", file: TextIO | None = None, flush: bool = False) -> None:
+    """Print what may hold words of callers, so without their control characters; line feeds stay."""
+    print(several_lines(str(text)), end=end, file=file, flush=flush)
+
+
+def field(text: object) -> str:
+    """A value as a part of one line, without control characters and tabs."""
+    return one_line(str(text)).replace("\t", " ")
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, on_terminal: bool) -> None:
     """Rows under their headings on a terminal; in a pipe one line each, tabs between, without headings."""
     if not on_terminal:
         for row in rows:
-            print("\t".join(_text(cell).translate(_CONTROL) for cell in row))
+            print("\t".join(map(_text, row)))
         return
     from rich.console import Console
     from rich.table import Table
@@ -34,7 +45,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, on_ter
 def _text(cell: Any) -> str:
     if cell is None:
         return ""
-    return f"{cell:,.1f}" if isinstance(cell, float) else str(cell)
+    return f"{cell:,.1f}" if isinstance(cell, float) else field(cell)
 
 
 @contextmanager
@@ -44,9 +55,10 @@ def spinner(text: str) -> Iterator[Any]:
         yield lambda text: None
         return
     from rich.console import Console
+    from rich.markup import escape
 
-    with Console(stderr=True).status(text) as status:
-        yield status.update
+    with Console(stderr=True).status(escape(field(text))) as status:
+        yield lambda text: status.update(escape(field(text)))
 
 
 def shortened(path: str, width: int) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from teimgr import hub
 from teimgr.cli.failures import exit_status, explain, report
-from teimgr.cli.output import spinner
+from teimgr.cli.output import say, spinner
 from teimgr.cli.watch_commands import pretty_line
 from teimgr.client import Client
 from teimgr.client.rest_client import API
@@ -42,15 +42,15 @@ def main(
     With `once` it stops after the embedding. Returns the exit status.
     """
     try:
-        print(f"Fetching {model} …", flush=True)
+        say(f"Fetching {model} …", flush=True)
         source = hub.resolve(model)
-        print(f"  weights: {_origin(source)}")
+        say(f"  weights: {_origin(source)}")
         api_port, grpc_port = free_port(9000), free_port(9001)
         api, grpc = f"http://127.0.0.1:{api_port}", f"http://127.0.0.1:{grpc_port}"
         with daemon(api_port, grpc_port, state) as process:
             greet(api, grpc, process, state, model, instance)
             if not once:
-                print("\nCtrl-C stops the daemon.", flush=True)
+                say("\nCtrl-C stops the daemon.", flush=True)
                 with contextlib.suppress(KeyboardInterrupt):
                     signal.signal(signal.SIGTERM, signal.default_int_handler)
                     process.wait()
@@ -85,7 +85,7 @@ def daemon(api_port: int, grpc_port: int, state: Path) -> Iterator[subprocess.Po
             start_new_session=True,
         )
     ports = f"REST http://127.0.0.1:{api_port}, gRPC http://127.0.0.1:{grpc_port}"
-    print(f"Daemon {process.pid}: {ports}, log {state / 'daemon.log'}", flush=True)
+    say(f"Daemon {process.pid}: {ports}, log {state / 'daemon.log'}", flush=True)
     try:
         yield process
     finally:
@@ -119,13 +119,13 @@ def greet(
         with spinner(f"{instance} is starting: it loads the model and tries it"):
             view = client.wait_until_running(instance, deadline_s=_READY_LIMIT_S)
         taken_s = time.monotonic() - started
-        print(f"Instance {instance} is running on port {view.port}, ready after {taken_s:.1f} s.")
+        say(f"Instance {instance} is running on port {view.port}, ready after {taken_s:.1f} s.")
         vector = client.embed(TEXT, instance=instance)[0]
     values = ", ".join(f"{value:.6f}" for value in vector[:_SHOWN_VALUES])
-    print(f'\n"{TEXT}" → {len(vector)} values: [{values}, …]\n')
-    print("Try next, in another terminal:\n")
+    say(f'\n"{TEXT}" → {len(vector)} values: [{values}, …]\n')
+    say("Try next, in another terminal:\n")
     for line in suggestions(api, instance):
-        print(f"  {line}")
+        say(f"  {line}")
     sys.stdout.flush()
 
 

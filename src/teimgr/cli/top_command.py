@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from teimgr.cli.command import CommandOutput, DaemonOptions, complete_instance
-from teimgr.cli.output import size
+from teimgr.cli.output import field, size
 from teimgr.client.rest_client import RestClient
 from teimgr.client.rest_values import Instance
 
@@ -174,7 +174,7 @@ def _show_live(samples: Iterator[list[InstanceLoad]], url: str) -> None:
         for loads in samples:
             table = Table(*(each.upper() for each in _COLUMNS), box=None, pad_edge=False, header_style="dim")
             for load in loads:
-                table.add_row(*map(str, _row(load)))
+                table.add_row(*map(field, _row(load)))
             table.caption = f"{url}, {time.strftime('%H:%M:%S')}, Ctrl-C ends"
             screen.update(table, refresh=True)
 

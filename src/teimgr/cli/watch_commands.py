@@ -9,6 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from teimgr.cli.command import CommandOutput, DaemonOptions, Name, complete_instance
+from teimgr.cli.output import field, say
+from teimgr.observability.shown_text import one_line, several_lines
 
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on with new ones until Ctrl-C.")]
 _LEVEL_COLOURS = {"WARNING": "yellow", "WARN": "yellow", "ERROR": "red", "CRITICAL": "bold red", "DEBUG": "dim"}
@@ -32,24 +34,27 @@ def logs(
     rest = server.rest
     found = rest.follow_logs(name, start, level=level, since=since) if follow else ()
     for line in found or (() if follow else rest.logs(name, start, level=level, since=since).lines):
-        print(line if output.as_json else pretty_line(line, colours=output.is_terminal), flush=follow)
+        if output.as_json:
+            say(line, flush=follow)
+        else:
+            print(pretty_line(line, colours=output.is_terminal), flush=follow)
 
 
 def pretty_line(line: str, *, colours: bool = False) -> str:
-    """A JSON line of a log as `date time level logger message key=value`; another line as it is."""
+    """A JSON line of a log as `date time level logger message key=value`; another line as it is, but for controls."""
     try:
         event = json.loads(line)
         moment, level, message = str(event["ts"]), str(event["level"]).upper(), str(event["message"])
     except (ValueError, KeyError, TypeError):
-        return line
+        return one_line(line)
     others = {key: value for key, value in event.items() if key not in _SHOWN_APART and value is not None}
     pairs = " ".join(f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in others.items())
     logger = str(event.get("logger") or "")
-    shown = f"{moment[:10]} {moment[11:23]} {level:<7} {logger} {message}{'  ' + pairs if pairs else ''}"
+    shown = one_line(f"{moment[:10]} {moment[11:23]} {level:<7} {logger} {message}{'  ' + pairs if pairs else ''}")
     if colours and level in _LEVEL_COLOURS:
         shown = _coloured(shown, _LEVEL_COLOURS[level])
     trace = event.get("exception")
-    return f"{shown}\n{trace}" if trace else shown
+    return f"{shown}\n{several_lines(str(trace))}" if trace else shown
 
 
 def _coloured(text: str, style: str) -> str:
@@ -79,12 +84,12 @@ def events(
             continue
         cells = (event.timestamp, event.event, event.instance, event.status, event.reason or _more(event.details))
         if output.is_terminal:
-            print(
-                f"{(event.timestamp or '')[:19]:19}  {event.event:10}  {event.instance or '':20}  {cells[-1]}",
+            say(
+                field(f"{(event.timestamp or '')[:19]:19}  {event.event:10}  {event.instance or '':20}  {cells[-1]}"),
                 flush=True,
             )
         else:
-            print("\t".join(str(cell or "").replace("\t", " ").replace("\n", " ") for cell in cells), flush=True)
+            say("\t".join(field(cell or "") for cell in cells), flush=True)
     sys.stdout.flush()
 
 

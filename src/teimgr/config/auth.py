@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import tomli_w
 
-from teimgr.auth.policy import MIN_KEY_CHARS, CertificateRules, Key, Policy, digest, new_key
+from teimgr.auth.policy import DEFAULT_MAX_WORKERS, MIN_KEY_CHARS, CertificateRules, Key, Policy, digest, new_key
 from teimgr.auth.tls_files import TlsFiles
 from teimgr.config.schema import ConfigFault
 from teimgr.errors import InvalidConfig
@@ -68,6 +68,9 @@ class ApiKeyEntry:
         metadata=declared("what it may do; none includes another")
     )
     instances: tuple[str, ...] | None = _key(None, "names or globs of the instances it is for; absent: all")
+    max_workers: int = _key(
+        DEFAULT_MAX_WORKERS, "workers that its instances may have together, if it is for some instances", 1, 65536
+    )
 
     def __post_init__(self) -> None:
         # A key that is too short, or given twice, is refused by the rules.
@@ -81,7 +84,9 @@ class ApiKeyEntry:
         Raises:
             InvalidConfig: It cannot be read, or is too short.
         """
-        return Key(self.name, self.key_sha256 or digest(self._secret(environ)), self.rights, self.instances)
+        return Key(
+            self.name, self.key_sha256 or digest(self._secret(environ)), self.rights, self.instances, self.max_workers
+        )
 
     def _secret(self, environ: Mapping[str, str]) -> str:
         if self.key_file is not None:

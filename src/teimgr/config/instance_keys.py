@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 from teimgr import hub
 from teimgr.config.schema import ConfigFault, join
 from teimgr.errors import Forbidden, InvalidConfig, ValidationError
+from teimgr.observability.shown_text import has_controls
 from teimgr.spec import KEYS, InstanceKey, InstanceSpec, check_name
 
 if TYPE_CHECKING:
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 REDACTED = "***"
 LENGTH_LIMIT_CHARS = 16 * 1024
 API_KEY_FLAG = "--api-key"
+RESTRICTED_BATCH_TOKENS = 131_072
+"""Of a key for some instances; four times what a card is given by itself."""
 _HINTS = get_type_hints(InstanceSpec)
 
 
@@ -180,6 +184,10 @@ def check_instance(spec: InstanceSpec) -> None:
 
 def key_faults(spec: InstanceSpec, path: str = "") -> Iterator[ConfigFault]:
     """Keys with a value that they cannot have, or not together."""
+    for name in KEYS:
+        allowed = "\n\t" if name == "extra_args" else ""  # prompts have lines
+        if any(has_controls(text, allowed) for text in _texts(getattr(spec, name))):
+            yield ConfigFault(join(path, name), "cannot have control characters")
     if not spec.model_id:
         yield ConfigFault(join(path, "model_id"), "cannot be empty")
     for name, key in KEYS.items():
@@ -188,6 +196,17 @@ def key_faults(spec: InstanceSpec, path: str = "") -> Iterator[ConfigFault]:
             yield ConfigFault(join(path, name), problem)
     if spec.replicas == "per-gpu" and spec.gpu_id is not None:
         yield ConfigFault(join(path, "replicas"), "'per-gpu' and a gpu_id exclude each other")
+
+
+def _texts(value: object) -> Iterator[str]:
+    """The strings of a key's value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for name, each in value.items():
+            yield from (str(name), str(each))
+    elif isinstance(value, tuple | list):
+        yield from map(str, value)
 
 
 def check_allowed(spec: InstanceSpec, settings: Settings) -> None:
@@ -217,6 +236,28 @@ def check_restricted(spec: InstanceSpec, settings: Settings) -> None:
         raise Forbidden("a model_id that is a directory outside of local_model_roots needs a key for all instances")
     if not spec.safetensors_only:
         raise Forbidden("pickled weights (safetensors_only = false) need a key that is for all instances")
+
+
+def check_bounds(spec: InstanceSpec, settings: Settings) -> None:
+    """Check how much of the machine a key for some instances only may take with one of them.
+
+    Raises:
+        Forbidden: a port outside of the settings' ranges, or more threads or tokens than the machine has use for.
+    """
+    ports = range(settings.instance_port_start, settings.instance_port_end)
+    if spec.port and spec.port not in ports:
+        raise Forbidden(f"port {spec.port} is outside of {ports.start} to {ports.stop - 1}: it needs a key for all")
+    if spec.prometheus_port and spec.prometheus_port < settings.prometheus_port_start:
+        least = settings.prometheus_port_start
+        raise Forbidden(f"prometheus_port {spec.prometheus_port} is below {least}: it needs a key for all instances")
+    given = parse(spec.extra_args)
+    cores = len(os.sched_getaffinity(0))
+    if (threads := given.get("threads", spec.threads)) and threads > cores:
+        raise Forbidden(f"threads = {threads} is more than the {cores} cores: it needs a key for all instances")
+    tokens = given.get("max_batch_tokens", spec.max_batch_tokens)
+    if tokens and tokens > RESTRICTED_BATCH_TOKENS:
+        text = f"max_batch_tokens = {tokens} is more than {RESTRICTED_BATCH_TOKENS}"
+        raise Forbidden(f"{text}: it needs a key for all instances")
 
 
 def runs_remote_code(spec: InstanceSpec) -> bool:

@@ -28,6 +28,7 @@ from typing import Any, TextIO
 
 from teimgr.errors import InvalidConfig
 from teimgr.observability.request_context import CURRENT
+from teimgr.observability.shown_text import one_line, several_lines
 from teimgr.spec import rfc3339
 
 LEVELS = {
@@ -49,7 +50,6 @@ STACKS_SIGNAL = signal.SIGURG
 
 _STYLES = {"DEBUG": "dim", "INFO": "green", "WARNING": "yellow", "ERROR": "red", "CRITICAL": "bold red"}
 _OWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
-_ONE_LINE = {code: f"\\x{code:02x}" for code in (*range(32), 127)} | {ord("\n"): "\\n", ord("\t"): "\t"}
 
 CHECK_INTERVAL_S = 30.0
 _MODE = 0o640
@@ -154,11 +154,11 @@ class PrettyFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         moment, level = datetime.fromtimestamp(record.created), record.levelname.lower()
         line = _columns(moment, level, record.getMessage(), fields_of(record), record.name, self._paint)
-        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+        return f"{line}\n{several_lines(self.formatException(record.exc_info))}" if record.exc_info else line
 
 
 def pretty(line: str) -> str:
-    """A line of a log file as `PrettyFormatter` has it, in UTC; unchanged where it is not an event in JSON."""
+    """A line of a log file as `PrettyFormatter` has it, in UTC; another line as it is, but for controls."""
     try:
         event = json.loads(line)
         moment = datetime.fromisoformat(event.pop("ts")).astimezone(UTC)
@@ -166,8 +166,8 @@ def pretty(line: str) -> str:
         exception = event.pop("exception", None)
         shown = _columns(moment, str(level), str(message), event, str(logger))
     except (ValueError, TypeError, KeyError, AttributeError):
-        return line
-    return shown if exception is None else f"{shown}\n{exception}"
+        return one_line(line)
+    return shown if exception is None else f"{shown}\n{several_lines(str(exception))}"
 
 
 def _columns(
@@ -176,10 +176,10 @@ def _columns(
     clock = moment.strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
     columns = (
         paint(clock, "dim"),
-        paint(f"{level:<8}", _STYLES.get(level.upper(), "bold")),
-        f"{message.translate(_ONE_LINE):<36}",
-        *(paint(f"{name}={value}".translate(_ONE_LINE), "cyan") for name, value in fields.items()),
-        paint(logger, "dim"),
+        paint(f"{one_line(level):<8}", _STYLES.get(level.upper(), "bold")),
+        f"{one_line(message):<36}",
+        *(paint(one_line(f"{name}={value}"), "cyan") for name, value in fields.items()),
+        paint(one_line(logger), "dim"),
     )
     return " ".join(columns)
 

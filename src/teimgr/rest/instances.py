@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Query, Request
 from starlette.responses import Response
 
-from teimgr.auth.policy import caller_of
-from teimgr.config.instance_keys import check_restricted
+from teimgr.auth.policy import Caller, caller_of
+from teimgr.config.instance_keys import check_bounds, check_restricted
 from teimgr.config.settings import Settings
+from teimgr.errors import Forbidden, InvalidConfig, PortConflict, error_from_code
 from teimgr.observability.logs import remove_logs
 from teimgr.rest.gpus import GpuReportDep
 from teimgr.rest.schemas import (
@@ -31,7 +33,7 @@ from teimgr.rest.schemas import (
     json_body,
     read_json,
 )
-from teimgr.spec import InstanceView, State
+from teimgr.spec import InstanceSpec, InstanceView, State
 from teimgr.supervision.instance import with_changes
 from teimgr.supervision.manager import Manager
 
@@ -39,7 +41,8 @@ log = logging.getLogger(__name__)
 
 router = APIRouter(tags=["instances"], responses=ANY_FAILURE, route_class=StrictQueryRoute)
 
-# The keys that decide which code and which files a worker loads.
+# Keys that decide how much of the machine a worker takes, and which code and which files it loads.
+_BOUNDED = {"threads", "max_batch_tokens", "extra_args"}
 _CODE_AND_FILES = {"model_id", "revision", "trust_remote_code", "safetensors_only", "extra_args"}
 
 UNKNOWN: dict[int | str, dict[str, Any]] = {404: {"model": Failure, "description": "no such instance"}}
@@ -117,7 +120,8 @@ async def create_instance(request: Request, manager: ManagerDep, wait: Waiting =
         if "safetensors_only" not in body.model_fields_set:
             spec = replace(spec, safetensors_only=True)
         check_restricted(spec, settings)
-    created = await manager.create(spec)
+        check_bounds(spec, settings)
+    created = await _create(manager, spec, caller, request.app.state.restricted_turn)
     return answer(instance_info(await manager.started(spec.name) if wait else created), 201)
 
 
@@ -188,9 +192,58 @@ async def update_instance(request: Request, name: str, manager: ManagerDep, wait
     """
     body = await read_json(request, UpdateInstance)
     changes, recreate = body.changes(), body.strategy == "recreate"
-    if caller_of(request.scope).is_restricted and changes.keys() & _CODE_AND_FILES:
-        check_restricted(with_changes(manager.get(name).spec, changes), request.app.state.settings)
-    return _progress(await manager.update(name, changes, recreate=recreate, wait=wait), True)
+    caller, settings = caller_of(request.scope), request.app.state.settings
+    if caller.is_restricted:
+        changed = with_changes(manager.get(name).spec, changes)
+        if changes.keys() & _CODE_AND_FILES:
+            check_restricted(changed, settings)
+        if changes.keys() & _BOUNDED:
+            check_bounds(changed, settings)
+        if "replicas" in changes:
+            _check_workers(manager, changed, caller)
+    with _telling(caller):
+        return _progress(await manager.update(name, changes, recreate=recreate, wait=wait), True)
+
+
+async def _create(manager: Manager, spec: InstanceSpec, caller: Caller, turn: asyncio.Lock) -> InstanceView:
+    if not caller.is_restricted:
+        return await manager.create(spec)
+    with _telling(caller):
+        async with turn:  # so that no two count the same room
+            _check_workers(manager, spec, caller)
+            return await manager.create(spec)
+
+
+def _check_workers(manager: Manager, spec: InstanceSpec, caller: Caller) -> None:
+    """Check the number of workers of a restricted caller's instances together; `per-gpu` counts the workers there are.
+
+    Raises:
+        Forbidden: they would be more than its key's `max_workers`.
+    """
+    others = [view for view in manager.list() if caller.covers(view.spec.name) and view.spec.name != spec.name]
+    count = _workers(spec.replicas) + sum(max(len(view.workers), _workers(view.spec.replicas)) for view in others)
+    if count > caller.max_workers:
+        text = f"{count} workers of the instances of the key '{caller.name}'"
+        raise Forbidden(f"replicas: {text} would be more than its max_workers = {caller.max_workers}")
+
+
+def _workers(replicas: Literal["per-gpu"] | int) -> int:
+    return replicas if isinstance(replicas, int) else 1
+
+
+@contextmanager
+def _telling(caller: Caller) -> Iterator[None]:
+    """Keep names of instances and directories of others out of the refusals that a restricted caller reads."""
+    try:
+        yield
+    except PortConflict as error:
+        if not caller.is_restricted:
+            raise
+        raise error_from_code(error.code, f"{error.message.partition(' in use by ')[0]} in use") from None
+    except InvalidConfig as error:
+        if caller.is_restricted:
+            error.message = error.message.partition("; did you mean")[0]
+        raise
 
 
 def _progress(view: InstanceView, is_update: bool) -> Response:

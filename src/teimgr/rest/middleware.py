@@ -325,10 +325,10 @@ def flat(routes: Iterable[BaseRoute]) -> Iterator[BaseRoute]:
 class Authentication:
     """Authenticates the caller and checks the right that the route requires; puts the caller into the scope.
 
-    Where no API key is required, web pages of other origins get nothing but the public routes: a browser sends its user's
-    certificate, or uses its user's place in the network, for every page. What is not public holds data of callers or
-    operators. A key is sent by none but a page that has it. A session cookie (`sessions`) stands for a key in requests of our own page alone. `refusal` is the page's own answer to a refused
-    request, if it has one.
+    Where no API key is required, web pages of other origins get nothing but the public routes: a browser sends its
+    user's certificate, or uses its user's place in the network, for every page, and what is not public holds data of
+    callers or operators. A key is sent by none but a page that has it. A session cookie (`sessions`) stands for a key
+    in requests of our own page alone. `refusal` is the page's own answer to a refused request, if it has one.
     """
 
     def __init__(

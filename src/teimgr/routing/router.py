@@ -24,6 +24,7 @@ from teimgr.errors import (
     ModelNotFound,
     Overloaded,
     Stopped,
+    TeimgrError,
     Unavailable,
     error_from_code,
 )
@@ -277,8 +278,7 @@ class Router:
         else:
             index = target.instance_index or 0
             if index >= len(self._by_name):
-                message = f"Instance index {index} not found: there are {len(self._by_name)} instances"
-                raise error_from_code(Code.INSTANCE_NOT_FOUND, message)
+                raise _no_such_index(index, len(self._by_name))
             instance = next(islice(self._by_name.values(), index, None))
         return _least_busy([(instance.entry.name, replica) for replica in instance.usable()])
 
@@ -369,15 +369,20 @@ class _RestrictedRouter:
         if target.instance_name is not None:
             self._caller.require_instance(target.instance_name)
         elif target.model_id is None:
-            entries = self._router.snapshot.entries
-            if (index := target.instance_index or 0) < len(entries):
-                self._caller.require_instance(entries[index].name)
+            target = self._by_index(target.instance_index or 0)
         try:
             return self._router.lease(target, self._caller.covers)
         except ModelNotFound as error:
             raise Forbidden(
                 f"The key '{self._caller.name}' is for no running instance of model '{target.model_id}'"
             ) from error
+
+    def _by_index(self, index: int) -> Target:
+        """The caller's instance at `index` among its own: a position in the whole fleet would tell of the others'."""
+        entries = self.snapshot.entries
+        if index >= len(entries):
+            raise _no_such_index(index, len(entries))
+        return Target(instance_name=entries[index].name)
 
     def only_running(self) -> Target:
         return _only_running(self.snapshot)
@@ -399,6 +404,10 @@ def check_target(target: Target) -> None:
         raise InvalidInput("Instance name cannot be empty")
     if target.model_id == "":
         raise InvalidInput("Model id cannot be empty")
+
+
+def _no_such_index(index: int, count: int) -> TeimgrError:
+    return error_from_code(Code.INSTANCE_NOT_FOUND, f"Instance index {index} not found: there are {count} instances")
 
 
 def _only_running(snapshot: RoutingSnapshot) -> Target:

@@ -163,14 +163,11 @@ class InstanceValidator:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._max_instances = settings.max_instances
-        reserved = {settings.api_port: "the API port"}
-        if settings.grpc_enabled:
-            reserved[settings.grpc_port] = "the gRPC port"
         self._ports = Ports(
             settings.instance_host,
             settings.instance_port_start,
             settings.instance_port_end,
-            reserved,
+            _own_ports(settings),
             settings.prometheus_port_start,
         )
 
@@ -183,12 +180,17 @@ class InstanceValidator:
         """
         self._check(request, present)
         port = self._ports.check(request.port, _holders(present)) if request.port else None
+        if request.prometheus_port:
+            self._ports.check(request.prometheus_port, _holders(present))
+            if request.prometheus_port == port:
+                raise PortConflict(request.prometheus_port, "its own port")
         return self._with_ports(replace(request, port=port or 0), present)
 
     def readmit(self, spec: InstanceSpec, present: Sequence[InstanceSpec]) -> InstanceSpec:
         """As `admit`, for an instance of an earlier start: its own live worker may hold its port."""
         self._check(spec, present)
-        self._ports.check_holders(spec.port, _holders(present))
+        for port in filter(None, (spec.port, spec.prometheus_port)):
+            self._ports.check_holders(port, _holders(present))
         return self._with_ports(spec, present)
 
     def _check(self, spec: InstanceSpec, present: Sequence[InstanceSpec]) -> None:
@@ -211,5 +213,17 @@ class InstanceValidator:
         return replace(spec, port=port, prometheus_port=prometheus)
 
 
+def _own_ports(settings: Settings) -> dict[int, str]:
+    """The daemon's own ports, and what each is."""
+    own = {settings.api_port: "the API port"}
+    if settings.grpc_enabled:
+        own[settings.grpc_port] = "the gRPC port"
+    if settings.cluster.address:
+        own |= dict.fromkeys(settings.cluster.ray_ports, "Ray")
+        own |= {settings.cluster.port: "Ray's head", settings.cluster.enrolment: "enrolment"}
+    return own
+
+
 def _holders(present: Sequence[InstanceSpec]) -> dict[int, str]:
-    return {other.port: other.name for other in present}
+    """The ports of instances and the names of these."""
+    return {port: other.name for other in present for port in (other.port, other.prometheus_port) if port}

@@ -1,0 +1,37 @@
+"""Text for a terminal or a log line: control characters that callers may have put into it are shown, not obeyed.
+
+An escape sequence in a model's id, a tag, a reason or a log line would else move the operator's cursor, change the
+title or the clipboard; a bidirectional override would show a name as another one.
+"""
+
+from __future__ import annotations
+
+import re
+
+_LINES = "\n\t"
+# C0 and C1 controls, DEL, marks and overrides of direction, separators of lines, and halves of surrogate pairs.
+_UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
+
+
+def one_line(text: str) -> str:
+    """The text with every control character as an escape, such as `\\x1b`, line feeds as `\\n`; tabs stay."""
+    return text if _UNSAFE.search(text) is None else _UNSAFE.sub(lambda found: _shown(found[0], "\t"), text)
+
+
+def several_lines(text: str) -> str:
+    """As `one_line`, but line feeds stay."""
+    return text if _UNSAFE.search(text) is None else _UNSAFE.sub(lambda found: _shown(found[0], _LINES), text)
+
+
+def has_controls(text: str, allowed: str = "") -> bool:
+    """Whether the text has a control character that is not in `allowed`."""
+    return any(found[0] not in allowed for found in _UNSAFE.finditer(text))
+
+
+def _shown(character: str, kept: str) -> str:
+    if character in kept:
+        return character
+    if character == "\n":
+        return "\\n"
+    code = ord(character)
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
