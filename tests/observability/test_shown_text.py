@@ -12,7 +12,18 @@ from teimgr.observability.logs import pretty
 from teimgr.observability.shown_text import has_controls, one_line, several_lines
 
 # Title and clipboard, cursor, a C1 introducer, a carriage return, overrides of direction, a line separator, backspace.
-ATTACKS = ("\x1b]0;own\x07", "\x1b[2J", "\x9b2J", "ok\rfailed", "a\u202eb", "a\u2066b", "a\u2028b", "a\x08b", "\x7f", "\ud800")
+ATTACKS = (
+    "\x1b]0;own\x07",
+    "\x1b[2J",
+    "\x9b2J",
+    "ok\rfailed",
+    "a\u202eb",
+    "a\u2066b",
+    "a\u2028b",
+    "a\x08b",
+    "\x7f",
+    "\ud800",
+)
 
 
 @pytest.mark.parametrize("text", ATTACKS)

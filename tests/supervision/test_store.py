@@ -446,12 +446,12 @@ def kept(tmp_path: Path) -> Fixture:
 
 
 async def test_a_change_is_on_disk_before_it_is_made(kept: Fixture) -> None:
-    async with kept.state.planning("a", OTHER):
+    async with kept.state.planning("a", lambda spec: OTHER):
         assert kept.written() == [OTHER]
         kept.specs = [OTHER]
-    async with kept.state.planning("b", replace(SPEC, name="b")):
+    async with kept.state.creating(replace(SPEC, name="b")):
         assert [spec.name for spec in kept.written()] == ["a", "b"] == [spec.name for spec in kept.state.specs()]
-    async with kept.state.planning("a", None):
+    async with kept.state.planning("a", lambda spec: None):
         assert kept.written() == []
 
     assert kept.written() == [OTHER], "what the body did not change is written again"
@@ -462,7 +462,7 @@ async def test_a_refused_change_does_not_begin(kept: Fixture) -> None:
     kept.obstacle.mkdir()
 
     with pytest.raises(StateNotSaved, match="cannot be saved"):
-        async with kept.state.planning("a", None):
+        async with kept.state.planning("a", lambda spec: None):
             pytest.fail("the body ran")
     with pytest.raises(StateNotSaved):
         await kept.state.begin_update("a", {}, recreate=False)
@@ -502,7 +502,7 @@ async def test_a_write_whose_caller_is_cancelled_is_completed_before_the_next(
     monkeypatch.setattr(store_module, "write_atomically", write_slowly)
 
     async def plan() -> None:
-        async with kept.state.planning("a", None):
+        async with kept.state.planning("a", lambda spec: None):
             pytest.fail("the body ran")
 
     planning = asyncio.create_task(plan())
@@ -540,10 +540,11 @@ async def test_an_update_under_way_is_read_by_the_next_daemon(kept: Fixture) -> 
     assert later.state.unfinished == ("a",)
     async with later.state.resuming("a") as (changes, recreate):
         assert (changes, recreate) == ({"extra_args": ("--dtype", "float16")}, True)
-        await later.state.begin_update("a", changes, recreate=recreate)
-        record = json.loads(str(later.written()[0].pending_update))
-    assert record["tries"] == 2
-    await later.state.end_update("a")
+        record = await later.state.begin_update("a", changes, recreate=recreate)
+        assert json.loads(str(later.written()[0].pending_update))["tries"] == 2
+    await later.state.end_update("a", "of another update")
+    assert later.written()[0].pending_update == record
+    await later.state.end_update("a", record)
     assert later.written() == [SPEC]
     await later.state.close()
 

@@ -26,12 +26,14 @@ async def test_a_worker_without_an_instance_is_ended_at_the_second_look(fleet: F
     sweep = Sweep(fleet.launcher, lambda: incarnations)
 
     await sweep.look()
-    assert look_up(stray.pid) and not sweep.alarms(), "it may have been launched just now"
+    assert look_up(stray.pid) is not None, "it may have been launched just now"
+    assert not sweep.alarms()
     await sweep.look()
 
     assert look_up(stray.pid) is None
     assert look_up(owned.pid or 0) is not None
-    assert "no instance owns" in sweep.alarms()[0] and str(stray.pid) in sweep.alarms()[0]
+    [alarm] = sweep.alarms()
+    assert f"a worker that no instance owns was ended (pid {stray.pid})" in alarm
 
 
 async def test_workers_that_the_launcher_has_lost_are_found_by_run_file_and_by_their_parent(fleet: Fleet) -> None:
