@@ -219,8 +219,16 @@ def test_scores_far_apart_neither_overflow_nor_vanish(kernel: AttentionKernel, l
 def test_numbers_of_heads_that_do_not_divide_are_refused(kernel: AttentionKernel) -> None:
     texts = Texts((4,), torch.float32, heads=3, key_heads=2)
 
-    with pytest.raises(RuntimeError, match="heads"):
+    with pytest.raises(ValueError, match="do not belong together"):
         kernel(*texts.rows, texts.begins, 4)
+
+
+@pytest.mark.parametrize("begins", [(0, 5), (2, 1), (-1, 4)])
+def test_borders_outside_of_the_rows_are_refused(begins: tuple[int, int], kernel: AttentionKernel) -> None:
+    texts = Texts((4,), torch.float32)
+
+    with pytest.raises(RuntimeError, match="outside of what it is of"):
+        kernel(*texts.rows, np.array(begins, np.int32), 4)
 
 
 @pytest.mark.parametrize(("value", "missing"), [("0", True), ("1", False)])

@@ -19,7 +19,7 @@ import psutil
 TESTS = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(TESTS.parent))  # as pytest's `pythonpath` has it
 
-from tests.fuzz import flooding, h2c, http1, http2, link_frames, rest, target, toml_files  # noqa: E402
+from tests.fuzz import flooding, h2c, http1, http2, link_frames, native, rest, target, toml_files  # noqa: E402
 from tests.fuzz.surface import Report  # noqa: E402
 from tests.fuzz.victim.command import main as victim  # noqa: E402
 from tests.support import long_run  # noqa: E402
@@ -33,6 +33,7 @@ SURFACES: dict[str, Callable[[target.Target, int, Report], None]] = {
     "http2": http2.run,
     "h2c": h2c.run,
     "rpc": flooding.run,
+    "native": lambda running, cases, report: _native(cases, report),
     "rest": lambda running, cases, report: _rest(running, cases, report),
 }
 VICTIM = "--victim"
@@ -101,6 +102,18 @@ def _rest(running: target.Target, cases: int, report: Report) -> None:
     report.outcomes["conforms"] += found.cases
     for failure in found.failures:
         report.fail(f"{failure}\n{found.output[-3000:]}")
+
+
+def _native(cases: int, report: Report) -> None:
+    """The C library with sanitizers, in a process of its own; other cases in each part."""
+    if native.compiler_runtime() is None:
+        report.fail("there is no compiler with sanitizers")
+        return
+    done = native.run_cases(cases, report.cases)
+    report.cases += cases
+    report.outcomes["clean" if done.returncode == 0 else "harmed"] += cases
+    if done.returncode:
+        report.fail(done.stderr[-3000:])
 
 
 def _memory(running: target.Target) -> dict[str, float]:

@@ -10,10 +10,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from teimgr.engine.native_library import LEVELS, NO_MEMORY, NativeLibrary, native_library
+from teimgr.engine.native_library import LEVELS, MOST_HEAD_SIZE, NO_MEMORY, NativeLibrary, native_library
 
 DTYPES = (torch.float32, torch.bfloat16)
-_ERRORS = {1: NO_MEMORY, 2: "numbers of heads that do not divide, or a head size above 1024"}
+_ERRORS = {1: NO_MEMORY, 4: "a size, stride or border that is outside of what it is of"}
 # With fewer pairs of a query and a key, times the width of all heads, waking a second thread costs more than it saves.
 _SERIAL_PRODUCTS = 2_000_000
 
@@ -38,6 +38,11 @@ class _Call(ctypes.Structure):
         ("keys", ctypes.c_void_p),
         ("texts", ctypes.c_int64),
         ("longest", ctypes.c_int64),
+        ("tokens", ctypes.c_int64),
+        ("query_size", ctypes.c_int64),
+        ("key_size", ctypes.c_int64),
+        ("value_size", ctypes.c_int64),
+        ("out_size", ctypes.c_int64),
         ("heads", ctypes.c_int64),
         ("key_heads", ctypes.c_int64),
         ("head_size", ctypes.c_int64),
@@ -84,9 +89,18 @@ class AttentionKernel:
         window has no key. `level` selects other instructions than the best of this CPU.
 
         Raises:
-            RuntimeError: there is no memory for the library's buffers, or no heads of such a shape are supported.
+            RuntimeError: there is no memory for the library's buffers.
+            ValueError: the shapes do not belong together, or the library has no code for heads of such a shape.
         """
         tokens, heads, size = query.shape
+        key_heads = key.shape[1]
+        if key.shape != (tokens, key_heads, size) or key.shape != value.shape or not key_heads or heads % key_heads:
+            shapes = ", ".join(str(tuple(rows.shape)) for rows in (query, key, value))
+            raise ValueError(f"attention kernel: queries, keys and values of {shapes} do not belong together")
+        if not 0 < size <= MOST_HEAD_SIZE:
+            raise ValueError(f"attention kernel: heads of {size} columns, and at most {MOST_HEAD_SIZE} are computed")
+        if keys is not None and len(keys) != len(begins) - 1:
+            raise ValueError(f"attention kernel: numbers of keys for {len(keys)} of {len(begins) - 1} texts")
         query, key, value = (rows if rows.stride(2) == 1 else rows.contiguous() for rows in (query, key, value))
         out = torch.empty(tokens, heads, size, dtype=query.dtype)
         last = int(begins[-1])
@@ -106,8 +120,13 @@ class AttentionKernel:
             keys=None if keys is None else keys.ctypes.data,
             texts=len(begins) - 1,
             longest=longest,
+            tokens=tokens,
+            query_size=_numbers_from(query),
+            key_size=_numbers_from(key),
+            value_size=_numbers_from(value),
+            out_size=out.numel(),
             heads=heads,
-            key_heads=key.shape[1],
+            key_heads=key_heads,
             head_size=size,
             reach=-1 if reach is None else reach,
             causal=causal,
@@ -125,8 +144,13 @@ class AttentionKernel:
         return LEVELS[: self._best + 1]
 
 
+def _numbers_from(rows: Tensor) -> int:
+    """How many numbers its memory has from its first on."""
+    return int(rows.untyped_storage().nbytes() // rows.itemsize - rows.storage_offset())
+
+
 @functools.cache
 def attention_kernel() -> AttentionKernel | None:
     """The kernel, or None where there is no library."""
     library = native_library()
-    return None if library is None else AttentionKernel(library)
+    return AttentionKernel(library) if library is not None and library.knows(attention=_Call) else None

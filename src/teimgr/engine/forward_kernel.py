@@ -33,11 +33,12 @@ _MOST_TABLES = 4
 _NO_SLOT = -1
 # A row of a slot is a multiple of so many elements, the columns of the widest panel; a quantised one of so many bytes.
 _SLOT_UNIT = 64
-_BAD_INDEX = 3
+_BAD_INDEX, _BAD_CALL = 3, 4
 _ERRORS = {
     1: NO_MEMORY,
     2: "this CPU lacks the instructions",
     _BAD_INDEX: "a token id, position or type has no row in the model's tables",
+    _BAD_CALL: "a size in the program or the batch is outside of what it is of",
 }
 _SMALL_TOKENS = 512  # batches up to this size are computed by one thread while helpers are held up
 _NO_TABLE = (1 << 63) - 1
@@ -73,7 +74,12 @@ class _Step(ctypes.Structure):
         ("bias", ctypes.c_void_p),
         ("scales", ctypes.c_void_p),
         ("sums", ctypes.c_void_p),
+        ("weights_size", ctypes.c_int64),
+        ("bias_size", ctypes.c_int64),
+        ("scales_size", ctypes.c_int64),
+        ("sums_size", ctypes.c_int64),
         ("tables", ctypes.c_void_p * _MOST_TABLES),
+        ("table_size", ctypes.c_int64 * _MOST_TABLES),
         ("index", ctypes.c_int32 * _MOST_TABLES),
         ("table_count", ctypes.c_int64),
         ("heads", ctypes.c_int64),
@@ -115,6 +121,7 @@ class _Call(ctypes.Structure):
         ("texts", ctypes.c_int64),
         ("tokens", ctypes.c_int64),
         ("out", ctypes.c_void_p),
+        ("out_size", ctypes.c_int64),
         ("threads", ctypes.c_int32),
         ("parallel", ctypes.c_void_p),
         ("waited", ctypes.c_int64),
@@ -170,8 +177,9 @@ class ForwardKernel:
         self, program: ForwardProgram, dtype: torch.dtype, *, level: str | None = None, trained: int | None = None
     ) -> None:
         library = native_library()
-        if library is None:
-            raise CannotLowerError("no native library")
+        structures = {"slot": _Slot, "step": _Step, "program": _Program, "forward": _Call}
+        if library is None or not library.knows(**structures):
+            raise CannotLowerError("no native library of this version")
         self._library = library
         self._level = library.level if level is None else LEVELS.index(level)
         self._panel = int(library.panel_width(self._level))
@@ -220,7 +228,13 @@ class ForwardKernel:
         Raises:
             RuntimeError: there is no memory for a thread's part of the batch.
             IndexError: the model has no such token id, position or type.
+            ValueError: the arrays of the batch do not belong together.
         """
+        arrays = (batch.ids, positions) if batch.type_ids is None else (batch.ids, positions, batch.type_ids)
+        if any(len(array) != batch.tokens for array in arrays) or len(batch.cu_seqlens) != batch.texts + 1:
+            raise ValueError("native forward: the arrays of the batch have different lengths")
+        if batch.keys is not None and len(batch.keys) != batch.texts:
+            raise ValueError("native forward: the number of keys is not known for each text")
         sized = self._sized
         if self._tables and (most := int(positions.max()) + 1) > sized.positions:
             sized = self._of_length(most) if most > self._trained else self._grown(1 << (most - 1).bit_length())
@@ -238,6 +252,7 @@ class ForwardKernel:
             texts=batch.texts,
             tokens=batch.tokens,
             out=out.data_ptr(),
+            out_size=out.numel(),
             threads=threads,
             parallel=None if threads < 2 else self._library.run_threads,
         )
@@ -272,7 +287,7 @@ class ForwardKernel:
             shared = next((known for known in distinct if torch.equal(known, rows)), rows)
             if shared is rows:
                 distinct.append(rows)
-            steps[step].tables[place] = shared.data_ptr()
+            steps[step].tables[place], steps[step].table_size[place] = shared.data_ptr(), shared.numel()
         program = _Program.from_buffer_copy(self._program)
         program.steps = steps
         if self._tables:
@@ -280,10 +295,11 @@ class ForwardKernel:
             program.rows[at] = min(positions, program.rows[at])
         return _SizedProgram(positions, tuple(distinct), steps, program)
 
-    def _address(self, tensor: Tensor) -> int:
+    def _kept_floats(self, tensor: Tensor) -> tuple[int, int]:
+        """The address and the number of a tensor's numbers as float32, which stay as long as the kernel does."""
         kept = tensor.detach().float().contiguous()
         self._kept.append(kept)
-        return kept.data_ptr()
+        return kept.data_ptr(), kept.numel()
 
     def _step(self, step: Step, values: dict[int, _Value]) -> _Step:
         is_same = values[step.key].floats == values[step.key].operands
@@ -320,21 +336,25 @@ class ForwardKernel:
                 weights, scales, sums = self._packer.pack_bytes(torch.cat(parts))
                 self._kept += (scales, sums)
                 made.scales, made.sums = scales.data_ptr(), sums.data_ptr()
+                made.scales_size, made.sums_size = scales.numel(), sums.numel()
             else:
                 weights = self._packer.pack(parts)
             self._kept.append(weights)
-            made.weights = weights.data_ptr()
+            made.weights, made.weights_size = weights.data_ptr(), weights.nbytes
             if step.bias is not None:
-                made.bias = self._address(self._packer.padded(step.bias.float()))
+                made.bias, made.bias_size = self._kept_floats(self._packer.padded(step.bias.float()))
             return made
-        made.weights = None if step.weights is None else self._address(step.weights)
-        made.bias = None if step.bias is None else self._address(step.bias)
+        if step.weights is not None:
+            made.weights, numbers = self._kept_floats(step.weights)
+            made.weights_size = numbers * ctypes.sizeof(ctypes.c_float)
+        if step.bias is not None:
+            made.bias, made.bias_size = self._kept_floats(step.bias)
         for place, (table, index) in enumerate(step.tables):
             made.index[place] = _INDICES.index(index)
             if isinstance(table, Table):
                 self._tables.append((step.key, place, table))
             else:
-                made.tables[place] = self._address(table)
+                made.tables[place], made.table_size[place] = self._kept_floats(table)
                 self._rows[made.index[place]] = min(self._rows[made.index[place]], len(table))
         return made
 

@@ -19,18 +19,23 @@ from numpy.typing import NDArray
 log = logging.getLogger(__name__)
 
 LEVELS = ("baseline", "avx2", "avx512", "avx512_bf16")  # `attention_level` of library.h
+MOST_HEAD_SIZE, MOST_HEADS = 1024, 1 << 16  # of library.h: what its buffers take
 NO_MEMORY = "can't allocate memory"  # torch's words too: by them `runner` sees that a batch was too large
 # "0": the library is not used. "attention": only its attention is, within the model's own forward.
 _SWITCH = "TEIMGR_NATIVE"
 
 _POINTER, _NUMBER = ctypes.c_void_p, ctypes.c_int64
-# Arguments of the functions of vectors.c, which return nothing.
+# Arguments of the functions of vectors.c.
 _VECTORS = {
-    "pool_mean": [_POINTER, _POINTER, _NUMBER, _NUMBER, _POINTER],
-    "scale_rows": [_POINTER, _NUMBER, _NUMBER, _NUMBER, _POINTER],
+    "pool_mean": [_POINTER, _NUMBER, _POINTER, _NUMBER, _NUMBER, _POINTER],
+    "scale_rows": [_POINTER, *[_NUMBER] * 4, _POINTER],
     "finite_rows": [_POINTER, _NUMBER, _NUMBER, _POINTER],
 }
-_WORDPIECE_ENCODE: list[Any] = [*[_POINTER] * 3, *[_NUMBER] * 3, ctypes.c_int32, *[_POINTER] * 2]
+_WORDPIECE_ENCODE: list[Any] = [
+    *(_POINTER, _POINTER, _NUMBER, _POINTER, _NUMBER, _NUMBER, _NUMBER, ctypes.c_int32, _POINTER, _NUMBER, _POINTER)
+]
+# Of `struct_size` of validity.c, in its order.
+_STRUCTS = ("attention", "slot", "step", "program", "forward")
 
 
 class NativeLibrary:
@@ -47,19 +52,32 @@ class NativeLibrary:
         self.panel_width = library.panel_width
         self.panel_width.restype = ctypes.c_int64
         self.wordpiece_fill = library.wordpiece_fill
-        self.wordpiece_fill.restype = None
         self.wordpiece_encode = library.wordpiece_encode
         self.wordpiece_encode.argtypes = _WORDPIECE_ENCODE
         self.wordpiece_encode.restype = ctypes.c_int64
         for name, arguments in _VECTORS.items():
             function = getattr(library, name)
-            function.argtypes, function.restype = arguments, None
+            function.argtypes, function.errcheck = arguments, _refused
         self.pool_mean, self.scale_rows, self.finite_rows = (getattr(library, name) for name in _VECTORS)
+        size_of, wordpiece_size = library.struct_size, library.wordpiece_size
+        size_of.restype = wordpiece_size.restype = ctypes.c_int64
+        self._sizes = {name: int(size_of(at)) for at, name in enumerate(_STRUCTS)}
+        self._sizes["wordpiece"] = int(wordpiece_size())
         self.level = int(library.attention_level())
         self.multiplies_bytes = bool(library.multiplies_bytes())
         self.parallel = _openmp_parallel()
         own = getattr(library, "run_threads", None)  # on Linux alone
         self.run_threads = self.parallel if own is None else ctypes.cast(own, ctypes.c_void_p).value
+
+    def knows(self, **structures: type[ctypes.Structure]) -> bool:
+        """Whether each structure has the size that the library, which may be of another version, gives that name."""
+        return all(ctypes.sizeof(declared) == self._sizes[name] for name, declared in structures.items())
+
+
+def _refused(status: int, *_: Any) -> None:
+    """Raise ValueError where a function of vectors.c has refused its sizes."""
+    if status:
+        raise ValueError("native library: rows outside of the array they are of")
 
 
 @functools.cache

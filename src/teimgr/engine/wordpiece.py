@@ -53,6 +53,8 @@ class _Vocabulary(ctypes.Structure):
         ("prefix_length", ctypes.c_int64),
         ("longest_piece", ctypes.c_int64),
         ("longest_word", ctypes.c_int64),
+        ("bytes_size", ctypes.c_int64),
+        ("added_size", ctypes.c_int64),
         ("leading_count", ctypes.c_int64),
         ("trailing_count", ctypes.c_int64),
         ("added_count", ctypes.c_int64),
@@ -81,8 +83,11 @@ class WordPiece:
         begins_added[[ord(content[0]) for content in added]] = 1
         # The structure has their addresses alone.
         self._arrays = (ids, pieces, table, kinds, mapped, leading, trailing, begins_added)
+        strings = "".join(f"{piece}\0" for piece in vocabulary).encode()
+        added_strings = "".join(f"{content}\0" for content in added).encode()
         self._vocabulary = _Vocabulary(
-            bytes="".join(f"{piece}\0" for piece in vocabulary).encode(),
+            bytes=strings,
+            bytes_size=len(strings),
             prefix=prefix,
             ids=ids.ctypes.data,
             pieces=ctypes.addressof(pieces),
@@ -91,7 +96,8 @@ class WordPiece:
             mapped=mapped.ctypes.data,
             leading=leading.ctypes.data,
             trailing=trailing.ctypes.data,
-            added="".join(f"{content}\0" for content in added).encode(),
+            added=added_strings,
+            added_size=len(added_strings),
             begins_added=begins_added.ctypes.data,
             count=len(vocabulary),
             mask=slots - 1,
@@ -103,7 +109,8 @@ class WordPiece:
             unknown=vocabulary[model["unk_token"]],
         )
         self._at = ctypes.addressof(self._vocabulary)
-        library.wordpiece_fill(ctypes.byref(self._vocabulary))
+        if library.wordpiece_fill(ctypes.byref(self._vocabulary)):
+            raise ValueError("native library: a vocabulary that is not what its sizes say")
 
     def encode(
         self, texts: TextColumn, truncation: Truncation | None, longest: int = sys.maxsize
@@ -116,8 +123,10 @@ class WordPiece:
         ids = np.empty(room, np.int32)
         ends = np.empty(len(texts), np.int64)
         bounds = (0, False) if truncation is None else (truncation.limit, truncation.left)
-        addresses = texts.data.ctypes.data, address(texts.offsets)
-        total = self._encode(self._at, *addresses, len(texts), longest, *bounds, address(ids), address(ends))
+        column = texts.data.ctypes.data, len(texts.data), address(texts.offsets)
+        total = self._encode(self._at, *column, len(texts), longest, *bounds, address(ids), room, address(ends))
+        if total < 0:
+            raise ValueError("native library: the borders of the texts are outside of their bytes")
         return ids[:total].copy(), ends  # a copy: some four bytes of five are free
 
     def encode_one(self, text: str, truncation: Truncation | None, longest: int) -> NDArray[np.int32] | None:
@@ -126,14 +135,17 @@ class WordPiece:
         ids, end = np.empty(len(data) + self._special_tokens, np.int32), ctypes.c_int64()
         bounds = (0, False) if truncation is None else (truncation.limit, truncation.left)
         offsets = _Offsets(0, len(data))
-        total = self._encode(self._at, data, offsets, 1, longest, *bounds, address(ids), ctypes.addressof(end))
+        room, ends = len(ids), ctypes.addressof(end)
+        total = self._encode(self._at, data, len(data), offsets, 1, longest, *bounds, address(ids), room, ends)
+        if total < 0:
+            raise ValueError("native library: a text that is outside of its bytes")
         return ids[:total] if total else None
 
 
 def wordpiece(tokenizer: Tokenizer, specials: bool) -> WordPiece | None:
     """The native form of `tokenizer`, with its special tokens where `specials`; None where there is none."""
     library = native_library()
-    if library is None or not native_forward_allowed():
+    if library is None or not library.knows(wordpiece=_Vocabulary) or not native_forward_allowed():
         return None
     spec = json.loads(tokenizer.to_str())
     return WordPiece(library, tokenizer, spec, specials) if _supported(tokenizer, spec, specials) else None

@@ -76,7 +76,7 @@ def pool(hidden: Tensor, batch: PackedBatch, poolings: Sequence[str]) -> Tensor:
         # millisecond.
         pooled = torch.empty(batch.texts, hidden.shape[1])
         begins = address(batch.cu_seqlens)
-        library.pool_mean(hidden.data_ptr(), begins, batch.texts, hidden.shape[1], pooled.data_ptr())
+        library.pool_mean(hidden.data_ptr(), len(hidden), begins, batch.texts, hidden.shape[1], pooled.data_ptr())
         return pooled
     segments = Segments.of(batch, hidden.device)
     parts = [POOLINGS[name](hidden, segments) for name in poolings]
@@ -121,7 +121,8 @@ def finish(vectors: NDArray[np.float32], dimensions: int | None, normalize: bool
     if library is not None and cut.strides[1] == cut.itemsize and cut.dtype == np.float32:
         scaled = np.empty(cut.shape, np.float32)
         stride = cut.strides[0] // cut.itemsize
-        library.scale_rows(address(cut), len(cut), stride, cut.shape[1], address(scaled))
+        numbers = stride * (len(cut) - 1) + cut.shape[1] if len(cut) else 0
+        library.scale_rows(address(cut), numbers, len(cut), stride, cut.shape[1], address(scaled))
         return scaled
     norms = np.sqrt(np.einsum("nd,nd->n", cut, cut, dtype=np.float64))
     norms[norms == 0.0] = 1.0

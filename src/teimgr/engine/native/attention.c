@@ -191,10 +191,9 @@ static void take_items(void *data) {
     free(memory);
 }
 
-// Computes `call->out`. Returns DONE, NO_MEMORY (`out` is then incomplete) or UNSUPPORTED.
+// Computes `call->out`. Returns DONE, NO_MEMORY (`out` is then incomplete), or BAD_CALL.
 int attention(const struct attention *call) {
-    if (call->key_heads < 1 || call->heads % call->key_heads || call->head_size < 1 || call->head_size > 1024)
-        return UNSUPPORTED;
+    if (!attention_is_valid(call)) return BAD_CALL;
     struct work work = {.call = call};
     if (call->parallel != NULL)
         call->parallel(take_items, &work, 0, 0);

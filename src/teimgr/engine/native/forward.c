@@ -314,7 +314,9 @@ static int64_t shared_groups(const struct group *groups, int64_t count, int64_t 
 
 int forward(struct forward *call) {
     const struct program *program = call->program;
+    if (program == NULL) return BAD_CALL;
     if (panel_width(program->level) == 0 || (program->bfloat16 && program->level < AVX512_BF16)) return UNSUPPORTED;
+    if (!forward_is_valid(call)) return BAD_CALL;
     if (!indices_are_valid(call)) return BAD_INDEX;
     struct work work = {.call = call, .caller = pthread_self()};
     struct group *groups = malloc((size_t)call->texts * sizeof *groups), group = {.program = program, .call = call};

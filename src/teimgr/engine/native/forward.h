@@ -42,11 +42,13 @@ struct step {
     int32_t floats, operands;
     int64_t width, inner;                      // columns of the result (of a group), columns of `x` that are multiplied
     int64_t groups;
-    const void *weights;
+    const void *weights;                       // with their bytes, and of what follows its numbers, in `…_size`
     const float *bias;
     const float *scales;                       // of the columns of W as bytes
     const int32_t *sums;                       // of the bytes of each column of W
+    int64_t weights_size, bias_size, scales_size, sums_size;
     const float *tables[MOST_TABLES];
+    int64_t table_size[MOST_TABLES];
     int32_t index[MOST_TABLES];
     int64_t table_count;
     int64_t heads, key_heads, head_size, reach;
@@ -86,6 +88,7 @@ struct forward {
     const int32_t *keys;                       // [texts]: leading tokens that are keys; NULL: all
     int64_t texts, tokens;
     float *out;                                // [tokens, width]
+    int64_t out_size;                          // numbers that there is room for
     int32_t threads;                           // at most
     parallel_function parallel;                // NULL: on the calling thread
     int64_t waited;                            // set: nanoseconds beyond its spins that the caller waited
@@ -95,8 +98,12 @@ struct forward {
 // the other, or for one pair of elements after the other where operands are bfloat16, or for one four of bytes.
 int64_t panel_width(int32_t level);
 
-// Computes `call->out` and `call->waited`. Returns DONE, NO_MEMORY (`out` is then incomplete), UNSUPPORTED, or BAD_INDEX
-// where an id, a position or a type is no row of its tables.
+// Whether a program, and a call with one, read and write nothing but their own memory, for any ids.
+int program_is_valid(const struct program *program);
+int forward_is_valid(const struct forward *call);
+
+// Computes `call->out` and `call->waited`. Returns DONE, NO_MEMORY (`out` is then incomplete), UNSUPPORTED, BAD_CALL where
+// the call is not valid, or BAD_INDEX where an id, a position or a type is no row of its tables.
 int forward(struct forward *call);
 
 enum { ROW_TILE = 64, ROWS_AT_A_TIME = 8 };

@@ -22,6 +22,8 @@ struct attention {
     const int32_t *begins;                             // [texts + 1]
     const int32_t *keys;                               // [texts]: its leading tokens that are keys; NULL: all
     int64_t texts, longest;                            // number of texts, tokens of the longest
+    int64_t tokens;                                    // rows of each, those behind the last text included
+    int64_t query_size, key_size, value_size, out_size;  // elements from the first on that each may touch
     int64_t heads, key_heads, head_size;               // key_heads divides heads
     int64_t reach;                                     // a window of so many tokens to each side; -1: no window
     int32_t causal;
@@ -32,9 +34,17 @@ struct attention {
 };
 
 enum { BASELINE, AVX2, AVX512, AVX512_BF16 };
-enum { DONE, NO_MEMORY, UNSUPPORTED, BAD_INDEX };
+enum { DONE, NO_MEMORY, UNSUPPORTED, BAD_INDEX, BAD_CALL };
+
+enum { MOST_HEAD_SIZE = 1024, MOST_HEADS = 1 << 16 };
 
 enum { ALIGNMENT = 64 };
+
+// Bytes of struct attention, slot, step, program and forward, which Python declares too; -1 behind the last.
+int64_t struct_size(int32_t which);
+
+// Whether every size, stride and offset of a call is within what it was given; `attention_item` does not ask.
+int attention_is_valid(const struct attention *call);
 
 // The best instruction set of this CPU that the library has code for.
 int attention_level(void);

@@ -5,8 +5,18 @@
 
 #include "library.h"
 
+// Whether `rows` rows of `width` numbers, each `stride` behind the one before, are within `size` numbers.
+static int rows_fit(int64_t rows, int64_t stride, int64_t width, int64_t size) {
+    if (rows < 0 || rows > INT32_MAX || width < 0 || width > INT32_MAX || stride < 0 || stride > INT32_MAX) return 0;
+    return rows == 0 || (rows - 1) * stride + width <= size;
+}
+
 // out[i] = mean of the rows begins[i] to begins[i + 1] of `hidden`, [tokens, width]; a text has one token at least.
-void pool_mean(const float *hidden, const int32_t *begins, int64_t texts, int64_t width, float *out) {
+// As the others here it returns DONE, or BAD_CALL where a row is outside of what it was given.
+int pool_mean(const float *hidden, int64_t tokens, const int32_t *begins, int64_t texts, int64_t width, float *out) {
+    if (!rows_fit(tokens, width, width, INT64_MAX) || !rows_fit(texts, width, width, INT64_MAX)) return BAD_CALL;
+    for (int64_t i = 0; i < texts; i++)
+        if (begins[i] < 0 || begins[i + 1] <= begins[i] || begins[i + 1] > tokens) return BAD_CALL;
     for (int64_t i = 0; i < texts; i++, out += width) {
         memset(out, 0, (size_t)width * sizeof *out);
         for (int64_t token = begins[i]; token < begins[i + 1]; token++)
@@ -14,23 +24,29 @@ void pool_mean(const float *hidden, const int32_t *begins, int64_t texts, int64_
         const float count = (float)(begins[i + 1] - begins[i]);
         for (int64_t d = 0; d < width; d++) out[d] /= count;
     }
+    return DONE;
 }
 
 // out[i] = the first `width` numbers of row i, scaled to length 1 in float64; a row of zeros stays as it is.
-void scale_rows(const float *values, int64_t rows, int64_t stride, int64_t width, float *out) {
+// `values` has `size` numbers.
+int scale_rows(const float *values, int64_t size, int64_t rows, int64_t stride, int64_t width, float *out) {
+    if (!rows_fit(rows, stride, width, size)) return BAD_CALL;
     for (int64_t i = 0; i < rows; i++, values += stride, out += width) {
         double sums[4] = {0, 0, 0, 0};
         for (int64_t d = 0; d < width; d++) sums[d % 4] += (double)values[d] * values[d];
         const double sum = (sums[0] + sums[1]) + (sums[2] + sums[3]), norm = sum == 0 ? 1 : sqrt(sum);
         for (int64_t d = 0; d < width; d++) out[d] = (float)(values[d] / norm);
     }
+    return DONE;
 }
 
 // finite[i] = whether all numbers of row i, [rows, width], are finite.
-void finite_rows(const float *values, int64_t rows, int64_t width, uint8_t *finite) {
+int finite_rows(const float *values, int64_t rows, int64_t width, uint8_t *finite) {
+    if (!rows_fit(rows, width, width, INT64_MAX)) return BAD_CALL;
     for (int64_t i = 0; i < rows; i++, values += width) {
         int good = 1;
         for (int64_t d = 0; d < width; d++) good &= isfinite(values[d]) != 0;
         finite[i] = (uint8_t)good;
     }
+    return DONE;
 }

@@ -30,6 +30,7 @@ struct wordpiece {
     int64_t prefix_length;
     int64_t longest_piece;       // in bytes; set by `wordpiece_fill`
     int64_t longest_word;        // in bytes, at most LONGEST_WORD; a longer word is unknown
+    int64_t bytes_size, added_size;  // of `bytes` and `added`, their zeros included
     int64_t leading_count, trailing_count, added_count;
     int32_t unknown;
 };
@@ -41,7 +42,28 @@ static inline uint64_t add_byte(uint64_t hash, uint8_t byte) { return (hash ^ by
 // The high bits of the product depend on all bytes, the low ones on few.
 static inline int64_t slot_of(uint64_t hash, int64_t mask) { return (int64_t)((hash ^ hash >> 29) & (uint64_t)mask); }
 
-void wordpiece_fill(struct wordpiece *vocabulary) {
+int64_t wordpiece_size(void) { return sizeof(struct wordpiece); }
+
+// Whether `size` bytes are `count` strings, each followed by a zero.
+static int are_strings(const uint8_t *bytes, int64_t size, int64_t count) {
+    if (count < 0 || size < 0 || size > INT32_MAX) return 0;
+    int64_t zeros = 0;
+    for (int64_t i = 0; i < size; i++) zeros += bytes[i] == 0;
+    return zeros == count && (size == 0 || bytes[size - 1] == 0);
+}
+
+static int is_valid(const struct wordpiece *vocabulary) {
+    const int64_t slots = vocabulary->mask + 1, count = vocabulary->count;
+    return count >= 0 && count < slots && slots <= INT32_MAX && (slots & vocabulary->mask) == 0 &&
+           vocabulary->prefix_length >= 0 && vocabulary->longest_word >= 0 && vocabulary->longest_word <= LONGEST_WORD &&
+           vocabulary->leading_count >= 0 && vocabulary->leading_count <= INT32_MAX && vocabulary->trailing_count >= 0 &&
+           vocabulary->trailing_count <= INT32_MAX && are_strings(vocabulary->bytes, vocabulary->bytes_size, count) &&
+           are_strings(vocabulary->added, vocabulary->added_size, vocabulary->added_count);
+}
+
+// Returns DONE, or BAD_CALL where the vocabulary is not what its sizes say. Whatever is encoded has been filled.
+int wordpiece_fill(struct wordpiece *vocabulary) {
+    if (!is_valid(vocabulary)) return BAD_CALL;
     const uint8_t *next = vocabulary->bytes;
     memset(vocabulary->table, 0xff, (size_t)(vocabulary->mask + 1) * sizeof(int32_t));
     vocabulary->longest_piece = 0;
@@ -60,6 +82,7 @@ void wordpiece_fill(struct wordpiece *vocabulary) {
         vocabulary->longest_piece = greater(vocabulary->longest_piece, length);
         next += whole + 1;
     }
+    return DONE;
 }
 
 static int32_t find(const struct wordpiece *vocabulary, const uint8_t *bytes, int64_t length, uint64_t hash, int within) {
@@ -121,13 +144,20 @@ static int is_covered(const struct wordpiece *vocabulary, const uint8_t *begin, 
 // Encodes those of `texts` texts that are covered, not empty, and of `longest` bytes at most; of the others come no ids.
 // Text i has the bytes offsets[i] to offsets[i + 1] - 1 of `bytes`. Its ids end at ends[i] in `ids`, which has room for a
 // token per byte and the special ones. At most `limit` tokens of a text stay, special ones included: the first, or the
-// last where `left`; `limit` 0 keeps all. Returns the number of ids.
-int64_t wordpiece_encode(const struct wordpiece *vocabulary, const uint8_t *bytes, const int64_t *offsets,
-                         int64_t texts, int64_t longest, int64_t limit, int32_t left, int32_t *ids, int64_t *ends) {
+// last where `left`; `limit` 0 keeps all. Returns the number of ids, or -1 where the offsets
+// are not within the `size` bytes, or `ids` has too few `places`.
+int64_t wordpiece_encode(const struct wordpiece *vocabulary, const uint8_t *bytes, int64_t size,
+                         const int64_t *offsets, int64_t texts, int64_t longest, int64_t limit, int32_t left,
+                         int32_t *ids, int64_t places, int64_t *ends) {
     const int64_t special = vocabulary->leading_count + vocabulary->trailing_count;
     const int64_t room = limit ? greater(limit - special, 0) : INT64_MAX;
     uint8_t word[LONGEST_WORD + 1];
-    int64_t total = 0;
+    int64_t total = 0, needed;
+    if (texts < 0 || size < 0 || limit < 0 || offsets[0] < 0) return -1;
+    for (int64_t text = 0; text < texts; text++)
+        if (offsets[text + 1] < offsets[text]) return -1;
+    if (offsets[texts] > size || __builtin_mul_overflow(texts, special, &needed)) return -1;
+    if (__builtin_add_overflow(needed, offsets[texts] - offsets[0], &needed) || needed > places) return -1;
     for (int64_t text = 0; text < texts; text++) {
         const uint8_t *begin = bytes + offsets[text], *end = bytes + offsets[text + 1];
         int64_t length = 0, count = 0;

@@ -1,0 +1,203 @@
+"""The C library under AddressSanitizer and UBSan: programs, shapes and vocabularies at random, valid ones and others.
+
+`python -m tests.fuzz.native CASES SEED` is the process that runs them, with the library that is named by
+TEIMGR_SANITISED; `run` builds that, starts the process, and reports what the sanitizers say.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+from teimgr.engine.attention_kernel import _Call as Attention
+from teimgr.engine.forward_kernel import _ACTIVATIONS, _KINDS, _Call, _Operand, _Program, _Slot, _Step
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = sorted((ROOT / "src/teimgr/engine/native").glob("*.c"))
+SANITISED = (
+    "-g -O1 -std=gnu11 -fPIC -shared -fsanitize=address,undefined -fno-sanitize=alignment -fno-omit-frame-pointer"
+)
+ODD = (-(2**63), -(2**31), -65, -1, 0, 1, 3, 17, 1024, 1025, 2048, 65_537, 2**31 - 1, 2**31, 2**40, 2**63 - 1)
+LIMIT_S = 600
+
+
+def compiler_runtime() -> str | None:
+    """The file of the runtime that the sanitised library needs; None without a compiler that has it."""
+    try:
+        found = subprocess.run(["gcc", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    path = found.stdout.strip()
+    return path if Path(path).is_absolute() else None
+
+
+def run_cases(cases: int, seed: int) -> subprocess.CompletedProcess[str]:
+    """Build the sanitised library and run so many cases with it, in a process of their own."""
+    with TemporaryDirectory() as folder:
+        library = Path(folder) / "sanitised.so"
+        subprocess.run(["gcc", *SANITISED.split(), *map(str, SOURCES), "-lm", "-o", str(library)], check=True)
+        environ = os.environ | {
+            "LD_PRELOAD": str(compiler_runtime()),
+            "ASAN_OPTIONS": "detect_leaks=0,allocator_may_return_null=1",
+            "UBSAN_OPTIONS": "halt_on_error=1,print_stacktrace=1",
+            "TEIMGR_SANITISED": str(library),
+        }
+        command = [sys.executable, "-m", "tests.fuzz.native", str(cases), str(seed)]
+        return subprocess.run(
+            command, env=environ, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False
+        )
+
+
+class _Programs:
+    """Random programs of one instruction set, each with exactly the memory that its sizes say."""
+
+    def __init__(self, library: ctypes.CDLL, chance: random.Random) -> None:
+        self._library = library
+        self._chance = chance
+        self._level = int(library.attention_level())
+        self._panel = int(library.panel_width(self._level))
+        self._kept: list[Any] = []
+
+    def call(self) -> int:
+        """The status of one program, in half of the cases with some fields that are odd."""
+        chance, self._kept = self._chance, []
+        tokens = chance.choice((1, 2, 7, 8, 64, 65, 130, 600))
+        cuts = sorted(chance.sample(range(1, tokens), min(tokens - 1, chance.randrange(4))))
+        begins = self._array(np.array([0, *cuts, tokens], np.int32))
+        rows = chance.randrange(1, 40)
+        steps, columns = [self._embed(rows)], 16 * chance.randrange(1, 9)
+        steps[0].width = columns
+        steps[0].tables[0], steps[0].table_size[0] = self._floats(rows * columns), rows * columns
+        slots = [_Slot(0, 4 * self._whole(columns))]
+        for _ in range(chance.randrange(6)):
+            step, columns = self._next(len(slots) - 1, columns, rows)
+            steps.append(step)
+            last = slots[-1]
+            slots.append(_Slot(last.offset + last.stride, 4 * self._whole(max(columns, step.width * step.groups))))
+            step.floats = len(slots) - 1
+            if step.kind == _KINDS.index("attend"):
+                step.operands = step.floats
+        program = _Program(
+            steps=(_Step * len(steps))(*steps), slots=(_Slot * len(slots))(*slots), step_count=len(steps),
+            slot_count=len(slots), bytes=slots[-1].offset + slots[-1].stride, width=columns,
+            rows=(rows, rows, rows), result=len(slots) - 1, bfloat16=0, level=self._level,
+        )  # fmt: skip
+        ids = [self._array(np.array([chance.randrange(rows) for _ in range(tokens)])) for _ in range(3)]
+        call = _Call(
+            program=ctypes.pointer(program), ids=ids[0], positions=ids[1], types=ids[2], begins=begins,
+            texts=len(cuts) + 1, tokens=tokens, out=self._floats(tokens * columns),
+            out_size=tokens * columns, threads=1,
+        )  # fmt: skip
+        for _ in range(chance.choice((0, 0, 1, 2))):
+            at = chance.choice([call, program, *program.steps[: len(steps)], *program.slots[: len(slots)]])
+            self._spoil(at)
+        return int(self._library.forward(ctypes.byref(call)))
+
+    def _embed(self, rows: int) -> _Step:
+        step = self._step("embed")
+        step.table_count, step.floats, step.scale = 1, 0, 1.0
+        return step
+
+    def _next(self, slot: int, columns: int, rows: int) -> tuple[_Step, int]:
+        chance = self._chance
+        kind = chance.choice(("linear", "norm", "add", "activate", "gate", "rotate", "attend"))
+        step = self._step(kind)
+        step.x, step.inner, step.width = _Operand(slot, 0), columns, columns
+        step.activation = chance.randrange(len(_ACTIVATIONS))
+        if kind == "linear":
+            step.width = 16 * chance.randrange(1, 9)
+            wide = -(-step.width // self._panel) * self._panel
+            step.weights, step.weights_size = self._floats(wide * columns), 4 * wide * columns
+            step.bias, step.bias_size = self._floats(wide), wide
+        elif kind == "norm":
+            step.weights, step.weights_size = self._floats(columns), 4 * columns
+        elif kind == "add":
+            step.bias, step.bias_size = self._floats(columns), columns
+        elif kind == "gate":
+            step.with_ = _Operand(slot, 0)
+        elif kind == "rotate":
+            step.width, step.groups, step.table_count = columns // 2, 2, 2
+            for place in range(2):
+                step.tables[place], step.table_size[place] = self._floats(rows * step.width), rows * step.width
+                step.index[place] = 1
+        elif kind == "attend":
+            step.heads = step.key_heads = chance.choice((1, 2, 4))
+            step.head_size = columns // step.heads
+            step.with_ = step.third = _Operand(slot, 0)
+            step.reach, step.causal, step.scale = chance.choice((-1, 0, 3)), chance.randrange(2), 0.1
+            return step, columns
+        return step, step.width * step.groups
+
+    def _step(self, kind: str) -> _Step:
+        none = _Operand(-1, 0)
+        return _Step(
+            kind=_KINDS.index(kind), x=none, with_=none, third=none, floats=-1, operands=-1, groups=1, reach=-1
+        )
+
+    def _whole(self, columns: int) -> int:
+        return -(-columns // 64) * 64
+
+    def _floats(self, count: int) -> int:
+        return self._array(np.linspace(-1, 1, max(count, 1), dtype=np.float32)[:count].copy())
+
+    def _array(self, array: np.ndarray[Any, Any]) -> int:
+        self._kept.append(array)
+        return array.ctypes.data
+
+    def _spoil(self, structure: ctypes.Structure) -> None:
+        """Put an odd number in a field that is a number and no address, nor a size of what an address points to."""
+        fixed = {"weights_size", "bias_size", "scales_size", "sums_size", "out_size", "threads", "waited", "level"}
+        numbers = [
+            (name, kind) for name, kind in (each[:2] for each in structure._fields_)
+            if kind in (ctypes.c_int32, ctypes.c_int64) and name not in fixed
+            and name not in ("texts", "tokens", "slot_count", "step_count")  # lengths of arrays behind addresses
+        ]  # fmt: skip
+        if numbers:
+            name, kind = self._chance.choice(numbers)
+            setattr(structure, name, kind(self._chance.choice(ODD)).value)
+
+
+def attention_status(library: ctypes.CDLL, chance: random.Random) -> int:
+    """The status of one call of attention alone, with exactly the rows that its sizes say."""
+    heads, groups = chance.choice((1, 2, 4)), chance.choice((1, 2, 3))
+    size, tokens = chance.choice((1, 5, 16, 64, 1000, 1024, 1040, 2048)), chance.choice((1, 6, 70))
+    wide = heads * size
+    rows = [np.ones(tokens * wide, np.float32) for _ in range(4)]
+    begins = np.array([0, tokens], np.int32)
+    call = Attention(
+        query=rows[0].ctypes.data, key=rows[1].ctypes.data, value=rows[2].ctypes.data, out=rows[3].ctypes.data,
+        out_stride=wide, query_stride=(wide, size), key_stride=(wide, size), value_stride=(wide, size),
+        begins=begins.ctypes.data, texts=1, longest=tokens, tokens=tokens, query_size=rows[0].size,
+        key_size=rows[1].size, value_size=rows[2].size, out_size=rows[3].size, heads=heads,
+        key_heads=max(1, heads // groups), head_size=size, reach=-1, level=chance.randint(0, library.attention_level()),
+        scale=1.0,
+    )  # fmt: skip
+    if chance.random() < 0.5:
+        names = ("heads", "key_heads", "head_size", "longest", "out_stride", "reach", "causal", "bfloat16")
+        name, value = chance.choice(names), chance.choice(ODD)
+        setattr(call, name, value if abs(value) < 2**31 or name not in ("causal", "bfloat16") else 1)
+    return int(library.attention(ctypes.byref(call)))
+
+
+def main(cases: int, seed: int) -> None:
+    """Run the cases and print how many of each status there were; a sanitizer ends the process."""
+    library, chance = ctypes.CDLL(os.environ["TEIMGR_SANITISED"]), random.Random(seed)
+    library.panel_width.restype = ctypes.c_int64
+    programs, found = _Programs(library, chance), Counter[str]()
+    for _ in range(cases):
+        found[f"forward {programs.call()}"] += 1
+        found[f"attention {attention_status(library, chance)}"] += 1
+    print(dict(found))
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:3]))
