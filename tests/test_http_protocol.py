@@ -565,8 +565,8 @@ async def test_a_body_that_finds_no_room_is_refused_and_one_that_does_not_come_t
     sock = bind("127.0.0.1", 0)
     async with serving(upload(budget, 900), sock), asyncio.timeout(20):
         slow, slow_writer = await asyncio.open_connection(*sock.getsockname())
-        slow_writer.write(UPLOAD.replace(b"Transfer-Encoding: chunked", b"Content-Length: 800") + b"x")
-        await eventually(lambda: budget.taken_bytes == 800)
+        slow_writer.write(UPLOAD.replace(b"Transfer-Encoding: chunked", b"Content-Length: 900") + b"x" * 700)
+        await eventually(lambda: budget.taken_bytes == 700)
         other, other_writer = await asyncio.open_connection(*sock.getsockname())
         other_writer.write(UPLOAD + b"190\r\n" + b"x" * 400 + b"\r\n0\r\n\r\n")
 
@@ -575,3 +575,59 @@ async def test_a_body_that_finds_no_room_is_refused_and_one_that_does_not_come_t
         assert budget.taken_bytes == 0
         slow_writer.close()
         other_writer.close()
+
+
+async def test_announced_lengths_alone_hold_nothing() -> None:
+    """492 kB of requests that announced bodies and sent none held the whole budget for 30 s."""
+    announced = UPLOAD.replace(b"Transfer-Encoding: chunked", b"Content-Length: 100000000")
+    budget = ByteBudget(10 * 2**20)
+    sock = bind("127.0.0.1", 0)
+    async with serving(upload(budget, 10**9), sock), asyncio.timeout(20):
+        silent = [await asyncio.open_connection(*sock.getsockname()) for _ in range(20)]
+        for _, writer in silent:
+            writer.write(announced + b"x" * 10)
+        await eventually(lambda: budget.taken_bytes == 200)
+        reader, writer = await asyncio.open_connection(*sock.getsockname())
+        size = 9 * 2**20
+        writer.write(UPLOAD.replace(b"Transfer-Encoding: chunked", b"Content-Length: %d" % size) + b"x" * size)
+
+        assert (await reader.read()).endswith(b"%d" % size)
+        for _, each in [*silent, (reader, writer)]:
+            each.close()
+
+
+async def test_bodies_that_come_slowly_do_not_keep_what_is_reserved_for_them() -> None:
+    budget, size = ByteBudget(10 * 2**20), 9 * 2**20
+    sized = UPLOAD.replace(b"Transfer-Encoding: chunked", b"Content-Length: %d" % size)
+    sock = bind("127.0.0.1", 0)
+    async with serving(upload(budget, 10**9), sock), asyncio.timeout(20):
+        slow, slow_writer = await asyncio.open_connection(*sock.getsockname())
+        slow_writer.write(sized + b"x" * 2**17)
+        await eventually(lambda: budget.taken_bytes >= 2**17)
+        reader, writer = await asyncio.open_connection(*sock.getsockname())
+        writer.write(sized + b"x" * size)
+
+        assert (await reader.read()).endswith(b"%d" % size)
+        slow_writer.write(b"x" * (size - 2**17))  # and is read to its end all the same
+        assert (await slow.read()).endswith(b"%d" % size)
+        assert budget.taken_bytes == 0
+        for each in (slow_writer, writer):
+            each.close()
+
+
+async def test_more_bodies_than_fit_are_read_one_after_the_other() -> None:
+    """Charged as they come alone, all would be read in part, and wait for each other."""
+    budget, size = ByteBudget(3 * 2**20), 2 * 2**20
+    sized = UPLOAD.replace(b"Transfer-Encoding: chunked", b"Content-Length: %d" % size)
+    sock = bind("127.0.0.1", 0)
+    async with serving(upload(budget, 10**9), sock), asyncio.timeout(30):
+
+        async def sent() -> bytes:
+            reader, writer = await asyncio.open_connection(*sock.getsockname())
+            writer.write(sized + b"x" * size)
+            answer = await reader.read()
+            writer.close()
+            return answer
+
+        assert all(answer.endswith(b"%d" % size) for answer in await asyncio.gather(*(sent() for _ in range(12))))
+        assert budget.taken_bytes == 0

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
-from contextlib import suppress
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager, suppress
 
 from teimgr.errors import Overloaded
+
+# What is reserved for a body that comes slower than this is for others; how often it is looked for while they wait.
+_BYTES_PER_S = 2**20
+_RECLAIM_S = 0.1
 
 
 class ByteBudget:
@@ -19,7 +25,10 @@ class ByteBudget:
         self.taken_bytes = 0
         self.limit_bytes = limit_bytes
         self._parent = parent
-        self._waiting: deque[tuple[asyncio.Future[None], int]] = deque()
+        self._idle_bytes = 0
+        self._waiting: deque[tuple[asyncio.Future[None], int, bool]] = deque()
+        self._arriving: dict[Charge, None] = parent._arriving if parent is not None else {}
+        self._timer: asyncio.TimerHandle | None = None  # while somebody waits
 
     def try_take(self, count: int) -> bool:
         """Take `count` bytes if they fit now and nothing waits."""
@@ -30,14 +39,15 @@ class ByteBudget:
         self.taken_bytes += count
         return True
 
-    async def take(self, count: int) -> None:
-        """Wait until `count` bytes fit, and take them."""
+    async def take(self, count: int, *, exceeds: bool = False) -> None:
+        """Wait until `count` bytes fit, and take them; also beyond the limit where it `exceeds` and all that is taken
+        belongs to those who wait, which would wait for each other."""
         if self.try_take(count):
             return
-        await self._take_own(count)
+        await self._take_own(count, exceeds)
         if self._parent is not None:
             try:
-                await self._parent.take(count)
+                await self._parent.take(count, exceeds=exceeds)
             except BaseException:
                 self._give_back_own(count)
                 raise
@@ -54,14 +64,22 @@ class ByteBudget:
         if self._parent is not None:
             self._parent.give_back(count)
 
-    async def _take_own(self, count: int) -> None:
-        if not self._waiting and self._fits(count):
+    def add_idle(self, count: int) -> None:
+        """Count taken bytes that wait for more to be taken; a negative `count` for those that no longer do."""
+        self._idle_bytes += count
+        if self._parent is not None:
+            self._parent.add_idle(count)
+        self._serve()
+
+    async def _take_own(self, count: int, exceeds: bool = False) -> None:
+        if not self._waiting and self._fits(count, exceeds):
             self.taken_bytes += count
             return
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        waiter = (granted, count)
+        waiter = (granted, count, exceeds)
         self._waiting.append(waiter)
         try:
+            self._reclaim()
             await granted
         except asyncio.CancelledError:
             if granted.done() and not granted.cancelled():
@@ -72,22 +90,57 @@ class ByteBudget:
                 self._serve()
             raise
 
+    def _reclaim(self) -> None:
+        """Give those who wait what is reserved for bodies that come too slowly, now and again while they wait."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        now = time.monotonic()
+        for charge in [one for one in self._arriving if one.is_late(now)]:
+            charge.give_up_reserve()
+        if self._waiting:
+            self._timer = asyncio.get_running_loop().call_later(_RECLAIM_S, self._reclaim)
+
     def _give_back_own(self, count: int) -> None:
         self.taken_bytes -= count
         self._serve()
 
     def _serve(self) -> None:
         while self._waiting:
-            granted, count = self._waiting[0]
+            granted, count, exceeds = self._waiting[0]
             if not granted.cancelled():  # else its task has not run since
-                if not self._fits(count):
+                if not self._fits(count, exceeds):
                     return
                 self.taken_bytes += count
                 granted.set_result(None)
             self._waiting.popleft()
 
-    def _fits(self, count: int) -> bool:
-        return self.taken_bytes == 0 or self.taken_bytes + count <= self.limit_bytes
+    def _fits(self, count: int, exceeds: bool = False) -> bool:
+        is_alone = self.taken_bytes == (self._idle_bytes if exceeds else 0)
+        return is_alone or self.taken_bytes + count <= self.limit_bytes
+
+
+class Shares:
+    """The parts of a budget that each of those who share it may hold: one who fills its own leaves room for others."""
+
+    def __init__(self, of_all: ByteBudget, share: int) -> None:
+        self._of_all = of_all
+        self._limit_bytes = of_all.limit_bytes // share
+        self._parts: dict[Hashable, tuple[ByteBudget, int]] = {}  # and the charges that use each
+
+    @contextmanager
+    def charge(self, sharer: Hashable) -> Iterator[Charge]:
+        """A charge to the part of `sharer`, released at the end of the block."""
+        part, users = self._parts.get(sharer) or (ByteBudget(self._limit_bytes, self._of_all), 0)
+        self._parts[sharer] = part, users + 1
+        charge = Charge(part)
+        try:
+            yield charge
+        finally:
+            charge.release()
+            users = self._parts.pop(sharer)[1] - 1
+            if users:
+                self._parts[sharer] = part, users
 
 
 class UnreadReplies(ByteBudget):
@@ -124,24 +177,32 @@ class UnreadReplies(ByteBudget):
 class Charge:
     """The bytes that one call has taken from a budget, given back together."""
 
-    __slots__ = ("_budget", "bytes")
+    __slots__ = ("_arrived", "_budget", "_since", "bytes", "reserved_bytes")
 
     def __init__(self, budget: ByteBudget) -> None:
         self._budget = budget
+        self.reserved_bytes = self._arrived = (
+            0  # announced bytes that have not arrived, and those that have since `_since`
+        )
+        self._since = 0.0
         self.bytes = 0
 
-    async def take(self, count: int, wait_s: float) -> None:
-        """Take `count` bytes more, waiting at most `wait_s`.
+    async def take(self, count: int, wait_s: float, *, exceeds: bool = False) -> None:
+        """Take `count` bytes more, waiting at most `wait_s`; where it `exceeds`, as `ByteBudget.take`.
 
         Raises:
             Overloaded: the budget stayed exhausted.
         """
         if not self.try_take(count):
+            idle = self.bytes
+            self._budget.add_idle(idle)
             try:
                 async with asyncio.timeout(wait_s):
-                    await self._budget.take(count)
+                    await self._budget.take(count, exceeds=exceeds)
             except TimeoutError:
                 raise Overloaded from None
+            finally:
+                self._budget.add_idle(-idle)
             self.bytes += count
 
     def try_take(self, count: int) -> bool:
@@ -156,8 +217,45 @@ class Charge:
         self._budget.charge(count)
         self.bytes += count
 
+    async def reserve(self, count: int, wait_s: float) -> None:
+        """Take `count` bytes that are still to arrive; while they come slowly, others get what has not.
+
+        Raises:
+            Overloaded: the budget stayed exhausted.
+        """
+        self.give_up_reserve()
+        await self.take(count, wait_s, exceeds=True)
+        self.reserved_bytes, self._arrived, self._since = count, 0, time.monotonic()
+        self._budget._arriving[self] = None
+
+    async def arrived(self, count: int, wait_s: float) -> None:
+        """Take `count` bytes that have arrived, from what is reserved as far as it goes.
+
+        Raises:
+            Overloaded: the budget stayed exhausted.
+        """
+        self._arrived += count
+        reserved = min(count, self.reserved_bytes)
+        self.reserved_bytes -= reserved
+        if count > reserved:
+            await self.take(count - reserved, wait_s)
+
+    def is_late(self, now: float) -> bool:
+        """Whether less has arrived since `reserve` than should have by `now`, a `time.monotonic` value."""
+        return self._arrived < (now - self._since) * _BYTES_PER_S
+
+    def give_up_reserve(self) -> None:
+        """Give back what has not arrived."""
+        self._budget._arriving.pop(self, None)
+        count, self.reserved_bytes = self.reserved_bytes, 0
+        if count:
+            self.bytes -= count
+            self._budget.give_back(count)
+
     def release(self) -> None:
         """Give everything back."""
+        self._budget._arriving.pop(self, None)
+        self.reserved_bytes = 0
         if self.bytes:
             self._budget.give_back(self.bytes)
             self.bytes = 0

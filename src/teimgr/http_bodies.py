@@ -20,6 +20,9 @@ from teimgr.http_direct import PART_BYTES
 # holds), and on the time in which its client sends it.
 _BUDGET_WAIT_S = 30.0
 _GROWTH_WAIT_S = 5.0
+# Once so much of a body has come, the rest of its announced length is reserved.
+_UNRESERVED_BYTES = 64 * 1024
+_LENGTH_DIGITS = 19
 BODY_TIMEOUT_S = LIMITS[Phase.BODY].seconds
 _MAX_DISCARDED_BYTES = LIMITS[Phase.DISCARD].bytes or 0
 
@@ -118,21 +121,21 @@ async def charge_body(charge: Charge, size: int) -> None:
 
 
 async def read_body(request: Request, limit_bytes: int, charge: Charge, start: bytes = b"") -> bytearray | None:
-    """`start` and the whole body, charged; None when the body is larger than `limit_bytes`.
+    """`start` and the whole body, charged as it arrives; None when the body is larger than `limit_bytes`.
 
-    A body of known length is charged before it is read, so that it is read to its end; any other as it comes.
+    An announced length alone holds nothing. Once 64 KiB of a body have come its rest is reserved, so that it is read to
+    its end rather than to where all that are being read wait for each other; while it comes slowly, others may use it.
 
     Raises:
         Overloaded: the budget stayed exhausted.
         SlowClient, ClientDisconnect: the client stopped sending, or disconnected.
     """
     length = request.headers.get("content-length", "")
-    if length.isdecimal():
-        await charge_body(charge, min(int(length), limit_bytes))
+    announced = min(int(length), limit_bytes) if length.isdecimal() and len(length) < _LENGTH_DIGITS else 0
     buffer = bytearray(start)
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
-            return buffer if await _read_into(buffer, request.stream(), limit_bytes, charge) else None
+            return buffer if await _read_into(buffer, request.stream(), limit_bytes, charge, announced) else None
     except TimeoutError:
         raise SlowClient from None
 
@@ -152,19 +155,21 @@ async def read_limited(chunks: AsyncIterator[bytes], limit_bytes: int) -> bytes 
 
 
 async def _read_into(
-    buffer: bytearray, chunks: AsyncIterator[bytes], limit_bytes: int, charge: Charge | None = None
+    buffer: bytearray, chunks: AsyncIterator[bytes], limit_bytes: int, charge: Charge | None = None, announced: int = 0
 ) -> bool:
-    """Append the whole body; False, and an empty buffer, when it is larger than `limit_bytes`.
+    """Append the whole body, of `announced` bytes or 0; False, and an empty buffer, when it is over `limit_bytes`.
 
     The rest of a body that is too large is read and discarded, to a bound: a client that is cut off while it still
     sends never reads the response with the reason.
     """
     room, discarded = limit_bytes, 0
     async for chunk in chunks:
-        room -= len(chunk)
+        came, room = limit_bytes - room, room - len(chunk)
         if room >= 0:
-            if charge is not None and (missing := limit_bytes - room - charge.bytes) > 0:
-                await charge.take(missing, _BUDGET_WAIT_S if not buffer else _GROWTH_WAIT_S)
+            if charge is not None:
+                if came >= _UNRESERVED_BYTES and charge.reserved_bytes < len(chunk) <= announced - came:
+                    await charge.reserve(announced - came, _BUDGET_WAIT_S)
+                await charge.arrived(len(chunk), _BUDGET_WAIT_S if announced or not came else _GROWTH_WAIT_S)
             buffer += chunk
             continue
         buffer.clear()

@@ -45,6 +45,16 @@ async def test_requests_are_numbered_by_row_and_by_line(tmp_path: Path) -> None:
     assert orjson.loads(second.body) == {"model": "mini", "input": "東京"}
 
 
+async def test_what_follows_megabytes_of_blank_lines_is_read(tmp_path: Path) -> None:
+    """The first chunk of blank lines alone was taken for the end of the file."""
+    first, last = (orjson.dumps(line(name)) + b"\n" for name in "ab")
+    chunks = await read(tmp_path / "in", first + b"\n" * 2**21 + b" " * 3000 + b"\n" + b"\r\n" * 2**20 + last)
+
+    found = [each for chunk in chunks for each in chunk]
+    assert [each.custom_id for each in found if isinstance(each, InputRequest)] == ["a", "b"]
+    assert all(chunks)
+
+
 async def test_a_long_file_comes_in_chunks(tmp_path: Path) -> None:
     chunks = await read(tmp_path / "in", b"".join(orjson.dumps(line(f"r-{n}")) + b"\n" for n in range(2000)))
 

@@ -133,6 +133,19 @@ async def test_calls_to_a_hung_instance_leave_room_for_others(
         assert not inference._bodies._held
 
 
+async def test_one_connection_leaves_room_for_others(fleet: tuple[str, Gateway, FrameWorker]) -> None:
+    """Without keys a connection may hold half of the budget, whatever its bodies are."""
+    _, inference, _ = fleet
+    bodies = inference._bodies
+    with bodies._large_shares.charge("one") as first, bodies._large_shares.charge("one") as second:
+        assert first.try_take(bodies.large.limit_bytes // 2)
+        assert not second.try_take(1)
+        with bodies._large_shares.charge("another") as other:
+            assert other.try_take(bodies.large.limit_bytes // 2)
+    assert bodies.large.taken_bytes == 0
+    assert not bodies._large_shares._parts
+
+
 def naming(*instances: str, caller: str = "*", **aliases: str) -> ModelNames:
     """Instances given as `name=model`, each with a worker, unless it is `name=model=lost`."""
     entries = []

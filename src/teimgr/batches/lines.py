@@ -56,8 +56,9 @@ async def read_requests(disk: Disk, path: Path, url: str, max_line_bytes: int) -
     try:
         file: BinaryIO = await disk.run(lambda: opened.enter_context(path.open("rb")))
         reader = _Reader(file, url, max_line_bytes)
-        while chunk := await disk.run(reader.chunk):
-            yield chunk
+        while (chunk := await disk.run(reader.chunk)) is not None:
+            if chunk:  # else of blank lines
+                yield chunk
     finally:
         await disk.run(opened.close)
 
@@ -69,14 +70,14 @@ class _Reader:
         self._max_line_bytes = max_line_bytes
         self._number = self._row = 0
 
-    def chunk(self) -> list[Parsed]:
-        """The next lines, empty at the end of the file."""
+    def chunk(self) -> list[Parsed] | None:
+        """The next lines that are not blank, which may be none; None at the end of the file."""
         found: list[Parsed] = []
         end = self._file.tell() + _CHUNK_BYTES
         while len(found) < _CHUNK_LINES and self._file.tell() < end:
             line = self._file.readline(self._max_line_bytes + 1)
             if not line:
-                break
+                return found or None
             self._number += 1
             if len(line) > self._max_line_bytes and not line.endswith(b"\n"):
                 self._skip_line()

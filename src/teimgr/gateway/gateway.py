@@ -10,7 +10,7 @@ import difflib
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,8 +20,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from teimgr.auth.policy import Caller, caller_of
-from teimgr.byte_budget import ByteBudget, Charge
+from teimgr.auth.policy import ANONYMOUS, Caller, caller_of
+from teimgr.byte_budget import ByteBudget, Charge, Shares
 from teimgr.config.settings import Settings
 from teimgr.errors import (
     AmbiguousInstance,
@@ -123,7 +123,7 @@ class Gateway:
 
         async def call_worker() -> HttpReply:
             check_encoding(headers)
-            async with self._bodies.read(request, request_head(head)) as body:
+            async with self._bodies.read(request, request_head(head), _sharer(request, caller)) as body:
                 call = self._call_worker(head, self._names_for(caller), request.path_params, body)
                 return await unless_hung_up(call, request.receive)
 
@@ -260,6 +260,11 @@ def _dialect(path: DialectPath, headers: Mapping[str, str]) -> str:
     return chosen if chosen is not None and chosen in path.others else path.dialect
 
 
+def _sharer(request: Request, caller: Caller) -> Hashable:
+    """Whose bodies share a part of the budgets: a caller's, or a connection's where callers are not told apart."""
+    return request.client if caller is ANONYMOUS else caller.name
+
+
 def check_encoding(headers: Mapping[str, str]) -> None:
     """Raises InvalidInput for a compressed body: nothing in it could be read."""
     encoding = headers.get("content-encoding", "").strip().lower()
@@ -321,6 +326,9 @@ _SMALL_BODIES_BYTES = 64 * 2**20
 _LARGE_BODIES_BYTES = 256 * 2**20
 # The calls to one instance may hold this part of a budget: while one hangs, the others are served.
 _INSTANCE_SHARE = 4
+# So may the bodies that one caller sends, or without keys one connection.
+_SHARE = 2
+_SMALL_DIGITS = 9  # of a length that may be small
 # Replies are charged to the budget of large bodies, whether or not they fit: at this multiple of it no call is taken.
 _REPLIES = 2
 
@@ -337,18 +345,20 @@ class ReadBody(NamedTuple):
 class Bodies:
     """Budgets of the bytes of requests and replies in memory, one for small and one for large bodies.
 
-    Calls to one instance hold a part of them at most.
+    Calls to one instance hold a part of them at most, and so do the bodies of one caller, or of one connection.
     """
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.small = ByteBudget(_SMALL_BODIES_BYTES)
         self.large = ByteBudget(max(_LARGE_BODIES_BYTES, limit_bytes))
+        self._small_shares, self._large_shares = Shares(self.small, _SHARE), Shares(self.large, _SHARE)
         self._held: Counter[tuple[str, ByteBudget]] = Counter()
 
     @asynccontextmanager
-    async def read(self, request: Request, head: bytes) -> AsyncIterator[ReadBody]:
-        """`head` and the body in one buffer; its bytes count against a budget until the block ends.
+    async def read(self, request: Request, head: bytes, sharer: Hashable) -> AsyncIterator[ReadBody]:
+        """`head` and the body in one buffer; its bytes count against a budget until the block ends, and before it
+        against the part of the budget that the bodies of `sharer` may hold together.
 
         Raises:
             TooLarge: the body is over the limit; the rest of it is discarded.
@@ -357,9 +367,9 @@ class Bodies:
         """
         self._check_replies()
         length = request.headers.get("content-length", "")
-        budget = self.small if length.isdecimal() and int(length) <= SMALL_BYTES else self.large
-        charge = Charge(budget)
-        try:
+        is_small = length.isdecimal() and len(length) <= _SMALL_DIGITS and int(length) <= SMALL_BYTES
+        budget, shares = (self.small, self._small_shares) if is_small else (self.large, self._large_shares)
+        with shares.charge(sharer) as charge:
             try:
                 buffer = await read_body(request, self.limit_bytes, charge, head)
             except Overloaded:
@@ -367,8 +377,6 @@ class Bodies:
             if buffer is None:
                 raise TooLarge(f"The request body is larger than the limit of {self.limit_bytes} bytes")
             yield ReadBody(buffer, len(head), charge.bytes, budget)
-        finally:
-            charge.release()
 
     async def hold(self, head: bytes, body: bytes, budget: ByteBudget | None = None) -> tuple[ReadBody, Charge]:
         """As `read`, of a body that is there, a small one unless a budget is given; the caller releases the charge.
