@@ -128,6 +128,9 @@ class SimulatedWorker:
     def send_signal(self, number: signal.Signals) -> None:
         pass
 
+    def activity_s(self) -> float | None:
+        return None
+
     def end(self, exit: Exit) -> None:
         if not self._exit.done():
             self._exit.set_result(exit)

@@ -394,3 +394,24 @@ def test_any_history_keeps_processes_and_effects_in_step(history: list[tuple[flo
 )
 def test_an_exit_is_explained_by_words_then_status_then_log(exit: Exit, message: str) -> None:
     assert explain(exit).message == message
+
+
+def test_a_worker_that_works_without_an_answer_is_kept_for_a_minute() -> None:
+    busy = ProbeFailed("no answer", missed=True, works=True)
+    life, effects = RUNNING.step(busy, 100.0)
+    for second in range(1, 60):
+        life, effects = life.step(busy, 100.0 + second)
+        assert (life.phase, life.health, effects) == (Phase.RUNNING, WorkerHealth.DOUBTFUL, [])
+
+    recovered, _ = life.step(ProbeOk(), 160.0)
+    assert (recovered.health, recovered.working_since) == (WorkerHealth.GOOD, None)
+    life, effects = life.step(busy, 160.0)
+    assert effects == [Effect.KILL]
+    assert life.reason == "busy without an answer for 60 s: no answer"
+
+
+def test_missed_probes_of_an_idle_worker_count_beside_those_of_a_busy_one() -> None:
+    busy, idle = ProbeFailed("x", missed=True, works=True), ProbeFailed("x", missed=True)
+    life, effects = after(idle, busy, idle, busy, life=RUNNING)
+    assert (life.phase, effects) == (Phase.RUNNING, [])
+    assert after(idle, life=life)[1] == [Effect.KILL]

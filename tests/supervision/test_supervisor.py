@@ -333,6 +333,30 @@ async def test_the_only_worker_stays_in_the_routes_at_its_first_missed_probe(fle
 
 
 @pytest.mark.clause("M5.4-restart")
+@pytest.mark.parametrize(("flag", "survives"), [("compute-embed=8", True), ("deadlock-embed", False)])
+async def test_a_worker_whose_loop_computes_is_kept_and_one_in_a_deadlock_is_replaced(
+    fleets: Fleets, flag: str, survives: bool
+) -> None:
+    """Both give no answer. The first is busy for longer than the three missed probes that end the second."""
+    fleet = fleets(health_probe_timeout_secs=2)
+    await fleet.manager.boot()
+    await fleet.create(f"first-only,{flag}")
+    view = await fleet.running()
+    router = Router()
+    fleet.directory.subscribe(router.apply)
+    router.update(fleet.directory.snapshot())
+    with router.lease(Target(instance_name="a")) as lease:
+        call = await lease.start(Method.EMBED, b"")
+        if survives:
+            await call.answer
+            assert (await fleet.running()).pid == view.pid
+        else:
+            with pytest.raises(Unavailable):
+                await call.answer
+            await fleet.running(not_pid=view.pid)
+    await router.close()
+
+
 async def test_a_stopped_worker_is_replaced_within_seconds_and_its_callers_are_told(fleets: Fleets) -> None:
     """Three probes in a row without an answer end it before a single one has had the whole limit of a probe."""
     fleet = fleets(health_probe_timeout_secs=10)

@@ -45,6 +45,9 @@ class Handle:
     def send_signal(self, number: signal.Signals) -> None:
         self.signals.append(number)
 
+    def activity_s(self) -> float | None:
+        return None
+
     async def stop(self, grace_s: float, *, sigterm: bool = True) -> Exit:
         self.stops.append(grace_s)
         if self.immortal:

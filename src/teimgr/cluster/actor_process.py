@@ -65,6 +65,9 @@ class ActorProcess:
         self._tasks.add(sending)
         sending.add_done_callback(self._tasks.discard)
 
+    def activity_s(self) -> float | None:
+        return None  # only the host of the process sees it
+
     async def release(self) -> None:
         """Forget the process, which continues."""
         tasks = [self._exit, *self._tasks]

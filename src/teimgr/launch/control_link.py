@@ -239,22 +239,38 @@ class MuxLink:
         members = ", ".join(f'"{key}": {value}' for key, value in values.items())
         self._writer.write(f"{{{members}}}\n".encode())
 
-    async def ask(self, request: str, limit_s: float) -> dict[str, Any]:
+    async def ask(
+        self, request: str, limit_s: float, has_worked: Callable[[], bool] = lambda: False, most_s: float = 0.0
+    ) -> dict[str, Any]:
         """The answer to `stats`, or to `ack`, which confirms what was sent before.
+
+        `has_worked` is asked after each `limit_s` without an answer: the mux has up to `most_s` while its threads work.
 
         Raises:
             MuxLost: it does not answer.
         """
+        waited_s = limit_s
         try:
-            async with asyncio.timeout(limit_s):
+            async with asyncio.timeout(max(limit_s, most_s)):
                 self.send(**{request: "true"})
-                await self._writer.drain()
-                await asyncio.wait((self._reading,))
+                answer = asyncio.ensure_future(self._answered())
+                try:
+                    while not (await asyncio.wait((answer,), timeout=limit_s))[0]:
+                        if not has_worked():
+                            raise MuxLost(f"it gave no answer for {waited_s:g} s")
+                        waited_s += limit_s
+                    answer.result()
+                finally:
+                    answer.cancel()
         except TimeoutError as error:
-            raise MuxLost(f"it gave no answer for {limit_s:g} s") from error
+            raise MuxLost(f"it gave no answer for {max(limit_s, most_s):g} s") from error
         except OSError as error:
             raise MuxDisconnected(f"its control connection broke: {error}") from error
         return self._message()
+
+    async def _answered(self) -> None:
+        await self._writer.drain()
+        await asyncio.wait((self._reading,))
 
     async def wait(self, changed: asyncio.Event, limit_s: float) -> bool:
         """Whether there is a change within `limit_s`.

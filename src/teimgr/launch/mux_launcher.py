@@ -58,6 +58,9 @@ class MuxHandle(Protocol):
     def send_signal(self, number: signal.Signals) -> None:
         """No effect once it is gone."""
 
+    def activity_s(self) -> float | None:
+        """As `WorkerHandle.activity_s`."""
+
 
 class MuxLauncher(Protocol):
     """Starts one mux, again and again, on one host.

@@ -217,6 +217,16 @@ class ProcessHandle:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, number)
 
+    def activity_s(self) -> float | None:
+        """Processor time that its threads had or waited for, in seconds; None if the kernel does not count it."""
+        if self._ended.is_set():
+            return None
+        try:
+            counts = [file.read_text().split() for file in Path(f"/proc/{self.pid}/task").glob("*/schedstat")]
+            return sum(int(ran) + int(waited) for ran, waited, _ in counts) / 1e9 if counts else None
+        except (OSError, ValueError):  # a thread has ended meanwhile
+            return None
+
     async def release(self) -> None:
         """Close the pidfd and forget the process, which goes on."""
         self._exit.cancel()

@@ -89,10 +89,15 @@ class ProbeOk:
 
 @dataclass(frozen=True, slots=True)
 class ProbeFailed:
-    """A health probe failed; `missed`: without an answer, as of a worker that hangs or of a machine that is loaded."""
+    """A health probe failed.
+
+    `missed`: without an answer, as of a worker that hangs or of a machine that is loaded. `works`: without an answer of
+    the event loop, while the threads of the process ran or waited for a processor.
+    """
 
     reason: str
     missed: bool = False
+    works: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +163,13 @@ Tick              STOPPED   STARTING          RUNNING            REPLACING      
 
 FAILED_EXIT_LIMIT_S = 5.0
 """How long a worker may take to exit after it reported a failure."""
+
+
+LOADED_PART = 0.25
+"""If the threads of a process run, or wait for a processor, for this part of the time without an answer, load keeps it
+from answering: a deadlock takes none."""
+WORKING_LIMIT_S = 60.0
+"""How long a worker may give no answer while its threads work. Without work, three missed probes end it."""
 
 
 class Phase(Enum):
@@ -251,6 +263,7 @@ class ReplicaState:
     restarts: int = 0
     streak: int = 0
     probe_failures: int = 0
+    working_since: float | None = None
     health: WorkerHealth = WorkerHealth.GOOD
     ready_at: float | None = None
     wake_at: float | None = None
@@ -306,8 +319,8 @@ class ReplicaState:
                 return self._draining()
             case ProbeOk():
                 return self._ready(now)._without_probe_failures(), []
-            case ProbeFailed(reason, missed):
-                return self._probe_failed(reason, missed)
+            case ProbeFailed(reason, missed, works):
+                return self._probe_failed(reason, missed, works, now)
             case Exited(exit, jitter):
                 return self._exited(exit, jitter, now)
             case Tick():
@@ -375,11 +388,18 @@ class ReplicaState:
         return replace(self, wake_at=now + self.policy.startup_timeout_s)
 
     def _without_probe_failures(self) -> ReplicaState:
-        return replace(self, probe_failures=0, health=WorkerHealth.GOOD)
+        return replace(self, probe_failures=0, working_since=None, health=WorkerHealth.GOOD)
 
-    def _probe_failed(self, reason: str, missed: bool) -> tuple[ReplicaState, list[Effect]]:
+    def _probe_failed(self, reason: str, missed: bool, works: bool, now: float) -> tuple[ReplicaState, list[Effect]]:
         if self.phase is not Phase.RUNNING:
             return self, []
+        if works and self.policy.max_probe_failures:
+            since = now if self.working_since is None else self.working_since
+            if now - since < WORKING_LIMIT_S:  # a heavy call, or a loaded machine: it does not count
+                health = WorkerHealth.DOUBTFUL if self.health is WorkerHealth.GOOD else self.health
+                return replace(self, working_since=since, health=health), []
+            failure = FailureCause(f"busy without an answer for {WORKING_LIMIT_S:g} s: {reason}")
+            return replace(self, phase=Phase.REPLACING, failure=failure, reason=failure.message), [Effect.KILL]
         health = WorkerHealth.DOUBTFUL if missed and not self.probe_failures else WorkerHealth.BAD
         state = replace(self, probe_failures=self.probe_failures + 1, health=health)
         if not 0 < self.policy.max_probe_failures <= state.probe_failures:

@@ -31,7 +31,7 @@ from teimgr.observability.telemetry import exporting
 from teimgr.routing.router import Directory
 from teimgr.spec import RouteEntry
 from teimgr.supervision.crash_reports import MUX, Crash, CrashReports
-from teimgr.supervision.lifecycle import Backoff
+from teimgr.supervision.lifecycle import LOADED_PART, WORKING_LIMIT_S, Backoff
 from teimgr.unix_listener import check_free, remove_stale
 
 log = logging.getLogger(__name__)
@@ -44,12 +44,13 @@ _ADOPTION_PAUSE_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class MuxTimeouts:
-    """Limits in seconds: until the control link accepts, until a late answer raises an alarm, until it counts as lost;
-    and the interval of the polls."""
+    """Limits in seconds: until the control link accepts, until a late answer raises an alarm, until it counts as lost,
+    and that while its threads work; and the interval of the polls."""
 
     connect_limit_s: float = 20.0
     alarm_after_s: float = 2.0
     answer_limit_s: float = 10.0
+    working_limit_s: float = WORKING_LIMIT_S
     interval_s: float = 5.0
 
 
@@ -255,7 +256,8 @@ class MuxSupervisor:
             while True:
                 late = asyncio.get_running_loop().call_later(limits.alarm_after_s, self._on_late)
                 try:
-                    answer = await link.ask(request, limits.answer_limit_s)
+                    has_worked = self._work_meter(limits.answer_limit_s)
+                    answer = await link.ask(request, limits.answer_limit_s, has_worked, limits.working_limit_s)
                 finally:
                     late.cancel()
                 self._set_routes(version)
@@ -278,6 +280,18 @@ class MuxSupervisor:
         finally:
             for leave in unsubscribe:
                 leave()
+
+    def _work_meter(self, interval_s: float) -> Callable[[], bool]:
+        """Make a function that tells if the mux's threads ran, or waited for a processor, since it was last asked."""
+        process = self._process
+        before_s = None if process is None else process.activity_s()
+
+        def has_worked() -> bool:
+            nonlocal before_s
+            last_s, before_s = before_s, None if process is None else process.activity_s()
+            return last_s is not None and before_s is not None and before_s - last_s >= interval_s * LOADED_PART
+
+        return has_worked
 
     def _on_late(self) -> None:
         self.alarm = f"{self.name} has given no answer for {self._timeouts.alarm_after_s:g} s"

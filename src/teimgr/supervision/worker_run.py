@@ -21,6 +21,7 @@ from teimgr.observability.logs import STACKS_SIGNAL
 from teimgr.routing.router import Directory
 from teimgr.spec import CpuThreads, WorkerEndpoint, WorkerSpec
 from teimgr.supervision.lifecycle import (
+    LOADED_PART,
     Exited,
     FailureCause,
     LoadBegan,
@@ -315,7 +316,7 @@ class WorkerRun:
         pause_s, failing = interval_s, False
         while True:
             await asyncio.sleep(pause_s)
-            began = clock()
+            began, before = clock(), self._activity_s()
             try:
                 await prober.probe(self._link)
             except TeimgrError as error:
@@ -325,12 +326,21 @@ class WorkerRun:
                 pause_s = min(interval_s, max(_RETRY_PAUSE_S, began + ANSWER_LIMIT_S - clock()))
                 link = self._link
                 missed = isinstance(error, DeadlineExceeded) or link is None or not link.is_open
-                self._post(ProbeFailed(error.message, missed))
+                works = isinstance(error, NoAnswer) and self._has_worked(before, clock() - began)
+                self._post(ProbeFailed(error.message, missed, works))
             else:
                 pause_s, failing = interval_s, False
                 self._post(ProbeOk())
                 if prober.resident_bytes is not None:
                     self._on_memory(prober.resident_bytes, False)
+
+    def _activity_s(self) -> float | None:
+        return None if self.handle is None else self.handle.activity_s()
+
+    def _has_worked(self, before_s: float | None, passed_s: float) -> bool:
+        """Whether the worker's threads ran, or waited for a processor, in the time since `before_s` was read."""
+        now_s = self._activity_s()
+        return before_s is not None and now_s is not None and now_s - before_s >= passed_s * LOADED_PART
 
     async def _read_memory_at_start(self) -> None:
         if (link := self._link) is None:
@@ -342,6 +352,10 @@ class WorkerRun:
             return
         if found is not None:
             self._on_memory(int(found), True)
+
+
+class NoAnswer(DeadlineExceeded):
+    """The event loop of the worker did not answer, whatever its device does."""
 
 
 class Prober:
@@ -366,7 +380,10 @@ class Prober:
         try:
             if not (await asyncio.wait((answer,), timeout=_AT_ONCE_S))[0]:
                 # The device may be busy for long; the process, unless it was stopped, answers soon.
-                await link.call(Method.STATS, timeout_s=min(self._timeout_s, ANSWER_LIMIT_S) - _AT_ONCE_S)
+                try:
+                    await link.call(Method.STATS, timeout_s=min(self._timeout_s, ANSWER_LIMIT_S) - _AT_ONCE_S)
+                except DeadlineExceeded as error:
+                    raise NoAnswer(error.message) from None
             async with asyncio.timeout(self._timeout_s - _AT_ONCE_S):
                 reply = await answer
             # A worker of an earlier version counts nothing here.

@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -38,6 +39,8 @@ _FLAGS = {
     "fail-probes": "answer so many PROBEs with an error, then well",
     "hang-probes": "never answer so many PROBEs, then well",
     "hang-embed": "never answer an EMBED",
+    "compute-embed": "hold the event loop and a processor for so many seconds at an EMBED, then answer",
+    "deadlock-embed": "hold the event loop without a processor for good at an EMBED",
     "busy": "count a batch at every PROBE and STATS",
     "drain-itself": "say draining after saying ready, then exit 0",
     "deaf": "accept no connection, answer nothing",
@@ -218,7 +221,12 @@ class Link(FrameProtocol):
             self.answer(header, worker.counted())
         elif header.method == Method.EMBED and "hang-embed" in worker.flags:
             pass
+        elif header.method == Method.EMBED and "deadlock-embed" in worker.flags:
+            threading.Event().wait()
         elif header.method == Method.EMBED:
+            until = time.monotonic() + float(worker.flags.get("compute-embed", 0))
+            while time.monotonic() < until:
+                pass
             answered = Timings(chars=3, tokens=2, total_ns=1, tokenization_ns=1, queue_ns=1, inference_ns=1).pack()
             self.send(FrameType.REPLY, header.method, header.id, answered, flags=Flag.TIMINGS)
         elif header.method == Method.THREADS:
