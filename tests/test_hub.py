@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from teimgr import hub
-from teimgr.errors import InvalidConfig
+from teimgr.errors import InvalidConfig, ModelNotFound
 from tests.support.hub_server import SHA, Hub
 
 MODEL = "somebody/tiny"
@@ -229,3 +229,49 @@ def test_pickled_weights_are_found(tmp_path: Path, files: list[str], found: str 
     if found:
         with pytest.raises(InvalidConfig, match="only safetensors are allowed"):
             hub.check_safetensors("m", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "revision", ["/srv/uploads/file-1", "../../x", "a/../b", "a//b", "-x", "a b", "x.lock", "\0", ""]
+)
+def test_a_path_is_no_revision(revision: str, tmp_path: Path) -> None:
+    """The hub library would take the file at it for a ref, and what is in that for a folder."""
+    assert hub.revision_problem(revision)
+    with pytest.raises(ModelNotFound, match="must be the name of a branch"):
+        hub.find_cached(MODEL, revision, tmp_path)
+
+
+@pytest.mark.parametrize("revision", ["main", "refs/pr/1", "v1.5", SHA, "feature/größer_2"])
+def test_names_are_revisions(revision: str) -> None:
+    assert hub.revision_problem(revision) is None
+
+
+def test_a_ref_that_leads_out_of_the_snapshots_is_refused(tmp_path: Path) -> None:
+    other = tmp_path / "private"
+    other.mkdir()
+    (other / "config.json").write_text("{}")
+    (other / "model.safetensors").write_text("weights")
+    refs = tmp_path / "cache" / hub.folder_name(MODEL) / "refs"
+    refs.mkdir(parents=True)
+    (refs.parent / "snapshots").mkdir()
+    (refs / "main").write_text("../../../private")
+
+    with pytest.raises(ModelNotFound, match="leads out of its snapshots"):
+        hub.find_cached(MODEL, None, tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"decoy.safetensors": "", "pytorch_model.bin": "pickle"},
+        {"a/b/c/pytorch_model.bin": "pickle"},
+        {"model.safetensors.index.json": '{"weight_map": {"w": "shard.pkl"}}', "shard.pkl": "pickle"},
+    ],
+)
+def test_safetensors_alone_means_what_is_loaded(files: dict[str, str], tmp_path: Path) -> None:
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+
+    with pytest.raises(InvalidConfig, match="pickled weights"):
+        hub.check_safetensors(MODEL, tmp_path)

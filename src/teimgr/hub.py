@@ -149,6 +149,8 @@ def find_cached(model_id: str, revision: str | None = None, cache: Path | None =
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
+    if problem := revision_problem(revision):
+        raise ModelNotFound(f"Model '{model_id}': revision {problem}")
     try:
         path = Path(
             snapshot_download(
@@ -159,7 +161,19 @@ def find_cached(model_id: str, revision: str | None = None, cache: Path | None =
         raise ModelNotFound(f"Model '{model_id}' is neither a directory nor a hub id: {error}") from error
     except LocalEntryNotFoundError:
         return None
+    _check_place(path, model_id, cache)
     return ModelSource(path, path.name) if is_complete(path) else None
+
+
+def _check_place(snapshot: Path, model_id: str, cache: Path | None = None) -> None:
+    """Check that a snapshot that a ref led to is one of the model's own.
+
+    Raises:
+        ModelNotFound: the ref, or a link, leads elsewhere.
+    """
+    own = (cache or default_cache_folder()) / folder_name(model_id) / "snapshots"
+    if snapshot.resolve().parent != own.resolve():
+        raise ModelNotFound(f"Model '{model_id}': its revision leads out of its snapshots in the hub cache")
 
 
 def find_packaged(model_id: str) -> ModelSource | None:
@@ -230,11 +244,22 @@ def is_cut_short(weights: Path) -> bool:
 
 
 def pickled_weights(path: Path) -> Path | None:
-    """A file of pickled tensors that would be loaded: a `.pt`, or a `.bin` without safetensors beside it."""
-    for file in sorted((*path.glob("*"), *path.glob("*/*"))):
-        if file.suffix == ".pt" or (file.suffix == ".bin" and not any(file.parent.glob("*.safetensors"))):
+    """A file of pickled tensors that would be loaded: a `.pt`, a `.bin` that no safetensors stand in for, or a
+    shard that is none, at any depth.
+    """
+    for file in sorted(path.rglob("*")):
+        if file.suffix == ".pt" or (file.suffix == ".bin" and not _has_safetensors(file.parent)):
             return file
+        if file.name.endswith(".safetensors.index.json"):
+            for shard in shards_of(file) or ():
+                if not shard.endswith(".safetensors"):
+                    return file.parent / shard
     return None
+
+
+def _has_safetensors(folder: Path) -> bool:
+    """Whether a folder has the safetensors that are loaded in place of its pickled weights: those of these names."""
+    return any((folder / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json"))
 
 
 def check_safetensors(model_id: str, path: Path) -> None:
@@ -319,6 +344,8 @@ def _local(model_id: str, *, of_a_fleet: bool) -> ModelSource:
 def _download(model_id: str, revision: str | None) -> ModelSource:
     from huggingface_hub import HfApi, snapshot_download
 
+    if problem := revision_problem(revision):
+        raise ModelNotFound(f"Model '{model_id}': revision {problem}")
     if is_offline():  # no attempt can end otherwise
         raise ModelNotFound(
             f"Model '{model_id}' is neither a directory here nor in the hub cache, and HF_HUB_OFFLINE is set"
@@ -328,6 +355,7 @@ def _download(model_id: str, revision: str | None) -> ModelSource:
         unused = unused_patterns(sibling.rfilename for sibling in info.siblings or ())
         # By name, not by commit: then the cache stores the ref by which an offline start finds the snapshot.
         path = Path(snapshot_download(model_id, revision=revision, ignore_patterns=unused))
+    _check_place(path, model_id)
     return ModelSource(path, path.name)
 
 
@@ -343,8 +371,22 @@ def needed(names: Sequence[str]) -> list[str]:
     return list(filter_repo_objects(names, ignore_patterns=unused_patterns(names)))
 
 
+def revision_problem(revision: str | None) -> str | None:
+    """Why a text is no revision; None for the name of a branch or tag, by git's rules, or a commit, and for None.
+
+    The hub library joins a revision to the path of the cache's refs, and what it finds there to that of the snapshots.
+    """
+    if revision is None:
+        return None
+    parts = revision.split("/")
+    wrong = not stays_below(revision) or any(part.startswith(".") or part.endswith((".", ".lock")) for part in parts)
+    if wrong or revision.startswith("-") or ".." in revision or any(mark in revision for mark in " ~^:?*[@{"):
+        return f"must be the name of a branch, tag or commit (got {revision[:_COMPARED_CHARS]!r})"
+    return None
+
+
 def stays_below(name: str) -> bool:
-    """Whether a revision, or the name of a file in a repository, is a path that leads nowhere but below its folder."""
+    """Whether the name of a file in a repository is a path that leads nowhere but below its folder."""
     parts = name.split("/")
     return (
         0 < len(name) <= _MAX_PATH_CHARS

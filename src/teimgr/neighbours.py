@@ -294,8 +294,8 @@ class _Fetch:
 
     def run(self) -> hub.ModelSource:
         """As `FleetNeighbours.fetch`; raises OSError besides."""
-        if self._revision is not None and not hub.stays_below(self._revision):
-            raise ModelNotFound(f"'{self._revision[:80]}' is no revision")
+        if problem := hub.revision_problem(self._revision):
+            raise ModelNotFound(f"revision: {problem}")
         if not self._hosts():
             raise ModelNotFound(f"no other host is in the fleet that could have model '{self._model_id}'")
         self._locks.mkdir(parents=True, exist_ok=True)

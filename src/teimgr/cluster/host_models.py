@@ -90,8 +90,8 @@ class HostModels:
         Raises:
             ModelNotFound, InvalidInput, Forbidden: as `serve`.
         """
-        if revision is not None and not hub.stays_below(revision):
-            raise InvalidInput("revision: it is none")
+        if problem := hub.revision_problem(revision):
+            raise InvalidInput(f"revision: {problem}")
         try:
             found = hub.find_cached(model_id, revision, self._given_cache)
             return None if found is None else self._offer(model_id, found.path)

@@ -131,6 +131,8 @@ def parse(extra_args: Sequence[str]) -> dict[str, Any]:
             raise InvalidConfig(f"extra_args: {name} {error} (got {value!r})") from error
         if flag.field is not None:
             overrides[flag.field] = (*overrides.get(flag.field, ()), parsed) if flag.repeats else parsed
+    if problem := hub.revision_problem(overrides.get("revision")):
+        raise InvalidConfig(f"extra_args: --revision {problem}")
     if overrides.keys() >= {"default_prompt", "default_prompt_name"}:
         raise InvalidConfig("extra_args: --default-prompt and --default-prompt-name exclude each other")
     return overrides
@@ -194,6 +196,8 @@ def key_faults(spec: InstanceSpec, path: str = "") -> Iterator[ConfigFault]:
         value = getattr(spec, name)
         if problem := key.not_a_word(value) or key.out_of_range(value):
             yield ConfigFault(join(path, name), problem)
+    if problem := hub.revision_problem(spec.revision):
+        yield ConfigFault(join(path, "revision"), problem)
     if spec.replicas == "per-gpu" and spec.gpu_id is not None:
         yield ConfigFault(join(path, "replicas"), "'per-gpu' and a gpu_id exclude each other")
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from teimgr import hub
-from teimgr.errors import ModelDownloadFailed, TeimgrError, Unavailable
+from teimgr.errors import ModelDownloadFailed, ModelNotFound, TeimgrError, Unavailable
 from teimgr.registry.cache import HubCache
 
 PARALLEL_FILES = 4
@@ -127,6 +127,8 @@ class Fetch:
         from huggingface_hub import snapshot_download
 
         order = self._order
+        if problem := hub.revision_problem(order.revision):
+            raise ModelNotFound(f"revision: {problem}")
         with hub.hub_failures(order.model_id, order.revision):
             files = self._plan()
             self._check_room(files)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from teimgr import hub
-from teimgr.config.instance_keys import check_allowed
+from teimgr.config.instance_keys import check_allowed, key_faults
 from teimgr.config.settings import Settings
 from teimgr.errors import ModelInUse, ModelLoadFailed, ModelNotFound, Unavailable, ValidationError
 from teimgr.launch.launcher import LocalLauncher
@@ -116,7 +116,7 @@ class Registry:
         Raises:
             ValidationError: not a possible model id.
         """
-        await asyncio.to_thread(_check_id, model_id)
+        await asyncio.to_thread(_check_id, model_id, revision)
         try:
             return await self.get(model_id), False
         except ModelNotFound:
@@ -131,7 +131,7 @@ class Registry:
             ValidationError: not a possible model id.
             ModelBusy: it is being downloaded or tried.
         """
-        await asyncio.to_thread(_check_id, model_id)
+        await asyncio.to_thread(_check_id, model_id, revision)
         progress = Observable(DownloadProgress(phase="waiting", bytes_done=0, files_done=0))
         return self._tasks.begin(
             model_id,
@@ -155,7 +155,10 @@ class Registry:
             gpu_id=options.gpu_id,
             dtype=options.dtype,
             trust_remote_code=options.trust_remote_code,
+            revision=options.revision,
         )
+        for fault in key_faults(instance):
+            raise ValidationError(str(fault))
         check_allowed(instance, self._settings)
         gpu = None if options.on_cpu else place(instance, await self._gpus.read())
         snapshot = await asyncio.to_thread(self._find, model_id, self._revision_of(model_id, options.revision))
@@ -334,12 +337,14 @@ def _how_to_get(model_id: str, snapshot: Snapshot | None) -> str:
     )
 
 
-def _check_id(model_id: str) -> None:
+def _check_id(model_id: str, revision: str | None = None) -> None:
     """Check a model id. May import the hub's library, which takes a moment.
 
     Raises:
-        ValidationError: neither a directory's path nor an id that the hub accepts.
+        ValidationError: neither a directory's path nor an id that the hub accepts, or no revision.
     """
+    if problem := hub.revision_problem(revision):
+        raise ValidationError(f"revision: {problem}")
     try:
         hub.check_directory(model_id)
     except ModelNotFound as error:
