@@ -310,6 +310,7 @@ class WorkerSpec:
     kind: str | None = None
     trust_remote_code: bool = False
     safetensors_only: bool = False
+    strict_model_files: bool = False
     gpu: str | None = None
     threads: int = 1
     instance_host: str = "127.0.0.1"
@@ -361,6 +362,7 @@ class WorkerSpec:
         # A key that is newer than 0.1.0 counts where it is set: workers of that version are adopted.
         unset = {
             "safetensors_only": False,
+            "strict_model_files": False,
             "max_queue_wait_secs": _MAX_QUEUE_WAIT_SECS,
             "max_queued_tokens": 0,
             "host": "",
@@ -386,7 +388,9 @@ class LoadedModel:
     "varlen" (one call of a kernel for all texts) or "by-run" (one call per run of equal lengths), else "library"; a
     look-up table has "none".
     `forward` is "native" where our C library computes all layers in one call, else "library". `mean_cosine` and
-    `min_cosine` are those of the results to float32 on known texts, 1.0 for models with scores only.
+    `min_cosine` are those of the results to float32 on known texts, 1.0 for models with scores only. `most_dimensions`
+    may be asked of a dense vector where its files cut it to fewer, `dimension`; else 0. `warnings` are about the
+    model's files: keys without effect, and contradictions.
     """
 
     model_id: str
@@ -413,6 +417,8 @@ class LoadedModel:
     forward: str = "library"
     mean_cosine: float = 1.0
     min_cosine: float = 1.0
+    most_dimensions: int = 0
+    warnings: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}

@@ -40,7 +40,7 @@ def test_a_bare_transformer_of_the_bert_kind_pools_its_first_token(bert: Path) -
         (bert / name).unlink()
     layout = read_layout(bert)
     assert layout.poolings == ("cls",)
-    assert "cls" in layout.notes[0]
+    assert "cls" in layout.warnings[0]
 
     edit(bert / "config.json", model_type="qwen3")
     with pytest.raises(InvalidConfig, match="set the pooling"):

@@ -181,6 +181,9 @@ class Settings:
 
     allow_remote_code: bool = key(False, "instances may set trust_remote_code, to run code of a model's repository")
     allow_pickled_weights: bool = key(True, "instances may load weights from pickled files; false: safetensors alone")
+    strict_model_files: bool = key(
+        False, "refuse a model whose files have keys that are unknown here, or that contradict each other; false: warn"
+    )
     local_model_roots: tuple[str, ...] = key(
         (), "directories below which a model_id may be a path; none: anywhere, for keys without restriction"
     )

@@ -141,7 +141,7 @@ class Engine:
         if self._fault is not None:
             raise Unavailable(self._fault)
         self.check(job.options)
-        job.allocate_results(self.info.dimension, len(self.info.labels))
+        job.allocate_results(self.info.dimension, len(self.info.labels), is_cut=self.info.most_dimensions > 0)
         self._intake.put(job, self.prompts.tokenize_options(job.options), starts=starts)
 
     def start(self) -> None:
@@ -357,7 +357,7 @@ class SelfTest(Job):
         options = InferOptions(frozenset({self._output}), normalize=info.kind != Kind.SPARSE, raw_scores=True)
         known: Input = Pair(*PROBE_TEXTS[1:3]) if info.kind == Kind.RERANKER else PROBE_TEXTS[1]
         super().__init__([known], options, Lane.INTERACTIVE)
-        self.allocate_results(info.dimension, len(info.labels))
+        self.allocate_results(info.dimension, len(info.labels), is_cut=info.most_dimensions > 0)
         self.done = threading.Event()
 
     def agrees_with(self, reference: SelfTest) -> bool:

@@ -41,7 +41,7 @@ _POWERS = 32  # buckets by powers of two: no batch has 2^32 tokens
 
 
 def vector_options(job: Job) -> VectorOptions:
-    return job.options.dimensions, job.options.normalize
+    return job.cut_to, job.options.normalize
 
 
 class InFlightLimit:

@@ -60,7 +60,9 @@ class InferOptions:
     """The options of a call, the same for all its inputs.
 
     `dimensions` keeps that many leading values of the dense vector, before `normalize` scales it to length 1; both
-    concern DENSE alone. `prompt` is the text of a prompt, in place of one by name. `raw_scores` skips the model's
+    concern DENSE alone; None keeps as many as the model's files say. A text that is too long loses its end, or its
+    beginning where `truncation_left`, or where the model's files say so and the request does not name a side
+    (`names_side`). `prompt` is the text of a prompt, in place of one by name. `raw_scores` skips the model's
     activation: logits. On a late-interaction model `prompt_name` "query" or "document" chooses the role, "document"
     where it is None.
     """
@@ -68,6 +70,7 @@ class InferOptions:
     outputs: frozenset[Output] = frozenset({Output.DENSE})
     truncate: bool = True
     truncation_left: bool = False
+    names_side: bool = False
     prompt_name: str | None = None
     prompt: str | None = None
     normalize: bool = True
@@ -90,8 +93,9 @@ class Job:
         tokens_of      N × float32 [tokens, hidden]    TOKENS
         multi_vectors  N × float32 [kept, projected]   MULTI_VECTOR
 
-    `chars` counts ids where an input is given as ids. The three times are means over the served rows: from submission
-    to queue, from queue to the start of the batch, and the duration of the batch the row rode in.
+    `cut_to` are the dimensions that dense vectors are cut to, None for all. `chars` counts ids where an input is given
+    as ids. The three times are means over the served rows: from submission to queue, from queue to the start of the
+    batch, and the duration of the batch the row rode in.
     """
 
     inputs: Sequence[Input]
@@ -105,6 +109,7 @@ class Job:
     sparse: list[SparseRow | None] = field(default_factory=list, init=False)
     tokens_of: list[NDArray[np.float32] | None] = field(default_factory=list, init=False)
     multi_vectors: list[NDArray[np.float32] | None] = field(default_factory=list, init=False)
+    cut_to: int | None = field(default=None, init=False)
     errors: dict[int, TeimgrError] = field(default_factory=dict, init=False)
     remaining: int = field(init=False)
     chars: int = field(init=False)
@@ -120,9 +125,12 @@ class Job:
         self.remaining = len(self.inputs)
         self.chars = total_characters(self.inputs)
 
-    def allocate_results(self, dimension: int, labels: int) -> None:
-        """Allocate the results that `options` request; `dimension` is that of an uncut dense vector."""
+    def allocate_results(self, dimension: int, labels: int, *, is_cut: bool = False) -> None:
+        """Allocate the results that `options` request; `dimension` is that of dense vectors by default, to which they
+        have to be cut where `is_cut`.
+        """
         rows, outputs = len(self.inputs), self.options.outputs
+        self.cut_to = self.options.dimensions or (dimension if is_cut else None)
         if Output.DENSE in outputs:
             self.vectors = np.zeros((rows, self.options.dimensions or dimension), dtype=np.float32)
         if Output.SCORES in outputs:
@@ -190,7 +198,7 @@ def check_supported(info: LoadedModel, options: InferOptions) -> None:
     dimensions = options.dimensions
     if dimensions is not None and dimensions < 1:
         raise InvalidInput("Input validation error: `dimensions` should be positive")
-    if dimensions is not None and dimensions > info.dimension:
+    if dimensions is not None and dimensions > max(info.dimension, info.most_dimensions):
         raise InvalidInput(
             "Input validation error: `dimensions` should be smaller than the maximum embedding dimension."
         )

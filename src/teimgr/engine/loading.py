@@ -25,9 +25,10 @@ from teimgr.engine.queue import BatchLimits
 from teimgr.engine.reference_cache import ReferenceCache, reference_key
 from teimgr.engine.runner import return_freed_memory
 from teimgr.engine.tokenizer import Prompts, TextTokenizer
+from teimgr.engine.tokenizer_checks import contradictions
 from teimgr.errors import InvalidConfig
 from teimgr.model_files.layout import Backbone, Layout
-from teimgr.model_files.reading import read_layout
+from teimgr.model_files.reading import read_layout, refuse_warnings
 from teimgr.spec import LoadedModel
 
 log = logging.getLogger(__name__)
@@ -74,6 +75,7 @@ class EngineOptions:
     pooling: str | None = None
     kind: str | None = None
     trust_remote_code: bool = False
+    strict_model_files: bool = False
     threads: int = 1
     core_load: Path | None = None
     references: Path | None = None
@@ -116,13 +118,22 @@ def load_parts(options: EngineOptions) -> EngineParts:
         gpu.prepare_process(options.threads)
     else:
         os.environ.setdefault("RAYON_NUM_THREADS", str(options.threads))  # the tokenizer's threads
-    layout = read_layout(options.path, options.pooling, kind=options.kind, trust_remote_code=options.trust_remote_code)
-    for note in layout.notes:
-        log.warning("%s: %s", options.model_id, note)
+    layout = read_layout(
+        options.path,
+        options.pooling,
+        kind=options.kind,
+        trust_remote_code=options.trust_remote_code,
+        strict=options.strict_model_files,
+    )
     prompts = Prompts(layout, options.default_prompt_name, options.default_prompt)
     if layout.max_length > options.max_batch_tokens:
         log.warning("texts are limited to the %d tokens of a batch", options.max_batch_tokens)
     tokenizer = TextTokenizer(layout, min(layout.max_length, options.max_batch_tokens))
+    warnings = (*layout.warnings, *contradictions(layout, tokenizer.library))
+    if options.strict_model_files:
+        refuse_warnings(warnings)
+    for note in (*layout.notes, *warnings):
+        log.warning("%s: %s", options.model_id, note)
     _check_room(layout, options, tokenizer.special_tokens + 1)
     inputs = probe_inputs(layout, tokenizer)
     try:
@@ -136,6 +147,8 @@ def load_parts(options: EngineOptions) -> EngineParts:
         gpu.raise_if_the_devices(error, device)
         raise
     return_freed_memory()
+    width = next((model.widths[output] for output in _VECTORS if output in model.outputs), 0)
+    cut = layout.dimensions if Output.DENSE in model.outputs else None
     info = LoadedModel(
         model_id=options.model_id,
         model_sha=options.model_sha,
@@ -143,7 +156,8 @@ def load_parts(options: EngineOptions) -> EngineParts:
         device=options.device,
         kind=layout.kind.value,
         pooling=layout.pooling,
-        dimension=next((model.widths[o] for o in _VECTORS if o in model.outputs), 0),
+        dimension=width if cut is None else min(cut, width),
+        most_dimensions=0 if cut is None else width,
         max_input_length=tokenizer.max_length,
         max_batch_tokens=max_batch_tokens,
         batching="equal-length" if choice.batching is Batching.EQUAL_LENGTH else "packed",
@@ -160,6 +174,7 @@ def load_parts(options: EngineOptions) -> EngineParts:
         forward="native" if choice.batching is Batching.NATIVE else "library",
         mean_cosine=round(choice.closeness.mean_cosine, 6),
         min_cosine=round(choice.closeness.min_cosine, 6),
+        warnings=warnings,
     )
     log.info(
         "%s on %s in %s, %s (attention: %s), cosine to float32 on known texts: mean %.6f, lowest %.6f, "

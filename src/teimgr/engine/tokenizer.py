@@ -84,6 +84,7 @@ class Prompts:
     def __init__(self, layout: Layout, default_name: str | None = None, default_text: str | None = None) -> None:
         """Raises InvalidConfig where the model has no prompt called `default_name`."""
         self._roles = layout.late is not None
+        self._left = layout.truncate_left
         self._texts = dict(layout.prompts)
         if self._roles:
             self._texts = {name: layout.prompts.get(name, "") for name in (QUERY, DOCUMENT)}
@@ -107,7 +108,8 @@ class Prompts:
         """Raises InvalidInput where the model has no prompt of that name."""
         query = self._default_query if options.prompt_name is None else options.prompt_name == QUERY
         text = self.text(options.prompt_name) if options.prompt is None else options.prompt
-        return TokenizeOptions(options.truncate, options.truncation_left, text, self._roles and query)
+        left = options.truncation_left or (self._left and not options.names_side)
+        return TokenizeOptions(options.truncate, left, text, self._roles and query)
 
     def text(self, name: str | None) -> str:
         """The prompt called `name`, or the default one; "" for none.
@@ -193,6 +195,7 @@ class TextTokenizer:
 
     def __init__(self, layout: Layout, max_length: int) -> None:
         tokenizer = load_tokenizer(layout)
+        self.library = tokenizer
         self._library = TokenizerLibrary(tokenizer)
         self._boundaries = Boundaries(tokenizer)
         self._shortener = Shortener(self._boundaries, max_length)

@@ -107,7 +107,9 @@ def max_length(config: dict[str, Any], settings: dict[str, Any], tokenizer: dict
     positions = setting(config, "max_position_embeddings")
     room = int(positions) - position_offset(config) if positions and positions > 0 else ENDLESS
     kwargs = settings.get("processor_kwargs") or settings.get("tokenizer_args") or {}
-    own = [given for given in (kwargs.get("model_max_length"), settings.get("max_seq_length")) if given is not None]
+    call = (settings.get("processing_kwargs") or {}).get("text") or {}
+    limits = (call.get("max_length"), kwargs.get("model_max_length"), settings.get("max_seq_length"))
+    own = [given for given in limits if given is not None]
     if own:
         limit = _length(own[0], "sentence_bert_config.json")
         limit = min(limit, room) if _has_position_table(config) else limit

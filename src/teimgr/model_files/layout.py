@@ -54,10 +54,14 @@ Projection = Dense | LayerNorm | Normalize
 
 @dataclass(frozen=True, slots=True)
 class Splade:
-    """From masked-LM logits to a weight per vocabulary entry: strategy max or sum, activation relu or log1p_relu."""
+    """From masked-LM logits to a weight per vocabulary entry: strategy max or sum, activation relu or log1p_relu.
+
+    `most` largest weights of a text are kept; all where None.
+    """
 
     strategy: str = "max"
     activation: str = "relu"
+    most: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +128,9 @@ class Layout:
     which of `splade`, `late`, `m3` and `scoring` are set (an embedding model may have `m3`). `type_ids`: pairs have
     token types. `skips_unknown`: unknown tokens are dropped. `config` is config.json as the library is to read it
     (`config_is_changed`: not as it is in the file). `end_token` goes behind every text, whatever tokenizer.json says.
-    `notes` are warnings for the log.
+    `dimensions` are those of dense vectors where a request asks for none, None for all; `truncate_left`: too long texts
+    lose their beginning unless a request says otherwise. `notes` are for the log, `warnings` about the files for it,
+    `/info` and the page.
     """
 
     root: Path
@@ -149,7 +155,10 @@ class Layout:
     end_token: str | None = None
     prompts: dict[str, str] = field(default_factory=dict)
     default_prompt_name: str | None = None
+    dimensions: int | None = None
+    truncate_left: bool = False
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     @property
     def vocabulary(self) -> int | None:

@@ -9,21 +9,28 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.util
-from dataclasses import dataclass, field
+import re
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+# How code reads a key: of a configuration's own class, and of a model's.
+_OWN_READS = re.compile(r"\bself\.([a-z]\w*)|kwargs\.(?:pop|get)\(\"(\w+)\"")
+_READS = re.compile(r"\bconfig\.([a-z]\w*)|getattr\((?:self\.)?config, \"(\w+)\"")
 
 
 @dataclass(frozen=True, slots=True)
 class DeclaredKeys:
     """The keys that a configuration class has, and the defaults of those whose default is a literal.
 
-    `aliases`: other names of keys in config.json (`n_positions` of GPT-2 is its `max_position_embeddings`).
+    `aliases`: other names of keys in config.json (`n_positions` of GPT-2 is its `max_position_embeddings`). `read`:
+    keys that the model's code reads besides, such as Qwen2's `head_dim`.
     """
 
     names: frozenset[str]
     defaults: dict[str, Any] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
+    read: frozenset[str] = frozenset()
 
 
 def library_has(model_type: str) -> bool:
@@ -49,8 +56,16 @@ def declared_keys(model_type: str) -> DeclaredKeys | None:
         return None
     for node in _classes_of(path).values():
         if _literals(node).get("model_type") == model_type:
-            return _declared(path, node)
+            return replace(_declared(path, node), read=_read(path))
     return None
+
+
+def _read(path: Path) -> frozenset[str]:
+    """The keys that the code beside a configuration reads from it."""
+    found = _OWN_READS.findall(path.read_text(encoding="utf-8"))
+    for model in sorted(path.parent.glob("modeling_*.py")):
+        found += _READS.findall(model.read_text(encoding="utf-8"))
+    return frozenset(name for names in found for name in names if name)
 
 
 def _configuration_file(model_type: str) -> Path | None:

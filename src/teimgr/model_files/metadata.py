@@ -76,9 +76,10 @@ def read_metadata(root: Path, trust_remote_code: bool) -> ModelMetadata:
         config.setdefault("model_type", "static")
     if not config.get("model_type"):
         raise ModelLoadFailed("config.json has no model_type, so its architecture is unknown")
+    _refuse_adapter(transformer)
+    _refuse_other_models(config)
     served = served_config(config, trust_remote_code)
     settings = read_settings(transformer)
-    _refuse_settings(settings)
     for name in _READ_BY_LIBRARIES:
         check_size(transformer / name)
     tokens = TokenFiles(transformer)
@@ -87,7 +88,7 @@ def read_metadata(root: Path, trust_remote_code: bool) -> ModelMetadata:
         transformer_dir=transformer,
         config=served.config,
         config_is_changed=served.is_changed,
-        end_token=added_end(tokens.config, trust_remote_code),
+        end_token=added_end(tokens.config, str(config["model_type"]), trust_remote_code),
         notes=served.notes,
         saved=read_object(root / "config_sentence_transformers.json") or {},
         settings=settings,
@@ -97,12 +98,35 @@ def read_metadata(root: Path, trust_remote_code: bool) -> ModelMetadata:
     )
 
 
-def _refuse_settings(settings: dict[str, Any]) -> None:
-    """Refuse settings by which sentence-transformers would override config.json."""
-    for key in ("config_args", "config_kwargs"):
-        changed = {name for name in settings.get(key) or {} if name not in ("trust_remote_code", "revision")}
-        if changed:
-            raise ModelLoadFailed(
-                f"sentence_bert_config.json changes {', '.join(sorted(changed))} of config.json ({key}): "
-                "write it into config.json"
-            )
+def _refuse_adapter(folder: Path) -> None:
+    """Refuse an adapter, also beside weights: sentence-transformers would load its base model, and apply it."""
+    adapter = read_object(folder / "adapter_config.json")
+    if adapter is not None:
+        base = adapter.get("base_model_name_or_path") or "a model that it does not name"
+        kind = adapter.get("peft_type") or "PEFT"
+        raise ModelLoadFailed(
+            f"the directory has an adapter of {base} ({kind}, adapter_config.json), which is not applied here: "
+            "merge it into its model (merge_and_unload of peft) and serve that"
+        )
+
+
+# What is no text embedding model at all, by model type: what to say of it.
+_OTHER_MODELS = {
+    **dict.fromkeys(
+        ("clip", "siglip", "siglip2", "align", "altclip", "chinese_clip", "blip", "flava"), "images and text"
+    ),
+    **dict.fromkeys(("clap", "whisper", "wav2vec2", "hubert", "wavlm"), "sound"),
+    **dict.fromkeys(("colpali", "colqwen2", "colmodernvbert", "modernvbert"), "pages as images"),
+    **dict.fromkeys(("vit", "dinov2", "beit", "deit", "convnext"), "images"),
+}
+_SENSES = {"vision_config": "images", "visual": "images", "audio_config": "sound"}
+
+
+def _refuse_other_models(config: dict[str, Any]) -> None:
+    """Refuse models of images and sound by what they are: their text alone would go without their chat template."""
+    model_type = str(config["model_type"])
+    senses = _OTHER_MODELS.get(model_type) or next((_SENSES[key] for key in _SENSES if config.get(key)), None)
+    if senses is None and model_type.endswith(("_vl", "_omni")):
+        senses = "images"
+    if senses is not None:
+        raise ModelLoadFailed(f"the model ({model_type}) embeds {senses}, which is not served")

@@ -34,6 +34,9 @@ _SERVED = {
 }
 
 
+_CONFIGURED = {"Pooling", "Dense", "LayerNorm", "SpladePooling", "LogitScore"}
+
+
 @dataclass(frozen=True, slots=True)
 class Module:
     """One module: its class name without the package, and its directory."""
@@ -42,7 +45,19 @@ class Module:
     path: Path
 
     def config(self) -> dict[str, Any]:
-        return read_object(self.path / "config.json") or {}
+        """Its config.json, {} for a Normalize without one, of which many repositories have no folder.
+
+        Raises:
+            ModelLoadFailed: there is no such file, and the module is nothing without it.
+        """
+        content = read_object(self.path / "config.json")
+        if content is None and self.name in _CONFIGURED:
+            raise ModelLoadFailed(f"modules.json names a {self.name} module, and its {self._file} is missing")
+        return content or {}
+
+    @property
+    def _file(self) -> str:
+        return f"{self.path.name}/config.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +192,7 @@ _BY_BOOLEAN = {
     "pooling_mode_weightedmean_tokens": "weighted_mean",
     "pooling_mode_lasttoken": "last_token",
 }
+_BY_KEY = {"avg": "mean", "cls": "cls", "last": "last_token"}
 GUESSED_CLS = "no pooling configuration found; `cls` is used. Set the pooling to choose another"
 
 
@@ -187,22 +203,25 @@ def check_pooling(chosen: str | None) -> None:
 
 
 def read_poolings(
-    folder: Path, config: dict[str, Any], chosen: str | None
+    module: Module | None, folder: Path, config: dict[str, Any], chosen: str | None
 ) -> tuple[tuple[str, ...], bool, tuple[str, ...]]:
     """The poolings, whether prompts are pooled, and warnings for the log.
 
-    `folder` is the Pooling module's, `chosen` the user's choice.
+    `module` is the Pooling of modules.json; where there is none, `folder` may have its file. `chosen` is the user's
+    choice.
 
     Raises:
         InvalidConfig: neither files nor user name a pooling.
-        ModelLoadFailed: the files name an unknown pooling.
+        ModelLoadFailed: the files name an unknown pooling, or the module's file is missing.
     """
-    saved = read_object(folder / "config.json")
+    saved = read_object(folder / "config.json") if module is None else module.config()
     include_prompt = (saved or {}).get("include_prompt", True) is not False
     if chosen is not None:
         return (_BY_FLAG[chosen],), include_prompt, ()
     if saved is not None:
         return _saved(saved), include_prompt, ()
+    if config.get("pooling") in _BY_KEY and config["model_type"] == "llama":  # NVIDIA's llama_bidirec
+        return (_BY_KEY[config["pooling"]],), True, ()
     if "bert" in config["model_type"].lower():
         return ("cls",), True, (GUESSED_CLS,)
     raise InvalidConfig("the model has no pooling configuration (1_Pooling/config.json): set the pooling explicitly")

@@ -253,25 +253,22 @@ _CODE = (
 _ENDING_TOKENIZERS = frozenset({"tokenization_qwen.Qwen2Tokenizer", "tokenization_qwen.Qwen2TokenizerFast"})
 
 
-def added_end(tokenizer: Config, trust_remote_code: bool) -> str | None:
-    """The token that the model's own tokenizer puts behind every text, by tokenizer_config.json; None for none.
+def added_end(tokenizer: Config, model_type: str, trust_remote_code: bool) -> str | None:
+    """The token that goes behind every text by tokenizer_config.json, whatever tokenizer.json says; None for none.
+
+    It is put there by the model's own tokenizer; and by the authors of e5-mistral and the models made like it, who
+    measured them so: their tokenizer_config.json has `add_eos_token`.
 
     Raises:
         ModelLoadFailed: the tokenizer has code of its own that is not known, and that the instance does not trust.
     """
     classes = references(tokenizer)
     if not classes:
-        return None
+        return _end_of(tokenizer) if model_type == "mistral" else None
     if all(
         where in ("", "Alibaba-NLP/gte-Qwen2-7B-instruct") and name in _ENDING_TOKENIZERS for where, name in classes
     ):
-        token = tokenizer.get("eos_token")
-        text = token.get("content") if isinstance(token, dict) else token
-        if not tokenizer.get("add_eos_token"):
-            return None
-        if not isinstance(text, str):
-            raise ModelLoadFailed("tokenizer_config.json has add_eos_token, and no eos_token")
-        return text
+        return _end_of(tokenizer)
     if trust_remote_code:
         return None
     names = ", ".join(sorted({name for _, name in classes}))
@@ -279,3 +276,14 @@ def added_end(tokenizer: Config, trust_remote_code: bool) -> str | None:
         f"the tokenizer brings its own code ({names}, in auto_map of tokenizer_config.json): "
         "it is run only where the instance sets trust_remote_code = true"
     )
+
+
+def _end_of(tokenizer: Config) -> str | None:
+    """The end token where `add_eos_token` is set."""
+    if not tokenizer.get("add_eos_token"):
+        return None
+    token = tokenizer.get("eos_token")
+    text = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(text, str):
+        raise ModelLoadFailed("tokenizer_config.json has add_eos_token, and no eos_token")
+    return text

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from teimgr.errors import ModelLoadFailed
 from teimgr.model_files.json_files import ENDLESS, max_length, position_offset
+from teimgr.model_files.key_checks import check_files
 from teimgr.model_files.kinds import choose_kind, is_causal
 from teimgr.model_files.late_interaction import read_late
 from teimgr.model_files.layout import M3, Backbone, Layout, ScoringConfig, Splade
 from teimgr.model_files.metadata import MODEL2VEC, ModelMetadata, read_metadata
 from teimgr.model_files.modules import Module, check_pooling, read_poolings, read_projections
-from teimgr.model_files.scoring import read_activation, read_causal_rerank, read_scoring
+from teimgr.model_files.scoring import read_activation, read_causal_rerank, read_scoring, written_activations
 from teimgr.spec import Kind
 
 _SPARSE, _MULTI_VECTOR = "sparse_linear.pt", "colbert_linear.pt"
@@ -37,7 +39,7 @@ def read_splade(metadata: ModelMetadata) -> Splade:
     if not metadata.chain.has("SpladePooling"):
         if not metadata.has_head("ForMaskedLM"):
             raise ModelLoadFailed(f"a sparse model needs a masked-LM head, and there is: {metadata.chain}")
-        return Splade()
+        return Splade(most=_positive(metadata, "max_active_dims"))
     before, module, behind = metadata.chain.split_at("SpladePooling")
     if len(before) != 1 or behind:
         raise ModelLoadFailed(f"a sparse model should be a transformer and its SpladePooling, and is: {metadata.chain}")
@@ -46,7 +48,29 @@ def read_splade(metadata: ModelMetadata) -> Splade:
     activation = config.get("activation_function", "relu")
     if strategy not in ("max", "sum") or activation not in ("relu", "log1p_relu"):
         raise ModelLoadFailed(f"SpladePooling with {strategy!r} and {activation!r} is not served")
-    return Splade(strategy, activation)
+    return Splade(strategy, activation, _positive(metadata, "max_active_dims"))
+
+
+def _positive(metadata: ModelMetadata, key: str) -> int | None:
+    """A number of config_sentence_transformers.json; None where it is not set."""
+    given = metadata.saved.get(key)
+    if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
+        raise ModelLoadFailed(f"config_sentence_transformers.json has {key} = {given!r}, which should be above 0")
+    return given
+
+
+def _dimensions(metadata: ModelMetadata) -> int | None:
+    """`truncate_dim` of a dense model: the dimensions of its vectors where a request asks for none."""
+    return None if metadata.saved.get("model_type") == "SparseEncoder" else _positive(metadata, "truncate_dim")
+
+
+def _truncates_left(metadata: ModelMetadata) -> bool:
+    """Whether too long texts lose their beginning where a request does not say."""
+    kwargs = metadata.settings.get("processor_kwargs") or metadata.settings.get("tokenizer_args") or {}
+    side = kwargs.get("truncation_side") or metadata.tokens.config.get("truncation_side") or "right"
+    if side not in ("left", "right"):
+        raise ModelLoadFailed(f"the truncation side {side!r} is neither left nor right")
+    return bool(side == "left")
 
 
 _TASKS = ("feature-extraction", "fill-mask", "sequence-classification", "text-generation")
@@ -60,10 +84,12 @@ def read_layout(
     kind: str | None = None,
     trust_remote_code: bool = False,
     render: bool = True,
+    strict: bool = False,
 ) -> Layout:
     """Read the model directory `root`; `pooling` and `kind` are the user's choice, over that of the files.
 
-    Without `render` no chat template is run: enough to validate a model, not to serve a reranker that has one.
+    Without `render` no chat template is run: enough to validate a model, not to serve a reranker that has one. With
+    `strict` each warning about the files is a refusal.
 
     Raises:
         ModelNotFound: there is no such directory, or no config.json in it.
@@ -72,10 +98,19 @@ def read_layout(
     """
     check_pooling(pooling)
     try:
-        return _read(root, pooling, kind, trust_remote_code, render)
+        layout = _read(root, pooling, kind, trust_remote_code, render)
     except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
         # A number where an object should be, an infinite length, and so on.
         raise ModelLoadFailed(f"the model's files hold something unexpected: {type(error).__name__} {error}") from error
+    if strict:
+        refuse_warnings(layout.warnings)
+    return layout
+
+
+def refuse_warnings(warnings: Sequence[str]) -> None:
+    """Raise ModelLoadFailed with all of them, where there are any: what `strict_model_files` asks for."""
+    if warnings:
+        raise ModelLoadFailed(f"{'; '.join(warnings)} (strict_model_files = true makes this a refusal)")
 
 
 def _read(root: Path, pooling: str | None, kind: str | None, trust_remote_code: bool, render: bool) -> Layout:
@@ -98,7 +133,9 @@ def _read(root: Path, pooling: str | None, kind: str | None, trust_remote_code: 
         config_is_changed=metadata.config_is_changed,
         end_token=metadata.end_token,
         prompts=metadata.prompts,
+        dimensions=_dimensions(metadata),
         default_prompt_name=metadata.saved.get("default_prompt_name"),
+        truncate_left=_truncates_left(metadata),
         notes=metadata.notes,
     )
     match chosen:
@@ -118,9 +155,19 @@ def _read(root: Path, pooling: str | None, kind: str | None, trust_remote_code: 
         case Kind.RERANKER | Kind.CLASSIFIER:
             layout = replace(layout, backbone=Backbone.SEQUENCE_CLASSIFICATION, scoring=read_scoring(metadata))
     _check_task(metadata, layout.backbone)
+    warnings = (*layout.warnings, *check_files(metadata), *_own_activations(metadata, layout))
+    layout = replace(layout, warnings=warnings)
     if pooling is not None and layout.pooling != pooling.replace("-", "_"):
         layout = replace(layout, notes=(*layout.notes, UNUSED_POOLING))
     return layout
+
+
+def _own_activations(metadata: ModelMetadata, layout: Layout) -> list[str]:
+    """Warnings of a scoring model about activations that are not torch's."""
+    if layout.scoring is None:
+        return []
+    own = [name for name in written_activations(metadata) if not name.startswith("torch.")]
+    return [f"the activation {name} is code of the model's own: {layout.scoring.activation} is used" for name in own]
 
 
 def _embedding(metadata: ModelMetadata, layout: Layout, pooling: str | None) -> Layout:
@@ -132,29 +179,29 @@ def _embedding(metadata: ModelMetadata, layout: Layout, pooling: str | None) -> 
             projections=read_projections(_without_final_normalize(metadata.chain.behind)),
             skips_unknown=metadata.config["model_type"] == MODEL2VEC,
         )
-    before, folder, behind = _around_pooling(metadata)
+    before, module, behind = _around_pooling(metadata)
     if before:
         raise ModelLoadFailed(f"modules between transformer and Pooling are not served: {metadata.chain}")
-    poolings, include_prompt, notes = read_poolings(folder, metadata.config, pooling)
+    poolings, include_prompt, guessed = read_poolings(module, metadata.root / "1_Pooling", metadata.config, pooling)
     return replace(
         layout,
         poolings=poolings,
         include_prompt=include_prompt,
         projections=read_projections(_without_final_normalize(behind)),
         m3=read_m3(metadata),
-        notes=(*layout.notes, *notes),
+        warnings=(*layout.warnings, *guessed),
     )
 
 
-def _around_pooling(metadata: ModelMetadata) -> tuple[tuple[Module, ...], Path, tuple[Module, ...]]:
-    """The modules before the Pooling (without the first), its directory, and the modules behind it."""
+def _around_pooling(metadata: ModelMetadata) -> tuple[tuple[Module, ...], Module | None, tuple[Module, ...]]:
+    """The modules before the Pooling (without the first), the Pooling, and the modules behind it."""
     # Of a sparse model or a cross-encoder only the encoder is used.
     other = any(metadata.chain.has(name) for name in ("SpladePooling", "LogitScore"))
     other |= metadata.saved.get("model_type") == "CrossEncoder"
     if not metadata.chain.modules or other:
-        return (), metadata.root / "1_Pooling", ()
+        return (), None, ()
     before, module, behind = metadata.chain.split_at("Pooling")
-    return before[1:], module.path, behind
+    return before[1:], module, behind
 
 
 def _without_final_normalize(modules: tuple[Module, ...]) -> tuple[Module, ...]:

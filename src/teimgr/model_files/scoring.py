@@ -32,17 +32,26 @@ def read_scoring(metadata: ModelMetadata) -> ScoringConfig:
     return ScoringConfig(labels, read_activation(metadata, len(labels)))
 
 
-def read_activation(metadata: ModelMetadata, labels: int) -> str:
-    """The activation in the files, else sigmoid for one label or multi-label models, and softmax for others."""
+def written_activations(metadata: ModelMetadata) -> list[str]:
+    """The names of activation classes in the files, that which counts first."""
     own = metadata.config.get("sentence_transformers")
     written = (
         metadata.saved.get("activation_fn"),
         own.get("activation_fn") if isinstance(own, dict) else None,
         metadata.config.get("sbert_ce_default_activation_function"),
     )
-    for name in written:
-        if isinstance(name, str) and name.startswith("torch."):  # others are the model's own code
+    return [name for name in written if isinstance(name, str)]
+
+
+def read_activation(metadata: ModelMetadata, labels: int) -> str:
+    """The activation in the files, else none for a regression, sigmoid for one label or multi-label models, and softmax
+    for others. One that is code of the model's own is left out, as sentence-transformers does without trust.
+    """
+    for name in written_activations(metadata):
+        if name.startswith("torch."):
             return _SHORT.get(name, name)
+    if metadata.config.get("problem_type") == "regression":
+        return "identity"
     several = metadata.config.get("problem_type") == "multi_label_classification"
     return "sigmoid" if labels == 1 or several else "softmax"
 

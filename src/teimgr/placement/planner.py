@@ -398,6 +398,7 @@ def worker_spec(
         orphan_grace_s=float(settings.orphan_grace_secs),
         nice=settings.cpu_worker_nice if gpu_uuid is None else 0,
         log_level=settings.log_level,
+        strict_model_files=settings.strict_model_files,
     )
     if not settings.allow_pickled_weights:
         made = replace(made, safetensors_only=True)

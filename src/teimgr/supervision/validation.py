@@ -141,7 +141,12 @@ def check_model(worker: WorkerSpec) -> None:
             if worker.safetensors_only:
                 hub.check_safetensors(worker.model_id, path)
             layout = read_layout(
-                path, worker.pooling, kind=worker.kind, trust_remote_code=worker.trust_remote_code, render=False
+                path,
+                worker.pooling,
+                kind=worker.kind,
+                trust_remote_code=worker.trust_remote_code,
+                render=False,
+                strict=worker.strict_model_files,
             )
             if UNUSED_POOLING in layout.notes:
                 kind = Kind(layout.kind).value

@@ -224,6 +224,7 @@ def request_options(message: Any, output: Output | frozenset[Output], **more: An
     return InferOptions(
         frozenset((output,)) if isinstance(output, Output) else output,
         truncate=message.truncate,
+        # A message without the field has RIGHT too: it leaves the side to the model's files.
         truncation_left=direction == tei_pb2.TRUNCATION_DIRECTION_LEFT,
         **more,
     )

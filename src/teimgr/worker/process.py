@@ -256,6 +256,7 @@ class Worker:
             pooling=spec.pooling,
             kind=spec.kind,
             trust_remote_code=spec.trust_remote_code,
+            strict_model_files=spec.strict_model_files,
             threads=self._threads.own,
             core_load=None if spec.gpu else self.run_dir / _CORE_LOAD_FILE,
             references=None if spec.gpu else self.run_dir / _REFERENCES_FOLDER,

@@ -33,6 +33,7 @@ class SpladeWeights:
         self._decode = decode
         self._max = splade.strategy == "max"
         self._twice = splade.activation == "log1p_relu"
+        self._most = None if splade.most is None or splade.most >= width else splade.most
 
     def groups(self, hidden: Tensor, batch: PackedBatch) -> Iterator[Tensor]:
         """Float32 [n, vocabulary] for n texts after n texts, until all of the batch are done."""
@@ -44,10 +45,16 @@ class SpladeWeights:
             while stop < batch.texts and borders[stop + 1] - borders[begin] <= room:
                 stop += 1
             if stop == begin + 1:
-                yield self._of_text(hidden, borders[begin], borders[stop], room)
+                found = self._of_text(hidden, borders[begin], borders[stop], room)
             else:
-                yield self._of_texts(hidden, batch, borders[begin], borders[stop])
+                found = self._of_texts(hidden, batch, borders[begin], borders[stop])
+            yield found if self._most is None else self._largest(found, self._most)
             begin = stop
+
+    def _largest(self, weights: Tensor, most: int) -> Tensor:
+        """The `most` largest weights of each text, the others zero; NaN counts as the largest."""
+        places = weights.topk(most, dim=-1).indices
+        return torch.zeros_like(weights).scatter_(-1, places, weights.gather(-1, places))
 
     def _of_text(self, hidden: Tensor, start: int, stop: int, room: int) -> Tensor:
         """One text, however long: [1, vocabulary]."""

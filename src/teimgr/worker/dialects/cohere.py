@@ -84,6 +84,7 @@ def _job(version: str, body: CohereEmbedRequest, texts: list[str], served: http.
         outputs=frozenset({Output.DENSE}),
         truncate=body.truncation != "NONE",
         truncation_left=body.truncation == "START",
+        names_side=body.truncate is not None,
         prompt_name=http.prompt_among(served.model, prompts),
         dimensions=body.output_dimension,
     )
@@ -140,7 +141,10 @@ def _classify_job(body: CohereClassifyRequest, served: http.ServedModel) -> http
     http.need_kind(served.model, (Kind.CLASSIFIER,), "classification")
     truncation = body.truncate or "END"
     options = InferOptions(
-        frozenset({Output.SCORES}), truncate=truncation != "NONE", truncation_left=truncation == "START"
+        frozenset({Output.SCORES}),
+        truncate=truncation != "NONE",
+        truncation_left=truncation == "START",
+        names_side=body.truncate is not None,
     )
     labels = served.model.labels
 

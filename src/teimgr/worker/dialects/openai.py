@@ -110,6 +110,7 @@ class OpenAIEmbeddingsRequest(http.LenientBody):
             outputs=frozenset({Output.DENSE}),
             truncate=truncate or self.truncate_prompt_tokens is not None,
             truncation_left=self.left,
+            names_side=self.truncation_side is not None or self.truncate in ("START", "END"),
             prompt_name=_prompt_of_input_type(self.input_type, served.model) or _prompt(self.task, served.model),
             normalize=self.normalized is not False,
             dimensions=dimensions,

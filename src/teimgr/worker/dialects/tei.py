@@ -100,6 +100,7 @@ class TeiTruncation(http.Body):
             outputs=frozenset({output}),
             truncate=served.spec.auto_truncate if self.truncate is None else self.truncate,
             truncation_left=self.truncation_direction.lower() == "left",
+            names_side="truncation_direction" in self.model_fields_set,
             **more,
         )
 
@@ -330,6 +331,7 @@ def info(served: http.ServedModel) -> dict[str, Any]:
         "fidelity": {"mean_cosine": model.mean_cosine, "min_cosine": model.min_cosine},
         "prompts": list(model.prompts),
         "default_prompt_name": model.default_prompt_name,
+        "warnings": list(model.warnings),
     }
 
 

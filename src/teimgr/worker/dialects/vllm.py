@@ -41,7 +41,13 @@ class VllmRequest(http.LenientBody):
 
     def options(self, output: Output, **more: Any) -> InferOptions:
         truncate = self.truncate_prompt_tokens is not None
-        return InferOptions(frozenset({output}), truncate=truncate, truncation_left=self.left, **more)
+        return InferOptions(
+            frozenset({output}),
+            truncate=truncate,
+            truncation_left=self.left,
+            names_side=self.truncation_side is not None,
+            **more,
+        )
 
 
 class VllmScoreRequest(VllmRequest):
