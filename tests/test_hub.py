@@ -265,6 +265,7 @@ def test_a_ref_that_leads_out_of_the_snapshots_is_refused(tmp_path: Path) -> Non
     [
         {"decoy.safetensors": "", "pytorch_model.bin": "pickle"},
         {"a/b/c/pytorch_model.bin": "pickle"},
+        {"model.safetensors": "", "adapter_model.bin": "pickle"},
         {"model.safetensors.index.json": '{"weight_map": {"w": "shard.pkl"}}', "shard.pkl": "pickle"},
     ],
 )

@@ -248,7 +248,9 @@ def pickled_weights(path: Path) -> Path | None:
     shard that is none, at any depth.
     """
     for file in sorted(path.rglob("*")):
-        if file.suffix == ".pt" or (file.suffix == ".bin" and not _has_safetensors(file.parent)):
+        # `transformers_weights` in config.json can name adapter_model.bin, which is then loaded before all else.
+        is_chosen = file.suffix == ".pt" or file.name == "adapter_model.bin"
+        if is_chosen or (file.suffix == ".bin" and not _has_safetensors(file.parent)):
             return file
         if file.name.endswith(".safetensors.index.json"):
             for shard in shards_of(file) or ():
