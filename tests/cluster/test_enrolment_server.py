@@ -97,6 +97,22 @@ async def test_other_versions_are_refused_by_name_and_leave_the_token_unused(
     await renew(*server.address, identity)  # it goes on: a host that is updated later keeps its links
 
 
+async def test_a_stranger_learns_no_versions_and_a_refused_request_uses_no_token_up(
+    server: EnrolmentServer, tmp_path: Path
+) -> None:
+    other = dict.fromkeys(asdict(VERSIONS), "0")
+    asked = {"op": "join", "node": "a", "versions": other, "clock": utc_now().timestamp(), "token": "teimgr1.a.b.c"}
+    _, request = new_request()
+    answer = await ask(server, json.dumps(asked | {"request": request.decode()}).encode() + b"\n")
+    assert "unknown" in json.dumps(answer)
+    assert VERSIONS.ray not in json.dumps(answer)
+
+    token = server.join_token(None, 60)
+    broken = asked | {"versions": asdict(VERSIONS), "token": token, "request": "no request"}
+    assert "certificate request" in json.dumps(await ask(server, json.dumps(broken).encode() + b"\n"))
+    assert await join(*server.address, token, "a", tmp_path / "a") == "ray's token"
+
+
 async def test_a_host_whose_clock_is_late_is_refused_by_name_and_leaves_the_token_unused(
     server: EnrolmentServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

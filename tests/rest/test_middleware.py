@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import AsyncIterator
@@ -22,6 +23,7 @@ from teimgr.auth.policy import NO_CERTIFICATE, Policy, PolicyInForce, digest
 from teimgr.config.auth import Auth, policy_of
 from teimgr.config.settings import Settings
 from teimgr.errors import Unauthenticated
+from teimgr.events.fleet_events import EventLog
 from teimgr.gateway.gateway import Gateway
 from teimgr.gateway.routes import paths
 from teimgr.http2.requests import protocol
@@ -320,6 +322,18 @@ async def test_over_http2_pages_and_keys_are_judged_as_over_http1(settings: Sett
             given = JSON | ({} if name is None else {"authorization": f"Bearer {SECRETS[name]}"})
             assert (await peer.ask(request("/v1/embeddings", "POST", **given), body))[0] == status, name
             assert (await peer.ask(request("/instances", **given)))[0] == {401: 401, 403: 200, 404: 403}[status], name
+
+
+async def test_followed_events_end_when_a_reload_removes_their_key(settings: Settings) -> None:
+    log = EventLog()
+    async with listening(replace(settings, auth=AUTH), parts=lambda fleet: {"event_log": log}) as front:
+        headers = bearer("read")["headers"] | {"Accept": "text/event-stream"}
+        async with aiohttp.ClientSession(front.url) as http, http.get("/events", headers=headers) as stream:
+            assert stream.status == 200
+            policy = front.app.state.policy
+            policy.swap(policy.now)  # a reload that leaves the key
+            policy.swap(Policy(keys=()))
+            assert await asyncio.wait_for(stream.content.read(), 20) == b""
 
 
 JSON = {"content-type": "application/json"}

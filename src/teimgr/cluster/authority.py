@@ -86,6 +86,10 @@ class FleetAuthority:
         Raises:
             InvalidInput: it is not a signing request for a key of P-256 or P-384, signed by that key.
         """
+        return _pem(self._sign(self.key_of(request_pem), name))
+
+    def key_of(self, request_pem: bytes) -> ec.EllipticCurvePublicKey:
+        """The key of a signing request. Raises as `issue`."""
         if len(request_pem) > MAX_REQUEST_BYTES:
             raise InvalidInput(f"certificate request of {len(request_pem)} bytes, at most {MAX_REQUEST_BYTES}")
         try:
@@ -96,7 +100,7 @@ class FleetAuthority:
             raise InvalidInput(f"certificate request: {error}") from error
         if not is_valid or not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, _CURVES):
             raise InvalidInput("certificate request: not a key of P-256 or P-384 that signed it")
-        return _pem(self._sign(key, name))
+        return key
 
     def issue_own(self, name: FleetName) -> tuple[bytes, bytes]:
         """A new key and its certificate, both PEM, for a process beside the authority."""

@@ -135,8 +135,8 @@ class Enrolment:
         self._write()
         return token
 
-    def redeem(self, token: JoinToken, node: str) -> None:
-        """Use up the token and enter the node, durably, before a certificate is given out.
+    def check(self, token: JoinToken, node: str) -> TokenRecord:
+        """The record of a token that `redeem` would use up for the node.
 
         Raises:
             Unauthenticated: the token is unknown, expired, or was used.
@@ -160,7 +160,11 @@ class Enrolment:
             raise Forbidden(f"A node '{node}' is in the fleet: remove it, or join with a token made for this name")
         if node not in self._nodes and len(self._nodes) >= MAX_NODES:
             raise ValidationError(f"nodes: the fleet has {MAX_NODES}, which is the limit")
-        now = self._clock()
+        return record
+
+    def redeem(self, token: JoinToken, node: str) -> None:
+        """Use up the token and enter the node, durably, before a certificate is given out. Raises as `check`."""
+        record, now = self.check(token, node), self._clock()
         if node in self._nodes or node in self._removed:
             self._removed[node] = math.floor(now)  # certificates have times in whole seconds
         self._tokens[token.id] = TokenRecord(**asdict(record) | {"used_by": node})

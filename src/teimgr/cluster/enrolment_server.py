@@ -35,7 +35,7 @@ from teimgr.cluster.authority import MAX_REQUEST_BYTES, FleetAuthority
 from teimgr.cluster.enrolment import Enrolment, JoinToken
 from teimgr.cluster.messages import Versions
 from teimgr.connection_gate import LIMITS, ConnectionGate, Phase, PhaseLimit, Ticket
-from teimgr.errors import Internal, InvalidConfig, InvalidInput, TeimgrError, Unauthenticated
+from teimgr.errors import Forbidden, Internal, InvalidConfig, InvalidInput, TeimgrError, Unauthenticated
 from teimgr.fleet_tls import (
     CLOCKS_APART_S,
     DAEMON,
@@ -205,23 +205,40 @@ class EnrolmentServer:
             return authorities
         if op not in ("join", "enter", "renew"):
             raise ValueError("op: one of authorities, join, enter, renew")
-        ray = {}
         if op != "renew":
-            self._check(message.get("versions"))
             _check_clock(message.get("clock"))
+        request = _text(message, "request").encode()
+        self.authority.key_of(request)  # a request that will be refused uses no token up
+        node = self._proven(message, ssl_object)
+        ray = {}
+        if op != "renew":  # only hosts that may join learn the daemon's versions
+            self._check(message.get("versions"))
             ray = {"ray_token": self._ray_token()}
         if op == "join":
-            node = _text(message, "node")
             self.enrolment.redeem(JoinToken.parse(_text(message, "token")), node)
             self._publish_removed()
             log.info("a node joined the fleet", extra={"node": node})
         else:
-            peer = peer_of(ssl_object)
-            if peer.name.is_daemon:
-                raise Unauthenticated("the certificate names no node")
-            self.enrolment.renew(node := peer.name.node, peer.issued_at)
-        certificate = self.authority.issue(_text(message, "request").encode(), FleetName(node))
+            self.enrolment.renew(node, peer_of(ssl_object).issued_at)
+        certificate = self.authority.issue(request, FleetName(node))
         return {"certificate": certificate.decode(), **authorities, **ray}
+
+    def _proven(self, message: Message, ssl_object: Any) -> str:
+        """The node that a join token or the certificate of the connection stands for.
+
+        Raises:
+            ValidationError, Unauthenticated, Forbidden: neither does.
+        """
+        if message["op"] == "join":
+            node = _text(message, "node")
+            self.enrolment.check(JoinToken.parse(_text(message, "token")), node)
+            return node
+        peer = peer_of(ssl_object)
+        if peer.name.is_daemon:
+            raise Unauthenticated("the certificate names no node")
+        if not self.enrolment.has(peer.name.node):
+            raise Forbidden(f"Node '{peer.name.node}' is not in the fleet")
+        return peer.name.node
 
     def _check(self, versions: Any) -> None:
         try:

@@ -11,10 +11,10 @@ from typing import Any
 
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse, HealthListRequest, HealthListResponse
 
-from teimgr.auth.policy import CertificateNames, PolicyInForce, Right, authenticate_call, certificate_from_tls
+from teimgr.auth.policy import Caller, CertificateNames, PolicyInForce, Right, authenticate_call, certificate_from_tls
 from teimgr.byte_budget import ByteBudget, UnreadReplies
 from teimgr.connection_gate import Ticket
-from teimgr.errors import DeadlineExceeded, InvalidInput, Overloaded, TeimgrError
+from teimgr.errors import DeadlineExceeded, Forbidden, InvalidInput, Overloaded, TeimgrError
 from teimgr.grpc_core import health_reflection, standard_calls
 from teimgr.grpc_core.health_reflection import NOT_SERVING, SERVING, HealthService, Reflection
 from teimgr.grpc_core.rpc_stream import RpcStatusError, RpcStream
@@ -122,6 +122,8 @@ class InferenceCall(RpcStream):
         self.record = record
         self.unread = peer.unread
         self.deadline: float | None = None
+        self.still_allowed: Callable[[], None] = lambda: None
+        """Raises Unauthenticated, Forbidden: the caller has lost its right since the call began."""
 
     def remaining_s(self) -> float | None:
         """The time to the client's deadline."""
@@ -205,8 +207,7 @@ class MuxHandlers:
             if call.http_refusal:
                 await call.refuse(call.http_refusal)
                 return
-            caller = authenticate_call(self._policy.now, peer.certificate(stream), call.metadata)
-            caller.require(_RIGHTS)
+            caller = self._authorise(call, peer.certificate(stream))
             reply = await self._within_deadline(call, router_view(caller, self._router))
             status = _OK
         except TeimgrError as error:
@@ -228,6 +229,29 @@ class MuxHandlers:
             except TeimgrError as error:  # the client does not read it
                 status = GrpcStatus.of(error)
         await call.finish(status, named)
+
+    def _authorise(self, call: InferenceCall, certificate: CertificateNames) -> Caller:
+        """The caller; its further messages need it to be the same caller after each reload of the keys.
+
+        Raises:
+            Unauthenticated, Forbidden: it may not call.
+        """
+        policy = self._policy.now
+        caller = authenticate_call(policy, certificate, call.metadata)
+        caller.require(_RIGHTS)
+
+        def still_allowed() -> None:
+            nonlocal policy
+            if (now := self._policy.now) is policy:
+                return
+            found = authenticate_call(now, certificate, call.metadata)
+            found.require(_RIGHTS)
+            if found.instances != caller.instances:  # the router of this call shows those
+                raise Forbidden("The key's instances have changed: begin a new call")
+            policy = now
+
+        call.still_allowed = still_allowed
+        return caller
 
     async def _within_deadline(self, call: InferenceCall, router: RouterView) -> WorkerReply | None:
         """The reply of a single call or of a collected stream; a bidi stream's are sent when this returns."""
@@ -287,6 +311,7 @@ class MuxHandlers:
         async def receive() -> bytes | None:
             message = await self._stream_messages.next(call)
             call.charge.release()  # the window bounds those in flight
+            call.still_allowed()
             return message
 
         # An idle stream would hold up a drain for its whole grace.
@@ -297,10 +322,16 @@ class MuxHandlers:
 
     async def _client_stream(self, call: InferenceCall, router: RouterView) -> WorkerReply:
         call.budget_wait_s = 0.0  # others would wait for what this one holds
+
+        async def receive() -> bytes | None:
+            message = await call.receive()
+            call.still_allowed()
+            return message
+
         return await forward_collected(
             call.rpc,
             router,
-            call.receive,
+            receive,
             call.named_target(router),
             lane=call.lane,
             message_timeout_s=self._request_timeout_s or _MESSAGE_S,

@@ -9,6 +9,7 @@ table with the application's routes.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 import time
@@ -353,7 +354,7 @@ class Authentication:
             refused = Forbidden(f"a web page ({page}) gets no answer here: its origin is not in allowed_origins")
             return await self._refuse(refused, scope, policy)(scope, receive, send)
         if policy.is_open:
-            return await self._app(scope, receive, send)
+            return await self._while_allowed(scope, receive, send)
         route = self._permissions.of(scope["method"], scope["path"], policy)
         if not route.permission.is_public:
             try:
@@ -361,7 +362,47 @@ class Authentication:
                 route.check(caller)
             except (Unauthenticated, Forbidden) as error:
                 return await self._refuse(error, scope, policy)(scope, receive, send)
-        return await self._app(scope, receive, send)
+        return await self._while_allowed(scope, receive, send)
+
+    async def _while_allowed(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the application; a read, such as followed events or logs, ends when a reload takes its caller's right."""
+        if scope["method"] not in READS or (running := asyncio.current_task()) is None:
+            return await self._app(scope, receive, send)
+        has_started, lost = False, None
+
+        async def noting_start(message: Message) -> None:
+            nonlocal has_started
+            has_started = True
+            await send(message)
+
+        def on_reload() -> None:
+            nonlocal lost
+            try:
+                self._check_again(scope)
+            except (Unauthenticated, Forbidden) as error:
+                if lost is None:
+                    lost = error
+                    running.cancel()
+
+        unsubscribe = self._policy.subscribe(on_reload)
+        try:
+            await self._app(scope, receive, noting_start)
+        except asyncio.CancelledError:
+            if lost is None or running.uncancel() > 0:
+                raise
+            if has_started:
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+            else:
+                await self._refuse(lost, scope, self._policy.now)(scope, receive, send)
+        finally:
+            unsubscribe()
+
+    def _check_again(self, scope: Scope) -> None:
+        """Raises Unauthenticated, Forbidden: the policy in force does not allow this request any more."""
+        policy = self._policy.now
+        route = self._permissions.of(scope["method"], scope["path"], policy)
+        if not policy.is_open and not route.permission.is_public:
+            route.check(self._authenticate(policy, scope))
 
     def _refuse(self, error: Unauthenticated | Forbidden, scope: Scope, policy: Policy) -> Response:
         template = self._permissions.of(scope["method"], scope["path"], policy).template
