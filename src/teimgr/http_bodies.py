@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -37,7 +38,7 @@ def media_type(content_type: str) -> str:
 def is_json(content_type: str) -> bool:
     """Whether a Content-Type header names JSON, or a form of it such as application/problem+json."""
     kind = media_type(content_type)
-    return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
+    return kind == "application/json" or re.fullmatch(r"application/[^/+]+\+json", kind) is not None
 
 
 def foreign_page(

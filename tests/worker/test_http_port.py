@@ -339,9 +339,10 @@ async def test_the_openapi_document_has_teis_names(http: aiohttp.ClientSession) 
     assert '"null"' not in json.dumps(document)
 
 
-@pytest.mark.parametrize("path", ["/docs", "/docs/"])
-async def test_the_docs_page_lists_the_routes_and_loads_nothing(http: aiohttp.ClientSession, path: str) -> None:
-    async with http.get(path, allow_redirects=False) as reply:
+async def test_the_docs_page_lists_the_routes_and_loads_nothing(http: aiohttp.ClientSession) -> None:
+    async with http.get("/docs", allow_redirects=False) as reply:
+        assert (reply.status, reply.headers["location"]) == (303, "/docs/")
+    async with http.get("/docs/", allow_redirects=False) as reply:
         page = await reply.text()
 
     assert (reply.status, reply.content_type) == (200, "text/html")
@@ -362,6 +363,11 @@ async def test_a_preflight_is_answered_before_anything_else(worker: WorkerProces
     assert told.headers["access-control-allow-origin"] == "*"
     assert told.headers["access-control-allow-methods"] == "GET,POST"
     assert told.headers["access-control-allow-headers"] == "content-type"
+    assert told.headers.get("allow") == {"/embed": "POST", "/info": "GET,HEAD", "/no": None}[path]
+
+
+async def test_a_path_is_matched_as_it_was_sent(worker: WorkerProcess, link: WorkerLink) -> None:
+    assert (await once(worker, "POST", "/%65mbed")).status == 404
 
 
 @pytest.mark.parametrize(("verb", "path"), [("GET", "/health"), ("POST", "/embed"), ("GET", "/no")])

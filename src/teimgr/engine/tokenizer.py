@@ -363,7 +363,7 @@ class TextTokenizer:
         if not unknown.any():
             return None
         return InvalidInput(
-            f"Input validation error: `inputs` has the token id {ids[unknown][0]}, "
+            f"Input validation error: `inputs` has the token id {ids[unknown].view(np.uint32)[0]}, "
             f"which is not in the vocabulary of {self._vocabulary}"
         )
 

@@ -42,6 +42,11 @@ _PUBLIC_FOLDERS = ("/docs/", "/api-doc/")
 _VARY = {"vary": "origin, access-control-request-method, access-control-request-headers"}
 _ALLOW_ORIGIN = "access-control-allow-origin"
 _PREFLIGHT = {"access-control-allow-methods": "GET,POST", "access-control-allow-headers": "content-type"}
+_GET_PATHS = ("/", "/health", "/ping", "/info", "/metrics", "/docs", "/docs/", "/api-doc/openapi.json")
+_POST_PATHS = tuple(path for method, path in tei.ROUTES if method == "POST")
+_ALLOW: Mapping[str, str] = (
+    dict.fromkeys(_GET_PATHS, "GET,HEAD") | dict.fromkeys(_POST_PATHS, "POST") | {"/": "POST,GET,HEAD"}
+)
 
 
 class PortMiddleware:
@@ -72,9 +77,12 @@ class PortMiddleware:
                 message = {**message, "headers": [*message.get("headers", ()), *added]}
             await send(message)
 
+        if b"%" in scope["raw_path"]:  # TEI matches a path as it was sent
+            scope = {**scope, "path": scope["raw_path"].decode("latin-1")}
         app = self._app
         if scope["method"] == "OPTIONS":
-            app = Response(headers=_PREFLIGHT)
+            allow = _ALLOW.get(scope["path"])
+            app = Response(headers=_PREFLIGHT if allow is None else _PREFLIGHT | {"allow": allow})
         elif not _is_public(scope) and not self._spec.accepts(headers.get("authorization", "").encode("latin-1")):
             app = Response(status_code=401)
         elif page := self._foreign_page(scope["method"], headers):
@@ -110,7 +118,7 @@ _CONTEXT = (REQUEST_ID, TRACEPARENT, TRACESTATE)
 _CONTENT_TYPE = "content-type"
 _READ = {name: name.encode() for name in (_CONTENT_TYPE, LANE_KEY)}
 # The routes of inference by the target of a request.
-_PATHS = {path.encode(): path for method, path in tei.ROUTES if method == "POST"}
+_PATHS = {path.encode(): path for path in _POST_PATHS}
 _NOT_BUFFERED = "Failed to buffer the request body"
 _TEXT = "text/plain; charset=utf-8"
 
@@ -149,6 +157,9 @@ class InstancePort:
 
     async def openapi(self, request: Request) -> Response:
         return _response(json_reply(to_json(instance_document())))
+
+    async def docs_folder(self, request: Request) -> Response:
+        return Response(status_code=303, headers={"location": "/docs/"})
 
     async def docs(self, request: Request) -> Response:
         return HTMLResponse(page(instance_document(), "/api-doc/openapi.json"), headers=HEADERS)
@@ -238,7 +249,7 @@ def create_app(port: InstancePort, spec: WorkerSpec) -> ASGIApp:
             *(Route(path, port.health) for path in ("/", "/health", "/ping")),
             Route("/info", port.info),
             Route("/metrics", port.metrics),
-            Route("/docs", port.docs),
+            Route("/docs", port.docs_folder),
             Route("/docs/", port.docs),
             Route("/api-doc/openapi.json", port.openapi),
             *(
@@ -264,7 +275,10 @@ def metrics_app(metrics: TeiMetrics) -> ASGIApp:
 
 async def _without_a_body(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return Response(status_code=error.status_code, headers=error.headers)
+    headers = dict(error.headers or {})
+    if "Allow" in headers:  # in TEI's order
+        headers["Allow"] = _ALLOW[request.scope["path"]]
+    return Response(status_code=error.status_code, headers=headers)
 
 
 def _response(reply: HttpReply) -> Response:

@@ -7,8 +7,10 @@ inference answers carry their cost in headers.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from functools import partial
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cache, partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
@@ -19,14 +21,21 @@ from teimgr import __version__
 from teimgr.engine.job import InferOptions, Job, Output, Pair
 from teimgr.errors import EmptyInput, InvalidInput, TeimgrError, TooLarge
 from teimgr.spec import Kind, LoadedModel
-from teimgr.wire.frames import HttpReply, HttpRequest
+from teimgr.wire.frames import Buffer, HttpReply, HttpRequest
 from teimgr.wire.quantisation import Precision
 from teimgr.worker import http_inference as http
 from teimgr.worker import scores
+from teimgr.worker.dialects import tei_types
 from teimgr.worker.dialects.openai import BATCH_LIMIT, EncodingFormat, embedding_list
+from teimgr.worker.dialects.serde_json import Fault
+from teimgr.worker.dialects.serde_types import Optional, Struct, Type, read_body
 
 if TYPE_CHECKING:  # importing the engine imports torch
     from teimgr.engine.engine import Engine
+
+
+_U64_MAX = 2**64 - 1
+Dimensions = Annotated[int, Field(ge=0, le=_U64_MAX)] | None
 
 
 class OpenAICompatRequest(http.InferenceRequest):
@@ -36,7 +45,7 @@ class OpenAICompatRequest(http.InferenceRequest):
     model: Annotated[str | None, Field(description="not used")] = None
     user: Annotated[str | None, Field(description="not used")] = None
     encoding_format: EncodingFormat = "float"
-    dimensions: http.U32 | None = None
+    dimensions: Dimensions = None
 
     def job(self, served: http.ServedModel) -> http.JobSpec:
         """Dense vectors of length 1; truncation as the instance is set, on the right."""
@@ -134,7 +143,7 @@ class TeiEmbedRequest(TeiEmbedAllRequest):
     """`POST /embed`: a vector per input."""
 
     normalize: bool = True
-    dimensions: http.U32 | None = None
+    dimensions: Dimensions = None
 
     def job(self, served: http.ServedModel) -> http.JobSpec:
         options = {"normalize": self.normalize, "dimensions": self.dimensions}
@@ -232,14 +241,29 @@ class TeiVertexRequest(http.Body):
             InvalidInput: an instance is neither.
         """
         found: list[http.InferenceRequest] = []
-        for place, instance in enumerate(self.instances):
+        for instance in self.instances:
             is_rerank = isinstance(instance, dict) and instance.keys() >= {"query", "texts"}
             kind = TeiRerankRequest if is_rerank else _OF_KIND[model.kind]
             try:
                 found.append(kind.model_validate(instance))
-            except ValidationError as error:
-                raise InvalidInput(f"Failed to deserialize instance {place}: {http.first_error(error)}") from error
+            except ValidationError:
+                found.append(_of_instance(instance, model))
         return found
+
+
+def _of_instance(instance: Any, model: LoadedModel) -> http.InferenceRequest:
+    """An instance that is not a plain object as TEI's parser takes it.
+
+    Raises:
+        InvalidInput: it is no request of the model's kind; with the words of the parser.
+    """
+    with suppress(Fault):
+        return TeiRerankRequest.model_validate(tei_types.RERANK.of_value(instance))
+    kind = _OF_KIND[model.kind]
+    try:
+        return kind.model_validate(_TYPES[kind].of_value(instance))
+    except Fault as fault:
+        raise InvalidInput(fault.message) from fault
 
 
 class TokenizeRequest(http.Body):
@@ -285,6 +309,60 @@ class DecodeRequest(http.Body):
     def answer(self, engine: Engine, ids: Sequence[int]) -> bytes:
         """`"what is deep learning?"`; otherwise as `TokenizeRequest.answer`."""
         return http.to_json(engine.tokenizer.decode(ids, self.skip_special_tokens))
+
+
+# How TEI's own parser reads each request.
+_TYPES: Mapping[type[http.Body], Struct] = {
+    TeiEmbedRequest: tei_types.EMBED,
+    TeiEmbedAllRequest: tei_types.EMBED_ALL,
+    TeiEmbedSparseRequest: tei_types.EMBED_SPARSE,
+    TeiPredictRequest: tei_types.PREDICT,
+    TeiRerankRequest: tei_types.RERANK,
+    TeiSimilarityRequest: tei_types.SIMILARITY,
+    OpenAICompatRequest: tei_types.OPENAI,
+    TokenizeRequest: tei_types.TOKENIZE,
+    DecodeRequest: tei_types.DECODE,
+    TeiVertexRequest: tei_types.VERTEX,
+}
+_MINUS_ZERO = re.compile(rb"[:,\[\s]-0[\s,}\]]")  # an integer to orjson, a float to TEI
+
+
+def _is_ambiguous(kind: type[http.Body], body: Buffer) -> bool:
+    """Whether orjson may have taken a body that TEI refuses: a field is there twice, or an integer is -0."""
+    found = bytes(body)
+    if b"-0" in found and _MINUS_ZERO.search(found) is not None:
+        return True
+    return any(found.count(name) > 1 for name in _quoted_fields(kind))
+
+
+@cache
+def _quoted_fields(kind: type[http.Body]) -> tuple[bytes, ...]:
+    return tuple(f'"{name}"'.encode() for name in _fields_within(_TYPES[kind]))
+
+
+def _fields_within(kind: Type) -> Iterator[str]:
+    """The names of the fields of a struct and of the structs in it."""
+    if isinstance(kind, Optional):
+        yield from _fields_within(kind.inner)
+    elif isinstance(kind, Struct):
+        for name, one in kind.fields.items():
+            yield name
+            yield from _fields_within(one.type)
+
+
+def _reparse(kind: type[http.BodyT], body: Buffer) -> http.BodyT:
+    """The body as TEI's parser reads it; raises BadRequest in its words."""
+    found = bytes(body)
+    try:
+        return kind.model_validate(read_body(_TYPES[kind], found))
+    except Fault as fault:
+        if fault.is_syntax:
+            raise http.BadRequest(400, f"Failed to parse the request body as JSON: {fault.sentence(found)}") from fault
+        message = f"Failed to deserialize the JSON body into the target type: {fault.sentence(found)}"
+        raise http.BadRequest(422, message) from fault
+
+
+TEI_BODY = http.BodyFormat(is_ambiguous=_is_ambiguous, reparse=_reparse)
 
 
 # Written to JSON in one call, which holds the GIL.
@@ -354,7 +432,7 @@ def _inference(kind: type[http.InferenceRequest] | None = None) -> http.HttpHand
     """The handler of an inference route; without `kind` the model decides what the body is."""
 
     async def handle(inference: http.HttpInference, request: HttpRequest) -> HttpReply:
-        body = await inference.read(request, kind or _default_task(inference.served.model), http.TEI_BODY)
+        body = await inference.read(request, kind or _default_task(inference.served.model), TEI_BODY)
         return await inference.respond(body.job, timings=True)
 
     return handle
@@ -371,7 +449,7 @@ def _tokenizer(kind: type[TokenizeRequest | DecodeRequest]) -> http.HttpHandler:
     """The handler of a route that needs neither a permit nor the device."""
 
     async def handle(inference: http.HttpInference, request: HttpRequest) -> HttpReply:
-        body = await inference.read(request, kind, http.TEI_BODY)
+        body = await inference.read(request, kind, TEI_BODY)
         dispatcher = inference.dispatcher
         try:
             answers: list[bytes] = []
@@ -390,7 +468,7 @@ def _tokenizer(kind: type[TokenizeRequest | DecodeRequest]) -> http.HttpHandler:
 
 async def _vertex(inference: http.HttpInference, request: HttpRequest) -> HttpReply:
     """`/vertex`: any number of jobs, each with a permit of its own."""
-    body = await inference.read(request, TeiVertexRequest, http.TEI_BODY)
+    body = await inference.read(request, TeiVertexRequest, TEI_BODY)
     inference.check_count(len(body.instances))
     requests = await inference.dispatcher.off_loop(body.requests, inference.served.model)
     replies = await inference.run([one.job for one in requests])

@@ -1,0 +1,502 @@
+"""JSON read by the rules of serde_json, with its faults: TEI's parser of request bodies.
+
+A body is read once, from left to right, and the first fault decides, be it of syntax or of type. The rules are those of
+serde_json 1 (https://docs.rs/serde_json, `de.rs` and `read.rs`), the path before a fault is serde_path_to_error's, and
+the two kinds of faults are axum's (https://docs.rs/axum, `JsonRejection`). The time is linear in the body.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import unicodedata
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+Path = tuple[str | int, ...]
+_UNKNOWN = "?"  # the segment of a key that was not read
+
+_MAX_DEPTH = 128
+_U64 = 2**64
+_I63 = 2**63
+_MAX_DIGITS = 21  # of an integer of 64 bits, with its sign
+_MAX_EXPONENT = 2**31 - 1
+
+_SPACE = re.compile(rb"[ \n\t\r]*+")
+_PLAIN = re.compile(rb'[^"\\\x00-\x1f]*+')
+_DIGITS = re.compile(rb"[0-9]*+")
+_HEX = re.compile(rb"[0-9a-fA-F]{4}")
+_ESCAPES = {ord(key): value for key, value in zip('"\\/bfnrt', b'"\\/\b\f\n\r\t', strict=True)}
+_IDENTS: Mapping[int, tuple[bytes, bool | None]] = {
+    ord("n"): (b"null", None),
+    ord("t"): (b"true", True),
+    ord("f"): (b"false", False),
+}
+
+_EOF_VALUE, _EOF_LIST = "EOF while parsing a value", "EOF while parsing a list"
+EOF_OBJECT, _EOF_STRING = "EOF while parsing an object", "EOF while parsing a string"
+_CONTROL = "control character (\\u0000-\\u001F) found while parsing a string"
+_NOT_A_NUMBER = "invalid number"
+
+
+class Fault(Exception):
+    """The first fault of a body.
+
+    Attributes:
+        is_syntax: Whether the body is not JSON, so far as it was read; else a value has the wrong type.
+        index: The byte that the fault's line and column name; None until the enclosing value has been left.
+        path: The fields and indices that lead to the fault; None until it is known.
+    """
+
+    def __init__(self, message: str, index: int | None = None, path: Path | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.is_syntax = index is not None
+        self.index = index
+        self.path = path
+
+    def sentence(self, body: bytes) -> str:
+        """`inputs[1]: invalid type: null, expected a string at line 1 column 20`."""
+        line_start = body.rfind(b"\n", 0, self.index) + 1
+        line, column = 1 + body.count(b"\n", 0, line_start), (self.index or 0) - line_start
+        return f"{_shown_path(self.path or ())}{self.message} at line {line} column {column}"
+
+
+def _shown_path(path: Path) -> str:
+    if all(part == _UNKNOWN for part in path):
+        return ""
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    return "".join(parts).removeprefix(".") + ": "
+
+
+def is_digit(byte: int) -> bool:
+    return 48 <= byte <= 57
+
+
+class Reader:
+    """A position in a body, and what serde_json reads from there."""
+
+    def __init__(self, body: bytes) -> None:
+        self.body = body
+        self.at = 0
+        self._depth = 0
+
+    def fault(self, message: str) -> Fault:
+        """A fault of syntax behind the last byte that was read."""
+        return Fault(message, self.at)
+
+    def next_fault(self, message: str) -> Fault:
+        """A fault of syntax at the next byte."""
+        return Fault(message, min(len(self.body), self.at + 1))
+
+    def peek(self) -> int:
+        """The next byte, -1 at the end."""
+        return self.body[self.at] if self.at < len(self.body) else -1
+
+    def after_space(self) -> int:
+        """The next byte behind white space, -1 at the end."""
+        match = _SPACE.match(self.body, self.at)
+        assert match is not None
+        self.at = match.end()
+        return self.peek()
+
+    def value_start(self) -> int:
+        first = self.after_space()
+        if first < 0:
+            raise self.next_fault(_EOF_VALUE)
+        return first
+
+    @contextmanager
+    def nested(self, close: Callable[[], None]) -> Iterator[None]:
+        """The inside of a list or object, whose first byte is next; `close` reads its end, after a fault too."""
+        self._depth += 1
+        if self._depth >= _MAX_DEPTH:
+            raise self.next_fault("recursion limit exceeded")
+        self.at += 1
+        try:
+            yield
+        except Fault:
+            self._depth -= 1
+            with suppress(Fault):
+                close()
+            raise
+        self._depth -= 1
+        close()
+
+    def end_list(self) -> None:
+        first = self.after_space()
+        if first == ord("]"):
+            self.at += 1
+        elif first == ord(","):
+            self.at += 1
+            raise self.next_fault("trailing comma" if self.after_space() == ord("]") else "trailing characters")
+        else:
+            raise self.next_fault(_EOF_LIST if first < 0 else "trailing characters")
+
+    def end_object(self) -> None:
+        first = self.after_space()
+        if first == ord("}"):
+            self.at += 1
+        elif first < 0:
+            raise self.next_fault(EOF_OBJECT)
+        else:
+            raise self.next_fault("trailing comma" if first == ord(",") else "trailing characters")
+
+    def has_element(self, index: int) -> bool:
+        """Whether a list, of which `index` elements were read, goes on."""
+        first = self.after_space()
+        if first < 0:
+            raise self.next_fault(_EOF_LIST)
+        if first == ord("]"):
+            return False
+        if index == 0:
+            return True
+        if first != ord(","):
+            raise self.next_fault("expected `,` or `]`")
+        self.at += 1
+        first = self.after_space()
+        if first < 0:
+            raise self.next_fault(_EOF_VALUE)
+        if first == ord("]"):
+            raise self.next_fault("trailing comma")
+        return True
+
+    def key(self, index: int) -> str | None:
+        """The next key of an object of which `index` were read; None at the object's end."""
+        first = self.after_space()
+        if first < 0:
+            raise self.next_fault(EOF_OBJECT)
+        if first == ord("}"):
+            return None
+        if index:
+            if first != ord(","):
+                raise self.next_fault("expected `,` or `}`")
+            self.at += 1
+            first = self.after_space()
+            if first < 0:
+                raise self.next_fault(_EOF_VALUE)
+            if first == ord("}"):
+                raise self.next_fault("trailing comma")
+        if first != ord('"'):
+            raise self.next_fault("key must be a string")
+        return self.string()
+
+    def colon(self) -> None:
+        first = self.after_space()
+        if first != ord(":"):
+            raise self.next_fault(EOF_OBJECT if first < 0 else "expected `:`")
+        self.at += 1
+
+    def ident(self, first: int) -> bool | None:
+        word, value = _IDENTS[first]
+        for expected in word:
+            found = self.peek()
+            if found < 0:
+                raise self.fault(_EOF_VALUE)
+            self.at += 1
+            if found != expected:
+                raise self.fault("expected ident")
+        return value
+
+    def string(self) -> str:
+        """The string whose quotation mark is next."""
+        self.at += 1
+        parts: list[bytes] = []
+        while True:
+            plain = _PLAIN.match(self.body, self.at)
+            assert plain is not None
+            parts.append(plain.group())
+            self.at = plain.end()
+            special = self.peek()
+            if special < 0:
+                raise self.fault(_EOF_STRING)
+            self.at += 1
+            if special == ord('"'):
+                break
+            if special != ord("\\"):
+                raise self.fault(_CONTROL)
+            parts.append(self._escape())
+        try:
+            return b"".join(parts).decode()
+        except UnicodeDecodeError:
+            raise self.fault("invalid unicode code point") from None
+
+    def _escape(self) -> bytes:
+        letter = self._next_of_string()
+        if letter in _ESCAPES:
+            return bytes((_ESCAPES[letter],))
+        if letter != ord("u"):
+            raise self.fault("invalid escape")
+        code = self._hex()
+        if 0xDC00 <= code <= 0xDFFF:
+            raise self.fault("lone leading surrogate in hex escape")
+        if not 0xD800 <= code <= 0xDBFF:
+            return chr(code).encode()
+        for expected in b"\\u":
+            if self._next_of_string() != expected:
+                raise self.fault("unexpected end of hex escape")
+        second = self._hex()
+        if not 0xDC00 <= second <= 0xDFFF:
+            raise self.fault("lone leading surrogate in hex escape")
+        return chr(0x10000 + ((code - 0xD800) << 10) + second - 0xDC00).encode()
+
+    def _next_of_string(self) -> int:
+        found = self.peek()
+        if found < 0:
+            raise self.fault(_EOF_STRING)
+        self.at += 1
+        return found
+
+    def _hex(self) -> int:
+        four = self.body[self.at : self.at + 4]
+        self.at += len(four)
+        if len(four) < 4:
+            raise self.fault(_EOF_STRING)
+        if _HEX.fullmatch(four) is None:
+            raise self.fault("invalid escape")
+        return int(four, 16)
+
+    def number(self) -> int | float:
+        """The number whose sign or first digit is next; an integer beyond 64 bits, and -0, is a float."""
+        start = self.at
+        is_negative = self.peek() == ord("-")
+        self.at += is_negative
+        if self._integer(_EOF_VALUE) and self.at - start <= _MAX_DIGITS:
+            value = -int(self.body[start + 1 : self.at]) if is_negative else int(self.body[start : self.at])
+            if is_negative:
+                return -float(-value) if value == 0 or -value > _I63 else value
+            return value if value < _U64 else float(value)
+        value_of_float = float(self.body[start : self.at])
+        if math.isinf(value_of_float):
+            raise self.fault("number out of range")
+        return value_of_float
+
+    def _integer(self, at_end: str | None) -> bool:
+        """Read digits, fraction and exponent; whether the latter two are missing.
+
+        `at_end` is the fault of a number that ends with the body; None: it is an invalid one.
+        """
+        first = self.peek()
+        if first < 0:
+            raise self.fault(at_end or _NOT_A_NUMBER)
+        self.at += 1
+        if first == ord("0"):
+            if is_digit(self.peek()):
+                raise self.next_fault(_NOT_A_NUMBER)
+        elif not ord("1") <= first <= ord("9"):
+            raise self.fault(_NOT_A_NUMBER)
+        start = self.at - 1
+        self._digits()
+        is_integer = True
+        if self.peek() == ord("."):
+            self.at += 1
+            is_integer = False
+            if not self._digits():
+                raise self.next_fault(at_end if at_end and self.peek() < 0 else _NOT_A_NUMBER)
+        if self.peek() in (ord("e"), ord("E")):
+            self._exponent(at_end, is_zero=not self.body[start : self.at].strip(b"0."))
+            is_integer = False
+        return is_integer
+
+    def _exponent(self, at_end: str | None, *, is_zero: bool) -> None:
+        self.at += 1
+        is_negative = self.peek() == ord("-")
+        self.at += self.peek() in (ord("+"), ord("-"))
+        start = self.at
+        if not self._digits():
+            if self.peek() < 0:
+                raise self.fault(at_end or _NOT_A_NUMBER)
+            self.at += 1
+            raise self.fault(_NOT_A_NUMBER)
+        if at_end is not None and not is_zero and not is_negative:
+            digits = self.body[start : self.at].lstrip(b"0")
+            for count in range(1, min(len(digits), _MAX_DIGITS) + 1):
+                if int(digits[:count]) > _MAX_EXPONENT:
+                    self.at -= len(digits) - count
+                    raise self.fault("number out of range")
+
+    def _digits(self) -> int:
+        match = _DIGITS.match(self.body, self.at)
+        assert match is not None
+        self.at = match.end()
+        return len(match.group())
+
+    def wrong_type(self, expected: str) -> Fault:
+        """The fault of the next value, which was to be another one; a fault of its own syntax comes first."""
+        first = self.peek()
+        if first in _IDENTS:
+            found = shown(self.ident(first))
+        elif first == ord("-") or is_digit(first):
+            found = shown(self.number())
+        elif first == ord('"'):
+            found = shown(self.string())
+        elif first in (ord("["), ord("{")):
+            found = "sequence" if first == ord("[") else "map"
+        else:
+            return self.next_fault("expected value")
+        return Fault(f"invalid type: {found}, expected {expected}")
+
+    def any_value(self, path: Path) -> Any:
+        """The next value, whatever its type: an object as a dict, null as None."""
+        with self.within(path):
+            first = self.value_start()
+            if first in _IDENTS:
+                return self.ident(first)
+            if first == ord("-") or is_digit(first):
+                return self.number()
+            if first == ord('"'):
+                return self.string()
+            if first == ord("["):
+                return self._any_list(path)
+            if first == ord("{"):
+                return self._any_object(path)
+            raise self.next_fault("expected value")
+
+    def _any_list(self, path: Path) -> list[Any]:
+        values: list[Any] = []
+        with self.nested(self.end_list):
+            while self.has_element(len(values)):
+                values.append(self.any_value((*path, len(values))))
+        return values
+
+    def _any_object(self, path: Path) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        count = 0
+        with self.nested(self.end_object):
+            while (key := self.key_at(path, count)) is not None:
+                self.colon()
+                values[key] = self.any_value((*path, _UNKNOWN))
+                count += 1
+        return values
+
+    def key_at(self, path: Path, index: int) -> str | None:
+        try:
+            return self.key(index)
+        except Fault as fault:
+            fault.path = (*path, _UNKNOWN)
+            raise
+
+    @contextmanager
+    def within(self, path: Path) -> Iterator[None]:
+        """Faults of the value at `path` get its path, and where they have none the position behind it."""
+        try:
+            yield
+        except Fault as fault:
+            if fault.index is None:
+                fault.index = self.at
+            if fault.path is None:
+                fault.path = path
+            raise
+
+    def skip(self, path: Path) -> None:
+        """Skip a value that nobody reads: its syntax counts, its strings and numbers may have any value."""
+        with self.within(path):
+            self._skip()
+
+    def _skip(self) -> None:
+        open_frames: list[int] = []
+        while True:
+            first = self.value_start()
+            accept_comma = True
+            if first in _IDENTS:
+                self.ident(first)
+            elif first == ord("-") or is_digit(first):
+                self.at += first == ord("-")
+                self._integer(None)
+            elif first == ord('"'):
+                self._skip_string()
+            elif first in b"[{":
+                self.at += 1
+                open_frames.append(first)
+                accept_comma = False
+            else:
+                raise self.next_fault("expected value")
+            if not self._skip_ends(open_frames, accept_comma):
+                return
+            if open_frames[-1] == ord("{"):
+                first = self.after_space()
+                if first != ord('"'):
+                    raise self.next_fault(EOF_OBJECT if first < 0 else "key must be a string")
+                self._skip_string()
+                self.colon()
+
+    def _skip_ends(self, open_frames: list[int], accept_comma: bool) -> bool:
+        """Skip the ends of lists and objects, and the comma before the next value; whether there is one."""
+        while open_frames:
+            is_list, first = open_frames[-1] == ord("["), self.after_space()
+            if first < 0:
+                raise self.next_fault(_EOF_LIST if is_list else EOF_OBJECT)
+            if first == ord(",") and accept_comma:
+                self.at += 1
+                return True
+            if first != (ord("]") if is_list else ord("}")):
+                if accept_comma:
+                    raise self.next_fault("expected `,` or `]`" if is_list else "expected `,` or `}`")
+                return True
+            self.at += 1
+            open_frames.pop()
+            accept_comma = True
+        return False
+
+    def _skip_string(self) -> None:
+        self.at += 1
+        while True:
+            plain = _PLAIN.match(self.body, self.at)
+            assert plain is not None
+            self.at = plain.end()
+            special = self.peek()
+            if special < 0:
+                raise self.fault(_EOF_STRING)
+            if special not in b'"\\':
+                raise self.fault(_CONTROL)
+            self.at += 1
+            if special == ord('"'):
+                return
+            letter = self._next_of_string()
+            if letter == ord("u"):
+                self._hex()
+            elif letter not in _ESCAPES:
+                raise self.fault("invalid escape")
+
+
+def shown(value: Any) -> str:
+    """A value as serde_json's faults show it: `integer `1``, `string "a"`, `map`."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return f"boolean `{str(value).lower()}`"
+    if isinstance(value, str):
+        return f"string {_quoted(value)}"
+    if isinstance(value, int):
+        return f"integer `{value}`"
+    if isinstance(value, float):
+        return f"floating point `{_float(value)}`"
+    return "sequence" if isinstance(value, list) else "map"
+
+
+def _float(value: float) -> str:
+    """As ryu prints it: without a plus or leading zeros in the exponent, which begins at 1e16 and at 1e-6."""
+    text = repr(value)
+    mantissa, _, exponent = text.partition("e")
+    if not exponent:
+        return text
+    if exponent == "-05":
+        digits = mantissa.replace(".", "").lstrip("-")
+        return f"{'-' if value < 0 else ''}0.0000{digits}"
+    return f"{mantissa}e{int(exponent)}"
+
+
+_NAMED_ESCAPES = {"\0": "\\0", "\t": "\\t", "\n": "\\n", "\r": "\\r", '"': '\\"', "\\": "\\\\"}
+
+
+def _quoted(text: str) -> str:
+    """A string as Rust's `{:?}` writes it."""
+    return '"' + "".join(_shown_char(char, not place) for place, char in enumerate(text)) + '"'
+
+
+def _shown_char(char: str, is_first: bool) -> str:
+    if char in _NAMED_ESCAPES:
+        return _NAMED_ESCAPES[char]
+    extends = is_first and unicodedata.category(char) in ("Mn", "Me")
+    return char if char.isprintable() and not extends else f"\\u{{{ord(char):x}}}"
