@@ -596,7 +596,7 @@ async def test_the_openai_form_takes_2048_inputs(fleet: Fleet) -> None:
 
 
 async def test_what_the_openai_form_cannot_read_is_refused_as_elsewhere(fleet: Fleet) -> None:
-    told = await fleet["embedding"].post("/v1/embeddings", {"input": "a", "encoding_format": None})
+    told = await fleet["embedding"].post("/v1/embeddings", {"input": "a", "user": 1})
 
     assert (told.status, told.media_type) == (422, "text/plain")
     assert (await fleet["embedding"].post("/v1/embeddings", {"input": ""})).error == (

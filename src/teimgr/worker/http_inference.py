@@ -230,8 +230,8 @@ def text_of_parts(parts: list[Any]) -> str | None:
 def _engine_input(one: str | Sequence[int]) -> EngineInput:
     if isinstance(one, str):
         return one
-    # No vocabulary reaches the upper half of what TEI allows: it becomes negative here, and the engine refuses it. numpy
-    # reads a list with the GIL, so a long one is read in parts.
+    # No vocabulary reaches the upper half of what TEI allows: it becomes negative here, and the engine refuses it.
+    # numpy reads a list with the GIL, so a long one is read in parts.
     parts = [np.array(one[at : at + _IDS_AT_ONCE], np.uint32) for at in range(0, max(len(one), 1), _IDS_AT_ONCE)]
     return (parts[0] if len(parts) == 1 else np.concatenate(parts)).view(np.int32)
 
