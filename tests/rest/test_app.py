@@ -7,6 +7,7 @@ import contextlib
 import os
 import resource
 import ssl
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -25,7 +26,7 @@ from tests.support.rest_listener import Front, listening
 from teimgr.auth.tls_files import TlsFiles
 from teimgr.config.auth import Auth, Mtls, ServerTls, faults
 from teimgr.config.settings import Settings
-from teimgr.http_server import bind
+from teimgr.http_server import bind, serving
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.rest.app import RestTls, create_app, uvicorn_options
 from teimgr.unix_listener import UnixListener, bind_unix
@@ -311,3 +312,25 @@ def test_tls_of_its_own_has_no_place_beside_mutual_tls(ours: Authority) -> None:
     assert [fault.path for fault in faults(both)] == ["auth.tls"]
     alone = Auth(enabled=True, providers=("api_keys",), tls=tls)
     assert [fault.path for fault in faults(alone)] == ["auth.tls.server_key", "auth.api_keys"]
+
+
+async def test_the_document_of_the_api_is_made_beside_other_requests(settings: Settings) -> None:
+    app, sock = create_app(Fleet(settings), settings, DaemonMetrics()), bind("127.0.0.1", 0)
+    may_go_on, made = threading.Event(), []
+
+    def openapi() -> dict[str, Any]:
+        made.append(may_go_on.wait(LIMIT_S))
+        return {"info": {"title": "t", "version": "1"}, "paths": {}}
+
+    app.openapi = openapi  # type: ignore[method-assign]
+    url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+    async with serving(app, sock), aiohttp.ClientSession(url) as client, asyncio.timeout(LIMIT_S):
+        waiting = [asyncio.create_task(client.get(path)) for path in ("/openapi.json", "/docs", "/openapi.json")]
+        async with client.get("/health") as health:
+            assert health.status == 200
+        assert not any(task.done() for task in waiting)
+        may_go_on.set()
+        answers = [await (await task).text() for task in waiting]
+
+    assert answers[0] == answers[2] == '{"info":{"title":"t","version":"1"},"paths":{}}'
+    assert made == [True]  # once

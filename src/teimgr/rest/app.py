@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import socket
 import ssl
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 from fastapi import APIRouter, FastAPI, Request
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import HTMLResponse
+from starlette.responses import HTMLResponse, Response
 from starlette.routing import BaseRoute
 
 from teimgr import __version__
@@ -70,6 +72,7 @@ from teimgr.supervision.worker_run import FleetProber
 from teimgr.unix_listener import UnixListener
 
 docs = APIRouter(include_in_schema=False)
+_OPENAPI = "/openapi.json"
 
 
 class PageRoutes(NamedTuple):
@@ -80,9 +83,28 @@ class PageRoutes(NamedTuple):
     refusal: PageRefusal
 
 
+# FastAPI's own route would make the document on the event loop: half a second of a core, at the first request.
+@docs.get(_OPENAPI)
+async def openapi(request: Request) -> Response:
+    return Response(await asyncio.to_thread(_document, request.app), media_type="application/json")
+
+
 @docs.get("/docs")
 async def docs_page(request: Request) -> HTMLResponse:
-    return HTMLResponse(page(request.app.openapi(), "/openapi.json"), headers=HEADERS)
+    return HTMLResponse(await asyncio.to_thread(_document_page, request.app), headers=HEADERS)
+
+
+def _document(app: FastAPI) -> bytes:
+    """The OpenAPI document, made once."""
+    with app.state.document_lock:
+        if app.state.document is None:
+            app.state.document = json.dumps(app.openapi(), separators=(",", ":")).encode()
+        document: bytes = app.state.document
+        return document
+
+
+def _document_page(app: FastAPI) -> str:
+    return page(json.loads(_document(app)), _OPENAPI)
 
 
 def create_app(
@@ -130,6 +152,7 @@ def create_app(
         title="teimgr",
         version=__version__,
         description="A fleet of embedding models behind one daemon.",
+        openapi_url=None,
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
@@ -138,6 +161,7 @@ def create_app(
     app.state.alarms, app.state.booted = alarms, booted
     app.state.registry, app.state.gpus, app.state.enrolment = registry, gpu_report, enrolment
     app.state.batches = batches
+    app.state.document, app.state.document_lock = None, threading.Lock()
     app.state.restricted_turn = asyncio.Lock()
     app.state.logs = log_sources or FleetLogs(LocalLogs(settings.log_dir))
     app.state.events, app.state.live_probe, app.state.reloader = event_log, live_probe, reloader

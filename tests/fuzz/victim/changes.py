@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 
 from tests.fuzz.victim.attack import Attack, Strike, head, wire
-from tests.fuzz.victim.target import OWNER, READER, Target
+from tests.fuzz.victim.target import OWN_PREFIX, OWNER, READER, Target
 
-_NAMES = ("a-storm-0", "a-storm-1")
+_NAMES = (f"{OWN_PREFIX}0", f"{OWN_PREFIX}1")
 _AT_ONCE = 6
 _LOADING_S = 8.0
 _GONE_S = 15.0
@@ -173,7 +173,7 @@ _SHAPES: dict[str, dict[str, int]] = {
 
 async def _loaded(target: Target, folder: Path) -> str:
     """Create an instance of the directory, wait a while for what becomes of it, look at every list, and delete it."""
-    name = "a-odd"
+    name = f"{OWN_PREFIX}odd"
     statuses = {await _ask(target, "POST", "/instances", {"name": name, "model_id": str(folder), "dtype": "float32"})}
     end = asyncio.get_running_loop().time() + _LOADING_S
     with target.client() as client:

@@ -33,6 +33,9 @@ FLEET: Mapping[str, Callable[[Path], Path]] = {
 }
 """The attacker's team has `a-*` and the second client's `b-*`; both use the first."""
 
+OWN_PREFIX = "a-own-"
+"""Of the instances that attacks create."""
+
 OPERATOR, ATTACKER, OWNER, SECOND = ("operator", "attacker", "owner", "second")
 KEYS = {name: f"{name}-{'k' * 32}" for name in (OPERATOR, ATTACKER, OWNER, SECOND)}
 _RIGHTS = {
@@ -135,8 +138,14 @@ class Target:
                 data = file.read()
             self._read[path] = begin + len(data)
             text = data.decode(errors="replace")
-            found += [f"{path.name}: {line[:1500]}" for line in text.splitlines() if any(t in line for t in _TRACES)]
+            found += [f"{path.name}: {line[:1500]}" for line in text.splitlines() if _tells_of_harm(line)]
         return found
+
+
+def _tells_of_harm(line: str) -> bool:
+    """That a model with broken files fails is right; a traceback is not."""
+    own = f'"instance": "{OWN_PREFIX}' in line
+    return _TRACES[0] in line or (not own and any(trace in line for trace in _TRACES))
 
 
 def _packed(data: bytes) -> str:
