@@ -13,6 +13,8 @@ import uvicorn
 from tests.support.memory_fleet import Fleet
 
 from teimgr.config.settings import Settings
+from teimgr.connection_gate import ConnectionGate
+from teimgr.http_protocol import HttpProtocol
 from teimgr.http_server import Server, bind
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.registry.registry import Registry
@@ -54,8 +56,8 @@ async def listening(
     metrics, alarms, instances = DaemonMetrics(), [], Fleet(settings, **fleet)
     models = registry(instances, metrics) if registry else None
     app = create_app(instances, settings, metrics, lambda: alarms, registry=models, **parts(instances))
-    options = {"http": "httptools"} | uvicorn_options(settings.tls_files and settings.tls_files.context())
-    server = Server(uvicorn.Config(app, lifespan="off", log_config=None, **options))
+    options = {"http": HttpProtocol} | uvicorn_options(settings.tls_files and settings.tls_files.context())
+    server = Server(uvicorn.Config(app, lifespan="off", log_config=None, **options), ConnectionGate())
     with bind("127.0.0.1", 0) as listener:
         server.config.load()
         server.lifespan = server.config.lifespan_class(server.config)
