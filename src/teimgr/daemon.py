@@ -26,8 +26,10 @@ from teimgr.events.webhooks import Webhooks
 from teimgr.gateway import Gateway
 from teimgr.http_server import bind
 from teimgr.launch.launcher import Launcher, LocalLauncher, LocalOptions
-from teimgr.observability import logs
+from teimgr.observability import catalogue, logs
+from teimgr.observability.exposition import Page, Sample
 from teimgr.observability.log_source import FleetLogs, LocalLogs
+from teimgr.observability.loop_watchdog import LoopWatchdog
 from teimgr.observability.memory import collect_garbage_rarely, raise_file_limit
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.observability.telemetry import exporting, open_telemetry
@@ -79,6 +81,7 @@ class Daemon:
         self.notifier = Notifier()
         # Shared state
         self.metrics = DaemonMetrics()
+        self.watchdog: LoopWatchdog | None = None
         self.telemetry = open_telemetry(exporting(settings, "daemon"))
         self.directory = Directory()
         self.policy = PolicyInForce(policy_of(settings.auth))
@@ -156,6 +159,8 @@ class Daemon:
         that calls them.
         """
         log.info("daemon starts", extra=self._places())
+        self.watchdog = LoopWatchdog("the daemon")
+        self.metrics.sources.append(self._loop_page)
         for warning in (*self.settings.warnings(), *map(str, self.settings.missing_models())):
             log.warning(warning)
         self.settings.prepare_folders()
@@ -252,9 +257,21 @@ class Daemon:
         own = self.cluster.head.host.name if self.cluster else ""
         return {host or own: state for host, state in self.muxes.states().items()}
 
+    async def _loop_page(self) -> Page:
+        return {catalogue.LOOP_HELD: [Sample("", {}, self.watchdog.held if self.watchdog else 0)]}
+
     def alarms(self) -> Sequence[str]:
         """The alarms of all parts, except that of the state file."""
-        parts = (self.manager, self.tls, self.muxes, self.registry, self.preflight, self.webhooks, self.reloader)
+        parts = (
+            self.watchdog,
+            self.manager,
+            self.tls,
+            self.muxes,
+            self.registry,
+            self.preflight,
+            self.webhooks,
+            self.reloader,
+        )
         return [alarm for part in (*parts, self.batches, self.cluster) if part for alarm in part.alarms()]
 
     @contextlib.contextmanager

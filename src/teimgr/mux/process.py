@@ -39,6 +39,7 @@ from teimgr.mux.forwarding import CallCounters
 from teimgr.mux.handlers import MuxHandlers, MuxHealth
 from teimgr.mux.server import GrpcServer, tls_context, tls_context_of
 from teimgr.observability import logs
+from teimgr.observability.loop_watchdog import LoopWatchdog
 from teimgr.observability.memory import resident_bytes
 from teimgr.observability.telemetry import open_telemetry
 from teimgr.routing.links import LinkLimits
@@ -70,6 +71,7 @@ class Mux:
         self._forced = asyncio.Event()
         self._grace_s = _DRAIN_S
         self._began_s = time.monotonic()
+        self._watchdog: LoopWatchdog | None = None
         self._server = self._build_server()
         self._port = 0
         self._unix: UnixListener | None = None
@@ -96,6 +98,7 @@ class Mux:
             self._listen()
         if not self._config.tls_from_daemon:
             await self._open_control()
+        self._watchdog = LoopWatchdog(f"mux {os.getpid()}")
         watching = asyncio.create_task(self._watch.run()) if self._watch else None
         _log.info("mux waits for its first snapshot", extra={"host": self._config.host, "port": self._port})
         await self._woken.wait()
@@ -249,9 +252,11 @@ class Mux:
         self._health.notify()
 
     def _stats(self) -> Message:
+        watchdog = self._watchdog
         return {
             "pid": os.getpid(),
-            "alarm": self._watch.alarm if self._watch else None,
+            "alarm": (self._watch and self._watch.alarm) or next(iter(watchdog.alarms() if watchdog else ()), None),
+            "loop_held": watchdog.held if watchdog else 0,
             "config_hash": self._config.hash,
             "port": self._port,
             "uptime_s": round(time.monotonic() - self._began_s, 3),

@@ -107,6 +107,9 @@ TRIALS = _daemon("teimgr_model_trials_total", "counter", "Trials of models, by o
 BATCHES_BY_STATUS = _daemon("teimgr_batches", "gauge", "Batches of /v1/batches that are kept, by status", "status")
 BATCH_LINES = _daemon("teimgr_batch_lines_total", "counter", "Requests of batches that ended, by outcome", "outcome")
 STORED_BYTES = _daemon("teimgr_stored_file_bytes", "gauge", "Bytes of the files of /v1/files, results included")
+LOOP_HELD = _daemon(
+    "teimgr_daemon_loop_held_total", "counter", "Times that something held the daemon's event loop for over 200 ms"
+)
 ALARMS = _daemon("teimgr_alarms", "gauge", "Alarms that /health shows")
 DAEMON_MEMORY = _daemon("teimgr_daemon_resident_bytes", "gauge", "Resident memory of the daemon")
 FORWARDED = _daemon(
@@ -126,6 +129,9 @@ MUX_CALLS = _mux("teimgr_mux_calls_total", "counter", "Calls by gRPC status", "m
 MUX_MESSAGES = _mux("teimgr_mux_messages_total", "counter", "Messages answered", "method", "instance")
 MUX_SECONDS = _mux(
     "teimgr_mux_call_seconds", "histogram", "Duration of calls", "method", "instance", bounds=_MS_TO_30_S
+)
+MUX_LOOP_HELD = _mux(
+    "teimgr_mux_loop_held_total", "counter", "Times that something held the mux's event loop for over 200 ms"
 )
 MUX_MEMORY = _mux("teimgr_mux_resident_bytes", "gauge", "Resident memory of the mux")
 LINK_IN_FLIGHT = _mux("teimgr_link_in_flight", "gauge", "Requests over the links that have no answer yet", "instance")
@@ -165,6 +171,9 @@ QUEUED_TOKENS = _worker(
 RUNNING_TOKENS = _worker("teimgr_engine_running_tokens", "gauge", "Tokens on the device now")
 HEALTHY = _worker("teimgr_engine_healthy", "gauge", "1 while the engine's results can be trusted")
 WORKER_CALLS = _worker("teimgr_worker_calls", "gauge", "Calls inside the worker that are not answered")
+WORKER_LOOP_HELD = _worker(
+    "teimgr_worker_loop_held_total", "counter", "Times that something held the worker's event loop for over 200 ms"
+)
 MODEL_BYTES = _worker("teimgr_model_bytes", "gauge", "Weights and buffers of the model on its device")
 DEVICE_BYTES = _worker(
     "teimgr_worker_device_bytes", "gauge", "Device memory that the worker's allocator holds, none on the CPU"

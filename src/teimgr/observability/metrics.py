@@ -120,6 +120,7 @@ def mux_page(muxes: Mapping[str, Mapping[str, Any]]) -> Page:
     page: Page = {}
     for mux, stats in sorted(muxes.items()):
         add(page, catalogue.MUX_IN_FLIGHT, stats.get("in_flight", 0), mux=mux)
+        add(page, catalogue.MUX_LOOP_HELD, stats.get("loop_held", 0), mux=mux)
         add(page, catalogue.MUX_MEMORY, stats.get("resident_bytes", 0), mux=mux)
         for row in stats.get("links", ()):
             for family, key in _OF_LINKS.items():

@@ -42,6 +42,7 @@ from teimgr.http_server import Listener, bind, serving
 from teimgr.neighbours import FleetNeighbours
 from teimgr.observability import logs
 from teimgr.observability.exposition import pack
+from teimgr.observability.loop_watchdog import LoopWatchdog
 from teimgr.observability.memory import collect_garbage_rarely, resident_bytes
 from teimgr.spec import LINK_LISTENER, CpuThreads, WorkerSpec, worker_file
 from teimgr.wire.frames import Method
@@ -121,6 +122,7 @@ class Worker:
         self._threads = CpuThreads(spec.threads, spec.threads)
         self._state = "loading"
         self._engine: Engine | None = None
+        self._watchdog: LoopWatchdog | None = None
         self._remote: RemoteLinkListener | None = None
         self._log_fields = {"instance": spec.name}
 
@@ -186,6 +188,7 @@ class Worker:
             app = create_app(http, self._dispatcher.spec)
             async with serving(app, port, grpc.protocol, http.direct) as listeners[number]:
                 queue.serve(partial(self._take, listeners))
+                self._watchdog = LoopWatchdog(f"the worker of '{self.spec.name}'")  # from now on callers wait for it
                 self._announce("ready")
                 log.info("worker ready", extra=self._log_fields | engine.info.to_dict())
                 hang_detection = asyncio.create_task(_detect_hangs(engine))
@@ -378,7 +381,9 @@ class Worker:
         return json.dumps({"calls": self._dispatcher.calls, "resident_bytes": resident_bytes(), **counts}).encode()
 
     async def _metrics(self, _: bytes, limit_s: float) -> bytes:
-        page = self._dispatcher.metrics.page() | await asyncio.to_thread(process_page, self._dispatcher.calls)
+        page = self._dispatcher.metrics.page() | await asyncio.to_thread(
+            process_page, self._dispatcher.calls, self._watchdog.held if self._watchdog else 0
+        )
         if self._engine is not None:
             page |= engine_page(self._engine.stats())
         return json.dumps(pack(page)).encode()

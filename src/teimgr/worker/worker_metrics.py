@@ -234,11 +234,12 @@ def engine_page(stats: EngineStats) -> Page:
     return page | {family: _one(number) for family, number in singles.items()}
 
 
-def process_page(calls: int) -> Page:
+def process_page(calls: int, loop_held: int = 0) -> Page:
     """Metrics of the process: unanswered calls, memory, processor time. Blocks while the kernel adds up mappings."""
     sizes = proc_sizes("self", "smaps_rollup")
     return {
         catalogue.WORKER_CALLS: _one(calls),
+        catalogue.WORKER_LOOP_HELD: _one(loop_held),
         catalogue.RESIDENT: _one(sizes.get("Rss", 0)),
         catalogue.UNIQUE: _one(private_bytes(sizes) or 0),
         catalogue.CPU_SECONDS: _one(time.process_time()),
