@@ -27,7 +27,8 @@ from teimgr.gateway import Gateway
 from teimgr.http_server import bind
 from teimgr.launch.launcher import Launcher, LocalLauncher, LocalOptions
 from teimgr.observability import catalogue, logs
-from teimgr.observability.exposition import Page, Sample
+from teimgr.observability.exposition import Page as MetricsPage
+from teimgr.observability.exposition import Sample
 from teimgr.observability.log_source import FleetLogs, LocalLogs
 from teimgr.observability.loop_watchdog import LoopWatchdog
 from teimgr.observability.memory import collect_garbage_rarely, raise_file_limit
@@ -257,7 +258,7 @@ class Daemon:
         own = self.cluster.head.host.name if self.cluster else ""
         return {host or own: state for host, state in self.muxes.states().items()}
 
-    async def _loop_page(self) -> Page:
+    async def _loop_page(self) -> MetricsPage:
         return {catalogue.LOOP_HELD: [Sample("", {}, self.watchdog.held if self.watchdog else 0)]}
 
     def alarms(self) -> Sequence[str]:

@@ -24,7 +24,7 @@ _ALARM_S = 600.0
 
 
 class LoopWatchdog:
-    """Watches the loop that runs when it is made, until `stop`. `held` counts, `held_s` adds up; any thread may read."""
+    """Watches the loop that runs when it is made, until `stop`. Any thread may read `held`, a count, and `held_s`."""
 
     def __init__(self, name: str) -> None:
         self.held = 0
@@ -79,7 +79,7 @@ class LoopWatchdog:
         log.warning("event loop held", extra={"seconds": round(seconds, 3), "doing": doing, "stack": stack})
 
     def _times(self) -> tuple[float, float]:
-        """For how many seconds the loop's thread has run, and waited for a processor; 0 if the kernel does not count."""
+        """Seconds that the loop's thread has run, and waited for a processor; 0 if the kernel does not count them."""
         try:
             ran, waited, _ = self._counts.read_text().split()
             return int(ran) / 1e9, int(waited) / 1e9
