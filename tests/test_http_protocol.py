@@ -421,6 +421,46 @@ async def test_one_byte_chunks_and_many_heads_leave_turns_to_others() -> None:
 
 
 @pytest.mark.parametrize(
+    "head",
+    [
+        *(b"Host: %s\r\n" % host for host in (b"[", b"[]", b"[::g]", b"]", b"a@b", b"a/b", b"a b", b"x:y", b"x:65536")),
+        b"Host: x\r\nHost: y\r\n",
+        b"Host: x\r\nAuthorization: Bearer a\r\nauthorization: Bearer b\r\n",
+        b"Host: x\r\nX-API-Key: a\r\nX-API-Key: a\r\n",
+    ],
+)
+async def test_a_head_that_parts_of_a_server_could_read_differently_is_refused(head: bytes) -> None:
+    """`Host: [` was answered 500; of two keys one port read the first, another the last."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            await Response(Request(scope).url.path)(scope, receive, send)
+
+    sock = bind("127.0.0.1", 0)
+    async with serving(app, sock), asyncio.timeout(10):
+        reader, writer = await connected(sock)
+        writer.write(b"GET / HTTP/1.1\r\n" + head + b"\r\n")
+
+        assert (await reader.readline()).startswith(b"HTTP/1.1 400")
+        writer.close()
+
+
+@pytest.mark.parametrize("host", [b"", b"x", b"x_y.example:80", b"[::1]", b"[fe80::1%25eth0]:9000", b"127.0.0.1:"])
+async def test_hosts_with_and_without_a_port_are_served(host: bytes) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            await Response(Request(scope).url.path)(scope, receive, send)
+
+    sock = bind("127.0.0.1", 0)
+    async with serving(app, sock), asyncio.timeout(10):
+        reader, writer = await connected(sock)
+        writer.write(b"GET / HTTP/1.1\r\nHost: %s\r\n\r\n" % host)
+
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        writer.close()
+
+
+@pytest.mark.parametrize(
     ("head", "is_refused"),
     [(b"x: y\r\n" * 200, False), (b"x: y\r\n" * 300, True)],
 )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 import stat
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -116,3 +118,29 @@ def test_the_file_of_a_successor_is_not_removed(tmp_path: Path) -> None:
         file.remove()
         assert not path.exists()
     remove_stale(path)
+
+
+def test_a_lock_on_the_folder_by_another_stops_no_start(tmp_path: Path) -> None:
+    """Whoever may read the folder could hold it."""
+    descriptor = os.open(tmp_path, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        with closing(bind_unix(tmp_path / "api.sock", 0o600, "api_socket")):
+            assert (tmp_path / "api.sock").is_socket()
+    finally:
+        os.close(descriptor)
+
+
+def test_the_lock_of_another_user_and_a_link_to_a_file_are_refused_by_name(tmp_path: Path) -> None:
+    lock = tmp_path / f".teimgr-{os.geteuid()}.lock"
+    lock.symlink_to(tmp_path / "target")
+    with pytest.raises(InvalidConfig, match="api_socket: cannot listen on"):
+        bind_unix(tmp_path / "api.sock", 0o600, "api_socket")
+    assert not (tmp_path / "target").exists()
+
+    lock.unlink()
+    if os.geteuid() == 0:
+        lock.touch()
+        os.chown(lock, 12345, 12345)
+        with pytest.raises(InvalidConfig, match="belongs to another user"):
+            bind_unix(tmp_path / "api.sock", 0o600, "api_socket")

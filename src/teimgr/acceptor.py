@@ -22,7 +22,7 @@ from teimgr.errors import TeimgrError, Unavailable
 log = logging.getLogger(__name__)
 
 # In one turn of the event loop. A handshake begins with a signature, which takes a millisecond with RSA.
-_ACCEPTS_PER_TURN = 16
+_ACCEPTS_PER_TURN = 32
 _HANDSHAKES_PER_TURN = 4
 # While more clients than this wait for their handshake to begin, others wait in the backlog.
 _MAX_WAITING = 64

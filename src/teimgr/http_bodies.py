@@ -1,11 +1,13 @@
-"""HTTP requests and responses of our servers: bodies within limits, media types, foreign web pages."""
+"""HTTP requests and responses of our servers: headers and bodies within limits, hosts, foreign web pages."""
 
 from __future__ import annotations
 
 import asyncio
 import ipaddress
 import re
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping
+from functools import lru_cache
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -27,7 +29,26 @@ _LENGTH_DIGITS = 19
 BODY_TIMEOUT_S = LIMITS[Phase.BODY].seconds
 _MAX_DISCARDED_BYTES = LIMITS[Phase.DISCARD].bytes or 0
 
+# A request with one of these headers twice is refused: parts of a server, or a proxy before it, could read different
+# ones.
+SINGLE_HEADERS = frozenset((b"host", b"content-length", b"authorization", b"x-api-key"))
+_HOST = re.compile(rb"(?:\[([0-9A-Fa-f:.]+)(?:%[\w.~-]+)?\]|[\w.~%!$&'()*+,;=-]*)(?::([0-9]{0,5}))?")
+
 AnswerT = TypeVar("AnswerT")
+
+
+@lru_cache(256)
+def is_host(value: bytes) -> bool:
+    """Whether the value of a Host header (HTTP/2: `:authority`) is a host with or without a port (RFC 9110, 7.2)."""
+    if (found := _HOST.fullmatch(value)) is None:
+        return False
+    address, port = found.groups()
+    if address is not None:
+        try:
+            socket.inet_pton(socket.AF_INET6, address.decode())
+        except OSError:
+            return False
+    return not port or int(port) < 2**16
 
 
 def media_type(content_type: str) -> str:

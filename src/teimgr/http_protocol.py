@@ -17,6 +17,7 @@ from uvicorn.server import ServerState
 
 from teimgr.byte_budget import ByteBudget
 from teimgr.connection_gate import LIMITS, Phase, StallGuard, Ticket
+from teimgr.http_bodies import SINGLE_HEADERS, is_host
 from teimgr.http_direct import HOLD_S, MAX_BODY_BYTES, Direct, DirectExchange, DirectRequest
 
 _FLUSH_POLL_S = 0.01
@@ -35,6 +36,7 @@ _PIECE_BYTES = 8 * 2**10
 _TURN_S = 0.005
 _UNREAD_REPLIES_BYTES = 64 * 2**20
 _FRAMING = (b"content-length", b"transfer-encoding")
+_EXAMINED = SINGLE_HEADERS | {b"transfer-encoding", b"expect"}
 
 
 class H2Connection(Protocol):
@@ -315,15 +317,24 @@ class HttpProtocol(HttpToolsProtocol):
         if not self._is_in_head:  # a trailer
             return
         name = name.lower()
+        if name in _EXAMINED:
+            self._examine(name, value)
+        self.headers.append((name, value))
+        if len(self.headers) > _MAX_FIELDS:
+            raise ValueError("too many headers")  # the parser makes it an HttpParserError
+
+    def _examine(self, name: bytes, value: bytes) -> None:
+        """Heed a header of `_EXAMINED`; raises ValueError: it is not valid."""
+        if name in SINGLE_HEADERS and any(other == name for other, _ in self.headers):
+            raise ValueError(f"{name!r} is repeated")
         if name == b"content-length":
             self._body_left = int(value)
         elif name == b"transfer-encoding":
             self._body_left = None
         elif name == b"expect" and value.lower() == b"100-continue":
             self.expect_100_continue = True
-        self.headers.append((name, value))
-        if len(self.headers) > _MAX_FIELDS:
-            raise ValueError("too many headers")  # the parser makes it an HttpParserError
+        elif name == b"host" and not is_host(value):
+            raise ValueError("not a host")
 
     def on_headers_complete(self) -> None:
         self._is_in_head, self._overhead = False, 0

@@ -1,7 +1,7 @@
 """Unix sockets on which clients connect: binding, taking over the file of a dead process, removing one's own file.
 
-Each change of a socket's file is made under a lock of its folder, so that of two processes that find the file of a dead
-one only the first replaces it, and none removes the file of another.
+Each change of a socket's file is made under a lock, `.teimgr-UID.lock` in its folder, so that of two processes that find
+the file of a dead one only the first replaces it, and none removes the file of another.
 """
 
 from __future__ import annotations
@@ -121,9 +121,15 @@ def _failures(path: Path, setting: str) -> Iterator[None]:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder; OSError where another process has it for longer than such changes take."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    """Hold the lock of a folder; OSError where another process has it for longer than such changes take.
+
+    It is a file of this user, which stays: whoever may read a folder could lock that, and so stop every start.
+    """
+    path = folder / f".teimgr-{os.geteuid()}.lock"
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
+        if os.fstat(descriptor).st_uid != os.geteuid():
+            raise OSError(errno.EPERM, f"{path} belongs to another user")
         end = time.monotonic() + _LOCK_LIMIT_S
         while True:
             try:
@@ -131,7 +137,7 @@ def _locked(folder: Path) -> Iterator[None]:
                 break
             except BlockingIOError as error:
                 if time.monotonic() > end:
-                    raise OSError(errno.EAGAIN, f"{folder} is locked by another process") from error
+                    raise OSError(errno.EAGAIN, f"{path} is locked by another process") from error
                 time.sleep(_LOCK_POLL_S)
         yield
     finally:
