@@ -1,7 +1,7 @@
 """Unix sockets on which clients connect: binding, taking over the file of a dead process, removing one's own file.
 
-Each change of a socket's file is made under a lock, `.teimgr-UID.lock` in its folder. So if two processes find the file of
-a dead one, only the first replaces it, and no process removes the file of another.
+Each change of a socket's file is made under a lock, `.teimgr-UID.lock` in its folder. So if two processes find the file
+of a dead one, only the first replaces it, and no process removes the file of another.
 """
 
 from __future__ import annotations
