@@ -19,6 +19,23 @@ from tests.support.daemon_process import WarmDaemonProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
+KIB = 1024
+# What held up everybody for seconds once, or ended a worker, each at a size that showed it.
+CASES = (
+    ("json: broken, quotes unended", 256 * KIB),
+    ("text: dots, instance port", 1900 * KIB),
+    ("text: Chinese, mux", 3072 * KIB),
+    ("text: base64, reranker", 4096 * KIB),
+    ("arrow: many columns", 3072 * KIB),
+    ("arrow: dictionary of one long text, LZ4", 256 * KIB),
+    ("http1: trailers, REST", 4096 * KIB),
+    ("http1: pipelined requests, instance port", 4096 * KIB),
+    ("http2: SETTINGS, long, mux", 4096 * KIB),
+    ("http2: header blocks, Huffman, REST", 4096 * KIB),
+)
+# One process at a time may be late on a machine that runs other tests; what these did took whole seconds.
+FLOOR_MS = 2000.0
+
 
 @pytest.fixture(scope="module")
 def target() -> Iterator[Target]:
@@ -30,6 +47,18 @@ def target() -> Iterator[Target]:
 def second(target: Target) -> Iterator[Child]:
     with child(target.second_client(5.0)) as found:
         yield found
+
+
+async def test_a_second_client_does_not_feel_attacks_and_no_process_is_harmed(target: Target, second: Child) -> None:
+    known = {each.title: each for each in attacks()}
+    trial = Trial(target, second, FLOOR_MS)
+    await trial.quiet(1.0)
+
+    verdicts = {title: await trial.attempt(known[title], 1, size) for title, size in CASES}
+
+    broken = {title: verdict.broken for title, verdict in verdicts.items() if verdict.broken}
+    assert not broken, "\n".join(f"{title}: {each}" for title, found in broken.items() for each in found)
+    assert all(verdict.calls >= 10 for verdict in verdicts.values())  # it was there to feel something
 
 
 async def test_a_daemon_that_stands_still_is_a_finding_with_its_reproducer(target: Target, second: Child) -> None:
