@@ -286,6 +286,13 @@ async def test_a_busy_worker_needs_no_probe(fleet: Fleet) -> None:
     assert fleet.manager.get("a").restarts == 0
 
 
+async def test_what_held_the_loop_of_a_worker_is_an_alarm(fleet: Fleet) -> None:
+    await fleet.create("alarm=held")
+    await fleet.running()
+
+    await eventually(lambda: fleet.manager.alarms() == ["held"])
+
+
 async def test_probes_that_recover_in_time_change_nothing(fleet: Fleet) -> None:
     await fleet.create("fail-probes=2")
     pid = (await fleet.running()).pid

@@ -449,6 +449,11 @@ class ManagedInstance:
         running = [each.number for each in self._serving if each.state is State.RUNNING]
         return self._memory.problems(running) if self._memory is not None else []
 
+    @property
+    def loop_problems(self) -> list[str]:
+        """Sentences about what held the event loops of workers recently."""
+        return [each.worker_alarm for each in self._serving if each.worker_alarm is not None]
+
     def on_memory(self, supervisor: Supervisor, resident_bytes: int, fresh: bool) -> None:
         """Replace a replica that stays above `max_rss_mib`, unless an update is under way."""
         limit_mib = supervisor.spec.max_rss_mib

@@ -447,7 +447,8 @@ class Manager:
             if found.state is State.FAILED and found.spec.wanted_running
         )
         memory = (f"{name}: {each}" for name, found in self._instances.items() for each in found.memory_problems)
-        return [*failed, *memory, *self._sweep.alarms()]
+        loops = (each for found in self._instances.values() for each in found.loop_problems)
+        return [*failed, *memory, *loops, *self._sweep.alarms()]
 
     async def started(self, name: str) -> InstanceView:
         """The view of an instance once it is no longer starting, or as it is when its time to start is over.

@@ -220,6 +220,11 @@ class Supervisor:
         return handle.incarnation if handle else None
 
     @property
+    def worker_alarm(self) -> str | None:
+        """What held the event loop of the present worker recently."""
+        return self._worker.alarm if self._worker else None
+
+    @property
     def threads(self) -> int | None:
         """The CPU threads that are the present worker's own; it may use more while others are idle."""
         return self._threads.own if self._threads and self._worker and self._worker.handle else None

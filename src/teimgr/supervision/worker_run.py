@@ -127,6 +127,8 @@ class WorkerRun:
         self._probes = probes
         self._post = post
         self._on_memory = on_memory
+        self.alarm: str | None = None
+        """What held the worker's event loop recently, by its watchdog."""
         self._link: ControlLink | None = None
         self._threads: CpuThreads | None = None
         self._sent_threads: CpuThreads | None = None  # over the present link
@@ -331,6 +333,7 @@ class WorkerRun:
             else:
                 pause_s, failing = interval_s, False
                 self._post(ProbeOk())
+                self.alarm = prober.alarm
                 if prober.resident_bytes is not None:
                     self._on_memory(prober.resident_bytes, False)
 
@@ -364,6 +367,8 @@ class Prober:
     def __init__(self, timeout_s: float) -> None:
         self.resident_bytes: int | None = None
         """The worker's resident memory as of the last good probe; None before, and of a worker that reports none."""
+        self.alarm: str | None = None
+        """A sentence of the watchdog of the worker's event loop, as of the last good probe."""
         self._timeout_s = timeout_s
         self._batches: int | None = None
 
@@ -391,6 +396,7 @@ class Prober:
             self._batches = int(values["batches"]) if values else None
             resident = values.get("resident_bytes")
             self.resident_bytes = None if resident is None else int(resident)
+            self.alarm = values.get("alarm")
         except TimeoutError:
             raise DeadlineExceeded(f"no answer to PROBE within {self._timeout_s:g} s") from None
         except (ValueError, TypeError, KeyError) as error:

@@ -373,7 +373,12 @@ class Worker:
         known = json.loads(payload)["batches"] if payload else None
         if known is None or engine.stats().batches <= known:
             await asyncio.to_thread(engine.self_test, limit_s)
-        answer = {"batches": engine.stats().batches, "resident_bytes": resident_bytes()}
+        alarms = self._watchdog.alarms() if self._watchdog else ()
+        answer = {
+            "batches": engine.stats().batches,
+            "resident_bytes": resident_bytes(),
+            "alarm": next(iter(alarms), None),
+        }
         return json.dumps(answer).encode() if payload else b""
 
     async def _stats(self, _: bytes, limit_s: float) -> bytes:

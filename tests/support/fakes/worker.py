@@ -42,6 +42,7 @@ _FLAGS = {
     "compute-embed": "hold the event loop and a processor for so many seconds at an EMBED, then answer",
     "deadlock-embed": "hold the event loop without a processor for good at an EMBED",
     "busy": "count a batch at every PROBE and STATS",
+    "alarm": "have its watchdog say this word in every answer to PROBE",
     "drain-itself": "say draining after saying ready, then exit 0",
     "deaf": "accept no connection, answer nothing",
     "exit-when-alone": "exit when the last watcher goes",
@@ -188,7 +189,8 @@ class FakeWorker:
     def counted(self) -> bytes:
         """Its counters, as in answers to PROBE and STATS."""
         self.batches += "busy" in self.flags
-        return json.dumps({"batches": self.batches, "resident_bytes": resident_bytes()}).encode()
+        answer = {"batches": self.batches, "resident_bytes": resident_bytes(), "alarm": self.flags.get("alarm")}
+        return json.dumps(answer).encode()
 
 
 class Link(FrameProtocol):
