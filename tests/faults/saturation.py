@@ -90,6 +90,7 @@ async def run(folder: Path, minutes: float, seed: int = 1) -> Run:
         found.elapsed_s = time.monotonic() - began
         found.breaches += [f"process {each.pid} ended" for each in processes if not each.is_running()]
         found.breaches += world.breaches[:20]
+        found.breaches += await asyncio.to_thread(world.daemon.held_loops)
         found.check()
         if found.breaches:
             print(world.daemon.log(30))

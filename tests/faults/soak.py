@@ -82,6 +82,7 @@ async def run(folder: Path, seed: int, faults: int, kinds: Iterable[str] = KINDS
     finally:
         report.duration_s = time.monotonic() - began
         report.breaches = world.breaches
+        world.breaches += await asyncio.to_thread(world.daemon.held_loops)
         if world.breaches:
             print(world.daemon.log(100))
         await asyncio.to_thread(world.daemon.close)

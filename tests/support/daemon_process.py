@@ -168,6 +168,12 @@ class DaemonProcess:
         files = [self.folder / "daemon.log", *sorted((self.folder / "logs").glob("*.log"))]
         return "\n".join(f"── {path.name}\n" + tail(path, lines) for path in files if path.exists())
 
+    def held_loops(self) -> list[str]:
+        """The log lines of watchdogs whose event loop was held for over 200 ms."""
+        files = [self.folder / "daemon.log", *sorted((self.folder / "logs").glob("*.log"))]
+        lines = (line for path in files if path.exists() for line in path.read_text(errors="replace").splitlines())
+        return [line for line in lines if "event loop held" in line]
+
     # What it could leave behind.
 
     def processes(self) -> list[psutil.Process]:
