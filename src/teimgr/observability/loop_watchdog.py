@@ -1,7 +1,8 @@
 """A watchdog of the event loop: records what held it for more than 200 ms, with the stack and the request.
 
-A thread asks the loop for a sign of life twice a second, and at once if the loop's thread ran without a pause for a tenth
-of a second. A loop that the machine gives no processor is not held: the kernel counts how long its thread waited for one.
+A thread asks the loop for a sign of life twice a second, and at once if the loop's thread ran without a pause for a
+tenth of a second. A loop that the machine gives no processor is not held: the kernel counts how long its thread waited
+for one.
 """
 
 from __future__ import annotations
