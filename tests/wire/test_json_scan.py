@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import re
 import time
+from collections.abc import Iterator
 from typing import Any
 
+import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from teimgr.errors import InvalidInput
-from teimgr.wire.json_scan import WINDOW_BYTES, completed, text_member
+from teimgr.wire import json_scan
+from teimgr.wire.json_scan import MAX_CONTAINERS, WINDOW_BYTES, completed, decoded, loads, text_member
 
 TEXT = st.text(max_size=20)
 LEAVES = st.none() | st.booleans() | st.integers() | TEXT
@@ -105,3 +110,149 @@ def test_no_text_takes_more_than_linear_time_nor_long_steps(make: Any) -> None:
 def test_a_text_of_too_many_lists_is_refused_by_name() -> None:
     with pytest.raises(InvalidInput, match=r"1000000 lists, objects and long texts before `model`"):
         member(b'{"a": [' + b"[[]]," * 1_000_001 + b'0], "model": "far"}')
+
+
+# Decoding a whole text.
+
+NUMBERS = st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False, allow_infinity=False)
+ANY_VALUE = st.recursive(
+    st.none() | st.booleans() | NUMBERS | st.text(max_size=60),
+    lambda inner: st.lists(inner, max_size=6) | st.dictionaries(TEXT, inner, max_size=6),
+    max_leaves=40,
+)
+
+
+def outcome(decode: Any, text: bytes) -> str:
+    try:
+        return repr(decode(text))
+    except ValueError:
+        return "refused"
+
+
+@given(ANY_VALUE, st.booleans(), st.sampled_from([16, 24, 40, 64, 200]), st.data())
+def test_a_text_decoded_in_pieces_is_the_same_as_at_once(value: Any, plain: bool, window: int, data: Any) -> None:
+    text = json.dumps(value, ensure_ascii=plain, indent=1 if plain else None).encode()
+    at = data.draw(st.integers(0, len(text)))
+    other = data.draw(
+        st.sampled_from([b"", b",", b"[", b"]", b"{", b"}", b'"', b"\\", b":", b" ", b"1", b"\xe4", b"\\ud83d"])
+    )
+    damaged = text[:at] + other + text[at + data.draw(st.integers(0, 2)) :]
+    with pytest.MonkeyPatch.context() as patch:
+        # No piece of a string may be shorter than a pair of escapes, no number longer than a window.
+        patch.setattr(json_scan, "WINDOW_BYTES", window)
+        longest = max((len(token) for token in re.findall(rb"[-+.0-9eE]+", text)), default=0)
+        if longest < window:
+            assert outcome(loads, text) == outcome(orjson.loads, text)
+            assert outcome(loads, memoryview(text)) == outcome(orjson.loads, text)
+        longest = max((len(token) for token in re.findall(rb"[-+.0-9eE]+", damaged)), default=0)
+        if longest < window:
+            assert outcome(loads, damaged) == outcome(orjson.loads, damaged)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            b"[,]",
+            b"[1,]",
+            b"[,1]",
+            b"{,}",
+            b'{"a":1,}',
+            b"[1 2]",
+            b"[1}",
+            b'{"a"}',
+            b'{"a":}',
+            b"[[1],]",
+            b"[]]",
+            b"[",
+            b"{",
+        ),
+        *(
+            b"",
+            b" ",
+            b'"',
+            b"tru",
+            b"nul",
+            b"-",
+            b"01",
+            b"[1],",
+            b"[[[[[1]]]]",
+            b'["\xff"]',
+            b'["\\x"]',
+            b'["\\ud800"]',
+        ),
+        *(
+            b'{"a":1,"b":2,"a":3}',
+            b'{"a":[[[[[1]]]]],"b":2,"a":3}',
+            b"[[[[[[]]]]],[]]",
+            b"[[[[[[],]]]]]",
+            b"NaN",
+            b"[\x01]",
+        ),
+    ],
+)
+@pytest.mark.parametrize("window", [16, WINDOW_BYTES])
+def test_what_is_no_json_is_refused_in_pieces_too(text: bytes, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_scan, "WINDOW_BYTES", window)
+    for spaced in (text, text.replace(b",", b" , ").replace(b"]", b" ] "), b" " * 20 + text + b" " * 20):
+        assert outcome(loads, spaced) == outcome(orjson.loads, spaced)
+
+
+@pytest.mark.parametrize(
+    "unit", ["a", "é", "中", "😀", "\\n", '\\"', "\\\\", "\\u4e2d", "\\ud83d\\ude00", "a\\ud83d\\ude00é😀\\\\"]
+)
+def test_a_long_string_is_cut_between_characters(unit: str) -> None:
+    for shift in range(13):
+        text = b'{"input": "' + b"x" * shift + (unit * (3 * WINDOW_BYTES // len(unit))).encode() + b'"}'
+        assert loads(text) == orjson.loads(text)
+
+
+SIZE = 8 * 2**20
+
+
+@pytest.fixture
+def heap_of_a_worker() -> Iterator[None]:
+    """A worker freezes what lives as long as itself: collections of garbage see only what its requests made."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b'{"input":"' + b"a" * SIZE + b'"}',
+        b'{"input":"' + b'\\"' * (SIZE // 2) + b'"}',
+        b'{"input":[' + b"1," * (SIZE // 2) + b"1]}",
+        b'{"input":[' + b'"hello",' * (SIZE // 8) + b'""]}',
+        b'{"input":[' + b"[0]," * (MAX_CONTAINERS - 10) + b"0]}",
+        b'{"input":[' + b"[[[[0]]]]," * (MAX_CONTAINERS // 4 - 10) + b"0]}",
+        b'{"input":[' + b'[["' + b"[" * SIZE + b'"]]]}',
+        b" " * SIZE + b"0",
+    ],
+    ids=["text", "escapes", "ids", "texts", "lists", "deep lists", "brackets", "spaces"],
+)
+def test_no_step_of_a_large_text_takes_long(text: bytes, heap_of_a_worker: None) -> None:
+    steps, longest = decoded(text), 0.0
+    try:
+        while True:
+            before = time.thread_time()
+            next(steps)
+            longest = max(longest, time.thread_time() - before)
+    except StopIteration as end:
+        assert end.value == orjson.loads(text)
+    assert longest < 0.06  # some milliseconds on a machine of its own
+
+
+@pytest.mark.parametrize(
+    "text", [b"[" + b"[0]," * MAX_CONTAINERS + b"0]", b"[" + b"[[[[[]]]]]," * MAX_CONTAINERS], ids=["flat", "deep"]
+)
+def test_too_many_lists_are_refused_by_name(text: bytes) -> None:
+    with pytest.raises(InvalidInput, match="more than 100000 lists and objects"):
+        loads(text)
+
+
+def test_brackets_in_texts_are_no_lists() -> None:
+    text = b"[" + b'"[[[[{{{{[[[[{{{{",' * (MAX_CONTAINERS // 8) + b"0]"
+    assert loads(text) == orjson.loads(text)

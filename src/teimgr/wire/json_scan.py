@@ -1,4 +1,4 @@
-"""Reading parts of large JSON texts without parsing the whole: in steps, each of which takes a millisecond at most.
+"""Reading large JSON texts, or a member of one, in steps: each takes a millisecond or two.
 
 A call of a regular expression, as one of a parser, holds the GIL until it returns. So each is given a window of the
 text, every function here is a generator that yields between two of them, and the time is linear in the text whatever
@@ -10,13 +10,14 @@ from __future__ import annotations
 import re
 from collections.abc import Generator
 from functools import cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import orjson
 
 from teimgr.errors import InvalidInput
 
 Text = bytes | bytearray
+AnyText = Text | memoryview
 ResultT = TypeVar("ResultT")
 Steps = Generator[None, None, ResultT]
 
@@ -103,7 +104,7 @@ def _too_many(name: str) -> InvalidInput:
     return InvalidInput(f"The body has more than {MAX_TOKENS} lists, objects and long texts before `{name}`")
 
 
-def _run(pattern: re.Pattern[bytes], text: Text, at: int) -> Steps[int]:
+def _run(pattern: re.Pattern[bytes], text: AnyText, at: int) -> Steps[int]:
     """The end of a run of the pattern's characters."""
     while True:
         found = pattern.match(text, at, at + WINDOW_BYTES)
@@ -114,7 +115,7 @@ def _run(pattern: re.Pattern[bytes], text: Text, at: int) -> Steps[int]:
         yield
 
 
-def _end_of_string(text: Text, at: int) -> Steps[int]:
+def _end_of_string(text: AnyText, at: int) -> Steps[int]:
     """The position behind a string whose characters begin at `at`; beyond the text if it is unterminated."""
     while True:
         found = _IN_STRING.match(text, at, at + WINDOW_BYTES)
@@ -178,3 +179,212 @@ def _string(text: Text, at: int) -> Steps[str | None]:
     stop = at + 1 if found is None else found.end()
     whole = (_decoded(text[at:cut] + b'"') for cut in range(stop, max(at, stop - _LONGEST_CUT), -1))
     return next((value for value in whole if value is not None), None)
+
+
+# Decoding a whole text.
+
+# Ten for each input of the largest batch. A collection of garbage visits all of them with the GIL: 20 ms for these.
+MAX_CONTAINERS = 100_000
+_MAX_DEPTH = 1024  # of lists and objects, as orjson's
+# A piece with more brackets than this is counted without those in its strings.
+_FEW_BRACKETS = 64
+_SCALARS = rb'[^"\[\]{}]++|"' + _CHARACTERS + rb'"'
+_SMALL = rb"(?:" + _SCALARS + rb"|\[(?:" + _SCALARS + rb")*+\]|\{(?:" + _SCALARS + rb")*+\})"
+_NESTED = rb'[^"\[\]{},]++|"' + _CHARACTERS + rb'"|\[' + _SMALL + rb"*+\]|\{" + _SMALL + rb"*+\}"
+# One element of a list or member of an object without its comma, and any number of them with theirs.
+_ELEMENT = re.compile(rb"(?:" + _NESTED + rb")*+", re.DOTALL)
+_ELEMENTS = re.compile(rb"(?:(?:" + _NESTED + rb")*+,)*+", re.DOTALL)
+_LITERAL = re.compile(rb'[^ \t\r\n",:\[\]{}]*+')
+_BRACKET = re.compile(rb'[\[{]|"' + _CHARACTERS + rb'"', re.DOTALL)
+# Whole characters of a string: no escape and no pair of surrogates is cut.
+_WHOLE = re.compile(
+    rb'(?:[^"\\]++|\\[^u]|\\u(?![dD][89abAB])[0-9a-fA-F]{4}|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[0-9a-fA-F]{4})*+',
+    re.DOTALL,
+)
+_BACKSLASH, _COMMA = b"\\,"
+_CLOSED_BY = {list: b"]"[0], dict: b"}"[0]}
+
+
+def loads(text: AnyText) -> Any:
+    """The value of a JSON text as `orjson.loads` gives it, by calls of orjson for 64 KiB at most.
+
+    For large texts on a thread: other threads get the GIL between two calls.
+
+    Raises:
+        ValueError: the text is no JSON.
+        InvalidInput: it has more than `MAX_CONTAINERS` lists and objects.
+    """
+    return completed(decoded(text))
+
+
+def decoded(text: AnyText) -> Steps[Any]:
+    """`loads` in steps."""
+    return (yield from _Decoder(text).value())
+
+
+class _Decoder:
+    """Lists and objects that are small are decoded by orjson, many at a time; those around them are kept on a stack."""
+
+    def __init__(self, text: AnyText) -> None:
+        self._text = text
+        self._containers = 0
+        self._open: list[tuple[list[Any] | dict[str, Any], str]] = []  # each with the key of the member being read
+
+    def value(self) -> Steps[Any]:
+        """The value of the whole text."""
+        text = self._text
+        at, result = yield from self._opened_or_scalar((yield from _run(_SPACE, text, 0)))
+        stack = self._open
+        has_comma = False  # the element that comes follows a comma
+        while stack:
+            yield
+            container, _ = stack[-1]
+            limit = at + WINDOW_BYTES
+            several = _matched(_ELEMENTS, text, at, limit)
+            end = _matched(_ELEMENT, text, several, limit)
+            if end < limit and end < len(text) and text[end] == _CLOSED_BY[type(container)]:
+                if not self._add(container, at, end) and has_comma:
+                    raise _malformed("trailing comma is not allowed", end)
+                at, has_comma = yield from self._after_value(end)
+            elif several > at:
+                if not self._add(container, at, several - 1):
+                    raise _malformed("unexpected comma", several - 1)
+                at, has_comma = several, True
+            else:
+                depth = len(stack)
+                at, one = yield from self._large_element(container, at)
+                if len(stack) > depth:
+                    has_comma = False
+                else:
+                    self._store(one)
+                    at, has_comma = yield from self._after_value(at)
+        at = yield from _run(_SPACE, text, at)
+        if at < len(text):
+            raise _malformed("unexpected content after document", at)
+        return result
+
+    def _add(self, container: list[Any] | dict[str, Any], start: int, end: int) -> bool:
+        """Add the elements or members between two positions; False if there are none."""
+        piece = self._text[start:end]
+        self._count(piece)
+        try:
+            if isinstance(container, list):
+                elements = orjson.loads(b"".join((b"[", piece, b"]")))
+                container.extend(elements)
+                return bool(elements)
+            members = orjson.loads(b"".join((b"{", piece, b"}")))
+        except orjson.JSONDecodeError as error:
+            raise _malformed(error.msg.partition(": line ")[0], start + max(error.pos - 1, 0)) from None
+        container.update(members)
+        return bool(members)
+
+    def _count(self, piece: AnyText) -> None:
+        raw = bytes(piece)
+        found = raw.count(b"[") + raw.count(b"{")
+        if found > _FEW_BRACKETS and b'"' in raw:
+            found = sum(one != b'"' for one in (token[:1] for token in _BRACKET.findall(raw)))
+        self._counted(found)
+
+    def _counted(self, more: int) -> None:
+        self._containers += more
+        if self._containers > MAX_CONTAINERS:
+            raise InvalidInput(f"The body has more than {MAX_CONTAINERS} lists and objects")
+
+    def _large_element(self, container: list[Any] | dict[str, Any], at: int) -> Steps[tuple[int, Any]]:
+        """Read an element or member that no window holds or that is nested deeply: as `_opened_or_scalar`."""
+        text = self._text
+        at = yield from _run(_SPACE, text, at)
+        if isinstance(container, dict):
+            if at >= len(text) or text[at] != _QUOTE:
+                raise _malformed("a key was expected", at)
+            at, key = yield from self._whole_string(at)
+            at = yield from _run(_SPACE, text, at)
+            if at >= len(text) or text[at] != _COLON:
+                raise _malformed("a colon was expected", at)
+            self._open[-1] = (container, key)
+            at = yield from _run(_SPACE, text, at + 1)
+        return (yield from self._opened_or_scalar(at))
+
+    def _opened_or_scalar(self, at: int) -> Steps[tuple[int, Any]]:
+        """The position behind a scalar, or behind the bracket of a list or object, which is opened; and its value."""
+        text = self._text
+        if at < len(text) and text[at] == _QUOTE:
+            return (yield from self._whole_string(at))
+        if at < len(text) and text[at] in _OPENING:
+            self._counted(1)
+            if len(self._open) >= _MAX_DEPTH:
+                raise _malformed("depth limit exceeded", at)
+            opened: list[Any] | dict[str, Any] = {} if text[at] == _BRACE else []
+            if self._open:
+                self._store(opened)
+            self._open.append((opened, ""))
+            return at + 1, opened
+        end = _matched(_LITERAL, text, at, at + WINDOW_BYTES)
+        if end - at >= WINDOW_BYTES:
+            raise _malformed("a number is too long", at)
+        try:
+            return end, orjson.loads(text[at:end])
+        except orjson.JSONDecodeError:
+            raise _malformed("a JSON value was expected", at) from None
+
+    def _store(self, value: Any) -> None:
+        container, key = self._open[-1]
+        if isinstance(container, list):
+            container.append(value)
+        else:
+            container[key] = value
+
+    def _after_value(self, at: int) -> Steps[tuple[int, bool]]:
+        """The position of the next element, and whether there is one: what closes its containers is passed over."""
+        text = self._text
+        while self._open:
+            at = yield from _run(_SPACE, text, at)
+            if at < len(text) and text[at] == _COMMA:
+                return at + 1, True
+            if at >= len(text) or text[at] != _CLOSED_BY[type(self._open[-1][0])]:
+                raise _malformed("a comma or the end of a list or object was expected", at)
+            self._open.pop()
+            at += 1
+        return at, False
+
+    def _whole_string(self, at: int) -> Steps[tuple[int, str]]:
+        """The position behind the string literal at `at`, and its text."""
+        text = self._text
+        end = yield from _end_of_string(text, at + 1)
+        if end > len(text):
+            raise _malformed("unexpected end of data", len(text))
+        pieces: list[str] = []
+        at += 1
+        while at < end - 1:
+            cut = _whole_characters(text, at, end - 1)
+            try:
+                pieces.append(orjson.loads(b"".join((b'"', text[at:cut], b'"'))))
+            except orjson.JSONDecodeError as error:
+                raise _malformed(error.msg.partition(": line ")[0], at) from None
+            at = cut
+            yield
+        return end, "".join(pieces)
+
+
+def _matched(pattern: re.Pattern[bytes], text: AnyText, at: int, limit: int) -> int:
+    found = pattern.match(text, at, limit)
+    return at if found is None else found.end()
+
+
+def _whole_characters(text: AnyText, at: int, end: int) -> int:
+    """Where a piece of a string that begins at `at` may end: within a window, and between two characters."""
+    if end - at <= WINDOW_BYTES:
+        return end
+    cut = at + WINDOW_BYTES
+    for _ in range(3):
+        if text[cut] & 0xC0 == 0x80:
+            cut -= 1
+    if _BACKSLASH in text[cut - _LONGEST_CUT : cut]:
+        cut = _matched(_WHOLE, text, at, cut)
+        if cut == at:
+            raise _malformed("invalid escape in string", at)
+    return cut
+
+
+def _malformed(message: str, at: int) -> ValueError:
+    return ValueError(f"{message}: byte {at}")

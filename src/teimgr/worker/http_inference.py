@@ -27,6 +27,7 @@ from teimgr.engine.job import Input as EngineInput
 from teimgr.errors import EmptyInput, InvalidInput, TeimgrError, WrongModelKind
 from teimgr.http_bodies import is_json
 from teimgr.spec import LoadedModel, WorkerSpec
+from teimgr.wire import json_scan
 from teimgr.wire.error_bodies import JSON_TYPE, TEI, TEI_OPENAI, refusal
 from teimgr.wire.frames import Buffer, HttpReply, HttpRequest
 from teimgr.worker.calls import (
@@ -123,11 +124,13 @@ class BadRequest(Exception):
 class BodyFormat(NamedTuple):
     """How a body is decoded, and a dialect's sentence for one that cannot be decoded; `{}` is the decoder's error.
 
+    `decode_large` is for bodies that are decoded on a thread: `decode` holds the GIL until it is done.
     `reparse` reads a body as the dialect's own parser does, if that differs from `parse`: it is called with the request
     class for bodies that `parse` refuses and for those that `is_ambiguous`. It is slow, and raises BadRequest.
     """
 
     decode: Callable[[Buffer], Any] = orjson.loads
+    decode_large: Callable[[Buffer], Any] = json_scan.loads
     accepts: Callable[[str], bool] = is_json
     undecodable: str = "The body is no JSON: {}"
     is_ambiguous: Callable[[type[Body], Buffer], bool] | None = None
@@ -153,6 +156,7 @@ def parse(kind: type[BodyT], body: Buffer, body_format: BodyFormat = JSON_BODY) 
 
     Raises:
         BadRequest: it cannot be decoded, or is not a `kind`; with the field at fault.
+        InvalidInput: a large body has more lists and objects than any client sends.
     """
     found = _parse_quickly(kind, body, body_format)
     return _reparse(kind, body, body_format) if found is None else found
@@ -160,7 +164,7 @@ def parse(kind: type[BodyT], body: Buffer, body_format: BodyFormat = JSON_BODY) 
 
 def _decoded(kind: type[BodyT], body: Buffer, body_format: BodyFormat) -> BodyT:
     try:
-        value = body_format.decode(body)
+        value = (body_format.decode_large if len(body) > _LARGE_BODY_BYTES else body_format.decode)(body)
     except (ValueError, RecursionError) as error:
         raise BadRequest(400, body_format.undecodable.format(error)) from error
     try:

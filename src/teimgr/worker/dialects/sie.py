@@ -204,7 +204,7 @@ def _is_msgpack(content_type: str) -> bool:
     return media_type(content_type) in _MSGPACK_TYPES
 
 
-_MSGPACK_BODY = http.BodyFormat(decode=_unpack, accepts=_is_msgpack, undecodable="The body is no msgpack: {}")
+_MSGPACK_BODY = http.BodyFormat(_unpack, _unpack, accepts=_is_msgpack, undecodable="The body is no msgpack: {}")
 
 
 def _body_format(request: HttpRequest) -> http.BodyFormat:

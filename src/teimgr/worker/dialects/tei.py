@@ -324,15 +324,18 @@ _TYPES: Mapping[type[http.Body], Struct] = {
     DecodeRequest: tei_types.DECODE,
     TeiVertexRequest: tei_types.VERTEX,
 }
+_WINDOW_BYTES = 2**20
 _MINUS_ZERO = re.compile(rb"[:,\[\s]-0[\s,}\]]")  # an integer to orjson, a float to TEI
 
 
 def _is_ambiguous(kind: type[http.Body], body: Buffer) -> bool:
     """Whether orjson may have taken a body that TEI refuses: a field is there twice, or an integer is -0."""
     found = bytes(body)
-    if b"-0" in found and _MINUS_ZERO.search(found) is not None:
+    starts = range(0, max(len(found), 1), _WINDOW_BYTES)  # one search of megabytes would hold the GIL
+    if b"-0" in found and any(_MINUS_ZERO.search(found, at, at + _WINDOW_BYTES + 3) is not None for at in starts):
         return True
-    return any(found.count(name) > 1 for name in _quoted_fields(kind))
+    names = _quoted_fields(kind)
+    return any(sum(found.count(name, at, at + _WINDOW_BYTES + len(name) - 1) for at in starts) > 1 for name in names)
 
 
 @cache
