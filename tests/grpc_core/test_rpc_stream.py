@@ -86,6 +86,67 @@ async def test_bytes_of_messages_that_arrive_are_bounded_over_all_connections(
     await eventually(lambda: not dispatcher.port_budget.taken_bytes)
 
 
+async def test_an_announced_length_holds_nothing_of_the_budget(dispatcher: Dispatcher, connect: Connect) -> None:
+    peer = await connect()
+    for _ in range(1000):
+        peer.send(peer.open(HEAD), framed(b"", MESSAGE))
+    await peer.settled()
+    assert dispatcher.port_budget.taken_bytes == 0
+
+    begun = peer.open(HEAD)
+    peer.send(begun, framed(b"x" * 100, MESSAGE))
+    await peer.settled()
+    await eventually(lambda: dispatcher.port_budget.taken_bytes == 100)
+
+
+async def test_a_small_message_does_not_wait_for_those_that_hold_the_budget(
+    dispatcher: Dispatcher, connect: Connect
+) -> None:
+    dispatcher.port_budget.charge(dispatcher.port_budget.limit_bytes)
+    peer = await connect()
+
+    stream = peer.open(HEAD)
+    peer.send(stream, framed(tei_pb2.EmbedRequest(inputs="fog").SerializeToString()))
+    await peer.settled()
+    await eventually(lambda: dispatcher.port_budget.taken_bytes == dispatcher.port_budget.limit_bytes)
+    assert stream in peer.h2.streams
+    dispatcher.port_budget.give_back(dispatcher.port_budget.limit_bytes)
+    assert dispatcher.port_budget.taken_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [*HEAD, ("connection", "keep-alive")],
+        [*HEAD, ("te", "gzip")],
+        [*HEAD, (":path", "/tei.v1.Info/Info")],
+        [*HEAD, ("X-Upper", "a")],
+        [*HEAD, ("x", "a\nb")],
+        [each for each in HEAD if each[0] != ":scheme"],
+        [(name, "ftp" if name == ":scheme" else value) for name, value in HEAD],
+        [*HEAD, ("content-length", "five")],
+    ],
+    ids=lambda headers: repr(headers[-1]),
+)
+async def test_the_head_of_a_call_is_validated_as_that_of_an_http_request(
+    headers: list[tuple[str, str]], connect: Connect
+) -> None:
+    peer = await connect()
+    peer.h2.config.validate_outbound_headers = peer.h2.config.normalize_outbound_headers = False
+    stream = peer.open(headers, end=True)
+
+    assert (await peer.response(stream))[0] == 400
+    assert (await peer.ask(request("/hello")))[0] == 200
+
+
+async def test_a_call_whose_content_is_not_as_long_as_its_head_says_is_reset(connect: Connect) -> None:
+    peer = await connect()
+    stream = peer.open([*HEAD, ("content-length", "5")])
+    peer.send(stream, framed(b"\x0a\x01a"))
+
+    assert (await peer.until(h2.events.StreamReset)).error_code == 1
+
+
 @pytest.mark.parametrize(
     ("path", "sent"),
     [

@@ -254,3 +254,23 @@ async def test_two_cancellations_in_a_row_leave_no_call_in_flight(turns: int) ->
     await asyncio.wait((running,))
 
     assert not live
+
+
+async def test_messages_that_are_there_already_let_others_run_in_between() -> None:
+    left, others = 2000, 0
+
+    async def receive() -> bytes | None:
+        nonlocal left
+        left -= 1
+        return b"x" if left >= 0 else None
+
+    async def beside() -> None:
+        nonlocal others
+        while left > 0:
+            others += 1
+            await asyncio.sleep(0)
+
+    running = asyncio.create_task(beside())
+    await PairCollector(10**6).collect(receive, None)
+    await running
+    assert others >= 50

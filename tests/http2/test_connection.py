@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, cast
 
@@ -11,7 +12,11 @@ import h2.events
 import h2.settings
 import pytest
 from h2.errors import ErrorCodes
+from hpack.hpack import encode_integer
+from hpack.huffman import HuffmanEncoder
+from hpack.huffman_constants import REQUEST_CODES, REQUEST_CODES_LENGTH
 from tests.fuzz.http2 import frames_of
+from tests.http2.test_framing import frame
 from tests.support.h2_peer import LIMIT_S, Peer, connecting, request
 from tests.support.http_connections import within
 from tests.support.polling import eventually
@@ -20,13 +25,16 @@ from teimgr import connection_gate
 from teimgr.byte_budget import ByteBudget
 from teimgr.connection_gate import ConnectionGate, Phase
 from teimgr.http2 import connection, sender
-from teimgr.http2.framing import Framing, Payload
+from teimgr.http2.frame_types import Payload
+from teimgr.http2.framing import Framing
+from teimgr.http2.header_decoder import HeaderDecoder
 from teimgr.http2.requests import protocol
 from teimgr.http2.stream import Stream
 from teimgr.http_protocol import ListenerState
 from teimgr.http_server import Listener, bind, serving
 
 HEAD = request("/hang")
+SETTINGS = 4
 LARGE = 1 << 20
 DATA, RST_STREAM, GOAWAY = 0, 3, 7
 Connect = Callable[[], Awaitable[Peer]]
@@ -73,24 +81,114 @@ async def connect(address: tuple[str, int]) -> AsyncIterator[Connect]:
         yield connect
 
 
-@pytest.mark.parametrize("kind", ["ping", "settings", "reset", "empty data"])
+@pytest.mark.parametrize("kind", ["ping", "settings", "many settings", "reset", "empty data", "window", "malformed"])
 async def test_a_flood_of_control_frames_ends_the_connection(kind: str, connect: Connect) -> None:
     peer = await connect()
     stream = peer.open(HEAD) if kind == "empty data" else 0
 
-    for _ in range(connection._CONTROL_BURST * 2):
+    for number in range(connection._CONTROL_BURST * 2):
         if kind == "ping":
             peer.h2.ping(b"12345678")
         elif kind == "settings":
             peer.h2.update_settings({})
+        elif kind == "many settings":
+            peer.writer.write(frame(SETTINGS, 0, 0, bytes(6 * 2730)))
         elif kind == "reset":
             peer.h2.reset_stream(peer.open(HEAD))
+        elif kind == "window":
+            peer.h2.increment_flow_control_window(1)
+        elif kind == "malformed":
+            peer.writer.write(frame(1, 5, 2 * number + 1, b"\x82"))
         else:
             peer.h2.send_data(stream, b"")
     peer.flush()
 
     ended = await peer.until(h2.events.ConnectionTerminated)
     assert ended.error_code == ErrorCodes.ENHANCE_YOUR_CALM
+
+
+async def test_window_updates_that_answers_explain_are_free(connect: Connect) -> None:
+    peer = await connect()
+    for _ in range(4):
+        stream = peer.open(request("/large"), end=True)
+        for _ in range(connection._CONTROL_BURST // 4):  # of its MiB
+            peer.h2.increment_flow_control_window(2048)
+            peer.h2.increment_flow_control_window(2048, stream)
+        peer.flush()
+        _, _, body = await peer.response(stream)
+        assert len(body) == LARGE
+    await peer.settled()
+
+
+@pytest.mark.parametrize(
+    "begun",
+    [
+        frame(SETTINGS, 0, 0, bytes(600))[:300],
+        frame(1, 0, 1, b"\x82"),
+        struct.pack(">BHBBI", 4, 0, DATA, 0, 1) + b"x" * 100,
+        b"\0\0",
+    ],
+    ids=["a frame", "a header block", "DATA", "a part of a frame's head"],
+)
+async def test_a_frame_that_does_not_end_ends_its_connection(
+    begun: bytes, address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "_FRAME_S", 0.1)
+    async with connecting(*address) as connect:
+        peer = await connect()
+        if begun[3:4] == b"\0" and len(begun) > 2:
+            peer.open(HEAD)
+        peer.writer.write(begun)
+        ended = await peer.until(h2.events.ConnectionTerminated)
+        assert ended.error_code == ErrorCodes.PROTOCOL_ERROR
+
+
+async def test_a_frame_that_comes_slowly_but_steadily_is_awaited(
+    address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "_FRAME_S", 0.2)
+    monkeypatch.setattr(connection, "LEAST_READ_BYTES", 1)
+    async with connecting(*address) as connect:
+        peer = await connect()
+        stream = peer.open(request("/large", "POST"))
+        loop = asyncio.get_running_loop()
+        whole, began = frame(DATA, 1, stream, b"x" * 60), loop.time()
+        for at in range(0, len(whole), 4):
+            peer.writer.write(whole[at : at + 4])
+            await asyncio.sleep(0.03)
+        assert loop.time() - began > 0.2
+        assert (await peer.response(stream))[0] == 200
+
+
+async def test_a_client_with_heavy_headers_holds_up_others_for_a_block_at_a_time(
+    address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """16 KiB of Huffman strings take some milliseconds to decode, and a read may bring 16 of them and more."""
+    decoded: list[float] = []
+    decode = HeaderDecoder.decode
+
+    def measured(self: HeaderDecoder, block: bytes) -> Any:
+        decoded.append(len(block))
+        return decode(self, block)
+
+    monkeypatch.setattr(HeaderDecoder, "decode", measured)
+    monkeypatch.setattr(connection, "_CONTROL_BURST", 10**6)
+    text = HuffmanEncoder(REQUEST_CODES, REQUEST_CODES_LENGTH).encode(b"0" * 15_000)
+    length = encode_integer(len(text), 7)
+    length[0] |= 0x80
+    field = b"\0\1x" + bytes(length) + text
+    block = bytes.fromhex("828684010178") + field
+    async with connecting(*address) as connect:
+        heavy, light = await connect(), await connect()
+        heavy.writer.write(b"".join(frame(1, 5, number, block) for number in range(1, 2 * 40, 2)))
+        turns = 0
+        while sum(size > 5000 for size in decoded) < 40:
+            before = sum(decoded)
+            await asyncio.sleep(0)
+            assert sum(decoded) - before < 2 * len(block) + 200
+            turns += 1
+        assert turns >= 20
+        await light.settled()
 
 
 async def test_pings_of_a_client_that_does_not_read_fill_no_buffer(

@@ -11,7 +11,8 @@ import h2.events
 import hpack
 import pytest
 
-from teimgr.http2.framing import PREFACE, ConnectionBroken, ErrorCode, Framing, Payload
+from teimgr.http2.frame_types import PREFACE, ConnectionBroken, ErrorCode, Payload
+from teimgr.http2.framing import Framing
 from teimgr.http2.header_decoder import Headers
 
 STREAM_WINDOW, CONNECTION_WINDOW = 100_000, 150_000
@@ -19,6 +20,7 @@ MAX_STREAMS = 3
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
 END_STREAM, END_HEADERS, PADDED, HAS_PRIORITY = 1, 4, 8, 32
 GET = bytes.fromhex("828684410178")  # GET http, path /, :authority x, which enters the table
+TRAILERS = b"\0\1a\1b"
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
@@ -52,7 +54,7 @@ class Recorder:
         self.requests[number] = headers
         return (b":path", b"/refuse") not in headers
 
-    def on_data(self, number: int, data: Payload, size: int) -> None:
+    def on_data(self, number: int, data: Payload) -> None:
         self.data[number] = self.data.get(number, b"") + bytes(data)
 
     def on_end(self, number: int) -> None:
@@ -70,8 +72,8 @@ class Recorder:
     def on_goaway(self, code: int) -> None:
         self.goaways.append(code)
 
-    def on_control(self) -> None:
-        self.controls += 1
+    def on_control(self, count: int = 1) -> None:
+        self.controls += count
 
 
 @pytest.fixture
@@ -182,7 +184,7 @@ STREAM_ERRORS: dict[str, tuple[bytes, ErrorCode]] = {
     "more than its window": (frame(DATA, 0, 1, b"a" * (STREAM_WINDOW + 1)), ErrorCode.FLOW_CONTROL_ERROR),
     "DATA behind its end": (frame(DATA, END_STREAM, 1) + frame(DATA, 0, 1, b"a"), ErrorCode.STREAM_CLOSED),
     "trailers behind its end": (
-        frame(DATA, END_STREAM, 1) + frame(HEADERS, END_HEADERS | END_STREAM, 1, GET),
+        frame(DATA, END_STREAM, 1) + frame(HEADERS, END_HEADERS | END_STREAM, 1, TRAILERS),
         ErrorCode.STREAM_CLOSED,
     ),
     "headers that are no trailers": (frame(HEADERS, END_HEADERS, 1, GET), ErrorCode.PROTOCOL_ERROR),
@@ -231,18 +233,16 @@ def test_frames_of_a_closed_stream_are_counted_and_open_the_window_again(opened:
     before = got.controls
     for _ in range(20):
         opened.receive(frame(DATA, 0, 1, b"x" * 20_000))
-    opened.receive(frame(HEADERS, END_HEADERS | END_STREAM, 1, GET) + frame(WINDOW_UPDATE, 0, 1, long(1)))
+    opened.receive(frame(WINDOW_UPDATE, 0, 1, long(1)))
 
     assert got.controls == before + 21
     assert got.data == {}
-    assert (
-        sum(
-            int.from_bytes(data, "big")
-            for kind, _, stream, data in sent(opened)
-            if (kind, stream) == (WINDOW_UPDATE, 0)
-        )
-        == 400_000
-    )
+    answers = sent(opened)
+    opened_by = [
+        int.from_bytes(data, "big") for kind, _, stream, data in answers if (kind, stream) == (WINDOW_UPDATE, 0)
+    ]
+    assert sum(opened_by) == 400_000
+    assert answers.count((RST_STREAM, 0, 1, long(ErrorCode.STREAM_CLOSED))) == 20
 
 
 @pytest.mark.parametrize("end", [0, END_STREAM])
@@ -342,7 +342,7 @@ def test_a_client_of_h2_is_understood_and_understands(framing: Framing, got: Rec
 
 
 def test_a_ping_after_each_answer_is_free_and_others_are_counted(opened: Framing, got: Recorder) -> None:
-    opened.receive(frame(HEADERS, END_STREAM | END_HEADERS, 1, GET))
+    opened.receive(frame(HEADERS, END_STREAM | END_HEADERS, 1, TRAILERS))
     before = got.controls
     ping = frame(PING, 0, 0, bytes(8))
 
@@ -356,17 +356,17 @@ def test_a_ping_after_each_answer_is_free_and_others_are_counted(opened: Framing
 
 
 def test_a_stream_that_its_client_breaks_is_counted(opened: Framing, got: Recorder) -> None:
-    opened.receive(frame(HEADERS, END_STREAM | END_HEADERS, 1, GET))
+    opened.receive(frame(HEADERS, END_STREAM | END_HEADERS, 1, TRAILERS))
     before = got.controls
 
     opened.receive(frame(WINDOW_UPDATE, 0, 1, long(0)))
 
     assert got.resets == [1]
-    assert got.controls == before + 1
+    assert got.controls == before + 2, "the frame, and the stream"
 
 
 def test_a_smaller_header_table_is_acknowledged_once(opened: Framing) -> None:
-    opened.receive(frame(HEADERS, END_STREAM | END_HEADERS, 1, GET))
+    opened.receive(frame(HEADERS, END_STREAM | END_HEADERS, 1, TRAILERS))
     opened.receive(frame(SETTINGS, 0, 0, setting(1, 0)))
     opened.take()
 
@@ -378,13 +378,22 @@ def test_a_smaller_header_table_is_acknowledged_once(opened: Framing) -> None:
     assert second[:1] != b"\x20"
 
 
-def test_a_header_block_in_one_frame_is_bounded(opened: Framing) -> None:
+@pytest.mark.parametrize("kind", [kind for kind in range(12) if kind != DATA])
+def test_frames_other_than_data_have_16_kib(kind: int, opened: Framing) -> None:
+    with pytest.raises(ConnectionBroken) as caught:
+        opened.receive(struct.pack(">BHBBI", 0, 16_385, kind, 0, 0))  # its payload is not awaited
+
+    assert caught.value.code is ErrorCode.FRAME_SIZE_ERROR
+
+
+def test_a_header_block_in_frames_is_bounded(opened: Framing) -> None:
+    opened.receive(frame(HEADERS, 0, 3, b"\x20" * 16_384))
     with pytest.raises(ConnectionBroken, match="too long"):
-        opened.receive(frame(HEADERS, END_HEADERS, 1, b"\x20" * 65_537))
+        opened.receive(frame(CONTINUATION, 0, 3, b"\x20"))
 
 
 def test_a_later_goaway_names_no_higher_stream(opened: Framing) -> None:
-    opened.receive(frame(HEADERS, END_STREAM | END_HEADERS, 1, GET))
+    opened.receive(frame(HEADERS, END_STREAM | END_HEADERS, 1, TRAILERS))
     opened.goaway(ErrorCode.NO_ERROR)
     opened.receive(frame(HEADERS, END_STREAM | END_HEADERS, 3, GET))
     opened.take()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -639,3 +640,57 @@ async def test_replies_that_some_clients_do_not_read_hold_up_no_others(
             await silent.until(h2.events.ResponseReceived)
 
         assert len((await stub(channel, "Embed")(embed("x"))).embeddings) == 100
+
+
+async def test_a_message_of_many_fields_holds_up_no_other_call(start_mux: Any, start_worker: Any) -> None:
+    mux = start_mux(max_message_bytes=40 * 2**20)
+    control = await Control.connect(mux)
+    await control.push(running("a", await start_worker()))
+    monster = to("a").SerializeToString()
+    monster = b"\x0a" + bytes((len(monster),)) + monster + b"\x78\0" * (39 * 2**19)
+    options = (("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", -1))
+    address = f"127.0.0.1:{(await control.stats())['port']}"
+    async with (
+        grpc.aio.insecure_channel(address, options) as heavy,
+        grpc.aio.insecure_channel(address, options) as light,
+        asyncio.timeout(60),
+    ):
+        raw = heavy.unary_unary(EMBED)
+        sent = [asyncio.ensure_future(failure(raw(monster))) for _ in range(3)]
+        slowest = 0.0
+        while not all(each.done() for each in sent):
+            began = time.monotonic()
+            await stub(light, "Embed")(embed("x"))
+            slowest = max(slowest, time.monotonic() - began)
+        for each in sent:
+            assert await each == (Status.INVALID_ARGUMENT, "The message has more than 4096 fields")
+    assert slowest < 5, "scanning them took half a minute each"
+    await control.close()
+
+
+async def test_one_key_holds_a_part_of_the_budget(start_worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handlers, "_HELD_BYTES", 64_000)
+    keys = tuple(Key(name, digest(name * 40), ("inference",)) for name in ("a", "b"))
+    request = mux_pb2.RerankStreamRequest(
+        target=to("a"), request=tei_pb2.RerankStreamRequest(query="q", text="x" * 7000)
+    )
+
+    async with (
+        Server(Policy(keys=keys), running("a", await start_worker(Request.reply))) as port,
+        contextlib.AsyncExitStack() as stack,
+        asyncio.timeout(LIMIT_S),
+    ):
+        options = (("grpc.use_local_subchannel_pool", 1),)  # a connection for each channel
+        calls = []
+        for name in "aaaaaaab":
+            channel = await stack.enter_async_context(grpc.aio.insecure_channel(f"127.0.0.1:{port}", options))
+            calls.append(stub(channel, "RerankStream")(metadata=(("authorization", f"Bearer {name * 40}"),)))
+            with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
+                await calls[-1].write(request)
+        refused = [asyncio.ensure_future(call.code()) for call in calls[:-1]]
+        done, _ = await asyncio.wait(refused, return_when=asyncio.FIRST_COMPLETED)
+        assert {each.result() for each in done} == {Status.RESOURCE_EXHAUSTED}
+        await calls[-1].done_writing()
+        assert await calls[-1].code() is Status.OK
+        for call in calls:
+            call.cancel()

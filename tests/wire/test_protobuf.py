@@ -1,5 +1,7 @@
 """The byte-level reader agrees with the real protobuf parser."""
 
+import time
+
 import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError, Message
@@ -9,7 +11,17 @@ from hypothesis import strategies as st
 from teimgr.errors import InvalidInput
 from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
-from teimgr.wire.protobuf import Target, bytes_field, read_envelope, read_target, without_fields
+from teimgr.wire.protobuf import (
+    MAX_FIELDS,
+    UNCOUNTED_BYTES,
+    Envelope,
+    Target,
+    bytes_field,
+    check_fields,
+    read_envelope,
+    read_target,
+    without_fields,
+)
 
 
 def _shadow() -> type[Message]:
@@ -167,3 +179,43 @@ def test_a_field_of_bytes_is_its_last_value_as_protobuf_has_it(fields: list[tupl
 def test_a_field_of_bytes_in_what_is_no_message_is_refused(message: bytes) -> None:
     with pytest.raises(InvalidInput, match="Malformed message"):
         bytes_field(message, 1)
+
+
+MANY = 20_000_000
+"""Fields in a message of 40 MB, the default limit."""
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"\x78\0" * MANY,
+        b"\x0a\x00" + b"\x78\0" * MANY,
+        b"\x7b" + b"\x08\0" * MANY + b"\x7c",
+        (b"\x7b" + b"\x08\0" * 30 + b"\x7c") * 200,
+    ],
+    ids=["fields", "behind the target", "in a group", "in groups"],
+)
+def test_fields_are_counted_and_too_many_refused_at_once(message: bytes) -> None:
+    began = time.monotonic()
+    with pytest.raises(InvalidInput, match="more than 4096 fields"):
+        read_envelope(message, 2)
+    with pytest.raises(InvalidInput, match="more than 4096 fields"):
+        without_fields(message, 1)
+    assert time.monotonic() - began < 2, "20 million take Python half a minute"
+
+
+def test_as_many_fields_as_allowed_are_read() -> None:
+    message = b"\x0a\x03\x0a\x01a" + b"\x78\0" * (MAX_FIELDS - 2) + b"\x12\x01b"
+    assert read_envelope(message, 2) == Envelope(b"\x0a\x01a", b"b")
+
+
+def test_a_target_is_bounded() -> None:
+    with pytest.raises(InvalidInput, match="`target` has 16385 bytes"):
+        read_target(b"\x78\0" * 8192 + b"\0")
+
+
+def test_what_is_parsed_by_the_library_is_counted_from_64_kib_on() -> None:
+    check_fields(b"\x12\0" * (UNCOUNTED_BYTES // 2))
+    check_fields(b"\x0a\x80\x80\x40" + bytes(2**20))
+    with pytest.raises(InvalidInput, match="more than 5 fields"):
+        check_fields(b"\x12\0" * (UNCOUNTED_BYTES // 2 + 1), 5)

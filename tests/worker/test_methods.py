@@ -410,6 +410,30 @@ async def test_a_rerank_stream_has_a_query_per_message_and_the_first_says_how_sc
     assert {rank.index: rank.text for rank in ranks} == {i: text for i, (_, text) in enumerate(asked)}
 
 
+FLOOD = 100_000
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "payload", "reason"),
+    [
+        ("embedding", Method.EMBED, b"\x78\0" * FLOOD, "more than 4096 fields"),
+        ("reranker", Method.RERANK, b"\x12\0" * FLOOD, "more than 65536 fields"),
+        ("classifier", Method.PREDICT_PAIR, b"\x0a\0" * FLOOD, "more than 4096 fields"),
+        ("reranker", Method.RERANK_STREAM, b"\x0a\0" * (FLOOD + 1), "more than 100000 fields"),
+        ("reranker", Method.RERANK_STREAM, b"\x0a\xc0\x9a\x0c" + b"\x78\0" * FLOOD, "more than 4096 fields"),
+        ("embedding", Method.DECODE, b"\x0a\x80\x80\x80\x01" + b"\x02" * 2**21, "`ids` have 2097157 bytes"),
+    ],
+)
+async def test_what_would_hold_the_interpreter_is_refused_by_name(
+    kind: str, method: Method, payload: bytes, reason: str, links: Links
+) -> None:
+    link = await links(kind)
+    error = (await link.ask(method, payload)).error
+
+    assert error.code is Code.INVALID_INPUT
+    assert reason in error.message
+
+
 async def test_a_rerank_stream_cuts_each_message_as_that_one_says(links: Links) -> None:
     link, text = links["reranker"], "a b c " * 40 + "x y z"
     ways: list[dict[str, Any]] = [{"truncation_direction": 0}, {"truncation_direction": 1}, {"truncation_direction": 0}]

@@ -21,12 +21,21 @@ from teimgr.wire.frames import MAX_DEADLINE_MS
 from teimgr.wire.status import GrpcStatus
 
 _HEAD: Headers = ((b":status", b"200"), (b"content-type", b"application/grpc"))
+_TEXT_TYPE = (b"content-type", b"text/plain; charset=utf-8")
+_REFUSALS = {
+    405: b"This port serves gRPC, whose calls are POST.",
+    415: b"This port serves gRPC in protobuf: content-type application/grpc or application/grpc+proto.",
+}
 _CONTENT_TYPE = re.compile(r"application/grpc(\+proto)?(;.*)?")
 _CUT_OFF = "Malformed message: the stream ends inside it"
 _PREFIX_BYTES = 5  # of a message: whether it is compressed, and its length
 # Limits on the time in which a message is received, from its first byte on, and on its wait for the budget.
 MESSAGE_S = 120.0
-_BUDGET_WAIT_S = 30.0
+BUDGET_WAIT_S = 30.0
+# On the wait for more of the budget, while others may wait for what a part of a message holds.
+_GROWTH_WAIT_S = 5.0
+# Messages that are there as a whole and not longer never wait for the budget: to hand them on frees their memory.
+_FREE_BYTES = 64 * 1024
 # Longer messages are sent behind their prefix, without a copy.
 _COPIED_BYTES = 16 * 1024
 _TIMEOUT = re.compile(r"([0-9]{1,8})([HMSmun])")
@@ -46,24 +55,31 @@ class RpcStatusError(Exception):
         self.status = GrpcStatus(number, message)
 
 
-def is_rpc(content_type: str) -> bool:
+def is_rpc(headers: Mapping[bytes, bytes]) -> bool:
     """Whether a Content-Type header names gRPC, in any encoding."""
-    return content_type.startswith("application/grpc")
+    return headers.get(b"content-type", b"").startswith(b"application/grpc")
 
 
 class RpcStream:
     """One RPC. When the client resets it, the task that serves it is cancelled; methods need not check.
 
     `stream` is what it is on. `budget` bounds the bytes of messages that are received and not handed on;
-    `max_reply_bytes` is `max_message_bytes` unless given.
+    `max_reply_bytes` is `max_message_bytes` unless given. An RPC that `keeps_messages` until all have come does not
+    wait for the budget, as others would wait for what it holds.
     """
 
     def __init__(
-        self, stream: Stream, max_message_bytes: int, budget: ByteBudget, max_reply_bytes: int | None = None
+        self,
+        stream: Stream,
+        max_message_bytes: int,
+        budget: ByteBudget,
+        max_reply_bytes: int | None = None,
+        *,
+        keeps_messages: bool = False,
     ) -> None:
         # Of several headers of one name the last counts.
         self.metadata = {name.decode("latin-1"): value.decode("latin-1") for name, value in stream.headers}
-        self.path = self.metadata.get(":path", "")
+        self.path = stream.head.target.decode("ascii")
         self.stream = stream
         self._buffer = stream.received
         self._max_message_bytes = max_message_bytes
@@ -71,8 +87,7 @@ class RpcStream:
         self._starting: asyncio.Timeout | None = None  # while a message is awaited
         self._leaving_pause_s: float | None = None
         self._opened = self._is_refused_encoding = False
-        self.budget = budget
-        self.budget_wait_s = _BUDGET_WAIT_S
+        self._keeps_messages = keeps_messages
         self.charge = Charge(budget)  # of messages received and not handed on
 
     @property
@@ -81,6 +96,10 @@ class RpcStream:
         if self.metadata.get(":method") != "POST":
             return 405
         return 0 if _CONTENT_TYPE.fullmatch(self.metadata.get("content-type", "")) else 415
+
+    def charge_to(self, budget: ByteBudget) -> None:
+        """Charge the messages to another budget, before the first of them."""
+        self.charge = Charge(budget)
 
     def timeout_s(self) -> float | None:
         """The client's timeout, at most that of a frame, None for no bound; raises InvalidInput: malformed header."""
@@ -93,7 +112,7 @@ class RpcStream:
         return min(int(match[1]) * _UNIT_S[match[2]], MAX_DEADLINE_MS / 1000)
 
     async def receive(self, starts_within_s: float | None = None) -> bytes | None:
-        """The client's next message, None after the last. It is charged to `charge` before its body is read.
+        """The client's next message, None after the last. Its bytes are charged to `charge` as they come.
 
         Raises:
             TooLarge: it exceeds the message limit; its body is not read.
@@ -131,7 +150,11 @@ class RpcStream:
             return None
         size = int.from_bytes(prefix[1:], "big")
         is_whole = len(self._buffer) >= _PREFIX_BYTES + size
-        if size > self._max_message_bytes or not is_whole or not self.charge.try_take(size):
+        if size > self._max_message_bytes or not is_whole:
+            return None
+        if size <= _FREE_BYTES and not self._keeps_messages:
+            self.charge.add(size)
+        elif not self.charge.try_take(size):
             return None
         self._buffer.take(_PREFIX_BYTES)
         return self._buffer.take(size)
@@ -146,11 +169,22 @@ class RpcStream:
         size = int.from_bytes(prefix[1:], "big")
         if size > self._max_message_bytes:
             raise TooLarge(f"Request message larger than max ({size} vs. {self._max_message_bytes} bytes)")
-        await self.charge.take(size, self.budget_wait_s)
-        body = await self._buffer.read(size)
-        if len(body) < size:
-            raise InvalidInput(_CUT_OFF)
-        return body
+        charged = 0
+        while True:
+            arrived = min(len(self._buffer), size)
+            if arrived > charged:
+                await self.charge.take(arrived - charged, self._budget_wait_s(charged))
+                charged = arrived
+            if arrived == size:
+                return self._buffer.take(size)
+            if self._buffer.has_ended:
+                raise InvalidInput(_CUT_OFF)
+            await self._buffer.more()
+
+    def _budget_wait_s(self, charged: int) -> float:
+        if self._keeps_messages:
+            return 0.0
+        return _GROWTH_WAIT_S if charged else BUDGET_WAIT_S
 
     def parse(self, kind: Any, raw: bytes) -> Any:
         """A received message, parsed as `kind`, a generated class, and no longer charged.
@@ -203,7 +237,11 @@ class RpcStream:
         await self.stream.send_headers([*(() if self._opened else _HEAD), *trailers], end=True)
 
     async def refuse(self, http_status: int) -> None:
-        await self.stream.send_headers([(b":status", b"%d" % http_status)], end=True)
+        """Answer a request that is not gRPC."""
+        text = _REFUSALS[http_status]
+        fields = [(b":status", b"%d" % http_status), _TEXT_TYPE, (b"content-length", b"%d" % len(text))]
+        await self.stream.send_headers(fields)
+        await self.stream.send_data(text, end=True)
 
     def stop(self, error: TeimgrError) -> None:
         """Fail reads once the received messages are read."""

@@ -12,11 +12,14 @@ from functools import partial
 from typing import Any, cast
 
 from teimgr.byte_budget import ByteBudget
-from teimgr.connection_gate import LIMITS, ConnectionGate, Phase, StallGuard, Ticket
-from teimgr.http2.framing import ConnectionBroken, ErrorCode, Framing, Payload
+from teimgr.connection_gate import LEAST_READ_BYTES, LIMITS, ConnectionGate, Phase, StallGuard, Ticket
+from teimgr.http2.frame_types import ConnectionBroken, ErrorCode, Payload
+from teimgr.http2.framing import Framing
 from teimgr.http2.header_decoder import Headers
+from teimgr.http2.loop_turns import LoopTurns
+from teimgr.http2.request_head import InvalidHead, read_head
 from teimgr.http2.sender import Sender
-from teimgr.http2.stream import Stream, StreamLost
+from teimgr.http2.stream import Stalled, Stream, StreamLost
 from teimgr.http_protocol import ListenerState
 
 log = logging.getLogger(__name__)
@@ -32,12 +35,17 @@ _CONNECTION_WINDOW = 1 << 20
 # them for one connection.
 _AHEAD = ByteBudget(64 * 2**20)
 _AHEAD_SHARE = 4
-# Control frames (PING, SETTINGS, RST_STREAM, PRIORITY, empty DATA, unknown ones) and refused streams that a connection
-# may send at once, and per second after that. Each costs an acknowledgement or a task; a client that cancels calls
-# sends one for each. A change of the initial window costs more, as it concerns every stream.
+# Control frames (PING, SETTINGS, RST_STREAM, PRIORITY, CONTINUATION, WINDOW_UPDATE beyond what answers explain, empty
+# DATA, unknown ones) and refused or malformed requests that a connection may send at once, and per second after that.
+# Each costs an acknowledgement or a task; a client that cancels calls sends one for each. A change of the initial
+# window costs more, as it concerns every stream.
 _CONTROL_BURST = 2000
 _CONTROL_PER_S = 500.0
 _STREAMS_PER_CONTROL = 64
+# A client that has begun a frame or a header block ends it within this time, or sends `LEAST_READ_BYTES` of it.
+_FRAME_S = 20.0
+# A connection that stays open is closed after so long without a stream, PING or not.
+_UNUSED_S = 900.0
 # After GOAWAY a client closes; the server does so only after this time, as data that arrives at a closed connection
 # makes the kernel reset it, and the client might lose the GOAWAY, by which it knows that calls can be made again.
 _GOAWAY_S = 1.0
@@ -45,6 +53,8 @@ _GOAWAY_S = 1.0
 # before 8.7 lose the response with the stream.
 _DISCARD_S = LIMITS[Phase.DISCARD].seconds
 _DISCARDED_BYTES = cast(int, LIMITS[Phase.DISCARD].bytes)
+
+_MALFORMED: Headers = ((b":status", b"400"), (b"content-type", b"text/plain; charset=utf-8"))
 
 Serve = Callable[[Stream], Coroutine[Any, Any, None]]
 """Serves one stream; runs as a task, cancelled when the stream is lost, unless it sets `Stream.on_lost`."""
@@ -64,9 +74,14 @@ class _Answered:
 class Connection(asyncio.Protocol):
     """One connection; registers with the server, which calls `shutdown` at its end and cancels tasks that take longer.
 
-    A connection without streams is closed after a time, by GOAWAY; one that `stays_open` only until its client has sent
-    its settings. `ticket` counts it; without one it is the only connection of a gate of its own.
+    A malformed request is answered 400 and its stream reset; `serve` does not see it. A connection without streams is
+    closed after a time, by GOAWAY; one that `stays_open` after a longer time, once it has had a stream. `ticket` counts
+    it; without one it is the only connection of a gate of its own.
+
+    What it receives is processed in parts, as `LoopTurns` gives the time; meanwhile it is hardly read.
     """
+
+    _turns = LoopTurns()  # of all connections: a process has one event loop that serves
 
     def __init__(
         self, serve: Serve, state: ListenerState, ticket: Ticket | None = None, *, stays_open: bool = False
@@ -83,6 +98,12 @@ class Connection(asyncio.Protocol):
         self._allowance = float(_CONTROL_BURST)
         self._allowance_at = 0.0
         self._ticket = ticket
+        self._unused_until = 0.0  # while there are no streams
+        self._frame_timer: asyncio.TimerHandle | None = None
+        self._received_bytes = 0
+        self._is_behind = self._is_full = False  # received bytes are left to process; the client does not read
+        self._is_reading = True
+        self._has_settings = False
         self._is_stopping = self._sent_goaway = self._lingers = False
         self.stays_open = stays_open
 
@@ -105,38 +126,88 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Process received bytes; a protocol error ends this connection only."""
+        self._received_bytes += len(data)
+        if self._is_behind:
+            self._framing.receive(data, 0)
+            self._read_or_pause()
+        else:
+            self._is_behind = self._process(data)
+            if self._is_behind:
+                self._turns.wait(self._catch_up)
+
+    def _process(self, data: bytes = b"") -> bool:
+        """Process what was received, as far as this turn of the event loop allows; True where some is left."""
         if self.transport.is_closing():
-            return
+            return False
+        units = self._turns.units
         try:
-            self._framing.receive(data)
+            left = self._framing.receive(data, units)
         except ConnectionBroken as error:
-            level = logging.WARNING if error.code is ErrorCode.ENHANCE_YOUR_CALM else logging.DEBUG
-            log.log(level, "an HTTP/2 connection broke: %s", error)
-            self._framing.goaway(error.code)
-            self._break()
+            self._break(error)
         except Exception as error:
             log.warning("an HTTP/2 connection broke: %r", error)
             self._break()
         else:
+            self._turns.spend(units - left)
             self.sender.send_waiting()
             self.sender.write()  # answers to control frames: so that those of a client that does not read are held back
+            if self._frame_timer is None and self._framing.is_inside:
+                self._await_frame()
+            return left <= 0
+        return False
+
+    def _catch_up(self) -> bool:
+        if self._is_full:
+            return False  # until `resume_writing`
+        self._is_behind = self._process()
+        self._read_or_pause()
+        return self._is_behind
+
+    def _read_or_pause(self) -> None:
+        """Read from the client while it reads, and while what was read is processed."""
+        reads = not (self._is_full or self._is_behind)
+        if reads != self._is_reading and not self.transport.is_closing():
+            self._is_reading = reads
+            if reads:
+                self.transport.resume_reading()
+            else:
+                self.transport.pause_reading()
+
+    def _await_frame(self) -> None:
+        progress = self._framing.frames, self._received_bytes
+        self._frame_timer = self._loop.call_later(_FRAME_S, self._check_frame, *progress)
+
+    def _check_frame(self, frames: int, received_bytes: int) -> None:
+        """End the connection of a client that leaves a frame unfinished."""
+        self._frame_timer = None
+        if not self._framing.is_inside or self.transport.is_closing():
+            return
+        is_slow = self._framing.frames == frames and self._received_bytes - received_bytes < LEAST_READ_BYTES
+        if is_slow and self._is_reading:
+            self._break(ConnectionBroken(ErrorCode.PROTOCOL_ERROR, f"a frame did not end within {_FRAME_S:g} s"))
+        else:
+            self._await_frame()
 
     def pause_writing(self) -> None:
         """Backpressure: while the client does not read, nothing is read that would need an answer."""
         self.sender.pause()
         self._stall_guard.paused()
-        if not self.transport.is_closing():
-            self.transport.pause_reading()
+        self._is_full = True
+        self._read_or_pause()
 
     def resume_writing(self) -> None:
         self._stall_guard.resumed()
-        if not self.transport.is_closing():
-            self.transport.resume_reading()
+        self._is_full = False
+        if self._is_behind:
+            self._turns.wait(self._catch_up)
+        self._read_or_pause()
         self.sender.resume()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.closed.set_result(None)
         self._stall_guard.resumed()
+        if self._frame_timer is not None:
+            self._frame_timer.cancel()
         if self._ticket is not None:
             self._ticket.leave()
         self._state.connections.discard(cast(Any, self))
@@ -146,7 +217,8 @@ class Connection(asyncio.Protocol):
     # Called by the gate.
 
     def on_expired(self, phase: Phase) -> None:
-        if phase in (Phase.HEAD, Phase.IDLE):
+        is_kept = phase is Phase.IDLE and self._loop.time() < self._unused_until
+        if phase in (Phase.HEAD, Phase.IDLE) and not is_kept:
             self.leave()
         elif self._ticket is not None and not self.transport.is_closing():
             self._ticket.renew()
@@ -201,24 +273,30 @@ class Connection(asyncio.Protocol):
         if self._sent_goaway or len(self._tasks) >= MAX_STREAMS or len(self._state.tasks) >= MAX_TASKS:
             return False
         self._enter(Phase.ANSWER)
-        stream = Stream(self, number, headers)
+        try:
+            stream = Stream(self, number, headers, read_head(headers))
+            serving = self._run(stream)
+        except InvalidHead as error:
+            self._count()
+            stream = Stream(self, number, headers, None)
+            serving = self._refuse(stream, error)
         self._streams[number] = stream
-        task = self._loop.create_task(self._run(stream))
+        task = self._loop.create_task(serving)
         stream.on_lost = task.cancel
         self._tasks.add(task)
         self._state.tasks.add(task)
         task.add_done_callback(partial(self._ended, stream))
         return True
 
-    def on_data(self, number: int, data: Payload, size: int) -> None:
-        stream = self._streams.get(number)
+    def on_data(self, number: int, data: Payload) -> None:
+        stream, size = self._streams.get(number), len(data)
         if stream is None or stream.is_lost:  # answered before its end
             self._framing.acknowledge(number, size)
             self._framing.open_window(size)
             self._discard(number, size)
         else:
-            stream.received.add(data, size)
-            stream.received_bytes += len(data)
+            stream.received.add(data)
+            stream.received_bytes += size
             if stream.is_malformed:
                 self._framing.break_stream(number, ErrorCode.PROTOCOL_ERROR)
             if self._framing.receive_window < _CONNECTION_WINDOW // 2 and self._ahead.try_take(size):
@@ -244,8 +322,9 @@ class Connection(asyncio.Protocol):
     def on_settings(self, changes_windows: bool) -> None:
         if self._state.is_leaving and not self._sent_goaway:  # its handshake took until now
             self.leave()
-        if self.stays_open:
-            self._enter(Phase.ANSWER)
+        if self.stays_open and not self._has_settings and not self._tasks:
+            self._enter(Phase.IDLE)
+        self._has_settings = True
         if changes_windows:
             for stream in self._streams.values():
                 self.sender.take_turn(stream)
@@ -260,8 +339,8 @@ class Connection(asyncio.Protocol):
         self._send_goaway()
         self._close_when_idle()
 
-    def on_control(self) -> None:
-        self._count()
+    def on_control(self, count: int = 1) -> None:
+        self._count(count)
 
     def _count(self, frames: int = 1) -> None:
         """Count control frames; break the connection of a client that sends too many."""
@@ -280,6 +359,17 @@ class Connection(asyncio.Protocol):
         except StreamLost as lost:
             log.debug("a client left: %s", lost)
 
+    async def _refuse(self, stream: Stream, error: InvalidHead) -> None:
+        """Answer a malformed request (RFC 9113, section 8.1.1)."""
+        text = f"Invalid HTTP request received: {error}".encode()
+        try:
+            await stream.send_headers([*_MALFORMED, (b"content-length", b"%d" % len(text))])
+            await stream.send_data(text, end=True)
+        except (StreamLost, Stalled) as lost:
+            log.debug("a client left: %s", lost)
+        self._framing.refuse(stream.number, ErrorCode.PROTOCOL_ERROR)
+        self.sender.flush()
+
     def _ended(self, stream: Stream, task: asyncio.Task[None]) -> None:
         del self._streams[stream.number]
         self._tasks.discard(task)
@@ -295,7 +385,9 @@ class Connection(asyncio.Protocol):
         self.acknowledge(stream, stream.received.unacknowledged())
         if self._sent_goaway:
             self._close_when_idle()
-        elif not self._tasks and not self.stays_open and not self.transport.is_closing():
+        elif not self._tasks and not self.transport.is_closing():
+            if self.stays_open:
+                self._unused_until = self._loop.time() + _UNUSED_S
             self._enter(Phase.IDLE)
 
     def _discard(self, number: int, size: int) -> None:
@@ -329,7 +421,11 @@ class Connection(asyncio.Protocol):
         if not self._tasks and not self._lingers:
             self._close()
 
-    def _break(self) -> None:
+    def _break(self, error: ConnectionBroken | None = None) -> None:
+        if error is not None:
+            level = logging.WARNING if error.code is ErrorCode.ENHANCE_YOUR_CALM else logging.DEBUG
+            log.log(level, "an HTTP/2 connection broke: %s", error)
+            self._framing.goaway(error.code)
         self._close()
         self._lose_streams()
 

@@ -1,81 +1,66 @@
-"""Framing of one HTTP/2 connection, server side: frames, header blocks, settings, flow control, states of streams.
+"""Framing of one HTTP/2 connection, server side: header blocks, settings, flow control, states of streams.
 
-Protocol: RFC 9113; header blocks: RFC 7541, received ones in `header_decoder.py`. Response headers are literals that
-enter no dynamic table, so they cost no state and no search.
+Protocol: RFC 9113. Bytes become frames in `frame_reader.py`, header blocks fields in `header_decoder.py`.
 """
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterable
-from enum import IntEnum
-from functools import lru_cache
+from collections.abc import Callable
 from typing import Protocol
 
+from teimgr.http2.frame_reader import RECEIVED_FRAME, FrameReader
+from teimgr.http2.frame_types import (
+    ACK,
+    CONTINUATION,
+    DATA,
+    DEFAULT_FRAME,
+    ENABLE_PUSH_SETTING,
+    END_HEADERS,
+    END_STREAM,
+    FRAME_HEAD,
+    GOAWAY,
+    GOAWAY_BODY,
+    HAS_PRIORITY,
+    HEADERS,
+    INITIAL_WINDOW_SETTING,
+    LONG,
+    MAX_FRAME_SETTING,
+    MAX_HEADER_LIST_SETTING,
+    MAX_STREAMS_SETTING,
+    MAX_WINDOW,
+    PADDED,
+    PING,
+    PRIORITY,
+    PUSH_PROMISE,
+    RST_STREAM,
+    SETTING,
+    SETTINGS,
+    TABLE_SIZE_SETTING,
+    WINDOW_UPDATE,
+    ConnectionBroken,
+    ErrorCode,
+    Payload,
+)
 from teimgr.http2.header_decoder import MAX_HEADER_BYTES, BlockTooLarge, HeaderDecoder, Headers, InvalidBlock
-
-Payload = bytes | memoryview
-
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-_HEAD = struct.Struct(">BHBBI")  # length (24 bits), type, flags, stream
-_LONG = struct.Struct(">I")
-_SETTING = struct.Struct(">HI")
-_GOAWAY = struct.Struct(">II")
-
-(
-    _DATA,
-    _HEADERS,
-    _PRIORITY,
-    _RST_STREAM,
-    _SETTINGS,
-    _PUSH_PROMISE,
-    _PING,
-    _GOAWAY_TYPE,
-    _WINDOW_UPDATE,
-    _CONTINUATION,
-) = range(10)
-_END_STREAM = _ACK = 0x1
-_END_HEADERS, _PADDED, _HAS_PRIORITY = 0x4, 0x8, 0x20
-_TABLE_SIZE, _MAX_STREAMS, _INITIAL_WINDOW, _MAX_FRAME, _MAX_HEADER_LIST, _ENABLE_PUSH = 1, 3, 4, 5, 6, 2
+from teimgr.http2.header_encoder import encode_headers
+from teimgr.http2.request_head import InvalidHead, check_trailers
 
 _DEFAULT_WINDOW = 65_535
 _DEFAULT_TABLE = 4096
-_MAX_WINDOW = 2**31 - 1
-_DEFAULT_FRAME = 16_384
 _MAX_FRAME_LIMIT = 2**24 - 1
-# Longest DATA frame that a client may send.
-_RECEIVED_FRAME = 2**18
-# Payloads of DATA beyond this are not copied before the stream takes them.
-_COPIED_BYTES = 4096
 # A window is opened again once this part of it is used up.
 _UPDATE_SHARE = 4
 # Streams that were reset here and whose clients may not have received that yet.
 _RESET_STREAMS = 1024
-
-
-class ErrorCode(IntEnum):
-    """Error codes of RST_STREAM and GOAWAY (RFC 9113, section 7)."""
-
-    NO_ERROR = 0
-    PROTOCOL_ERROR = 1
-    INTERNAL_ERROR = 2
-    FLOW_CONTROL_ERROR = 3
-    SETTINGS_TIMEOUT = 4
-    STREAM_CLOSED = 5
-    FRAME_SIZE_ERROR = 6
-    REFUSED_STREAM = 7
-    CANCEL = 8
-    COMPRESSION_ERROR = 9
-    CONNECT_ERROR = 10
-    ENHANCE_YOUR_CALM = 11
-
-
-class ConnectionBroken(Exception):
-    """The client broke the protocol, which ends the connection with GOAWAY and `code`."""
-
-    def __init__(self, code: ErrorCode, why: str) -> None:
-        super().__init__(f"{code.name}: {why}")
-        self.code = code
+# Ranges of numbers that a client skipped, whose streams were never open.
+_SKIPPED_RANGES = 64
+# WINDOW_UPDATE frames that are free: for each frame of HEADERS or DATA that was sent, as clients open the windows of
+# the stream and of the connection, and for its bytes, as some clients read. Unused ones add up to a limit.
+_UPDATES_PER_FRAME = 2
+_BYTES_PER_UPDATE = 2048
+_MAX_FREE_UPDATES = 4096
+# Settings of one frame that count as a control frame.
+_SETTINGS_PER_CONTROL = 16
 
 
 class Receiver(Protocol):
@@ -84,8 +69,8 @@ class Receiver(Protocol):
     def on_request(self, number: int, headers: Headers) -> bool:
         """A stream is opened; False refuses it unprocessed."""
 
-    def on_data(self, number: int, data: Payload, size: int) -> None:
-        """`size` is the part of the windows that the frame took, padding included."""
+    def on_data(self, number: int, data: Payload) -> None:
+        """A DATA frame, or as much of it as has come. The windows that it took are to be opened again."""
 
     def on_end(self, number: int) -> None:
         """The client sends no more on the stream."""
@@ -102,8 +87,8 @@ class Receiver(Protocol):
     def on_goaway(self, code: int) -> None:
         """The client opens no more streams."""
 
-    def on_control(self) -> None:
-        """A frame that carries nothing for a call."""
+    def on_control(self, count: int = 1) -> None:
+        """A frame that carries nothing for a call, or one that costs as much as `count` of them."""
 
 
 class _Flow:
@@ -118,45 +103,18 @@ class _Flow:
         self.ended_here = self.ended_there = False
 
 
-@lru_cache(256)
-def _name(name: bytes) -> bytes:
-    """A literal field without indexing, up to its value (RFC 7541, section 6.2.2)."""
-    return b"\0" + _integer(len(name)) + name
-
-
-def _integer(value: int) -> bytes:
-    """An integer with a prefix of seven bits (RFC 7541, section 5.1)."""
-    if value < 0x7F:
-        return bytes((value,))
-    encoded = bytearray((0x7F,))
-    value -= 0x7F
-    while value >= 0x80:
-        encoded.append(value & 0x7F | 0x80)
-        value >>= 7
-    encoded.append(value)
-    return bytes(encoded)
-
-
-def encode_headers(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """A header block; names are in lower case."""
-    parts = []
-    for name, value in headers:
-        if name == b":status" and value == b"200":
-            parts.append(b"\x88")  # of the static table
-        else:
-            parts += (_name(name), _integer(len(value)), value)
-    return b"".join(parts)
-
-
-class Framing:
+class Framing(FrameReader):
     """Parses what a client sends and makes the frames of what it is sent.
 
     `receive` calls `receiver` and raises ConnectionBroken; the other methods append frames, which `take` returns.
-    Frames of a closed stream are ignored and counted. The data of one that was reset here is not counted as far as its
-    window goes: the client may have sent it before it received RST_STREAM (RFC 9113, section 5.1).
+
+    A client that sends on a stream that it ended itself gets STREAM_CLOSED. What comes on one that was reset here is
+    ignored, and not counted as far as its window goes: the client may have sent it before it received RST_STREAM (RFC
+    9113, section 5.1).
     """
 
     def __init__(self, receiver: Receiver, *, max_streams: int, stream_window: int, connection_window: int) -> None:
+        super().__init__()
         self._receiver = receiver
         self._max_streams = max_streams
         self._stream_window = stream_window
@@ -165,12 +123,12 @@ class Framing:
         self._decoder = HeaderDecoder()
         self._flows: dict[int, _Flow] = {}
         self._reset_windows: dict[int, int] = {}  # what clients may still have sent on streams that were reset here
-        self._rest = b""
-        self._has_preface = self._has_settings = False
+        self._skipped: list[range] = []
+        self._free_updates = 0
         self._reduces_table = False  # the client's HPACK table became smaller; the next block has to say so
         self._has_sent = False  # HEADERS or DATA since the last PING
-        self._block: bytearray | None = None  # of headers whose end has not come
-        self._block_stream = self._block_flags = 0
+        self._block = bytearray()  # of headers whose end has not come
+        self._block_flags = 0
         self._initial_window = _DEFAULT_WINDOW
         self._out: list[Payload] = []
         self.waiting_bytes = 0
@@ -182,124 +140,96 @@ class Framing:
         """Bytes of DATA that the client may send on the connection."""
         self.send_window = _DEFAULT_WINDOW
         """Bytes of DATA that may be sent on the connection."""
-        self.max_frame = _DEFAULT_FRAME
+        self.max_frame = DEFAULT_FRAME
         """The longest frame that the client reads."""
         settings = {
-            _MAX_STREAMS: max_streams,
-            _INITIAL_WINDOW: stream_window,
-            _MAX_FRAME: _RECEIVED_FRAME,
-            _MAX_HEADER_LIST: MAX_HEADER_BYTES,
+            MAX_STREAMS_SETTING: max_streams,
+            INITIAL_WINDOW_SETTING: stream_window,
+            MAX_FRAME_SETTING: RECEIVED_FRAME,
+            MAX_HEADER_LIST_SETTING: MAX_HEADER_BYTES,
         }
-        self._put(_SETTINGS, 0, 0, b"".join(_SETTING.pack(*each) for each in settings.items()))
-        self._put(_WINDOW_UPDATE, 0, 0, _LONG.pack(connection_window - _DEFAULT_WINDOW))
+        self._put(SETTINGS, 0, 0, b"".join(SETTING.pack(*each) for each in settings.items()))
+        self._put(WINDOW_UPDATE, 0, 0, LONG.pack(connection_window - _DEFAULT_WINDOW))
 
     # Receiving
 
-    def receive(self, data: bytes) -> None:
-        """Process received bytes.
+    @property
+    def open_streams(self) -> int:
+        return len(self._flows)
 
-        Raises:
-            ConnectionBroken: they break the protocol; nothing more may be received.
-        """
-        if self._rest:
-            data = self._rest + data
-        at, size = 0, len(data)
-        if not self._has_preface:
-            if data[: len(PREFACE)] != PREFACE[:size]:
-                raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "the connection preface is wrong")
-            if size < len(PREFACE):
-                self._rest = data
-                return
-            self._has_preface, at = True, len(PREFACE)
-        while size - at >= 9:
-            high, low, kind, flags, number = _HEAD.unpack_from(data, at)
-            length = (high << 16) + low
-            if length > _RECEIVED_FRAME:
-                raise ConnectionBroken(ErrorCode.FRAME_SIZE_ERROR, f"a frame of {length} bytes")
-            end = at + 9 + length
-            if end > size:
-                break
-            payload = data[at + 9 : end] if length <= _COPIED_BYTES or kind != _DATA else memoryview(data)[at + 9 : end]
-            self._process(kind, flags, number & _MAX_WINDOW, payload)
-            at = end
-        self._rest = data[at:]
-
-    def _process(self, kind: int, flags: int, number: int, payload: Payload) -> None:
-        if self._block is not None and (kind != _CONTINUATION or number != self._block_stream):
-            raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "a frame inside a header block")
-        if not self._has_settings:
-            if kind != _SETTINGS or flags & _ACK:
-                raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "the first frame is no SETTINGS")
-            self._has_settings = True
-        if kind == _DATA:
-            self._on_data(flags, number, payload)
-            return
-        assert isinstance(payload, bytes)
-        if kind == _HEADERS:
-            self._on_headers(flags, number, payload)
-        elif (process := _PROCESS.get(kind)) is not None:
-            process(self, flags, number, payload)
-        else:
+    def _on_frame(self, kind: int, flags: int, number: int, payload: bytes) -> None:
+        process = _PROCESS.get(kind)
+        if process is None:
             self._receiver.on_control()  # of an extension
+        else:
+            process(self, flags, number, payload)
 
-    def _on_data(self, flags: int, number: int, payload: Payload) -> None:
-        flow, size = self._flows.get(number), len(payload)
+    def _begin_data(self, flags: int, number: int, length: int, padding: int) -> None:
         self._check_opened(number, "DATA")
-        self.receive_window -= size
+        self.receive_window -= length
         if self.receive_window < 0:
             raise ConnectionBroken(ErrorCode.FLOW_CONTROL_ERROR, "more than the connection's window")
-        if flags & _PADDED:
-            payload = _unpadded(payload)
-        if flow is None or flow.ended_there:
-            self.open_window(size)
-            if flow is not None:
-                self.break_stream(number, ErrorCode.STREAM_CLOSED)
-            elif not self._may_have_been_sent(number, flags, size):
+        flow = self._flows.get(number)
+        if flow is None:
+            if not self._may_have_been_sent(number, flags, length):
+                self._refuse_closed(number)
+        elif flow.ended_there:
+            self.break_stream(number, ErrorCode.STREAM_CLOSED)
+        else:
+            flow.receive_window -= length
+            if flow.receive_window < 0:
+                self.break_stream(number, ErrorCode.FLOW_CONTROL_ERROR)
+            elif length == padding and not flags & END_STREAM:
                 self._receiver.on_control()
+        if padding:  # it is not kept
+            self.acknowledge(number, padding)
+            self.open_window(padding)
+
+    def _on_data(self, number: int, payload: Payload, end: bool) -> None:
+        flow = self._flows.get(number)
+        if flow is None or flow.ended_there:
+            self.open_window(len(payload))
             return
-        flow.receive_window -= size
-        if flow.receive_window < 0:
-            self.open_window(size)
-            self.break_stream(number, ErrorCode.FLOW_CONTROL_ERROR)
-            return
-        if not payload and not flags & _END_STREAM:
-            self._receiver.on_control()
-        self._receiver.on_data(number, payload, size)
-        if flags & _END_STREAM:
+        self._receiver.on_data(number, payload)
+        if end:
             self._end_there(number, flow)
 
     def _may_have_been_sent(self, number: int, flags: int, size: int) -> bool:
-        """Whether the client may have sent DATA of a closed stream before it received RST_STREAM."""
-        window = self._reset_windows.pop(number, 0)
-        if not window or size > window:
+        """Whether the client may have sent DATA or trailers of a closed stream before it received RST_STREAM."""
+        window = self._reset_windows.pop(number, None)
+        if window is None or size > window:
             return False
-        if not flags & _END_STREAM and size < window:
+        if not flags & END_STREAM:
             self._reset_windows[number] = window - size
-        return size > 0 or bool(flags & _END_STREAM)
+        return size > 0 or bool(flags & END_STREAM)
 
-    def _on_headers(self, flags: int, number: int, payload: Payload) -> None:
+    def _refuse_closed(self, number: int) -> None:
+        """Answer DATA of a stream that is closed, by its client or for long."""
+        self._receiver.on_control()
+        self._put(RST_STREAM, 0, number, LONG.pack(ErrorCode.STREAM_CLOSED))
+
+    def _on_headers(self, flags: int, number: int, payload: bytes) -> None:
         if not number % 2:
             raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "HEADERS of a stream that clients cannot open")
-        if flags & _PADDED:
+        if flags & PADDED:
             payload = _unpadded(payload)
-        if flags & _HAS_PRIORITY:
+        if flags & HAS_PRIORITY:
             if len(payload) < 5:
                 raise ConnectionBroken(ErrorCode.FRAME_SIZE_ERROR, "HEADERS without their priority")
+            _check_priority(number, payload)
             payload = payload[5:]
-        _check_block(payload)
-        if flags & _END_HEADERS:
-            self._on_block(flags, number, bytes(payload))
+        if flags & END_HEADERS:
+            self._on_block(flags, number, payload)
         else:
-            self._block, self._block_stream, self._block_flags = bytearray(payload), number, flags
+            self._block, self._block_flags = bytearray(payload), flags
 
     def _on_continuation(self, flags: int, number: int, payload: bytes) -> None:
-        if self._block is None:
-            raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "CONTINUATION without HEADERS")
         self._receiver.on_control()
         self._block += payload
-        _check_block(self._block)
-        if flags & _END_HEADERS:
-            block, self._block = bytes(self._block), None
+        if len(self._block) > MAX_HEADER_BYTES:
+            raise ConnectionBroken(ErrorCode.ENHANCE_YOUR_CALM, "a header block that is too long")
+        if flags & END_HEADERS:
+            block, self._block = bytes(self._block), bytearray()
             self._on_block(self._block_flags, number, block)
 
     def _on_block(self, flags: int, number: int, block: bytes) -> None:
@@ -311,33 +241,55 @@ class Framing:
             raise ConnectionBroken(ErrorCode.COMPRESSION_ERROR, str(error)) from error
         flow = self._flows.get(number)
         if flow is not None:
-            self._on_trailers(flags, number, flow)
+            self._on_trailers(flags, number, flow, headers)
         elif number <= self.highest_stream:
-            self._receiver.on_control()  # closed
+            self._on_late_headers(flags, number)
         else:
-            self.highest_stream = number
+            self._skip_to(number)
             if len(self._flows) >= self._max_streams or not self._receiver.on_request(number, headers):
-                self._put(_RST_STREAM, 0, number, _LONG.pack(ErrorCode.REFUSED_STREAM))
+                self._put(RST_STREAM, 0, number, LONG.pack(ErrorCode.REFUSED_STREAM))
                 self._receiver.on_control()
-                if not flags & _END_STREAM:
+                if not flags & END_STREAM:
                     self._expect_rest(number, self._stream_window)
                 return
             self._flows[number] = flow = _Flow(self._initial_window, self._stream_window)
-            if flags & _END_STREAM:
+            if flags & END_STREAM:
                 self._end_there(number, flow)
 
-    def _on_trailers(self, flags: int, number: int, flow: _Flow) -> None:
+    def _on_trailers(self, flags: int, number: int, flow: _Flow, headers: Headers) -> None:
         if flow.ended_there:
             self.break_stream(number, ErrorCode.STREAM_CLOSED)
-        elif flags & _END_STREAM:
+            return
+        try:
+            check_trailers(headers)
+        except InvalidHead:
+            flags = 0
+        if flags & END_STREAM:
             self._receiver.on_control()
             self._end_there(number, flow)
         else:
             self.break_stream(number, ErrorCode.PROTOCOL_ERROR)
 
+    def _on_late_headers(self, flags: int, number: int) -> None:
+        """HEADERS of a number that is not above the highest, of no open stream."""
+        self._receiver.on_control()
+        if any(number in skipped for skipped in self._skipped):
+            raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, f"stream {number} was skipped, which closed it")
+        if not self._may_have_been_sent(number, flags, 0):
+            raise ConnectionBroken(ErrorCode.STREAM_CLOSED, f"HEADERS of stream {number}, which has ended")
+
+    def _skip_to(self, number: int) -> None:
+        if number > self.highest_stream + 2:
+            self._skipped.append(range(self.highest_stream + 1, number))
+            del self._skipped[:-_SKIPPED_RANGES]
+        self.highest_stream = number
+
     def _on_priority(self, flags: int, number: int, payload: bytes) -> None:
-        if not number or len(payload) != 5:
-            raise ConnectionBroken(ErrorCode.FRAME_SIZE_ERROR, "PRIORITY of five bytes on a stream")
+        if not number:
+            raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "PRIORITY of no stream")
+        if len(payload) != 5:
+            raise ConnectionBroken(ErrorCode.FRAME_SIZE_ERROR, "PRIORITY has five bytes")
+        _check_priority(number, payload)
         self._receiver.on_control()
 
     def _on_reset(self, flags: int, number: int, payload: bytes) -> None:
@@ -351,25 +303,30 @@ class Framing:
     def _on_settings(self, flags: int, number: int, payload: bytes) -> None:
         if number:
             raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "SETTINGS of a stream")
-        if len(payload) % 6 or (flags & _ACK and payload):
+        if len(payload) % 6 or (flags & ACK and payload):
             raise ConnectionBroken(ErrorCode.FRAME_SIZE_ERROR, "SETTINGS of six bytes each")
-        if flags & _ACK:
+        if flags & ACK:
             self._receiver.on_control()
             return
-        settings = dict(_SETTING.iter_unpack(payload))  # the last of each, which is what remains in force
-        if settings.get(_ENABLE_PUSH, 0) > 1:
-            raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "SETTINGS_ENABLE_PUSH is 0 or 1")
-        if not _DEFAULT_FRAME <= settings.get(_MAX_FRAME, _DEFAULT_FRAME) <= _MAX_FRAME_LIMIT:
-            raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "SETTINGS_MAX_FRAME_SIZE is out of range")
-        self.max_frame = settings.get(_MAX_FRAME, self.max_frame)
-        self._reduces_table |= settings.get(_TABLE_SIZE, _DEFAULT_TABLE) < _DEFAULT_TABLE
-        window = settings.get(_INITIAL_WINDOW, self._initial_window)
+        self._receiver.on_control(len(payload) // (SETTING.size * _SETTINGS_PER_CONTROL))
+        settings: dict[int, int] = {}  # the last of each, which is what remains in force
+        for name, value in SETTING.iter_unpack(payload):
+            if name == ENABLE_PUSH_SETTING and value > 1:
+                raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "SETTINGS_ENABLE_PUSH is 0 or 1")
+            if name == MAX_FRAME_SETTING and not DEFAULT_FRAME <= value <= _MAX_FRAME_LIMIT:
+                raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "SETTINGS_MAX_FRAME_SIZE is out of range")
+            if name == INITIAL_WINDOW_SETTING and value > MAX_WINDOW:
+                raise ConnectionBroken(ErrorCode.FLOW_CONTROL_ERROR, "SETTINGS_INITIAL_WINDOW_SIZE is out of range")
+            settings[name] = value
+        self.max_frame = settings.get(MAX_FRAME_SETTING, self.max_frame)
+        self._reduces_table |= settings.get(TABLE_SIZE_SETTING, _DEFAULT_TABLE) < _DEFAULT_TABLE
+        window = settings.get(INITIAL_WINDOW_SETTING, self._initial_window)
         change, self._initial_window = window - self._initial_window, window
         for flow in self._flows.values() if change else ():
             flow.send_window += change
-        if window > _MAX_WINDOW or any(flow.send_window > _MAX_WINDOW for flow in self._flows.values()):
-            raise ConnectionBroken(ErrorCode.FLOW_CONTROL_ERROR, "SETTINGS_INITIAL_WINDOW_SIZE is out of range")
-        self._put(_SETTINGS, _ACK, 0, b"")
+        if change > 0 and any(flow.send_window > MAX_WINDOW for flow in self._flows.values()):
+            raise ConnectionBroken(ErrorCode.FLOW_CONTROL_ERROR, "a stream's window is out of range")
+        self._put(SETTINGS, ACK, 0, b"")
         self._receiver.on_settings(bool(change))
 
     def _on_push(self, flags: int, number: int, payload: bytes) -> None:
@@ -380,8 +337,8 @@ class Framing:
             raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "PING of a stream")
         if len(payload) != 8:
             raise ConnectionBroken(ErrorCode.FRAME_SIZE_ERROR, "PING has eight bytes")
-        if not flags & _ACK:
-            self._put(_PING, _ACK, 0, payload)
+        if not flags & ACK:
+            self._put(PING, ACK, 0, payload)
         # grpc-go measures the bandwidth by a PING after each DATA frame that it reads: one after each answer is free.
         if self._has_sent:
             self._has_sent = False
@@ -389,17 +346,21 @@ class Framing:
             self._receiver.on_control()
 
     def _on_goaway(self, flags: int, number: int, payload: bytes) -> None:
-        if number or len(payload) < _GOAWAY.size:
+        if number or len(payload) < GOAWAY_BODY.size:
             raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "GOAWAY of eight bytes on the connection")
-        self._receiver.on_goaway(_GOAWAY.unpack_from(payload)[1])
+        self._receiver.on_goaway(GOAWAY_BODY.unpack_from(payload)[1])
 
     def _on_window(self, flags: int, number: int, payload: bytes) -> None:
         if len(payload) != 4:
             raise ConnectionBroken(ErrorCode.FRAME_SIZE_ERROR, "WINDOW_UPDATE has four bytes")
-        size = _LONG.unpack(payload)[0] & _MAX_WINDOW
+        size = LONG.unpack(payload)[0] & MAX_WINDOW
+        if self._free_updates > 0:
+            self._free_updates -= 1
+        else:
+            self._receiver.on_control()
         if not number:
             self.send_window += size
-            if not size or self.send_window > _MAX_WINDOW:
+            if not size or self.send_window > MAX_WINDOW:
                 code = ErrorCode.FLOW_CONTROL_ERROR if size else ErrorCode.PROTOCOL_ERROR
                 raise ConnectionBroken(code, f"WINDOW_UPDATE by {size}")
             self._receiver.on_window(0)
@@ -409,7 +370,7 @@ class Framing:
         if flow is None:
             return
         flow.send_window += size
-        if not size or flow.send_window > _MAX_WINDOW:
+        if not size or flow.send_window > MAX_WINDOW:
             self.break_stream(number, ErrorCode.FLOW_CONTROL_ERROR if size else ErrorCode.PROTOCOL_ERROR)
         else:
             self._receiver.on_window(number)
@@ -440,19 +401,19 @@ class Framing:
     def headers(self, number: int, headers: Headers, end: bool) -> None:
         """Raises KeyError: the stream is not open for sending."""
         flow = self._flow(number)
-        self._has_sent = True
-        block, flags = encode_headers(headers), _END_STREAM if end else 0
+        self._sent(0)
+        block, flags = encode_headers(headers), END_STREAM if end else 0
         if self._reduces_table:
             self._reduces_table = False
             block = b"\x20" + block  # a table of size 0, which is all that is used (RFC 7541, section 4.2)
         if len(block) <= self.max_frame:
-            self._put(_HEADERS, flags | _END_HEADERS, number, block)
+            self._put(HEADERS, flags | END_HEADERS, number, block)
         else:
             parts = [block[at : at + self.max_frame] for at in range(0, len(block), self.max_frame)]
-            self._put(_HEADERS, flags, number, parts[0])
+            self._put(HEADERS, flags, number, parts[0])
             for part in parts[1:-1]:
-                self._put(_CONTINUATION, 0, number, part)
-            self._put(_CONTINUATION, _END_HEADERS, number, parts[-1])
+                self._put(CONTINUATION, 0, number, part)
+            self._put(CONTINUATION, END_HEADERS, number, parts[-1])
         if end:
             self._end_here(number, flow)
 
@@ -464,15 +425,20 @@ class Framing:
         """
         flow = self._flow(number)
         size = len(data)
-        self._has_sent = True
+        self._sent(size)
         flow.send_window -= size
         self.send_window -= size
-        self._out.append(_HEAD.pack(size >> 16, size & 0xFFFF, _DATA, _END_STREAM if end else 0, number))
+        self._out.append(FRAME_HEAD.pack(size >> 16, size & 0xFFFF, DATA, END_STREAM if end else 0, number))
         if size:
             self._out.append(data)
-        self.waiting_bytes += _HEAD.size + size
+        self.waiting_bytes += FRAME_HEAD.size + size
         if end:
             self._end_here(number, flow)
+
+    def _sent(self, size: int) -> None:
+        self._has_sent = True
+        free = self._free_updates + _UPDATES_PER_FRAME + size // _BYTES_PER_UPDATE
+        self._free_updates = min(free, _MAX_FREE_UPDATES)
 
     def window_of(self, number: int) -> int:
         """Bytes of DATA that the window of a stream allows; raises KeyError: it is closed."""
@@ -482,9 +448,15 @@ class Framing:
         """Close a stream at once, where it is open."""
         if (flow := self._flows.pop(number, None)) is None:
             return
-        self._put(_RST_STREAM, 0, number, _LONG.pack(code))
-        if not flow.ended_there and flow.receive_window > 0:
-            self._expect_rest(number, flow.receive_window)
+        self._put(RST_STREAM, 0, number, LONG.pack(code))
+        if not flow.ended_there:
+            self._expect_rest(number, max(flow.receive_window, 0))
+
+    def refuse(self, number: int, code: ErrorCode) -> None:
+        """Say that the request of a stream was wrong, also of one that both sides have ended."""
+        self._flows.pop(number, None)
+        self._put(RST_STREAM, 0, number, LONG.pack(code))
+        self._expect_rest(number, self._stream_window)
 
     def _expect_rest(self, number: int, window: int) -> None:
         """Do not count the data that a client may have sent on a stream before it knew that it was reset."""
@@ -496,7 +468,7 @@ class Framing:
         """The client is to open no more streams; those above the highest so far are not processed."""
         if self._last_stream is None:  # a later one may not name a higher stream (RFC 9113, section 6.8)
             self._last_stream = self.highest_stream
-        self._put(_GOAWAY_TYPE, 0, 0, _GOAWAY.pack(self._last_stream, code))
+        self._put(GOAWAY, 0, 0, GOAWAY_BODY.pack(self._last_stream, code))
 
     def acknowledge(self, number: int, size: int) -> None:
         """Let the client send `size` bytes more on a stream, which may be closed."""
@@ -504,7 +476,7 @@ class Framing:
         if flow is not None and not flow.ended_there:
             flow.unacknowledged += size
             if flow.unacknowledged >= self._stream_window // _UPDATE_SHARE:
-                self._put(_WINDOW_UPDATE, 0, number, _LONG.pack(flow.unacknowledged))
+                self._put(WINDOW_UPDATE, 0, number, LONG.pack(flow.unacknowledged))
                 flow.receive_window += flow.unacknowledged
                 flow.unacknowledged = 0
 
@@ -512,7 +484,7 @@ class Framing:
         """Let the client send `size` bytes more on the connection."""
         self._unacknowledged += size
         if self._unacknowledged >= self._connection_window // _UPDATE_SHARE:
-            self._put(_WINDOW_UPDATE, 0, 0, _LONG.pack(self._unacknowledged))
+            self._put(WINDOW_UPDATE, 0, 0, LONG.pack(self._unacknowledged))
             self.receive_window += self._unacknowledged
             self._unacknowledged = 0
 
@@ -529,29 +501,31 @@ class Framing:
 
     def _put(self, kind: int, flags: int, number: int, payload: bytes) -> None:
         size = len(payload)
-        self._out.append(_HEAD.pack(size >> 16, size & 0xFFFF, kind, flags, number) + payload)
-        self.waiting_bytes += _HEAD.size + size
+        self._out.append(FRAME_HEAD.pack(size >> 16, size & 0xFFFF, kind, flags, number) + payload)
+        self.waiting_bytes += FRAME_HEAD.size + size
 
 
-def _check_block(block: Payload | bytearray) -> None:
-    if len(block) > MAX_HEADER_BYTES:
-        raise ConnectionBroken(ErrorCode.ENHANCE_YOUR_CALM, "a header block that is too long")
+def _check_priority(number: int, payload: bytes) -> None:
+    """Raises ConnectionBroken: the stream depends on itself (RFC 7540, section 5.3.1; RFC 9113 has no priorities)."""
+    if LONG.unpack_from(payload)[0] & MAX_WINDOW == number:
+        raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, f"stream {number} depends on itself")
 
 
-def _unpadded(payload: Payload) -> Payload:
-    """The payload of a padded frame (RFC 9113, section 6.1)."""
+def _unpadded(payload: bytes) -> bytes:
+    """The payload of a padded frame of HEADERS (RFC 9113, section 6.1)."""
     if not payload or payload[0] >= len(payload):
         raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "padding longer than its frame")
     return payload[1 : len(payload) - payload[0]]
 
 
-_PROCESS = {
-    _PRIORITY: Framing._on_priority,
-    _RST_STREAM: Framing._on_reset,
-    _SETTINGS: Framing._on_settings,
-    _PUSH_PROMISE: Framing._on_push,
-    _PING: Framing._on_ping,
-    _GOAWAY_TYPE: Framing._on_goaway,
-    _WINDOW_UPDATE: Framing._on_window,
-    _CONTINUATION: Framing._on_continuation,
+_PROCESS: dict[int, Callable[[Framing, int, int, bytes], None]] = {
+    HEADERS: Framing._on_headers,
+    PRIORITY: Framing._on_priority,
+    RST_STREAM: Framing._on_reset,
+    SETTINGS: Framing._on_settings,
+    PUSH_PROMISE: Framing._on_push,
+    PING: Framing._on_ping,
+    GOAWAY: Framing._on_goaway,
+    WINDOW_UPDATE: Framing._on_window,
+    CONTINUATION: Framing._on_continuation,
 }

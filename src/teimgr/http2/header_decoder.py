@@ -14,7 +14,7 @@ from hpack.table import HeaderTable
 
 Headers = Sequence[tuple[bytes, bytes]]
 
-MAX_HEADER_BYTES = 65_536
+MAX_HEADER_BYTES = 16_384
 _STATIC: tuple[tuple[bytes, bytes], ...] = HeaderTable.STATIC_TABLE
 _MAX_TABLE_BYTES = 4096
 _FIELD_BYTES = 32  # of a field besides its name and value (RFC 7541, section 4.1)

@@ -1,8 +1,11 @@
-"""The head of an HTTP request on an HTTP/2 stream: its validation (RFC 9113, section 8.3), and ASGI's form of it."""
+"""The head of a request on an HTTP/2 stream, HTTP or gRPC: its validation (RFC 9113, section 8.3), and ASGI's form of
+it; validation of trailers.
+"""
 
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
@@ -10,7 +13,9 @@ import httptools
 
 from teimgr.http2.header_decoder import Headers
 
-_PSEUDO = (b":method", b":scheme", b":authority", b":path")
+_REQUIRED = (b":method", b":scheme", b":path")
+# Kinds of fields.
+_PLAIN, _PSEUDO, _SINGLE, _COOKIE = _KINDS = ("plain", "pseudo-header", "not repeated", "cookie")
 _OF_CONNECTIONS = frozenset((b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade"))
 _NAME = re.compile(rb"[!#$%&'*+\-.^_`|~0-9a-z]+")
 _VALUE = re.compile(rb"(?:[^\x00-\x20\x7f](?:[^\x00-\x08\x0a-\x1f\x7f]*[^\x00-\x20\x7f])?)?")
@@ -18,6 +23,8 @@ _METHOD = re.compile(rb"[A-Z][A-Z-]{0,31}")
 _TARGET = re.compile(rb"/[\x21-\x7e]*|\*")
 _LENGTH = re.compile(rb"[0-9]{1,18}")
 _SHOWN_BYTES = 64
+# Fields that are checked once: most calls repeat theirs. One has at most 16 KiB.
+_REMEMBERED_FIELDS = 256
 
 
 class InvalidHead(Exception):
@@ -66,40 +73,72 @@ def read_head(headers: Headers) -> RequestHead:
     fields: list[tuple[bytes, bytes]] = []
     singles: dict[bytes, bytes] = {}  # Host and Content-Length
     cookies: list[bytes] = []
-    for name, value in headers:
-        if _VALUE.fullmatch(value) is None:
-            raise InvalidHead(f"the value of {_shown(name)} has a character that no header may have")
-        if name.startswith(b":"):
-            if fields or cookies or name not in _PSEUDO or name in pseudo:
-                raise InvalidHead(f"{_shown(name)} is unknown, repeated or behind other headers")
-            pseudo[name] = value
-            continue
-        if _NAME.fullmatch(name) is None:
-            raise InvalidHead(f"{_shown(name)} is no name of a header; names are in lower case")
-        if name in _OF_CONNECTIONS or (name == b"te" and value.lower() != b"trailers"):
-            raise InvalidHead(f"{_shown(name)} is a header of connections, which HTTP/2 has not")
-        if name in (b"host", b"content-length"):
-            if name in singles:
-                raise InvalidHead(f"{_shown(name)} is repeated")
-            singles[name] = value
-        if name == b"cookie":
-            cookies.append(value)
+    for field in headers:
+        kind = _kind(field)
+        if kind is _PLAIN:
+            fields.append(field)
+        elif kind is _PSEUDO:
+            if fields or cookies or field[0] in pseudo:
+                raise InvalidHead(f"{_shown(field[0])} is repeated or behind other headers")
+            pseudo[field[0]] = field[1]
+        elif kind is _COOKIE:
+            cookies.append(field[1])
+        elif kind is _SINGLE:
+            if field[0] in singles:
+                raise InvalidHead(f"{_shown(field[0])} is repeated")
+            singles[field[0]] = field[1]
+            fields.append(field)
         else:
-            fields.append((name, value))
+            raise InvalidHead(kind)
     if cookies:
         fields.append((b"cookie", b"; ".join(cookies)))
-    method, target = pseudo.get(b":method", b""), pseudo.get(b":path", b"")
-    if _METHOD.fullmatch(method) is None or method == b"CONNECT":
-        raise InvalidHead(f":method is not served: {_shown(method)}")
-    if pseudo.get(b":scheme") not in (b"http", b"https"):
-        raise InvalidHead(":scheme is neither http nor https")
-    if _TARGET.fullmatch(target) is None:
-        raise InvalidHead(f":path is no path: {_shown(target)}")
+    if missing := [name.decode() for name in _REQUIRED if name not in pseudo]:
+        raise InvalidHead(f"there is no {missing[0]}")
     length = singles.get(b"content-length")
-    if length is not None and _LENGTH.fullmatch(length) is None:
-        raise InvalidHead("content-length is no number of bytes")
     fields = _with_host(pseudo.get(b":authority"), singles.get(b"host"), fields)
-    return RequestHead(method, target, fields, None if length is None else int(length))
+    return RequestHead(pseudo[b":method"], pseudo[b":path"], fields, None if length is None else int(length))
+
+
+def check_trailers(trailers: Headers) -> None:
+    """Raises InvalidHead: a field is malformed, or a pseudo-header (RFC 9113, section 8.1)."""
+    for field in trailers:
+        kind = _kind(field)
+        if kind is _PSEUDO:
+            raise InvalidHead(f"{_shown(field[0])} in the trailers")
+        if kind not in _KINDS:
+            raise InvalidHead(kind)
+
+
+@lru_cache(_REMEMBERED_FIELDS)
+def _kind(field: tuple[bytes, bytes]) -> str:
+    """The kind of a field, one of `_KINDS`; of one that is malformed what is wrong with it."""
+    name, value = field
+    if _VALUE.fullmatch(value) is None:
+        return f"the value of {_shown(name)} has a character that no header may have"
+    if name.startswith(b":"):
+        return _problem_of_pseudo(name, value) or _PSEUDO
+    if _NAME.fullmatch(name) is None:
+        return f"{_shown(name)} is not a header's name; names are in lower case"
+    if name in _OF_CONNECTIONS or (name == b"te" and value.lower() != b"trailers"):
+        return f"{_shown(name)} belongs to HTTP/1.1 connections; HTTP/2 has no such header"
+    if name == b"content-length" and _LENGTH.fullmatch(value) is None:
+        return "content-length is not a number of bytes"
+    if name == b"cookie":
+        return _COOKIE
+    return _SINGLE if name in (b"host", b"content-length") else _PLAIN
+
+
+def _problem_of_pseudo(name: bytes, value: bytes) -> str:
+    match name:
+        case b":method" if _METHOD.fullmatch(value) is None or value == b"CONNECT":
+            return f":method is not served: {_shown(value)}"
+        case b":scheme" if value not in (b"http", b"https"):
+            return ":scheme is neither http nor https"
+        case b":path" if _TARGET.fullmatch(value) is None:
+            return f":path is no path: {_shown(value)}"
+        case b":method" | b":scheme" | b":path" | b":authority":
+            return ""
+    return f"{_shown(name)} is not a pseudo-header of requests"
 
 
 def _with_host(

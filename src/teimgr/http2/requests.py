@@ -15,8 +15,8 @@ from uvicorn.protocols.utils import get_local_addr, get_remote_addr, is_ssl
 from teimgr.byte_budget import Charge
 from teimgr.connection_gate import Ticket
 from teimgr.http2.connection import Connection
-from teimgr.http2.framing import ErrorCode
-from teimgr.http2.request_head import InvalidHead, RequestHead, read_head
+from teimgr.http2.frame_types import ErrorCode
+from teimgr.http2.request_head import InvalidHead, RequestHead
 from teimgr.http2.stream import Stalled, Stream, StreamLost
 from teimgr.http_direct import FAILED, HOLD_S, MAX_BODY_BYTES, DirectReply, DirectRequest
 from teimgr.http_protocol import ServerConnections
@@ -49,11 +49,7 @@ class HttpStreams:
         """Answer the request of one stream."""
         stream.discards_rest = True
         try:
-            head = read_head(stream.headers)
-            stream.length = head.length
-            if stream.is_malformed:  # all of it came at once
-                stream.reset(ErrorCode.PROTOCOL_ERROR)
-                return
+            head = stream.head
             scope = self._scope(stream, head)
             if not await self._answer_directly(stream, head, scope):
                 await self._run_app(stream, head, scope | head.location())
@@ -93,7 +89,7 @@ class HttpStreams:
         body = received.take()
         answer = direct(DirectRequest(head.target, dict(reversed(head.fields)), body, scope))
         if answer is None:
-            received.add(body, 0)
+            received.put_back(body)
             return False
         try:
             reply = await answer()

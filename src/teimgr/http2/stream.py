@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from teimgr.http2.framing import ErrorCode, Payload
+from teimgr.http2.frame_types import ErrorCode, Payload
 from teimgr.http2.header_decoder import Headers
+from teimgr.http2.request_head import RequestHead
 
 if TYPE_CHECKING:
     from teimgr.http2.connection import Connection
@@ -54,6 +55,12 @@ class ReceiveBuffer:
             await self._wait()
         return self.take()
 
+    async def more(self) -> None:
+        """Wait until more is received, or the end; raises as `read`."""
+        before = len(self._data)
+        while len(self._data) == before and not self.has_ended:
+            await self._wait()
+
     async def whole(self, limit_bytes: int) -> bool:
         """Whether the stream ended within `limit_bytes`; nothing is read, nor the window opened. Raises as `read`."""
         while not self.has_ended and len(self._data) <= limit_bytes:
@@ -82,10 +89,15 @@ class ReceiveBuffer:
         self._failure = error
         self._changed.set()
 
-    def add(self, data: Payload, window_bytes: int) -> None:
-        """Append a DATA frame, which took `window_bytes` of the client's window."""
+    def add(self, data: Payload) -> None:
+        """Append received bytes, which took as many of the client's window."""
         self._data += data
-        self._unacknowledged += window_bytes
+        self._unacknowledged += len(data)
+        self._changed.set()
+
+    def put_back(self, data: bytes) -> None:
+        """Undo `take` of all bytes."""
+        self._data[:0] = data
         self._changed.set()
 
     def end(self) -> None:
@@ -107,7 +119,7 @@ class ReceiveBuffer:
 
 
 class Stream:
-    """A stream, opened by its client with `headers`.
+    """A stream, opened by its client with `headers`; `head` is None where these are malformed.
 
     Attributes:
         received: What the client sends.
@@ -120,12 +132,13 @@ class Stream:
         is_lost: Whether nothing can be sent any more; `received` fails with `StreamLost` then.
     """
 
-    def __init__(self, connection: Connection, number: int, headers: Headers) -> None:
+    def __init__(self, connection: Connection, number: int, headers: Headers, head: RequestHead | None) -> None:
         self.connection = connection
         self.number = number
         self.headers = headers
+        self._head = head
         self.received = ReceiveBuffer(self._acknowledge)
-        self.length: int | None = None  # of the request's content, where its head has it
+        self.length = None if head is None else head.length  # of the request's content
         self.received_bytes = 0
         self.ahead = 0  # unread bytes for which the connection's window was opened already
         self.on_lost: Callable[[], object] | None = None
@@ -141,6 +154,12 @@ class Stream:
         self.is_sending = False
         self.sent: asyncio.Future[None] | None = None  # resolved when all is sent or lost
         self.has_turn = False
+
+    @property
+    def head(self) -> RequestHead:
+        """The head of the request; streams that are served have one."""
+        assert self._head is not None
+        return self._head
 
     @property
     def is_malformed(self) -> bool:

@@ -11,13 +11,21 @@ from typing import Any
 
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse, HealthListRequest, HealthListResponse
 
-from teimgr.auth.policy import Caller, CertificateNames, PolicyInForce, Right, authenticate_call, certificate_from_tls
+from teimgr.auth.policy import (
+    ANONYMOUS,
+    Caller,
+    CertificateNames,
+    PolicyInForce,
+    Right,
+    authenticate_call,
+    certificate_from_tls,
+)
 from teimgr.byte_budget import ByteBudget, UnreadReplies
 from teimgr.connection_gate import Ticket
 from teimgr.errors import DeadlineExceeded, Forbidden, InvalidInput, Overloaded, TeimgrError
 from teimgr.grpc_core import health_reflection, standard_calls
 from teimgr.grpc_core.health_reflection import NOT_SERVING, SERVING, HealthService, Reflection
-from teimgr.grpc_core.rpc_stream import RpcStatusError, RpcStream
+from teimgr.grpc_core.rpc_stream import BUDGET_WAIT_S, RpcStatusError, RpcStream
 from teimgr.grpc_core.rpc_table import BY_PATH, FILES, Rpc, Shape
 from teimgr.grpc_core.standard_calls import StandardCalls
 from teimgr.grpc_core.streams import STREAM_PAUSE_S
@@ -57,9 +65,11 @@ _RIGHTS = frozenset({Right.INFERENCE})
 _OPEN_CALLS = 4096
 _MESSAGE_S = 120.0
 # Of all processes that share the port: bytes of messages that are being received and of client streams that are
-# collected into one request; as many of replies that are not read; and the part of them that one connection may hold.
+# collected into one request; as many of replies that are not read; the part of them that one connection may hold (of
+# messages, a part of its key's), and the part that one key may hold.
 _HELD_BYTES = 512 * 2**20
 _CONNECTION_SHARE = 4
+_KEY_SHARE = 2
 # Between messages of a stream while the mux drains.
 _LEAVING_PAUSE_S = 2.0
 _CONTEXT_KEYS = (REQUEST_ID, TRACEPARENT, TRACESTATE)
@@ -93,12 +103,21 @@ class MessageReader:
 
 
 class Peer:
-    """What is the same for all calls of a connection: the names of its client's certificate, and its budgets."""
+    """What is the same for all calls of a connection: the names of its client's certificate, and its budgets, one for
+    each key that it used.
+    """
 
-    def __init__(self, budget: ByteBudget, unread: ByteBudget) -> None:
-        self.budget = ByteBudget(budget.limit_bytes // _CONNECTION_SHARE, budget)
+    def __init__(self, unread: ByteBudget) -> None:
+        self._budgets: dict[ByteBudget, ByteBudget] = {}
         self.unread = UnreadReplies(unread, _CONNECTION_SHARE)
         self._certificate: CertificateNames | None = None
+
+    def budget(self, of_key: ByteBudget) -> ByteBudget:
+        """The part of a key's budget that this connection may hold."""
+        budget = self._budgets.get(of_key)
+        if budget is None:
+            budget = self._budgets[of_key] = ByteBudget(of_key.limit_bytes // _CONNECTION_SHARE, of_key)
+        return budget
 
     def certificate(self, stream: Stream) -> CertificateNames:
         if self._certificate is None:
@@ -116,11 +135,19 @@ class InferenceCall(RpcStream):
         deadline: Monotonic time of the client's deadline, None for none.
     """
 
-    def __init__(self, rpc: Rpc, stream: Stream, max_message_bytes: int, peer: Peer, record: CallRecord) -> None:
-        super().__init__(stream, max_message_bytes, peer.budget)
+    def __init__(
+        self,
+        rpc: Rpc,
+        stream: Stream,
+        max_message_bytes: int,
+        budget: ByteBudget,
+        unread: UnreadReplies,
+        record: CallRecord,
+    ) -> None:
+        super().__init__(stream, max_message_bytes, budget, keeps_messages=rpc.shape is Shape.CLIENT_STREAM)
         self.rpc = rpc
         self.record = record
-        self.unread = peer.unread
+        self.unread = unread
         self.deadline: float | None = None
         self.still_allowed: Callable[[], None] = lambda: None
         """Raises Unauthenticated, Forbidden: the caller has lost its right since the call began."""
@@ -173,6 +200,7 @@ class MuxHandlers:
         self._messages = MessageReader(_OPEN_CALLS // processes, _MESSAGE_S)
         self._stream_messages = MessageReader(None, STREAM_PAUSE_S)
         self._held = ByteBudget(_HELD_BYTES // processes)
+        self._held_by_key: dict[str, ByteBudget] = {}  # of keys of the policy, so they are few
         self._unread = ByteBudget(_HELD_BYTES // processes)
         self._standard = StandardServices(policy, health)
         self._bodies: dict[Shape, Callable[[InferenceCall, RouterView], Awaitable[WorkerReply | None]]] = {
@@ -183,12 +211,11 @@ class MuxHandlers:
 
     def protocol(self, state: ListenerState, ticket: Ticket) -> Connection:
         """The protocol of a connection."""
-        serve = partial(self._serve, Peer(self._held, self._unread))
+        serve = partial(self._serve, Peer(self._unread))
         return Connection(serve, state, ticket, stays_open=True)
 
     def _serve(self, peer: Peer, stream: Stream) -> Coroutine[Any, Any, None]:
-        path = dict(stream.headers).get(b":path", b"").decode("latin-1")
-        rpc = BY_PATH.get(path)
+        rpc = BY_PATH.get(stream.head.target.decode("ascii"))
         if rpc is None:
             return self._standard.serve(stream, self._router.limits.max_message_bytes, peer.certificate(stream))
         return self._answer(rpc, peer, stream)
@@ -196,7 +223,7 @@ class MuxHandlers:
     async def _answer(self, rpc: Rpc, peer: Peer, stream: Stream) -> None:
         """Answer one RPC; the only place that turns its failures into a status."""
         record = self._counters.begin(rpc.name)
-        call = InferenceCall(rpc, stream, self._router.limits.max_message_bytes, peer, record)
+        call = InferenceCall(rpc, stream, self._router.limits.max_message_bytes, self._held, peer.unread, record)
         given = {key: call.metadata[key] for key in _CONTEXT_KEYS if key in call.metadata}
         attributes = {"rpc.system": "grpc", "rpc.service": rpc.service, "rpc.method": rpc.name}
         context = self._telemetry.begin(f"{rpc.service}/{rpc.name}", given, attributes)
@@ -208,6 +235,7 @@ class MuxHandlers:
                 await call.refuse(call.http_refusal)
                 return
             caller = self._authorise(call, peer.certificate(stream))
+            call.charge_to(peer.budget(self._held_by(caller)))
             reply = await self._within_deadline(call, router_view(caller, self._router))
             status = _OK
         except TeimgrError as error:
@@ -253,6 +281,15 @@ class MuxHandlers:
         call.still_allowed = still_allowed
         return caller
 
+    def _held_by(self, caller: Caller) -> ByteBudget:
+        """The budget of a key, which is a part of that of all; while authentication is off all have the whole."""
+        if caller is ANONYMOUS:
+            return self._held
+        budget = self._held_by_key.get(caller.name)
+        if budget is None:
+            budget = self._held_by_key[caller.name] = ByteBudget(self._held.limit_bytes // _KEY_SHARE, self._held)
+        return budget
+
     async def _within_deadline(self, call: InferenceCall, router: RouterView) -> WorkerReply | None:
         """The reply of a single call or of a collected stream; a bidi stream's are sent when this returns."""
         timeout_s = call.timeout_s()
@@ -269,7 +306,7 @@ class MuxHandlers:
 
     async def _body(self, call: InferenceCall, router: RouterView) -> WorkerReply | None:
         if not call.unread.has_room:
-            await call.unread.room(call.budget_wait_s)
+            await call.unread.room(BUDGET_WAIT_S)
         return await self._bodies[call.rpc.shape](call, router)
 
     async def _send(self, call: InferenceCall, reply: WorkerReply) -> None:
@@ -321,8 +358,6 @@ class MuxHandlers:
         await forwarder.run(receive, self._window, on_first=call.open, send=call.send)
 
     async def _client_stream(self, call: InferenceCall, router: RouterView) -> WorkerReply:
-        call.budget_wait_s = 0.0  # others would wait for what this one holds
-
         async def receive() -> bytes | None:
             message = await call.receive()
             call.still_allowed()

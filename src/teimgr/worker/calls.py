@@ -17,6 +17,7 @@ from teimgr.observability.request_context import CURRENT, CallStats, RequestCont
 from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.spec import LoadedModel
 from teimgr.wire.frames import Flag, FrameProtocol, FrameType, Header, Method, Timings, pack_error, retry_after_ms
+from teimgr.wire.protobuf import MAX_FIELDS, check_fields
 from teimgr.wire.text_column import SharedTexts, TextColumn
 
 # Time limit of a call whose client sets none: over half an hour for the largest table at 50 texts/s.
@@ -137,12 +138,22 @@ class MethodCall(WorkerCall):
         self.method = method
         self.payload = payload
 
-    def message(self, kind: type[MessageT]) -> MessageT:
-        """The payload as a protobuf message of type `kind`; raises InvalidInput where it is none."""
-        try:
-            return kind.FromString(self.payload)
-        except DecodeError as error:
-            raise InvalidInput(f"Malformed {kind.DESCRIPTOR.full_name}: {error}") from error
+    def message(self, kind: type[MessageT], most_fields: int = MAX_FIELDS) -> MessageT:
+        """The payload as a protobuf message of type `kind`; raises InvalidInput as `parsed`."""
+        return parsed(kind, self.payload, most_fields)
+
+
+def parsed(kind: type[MessageT], payload: bytes, most_fields: int = MAX_FIELDS) -> MessageT:
+    """A protobuf message of type `kind`.
+
+    Raises:
+        InvalidInput: it is malformed, or larger than 64 KiB with more than `most_fields` fields.
+    """
+    check_fields(payload, most_fields)
+    try:
+        return kind.FromString(payload)
+    except DecodeError as error:
+        raise InvalidInput(f"Malformed {kind.DESCRIPTOR.full_name}: {error}") from error
 
 
 def _named_lane(flags: int) -> Lane | None:

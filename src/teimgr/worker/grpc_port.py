@@ -20,7 +20,7 @@ from teimgr.connection_gate import STALL_S, Ticket
 from teimgr.errors import DeadlineExceeded, InvalidInput, TeimgrError, Unavailable
 from teimgr.grpc_core import health_reflection, standard_calls
 from teimgr.grpc_core.health_reflection import NOT_SERVING, SERVING, HealthService, Reflection
-from teimgr.grpc_core.rpc_stream import MESSAGE_S, RpcStatusError, RpcStream, is_rpc
+from teimgr.grpc_core.rpc_stream import BUDGET_WAIT_S, MESSAGE_S, RpcStatusError, RpcStream, is_rpc
 from teimgr.grpc_core.rpc_table import RPCS, TEI_PACKAGE, Rpc, Shape
 from teimgr.grpc_core.standard_calls import StandardCalls
 from teimgr.grpc_core.streams import STREAM_PAUSE_S, PairCollector, StreamPump
@@ -86,8 +86,10 @@ class GrpcCall(AwaitedReply, MethodCall):
 class PortStream(RpcStream):
     """An RPC of tei.v1; `unread` are the replies that the client of its connection has not read."""
 
-    def __init__(self, stream: Stream, max_message_bytes: int, budget: ByteBudget, unread: UnreadReplies) -> None:
-        super().__init__(stream, max_message_bytes, budget)
+    def __init__(
+        self, rpc: Rpc, stream: Stream, max_message_bytes: int, budget: ByteBudget, unread: UnreadReplies
+    ) -> None:
+        super().__init__(stream, max_message_bytes, budget, keeps_messages=rpc.shape is Shape.CLIENT_STREAM)
         self.unread = unread
 
 
@@ -137,16 +139,17 @@ class GrpcPort:
         unread = UnreadReplies(self._unread, _CONNECTION_SHARE)
 
         def serve(stream: Stream) -> Coroutine[Any, Any, None]:
-            fields = dict(stream.headers)
-            path = fields.get(b":path", b"").decode("latin-1")
-            is_inference = path in _BY_PATH
-            if not (
-                is_inference or path in self._standard or is_rpc(fields.get(b"content-type", b"").decode("latin-1"))
-            ):
+            path = stream.head.target.decode("ascii")
+            inference = _BY_PATH.get(path)
+            if inference is None and path not in self._standard and not is_rpc(dict(stream.headers)):
                 return http.serve(stream)
             stream.connection.stays_open = True  # a channel is open for long
             limit = self._dispatcher.spec.max_message_bytes
-            rpc = PortStream(stream, limit, budget, unread) if is_inference else self._calls.call(stream, limit)
+            rpc: RpcStream
+            if inference is None:
+                rpc = self._calls.call(stream, limit)
+            else:
+                rpc = PortStream(inference, stream, limit, budget, unread)
             stream.on_stopping = partial(rpc.stop, Unavailable("the instance is stopping"))
             return self._serve(rpc)
 
@@ -195,7 +198,7 @@ class GrpcPort:
             raise RpcStatusError(UNAUTHENTICATED, "No valid auth token")
         assert isinstance(stream, PortStream)
         if not stream.unread.has_room:
-            await stream.unread.room(stream.budget_wait_s)
+            await stream.unread.room(BUDGET_WAIT_S)
         lane = stream.metadata.get(LANE_KEY)
         if rpc.shape is Shape.UNARY:
             message = await stream.receive(MESSAGE_S)
@@ -203,7 +206,6 @@ class GrpcPort:
                 raise InvalidInput("Missing message")
             await self._single(rpc, message, in_lane(rpc.lane, lane), deadline, stream)
         elif rpc.shape is Shape.CLIENT_STREAM:
-            stream.budget_wait_s = 0.0  # others would wait for what this one holds
             pairs = PairCollector(self._dispatcher.spec.max_message_bytes)
             await pairs.collect(stream.receive, _PAUSE_S)
             await self._single(rpc, pairs.payload(), in_lane(pairs.flags, lane), deadline, stream)

@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from teimgr import __version__
 from teimgr.engine.job import InferOptions, Input, Job, Output, Pair
 from teimgr.errors import Code, EmptyInput, Internal, InvalidInput, TeimgrError, error_from_code
+from teimgr.grpc_core.streams import MAX_PAIRS
 from teimgr.observability.request_context import CURRENT
 from teimgr.pb.tei.v1 import tei_pb2
-from teimgr.pb.teimgr.v1 import frames_pb2
 from teimgr.spec import Kind
 from teimgr.wire.frames import HttpRequest, Method, Timings, pack_reply, read_request
-from teimgr.wire.protobuf import varint
+from teimgr.wire.protobuf import scan, varint
 from teimgr.worker import arrow_calls
 from teimgr.worker.calls import (
     CallReply,
@@ -27,6 +27,7 @@ from teimgr.worker.calls import (
     WorkerCall,
     optional,
     over_limit,
+    parsed,
     raise_first,
     request_options,
     within,
@@ -41,6 +42,10 @@ _MODEL_TYPES: Mapping[str, tei_pb2.ModelType] = {
     Kind.CLASSIFIER: tei_pb2.MODEL_TYPE_CLASSIFIER,
     Kind.RERANKER: tei_pb2.MODEL_TYPE_RERANKER,
 }
+# Fields of a rerank request, of which each text is one.
+_MAX_RERANK_FIELDS = 2**16
+# Of a request to decode: an id has a byte at least, and protobuf holds the GIL for all of them.
+_MAX_DECODE_BYTES = 2**18
 ScoringRequest = tei_pb2.PredictRequest | tei_pb2.PredictPairRequest | tei_pb2.RerankRequest
 
 
@@ -144,7 +149,7 @@ def _classify(dispatcher: Dispatcher, call: MethodCall, item: Input, options: In
 
 
 def rerank(dispatcher: Dispatcher, call: MethodCall) -> None:
-    message = call.message(tei_pb2.RerankRequest)
+    message = call.message(tei_pb2.RerankRequest, _MAX_RERANK_FIELDS)
     options = _score_options(message)
     if not message.texts:
         raise EmptyInput("`texts` cannot be empty")
@@ -166,7 +171,11 @@ def rerank_stream(dispatcher: Dispatcher, call: MethodCall) -> None:
     need_reranker_grpc(dispatcher.engine.info)
 
     def read() -> tuple[list[Part], Encode]:
-        requests = call.message(frames_pb2.RerankPairs).requests
+        # One by one: protobuf would hold the GIL for all of them.
+        requests = [
+            parsed(tei_pb2.RerankStreamRequest, call.payload[start:end])
+            for _, _, start, end in scan(call.payload, MAX_PAIRS)
+        ]
         if not requests:
             raise InvalidInput("Missing rerank request")
         first = requests[0]
@@ -236,7 +245,9 @@ def tokenize(dispatcher: Dispatcher, call: MethodCall) -> None:
 
 
 def decode(dispatcher: Dispatcher, call: MethodCall) -> None:
-    message = call.message(tei_pb2.DecodeRequest)
+    if len(call.payload) > _MAX_DECODE_BYTES:
+        raise InvalidInput(f"`ids` have {len(call.payload)} bytes, more than {_MAX_DECODE_BYTES}")
+    message = call.message(tei_pb2.DecodeRequest, _MAX_DECODE_BYTES)
 
     def decoded() -> bytes:
         text = dispatcher.engine.tokenizer.decode(list(message.ids), message.skip_special_tokens)
