@@ -423,11 +423,12 @@ FLOOD = 100_000
         ("reranker", Method.RERANK_STREAM, b"\x0a\xc0\x9a\x0c" + b"\x78\0" * FLOOD, "more than 4096 fields"),
         ("embedding", Method.DECODE, b"\x0a\x80\x80\x80\x01" + b"\x02" * 2**21, "`ids` have 2097157 bytes"),
     ],
+    ids=["embed", "rerank", "pair", "messages", "one message", "ids"],
 )
 async def test_what_would_hold_the_interpreter_is_refused_by_name(
     kind: str, method: Method, payload: bytes, reason: str, links: Links
 ) -> None:
-    link = await links(kind)
+    link = links[kind]
     error = (await link.ask(method, payload)).error
 
     assert error.code is Code.INVALID_INPUT
