@@ -77,7 +77,7 @@ def routes() -> Iterator[Http]:
     """§1.1"""
     for path in ("/", "/health", "/ping"):
         yield Http("1.1 public routes", "embedding", path, verb="GET", answer=b"", surfaces=ALONE)
-    for path in ("/", "/health", "/ping", "/metrics", "/info", "/docs", "/api-doc/openapi.json"):
+    for path in ("/", "/health", "/ping", "/metrics", "/info", "/docs/", "/api-doc/openapi.json"):
         yield Http("1.1 GET routes answer HEAD", "embedding", path, verb="HEAD", answer=b"", surfaces=ALONE)
     for verb, path in (("GET", "/embed"), ("POST", "/info"), ("PUT", "/"), ("DELETE", "/embed"), ("GET", "/vertex")):
         yield Http("1.1 wrong method", "embedding", path, verb=verb, status=405, answer=b"", surfaces=ALONE)
@@ -146,7 +146,7 @@ def bodies() -> Iterator[Http]:
     for ids in ([-1], [1.5], [2**32], [1.0], [True]):
         yield Http("1.2 numbers", "embedding", "/embed", {"inputs": ids}, 422, shape)
         yield Http("1.2 numbers", "embedding", "/decode", {"ids": ids}, 422, shape)
-    for dimensions in (-1, 1.5, "8", 2**32):
+    for dimensions in (-1, 1.5, "8", 2**64):
         yield Http("1.2 numbers", "embedding", "/embed", {"inputs": "a", "dimensions": dimensions}, 422, shape)
     for instance, path, body in WITH_FLOATS:
         yield Http("1.2 floats", instance, path, body, answer=shortest_floats)
@@ -154,6 +154,7 @@ def bodies() -> Iterator[Http]:
 
 def nulls() -> Iterator[Http]:
     """§1.2: fields that take null, and all the others."""
+    broken = starts("Failed to parse the request body as JSON: ")
     shape = starts("Failed to deserialize the JSON body into the target type: ")
     taken: tuple[tuple[str, str, dict[str, Any]], ...] = (
         ("/embed", "embedding", {"truncate": None, "prompt_name": None, "dimensions": None}),
@@ -181,7 +182,9 @@ def nulls() -> Iterator[Http]:
         ("/v1/embeddings", "embedding", "encoding_format"),
     )
     for path, instance, name in refusing:
-        yield Http("1.2 null", instance, path, BODIES[path] | {name: None}, 422, shape)
+        # To TEI's parser a name that is not a string is a fault of syntax.
+        status, words = (400, broken) if name in ("truncation_direction", "encoding_format") else (422, shape)
+        yield Http("1.2 null", instance, path, BODIES[path] | {name: None}, status, words)
 
 
 def faults() -> Iterator[Http]:
@@ -342,8 +345,9 @@ def guards() -> Iterator[Http]:
             closed: dict[str, Any] = {"headers": headers, "told": {"www-authenticate": None}, "surfaces": ALONE}
             yield Http(clause, "locked", path, body, 401, b"", verb, **closed)
         yield Http(clause, "locked", path, body, verb=verb, headers=right, surfaces=ALONE)
-    for path in ("/", "/health", "/ping", "/metrics", "/docs", "/docs/", "/api-doc/openapi.json"):
+    for path in ("/", "/health", "/ping", "/metrics", "/docs/", "/api-doc/openapi.json"):
         yield Http(clause, "locked", path, verb="GET", surfaces=ALONE)
+    yield Http(clause, "locked", "/docs", verb="GET", status=303, answer=b"", surfaces=ALONE)
     clause = "1.17 CORS"
     asks = {"origin": ORIGIN, "access-control-request-method": "POST", "access-control-request-headers": "content-type"}
     told = {"access-control-allow-methods": "GET,POST", "access-control-allow-headers": "content-type"}

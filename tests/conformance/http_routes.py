@@ -36,6 +36,7 @@ from tests.conformance.words import (
     too_long,
 )
 
+BROKEN = starts("Failed to parse the request body as JSON: ")
 SHAPE = starts("Failed to deserialize the JSON body into the target type: ")
 SENTENCE = "the quick fox"
 
@@ -96,7 +97,8 @@ def unions() -> Iterator[Http]:
     clause = "1.5 truncation_direction"
     for path, instance, key in (("/embed", "embedding", "inputs"), ("/predict", "classifier", "inputs")):
         for wrong in ("LEFT", "RIGHT", "", "middle", 0):
-            yield Http(clause, instance, path, {key: "a", "truncation_direction": wrong}, 422, SHAPE)
+            refused = (422, SHAPE) if isinstance(wrong, str) else (400, BROKEN)
+            yield Http(clause, instance, path, {key: "a", "truncation_direction": wrong}, *refused)
         for right in ("Left", "left", "Right", "right"):
             yield Http(clause, instance, path, {key: "a", "truncation_direction": right})
 
@@ -418,7 +420,7 @@ def openai() -> Iterator[Http]:
             yield Http(clause, "embedding", path, {"input": ["fog", SENTENCE], **more}, answer=whole)
         for wrong in (None, "BASE64", "Float", "int8", 1):
             body: Any = {"input": "fog", "encoding_format": wrong}
-            yield Http(clause, "embedding", path, body, 422, SHAPE)
+            yield Http(clause, "embedding", path, body, *((422, SHAPE) if isinstance(wrong, str) else (400, BROKEN)))
     yield Http(clause, "embedding", "/v1/embeddings", {"input": LONG}, told={"x-compute-tokens": "96"})
     yield empty(clause, "embedding", "/v1/embeddings", {"input": ["fog", ""]})
     clause = "1.14 base64"

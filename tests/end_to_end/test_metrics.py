@@ -82,6 +82,7 @@ IN_PROCESS: dict[str, list[Family]] = {
     "a worker grows beyond its limit": [c.MEMORY_REPLACEMENTS],
     "a port is forwarded to another host": [c.FORWARDED],
     "an engine falls sick and holds device memory": [c.HEALTHY, c.DEVICE_BYTES],
+    "the event loop of a process is held": [c.LOOP_HELD, c.MUX_LOOP_HELD, c.WORKER_LOOP_HELD],
     "a GPU works": [
         *(c.GPU_MEMORY_TOTAL, c.GPU_MEMORY_USED, c.GPU_UTILIZATION, c.GPU_TEMPERATURE, c.GPU_POWER),
         c.GPU_INSTANCE_MEMORY,

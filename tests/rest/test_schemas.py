@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.support.rest_listener import Front, failed
 
-from teimgr import http_protocol
+from teimgr import http_bodies
 from teimgr.rest.schemas import BODY_LIMIT_BYTES
 
 GOOD = {"name": "a", "model_id": "tiny"}
@@ -103,7 +103,7 @@ async def test_a_body_at_the_limit_is_read(front: Front) -> None:
 
 
 async def test_a_body_that_does_not_come_is_408(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_protocol, "BODY_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(http_bodies, "BODY_TIMEOUT_S", 0.2)
 
     async def unfinished() -> Any:
         yield b"{"
