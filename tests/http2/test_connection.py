@@ -24,14 +24,14 @@ from tests.support.polling import eventually
 
 from teimgr import connection_gate
 from teimgr.byte_budget import ByteBudget
-from teimgr.connection_gate import ConnectionGate, Phase
+from teimgr.connection_gate import ConnectionGate, Phase, Ticket
 from teimgr.http2 import connection, sender
 from teimgr.http2.frame_types import Payload
 from teimgr.http2.framing import Framing
 from teimgr.http2.header_decoder import HeaderDecoder
-from teimgr.http2.requests import protocol
+from teimgr.http2.requests import HttpStreams, protocol
 from teimgr.http2.stream import Stream
-from teimgr.http_protocol import ListenerState
+from teimgr.http_protocol import ListenerState, ServerConnections
 from teimgr.http_server import Listener, bind, serving
 
 HEAD = request("/hang")
@@ -273,6 +273,42 @@ async def test_a_connection_is_kept_between_requests_for_a_time(
     await peer.until(h2.events.StreamEnded)
 
     await peer.until(h2.events.ConnectionTerminated)
+
+
+def kept(state: ServerConnections, ticket: Ticket) -> connection.Connection:
+    """The protocol of connections that stay open, as those of gRPC do."""
+    return connection.Connection(HttpStreams(state).serve, state, ticket, stays_open=True)
+
+
+@pytest.mark.parametrize("gate", [{Phase.HEAD: 30.0, Phase.ANSWER: 0.05, Phase.IDLE: 0.1}], indirect=True)
+@pytest.mark.parametrize("unused_s", [0.3, 60.0])
+async def test_a_connection_that_stays_open_is_closed_without_streams_later_once_it_had_one(
+    unused_s: float, gate: ConnectionGate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "_UNUSED_S", unused_s)
+    monkeypatch.setattr(connection, "_GOAWAY_S", 0.05)
+    sock = bind("127.0.0.1", 0)
+    async with (
+        serving(application, sock, kept, gate=gate),
+        connecting(*sock.getsockname()) as connect,
+    ):
+        used, idle = await connect(), await connect()
+        await used.ask(request("/"))
+        await idle.until(h2.events.ConnectionTerminated)
+        if unused_s < 1:
+            await used.until(h2.events.ConnectionTerminated)
+        else:
+            assert (await used.ask(request("/")))[0] == 200
+            await used.settled()
+
+
+async def test_bytes_of_frames_that_have_not_ended_are_held_by_the_gate(connect: Connect, gate: ConnectionGate) -> None:
+    peer = await connect()
+    whole = frame(SETTINGS, 0, 0, bytes(6 * 1000))
+    peer.writer.write(whole[:5000])
+    await eventually(lambda: gate.held_bytes == 5000)
+    peer.writer.write(whole[5000:])
+    await eventually(lambda: gate.held_bytes == 0)
 
 
 async def test_a_server_that_leaves_answers_what_was_asked_and_refuses_what_comes_later(

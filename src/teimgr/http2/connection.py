@@ -43,8 +43,9 @@ _CONTROL_BURST = 2000
 _CONTROL_PER_S = 500.0
 _STREAMS_PER_CONTROL = 64
 # A client that has begun a frame or a header block ends it within this time, or sends `LEAST_READ_BYTES` of it.
-_FRAME_S = 20.0
-# A connection that stays open is closed after so long without a stream, PING or not.
+_FRAME_S = LIMITS[Phase.HEAD].seconds
+# A connection that stays open is closed after so long without a stream, PING or not; one that never had any after the
+# limit of `Phase.IDLE`.
 _UNUSED_S = 900.0
 # After GOAWAY a client closes; the server does so only after this time, as data that arrives at a closed connection
 # makes the kernel reset it, and the client might lose the GOAWAY, by which it knows that calls can be made again.
@@ -98,7 +99,7 @@ class Connection(asyncio.Protocol):
         self._allowance = float(_CONTROL_BURST)
         self._allowance_at = 0.0
         self._ticket = ticket
-        self._unused_until = 0.0  # while there are no streams
+        self._idle_since: float | None = None  # once it has had a stream
         self._frame_timer: asyncio.TimerHandle | None = None
         self._received_bytes = 0
         self._is_behind = self._is_full = False  # received bytes are left to process; the client does not read
@@ -153,6 +154,8 @@ class Connection(asyncio.Protocol):
             self.sender.write()  # answers to control frames: so that those of a client that does not read are held back
             if self._frame_timer is None and self._framing.is_inside:
                 self._await_frame()
+            if left > 0 and self._ticket is not None:
+                self._ticket.hold(self._framing.held_bytes)
             return left <= 0
         return False
 
@@ -217,11 +220,20 @@ class Connection(asyncio.Protocol):
     # Called by the gate.
 
     def on_expired(self, phase: Phase) -> None:
-        is_kept = phase is Phase.IDLE and self._loop.time() < self._unused_until
-        if phase in (Phase.HEAD, Phase.IDLE) and not is_kept:
-            self.leave()
-        elif self._ticket is not None and not self.transport.is_closing():
+        if self._ticket is None or self.transport.is_closing():
+            return
+        if phase is Phase.ANSWER and not self._tasks and not self._sent_goaway:
+            self._ticket.enter(Phase.IDLE)
+        elif phase is Phase.ANSWER or (phase is Phase.IDLE and self._is_kept()):
             self._ticket.renew()
+        else:
+            self.leave()
+
+    def _is_kept(self) -> bool:
+        """Whether it stays open and had a stream not long ago."""
+        if not self.stays_open or self._idle_since is None:
+            return False
+        return self._loop.time() - self._idle_since < _UNUSED_S
 
     def on_displaced(self) -> None:
         self.transport.abort()
@@ -386,9 +398,9 @@ class Connection(asyncio.Protocol):
         if self._sent_goaway:
             self._close_when_idle()
         elif not self._tasks and not self.transport.is_closing():
-            if self.stays_open:
-                self._unused_until = self._loop.time() + _UNUSED_S
-            self._enter(Phase.IDLE)
+            self._idle_since = self._loop.time()
+            if not self.stays_open:  # else the gate's next check makes it idle, which costs its calls nothing
+                self._enter(Phase.IDLE)
 
     def _discard(self, number: int, size: int) -> None:
         """Count received bytes of an answered stream; reset one whose client sends too much."""

@@ -94,6 +94,11 @@ class FrameReader:
         return self._at < len(self._rest) or self._open_block > 0 or self._partial is not None
 
     @property
+    def held_bytes(self) -> int:
+        """Bytes of a frame or a header block whose end has not come."""
+        return len(self._rest) - self._at + self._block_bytes
+
+    @property
     def open_streams(self) -> int:
         """How many streams SETTINGS may concern."""
         raise NotImplementedError

@@ -20,7 +20,7 @@ TARGET_FIELD = 1
 MAX_FIELDS = 4096
 # Messages up to this size are parsed without a look at their fields: protobuf needs some 3 ms for the worst of them.
 UNCOUNTED_BYTES = 64 * 1024
-_MAX_TARGET_BYTES = 16 * 1024
+_MAX_TARGET_BYTES = 256 * 1024
 _VARINT, _FIXED64, _BYTES, _GROUP, _END_GROUP, _FIXED32 = 0, 1, 2, 3, 4, 5
 _MAX_GROUP_DEPTH = 100
 # Slices from this size on are views: a copy would cost more.
