@@ -40,7 +40,7 @@ Connected = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Any]
 class Acceptor:
     """Accepts the connections of `sock`, which listens already, from `start` to `close`.
 
-    `context` has the TLS context of the next connection, and `on_failure` is told the client's address and why its
+    `context` has the TLS context of the next connection, and `on_failure` gets the client's address and why its
     connection was refused or its handshake failed. The socket stays open after `close`.
     """
 

@@ -28,7 +28,7 @@ class ByteBudget:
         self._idle_bytes = 0
         self._waiting: deque[tuple[asyncio.Future[None], int, bool]] = deque()
         self._arriving: dict[Charge, None] = parent._arriving if parent is not None else {}
-        self._timer: asyncio.TimerHandle | None = None  # while somebody waits
+        self._timer: asyncio.TimerHandle | None = None  # set while calls wait
 
     def try_take(self, count: int) -> bool:
         """Take `count` bytes if they fit now and nothing waits."""

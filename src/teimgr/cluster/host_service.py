@@ -38,7 +38,7 @@ from teimgr.wire.remote_frames import set_tcp_limits
 ALIVE_S = 2.0
 """The longest pause between two messages to a follower, in seconds."""
 MAX_LINKS = 128
-_REFUSED = 64  # connections that are told that there are too many
+_REFUSED = 64  # connections that get the refusal "too many"
 _BACKLOG = 1024
 _REQUEST_LIMIT_S = 10.0
 _PORT_LIMIT_S = 2.0

@@ -261,7 +261,7 @@ def _dialect(path: DialectPath, headers: Mapping[str, str]) -> str:
 
 
 def _sharer(request: Request, caller: Caller) -> Hashable:
-    """Whose bodies share a part of the budgets: a caller's, or a connection's where callers are not told apart."""
+    """Whose bodies share a part of the budgets: a caller's, or a connection's without authentication."""
     return request.client if caller is ANONYMOUS else caller.name
 
 

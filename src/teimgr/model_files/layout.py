@@ -127,7 +127,7 @@ class Layout:
     `position_offset` is a text's first position id. `max_length` is in tokens, special ones included. `kind` determines
     which of `splade`, `late`, `m3` and `scoring` are set (an embedding model may have `m3`). `type_ids`: pairs have
     token types. `skips_unknown`: unknown tokens are dropped. `config` is config.json as the library is to read it
-    (`config_is_changed`: not as it is in the file). `end_token` goes behind every text, whatever tokenizer.json says.
+    (`config_is_changed`: not as it is in the file). `end_token` follows every text, even if tokenizer.json lacks it.
     `dimensions` are those of dense vectors where a request asks for none, None for all; `truncate_left`: too long texts
     lose their beginning unless a request says otherwise. `notes` are for the log, `warnings` about the files for it,
     `/info` and the page.

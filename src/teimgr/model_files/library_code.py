@@ -1,6 +1,6 @@
 """What the installed transformers declares about a model type, read from its source: the daemon never imports it.
 
-Each configuration class is a list of fields with defaults, so that its syntax tree says which keys of config.json the
+Each configuration class is a list of fields with defaults, so its syntax tree shows which keys of config.json the
 class knows, and what holds where the file has none.
 """
 

@@ -88,7 +88,7 @@ _DECODERS = frozenset({"qwen2", "qwen3", "llama", "mistral"})
 
 
 def _both_ways(config: Config) -> Config:
-    """`config` of a decoder whose tokens attend to all others; raises where it says the opposite."""
+    """`config` of a decoder whose tokens attend to all others; raises if it sets the opposite."""
     if config.get("is_causal") is True:
         raise ModelLoadFailed("config.json has use_bidirectional_attention and is_causal true, which contradict")
     kept = {key: value for key, value in config.items() if key != "use_bidirectional_attention"}
@@ -254,7 +254,7 @@ _ENDING_TOKENIZERS = frozenset({"tokenization_qwen.Qwen2Tokenizer", "tokenizatio
 
 
 def added_end(tokenizer: Config, model_type: str, trust_remote_code: bool) -> str | None:
-    """The token that goes behind every text by tokenizer_config.json, whatever tokenizer.json says; None for none.
+    """The token that goes behind every text by tokenizer_config.json, even if tokenizer.json lacks it; None for none.
 
     It is put there by the model's own tokenizer; and by the authors of e5-mistral and the models made like it, who
     measured them so: their tokenizer_config.json has `add_eos_token`.
