@@ -61,6 +61,16 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Work
         yield {kind: stack.enter_context(WorkerProcess(folder, **limits)) for kind, folder in folders.items()}
 
 
+@pytest.fixture(scope="module")
+def roomy_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, WorkerProcess]]:
+    """Workers that take messages of the default size."""
+    with ExitStack() as stack:
+        folders = {
+            kind: BUILDERS[kind](tmp_path_factory.mktemp("m")) for kind in ("embedding", "reranker", "classifier")
+        }
+        yield {kind: stack.enter_context(WorkerProcess(folder)) for kind, folder in folders.items()}
+
+
 @pytest.fixture
 async def links(workers: dict[str, WorkerProcess], connect: Connect) -> Links:
     """A link to each of the workers, all of them ready."""
@@ -426,9 +436,10 @@ FLOOD = 100_000
     ids=["embed", "rerank", "pair", "messages", "one message", "ids"],
 )
 async def test_what_would_hold_the_interpreter_is_refused_by_name(
-    kind: str, method: Method, payload: bytes, reason: str, links: Links
+    kind: str, method: Method, payload: bytes, reason: str, roomy_workers: dict[str, WorkerProcess], connect: Connect
 ) -> None:
-    link = links[kind]
+    link = await connect(roomy_workers[kind])
+    await link.state(link.post(Method.WATCH), "ready")
     error = (await link.ask(method, payload)).error
 
     assert error.code is Code.INVALID_INPUT
