@@ -85,6 +85,7 @@ class Daemon:
         self.watchdog: LoopWatchdog | None = None
         self.telemetry = open_telemetry(exporting(settings, "daemon"))
         self.directory = Directory()
+        self.directory.set_defaults(settings.default_instances)
         self.policy = PolicyInForce(policy_of(settings.auth))
         self.events = EventLog()
         # Processes: workers and muxes
@@ -319,6 +320,7 @@ class Daemon:
         logs.setup(settings.log_level, settings.log_format)
         self.policy.swap(policy)
         self.gateway.aliases = settings.aliases
+        self.directory.set_defaults(settings.default_instances)
         self.manager.tokens_per_gib = settings.auto_max_batch_tokens_per_gib
         self.webhooks.configure(settings.webhooks)
         self.app.state.settings = settings

@@ -514,7 +514,11 @@ class WorkerEndpoint:
 
 @dataclass(frozen=True, slots=True)
 class RouteEntry:
-    """Route of one instance. `endpoints` is empty unless `state` is running."""
+    """Route of one instance. `endpoints` is empty unless `state` is running.
+
+    `serves` has the kind and the outputs of its model, empty until they are known; `default_for` the kinds of calls
+    that it gets if they name no instance.
+    """
 
     name: str
     model_id: str
@@ -522,6 +526,8 @@ class RouteEntry:
     reason: str | None = None
     dimension: int = 0
     endpoints: tuple[WorkerEndpoint, ...] = ()
+    serves: tuple[str, ...] = ()
+    default_for: tuple[str, ...] = ()
 
     def to_json(self) -> str:
         """As a JSON object; made once for all muxes that get it."""
@@ -531,7 +537,8 @@ class RouteEntry:
     def from_dict(cls, values: dict[str, Any]) -> RouteEntry:
         """The inverse of `dataclasses.asdict`, also after a way through JSON."""
         endpoints = tuple(WorkerEndpoint(**endpoint) for endpoint in values["endpoints"])
-        return cls(**values | {"state": State(values["state"]), "endpoints": endpoints})
+        words = {name: tuple(values.get(name, ())) for name in ("serves", "default_for")}
+        return cls(**values | {"state": State(values["state"]), "endpoints": endpoints} | words)
 
 
 @lru_cache(maxsize=4096)

@@ -51,6 +51,8 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one(file: Path, text: 
         ("instances = [3]", "instances[0]: must be a table (got integer 3)"),
         (SEED + "extra_args = ['--dtype', 1]", "instances[0].extra_args[1]: must be text (got integer 1)"),
         ("aliases = 3", "aliases: must be a table (got integer 3)"),
+        ("[default_instances]\nranker = 'a'", "default_instances.ranker: unknown"),
+        ("[default_instances]\nreranker = 'a/b'", "default_instances.reranker: "),
         ("[aliases]\na = 3", "aliases.a: must be text (got integer 3)"),
         ("[aliases]\na = ''", "aliases.a: neither an alias nor what it stands for may be empty"),
         ("[aliases]\na = 'b'\nb = 'c'", "aliases.a: 'b' is an alias itself"),

@@ -81,7 +81,18 @@ def test_variables_are_read_as_the_type_of_their_key(variable: str, text: str, k
 
 
 def test_every_scalar_key_has_its_variable() -> None:
-    tables = {"instances", "models", "auth", "aliases", "batches", "cluster", "otel", "templates", "webhooks"}
+    tables = {
+        "instances",
+        "models",
+        "auth",
+        "aliases",
+        "default_instances",
+        "batches",
+        "cluster",
+        "otel",
+        "templates",
+        "webhooks",
+    }
     tables |= {"allowed_origins", "allowed_hosts", "local_model_roots"}
     top = {field.name for field in fields(Settings)} - tables
     assert {".".join(scalar.path) for scalar in scalars()} == top | {f"otel.{field.name}" for field in fields(Otel)}

@@ -111,7 +111,17 @@ def test_the_full_file_changes_nothing() -> None:
 @pytest.mark.clause("M3.2-keys")
 def test_the_full_file_shows_every_key_with_its_default() -> None:
     given = tomllib.loads(FULL)
-    tables = {"auth", "instances", "aliases", "batches", "cluster", "otel", "templates", "webhooks"}
+    tables = {
+        "auth",
+        "instances",
+        "aliases",
+        "default_instances",
+        "batches",
+        "cluster",
+        "otel",
+        "templates",
+        "webhooks",
+    }
     assert given.keys() - tables | commented("").keys() == {field.name for field in fields(Settings)} - tables
     defaults = Settings()
     assert {key: value for key, value in given.items() if key not in tables} == {

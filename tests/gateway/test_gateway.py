@@ -19,9 +19,10 @@ from tests.support.polling import eventually
 
 from teimgr.auth.policy import Caller, Right
 from teimgr.config.settings import Settings
-from teimgr.errors import ModelNotFound, Unavailable
+from teimgr.errors import AmbiguousInstance, ModelNotFound, Unavailable
 from teimgr.gateway import gateway
 from teimgr.gateway.gateway import PARSED_BYTES, Gateway, ModelNames, model_of
+from teimgr.gateway.routes import kinds_of
 from teimgr.http_server import bind, serving
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.rest.app import create_app
@@ -178,6 +179,82 @@ def test_what_a_caller_may_not_use_is_not_told() -> None:
     for hidden in ("theirs", "x", "secret"):
         with pytest.raises(ModelNotFound, match=r"does not exist; there are 'm', 'mine'$"):
             names.lease(hidden)
+
+
+def serving_kinds(*instances: str, caller: str = "*", **defaults: str) -> ModelNames:
+    """Instances given as `name=state=word,word` of what they serve."""
+    directory, router = Directory(), Router()
+    directory.set_defaults(defaults)
+    for each in instances:
+        name, state, words = each.split("=")
+        endpoints = (WorkerEndpoint(f"/nowhere/{name}", name),) if state == "running" else ()
+        serves = tuple(filter(None, words.split(",")))
+        directory.publish(RouteEntry(name, "m", State(state), None, 4, endpoints, serves))
+    router.update(directory.snapshot())
+    return ModelNames(router, dict).restricted(router_view(Caller("k", frozenset(Right), (caller,)), router))
+
+
+RERANKING, CLASSIFYING = kinds_of("/rerank"), kinds_of("/classify")
+FLEET = ("dense=running=embedding,dense", "ranker=running=reranker,scores", "labels=running=classifier,scores")
+
+
+def test_without_a_model_the_only_instance_of_a_fitting_kind_answers() -> None:
+    names = serving_kinds(*FLEET)
+    for path, instance in (
+        ("/rerank", "ranker"),
+        ("/v1/embeddings", "dense"),
+        ("/embeddings", "dense"),
+        ("/classify", "labels"),
+        ("/v1/score", "ranker"),
+    ):
+        assert names.lease(None, kinds_of(path)).instance == instance, path
+    assert serving_kinds(*FLEET[:2]).lease("", CLASSIFYING).instance == "ranker"
+    with pytest.raises(AmbiguousInstance, match="the running ones are 'dense', 'ranker', 'labels'$"):
+        names.lease(None, kinds_of("/tokenize"))
+
+
+@pytest.mark.parametrize("state", ["running", "starting", "stopping", "failed", "stopped"])
+def test_without_a_model_only_fitting_ones_are_named_and_waited_for(state: str) -> None:
+    second = f"second={state}=reranker,scores"
+    if state == "running":
+        with pytest.raises(AmbiguousInstance, match="Say which model: the running ones are 'ranker', 'second'$"):
+            serving_kinds(*FLEET, second).lease(None, RERANKING)
+    else:
+        assert serving_kinds(*FLEET, second).lease(None, RERANKING).instance == "ranker"
+        with pytest.raises(Unavailable, match=f"'second' is not running .status: {state}"):
+            serving_kinds(FLEET[0], second).lease(None, RERANKING)
+    unknown = serving_kinds(*FLEET[:2], f"new={state}=")
+    if state != "stopped":  # it may be a classifier, but there is a reranker, which classifies
+        assert unknown.lease(None, CLASSIFYING).instance == "ranker"
+    with pytest.raises(AmbiguousInstance, match=r"no instance is of kind reranker$"):
+        serving_kinds(FLEET[0], "other=running=embedding,dense").lease(None, RERANKING)
+
+
+def test_a_default_for_a_kind_gets_requests_without_a_model_whether_or_not_it_runs() -> None:
+    two = (*FLEET, "second=running=reranker,scores")
+    assert serving_kinds(*two, reranker="second").lease(None, RERANKING).instance == "second"
+    assert (
+        serving_kinds(*two, reranker="nobody", embedding="dense").lease(None, kinds_of("/v2/embed")).instance == "dense"
+    )
+    with pytest.raises(Unavailable, match="'second' is not running"):
+        serving_kinds(*FLEET, "second=starting=", reranker="second").lease(None, RERANKING)
+    own = serving_kinds(*two, caller="ranker", reranker="second")
+    assert own.lease(None, RERANKING).instance == "ranker"  # the default is not this caller's
+
+
+def test_a_new_default_counts_at_once() -> None:
+    directory, router = Directory(), Router()
+    directory.subscribe(router.apply)
+    for name in ("a", "b"):
+        endpoint = WorkerEndpoint(f"/nowhere/{name}", name)
+        directory.publish(RouteEntry(name, "m", State.RUNNING, None, 4, (endpoint,), ("reranker",)))
+    for name in ("a", "b"):
+        directory.set_defaults({"reranker": name})
+        assert router.unnamed(RERANKING).instance_name == name
+    directory.set_defaults({})
+    with pytest.raises(AmbiguousInstance):
+        router.unnamed(RERANKING)
+    assert RoutingSnapshot.from_json(directory.snapshot().to_json()) == directory.snapshot()
 
 
 def test_a_name_of_megabytes_costs_nothing_and_is_not_said_again() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -195,6 +196,24 @@ async def test_the_only_running_instance_needs_no_name(control: Control, channel
     await control.push(RouteEntry("off", "m", State.STOPPED), running("b", await start_worker()))
 
     assert list((await tei(channel, "Embed", "Embed")(ask_tei_services("four"))).embeddings) == [4.0]
+
+
+@pytest.mark.clause("D-tei-on-mux")
+async def test_of_several_the_one_whose_kind_fits_needs_no_name(
+    control: Control, channel: Any, start_worker: Any
+) -> None:
+    worker, ranker = await start_worker(), await start_worker()
+    entries = (
+        replace(running("a", worker), serves=("embedding", "dense")),
+        replace(running("b", ranker), serves=("reranker",)),
+    )
+    await control.push(*entries)
+
+    assert list((await tei(channel, "Embed", "Embed")(ask_tei_services("four"))).embeddings) == [4.0]
+    assert ranker.requests.empty()
+    call = tei(channel, "Embed", "EmbedSparse")(tei_pb2.EmbedSparseRequest(inputs="x"))
+    status, message = await ending(call)
+    assert (status, message.rpartition(": ")[2]) == (Status.FAILED_PRECONDITION, "no instance is of kind sparse")
 
 
 @pytest.mark.clause("D-tei-on-mux")

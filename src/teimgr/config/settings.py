@@ -27,7 +27,7 @@ from teimgr.config.instance_keys import key_faults, parse
 from teimgr.config.schema import ConfigFault, unknown_word
 from teimgr.errors import InvalidConfig, ModelNotFound, TeimgrError
 from teimgr.observability import logs
-from teimgr.spec import EVENTS, I64, U16, U32, InstanceSpec, check_name, declared, key
+from teimgr.spec import EVENTS, I64, KINDS, U16, U32, InstanceSpec, check_name, declared, key
 from teimgr.unix_listener import SOCKET_PATH_BYTES
 
 UNPRIVILEGED_PORT = 1024
@@ -197,6 +197,9 @@ class Settings:
     )
     prune_seeds: bool = key(False, "a reload deletes instances that only an earlier configuration wanted", live=True)
     aliases: Mapping[str, str] = key(dict, "further names in requests: alias to instance name or model id", live=True)
+    default_instances: Mapping[str, str] = key(
+        dict, "instance that gets requests without a model, by kind: {reranker: my-reranker}", live=True
+    )
     webhooks: tuple[Webhook, ...] = key((), "receivers of fleet events", live=True)
     auth: Auth | None = key(None, "authentication; absent: off", live=True)
     batches: BatchSettings = key(BatchSettings, "files and batches in OpenAI's form")
@@ -291,6 +294,7 @@ def faults(settings: Settings) -> Iterator[ConfigFault]:
         if not _HOST.fullmatch(host):
             yield ConfigFault(f"allowed_hosts[{index}]", f"must be a host name without scheme and port (got {host!r})")
     yield from _aliases(settings)
+    yield from _default_instances(settings)
     yield from _webhooks(settings)
     yield from cluster_faults(settings.cluster)
     if settings.auth is not None:
@@ -369,6 +373,14 @@ def _aliases(settings: Settings) -> Iterator[ConfigFault]:
             yield ConfigFault(path, "is the name of an instance")
         if target in settings.aliases:
             yield ConfigFault(path, f"{target!r} is an alias itself")
+
+
+def _default_instances(settings: Settings) -> Iterator[ConfigFault]:
+    for kind, name in settings.default_instances.items():
+        path = f"default_instances.{kind}"
+        if kind not in KINDS:
+            yield ConfigFault(path, unknown_word(kind, KINDS))
+        yield from _caught(path, check_name, name)
 
 
 def _webhooks(settings: Settings) -> Iterator[ConfigFault]:

@@ -10,7 +10,7 @@ import difflib
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -46,7 +46,7 @@ from teimgr.gateway.model_cards import (
     cohere_check_key,
     infinity_health,
 )
-from teimgr.gateway.routes import DIALECT_HEADER, DialectPath, paths
+from teimgr.gateway.routes import DIALECT_HEADER, DialectPath, kinds_of, paths
 from teimgr.http_bodies import HeldResponse, SlowClient, charge_body, read_body, unless_hung_up
 from teimgr.observability import catalogue
 from teimgr.observability.metrics import DaemonMetrics
@@ -207,7 +207,7 @@ class Gateway:
     ) -> HttpReply:
         """The reply of a worker of what the path names (`named`), else of the body's `model`."""
         payload = body.payload
-        with await self._lease(names, named, body) as lease, self._bodies.held_for(lease.instance, body):
+        with await self._lease(names, head.path, named, body) as lease, self._bodies.held_for(lease.instance, body):
             flags |= Flag.BULK if len(payload) > SMALL_BYTES else Flag.NONE
             flags = in_lane(flags, head.headers.get(LANE_KEY))
             call_class = (head.path, flags)
@@ -221,12 +221,12 @@ class Gateway:
         self._metrics.count(catalogue.INFERENCE_BYTES, head.dialect, "out", by=len(reply.body))
         return reply
 
-    async def _lease(self, names: ModelNames, named: Mapping[str, str], body: ReadBody) -> Lease:
+    async def _lease(self, names: ModelNames, inner: str, named: Mapping[str, str], body: ReadBody) -> Lease:
         if "name" in named:
             return names.lease_instance(named["name"])
         if "model" in named:
             return names.lease(named["model"])
-        return names.lease(await model_of(body.payload, body.start))
+        return names.lease(await model_of(body.payload, body.start), kinds_of(inner))
 
     def _names_for(self, caller: Caller) -> ModelNames:
         return self._names.restricted(router_view(caller, self._router))
@@ -439,17 +439,17 @@ class ModelNames:
     def restricted(self, router: RouterView) -> ModelNames:
         return self if router is self._router else ModelNames(router, self._aliases)
 
-    def lease(self, model: str | None) -> Lease:
-        """A lease on the least busy worker of `model`; where it is None, of the only running instance.
+    def lease(self, model: str | None, kinds: Sequence[str] = ()) -> Lease:
+        """A lease on the least busy worker of `model`; without one, on that of the instance for one of `kinds`.
 
         Raises:
             ModelNotFound: the name is unknown; the text lists similar ones.
-            AmbiguousInstance: no model is given and there is not exactly one to choose.
+            AmbiguousInstance: no model is given, and `RouterView.unnamed` finds several instances or none.
             Unavailable: the instance does not run.
         """
         if not model:
             try:
-                return self._router.lease(self._router.only_running())
+                return self._router.lease(self._router.unnamed(kinds))
             except AmbiguousInstance as error:
                 raise AmbiguousInstance(f"Say which model: {error.message}") from None
         self.check(model)

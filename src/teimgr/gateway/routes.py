@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
 
+from teimgr.spec import Kind
 from teimgr.wire.error_bodies import COHERE, INFINITY, JINA, OPENAI, SIE, TEI, TEI_OPENAI, VLLM, VOYAGE
 
 if TYPE_CHECKING:
@@ -57,6 +58,20 @@ _DIALECTS_OF_PATH: dict[str, tuple[str, ...]] = {
     "/score": (VLLM,),
     "/v1/score": (VLLM,),
 }
+_EMBEDDING, _RERANKING = (Kind.EMBEDDING.value, Kind.MULTI_VECTOR.value), (Kind.RERANKER.value,)
+_KINDS_OF_PATH: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("/v1/embeddings", "/v1/embed", "/v2/embed", "/embeddings"), _EMBEDDING),
+    **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), _RERANKING),
+    **dict.fromkeys(("/classify", "/v1/classify"), (Kind.CLASSIFIER.value, Kind.RERANKER.value)),
+    **dict.fromkeys(("/score", "/v1/score"), (*_RERANKING, *_EMBEDDING, Kind.SPARSE.value)),
+}
+
+
+def kinds_of(inner: str) -> tuple[str, ...]:
+    """What an instance has to serve to get a request without a model, in order of preference; empty: anything."""
+    return _KINDS_OF_PATH.get(inner, ())
+
+
 _INSTANCE = "/instances/{name}"
 _TEI = (
     *("/embed", "/embed_all", "/embed_sparse", "/predict", "/rerank", "/similarity", "/tokenize", "/decode"),

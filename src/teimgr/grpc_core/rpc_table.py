@@ -12,6 +12,7 @@ from teimgr.errors import Unsupported
 from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2
 from teimgr.pb.teimgr.v1 import arrow_pb2
+from teimgr.spec import Kind
 from teimgr.wire.frames import Flag, Method
 from teimgr.wire.protobuf import TARGET_FIELD, Envelope, read_envelope
 
@@ -53,6 +54,7 @@ class Rpc:
         lane: `Flag.BULK` for whole batches in one message, `Flag.WAIT` to wait for room in the worker.
         limited: Whether the configured request timeout applies: to single calls, not to batches and streams.
         reports_compute: Whether the initial metadata of the reply carries its compute cost.
+        kinds: What an instance has to serve to get a call that names none, in order of preference; empty: anything.
     """
 
     service: str
@@ -68,6 +70,7 @@ class Rpc:
     lane: Flag
     limited: bool
     reports_compute: bool
+    kinds: tuple[str, ...]
 
     def worker_method(self) -> Method:
         """The method to request from the worker; raises Unsupported: no frame exists for this RPC."""
@@ -89,6 +92,15 @@ class Rpc:
         return Envelope(envelope.target, message if self.payload is PayloadSource.WHOLE else b"")
 
 
+_CLASSIFYING = (Kind.CLASSIFIER.value, Kind.RERANKER.value)
+_KINDS: dict[str, tuple[str, ...]] = {
+    "embed": (Kind.EMBEDDING.value,),
+    "embed_sparse": (Kind.SPARSE.value,),
+    "embed_all": (Kind.EMBEDDING.value, Kind.MULTI_VECTOR.value),
+    "predict": _CLASSIFYING,
+    "predict_pair": _CLASSIFYING,
+    "rerank": (Kind.RERANKER.value,),
+}
 _SHAPES = {(False, False): Shape.UNARY, (True, True): Shape.BIDI, (True, False): Shape.CLIENT_STREAM}
 
 
@@ -111,6 +123,7 @@ def _rpc(service: ServiceDescriptor, rpc: MethodDescriptor) -> Rpc:
         lane=_lane(subject, bool(arrow_field)),
         limited=shape is Shape.UNARY and not arrow_field,
         reports_compute=not rpc.server_streaming and "metadata" in rpc.output_type.fields_by_name,
+        kinds=_KINDS.get(subject, ()),
     )
 
 

@@ -7,7 +7,7 @@ import contextlib
 import time
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Container
+from collections.abc import Awaitable, Callable, Container, Sequence
 from typing import Any
 
 from teimgr.errors import AmbiguousInstance, DeadlineExceeded, InvalidInput, TeimgrError
@@ -24,16 +24,16 @@ from teimgr.wire.protobuf import TARGET_FIELD, Envelope, Slice, Target, read_env
 INSTANCE_KEY = "x-teimgr-instance"
 
 
-def named_target(router: RouterView, name: str | None) -> Target:
-    """The target of a call whose messages have none: `name` of its metadata, else the only running instance.
+def named_target(router: RouterView, name: str | None, kinds: Sequence[str] = ()) -> Target:
+    """The target of a call whose messages have none: `name` of its metadata, else as `RouterView.unnamed`.
 
     Raises:
         InvalidInput: the name is empty.
-        AmbiguousInstance: there is no name, and not exactly one instance runs.
+        AmbiguousInstance: there is no name, and not exactly one instance that serves one of `kinds`.
     """
     if name is None:
         try:
-            return router.only_running()
+            return router.unnamed(kinds)
         except AmbiguousInstance as error:
             raise AmbiguousInstance(f"Name an instance in the metadata `{INSTANCE_KEY}`: {error.message}") from None
     target = Target(instance_name=name)

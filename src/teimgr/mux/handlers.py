@@ -163,7 +163,9 @@ class InferenceCall(RpcStream):
 
     def named_target(self, router: RouterView) -> Target | None:
         """The target in the metadata; None where the messages have targets."""
-        return None if self.rpc.has_target else named_target(router, self.metadata.get(INSTANCE_KEY))
+        if self.rpc.has_target:
+            return None
+        return named_target(router, self.metadata.get(INSTANCE_KEY), self.rpc.kinds)
 
     def output_dtype(self) -> bytes:
         """Field to append to every message so that the element type in the metadata applies; mostly empty."""

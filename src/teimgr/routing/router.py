@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, KeysView, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, KeysView, Mapping, Sequence
+from dataclasses import asdict, replace
 from itertools import islice
 from types import TracebackType
 from typing import Any, Protocol
@@ -168,8 +168,8 @@ class RouterView(Protocol):
     def lease(self, target: Target) -> Lease:
         """As `Router.lease`."""
 
-    def only_running(self) -> Target:
-        """As `Router.only_running`."""
+    def unnamed(self, kinds: Sequence[str] = ()) -> Target:
+        """Like `Router.unnamed`."""
 
 
 class _Instance:
@@ -315,13 +315,16 @@ class Router:
             for name, those in replicas.items()
         ]
 
-    def only_running(self) -> Target:
-        """The target of a call that names none: the one instance that runs.
+    def unnamed(self, kinds: Sequence[str] = ()) -> Target:
+        """The target of a call that names no instance.
+
+        Of the first of `kinds` that an instance serves: the default for this kind, else the only instance, and of
+        several the only one that runs. Without kinds, the only instance of all.
 
         Raises:
-            AmbiguousInstance: none runs, or several do; the text names them.
+            AmbiguousInstance: there are several, or none; the text names those that fit.
         """
-        return _only_running(self.snapshot)
+        return _unnamed(self.snapshot.entries, kinds)
 
     async def close(self) -> None:
         """Close every link at once; calls in flight fail as unavailable."""
@@ -384,8 +387,8 @@ class _RestrictedRouter:
             raise _no_such_index(index, len(entries))
         return Target(instance_name=entries[index].name)
 
-    def only_running(self) -> Target:
-        return _only_running(self.snapshot)
+    def unnamed(self, kinds: Sequence[str] = ()) -> Target:
+        return _unnamed(self.snapshot.entries, kinds)
 
 
 def router_view(caller: Caller, router: Router) -> RouterView:
@@ -410,12 +413,42 @@ def _no_such_index(index: int, count: int) -> TeimgrError:
     return error_from_code(Code.INSTANCE_NOT_FOUND, f"Instance index {index} not found: there are {count} instances")
 
 
-def _only_running(snapshot: RoutingSnapshot) -> Target:
-    names = [entry.name for entry in snapshot.entries if entry.state is State.RUNNING]
-    if len(names) == 1:
-        return Target(instance_name=names[0])
-    choices = ", ".join(f"'{name}'" for name in names[:_MAX_NAMES]) + (", …" if len(names) > _MAX_NAMES else "")
-    raise AmbiguousInstance(f"the running ones are {choices}" if names else "no instance is running")
+def _unnamed(entries: Sequence[RouteEntry], kinds: Sequence[str]) -> Target:
+    for kind in kinds:
+        for entry in entries:
+            if kind in entry.default_for:
+                return Target(instance_name=entry.name)
+        if (found := _only([entry for entry in entries if kind in entry.serves])) is not None:
+            return found
+    if not kinds:
+        if (found := _only(entries)) is not None:
+            return found
+    # An instance whose kind is not known before it is loaded may fit.
+    elif (found := _only([entry for entry in entries if not entry.serves])) is not None:
+        return found
+    fitting = [entry for entry in entries if not kinds or set(kinds) & set(entry.serves)]  # stopped ones
+    running = [entry for entry in entries if entry.state is State.RUNNING]  # a single one says why it does not fit
+    for few in (fitting, running):
+        if len(few) == 1:
+            return Target(instance_name=few[0].name)
+    raise AmbiguousInstance(f"no instance is of kind {kinds[0]}" if kinds and entries else "no instance is running")
+
+
+def _only(entries: Sequence[RouteEntry]) -> Target | None:
+    """The only instance that runs; if none runs, the only one that is to run, whose lease says why it does not.
+
+    None if there is no such instance.
+
+    Raises:
+        AmbiguousInstance: there are several; the text names them.
+    """
+    awake = [entry for entry in entries if entry.state is not State.STOPPED]
+    running = [entry.name for entry in awake if entry.state is State.RUNNING]
+    names = running or [entry.name for entry in awake]
+    if len(names) > 1:
+        choices = ", ".join(f"'{name}'" for name in names[:_MAX_NAMES]) + (", …" if len(names) > _MAX_NAMES else "")
+        raise AmbiguousInstance(f"the running ones are {choices}" if running else f"there are {choices}; none runs")
+    return Target(instance_name=names[0]) if names else None
 
 
 def _least_busy(candidates: Sequence[tuple[str, Replica]]) -> Lease:
@@ -445,9 +478,19 @@ class Directory:
         self.version = 0
         self._entries: dict[str, RouteEntry] = {}
         self._listeners: list[RouteListener] = []
+        self._defaults: Mapping[str, str] = {}
+
+    def set_defaults(self, defaults: Mapping[str, str]) -> None:
+        """Set the instance by kind that gets calls which name none; it need not exist yet."""
+        self._defaults = defaults
+        for entry in tuple(self._entries.values()):
+            self.publish(entry)
 
     def publish(self, entry: RouteEntry) -> None:
         """Add or replace the entry of one instance; a new name goes to the end."""
+        if self._defaults or entry.default_for:
+            kinds = tuple(kind for kind, name in self._defaults.items() if name == entry.name)
+            entry = replace(entry, default_for=kinds)
         if self._entries.get(entry.name) != entry:
             self._entries[entry.name] = entry
             self._notify(entry.name, entry)

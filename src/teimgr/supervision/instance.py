@@ -74,6 +74,7 @@ class ManagedInstance:
         self._is_deleted = False
         self._is_closing = False  # with the daemon: nothing starts any more
         self._is_forgotten = False
+        self._serves: tuple[str, ...] = ()  # by the last model that was loaded
         self.adoption_done = asyncio.Event()
         """Set once workers of an earlier daemon are adopted; commands wait for it."""
         self._incident: Incident | None = None
@@ -534,6 +535,9 @@ class ManagedInstance:
             return
         serving = self._serving
         model = next((each.model for each in serving if each.model), None)
+        if model is not None:
+            self._serves = tuple(dict.fromkeys((model.kind, *model.outputs)))
+        declared = (self.spec.kind,) if self.spec.kind else ()
         entry = RouteEntry(
             name=self.spec.name,
             model_id=self.spec.model_id,
@@ -541,6 +545,7 @@ class ManagedInstance:
             reason=next((each.reason for each in serving if each.reason), None),
             dimension=model.dimension if model else 0,
             endpoints=tuple(self._endpoints()),
+            serves=self._serves or declared,
         )
         self._context.directory.publish(entry)
 
