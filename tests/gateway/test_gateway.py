@@ -209,7 +209,7 @@ def test_without_a_model_the_only_instance_of_a_fitting_kind_answers() -> None:
     ):
         assert names.lease(None, kinds_of(path)).instance == instance, path
     assert serving_kinds(*FLEET[:2]).lease("", CLASSIFYING).instance == "ranker"
-    with pytest.raises(AmbiguousInstance, match="the running ones are 'dense', 'ranker', 'labels'$"):
+    with pytest.raises(AmbiguousInstance, match=r"the running ones are 'dense', 'ranker', 'labels'$"):
         names.lease(None, kinds_of("/tokenize"))
 
 
@@ -217,7 +217,7 @@ def test_without_a_model_the_only_instance_of_a_fitting_kind_answers() -> None:
 def test_without_a_model_only_fitting_ones_are_named_and_waited_for(state: str) -> None:
     second = f"second={state}=reranker,scores"
     if state == "running":
-        with pytest.raises(AmbiguousInstance, match="Say which model: the running ones are 'ranker', 'second'$"):
+        with pytest.raises(AmbiguousInstance, match=r"Say which model: the running ones are 'ranker', 'second'$"):
             serving_kinds(*FLEET, second).lease(None, RERANKING)
     else:
         assert serving_kinds(*FLEET, second).lease(None, RERANKING).instance == "ranker"
