@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +14,7 @@ from tests.support.small_servers import INSTANCE, Certificates, vector_of
 from teimgr.client import AsyncClient, Tls
 from teimgr.client.grpc_channel import GrpcChannel
 from teimgr.client.server_address import ServerAddress
-from teimgr.errors import Unavailable, Unreachable
+from teimgr.errors import DeadlineExceeded, Unavailable, Unreachable
 
 
 @pytest.mark.parametrize("place", [0, 1], ids=["port", "Unix socket"])
@@ -37,3 +40,32 @@ async def test_a_socket_that_is_not_there_is_named(tmp_path: Path) -> None:
         await channel.connect(10)
     assert caught.value.address == address.url
     await channel.close()
+
+
+@pytest.fixture
+def silent_proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The URL of `http_proxy`, a server that takes connections and never says anything."""
+    server = socket.create_server(("127.0.0.1", 0))
+    url = f"http://user:secret@127.0.0.1:{server.getsockname()[1]}"
+    for name in ("grpc_proxy", "https_proxy", "no_grpc_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", url)
+    yield url
+    server.close()
+
+
+async def test_loopback_is_reached_without_the_proxy(mux_url: str, silent_proxy: str) -> None:
+    async with AsyncClient(grpc=mux_url, timeout_s=10) as client:
+        await client.connect(10)
+        np.testing.assert_array_equal(await client.embed("a", instance=INSTANCE), [vector_of("a")])
+
+
+async def test_a_proxy_is_named_in_the_error(silent_proxy: str) -> None:
+    named = re.escape(f"through the proxy {silent_proxy.replace('user:secret@', '')} of the variable http_proxy")
+    async with AsyncClient(grpc="http://192.0.2.1:9001", timeout_s=1) as client:
+        with pytest.raises(Unreachable, match=named):
+            await client.connect(1)
+        with pytest.raises(DeadlineExceeded, match=named):
+            await client.embed("a", instance=INSTANCE)
+        with pytest.raises(DeadlineExceeded, match=named):
+            await anext(client.embed_stream(["a"], instance=INSTANCE))

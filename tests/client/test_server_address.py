@@ -45,3 +45,35 @@ def test_a_host_may_be_named_unix() -> None:
 
 def test_an_endpoint_may_end_in_a_slash() -> None:
     assert ServerAddress.parse("https://host/") == ServerAddress("host", 443, True)
+
+
+@pytest.mark.parametrize(
+    ("url", "environ", "proxy"),
+    [
+        ("mux.example:9001", {"http_proxy": "http://p:3128"}, "http://p:3128 of the variable http_proxy"),
+        (
+            "mux.example:9001",
+            {"http_proxy": "http://p:1", "grpc_proxy": "http://me:x@p:2"},
+            "http://p:2 of",
+        ),
+        ("mux.example:9001", {"http_proxy": "http://p:1", "grpc_proxy": ""}, None),
+        ("mux.example:9001", {"https_proxy": "http://p:1", "no_proxy": "other.example, .example"}, None),
+        ("mux.example:9001", {"http_proxy": "http://p:1", "no_proxy": "*"}, None),
+        ("mux.example:9001", {"http_proxy": "http://p:1", "no_proxy": "*", "no_grpc_proxy": ""}, "http://p:1 of"),
+        ("10.1.2.3:9001", {"http_proxy": "http://p:1", "no_proxy": "localhost,10.0.0.0/8"}, None),
+        ("10.1.2.3:9001", {"http_proxy": "http://p:1", "no_proxy": "11.0.0.0/8"}, "http://p:1 of"),
+        ("[fd00::1]:9001", {"http_proxy": "http://p:1", "no_proxy": "fd00::/8"}, None),
+        *(
+            (url, {"http_proxy": "http://p:1"}, None)
+            for url in ("localhost:1", "127.8.0.1:1", "[::1]:1", "a.localhost:1")
+        ),
+        *(
+            (url, {"http_proxy": "http://p:1"}, None)
+            for url in ("unix:/run/a.sock", "[::ffff:127.0.0.1]:1", "0.0.0.0:1")
+        ),
+    ],
+)
+def test_the_proxy_of_an_address(url: str, environ: dict[str, str], proxy: str | None) -> None:
+    found = ServerAddress.parse(url).grpc_proxy(environ)
+
+    assert found is None if proxy is None else str(found).startswith(proxy)

@@ -29,6 +29,7 @@ def embed_corpus(
     given = {key: value for key, value in options.items() if value is not None}
     began = time.monotonic()
     with server.connection.client(max(server.timeout_s, _IDLE_S)) as client, _shown(source.name, output) as progress:
+        client.connect()
         try:
             done = embed_file(client, source, target, progress=progress, instance=instance, **given)
         except KeyboardInterrupt:

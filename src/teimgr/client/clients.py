@@ -18,6 +18,7 @@ from teimgr.client.scoring_calls import ScoringCalls, TableCalls
 from teimgr.client.server_address import ServerAddress, Tls
 
 GRPC = "http://127.0.0.1:9001"
+CONNECT_S = 10.0
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 
 
@@ -57,6 +58,14 @@ class AsyncClient(InstanceCalls, ModelCalls, FleetCalls, InferenceCalls, Scoring
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+    async def connect(self, timeout_s: float = CONNECT_S) -> None:
+        """Connect to the mux now rather than with the first call.
+
+        Raises:
+            Unreachable: there was no connection within `timeout_s`; the message has the reason, and a proxy's address.
+        """
+        await self._grpc.connect(timeout_s)
 
     async def close(self) -> None:
         """Cancel running calls and close both connections."""
@@ -189,6 +198,7 @@ class Client:
             self._loop.close()
             self._loop = None
 
+    connect = _blocking(AsyncClient.connect)
     create = _blocking(AsyncClient.create)
     update = _blocking(AsyncClient.update)
     events = _iterating(AsyncClient.events)

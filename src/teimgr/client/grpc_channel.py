@@ -5,17 +5,16 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import suppress
 from typing import Any, TypeAlias, TypeVar
 
 import grpc
 
-from teimgr.client.server_address import ServerAddress, Tls
+from teimgr.client.server_address import Proxy, ServerAddress, Tls
 from teimgr.errors import (
     Cancelled,
     Code,
-    DeadlineExceeded,
     Internal,
     TeimgrError,
     Unavailable,
@@ -50,6 +49,9 @@ _CODES = {
     grpc.StatusCode.PERMISSION_DENIED: Code.FORBIDDEN,
 }
 
+# A proxy may be the reason of these.
+_OF_CONNECTIONS = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+
 T = TypeVar("T")
 FinalStatus: TypeAlias = tuple[grpc.StatusCode, str | None, Any]
 """Code, details and trailing metadata of a finished call."""
@@ -82,6 +84,7 @@ class GrpcChannel:
         self._tls = tls
         self._max_message_bytes = max_message_bytes
         self._metadata = () if api_key is None else (("authorization", f"Bearer {api_key}"),)
+        self._proxy: Proxy | None = None
         self._channel: Any = None
         self._unary: dict[str, Any] = {}
 
@@ -95,7 +98,11 @@ class GrpcChannel:
             ("grpc.max_receive_message_length", self._max_message_bytes),
             ("grpc.max_send_message_length", self._max_message_bytes),
             ("grpc.use_local_subchannel_pool", 1),
+            ("grpc.enable_http_proxy", 0),
         ]
+        self._proxy = self._address.grpc_proxy()
+        if self._proxy is not None:
+            options[-1:] = [("grpc.http_proxy", self._proxy.url)]
         if self._address.path:
             options.append(("grpc.default_authority", self._address.host))  # else it would be the path
         if not self._address.secure:
@@ -124,7 +131,7 @@ class GrpcChannel:
                 while (state := channel.get_state(try_to_connect=True)) in _CONNECTING:
                     await channel.wait_for_state_change(state)
         except TimeoutError as error:
-            raise Unreachable(self._address.url, f"no connection within {timeout_s:g} s") from error
+            raise self._unreachable(f"no connection within {timeout_s:g} s") from error
         if state is grpc.ChannelConnectivity.READY:
             return
         # Only a call gets the reason of a failed connection; on a broken channel it fails at once and is never sent.
@@ -135,7 +142,16 @@ class GrpcChannel:
             reason = found[1] if found else error.message
             if reason == "Socket closed":
                 reason += _CERTIFICATE_HINT if self._address.secure else _TLS_HINT
-            raise Unreachable(self._address.url, reason) from error
+            raise self._unreachable(reason) from error
+
+    def _unreachable(self, reason: str) -> Unreachable:
+        return Unreachable(self._address.url, f"through the proxy {self._proxy}: {reason}" if self._proxy else reason)
+
+    def _failure(self, code: grpc.StatusCode, details: str | None, trailing: Any) -> TeimgrError:
+        """The exception for a status; names the proxy if the call may have failed because of it."""
+        if self._proxy is not None and code in _OF_CONNECTIONS:
+            details = f"{details or code.name} (through the proxy {self._proxy})"
+        return error_from_status(code, details, trailing)
 
     async def unary(self, method: str, request: bytes, timeout_s: float, metadata: Metadata = ()) -> bytes:
         """The reply to one request; `method` is a method of the multiplexer service, or a full path.
@@ -149,7 +165,7 @@ class GrpcChannel:
         try:
             reply: bytes = await call(request, timeout=timeout_s, metadata=self._metadata + metadata)
         except grpc.aio.AioRpcError as error:
-            raise error_from_status(error.code(), error.details(), error.trailing_metadata()) from error
+            raise self._failure(error.code(), error.details(), error.trailing_metadata()) from error
         except asyncio.CancelledError:
             _raise_if_closed()
             raise
@@ -174,7 +190,7 @@ class GrpcChannel:
         if self._channel is not channel:
             raise Cancelled("the client was closed during the call")
         call = channel.stream_stream(_path(method))(metadata=self._metadata + metadata)
-        bidi = BidiStream(call, first, requests, window)
+        bidi = BidiStream(call, first, requests, window, self._failure)
         try:
             while (reply := await bidi.reply(idle_s)) is not None:
                 yield reply
@@ -202,11 +218,11 @@ class GrpcChannel:
                 await call.done_writing()
                 reply: bytes = await call
         except TimeoutError as error:
-            raise DeadlineExceeded(f"no reply to the stream for {idle_s:g} s") from error
+            raise self._failure(*_no_reply("to the stream", idle_s)) from error
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             if not call.done():
                 raise
-            raise error_from_status(*await status.final()) from None
+            raise self._failure(*await status.final()) from None
         except asyncio.CancelledError:
             _raise_if_closed()
             raise
@@ -222,6 +238,10 @@ class GrpcChannel:
 
 def _path(method: str) -> str:
     return method if method.startswith("/") else SERVICE + method
+
+
+def _no_reply(where: str, idle_s: float) -> FinalStatus:
+    return grpc.StatusCode.DEADLINE_EXCEEDED, f"no reply {where} for {idle_s:g} s", None
 
 
 def _raise_if_closed() -> None:
@@ -282,8 +302,16 @@ class BidiStream:
     Owns the sending task until `end`.
     """
 
-    def __init__(self, call: Any, first: bytes, requests: AsyncIterator[bytes], window: int) -> None:
+    def __init__(
+        self,
+        call: Any,
+        first: bytes,
+        requests: AsyncIterator[bytes],
+        window: int,
+        failure: Callable[[grpc.StatusCode, str | None, Any], TeimgrError],
+    ) -> None:
         self._call = call
+        self._failure = failure
         self._requests = requests
         self._window = asyncio.Semaphore(window)
         self._status = CallStatus(call)
@@ -303,7 +331,7 @@ class BidiStream:
         self._reading = asyncio.ensure_future(self._call.read())
         while not (await asyncio.wait((self._reading,), timeout=idle_s - self._waited_s()))[0]:
             if self._waited_s() >= idle_s:
-                raise DeadlineExceeded(f"no reply on the stream for {idle_s:g} s")
+                raise self._failure(*_no_reply("on the stream", idle_s))
         if self._reading.cancelled():
             raise Cancelled("the client was closed during the call")
         try:
@@ -333,7 +361,7 @@ class BidiStream:
         """The server ended the stream: raise the error of its status, then the sender's own failure."""
         status = await self._status.final()
         if status[0] is not grpc.StatusCode.OK:
-            raise error_from_status(*status)
+            raise self._failure(*status)
         sent, _ = await asyncio.wait((self._sending,), timeout=_SENDER_LIMIT_S)
         if not sent:
             raise Internal("the server ended the stream while requests were still to come")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import quote, urlsplit
+from urllib.request import proxy_bypass_environment
 
 from teimgr.errors import InvalidConfig
 
@@ -19,6 +22,21 @@ if TYPE_CHECKING:
 _DEFAULT_PORT = {"http": 80, "https": 443}
 _UNIX = re.compile(r"(https\+)?unix:(?://)?(/[^/\0][^\0]*)", re.IGNORECASE)
 _UNIX_HOST = "localhost"
+# The variables that gRPC reads, in its order.
+_PROXY_VARIABLES = ("grpc_proxy", "https_proxy", "http_proxy")
+_NO_PROXY_VARIABLES = ("no_grpc_proxy", "no_proxy")
+
+
+class Proxy(NamedTuple):
+    """An HTTP proxy, and the environment variable that names it."""
+
+    url: str
+    variable: str
+
+    def __str__(self) -> str:
+        """For messages, without user and password."""
+        parts = urlsplit(self.url)
+        return f"{parts._replace(netloc=parts.netloc.rpartition('@')[2]).geturl()} of the variable {self.variable}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +141,47 @@ class ServerAddress:
     @property
     def grpc_target(self) -> str:
         return f"unix:{quote(os.fsencode(self.path))}" if self.path else self.authority
+
+    def grpc_proxy(self, environ: Mapping[str, str] = os.environ) -> Proxy | None:
+        """The proxy of a gRPC connection by the variables that gRPC reads; None for a Unix socket or loopback.
+
+        `no_grpc_proxy`, else `no_proxy`, lists suffixes of hosts, addresses and networks (`10.0.0.0/8`) that are
+        connected to directly; `*` stands for all.
+        """
+        variable = next((name for name in _PROXY_VARIABLES if name in environ), None)
+        if variable is None or not environ[variable] or self.path or _is_loopback(self.host):
+            return None
+        excluded = next((environ[name] for name in _NO_PROXY_VARIABLES if name in environ), "")
+        if proxy_bypass_environment(self.authority, {"no": excluded}) or _is_within(self.host, excluded.split(",")):
+            return None
+        return Proxy(environ[variable], variable)
+
+
+def _is_loopback(host: str) -> bool:
+    name = host.rstrip(".").lower()
+    address = _ip_address(host)
+    if address is None:
+        return name == "localhost" or name.endswith(".localhost")
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback or address.is_unspecified
+
+
+def _is_within(host: str, networks: Sequence[str]) -> bool:
+    """Whether an address is in one of the networks; other entries are skipped."""
+    address = _ip_address(host)
+    for network in networks if address is not None else ():
+        try:
+            if address in ipaddress.ip_network(network.strip(), strict=False):
+                return True
+        except ValueError:
+            continue
+    return False
+
+
+def _ip_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return None
 
 
 def _read(path: Path | str | None) -> bytes | None:
