@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import quote, urlsplit
-from urllib.request import proxy_bypass_environment
 
 from teimgr.errors import InvalidConfig
 
@@ -152,7 +151,7 @@ class ServerAddress:
         if variable is None or not environ[variable] or self.path or _is_loopback(self.host):
             return None
         excluded = next((environ[name] for name in _NO_PROXY_VARIABLES if name in environ), "")
-        if proxy_bypass_environment(self.authority, {"no": excluded}) or _is_within(self.host, excluded.split(",")):
+        if _is_excluded(self.host, [entry.strip() for entry in excluded.split(",")]):
             return None
         return Proxy(environ[variable], variable)
 
@@ -165,12 +164,14 @@ def _is_loopback(host: str) -> bool:
     return (getattr(address, "ipv4_mapped", None) or address).is_loopback or address.is_unspecified
 
 
-def _is_within(host: str, networks: Sequence[str]) -> bool:
-    """Whether an address is in one of the networks; other entries are skipped."""
+def _is_excluded(host: str, entries: Sequence[str]) -> bool:
+    """Whether a host ends in one of the entries of `no_proxy`, or an address is in one of their networks."""
+    if any(entry and (entry == "*" or host.lower().endswith(entry.lower())) for entry in entries):
+        return True
     address = _ip_address(host)
-    for network in networks if address is not None else ():
+    for network in entries if address is not None else ():
         try:
-            if address in ipaddress.ip_network(network.strip(), strict=False):
+            if address in ipaddress.ip_network(network, strict=False):
                 return True
         except ValueError:
             continue
