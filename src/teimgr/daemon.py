@@ -49,6 +49,7 @@ from teimgr.supervision.store import Store
 from teimgr.supervision.worker_run import FleetProber
 from teimgr.systemd import Notifier
 from teimgr.unix_listener import UnixListener, bind_unix
+from teimgr.user_home import ensure_home
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +62,8 @@ def main(configuration: Configuration, source: Source) -> int:
     """Run the daemon until a signal ends it; the result is the exit status."""
     settings = configuration.settings
     logs.setup(settings.log_level, settings.log_format)
+    if ensure_home(settings.state_file.parent):
+        log.warning("this user has no home directory: HOME is now %s, for caches of models", os.environ["HOME"])
     raise_file_limit()
     try:
         return uvloop.run(Daemon(configuration, source).run())

@@ -24,6 +24,7 @@ from teimgr.errors import (
     TeimgrError,
     Unavailable,
 )
+from teimgr.user_home import expanded
 
 log = logging.getLogger(__name__)
 
@@ -334,7 +335,7 @@ def _cached_ids() -> list[str]:
 
 
 def _local(model_id: str, *, of_a_fleet: bool) -> ModelSource:
-    path = Path(model_id).expanduser()
+    path = expanded(model_id)
     if not path.is_dir():
         copies = "; directories are not copied between hosts: each needs it at this path" if of_a_fleet else ""
         raise ModelNotFound(f"Model directory '{model_id}' does not exist{nearest_here(model_id)}{copies}")

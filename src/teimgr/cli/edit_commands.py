@@ -21,6 +21,7 @@ from teimgr.cli.instance_commands import Timeout, Wait, await_running
 from teimgr.cli.output import say
 from teimgr.client.rest_values import Instance
 from teimgr.spec import KEYS, InstanceKey, updatable
+from teimgr.user_home import expanded
 
 _PANEL = "Keys of the instance"
 _HEAD = '# Keys of {name}. Save and close to apply what you change; `x = "default"` takes a key back to its default.'
@@ -143,7 +144,7 @@ def _finish(
 def _absolute(model: str | None) -> str | None:
     """A directory here as an absolute path: the daemon's working directory is another. The rest is left as it is."""
     if model is not None and model.startswith((".", "~", "/")):
-        return str(Path(model).expanduser().absolute())
+        return str(expanded(model).absolute())
     return str(Path(model).absolute()) if model is not None and Path(model).is_dir() else model
 
 

@@ -6,6 +6,7 @@ import importlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any
 
@@ -15,6 +16,7 @@ from teimgr import __version__
 from teimgr.cli.command import runnable
 from teimgr.cli.failures import MEANINGS
 from teimgr.cli.output import say
+from teimgr.user_home import ensure_home
 
 PROGRAM = "teimgr"
 _SUMMARY = "One daemon for a fleet of embedding and reranking models."
@@ -83,6 +85,8 @@ GROUPS = MappingProxyType(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command of `arguments` (default: `sys.argv`); returns the exit status."""
     given = _compatible(list(sys.argv[1:] if arguments is None else arguments))
+    if given[:1] != ["serve"]:  # the daemon has a folder of its own for this
+        ensure_home(Path("/"))  # as container runtimes do
     try:
         app(given)(given, prog_name=PROGRAM)
     except SystemExit as ended:

@@ -18,6 +18,7 @@ from teimgr.client.rest_client import API, RestClient
 from teimgr.client.server_address import ServerAddress, Tls
 from teimgr.durable_files import write_atomically
 from teimgr.errors import InvalidConfig, TeimgrError, Unreachable
+from teimgr.user_home import expanded
 
 if TYPE_CHECKING:
     from teimgr.client.clients import Client
@@ -123,7 +124,7 @@ class DaemonConnection:
         api_key = values.api_key
         if api_key is None and values.api_key_file is not None:
             try:
-                api_key = Path(values.api_key_file).expanduser().read_text(encoding="utf-8").strip()
+                api_key = expanded(values.api_key_file).read_text(encoding="utf-8").strip()
             except (OSError, UnicodeDecodeError) as error:
                 raise InvalidConfig(f"{values.api_key_file}: {getattr(error, 'strerror', None) or error}") from error
         tls = Tls(ca=values.ca, cert=values.cert, key=values.key, server_name=values.server_name)
@@ -190,8 +191,9 @@ class Contexts:
         if CONTEXTS_FILE in environ:
             path = Path(environ[CONTEXTS_FILE])
         else:
-            base = environ.get("XDG_CONFIG_HOME") or str(Path(environ.get("HOME") or "~").expanduser() / ".config")
-            path = Path(base) / "teimgr" / "contexts.toml"
+            base = environ.get("XDG_CONFIG_HOME")
+            folder = Path(base) if base else expanded(environ.get("HOME") or "~") / ".config"
+            path = folder / "teimgr" / "contexts.toml"
         try:
             table = tomllib.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:

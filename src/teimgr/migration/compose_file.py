@@ -17,6 +17,7 @@ import yaml
 
 from teimgr.errors import InvalidConfig
 from teimgr.migration.interpolation import Interpolation, read_env_file, read_text
+from teimgr.user_home import expanded
 
 MAX_FILE_BYTES = 256 * 1024
 MAX_SERVICES = 256
@@ -269,7 +270,7 @@ def _volumes(value: Any, folder: Path, place: str) -> Iterator[Volume]:
             source = source if colon else ""
             is_directory = source.startswith((".", "/", "~"))
         if is_directory:
-            source = os.path.normpath(folder / Path(source).expanduser())  # links stay as they are named
+            source = os.path.normpath(folder / expanded(source))  # links stay as they are named
         yield Volume(source, target, is_directory)
 
 

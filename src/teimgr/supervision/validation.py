@@ -6,7 +6,6 @@ import logging
 import socket
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from teimgr import hub
 from teimgr.config.instance_keys import check_allowed, check_instance
@@ -23,6 +22,7 @@ from teimgr.errors import (
 )
 from teimgr.model_files.reading import UNUSED_POOLING, read_layout
 from teimgr.spec import InstanceSpec, Kind, WorkerSpec
+from teimgr.user_home import expanded
 
 UNPRIVILEGED_PORT = 1024
 LAST_PORT = 65535
@@ -134,7 +134,7 @@ def check_model(worker: WorkerSpec) -> None:
     except ModelNotFound as error:
         raise InvalidConfig(f"model_id: {error.message}") from error
     try:
-        folder = Path(worker.model_id).expanduser()
+        folder = expanded(worker.model_id)
         cached = None if folder.is_dir() else hub.find_cached(worker.model_id, worker.revision)
         path = cached.path if cached else folder
         if path.is_dir():
