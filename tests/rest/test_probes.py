@@ -33,6 +33,21 @@ async def test_ready_is_503_until_all_that_should_run_does(front: Front) -> None
     assert (await front.call("GET", "/ready", 503))["waiting"][0]["reason"] == "no such model"
 
 
+async def test_health_ready_does_not_fall_for_one_instance(front: Front) -> None:
+    front.app.state.booted = lambda: False
+    assert (await front.call("GET", "/health/ready", 503))["ready"] is False
+    front.app.state.booted = lambda: True
+    await front.create("a")
+    await front.create("b")
+    front.fleet.ready("a")
+    assert (await front.call("GET", "/health/ready", 503))["ready"] is False  # `b` of the start still loads
+    front.fleet.fail("b", "no such model")
+    assert (await front.call("GET", "/health/ready", 200))["ready"] is True
+    await front.create("misspelt")
+    assert (await front.call("GET", "/health/ready", 200))["ready"] is True
+    await front.call("GET", "/ready", 503)
+
+
 @pytest.mark.clause("D-listeners")
 async def test_ready_is_503_before_the_fleet_is_known(front: Front) -> None:
     front.app.state.booted = lambda: False
@@ -68,6 +83,7 @@ async def test_the_openapi_document_names_every_route_and_its_failures(front: Fr
     document = await front.call("GET", "/openapi.json", 200)
     assert set(document["paths"]) == {
         "/health",
+        "/health/ready",
         "/ready",
         "/metrics",
         "/instances",

@@ -134,7 +134,7 @@ def create_app(
         settings: Also the authentication, where `policy` is None.
         metrics: Counts requests, and is the page of /metrics.
         alarms: The alarms of everything but the state file.
-        booted: Whether `Manager.booted` is set; /ready is 503 until then.
+        booted: Whether `Manager.booted` is set; /ready and /health/ready are 503 until then.
         registry: Routes of /models.
         gateway: Inference routes of all dialects.
         gpu_report: Routes of /gpus.
@@ -158,7 +158,7 @@ def create_app(
         redirect_slashes=False,
     )
     app.state.manager, app.state.settings, app.state.metrics = manager, settings, metrics
-    app.state.alarms, app.state.booted = alarms, booted
+    app.state.alarms, app.state.booted, app.state.routing = alarms, booted, probes.RoutingState()
     app.state.registry, app.state.gpus, app.state.enrolment = registry, gpu_report, enrolment
     app.state.batches = batches
     app.state.document, app.state.document_lock = None, threading.Lock()

@@ -212,6 +212,7 @@ EITHER = Permission(frozenset({Right.INFERENCE, Right.READ}))
 
 PERMISSIONS: dict[str, Permission] = {
     "GET /health": PUBLIC,
+    "GET /health/ready": PUBLIC,
     "GET /ready": READ_ALL,
     "GET /metrics": READ_ALL,
     "GET /docs": KNOWN,

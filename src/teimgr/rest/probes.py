@@ -1,11 +1,11 @@
-"""GET /health, /ready and /metrics, and the scraper that collects the workers' metrics when /metrics is read."""
+"""Probes and GET /metrics, and the scraper that collects the workers' metrics when /metrics is read."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 import orjson
@@ -19,11 +19,11 @@ from teimgr.observability import catalogue
 from teimgr.observability.exposition import CONTENT_TYPE, Page, Sample, added, condensed, text, to_json, unpack
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.rest.instances import ManagerDep
-from teimgr.rest.schemas import ANY_FAILURE, Liveness, Readiness, answer
+from teimgr.rest.schemas import ANY_FAILURE, Liveness, Readiness, Routing, answer
 from teimgr.routing.links import LinkLimits, Replica
 from teimgr.routing.remote_links import RemoteReplica
 from teimgr.routing.router import Directory
-from teimgr.spec import State, WorkerEndpoint, now_rfc3339
+from teimgr.spec import InstanceView, State, WorkerEndpoint, now_rfc3339
 from teimgr.supervision.manager import Manager
 from teimgr.wire.frames import Flag, Method
 
@@ -69,6 +69,34 @@ async def ready(request: Request, manager: ManagerDep) -> Response:
     ]
     is_ready = request.app.state.booted() and not waiting
     return answer({"ready": is_ready, "timestamp": now_rfc3339(), "waiting": waiting}, 200 if is_ready else 503)
+
+
+@router.get(
+    "/health/ready", response_model=Routing, responses={503: {"model": Routing, "description": "not yet, or stopping"}}
+)
+async def health_ready(request: Request, manager: ManagerDep) -> Response:
+    """200 when this daemon routes calls: it has booted, and the instances of its start have served once or failed.
+
+    It stays 200 until the daemon stops, whatever becomes of single instances: load balancers and Kubernetes take a
+    daemon out of service by it. /ready says whether every instance serves.
+    """
+    routing: RoutingState = request.app.state.routing
+    is_ready = request.app.state.booted() and routing.has_settled(manager.list())
+    return answer({"ready": is_ready, "timestamp": now_rfc3339()}, 200 if is_ready else 503)
+
+
+class RoutingState:
+    """Whether the instances that a daemon starts with have settled, which is looked at until they have."""
+
+    def __init__(self) -> None:
+        self._settled = False
+
+    def has_settled(self, views: Iterable[InstanceView]) -> bool:
+        """True once no instance is in its first start; it stays so."""
+        self._settled = self._settled or not any(
+            view.state is State.STARTING and not view.restarts and view.spec.wanted_running for view in views
+        )
+        return self._settled
 
 
 @router.get("/metrics", response_class=Response, responses=_BOTH)

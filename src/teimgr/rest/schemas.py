@@ -392,6 +392,13 @@ class Readiness(BaseModel):
     waiting: list[Waiting]
 
 
+class Routing(BaseModel):
+    """Whether the daemon routes calls."""
+
+    ready: bool
+    timestamp: str
+
+
 class Failure(BaseModel):
     """The body of every failure."""
 
