@@ -37,6 +37,17 @@ _HOST = re.compile(rb"(?:\[([0-9A-Fa-f:.]+)(?:%[\w.~-]+)?\]|[\w.~%!$&'()*+,;=-]*
 AnswerT = TypeVar("AnswerT")
 
 
+_SHOWN_ENCODING_CHARS = 256
+
+
+def compression_fault(content_encoding: str) -> str | None:
+    """Why a body with this Content-Encoding cannot be read; None if it is not compressed."""
+    encoding = content_encoding.strip().lower()
+    if encoding in ("", "identity"):
+        return None
+    return f"The body is compressed (Content-Encoding: {encoding[:_SHOWN_ENCODING_CHARS]}); send it uncompressed"
+
+
 @lru_cache(256)
 def is_host(value: bytes) -> bool:
     """Whether the value of a Host header (HTTP/2: `:authority`) is a host with or without a port (RFC 9110, 7.2)."""

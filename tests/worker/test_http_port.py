@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import re
 import threading
@@ -472,3 +473,14 @@ async def once(
         return await client.ask(verb, path, body, headers)
     finally:
         await client.session.close()
+
+
+@pytest.mark.parametrize("route", ["/embed", "/v1/embeddings"])
+async def test_a_compressed_body_is_refused_by_that_name(http: aiohttp.ClientSession, route: str) -> None:
+    body = json.dumps({"inputs": "a", "input": "a"}).encode()
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    async with http.post(route, data=gzip.compress(body), headers=headers) as reply:
+        reason = "The body is compressed (Content-Encoding: gzip); send it uncompressed"
+        assert (reply.status, await reply.text()) == (400, reason)
+    async with http.post(route, data=body, headers=headers) as reply:  # TEI ignores the header
+        assert reply.status == 200

@@ -47,7 +47,7 @@ from teimgr.gateway.model_cards import (
     infinity_health,
 )
 from teimgr.gateway.routes import DIALECT_HEADER, DialectPath, kinds_of, paths
-from teimgr.http_bodies import HeldResponse, SlowClient, charge_body, read_body, unless_hung_up
+from teimgr.http_bodies import HeldResponse, SlowClient, charge_body, compression_fault, read_body, unless_hung_up
 from teimgr.observability import catalogue
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.routing.links import LinkLimits
@@ -267,10 +267,8 @@ def _sharer(request: Request, caller: Caller) -> Hashable:
 
 def check_encoding(headers: Mapping[str, str]) -> None:
     """Raises InvalidInput for a compressed body: nothing in it could be read."""
-    encoding = headers.get("content-encoding", "").strip().lower()
-    if encoding not in ("", "identity"):
-        shown = encoding[:_COMPARED_CHARS]
-        raise InvalidInput(f"The body is compressed (Content-Encoding: {shown}); send it uncompressed")
+    if fault := compression_fault(headers.get("content-encoding", "")):
+        raise InvalidInput(fault)
 
 
 # Bodies of more bytes, or lists and objects, are scanned for their model instead of parsed, which holds the GIL: that

@@ -36,7 +36,7 @@ from teimgr.config.instance_keys import shown_args
 from teimgr.config.schema import ConfigFaults, nearest, quoted
 from teimgr.config.sources import with_template
 from teimgr.errors import TooLarge, ValidationError
-from teimgr.http_bodies import SlowClient, is_json, read_limited
+from teimgr.http_bodies import SlowClient, compression_fault, is_json, read_limited
 from teimgr.spec import FIXED, KEYS, InstanceKey, InstanceSpec, InstanceView, LoadedModel, State, WorkerView, updatable
 
 Text = Annotated[str, Field(max_length=4096)]
@@ -77,7 +77,8 @@ async def read_json(
     try:
         value = orjson.loads(text)
     except orjson.JSONDecodeError as error:
-        raise HTTPException(400, f"Failed to parse the request body as JSON: {error}") from error
+        fault = compression_fault(request.headers.get("content-encoding", ""))
+        raise HTTPException(400, fault or f"Failed to parse the request body as JSON: {error}") from error
     try:
         return kind.model_validate(value)
     except BodyErrors as error:

@@ -17,7 +17,15 @@ from teimgr.byte_budget import Charge
 from teimgr.docs_page import HEADERS, page
 from teimgr.engine.job import Lane
 from teimgr.errors import Code, DeadlineExceeded, Forbidden, TeimgrError, Unavailable
-from teimgr.http_bodies import HeldResponse, SlowClient, charge_body, foreign_page, read_body, unless_hung_up
+from teimgr.http_bodies import (
+    HeldResponse,
+    SlowClient,
+    charge_body,
+    compression_fault,
+    foreign_page,
+    read_body,
+    unless_hung_up,
+)
 from teimgr.http_direct import Answer, DirectReply, DirectRequest
 from teimgr.observability.request_context import (
     CURRENT,
@@ -115,8 +123,8 @@ _HEALTH_TIMEOUT_S = 5.0
 # Of these a request context is made.
 _CONTEXT = (REQUEST_ID, TRACEPARENT, TRACESTATE)
 # The headers that inference reads.
-_CONTENT_TYPE = "content-type"
-_READ = {name: name.encode() for name in (_CONTENT_TYPE, LANE_KEY)}
+_CONTENT_TYPE, _CONTENT_ENCODING = "content-type", "content-encoding"
+_READ = {name: name.encode() for name in (_CONTENT_TYPE, _CONTENT_ENCODING, LANE_KEY)}
 # The routes of inference by the target of a request.
 _PATHS = {path.encode(): path for path in _POST_PATHS}
 _NOT_BUFFERED = "Failed to buffer the request body"
@@ -233,7 +241,9 @@ class InstancePort:
         except TeimgrError as error:
             return failure(dialect, error)
         except BadRequest as error:
-            return error.reply(dialect)
+            # TEI ignores the header, so a body that is plain despite it is served.
+            fault = compression_fault(headers[_CONTENT_ENCODING]) if error.status == 400 else None
+            return (error if fault is None else BadRequest(400, fault)).reply(dialect)
         except ClientDisconnect:  # while it sent its body; uvicorn discards the response
             return HttpReply(STATUS[Code.CANCELLED].http, {}, b"")
         except Exception as error:
