@@ -22,7 +22,7 @@ MODELS = ("mini", "splade", "reranker", "classifier", "prompts")
 POOLING = {"splade": "splade"}
 
 # MiniLM's by ONNX Runtime, the others by candle, whose GELU is the tanh approximation.
-_TOLERANCE = dict.fromkeys(MODELS, 0.05) | {"mini": 0.002}
+TOLERANCE = dict.fromkeys(MODELS, 0.05) | {"mini": 0.002}
 _SPARSE_SLACK = 0.01
 _LIMIT_S = 60
 _POSITION = re.compile(r" at line \d+ column \d+$")
@@ -98,7 +98,7 @@ def level(line: Line, found: Answer) -> str:
             value = json.loads(found.body)
         except ValueError:
             return STATUS
-        if not _is_near(answer["json"], value, _TOLERANCE[line.model]):
+        if not is_near(answer["json"], value, TOLERANCE[line.model]):
             return VALUES
     elif (text := found.body.decode(errors="replace")) != (real := answer.get("text") or ""):
         return POSITION if real and _POSITION.sub("", real) == _POSITION.sub("", text) else WORDS
@@ -110,15 +110,15 @@ def _headers_agree(real: Mapping[str, str], found: Mapping[str, str]) -> bool:
     return all(found.get(name) == value for name, value in real.items() if value != "N" and name != "x-compute-type")
 
 
-def _is_near(real: Any, found: Any, tolerance: float) -> bool:
+def is_near(real: Any, found: Any, tolerance: float) -> bool:
     """Whether JSON is the same, numbers within the tolerance, long values by their abbreviation in the recording."""
     if isinstance(real, dict) and "~n" in real:
-        return isinstance(found, list) and len(found) == real["~n"] and _is_near(real["~first"], found[:3], tolerance)
+        return isinstance(found, list) and len(found) == real["~n"] and is_near(real["~first"], found[:3], tolerance)
     if isinstance(real, dict) and "~list" in real:
         # Which weights of a sparse vector are just above zero depends on the engine.
         slack = real["~list"] * _SPARSE_SLACK if "index" in real["~head"][0] else 0
         is_long = isinstance(found, list) and abs(len(found) - real["~list"]) <= slack
-        return is_long and _is_near(real["~head"], found[: len(real["~head"])], tolerance)
+        return is_long and is_near(real["~head"], found[: len(real["~head"])], tolerance)
     if isinstance(real, dict) and "~text" in real:
         return isinstance(found, str) and len(found) == real["~text"] and found.startswith(real["~head"])
     if isinstance(real, float) and isinstance(found, float | int) and not isinstance(found, bool):
@@ -126,9 +126,9 @@ def _is_near(real: Any, found: Any, tolerance: float) -> bool:
     if isinstance(real, str) and real.startswith("MODEL/"):  # where the model lies
         return isinstance(found, str)
     if isinstance(real, dict) and isinstance(found, dict):
-        return list(real) == list(found) and all(_is_near(real[name], found[name], tolerance) for name in real)
+        return list(real) == list(found) and all(is_near(real[name], found[name], tolerance) for name in real)
     if isinstance(real, list) and isinstance(found, list):
-        return len(real) == len(found) and all(_is_near(*pair, tolerance) for pair in zip(real, found, strict=True))
+        return len(real) == len(found) and all(is_near(*pair, tolerance) for pair in zip(real, found, strict=True))
     return type(real) is type(found) and real == found
 
 
@@ -157,6 +157,6 @@ DECIDED: Mapping[str, Callable[[Line], bool]] = {
 }
 
 
-def counts(levels: Iterable[tuple[Line, str]]) -> dict[str, int]:
+def counts(levels: Iterable[tuple[Any, str]]) -> dict[str, int]:
     """How many lines there are of each level."""
     return dict(Counter(level for _, level in levels))
