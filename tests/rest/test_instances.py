@@ -312,3 +312,32 @@ async def test_purge_deletes_the_logs_of_that_instance_alone(front: Front, setti
     await front.call("DELETE", "/instances/a?purge=true", 200)
     assert not any(path.exists() for path in mine)
     assert all(path.exists() for path in others)
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ({"name": "a", "model_id": None}, "Validation error: model_id: must be a valid string (got null)"),
+        ({"name": "a"}, "Validation error: missing field `model_id`"),
+        ({"name": None, "model_id": "tiny"}, "Validation error: name: must be a valid string (got null)"),
+    ],
+)
+async def test_a_null_is_told_from_a_field_that_is_missing(front: Front, body: dict[str, Any], told: str) -> None:
+    assert (await front.call("POST", "/instances", 422, json=body))["error"] == told
+
+
+@pytest.mark.parametrize(
+    ("path", "allowed"),
+    [
+        ("/health", "GET, HEAD"),
+        ("/instances", "GET, HEAD, POST"),
+        ("/instances/x", "GET, HEAD, PATCH, DELETE"),
+        ("/instances/x/start", "POST"),
+    ],
+)
+async def test_options_without_cors_lists_the_methods_of_a_route(front: Front, path: str, allowed: str) -> None:
+    async with front.http.options(path) as reply:
+        assert (reply.status, await reply.read()) == (200, b"")
+        assert sorted(reply.headers["Allow"].split(", ")) == sorted(allowed.split(", "))
+    async with front.http.options("/no/such/route") as reply:
+        assert reply.status == 404

@@ -203,6 +203,8 @@ def quoted(value: object) -> str:
         return "a table"
     if isinstance(value, list | tuple):
         return "a list"
+    if value is None:
+        return "null"
     noun = {bool: "boolean", int: "integer", float: "number", str: "text"}.get(type(value), type(value).__name__)
     shown = str(value).lower() if isinstance(value, bool) else repr(value)
     return f"{noun} {shown[:80]}"

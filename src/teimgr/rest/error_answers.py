@@ -90,6 +90,8 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
         message = f"No route {request.url.path}"
     elif error.status_code == 405:
         allowed = ", ".join(verb for verb in VERBS if _is_allowed(request, verb))
+        if request.method == "OPTIONS":  # no preflight, which is answered before
+            return Response(headers={"Allow": allowed})
         headers, message = {"Allow": allowed}, f"{request.method} is not allowed here; allowed: {allowed}"
     if is_of_clients(request.url.path):
         code = "unknown_url" if error.status_code == 404 else None

@@ -130,7 +130,12 @@ def _problem(item: ErrorDetails, kind: type[BaseModel]) -> str:
         return f"unknown field {path!r}; {nearest(path, kind.model_fields)}"
     if item["type"] == "missing":
         return f"missing field `{path}`"
+    if item["type"] == _NO_MODEL:
+        return item["msg"]
     return f"{path or 'body'}: {in_own_words(item['msg'])} (got {quoted(item['input'])})"
+
+
+_NO_MODEL = "no_model"
 
 
 def in_own_words(message: str) -> str:
@@ -216,7 +221,9 @@ class CreateInstance(_Create):  # type: ignore[misc]
     @model_validator(mode="after")
     def _has_a_model(self) -> Self:
         if self.model_id is None and self.template is None:
-            raise PydanticCustomError("no_model", "missing field `model_id`")
+            is_null = "model_id" in self.model_fields_set
+            said = "model_id: must be a valid string (got null)" if is_null else "missing field `model_id`"
+            raise PydanticCustomError(_NO_MODEL, said)  # type: ignore[arg-type]
         return self
 
     def spec(self, templates: Mapping[str, Mapping[str, Any]] | None = None) -> InstanceSpec:
