@@ -223,7 +223,7 @@ class CreateInstance(_Create):  # type: ignore[misc]
         if self.model_id is None and self.template is None:
             is_null = "model_id" in self.model_fields_set
             said = "model_id: must be a valid string (got null)" if is_null else "missing field `model_id`"
-            raise PydanticCustomError(_NO_MODEL, said)  # type: ignore[arg-type]
+            raise PydanticCustomError(_NO_MODEL, said)
         return self
 
     def spec(self, templates: Mapping[str, Mapping[str, Any]] | None = None) -> InstanceSpec:
