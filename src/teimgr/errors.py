@@ -73,6 +73,7 @@ class TeimgrError(Exception):
 
     code: ClassVar[Code] = Code.INTERNAL_ERROR
     retry_after_s: float | None = None  # when to try again, where that was estimated
+    input_index: int | None = None  # of the input at fault, if the call has several
 
     def __init_subclass__(cls, code: Code | None = None) -> None:
         if code is not None:
@@ -82,6 +83,11 @@ class TeimgrError(Exception):
     def __init__(self, message: str) -> None:
         super().__init__(message)
         self.message = message
+
+    @property
+    def full_message(self) -> str:
+        """The message, with the index of the input at fault."""
+        return self.message if self.input_index is None else f"{self.message} (input {self.input_index})"
 
 
 class Refused(TeimgrError):
@@ -112,6 +118,18 @@ class EmptyInput(Refused, code=Code.EMPTY_INPUT):
 
 class InvalidInput(Refused, code=Code.INVALID_INPUT):
     """A text or option of an inference call exceeds a limit of the model."""
+
+
+class InputTooLong(InvalidInput):
+    """An input has more tokens than the model takes, and may not be cut.
+
+    `limit` is in tokens, `given` a number with its unit.
+    """
+
+    def __init__(self, message: str, limit: int, given: str) -> None:
+        super().__init__(message)
+        self.limit = limit
+        self.given = given
 
 
 class TokenizerFailed(Refused, code=Code.TOKENIZER_ERROR):

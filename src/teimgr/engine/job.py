@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from teimgr.errors import InvalidInput, TeimgrError, WrongModelKind
+from teimgr.errors import EmptyInput, InvalidInput, TeimgrError, WrongModelKind
 from teimgr.spec import Kind, LoadedModel
 from teimgr.wire.text_column import SharedTexts, TextColumn
 
@@ -53,6 +53,10 @@ class SparseRow(NamedTuple):
 
 # A text, a pair, token ids of the model's vocabulary (int32 [tokens], special ones included), or null.
 Input = str | Pair | NDArray[np.int32] | None
+
+
+class ZeroVector(EmptyInput):
+    """The text has no tokens; its dense vector is zero, and it has no other result."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from tokenizers import Encoding, Tokenizer, normalizers, processors
 
 from teimgr.engine.batch import Encoded, TokenizedTexts
 from teimgr.engine.boundaries import Boundaries, flattened
-from teimgr.engine.job import InferOptions, Input, Pair, characters
+from teimgr.engine.job import InferOptions, Input, Pair, ZeroVector, characters
 from teimgr.engine.templates import DOCUMENT, QUERY, CausalTemplate, late_interaction_roles
 from teimgr.engine.truncation import (
     COUNTED_CHARACTERS,
@@ -32,7 +32,15 @@ from teimgr.engine.truncation import (
     too_many_characters,
 )
 from teimgr.engine.wordpiece import WordPiece, wordpiece
-from teimgr.errors import EmptyInput, InvalidConfig, InvalidInput, ModelLoadFailed, TeimgrError, TokenizerFailed
+from teimgr.errors import (
+    EmptyInput,
+    InputTooLong,
+    InvalidConfig,
+    InvalidInput,
+    ModelLoadFailed,
+    TeimgrError,
+    TokenizerFailed,
+)
 from teimgr.model_files.layout import Backbone, Layout
 from teimgr.wire.text_column import TextColumn
 
@@ -203,6 +211,8 @@ class TextTokenizer:
         causal = None if layout.scoring is None else layout.scoring.causal
         in_template = layout.late is not None or causal is not None
         self._wordpiece = None if in_template else wordpiece(tokenizer, self._add_specials)
+        # The mean of no rows is zero in sentence-transformers and model2vec; a dense layer may make something of it.
+        self._gives_zero = layout.backbone is Backbone.STATIC and not layout.projections
         self._type_ids = layout.type_ids
         self._skipped_id = unknown_id(tokenizer) if layout.skips_unknown else None
         self._vocabulary = layout.vocabulary or self._library.vocabulary
@@ -356,7 +366,8 @@ class TextTokenizer:
     def _check_characters(self, given: int) -> InvalidInput | None:
         if given <= (limit := self.max_length * _CHARS_PER_TOKEN):
             return None
-        return InvalidInput(f"Input validation error: `inputs` must have less than {limit} characters. Given: {given}")
+        message = f"Input validation error: `inputs` must have less than {limit} characters. Given: {given}"
+        return InputTooLong(message, self.max_length, f"{given} characters")
 
     def _check_ids(self, ids: NDArray[np.int32]) -> InvalidInput | None:
         unknown = (ids < 0) | (ids >= self._vocabulary)
@@ -381,7 +392,7 @@ class TextTokenizer:
         if self._roles is not None:
             return self._roles[options.query].expand(ids, self._type_ids)
         if not len(ids := self._without_skipped(ids)):
-            return EmptyInput()
+            return self._no_tokens()
         return Encoded(ids, np.zeros(len(ids), dtype=np.uint8) if self._type_ids else None)
 
     def _one_by_one(
@@ -550,12 +561,16 @@ class TextTokenizer:
         if length > (limit := self._limit(options)):
             return too_long(limit, length)
         if not len(ids := self._without_skipped(ids)):
-            return EmptyInput()
+            return self._no_tokens()
         if self._check_result_ids and (error := self._check_ids(ids)) is not None:
             return error
         if role is not None:
             return role.add_prefix(ids, self._leading_specials, self._type_ids)
         return Encoded(ids, types, prompt_tokens=self.prompt_len(options.prompt))
+
+    def _no_tokens(self) -> EmptyInput:
+        """The result of a text without tokens."""
+        return ZeroVector() if self._gives_zero else EmptyInput()
 
     def _without_skipped(self, ids: NDArray[np.int32]) -> NDArray[np.int32]:
         """Drop unknown tokens where the model does; after truncation, as in Model2Vec."""

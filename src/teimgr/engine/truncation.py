@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from tokenizers import Encoding
 
 from teimgr.engine.boundaries import Boundaries
-from teimgr.errors import InvalidInput
+from teimgr.errors import InputTooLong
 
 # A text, or a pair for the model's pair template.
 Text = str | tuple[str, str]
@@ -142,14 +142,16 @@ class Shortener:
         return kept[0] == kept[1]
 
 
-def too_many_characters(encoding: Encoding, limit: int, given: int) -> InvalidInput:
+def too_many_characters(encoding: Encoding, limit: int, given: int) -> InputTooLong:
     """The refusal of a text that no size of `Shortener.sizes` decided; `encoding` is of its largest part tried."""
     if len(encoding) > limit:
         most, why = MAX_CHARACTERS, "where these can be cut nowhere"
     else:
         most, why = MAX_SCANNED_CHARACTERS, f"where these have fewer than {limit} tokens"
-    return InvalidInput(f"Input validation error: `inputs` must have at most {most} characters {why}. Given: {given}")
+    message = f"Input validation error: `inputs` must have at most {most} characters {why}. Given: {given}"
+    return InputTooLong(message, limit, f"{given} characters")
 
 
-def too_long(limit: int, given: int | str) -> InvalidInput:
-    return InvalidInput(f"Input validation error: `inputs` must have less than {limit} tokens. Given: {given}")
+def too_long(limit: int, given: int | str) -> InputTooLong:
+    message = f"Input validation error: `inputs` must have less than {limit} tokens. Given: {given}"
+    return InputTooLong(message, limit, f"{given} tokens")

@@ -11,13 +11,15 @@ from typing import NamedTuple
 
 import orjson
 
-from teimgr.errors import Code, FailedToLoad, Stopped, TeimgrError
+from teimgr.errors import Code, FailedToLoad, InputTooLong, Stopped, TeimgrError
 from teimgr.wire.frames import HttpReply
 from teimgr.wire.status import RETRY_AFTER_S, STATUS, TRY_AGAIN, retry_after_s
 
 TEI, TEI_OPENAI, OPENAI, COHERE, JINA = "tei", "tei-openai", "openai", "cohere", "jina"
 VLLM, INFINITY, SIE, VOYAGE = "vllm", "infinity", "sie", "voyage"
 
+INPUT_INDEX = "x-teimgr-input"
+"""Header of a refusal in TEI's dialects: the index of the input at fault."""
 JSON_TYPE = {"content-type": "application/json"}
 _SIE_LOADING_S = 5
 _SIE_LOAD_FAILED = 502  # its client does not try again
@@ -35,7 +37,7 @@ _UNKNOWN = (Code.INSTANCE_NOT_FOUND, Code.MODEL_NOT_FOUND)
 
 
 class ErrorDetails(NamedTuple):
-    """The contents of an error body: HTTP status, and `param`, the field at fault."""
+    """The contents of an error body: HTTP status, `param`, the field at fault, and the index of the input at fault."""
 
     status: int
     message: str
@@ -43,6 +45,7 @@ class ErrorDetails(NamedTuple):
     param: str | None = None
     retry_after_s: int = RETRY_AFTER_S
     kind: type[TeimgrError] = TeimgrError
+    input_index: int | None = None
 
 
 def failure(dialect: str, error: TeimgrError, param: str | None = None) -> HttpReply:
@@ -51,8 +54,9 @@ def failure(dialect: str, error: TeimgrError, param: str | None = None) -> HttpR
         param = "model"
     if dialect == SIE and isinstance(error, FailedToLoad):
         status = _SIE_LOAD_FAILED
-    details = ErrorDetails(status, error.message, error.code, param, retry_after_s(error), type(error))
-    return _reply(dialect, details)
+    message = _vllm_too_long(error) if dialect == VLLM and isinstance(error, InputTooLong) else error.message
+    retry_s = retry_after_s(error)
+    return _reply(dialect, ErrorDetails(status, message, error.code, param, retry_s, type(error), error.input_index))
 
 
 def refusal(dialect: str, status: int, message: str, param: str | None = None) -> HttpReply:
@@ -61,10 +65,22 @@ def refusal(dialect: str, status: int, message: str, param: str | None = None) -
 
 
 def _reply(dialect: str, details: ErrorDetails) -> HttpReply:
+    headers = JSON_TYPE | _retry_after(dialect, details)
+    index = details.input_index
     if dialect not in (TEI, TEI_OPENAI):
-        details = details._replace(message=_without_prefix(details.message))
-    value = _BODIES.get(dialect, _openai)(details)
-    return HttpReply(details.status, JSON_TYPE | _retry_after(dialect, details), orjson.dumps(value))
+        message = _without_prefix(details.message)
+        details = details._replace(message=message if index is None else f"{message} (input {index})")
+    elif index is not None:  # TEI's sentence stays as it is
+        headers[INPUT_INDEX] = str(index)
+    return HttpReply(details.status, headers, orjson.dumps(_BODIES.get(dialect, _openai)(details)))
+
+
+def _vllm_too_long(error: InputTooLong) -> str:
+    """vLLM's sentence, by which its clients know a context that is exceeded."""
+    return (
+        f"This model's maximum context length is {error.limit} tokens. However, you requested {error.given} in the "
+        "input. Please reduce the length of the input."
+    )
 
 
 def _status(dialect: str, code: Code) -> int:

@@ -183,7 +183,7 @@ def retry_after_ms(error: TeimgrError) -> int:
 
 
 def pack_error(error: TeimgrError) -> bytes:
-    return bytes((error.code,)) + error.message.encode("utf-8", "replace")
+    return bytes((error.code,)) + error.full_message.encode("utf-8", "replace")
 
 
 def unpack_error(payload: bytes, retry_after_ms: int = 0) -> TeimgrError:

@@ -12,7 +12,7 @@ import numpy as np
 from google.protobuf.message import DecodeError, Message
 
 from teimgr.engine.job import InferOptions, Input, Job, Lane, Output, characters
-from teimgr.errors import InvalidInput, Overloaded, TeimgrError, TooLarge
+from teimgr.errors import InvalidInput, Overloaded, Refused, TeimgrError, TooLarge
 from teimgr.observability.request_context import CURRENT, CallStats, RequestContext
 from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.spec import LoadedModel
@@ -212,8 +212,14 @@ class LinkCall(MethodCall):
 
 
 def raise_first(job: Job) -> None:
-    if job.errors:
-        raise job.errors[min(job.errors)]
+    """Raise the error of the first row that has one; a refusal names the row if the job has several."""
+    if not job.errors:
+        return
+    row = min(job.errors)
+    error = job.errors[row]
+    if isinstance(error, Refused) and len(job.inputs) > 1:
+        error.input_index = row
+    raise error
 
 
 def within(payload: bytes, limit_bytes: int) -> bytes:

@@ -10,7 +10,7 @@ import asyncio
 import base64
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
@@ -50,6 +50,7 @@ _IDS_AT_ONCE = 2**16
 # Jobs of one request that begin in one turn of the event loop: some milliseconds.
 _JOBS_AT_ONCE = 32
 _U32_MAX = 2**32 - 1
+_NO_MATCH = "no_match"
 
 
 class _FirstMatch:
@@ -58,7 +59,7 @@ class _FirstMatch:
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
         union = handler(source)
         assert union["type"] == "union"
-        error = {"custom_error_type": "no_match", "custom_error_message": "data did not match any of its forms"}
+        error = {"custom_error_type": _NO_MATCH, "custom_error_message": "data did not match any of its forms"}
         return {**union, "mode": "left_to_right", **error}
 
 
@@ -170,8 +171,7 @@ def _decoded(kind: type[BodyT], body: Buffer, body_format: BodyFormat) -> BodyT:
     try:
         return kind.model_validate(value)
     except ValidationError as error:
-        place = error.errors(include_url=False, include_input=False, include_context=False)[0]["loc"]
-        raise BadRequest(400, _first_error(error), str(place[0]) if place else None) from error
+        raise _refusal(error) from error
 
 
 def _parse_quickly(kind: type[BodyT], body: Buffer, body_format: BodyFormat) -> BodyT | None:
@@ -192,10 +192,31 @@ def _reparse(kind: type[BodyT], body: Buffer, body_format: BodyFormat) -> BodyT:
     return found
 
 
-def _first_error(error: ValidationError) -> str:
-    """`place: message` of the first wrong value."""
-    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    return f"{'.'.join(map(str, first['loc'])) or 'body'}: {first['msg']}"
+def _refusal(error: ValidationError) -> BadRequest:
+    """The refusal `place: message` of the first wrong value."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    place = [*first["loc"], *(_odd_one(first["input"]) if first["type"] == _NO_MATCH else ())]
+    return BadRequest(400, f"{'.'.join(map(str, place)) or 'body'}: {first['msg']}", str(place[0]) if place else None)
+
+
+def _odd_one(value: object) -> Iterator[int]:
+    """The indices that lead to the first value of an `Input` that is neither a text nor an id."""
+    if not isinstance(value, list) or not value:
+        return
+    are_ids = _is_id(value[0])
+    for place, one in enumerate(value):
+        if are_ids and not _is_id(one):
+            yield place
+            return
+        if not are_ids and not isinstance(one, str) and not (isinstance(one, list) and all(map(_is_id, one))):
+            yield place
+            if isinstance(one, list):
+                yield next(index for index, id in enumerate(one) if not _is_id(id))
+            return
+
+
+def _is_id(value: object) -> bool:
+    return type(value) is int and 0 <= value <= _U32_MAX
 
 
 def engine_inputs(inputs: str | Sequence[Any], limit: int = MOST_INPUTS) -> list[EngineInput]:
@@ -492,11 +513,23 @@ def prompt_among(model: LoadedModel, names: Sequence[str]) -> str | None:
 
 
 def need_texts(texts: Sequence[object], field: str) -> None:
-    """Raises EmptyInput where there are no texts or one of them is empty."""
+    """Raises EmptyInput if there are no texts, or one of them is empty; ids are checked by the engine."""
     if not texts:
         raise EmptyInput(f"`{field}` cannot be empty")
-    if any(isinstance(text, str) and not text for text in texts):
-        raise EmptyInput(f"`{field}` cannot have an empty text")
+    _refuse([isinstance(text, str) and not text for text in texts], f"`{field}` cannot have an empty text")
+
+
+def need_inputs(inputs: Sequence[EngineInput], refusal: str) -> None:
+    """Raises EmptyInput with the sentence `refusal` if one of the inputs is empty."""
+    _refuse([one is None or not len(one) for one in inputs], refusal)
+
+
+def _refuse(are_empty: list[bool], refusal: str) -> None:
+    """Raises EmptyInput if an input is empty, with its index if there are several."""
+    if True in are_empty:
+        error = EmptyInput(refusal)
+        error.input_index = are_empty.index(True) if len(are_empty) > 1 else None
+        raise error
 
 
 def need_kind(model: LoadedModel, kinds: Sequence[str], doing: str) -> None:

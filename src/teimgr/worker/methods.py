@@ -13,11 +13,12 @@ from numpy.typing import NDArray
 
 from teimgr import __version__
 from teimgr.engine.job import InferOptions, Input, Job, Output, Pair
-from teimgr.errors import Code, EmptyInput, Internal, InvalidInput, TeimgrError, error_from_code
+from teimgr.errors import Code, EmptyInput, Internal, InvalidInput, Refused, TeimgrError, error_from_code
 from teimgr.grpc_core.streams import MAX_PAIRS
 from teimgr.observability.request_context import CURRENT
 from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.spec import Kind
+from teimgr.wire.error_bodies import failure
 from teimgr.wire.frames import HttpRequest, Method, Timings, pack_reply, read_request
 from teimgr.wire.protobuf import scan, varint
 from teimgr.worker import arrow_calls
@@ -271,7 +272,7 @@ def _answer_off_loop(dispatcher: Dispatcher, call: MethodCall, work: Callable[[]
 
 
 def forwarded_http(dispatcher: Dispatcher, call: MethodCall) -> None:
-    """Answer with the reply of the dialect's route; the gateway writes the body of a TeimgrError."""
+    """Answer with the reply of the dialect's route, or its refusal; the gateway writes the body of other errors."""
     try:
         request = read_request(call.payload)
     except ValueError as error:
@@ -289,6 +290,8 @@ async def _answer_http(inference: HttpInference, call: MethodCall, request: Http
         except BadRequest as error:
             reply = error.reply(request.dialect)
         call.reply(CallReply(pack_reply(reply)))
+    except Refused as error:  # its type has more than a frame can carry
+        call.reply(CallReply(pack_reply(failure(request.dialect, error))))
     except TeimgrError as error:
         call.fail(error)
     except Exception as error:

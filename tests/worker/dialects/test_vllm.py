@@ -169,6 +169,99 @@ async def test_what_is_too_long_is_refused_unless_it_may_be_cut(ask: Asking) -> 
     assert ids["usage"]["prompt_tokens"] == 7
 
 
+LONG = "fog and rain " * 100
+ROUTES_OF_TEXTS = {
+    "/v1/embeddings": ("dense", "input", {}),
+    "/pooling": ("dense", "input", {}),
+    "/classify": ("classifier", "input", {}),
+    "/score": ("reranker", "text_2", {"text_1": "a fox"}),
+    "/v1/score": ("dense", "documents", {"queries": "a fox"}),
+    "/rerank": ("reranker", "documents", {"query": "a fox"}),
+    "/v1/rerank": ("reranker", "documents", {"query": "a fox"}),
+    "/v2/rerank": ("reranker", "documents", {"query": "a fox"}),
+}
+
+
+@pytest.mark.parametrize("path", ROUTES_OF_TEXTS)
+async def test_one_rule_for_what_is_too_long_in_vllms_own_words(ask: Asking, path: str) -> None:
+    model, field, more = ROUTES_OF_TEXTS[path]
+    body = {"model": model, field: ["fog", LONG, "rain"]} | more
+
+    refused = await ask.post(f"/vllm{path}", body)
+    cut = await ask.post(f"/vllm{path}", body | {"truncate_prompt_tokens": -1})
+
+    error = refused.json["error"]
+    assert (refused.status, error["code"], error["type"]) == (400, 400, "BadRequestError")
+    assert error["message"].startswith("This model's maximum context length is 96 tokens. However, you requested ")
+    assert error["message"].endswith(" tokens in the input. Please reduce the length of the input. (input 1)")
+    assert cut.status == 200
+
+
+async def test_a_rerank_with_vllms_fields_has_its_rule_and_words_at_the_root_too(ask: Asking) -> None:
+    body = {"model": "reranker", "query": "a fox", "documents": ["fog", LONG]}
+
+    refused = await ask.post("/rerank", body | {"truncation_side": "left"})
+    assert (refused.status, refused.json["error"]["type"]) == (400, "BadRequestError")
+    assert "maximum context length" in refused.json["error"]["message"]
+    assert (await ask.post("/rerank", body)).status == 200  # Infinity cuts
+    logits = (await ask.post("/rerank", body | {"use_activation": False, "truncate_prompt_tokens": -1})).ok
+    raw = (await ask.post("/rerank", body | {"raw_scores": True})).ok
+    assert [one["relevance_score"] for one in logits["results"]] == pytest.approx(
+        [one["relevance_score"] for one in raw["results"]]
+    )
+    assert logits["results"][0]["document"].keys() == {"text"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/embeddings", {"model": "dense", "input": ["fog", "a", ""]}),
+        ("/v1/embeddings", {"model": "dense", "input": [[5], [6], [10**9]]}),
+        ("/v1/embeddings", {"model": "dense", "input": [[5], [6], []]}),
+        ("/v1/embeddings", {"model": "dense", "input": ["a", LONG[:20], LONG], "truncation": False}),
+        ("/embeddings", {"model": "dense", "input": ["fog", "a", ""]}),
+        ("/v2/embed", {"model": "dense", "texts": ["a", "b", LONG], "truncate": "NONE", "input_type": "search_query"}),
+        ("/v2/embed", {"model": "dense", "texts": ["a", "b", ""], "input_type": "search_query"}),
+        ("/voyage/v1/embeddings", {"model": "dense", "input": ["a", "b", LONG], "truncation": False}),
+        ("/jina/v1/embeddings", {"model": "dense", "input": ["a", "b", ""]}),
+        ("/pooling", {"model": "dense", "input": [[5], [6], []]}),
+        ("/classify", {"model": "classifier", "input": ["a", "b", ""]}),
+        ("/v1/classify", {"model": "classifier", "inputs": ["a", "b", ""]}),
+        ("/score", {"model": "reranker", "text_1": "a", "text_2": ["a", "b", ""]}),
+        ("/v1/rerank", {"model": "reranker", "query": "a", "documents": ["a", "b", LONG], "truncation": False}),
+        ("/v1/embeddings", {"model": "dense", "input": ["a", "b", None]}),
+        ("/v1/embeddings", {"model": "dense", "input": [[1], [2], [-3]]}),
+        ("/v1/embeddings", {"model": "dense", "input": ["a", "b", 7]}),
+        ("/v1/embeddings", {"model": "dense", "input": ["a", "b", {"text": 7}]}),
+        ("/v1/rerank", {"model": "reranker", "query": "a", "documents": ["a", "b", 7]}),
+        ("/embeddings", {"model": "dense", "input": ["a", "b", 7]}),
+        ("/v1/embed", {"model": "dense", "texts": ["a", "b", 7], "input_type": "search_query"}),
+        ("/v1/encode/dense", {"items": [{"text": "a"}, {"text": "b"}, {"text": 7}]}),
+        ("/v1/encode/dense", {"items": [{"text": "a"}, {"text": "b"}, {"text": ""}]}),
+    ],
+)
+async def test_a_refused_text_is_named_by_its_index(ask: Asking, path: str, body: Any) -> None:
+    told = await ask.post(path, body)
+
+    assert told.status in (400, 422)
+    assert b"(input 2)" in told.body or b".2" in told.body, told.body
+
+
+async def test_tei_says_the_index_in_a_header(ask: Asking) -> None:
+    for path, inputs in (
+        ("/instances/dense/embed", {"inputs": ["fog", "a", ""]}),
+        ("/instances/dense/embed", {"inputs": ["fog", "a", LONG], "truncate": False}),
+        ("/instances/dense/v1/embeddings", {"input": ["fog", "a", ""]}),
+        ("/instances/reranker/rerank", {"query": "a", "texts": ["fog", "a", LONG], "truncate": False}),
+        ("/instances/classifier/predict", {"inputs": [["fog"], ["a"], [""]]}),
+    ):
+        told = await ask.post(path, inputs)
+        assert (told.status, told.headers.get("x-teimgr-input")) in ((422, "2"), (400, "2")), (path, told)
+        assert b"(input" not in told.body
+    alone = await ask.post("/instances/dense/embed", {"inputs": ""})
+    assert "x-teimgr-input" not in alone.headers
+
+
 async def test_pairs_are_cut_in_the_document(ask: Asking) -> None:
     body = {"model": "reranker", "text_1": "a fox", "text_2": ["fog " * 60, "fog " * 50], "truncate_prompt_tokens": 20}
     answer = (await ask.post("/score", body)).ok

@@ -16,8 +16,8 @@ from typing_extensions import TypeAliasType
 
 from teimgr.engine.job import InferOptions, Job, Output
 from teimgr.engine.job import Input as EngineInput
-from teimgr.errors import EmptyInput
 from teimgr.spec import LoadedModel
+from teimgr.wire.error_bodies import VLLM
 from teimgr.wire.frames import HttpReply, HttpRequest
 from teimgr.wire.quantisation import Precision, converted
 from teimgr.worker import http_inference as http
@@ -101,10 +101,10 @@ class OpenAIEmbeddingsRequest(http.LenientBody):
     def in_base64(self) -> bool:
         return self.encoding_format == "base64" or self.embedding_type == "base64"
 
-    def options(self, served: http.ServedModel) -> InferOptions:
-        """Dense vectors of length 1 unless asked otherwise; truncation as the instance is set unless it is given."""
+    def options(self, served: http.ServedModel, truncate_by_default: bool) -> InferOptions:
+        """Dense vectors of length 1 unless asked otherwise."""
         given = [one for one in (self.truncation, self.truncate) if one is not None]
-        truncate = all(one not in (False, "NONE") for one in given) if given else served.spec.auto_truncate
+        truncate = all(one not in (False, "NONE") for one in given) if given else truncate_by_default
         dimensions = self.dimensions if self.output_dimension is None else self.output_dimension
         return InferOptions(
             outputs=frozenset({Output.DENSE}),
@@ -121,11 +121,11 @@ class OpenAIEmbeddingsRequest(http.LenientBody):
     def _texts_of_objects(cls, value: Any) -> Any:
         return texts_of_objects(value)
 
-    def job(self, inputs: list[EngineInput], served: http.ServedModel) -> http.JobSpec:
-        if any(one is None or not len(one) for one in inputs):
-            raise EmptyInput("`input` cannot be an empty string or an empty array")
+    def job(self, inputs: list[EngineInput], dialect: str, served: http.ServedModel) -> http.JobSpec:
+        http.need_inputs(inputs, "`input` cannot be an empty string or an empty array")
         encode = partial(embedding_list, self.model or served.name, self.in_base64, self.precision)
-        return http.JobSpec(inputs, self.options(served), encode, BATCH_LIMIT)
+        truncates = dialect != VLLM and served.spec.auto_truncate
+        return http.JobSpec(inputs, self.options(served, truncates), encode, BATCH_LIMIT)
 
 
 def texts_of_objects(value: Any) -> Any:
@@ -182,15 +182,15 @@ def embedding_objects(rows: Iterable[Any], in_base64: bool) -> list[dict[str, An
 
 
 async def embeddings(inference: http.HttpInference, request: HttpRequest) -> HttpReply:
-    """The handler of the route."""
+    """The handler of the route. What is too long is cut as the instance is set, and refused in vLLM's dialect."""
     body = await inference.read(request, OpenAIEmbeddingsRequest)
     body.refuse_unsupported()
     inputs = inference.inputs(body.input, BATCH_LIMIT)
     if body.truncate_prompt_tokens is not None:
         inputs = await fitted(inference, inputs, body.truncate_prompt_tokens, left=body.left)
     if body.encoding_format not in BINARY_FORMATS:
-        return await inference.respond(partial(body.job, inputs))
-    [job] = await inference.jobs([partial(body.job, inputs)])
+        return await inference.respond(partial(body.job, inputs, request.dialect))
+    [job] = await inference.jobs([partial(body.job, inputs, request.dialect)])
     raise_first(job)
     head = {"id": http.new_id("embd"), "created": http.unix_time(), "model": body.model or inference.served.name}
     head["usage"] = http.usage(job.tokens)

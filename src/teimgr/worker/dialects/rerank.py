@@ -17,8 +17,10 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from teimgr.engine.job import InferOptions, Job, Output, Pair, SparseRow
-from teimgr.errors import EmptyInput
+from teimgr.errors import EmptyInput, InputTooLong
 from teimgr.spec import Kind
+from teimgr.wire import error_bodies
+from teimgr.wire.error_bodies import failure
 from teimgr.wire.frames import HttpReply, HttpRequest
 from teimgr.worker import http_inference as http
 from teimgr.worker.dialects.truncation import Side, Tokens, fitted_documents
@@ -41,6 +43,7 @@ class RerankRequest(http.LenientBody):
     rank_fields: Annotated[list[str] | None, Field(description="fields of a document that make its text")] = None
     max_tokens_per_doc: Annotated[int | None, Field(ge=1, description="documents are cut to so many tokens")] = None
     raw_scores: Annotated[bool | None, Field(description="logits instead of scores")] = None
+    use_activation: Annotated[bool | None, Field(description="vLLM's: false for logits")] = None
     truncation: Annotated[bool | None, Field(description="false: what is too long is refused")] = None
     top_k: Annotated[http.U32 | None, Field(description="Voyage's `top_n`: the answer has its form")] = None
     truncate_prompt_tokens: Tokens = None
@@ -48,6 +51,10 @@ class RerankRequest(http.LenientBody):
     priority: Annotated[int | None, Field(description="not used")] = None
     instruction: Annotated[str | None, Field(description="not supported")] = None
     max_tokens_per_query: Annotated[int | None, Field(description="not supported")] = None
+
+    @property
+    def wants_logits(self) -> bool:
+        return bool(self.raw_scores) or self.use_activation is False
 
     def form_among(self, form: RerankForm) -> RerankForm:
         """Whose form the answer has: that of the client whose fields the request has, else `form`.
@@ -90,10 +97,12 @@ class Ranking(NamedTuple):
 
 
 class RerankForm(NamedTuple):
-    """A dialect's answer; `documents` is whether they are returned by default."""
+    """A dialect's answer; `documents` is whether they are returned by default, `refuses` whether what is too long is
+    refused unless the request says otherwise."""
 
     write: Callable[[Ranking], dict[str, Any]]
     documents: bool
+    refuses: bool = False
 
 
 def handler(form: RerankForm) -> http.HttpHandler:
@@ -104,7 +113,12 @@ def handler(form: RerankForm) -> http.HttpHandler:
         texts = await inference.truncated(body.texts(), body.max_tokens_per_doc)
         left = body.truncation_side == "left"
         texts = await fitted_documents(inference, [body.query], texts, body.truncate_prompt_tokens, left=left)
-        return await inference.respond(lambda served: _job(body, texts, answers, served))
+        try:
+            return await inference.respond(lambda served: _job(body, texts, answers, served))
+        except InputTooLong as error:
+            if answers is not VLLM:
+                raise
+            return failure(error_bodies.VLLM, error)
 
     return handle
 
@@ -113,9 +127,10 @@ def _job(body: RerankRequest, texts: list[str], form: RerankForm, served: http.S
     if not texts:
         raise EmptyInput("`documents` cannot be empty")
     http.need_kind(served.model, (Kind.RERANKER,), "reranking")
-    truncate = served.spec.auto_truncate if body.truncation is None else body.truncation
+    by_default = served.spec.auto_truncate and not form.refuses
+    truncate = by_default if body.truncation is None else body.truncation
     truncate |= body.truncate_prompt_tokens is not None
-    options = InferOptions(outputs=frozenset({Output.SCORES}), truncate=truncate, raw_scores=bool(body.raw_scores))
+    options = InferOptions(outputs=frozenset({Output.SCORES}), truncate=truncate, raw_scores=body.wants_logits)
     returned = form.documents if body.return_documents is None else body.return_documents
 
     def encode(job: Job) -> bytes:
@@ -196,10 +211,10 @@ def _results(ranking: Ranking) -> list[dict[str, Any]]:
 COHERE_1 = RerankForm(partial(_union, "1"), documents=False)
 COHERE_2 = RerankForm(partial(_union, "2"), documents=False)
 JINA = RerankForm(partial(_union, "1"), documents=True)
-VLLM = RerankForm(_vllm, documents=True)
+VLLM = RerankForm(_vllm, documents=True, refuses=True)
 VOYAGE = RerankForm(_voyage, documents=False)
 # Fields that clients of vLLM send on `/rerank`, and those of Infinity do not.
-_OF_VLLM = frozenset({"truncate_prompt_tokens", "truncation_side", "priority", "max_tokens_per_doc"})
+_OF_VLLM = frozenset({"truncate_prompt_tokens", "truncation_side", "priority", "max_tokens_per_doc", "use_activation"})
 INFINITY = RerankForm(_infinity, documents=False)
 
 
