@@ -35,8 +35,8 @@ from teimgr.engine.tokenizer import TextTokenizer, TokenizeOptions
 from teimgr.errors import (
     DeadlineExceeded,
     EmptyInput,
-    InputTooLong,
     InferenceFailed,
+    InputTooLong,
     InvalidConfig,
     InvalidInput,
     ModelLoadFailed,
