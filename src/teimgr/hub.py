@@ -286,6 +286,11 @@ def names_a_path(model_id: str) -> bool:
     return model_id.startswith(("/", "./", "../", "~"))
 
 
+def shown_id(model_id: str) -> str:
+    """A model id without the place of its folder, for those who may not know it: the folder's name."""
+    return Path(model_id).name if names_a_path(model_id) else model_id
+
+
 def check_directory(model_id: str) -> None:
     """Check a model id that is meant as a path; others pass. Reads one folder.
 

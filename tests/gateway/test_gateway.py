@@ -17,17 +17,18 @@ from tests.support.memory_fleet import Fleet
 from tests.support.mux_process import running
 from tests.support.polling import eventually
 
-from teimgr.auth.policy import Caller, Right
+from teimgr.auth.policy import ANONYMOUS, Caller, Right
 from teimgr.config.settings import Settings
-from teimgr.errors import AmbiguousInstance, ModelNotFound, Unavailable
+from teimgr.errors import AmbiguousInstance, ModelNotFound, TeimgrError, Unavailable
 from teimgr.gateway import gateway
 from teimgr.gateway.gateway import PARSED_BYTES, Gateway, ModelNames, model_of
+from teimgr.gateway.model_cards import ModelCards
 from teimgr.gateway.routes import kinds_of
 from teimgr.http_server import bind, serving
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.rest.app import create_app
 from teimgr.routing.router import Directory, Router, router_view
-from teimgr.spec import RouteEntry, RoutingSnapshot, State, WorkerEndpoint
+from teimgr.spec import InstanceSpec, InstanceView, LoadedModel, RouteEntry, RoutingSnapshot, State, WorkerEndpoint
 from teimgr.wire.frames import MAX_HEAD_BYTES, HttpReply, pack_reply
 
 __all__ = ["start_worker"]
@@ -156,7 +157,9 @@ def naming(*instances: str, caller: str = "*", **aliases: str) -> ModelNames:
         entries.append(RouteEntry(name, model_id, State.RUNNING, None, 4, endpoints))
     router = Router()
     router.update(RoutingSnapshot(tuple(entries)))
-    return ModelNames(router, lambda: aliases).restricted(router_view(Caller("k", frozenset(Right), (caller,)), router))
+    return ModelNames(router, lambda: aliases).restricted(
+        router_view(Caller("k", frozenset(Right), (caller,)), router), tells_paths=True
+    )
 
 
 def test_an_instance_goes_before_an_alias_and_that_before_a_model() -> None:
@@ -191,7 +194,9 @@ def serving_kinds(*instances: str, caller: str = "*", **defaults: str) -> ModelN
         serves = tuple(filter(None, words.split(",")))
         directory.publish(RouteEntry(name, "m", State(state), None, 4, endpoints, serves))
     router.update(directory.snapshot())
-    return ModelNames(router, dict).restricted(router_view(Caller("k", frozenset(Right), (caller,)), router))
+    return ModelNames(router, dict).restricted(
+        router_view(Caller("k", frozenset(Right), (caller,)), router), tells_paths=True
+    )
 
 
 RERANKING, CLASSIFYING = kinds_of("/rerank"), kinds_of("/classify")
@@ -255,6 +260,94 @@ def test_a_new_default_counts_at_once() -> None:
     with pytest.raises(AmbiguousInstance):
         router.unnamed(RERANKING)
     assert RoutingSnapshot.from_json(directory.snapshot().to_json()) == directory.snapshot()
+
+
+INFERENCE_KEY, READER = Caller("k", frozenset({Right.INFERENCE})), Caller("r", frozenset({Right.READ}))
+
+
+def fleet_of_paths() -> Router:
+    router = Router()
+    router.update(
+        RoutingSnapshot(
+            (
+                RouteEntry(
+                    "mini", "/srv/secret/all-mini", State.RUNNING, None, 4, (WorkerEndpoint("/nowhere/m", "m"),)
+                ),
+                RouteEntry("lost", "/srv/secret/lost-mini", State.RUNNING, None, 4),
+                RouteEntry("bad", "/srv/secret/bad", State.FAILED, "no file /srv/secret/bad/config.json", 4),
+                RouteEntry("hub", "BAAI/bge-small", State.STOPPED, None, 4),
+            )
+        )
+    )
+    return router
+
+
+@pytest.mark.parametrize("caller", [INFERENCE_KEY, Caller("k", frozenset({Right.INFERENCE}), ("*",))])
+def test_a_client_of_inference_is_told_no_paths(caller: Caller) -> None:
+    router = fleet_of_paths()
+    aliases = {"other": "/srv/secret/lost-mini"}
+    names = ModelNames(router, lambda: aliases).restricted(router_view(caller, router), caller.is_operator)
+
+    assert names.names() == ["BAAI/bge-small", "bad", "hub", "lost", "mini", "other"]
+    assert names.lease("/srv/secret/all-mini").instance == "mini"  # whoever knows the path may use it
+    for model in ("min", "secret", "all-min", "/srv", "bad", "other", "lost", "nothing", "hub", "BAAI/bge"):
+        with pytest.raises(TeimgrError) as caught:
+            names.lease(model)
+        assert "/srv/secret" not in caught.value.message, model
+    assert caught.value.message.endswith("did you mean 'BAAI/bge-small'?")
+
+
+def test_an_operator_is_told_paths_and_reasons() -> None:
+    router = fleet_of_paths()
+    for caller in (READER, ANONYMOUS):
+        names = ModelNames(router, dict).restricted(router_view(caller, router), caller.is_operator)
+        assert "/srv/secret/all-mini" in names.names()
+        with pytest.raises(Unavailable, match="no file /srv/secret"):
+            names.lease("bad")
+
+
+def _view(kind: str | None, **model: Any) -> InstanceView:
+    loaded = LoadedModel(
+        model_id="/srv/secret/mini",
+        model_sha=None,
+        dtype="float32",
+        device="cpu",
+        kind=kind or "embedding",
+        pooling="mean",
+        dimension=384,
+        max_input_length=256,
+        max_batch_tokens=16384,
+        batching="packed",
+    )
+    spec = InstanceSpec(name="mini", model_id="/srv/secret/mini", kind=kind)
+    state, reason = (State.RUNNING, None) if model.get("runs") else (State.FAILED, "no file /srv/secret/mini/x")
+    return InstanceView(spec=spec, state=state, reason=reason, model=loaded if model.get("runs") else None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "known_as"),
+    [
+        ("embedding", "embedding"),
+        ("sparse", "embedding"),
+        ("multi-vector", "embedding"),
+        ("reranker", "rerank"),
+        ("classifier", "classifier"),
+        (None, None),
+    ],
+)
+def test_a_card_has_what_xinferences_client_reads_and_no_path(kind: str | None, known_as: str | None) -> None:
+    def card(runs: bool, is_operator: bool) -> dict[str, Any]:
+        views = [_view(kind, runs=runs)]
+        return ModelCards(views, lambda name: "/srv/secret/mini", 0, "teimgr", is_operator).card("mini")
+
+    for is_operator, root in ((True, "/srv/secret/mini"), (False, "mini")):
+        loaded = card(True, is_operator)
+        assert (loaded["model_type"], loaded["model_name"], loaded["root"]) == (known_as or "embedding", root, root)
+        assert (loaded["max_tokens"], loaded["dimensions"]) == (256, 384)
+        failed = card(False, is_operator)
+        assert failed["model_type"] == known_as
+        assert ("/srv/secret" in failed["last_error"]["message"]) is is_operator
+        assert is_operator or "/srv/secret" not in str(loaded) + str(failed)
 
 
 def test_a_name_of_megabytes_costs_nothing_and_is_not_said_again() -> None:

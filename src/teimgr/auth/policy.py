@@ -63,6 +63,9 @@ class Right(str, Enum):
     READ = "read"  # read the state of the fleet, its logs and its metrics
 
 
+_OPERATORS = (Right.ADMIN, Right.READ)
+
+
 @dataclass(frozen=True, slots=True)
 class Caller:
     """An authenticated client. `instances` are names and globs; None means all instances.
@@ -78,6 +81,11 @@ class Caller:
     @property
     def is_restricted(self) -> bool:
         return self.instances is not None
+
+    @property
+    def is_operator(self) -> bool:
+        """Whether the caller may know where models are and why they failed; clients of inference need neither."""
+        return not self.rights.isdisjoint(_OPERATORS)
 
     def covers(self, instance: str) -> bool:
         return self.instances is None or any(fnmatchcase(instance, pattern) for pattern in self.instances)

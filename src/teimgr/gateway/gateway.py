@@ -20,6 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from teimgr import hub
 from teimgr.auth.policy import ANONYMOUS, Caller, caller_of
 from teimgr.byte_budget import ByteBudget, Charge, Shares
 from teimgr.config.settings import Settings
@@ -229,7 +230,7 @@ class Gateway:
         return names.lease(await model_of(body.payload, body.start), kinds_of(inner))
 
     def _names_for(self, caller: Caller) -> ModelNames:
-        return self._names.restricted(router_view(caller, self._router))
+        return self._names.restricted(router_view(caller, self._router), caller.is_operator)
 
     async def _list_models(self, request: Request) -> Response:
         cards = self._cards(request)
@@ -240,9 +241,10 @@ class Gateway:
 
     def _cards(self, request: Request) -> Callable[[str], dict[str, Any]]:
         """The card of a name that the caller may use."""
-        names = self._names_for(caller_of(request.scope))
+        caller = caller_of(request.scope)
+        names = self._names_for(caller)
         owner = "infinity" if request.url.path.startswith("/infinity/") else "teimgr"
-        return ModelCards(self.views(), names.model_id, self._since, owner).card
+        return ModelCards(self.views(), names.model_id, self._since, owner, caller.is_operator).card
 
     async def _get_model(self, request: Request) -> Response:
         names, name = self._names_for(caller_of(request.scope)), request.path_params["model"]
@@ -428,14 +430,20 @@ _COMPARED_CHARS = 256
 
 
 class ModelNames:
-    """Resolves names against the router's last snapshot; `aliases` maps an alias to an instance name or a model id."""
+    """Resolves names against the router's last snapshot; `aliases` maps an alias to an instance name or a model id.
 
-    def __init__(self, router: RouterView, aliases: Callable[[], Mapping[str, str]]) -> None:
+    Ids that are paths of the host resolve for every caller, and are told only if `tells_paths`.
+    """
+
+    def __init__(
+        self, router: RouterView, aliases: Callable[[], Mapping[str, str]], *, tells_paths: bool = True
+    ) -> None:
         self._router = router
         self._aliases = aliases
+        self._tells_paths = tells_paths
 
-    def restricted(self, router: RouterView) -> ModelNames:
-        return self if router is self._router else ModelNames(router, self._aliases)
+    def restricted(self, router: RouterView, tells_paths: bool) -> ModelNames:
+        return self if router is self._router else ModelNames(router, self._aliases, tells_paths=tells_paths)
 
     def lease(self, model: str | None, kinds: Sequence[str] = ()) -> Lease:
         """A lease on the least busy worker of `model`; without one, on that of the instance for one of `kinds`.
@@ -461,7 +469,8 @@ class ModelNames:
             found = [(entry.name, entry.state) for entry in entries]
             states = ", ".join(f"'{name}' is {state.value}" for name, state in found)
             kind = Stopped if all(state is State.STOPPED for _, state in found) else Unavailable
-            raise kind(f"No instance of the model '{target}' takes calls now: {states}") from None
+            shown = target if self._tells_paths else hub.shown_id(target)
+            raise kind(f"No instance of the model '{shown}' takes calls now: {states}") from None
 
     def lease_instance(self, name: str) -> Lease:
         """A lease on the instance of that name.
@@ -477,9 +486,11 @@ class ModelNames:
             raise error from None
 
     def names(self) -> list[str]:
-        """All names that `model` may have, sorted: instances, aliases and model ids."""
+        """The names that `model` may have, sorted: instances, aliases and model ids that are told."""
         aliases = (alias for alias in self._aliases() if self.model_id(alias) is not None)
-        return sorted({*self._instances(), *(entry.model_id for entry in self._router.snapshot.entries), *aliases})
+        ids = {entry.model_id for entry in self._router.snapshot.entries}
+        told = ids if self._tells_paths else {each for each in ids if not hub.names_a_path(each)}
+        return sorted({*self._instances(), *told, *aliases})
 
     def check(self, model: str) -> None:
         """Raises ModelNotFound, with similar names, for an unknown name; what is known need not run."""

@@ -1,4 +1,4 @@
-"""`GET /v1/models`: one list that the clients of OpenAI, vLLM, SIE, Infinity and Cohere can read.
+"""`GET /v1/models`: one list that the clients of OpenAI, vLLM, SIE, Infinity, Xinference and Cohere can read.
 
 A card is the union of their model objects, and the list is under `data` and under `models`. Beside it: Infinity's
 health and Cohere's check of an API key.
@@ -15,6 +15,7 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
+from teimgr import hub
 from teimgr.auth.policy import caller_of
 from teimgr.spec import InstanceView, Kind, LoadedModel, State
 from teimgr.wire.error_bodies import JSON_TYPE
@@ -27,18 +28,33 @@ _STATES = {State.RUNNING: "loaded", State.STARTING: "loading", State.STOPPING: "
 _BEST_FIRST = (State.RUNNING, State.STARTING, State.STOPPING, State.FAILED, State.STOPPED)
 # Infinity's and Cohere's words.
 _CAPABILITIES: dict[str, str] = {Kind.RERANKER: "rerank", Kind.CLASSIFIER: "classify"}
+_XINFERENCE_TYPES: dict[str, str] = {
+    Kind.EMBEDDING: "embedding",
+    Kind.SPARSE: "embedding",
+    Kind.MULTI_VECTOR: "embedding",
+    Kind.RERANKER: "rerank",
+}
 _OUTPUTS = {"dense": "dense", "sparse": "sparse", "multi-vector": "multivector", "scores": "score"}
 
 
 class ModelCards:
-    """The cards of names; a name may be an instance, an alias or a model id, and `model_id` resolves it."""
+    """The cards of names; a name may be an instance, an alias or a model id, and `model_id` resolves it.
+
+    Paths of the host and reasons of failures are in them only if `is_for_operator`.
+    """
 
     def __init__(
-        self, views: Iterable[InstanceView], model_id: Callable[[str], str | None], created: int, owner: str
+        self,
+        views: Iterable[InstanceView],
+        model_id: Callable[[str], str | None],
+        created: int,
+        owner: str,
+        is_for_operator: bool,
     ) -> None:
         self._model_id = model_id
         self._created = created
         self._owner = owner
+        self._is_for_operator = is_for_operator
         self._by_name: dict[str, InstanceView] = {}
         self._by_model: defaultdict[str, list[InstanceView]] = defaultdict(list)
         for view in views:
@@ -52,27 +68,31 @@ class ModelCards:
         view = min(views, key=lambda each: _BEST_FIRST.index(each.state), default=None)
         model = view.model if view else None
         state = "available" if view is None else _STATES.get(view.state, "available")
+        root = model_id if self._is_for_operator or model_id is None else hub.shown_id(model_id)
+        kind = model.kind if model else view.spec.kind if view else None
         card = {
             "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": self._owner,
-            "root": model_id,
+            "root": root,
+            "model_name": root,
+            "model_type": kind and _XINFERENCE_TYPES.get(kind, kind),
             "name": name,
             "state": state,
             "loaded": state == "loaded",
-            "last_error": _error(view),
+            "last_error": self._error(view),
             "stats": {},  # Infinity's clients need the key; the figures are on /metrics
             "backend": "torch",
             "inputs": ["text"],
         }
         return card | (_facts(model) if model else {"capabilities": [], "outputs": [], "dims": {}, "endpoints": []})
 
-
-def _error(view: InstanceView | None) -> dict[str, Any] | None:
-    if view is None or view.state is not State.FAILED:
-        return None
-    return {"code": "MODEL_LOAD_FAILED", "message": view.reason or "failed", "attempts": view.restarts + 1}
+    def _error(self, view: InstanceView | None) -> dict[str, Any] | None:
+        if view is None or view.state is not State.FAILED:
+            return None
+        message = (view.reason if self._is_for_operator else None) or "failed"
+        return {"code": "MODEL_LOAD_FAILED", "message": message, "attempts": view.restarts + 1}
 
 
 def _facts(model: LoadedModel) -> dict[str, Any]:
@@ -89,6 +109,8 @@ def _facts(model: LoadedModel) -> dict[str, Any]:
         "max_model_len": model.max_input_length,
         "max_sequence_length": model.max_input_length,
         "context_length": model.max_input_length,
+        "max_tokens": model.max_input_length,
+        "dimensions": model.dimension or None,
         "revision": model.model_sha,
     }
 

@@ -228,7 +228,7 @@ PERMISSIONS: dict[str, Permission] = {
     "POST /instances/{name}/restart": ADMIN,
     "GET /instances/{name}/logs": READ,
     "GET /instances/{name}/events": READ,
-    "GET /instances/{name}/health": READ,
+    "GET /instances/{name}/health": EITHER,
     "POST /instances/actions": ADMIN_ALL,
     "GET /health/all": READ_ALL,
     "GET /templates": READ_ALL,

@@ -346,7 +346,8 @@ class Router:
 
 
 class _RestrictedRouter:
-    """The instances of a router that a restricted caller may use."""
+    """The instances of a router that a restricted caller may use, and without the reasons of failures for a caller that
+    is not an operator: they have paths of the host."""
 
     def __init__(self, caller: Caller, router: Router) -> None:
         self._caller = caller
@@ -355,6 +356,8 @@ class _RestrictedRouter:
 
     @property
     def snapshot(self) -> RoutingSnapshot:
+        if not self._caller.is_restricted:
+            return self._router.snapshot
         entries = self._router.snapshot.entries
         return RoutingSnapshot(tuple(entry for entry in entries if self._caller.covers(entry.name)))
 
@@ -371,14 +374,21 @@ class _RestrictedRouter:
         check_target(target)
         if target.instance_name is not None:
             self._caller.require_instance(target.instance_name)
-        elif target.model_id is None:
+        elif target.model_id is None and self._caller.is_restricted:
             target = self._by_index(target.instance_index or 0)
         try:
             return self._router.lease(target, self._caller.covers)
         except ModelNotFound as error:
+            if not self._caller.is_restricted:
+                raise
             raise Forbidden(
                 f"The key '{self._caller.name}' is for no running instance of model '{target.model_id}'"
             ) from error
+        except Unavailable as error:
+            entry = None if target.instance_name is None else self._router.find(target.instance_name)
+            if entry is not None and entry.reason and not self._caller.is_operator:
+                error.message = error.message.removesuffix(f": {entry.reason}")
+            raise
 
     def _by_index(self, index: int) -> Target:
         """The caller's instance at `index` among its own: a position in the whole fleet would tell of the others'."""
@@ -392,7 +402,7 @@ class _RestrictedRouter:
 
 
 def router_view(caller: Caller, router: Router) -> RouterView:
-    return _RestrictedRouter(caller, router) if caller.is_restricted else router
+    return router if caller.is_operator and not caller.is_restricted else _RestrictedRouter(caller, router)
 
 
 def check_target(target: Target) -> None:

@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, Validat
 from pydantic_core import core_schema
 from typing_extensions import TypeAliasType
 
+from teimgr import hub
 from teimgr.engine.job import InferOptions, Job, Lane, Pair
 from teimgr.engine.job import Input as EngineInput
 from teimgr.errors import EmptyInput, InvalidInput, TeimgrError, WrongModelKind
@@ -315,6 +316,13 @@ class ServedModel:
 
     @property
     def name(self) -> str:
+        """For answers to requests without a model: a name that requests may have, never a path of the host."""
+        model_id = self.model.model_id
+        return self.spec.served_model_name or (self.spec.name if hub.names_a_path(model_id) else model_id)
+
+    @property
+    def tei_name(self) -> str:
+        """As TEI has it: the model as the instance was created with."""
         return self.spec.served_model_name or self.model.model_id
 
 
@@ -535,4 +543,6 @@ def _refuse(are_empty: list[bool], refusal: str) -> None:
 def need_kind(model: LoadedModel, kinds: Sequence[str], doing: str) -> None:
     """Raises WrongModelKind where the model is of none of `kinds`."""
     if model.kind not in kinds:
-        raise WrongModelKind(f"The model '{model.model_id}' is of kind {model.kind} and does not do {doing}")
+        raise WrongModelKind(
+            f"The model '{hub.shown_id(model.model_id)}' is of kind {model.kind} and does not do {doing}"
+        )

@@ -52,7 +52,7 @@ class OpenAICompatRequest(http.InferenceRequest):
         options = InferOptions(
             outputs=frozenset({Output.DENSE}), truncate=served.spec.auto_truncate, dimensions=self.dimensions
         )
-        encode = partial(embedding_list, served.name, self.encoding_format == "base64", Precision.FLOAT32)
+        encode = partial(embedding_list, served.tei_name, self.encoding_format == "base64", Precision.FLOAT32)
         limit = max(BATCH_LIMIT, served.spec.max_client_batch_size)
         return http.JobSpec(http.engine_inputs(self.input, limit), options, encode, limit)
 
@@ -386,7 +386,7 @@ def info(served: http.ServedModel) -> dict[str, Any]:
         "model_id": model.model_id,
         "model_sha": model.model_sha,
         "model_dtype": model.dtype,
-        "served_model_name": served.name,
+        "served_model_name": served.tei_name,
         "model_type": _model_type(model),
         "max_concurrent_requests": spec.max_concurrent_requests,
         "max_input_length": model.max_input_length,
