@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from teimgr.errors import InvalidInput
 from teimgr.wire import json_scan
-from teimgr.wire.json_scan import MAX_CONTAINERS, WINDOW_BYTES, completed, decoded, loads, text_member
+from teimgr.wire.json_scan import MAX_CONTAINERS, WINDOW_BYTES, broken_text, completed, decoded, loads, text_member
 
 TEXT = st.text(max_size=20)
 LEAVES = st.none() | st.booleans() | st.integers() | TEXT
@@ -256,3 +256,50 @@ def test_too_many_lists_are_refused_by_name(text: bytes) -> None:
 def test_brackets_in_texts_are_no_lists() -> None:
     text = b"[" + b'"[[[[{{{{[[[[{{{{",' * (MAX_CONTAINERS // 8) + b"0]"
     assert loads(text) == orjson.loads(text)
+
+
+HALVES = (rb"\ud83d", rb"\uDE00", rb"\ud83d\ud83d", rb"a\ud83d b", rb"\\\ud83d", b"\xed\xa0\xbd", b"\xff", b"a\xc3")
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize(
+    ("template", "path"),
+    [
+        (b'{"input": ["fog", "X"]}', ("input", 1)),
+        (b'{"input": "X"}', ("input",)),
+        (b'{"a": {"b": [1, [], {}, ["]{", "\\"", {"c": "X", "d": 1}, "z"]]}}', ("a", "b", 3, 2, "c")),
+        (b'["X"]', (0,)),
+        (b'"X"', ()),
+    ],
+)
+def test_a_text_that_is_not_unicode_is_found(half: bytes, template: bytes, path: tuple[str | int, ...]) -> None:
+    found = broken_text(template.replace(b"X", half))
+
+    assert found is not None
+    assert found.path == path
+    assert ("surrogate" if b"\\u" in half else "UTF-8") in found.fault
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"{",
+        rb'{"input": "\ud83d\ude00 \\ud83d"}',
+        rb'{"input": "\ud8"}',
+        b'["a" "b"]',
+        '["é😀"]'.encode(),
+    ],
+)
+def test_a_text_that_is_unicode_or_malformed_otherwise_is_left_alone(text: bytes) -> None:
+    assert broken_text(text) is None
+
+
+def test_a_broken_text_at_the_end_of_megabytes_is_found_in_linear_time() -> None:
+    texts = b'"fog \\ud83d\\ude00 [{ \\" rain",' * 100_000
+    for last in (rb'"\ud83d"', b'"\xed\xa0\xbd"'):
+        began = time.process_time()
+        found = broken_text(b'{"input": [' + texts + last + b"]}")
+        assert found is not None
+        assert found.path == ("input", 100_000)
+        assert time.process_time() - began < 10

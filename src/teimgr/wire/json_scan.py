@@ -7,10 +7,11 @@ it is: malformed texts are scanned too, and what they mean is for a parser to sa
 
 from __future__ import annotations
 
+import codecs
 import re
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import orjson
 
@@ -388,3 +389,91 @@ def _whole_characters(text: AnyText, at: int, end: int) -> int:
 
 def _malformed(message: str, at: int) -> ValueError:
     return ValueError(f"{message}: byte {at}")
+
+
+# Where a text is that is not Unicode.
+
+# Any bytes, with escapes of whole characters: it stops at half of a surrogate pair, or at a malformed escape.
+_PAIRED = re.compile(
+    rb"(?:[^\\]++|\\[^u]|\\u(?![dD][89a-fA-F])[0-9a-fA-F]{4}"
+    rb"|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})*+",
+    re.DOTALL,
+)
+_HALF = re.compile(rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
+_UNMARKED = re.compile(rb'[^\[\]{}"]*+')
+
+
+class BrokenText(NamedTuple):
+    """A text of a JSON value that is not Unicode: the keys and indices that lead to it, and what is wrong with it."""
+
+    path: tuple[str | int, ...]
+    fault: str
+
+
+def broken_text(text: Text) -> BrokenText | None:
+    """The first text of a JSON text with half of a surrogate pair, or with bytes that are not UTF-8; None if there is
+    no such text, or its place cannot be told.
+
+    Takes time in proportion to the text, without holding the GIL for more than a few milliseconds.
+    """
+    return completed(_broken_text(text))
+
+
+def _broken_text(text: Text) -> Steps[BrokenText | None]:
+    before, at = -1, 0
+    while at > before:  # an escape that a window cuts is read again at the beginning of the next one
+        before, at = at, _matched(_PAIRED, text, at, at + WINDOW_BYTES)
+        yield
+    half = _HALF.match(text, at)
+    fault = "not valid UTF-8" if half is None else f"half of a surrogate pair, {half.group().decode()}"
+    if half is None:
+        at = yield from _invalid_utf8(text)
+        if at < 0:
+            return None
+    closing = yield from _closing(text, at)
+    for end in (b'"', b'":0'):  # a value, or the key of a member
+        try:
+            value = yield from decoded(text[:at] + end + closing)
+        except (ValueError, InvalidInput):
+            continue
+        return BrokenText(tuple(_last(value)), fault)
+    return None
+
+
+def _invalid_utf8(text: Text) -> Steps[int]:
+    """The position of the first byte that is not UTF-8, -1 if all are."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    for at in range(0, len(text), WINDOW_BYTES):
+        pending = len(decoder.getstate()[0])
+        try:
+            decoder.decode(text[at : at + WINDOW_BYTES], at + WINDOW_BYTES >= len(text))
+        except UnicodeDecodeError as error:
+            return at - pending + error.start
+        yield
+    return -1
+
+
+def _closing(text: Text, stop: int) -> Steps[bytes]:
+    """What closes the lists and objects that are open at `stop`, which is within a string."""
+    opened, at, token = bytearray(), 0, 0
+    while (at := (yield from _run(_UNMARKED, text, at))) < stop:
+        first = text[at]
+        at += 1
+        if first == _QUOTE:
+            at = yield from _end_of_string(text, at)
+        elif first in _OPENING:
+            opened.append(_CLOSED_BY[dict if first == _BRACE else list])
+        elif opened:
+            opened.pop()
+        token += 1
+        if token % _TOKENS_A_STEP == 0:
+            yield
+    return bytes(reversed(opened))
+
+
+def _last(value: Any) -> Iterator[str | int]:
+    """The keys and indices that lead to the last value within a value."""
+    while value and isinstance(value, (list, dict)):
+        step = len(value) - 1 if isinstance(value, list) else next(reversed(value))
+        yield step
+        value = value[step]

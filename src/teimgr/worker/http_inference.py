@@ -29,7 +29,7 @@ from teimgr.errors import EmptyInput, InvalidInput, TeimgrError, WrongModelKind
 from teimgr.http_bodies import is_json
 from teimgr.spec import LoadedModel, WorkerSpec
 from teimgr.wire import json_scan
-from teimgr.wire.error_bodies import JSON_TYPE, TEI, TEI_OPENAI, refusal
+from teimgr.wire.error_bodies import INPUT_INDEX, JSON_TYPE, TEI, TEI_OPENAI, refusal
 from teimgr.wire.frames import Buffer, HttpReply, HttpRequest
 from teimgr.worker.calls import (
     MANY_NUMBERS,
@@ -108,19 +108,34 @@ BodyT = TypeVar("BodyT", bound=Body)
 
 
 class BadRequest(Exception):
-    """A request whose body cannot be read: HTTP status, sentence, and the field at fault if there is one."""
+    """A request whose body cannot be read: HTTP status, sentence, and the field at fault if there is one.
 
-    def __init__(self, status: int, message: str, param: str | None = None) -> None:
+    `input_index` is that of the input at fault, for TEI's dialects, whose sentences do not have it.
+    """
+
+    def __init__(self, status: int, message: str, param: str | None = None, input_index: int | None = None) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
         self.param = param
+        self.input_index = input_index
 
     def reply(self, dialect: str) -> HttpReply:
         """The response in `dialect`; TEI's web framework answers in plain text."""
         if dialect in (TEI, TEI_OPENAI):
-            return HttpReply(self.status, {"content-type": "text/plain; charset=utf-8"}, self.message.encode())
+            index = {} if self.input_index is None else {INPUT_INDEX: str(self.input_index)}
+            return HttpReply(self.status, {"content-type": "text/plain; charset=utf-8"} | index, self.message.encode())
         return refusal(dialect, self.status, self.message, self.param)
+
+
+def broken_text(body: Buffer) -> BadRequest | None:
+    """The refusal of a body with a text that is not Unicode, such as half of an emoji; None for another body."""
+    found = json_scan.broken_text(bytes(body))
+    if found is None:
+        return None
+    place = ".".join(map(str, found.path)) or "body"
+    index = next((step for step in reversed(found.path) if isinstance(step, int)), None)
+    return BadRequest(400, f"{place}: the text is {found.fault}", str(found.path[0]) if found.path else None, index)
 
 
 class BodyFormat(NamedTuple):
@@ -168,7 +183,7 @@ def _decoded(kind: type[BodyT], body: Buffer, body_format: BodyFormat) -> BodyT:
     try:
         value = (body_format.decode_large if len(body) > _LARGE_BODY_BYTES else body_format.decode)(body)
     except (ValueError, RecursionError) as error:
-        raise BadRequest(400, body_format.undecodable.format(error)) from error
+        raise broken_text(body) or BadRequest(400, body_format.undecodable.format(error)) from error
     try:
         return kind.model_validate(value)
     except ValidationError as error:

@@ -247,6 +247,29 @@ async def test_a_refused_text_is_named_by_its_index(ask: Asking, path: str, body
     assert b"(input 2)" in told.body or b".2" in told.body, told.body
 
 
+@pytest.mark.parametrize(
+    ("path", "head", "place"),
+    [
+        ("/v1/embeddings", '{"model": "dense", "input": ', "input.1: "),
+        ("/embeddings", '{"model": "dense", "input": ', "input.1: "),
+        ("/pooling", '{"model": "dense", "input": ', "input.1: "),
+        ("/v2/embed", '{"model": "dense", "input_type": "search_query", "texts": ', "texts.1: "),
+        ("/v1/rerank", '{"model": "reranker", "query": "a", "documents": ', "documents.1: "),
+        ("/voyage/v1/embeddings", '{"model": "dense", "input": ', "input.1: "),
+    ],
+)
+async def test_half_an_emoji_is_named_by_its_index(ask: Asking, path: str, head: str, place: str) -> None:
+    for many in (1, 20_000):  # parsed whole, and in pieces
+        rest = ', "fog"' * many
+        told = await ask.post(path, f'{head}["fog", "cut \\ud83d"{rest}]}}'.encode())
+        assert told.status == 400
+        assert f"{place}the text is half of a surrogate pair, \\\\ud83d" in told.body.decode()
+    tei = await ask.post("/instances/dense/embed", b'{"inputs": ["fog", "cut \\ud83d"]}')
+    assert (tei.status, tei.headers["x-teimgr-input"]) == (400, "1")
+    assert tei.body.startswith(b"Failed to parse the request body as JSON: ")
+    assert b"hex escape at line 1 column" in tei.body
+
+
 async def test_tei_says_the_index_in_a_header(ask: Asking) -> None:
     for path, inputs in (
         ("/instances/dense/embed", {"inputs": ["fog", "a", ""]}),

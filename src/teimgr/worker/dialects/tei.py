@@ -360,7 +360,9 @@ def _reparse(kind: type[http.BodyT], body: Buffer) -> http.BodyT:
         return kind.model_validate(read_body(_TYPES[kind], found))
     except Fault as fault:
         if fault.is_syntax:
-            raise http.BadRequest(400, f"Failed to parse the request body as JSON: {fault.sentence(found)}") from fault
+            message = f"Failed to parse the request body as JSON: {fault.sentence(found)}"
+            text = http.broken_text(found)
+            raise http.BadRequest(400, message, input_index=text.input_index if text else None) from fault
         message = f"Failed to deserialize the JSON body into the target type: {fault.sentence(found)}"
         raise http.BadRequest(422, message) from fault
 
