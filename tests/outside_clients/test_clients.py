@@ -125,8 +125,11 @@ def test_litellm(hear: Hear, truth: Truth) -> None:
 
     for name in ("as_openai", "as_infinity", "as_hugging_face", "as_vllm"):
         same(told[name], truth.vectors)
-    for name in ("ranks", "ranks_as_cohere", "ranks_as_infinity"):
+    for name in ("ranks", "ranks_as_cohere", "ranks_as_infinity", "ranks_as_jina", "ranks_as_vllm"):
         same_ranks(told[name], truth.ranks())
+    for way in ("a_header", "a_field", "the_prefix"):
+        same_ranks(told[f"ranks_as_vllm_by_{way}"], truth.ranks())
+    assert told["too_long"] == "ContextWindowExceededError"
 
 
 def test_cohere(hear: Hear, truth: Truth) -> None:
