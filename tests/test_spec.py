@@ -21,7 +21,18 @@ from teimgr.config.settings import Settings
 from teimgr.errors import InvalidConfig, ValidationError
 from teimgr.placement.planner import GpuInventory, Planner
 from teimgr.rest.schemas import CreateInstance, InstanceInfo, UpdateInstance, instance_info
-from teimgr.spec import KEYS, WORKER_KEYS, Change, InstanceSpec, InstanceView, State, now_rfc3339, rfc3339, updatable
+from teimgr.spec import (
+    KEYS,
+    WORKER_KEYS,
+    Change,
+    InstanceSpec,
+    InstanceView,
+    State,
+    WorkerSpec,
+    now_rfc3339,
+    rfc3339,
+    updatable,
+)
 from teimgr.supervision.store import parse as parse_state
 from teimgr.supervision.store import render
 from tests.support.loaded_settings import load
@@ -36,7 +47,8 @@ def sample(name: str) -> Any:
     """A valid value of the key, other than its default, as JSON and TOML have it."""
     key, default = KEYS[name], {item.name: item.default for item in fields(InstanceSpec)}[name]
     if key.words:
-        return next(word for word in key.words if word != default)
+        launched = {item.name: item.default for item in fields(WorkerSpec)}.get(name)
+        return next(word for word in key.words if word not in (default, launched))
     kind = {"tags": dict, "labels": dict, "extra_args": list}.get(name) or next(
         kind for kind in (bool, int, str) if kind in (hint := HINTS[name], *get_args(hint))
     )

@@ -64,6 +64,9 @@ class Kind(str, Enum):
 
 
 KINDS = tuple(kind.value for kind in Kind)
+TOKEN_INPUTS = ("accept", "refuse", "tiktoken")
+"""What is done with token ids in requests: taken as the model's own, refused, or decoded by tiktoken."""
+TOKEN_ENCODING = "cl100k_base"
 
 
 def check_name(name: str) -> str:
@@ -260,6 +263,13 @@ class InstanceSpec:
         "spread", "replicas on different hosts and GPUs first, or pack: on few hosts", words=PLACEMENTS
     )
     tags: Mapping[str, str] = _key(dict, "for people and filters: {team: search}", most=64)
+    token_inputs: str | None = _key(
+        None,
+        "token ids in requests: the model's own, refused, or tiktoken's, read as texts; absent: the daemon's",
+        change=_REPLACE,
+        words=TOKEN_INPUTS,
+    )
+    token_encoding: str | None = _key(None, "tiktoken's encoding of such ids; absent: the daemon's", change=_REPLACE)
     wanted_running: bool = _key(True, "false after a user's stop", in_rest=False, in_config=False)
     pending_update: str | None = _key(
         None, "an accepted update that is under way, as JSON", in_rest=False, in_config=False, secret=True
@@ -338,6 +348,8 @@ class WorkerSpec:
     nice: int = 0
     log_level: str = "info"
     log_format: str = "json"
+    token_inputs: str = TOKEN_INPUTS[0]
+    token_encoding: str = TOKEN_ENCODING
     restarts: int = 0
     """Of the replica until this worker: the next daemon, which adopts it, counts on."""
 
@@ -366,6 +378,8 @@ class WorkerSpec:
             "max_queue_wait_secs": _MAX_QUEUE_WAIT_SECS,
             "max_queued_tokens": 0,
             "host": "",
+            "token_inputs": TOKEN_INPUTS[0],
+            "token_encoding": TOKEN_ENCODING,
         }
         facts = {key: value for key, value in asdict(self).items() if key not in unset or value != unset[key]}
         for name in ("threads", "restarts", "link_address", "identity_dir", "port_host", "agent_socket"):

@@ -31,6 +31,8 @@ class InstanceKeys(TypedDict, total=False):
     kind: str | None
     trust_remote_code: bool | None
     safetensors_only: bool | None
+    token_inputs: str | None
+    token_encoding: str | None
     dtype: str | None
     gpu_id: int | None
     threads: int | None

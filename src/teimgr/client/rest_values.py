@@ -30,6 +30,8 @@ class Instance:
     max_concurrent_requests: int | None = None
     max_queue_wait_secs: int | None = None
     max_queued_tokens: int | None = None
+    token_inputs: str | None = None
+    token_encoding: str | None = None
     pooling: str | None = None
     gpu_id: int | None = None
     prometheus_port: int | None = None

@@ -27,7 +27,7 @@ from teimgr.config.instance_keys import key_faults, parse
 from teimgr.config.schema import ConfigFault, unknown_word
 from teimgr.errors import InvalidConfig, ModelNotFound, TeimgrError
 from teimgr.observability import logs
-from teimgr.spec import EVENTS, I64, KINDS, U16, U32, InstanceSpec, check_name, declared, key
+from teimgr.spec import EVENTS, I64, KINDS, TOKEN_ENCODING, U16, U32, InstanceSpec, check_name, declared, key
 from teimgr.unix_listener import SOCKET_PATH_BYTES
 
 UNPRIVILEGED_PORT = 1024
@@ -124,6 +124,11 @@ class Settings:
     )
     max_instances: int | None = key(None, "most instances at a time; absent: no limit", low=1, high=U32)
     max_client_batch_size: int = key(32, "most texts of one HTTP call on the TEI routes", low=1, high=U32)
+
+    token_inputs: Literal["accept", "refuse", "tiktoken"] = key(
+        "accept", "token ids in requests, unless the instance says: the model's own, refused, or read by tiktoken"
+    )
+    token_encoding: str = key(TOKEN_ENCODING, "tiktoken's encoding of such ids, unless the instance says")
 
     state_dir: Path = key(Path("state"), "folder of the state file, logs and run files, unless those are given")
     state_file: Path = key(

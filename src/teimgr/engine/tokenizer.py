@@ -375,7 +375,8 @@ class TextTokenizer:
             return None
         return InvalidInput(
             f"Input validation error: `inputs` has the token id {ids[unknown].view(np.uint32)[0]}, "
-            f"which is not in the vocabulary of {self._vocabulary}"
+            f"which is not in the vocabulary of {self._vocabulary}; "
+            "it may be of another tokenizer, such as OpenAI's: send texts"
         )
 
     def _without_tokenizer(self, item: Input, options: TokenizeOptions) -> Encoded | TeimgrError | None:

@@ -170,6 +170,7 @@ GPU_TOKENS_MOST = 32768
 CPU_TOKENS = 16384
 """Batch tokens on the CPU, where larger batches gain nothing, and on a card with unknown free memory."""
 _GIB = 2**30
+_WITH_DEFAULTS = ("token_inputs", "token_encoding")  # keys of an instance whose default is a setting of the daemon
 _CGROUPS = Path("/sys/fs/cgroup")
 _CPU_MAX = _CGROUPS / "cpu.max"
 _MEMINFO = Path("/proc/meminfo")
@@ -386,7 +387,8 @@ def worker_spec(
         InvalidConfig: an extra argument cannot be parsed.
     """
     made = WorkerSpec(
-        **{name: getattr(spec, name) for name in WORKER_KEYS},
+        **{name: getattr(spec, name) for name in WORKER_KEYS if name not in _WITH_DEFAULTS},
+        **{name: getattr(spec, name) or getattr(settings, name) for name in _WITH_DEFAULTS},
         replica=replica,
         host=host,
         gpu=gpu_uuid,

@@ -11,7 +11,7 @@ import base64
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
@@ -31,6 +31,7 @@ from teimgr.spec import LoadedModel, WorkerSpec
 from teimgr.wire import json_scan
 from teimgr.wire.error_bodies import INPUT_INDEX, JSON_TYPE, TEI, TEI_OPENAI, refusal
 from teimgr.wire.frames import Buffer, HttpReply, HttpRequest
+from teimgr.worker import token_ids
 from teimgr.worker.calls import (
     MANY_NUMBERS,
     AwaitedReply,
@@ -442,6 +443,13 @@ class HttpInference:
         """The finished jobs themselves, for an answer that is made of several; errors as `run`."""
         return [call.job for call, _ in await self._submitted(makers, _keep) if call.job is not None]
 
+    async def as_texts(self, inputs: list[EngineInput]) -> list[EngineInput]:
+        """The inputs with token ids read or refused as the instance is set; raises InvalidInput."""
+        spec = self.dispatcher.spec
+        if spec.token_inputs == token_ids.ACCEPT or not token_ids.has_ids(inputs):
+            return inputs
+        return await self.dispatcher.off_loop(token_ids.read, inputs, spec)
+
     async def truncated(self, texts: list[str], limit: int | None, *, left: bool = False) -> list[str]:
         """The texts cut to `limit` tokens, at the head where `left`; unchanged where the model takes no more anyway."""
         engine = self.dispatcher.engine
@@ -461,6 +469,8 @@ class HttpInference:
             if len(specs) % _JOBS_AT_ONCE == _JOBS_AT_ONCE - 1:
                 await asyncio.sleep(0)
             specs.append(self._job(make))
+        if self.dispatcher.spec.token_inputs != token_ids.ACCEPT:
+            specs = [await self._in_texts(spec) for spec in specs]
         calls: list[HttpCall] = []
         try:
             for spec in specs:
@@ -488,6 +498,13 @@ class HttpInference:
             raise
         metrics.received(len(spec.inputs))
         return spec
+
+    async def _in_texts(self, spec: JobSpec) -> JobSpec:
+        try:
+            return replace(spec, inputs=await self.as_texts(list(spec.inputs)))
+        except TeimgrError as error:
+            self.dispatcher.metrics.failed(error)
+            raise
 
     def _submit(self, spec: JobSpec, encode: Callable[[HttpCall, JobSpec, Job], CallReply | DeferredReply]) -> HttpCall:
         lane = self._lane or (Lane.BULK if len(spec.inputs) > _INTERACTIVE_INPUTS else Lane.INTERACTIVE)

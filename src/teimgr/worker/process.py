@@ -46,6 +46,7 @@ from teimgr.observability.loop_watchdog import LoopWatchdog
 from teimgr.observability.memory import collect_garbage_rarely, resident_bytes
 from teimgr.spec import LINK_LISTENER, CpuThreads, WorkerSpec, worker_file
 from teimgr.wire.frames import Method
+from teimgr.worker import token_ids
 from teimgr.worker.connection_queue import ConnectionQueue
 from teimgr.worker.dispatcher import Dispatcher
 from teimgr.worker.grpc_port import GrpcPort
@@ -249,6 +250,7 @@ class Worker:
         spec = self.spec
         if spec.safetensors_only:
             hub.check_safetensors(spec.model_id, source.path)
+        token_ids.check(spec)
         options = EngineOptions(
             path=source.path,
             model_id=spec.model_id,

@@ -42,6 +42,7 @@ async def fitted(
     limit = token_limit(tokens, inference.served)
     if limit is None:
         return inputs
+    inputs = await inference.as_texts(inputs)
     return await inference.dispatcher.on_tokenizer_thread(lambda: [_fit(inference, one, limit, left) for one in inputs])
 
 

@@ -1,0 +1,80 @@
+"""Token ids in requests, by an instance's `token_inputs`: taken as the model's, refused, or read as texts by tiktoken.
+
+Clients of OpenAI may send ids of OpenAI's tokenizer. Whether ids are those of the served model cannot be known: the
+same numbers are tokens of every vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from teimgr.engine.job import Input
+from teimgr.errors import InvalidConfig, InvalidInput
+from teimgr.spec import TOKEN_INPUTS, WorkerSpec
+
+ACCEPT, REFUSE, TIKTOKEN = TOKEN_INPUTS
+
+
+def check(spec: WorkerSpec) -> None:
+    """Load what `token_inputs` needs; may fetch the encoding from the network.
+
+    Raises:
+        InvalidConfig: tiktoken is not installed, or does not have the encoding.
+    """
+    if spec.token_inputs == TIKTOKEN:
+        _encoding(spec.token_encoding)
+
+
+def has_ids(inputs: Sequence[Input]) -> bool:
+    return any(isinstance(one, np.ndarray) for one in inputs)
+
+
+def read(inputs: Sequence[Input], spec: WorkerSpec) -> list[Input]:
+    """The inputs with the texts of those that are ids (int32 [tokens]); what a chunk's edge cuts becomes U+FFFD.
+
+    Blocks for as long as decoding takes.
+
+    Raises:
+        InvalidInput: the instance refuses ids, or the encoding does not have one of them; with the input's index.
+    """
+    found: list[Input] = []
+    for place, one in enumerate(inputs):
+        if isinstance(one, np.ndarray) and len(one):
+            try:
+                one = _text(one.view(np.uint32).tolist(), spec)
+            except InvalidInput as error:
+                error.input_index = place if len(inputs) > 1 else None
+                raise
+        found.append(one)
+    return found
+
+
+def _text(ids: list[int], spec: WorkerSpec) -> str:
+    if spec.token_inputs == REFUSE:
+        raise InvalidInput(
+            f"Input validation error: token ids are refused here (token_inputs of instance '{spec.name}'): send texts"
+        )
+    try:
+        text: str = _encoding(spec.token_encoding).decode(ids)
+    except (KeyError, OverflowError) as error:
+        raise InvalidInput(
+            f"Input validation error: `inputs` has a token id that {spec.token_encoding} does not have: {error}"
+        ) from error
+    return text
+
+
+@cache
+def _encoding(name: str) -> Any:
+    try:
+        import tiktoken
+    except ImportError as error:
+        raise InvalidConfig('token_inputs = "tiktoken": install teimgr with the extra `tiktoken`') from error
+    try:
+        return tiktoken.get_encoding(name)
+    except Exception as error:  # of the registry, of the network, or of its cache
+        reason = str(error).partition("\n")[0]
+        raise InvalidConfig(f"token_encoding: tiktoken cannot load {name!r}: {reason}") from error
