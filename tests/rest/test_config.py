@@ -20,7 +20,7 @@ from teimgr.errors import InvalidConfig
 from teimgr.events.fleet_events import KEPT, EventLog
 from teimgr.observability import logs
 from teimgr.routing.router import Directory
-from teimgr.spec import InstanceSpec, InstanceView, State
+from teimgr.spec import InstanceSpec, InstanceView, RouteEntry, State
 from teimgr.supervision.reload import LIVE, Reloader, live_keys
 from teimgr.supervision.worker_run import FleetProber
 
@@ -225,9 +225,14 @@ async def test_what_changes_at_once_reaches_who_uses_it(tmp_path: Path, monkeypa
     configuration = read(source)
     daemon = Daemon(configuration, source)
 
-    daemon._apply(replace(configuration.settings, aliases={"x": "a"}, auto_max_batch_tokens_per_gib=5))
+    defaults = {"reranker": "a"}
+    daemon._apply(
+        replace(configuration.settings, aliases={"x": "a"}, default_instances=defaults, auto_max_batch_tokens_per_gib=5)
+    )
+    daemon.directory.publish(RouteEntry("a", "m", State.STOPPED))
 
     assert (daemon.gateway.aliases, daemon.manager.tokens_per_gib) == ({"x": "a"}, 5)
+    assert [entry.default_for for entry in daemon.directory.snapshot().entries] == [("reranker",)]
     await daemon.gateway.close()
 
 

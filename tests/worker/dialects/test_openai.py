@@ -65,7 +65,7 @@ async def test_a_model_has_many_names(ask: Asking, fleet: dict[str, Any]) -> Non
     [
         ({"model": "dnse", "input": "fog"}, 404, "model_not_found", "model", "did you mean"),
         ({"model": "dead", "input": "fog"}, 404, "model_not_found", "model", "The model 'dead' does not exist"),
-        ({"input": "fog"}, 400, None, "model", "Say which model: the running ones are 'dense'"),
+        ({"input": "fog"}, 400, None, "model", "Say which model: the running ones are 'dense', 'm3'"),
         ({"model": "idle", "input": "fog"}, 503, "model_not_ready", None, "is not running (status: stopped)"),
         ({"model": "dense"}, 400, None, "input", "Field required"),
         ({"model": "dense", "input": [1, "a"]}, 400, None, "input", "did not match"),
@@ -91,6 +91,28 @@ async def test_errors_are_openais(
     assert said in error["message"]
     assert set(error) == {"message", "type", "param", "code"}
     assert ("retry-after" in told.headers) == (status == 503)
+
+
+async def test_without_a_model_the_route_says_which_instance_fits(ask: Asking) -> None:
+    pair = {"query": "fog", "documents": ["fog", "rain"]}
+    for path, body, model in (
+        ("/rerank", pair, "reranker"),
+        ("/v1/rerank", pair, "reranker"),
+        ("/v2/rerank", pair | {"model": None}, "reranker"),
+        ("/vllm/rerank", pair, "reranker"),
+        ("/v1/score", {"text_1": "fog", "text_2": "rain"}, "reranker"),
+        ("/classify", {"input": "fog"}, "classifier"),
+    ):
+        told = await ask.post(path, body)
+        assert told.ok == (await ask.post(path, body | {"model": model})).ok | {
+            name: told.ok[name] for name in ("id", "created", "model") if name in told.ok
+        }
+        assert told.ok.get("model") in (None, model)  # no path of the host
+    for path, body in (("/v1/embeddings", {"input": "fog"}), ("/v2/embed", {"texts": ["fog"], "input_type": "query"})):
+        told = await ask.post(path, body)
+        assert told.status == 400
+        assert b"Say which model: the running ones are 'dense', 'm3'" in told.body
+        assert b"reranker" not in told.body
 
 
 async def test_a_body_over_the_limit_is_refused_and_the_connection_goes_on(ask: Asking) -> None:
