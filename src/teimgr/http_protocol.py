@@ -149,6 +149,7 @@ class HttpProtocol(HttpToolsProtocol):
     def __init__(self, *, ticket: Ticket, **rest: Any) -> None:
         super().__init__(**rest)
         self._ticket = ticket
+        self._singles: list[bytes] = []  # of `SINGLE_HEADERS`, those that the present head has
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -266,7 +267,11 @@ class HttpProtocol(HttpToolsProtocol):
         start, size, until = 0, len(data), 0.0
         try:
             while start < size and len(self.pipeline) < _MAX_PIPELINED:
-                end = self._end_of_piece(data, start)
+                end = (
+                    size
+                    if self._body_left == size - start and not self._is_in_head
+                    else self._end_of_piece(data, start)
+                )
                 self._overhead += end - start
                 try:
                     self.parser.feed_data(data if end - start == size else memoryview(data)[start:end])
@@ -310,23 +315,25 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         self._is_in_message = self._is_in_head = True
-        self._body_left = 0
+        self._body_left, self._singles = 0, []
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._is_in_head:  # a trailer
             return
-        name = name.lower()
+        name, headers = name.lower(), self.headers
         if name in _EXAMINED:
             self._examine(name, value)
-        self.headers.append((name, value))
-        if len(self.headers) > _MAX_FIELDS:
+        headers.append((name, value))
+        if len(headers) > _MAX_FIELDS:
             raise ValueError("too many headers")  # the parser makes it an HttpParserError
 
     def _examine(self, name: bytes, value: bytes) -> None:
         """Heed a header of `_EXAMINED`; raises ValueError: it is not valid."""
-        if name in SINGLE_HEADERS and any(other == name for other, _ in self.headers):
-            raise ValueError(f"{name!r} is repeated")
+        if name in SINGLE_HEADERS:
+            if name in self._singles:
+                raise ValueError(f"{name!r} is repeated")
+            self._singles.append(name)
         if name == b"content-length":
             self._body_left = int(value)
         elif name == b"transfer-encoding":

@@ -114,7 +114,7 @@ async def test_small_answers_open_it_again() -> None:
 class Call:
     """A message in flight that the test answers."""
 
-    def __init__(self, message: bytes, flags: Flag) -> None:
+    def __init__(self, message: bytes, flags: int) -> None:
         self.message = message
         self.flags = flags
         self.answer: asyncio.Future[WorkerReply] = asyncio.get_running_loop().create_future()
@@ -139,7 +139,7 @@ class Pumped:
     async def _receive(self) -> bytes | None:
         return next(self._messages, None)
 
-    async def _start(self, message: bytes, flags: Flag) -> Call | None:
+    async def _start(self, message: bytes, flags: int) -> Call | None:
         if message == b"bad":
             raise InvalidInput("bad")
         if not message:
@@ -225,7 +225,7 @@ async def test_two_cancellations_in_a_row_leave_no_call_in_flight(turns: int) ->
             super().cancel()
             live.discard(self)
 
-    async def start(message: bytes, flags: Flag) -> Live:
+    async def start(message: bytes, flags: int) -> Live:
         call = Live(message, flags)
         live.add(call)
         return call

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import NamedTuple
 
 import numpy as np
@@ -15,14 +15,14 @@ from teimgr.spec import Kind, LoadedModel
 from teimgr.wire.text_column import SharedTexts, TextColumn
 
 
-class Lane(Enum):
+class Lane(StrEnum):
     """The priority class of a job: low latency for interactive queries, throughput for bulk."""
 
     INTERACTIVE = "interactive"
     BULK = "bulk"
 
 
-class Output(Enum):
+class Output(StrEnum):
     """The kinds of result; a job may request several of one forward.
 
     DENSE one vector · SPARSE a weight per vocabulary entry · TOKENS the last hidden state of every token, special ones

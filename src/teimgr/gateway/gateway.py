@@ -204,7 +204,7 @@ class Gateway:
         names: ModelNames,
         named: Mapping[str, str],
         body: ReadBody,
-        flags: Flag = Flag.NONE,
+        flags: int = Flag.NONE,
     ) -> HttpReply:
         """The reply of a worker of what the path names (`named`), else of the body's `model`."""
         payload = body.payload

@@ -67,7 +67,7 @@ class Rpc:
     inner_field: int
     arrow_field: int
     missing: str
-    lane: Flag
+    lane: int
     limited: bool
     reports_compute: bool
     kinds: tuple[str, ...]
@@ -140,7 +140,7 @@ def _payload_source(fields: set[str]) -> PayloadSource:
     return PayloadSource.NOTHING if fields == {"target"} else PayloadSource.WHOLE
 
 
-def _lane(subject: str, is_arrow: bool) -> Flag:
+def _lane(subject: str, is_arrow: bool) -> int:
     if is_arrow:
         return Flag.BULK | Flag.WAIT
     return Flag.WAIT if subject == "rerank" else Flag.NONE

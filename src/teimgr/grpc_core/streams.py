@@ -52,7 +52,7 @@ class StreamWindow:
         self._has_room = asyncio.Event()
 
     @property
-    def flags(self) -> Flag:
+    def flags(self) -> int:
         """Lane of the message that entered last; messages of a stream wait for room in the worker."""
         return Flag.WAIT | Flag.BULK if self.in_flight > INTERACTIVE_MESSAGES else Flag.WAIT
 
@@ -101,7 +101,7 @@ class StreamPump:
         window: int,
         *,
         receive: Receive,
-        start: Callable[[bytes, Flag], Awaitable[StreamCall | None]],
+        start: Callable[[bytes, int], Awaitable[StreamCall | None]],
         send: Callable[[Any], Awaitable[None]],
     ) -> None:
         self._rpc = rpc
@@ -227,7 +227,7 @@ class PairCollector:
         self._count += 1
 
     @property
-    def flags(self) -> Flag:
+    def flags(self) -> int:
         """The lane of this many pairs."""
         return Flag.WAIT | Flag.BULK if self._count > INTERACTIVE_MESSAGES else Flag.WAIT
 

@@ -152,10 +152,11 @@ class Connection(asyncio.Protocol):
             self._turns.spend(units - left)
             self.sender.send_waiting()
             self.sender.write()  # answers to control frames: so that those of a client that does not read are held back
-            if self._frame_timer is None and self._framing.is_inside:
+            framing, ticket = self._framing, cast(Ticket, self._ticket)
+            if self._frame_timer is None and framing.is_inside:
                 self._await_frame()
-            if left > 0 and self._ticket is not None:
-                self._ticket.hold(self._framing.held_bytes)
+            if left > 0 and (held := framing.held_bytes) != ticket.held:
+                ticket.hold(held)
             return left <= 0
         return False
 

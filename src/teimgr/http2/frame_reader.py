@@ -32,6 +32,8 @@ _REQUEST_UNITS = 8
 _BLOCK_BYTES_PER_UNIT = 32
 _DATA_BYTES_PER_UNIT = 8192
 _STREAMS_PER_UNIT = 16
+_OF_BLOCKS = frozenset((HEADERS, CONTINUATION))
+_COSTLY = _OF_BLOCKS | {SETTINGS}
 
 
 class _PartialData:
@@ -131,27 +133,28 @@ class FrameReader:
         needed = at + length if kind != DATA else at + (flags & PADDED and length > 0)
         if needed > size:
             return 0
-        cost = self._cost(kind, length)
-        if cost <= units:
+        cost = (
+            1 + length // _DATA_BYTES_PER_UNIT if kind == DATA else self._cost(kind, length) if kind in _COSTLY else 1
+        )
+        if cost > units:
+            return cost
+        if self._open_block or kind == CONTINUATION or not self._has_settings:
             self._check_order(kind, flags, number)
-            if kind == DATA:
-                self._at = at
-                self._read_data(flags, number, length)
-            else:
-                payload, self._at = self._rest[at:needed], needed
-                self._track_block(kind, flags, number, length)
-                self._on_frame(kind, flags, number, payload)
-            self.frames += not self._open_block
+        if kind == DATA:
+            self._at = at
+            self._read_data(flags, number, length)
+        else:
+            payload, self._at = self._rest[at:needed], needed
+            if kind in _OF_BLOCKS:
+                self._track_block(flags, number, length)
+            self._on_frame(kind, flags, number, payload)
+        self.frames += not self._open_block
         return cost
 
     def _cost(self, kind: int, length: int) -> int:
-        if kind == DATA:
-            return 1 + length // _DATA_BYTES_PER_UNIT
-        if kind in (HEADERS, CONTINUATION):
-            return _REQUEST_UNITS + min(self._block_bytes + length, DEFAULT_FRAME) // _BLOCK_BYTES_PER_UNIT
         if kind == SETTINGS:
             return 1 + length // _BLOCK_BYTES_PER_UNIT + self.open_streams // _STREAMS_PER_UNIT
-        return 1
+        return _REQUEST_UNITS + min(self._block_bytes + length, DEFAULT_FRAME) // _BLOCK_BYTES_PER_UNIT
 
     def _check_order(self, kind: int, flags: int, number: int) -> None:
         if self._open_block and (kind != CONTINUATION or number != self._open_block):
@@ -163,11 +166,10 @@ class FrameReader:
                 raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "the first frame is no SETTINGS")
             self._has_settings = True
 
-    def _track_block(self, kind: int, flags: int, number: int, length: int) -> None:
-        if kind in (HEADERS, CONTINUATION):
-            ends = bool(flags & END_HEADERS)
-            self._open_block = 0 if ends else number
-            self._block_bytes = 0 if ends else self._block_bytes + length
+    def _track_block(self, flags: int, number: int, length: int) -> None:
+        ends = bool(flags & END_HEADERS)
+        self._open_block = 0 if ends else number
+        self._block_bytes = 0 if ends else self._block_bytes + length
 
     def _read_data(self, flags: int, number: int, length: int) -> None:
         """Begin a DATA frame whose payload of `length` bytes is at `_at`."""

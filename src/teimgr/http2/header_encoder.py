@@ -7,6 +7,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import lru_cache
 
+_SHORT = tuple(bytes((value,)) for value in range(0x7F))
+
 
 @lru_cache(256)
 def _name(name: bytes) -> bytes:
@@ -17,7 +19,7 @@ def _name(name: bytes) -> bytes:
 def _integer(value: int) -> bytes:
     """An integer with a prefix of seven bits (RFC 7541, section 5.1)."""
     if value < 0x7F:
-        return bytes((value,))
+        return _SHORT[value]
     encoded = bytearray((0x7F,))
     value -= 0x7F
     while value >= 0x80:
@@ -34,5 +36,6 @@ def encode_headers(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
         if name == b":status" and value == b"200":
             parts.append(b"\x88")  # of the static table
         else:
-            parts += (_name(name), _integer(len(value)), value)
+            length = len(value)
+            parts += (_name(name), _SHORT[length] if length < 0x7F else _integer(length), value)
     return b"".join(parts)

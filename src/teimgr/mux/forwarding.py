@@ -17,7 +17,7 @@ from teimgr.observability.catalogue import MUX_SECONDS
 from teimgr.routing.links import PendingCall, WorkerReply
 from teimgr.routing.router import Lease, RouterView, check_target
 from teimgr.wire.arrow_limits import read_outline
-from teimgr.wire.frames import Flag, in_lane
+from teimgr.wire.frames import in_lane
 from teimgr.wire.protobuf import TARGET_FIELD, Envelope, Slice, Target, read_envelope, read_target, without_fields
 
 # Metadata that names the instance of a call whose messages have no target.
@@ -163,7 +163,7 @@ class StreamForwarder:
                 raise InvalidInput("Empty stream")
             return None
 
-        async def start(message: bytes, flags: Flag) -> PendingCall | None:
+        async def start(message: bytes, flags: int) -> PendingCall | None:
             envelope = self._rpc.open(message)
             lease = self._lease_of(envelope, message)
             if not self._is_open:

@@ -148,7 +148,7 @@ class WorkerLink(FrameProtocol):
         return len(self._calls)
 
     def request(
-        self, method: Method, payload: Payload, flags: Flag, timeout_s: float | None, cost_bytes: int
+        self, method: Method, payload: Payload, flags: int, timeout_s: float | None, cost_bytes: int
     ) -> PendingCall:
         """Send a request whose cost was taken from the budget.
 
@@ -312,7 +312,7 @@ class Replica:
         reconnecting = self._reconnecting is not None and not self._reconnecting.done()
         return not reconnecting and all(link is None or link.closed.done() for link in self._links)
 
-    async def start(self, method: Method, payload: Payload, flags: Flag, timeout_s: float | None) -> PendingCall:
+    async def start(self, method: Method, payload: Payload, flags: int, timeout_s: float | None) -> PendingCall:
         """Send a request on the link of its lane; waits for the connection and, with `Flag.WAIT`, for the byte budget.
 
         Raises:
@@ -420,7 +420,7 @@ class Replica:
                 link.close()
 
     async def _when_ready(
-        self, bulk: bool, cost: int, flags: Flag, timeout_s: float | None
+        self, bulk: bool, cost: int, flags: int, timeout_s: float | None
     ) -> tuple[WorkerLink, float | None]:
         """The connected link with `cost` taken from its budget, and the remaining time. Raises as `start`."""
         loop = asyncio.get_running_loop()

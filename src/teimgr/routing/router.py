@@ -63,7 +63,7 @@ class Lease:
         return not self._replica.usable
 
     async def start(
-        self, method: Method, payload: Payload, *, flags: Flag = Flag.NONE, timeout_s: float | None = None
+        self, method: Method, payload: Payload, *, flags: int = Flag.NONE, timeout_s: float | None = None
     ) -> PendingCall:
         """Send a request; returns as soon as it is queued on the link. Raises as `Replica.start`."""
         try:
@@ -74,7 +74,7 @@ class Lease:
         return await self._replica.start(method, payload, flags, timeout_s)
 
     async def call(
-        self, method: Method, payload: Payload, *, flags: Flag = Flag.NONE, timeout_s: float | None = None
+        self, method: Method, payload: Payload, *, flags: int = Flag.NONE, timeout_s: float | None = None
     ) -> WorkerReply:
         """Send a request and wait for the reply. Cancelling the await cancels the work.
 
@@ -123,7 +123,7 @@ class Lease:
             until = now + retry_after_s * _REFUSAL_SHARE
             self._replica.refusals[call_class] = Refusal(size, timeout_s, until, now + retry_after_s)
 
-    async def _call(self, method: Method, payload: Payload, flags: Flag, timeout_s: float | None) -> WorkerReply:
+    async def _call(self, method: Method, payload: Payload, flags: int, timeout_s: float | None) -> WorkerReply:
         call = await self._replica.start(method, payload, flags, timeout_s)
         try:
             return await call.answer

@@ -30,7 +30,7 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections.abc import Mapping
-from enum import IntEnum, IntFlag
+from enum import IntEnum
 from typing import NamedTuple, cast
 
 import orjson
@@ -89,7 +89,7 @@ class Method(IntEnum):
     METRICS = 70  # empty → JSON {family: [[suffix, labels, value], …]} as packed by `observability/exposition.py`
 
 
-class Flag(IntFlag):
+class Flag(IntEnum):
     """Bits of the header."""
 
     NONE = 0
@@ -103,7 +103,7 @@ class Flag(IntFlag):
 _FLAG_OF = dict(zip(LANES, (Flag.INTERACTIVE, Flag.BULK), strict=True))
 
 
-def in_lane(flags: Flag, word: str | None) -> Flag:
+def in_lane(flags: int, word: str | None) -> int:
     """`flags` of a request in the lane that its caller chose by `word`; unchanged where that is None.
 
     Raises:

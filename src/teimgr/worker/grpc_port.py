@@ -31,7 +31,7 @@ from teimgr.http_protocol import ServerConnections
 from teimgr.observability.request_context import CURRENT, REQUEST_ID, RequestContext
 from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.spec import LANE_KEY, Kind
-from teimgr.wire.frames import Flag, in_lane
+from teimgr.wire.frames import in_lane
 from teimgr.wire.status import NOT_FOUND, UNAUTHENTICATED, UNIMPLEMENTED, GrpcStatus
 from teimgr.worker.calls import AwaitedReply, CallReply, MethodCall
 from teimgr.worker.dispatcher import Dispatcher, masked
@@ -65,7 +65,7 @@ class GrpcCall(AwaitedReply, MethodCall):
         unread: UnreadReplies,
         method: int,
         payload: bytes,
-        flags: Flag,
+        flags: int,
         deadline: float | None,
     ) -> None:
         super().__init__(method, payload, flags, deadline)
@@ -211,7 +211,7 @@ class GrpcPort:
             await self._single(rpc, pairs.payload(), in_lane(pairs.flags, lane), deadline, stream)
         else:
 
-            async def start(message: bytes, flags: Flag) -> GrpcCall:
+            async def start(message: bytes, flags: int) -> GrpcCall:
                 return self._start(rpc, message, in_lane(flags, lane), deadline, stream)
 
             async def receive() -> bytes | None:
@@ -222,7 +222,7 @@ class GrpcPort:
             await stream.open()
             await StreamPump(rpc, _WINDOW, receive=receive, start=start, send=stream.send).run()
 
-    async def _single(self, rpc: Rpc, payload: bytes, flags: Flag, deadline: float | None, stream: PortStream) -> None:
+    async def _single(self, rpc: Rpc, payload: bytes, flags: int, deadline: float | None, stream: PortStream) -> None:
         """Send the one reply, after initial metadata with its compute cost."""
         call = self._start(rpc, payload, flags, deadline, stream)
         try:
@@ -233,7 +233,7 @@ class GrpcPort:
         finally:
             call.cancel()
 
-    def _start(self, rpc: Rpc, payload: bytes, flags: Flag, deadline: float | None, stream: PortStream) -> GrpcCall:
+    def _start(self, rpc: Rpc, payload: bytes, flags: int, deadline: float | None, stream: PortStream) -> GrpcCall:
         call = GrpcCall(self._dispatcher, stream.unread, rpc.worker_method(), payload, flags, deadline)
         handle(self._dispatcher, call)
         stream.charge.release()  # the dispatcher counts the payload from here on
