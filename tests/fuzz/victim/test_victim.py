@@ -23,6 +23,8 @@ KIB = 1024
 # What held up everybody for seconds once, or ended a worker, each at a size that showed it.
 CASES = (
     ("json: broken, quotes unended", 256 * KIB),
+    ("json: odd, lists [0]", 4096 * KIB),
+    ("protobuf: unknown numbers", 8192 * KIB),
     ("text: dots, instance port", 1900 * KIB),
     ("text: Chinese, mux", 3072 * KIB),
     ("text: base64, reranker", 4096 * KIB),
