@@ -32,6 +32,8 @@ LANE_KEY = "x-teimgr-lane"
 POOLINGS = ("cls", "mean", "max", "last-token", "splade")
 # The time that nginx and most load balancers wait for an answer; after a longer one their callers are cut off anyway.
 _MAX_QUEUE_WAIT_SECS = 60
+# Clients that embed a document send its thousands of chunks in parallel, and many of them never retry.
+_MAX_WAITING = 16384
 # Kinds of fleet events, for REST, webhooks and their filters.
 EVENTS = (
     *("created", "starting", "running", "stopping", "stopped", "failed", "unhealthy"),
@@ -215,7 +217,14 @@ class InstanceSpec:
         16384, "token budget of one batch", 0, U32, change=_REPLACE, flag=True, left_open=0, auto=True
     )
     max_concurrent_requests: int = _key(
-        512, "calls inside a worker; four times as many wait before one is refused", 1, U32, change=_REPLACE, flag=True
+        512, "calls that a worker serves at a time; `max_waiting` more may wait", 1, U32, change=_REPLACE, flag=True
+    )
+    max_waiting: int = _key(
+        _MAX_WAITING,
+        "calls that may wait in a worker behind `max_concurrent_requests` before one is refused",
+        0,
+        U32,
+        change=_REPLACE,
     )
     max_queue_wait_secs: int = _key(
         _MAX_QUEUE_WAIT_SECS,
@@ -329,6 +338,7 @@ class WorkerSpec:
     max_batch_tokens: int = 16384
     max_batch_requests: int | None = None
     max_concurrent_requests: int = 512
+    max_waiting: int = _MAX_WAITING
     max_queue_wait_secs: int = _MAX_QUEUE_WAIT_SECS
     max_queued_tokens: int = 0
     max_client_batch_size: int = 32
@@ -375,6 +385,7 @@ class WorkerSpec:
         unset = {
             "safetensors_only": False,
             "strict_model_files": False,
+            "max_waiting": _MAX_WAITING,
             "max_queue_wait_secs": _MAX_QUEUE_WAIT_SECS,
             "max_queued_tokens": 0,
             "host": "",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,11 @@ PROMPTS = {"query": "query: "}
 
 @dataclass(frozen=True)
 class Model:
-    """How a model is written, and TEI's flags that it is served with; without `build` it is the real MiniLM."""
+    """How a model is written, TEI's flags and the keys that it is served with; without `build` the real MiniLM."""
 
     build: Callable[[Path], Path] | None = None
     flags: tuple[str, ...] = ()
+    keys: Mapping[str, Any] = field(default_factory=dict)
 
 
 def _with(build: Callable[[Path], Path], **values: Callable[[torch.Tensor, Path], None]) -> Callable[[Path], Path]:
@@ -82,6 +83,7 @@ MODELS: Mapping[str, Model] = {
             *("--auto-truncate", "false", "--max-client-batch-size", "4", "--payload-limit", "20000"),
             *("--max-concurrent-requests", "1"),
         ),
+        {"max_waiting": 4},
     ),
     "prompted": Model(_embedding, ("--default-prompt-name", "query")),
     "locked": Model(_embedding, ("--api-key", API_KEY, "--cors-allow-origin", ORIGIN)),
@@ -114,6 +116,6 @@ def create(daemon: DaemonProcess, folder: Path) -> None:
     with daemon.client() as client:
         for name, model in MODELS.items():
             path = MINILM if model.build is None else str(model.build(folder / name))
-            client.create(name, path, dtype="float32", prometheus_port=0, extra_args=model.flags)
+            client.create(name, path, dtype="float32", prometheus_port=0, extra_args=model.flags, **model.keys)
         for name in MODELS:
             client.wait_until_running(name, deadline_s=STARTING_LIMIT_S)

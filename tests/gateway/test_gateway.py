@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
+from contextlib import ExitStack
 from io import BytesIO
 from typing import Any
 
@@ -19,7 +20,7 @@ from tests.support.polling import eventually
 
 from teimgr.auth.policy import ANONYMOUS, Caller, Right
 from teimgr.config.settings import Settings
-from teimgr.errors import AmbiguousInstance, ModelNotFound, TeimgrError, Unavailable
+from teimgr.errors import AmbiguousInstance, ModelNotFound, Overloaded, TeimgrError, Unavailable
 from teimgr.gateway import gateway
 from teimgr.gateway.gateway import PARSED_BYTES, Gateway, ModelNames, model_of
 from teimgr.gateway.model_cards import ModelCards
@@ -118,16 +119,16 @@ async def test_calls_to_a_hung_instance_leave_room_for_others(
 ) -> None:
     """Bodies without a length count what came, and one instance holds a part of the budget at most."""
     url, inference, hung = fleet
-    monkeypatch.setattr(gateway, "_INSTANCE_SHARE", inference._bodies.large.limit_bytes // 1000)
+    monkeypatch.setattr(gateway, "_INSTANCE_SHARE", inference._bodies.large.limit_bytes // 10_000)
     async with aiohttp.ClientSession(url) as client, asyncio.timeout(20):
-        waiting = [asyncio.ensure_future(sent(client, "hung", 300)) for _ in range(3)]
+        waiting = [asyncio.ensure_future(sent(client, "hung", 3000)) for _ in range(3)]
         for _ in waiting:
             await hung.requests.get()
-        assert 900 < inference._bodies.large.taken_bytes < 1200
+        assert 9000 < inference._bodies.large.taken_bytes < 12_000
 
-        async with sent(client, "hung", 300) as refused:
+        async with sent(client, "hung", 3000) as refused:
             assert (refused.status, "hung" in await refused.text()) == (429, True)
-        async with sent(client, "well", 300) as served:
+        async with sent(client, "well", 3000) as served:
             assert (served.status, await served.text()) == (200, "well")
         for each in waiting:
             each.cancel()
@@ -356,3 +357,18 @@ def test_a_name_of_megabytes_costs_nothing_and_is_not_said_again() -> None:
         naming("a=m").lease("x" * 10_000_000)
     assert len(caught.value.message) < 400
     assert time.process_time() - began < 0.5
+
+
+def test_a_key_holds_half_of_what_may_wait_for_an_instance() -> None:
+    bodies = gateway.Bodies(2**20)
+    body = gateway.ReadBody(bytearray(), 0, 100, bodies.small)
+    with ExitStack() as held:
+        with pytest.raises(Overloaded, match="with the key 'team' wait for instance 'a'"):
+            for _ in range(20_000):
+                held.enter_context(bodies.held_for("a", body, "team"))
+        held.enter_context(bodies.held_for("a", body, "other"))
+        held.enter_context(bodies.held_for("b", body, "team"))
+        with pytest.raises(Overloaded, match="Too many requests wait for instance 'a'"):
+            for _ in range(20_000):
+                held.enter_context(bodies.held_for("a", body))
+    assert not bodies._held

@@ -20,7 +20,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def worker(tiny: Path) -> Iterator[WorkerProcess]:
     """A worker that only one running call, and four that wait for it, fit into."""
-    with WorkerProcess(tiny, max_concurrent_requests=1, max_message_bytes=1 << 20, payload_limit_bytes=20_000) as one:
+    limits = {"max_concurrent_requests": 1, "max_waiting": 4, "max_message_bytes": 1 << 20}
+    with WorkerProcess(tiny, payload_limit_bytes=20_000, **limits) as one:
         yield one
 
 

@@ -135,7 +135,8 @@ class Asked(WorkerCall):
 
 def dispatching(engine: FakeEngine, calls: int = 2) -> Dispatcher:
     """A dispatcher that admits 5 × `calls`, with a result budget of 8 × 64 KiB."""
-    spec = WorkerSpec(name="i", model_id="m", port=1, max_concurrent_requests=calls, max_message_bytes=1 << 16)
+    limits = {"max_concurrent_requests": calls, "max_waiting": 4 * calls, "max_message_bytes": 1 << 16}
+    spec = WorkerSpec(name="i", model_id="m", port=1, **limits)
     dispatcher = Dispatcher(spec)
     dispatcher.attach(cast(Engine, engine))
     return dispatcher
@@ -389,3 +390,13 @@ def test_every_call_has_a_deadline() -> None:
     call = WorkerCall(1, Lane.BULK)
 
     assert call.deadline == call.received + MAX_CALL_S
+
+
+async def test_thousands_of_calls_wait_by_default_and_as_many_as_max_waiting_says() -> None:
+    dispatcher = Dispatcher(WorkerSpec(name="i", model_id="m", port=1))
+    dispatcher.attach(cast(Engine, FakeEngine()))
+    assert not any(ask(dispatcher).replies for _ in range(4000))
+
+    limited = Dispatcher(WorkerSpec(name="i", model_id="m", port=1, max_concurrent_requests=3, max_waiting=2))
+    limited.attach(cast(Engine, FakeEngine()))
+    assert [bool(ask(limited).replies) for _ in range(7)] == [False] * 5 + [True] * 2

@@ -55,7 +55,8 @@ Links = Mapping[str, WorkerLink]
 
 @pytest.fixture(scope="module")
 def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, WorkerProcess]]:
-    limits: dict[str, Any] = {"max_concurrent_requests": 1, "max_client_batch_size": 4, "max_message_bytes": 8192}
+    limits: dict[str, Any] = {"max_concurrent_requests": 1, "max_waiting": 4, "max_client_batch_size": 4}
+    limits |= {"max_message_bytes": 8192}
     with ExitStack() as stack:
         folders = {kind: make(tmp_path_factory.mktemp("m")) for kind, make in BUILDERS.items()}
         yield {kind: stack.enter_context(WorkerProcess(folder, **limits)) for kind, folder in folders.items()}

@@ -92,7 +92,7 @@ async def test_a_stop_while_it_loads_ends_it_at_once(endless: Path, how: tuple[s
 
 
 async def test_drain_answers_what_is_inside_refuses_what_comes_and_exits(tiny: Path) -> None:
-    with WorkerProcess(tiny, max_concurrent_requests=1) as worker:
+    with WorkerProcess(tiny, max_concurrent_requests=1, max_waiting=4) as worker:
         link, _ = await worker.watcher("ready")
         ids = [link.embed(flags=Flag.WAIT) for _ in range(55)]
         drain = link.post(Method.DRAIN, b'{"grace_s": 30}')
@@ -109,7 +109,7 @@ async def test_drain_answers_what_is_inside_refuses_what_comes_and_exits(tiny: P
 
 
 async def test_a_terminate_signal_drains_too(tiny: Path) -> None:
-    with WorkerProcess(tiny, max_concurrent_requests=1) as worker:
+    with WorkerProcess(tiny, max_concurrent_requests=1, max_waiting=4) as worker:
         link, _ = await worker.watcher("ready")
         ids = [link.embed(flags=Flag.WAIT) for _ in range(300)]
         await link.ask(Method.INFO)  # they are all inside

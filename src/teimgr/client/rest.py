@@ -25,6 +25,7 @@ class InstanceKeys(TypedDict, total=False):
     revision: str | None
     max_batch_tokens: int | Literal["auto"] | None
     max_concurrent_requests: int | None
+    max_waiting: int | None
     max_queue_wait_secs: int | None
     max_queued_tokens: int | None
     pooling: str | None

@@ -28,6 +28,7 @@ class Instance:
     reason: str | None = None
     max_batch_tokens: int | None = None
     max_concurrent_requests: int | None = None
+    max_waiting: int | None = None
     max_queue_wait_secs: int | None = None
     max_queued_tokens: int | None = None
     token_inputs: str | None = None

@@ -125,7 +125,7 @@ class Gateway:
         async def call_worker() -> HttpReply:
             check_encoding(headers)
             async with self._bodies.read(request, request_head(head), _sharer(request, caller)) as body:
-                call = self._call_worker(head, self._names_for(caller), request.path_params, body)
+                call = self._call_worker(head, self._names_for(caller), request.path_params, body, _holder(caller))
                 return await unless_hung_up(call, request.receive)
 
         reply = await self._count(path, head.dialect, call_worker())
@@ -140,7 +140,7 @@ class Gateway:
             check_encoding(headers)
             held, charge = await self._bodies.hold(request_head(head), body)
             try:
-                return await self._call_worker(head, self._names_for(caller), {}, held)
+                return await self._call_worker(head, self._names_for(caller), {}, held, _holder(caller))
             finally:
                 charge.release()
 
@@ -156,7 +156,7 @@ class Gateway:
         began, status = time.perf_counter(), STATUS[Code.CANCELLED].http
         held, charge = await self._bodies.hold(request_head(head), body, self._bodies.large)
         try:
-            reply = await self._call_worker(head, self._names_for(caller), {}, held, Flag.BULK)
+            reply = await self._call_worker(head, self._names_for(caller), {}, held, _holder(caller), Flag.BULK)
             status = reply.status
             return reply
         except TeimgrError as error:
@@ -204,11 +204,15 @@ class Gateway:
         names: ModelNames,
         named: Mapping[str, str],
         body: ReadBody,
+        holder: str | None,
         flags: int = Flag.NONE,
     ) -> HttpReply:
-        """The reply of a worker of what the path names (`named`), else of the body's `model`."""
-        payload = body.payload
-        with await self._lease(names, head.path, named, body) as lease, self._bodies.held_for(lease.instance, body):
+        """The reply of a worker of what the path names (`named`), else of the body's `model`.
+
+        `holder` is the caller whose bytes are counted, as in `Bodies.held_for`.
+        """
+        payload, lease = body.payload, await self._lease(names, head.path, named, body)
+        with lease, self._bodies.held_for(lease.instance, body, holder):
             flags |= Flag.BULK if len(payload) > SMALL_BYTES else Flag.NONE
             flags = in_lane(flags, head.headers.get(LANE_KEY))
             call_class = (head.path, flags)
@@ -265,6 +269,10 @@ def _dialect(path: DialectPath, headers: Mapping[str, str]) -> str:
 def _sharer(request: Request, caller: Caller) -> Hashable:
     """Whose bodies share a part of the budgets: a caller's, or a connection's without authentication."""
     return request.client if caller is ANONYMOUS else caller.name
+
+
+def _holder(caller: Caller) -> str | None:
+    return None if caller is ANONYMOUS else caller.name
 
 
 def check_encoding(headers: Mapping[str, str]) -> None:
@@ -333,6 +341,13 @@ _SMALL_DIGITS = 9  # of a length that may be small
 _REPLIES = 2
 
 
+# A call takes memory beside its body, so that many small ones are bounded too.
+MIN_HELD_BYTES = 1024
+
+HeldKey = tuple[str, str | None, ByteBudget]
+"""Instance, the caller whose share it is (None: that of all), and the budget."""
+
+
 class ReadBody(NamedTuple):
     """A request's head and body, which begins at `start`, the bytes charged for it, and their budget."""
 
@@ -353,7 +368,7 @@ class Bodies:
         self.small = ByteBudget(_SMALL_BODIES_BYTES)
         self.large = ByteBudget(max(_LARGE_BODIES_BYTES, limit_bytes))
         self._small_shares, self._large_shares = Shares(self.small, _SHARE), Shares(self.large, _SHARE)
-        self._held: Counter[tuple[str, ByteBudget]] = Counter()
+        self._held: Counter[HeldKey] = Counter()
 
     @asynccontextmanager
     async def read(self, request: Request, head: bytes, sharer: Hashable) -> AsyncIterator[ReadBody]:
@@ -393,35 +408,44 @@ class Bodies:
         if self.large.taken_bytes > self.large.limit_bytes * _REPLIES:
             raise Overloaded("Too many replies wait for clients that do not read them; try again later")
 
-    def held_for(self, instance: str, body: ReadBody) -> Holding:
-        """Count `body` as held by `instance` within the block.
+    def held_for(self, instance: str, body: ReadBody, holder: str | None = None) -> Holding:
+        """Count `body` as held by `instance` within the block, `MIN_HELD_BYTES` at least, and by the caller `holder`.
 
         Raises:
-            Overloaded: the calls to it hold their share already.
+            Overloaded: the calls to the instance, or those of `holder` to it, hold their share already.
         """
-        held = self._held.get((instance, body.budget), 0)
-        if held and held + body.charged > body.budget.limit_bytes // _INSTANCE_SHARE:
-            raise Overloaded(f"Too many bytes of requests wait for instance '{instance}'; try again later")
-        return Holding(self._held, (instance, body.budget), body.charged)
+        count = max(body.charged, MIN_HELD_BYTES)
+        most = body.budget.limit_bytes // _INSTANCE_SHARE
+        keys: list[HeldKey] = [(instance, None, body.budget)]
+        if holder is not None:
+            keys.append((instance, holder, body.budget))
+        for key, limit in zip(keys, (most, most // _SHARE), strict=False):
+            held = self._held.get(key, 0)
+            if held and held + count > limit:
+                of_holder = "" if key[1] is None else f" with the key '{key[1]}'"
+                raise Overloaded(f"Too many requests{of_holder} wait for instance '{instance}'; try again later")
+        return Holding(self._held, keys, count)
 
 
 class Holding:
-    """A context manager: `count` more is held under `key` within its block."""
+    """A context manager: `count` more is held under each of `keys` within its block."""
 
-    __slots__ = ("_count", "_held", "_key")
+    __slots__ = ("_count", "_held", "_keys")
 
-    def __init__(self, held: Counter[tuple[str, ByteBudget]], key: tuple[str, ByteBudget], count: int) -> None:
+    def __init__(self, held: Counter[HeldKey], keys: Sequence[HeldKey], count: int) -> None:
         self._held = held
-        self._key = key
+        self._keys = keys
         self._count = count
 
     def __enter__(self) -> None:
-        self._held[self._key] += self._count
+        for key in self._keys:
+            self._held[key] += self._count
 
     def __exit__(self, *failure: object) -> None:
-        self._held[self._key] -= self._count
-        if not self._held[self._key]:
-            del self._held[self._key]
+        for key in self._keys:
+            self._held[key] -= self._count
+            if not self._held[key]:
+                del self._held[key]
 
 
 _NEAREST = 3

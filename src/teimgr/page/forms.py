@@ -24,7 +24,7 @@ _GROUPS: Mapping[str, tuple[str, ...]] = {
     "Where it runs": ("gpu_id", "replicas", "threads", "port", "prometheus_port"),
     "Trust": ("trust_remote_code", "safetensors_only"),
     "Limits": (
-        *("max_batch_tokens", "max_concurrent_requests", "max_queue_wait_secs", "startup_timeout_secs"),
+        *("max_batch_tokens", "max_concurrent_requests", "max_waiting", "max_queue_wait_secs", "startup_timeout_secs"),
         *("max_queued_tokens", "max_rss_mib"),
     ),
 }

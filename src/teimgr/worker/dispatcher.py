@@ -24,9 +24,7 @@ from teimgr.worker.worker_metrics import TeiMetrics
 
 log = logging.getLogger(__name__)
 
-# Bounds on the worker's memory: calls admitted for each one that may run at a time, bytes of admitted calls in payloads
-# of the largest size, and calls that wait for admission.
-_QUEUED_PER_RUNNING = 4
+# Bounds on the memory of a worker: bytes of admitted calls, in payloads of the largest size; calls that wait for that.
 _MAX_PAYLOADS = 8
 _MAX_WAITING = 65536
 # A call is refused at once where its answer is expected after this part of the time that its deadline leaves: an
@@ -130,7 +128,7 @@ class Dispatcher:
         self._closed = False
         self._call_limiter = FairLimiter(
             self._fail,
-            max_calls=spec.max_concurrent_requests * (1 + _QUEUED_PER_RUNNING),
+            max_calls=spec.max_concurrent_requests + spec.max_waiting,
             max_bytes=self.max_bytes,
             max_waiting=_MAX_WAITING,
             max_waiting_bytes=self.max_bytes,

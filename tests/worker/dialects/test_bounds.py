@@ -26,7 +26,8 @@ def small(
     """An instance that one running call, and four that wait, fit into; the real model needs some 20 s for `LONG`."""
     daemon, _ = served
     with daemon.client() as client:
-        client.create("tight", str(weights.minilm()), dtype="float32", max_concurrent_requests=1)
+        limits = {"max_concurrent_requests": 1, "max_waiting": 4}
+        client.create("tight", str(weights.minilm()), dtype="float32", **limits)
         client.wait_until_running("tight", deadline_s=60)
         yield daemon, {"tight": client.get("tight").port}
         client.delete("tight")
