@@ -363,12 +363,15 @@ def test_a_key_holds_half_of_what_may_wait_for_an_instance() -> None:
     bodies = gateway.Bodies(2**20)
     body = gateway.ReadBody(bytearray(), 0, 100, bodies.small)
     with ExitStack() as held:
+
+        def hold(instance: str, key: str | None, count: int = 1) -> None:
+            for _ in range(count):
+                held.enter_context(bodies.held_for(instance, body, key))
+
         with pytest.raises(Overloaded, match="with the key 'team' wait for instance 'a'"):
-            for _ in range(20_000):
-                held.enter_context(bodies.held_for("a", body, "team"))
-        held.enter_context(bodies.held_for("a", body, "other"))
-        held.enter_context(bodies.held_for("b", body, "team"))
+            hold("a", "team", 20_000)
+        hold("a", "other")
+        hold("b", "team")
         with pytest.raises(Overloaded, match="Too many requests wait for instance 'a'"):
-            for _ in range(20_000):
-                held.enter_context(bodies.held_for("a", body))
+            hold("a", None, 20_000)
     assert not bodies._held
