@@ -416,15 +416,17 @@ class Bodies:
         """
         count = max(body.charged, MIN_HELD_BYTES)
         most = body.budget.limit_bytes // _INSTANCE_SHARE
-        keys: list[HeldKey] = [(instance, None, body.budget)]
-        if holder is not None:
-            keys.append((instance, holder, body.budget))
-        for key, limit in zip(keys, (most, most // _SHARE), strict=False):
-            held = self._held.get(key, 0)
-            if held and held + count > limit:
-                of_holder = "" if key[1] is None else f" with the key '{key[1]}'"
-                raise Overloaded(f"Too many requests{of_holder} wait for instance '{instance}'; try again later")
-        return Holding(self._held, keys, count)
+        of_all: HeldKey = (instance, None, body.budget)
+        if (held := self._held.get(of_all, 0)) and held + count > most:
+            raise Overloaded(f"Too many requests wait for instance '{instance}'; try again later")
+        if holder is None:
+            return Holding(self._held, (of_all,), count)
+        of_holder: HeldKey = (instance, holder, body.budget)
+        if (held := self._held.get(of_holder, 0)) and held + count > most // _SHARE:
+            raise Overloaded(
+                f"Too many requests with the key '{holder}' wait for instance '{instance}'; try again later"
+            )
+        return Holding(self._held, (of_all, of_holder), count)
 
 
 class Holding:
