@@ -8,21 +8,27 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
-from teimgr import model_json
 from teimgr.errors import (
     InvalidConfig,
     ModelDownloadFailed,
     ModelGated,
-    ModelLoadFailed,
     ModelNotFound,
     TeimgrError,
     Unavailable,
+)
+from teimgr.model_directory import (
+    OPTIONAL,
+    has_configuration,
+    missing_file,
+    needed,
+    shards_of,
+    stays_below,
 )
 from teimgr.user_home import expanded
 
@@ -36,17 +42,10 @@ ModelsFrom = Literal["hub-first", "neighbours-first", "hub-only"]
 
 DEFAULT_REVISION = "main"
 _FOLDER_PREFIX = "models--"
-_MAX_PATH_CHARS = 255
-_OTHER_ENDINGS = ("onnx", "onnx_data", "h5", "msgpack", "ot", "tflite", "gguf")
-_OTHER_RUNTIMES = ["onnx/*", "openvino/*", "coreml/*", *(f"*.{ending}" for ending in _OTHER_ENDINGS)]
-# Ignored when the hub library looks for a snapshot in the cache; `is_complete` then checks the weights.
-_OPTIONAL = [*_OTHER_RUNTIMES, "*.bin"]
-_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 # How like a name must be to be offered in place of a mistyped one, how many are, and how much of a name is compared.
 _SIMILAR = 0.7
 _NEAREST = 3
 _COMPARED_CHARS = 256
-_MOST_HEAD_BYTES = 16 * 2**20  # of a safetensors file that is looked into; known ones have 1 MB
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,15 +146,22 @@ def id_of_folder(name: str) -> str | None:
 
 def find_cached(model_id: str, revision: str | None = None, cache: Path | None = None) -> ModelSource | None:
     """The complete snapshot in the hub cache, or in that at `cache`, if there is one; without network access."""
+    found = _find_snapshot(model_id, revision, cache)
+    return found if found is not None and missing_file(found.path) is None else None
+
+
+def _find_snapshot(model_id: str, revision: str | None, cache: Path | None = None) -> ModelSource | None:
+    """As `find_cached`, complete or not."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     if problem := revision_problem(revision):
         raise ModelNotFound(f"Model '{model_id}': revision {problem}")
     try:
+        # Without what may not be needed: `missing_file` then looks for each module's weights.
         path = Path(
             snapshot_download(
-                model_id, revision=revision, cache_dir=cache, local_files_only=True, ignore_patterns=_OPTIONAL
+                model_id, revision=revision, cache_dir=cache, local_files_only=True, ignore_patterns=OPTIONAL
             )
         )
     except HFValidationError as error:
@@ -163,7 +169,7 @@ def find_cached(model_id: str, revision: str | None = None, cache: Path | None =
     except LocalEntryNotFoundError:
         return None
     _check_place(path, model_id, cache)
-    return ModelSource(path, path.name) if is_complete(path) else None
+    return ModelSource(path, path.name)
 
 
 def _check_place(snapshot: Path, model_id: str, cache: Path | None = None) -> None:
@@ -184,64 +190,6 @@ def find_packaged(model_id: str) -> ModelSource | None:
     if spec is None or not spec.submodule_search_locations:
         return None
     return ModelSource(Path(spec.submodule_search_locations[0]) / folder, None)
-
-
-def is_complete(path: Path) -> bool:
-    """Whether a snapshot holds a configuration and every weight file it names.
-
-    Raises:
-        ModelLoadFailed: its index of shards is not what it should be.
-    """
-    if not has_configuration(path):
-        return False
-    if (shards := shards_of(path / "model.safetensors.index.json")) is not None:
-        return all((path / shard).exists() and not is_cut_short(path / shard) for shard in shards)
-    found = [path / name for name in _WEIGHTS if (path / name).exists()] or [*path.glob("*/model.safetensors")]
-    return bool(found) and not any(map(is_cut_short, found))
-
-
-def shards_of(index: Path) -> list[str] | None:
-    """The files that an index of shards names, in the index's own folder; None where there is no index.
-
-    Raises:
-        ModelLoadFailed: the index cannot be read, or names a file outside of its folder.
-    """
-    content = model_json.read_object(index)
-    if content is None:
-        return None
-    named = content.get("weight_map")
-    if not isinstance(named, dict) or not named:
-        raise ModelLoadFailed(f"{index.name} has no weight_map")
-    shards = {shard if isinstance(shard, str) else "" for shard in named.values()}
-    if wrong := [shard for shard in shards if not stays_below(shard)]:
-        raise ModelLoadFailed(
-            f"{index.name} names the file {wrong[0][:_MAX_PATH_CHARS]!r}, which is none of its folder"
-        )
-    return sorted(shards)
-
-
-def broken_weights(path: Path) -> str | None:
-    """The first file of weights in a model directory that is cut short, by its name there; None where all are whole."""
-    found = sorted((*path.glob("*.safetensors"), *path.glob("*/*.safetensors")))
-    return next((str(file.relative_to(path)) for file in found if is_cut_short(file)), None)
-
-
-def is_cut_short(weights: Path) -> bool:
-    """Whether a safetensors file ends before the data that its head announces; other files are not looked into."""
-    if weights.suffix != ".safetensors":
-        return False
-    try:
-        with weights.open("rb") as file:
-            head_bytes, whole = int.from_bytes(file.read(8), "little"), weights.stat().st_size
-            if whole < 8 or not 0 < head_bytes <= _MOST_HEAD_BYTES:
-                return False  # no safetensors at all
-            if whole < 8 + head_bytes:
-                return True
-            head = model_json.parse(file.read(head_bytes), weights.name)
-        ends = (tensor["data_offsets"][1] for name, tensor in head.items() if name != "__metadata__")
-        return whole < 8 + head_bytes + max(ends, default=0)
-    except (OSError, ModelLoadFailed, ValueError, KeyError, TypeError, IndexError, AttributeError):
-        return False
 
 
 def pickled_weights(path: Path) -> Path | None:
@@ -274,11 +222,6 @@ def check_safetensors(model_id: str, path: Path) -> None:
     if found := pickled_weights(path):
         where = found.relative_to(path)
         raise InvalidConfig(f"model_id: {model_id} has pickled weights ({where}), and only safetensors are allowed")
-
-
-def has_configuration(path: Path) -> bool:
-    """Whether a directory can be a model's."""
-    return (path / "config.json").exists() or (path / "modules.json").exists()
 
 
 def names_a_path(model_id: str) -> bool:
@@ -355,28 +298,20 @@ def _download(model_id: str, revision: str | None) -> ModelSource:
     if problem := revision_problem(revision):
         raise ModelNotFound(f"Model '{model_id}': revision {problem}")
     if is_offline():  # no attempt can end otherwise
+        found = _find_snapshot(model_id, revision)
+        lacking = None if found is None else missing_file(found.path)
         raise ModelNotFound(
             f"Model '{model_id}' is neither a directory here nor in the hub cache, and HF_HUB_OFFLINE is set"
+            if lacking is None
+            else f"Model '{model_id}' is in the hub cache without {lacking}, and HF_HUB_OFFLINE is set"
         )
     with hub_failures(model_id, revision):
         info = HfApi().model_info(model_id, revision=revision, timeout=10)
-        unused = unused_patterns(sibling.rfilename for sibling in info.siblings or ())
+        names = needed([sibling.rfilename for sibling in info.siblings or ()])
         # By name, not by commit: then the cache stores the ref by which an offline start finds the snapshot.
-        path = Path(snapshot_download(model_id, revision=revision, ignore_patterns=unused))
+        path = Path(snapshot_download(model_id, revision=revision, allow_patterns=names))
     _check_place(path, model_id)
     return ModelSource(path, path.name)
-
-
-def unused_patterns(names: Iterable[str]) -> list[str]:
-    """Patterns of the files that the engine does not need, in a repository with these files."""
-    return [*_OTHER_RUNTIMES, "*.bin"] if any(name.endswith(".safetensors") for name in names) else [*_OTHER_RUNTIMES]
-
-
-def needed(names: Sequence[str]) -> list[str]:
-    """Of the files of a repository, those that the engine needs."""
-    from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]  # it is exported lazily
-
-    return list(filter_repo_objects(names, ignore_patterns=unused_patterns(names)))
 
 
 def revision_problem(revision: str | None) -> str | None:
@@ -391,17 +326,6 @@ def revision_problem(revision: str | None) -> str | None:
     if wrong or revision.startswith("-") or ".." in revision or any(mark in revision for mark in " ~^:?*[@{"):
         return f"must be the name of a branch, tag or commit (got {revision[:_COMPARED_CHARS]!r})"
     return None
-
-
-def stays_below(name: str) -> bool:
-    """Whether the name of a file in a repository is a path that leads nowhere but below its folder."""
-    parts = name.split("/")
-    return (
-        0 < len(name) <= _MAX_PATH_CHARS
-        and not any(part in ("", ".", "..") for part in parts)
-        and name.isprintable()
-        and "\\" not in name
-    )
 
 
 @contextmanager

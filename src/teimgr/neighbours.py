@@ -38,6 +38,7 @@ from teimgr.errors import (
     Unavailable,
 )
 from teimgr.fleet_tls import HANDSHAKE_LIMIT_S, FleetIdentity, FleetName, peer_of
+from teimgr.model_directory import needed, stays_below
 from teimgr.wire.host_messages import LENGTH_BYTES, pack, reported_error, unpack, unpack_length
 
 MAX_FILES = 2000
@@ -86,7 +87,7 @@ class ModelFile:
         its kind.
         """
         file = cls(str(values["name"]), int(values["size_bytes"]), str(values["blob"]), str(values["sha256"]))
-        if not hub.stays_below(file.name):
+        if not stays_below(file.name):
             raise ValueError(f"{file.name[:80]!r} is no name of a file")
         if file.size_bytes < 0 or not is_blob(file.blob) or not _SHA256.fullmatch(file.sha256):
             raise ValueError(f"{file.name}: no size or digest")
@@ -357,7 +358,7 @@ class _Fetch:
         except (ValueError, TypeError, KeyError) as error:
             raise Unavailable(f"{link.host}: its list of files is malformed: {error}") from error
         if not self._commit:
-            self._begin(commit, [files[name] for name in hub.needed(list(files))])
+            self._begin(commit, [files[name] for name in needed(list(files))])
         if commit == self._commit:
             return files
         self._reasons[link.host] = f"{link.host} has another commit, {commit}"

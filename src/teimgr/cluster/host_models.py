@@ -24,6 +24,7 @@ from typing import Any
 from teimgr import hub
 from teimgr.cluster.host_link import HostLink
 from teimgr.errors import Forbidden, InvalidInput, ModelLoadFailed, Unavailable
+from teimgr.model_directory import files_below, needed
 from teimgr.neighbours import MAX_FILES, ModelFile, is_blob, is_commit
 
 MAX_STREAMS = 4
@@ -104,8 +105,8 @@ class HostModels:
         folder = cache / hub.folder_name(model_id)
         if not is_commit(snapshot.name) or snapshot.resolve() != folder / "snapshots" / snapshot.name:
             raise Forbidden("the snapshot lies outside of the hub's cache")
-        names = [path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*") if path.is_file()]
-        return Offer(snapshot.name, dict(self._files(folder, snapshot, sorted(hub.needed(names))[:MAX_FILES])))
+        names = [path.relative_to(snapshot).as_posix() for path in files_below(snapshot)]
+        return Offer(snapshot.name, dict(self._files(folder, snapshot, sorted(needed(names))[:MAX_FILES])))
 
     def _files(self, folder: Path, snapshot: Path, names: list[str]) -> Iterator[tuple[str, tuple[ModelFile, Path]]]:
         for name in names:

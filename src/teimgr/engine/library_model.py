@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from teimgr import hub
 from teimgr.engine.rotary import put_own_rotary
 from teimgr.errors import ModelLoadFailed
+from teimgr.model_directory import broken_file
 from teimgr.model_files.layout import Backbone, Dense, Layout
 
 # Encoder-decoders of which only the encoder is used; AutoModel would load both.
@@ -70,8 +70,8 @@ def load_module(layout: Layout, device: torch.device) -> Any:
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # of any kind, the library's or the model's own code; the next try would end alike
-        broken = hub.broken_weights(layout.transformer_dir)
-        why = f"{layout.transformer_dir / broken} ends too soon ({error})" if broken else _reason(error)
+        broken = broken_file(layout.transformer_dir)
+        why = f"{broken} ({error})" if broken else _reason(error)
         raise ModelLoadFailed(f"transformers cannot load {layout.transformer_dir}: {why}") from error
     _account_for(report, module, layout)
     put_own_rotary(module)

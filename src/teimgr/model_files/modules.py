@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from teimgr.errors import InvalidConfig, ModelLoadFailed
+from teimgr.model_directory import folder_in
 from teimgr.model_files.layout import Dense, LayerNorm, Normalize, Projection
 from teimgr.model_json import read_list, read_object
 from teimgr.spec import POOLINGS
@@ -118,10 +119,7 @@ def _module(root: Path, row: dict[str, Any]) -> Module:
         raise ModelLoadFailed(f"modules.json has a {name} module: {_NOT_SERVED[name]}, which is not served")
     if name not in _SERVED:
         raise ModelLoadFailed(f"modules.json has a {name} module, which is not known here")
-    place = (root / path).resolve()
-    if not place.is_relative_to(root.resolve()):
-        raise ModelLoadFailed(f"modules.json points out of the model's directory: {path}")
-    return Module(name, root / path)
+    return Module(name, folder_in(root, path))
 
 
 TEXT, TOKENS = "sentence_embedding", "token_embeddings"

@@ -17,6 +17,7 @@ from typing import Any
 
 from teimgr import hub, model_json
 from teimgr.errors import ModelLoadFailed
+from teimgr.model_directory import configuration_folder, files_below, has_configuration, missing_file, needed
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ class Snapshot:
     def metadata(self) -> dict[str, Any] | None:
         """Some keys of config.json; None where it cannot be read or one of them has another type."""
         try:
-            config = model_json.read_object(self.path / "config.json")
+            config = model_json.read_object(configuration_folder(self.path) / "config.json")
             return None if config is None else dict(_metadata_of(config))
         except (ModelLoadFailed, ValueError):
             return None
@@ -96,7 +97,7 @@ class HubCache:
             folder = self.folder_of(model_id)
             refs = dict(_refs(folder / "refs"))
             for path in sorted((folder / "snapshots").glob("*/")):
-                if hub.has_configuration(path):
+                if has_configuration(path):
                     names = tuple(sorted(name for name, commit in refs.items() if commit == path.name))
                     found.append(self._snapshot(model_id, path, names))
         except (OSError, ValueError) as error:  # an impossible name, or a failing disk
@@ -130,7 +131,7 @@ class HubCache:
         shutil.rmtree(self.folder / ".locks" / self.folder_of(model_id).name, ignore_errors=True)
 
     def _snapshot(self, model_id: str, path: Path, refs: tuple[str, ...]) -> Snapshot:
-        files = tuple(_files(path, path.rglob("*")))
+        files = tuple(_files(path, files_below(path)))
         is_loadable, fault = _loadable(path)
         return Snapshot(
             path=path,
@@ -151,7 +152,7 @@ class HubCache:
             tree = get_cached_repo_tree(model_id, revision=commit, cache_dir=self.folder)
         except (CachedRepoTreeNotFoundError, HFValidationError):
             return set()
-        return set(hub.needed([file.path for file in tree])) - present
+        return set(needed([file.path for file in tree])) - present
 
 
 def is_directory(model_id: str) -> bool:
@@ -169,9 +170,9 @@ def find_directory(model_id: str) -> Snapshot | None:
     """
     try:
         path = Path(model_id).expanduser()
-        if not hub.has_configuration(path):
+        if not has_configuration(path):
             return None
-        files = tuple(_files(path, (*path.glob("*"), *path.glob("*/*"))))
+        files = tuple(_files(path, files_below(path, depth=1)))
         is_loadable, fault = _loadable(path)
         where, changed_at = path.resolve(), _changed_at(path)
         return Snapshot(path=where, files=files, complete=is_loadable, fault=fault, changed_at=changed_at)
@@ -182,8 +183,8 @@ def find_directory(model_id: str) -> Snapshot | None:
 def _loadable(path: Path) -> tuple[bool, str | None]:
     """Whether a worker can load the model in a directory, and the fault of a file that cannot be read."""
     try:
-        model_json.read_object(path / "config.json")
-        return hub.is_complete(path), None
+        model_json.read_object(configuration_folder(path) / "config.json")
+        return missing_file(path) is None, None
     except ModelLoadFailed as error:
         return False, error.message
     except OSError as error:

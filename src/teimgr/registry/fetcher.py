@@ -29,6 +29,7 @@ from typing import Any
 
 from teimgr import hub
 from teimgr.errors import ModelDownloadFailed, ModelNotFound, TeimgrError, Unavailable
+from teimgr.model_directory import needed
 from teimgr.registry.cache import HubCache
 
 PARALLEL_FILES = 4
@@ -160,7 +161,7 @@ class Fetch:
         self._commit = str(info.sha)
         tree = api.list_repo_tree(order.model_id, recursive=True, revision=self._commit)
         remote = {file.path: _remote(file) for file in tree if isinstance(file, RepoFile)}
-        files = [remote[name] for name in hub.needed(list(remote))]
+        files = [remote[name] for name in needed(list(remote))]
         if not files:
             raise ModelDownloadFailed(order.model_id, "the repository has no files for this engine")
         size_bytes = sum(file.size_bytes for file in files)

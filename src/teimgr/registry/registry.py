@@ -15,6 +15,7 @@ from teimgr.config.instance_keys import check_allowed, key_faults
 from teimgr.config.settings import Settings
 from teimgr.errors import ModelInUse, ModelLoadFailed, ModelNotFound, Unavailable, ValidationError
 from teimgr.launch.launcher import LocalLauncher
+from teimgr.model_directory import broken_file, missing_file
 from teimgr.observability import catalogue
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.placement.planner import GpuInventory, place, usable_cores, worker_spec
@@ -324,17 +325,26 @@ class Registry:
 
 def _how_to_get(model_id: str, snapshot: Snapshot | None) -> str:
     """What is missing of a model that cannot be loaded, and what to do about it."""
-    broken = None if snapshot is None else hub.broken_weights(snapshot.path)
+    fault = None if snapshot is None else _fault(snapshot)
     if hub.names_a_path(model_id) or disk.is_directory(model_id):
         if snapshot is None:
             return f"no such directory, or neither config.json nor modules.json in it{hub.nearest_here(model_id)}"
-        return f"{snapshot.path / broken} ends too soon" if broken else f"{snapshot.path} has no weights"
+        return fault or str(snapshot.path)
     download = "Use POST /models/{model_id}/download first."
-    return (
-        f"Model not downloaded whole: {broken} ends too soon. {download}"
-        if broken
-        else f"Model not downloaded. {download}"
-    )
+    return f"Model not downloaded whole: {fault}. {download}" if fault else f"Model not downloaded. {download}"
+
+
+def _fault(snapshot: Snapshot) -> str:
+    """Why a model that is here cannot be loaded."""
+    if snapshot.fault is not None:
+        return snapshot.fault
+    try:
+        lacking = missing_file(snapshot.path)
+    except ModelLoadFailed as error:
+        return error.message
+    if broken := broken_file(snapshot.path):
+        return f"{snapshot.path / broken}"
+    return f"{snapshot.path} has no {lacking}" if lacking else "files of the repository are missing"
 
 
 def _check_id(model_id: str, revision: str | None = None) -> None:

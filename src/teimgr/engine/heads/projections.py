@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from teimgr.errors import ModelLoadFailed
+from teimgr.model_directory import fault_of, weight_files
 from teimgr.model_files.layout import Dense, LayerNorm, Projection
 
 
@@ -100,16 +101,26 @@ def _load(projection: Projection) -> nn.Module:
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """The tensors of model.safetensors, else of pytorch_model.bin, on the CPU.
+    """The tensors of a directory's weights (`model_directory.weight_files`), on the CPU.
 
     Raises:
-        ModelLoadFailed: there is neither file, or it cannot be read.
+        ModelLoadFailed: there are none, or a file cannot be read.
     """
+    files = weight_files(folder)
+    if not files:
+        raise ModelLoadFailed(f"the module {folder.name} has no weights")
+    found: dict[str, Tensor] = {}
+    for file in files:
+        found |= _read(file)
+    return found
+
+
+def _read(file: Path) -> dict[str, Tensor]:
+    if fault := fault_of(file):
+        raise ModelLoadFailed(f"{file.parent.name}/{file.name} {fault}")
     try:
-        if (file := folder / "model.safetensors").is_file():
+        if file.suffix == ".safetensors":
             return load_file(file)
-        if (file := folder / "pytorch_model.bin").is_file():
-            return torch.load(file, map_location="cpu", weights_only=True)  # type: ignore[no-any-return]
-    except (OSError, RuntimeError, SafetensorError, pickle.UnpicklingError) as error:
-        raise ModelLoadFailed(f"the weights of {folder.name} cannot be read: {error}") from error
-    raise ModelLoadFailed(f"the module {folder.name} has no weights")
+        return torch.load(file, map_location="cpu", weights_only=True)  # type: ignore[no-any-return]
+    except (OSError, RuntimeError, EOFError, SafetensorError, pickle.UnpicklingError) as error:
+        raise ModelLoadFailed(f"the weights {file.parent.name}/{file.name} cannot be read: {error}") from error

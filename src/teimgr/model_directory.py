@@ -1,0 +1,282 @@
+"""Which files of a model directory are needed: by module, its weights and what is read beside them.
+
+What is downloaded (`needed`), what makes a copy complete (`missing_file`), what is shown in `/models` and which weights
+are opened (`weight_files`) all follow from the same rules here, for each directory by itself: safetensors before
+pickled files, one file before an index of shards, as the transformers library chooses.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path, PurePosixPath
+
+from teimgr import model_json
+from teimgr.errors import ModelLoadFailed
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+_WEIGHTS = (SINGLE, INDEX, PICKLED, PICKLED_INDEX)  # in the order in which they are looked for
+_OTHER_ENDINGS = ("onnx", "onnx_data", "h5", "msgpack", "ot", "tflite", "gguf", "pth", "ckpt", "mlmodel")
+_OTHER_RUNTIMES = (
+    *("onnx/*", "openvino/*", "coreml/*", "checkpoint-*/*", "*/checkpoint-*/*"),
+    *(f"*.{ending}" for ending in _OTHER_ENDINGS),
+)
+_TRAINING = ("training_args.bin", "optimizer.bin", "scheduler.bin")
+OPTIONAL = [*_OTHER_RUNTIMES, "*.bin"]
+"""Patterns of all files that some repository has and does not need."""
+
+# By the class of a module without its package: what its directory has to have beside config.json.
+_READERS = ("Transformer", "MLMTransformer")
+_WEIGHTED = ("Dense", "LayerNorm", "WeightedLayerPooling", "CNN", "LSTM")
+_CONFIGURED = (*_READERS, *_WEIGHTED, "Pooling", "SpladePooling", "LogitScore")
+
+_MAX_PATH_CHARS = 255
+_MOST_FILES = 10_000
+_MOST_HEAD_BYTES = 16 * 2**20  # of a safetensors file that is looked into; known ones have 1 MB
+_POINTER = b"version https://git-lfs.github.com/spec/"
+_MOST_POINTER_BYTES = 1024  # git-lfs takes no larger file for one
+
+
+@dataclass(frozen=True, slots=True)
+class ModulePlace:
+    """A module of a model: its class without the package, and its directory."""
+
+    name: str
+    path: Path
+
+
+def has_configuration(path: Path) -> bool:
+    """Whether a directory can be a model's."""
+    return (path / "config.json").exists() or (path / "modules.json").exists()
+
+
+def module_places(root: Path) -> list[ModulePlace]:
+    """The modules of modules.json, those of a Router in place of it; a bare transformer has one, at `root`.
+
+    Raises:
+        ModelLoadFailed: a file cannot be read, or names a directory outside of the model's.
+    """
+    rows = model_json.read_list(root / "modules.json")
+    if not rows:
+        return [ModulePlace("Transformer", root)]
+    places = []
+    for row in rows:
+        name, path = str(row.get("type", "")).rsplit(".", 1)[-1], folder_in(root, str(row.get("path", "")))
+        places += _routed(root, path) if name in ("Router", "Asym") else [ModulePlace(name, path)]
+    return places
+
+
+def _routed(root: Path, path: Path) -> list[ModulePlace]:
+    types = (model_json.read_object(path / "router_config.json") or {}).get("types")
+    if not isinstance(types, dict):
+        return []
+    below = path.relative_to(root).as_posix()
+    return [ModulePlace(str(kind).rsplit(".", 1)[-1], folder_in(root, f"{below}/{key}")) for key, kind in types.items()]
+
+
+def configuration_folder(root: Path) -> Path:
+    """The directory with the transformer's config.json.
+
+    Raises:
+        ModelLoadFailed: as `module_places`.
+    """
+    places = module_places(root)
+    return next((place.path for place in places if place.name in _READERS), places[0].path if places else root)
+
+
+def folder_in(root: Path, path: str) -> Path:
+    """The directory that a model's files name, relative to `root`.
+
+    In the hub's cache a module's directory may be a link to that of another snapshot of the same model.
+
+    Raises:
+        ModelLoadFailed: it lies outside of the model's directory.
+    """
+    place, home = root / path, root.resolve()
+    in_cache = home.parent.name == "snapshots" and home.parent.parent.name.startswith("models--")
+    inside = home.parent.parent if in_cache and stays_below(path.rstrip("/") or "x") else home
+    try:
+        is_inside = place.resolve().is_relative_to(inside)
+    except (OSError, RuntimeError, ValueError):  # links in a circle, a null character
+        is_inside = False
+    if not is_inside:
+        raise ModelLoadFailed(f"modules.json points out of the model's directory: {path[:_MAX_PATH_CHARS]}")
+    return place
+
+
+def weight_files(folder: Path) -> tuple[Path, ...]:
+    """The files of weights that are loaded of one directory, in shards or not, whether they exist or an index names
+    them; () where there are none.
+
+    Raises:
+        ModelLoadFailed: an index of shards is not what it should be.
+    """
+    shards = {name: shards_of(folder / name) for name in (INDEX, PICKLED_INDEX)}  # also those that are not chosen
+    for name in _WEIGHTS:
+        if name in shards and (named := shards[name]) is not None:
+            return tuple(folder / shard for shard in named)
+        if name not in shards and (folder / name).is_file():
+            return (folder / name,)
+    return ()
+
+
+def missing_file(root: Path) -> str | None:
+    """What a model directory lacks to be complete, relative to it; None where nothing is missing.
+
+    A file that is cut short, or is only the pointer of git-lfs to it, is missing.
+
+    Raises:
+        ModelLoadFailed: a file that names others is not what it should be.
+    """
+    if not has_configuration(root):
+        return "config.json"
+    for first, place in enumerate(module_places(root)):
+        if (lacking := _missing_of(place, is_first=first == 0)) is not None:
+            return _shown(root, place.path / lacking)
+    return None
+
+
+def _missing_of(place: ModulePlace, *, is_first: bool) -> str | None:
+    folder = place.path
+    static = place.name == "StaticEmbedding"
+    if place.name in _CONFIGURED and not (folder / "config.json").is_file():
+        return "config.json"
+    if static or is_first or place.name in (*_READERS, *_WEIGHTED):
+        weights = weight_files(folder)
+        if not weights:
+            return SINGLE
+        if lacking := next((file for file in weights if fault_of(file) or not file.is_file()), None):
+            return lacking.name
+    return None
+
+
+def needed(names: Sequence[str]) -> list[str]:
+    """Of the files of a repository, by their names in it, those that the engine needs."""
+    present = set(names)
+    return [name for name in names if not _is_unused(name, present)]
+
+
+def _is_unused(name: str, present: set[str]) -> bool:
+    if any(fnmatch(name, pattern) for pattern in _OTHER_RUNTIMES):
+        return True
+    path = PurePosixPath(name)
+    if path.suffix != ".bin" and path.name != PICKLED_INDEX:
+        return False
+    beside = {(path.parent / other).as_posix() for other in (SINGLE, INDEX)}
+    return path.name in _TRAINING or not present.isdisjoint(beside)
+
+
+def shards_of(index: Path) -> list[str] | None:
+    """The files that an index of shards names, in the index's own folder; None where there is no index.
+
+    Raises:
+        ModelLoadFailed: the index cannot be read, or names a file outside of its folder.
+    """
+    content = model_json.read_object(index)
+    if content is None:
+        return None
+    named = content.get("weight_map")
+    if not isinstance(named, dict) or not named:
+        raise ModelLoadFailed(f"{index.name} has no weight_map")
+    shards = {shard if isinstance(shard, str) else "" for shard in named.values()}
+    if wrong := [shard for shard in shards if not stays_below(shard)]:
+        raise ModelLoadFailed(
+            f"{index.name} names the file {wrong[0][:_MAX_PATH_CHARS]!r}, which is none of its folder"
+        )
+    return sorted(shards)
+
+
+def broken_file(root: Path) -> str | None:
+    """The first file of a model directory that is not whole, and why, as "2_Dense/model.safetensors ends too soon";
+    None where all are whole.
+    """
+    for path in files_below(root):
+        if fault := fault_of(path):
+            return f"{_shown(root, path)} {fault}"
+    return None
+
+
+def fault_of(path: Path) -> str | None:
+    """Why a file is not what its name says, as the end of a sentence about it; None where nothing is wrong with it."""
+    if is_pointer(path):
+        return "is a pointer of git-lfs and not the file itself: run `git lfs pull` in the directory"
+    return "ends too soon" if is_cut_short(path) else None
+
+
+def is_pointer(path: Path) -> bool:
+    """Whether a file is what git checks out in place of a large file where git-lfs is not installed."""
+    try:
+        if path.stat().st_size > _MOST_POINTER_BYTES:
+            return False
+        with path.open("rb") as file:
+            return file.read(len(_POINTER)) == _POINTER
+    except OSError:
+        return False
+
+
+def is_cut_short(weights: Path) -> bool:
+    """Whether a safetensors file ends before the data that its head announces; other files are not looked into."""
+    if weights.suffix != ".safetensors":
+        return False
+    try:
+        with weights.open("rb") as file:
+            head_bytes, whole = int.from_bytes(file.read(8), "little"), weights.stat().st_size
+            if whole < 8 or not 0 < head_bytes <= _MOST_HEAD_BYTES:
+                return False  # no safetensors at all
+            if whole < 8 + head_bytes:
+                return True
+            head = model_json.parse(file.read(head_bytes), weights.name)
+        ends = (tensor["data_offsets"][1] for name, tensor in head.items() if name != "__metadata__")
+        return whole < 8 + head_bytes + max(ends, default=0)
+    except (OSError, ModelLoadFailed, ValueError, KeyError, TypeError, IndexError, AttributeError):
+        return False
+
+
+def files_below(root: Path, depth: int = 8) -> Iterator[Path]:
+    """The files in a directory and, `depth` levels deep, below it, in order, links to directories followed.
+
+    At most 10,000 of them; dangling links and directories that cannot be read are left out.
+    """
+    left = [_MOST_FILES]
+
+    def walk(folder: Path, levels: int, above: tuple[Path, ...]) -> Iterator[Path]:
+        try:
+            here, entries = folder.resolve(), sorted(os.scandir(folder), key=lambda entry: entry.name)
+        except (OSError, RuntimeError):
+            return
+        if here in above:
+            return
+        for entry in entries:
+            path = Path(entry.path)
+            try:
+                is_file, is_folder = entry.is_file(), entry.is_dir()
+            except OSError:
+                continue
+            if is_file and left[0] > 0:
+                left[0] -= 1
+                yield path
+            elif is_folder and levels and left[0] > 0:
+                yield from walk(path, levels - 1, (*above, here))
+
+    yield from walk(root, depth, ())
+
+
+def stays_below(name: str) -> bool:
+    """Whether the name of a file in a repository is a path that leads nowhere but below its folder."""
+    parts = name.split("/")
+    return (
+        0 < len(name) <= _MAX_PATH_CHARS
+        and not any(part in ("", ".", "..") for part in parts)
+        and name.isprintable()
+        and "\\" not in name
+    )
+
+
+def _shown(root: Path, path: Path) -> str:
+    try:
+        return path.relative_to(root).as_posix()
+    except ValueError:
+        return path.name
