@@ -71,7 +71,7 @@ def load_module(layout: Layout, device: torch.device) -> Any:
         raise
     except Exception as error:  # of any kind, the library's or the model's own code; the next try would end alike
         broken = broken_file(layout.transformer_dir)
-        why = f"{broken} ({error})" if broken else _reason(error)
+        why = f"{layout.transformer_dir / broken} ({_reason(error)})" if broken else _reason(error)
         raise ModelLoadFailed(f"transformers cannot load {layout.transformer_dir}: {why}") from error
     _account_for(report, module, layout)
     put_own_rotary(module)
