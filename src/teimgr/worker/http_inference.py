@@ -31,7 +31,7 @@ from teimgr.spec import LoadedModel, WorkerSpec
 from teimgr.wire import json_scan
 from teimgr.wire.error_bodies import INPUT_INDEX, JSON_TYPE, TEI, TEI_OPENAI, refusal
 from teimgr.wire.frames import Buffer, HttpReply, HttpRequest
-from teimgr.worker import token_ids
+from teimgr.worker import body_validation, token_ids
 from teimgr.worker.calls import (
     MANY_NUMBERS,
     AwaitedReply,
@@ -94,6 +94,12 @@ class Body(BaseModel):
     """A JSON object: types are strict, unknown fields are ignored, null is accepted where a field declares it."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        schema = handler(source)
+        body_validation.fail_fast(handler.resolve_ref_schema(schema))
+        return schema
 
 
 class LenientBody(Body):
@@ -181,12 +187,13 @@ def parse(kind: type[BodyT], body: Buffer, body_format: BodyFormat = JSON_BODY) 
 
 
 def _decoded(kind: type[BodyT], body: Buffer, body_format: BodyFormat) -> BodyT:
+    is_large = len(body) > _LARGE_BODY_BYTES
     try:
-        value = (body_format.decode_large if len(body) > _LARGE_BODY_BYTES else body_format.decode)(body)
+        value = (body_format.decode_large if is_large else body_format.decode)(body)
     except (ValueError, RecursionError) as error:
         raise broken_text(body) or BadRequest(400, body_format.undecodable.format(error)) from error
     try:
-        return kind.model_validate(value)
+        return body_validation.validated(kind, value) if is_large else kind.model_validate(value)
     except ValidationError as error:
         raise _refusal(error) from error
 

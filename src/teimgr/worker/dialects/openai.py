@@ -28,6 +28,7 @@ from teimgr.worker.dialects.truncation import Side, Tokens, fitted
 # What the official service takes in one request; its clients cut their batches accordingly.
 BATCH_LIMIT = 2048
 _SHOWN_NAME = 64
+_SEARCHED_AT_ONCE = 2**16
 
 EncodingFormat = TypeAliasType("EncodingFormat", Literal["float", "base64"])
 AnyEncoding = Literal["float", "base64", "bytes", "bytes_only"]
@@ -136,9 +137,18 @@ def texts_of_objects(value: Any) -> Any:
     """
     if isinstance(value, dict):
         return _text_of_object(value, "input")
-    if not isinstance(value, list) or dict not in map(type, value):
+    if not isinstance(value, list) or not _has_objects(value):
         return value
     return [_text_of_object(one, f"input.{place}") if isinstance(one, dict) else one for place, one in enumerate(value)]
+
+
+def _has_objects(values: list[Any]) -> bool:
+    """Whether there is an object among the values; a search of a million in one call would hold the GIL."""
+    if len(values) <= _SEARCHED_AT_ONCE:
+        return dict in map(type, values)
+    return any(
+        dict in map(type, values[at : at + _SEARCHED_AT_ONCE]) for at in range(0, len(values), _SEARCHED_AT_ONCE)
+    )
 
 
 def _text_of_object(given: dict[str, Any], place: str) -> str:

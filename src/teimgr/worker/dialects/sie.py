@@ -19,6 +19,7 @@ from teimgr.engine.tokenizer import Prompts
 from teimgr.errors import InvalidInput
 from teimgr.http_bodies import media_type
 from teimgr.spec import Kind, LoadedModel
+from teimgr.wire import msgpack_pieces
 from teimgr.wire.frames import Buffer, HttpReply, HttpRequest
 from teimgr.wire.quantisation import Precision, converted
 from teimgr.worker import http_inference as http
@@ -204,7 +205,9 @@ def _is_msgpack(content_type: str) -> bool:
     return media_type(content_type) in _MSGPACK_TYPES
 
 
-_MSGPACK_BODY = http.BodyFormat(_unpack, _unpack, accepts=_is_msgpack, undecodable="The body is no msgpack: {}")
+_MSGPACK_BODY = http.BodyFormat(
+    _unpack, msgpack_pieces.loads, accepts=_is_msgpack, undecodable="The body is no msgpack: {}"
+)
 
 
 def _body_format(request: HttpRequest) -> http.BodyFormat:

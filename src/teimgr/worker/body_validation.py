@@ -1,0 +1,96 @@
+"""Validating bodies of any size with pydantic: lists fail at their first fault, and long ones are validated in slices.
+
+One call of pydantic holds the GIL until it returns, except where it calls Python. `large_validator` has it call Python
+for each list, which gives the list back in slices: other threads get the GIL between two of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, TypeVar, cast
+
+from pydantic import BaseModel, ValidationError, create_model
+from pydantic_core import InitErrorDetails, PydanticCustomError, SchemaValidator, core_schema
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
+# Elements of a list that are validated in one call: some milliseconds where each is an object.
+_SLICE = 8192
+# Keys of a schema that hold no schemas.
+_OPAQUE = frozenset({"cls", "metadata", "serialization", "default", "function", "config"})
+
+
+def fail_fast(schema: Any) -> None:
+    """Change every list in a core schema, in place, to report its first fault only: only that is told to clients,
+    and a million faults take minutes and gigabytes."""
+    if isinstance(schema, dict):
+        if schema.get("type") == "list":
+            schema["fail_fast"] = True
+        for key, value in schema.items():
+            if key not in _OPAQUE:
+                fail_fast(value)
+    elif isinstance(schema, (list, tuple)):
+        for one in schema:
+            fail_fast(one)
+
+
+def validated(kind: type[ModelT], value: Any) -> ModelT:
+    """A large body, for a thread: like `kind.model_validate`, with the first error at the same place in the same words.
+
+    Raises:
+        ValidationError: it is not a `kind`.
+    """
+    found: ModelT = _large_validator(kind).validate_python(value)
+    return found
+
+
+@cache
+def _large_validator(kind: type[BaseModel]) -> SchemaValidator:
+    return SchemaValidator(_with_slices(kind.__pydantic_core_schema__))
+
+
+def _with_slices(schema: Any) -> Any:
+    """A copy of a core schema in which lists are validated by `_validated_list`."""
+    if isinstance(schema, (list, tuple)):
+        return type(schema)(map(_with_slices, schema))
+    if not isinstance(schema, dict):
+        return schema
+    copy = {key: value if key in _OPAQUE else _with_slices(value) for key, value in schema.items()}
+    if copy.get("type") == "model":
+        copy["cls"] = _unbuilt(copy["cls"])
+    if copy.get("type") != "list":
+        return copy
+    ref = copy.pop("ref", None)
+    validate = partial(_validated_list, copy.get("max_length"))
+    return core_schema.no_info_wrap_validator_function(validate, cast(core_schema.CoreSchema, copy), ref=ref)
+
+
+@cache
+def _unbuilt(kind: type[BaseModel]) -> type[BaseModel]:
+    """A subclass without a validator: pydantic would use that of `kind` instead of building the schema it is given."""
+    return create_model(kind.__name__, __base__=kind, __module__=kind.__module__, __cls_kwargs__={"defer_build": True})
+
+
+def _validated_list(max_length: int | None, value: Any, validate: Callable[[Any], Any]) -> Any:
+    if type(value) is not list or len(value) <= _SLICE or (max_length is not None and len(value) > max_length):
+        return validate(value)
+    found: list[Any] = []
+    for at in range(0, len(value), _SLICE):
+        try:
+            found += validate(value[at : at + _SLICE])
+        except ValidationError as error:
+            raise _moved(error, at) from None
+    return found
+
+
+def _moved(error: ValidationError, by: int) -> ValidationError:
+    """The error of a slice that begins at element `by`, as one of the list."""
+    lines = [
+        InitErrorDetails(
+            type=PydanticCustomError(line["type"], line["msg"]),
+            loc=(cast(int, line["loc"][0]) + by, *line["loc"][1:]),
+            input=line["input"],
+        )
+        for line in error.errors(include_url=False, include_context=False)
+    ]
+    return ValidationError.from_exception_data(error.title, lines)

@@ -1,0 +1,99 @@
+"""Large bodies are validated in slices with the errors of one call, and every list fails at its first fault."""
+
+from __future__ import annotations
+
+import time
+from threading import Event, Thread
+from typing import Any
+
+import orjson
+import pytest
+from pydantic import ValidationError
+
+from teimgr.worker import body_validation, http_inference
+from teimgr.worker.dialects import cohere, openai, rerank, sie, tei, vllm
+
+SLICE = 64
+MANY = 3 * SLICE + 7
+KINDS: tuple[tuple[type[http_inference.Body], dict[str, Any]], ...] = (
+    (openai.OpenAIEmbeddingsRequest, {"input": [7] * MANY}),
+    (openai.OpenAIEmbeddingsRequest, {"input": ["a"] * MANY, "dimensions": "3"}),
+    (openai.OpenAIEmbeddingsRequest, {"input": [[1, 2]] * MANY}),
+    (openai.OpenAIEmbeddingsRequest, {"input": [[1] * MANY, [2] * MANY]}),
+    (tei.TeiEmbedRequest, {"inputs": ["a"] * MANY}),
+    (tei.TeiPredictRequest, {"inputs": [["a", "b"]] * MANY}),
+    (vllm.VllmScoreRequest, {"queries": "a", "documents": ["a"] * MANY}),
+    (sie.SieEncodeRequest, {"items": [{"text": "a"}] * MANY}),
+    (cohere.CohereEmbedRequest, {"texts": ["a"] * MANY}),
+    (rerank.RerankRequest, {"query": "a", "documents": ["a", {"text": "b"}] * MANY}),
+)
+WRONG: tuple[Any, ...] = (None, -1, 1.5, "text", {"no": 1}, [None], [["a"]], ["a", "b", "c"], True)
+
+
+def first_error(validate: Any, value: Any) -> Any:
+    try:
+        return validate(value).model_dump()
+    except (ValidationError, http_inference.BadRequest) as error:
+        if isinstance(error, http_inference.BadRequest):
+            return error.message
+        one = error.errors(include_url=False, include_context=False)[0]
+        return one["loc"], one["type"], one["msg"], http_inference._refusal(error).message
+
+
+@pytest.mark.parametrize(("kind", "body"), KINDS)
+def test_slices_give_the_value_or_the_error_of_one_call(
+    kind: type[http_inference.Body], body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(body_validation, "_SLICE", SLICE)
+    [(field, values)] = [(name, value) for name, value in body.items() if isinstance(value, list)]
+    bodies = [body] + [
+        body | {field: [*values[:at], wrong, *values[at + 1 :]]}
+        for wrong in WRONG
+        for at in (0, min(len(values), SLICE + 5) - 1, len(values) - 1)
+    ]
+    assert isinstance(body_validation.validated(kind, body), kind)
+    for one in bodies:
+        in_slices = first_error(lambda value: body_validation.validated(kind, value), one)
+        assert in_slices == first_error(kind.model_validate, one)
+
+
+@pytest.mark.parametrize("kind", [sie.SieEncodeRequest, sie.SieScoreRequest, rerank.RerankRequest])
+def test_a_list_of_many_faults_is_refused_at_the_first(kind: type[http_inference.Body]) -> None:
+    field = "documents" if kind is rerank.RerankRequest else "items"
+    body = {"query": {"text": "a"}, field: [0] * 60_000}
+    with pytest.raises(ValidationError) as raised:
+        kind.model_validate(body)
+    assert sum(error["loc"][0] == field for error in raised.value.errors()) <= 4  # one for each form of an element
+
+
+def test_a_large_list_lets_other_threads_run(longest_pause: Any) -> None:
+    body = orjson.dumps({"input": [7000] * 4_000_000})
+    value = orjson.loads(body)
+    whole = longest_pause(lambda: tei.TeiEmbedRequest.model_validate({"inputs": value["input"]}))
+    in_slices = longest_pause(lambda: body_validation.validated(tei.TeiEmbedRequest, {"inputs": value["input"]}))
+    assert in_slices < whole / 3
+
+
+@pytest.fixture
+def longest_pause() -> Any:
+    def measured(work: Any) -> float:
+        best = float("inf")
+        for _ in range(3):
+            done, pauses = Event(), [0.0]
+
+            def wake(done: Event = done, pauses: list[float] = pauses) -> None:
+                before = time.perf_counter()
+                while not done.wait(0.001):
+                    pauses[0] = max(pauses[0], (now := time.perf_counter()) - before)
+                    before = now
+
+            thread = Thread(target=wake)
+            thread.start()
+            kept = work()
+            done.set()
+            thread.join()
+            del kept
+            best = min(best, pauses[0])
+        return best
+
+    return measured
