@@ -7,7 +7,6 @@ from left to right and the first match wins, as in TEI: `[1, 2]` is one input of
 from __future__ import annotations
 
 import asyncio
-import base64
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
@@ -28,7 +27,7 @@ from teimgr.engine.job import Input as EngineInput
 from teimgr.errors import EmptyInput, InvalidInput, TeimgrError, WrongModelKind
 from teimgr.http_bodies import is_json
 from teimgr.spec import LoadedModel, WorkerSpec
-from teimgr.wire import json_scan
+from teimgr.wire import json_pieces, json_scan
 from teimgr.wire.error_bodies import INPUT_INDEX, JSON_TYPE, TEI, TEI_OPENAI, refusal
 from teimgr.wire.frames import Buffer, HttpReply, HttpRequest
 from teimgr.worker import body_validation, token_ids
@@ -287,7 +286,7 @@ def _engine_input(one: str | Sequence[int]) -> EngineInput:
 
 def to_json(value: object) -> bytes:
     """`value` as JSON, with numpy arrays and scalars; float32 in the fewest digits that round-trip."""
-    return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
+    return json_pieces.dumps(value)
 
 
 def usage(tokens: int) -> dict[str, int]:
@@ -307,7 +306,7 @@ def encoded_vector(values: NDArray[Any], in_base64: bool) -> NDArray[Any] | str:
     """A vector or matrix for `to_json`: as numbers, or as base64 of its little-endian bytes."""
     if not in_base64:
         return np.ascontiguousarray(values)
-    return base64.b64encode(values.astype(values.dtype.newbyteorder("<"), copy=False).tobytes()).decode()
+    return json_pieces.b64encode(values.astype(values.dtype.newbyteorder("<"), copy=False).tobytes())
 
 
 def best_first(scores: NDArray[np.float32], top_n: int | None = None) -> list[int]:

@@ -1,0 +1,63 @@
+"""JSON in pieces has the bytes of one call, for all forms of replies."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+
+from teimgr.wire import json_pieces
+
+RANDOM = np.random.default_rng(7)
+ROWS = RANDOM.standard_normal((300, 384), dtype=np.float32)
+VALUES: dict[str, Any] = {
+    "embed": list(ROWS),
+    "embed, one array": ROWS,
+    "one row": [ROWS[0]],
+    "openai": {
+        "object": "list",
+        "data": [{"object": "embedding", "index": row, "embedding": each} for row, each in enumerate(ROWS)],
+        "model": 'a"ä\u2028',
+        "usage": {"prompt_tokens": 3, "total_tokens": 3},
+    },
+    "openai, base64": {"data": [{"embedding": base64.b64encode(each.tobytes()).decode()} for each in ROWS]},
+    "embed all": [RANDOM.standard_normal((700, 128), dtype=np.float32), ROWS[:3]],
+    "one matrix": {"data": [{"index": 0, "data": RANDOM.standard_normal((900, 128), dtype=np.float32)}]},
+    "sparse": [[{"index": at, "value": float(at) / 3} for at in range(900)] for _ in range(40)],
+    "ints": {"embeddings": {"int8": list((ROWS * 40).astype(np.int8)), "ubinary": [], "float": list(ROWS)}},
+    "scores": {
+        "results": [{"index": at, "score": np.float32(at) / 7, "document": {"text": "ä" * at}} for at in range(500)]
+    },
+    "tokens": [[{"id": at, "text": "x", "special": False, "start": None} for at in range(500)] for _ in range(9)],
+    "long text": [{"text": "ö" * 1_000_000}, {"text": ""}],
+    "many empty": [[], {}, (), "", None] * 50,
+    "empty": [],
+    "object": {},
+    "wide": RANDOM.standard_normal((2, 90_000), dtype=np.float32),
+    "not finite": np.array([np.nan, np.inf] * 40_000, np.float32),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+@pytest.mark.parametrize("at_once", [1, 50, 2**15])
+def test_pieces_are_the_bytes_of_one_call(name: str, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_pieces, "_AT_ONCE", at_once)
+    value = VALUES[name]
+    whole = orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
+    assert json_pieces.dumps(value) == whole
+    assert b"".join(json_pieces._pieces(value)) == whole
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 3 * 2**16, 3 * 2**16 + 1, 10**6 + 1])
+def test_base64_in_pieces_is_that_of_one_call(size: int) -> None:
+    data = RANDOM.bytes(size)
+    assert json_pieces.b64encode(data) == base64.b64encode(data).decode()
+
+
+def test_no_piece_of_a_large_reply_is_large() -> None:
+    value = {"data": [{"embedding": row} for row in ROWS] * 10 + [{"embedding": ROWS}]}
+    assert json_pieces._may_be_large(value)
+    assert max(map(len, json_pieces._pieces(value))) < 2**15 * 16
