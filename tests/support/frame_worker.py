@@ -36,8 +36,8 @@ class Request:
         return Method(self.header.method)
 
     @property
-    def flags(self) -> Flag:
-        return Flag(self.header.flags)
+    def flags(self) -> int:
+        return self.header.flags
 
     def reply(self, payload: bytes = b"", timings: Timings | None = None) -> None:
         flags = Flag.NONE if timings is None else Flag.TIMINGS

@@ -12,6 +12,7 @@ from urllib.parse import unquote
 import httptools
 
 from teimgr.http2.header_decoder import Headers
+from teimgr.http_bodies import SINGLE_HEADERS, is_host
 
 _REQUIRED = (b":method", b":scheme", b":path")
 # Kinds of fields.
@@ -71,7 +72,7 @@ def read_head(headers: Headers) -> RequestHead:
     """
     pseudo: dict[bytes, bytes] = {}
     fields: list[tuple[bytes, bytes]] = []
-    singles: dict[bytes, bytes] = {}  # Host and Content-Length
+    singles: dict[bytes, bytes] = {}
     cookies: list[bytes] = []
     for field in headers:
         kind = _kind(field)
@@ -125,7 +126,9 @@ def _kind(field: tuple[bytes, bytes]) -> str:
         return "content-length is not a number of bytes"
     if name == b"cookie":
         return _COOKIE
-    return _SINGLE if name in (b"host", b"content-length") else _PLAIN
+    if name == b"host" and not is_host(value):
+        return f"host is not a host: {_shown(value)}"
+    return _SINGLE if name in SINGLE_HEADERS else _PLAIN
 
 
 def _problem_of_pseudo(name: bytes, value: bytes) -> str:
@@ -136,6 +139,8 @@ def _problem_of_pseudo(name: bytes, value: bytes) -> str:
             return ":scheme is neither http nor https"
         case b":path" if _TARGET.fullmatch(value) is None:
             return f":path is no path: {_shown(value)}"
+        case b":authority" if not is_host(value):
+            return f":authority is not a host: {_shown(value)}"
         case b":method" | b":scheme" | b":path" | b":authority":
             return ""
     return f"{_shown(name)} is not a pseudo-header of requests"
@@ -148,8 +153,8 @@ def _with_host(
         raise InvalidHead("there is neither :authority nor host")
     if authority is None:
         return fields
-    if b"@" in authority or (host is not None and host.lower() != authority.lower()):
-        raise InvalidHead(":authority has a user's name, or is not what host has")
+    if host is not None and host.lower() != authority.lower():
+        raise InvalidHead(":authority and host differ")
     return fields if host is not None else [(b"host", authority), *fields]
 
 
