@@ -121,4 +121,4 @@ class GrpcStatus(NamedTuple):
         metadata: tuple[tuple[str, str], ...] = ((CODE_KEY, error.code.name),)
         if mapping.http in TRY_AGAIN:
             metadata = (*metadata, (PUSHBACK_KEY, str(retry_after_s(error) * 1000)))
-        return cls(mapping.grpc, error.message[:MAX_MESSAGE_CHARS], metadata)
+        return cls(mapping.grpc, error.full_message[:MAX_MESSAGE_CHARS], metadata)
