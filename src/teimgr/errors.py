@@ -84,11 +84,6 @@ class TeimgrError(Exception):
         super().__init__(message)
         self.message = message
 
-    @property
-    def full_message(self) -> str:
-        """The message, with the index of the input at fault."""
-        return self.message if self.input_index is None else f"{self.message} (input {self.input_index})"
-
 
 class Refused(TeimgrError):
     """The caller's error; repeating the request changes nothing."""

@@ -259,11 +259,10 @@ def faults() -> Iterator[Rpc]:
         ("EmbedAll", "embedding", tei.EmbedAllRequest()),
         ("Predict", "classifier", predict("")),
         ("PredictPair", "classifier", pair("", "")),
+        ("Rerank", "reranker", rerank("fog", "", query="")),
         ("Tokenize", "embedding", encode("")),
     ):
         yield invalid(clause, instance, method, message, details=EMPTY)
-    one_of_two = rerank("fog", "", query="")
-    yield invalid(clause, "reranker", "Rerank", one_of_two, details=f"{EMPTY} (input 1)")
     nothing = "Input validation error: `input_ids` cannot be empty"
     yield invalid(clause, "embedding", "Decode", tei.DecodeRequest(), details=nothing)
     clause = "2.4 Validation"

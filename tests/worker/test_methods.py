@@ -296,7 +296,9 @@ async def test_of_several_faults_the_first_is_told_and_nothing_else(links: Links
     alone = await links["reranker"].ask(Method.RERANK, rerank(texts[1]))
 
     assert "Given: " in alone.error.message
-    assert whole.error.message == streamed.error.message == f"{alone.error.message} (input 1)"
+    assert whole.error.message == streamed.error.message == alone.error.message
+    assert whole.error.input_index == streamed.error.input_index == 1
+    assert alone.error.input_index is None
 
 
 # Embeddings.

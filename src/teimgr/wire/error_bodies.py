@@ -13,13 +13,11 @@ import orjson
 
 from teimgr.errors import Code, FailedToLoad, InputTooLong, Stopped, TeimgrError
 from teimgr.wire.frames import HttpReply
-from teimgr.wire.status import RETRY_AFTER_S, STATUS, TRY_AGAIN, retry_after_s
+from teimgr.wire.status import INPUT_INDEX, RETRY_AFTER_S, STATUS, TRY_AGAIN, retry_after_s
 
 TEI, TEI_OPENAI, OPENAI, COHERE, JINA = "tei", "tei-openai", "openai", "cohere", "jina"
 VLLM, INFINITY, SIE, VOYAGE = "vllm", "infinity", "sie", "voyage"
 
-INPUT_INDEX = "x-teimgr-input"
-"""Header of a refusal in TEI's dialects: the index of the input at fault."""
 JSON_TYPE = {"content-type": "application/json"}
 _SIE_LOADING_S = 5
 _SIE_LOAD_FAILED = 502  # its client does not try again

@@ -28,6 +28,7 @@ Names of headers are lower case.
 from __future__ import annotations
 
 import asyncio
+import re
 import struct
 from collections.abc import Mapping
 from enum import IntEnum
@@ -183,16 +184,21 @@ def retry_after_ms(error: TeimgrError) -> int:
 
 
 def pack_error(error: TeimgrError) -> bytes:
-    return bytes((error.code,)) + error.full_message.encode("utf-8", "replace")
+    """The payload of an ERROR frame: a byte with the code, the message, a NUL, the index of the input at fault if any."""
+    index = "" if error.input_index is None else error.input_index
+    return bytes((error.code,)) + f"{error.message}\0{index}".encode("utf-8", "replace")
 
 
 def unpack_error(payload: bytes, retry_after_ms: int = 0) -> TeimgrError:
     code = payload[0] if payload else 0
-    error = error_from_code(code, payload[1:].decode("utf-8", "replace"))
+    message, end, index = payload[1:].decode("utf-8", "replace").rpartition("\0")
+    error = error_from_code(code, message if end else index)
+    error.input_index = int(index) if end and _INDEX.fullmatch(index) else None
     error.retry_after_s = retry_after_ms / 1000 or None
     return error
 
 
+_INDEX = re.compile("[0-9]{1,9}")
 Payload = bytes | bytearray | memoryview
 
 # A payload above this size is received straight into a buffer of its own instead of through the shared one.

@@ -9,6 +9,8 @@ from teimgr.errors import Code, TeimgrError
 
 # Trailing metadata with the name of our code, which is finer than gRPC's statuses.
 CODE_KEY = "x-teimgr-code"
+# HTTP header, in TEI's dialects, and gRPC trailer of a refusal: the index of the input at fault.
+INPUT_INDEX = "x-teimgr-input"
 # Trailing metadata by which gRPC's clients with a retry policy wait before they try again; HTTP's is Retry-After.
 PUSHBACK_KEY = "grpc-retry-pushback-ms"
 RETRY_AFTER_S = 1
@@ -121,4 +123,6 @@ class GrpcStatus(NamedTuple):
         metadata: tuple[tuple[str, str], ...] = ((CODE_KEY, error.code.name),)
         if mapping.http in TRY_AGAIN:
             metadata = (*metadata, (PUSHBACK_KEY, str(retry_after_s(error) * 1000)))
-        return cls(mapping.grpc, error.full_message[:MAX_MESSAGE_CHARS], metadata)
+        if error.input_index is not None:
+            metadata = (*metadata, (INPUT_INDEX, str(error.input_index)))
+        return cls(mapping.grpc, error.message[:MAX_MESSAGE_CHARS], metadata)

@@ -28,8 +28,9 @@ from teimgr.errors import EmptyInput, InvalidInput, TeimgrError, WrongModelKind
 from teimgr.http_bodies import is_json
 from teimgr.spec import LoadedModel, WorkerSpec
 from teimgr.wire import json_pieces, json_scan
-from teimgr.wire.error_bodies import INPUT_INDEX, JSON_TYPE, TEI, TEI_OPENAI, refusal
+from teimgr.wire.error_bodies import JSON_TYPE, TEI, TEI_OPENAI, refusal
 from teimgr.wire.frames import Buffer, HttpReply, HttpRequest
+from teimgr.wire.status import INPUT_INDEX
 from teimgr.worker import body_validation, token_ids
 from teimgr.worker.calls import (
     MANY_NUMBERS,
