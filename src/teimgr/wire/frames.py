@@ -184,7 +184,7 @@ def retry_after_ms(error: TeimgrError) -> int:
 
 
 def pack_error(error: TeimgrError) -> bytes:
-    """The payload of an ERROR frame: a byte with the code, the message, a NUL, the index of the input at fault if any."""
+    """The payload of an ERROR frame: the code in a byte, the message, a NUL, and the index of an input at fault."""
     index = "" if error.input_index is None else error.input_index
     return bytes((error.code,)) + f"{error.message}\0{index}".encode("utf-8", "replace")
 
