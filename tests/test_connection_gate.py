@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
+from pathlib import Path
 
 import pytest
 
 from teimgr import connection_gate
 from teimgr.connection_gate import LIMITS, ConnectionGate, Phase, PhaseLimit, Ticket, network_of
 from tests.support.polling import eventually
+
+DESIGN = Path(__file__).parent.parent / "DESIGN.md"
 
 
 class Held:
@@ -166,3 +169,14 @@ async def test_the_cost_of_a_phase_does_not_grow_with_the_connections() -> None:
 )
 def test_what_counts_as_one_client(one: str, other: str, are_same: bool) -> None:
     assert (network_of(one) == network_of(other)) is are_same
+
+
+def test_the_table_in_the_design_has_the_limits() -> None:
+    rows = [line.strip("| ").split(" | ") for line in DESIGN.read_text().splitlines() if line.startswith("|")]
+    shown = {row[0]: row[1:] for row in rows if row[0].upper() in Phase.__members__ and len(row) == 5}
+
+    def cells(limit: PhaseLimit) -> list[str]:
+        counts = (limit.bytes, limit.connections, limit.per_address)
+        return [f"{limit.seconds:g}", *("–" if count is None else str(count) for count in counts)]
+
+    assert shown == {phase.name.lower(): cells(limit) for phase, limit in LIMITS.items()}
