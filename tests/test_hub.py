@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from teimgr import hub
-from teimgr.errors import InvalidConfig, ModelNotFound
+from teimgr.errors import ModelNotFound
 from tests.support.hub_server import SHA, Hub
 
 MODEL = "somebody/tiny"
@@ -212,26 +212,6 @@ def test_a_missing_directory_is_named(tmp_path: Path, model_id: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("files", "found"),
-    [
-        (["model.safetensors", "training_args.bin"], None),
-        (["pytorch_model.bin"], "pytorch_model.bin"),
-        (["model.safetensors", "2_Dense/pytorch_model.bin"], "2_Dense/pytorch_model.bin"),
-        (["model.safetensors", "colbert_linear.pt"], "colbert_linear.pt"),
-        (["model.safetensors", "2_Dense/model.safetensors", "2_Dense/pytorch_model.bin"], None),
-    ],
-)
-def test_pickled_weights_are_found(tmp_path: Path, files: list[str], found: str | None) -> None:
-    for name in files:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
-    assert hub.pickled_weights(tmp_path) == (found and tmp_path / found)
-    if found:
-        with pytest.raises(InvalidConfig, match="only safetensors are allowed"):
-            hub.check_safetensors("m", tmp_path)
-
-
-@pytest.mark.parametrize(
     "revision", ["/srv/uploads/file-1", "../../x", "a/../b", "a//b", "-x", "a b", "x.lock", "\0", ""]
 )
 def test_a_path_is_no_revision(revision: str, tmp_path: Path) -> None:
@@ -258,21 +238,3 @@ def test_a_ref_that_leads_out_of_the_snapshots_is_refused(tmp_path: Path) -> Non
 
     with pytest.raises(ModelNotFound, match="leads out of its snapshots"):
         hub.find_cached(MODEL, None, tmp_path / "cache")
-
-
-@pytest.mark.parametrize(
-    "files",
-    [
-        {"decoy.safetensors": "", "pytorch_model.bin": "pickle"},
-        {"a/b/c/pytorch_model.bin": "pickle"},
-        {"model.safetensors": "", "adapter_model.bin": "pickle"},
-        {"model.safetensors.index.json": '{"weight_map": {"w": "shard.pkl"}}', "shard.pkl": "pickle"},
-    ],
-)
-def test_safetensors_alone_means_what_is_loaded(files: dict[str, str], tmp_path: Path) -> None:
-    for name, content in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(content)
-
-    with pytest.raises(InvalidConfig, match="pickled weights"):
-        hub.check_safetensors(MODEL, tmp_path)

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from teimgr.errors import (
-    InvalidConfig,
     ModelDownloadFailed,
     ModelGated,
     ModelNotFound,
@@ -27,7 +26,6 @@ from teimgr.model_directory import (
     has_configuration,
     missing_file,
     needed,
-    shards_of,
     stays_below,
 )
 from teimgr.user_home import expanded
@@ -190,38 +188,6 @@ def find_packaged(model_id: str) -> ModelSource | None:
     if spec is None or not spec.submodule_search_locations:
         return None
     return ModelSource(Path(spec.submodule_search_locations[0]) / folder, None)
-
-
-def pickled_weights(path: Path) -> Path | None:
-    """A file of pickled tensors that would be loaded: a `.pt`, a `.bin` that no safetensors stand in for, or a
-    shard that is none, at any depth.
-    """
-    for file in sorted(path.rglob("*")):
-        # `transformers_weights` in config.json can name adapter_model.bin, which is then loaded before all else.
-        is_chosen = file.suffix == ".pt" or file.name == "adapter_model.bin"
-        if is_chosen or (file.suffix == ".bin" and not _has_safetensors(file.parent)):
-            return file
-        if file.name.endswith(".safetensors.index.json"):
-            for shard in shards_of(file) or ():
-                if not shard.endswith(".safetensors"):
-                    return file.parent / shard
-    return None
-
-
-def _has_safetensors(folder: Path) -> bool:
-    """Whether a folder has the safetensors that are loaded in place of its pickled weights: those of these names."""
-    return any((folder / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json"))
-
-
-def check_safetensors(model_id: str, path: Path) -> None:
-    """Check that a model has no pickled weights.
-
-    Raises:
-        InvalidConfig: it has some.
-    """
-    if found := pickled_weights(path):
-        where = found.relative_to(path)
-        raise InvalidConfig(f"model_id: {model_id} has pickled weights ({where}), and only safetensors are allowed")
 
 
 def names_a_path(model_id: str) -> bool:

@@ -8,13 +8,13 @@ pickled files, one file before an index of shards, as the transformers library c
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 
 from teimgr import model_json
-from teimgr.errors import ModelLoadFailed
+from teimgr.errors import InvalidConfig, ModelLoadFailed
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -95,16 +95,41 @@ def folder_in(root: Path, path: str) -> Path:
     Raises:
         ModelLoadFailed: it lies outside of the model's directory.
     """
-    place, home = root / path, root.resolve()
-    in_cache = home.parent.name == "snapshots" and home.parent.parent.name.startswith("models--")
-    inside = home.parent.parent if in_cache and stays_below(path.rstrip("/") or "x") else home
-    try:
-        is_inside = place.resolve().is_relative_to(inside)
-    except (OSError, RuntimeError, ValueError):  # links in a circle, a null character
-        is_inside = False
-    if not is_inside:
+    place = root / path
+    if not _is_inside(place, _home_of(root) if stays_below(path.rstrip("/") or "x") else root.resolve()):
         raise ModelLoadFailed(f"modules.json points out of the model's directory: {path[:_MAX_PATH_CHARS]}")
     return place
+
+
+def _home_of(root: Path) -> Path:
+    """The directory that all files of a model are in: its own, or in the hub's cache that of its repository."""
+    home = root.resolve()
+    in_cache = home.parent.name == "snapshots" and home.parent.parent.name.startswith("models--")
+    return home.parent.parent if in_cache else home
+
+
+def _is_inside(path: Path, home: Path) -> bool:
+    try:
+        return path.resolve().is_relative_to(home)
+    except (OSError, RuntimeError, ValueError):  # links in a circle, a null character
+        return False
+
+
+def check_safetensors(root: Path, opened: Iterable[Path]) -> None:
+    """Check that only safetensors of this model are loaded from `opened`, directories and files of weights.
+
+    Raises:
+        InvalidConfig: a file would be opened that is something else, or that is not the model's own.
+        ModelLoadFailed: as `weight_files`.
+    """
+    home = _home_of(root)
+    for place in opened:
+        for file in weight_files(place) if place.is_dir() else (place,):
+            name = _shown(root, file)
+            if file.suffix != ".safetensors":
+                raise InvalidConfig(f"model_id: {name} has pickled weights, and only safetensors are allowed")
+            if not _is_inside(file, home):
+                raise InvalidConfig(f"model_id: {name} is a link out of the model's directory")
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +15,74 @@ from tests.support.models import build_static
 from teimgr.engine.backbone import Batching
 from teimgr.engine.loading import EngineOptions, _limits, _serial_tokens, load_parts
 from teimgr.errors import InvalidConfig
+
+TANH = "torch.nn.modules.activation.Tanh"
+DENSE = "2_Dense"
+
+
+def _pickle_dense(root: Path) -> None:
+    (root / DENSE / "model.safetensors").rename(root / DENSE / "pytorch_model.bin")
+
+
+def _link_dense(root: Path) -> None:
+    _pickle_dense(root)
+    (root / DENSE).rename(root / "elsewhere")
+    (root / DENSE).symlink_to("elsewhere")
+
+
+def _hide_behind_an_index(root: Path) -> None:
+    _pickle_dense(root)
+    index = {"weight_map": {"linear.weight": "pytorch_model.bin"}}
+    (root / DENSE / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def _decoy(root: Path) -> None:
+    (root / "model.safetensors").rename(root / "pytorch_model.bin")
+    shutil.copy(root / DENSE / "model.safetensors", root / "decoy.safetensors")
+
+
+def _name_a_shard(root: Path) -> None:
+    (root / "model.safetensors").rename(root / "shard.pkl")
+    (root / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "shard.pkl"}}))
+
+
+def _name_other_weights(root: Path) -> None:
+    shutil.copy(root / "model.safetensors", root / "adapter_model.bin")
+    config = json.loads((root / "config.json").read_text())
+    (root / "config.json").write_text(json.dumps(config | {"transformers_weights": "adapter_model.bin"}))
+
+
+def _link_out(root: Path) -> None:
+    (root / "model.safetensors").rename(root.parent / "private.safetensors")
+    (root / "model.safetensors").symlink_to("../private.safetensors")
+
+
+def _deep(root: Path) -> None:
+    _pickle_dense(root)
+    (root / "a/b").mkdir(parents=True)
+    (root / DENSE).rename(root / "a/b/c")
+    modules = (root / "modules.json").read_text().replace(f'"{DENSE}"', '"a/b/c"')
+    (root / "modules.json").write_text(modules)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(_pickle_dense, _link_dense, _hide_behind_an_index, _decoy, _name_a_shard, _name_other_weights, _link_out),
+        _deep,
+    ],
+)
+def test_safetensors_only_is_decided_by_what_would_be_opened(
+    change: Callable[[Path], None], model_dir: Callable[..., Path], tmp_path: Path
+) -> None:
+    root = shutil.copytree(model_dir("bert", dense=(8, TANH)), tmp_path / "model")
+    options = EngineOptions(path=root, model_id="m", safetensors_only=True)
+    assert load_parts(options).info.dimension == 8
+
+    change(root)
+
+    with pytest.raises(InvalidConfig, match=r"only safetensors are allowed|a link out of the model's directory"):
+        load_parts(options)
 
 
 @pytest.mark.parametrize(("batch", "beside_queries"), [(16384, 4096), (4096, 2048), (1000, 1000)])

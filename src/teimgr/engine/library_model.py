@@ -63,6 +63,7 @@ def load_module(layout: Layout, device: torch.device) -> Any:
             dtype=torch.float32,
             attn_implementation="sdpa" if getattr(kind, "_supports_sdpa", False) else "eager",
             local_files_only=True,
+            use_safetensors=True if layout.safetensors_only else None,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are refused below, with both shapes
             **(_without_pooler(kind) if layout.backbone is Backbone.ENCODER else {}),

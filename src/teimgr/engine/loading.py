@@ -27,6 +27,7 @@ from teimgr.engine.runner import return_freed_memory
 from teimgr.engine.tokenizer import Prompts, TextTokenizer
 from teimgr.engine.tokenizer_checks import contradictions
 from teimgr.errors import InvalidConfig
+from teimgr.model_directory import check_safetensors
 from teimgr.model_files.layout import Backbone, Layout
 from teimgr.model_files.reading import read_layout, refuse_warnings
 from teimgr.spec import LoadedModel
@@ -76,6 +77,7 @@ class EngineOptions:
     kind: str | None = None
     trust_remote_code: bool = False
     strict_model_files: bool = False
+    safetensors_only: bool = False
     threads: int = 1
     core_load: Path | None = None
     references: Path | None = None
@@ -125,6 +127,9 @@ def load_parts(options: EngineOptions) -> EngineParts:
         trust_remote_code=options.trust_remote_code,
         strict=options.strict_model_files,
     )
+    if options.safetensors_only:
+        check_safetensors(layout.root, layout.weights)
+        layout = replace(layout, safetensors_only=True)
     prompts = Prompts(layout, options.default_prompt_name, options.default_prompt)
     if layout.max_length > options.max_batch_tokens:
         log.warning("texts are limited to the %d tokens of a batch", options.max_batch_tokens)

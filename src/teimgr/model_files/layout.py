@@ -151,6 +151,7 @@ class Layout:
     type_ids: bool = False
     skips_unknown: bool = False
     trust_remote_code: bool = False
+    safetensors_only: bool = False
     config_is_changed: bool = False
     end_token: str | None = None
     prompts: dict[str, str] = field(default_factory=dict)
@@ -159,6 +160,17 @@ class Layout:
     truncate_left: bool = False
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+
+    @property
+    def weights(self) -> tuple[Path, ...]:
+        """The directories and files that weights are loaded from."""
+        projections = (*self.projections, *(() if self.late is None else self.late.projections))
+        folders = [one.path for one in projections if isinstance(one, (Dense, LayerNorm))]
+        named = self.config.get("transformers_weights")  # which the library prefers to all others
+        files = [] if named is None else [self.transformer_dir / str(named)]
+        if self.m3 is not None:
+            files += [self.m3.sparse, self.m3.multi_vector]
+        return (self.transformer_dir, *folders, *files)
 
     @property
     def vocabulary(self) -> int | None:

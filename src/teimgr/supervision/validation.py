@@ -20,6 +20,7 @@ from teimgr.errors import (
     PortAllocationFailed,
     PortConflict,
 )
+from teimgr.model_directory import check_safetensors
 from teimgr.model_files.reading import UNUSED_POOLING, read_layout
 from teimgr.spec import InstanceSpec, Kind, WorkerSpec
 from teimgr.user_home import expanded
@@ -138,8 +139,6 @@ def check_model(worker: WorkerSpec) -> None:
         cached = None if folder.is_dir() else hub.find_cached(worker.model_id, worker.revision)
         path = cached.path if cached else folder
         if path.is_dir():
-            if worker.safetensors_only:
-                hub.check_safetensors(worker.model_id, path)
             layout = read_layout(
                 path,
                 worker.pooling,
@@ -148,6 +147,8 @@ def check_model(worker: WorkerSpec) -> None:
                 render=False,
                 strict=worker.strict_model_files,
             )
+            if worker.safetensors_only:
+                check_safetensors(layout.root, layout.weights)
             if UNUSED_POOLING in layout.notes:
                 kind = Kind(layout.kind).value
                 raise InvalidConfig(

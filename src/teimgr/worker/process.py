@@ -248,8 +248,6 @@ class Worker:
 
     def _load_blocking(self, source: hub.ModelSource, on_fault: Callable[[str], None]) -> Engine:
         spec = self.spec
-        if spec.safetensors_only:
-            hub.check_safetensors(spec.model_id, source.path)
         token_ids.check(spec)
         options = EngineOptions(
             path=source.path,
@@ -262,6 +260,7 @@ class Worker:
             kind=spec.kind,
             trust_remote_code=spec.trust_remote_code,
             strict_model_files=spec.strict_model_files,
+            safetensors_only=spec.safetensors_only,
             threads=self._threads.own,
             core_load=None if spec.gpu else self.run_dir / _CORE_LOAD_FILE,
             references=None if spec.gpu else self.run_dir / _REFERENCES_FOLDER,
