@@ -51,7 +51,6 @@ async def test_an_unknown_route_is_404_in_the_same_shape(front: Front, path: str
         ("PUT", "/instances/a", "GET, HEAD, PATCH, DELETE"),
         ("GET", "/instances/a/start", "POST"),
         ("POST", "/health", "GET, HEAD"),
-        ("OPTIONS", "/instances", "GET, HEAD, POST"),
     ],
 )
 async def test_another_method_is_405_and_says_which_are_allowed(
