@@ -76,6 +76,9 @@ LIMITS: Mapping[Phase, PhaseLimit] = MappingProxyType(
 # Most bytes that the connections of a port have received and not passed on: incomplete heads, requests that wait behind
 # another one. Beyond it the connection that has held some for longest is closed.
 HELD_BYTES = 64 * 2**20
+# Connections that the kernel completes before a port accepts them; Linux allows `net.core.somaxconn` (4,096). A client
+# beyond it tries again after 1 s, 3 s, 7 s, even one that only asks for the health.
+BACKLOG = 4096
 # A client that reads less than this in this time, while its connection's write buffer is full, is cut off.
 STALL_S = 30.0
 LEAST_READ_BYTES = 16 * 1024

@@ -16,7 +16,7 @@ from typing import Any, cast
 import uvicorn
 
 from teimgr.acceptor import Acceptor
-from teimgr.connection_gate import ConnectionGate, Phase, Ticket
+from teimgr.connection_gate import BACKLOG, ConnectionGate, Phase, Ticket
 from teimgr.errors import InvalidConfig, PortConflict
 from teimgr.http_direct import Direct
 from teimgr.http_protocol import (
@@ -172,6 +172,7 @@ async def serving(
         access_log=False,
         ws="none",
         server_header=False,
+        backlog=BACKLOG,
         timeout_graceful_shutdown=_CLOSE_GRACE_S,
         http=cast(Any, http if h2 is None else partial(ProtocolSniffer, h2, http)),
         **tls,

@@ -9,13 +9,13 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
+from teimgr.connection_gate import BACKLOG
 from teimgr.errors import PortConflict
 from teimgr.launch.nursery import PORTS_LIMIT
 from teimgr.launch.process_handle import LaunchFailed
 from teimgr.wire.frames import HEADER, FrameType, Method, pack_header, unpack_header
 from teimgr.worker.connection_queue import ConnectionQueue
 
-_PORT_BACKLOG = 2048  # as workers have
 _SHARE_LIMIT_S = 2.0
 _SHARE_BYTES = 4096
 
@@ -72,7 +72,7 @@ async def borrow_ports(path: Path) -> dict[int, socket.socket]:
 def listen_at(sock: socket.socket, port: int) -> None:
     """Listen on a socket that is bound to a port. Raises PortConflict: another process has begun to."""
     try:
-        sock.listen(_PORT_BACKLOG)
+        sock.listen(BACKLOG)
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise

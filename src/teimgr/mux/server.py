@@ -13,11 +13,10 @@ from typing import cast
 
 from teimgr.acceptor import Acceptor
 from teimgr.auth.tls_files import Pems, TlsFiles
-from teimgr.connection_gate import ConnectionGate, Ticket
+from teimgr.connection_gate import BACKLOG, ConnectionGate, Ticket
 from teimgr.http2.connection import Connection
 from teimgr.http_protocol import ListenerState
 
-_BACKLOG = 2048
 # After the last call clients close their connections; those that do not are closed by the server.
 _CLOSE_S = 1.0
 
@@ -44,7 +43,7 @@ class GrpcServer:
     def add(self, sock: socket.socket) -> None:
         """Listen on a bound socket; until `start` its clients wait in the backlog."""
         sock.setblocking(False)
-        sock.listen(_BACKLOG)
+        sock.listen(BACKLOG)
         self._sockets.append(sock)
 
     async def start(self) -> None:
