@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from huggingface_hub.errors import HfHubHTTPError
 
 from teimgr import hub
-from teimgr.errors import ModelNotFound
+from teimgr.errors import InvalidConfig, ModelGated, ModelNotFound
 from tests.support.hub_server import SHA, Hub
 
 MODEL = "somebody/tiny"
@@ -238,3 +242,25 @@ def test_a_ref_that_leads_out_of_the_snapshots_is_refused(tmp_path: Path) -> Non
 
     with pytest.raises(ModelNotFound, match="leads out of its snapshots"):
         hub.find_cached(MODEL, None, tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    ("status", "token", "why"),
+    [
+        (401, "hf_x", "answered 401, HF_TOKEN is refused"),
+        (403, "hf_x", "answered 403, HF_TOKEN is refused"),
+        (403, None, "answered 403, it asks for a token: set HF_TOKEN"),
+    ],
+)
+def test_a_refused_token_is_named(status: int, token: str | None, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: token)
+    reply: Any = SimpleNamespace(status_code=status, headers={}, request=None)
+
+    with pytest.raises(ModelGated, match=why), hub.hub_failures(MODEL, None):
+        raise HfHubHTTPError("refused", response=reply)
+
+
+def test_a_cache_that_cannot_be_written_is_named() -> None:
+    why = r"cache cannot be written: /cache/x: Read-only .*set HF_HOME"
+    with pytest.raises(InvalidConfig, match=why), hub.hub_failures(MODEL, None):
+        raise OSError(errno.EROFS, "Read-only file system", "/cache/x")

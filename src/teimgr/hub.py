@@ -6,6 +6,7 @@ In a fleet of several hosts the others have models too (`neighbours.py`), and ar
 from __future__ import annotations
 
 import difflib
+import errno
 import importlib.util
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -15,9 +16,11 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from teimgr.errors import (
+    InvalidConfig,
     ModelDownloadFailed,
     ModelGated,
     ModelNotFound,
+    StorageFull,
     TeimgrError,
     Unavailable,
 )
@@ -300,9 +303,12 @@ def hub_failures(model_id: str, revision: str | None) -> Iterator[None]:
 
     Raises:
         ModelNotFound: no such repository or revision, or it is private.
-        ModelGated: access was not granted.
+        ModelGated: access was not granted, or HF_TOKEN is refused.
+        InvalidConfig: the hub's cache cannot be written.
+        StorageFull: the disk of the cache is full.
         Unavailable: the hub cannot be reached.
     """
+    from huggingface_hub import get_token
     from huggingface_hub.errors import (
         EntryNotFoundError,
         GatedRepoError,
@@ -320,15 +326,51 @@ def hub_failures(model_id: str, revision: str | None) -> Iterator[None]:
     except RevisionNotFoundError as error:
         raise ModelNotFound(f"Model '{model_id}' has no revision '{revision}'") from error
     except RepositoryNotFoundError as error:
+        if _status(error) in _REFUSED and get_token():
+            raise ModelGated(_refusal(model_id, error, has_token=True)) from error
         raise ModelNotFound(f"Model '{model_id}' is not on the hub (or private: set HF_TOKEN)") from error
     except OfflineModeIsEnabled as error:
         raise Unavailable(f"Model '{model_id}' is not in the hub cache and HF_HUB_OFFLINE is set") from error
     except (LocalEntryNotFoundError, EntryNotFoundError, HfHubHTTPError, OSError) as error:
+        if _status(error) in _REFUSED:
+            raise ModelGated(_refusal(model_id, error, has_token=bool(get_token()))) from error
+        if problem := cache_problem(error):
+            raise problem from error
         raise Unavailable(f"Model '{model_id}' cannot be fetched from the hub: {_first_line(error)}") from error
     except Exception as error:
         if not is_transport_error(error):
             raise
         raise Unavailable(f"Model '{model_id}' cannot be fetched from the hub: {_first_line(error)}") from error
+
+
+_REFUSED = (401, 403)
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ELOOP)
+
+
+def _status(error: BaseException) -> int | None:
+    """The status of the hub's answer; None where there was none."""
+    status: int | None = getattr(getattr(error, "response", None), "status_code", None)
+    return status
+
+
+def _refusal(model_id: str, error: BaseException, *, has_token: bool) -> str:
+    why = "HF_TOKEN is refused" if has_token else "it asks for a token: set HF_TOKEN"
+    return f"Model '{model_id}': the hub answered {_status(error)}, {why}"
+
+
+def cache_problem(error: BaseException) -> TeimgrError | None:
+    """What to say where an error of the file system keeps the hub's cache from being written; None for other errors."""
+    if not isinstance(error, OSError) or error.filename is None:
+        return None
+    if error.errno in _NO_ROOM:
+        return StorageFull(f"{error.filename}: {error.strerror}")
+    if error.errno in _NOT_WRITABLE:
+        return InvalidConfig(
+            f"the hub's cache cannot be written: {error.filename}: {error.strerror}; set HF_HOME or HF_HUB_CACHE to a "
+            "folder that this user may write"
+        )
+    return None
 
 
 def is_transport_error(error: Exception) -> bool:

@@ -36,7 +36,6 @@ _CONFIGURED = (*_READERS, *_WEIGHTED, "Pooling", "SpladePooling", "LogitScore")
 _MAX_PATH_CHARS = 255
 _MOST_FILES = 10_000
 _MOST_HEAD_BYTES = 16 * 2**20  # of a safetensors file that is looked into; known ones have 1 MB
-_POINTER = b"version https://git-lfs.github.com/spec/"
 _MOST_POINTER_BYTES = 1024  # git-lfs takes no larger file for one
 
 
@@ -215,19 +214,33 @@ def shards_of(index: Path) -> list[str] | None:
 
 
 def broken_file(root: Path) -> str | None:
-    """The first file of a model directory that is not whole, and why, as "2_Dense/model.safetensors ends too soon";
-    None where all are whole.
+    """The first needed file of a model directory that is not whole, and why, as "2_Dense/model.safetensors ends too
+    soon"; None where all are whole.
     """
-    for path in files_below(root):
-        if fault := fault_of(path):
-            return f"{_shown(root, path)} {fault}"
-    return None
+    return next((f"{name} {fault}" for name, path in _needed_below(root) if (fault := fault_of(path))), None)
+
+
+def check_pointers(root: Path) -> None:
+    """Check that git-lfs has fetched the files of a model directory. Looks into small files alone.
+
+    Raises:
+        ModelLoadFailed: one that is needed is a pointer.
+    """
+    for _, path in _needed_below(root):
+        if is_pointer(path):
+            raise ModelLoadFailed(f"{path} {model_json.IS_POINTER}")
+
+
+def _needed_below(root: Path) -> Iterator[tuple[str, Path]]:
+    """The needed files of a model directory by their names in it; those of a Router's modules are two levels deep."""
+    found = {_shown(root, path): path for path in files_below(root, depth=2)}
+    return ((name, found[name]) for name in needed(list(found)))
 
 
 def fault_of(path: Path) -> str | None:
     """Why a file is not what its name says, as the end of a sentence about it; None where nothing is wrong with it."""
     if is_pointer(path):
-        return "is a pointer of git-lfs and not the file itself: run `git lfs pull` in the directory"
+        return model_json.IS_POINTER
     return "ends too soon" if is_cut_short(path) else None
 
 
@@ -237,7 +250,7 @@ def is_pointer(path: Path) -> bool:
         if path.stat().st_size > _MOST_POINTER_BYTES:
             return False
         with path.open("rb") as file:
-            return file.read(len(_POINTER)) == _POINTER
+            return file.read(len(model_json.POINTER)) == model_json.POINTER
     except OSError:
         return False
 

@@ -25,6 +25,9 @@ _MOST_BYTES_OF = {
 }
 MOST_VALUES = 4_000_000
 """A value takes some 60 bytes once it is parsed, so that a file takes 250 MB at most."""
+POINTER = b"version https://git-lfs.github.com/spec/"
+"""How a file begins that git checks out in place of a large one where git-lfs is not installed."""
+IS_POINTER = "is a pointer of git-lfs and not the file itself: run `git lfs pull` in the directory"
 MOST_DEPTH = 64
 """Objects and lists within each other; known files have ten."""
 
@@ -80,6 +83,8 @@ def parse(content: bytes, name: str) -> Any:
     Raises:
         ModelLoadFailed: it is not valid JSON in UTF-8, or has more than `MOST_VALUES` values or `MOST_DEPTH` levels.
     """
+    if content.startswith(POINTER):
+        raise ModelLoadFailed(f"{name} {IS_POINTER}")
     # An upper bound, counted in the text before anything is built: each value but the first is behind one of these.
     values = sum(content.count(mark) for mark in (b",", b":", b"[", b"{"))
     if values > MOST_VALUES:

@@ -161,6 +161,8 @@ class FleetNeighbours:
         except OSError as error:
             if error.errno in _NO_ROOM:
                 raise StorageFull(f"{error.filename or cache}: {error.strerror}") from error
+            if problem := hub.cache_problem(error):
+                raise problem from error
             raise Unavailable(f"the hub's cache cannot be written: {error}") from error
         finally:
             self.progress.host = ""

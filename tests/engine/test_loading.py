@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from collections.abc import Callable
@@ -10,11 +11,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 from tests.support.models import build_static
 
 from teimgr.engine.backbone import Batching
 from teimgr.engine.loading import EngineOptions, _limits, _serial_tokens, load_parts
-from teimgr.errors import InvalidConfig
+from teimgr.errors import InvalidConfig, ModelLoadFailed
 
 TANH = "torch.nn.modules.activation.Tanh"
 DENSE = "2_Dense"
@@ -128,3 +130,75 @@ def test_a_native_forward_shares_all_but_the_shortest_queries_between_threads() 
 def of_widths(hidden: int, widest: int, batching: Batching) -> Any:
     config = SimpleNamespace(hidden_size=hidden, intermediate_size=widest)
     return SimpleNamespace(backbone=SimpleNamespace(config=config, batching=batching))
+
+
+def _with_nan(root: Path) -> None:
+    file = root / "model.safetensors"
+    tensors = load_file(file)
+    next(tensor for name, tensor in tensors.items() if name.endswith("query.weight"))[0, 0] = float("nan")
+    save_file(tensors, file)
+
+
+def _pointer_at(name: str) -> Callable[[Path], None]:
+    def change(root: Path) -> None:
+        (root / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12345\n")
+
+    return change
+
+
+def _with_config(place: str, **keys: Any) -> Callable[[Path], None]:
+    def change(root: Path) -> None:
+        file = root / place
+        file.write_text(json.dumps(json.loads(file.read_text()) | keys))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (_with_nan, r"the weight .*query\.weight in its files has NaN"),
+        (_pointer_at("model.safetensors"), "is a pointer of git-lfs"),
+        (_pointer_at(f"{DENSE}/model.safetensors"), f"{DENSE}/model.safetensors is a pointer of git-lfs"),
+        (_pointer_at("tokenizer.json"), "is a pointer of git-lfs"),
+        (
+            _with_config(f"{DENSE}/config.json", in_features=24),
+            r"linear.weight is \(8, 32\) in the files, and its config.json makes it \(8, 24\)",
+        ),
+        (_with_config(f"{DENSE}/config.json", out_features=9), r"linear.weight is \(8, 32\) in the files"),
+        (lambda root: (root / "model.safetensors").unlink(), "has no weights: neither model.safetensors nor"),
+    ],
+    ids=["nan", "pointer", "pointer of a module", "pointer of the tokenizer", "width", "outputs", "no weights"],
+)
+def test_a_load_that_cannot_succeed_ends_with_its_cause(
+    change: Callable[[Path], None], why: str, model_dir: Callable[..., Path], tmp_path: Path
+) -> None:
+    root = shutil.copytree(model_dir("bert", dense=(8, TANH)), tmp_path / "model")
+    change(root)
+
+    with pytest.raises(ModelLoadFailed, match=why):
+        load_parts(EngineOptions(path=root, model_id="m"))
+
+
+def test_any_exception_of_a_load_on_the_cpu_is_final(
+    model_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("a head of no size")
+
+    monkeypatch.setattr("teimgr.engine.loading.probe_inputs", broken)
+
+    with pytest.raises(ModelLoadFailed, match="ZeroDivisionError: a head of no size"):
+        load_parts(EngineOptions(path=model_dir("bert"), model_id="m"))
+
+
+def test_what_the_host_lacks_for_a_time_is_tried_again(
+    model_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_descriptors(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr("teimgr.engine.loading.probe_inputs", no_descriptors)
+
+    with pytest.raises(OSError, match="Too many open files"):
+        load_parts(EngineOptions(path=model_dir("bert"), model_id="m"))

@@ -90,6 +90,20 @@ def reference_of(model: Model, encoded: Encoded) -> ProbeResult:
     return _split(model.run_reference(encoded), model.widths, 1)[0]
 
 
+def finite_reference(model: Model, inputs: Sequence[Encoded]) -> list[ProbeResult]:
+    """`reference_of` each input.
+
+    Raises:
+        ModelLoadFailed: a number of them is NaN or infinite, as of a broken checkpoint.
+    """
+    found = [reference_of(model, encoded) for encoded in inputs]
+    if all(torch.isfinite(rows).all() for result in found for rows in result.values()):
+        return found
+    weight = model.broken_weight()
+    why = "" if weight is None else f": the weight {weight} in its files has NaN or infinity"
+    raise ModelLoadFailed(f"the model gives NaN or infinity for known texts in float32{why}")
+
+
 def batched(model: Model, inputs: Sequence[Encoded]) -> list[ProbeResult]:
     batch = pack(inputs)
     found = _split(model.run(batch, model.outputs), model.widths, len(inputs))
@@ -212,7 +226,7 @@ def choose(
         cache.discard()
         gc.collect()  # as below
     model = load()
-    reference = [reference_of(model, encoded) for encoded in inputs]
+    reference = finite_reference(model, inputs)
     types = list(dict.fromkeys([_fastest(model), torch.float32])) if wanted is None else [wanted]
     is_fresh = True
     for dtype in types:

@@ -13,7 +13,7 @@ import torch
 
 from teimgr.engine import gpu, norm_kernel
 from teimgr.engine.batch import Encoded
-from teimgr.engine.fidelity_gate import Choice, ProbeResult, first_batching, reference_of
+from teimgr.engine.fidelity_gate import Choice, ProbeResult, finite_reference, first_batching
 from teimgr.engine.gpu_fusion import fuse
 from teimgr.engine.model import Model
 from teimgr.engine.norm_kernel import Norms
@@ -49,7 +49,7 @@ def choose_on_gpu(model: Model, device: torch.device, wanted: torch.dtype | None
     """
     if wanted is torch.int8:
         raise InvalidConfig("dtype int8 is not for GPUs")
-    reference = [reference_of(model, encoded) for encoded in inputs]
+    reference = finite_reference(model, inputs)
     weights = model.host_weights()
     architecture = str(getattr(model.backbone.config, "model_type", ""))
     types = candidate_dtypes(architecture, _has_bfloat16()) if wanted is None else [wanted]
@@ -57,7 +57,7 @@ def choose_on_gpu(model: Model, device: torch.device, wanted: torch.dtype | None
         try:
             model.place(weights, dtype, device)
             if dtype is torch.float32:  # exact to the last digits only beside the same device's own float32
-                reference = [reference_of(model, encoded) for encoded in inputs]
+                reference = finite_reference(model, inputs)
         except RuntimeError as error:
             gpu.raise_if_the_devices(error, device)
             raise

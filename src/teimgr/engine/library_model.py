@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
+from teimgr.engine import gpu
 from teimgr.engine.rotary import put_own_rotary
 from teimgr.errors import ModelLoadFailed
-from teimgr.model_directory import broken_file
+from teimgr.model_directory import broken_file, files_below, weight_files
 from teimgr.model_files.layout import Backbone, Dense, Layout
 
 # Encoder-decoders of which only the encoder is used; AutoModel would load both.
@@ -52,6 +53,7 @@ def load_module(layout: Layout, device: torch.device) -> Any:
     """
     from transformers.utils import logging as transformers_logging
 
+    _check_weights(layout)
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     try:
@@ -68,9 +70,9 @@ def load_module(layout: Layout, device: torch.device) -> Any:
             ignore_mismatched_sizes=True,  # they are refused below, with both shapes
             **(_without_pooler(kind) if layout.backbone is Backbone.ENCODER else {}),
         )
-    except (MemoryError, torch.OutOfMemoryError):
-        raise
     except Exception as error:  # of any kind, the library's or the model's own code; the next try would end alike
+        if gpu.is_out_of_memory(error):
+            raise
         broken = broken_file(layout.transformer_dir)
         why = f"{layout.transformer_dir / broken} ({_reason(error)})" if broken else _reason(error)
         raise ModelLoadFailed(f"transformers cannot load {layout.transformer_dir}: {why}") from error
@@ -78,6 +80,18 @@ def load_module(layout: Layout, device: torch.device) -> Any:
     put_own_rotary(module)
     module.eval().requires_grad_(False)
     return module.to(device)
+
+
+def _check_weights(layout: Layout) -> None:
+    """Raise ModelLoadFailed where there is no file of weights that the library would open."""
+    folder = layout.transformer_dir
+    if weight_files(folder) or layout.config.get("transformers_weights"):
+        return
+    others = [path.relative_to(folder).as_posix() for path in files_below(folder, depth=1)]
+    onnx = next((name for name in others if name.endswith(".onnx")), None)
+    if onnx is not None:
+        raise ModelLoadFailed(f"{folder} has weights for ONNX alone ({onnx}): use the model that it was exported from")
+    raise ModelLoadFailed(f"{folder} has no weights: neither model.safetensors nor pytorch_model.bin, nor their shards")
 
 
 def _reason(error: Exception) -> str:

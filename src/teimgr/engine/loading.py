@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import sys
@@ -26,7 +27,7 @@ from teimgr.engine.reference_cache import ReferenceCache, reference_key
 from teimgr.engine.runner import return_freed_memory
 from teimgr.engine.tokenizer import Prompts, TextTokenizer
 from teimgr.engine.tokenizer_checks import contradictions
-from teimgr.errors import InvalidConfig
+from teimgr.errors import InvalidConfig, ModelLoadFailed, TeimgrError
 from teimgr.model_directory import check_safetensors
 from teimgr.model_files.layout import Backbone, Layout
 from teimgr.model_files.reading import read_layout, refuse_warnings
@@ -41,6 +42,8 @@ _DTYPES = {
     "float16": torch.float16,
     "int8": torch.int8,
 }
+# What a host lacks at times: the same load may succeed later. Any other exception on a CPU would be raised again.
+_MAY_PASS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EINTR, errno.ENOSPC)
 _HOST = torch.device("cpu")
 # On a CPU temporaries above some 25 MB are mapped and unmapped by every operation; more tokens gain nothing.
 _CPU_BATCH_TOKENS = 2048
@@ -107,7 +110,23 @@ def load_parts(options: EngineOptions) -> EngineParts:
         ModelNotFound, InvalidConfig, ModelLoadFailed: trying again changes nothing.
         OutOfDeviceMemory: the model does not fit.
         DeviceFailed: the device, not the model, is at fault.
+        OSError: the host lacks something that it may have later, such as descriptors.
     """
+    try:
+        return _load(options)
+    except TeimgrError:
+        raise
+    except Exception as error:
+        device = torch.device(options.device)
+        gpu.raise_if_the_devices(error, device)
+        if gpu.is_gpu(device) or (isinstance(error, OSError) and error.errno in _MAY_PASS):
+            raise
+        log.exception("the model cannot be loaded")
+        first = str(error).strip().partition("\n")[0]
+        raise ModelLoadFailed(f"the model cannot be loaded: {type(error).__name__}: {first}") from error
+
+
+def _load(options: EngineOptions) -> EngineParts:
     began = time.monotonic()
     if options.dtype not in _DTYPES:
         raise InvalidConfig(f"dtype {options.dtype!r} is none of {', '.join(_DTYPES)}")

@@ -74,6 +74,18 @@ class Model:
         for transformer in self._transformers():
             transformer.device, transformer.dtype = device, dtype
 
+    def broken_weight(self) -> str | None:
+        """The name of the first weight with NaN or infinity, of the modules behind the transformer last."""
+        modules = [transformer.owner for transformer in self._transformers()]
+        modules += [
+            part for head in self._heads.values() for part in vars(head).values() if isinstance(part, nn.Module)
+        ]
+        for module in modules:
+            for name, weight in module.named_parameters():
+                if not torch.isfinite(weight).all():
+                    return name
+        return None
+
     def _transformers(self) -> list[Transformer]:
         return [part for part in (self.backbone, self._whole[0]) if isinstance(part, Transformer)]
 

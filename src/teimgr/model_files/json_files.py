@@ -89,10 +89,21 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 def position_offset(config: dict[str, Any]) -> int:
-    """The first position id of a text."""
+    """The first position id of a text.
+
+    Raises:
+        ModelLoadFailed: positions begin behind the padding token's id, and config.json says that there is none.
+    """
+    if config["model_type"] == "mpnet":  # whatever its padding token is
+        return 2
     if config["model_type"] not in OFFSET_TYPES:
         return 0
-    return int(setting(config, "pad_token_id") or 0) + 1
+    padding = setting(config, "pad_token_id")
+    if padding is None:
+        raise ModelLoadFailed(
+            f"config.json has no pad_token_id, behind which the positions of a {config['model_type']} model begin"
+        )
+    return int(padding) + 1
 
 
 def max_length(config: dict[str, Any], settings: dict[str, Any], tokenizer: dict[str, Any]) -> int:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from teimgr.errors import ModelLoadFailed, ModelNotFound
+from teimgr.model_directory import check_pointers
 from teimgr.model_files.json_files import TokenFiles, read_settings
 from teimgr.model_files.modules import Chain, read_chain
 from teimgr.model_files.own_code import added_end, served_config
@@ -65,10 +66,12 @@ def read_metadata(root: Path, trust_remote_code: bool) -> ModelMetadata:
     """
     if not root.is_dir():
         raise ModelNotFound(f"No model directory at {root}")
+    check_pointers(root)
     chain = read_chain(root)
     transformer = chain.modules[0].path if chain.modules else root
     config = read_object(transformer / "config.json")
     static = chain.first == "StaticEmbedding" or (config or {}).get("model_type") in _STATIC
+    _refuse_adapter(transformer)
     if config is None and not static:
         raise ModelNotFound(f"{transformer} has no config.json")
     config = config or {}
@@ -76,7 +79,6 @@ def read_metadata(root: Path, trust_remote_code: bool) -> ModelMetadata:
         config.setdefault("model_type", "static")
     if not config.get("model_type"):
         raise ModelLoadFailed("config.json has no model_type, so its architecture is unknown")
-    _refuse_adapter(transformer)
     _refuse_other_models(config)
     served = served_config(config, trust_remote_code)
     settings = read_settings(transformer)

@@ -273,7 +273,7 @@ def main(arguments: list[str]) -> int:
     except TeimgrError as error:
         result = {"code": int(error.code), "message": error.message}
     except OSError as error:
-        failure = Unavailable(f"the cache cannot be written: {error}")
+        failure = hub.cache_problem(error) or Unavailable(f"the cache cannot be written: {error}")
         result = {"code": int(failure.code), "message": failure.message}
     ended.set()
     sender.join()

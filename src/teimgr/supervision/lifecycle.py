@@ -20,6 +20,8 @@ from teimgr.errors import Code
 from teimgr.launch.process_handle import Exit
 from teimgr.spec import State
 
+# Failures of which a cause outside of the model ends by itself or by someone else: a full device, a full disk.
+_MAY_PASS = (Code.OUT_OF_DEVICE_MEMORY, Code.STORAGE_FULL)
 _SIGNALS = {number.value: number.name for number in signal.Signals}
 
 
@@ -52,7 +54,7 @@ class FailureCause:
     @classmethod
     def reported(cls, message: str, code: int | None, permanent: bool) -> FailureCause:
         """A failure that a worker reported, with the number of its `errors.Code`."""
-        return cls(message, permanent, may_pass=code == Code.OUT_OF_DEVICE_MEMORY)
+        return cls(message, permanent, may_pass=code in _MAY_PASS)
 
 
 @dataclass(frozen=True, slots=True)

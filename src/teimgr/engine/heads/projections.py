@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from teimgr.errors import ModelLoadFailed
 from teimgr.model_directory import fault_of, weight_files
-from teimgr.model_files.layout import Dense, LayerNorm, Projection
+from teimgr.model_files.layout import Dense, LayerNorm, Normalize, Projection
 
 
 def torch_activation(name: str) -> nn.Module:
@@ -79,8 +79,17 @@ def load_projections(projections: Sequence[Projection], device: torch.device) ->
 
 
 def width_behind(projections: Sequence[Projection], width: int) -> int:
-    """The size of a vector of `width` after the modules."""
+    """The size of a vector of `width` after the modules.
+
+    Raises:
+        ModelLoadFailed: a module takes vectors of another size than it is given.
+    """
     for projection in projections:
+        if isinstance(projection, Normalize):
+            continue
+        takes = projection.in_features if isinstance(projection, Dense) else projection.dimension
+        if takes != width:
+            raise ModelLoadFailed(f"the module {projection.path.name} takes vectors of {takes}, and is given {width}")
         if isinstance(projection, Dense):
             width = projection.out_features
     return width
@@ -93,8 +102,18 @@ def _load(projection: Projection) -> nn.Module:
     layer = DenseLayer(projection) if isinstance(projection, Dense) else LayerNormLayer(projection)
     folder = projection.path
     names = tuple(f"{name}." for name, _ in layer.named_children())
+    given = {key: value for key, value in read_weights(folder).items() if key.startswith(names)}
+    for key, expected in layer.state_dict().items():
+        found = given.get(key)
+        if found is None:
+            raise ModelLoadFailed(f"the weights of the module {folder.name} do not fit: they have no {key}")
+        if found.shape != expected.shape:
+            raise ModelLoadFailed(
+                f"the weights of the module {folder.name} do not fit: {key} is {tuple(found.shape)} in the files, "
+                f"and its config.json makes it {tuple(expected.shape)}"
+            )
     try:
-        layer.load_state_dict({key: value for key, value in read_weights(folder).items() if key.startswith(names)})
+        layer.load_state_dict(given)
     except RuntimeError as error:
         raise ModelLoadFailed(f"the weights of the module {folder.name} do not fit: {error}") from error
     return layer
