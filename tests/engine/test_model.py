@@ -50,6 +50,21 @@ def test_a_cross_encoder_scores_pairs(family: str, tmp_path: Path, serve: Callab
     assert len(set(raw[:, 0].tolist())) == len(LONG_PAIRS)
 
 
+@pytest.mark.parametrize(("family", "labels"), [("modernbert", 1), ("bert", 3)])
+def test_a_cross_encoder_of_modules_scores_pairs(
+    family: str, labels: int, tmp_path: Path, serve: Callable[..., Served]
+) -> None:
+    path = models.build_modular_cross_encoder(family, tmp_path, labels=labels)
+    served = serve(path)
+    together = run(served, LONG_PAIRS, outputs=SCORES).scores
+    alone = np.concatenate([run(served, [pair], outputs=SCORES).scores for pair in LONG_PAIRS])
+
+    assert served.engine.info.kind == ("reranker" if labels == 1 else "classifier")
+    assert served.engine.info.batching == "packed"
+    np.testing.assert_allclose(together, scored(path, LONG_PAIRS), rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(alone, together, rtol=1e-5, atol=1e-4)
+
+
 def test_a_classifier_gives_a_score_to_every_label(tmp_path: Path, serve: Callable[..., Served]) -> None:
     served = serve(models.build_classifier("bert", tmp_path))
     job = run(served, [*TEXTS, Pair(*PAIRS[0])], outputs=SCORES)

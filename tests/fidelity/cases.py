@@ -25,6 +25,7 @@ from tests.support.models import (
     build_cross_encoder,
     build_embedding_gemma,
     build_m3,
+    build_modular_cross_encoder,
     build_multi_vector,
     build_splade,
     build_static,
@@ -200,6 +201,9 @@ def _cross_encoders() -> Iterator[Case]:
     for family in ("bert", "roberta", "xlm_roberta", "distilbert", "modernbert", "deberta_v2", "qwen3", "gte"):
         make = partial(build_cross_encoder, family)
         yield Case(CROSS_ENCODERS, f"{family}, sigmoid", make, references.scores, Output.SCORES, pairs=True)
+    for family in ("modernbert", "bert"):
+        make = partial(build_modular_cross_encoder, family)
+        yield Case(CROSS_ENCODERS, f"{family}, scores of modules", make, references.scores, Output.SCORES, pairs=True)
     for layout in ("version-4", "saved"):
         make = partial(build_cross_encoder, "bert", layout=layout)
         yield Case(CROSS_ENCODERS, f"bert, identity, {layout}", make, references.scores, Output.SCORES, pairs=True)

@@ -53,10 +53,18 @@ def test_where_the_authors_name_no_activation_the_labels_decide(
     assert (scoring.labels, scoring.activation) == (labels, activation)
 
 
+def test_labels_without_names_are_numbered_as_the_library_does(tmp_path: Path) -> None:
+    path = build_classifier("bert", tmp_path, labels=("a", "b"))
+    edit(path / "config.json", id2label=None, label2id=None)
+    scoring = read_layout(path).scoring
+
+    assert scoring is not None
+    assert scoring.labels == ("LABEL_0", "LABEL_1")
+
+
 @pytest.mark.parametrize(
     ("labels", "reason"),
     [
-        (None, "no id2label"),
         ({"1": "a", "2": "b"}, "number the labels from 0, and has: 1, 2"),
         ({"first": "a", "second": "b"}, "number the labels from 0"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from teimgr.errors import InvalidConfig, ModelLoadFailed
 from teimgr.model_files.metadata import ModelMetadata
+from teimgr.model_files.scoring import label_count
 from teimgr.spec import KINDS, Kind
 
 
@@ -62,13 +63,15 @@ def _kind_of_bare(metadata: ModelMetadata) -> Kind:
 
 
 def _scoring(metadata: ModelMetadata) -> Kind:
-    return Kind.RERANKER if is_causal(metadata) or len(metadata.config.get("id2label") or {}) == 1 else Kind.CLASSIFIER
+    return Kind.RERANKER if is_causal(metadata) or label_count(metadata) == 1 else Kind.CLASSIFIER
 
 
 def is_causal(metadata: ModelMetadata) -> bool:
     """Whether scores come from a causal language model's next token."""
     if metadata.chain.has("LogitScore"):
         return True
+    if metadata.chain.behind:  # whose modules give the scores
+        return False
     return metadata.has_head("ForCausalLM") and not metadata.has_head("ForSequenceClassification")
 
 
@@ -104,7 +107,7 @@ def _obstacle(metadata: ModelMetadata, own: Kind, wanted: Kind) -> str | None:
         return "they hold no projection of token vectors"
     if own in (Kind.RERANKER, Kind.CLASSIFIER):
         if wanted is Kind.RERANKER:
-            return f"they have {len(metadata.config.get('id2label') or {})} labels, and a reranker has one"
+            return f"they have {label_count(metadata)} labels, and a reranker has one"
         return "a language model answers yes or no to pairs, and has no labels" if is_causal(metadata) else None
     if wanted is Kind.RERANKER and metadata.has_head("ForCausalLM") and not metadata.chain.modules:
         return None

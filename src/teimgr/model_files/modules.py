@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -122,21 +122,25 @@ def _module(root: Path, row: dict[str, Any]) -> Module:
     return Module(name, folder_in(root, path))
 
 
-TEXT, TOKENS = "sentence_embedding", "token_embeddings"
+TEXT, TOKENS, SCORES = "sentence_embedding", "token_embeddings", "scores"
 _TANH = "torch.nn.modules.activation.Tanh"  # sentence-transformers' default for a Dense module
 _IDENTITY = "torch.nn.modules.linear.Identity"
 
 
-def read_projections(modules: Iterable[Module], works_on: str = TEXT) -> tuple[Projection, ...]:
-    """The projections of the modules in order; all must read and write `works_on`, TEXT or TOKENS.
+def read_projections(
+    modules: Sequence[Module], works_on: str = TEXT, gives: str | None = None
+) -> tuple[Projection, ...]:
+    """The projections of the modules in order; all must read and write `works_on`, TEXT or TOKENS, but for the last,
+    which writes `gives`.
 
     Raises:
         ModelLoadFailed: one is no projection, or works on another input.
     """
-    return tuple(_projection(module, works_on) for module in modules)
+    outputs = [*[works_on] * (len(modules) - 1), gives or works_on]
+    return tuple(_projection(module, works_on, output) for module, output in zip(modules, outputs, strict=False))
 
 
-def _projection(module: Module, works_on: str) -> Projection:
+def _projection(module: Module, works_on: str, gives: str) -> Projection:
     if module.name not in ("Dense", "LayerNorm", "Normalize"):
         raise ModelLoadFailed(f"a {module.name} module is not served in this place")
     config = module.config()
@@ -144,9 +148,10 @@ def _projection(module: Module, works_on: str) -> Projection:
     default = works_on if module.name == "Dense" else TEXT
     reads = str(config.get("module_input_name") or default)
     writes = str(config.get("module_output_name") or reads)
-    if {reads, writes} != {works_on}:
+    if (reads, writes) != (works_on, gives):
+        served = works_on if works_on == gives else f"{works_on} into {gives}"
         raise ModelLoadFailed(
-            f"the {module.name} module {module.path.name} turns {reads} into {writes}; here only {works_on} is served"
+            f"the {module.name} module {module.path.name} turns {reads} into {writes}; here only {served} is served"
         )
     if module.name == "Normalize":
         return Normalize()

@@ -13,8 +13,14 @@ from teimgr.model_files.kinds import choose_kind, is_causal
 from teimgr.model_files.late_interaction import read_late
 from teimgr.model_files.layout import M3, Backbone, Layout, ScoringConfig, Splade
 from teimgr.model_files.metadata import MODEL2VEC, ModelMetadata, read_metadata
-from teimgr.model_files.modules import Module, check_pooling, read_poolings, read_projections
-from teimgr.model_files.scoring import read_activation, read_causal_rerank, read_scoring, written_activations
+from teimgr.model_files.modules import SCORES, TEXT, Module, check_pooling, read_poolings, read_projections
+from teimgr.model_files.scoring import (
+    read_activation,
+    read_causal_rerank,
+    read_scoring,
+    score_modules,
+    written_activations,
+)
 from teimgr.spec import Kind
 
 _SPARSE, _MULTI_VECTOR = "sparse_linear.pt", "colbert_linear.pt"
@@ -152,6 +158,8 @@ def _read(root: Path, pooling: str | None, kind: str | None, trust_remote_code: 
             scoring = ScoringConfig(("LABEL_0",), read_activation(metadata, 1), causal)
             # The prompts are part of the template, so nothing goes before the query.
             layout = replace(layout, backbone=Backbone.CAUSAL_LM, scoring=scoring, prompts={}, default_prompt_name=None)
+        case Kind.RERANKER | Kind.CLASSIFIER if (modules := score_modules(metadata)) is not None:
+            layout = _scored_by_modules(metadata, replace(layout, scoring=read_scoring(metadata)), modules)
         case Kind.RERANKER | Kind.CLASSIFIER:
             layout = replace(layout, backbone=Backbone.SEQUENCE_CLASSIFICATION, scoring=read_scoring(metadata))
     _check_task(metadata, layout.backbone)
@@ -191,6 +199,13 @@ def _embedding(metadata: ModelMetadata, layout: Layout, pooling: str | None) -> 
         m3=read_m3(metadata),
         warnings=(*layout.warnings, *guessed),
     )
+
+
+def _scored_by_modules(metadata: ModelMetadata, layout: Layout, modules: tuple[Module, ...]) -> Layout:
+    """A cross-encoder of modules: scores from the pooled vector of a pair."""
+    poolings, include_prompt, _ = read_poolings(modules[0], metadata.root, metadata.config, None)
+    projections = read_projections(modules[1:], TEXT, SCORES)
+    return replace(layout, poolings=poolings, include_prompt=include_prompt, projections=projections)
 
 
 def _around_pooling(metadata: ModelMetadata) -> tuple[tuple[Module, ...], Module | None, tuple[Module, ...]]:

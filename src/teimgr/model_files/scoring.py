@@ -7,6 +7,7 @@ from typing import Any
 from teimgr.errors import ModelLoadFailed
 from teimgr.model_files.layout import CausalRerank, ScoringConfig
 from teimgr.model_files.metadata import ModelMetadata
+from teimgr.model_files.modules import SCORES, Module
 
 _SHORT = {
     "torch.nn.modules.activation.Sigmoid": "sigmoid",
@@ -15,21 +16,53 @@ _SHORT = {
 }
 
 
+_MOST_LABELS = 1_000_000
+_DEFAULT_LABELS = 2  # of the library, where config.json names none
+
+
 def read_scoring(metadata: ModelMetadata) -> ScoringConfig:
-    """The labels and the activation of a sequence classifier.
+    """The labels and the activation of a sequence classifier, or of a cross-encoder whose modules give the scores.
 
     Raises:
-        ModelLoadFailed: there is no such head, or config.json has no labels.
+        ModelLoadFailed: there is no such head, or config.json does not number its labels.
     """
+    if (modules := score_modules(metadata)) is not None:
+        labels = tuple(f"LABEL_{index}" for index in range(modules[-1].config().get("out_features") or 0))
+        if len(metadata.config.get("id2label") or {}) == len(labels):
+            labels = _labels(metadata.config)
+        return ScoringConfig(labels, read_activation(metadata, len(labels)))
     if not metadata.has_head("ForSequenceClassification"):
         raise ModelLoadFailed(
             f"{', '.join(metadata.architectures) or 'the model'} has no head that scores texts, "
             "and so no trained scores"
         )
-    if metadata.chain.behind:
-        raise ModelLoadFailed(f"a cross-encoder of several modules is not served: {metadata.chain}")
     labels = _labels(metadata.config)
     return ScoringConfig(labels, read_activation(metadata, len(labels)))
+
+
+def score_modules(metadata: ModelMetadata) -> tuple[Module, ...] | None:
+    """The modules of a cross-encoder from its Pooling to the Dense that gives the scores; None for other models.
+
+    Raises:
+        ModelLoadFailed: a cross-encoder of several modules has none that gives scores at its end.
+    """
+    behind = metadata.chain.behind
+    if metadata.saved.get("model_type") != "CrossEncoder" or not behind or metadata.chain.has("LogitScore"):
+        return None
+    last = behind[-1]
+    if behind[0].name != "Pooling" or last.name != "Dense" or last.config().get("module_output_name") != SCORES:
+        raise ModelLoadFailed(
+            f"a cross-encoder of several modules should be a transformer, its Pooling and, at the end, a Dense that "
+            f"gives scores, and is: {metadata.chain}"
+        )
+    return behind
+
+
+def label_count(metadata: ModelMetadata) -> int:
+    """The number of scores that a model has for a text."""
+    if (modules := score_modules(metadata)) is not None:
+        return int(modules[-1].config().get("out_features") or 0)
+    return len(metadata.config.get("id2label") or _default_labels(metadata.config))
 
 
 def written_activations(metadata: ModelMetadata) -> list[str]:
@@ -57,13 +90,19 @@ def read_activation(metadata: ModelMetadata, labels: int) -> str:
 
 
 def _labels(config: dict[str, Any]) -> tuple[str, ...]:
-    named = config.get("id2label")
-    if not named:
-        raise ModelLoadFailed("config.json has no id2label, so the meaning of its scores is unknown")
+    named = config.get("id2label") or _default_labels(config)
     by_index = {int(index): str(label) for index, label in named.items() if str(index).isdecimal()}
     if sorted(by_index) != list(range(len(named))):
         raise ModelLoadFailed(f"id2label of config.json should number the labels from 0, and has: {', '.join(named)}")
     return tuple(by_index[index] for index in range(len(named)))
+
+
+def _default_labels(config: dict[str, Any]) -> dict[str, str]:
+    """`id2label` as the library fills it in where config.json has none."""
+    count = config.get("num_labels", _DEFAULT_LABELS)
+    if isinstance(count, bool) or not isinstance(count, int) or not 0 < count <= _MOST_LABELS:
+        raise ModelLoadFailed(f"config.json has num_labels = {count!r}, which should be a number above 0")
+    return {str(index): f"LABEL_{index}" for index in range(count)}
 
 
 # The prompt of Qwen3-Reranker's model card, with its default instruction.

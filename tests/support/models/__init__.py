@@ -8,7 +8,13 @@ from .families import FAMILIES, MAX_LENGTH, WIDTH
 from .files import edit, read, write, write_modules
 from .late import TOKEN_WIDTH, build_multi_vector
 from .others import build_m3, build_static
-from .scoring import LABELS, build_classifier, build_cross_encoder, build_yes_no_reranker
+from .scoring import (
+    LABELS,
+    build_classifier,
+    build_cross_encoder,
+    build_modular_cross_encoder,
+    build_yes_no_reranker,
+)
 from .sparse import build_splade
 from .texts import CORPUS, PAIRS, TEXTS
 
@@ -26,6 +32,7 @@ __all__ = [
     "build_cross_encoder",
     "build_embedding_gemma",
     "build_m3",
+    "build_modular_cross_encoder",
     "build_multi_vector",
     "build_splade",
     "build_static",

@@ -59,7 +59,7 @@ def build(
             write_dense(place, width, *given)
             width = given[0]
         elif name == "LayerNorm":
-            _write_layer_norm(place, width)
+            write_layer_norm(place, width)
     write_modules(folder, *(f"sentence_transformers.models.{name}" for name in ("Transformer", "Pooling", *names)))
     saved = {"prompts": prompts or {}, "default_prompt_name": default_prompt_name}
     write(folder / "config_sentence_transformers.json", saved)
@@ -89,7 +89,8 @@ def write_dense(folder: Path, inputs: int, outputs: int, activation: str, bias: 
     save_file(weights | ({"linear.bias": torch.randn(outputs)} if bias else {}), folder / "model.safetensors")
 
 
-def _write_layer_norm(folder: Path, width: int) -> None:
+def write_layer_norm(folder: Path, width: int) -> None:
+    """Write a LayerNorm module."""
     write(folder / "config.json", {"dimension": width})
     save_file({"norm.weight": torch.randn(width), "norm.bias": torch.randn(width)}, folder / "model.safetensors")
 

@@ -9,8 +9,8 @@ import torch
 import transformers
 from sentence_transformers import CrossEncoder
 
-from .dense import IDENTITY
-from .families import FAMILIES, MAX_LENGTH, widened
+from .dense import IDENTITY, save_encoder, write_dense, write_layer_norm
+from .families import FAMILIES, MAX_LENGTH, WIDTH, widened
 from .files import edit, pad_and_truncate, write, write_modules
 from .vocabularies import chat
 
@@ -73,6 +73,41 @@ def build_cross_encoder(
     )
     if layout == "saved":
         CrossEncoder(str(folder), device="cpu", local_files_only=True).save_pretrained(str(folder))
+    return folder
+
+
+def build_modular_cross_encoder(family: str, folder: Path, *, labels: int = 1, seed: int = 0) -> Path:
+    """Write a cross-encoder of modules, as cross-encoder/ettin-reranker-*: Pooling, Dense, LayerNorm, and a Dense that
+    gives the scores.
+    """
+    torch.manual_seed(seed)
+    save_encoder(family, folder)
+    forward = {"method": "forward", "method_output_name": "last_hidden_state"}
+    write(
+        folder / "sentence_bert_config.json",
+        {
+            "transformer_task": "feature-extraction",
+            "modality_config": {"text": forward},
+            "module_output_name": "token_embeddings",
+        },
+    )
+    pooling = {"embedding_dimension": WIDTH, "pooling_mode": "cls", "include_prompt": True}
+    write(folder / "1_Pooling" / "config.json", pooling)
+    write_dense(folder / "2_Dense", WIDTH, WIDTH, "torch.nn.modules.activation.GELU", bias=False)
+    write_layer_norm(folder / "3_LayerNorm", WIDTH)
+    gives = {"module_input_name": "sentence_embedding", "module_output_name": "scores"}
+    write_dense(folder / "4_Dense", WIDTH, labels, IDENTITY, **gives)
+    base, own = "sentence_transformers.base.modules", "sentence_transformers.sentence_transformer.modules"
+    write_modules(
+        folder,
+        f"{base}.transformer.Transformer",
+        f"{own}.pooling.Pooling",
+        f"{base}.dense.Dense",
+        f"{own}.layer_norm.LayerNorm",
+        f"{base}.dense.Dense",
+    )
+    saved = {"model_type": "CrossEncoder", "prompts": {}, "default_prompt_name": None, "activation_fn": IDENTITY}
+    write(folder / "config_sentence_transformers.json", saved)
     return folder
 
 
