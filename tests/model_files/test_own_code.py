@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from tests.engine.conftest import Served, serve  # noqa: F401  a fixture
 from tests.support import plain_forwards
 from tests.support.models import build, edit
-from tests.support.models.own_code import build_decoder, build_new, build_nomic
+from tests.support.models.own_code import build_decoder, build_jina_xlm, build_new, build_nomic
 from tests.support.plain_forwards import POOLINGS
 
 from teimgr.engine.batch import Encoded
@@ -110,6 +110,55 @@ def test_alibabas_reranker_is_exact(tmp_path: Path, serve: Callable[..., Served]
         hidden = plain_forwards.new_impl(weights, config, torch.from_numpy(each.ids.astype(np.int64)))
         truth = plain_forwards.classified(weights, hidden)
         np.testing.assert_allclose(score, truth.numpy(), atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"rotary_emb_base": 10000}, {"position_embedding_type": "absolute"}],
+    ids=["rotary", "base", "absolute"],
+)
+def test_jinas_xlm_roberta_is_exact(
+    changes: dict[str, Any],
+    tmp_path: Path,
+    serve: Callable[..., Served],  # noqa: F811
+) -> None:
+    weights, config = build_jina_xlm(tmp_path, **changes)
+    served = serve(tmp_path)
+
+    assert served.engine.info.forward == "native"
+    assert served.engine.info.max_input_length == 192
+    assert_exact(served, lambda ids: plain_forwards.jina_xlm_roberta(weights, config, ids), "mean")
+
+
+def test_jina_reranker_v2_is_exact(tmp_path: Path, serve: Callable[..., Served]) -> None:  # noqa: F811
+    weights, config = build_jina_xlm(tmp_path, layout="reranker")
+    served = serve(tmp_path)
+    pairs = [Pair("the lazy fox", "fog"), Pair("a ship", "The quick brown fox jumps over the lazy dog. " * 30)]
+    job = served.embed(pairs, outputs=frozenset({Output.SCORES}), raw_scores=True)
+    encoded = TextTokenizer(read_layout(tmp_path), 192).encode(pairs, TokenizeOptions())
+
+    assert served.engine.info.kind == "reranker"
+    for score, each in zip(job.scores, encoded, strict=True):
+        assert isinstance(each, Encoded)
+        hidden = plain_forwards.jina_xlm_roberta(weights, config, torch.from_numpy(each.ids.astype(np.int64)))
+        np.testing.assert_allclose(score, plain_forwards.roberta_score(weights, hidden).numpy(), atol=2e-5)
+
+
+def test_jina_colbert_v2_is_exact(tmp_path: Path, serve: Callable[..., Served]) -> None:  # noqa: F811
+    weights, config = build_jina_xlm(tmp_path, layout="colbert")
+    served = serve(tmp_path)
+    texts = ["the lazy fox", "The quick brown fox jumps over the lazy dog " * 5]
+    for role in ("query", "document"):
+        options = TokenizeOptions(query=role == "query")
+        encoded = TextTokenizer(read_layout(tmp_path), 192).encode(texts, options)
+        job = served.embed(texts, outputs=frozenset({Output.MULTI_VECTOR}), prompt_name=role)
+        for found, each in zip(job.multi_vectors, encoded, strict=True):
+            assert isinstance(each, Encoded)
+            hidden = plain_forwards.jina_xlm_roberta(weights, config, torch.from_numpy(each.ids.astype(np.int64)))
+            truth = torch.nn.functional.normalize(hidden @ weights["linear.weight"].T, dim=-1)
+            assert found is not None
+            assert len(found) == len(truth)
+            np.testing.assert_allclose(found, truth.numpy(), atol=3e-5)
 
 
 GTE_QWEN = {

@@ -86,6 +86,28 @@ def new_impl(w: Weights, c: dict[str, Any], ids: Tensor) -> Tensor:
     return x
 
 
+def jina_xlm_roberta(w: Weights, c: dict[str, Any], ids: Tensor) -> Tensor:
+    """Jina's flash implementation of XLM-RoBERTa, hidden states [T, width]; names without `roberta.`."""
+    heads, eps = c["num_attention_heads"], c["layer_norm_eps"]
+    x = w["embeddings.word_embeddings.weight"][ids] + w["embeddings.token_type_embeddings.weight"][0]
+    inverse = frequencies(c.get("rotary_emb_base", 10000.0), c["hidden_size"] // heads)
+    if c["position_embedding_type"] == "absolute":
+        x = x + w["embeddings.position_embeddings.weight"][c["pad_token_id"] + 1 :][: len(ids)]
+        inverse = torch.zeros_like(inverse)  # turns nothing
+    x = normed(w, "emb_ln", x, eps)
+    for own in (f"encoder.layers.{i}" for i in range(c["num_hidden_layers"])):
+        mixed = _packed_attention(w, f"{own}.mixer.Wqkv", x, heads, inverse)
+        x = normed(w, f"{own}.norm1", x + linear(w, f"{own}.mixer.out_proj", mixed), eps)
+        inner = functional.gelu(linear(w, f"{own}.mlp.fc1", x))
+        x = normed(w, f"{own}.norm2", x + linear(w, f"{own}.mlp.fc2", inner), eps)
+    return x
+
+
+def roberta_score(w: Weights, hidden: Tensor) -> Tensor:
+    """The head of RoBERTa for sequences, on the first token: dense, tanh, out_proj."""
+    return linear(w, "classifier.out_proj", linear(w, "classifier.dense", hidden[0]).tanh())
+
+
 def classified(w: Weights, hidden: Tensor) -> Tensor:
     """The logits of BERT's head, [labels]: a dense layer and tanh on the first token, and the classifier."""
     return linear(w, "classifier", linear(w, "pooler.dense", hidden[0]).tanh())

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from teimgr.engine import gpu
+from teimgr.engine.own_weights import own_weights
 from teimgr.engine.rotary import put_own_rotary
 from teimgr.errors import ModelLoadFailed
 from teimgr.model_directory import broken_file, files_below, weight_files
@@ -59,9 +60,11 @@ def load_module(layout: Layout, device: torch.device) -> Any:
     try:
         config = _configuration(layout)
         kind = _model_class(layout, config)
+        weights = own_weights(layout)
         module, report = kind.from_pretrained(
-            layout.transformer_dir,
+            layout.transformer_dir if weights is None else None,
             config=config,
+            state_dict=weights,
             dtype=torch.float32,
             attn_implementation="sdpa" if getattr(kind, "_supports_sdpa", False) else "eager",
             local_files_only=True,

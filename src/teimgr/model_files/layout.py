@@ -127,7 +127,8 @@ class Layout:
     `position_offset` is a text's first position id. `max_length` is in tokens, special ones included. `kind` determines
     which of `splade`, `late`, `m3` and `scoring` are set (an embedding model may have `m3`). `type_ids`: pairs have
     token types. `skips_unknown`: unknown tokens are dropped. `config` is config.json as the library is to read it
-    (`config_is_changed`: not as it is in the file). `end_token` follows every text, even if tokenizer.json lacks it.
+    (`config_is_changed`: not as it is in the file), `weight_names` whose names the weights have in the files, None for
+    the library's (`engine/own_weights`). `end_token` follows every text, even if tokenizer.json lacks it.
     `dimensions` are those of dense vectors where a request asks for none, None for all; `truncate_left`: too long texts
     lose their beginning unless a request says otherwise. `notes` are for the log, `warnings` about the files for it,
     `/info` and the page.
@@ -153,6 +154,7 @@ class Layout:
     trust_remote_code: bool = False
     safetensors_only: bool = False
     config_is_changed: bool = False
+    weight_names: str | None = None
     end_token: str | None = None
     prompts: dict[str, str] = field(default_factory=dict)
     default_prompt_name: str | None = None

@@ -27,15 +27,16 @@ class ModelMetadata:
     """The metadata files of a model directory.
 
     `transformer_dir` is the directory of the first module: its config.json is `config`, as the library is to read it
-    (`config_is_changed`: not as it is in the file), its sentence_bert_config.json `settings`. `saved` is
-    config_sentence_transformers.json. `end_token` is what the model's own tokenizer puts behind every text. `notes` are
-    for the log.
+    (`config_is_changed`: not as it is in the file; `weight_names`: whose names the weights have), its
+    sentence_bert_config.json `settings`. `saved` is config_sentence_transformers.json. `end_token` is what the model's
+    own tokenizer puts behind every text. `notes` are for the log.
     """
 
     root: Path
     transformer_dir: Path
     config: dict[str, Any]
     config_is_changed: bool
+    weight_names: str | None
     end_token: str | None
     notes: tuple[str, ...]
     saved: dict[str, Any]
@@ -90,6 +91,7 @@ def read_metadata(root: Path, trust_remote_code: bool) -> ModelMetadata:
         transformer_dir=transformer,
         config=served.config,
         config_is_changed=served.is_changed,
+        weight_names=served.weight_names,
         end_token=added_end(tokens.config, str(config["model_type"]), trust_remote_code),
         notes=served.notes,
         saved=read_object(root / "config_sentence_transformers.json") or {},

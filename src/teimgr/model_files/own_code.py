@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from teimgr.errors import ModelLoadFailed
@@ -20,11 +20,15 @@ Config = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ServedConfig:
-    """A config.json as the library is to read it. `is_changed`: it is not that of the file. `notes` go to the log."""
+    """A config.json as the library is to read it. `is_changed`: it is not that of the file. `notes` go to the log.
+
+    `weight_names`: whose names the weights have in the files, where these are not the library's (`engine/own_weights`).
+    """
 
     config: Config
     is_changed: bool = False
     notes: tuple[str, ...] = ()
+    weight_names: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +52,7 @@ def served_config(config: Config, trust_remote_code: bool) -> ServedConfig:
     code = next((code for code in _CODE if code.model_type == config["model_type"] and _has(code, classes)), None)
     if classes and code is not None:
         served = code.convert({key: value for key, value in config.items() if key != "auto_map"})
-        return ServedConfig(served.config, True, served.notes)
+        return replace(served, is_changed=True)
     if classes and not trust_remote_code:
         names = ", ".join(sorted({name for _, name in classes}))
         raise ModelLoadFailed(
@@ -152,6 +156,53 @@ _GTE_KEYS = (
     *("unpad_inputs", "use_memory_efficient_attention"),
 )
 
+JINA_XLM_ROBERTA = "jina-xlm-roberta"
+# What the class XLMRobertaFlashConfig has where config.json has nothing, and the library's class something else.
+_JINA_DEFAULTS: Config = {
+    "vocab_size": 30522,
+    "max_position_embeddings": 512,
+    "type_vocab_size": 2,
+    "layer_norm_eps": 1e-12,
+    "pad_token_id": 1,
+    "hidden_act": "gelu",
+}
+_JINA_KEYS = frozenset(
+    {
+        *(
+            "position_embedding_type",
+            "rotary_emb_base",
+            "rope_theta",
+            "use_flash_attn",
+            "lora_adaptations",
+            "lora_rank",
+        ),
+        *("lora_alpha", "lora_dropout_p", "lora_main_params_trainable", "load_trained_adapters", "lora_prompts"),
+        *("task_instructions", "emb_pooler", "truncate_dim", "matryoshka_dimensions"),
+    }
+)
+
+
+def _jina_xlm_roberta(config: Config) -> ServedConfig:
+    """Jina's flash implementation of XLM-RoBERTa, as the library's JinaEmbeddingsV3 where positions are rotary, else as
+    its XLM-RoBERTa.
+    """
+    if tasks := config.get("lora_adaptations"):
+        raise ModelLoadFailed(
+            f"the model has LoRA weights for each of the tasks {', '.join(map(str, tasks))} (lora_adaptations in "
+            "config.json), which are not served"
+        )
+    kept = {key: value for key, value in config.items() if key not in _JINA_KEYS}
+    served = {**_JINA_DEFAULTS, **kept}
+    positions = config.get("position_embedding_type", "absolute")
+    if positions == "rotary":
+        base = _number(config, "rotary_emb_base") if "rotary_emb_base" in config else 10000.0  # of the class
+        rope = {"rope_type": "default", "rope_theta": base}
+        served |= {"model_type": "jina_embeddings_v3", "rope_parameters": rope}
+    elif positions not in ("absolute", None):
+        raise ModelLoadFailed(f"config.json has position_embedding_type = {positions!r}, which is not served here")
+    return ServedConfig(served, weight_names=JINA_XLM_ROBERTA)
+
+
 # Sizes of Nomic's own code, by their names in the library.
 _NOMIC_NAMES = {
     "n_embd": "hidden_size",
@@ -236,10 +287,15 @@ _TASKS = (
 _NOMIC = _classes("configuration_hf_nomic_bert", "modeling_hf_nomic_bert", "NomicBert", *_TASKS, "ForPreTraining")
 _SNOWFLAKE = _classes("configuration_hf_alibaba_nlp_gte", "modeling_hf_alibaba_nlp_gte", "Gte", *_TASKS)
 _NVIDIA = _classes("llama_bidirectional_model", "llama_bidirectional_model", "LlamaBidirectional")
+_JINA = _classes("configuration_xlm_roberta", "modeling_xlm_roberta", "XLMRoberta", *_TASKS, "ForPreTraining") | {
+    "configuration_xlm_roberta.XLMRobertaFlashConfig",
+    "modeling_lora.XLMRobertaLoRA",
+}
 _CODE = (
     _Code("nomic_bert", "nomic-ai/nomic-bert-2048", _NOMIC, _nomic),
     _Code("new", "Alibaba-NLP/new-impl", _classes("configuration", "modeling", "New", *_TASKS), _gte),
     _Code("gte", "Snowflake/snowflake-arctic-embed-m-v2.0", _SNOWFLAKE, _gte),
+    _Code("xlm-roberta", "jinaai/xlm-roberta-flash-implementation", _JINA, _jina_xlm_roberta),
     _Code("eurobert", "EuroBERT/", _classes("configuration_eurobert", "modeling_eurobert", "EuroBert", *_TASKS), _same),
     _Code("phi3", "microsoft/", _classes("configuration_phi3", "modeling_phi3", "Phi3", *_TASKS), _same),
     _Code("qwen2", "Alibaba-NLP/", _classes("configuration_qwen", "modeling_qwen", "Qwen2", *_TASKS), _qwen2),

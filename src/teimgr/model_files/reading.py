@@ -137,6 +137,7 @@ def _read(root: Path, pooling: str | None, kind: str | None, trust_remote_code: 
         type_ids=metadata.tokens.has_types(metadata.config),
         trust_remote_code=trust_remote_code,
         config_is_changed=metadata.config_is_changed,
+        weight_names=metadata.weight_names,
         end_token=metadata.end_token,
         prompts=metadata.prompts,
         dimensions=_dimensions(metadata),

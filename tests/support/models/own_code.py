@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .families import FAMILIES, WIDTH
 from .files import edit, pad_and_truncate, read, write, write_modules
-from .vocabularies import unigram, word_piece
+from .vocabularies import unigram, with_marks, word_piece
 
 INNER, HEADS, LAYERS = 64, 4, 2
 NOMIC = {
@@ -109,6 +109,56 @@ NEW = {
     "use_memory_efficient_attention": False,
 }
 
+JINA_XLM = {
+    "architectures": ["XLMRobertaModel"],
+    "attention_probs_dropout_prob": 0.1,
+    "auto_map": {
+        "AutoConfig": "jinaai/xlm-roberta-flash-implementation--configuration_xlm_roberta.XLMRobertaFlashConfig",
+        "AutoModel": "jinaai/xlm-roberta-flash-implementation--modeling_xlm_roberta.XLMRobertaModel",
+        "AutoModelForMaskedLM": "jinaai/xlm-roberta-flash-implementation--modeling_xlm_roberta.XLMRobertaForMaskedLM",
+        "AutoModelForPreTraining": "jinaai/xlm-roberta-flash-implementation--modeling_xlm_roberta."
+        "XLMRobertaForPreTraining",
+    },
+    "bos_token_id": 0,
+    "classifier_dropout": None,
+    "emb_pooler": "mean",
+    "eos_token_id": 2,
+    "hidden_act": "gelu",
+    "hidden_dropout_prob": 0.1,
+    "hidden_size": WIDTH,
+    "initializer_range": 0.02,
+    "intermediate_size": INNER,
+    "layer_norm_eps": 1e-5,
+    "load_trained_adapters": True,
+    "matryoshka_dimensions": [8, 16, WIDTH],
+    "max_position_embeddings": 194,
+    "model_type": "xlm-roberta",
+    "num_attention_heads": HEADS,
+    "num_hidden_layers": LAYERS,
+    "output_past": True,
+    "pad_token_id": 1,
+    "position_embedding_type": "rotary",
+    "rotary_emb_base": 20000.0,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.40.0",
+    "truncate_dim": None,
+    "type_vocab_size": 1,
+    "use_cache": False,
+    "use_flash_attn": True,
+}
+# jina-reranker-v2: the same code in the model's own repository.
+JINA_RERANKER = {
+    "architectures": ["XLMRobertaForSequenceClassification"],
+    "auto_map": {
+        "AutoConfig": "configuration_xlm_roberta.XLMRobertaFlashConfig",
+        "AutoModel": "modeling_xlm_roberta.XLMRobertaModel",
+        "AutoModelForSequenceClassification": "modeling_xlm_roberta.XLMRobertaForSequenceClassification",
+    },
+    "id2label": {"0": "LABEL_0"},
+    "label2id": {"LABEL_0": 0},
+    "position_embedding_type": "absolute",
+}
+
 Drawn = Callable[..., Tensor]
 
 
@@ -190,6 +240,55 @@ def build_new(
     return weights, config
 
 
+def jina_xlm_weights(vocabulary: int, positions: int) -> dict[str, Tensor]:
+    """Names without `roberta.`; `positions` rows in the table of positions, 0 for none."""
+    make, weights = drawn(), {}
+    weights["embeddings.word_embeddings.weight"] = make(vocabulary, WIDTH)
+    weights["embeddings.token_type_embeddings.weight"] = make(1, WIDTH)
+    if positions:
+        weights["embeddings.position_embeddings.weight"] = make(positions, WIDTH)
+    _norm(weights, "emb_ln", make)
+    for own in (f"encoder.layers.{i}" for i in range(LAYERS)):
+        for name, rows, columns in (
+            ("mixer.Wqkv", 3 * WIDTH, WIDTH),
+            ("mixer.out_proj", WIDTH, WIDTH),
+            ("mlp.fc1", INNER, WIDTH),
+            ("mlp.fc2", WIDTH, INNER),
+        ):
+            weights[f"{own}.{name}.weight"], weights[f"{own}.{name}.bias"] = make(rows, columns), make(rows)
+        _norm(weights, f"{own}.norm1", make)
+        _norm(weights, f"{own}.norm2", make)
+    return weights
+
+
+def build_jina_xlm(
+    folder: Path, *, layout: str = "embedding", **changes: Any
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Models on Jina's XLM-RoBERTa: "embedding", "reranker" (jina-reranker-v2) or "colbert" (jina-colbert-v2); gives
+    the weights, without `roberta.`, and config.json.
+    """
+    marks = ("[QueryMarker]", "[DocumentMarker]")
+    size = _save_tokenizer(folder, _marked(*marks) if layout == "colbert" else unigram("<s>"))
+    config = {**JINA_XLM, **(JINA_RERANKER if layout == "reranker" else {}), "vocab_size": size, **changes}
+    is_absolute = config["position_embedding_type"] == "absolute"
+    weights = jina_xlm_weights(size, config["max_position_embeddings"] if is_absolute else 0)
+    saved = {f"roberta.{name}": tensor for name, tensor in weights.items()}
+    make, heads = drawn(), {}
+    if layout == "reranker":
+        heads = {"classifier.dense.weight": make(WIDTH, WIDTH), "classifier.dense.bias": make(WIDTH)}
+        heads |= {"classifier.out_proj.weight": make(1, WIDTH), "classifier.out_proj.bias": make(1)}
+    elif layout == "colbert":
+        config["architectures"] = ["HF_ColBERT"]
+        heads = {"linear.weight": make(16, WIDTH)}
+        artifact = {"query_token_id": marks[0], "doc_token_id": marks[1], "query_maxlen": 12, "doc_maxlen": 180}
+        write(folder / "artifact.metadata", {**artifact, "dim": 16, "attend_to_mask_tokens": True})
+    else:
+        _sentence_transformers(folder, "mean", 192)
+    save_file({**saved, **heads}, folder / "model.safetensors", metadata={"format": "pt"})
+    write(folder / "config.json", config)
+    return weights | heads, config
+
+
 def build_decoder(
     family: str, folder: Path, *, pooling: str = "lasttoken", extra: dict[str, Tensor] | None = None, **changes: Any
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -206,6 +305,10 @@ def build_decoder(
     if extra:
         save_file(weights | extra, folder / "model.safetensors", metadata={"format": "pt"})
     return weights, read(folder / "config.json")
+
+
+def _marked(*marks: str) -> Callable[[], Any]:
+    return lambda: with_marks(unigram("<s>")(), *marks)
 
 
 def _save_tokenizer(folder: Path, make: Callable[[], Any]) -> int:

@@ -1,0 +1,67 @@
+"""Weights that have other names in a model's files than in the library, as the library is to be given them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from torch import Tensor
+
+from teimgr.engine.heads.projections import read_weights
+from teimgr.model_files.layout import Layout
+from teimgr.model_files.own_code import JINA_XLM_ROBERTA
+
+Weights = dict[str, Tensor]
+
+
+def own_weights(layout: Layout) -> Weights | None:
+    """All weights of the transformer by the library's names; None where the library reads the files itself.
+
+    Raises:
+        ModelLoadFailed: a file cannot be read.
+    """
+    if layout.weight_names is None:
+        return None
+    return _CONVERSIONS[layout.weight_names](read_weights(layout.transformer_dir), layout)
+
+
+# Names in Jina's flash implementation, and in the library's XLM-RoBERTa and JinaEmbeddingsV3.
+_XLM_ROBERTA = {
+    "emb_ln": "embeddings.LayerNorm",
+    "encoder.layers": "encoder.layer",
+    "mixer.out_proj": "attention.output.dense",
+    "norm1": "attention.output.LayerNorm",
+    "mlp.fc1": "intermediate.dense",
+    "mlp.fc2": "output.dense",
+    "norm2": "output.LayerNorm",
+}
+_JINA_V3 = {
+    "emb_ln": "embeddings.LayerNorm",
+    "encoder.layers": "layers",
+    "mixer.out_proj": "self_attn.o_proj",
+    "norm1": "post_attention_layernorm",
+    "norm2": "post_mlp_layernorm",
+}
+_QKV = re.compile(r"(.*)\bmixer\.Wqkv\.(weight|bias)$")
+
+
+def _jina_xlm_roberta(weights: Weights, layout: Layout) -> Weights:
+    is_rotary = layout.config["model_type"] == "jina_embeddings_v3"
+    names = _JINA_V3 if is_rotary else _XLM_ROBERTA
+    parts = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    if not is_rotary:
+        parts = ("attention.self.query", "attention.self.key", "attention.self.value")
+    given = re.compile(rf"\b(?:{'|'.join(map(re.escape, names))})\b")
+    found: Weights = {}
+    for name, weight in weights.items():
+        packed = _QKV.match(name)
+        named = given.sub(lambda match: names[match[0]], packed[1] if packed else name)
+        if packed is None:
+            found[named] = weight
+            continue
+        for part, own in zip(parts, weight.chunk(3), strict=True):
+            found[f"{named}{part}.{packed[2]}"] = own
+    return found
+
+
+_CONVERSIONS: dict[str, Callable[[Weights, Layout], Weights]] = {JINA_XLM_ROBERTA: _jina_xlm_roberta}
