@@ -289,7 +289,6 @@ _SNOWFLAKE = _classes("configuration_hf_alibaba_nlp_gte", "modeling_hf_alibaba_n
 _NVIDIA = _classes("llama_bidirectional_model", "llama_bidirectional_model", "LlamaBidirectional")
 _JINA = _classes("configuration_xlm_roberta", "modeling_xlm_roberta", "XLMRoberta", *_TASKS, "ForPreTraining") | {
     "configuration_xlm_roberta.XLMRobertaFlashConfig",
-    "modeling_lora.XLMRobertaLoRA",
 }
 _CODE = (
     _Code("nomic_bert", "nomic-ai/nomic-bert-2048", _NOMIC, _nomic),
