@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import re
 import socket
 import ssl
 from collections.abc import AsyncIterator
@@ -20,6 +21,11 @@ from teimgr.http_server import bind
 from tests.support.authority import Authority, needs_openssl
 from tests.support.polling import eventually
 
+ROOT = Path(__file__).parent.parent
+ACCEPTING = re.compile(
+    r"\b(?:(?:start|create)_(?:unix_)?server|connect_accepted_socket|sock_accept|socketserver|\w*HTTPServer)\b"
+    r"|(?:sock|listener|server)\w*\.accept\("
+)
 # A record that begins a handshake, and does not end.
 HELLO = b"\x16\x03\x01\x02\x00\x01"
 
@@ -207,3 +213,14 @@ async def test_it_goes_on_when_descriptors_are_there_again(monkeypatch: pytest.M
     async with accepting(ConnectionGate()) as address, asyncio.timeout(30):
         assert await asked(address) == b"hi\n"
     assert len(failed) == 3
+
+
+def test_every_place_that_accepts_is_under_a_gate_or_in_the_designs_table() -> None:
+    source = ROOT / "src/teimgr"
+    found = {
+        path.relative_to(source).as_posix() for path in source.rglob("*.py") if ACCEPTING.search(path.read_text())
+    } - {"acceptor.py"}
+    _, table = (ROOT / "DESIGN.md").read_text().split("| accepts without a gate |")
+    told = {row.split("`")[1] for row in table.split("\n\n")[0].splitlines()[2:]}
+
+    assert found == told

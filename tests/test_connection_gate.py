@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from teimgr import connection_gate
-from teimgr.connection_gate import LIMITS, ConnectionGate, Phase, PhaseLimit, Ticket, network_of
+from teimgr.connection_gate import LIMITS, ConnectionGate, Phase, PhaseLimit, SharedLimit, Ticket, network_of
 from tests.support.polling import eventually
 
 DESIGN = Path(__file__).parent.parent / "DESIGN.md"
@@ -102,6 +102,27 @@ async def test_an_address_displaces_its_own_beyond_its_share_and_any_beyond_the_
     assert other.told == ["displaced"]
     assert [each.told for each in others] == [[]] * 5
     assert gate.count == 5
+
+
+async def test_ports_with_a_shared_limit_make_room_where_most_connections_are() -> None:
+    shared = SharedLimit(6)
+    crowded, quiet = ConnectionGate(5, shared=shared), ConnectionGate(5, shared=shared)
+    served, silent = Held(quiet, phase=Phase.ANSWER), Held(quiet)
+    flood = [Held(crowded) for _ in range(8)]
+
+    assert (crowded.count, quiet.count) == (4, 2)
+    assert [each.told for each in flood] == [["displaced"]] * 4 + [[]] * 4
+    assert served.told == silent.told == []
+
+    more = Held(quiet)
+    assert (crowded.count, quiet.count) == (3, 3)
+    assert more.told == silent.told == []
+    for each in (*flood[5:], silent, more):
+        each.ticket.enter(Phase.ANSWER)
+    assert quiet.admit("192.0.2.1") is None
+    assert crowded.admit("192.0.2.1") is None
+    served.ticket.leave()
+    assert crowded.admit("192.0.2.1") is not None
 
 
 async def test_a_small_ports_phases_have_smaller_shares() -> None:

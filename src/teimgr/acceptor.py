@@ -250,7 +250,8 @@ class GatedStream(asyncio.StreamReaderProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._gated = cast(asyncio.Transport, transport)
-        self._ticket.enter(Phase.HEAD)
+        if self._ticket.phase is Phase.HANDSHAKE:
+            self._ticket.enter(Phase.HEAD)
         super().connection_made(transport)
         if not self._ticket.hand_to(self):
             self._gated.abort()
@@ -261,10 +262,10 @@ class GatedStream(asyncio.StreamReaderProtocol):
 
     def on_expired(self, phase: Phase) -> None:
         """Called by the gate: only what comes before a request has a limit here."""
-        if phase is Phase.HEAD:
-            self.on_displaced()
-        else:
+        if phase is Phase.ANSWER:
             self._ticket.renew()
+        else:
+            self.on_displaced()
 
     def on_displaced(self) -> None:
         """Called by the gate."""

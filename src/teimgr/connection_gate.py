@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from types import MappingProxyType
 from typing import Protocol
+from weakref import WeakSet
 
 from teimgr.observability.memory import max_connections
 
@@ -241,25 +242,52 @@ class _Line:
             self._timer = loop.call_at(max(due, now + _TURN_PAUSE_S), self._expire)
 
 
+class SharedLimit:
+    """The most connections of several ports together; each port has a gate of its own."""
+
+    def __init__(self, connections: int) -> None:
+        self.connections = connections
+        self._gates: WeakSet[ConnectionGate] = WeakSet()
+
+    def join(self, gate: ConnectionGate) -> None:
+        """Called by gates."""
+        self._gates.add(gate)
+
+    def has_room(self) -> bool:
+        """True if a further connection fits. Displaces one if need be, of the port with the most connections."""
+        if sum(gate.count for gate in self._gates) < self.connections:
+            return True
+        return any(gate.make_room() for gate in sorted(self._gates, key=lambda gate: gate.count, reverse=True))
+
+
 class ConnectionGate:
     """Counts the connections of a port; `admit` gives each a ticket.
 
     Args:
         limit: The most connections; by default half of the files that the process may open.
         limits: Other limits than `LIMITS` for some phases.
+        shared: A limit that this port has together with others.
 
     Attributes:
         count: The connections that are open now.
         held_bytes: What they hold (`Ticket.hold`).
     """
 
-    def __init__(self, limit: int | None = None, limits: Mapping[Phase, PhaseLimit] | None = None) -> None:
+    def __init__(
+        self,
+        limit: int | None = None,
+        limits: Mapping[Phase, PhaseLimit] | None = None,
+        shared: SharedLimit | None = None,
+    ) -> None:
         self.limit = max_connections() if limit is None else limit
         self.count = 0
         self.limits = {**LIMITS, **(limits or {})}
         self.lines = {phase: _Line(phase, self._scaled(found)) for phase, found in self.limits.items()}
         self.held_bytes = 0
         self._holders: OrderedDict[Ticket, None] = OrderedDict()
+        self._shared = shared
+        if shared is not None:
+            shared.join(self)
 
     def _scaled(self, limit: PhaseLimit) -> PhaseLimit:
         """A share of a small port is smaller too."""
@@ -273,14 +301,17 @@ class ConnectionGate:
 
         None if the port is full of connections that are being served: the new one has to be closed.
         """
-        if self.count >= self.limit and not self._make_room():
+        if self.count >= self.limit and not self.make_room():
+            return None
+        if self._shared is not None and not self._shared.has_room():
             return None
         ticket = Ticket(self, client)
         self.count += 1
         self.lines[phase].add(ticket)
         return ticket
 
-    def _make_room(self) -> bool:
+    def make_room(self) -> bool:
+        """Close the connection that is worth least; False if all are being served."""
         for phase in _DISPLACED:
             if tickets := self.lines[phase].tickets:
                 next(iter(tickets)).displace()

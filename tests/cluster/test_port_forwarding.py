@@ -14,8 +14,10 @@ from tests.support.forwarding import NAME, Forwarding, forwarding
 from tests.support.loops import on_uvloop
 from tests.support.polling import eventually
 
+from teimgr import connection_gate
 from teimgr.cluster import port_forwarding
 from teimgr.cluster.host_link import HostAddress, connect
+from teimgr.connection_gate import Phase, PhaseLimit
 from teimgr.errors import Forbidden, Unavailable
 from teimgr.spec import State
 from teimgr.worker.connection_queue import ConnectionQueue
@@ -46,12 +48,22 @@ async def ended(reader: asyncio.StreamReader) -> bytes:
 
 
 async def refused(fleet: Forwarding) -> bool:
-    """Whether a connection is reset, be it before this side has noticed it."""
+    """Whether a connection that says something is reset, be it before this side has noticed it."""
+    try:
+        reader, writer = await fleet.connect()
+    except ConnectionResetError:
+        return True
+    writer.write(b"hello")
+    return await ended(reader) == b"<reset>"
+
+
+async def closed(fleet: Forwarding) -> bool:
+    """Whether a connection is closed without an answer, before or after its first bytes."""
     try:
         reader, _ = await fleet.connect()
     except ConnectionResetError:
         return True
-    return await ended(reader) == b"<reset>"
+    return await ended(reader) in (b"", b"<reset>")
 
 
 @on_uvloop
@@ -281,6 +293,7 @@ class LocalWorker:
     async def serve(self) -> asyncio.Server:
         async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             self.answered += 1
+            await reader.read(1)
             writer.write(b"here")
             writer.close()
 
@@ -290,6 +303,7 @@ class LocalWorker:
 @on_uvloop
 async def test_no_connection_is_lost_when_a_replica_here_takes_over_and_when_it_ends(tmp_path: Path) -> None:
     async def tell(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
         writer.write(b"there")
         writer.close()
 
@@ -302,6 +316,7 @@ async def test_no_connection_is_lost_when_a_replica_here_takes_over_and_when_it_
         async def call() -> None:
             while not is_over.is_set():
                 reader, writer = await fleet.connect()
+                writer.write(b"?")
                 answers.append(await ended(reader))
                 writer.close()
 
@@ -319,6 +334,7 @@ async def test_no_connection_is_lost_when_a_replica_here_takes_over_and_when_it_
         await eventually(lambda: b"there" not in answers[-50:] and len(answers) > 50)
         server.close()  # killed: its socket closes before its route goes
         between = await fleet.connect()
+        between[1].write(b"?")
         fleet.route("two")
         assert await ended(between[0]) == b"there"
         await more(b"there")
@@ -370,12 +386,51 @@ async def test_connections_over_the_limit_are_reset_and_the_others_go_on(
         for each in kept:
             await asked(each)
         for _ in range(3):
-            assert await refused(fleet)
+            assert await closed(fleet)
         assert caplog.text.count("there are too many") == 1
         kept.pop()[1].close()
         await eventually(lambda: fleet.head.connections == 1)
         assert await asked(await fleet.connect()) == b"hello"
         assert await asked(kept[0]) == b"hello"
+
+
+@on_uvloop
+async def test_silent_clients_cost_other_hosts_nothing_and_make_room_for_one_that_speaks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(port_forwarding, "MOST_OF_INSTANCE", 3)
+    async with forwarding(tmp_path, "two") as fleet:
+        fleet.route("two")
+        await fleet.listening()
+        served = await fleet.connect()
+        assert await asked(served) == b"hello"
+        silent = [await fleet.connect() for _ in range(8)]
+
+        for _ in range(3):
+            assert await asked(await fleet.connect()) == b"hello"
+            fleet.writers[-1].transport.abort()
+            await eventually(lambda: fleet.hosts["two"].open_connections == 1)
+        assert fleet.hosts["two"].connections == 4
+        assert fleet.head.connections <= 3
+        assert await asked(served) == b"hello"
+        assert await ended(silent[0][0]) in (b"", b"<reset>")
+
+
+@on_uvloop
+async def test_a_silent_client_is_closed_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = {**connection_gate.LIMITS, Phase.HEAD: PhaseLimit(0.2)}
+    monkeypatch.setattr(connection_gate, "LIMITS", limits)
+    async with forwarding(tmp_path, "two") as fleet:
+        fleet.route("two")
+        await fleet.listening()
+        served = await fleet.connect()
+        assert await asked(served) == b"hello"
+        silent = await fleet.connect()
+
+        assert await ended(silent[0]) in (b"", b"<reset>")
+        await eventually(lambda: fleet.head.connections == 1)
+        assert fleet.hosts["two"].connections == 1
+        assert await asked(served) == b"hello"
 
 
 @on_uvloop
@@ -399,6 +454,7 @@ async def test_a_client_that_does_not_read_stops_the_worker_and_is_cut_off(
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             client.setblocking(False)
             await asyncio.get_running_loop().sock_connect(client, (HOST, fleet.port))
+            client.send(b"?")
             await eventually(lambda: fleet.head.connections == 1 and sent > 0)
             await eventually(lambda: fleet.head.connections == 0)
             await eventually(lambda: fleet.hosts["two"].open_connections == 0)

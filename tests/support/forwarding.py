@@ -103,7 +103,7 @@ class Forwarding:
         """Those that the head knows of."""
         (self.port,) = free_ports(1)
         self.nodes = nodes
-        self._writers: list[asyncio.StreamWriter] = []
+        self.writers: list[asyncio.StreamWriter] = []
         spec = WorkerSpec(name=NAME, model_id="m", port=self.port)
         self.head = PortForwarding(
             self.directory,
@@ -126,12 +126,12 @@ class Forwarding:
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """A connection of a client, closed at the end of the test."""
         reader, writer = await asyncio.open_connection(HOST, self.port)
-        self._writers.append(writer)
+        self.writers.append(writer)
         return reader, writer
 
     async def close(self) -> None:
         await self.head.close()
-        for writer in self._writers:
+        for writer in self.writers:
             writer.transport.abort()
         for host in self.hosts.values():
             await host.close()

@@ -142,7 +142,7 @@ class HostService:
             raise Unavailable("it has none of the workers")
         try:
             async with asyncio.timeout(_PORT_LIMIT_S):
-                return await NearEnd.open(host=address[0], port=address[1])
+                return await NearEnd.connect(*address)
         except OSError as error:
             raise Unavailable(f"port {address[1]} does not answer there: {str(error) or 'timeout'}") from error
 

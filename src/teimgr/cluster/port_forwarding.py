@@ -6,6 +6,9 @@ TLS, keys and limits of the port stay with the worker, which sees a client on it
 
 The head listens as one more worker of the instance would (`LocalLauncher.join_port`): it accepts while no replica is
 here, and those that start here share its socket, so no connection is lost where one takes the place of the other.
+
+A client speaks first on these ports, so a connection costs other hosts nothing before its first byte. Until then it is
+in the phase HEAD, or IDLE if a worker passed it on; while bytes are forwarded it is in ANSWER.
 """
 
 from __future__ import annotations
@@ -17,12 +20,15 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from contextvars import Context
+from functools import partial
 
+from teimgr.acceptor import Acceptor, GatedStream
 from teimgr.cluster.host_link import HostAddress, HostLink, connect
-from teimgr.cluster.relay import NearEnd, most_forwarded, reset
-from teimgr.connection_gate import STALL_S
+from teimgr.cluster.relay import STREAM_BYTES, NearEnd, most_forwarded
+from teimgr.connection_gate import STALL_S, ConnectionGate, Phase, SharedLimit, Ticket
 from teimgr.errors import TeimgrError, Unavailable
 from teimgr.fleet_tls import FleetIdentity
+from teimgr.http_server import address_of_peer
 from teimgr.launch.launcher import LocalLauncher
 from teimgr.launch.process_handle import LaunchFailed
 from teimgr.launch.shared_ports import JoinedPort
@@ -37,7 +43,6 @@ CONNECT_LIMIT_S = 3.0
 """For a host to answer, and again to connect to the port there."""
 _TRIES_LIMIT_S = 10.0
 _AVOIDED_S = 5.0  # other hosts are tried before one that failed
-_ACCEPT_PAUSE_S = 0.5
 _FIRST_RETRY_S = 0.1
 _RETRY_S = 5.0
 _ENDED = (State.STOPPED, State.FAILED)
@@ -70,6 +75,7 @@ class PortForwarding:
         self.local = local
         self.instance_host = instance_host
         self.hosts = hosts
+        self.shared_limit = SharedLimit(most_forwarded())
         self._directory = directory
         self._node = node
         self._spec_of = spec_of
@@ -152,8 +158,9 @@ class _Port:
         self._number = 0
         self._has_local = False
         self._joined: JoinedPort | None = None
-        self._is_accepting = False
-        self._pause: asyncio.TimerHandle | None = None
+        self._gate = ConnectionGate(min(MOST_OF_INSTANCE, owner.shared_limit.connections), shared=owner.shared_limit)
+        self._acceptor: Acceptor | None = None
+        self._is_over = False
         self._changed = asyncio.Event()
         self._tasks: dict[asyncio.Task[None], str] = {}  # with the name of the host, empty before there is one
         self._taken: Counter[str] = Counter()
@@ -164,7 +171,7 @@ class _Port:
 
     @property
     def connections(self) -> int:
-        return len(self._tasks)
+        return self._gate.count
 
     def follow(self, replicas: Replicas, number: int, *, has_local: bool) -> None:
         """Forward to these replicas from now on; to none while a replica is here, and without any stop listening."""
@@ -183,11 +190,14 @@ class _Port:
 
     def end(self) -> list[asyncio.Task[None]]:
         """Stop listening, and end the connections by these tasks."""
+        self._is_over = True
+        arrivals = () if self._acceptor is None else self._acceptor.arrivals
+        arriving = [each.task for each in arrivals if each.task is not None]
         self.follow({}, 0, has_local=False)
         tasks = [self._joining, *self._tasks]
         for task in tasks:
             task.cancel()
-        return tasks
+        return tasks + arriving
 
     async def _join(self) -> None:
         """Listen once there is a replica elsewhere; try again while the port is another's."""
@@ -223,73 +233,57 @@ class _Port:
     def _accept_or_not(self) -> None:
         if self._joined is None or self._has_local or not self._replicas:
             self._stop_accepting()
-        elif not self._is_accepting:
-            self._is_accepting = True
+        elif self._acceptor is None:
             log.info("the port is forwarded", extra={"instance": self._name, "hosts": sorted(self._replicas)})
+            self._acceptor = Acceptor(self._joined.listener, self._gate, self._stream, on_failure=self._on_refused)
             self._joined.queue.serve(self._on_passed_on)
-            self._watch(self._joined.listener)
+            self._acceptor.start()
 
     def _stop_accepting(self) -> None:
-        if self._is_accepting and self._joined is not None:
-            self._is_accepting = False
-            if self._pause is not None:
-                self._pause.cancel()
-            asyncio.get_running_loop().remove_reader(self._joined.listener)
+        if self._acceptor is not None and self._joined is not None:
+            self._acceptor.close()
+            self._acceptor = None
             self._joined.queue.leave()
-
-    def _watch(self, listener: socket.socket) -> None:
-        # Not by a task that accepts: cancelled in the moment of a connection it would lose that.
-        asyncio.get_running_loop().add_reader(listener, self._accept, listener)
-
-    def _accept(self, listener: socket.socket) -> None:
-        try:
-            client, _ = listener.accept()
-        except (BlockingIOError, InterruptedError):  # a worker that shares the socket has taken it
-            return
-        except OSError as error:  # no descriptors are left, or the client left at once
-            log.warning("a connection was not accepted", extra={"instance": self._name, "reason": str(error)})
-            loop = asyncio.get_running_loop()
-            loop.remove_reader(listener)
-            self._pause = loop.call_later(_ACCEPT_PAUSE_S, self._watch, listener)
-            return
-        self._take(client)
 
     def _on_passed_on(self, number: int, client: socket.socket) -> None:
         """Take a connection of a worker here that ends, and has answered all its requests."""
-        if number == self._number:
-            self._take(client)
+        if number == self._number and self._acceptor is not None:
+            self._acceptor.take(client, address_of_peer(client), Phase.IDLE)
         else:
             client.close()
 
-    def _take(self, client: socket.socket) -> None:
-        is_full = self.connections >= MOST_OF_INSTANCE or self._owner.connections >= most_forwarded()
-        if is_full and not self._is_full:
+    def _on_refused(self, client: str, error: Exception) -> None:
+        if not self._is_full:
+            self._is_full = True
             numbers = {"of_instance": self.connections, "of_all": self._owner.connections}
             log.warning("connections are refused, there are too many", extra={"instance": self._name, **numbers})
-        self._is_full = is_full
-        if is_full:
-            reset(client)
+
+    def _stream(self, ticket: Ticket) -> asyncio.BaseProtocol:
+        return GatedStream(ticket, partial(self._connected, ticket), STREAM_BYTES)
+
+    def _connected(self, ticket: Ticket, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        near = NearEnd(reader, writer, STALL_S)
+        self._is_full = False
+        if self._is_over:
+            near.reset()
             return
-        client.setblocking(False)
-        task = asyncio.create_task(self._forward(client), context=Context())
+        task = asyncio.create_task(self._forward(near, ticket), context=Context())
         self._tasks[task] = ""
         task.add_done_callback(self._tasks.pop)
 
-    async def _forward(self, client: socket.socket) -> None:
+    async def _forward(self, near: NearEnd, ticket: Ticket) -> None:
         try:
+            if not await near.begun():
+                near.close()
+                return
+            ticket.enter(Phase.ANSWER)
             link = await self._connect()
-        except Unavailable as error:
-            log.debug("a connection was refused", extra={"instance": self._name, "reason": error.message})
-            reset(client)
+        except (OSError, Unavailable) as error:
+            log.debug("a connection was refused", extra={"instance": self._name, "reason": str(error)})
+            near.reset()
             return
         except BaseException:
-            reset(client)
-            raise
-        try:
-            near = await NearEnd.open(STALL_S, sock=client)
-        except BaseException:
-            reset(client)
-            await link.close()
+            near.reset()
             raise
         try:
             await near.relay(link, is_worker=False)

@@ -6,7 +6,6 @@ import asyncio
 import socket
 import struct
 from contextlib import suppress
-from typing import Any
 
 from teimgr.cluster.host_link import HostLink, drained
 from teimgr.observability.memory import max_connections
@@ -18,6 +17,8 @@ up, for which calls wait half that time.
 LINGER_S = 30.0
 """What a client has to end its connection after the worker ended it."""
 _READ_BYTES = 64 << 10
+STREAM_BYTES = _READ_BYTES // 2
+"""Limit of a connection's stream reader, which holds twice as much."""
 _MOST = 2048
 _RESET = struct.pack("ii", 1, 0)  # lingering for no time: the peer gets a reset, and takes what it has for incomplete
 
@@ -27,12 +28,6 @@ def most_forwarded() -> int:
     return min(_MOST, max_connections() // 2)
 
 
-def reset(sock: socket.socket) -> None:
-    """Close a connection so that its peer sees a failure."""
-    _be_reset_at_close(sock)
-    sock.close()
-
-
 class NearEnd:
     """The connection of a client or a worker on this host. `stall_s` is what its peer may take for nothing."""
 
@@ -40,12 +35,18 @@ class NearEnd:
         self._reader = reader
         self._writer = writer
         self._stall_s = stall_s
+        self._first = b""
 
     @classmethod
-    async def open(cls, stall_s: float = STALL_S, **where: Any) -> NearEnd:
-        """Connect to `host` and `port`, or take the connected socket `sock`. Raises OSError."""
-        reader, writer = await asyncio.open_connection(**where, limit=_READ_BYTES // 2)  # of which it holds twice
-        return cls(reader, writer, stall_s)
+    async def connect(cls, host: str, port: int) -> NearEnd:
+        """A new connection to a worker. Raises OSError."""
+        reader, writer = await asyncio.open_connection(host, port, limit=STREAM_BYTES)
+        return cls(reader, writer, STALL_S)
+
+    async def begun(self) -> bool:
+        """Wait for the peer's first bytes, which `relay` passes on; False if it ends without any. Raises OSError."""
+        self._first = await self._reader.read(_READ_BYTES)
+        return bool(self._first)
 
     async def relay(self, link: HostLink, *, is_worker: bool) -> None:
         """Pass bytes on both ways until both ends have ended theirs. `is_worker`: this end is the worker's.
@@ -84,8 +85,10 @@ class NearEnd:
         self._writer.transport.abort()
 
     async def _to(self, link: HostLink) -> None:
-        while data := await self._reader.read(_READ_BYTES):
+        data, self._first = self._first or await self._reader.read(_READ_BYTES), b""
+        while data:
             await link.send_piece(data, STALL_S)
+            data = await self._reader.read(_READ_BYTES)
         await link.send_piece(b"", STALL_S)
 
     async def _from(self, link: HostLink) -> None:
