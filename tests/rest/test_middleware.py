@@ -431,3 +431,61 @@ async def test_an_unrestricted_key_may_bring_code_and_files(settings: Settings, 
         body = {"name": "a", "model_id": str(tmp_path), "trust_remote_code": True}
         made = await front.call("POST", "/instances", 201, json=body, **bearer("admin"))
         assert (made["trust_remote_code"], made["safetensors_only"]) == (True, False)
+
+
+async def test_requests_at_the_same_time_pass_no_limit_of_workers(settings: Settings) -> None:
+    async with asking(settings) as front:
+        for name in ("mine", "team-1", "other"):
+            body = {"name": name, "model_id": "org/tiny"}
+            await front.call("POST", "/instances", 201, json=body, **bearer("admin"))
+        fleet, turn, waiting = front.fleet, asyncio.Event(), asyncio.Semaphore(0)
+        update, create = fleet.update, fleet.create
+
+        async def slow_update(*given: Any, **more: Any) -> Any:
+            waiting.release()
+            await turn.wait()
+            return await update(*given, **more)
+
+        async def slow_create(request: Any) -> Any:
+            waiting.release()
+            await turn.wait()
+            return await create(request)
+
+        fleet.update, fleet.create = slow_update, slow_create  # type: ignore[method-assign]
+        ten = {"json": {"replicas": 10}} | bearer("team")
+        first = asyncio.create_task(front.call("PATCH", "/instances/mine", 202, **ten))
+        await waiting.acquire()
+        five = {"name": "team-2", "model_id": "org/tiny", "replicas": 5}
+        second = asyncio.create_task(front.call("POST", "/instances", 201, json=five, **bearer("team")))
+        await waiting.acquire()  # 10 + 5 + 1 = 16 workers
+
+        told = await front.call("PATCH", "/instances/team-1", 403, json={"replicas": 2}, **bearer("team"))
+        assert told["error"].endswith("would be more than its max_workers = 16")
+        more = {"name": "team-3", "model_id": "org/tiny"}
+        await front.call("POST", "/instances", 403, json=more, **bearer("team"))
+        others = asyncio.create_task(front.call("PATCH", "/instances/other", 202, **(ten | bearer("admin"))))
+        turn.set()
+        await asyncio.gather(first, second, others)
+
+        await front.call("PATCH", "/instances/team-1", 403, json={"replicas": 2}, **bearer("team"))
+        await front.call("PATCH", "/instances/mine", 202, json={"replicas": 9}, **bearer("team"))
+        await front.call("PATCH", "/instances/team-1", 202, json={"replicas": 2}, **bearer("team"))
+
+
+async def test_a_refused_request_leaves_its_room_to_others(settings: Settings) -> None:
+    async with asking(settings) as front:
+        full = {"name": "mine", "model_id": "org/tiny", "replicas": 16}
+        await front.call("POST", "/instances", 201, json=THEIRS, **bearer("team"))
+        await front.call("POST", "/instances", 409, json=full, **bearer("team"))
+        await front.call("PATCH", "/instances/mine", 202, json={"replicas": 15}, **bearer("team"))
+        await front.call("POST", "/instances", 201, json=full | {"name": "team-1", "replicas": 1}, **bearer("team"))
+
+
+@pytest.mark.parametrize("key", ["port", "prometheus_port"])
+async def test_a_restricted_key_gets_no_port_outside_of_the_ranges(settings: Settings, key: str) -> None:
+    settings = replace(settings, instance_port_start=8080, instance_port_end=8180, prometheus_port_start=9200)
+    async with asking(settings) as front:
+        for port in (22, 80, 1023, settings.api_port, settings.grpc_port, 8079 if key == "port" else 9199):
+            await front.call("POST", "/instances", 403, json=THEIRS | {key: port}, **bearer("team"))
+        assert front.fleet.list() == []
+        await front.call("POST", "/instances", 201, json=THEIRS | {"port": 8081}, **bearer("team"))

@@ -262,6 +262,19 @@ async def test_a_stopped_instance_is_changed_without_being_started(fleet: Fleet)
     await fleet.running()
 
 
+async def test_workers_of_an_update_are_counted_from_its_acceptance(fleet: Fleet) -> None:
+    await replicas_running(fleet, 1)
+    assert fleet.manager.planned_workers("a") == 1
+
+    view = await fleet.manager.update("a", {"model_id": "fake:busy", "replicas": 3}, recreate=True)
+
+    assert view.update is not None
+    assert (view.update.state, view.spec.replicas) == ("rolling", 1)
+    assert fleet.manager.planned_workers("a") == 3
+    await fleet.manager.stop("a")  # which gives the update up
+    assert fleet.manager.get("a").spec.replicas == fleet.manager.planned_workers("a")
+
+
 async def test_recreate_ends_the_old_worker_first_and_brings_it_back_when_the_new_one_fails(fleet: Fleet) -> None:
     await fleet.create()
     old = (await fleet.running()).pid

@@ -91,6 +91,12 @@ class Fleet:
             raise InstanceNotFound(name)
         return self._views[name]
 
+    def replicas(self, spec: InstanceSpec) -> int:
+        return spec.replicas if isinstance(spec.replicas, int) else max(1, len(self._gpus))
+
+    def planned_workers(self, name: str) -> int:
+        return self.replicas(self.get(name).spec)
+
     def put(self, view: InstanceView) -> InstanceView:
         """Make this the view of its instance."""
         self._views[view.spec.name] = view

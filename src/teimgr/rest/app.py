@@ -162,7 +162,7 @@ def create_app(
     app.state.registry, app.state.gpus, app.state.enrolment = registry, gpu_report, enrolment
     app.state.batches = batches
     app.state.document, app.state.document_lock = None, threading.Lock()
-    app.state.restricted_turn = asyncio.Lock()
+    app.state.promised_workers = instances.PromisedWorkers()
     app.state.logs = log_sources or FleetLogs(LocalLogs(settings.log_dir))
     app.state.events, app.state.live_probe, app.state.reloader = event_log, live_probe, reloader
     for router, is_there in (

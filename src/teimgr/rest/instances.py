@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query, Request
 from starlette.responses import Response
@@ -116,12 +116,15 @@ async def create_instance(request: Request, manager: ManagerDep, wait: Waiting =
     caller, settings = caller_of(request.scope), request.app.state.settings
     caller.require_instance(body.name)
     spec = body.spec(settings.templates)
+    promised: AbstractContextManager[None] = nullcontext()
     if caller.is_restricted:
         if "safetensors_only" not in body.model_fields_set:
             spec = replace(spec, safetensors_only=True)
         check_restricted(spec, settings)
         check_bounds(spec, settings)
-    created = await _create(manager, spec, caller, request.app.state.restricted_turn)
+        promised = request.app.state.promised_workers.within(manager, spec, caller)
+    with _telling(caller), promised:
+        created = await manager.create(spec)
     return answer(instance_info(await manager.started(spec.name) if wait else created), 201)
 
 
@@ -193,42 +196,46 @@ async def update_instance(request: Request, name: str, manager: ManagerDep, wait
     body = await read_json(request, UpdateInstance)
     changes, recreate = body.changes(), body.strategy == "recreate"
     caller, settings = caller_of(request.scope), request.app.state.settings
+    promised: AbstractContextManager[None] = nullcontext()
     if caller.is_restricted:
         changed = with_changes(manager.get(name).spec, changes)
         if changes.keys() & _CODE_AND_FILES:
             check_restricted(changed, settings)
         if changes.keys() & _BOUNDED:
             check_bounds(changed, settings)
-        if "replicas" in changes:
-            _check_workers(manager, changed, caller)
-    with _telling(caller):
+        if "replicas" in changes or manager.replicas(changed) > manager.planned_workers(name):
+            promised = request.app.state.promised_workers.within(manager, changed, caller)
+    with _telling(caller), promised:
         return _progress(await manager.update(name, changes, recreate=recreate, wait=wait), True)
 
 
-async def _create(manager: Manager, spec: InstanceSpec, caller: Caller, turn: asyncio.Lock) -> InstanceView:
-    if not caller.is_restricted:
-        return await manager.create(spec)
-    with _telling(caller):
-        async with turn:  # so that no two count the same room
-            _check_workers(manager, spec, caller)
-            return await manager.create(spec)
+class PromisedWorkers:
+    """Workers that requests of restricted callers are about to start: no two requests count the same room."""
 
+    def __init__(self) -> None:
+        self._promises: list[tuple[str, int]] = []
 
-def _check_workers(manager: Manager, spec: InstanceSpec, caller: Caller) -> None:
-    """Check the number of workers of a restricted caller's instances together; `per-gpu` counts the workers there are.
+    @contextmanager
+    def within(self, manager: Manager, spec: InstanceSpec, caller: Caller) -> Iterator[None]:
+        """Promise the workers of `spec` to a caller until the block ends, which starts them.
 
-    Raises:
-        Forbidden: they would be more than its key's `max_workers`.
-    """
-    others = [view for view in manager.list() if caller.covers(view.spec.name) and view.spec.name != spec.name]
-    count = _workers(spec.replicas) + sum(max(len(view.workers), _workers(view.spec.replicas)) for view in others)
-    if count > caller.max_workers:
-        text = f"{count} workers of the instances of the key '{caller.name}'"
-        raise Forbidden(f"replicas: {text} would be more than its max_workers = {caller.max_workers}")
-
-
-def _workers(replicas: Literal["per-gpu"] | int) -> int:
-    return replicas if isinstance(replicas, int) else 1
+        Raises:
+            Forbidden: the instances of its key would have more than its `max_workers` together.
+        """
+        promise = spec.name, manager.replicas(spec)
+        counts = {view.spec.name: manager.planned_workers(view.spec.name) for view in manager.list()}
+        counts[spec.name] = 0  # it may shrink
+        for name, count in (*self._promises, promise):
+            counts[name] = max(count, counts.get(name, 0))
+        total = sum(count for name, count in counts.items() if caller.covers(name))
+        if total > caller.max_workers:
+            text = f"{total} workers of the instances of the key '{caller.name}'"
+            raise Forbidden(f"replicas: {text} would be more than its max_workers = {caller.max_workers}")
+        self._promises.append(promise)
+        try:
+            yield
+        finally:
+            self._promises.remove(promise)
 
 
 @contextmanager

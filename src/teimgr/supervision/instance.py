@@ -60,7 +60,7 @@ class ManagedInstance:
     """The replicas of one instance and the updates of its spec."""
 
     def __init__(self, spec: InstanceSpec, context: SupervisorContext) -> None:
-        self.spec = spec
+        self.spec = self._updated_spec = spec
         self._context = context
         self._workers: list[Supervisor] = []
         self._tasks: dict[Supervisor, asyncio.Task[None]] = {}
@@ -254,7 +254,7 @@ class ManagedInstance:
                 raise Unavailable("the daemon is ending")
             if self._is_updating:
                 raise UpdateInProgress(self.spec.name)
-            spec = with_changes(self.spec, changes)
+            spec = self._updated_spec = with_changes(self.spec, changes)
             needed = Change.REPLACE if restart else self._context.planner.change_needed(self.spec, spec)
             replacing = partial(self._replace, spec, recreate=recreate)
             steps = replacing if needed is Change.REPLACE else partial(self._scale, spec)
@@ -262,6 +262,12 @@ class ManagedInstance:
             if needed is Change.IN_PLACE or not self.spec.wanted_running:
                 await asyncio.wait({task})
                 self._raise_unsaved()
+
+    @property
+    def planned_workers(self) -> int:
+        """The workers there are, or will be by the spec or by the update under way."""
+        spec = self._updated_spec if self._is_updating else self.spec
+        return max(len(self._workers), self._context.planner.replicas(spec))
 
     @property
     def _is_updating(self) -> bool:

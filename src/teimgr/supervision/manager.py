@@ -483,6 +483,14 @@ class Manager:
         """
         return self._find(name).view()
 
+    def replicas(self, spec: InstanceSpec) -> int:
+        """The number of workers that an instance with this spec has; "per-gpu" counts the cards there are."""
+        return self._planner.replicas(spec)
+
+    def planned_workers(self, name: str) -> int:
+        """The workers that an instance has or will have, by its spec or its update. Raises InstanceNotFound."""
+        return self._find(name).planned_workers
+
     @property
     def store_alarm(self) -> str | None:
         return self._state.alarm_text
