@@ -16,6 +16,7 @@ from huggingface_hub.errors import HfHubHTTPError
 
 from teimgr import hub
 from teimgr.errors import InvalidConfig, ModelGated, ModelNotFound
+from tests.support.hub_cache import lay_out
 from tests.support.hub_server import SHA, Hub
 
 MODEL = "somebody/tiny"
@@ -128,6 +129,29 @@ def test_a_second_start_needs_no_hub(tmp_path: Path) -> None:
         first = resolve(tmp_path, MODEL, HF_ENDPOINT=hub.url)
 
     assert resolve(tmp_path, MODEL, HF_HUB_OFFLINE="1") == first
+
+
+def test_the_base_model_of_an_adapter_comes_with_it(tmp_path: Path) -> None:
+    adapter = {
+        "adapter_config.json": json.dumps({"peft_type": "LORA", "base_model_name_or_path": MODEL}).encode(),
+        "adapter_model.safetensors": b"w" * 100,
+    }
+    snapshot = lay_out(tmp_path / "hub", "acme/adapter", adapter)
+    with Hub(MODEL, FILES) as hub:
+        found = resolve(tmp_path, "acme/adapter", HF_ENDPOINT=hub.url)
+
+    assert found == {"path": str(snapshot), "sha": SHA}
+    assert "model.safetensors" in hub.asked
+    assert resolve(tmp_path, "acme/adapter", HF_HUB_OFFLINE="1") == found
+
+
+def test_offline_an_adapter_without_its_base_model_is_not_found(tmp_path: Path) -> None:
+    config = json.dumps({"peft_type": "LORA", "base_model_name_or_path": "acme/base"}).encode()
+    lay_out(tmp_path / "hub", "acme/adapter", {"adapter_config.json": config, "adapter_model.safetensors": b"w" * 100})
+    found = resolve(tmp_path, "acme/adapter", HF_HUB_OFFLINE="1")
+
+    assert found["error"] == "ModelNotFound"
+    assert "acme/base" in found["message"]
 
 
 def test_an_unknown_model_is_not_found(tmp_path: Path) -> None:

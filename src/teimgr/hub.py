@@ -26,6 +26,8 @@ from teimgr.errors import (
 )
 from teimgr.model_directory import (
     OPTIONAL,
+    adapter_base,
+    configuration_folder,
     has_configuration,
     missing_file,
     needed,
@@ -47,6 +49,7 @@ _FOLDER_PREFIX = "models--"
 _SIMILAR = 0.7
 _NEAREST = 3
 _COMPARED_CHARS = 256
+_MAX_BASES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +78,8 @@ class Neighbours(Protocol):
 
 
 def resolve(model_id: str, revision: str | None = None, neighbours: Neighbours | None = None) -> ModelSource:
-    """Find `model_id`, downloading it when only the hub or another host has it. Blocking.
+    """Find `model_id`, downloading it when only the hub or another host has it; of an adapter its base model too.
+    Blocking.
 
     Resumes interrupted downloads; shows huggingface-hub's progress bars on stderr.
 
@@ -85,6 +89,17 @@ def resolve(model_id: str, revision: str | None = None, neighbours: Neighbours |
         Unavailable: the hub or the other hosts cannot be reached and there is no local copy.
         StorageFull, ModelDownloadFailed: as `Neighbours.fetch`.
     """
+    source = _resolve(model_id, revision, neighbours)
+    folder = source.path
+    for _ in range(_MAX_BASES):  # what an adapter is of, which may be an adapter
+        base = adapter_base(configuration_folder(folder))
+        if base is None or (names_a_path(base[0]) and is_in_cache(folder)):
+            break
+        folder = _resolve(*base, neighbours).path
+    return source
+
+
+def _resolve(model_id: str, revision: str | None, neighbours: Neighbours | None) -> ModelSource:
     if names_a_path(model_id) or Path(model_id).is_dir():
         return _local(model_id, of_a_fleet=neighbours is not None)
     cached = find_cached(model_id, revision)
@@ -182,6 +197,11 @@ def _check_place(snapshot: Path, model_id: str, cache: Path | None = None) -> No
     own = (cache or default_cache_folder()) / folder_name(model_id) / "snapshots"
     if snapshot.resolve().parent != own.resolve():
         raise ModelNotFound(f"Model '{model_id}': its revision leads out of its snapshots in the hub cache")
+
+
+def is_in_cache(path: Path) -> bool:
+    """Whether a directory is in a snapshot of a hub cache."""
+    return any(parent.name == "snapshots" and parent.parent.name.startswith(_FOLDER_PREFIX) for parent in path.parents)
 
 
 def find_packaged(model_id: str) -> ModelSource | None:

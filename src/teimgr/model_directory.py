@@ -18,6 +18,7 @@ from teimgr.errors import InvalidConfig, ModelLoadFailed
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+_ADAPTER, _ADAPTER_WEIGHTS = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")
 _WEIGHTS = (SINGLE, INDEX, PICKLED, PICKLED_INDEX)  # in the order in which they are looked for
 _OTHER_ENDINGS = ("onnx", "onnx_data", "h5", "msgpack", "ot", "tflite", "gguf", "pth", "ckpt", "mlmodel")
 _OTHER_RUNTIMES = (
@@ -48,8 +49,22 @@ class ModulePlace:
 
 
 def has_configuration(path: Path) -> bool:
-    """Whether a directory can be a model's."""
-    return (path / "config.json").exists() or (path / "modules.json").exists()
+    """Whether a directory can be a model's, or an adapter's."""
+    return any((path / name).exists() for name in ("config.json", "modules.json", _ADAPTER))
+
+
+def adapter_weights(folder: Path) -> Path | None:
+    """The file of an adapter's weights; None if there is none."""
+    return next((folder / name for name in _ADAPTER_WEIGHTS if (folder / name).is_file()), None)
+
+
+def adapter_base(folder: Path) -> tuple[str, str | None] | None:
+    """The base model that an adapter names, and its revision; None if there is no adapter, or it names none."""
+    config = model_json.read_object(folder / _ADAPTER) or {}
+    named, revision = config.get("base_model_name_or_path"), config.get("revision")
+    if not isinstance(named, str) or not named:
+        return None
+    return named, revision if isinstance(revision, str) else None
 
 
 def module_places(root: Path) -> list[ModulePlace]:
@@ -166,6 +181,8 @@ def missing_file(root: Path) -> str | None:
 def _missing_of(place: ModulePlace, *, is_first: bool) -> str | None:
     folder = place.path
     static = place.name == "StaticEmbedding"
+    if (folder / _ADAPTER).is_file() and place.name in _READERS:
+        return None if adapter_weights(folder) else _ADAPTER_WEIGHTS[0]
     if place.name in _CONFIGURED and not (folder / "config.json").is_file():
         return "config.json"
     if static or is_first or place.name in (*_READERS, *_WEIGHTED):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from tests.engine.conftest import Served
+from tests.fidelity import references
 from tests.support import models
 from tests.support.models import FAMILIES, PAIRS, TEXTS
 
@@ -94,6 +95,41 @@ def test_a_yes_no_reranker_scores_by_its_template(tmp_path: Path, serve: Callabl
     )
     assert kept_end.scores[0] == kept_end.scores[1]
     assert cut_left.scores[0] != cut_left.scores[1]
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma"])
+def test_a_language_model_scores_by_the_prompt_of_its_authors(
+    family: Literal["qwen2", "gemma"], tmp_path: Path, serve: Callable[..., Served]
+) -> None:
+    """mxbai-rerank-v2 and bge-reranker-v2-gemma: no file has their prompt, and its pieces are tokenized one by one."""
+    path = models.build_prompted_reranker(tmp_path, family)
+    pairs = [
+        *LONG_PAIRS,
+        Pair("{document}?", "\n{query} and {0} "),
+        Pair("rain " * 900, "fog"),
+        Pair("fog", "rain " * 900),
+    ]
+    served = serve(path)
+    truth = np.stack(references.prompted_reranker(path, pairs, family, 512))
+    together = run(served, pairs, outputs=SCORES, raw_scores=True).scores
+    alone = np.concatenate([run(served, [pair], outputs=SCORES, raw_scores=True).scores for pair in pairs])
+
+    assert (served.engine.info.kind, served.engine.info.warnings) == ("reranker", ())
+    np.testing.assert_allclose(together, truth, rtol=1e-5, atol=3e-5)
+    np.testing.assert_allclose(alone, truth, rtol=1e-5, atol=3e-5)
+    refused = served.embed([pairs[-1], pairs[-2], "alone"], outputs=SCORES, truncate=False)
+    assert {row: type(error) for row, error in refused.errors.items()} == {
+        0: InputTooLong,
+        1: InputTooLong,
+        2: InvalidInput,
+    }
+    left = run(
+        served,
+        [Pair("fog", f"{'rain ' * 900} {word}") for word in ("fog", "dog")],
+        outputs=SCORES,
+        truncation_left=True,
+    )
+    assert left.scores[0] != left.scores[1]
 
 
 def test_a_sparse_model_gives_its_weights_both_ways(tmp_path: Path, serve: Callable[..., Served]) -> None:

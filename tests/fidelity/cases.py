@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from bench import weights
 
@@ -27,6 +27,7 @@ from tests.support.models import (
     build_m3,
     build_modular_cross_encoder,
     build_multi_vector,
+    build_prompted_reranker,
     build_splade,
     build_static,
     build_yes_no_reranker,
@@ -213,8 +214,22 @@ def _llm_rerankers() -> Iterator[Case]:
     card = partial(references.qwen3_reranker, instruction=_INSTRUCTION, max_length=256)
     make = partial(build_yes_no_reranker, layout="plain")
     yield Case(LLM_RERANKERS, "qwen3, model card", make, card, Output.SCORES, pairs=True)
+    for family, name in (("qwen2", "mxbai-rerank-v2"), ("gemma", "bge-reranker-v2-gemma")):
+        yield Case(
+            LLM_RERANKERS,
+            f"{family}, prompt of {name}",
+            partial(_prompted, family),
+            partial(references.prompted_reranker, family=family, max_length=512),
+            Output.SCORES,
+            infer_options={"raw_scores": True},
+            pairs=True,
+        )
     make = partial(build_yes_no_reranker, layout="saved")
     yield Case(LLM_RERANKERS, "qwen3, LogitScore", make, references.scores, Output.SCORES, pairs=True)
+
+
+def _prompted(family: Literal["qwen2", "gemma"], folder: Path) -> Path:
+    return build_prompted_reranker(folder, family)
 
 
 def _classifiers() -> Iterator[Case]:

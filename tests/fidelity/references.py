@@ -126,3 +126,47 @@ def qwen3_reranker(path: Path, pairs: Sequence[Input], instruction: str, max_len
             both = torch.stack([logits[no], logits[yes]]).float().log_softmax(0)
             found.append(both[1:].exp().numpy())
     return found
+
+
+def prompted_reranker(path: Path, pairs: Sequence[Input], family: str, max_length: int) -> list[Matrix]:
+    """Scores before any activation by the code of the authors of mxbai-rerank-v2 ("qwen2") and bge-reranker-v2-gemma
+    ("gemma"): each piece of the prompt is tokenized by itself, and `max_length` is of the whole.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+    def ids(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    line = ids("\n")
+    if family == "qwen2":
+        before = ids(
+            "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
+            "<|im_start|>user\n"
+        )
+        after = line + ids(
+            "You are a search relevance expert who evaluates how well documents match search queries. For each "
+            "query-document pair, carefully analyze the semantic relationship between them, then provide your binary "
+            "relevance judgment (0 for not relevant, 1 for relevant).\nRelevance:"
+        )
+        after += ids("<|im_end|>\n<|im_start|>assistant\n")
+        marks, (yes, no) = ("query: ", "document: "), (ids("1")[0], ids("0")[0])
+    else:
+        before = [tokenizer.bos_token_id]
+        after = line + ids(
+            "Given a query A and a passage B, determine whether the passage contains an answer to the query by "
+            "providing a prediction of either 'Yes' or 'No'."
+        )
+        marks, (yes, no) = ("A: ", "B: "), (ids("Yes")[0], None)
+    room = max_length - len(before) - len(after) - len(line)
+    found = []
+    with torch.inference_mode():
+        for pair in pairs:
+            assert isinstance(pair, Pair)
+            query = ids(marks[0] + pair.first)[: room * 3 // 4]
+            document = ids(marks[1] + pair.second)[: room - len(query)]
+            logits = model(torch.tensor([before + query + line + document + after])).logits[0, -1].float()
+            found.append((logits[yes] - (0.0 if no is None else logits[no])).reshape(1).numpy())
+    return found

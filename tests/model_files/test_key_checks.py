@@ -187,13 +187,6 @@ def test_a_row_of_modules_json_with_arguments_is_refused(bert: Path) -> None:
         read_layout(bert)
 
 
-def test_an_adapter_beside_weights_is_refused_with_its_base(bert: Path) -> None:
-    write(bert / "adapter_config.json", {"peft_type": "LORA", "base_model_name_or_path": "intfloat/e5-mistral-7b"})
-
-    with pytest.raises(ModelLoadFailed, match=r"an adapter of intfloat/e5-mistral-7b \(LORA"):
-        read_layout(bert)
-
-
 @pytest.mark.parametrize(
     ("config", "senses"),
     [

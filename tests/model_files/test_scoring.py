@@ -9,13 +9,14 @@ import pytest
 from tests.support.models import (
     build_classifier,
     build_cross_encoder,
+    build_prompted_reranker,
     build_yes_no_reranker,
     edit,
     write,
 )
 from tokenizers import Tokenizer
 
-from teimgr.errors import ModelLoadFailed
+from teimgr.errors import InvalidConfig, ModelLoadFailed
 from teimgr.model_files.reading import read_layout
 
 
@@ -139,5 +140,37 @@ def test_a_reranker_without_yes_and_no_is_refused(tmp_path: Path) -> None:
     path = build_yes_no_reranker(tmp_path)
     write(path / "tokenizer.json", {"model": {"vocab": {"yes": 0}}})
 
-    with pytest.raises(ModelLoadFailed, match='"yes" and "no" are no tokens'):
+    with pytest.raises(ModelLoadFailed, match=r'"yes" and "no" of Qwen3-Reranker.s prompt are no tokens'):
         read_layout(path)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma"])
+def test_a_reranker_whose_card_does_not_name_it_is_served_by_request_with_a_warning(
+    tmp_path: Path, family: Literal["qwen2", "gemma"]
+) -> None:
+    path = build_prompted_reranker(tmp_path, family, card="\n# Ours\n")
+    if family == "gemma":  # the card's tag says nothing about pairs
+        with pytest.raises(InvalidConfig, match="set the pooling"):
+            read_layout(path)
+    layout = read_layout(path, kind="reranker")
+
+    assert [warning.partition(":")[0] for warning in layout.warnings] == ["the files do not say how pairs are scored"]
+    with pytest.raises(ModelLoadFailed, match="strict_model_files"):
+        read_layout(path, kind="reranker", strict=True)
+
+
+def test_a_reranker_with_another_way_to_score_is_refused_by_name(tmp_path: Path) -> None:
+    path = build_prompted_reranker(tmp_path, "qwen2", card="\n# ContextualAI/ctxl-rerank-v2\n")
+
+    with pytest.raises(ModelLoadFailed, match="ctxl-rerank"):
+        read_layout(path)
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_a_listwise_reranker_is_refused_by_what_it_does(tmp_path: Path, trusted: bool) -> None:
+    """jina-reranker-v3: a score depends on all documents of the request."""
+    path = build_yes_no_reranker(tmp_path)
+    edit(path / "config.json", architectures=["JinaForRanking"], auto_map={"AutoModel": "modeling.JinaForRanking"})
+
+    with pytest.raises(ModelLoadFailed, match="jina-reranker-v3 scores all documents of a request together"):
+        read_layout(path, trust_remote_code=trusted)

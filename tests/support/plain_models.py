@@ -34,6 +34,7 @@ def layout_of(folder: Path, backbone: Backbone, kind: Kind, **parts: Any) -> Lay
     return Layout(
         root=folder,
         transformer_dir=folder,
+        weights_dir=folder,
         include_prompt=True,
         max_length=MAX_LENGTH,
         lower_case=False,

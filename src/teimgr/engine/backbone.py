@@ -285,7 +285,7 @@ def load_table(layout: Layout, device: torch.device) -> StaticTable:
     Raises:
         ModelLoadFailed: the file has no table, or its parts do not fit together.
     """
-    tensors = read_weights(layout.transformer_dir)
+    tensors = read_weights(layout.weights_dir)
     table = tensors.get("embedding.weight", tensors.get("embeddings"))
     if table is None or table.dim() != 2 or not (table.is_floating_point() or table.dtype is torch.int8):
         raise ModelLoadFailed(f"no table of vectors among {', '.join(sorted(tensors)) or 'no tensors'}")

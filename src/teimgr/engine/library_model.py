@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from teimgr.engine import gpu
+from teimgr.engine.adapters import merge_adapter
 from teimgr.engine.own_weights import own_weights
 from teimgr.engine.rotary import put_own_rotary
 from teimgr.errors import ModelLoadFailed
@@ -62,7 +63,7 @@ def load_module(layout: Layout, device: torch.device) -> Any:
         kind = _model_class(layout, config)
         weights = own_weights(layout)
         module, report = kind.from_pretrained(
-            layout.transformer_dir if weights is None else None,
+            layout.weights_dir if weights is None else None,
             config=config,
             state_dict=weights,
             dtype=torch.float32,
@@ -76,10 +77,12 @@ def load_module(layout: Layout, device: torch.device) -> Any:
     except Exception as error:  # of any kind, the library's or the model's own code; the next try would end alike
         if gpu.is_out_of_memory(error):
             raise
-        broken = broken_file(layout.transformer_dir)
-        why = f"{layout.transformer_dir / broken} ({_reason(error)})" if broken else _reason(error)
-        raise ModelLoadFailed(f"transformers cannot load {layout.transformer_dir}: {why}") from error
+        broken = broken_file(layout.weights_dir)
+        why = f"{layout.weights_dir / broken} ({_reason(error)})" if broken else _reason(error)
+        raise ModelLoadFailed(f"transformers cannot load {layout.weights_dir}: {why}") from error
     _account_for(report, module, layout)
+    for adapter in layout.adapters:
+        merge_adapter(module, adapter, module.base_model_prefix)
     put_own_rotary(module)
     module.eval().requires_grad_(False)
     return module.to(device)
@@ -87,7 +90,7 @@ def load_module(layout: Layout, device: torch.device) -> Any:
 
 def _check_weights(layout: Layout) -> None:
     """Raise ModelLoadFailed where there is no file of weights that the library would open."""
-    folder = layout.transformer_dir
+    folder = layout.weights_dir
     if weight_files(folder) or layout.config.get("transformers_weights"):
         return
     others = [path.relative_to(folder).as_posix() for path in files_below(folder, depth=1)]
@@ -111,7 +114,7 @@ def _configuration(layout: Layout) -> Any:
     if layout.config_is_changed:
         return CONFIG_MAPPING[layout.config["model_type"]].from_dict(dict(layout.config))
     trust = layout.trust_remote_code  # never None: transformers would prompt on the terminal
-    return AutoConfig.from_pretrained(layout.transformer_dir, local_files_only=True, trust_remote_code=trust)
+    return AutoConfig.from_pretrained(layout.weights_dir, local_files_only=True, trust_remote_code=trust)
 
 
 def _account_for(report: dict[str, Any], module: Any, layout: Layout) -> None:
@@ -134,7 +137,7 @@ def _account_for(report: dict[str, Any], module: Any, layout: Layout) -> None:
 def _unused(names: Iterable[str], module: Any, layout: Layout) -> list[str]:
     """The weights that neither the model, nor a head that is not asked for, nor another module of ours takes."""
     projections = layout.projections if layout.late is None else layout.late.projections
-    shared = any(isinstance(one, Dense) and one.path == layout.transformer_dir for one in projections)
+    shared = any(isinstance(one, Dense) and one.path == layout.weights_dir for one in projections)
     decoder = layout.backbone is Backbone.ENCODER and module.config.model_type in _ENCODERS
     left = []
     for name in sorted(names):
@@ -157,7 +160,7 @@ def _model_class(layout: Layout, config: Any) -> Any:
     name = _AUTO_CLASSES[layout.backbone]
     own = (getattr(config, "auto_map", None) or {}).get(name)
     if layout.trust_remote_code and own is not None:
-        return get_class_from_dynamic_module(own, str(layout.transformer_dir), local_files_only=True)
+        return get_class_from_dynamic_module(own, str(layout.weights_dir), local_files_only=True)
     if layout.backbone is Backbone.ENCODER and config.model_type in _ENCODERS:
         return getattr(transformers, _ENCODERS[config.model_type])
     mapping = getattr(transformers, name)._model_mapping

@@ -22,7 +22,7 @@ def own_weights(layout: Layout) -> Weights | None:
     """
     if layout.weight_names is None:
         return None
-    return _CONVERSIONS[layout.weight_names](read_weights(layout.transformer_dir), layout)
+    return _CONVERSIONS[layout.weight_names](read_weights(layout.weights_dir), layout)
 
 
 # Names in Jina's flash implementation, and in the library's XLM-RoBERTa and JinaEmbeddingsV3.

@@ -110,7 +110,8 @@ def reference_key(layout: Layout, dtype: str, inputs: Sequence[Encoded]) -> str 
     """
     if layout.trust_remote_code:
         return None
-    folders = {layout.root.resolve(), layout.transformer_dir.resolve()}
+    folders = {layout.root.resolve(), layout.transformer_dir.resolve(), layout.weights_dir.resolve()}
+    folders |= {adapter.weights.parent.resolve() for adapter in layout.adapters}
     found: list[tuple[object, ...]] = []
     try:
         for folder in sorted(folders):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,7 @@ from teimgr.engine.truncation import (
     Short,
     Shortener,
     Text,
+    Truncation,
     too_long,
     too_many_characters,
 )
@@ -150,3 +152,84 @@ class CausalTemplate:
         room = max(self._limit - before - after, 0)
         middle = middle[len(middle) - room :] if left else middle[:room]
         return np.concatenate([ids[:before], middle, ids[len(ids) - after :]])
+
+
+_MARKS = ("{query}", "{document}")
+
+
+class PiecedTemplate:
+    """A causal reranker's template of pieces that are tokenized one by one; `limit` includes the template's tokens.
+
+    A query may take three quarters of the room that the fixed pieces leave and its document the rest, as the models'
+    authors cut them.
+    """
+
+    def __init__(
+        self,
+        pieces: Sequence[str],
+        tokenize: Callable[[Sequence[str]], list[Encoding]],
+        shortener: Shortener,
+        limit: int,
+    ) -> None:
+        self._tokenize = tokenize
+        self._shortener = shortener
+        self._limit = limit
+        self._heads = [next(piece for piece in pieces if piece.endswith(mark)).removesuffix(mark) for mark in _MARKS]
+        fixed = [piece for piece in pieces if not piece.endswith(_MARKS)]
+        ids = {piece: encoding.ids for piece, encoding in zip(fixed, tokenize(fixed), strict=True)}
+        # Ids, or which half of the pair is there.
+        self._parts = [ids.get(piece, int(piece.endswith(_MARKS[1]))) for piece in pieces]
+        self._room = max(limit - sum(len(ids[piece]) for piece in fixed), 0)
+
+    @property
+    def template_tokens(self) -> int:
+        return self._limit - self._room + sum(len(encoding.ids) for encoding in self._tokenize(self._heads))
+
+    def encode(self, pairs: Sequence[Pair], truncate: bool, left: bool) -> list[NDArray[np.int32] | InvalidInput]:
+        """As `CausalTemplate.encode`.
+
+        Raises:
+            TokenizerFailed: the library refused one of them.
+        """
+        texts = [(self._heads[0] + pair.first, self._heads[1] + pair.second) for pair in pairs]
+        first = self._shortener.first if truncate else max(self._shortener.first, COUNTED_CHARACTERS)
+        whole = list(dict.fromkeys(chain.from_iterable(texts)))  # a query comes with each of its documents
+        shorts = [self._shortener.short(text, left, first) for text in whole]
+        encodings = self._tokenize([str(short.text) for short in shorts])
+        known = {text: (text, short, encoding) for text, short, encoding in zip(whole, shorts, encodings, strict=True)}
+        return [self._ids(both, known, truncate, left) for both in texts]
+
+    def _ids(
+        self, texts: tuple[str, str], known: dict[str, tuple[str, Short, Encoding]], truncate: bool, left: bool
+    ) -> NDArray[np.int32] | InvalidInput:
+        halves: list[list[int]] = []
+        room = self._room * 3 // 4 if truncate else self._room
+        for text in texts:
+            kept = self._kept(*known[text], Truncation(room, left), truncate)
+            if isinstance(kept, InvalidInput):
+                return kept
+            halves.append(kept)
+            room = self._room - len(kept)
+        parts = [halves[part] if isinstance(part, int) else part for part in self._parts]
+        return np.fromiter(chain.from_iterable(parts), np.int32)
+
+    def _kept(
+        self, text: str, short: Short, encoding: Encoding, bound: Truncation, truncate: bool
+    ) -> list[int] | InvalidInput:
+        """The ids of a text within `bound`, from the encoding of `short` on; like `TextTokenizer._decided`."""
+        sizes = self._shortener.sizes(text)
+        while not (self._shortener.decides(encoding, short, text, bound) if truncate else short.text is text):
+            if not truncate and short.exact and len(encoding) > bound.limit:
+                break
+            size = next(sizes, None)
+            if size is None or (size > MAX_CHARACTERS and len(encoding) > bound.limit):
+                return too_many_characters(encoding, bound.limit, len(text))
+            short = self._shortener.short(text, bound.left, size)
+            (encoding,) = self._tokenize([str(short.text)])
+        ids: list[int] = encoding.ids
+        if len(ids) <= bound.limit:
+            return ids
+        if not truncate:
+            count = self._limit - bound.limit + len(ids)
+            return too_long(self._limit, count if short.text is text else f"at least {count}")
+        return ids[len(ids) - bound.limit :] if bound.left else ids[: bound.limit]

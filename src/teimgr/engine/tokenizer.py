@@ -18,7 +18,7 @@ from tokenizers import Encoding, Tokenizer, normalizers, processors
 from teimgr.engine.batch import Encoded, TokenizedTexts
 from teimgr.engine.boundaries import Boundaries, flattened
 from teimgr.engine.job import InferOptions, Input, Pair, ZeroVector, characters
-from teimgr.engine.templates import DOCUMENT, QUERY, CausalTemplate, late_interaction_roles
+from teimgr.engine.templates import DOCUMENT, QUERY, CausalTemplate, PiecedTemplate, late_interaction_roles
 from teimgr.engine.truncation import (
     COUNTED_CHARACTERS,
     FIRST_PER_TOKEN,
@@ -223,7 +223,11 @@ class TextTokenizer:
         self._prompt_lens: dict[str, int] = {}
         self._roles = None if layout.late is None else late_interaction_roles(layout.late, max_length)
         whole = partial(self._library.encode, specials=False, offsets=True)
-        self._causal = None if causal is None else CausalTemplate(causal, whole, self._shortener, max_length)
+        self._causal: CausalTemplate | PiecedTemplate | None = None
+        if causal is not None and causal.pieces:
+            self._causal = PiecedTemplate(causal.pieces, whole, self._shortener, max_length)
+        elif causal is not None:
+            self._causal = CausalTemplate(causal, whole, self._shortener, max_length)
         mask = self._library.encode(["a"], self._add_specials)[0].special_tokens_mask
         self._leading_specials = mask.index(0) if 0 in mask else 0
         self.max_length = max_length

@@ -27,9 +27,14 @@ class TokenFiles:
 
     def special(self, role: str) -> int | None:
         """The id of a special token by its role, such as "mask_token"."""
+        text = self.text(role)
+        return self.id(text) if text else None
+
+    def text(self, role: str) -> str:
+        """The text of a special token by its role; "" if it has none."""
         token = self.config.get(role) or self._special_map.get(role)
         text = token.get("content") if isinstance(token, dict) else token
-        return self.id(text) if isinstance(text, str) else None
+        return text if isinstance(text, str) else ""
 
     def words(self, words: list[str]) -> tuple[int, ...]:
         """The ids of those words that are a single known token."""

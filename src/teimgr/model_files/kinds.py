@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from teimgr.errors import InvalidConfig, ModelLoadFailed
 from teimgr.model_files.metadata import ModelMetadata
-from teimgr.model_files.scoring import label_count
+from teimgr.model_files.scoring import has_prompt_of_its_own, label_count
 from teimgr.spec import KINDS, Kind
 
 
@@ -57,7 +57,7 @@ def _kind_of_bare(metadata: ModelMetadata) -> Kind:
             raise ModelLoadFailed(
                 f"{name} labels the parts of an input, not the text as a whole; such a head is not served"
             )
-    if metadata.has_head("ForCausalLM") and _is_tagged_reranker(metadata):
+    if metadata.has_head("ForCausalLM") and has_prompt_of_its_own(metadata):
         return Kind.RERANKER
     return Kind.EMBEDDING
 
@@ -73,20 +73,6 @@ def is_causal(metadata: ModelMetadata) -> bool:
     if metadata.chain.behind:  # whose modules give the scores
         return False
     return metadata.has_head("ForCausalLM") and not metadata.has_head("ForSequenceClassification")
-
-
-def _is_tagged_reranker(metadata: ModelMetadata) -> bool:
-    """Whether the model card of a Qwen3 has `pipeline_tag: text-ranking` in its front matter.
-
-    Nothing else distinguishes Qwen3-Reranker from Qwen3 itself.
-    """
-    card = metadata.root / "README.md"
-    if metadata.config["model_type"] != "qwen3" or not card.is_file():
-        return False
-    with card.open(encoding="utf-8", errors="replace") as lines:
-        head = [line.strip() for line, _ in zip(lines, range(100), strict=False)]
-    front = head[1 : head.index("---", 1)] if head[:1] == ["---"] and "---" in head[1:] else []
-    return "pipeline_tag: text-ranking" in front
 
 
 def _splade(metadata: ModelMetadata, own: Kind, configured: str | None) -> Kind:

@@ -194,6 +194,31 @@ SAVED = KnownKeys(
     harmless=_words("__version__ similarity_fn_name requirements keep_in_fp32_modules"),
 )
 
+# Of PEFT. `only`: what would change a vector and is not merged.
+ADAPTER = KnownKeys(
+    honoured=_words(
+        """peft_type base_model_name_or_path revision r lora_alpha alpha_pattern use_rslora use_dora fan_in_fan_out
+        init_lora_weights lora_bias bias"""
+    ),
+    harmless=_words(
+        """auto_mapping task_type inference_mode target_modules exclude_modules lora_dropout layers_to_transform
+        layers_pattern rank_pattern modules_to_save peft_version ensure_weight_tying qalora_group_size runtime_config
+        loftq_config eva_config corda_config megatron_core modules_to_tie"""
+    ),
+    only={
+        "megatron_config": (None, {}),
+        "layer_replication": (None, []),
+        "trainable_token_indices": (None, []),
+        "target_parameters": (None, []),
+        "alora_invocation_tokens": (None, []),
+        "use_qalora": (False, None),
+        "arrow_config": (None, {}),
+        "lora_ga_config": (None, {}),
+        "use_bdlora": (None, False),
+        "parent_library": (None,),
+    },
+)
+
 POOLING_MODES = _words(
     """pooling_mode_cls_token pooling_mode_max_tokens pooling_mode_mean_tokens pooling_mode_mean_sqrt_len_tokens
     pooling_mode_weightedmean_tokens pooling_mode_lasttoken"""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -100,7 +102,8 @@ class M3:
 class CausalRerank:
     """A causal LM as reranker: the score is logit[true] - logit[false], or logit[true] alone.
 
-    A pair is `prefix` + `body` (with {query} and {document} in it) + `suffix`; only the body is truncated.
+    A pair is `prefix` + `body` (with {query} and {document} in it) + `suffix`; only the body is truncated. Where there
+    are `pieces`, it is these, each tokenized by itself, two of which end in {query} and {document}.
     """
 
     true_token_id: int
@@ -108,6 +111,7 @@ class CausalRerank:
     prefix: str
     body: str
     suffix: str
+    pieces: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +124,33 @@ class ScoringConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter of PEFT: its file of weights, and its scale alpha, by layers where these have others.
+
+    `by_root`: alpha is divided by the root of the rank (rsLoRA), not by the rank. `transposed`: weights of the base are
+    [in, out].
+    """
+
+    weights: Path
+    alpha: float
+    alphas: Mapping[str, float]
+    by_root: bool
+    transposed: bool
+
+    def alpha_of(self, layer: str) -> float:
+        """The alpha of a layer by its name, as PEFT finds it: by the first pattern that matches the name's end."""
+        for pattern, alpha in self.alphas.items():
+            if re.match(rf"(.*\.)?({pattern})$", layer):
+                return alpha
+        return self.alpha
+
+
+@dataclass(frozen=True, slots=True)
 class Layout:
     """A servable model.
 
-    `transformer_dir` has config, weights and tokenizer. Several `poolings` are concatenated; `projections` follow them.
+    `transformer_dir` has config and tokenizer, `weights_dir` the weights, into which `adapters` are merged. Several
+    `poolings` are concatenated; `projections` follow them.
     `position_offset` is a text's first position id. `max_length` is in tokens, special ones included. `kind` determines
     which of `splade`, `late`, `m3` and `scoring` are set (an embedding model may have `m3`). `type_ids`: pairs have
     token types. `skips_unknown`: unknown tokens are dropped. `config` is config.json as the library is to read it
@@ -136,6 +163,7 @@ class Layout:
 
     root: Path
     transformer_dir: Path
+    weights_dir: Path
     config: dict[str, Any]
     poolings: tuple[str, ...]
     include_prompt: bool
@@ -151,6 +179,7 @@ class Layout:
     scoring: ScoringConfig | None = None
     type_ids: bool = False
     skips_unknown: bool = False
+    adapters: tuple[Adapter, ...] = ()
     trust_remote_code: bool = False
     safetensors_only: bool = False
     config_is_changed: bool = False
@@ -169,10 +198,11 @@ class Layout:
         projections = (*self.projections, *(() if self.late is None else self.late.projections))
         folders = [one.path for one in projections if isinstance(one, (Dense, LayerNorm))]
         named = self.config.get("transformers_weights")  # which the library prefers to all others
-        files = [] if named is None else [self.transformer_dir / str(named)]
+        files = [] if named is None else [self.weights_dir / str(named)]
+        files += [adapter.weights for adapter in self.adapters]
         if self.m3 is not None:
             files += [self.m3.sparse, self.m3.multi_vector]
-        return (self.transformer_dir, *folders, *files)
+        return (self.weights_dir, *folders, *files)
 
     @property
     def vocabulary(self) -> int | None:

@@ -8,7 +8,9 @@ from typing import Any
 
 from teimgr.errors import ModelLoadFailed, ModelNotFound
 from teimgr.model_directory import check_pointers
+from teimgr.model_files.adapters import read_adapters
 from teimgr.model_files.json_files import TokenFiles, read_settings
+from teimgr.model_files.layout import Adapter
 from teimgr.model_files.modules import Chain, read_chain
 from teimgr.model_files.own_code import added_end, served_config
 from teimgr.model_json import check_size, read_object
@@ -19,7 +21,9 @@ _READ_BY_LIBRARIES = (
     *("tokenizer.json", "vocab.json", "special_tokens_map.json", "added_tokens.json", "generation_config.json"),
     *("chat_template.json", "processor_config.json"),
 )
+_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")
 _STATIC = (MODEL2VEC, "static")
+_CARD_CHARACTERS = 10_000  # of a model card that are looked into
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +33,15 @@ class ModelMetadata:
     `transformer_dir` is the directory of the first module: its config.json is `config`, as the library is to read it
     (`config_is_changed`: not as it is in the file; `weight_names`: whose names the weights have), its
     sentence_bert_config.json `settings`. `saved` is config_sentence_transformers.json. `end_token` is what the model's
-    own tokenizer puts behind every text. `notes` are for the log.
+    own tokenizer puts behind every text. `notes` are for the log, `warnings` about the files. `weights_dir` is the
+    directory of the weights: that of the base model where there are `adapters`, which may have the tokenizer as well.
     """
 
     root: Path
     transformer_dir: Path
+    weights_dir: Path
+    adapters: tuple[Adapter, ...]
+    warnings: tuple[str, ...]
     config: dict[str, Any]
     config_is_changed: bool
     weight_names: str | None
@@ -54,6 +62,21 @@ class ModelMetadata:
         return any(name.endswith(ending) for name in self.architectures)
 
     @property
+    def card(self) -> str:
+        """The beginning of the model card in lower case; "" if there is none."""
+        path = self.root / "README.md"
+        if not path.is_file():
+            return ""
+        with path.open(encoding="utf-8", errors="replace") as file:
+            return file.read(_CARD_CHARACTERS).lower()
+
+    @property
+    def card_front(self) -> list[str]:
+        """The lines of the model card's front matter, in lower case."""
+        head = [line.strip() for line in self.card.splitlines()]
+        return head[1 : head.index("---", 1)] if head[:1] == ["---"] and "---" in head[1:] else []
+
+    @property
     def prompts(self) -> dict[str, str]:
         return {name: text for name, text in (self.saved.get("prompts") or {}).items() if isinstance(text, str)}
 
@@ -72,7 +95,9 @@ def read_metadata(root: Path, trust_remote_code: bool) -> ModelMetadata:
     transformer = chain.modules[0].path if chain.modules else root
     config = read_object(transformer / "config.json")
     static = chain.first == "StaticEmbedding" or (config or {}).get("model_type") in _STATIC
-    _refuse_adapter(transformer)
+    adapters, weights_dir, warnings = read_adapters(transformer)
+    if config is None and adapters:
+        config = read_object(weights_dir / "config.json")
     if config is None and not static:
         raise ModelNotFound(f"{transformer} has no config.json")
     config = config or {}
@@ -83,12 +108,17 @@ def read_metadata(root: Path, trust_remote_code: bool) -> ModelMetadata:
     _refuse_other_models(config)
     served = served_config(config, trust_remote_code)
     settings = read_settings(transformer)
+    if adapters and not any((transformer / name).is_file() for name in _TOKENIZERS):
+        transformer = weights_dir  # the tokenizer is that of the base model
     for name in _READ_BY_LIBRARIES:
         check_size(transformer / name)
     tokens = TokenFiles(transformer)
     return ModelMetadata(
         root=root,
         transformer_dir=transformer,
+        weights_dir=weights_dir,
+        adapters=adapters,
+        warnings=warnings,
         config=served.config,
         config_is_changed=served.is_changed,
         weight_names=served.weight_names,
@@ -100,18 +130,6 @@ def read_metadata(root: Path, trust_remote_code: bool) -> ModelMetadata:
         tokens=tokens,
         static=static,
     )
-
-
-def _refuse_adapter(folder: Path) -> None:
-    """Refuse an adapter, also beside weights: sentence-transformers would load its base model, and apply it."""
-    adapter = read_object(folder / "adapter_config.json")
-    if adapter is not None:
-        base = adapter.get("base_model_name_or_path") or "a model that it does not name"
-        kind = adapter.get("peft_type") or "PEFT"
-        raise ModelLoadFailed(
-            f"the directory has an adapter of {base} ({kind}, adapter_config.json), which is not applied here: "
-            "merge it into its model (merge_and_unload of peft) and serve that"
-        )
 
 
 # What is no text embedding model at all, by model type: what to say of it.

@@ -49,6 +49,9 @@ def served_config(config: Config, trust_remote_code: bool) -> ServedConfig:
             not served.
     """
     classes = references(config)
+    for _, name in classes:
+        if name in _NEVER_SERVED:
+            raise ModelLoadFailed(f"{_NEVER_SERVED[name]}, which is not served")
     code = next((code for code in _CODE if code.model_type == config["model_type"] and _has(code, classes)), None)
     if classes and code is not None:
         served = code.convert({key: value for key, value in config.items() if key != "auto_map"})
@@ -302,6 +305,11 @@ _CODE = (
     _Code("llama", "McGill-NLP/", frozenset({"modeling_llama_encoder.LlamaEncoderModel"}), _encoder),
     _Code("mistral", "McGill-NLP/", frozenset({"modeling_mistral_encoder.MistralEncoderModel"}), _encoder),
 )
+
+# Code that is known and that no surface can serve, trusted or not.
+_NEVER_SERVED = {
+    "modeling.JinaForRanking": "jina-reranker-v3 scores all documents of a request together, in one prompt",
+}
 
 # Tokenizers of models' own that put the end token behind every text where `add_eos_token` is set, in the words of
 # tokenizer.json else.

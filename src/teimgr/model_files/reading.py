@@ -15,6 +15,7 @@ from teimgr.model_files.layout import M3, Backbone, Layout, ScoringConfig, Splad
 from teimgr.model_files.metadata import MODEL2VEC, ModelMetadata, read_metadata
 from teimgr.model_files.modules import SCORES, TEXT, Module, check_pooling, read_poolings, read_projections
 from teimgr.model_files.scoring import (
+    prompt_warnings,
     read_activation,
     read_causal_rerank,
     read_scoring,
@@ -126,6 +127,8 @@ def _read(root: Path, pooling: str | None, kind: str | None, trust_remote_code: 
     layout = Layout(
         root=root,
         transformer_dir=metadata.transformer_dir,
+        weights_dir=metadata.weights_dir,
+        adapters=metadata.adapters,
         config=metadata.config,
         poolings=(),
         include_prompt=True,
@@ -159,12 +162,13 @@ def _read(root: Path, pooling: str | None, kind: str | None, trust_remote_code: 
             scoring = ScoringConfig(("LABEL_0",), read_activation(metadata, 1), causal)
             # The prompts are part of the template, so nothing goes before the query.
             layout = replace(layout, backbone=Backbone.CAUSAL_LM, scoring=scoring, prompts={}, default_prompt_name=None)
+            layout = replace(layout, warnings=tuple(prompt_warnings(metadata)))
         case Kind.RERANKER | Kind.CLASSIFIER if (modules := score_modules(metadata)) is not None:
             layout = _scored_by_modules(metadata, replace(layout, scoring=read_scoring(metadata)), modules)
         case Kind.RERANKER | Kind.CLASSIFIER:
             layout = replace(layout, backbone=Backbone.SEQUENCE_CLASSIFICATION, scoring=read_scoring(metadata))
     _check_task(metadata, layout.backbone)
-    warnings = (*layout.warnings, *check_files(metadata), *_own_activations(metadata, layout))
+    warnings = (*layout.warnings, *metadata.warnings, *check_files(metadata), *_own_activations(metadata, layout))
     layout = replace(layout, warnings=warnings)
     if pooling is not None and layout.pooling != pooling.replace("-", "_"):
         layout = replace(layout, notes=(*layout.notes, UNUSED_POOLING))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from teimgr.errors import ModelLoadFailed
@@ -105,16 +106,100 @@ def _default_labels(config: dict[str, Any]) -> dict[str, str]:
     return {str(index): f"LABEL_{index}" for index in range(count)}
 
 
-# The prompt of Qwen3-Reranker's model card, with its default instruction.
-_QWEN3_PREFIX = (
-    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
-    'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
-)
-_QWEN3_BODY = (
-    "<Instruct>: Given a web search query, retrieve relevant passages that answer the query\n"
-    "<Query>: {query}\n<Document>: {document}"
-)
-_QWEN3_SUFFIX = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+# Language models whose authors published a prompt and no files that define a score.
+
+
+@dataclass(frozen=True, slots=True)
+class _Recipe:
+    """How the authors of `name` score a pair with a language model: the logit of the word `yes`, less that of `no`.
+
+    The text is `prefix` + `body` + `suffix`, or `pieces` that their code tokenizes one by one. `names` are how model
+    cards name it and its fine-tunes.
+    """
+
+    name: str
+    names: tuple[str, ...]
+    yes: str
+    no: str | None = None
+    prefix: str = ""
+    body: str = ""
+    suffix: str = ""
+    pieces: tuple[str, ...] = ()
+    begins_with_bos: bool = False
+
+
+_RECIPES = {
+    "qwen3": _Recipe(  # its model card, with its default instruction
+        "Qwen3-Reranker",
+        ("qwen3-reranker",),
+        "yes",
+        "no",
+        prefix="<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the "
+        'Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n',
+        body="<Instruct>: Given a web search query, retrieve relevant passages that answer the query\n"
+        "<Query>: {query}\n<Document>: {document}",
+        suffix="<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
+    ),
+    "qwen2": _Recipe(  # https://github.com/mixedbread-ai/mxbai-rerank, mxbai_rerank_v2.py
+        "mxbai-rerank-v2",
+        ("mxbai-rerank-base-v2", "mxbai-rerank-large-v2", "mxbai-rerank-v2"),
+        "1",
+        "0",
+        pieces=(
+            "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
+            "<|im_start|>user\n",
+            "query: {query}",
+            "\n",
+            "document: {document}",
+            "\n",
+            "You are a search relevance expert who evaluates how well documents match search queries. For each "
+            "query-document pair, carefully analyze the semantic relationship between them, then provide your binary "
+            "relevance judgment (0 for not relevant, 1 for relevant).\nRelevance:",
+            "<|im_end|>\n<|im_start|>assistant\n",
+        ),
+    ),
+    "gemma": _Recipe(  # https://github.com/FlagOpen/FlagEmbedding, inference/reranker/decoder_only/base.py
+        "bge-reranker-v2-gemma",
+        ("bge-reranker-v2-gemma",),
+        "Yes",
+        pieces=(
+            "A: {query}",
+            "\n",
+            "B: {document}",
+            "\n",
+            "Given a query A and a passage B, determine whether the passage contains an answer to the query by "
+            "providing a prediction of either 'Yes' or 'No'.",
+        ),
+        begins_with_bos=True,
+    ),
+}
+# Rerankers on the same architectures that score in other ways, by how their model cards name them.
+_OTHER_RERANKERS = ("ctxl-rerank", "zerank", "jina-reranker", "lightweight", "layerwise")
+
+
+def has_prompt_of_its_own(metadata: ModelMetadata) -> bool:
+    """Whether the model card of a language model says that it is a reranker whose prompt is known.
+
+    Nothing else distinguishes Qwen3-Reranker from Qwen3 itself.
+    """
+    recipe = _RECIPES.get(metadata.config["model_type"])
+    if recipe is None:
+        return False
+    return "pipeline_tag: text-ranking" in metadata.card_front or _is_named(recipe, metadata)
+
+
+def prompt_warnings(metadata: ModelMetadata) -> list[str]:
+    """A warning where a language model is scored by a prompt that its files do not name."""
+    recipe = _RECIPES.get(metadata.config["model_type"])
+    if recipe is None or metadata.chain.modules or _is_named(recipe, metadata):
+        return []
+    return [f"the files do not say how pairs are scored: the prompt of {recipe.name} is used"]
+
+
+def _is_named(recipe: _Recipe, metadata: ModelMetadata) -> bool:
+    return any(name in metadata.card for name in recipe.names)
+
+
 # Marks for query and document, of characters that no template contains.
 _QUERY, _DOCUMENT = "\ue000query\ue001", "\ue000document\ue001"
 _STRUCTURED = ("content[0]", ".type", "'type'", '"type"', "message.content[")
@@ -130,7 +215,7 @@ def read_causal_rerank(metadata: ModelMetadata, *, render: bool) -> CausalRerank
         ModelLoadFailed: the labels are no tokens, or the template has no place for query and document.
     """
     if not metadata.chain.modules:
-        return _as_qwen3(metadata)
+        return _by_recipe(metadata)
     before, module, behind = metadata.chain.split_at("LogitScore")
     config = module.config()
     if len(before) != 1 or behind or config.get("module_input_name", "causal_logits") != "causal_logits":
@@ -143,16 +228,26 @@ def read_causal_rerank(metadata: ModelMetadata, *, render: bool) -> CausalRerank
     return CausalRerank(config["true_token_id"], config.get("false_token_id"), prefix, body, suffix)
 
 
-def _as_qwen3(metadata: ModelMetadata) -> CausalRerank:
-    if metadata.config["model_type"] != "qwen3":
+def _by_recipe(metadata: ModelMetadata) -> CausalRerank:
+    recipe = _RECIPES.get(metadata.config["model_type"])
+    if recipe is None:
+        known = ", ".join(known.name for known in _RECIPES.values())
         raise ModelLoadFailed(
             f"a {metadata.config['model_type']} language model has no files that define a score; "
-            "of those without sentence-transformers' files only Qwen3-Reranker is served"
+            f"of those without sentence-transformers' files {known} are served"
         )
-    yes, no = metadata.tokens.id("yes"), metadata.tokens.id("no")
-    if yes is None or no is None:
-        raise ModelLoadFailed('the words "yes" and "no" are no tokens of this model, so it has no score to give')
-    return CausalRerank(yes, no, _QWEN3_PREFIX, _QWEN3_BODY, _QWEN3_SUFFIX)
+    if not _is_named(recipe, metadata) and (other := next((o for o in _OTHER_RERANKERS if o in metadata.card), None)):
+        raise ModelLoadFailed(
+            f"the model card names {other}, which scores pairs in a way of its own that is not served"
+        )
+    yes, no = metadata.tokens.id(recipe.yes), None if recipe.no is None else metadata.tokens.id(recipe.no)
+    if yes is None or (no is None and recipe.no is not None):
+        words = " and ".join(f'"{word}"' for word in (recipe.yes, recipe.no) if word is not None)
+        raise ModelLoadFailed(f"{words} of {recipe.name}'s prompt are no tokens of this model, so it has no score")
+    pieces = recipe.pieces
+    if recipe.begins_with_bos and metadata.tokens.special("bos_token") != metadata.tokens.special("pad_token"):
+        pieces = (metadata.tokens.text("bos_token"), *pieces)
+    return CausalRerank(yes, no, recipe.prefix, recipe.body, recipe.suffix, tuple(piece for piece in pieces if piece))
 
 
 def _rendered(metadata: ModelMetadata) -> str:

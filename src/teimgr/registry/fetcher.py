@@ -29,7 +29,7 @@ from typing import Any
 
 from teimgr import hub
 from teimgr.errors import ModelDownloadFailed, ModelNotFound, TeimgrError, Unavailable
-from teimgr.model_directory import needed
+from teimgr.model_directory import adapter_base, configuration_folder, needed
 from teimgr.registry.cache import HubCache
 
 PARALLEL_FILES = 4
@@ -268,7 +268,10 @@ def main(arguments: list[str]) -> int:
     sender.start()
     result: dict[str, object]
     try:
-        path = Fetch(order, HubCache(hub.default_cache_folder()), tally).run()
+        cache = HubCache(hub.default_cache_folder())
+        path = folder = Fetch(order, cache, tally).run()
+        while (base := adapter_base(configuration_folder(folder))) and not hub.names_a_path(base[0]):
+            folder = Fetch(FetchRequest(*base), cache, tally).run()
         result = {"path": str(path), "commit": path.name}
     except TeimgrError as error:
         result = {"code": int(error.code), "message": error.message}

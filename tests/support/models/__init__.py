@@ -13,6 +13,7 @@ from .scoring import (
     build_classifier,
     build_cross_encoder,
     build_modular_cross_encoder,
+    build_prompted_reranker,
     build_yes_no_reranker,
 )
 from .sparse import build_splade
@@ -34,6 +35,7 @@ __all__ = [
     "build_m3",
     "build_modular_cross_encoder",
     "build_multi_vector",
+    "build_prompted_reranker",
     "build_splade",
     "build_static",
     "build_yes_no_reranker",

@@ -12,7 +12,7 @@ from sentence_transformers import CrossEncoder
 from .dense import IDENTITY, save_encoder, write_dense, write_layer_norm
 from .families import FAMILIES, MAX_LENGTH, WIDTH, widened
 from .files import edit, pad_and_truncate, write, write_modules
-from .vocabularies import chat
+from .vocabularies import chat, judging
 
 LABELS = ("anger", "joy", "surprise")
 
@@ -125,7 +125,9 @@ def build_yes_no_reranker(
     widened(transformers.AutoModelForCausalLM.from_config(config)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     if layout == "plain":
-        (folder / "README.md").write_text("---\nlicense: apache-2.0\npipeline_tag: text-ranking\n---\n\n# A reranker\n")
+        (folder / "README.md").write_text(
+            "---\nlicense: apache-2.0\npipeline_tag: text-ranking\n---\n\n# Qwen3-Reranker-0.6B\n"
+        )
         return folder
     (folder / "chat_template.jinja").write_text(_CHAT_TEMPLATE)
     message = {"method": "forward", "method_output_name": "logits", "format": "flat"}
@@ -153,6 +155,41 @@ def build_yes_no_reranker(
             "default_prompt_name": "query",
         },
     )
+    return folder
+
+
+def build_prompted_reranker(
+    folder: Path, family: Literal["qwen2", "gemma"], *, card: str | None = None, max_length: int = 512, seed: int = 0
+) -> Path:
+    """Write a language model as mxbai-rerank-v2 ("qwen2") or bge-reranker-v2-gemma have it: the prompt is in their
+    authors' code alone. `card` is the text of the model card, None for that of the hub.
+    """
+    torch.manual_seed(seed)
+    tokenizer = judging(begins=family == "gemma")
+    tokenizer.model_max_length = max_length
+    settings = {
+        "hidden_size": WIDTH,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "intermediate_size": 64,
+        "initializer_range": 0.2,
+        "max_position_embeddings": max_length,
+        "vocab_size": len(tokenizer),
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
+    }
+    kind = {"qwen2": transformers.Qwen2Config, "gemma": transformers.GemmaConfig}[family]
+    widened(transformers.AutoModelForCausalLM.from_config(kind(**settings))).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    tag, name = {
+        "qwen2": ("text-ranking", "mixedbread-ai/mxbai-rerank-base-v2"),
+        "gemma": ("text-classification", "BAAI/bge-reranker-v2-gemma"),
+    }[family]
+    front = f"---\nlibrary_name: transformers\nlicense: apache-2.0\npipeline_tag: {tag}\n---\n"
+    (folder / "README.md").write_text(front + (f"\n# {name}\n" if card is None else card))
     return folder
 
 

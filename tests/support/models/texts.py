@@ -17,6 +17,14 @@ INSTRUCTIONS = (
     "<Document>: assistant Find what answers the query",
 ) * 4
 
+JUDGEMENTS = (
+    "You are Qwen, created by Alibaba Cloud. You are a helpful assistant. query: document: Relevance:",
+    "You are a search relevance expert who evaluates how well documents match search queries. For each query-document",
+    "pair, carefully analyze the semantic relationship between them, then provide your binary relevance judgment",
+    "(0 for not relevant, 1 for relevant). Given a query A and a passage B, determine whether the passage contains",
+    "an answer to the query by providing a prediction of either 'Yes' or 'No'.",
+) * 4
+
 # Lengths from one token to past the limit, several of them equal.
 TEXTS = (
     "fog",

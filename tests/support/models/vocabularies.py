@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers import models as token_models
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
-from .texts import CORPUS, INSTRUCTIONS
+from .texts import CORPUS, INSTRUCTIONS, JUDGEMENTS
 
 Wrapped = transformers.PreTrainedTokenizerFast
 
@@ -54,12 +54,16 @@ def byte_level(framed: bool) -> Callable[[], Wrapped]:
 def qwen() -> Wrapped:
     """As `byte_level(framed=False)`, with the words that transformers' Qwen2Tokenizer makes regardless of the file."""
     wrapped = byte_level(framed=False)()
+    _cut_as_qwen(wrapped.backend_tokenizer)
+    return wrapped
+
+
+def _cut_as_qwen(tokenizer: Tokenizer) -> None:
     words = pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), behavior="isolated")
-    wrapped.backend_tokenizer.normalizer = normalizers.NFC()
-    wrapped.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
-    return wrapped
 
 
 def chat() -> Wrapped:
@@ -68,6 +72,23 @@ def chat() -> Wrapped:
     tokenizer.add_tokens(["<think>", "</think>"])
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<|endoftext|>", eos_token="<|im_end|>", model_max_length=512
+    )
+
+
+def judging(begins: bool) -> Wrapped:
+    """As `chat`, with the word "Yes"; `begins` as Gemma's, which has a token before every text."""
+    words = (*CORPUS, *["Yes", "yes"] * 40, *JUDGEMENTS)
+    tokenizer = _byte_level(["<bos>", *_QWEN] if begins else _QWEN, words, 700)
+    if begins:
+        tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 0)])
+    else:
+        _cut_as_qwen(tokenizer)
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<|endoftext|>",
+        eos_token="<|im_end|>",
+        bos_token="<bos>" if begins else None,
+        model_max_length=512,
     )
 
 

@@ -130,11 +130,12 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
         raise ModelLoadFailed(f"the module {folder.name} has no weights")
     found: dict[str, Tensor] = {}
     for file in files:
-        found |= _read(file)
+        found |= read_tensors(file)
     return found
 
 
-def _read(file: Path) -> dict[str, Tensor]:
+def read_tensors(file: Path) -> dict[str, Tensor]:
+    """The tensors of a file of weights, on the CPU; raises as `read_weights`."""
     if fault := fault_of(file):
         raise ModelLoadFailed(f"{file.parent.name}/{file.name} {fault}")
     try:

@@ -1,0 +1,109 @@
+"""Merge PEFT's LoRA adapters into the weights of their base model, at load, in float32."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from teimgr.engine.heads.projections import read_tensors
+from teimgr.errors import ModelLoadFailed
+from teimgr.model_files.layout import Adapter
+
+# `base_model.model.` + the layer + one of these, with the adapter's name where PEFT did not leave it out.
+_PART = re.compile(
+    r"(?:base_model\.model\.)?(?P<layer>.+?)\.(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|"
+    r"lora_magnitude_vector)(?:\.(?!weight$|bias$)\w+)?(?:\.(?P<kind>weight|bias))?$"
+)
+_SAVED_WHOLE = re.compile(
+    r"(?:base_model\.model\.)?(?P<name>.+?)(?:\.modules_to_save(?:\.\w+)?)?\.(?P<kind>weight|bias)$"
+)
+
+
+@dataclass(slots=True)
+class _Layer:
+    """The parts of one layer's adapter, by "lora_A.weight" and so on."""
+
+    parts: dict[str, Tensor] = field(default_factory=dict)
+
+
+@torch.no_grad()
+def merge_adapter(module: nn.Module, adapter: Adapter, prefix: str) -> None:
+    """Change the weights of `module`, whose base model is under `prefix` where it has a head, as `adapter` says.
+
+    W + s·B·A for LoRA's A [r, in] and B [out, r], where s = alpha / r, or alpha / √r by rank-stabilised LoRA; with a
+    magnitude m [out] (DoRA) its rows are then scaled to the length m. Weights that the adapter saved whole replace
+    those of the model.
+
+    Raises:
+        ModelLoadFailed: the adapter changes a layer that the model does not have, or one that has another shape.
+    """
+    layers: dict[str, _Layer] = {}
+    whole: dict[str, Tensor] = {}
+    for name, tensor in read_tensors(adapter.weights).items():
+        if (found := _PART.match(name)) is not None:
+            kind = found["kind"] or "weight"
+            layers.setdefault(found["layer"], _Layer()).parts[f"{found['part']}.{kind}"] = tensor.float()
+        elif (found := _SAVED_WHOLE.match(name)) is not None:
+            whole[f"{found['name']}.{found['kind']}"] = tensor.float()
+        else:
+            raise ModelLoadFailed(f"{adapter.weights.name} has the weight {name}, which is none of a LoRA adapter")
+    if not layers:
+        raise ModelLoadFailed(f"{adapter.weights.name} has no LoRA weights")
+    for name, tensor in whole.items():
+        _replace(_parameter(module, name, prefix), tensor, name)
+    for name, layer in layers.items():
+        _merge(module, name, layer.parts, adapter, prefix)
+
+
+def _merge(module: nn.Module, layer: str, parts: dict[str, Tensor], adapter: Adapter, prefix: str) -> None:
+    weight = _parameter(module, f"{layer}.weight", prefix)
+    is_table = "lora_embedding_A.weight" in parts
+    a, b = (parts.pop(f"lora_{'embedding_' if is_table else ''}{half}.weight", None) for half in "AB")
+    if a is None or b is None or a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1]:
+        raise ModelLoadFailed(f"the adapter of {layer} has no matrices A and B that fit together")
+    rank = a.shape[0]
+    scale = adapter.alpha_of(layer) / (rank**0.5 if adapter.by_root else rank)
+    change = scale * (b @ a)
+    if adapter.transposed or is_table:
+        change = change.T
+    if change.shape != weight.shape:
+        raise ModelLoadFailed(f"the adapter changes {layer} by {tuple(change.shape)}, and it is {tuple(weight.shape)}")
+    magnitude = parts.pop("lora_magnitude_vector.weight", None)
+    if magnitude is None:
+        weight.data = weight + change
+    elif adapter.transposed or is_table or magnitude.numel() != len(weight):
+        raise ModelLoadFailed(f"the adapter of {layer} has a magnitude (DoRA) for a layer of a kind that is not served")
+    else:
+        changed = weight + change
+        weight.data = magnitude.reshape(-1, 1) * changed / changed.norm(dim=1, keepdim=True)
+    if (bias := parts.pop("lora_B.bias", None)) is not None:
+        own = _parameter(module, f"{layer}.bias", prefix)
+        own.data = own + scale * bias
+    if parts:
+        raise ModelLoadFailed(f"the adapter of {layer} has {', '.join(sorted(parts))}, which is not served")
+
+
+def _replace(parameter: nn.Parameter, tensor: Tensor, name: str) -> None:
+    if parameter.shape != tensor.shape:
+        raise ModelLoadFailed(f"the adapter has {name} as {tuple(tensor.shape)}, and it is {tuple(parameter.shape)}")
+    parameter.data = tensor
+
+
+def _parameter(module: nn.Module, name: str, prefix: str) -> nn.Parameter:
+    """A parameter by its name in the model that was trained, which may have had a head or not.
+
+    Raises:
+        ModelLoadFailed: the model has no such parameter.
+    """
+    for own in (name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")):
+        parent, _, leaf = own.rpartition(".")
+        try:
+            found = getattr(module.get_submodule(parent), leaf, None)
+        except AttributeError:
+            continue
+        if isinstance(found, nn.Parameter):
+            return found
+    raise ModelLoadFailed(f"the adapter changes {name}, which the model does not have")
