@@ -2,57 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
-
 import numpy as np
 import pytest
-from numpy.typing import NDArray
-from tests.outside_clients.conftest import QUERY, TEXTS, Told
-from tests.support.daemon_process import DaemonProcess
-
-from teimgr.client import Client
-
-TOLERANCE = 1e-5
-Hear = Callable[[str], Told]
-
-
-class Truth:
-    """The engine's vectors of `TEXTS`, through teimgr's own client."""
-
-    def __init__(self, client: Client) -> None:
-        self._client = client
-        self.vectors = self.embedded()
-        self.short = self.embedded(dimensions=8)
-        self.raw = self.embedded(normalize=False)
-
-    def embedded(self, *texts: str, **how: Any) -> NDArray[np.float32]:
-        return self._client.embed(texts or TEXTS, instance="embedding", **how)
-
-    def ranks(self, **how: Any) -> list[list[Any]]:
-        """Texts and their scores, best first."""
-        found = self._client.rerank(QUERY, TEXTS, instance="reranker", **how)
-        return [[TEXTS[rank.index], rank.score] for rank in found]
-
-    def best_class(self) -> Any:
-        return self._client.predict(TEXTS[0], instance="classifier")[0][0]
-
-
-@pytest.fixture(scope="session")
-def truth(served: DaemonProcess) -> Iterator[Truth]:
-    with served.client() as client:
-        yield Truth(client)
-
-
-def same(told: Any, expected: Any) -> None:
-    """Vectors, or one, and of the same number."""
-    assert np.shape(told) == np.shape(expected)
-    assert np.allclose(told, expected, atol=TOLERANCE)
-
-
-def same_ranks(told: list[list[Any]], expected: list[list[Any]]) -> None:
-    assert [text for text, _ in told] == [text for text, _ in expected]
-    assert [score for _, score in told] == pytest.approx([score for _, score in expected], abs=TOLERANCE)
+from tests.outside_clients.conftest import TEXTS, TOLERANCE, Hear, Page, Truth, same, same_ranks
 
 
 def test_hugging_face(hear: Hear, truth: Truth) -> None:
@@ -70,14 +22,16 @@ def test_hugging_face(hear: Hear, truth: Truth) -> None:
     assert "401" in told["with_the_wrong_key"]
 
 
-def test_langchain(hear: Hear, truth: Truth) -> None:
-    told = hear("langchain")
+def test_langchain(hear: Hear, truth: Truth, page: Page) -> None:
+    told = hear("langchain", librechat=page("librechat", "Embedding").fields)
 
     same(told["documents"], truth.vectors)
     same(told["query"], truth.vectors[0])
     same(told["with_a_prompt"], truth.embedded(prompt_name="query"))
     same(told["in_async"], truth.vectors)
     same(told["openai_documents"], truth.short)
+    same(told["librechat_documents"], truth.vectors)
+    same(told["librechat_query"], truth.vectors[0])
 
 
 def test_llama_index(hear: Hear, truth: Truth) -> None:

@@ -1,4 +1,4 @@
-"""langchain: Hugging Face's endpoint class, and OpenAI's.
+"""langchain: Hugging Face's endpoint class, and OpenAI's, also as LibreChat's RAG API uses it.
 
 The first refuses a URL as its model, so its clients are put in as its own validator would; everything else is its.
 """
@@ -44,4 +44,24 @@ def openai_documents(told: Any) -> Any:
     ).embed_documents(told.texts)
 
 
-main(documents, query, with_a_prompt, in_async, openai_documents)
+def _librechat(told: Any) -> OpenAIEmbeddings:
+    given = told.librechat
+    return OpenAIEmbeddings(
+        model=given["EMBEDDINGS_MODEL"],
+        api_key=given["RAG_OPENAI_API_KEY"],
+        openai_api_base=given["RAG_OPENAI_BASEURL"],
+        openai_proxy=None,
+        chunk_size=200,
+        check_embedding_ctx_length=given["RAG_CHECK_EMBEDDING_CTX_LENGTH"] == "true",
+    )
+
+
+def librechat_documents(told: Any) -> Any:
+    return _librechat(told).embed_documents(told.texts)
+
+
+def librechat_query(told: Any) -> Any:
+    return _librechat(told).embed_query(told.texts[0])
+
+
+main(documents, query, with_a_prompt, in_async, openai_documents, librechat_documents, librechat_query)
