@@ -571,16 +571,20 @@ def bearer(key: str) -> tuple[tuple[str, str], ...]:
     return (("authorization", f"Bearer {key}"),)
 
 
+def service_of(rpc: Rpc) -> Any:
+    services = (service for file in FILES for service in file.services_by_name.values())
+    return next(service for service in services if service.full_name == rpc.service)
+
+
+def message_of(rpc: Rpc) -> Any:
+    """An empty message of this RPC."""
+    return GetMessageClass(service_of(rpc).methods_by_name[rpc.name].input_type)()
+
+
 async def ending_of(rpc: Rpc, channel: Any, metadata: Any) -> tuple[grpc.StatusCode, str]:
     """What a call of this RPC with an empty message ends with."""
-    service = next(
-        file.services_by_name[name]
-        for file in FILES
-        for name in file.services_by_name
-        if file.services_by_name[name].full_name == rpc.service
-    )
-    message = GetMessageClass(service.methods_by_name[rpc.name].input_type)()
-    call = stub(channel, rpc.name, service)
+    message = message_of(rpc)
+    call = stub(channel, rpc.name, service_of(rpc))
     if rpc.shape is Shape.UNARY:
         answered = call(message, metadata=metadata, timeout=LIMIT_S)
     else:
@@ -675,6 +679,61 @@ async def test_keys_are_swapped_under_a_running_mux_and_never_logged(start_mux: 
     mux._emptying.join()
     assert mux.log
     assert not any(secret in line for line in mux.log for secret in (ASKER, KEYS[0].sha256))
+
+
+CHANGED = {
+    "removed": ((), UNAUTHENTICATED),
+    "without the right": ((Key("only-a", digest(ONLY_A), ("read",), ("a", "team-*")),), DENIED),
+    "for others": ((Key("only-a", digest(ONLY_A), ("inference",), ("b",)),), DENIED),
+}
+
+
+@pytest.mark.parametrize("change", CHANGED)
+@pytest.mark.parametrize("rpc", [rpc for rpc in RPCS if rpc.shape is not Shape.UNARY], ids=lambda rpc: rpc.path)
+async def test_an_open_stream_ends_at_the_next_message_of_a_key_that_lost_its_right(
+    control: Control, channel: Any, start_worker: Any, rpc: Rpc, change: str
+) -> None:
+    keys, status = CHANGED[change]
+    say(control, Policy(keys=KEYS))
+    await control.push(running("a", await start_worker(lambda request: request.reply())))
+    message, messages = message_of(rpc), asyncio.Queue[Any]()
+    fields = message.DESCRIPTOR.fields_by_name
+    if "target" in fields:
+        message.target.instance_name = "a"
+    if "request" in fields:
+        message.request.SetInParent()
+    if "arrow_ipc" in fields:
+        message.arrow_ipc = b"a batch"
+
+    async def feed() -> AsyncIterator[Any]:
+        while (found := await messages.get()) is not None:
+            yield found
+
+    try:
+        call = stub(channel, rpc.name, service_of(rpc))(feed(), metadata=bearer(ONLY_A), timeout=LIMIT_S)
+        messages.put_nowait(message)
+        if rpc.shape is Shape.BIDI:
+            await call.read()
+        else:  # it is answered at its end
+            await eventually(lambda: _has_a_call(control))
+        say(control, Policy(keys=KEYS))  # a reload that leaves the key
+        await control.stats()
+        messages.put_nowait(message)
+        if rpc.shape is Shape.BIDI:
+            await call.read()
+        say(control, Policy(keys=keys))
+        await control.stats()
+        messages.put_nowait(message)
+
+        assert await call.code() is status
+    finally:
+        messages.put_nowait(None)
+        say(control, Policy())
+        await control.stats()
+
+
+async def _has_a_call(control: Control) -> bool:
+    return (await control.stats())["in_flight"] == 1
 
 
 def _has_ended(reader: asyncio.StreamReader) -> bool:

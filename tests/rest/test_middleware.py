@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import h2.events
 import pytest
 from starlette.routing import Route
 from tests.support.api_keys import AUTH, KEYS, SECRETS
@@ -333,6 +334,44 @@ async def test_followed_events_end_when_a_reload_removes_their_key(settings: Set
             policy.swap(policy.now)  # a reload that leaves the key
             policy.swap(Policy(keys=()))
             assert await asyncio.wait_for(stream.content.read(), 20) == b""
+
+
+async def test_a_followed_log_ends_when_a_reload_removes_its_key(settings: Settings, tmp_path: Path) -> None:
+    settings = replace(settings, auth=AUTH, log_dir=tmp_path)
+    team, kept = KEYS[-1], KEYS[:-1]
+    elsewhere = replace(team, instances=("other",))
+    for after in (kept, (*kept, replace(team, rights=("inference",))), (*kept, elsewhere)):
+        (tmp_path / "mine.log").write_text("one\n")
+        async with (
+            listening(settings) as front,
+            aiohttp.ClientSession(front.url) as http,
+            http.get("/instances/mine/logs?follow=true", **bearer("team")) as stream,
+        ):
+            assert stream.status == 200
+            assert b"one" in await asyncio.wait_for(stream.content.readuntil(b"\n\n"), 20)
+            front.app.state.policy.swap(policy_of(AUTH))  # a reload that leaves the key
+            with (tmp_path / "mine.log").open("a") as log:
+                log.write("two\n")
+            assert b"two" in await asyncio.wait_for(stream.content.readuntil(b"\n\n"), 20)
+            front.app.state.policy.swap(policy_of(replace(AUTH, api_keys=after)))
+            assert b"line" not in await asyncio.wait_for(stream.content.read(), 20)
+
+
+async def test_over_http2_a_followed_log_ends_with_its_key(settings: Settings, tmp_path: Path) -> None:
+    (tmp_path / "mine.log").write_text("one\n")
+    fleet = Fleet(settings)
+    app = create_app(fleet, replace(settings, auth=AUTH, log_dir=tmp_path), DaemonMetrics())
+    sock = bind("127.0.0.1", 0)
+    async with serving(app, sock, protocol), connecting(*sock.getsockname()) as connect:
+        peer = await connect()
+        head = request("/instances/mine/logs?follow=true", authorization=f"Bearer {SECRETS['team']}")
+        peer.open(head, end=True)
+        peer.flush()
+        async with asyncio.timeout(20):
+            begun = await peer.until(h2.events.ResponseReceived)
+            assert dict(begun.headers)[":status"] == "200"
+            app.state.policy.swap(policy_of(replace(AUTH, api_keys=KEYS[:-1])))
+            await peer.until(h2.events.StreamEnded)
 
 
 JSON = {"content-type": "application/json"}
