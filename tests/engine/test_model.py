@@ -74,9 +74,12 @@ def test_a_classifier_gives_a_score_to_every_label(tmp_path: Path, serve: Callab
     np.testing.assert_allclose(job.scores.sum(axis=1), 1.0, atol=1e-6)
 
 
-def test_a_yes_no_reranker_scores_by_its_template(tmp_path: Path, serve: Callable[..., Served]) -> None:
+@pytest.mark.parametrize("layout", ["saved", "classifier"])
+def test_a_reranker_with_a_chat_template_scores_by_it(
+    layout: Literal["saved", "classifier"], tmp_path: Path, serve: Callable[..., Served]
+) -> None:
     """A pair that is too long loses its end, never the template's; braces in a text are only text."""
-    path = models.build_yes_no_reranker(tmp_path, layout="saved")
+    path = models.build_yes_no_reranker(tmp_path, layout=layout)
     pairs = [*LONG_PAIRS[:-1], Pair("{document}", "{query} and {0}")]
     served = serve(path)
     job = run(served, pairs, outputs=SCORES, raw_scores=True)

@@ -30,7 +30,7 @@ CASES = ("classifier", "decoder classifier", "language model", "splade", "late",
 
 def made(case: str, folder: Path) -> Layout:
     """The layout of a model with one kind of head."""
-    scores = ScoringConfig(("score",), "sigmoid", CausalRerank(9, 40, "", "{query}{document}", ""))
+    scores = ScoringConfig(("score",), "sigmoid", CausalRerank(9, 40))
     forms: dict[str, tuple[str, Any, Backbone, Kind, dict[str, Any]]] = {
         "classifier": ("bert", "SequenceClassification", Backbone.SEQUENCE_CLASSIFICATION, Kind.CLASSIFIER, {}),
         "decoder classifier": (

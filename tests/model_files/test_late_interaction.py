@@ -26,6 +26,15 @@ def late_of(path: Path) -> LateInteraction:
     return late
 
 
+def test_pylate_before_sentence_transformers_5_names_no_kind_of_model(tmp_path: Path) -> None:
+    """LiquidAI's and LightOn's first models: config_sentence_transformers.json has PyLate's keys and no model_type."""
+    path = build_multi_vector("bert", tmp_path, layout="pylate", query_length=12, document_length=40)
+    saved = read_layout(path)
+    edit(path / "config_sentence_transformers.json", model_type=None)
+
+    assert read_layout(path) == saved
+
+
 @pytest.mark.parametrize("layout", ["saved", "pylate", "stanford"])
 def test_the_three_layouts_of_late_interaction_mean_the_same(tmp_path: Path, layout: Layouts) -> None:
     path = build_multi_vector("bert", tmp_path, layout=layout, query_length=12, document_length=40, attend=True)

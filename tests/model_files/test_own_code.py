@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from numpy.typing import NDArray
 from tests.engine.conftest import Served, serve  # noqa: F401  a fixture
 from tests.support import plain_forwards
-from tests.support.models import build, edit
-from tests.support.models.own_code import build_decoder, build_jina_xlm, build_new, build_nomic
+from tests.support.models import FAMILIES, TEXTS, build, edit
+from tests.support.models.own_code import build_decoder, build_jina_xlm, build_lfm2, build_new, build_nomic
 from tests.support.plain_forwards import POOLINGS
 
 from teimgr.engine.batch import Encoded
@@ -159,6 +161,50 @@ def test_jina_colbert_v2_is_exact(tmp_path: Path, serve: Callable[..., Served]) 
             assert found is not None
             assert len(found) == len(truth)
             np.testing.assert_allclose(found, truth.numpy(), atol=3e-5)
+
+
+def test_lfm2_whose_tokens_see_all_others_is_exact(tmp_path: Path, serve: Callable[..., Served]) -> None:  # noqa: F811
+    """LFM2.5-Embedding: attention both ways, and convolutions that are centred."""
+    weights, config = build_lfm2(tmp_path)
+    served = serve(tmp_path)
+
+    assert served.engine.info.warnings == ()
+    assert_exact(served, lambda ids: plain_forwards.lfm2(weights, config, ids), "cls", batching="equal-length")
+
+
+def test_bilingual_embedding_is_xlm_roberta(tmp_path: Path, serve: Callable[..., Served]) -> None:  # noqa: F811
+    truth = serve(build("xlm_roberta", tmp_path / "plain"))
+    path = shutil.copytree(tmp_path / "plain", tmp_path / "hub")
+    code = "dangvantuan/bilingual_impl--modeling.Bilingual"
+    classes = {"AutoModel": f"{code}Model", "AutoModelForMaskedLM": f"{code}ForMaskedLM"}
+    auto_map = {"AutoConfig": "dangvantuan/bilingual_impl--config.BilingualConfig", **classes}
+    edit(path / "config.json", model_type="bilingual", architectures=["BilingualModel"], auto_map=auto_map)
+    served = serve(path)
+
+    assert served.engine.info.forward == "native"
+    assert served.engine.info.max_input_length == truth.engine.info.max_input_length
+    np.testing.assert_array_equal(served.embed(TEXTS).vectors, truth.embed(TEXTS).vectors)
+
+
+@pytest.mark.parametrize("kind", ["DPRQuestionEncoder", "DPRContextEncoder"])
+def test_dpr_is_the_first_token_of_a_bert(kind: str, tmp_path: Path, serve: Callable[..., Served]) -> None:  # noqa: F811
+    torch.manual_seed(0)
+    tokenizer = FAMILIES["bert"].tokenizer()
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    config = transformers.DPRConfig(vocab_size=len(tokenizer), initializer_range=0.2, **shape)
+    model = getattr(transformers, kind)(config).eval()
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    served = serve(tmp_path)
+    encoded = TextTokenizer(read_layout(tmp_path), 512).encode(TEXTS, TokenizeOptions())
+    with torch.inference_mode():
+        rows = [model(torch.from_numpy(each.ids.astype(np.int64))[None]).pooler_output[0] for each in encoded]
+
+    assert served.engine.info.forward == "native"
+    np.testing.assert_allclose(served.embed(TEXTS, normalize=False).vectors, torch.stack(rows).numpy(), atol=3e-5)
+    edit(tmp_path / "config.json", projection_dim=16)
+    with pytest.raises(ModelLoadFailed, match="projection_dim = 16"):
+        read_layout(tmp_path)
 
 
 GTE_QWEN = {

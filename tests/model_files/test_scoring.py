@@ -101,21 +101,22 @@ def test_the_card_of_qwen3_reranker_is_followed(tmp_path: Path) -> None:
     assert (scoring.activation, scoring.labels) == ("sigmoid", ("LABEL_0",))
     assert scoring.causal.true_token_id == tokens.token_to_id("yes")
     assert scoring.causal.false_token_id == tokens.token_to_id("no")
-    assert scoring.causal.prefix.endswith('can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n')
-    assert scoring.causal.body.endswith("<Query>: {query}\n<Document>: {document}")
-    assert scoring.causal.suffix == "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    assert scoring.template is not None
+    assert scoring.template.prefix.endswith('can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n')
+    assert scoring.template.body.endswith("<Query>: {query}\n<Document>: {document}")
+    assert scoring.template.suffix == "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
 def test_a_chat_template_is_rendered_around_query_and_document(tmp_path: Path) -> None:
     path = build_yes_no_reranker(tmp_path, layout="saved")
     layout = read_layout(path)
     assert layout.scoring is not None
-    causal = layout.scoring.causal
+    template = layout.scoring.template
 
-    assert causal is not None
-    assert causal.prefix.endswith("<Instruct>: Find what answers the query\n<Query>: ")
-    assert causal.body == "{query}\n<Document>: {document}"
-    assert causal.suffix.startswith("<|im_end|>\n<|im_start|>assistant")
+    assert template is not None
+    assert template.prefix.endswith("<Instruct>: Find what answers the query\n<Query>: ")
+    assert template.body == "{query}\n<Document>: {document}"
+    assert template.suffix.startswith("<|im_end|>\n<|im_start|>assistant")
     assert (layout.prompts, layout.default_prompt_name) == ({}, None)  # the instruction is in the template already
 
 

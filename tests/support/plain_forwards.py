@@ -141,6 +141,37 @@ def causal(w: Weights, c: dict[str, Any], ids: Tensor, *, both_ways: bool) -> Te
     return scaled("norm", x)
 
 
+def lfm2(w: Weights, c: dict[str, Any], ids: Tensor) -> Tensor:
+    """LFM2 whose tokens see all others, hidden states [T, width]: attention without a mask, centred convolutions."""
+    heads, groups = c["num_attention_heads"], c["num_attention_heads"] // c["num_key_value_heads"]
+    size = c["hidden_size"] // heads
+    inverse = frequencies((c.get("rope_parameters") or c)["rope_theta"], size)
+
+    def scaled(name: str, x: Tensor) -> Tensor:
+        return functional.rms_norm(x, x.shape[-1:], w[f"{name}.weight"], c["norm_eps"])
+
+    x = w["embed_tokens.weight"][ids]
+    for i, kind in enumerate(c["layer_types"]):
+        own = f"layers.{i}"
+        inner = scaled(f"{own}.operator_norm", x)
+        if kind == "conv":
+            gate, out, mixed = linear(w, f"{own}.conv.in_proj", inner).chunk(3, dim=-1)
+            kernel = w[f"{own}.conv.conv.weight"][:, 0]  # [width, 3]
+            padded = functional.pad(gate * mixed, (0, 0, 1, 1))
+            mixed = sum(padded[j : j + len(x)] * kernel[:, j] for j in range(3))
+            x = x + linear(w, f"{own}.conv.out_proj", out * mixed)
+        else:
+            q, k, v = (linear(w, f"{own}.self_attn.{name}_proj", inner) for name in "qkv")
+            q = rotated(scaled(f"{own}.self_attn.q_layernorm", split(q, heads)), inverse)
+            k = rotated(scaled(f"{own}.self_attn.k_layernorm", split(k, heads // groups)), inverse)
+            k, v = (part.repeat_interleave(groups, dim=0) for part in (k, split(v, heads // groups)))
+            x = x + linear(w, f"{own}.self_attn.out_proj", attended(q, k, v))
+        inner = scaled(f"{own}.ffn_norm", x)
+        gated = functional.silu(linear(w, f"{own}.feed_forward.w1", inner)) * linear(w, f"{own}.feed_forward.w3", inner)
+        x = x + linear(w, f"{own}.feed_forward.w2", gated)
+    return scaled("embedding_norm", x)
+
+
 POOLINGS: dict[str, Callable[[Tensor], Tensor]] = {
     "mean": lambda hidden: hidden.mean(0),
     "cls": lambda hidden: hidden[0],

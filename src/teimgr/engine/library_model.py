@@ -15,6 +15,7 @@ import torch
 
 from teimgr.engine import gpu
 from teimgr.engine.adapters import merge_adapter
+from teimgr.engine.convolutions import centre_convolutions
 from teimgr.engine.own_weights import own_weights
 from teimgr.engine.rotary import put_own_rotary
 from teimgr.errors import ModelLoadFailed
@@ -22,7 +23,12 @@ from teimgr.model_directory import broken_file, files_below, weight_files
 from teimgr.model_files.layout import Backbone, Dense, Layout
 
 # Encoder-decoders of which only the encoder is used; AutoModel would load both.
-_ENCODERS = {"t5": "T5EncoderModel", "mt5": "MT5EncoderModel", "umt5": "UMT5EncoderModel"}
+_ENCODERS = {
+    "t5": "T5EncoderModel",
+    "mt5": "MT5EncoderModel",
+    "umt5": "UMT5EncoderModel",
+    "t5gemma": "T5GemmaEncoderModel",
+}
 _AUTO_CLASSES = {
     Backbone.ENCODER: "AutoModel",
     Backbone.MASKED_LM: "AutoModelForMaskedLM",
@@ -84,6 +90,8 @@ def load_module(layout: Layout, device: torch.device) -> Any:
     for adapter in layout.adapters:
         merge_adapter(module, adapter, module.base_model_prefix)
     put_own_rotary(module)
+    if module.config.model_type == "lfm2" and not getattr(module.config, "is_causal", True):
+        centre_convolutions(module)
     module.eval().requires_grad_(False)
     return module.to(device)
 

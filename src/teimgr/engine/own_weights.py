@@ -9,7 +9,7 @@ from torch import Tensor
 
 from teimgr.engine.heads.projections import read_weights
 from teimgr.model_files.layout import Layout
-from teimgr.model_files.own_code import JINA_XLM_ROBERTA
+from teimgr.model_files.own_code import DPR, JINA_XLM_ROBERTA
 
 Weights = dict[str, Tensor]
 
@@ -64,4 +64,11 @@ def _jina_xlm_roberta(weights: Weights, layout: Layout) -> Weights:
     return found
 
 
-_CONVERSIONS: dict[str, Callable[[Weights, Layout], Weights]] = {JINA_XLM_ROBERTA: _jina_xlm_roberta}
+_DPR_PREFIX = re.compile(r"(?:question_encoder|ctx_encoder)\.bert_model\.")
+
+
+def _dpr(weights: Weights, _layout: Layout) -> Weights:
+    return {_DPR_PREFIX.sub("", name): weight for name, weight in weights.items()}
+
+
+_CONVERSIONS: dict[str, Callable[[Weights, Layout], Weights]] = {JINA_XLM_ROBERTA: _jina_xlm_roberta, DPR: _dpr}

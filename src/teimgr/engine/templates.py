@@ -24,7 +24,7 @@ from teimgr.engine.truncation import (
     too_many_characters,
 )
 from teimgr.errors import InvalidInput
-from teimgr.model_files.layout import CausalRerank, LateInteraction
+from teimgr.model_files.layout import LateInteraction, PairTemplate
 
 QUERY, DOCUMENT = "query", "document"
 
@@ -79,14 +79,14 @@ _PLACES = re.compile(r"(\{query\}|\{document\})")
 
 
 class CausalTemplate:
-    """A causal reranker's template around pairs; only the body is truncated. `limit` includes the template's tokens.
+    """A language model's template around pairs; only the body is truncated. `limit` includes the template's tokens.
 
     `tokenize` adds no special tokens, and its encodings have offsets.
     """
 
     def __init__(
         self,
-        config: CausalRerank,
+        config: PairTemplate,
         tokenize: Callable[[Sequence[str]], list[Encoding]],
         shortener: Shortener,
         limit: int,

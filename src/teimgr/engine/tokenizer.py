@@ -208,8 +208,8 @@ class TextTokenizer:
         self._boundaries = Boundaries(tokenizer)
         self._shortener = Shortener(self._boundaries, max_length)
         self._add_specials = layout.backbone is not Backbone.STATIC
-        causal = None if layout.scoring is None else layout.scoring.causal
-        in_template = layout.late is not None or causal is not None
+        template = None if layout.scoring is None else layout.scoring.template
+        in_template = layout.late is not None or template is not None
         self._wordpiece = None if in_template else wordpiece(tokenizer, self._add_specials)
         # The mean of no rows is zero in sentence-transformers and model2vec; a dense layer may make something of it.
         self._gives_zero = layout.backbone is Backbone.STATIC and not layout.projections
@@ -224,10 +224,10 @@ class TextTokenizer:
         self._roles = None if layout.late is None else late_interaction_roles(layout.late, max_length)
         whole = partial(self._library.encode, specials=False, offsets=True)
         self._causal: CausalTemplate | PiecedTemplate | None = None
-        if causal is not None and causal.pieces:
-            self._causal = PiecedTemplate(causal.pieces, whole, self._shortener, max_length)
-        elif causal is not None:
-            self._causal = CausalTemplate(causal, whole, self._shortener, max_length)
+        if template is not None and template.pieces:
+            self._causal = PiecedTemplate(template.pieces, whole, self._shortener, max_length)
+        elif template is not None:
+            self._causal = CausalTemplate(template, whole, self._shortener, max_length)
         mask = self._library.encode(["a"], self._add_specials)[0].special_tokens_mask
         self._leading_specials = mask.index(0) if 0 in mask else 0
         self.max_length = max_length

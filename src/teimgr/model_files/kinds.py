@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from teimgr.errors import InvalidConfig, ModelLoadFailed
+from teimgr.model_files.late_interaction import is_pylate
 from teimgr.model_files.metadata import ModelMetadata
 from teimgr.model_files.scoring import has_prompt_of_its_own, label_count
 from teimgr.spec import KINDS, Kind
@@ -39,7 +40,7 @@ def _own_kind(metadata: ModelMetadata) -> Kind:
         return Kind.EMBEDDING
     if named == "SparseEncoder" or metadata.chain.has("SpladePooling"):
         return Kind.SPARSE
-    if named in ("MultiVectorEncoder", "ColBERT") or metadata.chain.has("MultiVectorMask"):
+    if named in ("MultiVectorEncoder", "ColBERT") or metadata.chain.has("MultiVectorMask") or is_pylate(metadata):
         return Kind.MULTI_VECTOR
     if named == "CrossEncoder" or metadata.chain.has("LogitScore"):
         return _scoring(metadata)

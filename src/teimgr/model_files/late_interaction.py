@@ -41,6 +41,12 @@ def read_late(metadata: ModelMetadata) -> tuple[LateInteraction, dict[str, str]]
     return _with_lengths(metadata, late, {**metadata.settings, **_pylate_lengths(metadata.saved)}), prompts
 
 
+def is_pylate(metadata: ModelMetadata) -> bool:
+    """Whether PyLate saved a model: by its keys, as `model_type` is missing before sentence-transformers 5."""
+    ours = _PYLATE_KEYS & metadata.saved.keys()
+    return bool(ours) and bool(metadata.chain.modules) and not metadata.chain.has("Pooling")
+
+
 def _with_mask(metadata: ModelMetadata) -> LateInteraction:
     """sentence-transformers: projections and a mask in any order, optionally a Normalize at the end."""
     before, mask, behind = metadata.chain.split_at("MultiVectorMask")
@@ -54,7 +60,7 @@ def _with_mask(metadata: ModelMetadata) -> LateInteraction:
 
 def _without_mask(metadata: ModelMetadata) -> LateInteraction:
     """PyLate: normalising and skipping punctuation are implicit."""
-    if metadata.saved.get("model_type") != "ColBERT":
+    if metadata.saved.get("model_type") != "ColBERT" and not is_pylate(metadata):
         raise ModelLoadFailed(f"a multi-vector model needs a MultiVectorMask, and has: {metadata.chain}")
     words = metadata.saved.get("skiplist_words")
     skip_ids = metadata.tokens.words(_PUNCTUATION if words is None else words)

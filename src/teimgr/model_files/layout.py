@@ -99,28 +99,37 @@ class M3:
 
 
 @dataclass(frozen=True, slots=True)
-class CausalRerank:
-    """A causal LM as reranker: the score is logit[true] - logit[false], or logit[true] alone.
+class PairTemplate:
+    """The text that a language model is given of a pair.
 
-    A pair is `prefix` + `body` (with {query} and {document} in it) + `suffix`; only the body is truncated. Where there
-    are `pieces`, it is these, each tokenized by itself, two of which end in {query} and {document}.
+    It is `prefix` + `body` (with {query} and {document} in it) + `suffix`; only the body is truncated. Where there are
+    `pieces`, it is these, each tokenized by itself, two of which end in {query} and {document}.
     """
 
-    true_token_id: int
-    false_token_id: int | None
-    prefix: str
-    body: str
-    suffix: str
+    prefix: str = ""
+    body: str = ""
+    suffix: str = ""
     pieces: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
+class CausalRerank:
+    """A causal LM as reranker: the score is logit[true] - logit[false], or logit[true] alone."""
+
+    true_token_id: int
+    false_token_id: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class ScoringConfig:
-    """A classifier or reranker: labels by index, and sigmoid, softmax, identity or a dotted class name."""
+    """A classifier or reranker: labels by index, and sigmoid, softmax, identity or a dotted class name. With a
+    `template` it scores pairs alone.
+    """
 
     labels: tuple[str, ...]
     activation: str
     causal: CausalRerank | None = None
+    template: PairTemplate | None = None
 
 
 @dataclass(frozen=True, slots=True)

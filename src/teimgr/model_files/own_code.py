@@ -82,12 +82,29 @@ def _has(code: _Code, classes: Iterable[tuple[str, str]]) -> bool:
 
 
 def _without_code(config: Config) -> ServedConfig:
-    """Keys that decide about attention in a config.json without code."""
+    """Keys that decide about attention in a config.json without code, and models that are another under a name."""
+    if config["model_type"] == "dpr":
+        return _dpr(config)
     if config["model_type"] == "nomic_bert" and _OLD_NOMIC_KEYS & config.keys():
         return ServedConfig(_nomic(config).config, True)
     if config["model_type"] in _DECODERS and config.get("use_bidirectional_attention"):
         return ServedConfig(_both_ways(config), True)
     return ServedConfig(config)
+
+
+DPR = "dpr"
+
+
+def _dpr(config: Config) -> ServedConfig:
+    """Facebook's DPR: the first token of a BERT, whose weights have `question_encoder.bert_model.` or the like before
+    their names.
+    """
+    if config.get("projection_dim"):
+        raise ModelLoadFailed(
+            f"config.json has projection_dim = {config['projection_dim']!r}, which is not served for DPR"
+        )
+    kept = {key: value for key, value in config.items() if key != "projection_dim"}
+    return ServedConfig({**kept, "model_type": "bert"}, True, weight_names=DPR)
 
 
 # Decoders of the library that honour `is_causal: false`, and do not know `use_bidirectional_attention`.
@@ -206,6 +223,18 @@ def _jina_xlm_roberta(config: Config) -> ServedConfig:
     return ServedConfig(served, weight_names=JINA_XLM_ROBERTA)
 
 
+def _bilingual(config: Config) -> ServedConfig:
+    """XLM-RoBERTa under another name."""
+    return ServedConfig({**config, "model_type": "xlm-roberta"})
+
+
+def _lfm2(config: Config) -> ServedConfig:
+    """LFM2 whose tokens attend to all others, and whose convolutions are centred (`engine/convolutions`)."""
+    if int(config.get("conv_L_cache", 3)) % 2 == 0:
+        raise ModelLoadFailed(f"config.json has conv_L_cache = {config['conv_L_cache']}; centred ones are odd")
+    return ServedConfig({**config, "is_causal": False})
+
+
 # Sizes of Nomic's own code, by their names in the library.
 _NOMIC_NAMES = {
     "n_embd": "hidden_size",
@@ -293,12 +322,15 @@ _NVIDIA = _classes("llama_bidirectional_model", "llama_bidirectional_model", "Ll
 _JINA = _classes("configuration_xlm_roberta", "modeling_xlm_roberta", "XLMRoberta", *_TASKS, "ForPreTraining") | {
     "configuration_xlm_roberta.XLMRobertaFlashConfig",
 }
+_LFM2 = frozenset({f"modeling_lfm2_bidirectional.Lfm2Bidirectional{kind}" for kind in ("Model", "ForMaskedLM")})
 _CODE = (
     _Code("nomic_bert", "nomic-ai/nomic-bert-2048", _NOMIC, _nomic),
     _Code("new", "Alibaba-NLP/new-impl", _classes("configuration", "modeling", "New", *_TASKS), _gte),
     _Code("gte", "Snowflake/snowflake-arctic-embed-m-v2.0", _SNOWFLAKE, _gte),
     _Code("xlm-roberta", "jinaai/xlm-roberta-flash-implementation", _JINA, _jina_xlm_roberta),
     _Code("eurobert", "EuroBERT/", _classes("configuration_eurobert", "modeling_eurobert", "EuroBert", *_TASKS), _same),
+    _Code("bilingual", "dangvantuan/bilingual_impl", _classes("config", "modeling", "Bilingual", *_TASKS), _bilingual),
+    _Code("lfm2", "LiquidAI/", _LFM2, _lfm2),
     _Code("phi3", "microsoft/", _classes("configuration_phi3", "modeling_phi3", "Phi3", *_TASKS), _same),
     _Code("qwen2", "Alibaba-NLP/", _classes("configuration_qwen", "modeling_qwen", "Qwen2", *_TASKS), _qwen2),
     _Code("llama_bidirec", "nvidia/", _NVIDIA, _encoder),

@@ -18,6 +18,7 @@ from teimgr.model_files.scoring import (
     prompt_warnings,
     read_activation,
     read_causal_rerank,
+    read_pair_template,
     read_scoring,
     score_modules,
     written_activations,
@@ -158,16 +159,21 @@ def _read(root: Path, pooling: str | None, kind: str | None, trust_remote_code: 
             named = layout.default_prompt_name if layout.default_prompt_name in prompts else "document"
             layout = replace(layout, late=late, prompts=prompts, default_prompt_name=named)
         case Kind.RERANKER | Kind.CLASSIFIER if is_causal(metadata):
-            causal = read_causal_rerank(metadata, render=render)
-            scoring = ScoringConfig(("LABEL_0",), read_activation(metadata, 1), causal)
+            scoring = ScoringConfig(
+                ("LABEL_0",), read_activation(metadata, 1), *read_causal_rerank(metadata, render=render)
+            )
             # The prompts are part of the template, so nothing goes before the query.
             layout = replace(layout, backbone=Backbone.CAUSAL_LM, scoring=scoring, prompts={}, default_prompt_name=None)
             layout = replace(layout, warnings=tuple(prompt_warnings(metadata)))
         case Kind.RERANKER | Kind.CLASSIFIER if (modules := score_modules(metadata)) is not None:
             layout = _scored_by_modules(metadata, replace(layout, scoring=read_scoring(metadata)), modules)
         case Kind.RERANKER | Kind.CLASSIFIER:
-            layout = replace(layout, backbone=Backbone.SEQUENCE_CLASSIFICATION, scoring=read_scoring(metadata))
-    _check_task(metadata, layout.backbone)
+            template = read_pair_template(metadata, render=render)
+            scoring = replace(read_scoring(metadata), template=template)
+            layout = replace(layout, backbone=Backbone.SEQUENCE_CLASSIFICATION, scoring=scoring)
+            if template is not None:  # the prompts are part of it
+                layout = replace(layout, prompts={}, default_prompt_name=None)
+    _check_task(metadata, layout)
     warnings = (*layout.warnings, *metadata.warnings, *check_files(metadata), *_own_activations(metadata, layout))
     layout = replace(layout, warnings=warnings)
     if pooling is not None and layout.pooling != pooling.replace("-", "_"):
@@ -228,10 +234,11 @@ def _without_final_normalize(modules: tuple[Module, ...]) -> tuple[Module, ...]:
     return modules[:-1] if modules and modules[-1].name == "Normalize" else modules
 
 
-def _check_task(metadata: ModelMetadata, backbone: Backbone) -> None:
+def _check_task(metadata: ModelMetadata, layout: Layout) -> None:
     """Check that sentence-transformers would use the same output of the transformer."""
     named = metadata.settings.get("transformer_task")
     if named not in (None, *_TASKS):
         raise ModelLoadFailed(f"the transformer's task is {named}, which is not served")
-    if backbone is not Backbone.CAUSAL_LM and "message" in (metadata.settings.get("modality_config") or {}):
+    in_template = layout.scoring is not None and layout.scoring.template is not None
+    if not in_template and "message" in (metadata.settings.get("modality_config") or {}):
         raise ModelLoadFailed("the model puts every text into a chat template, which is served for rerankers alone")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from teimgr.errors import ModelLoadFailed
-from teimgr.model_files.layout import CausalRerank, ScoringConfig
+from teimgr.model_files.layout import CausalRerank, PairTemplate, ScoringConfig
 from teimgr.model_files.metadata import ModelMetadata
 from teimgr.model_files.modules import SCORES, Module
 
@@ -205,7 +205,7 @@ _QUERY, _DOCUMENT = "\ue000query\ue001", "\ue000document\ue001"
 _STRUCTURED = ("content[0]", ".type", "'type'", '"type"', "message.content[")
 
 
-def read_causal_rerank(metadata: ModelMetadata, *, render: bool) -> CausalRerank:
+def read_causal_rerank(metadata: ModelMetadata, *, render: bool) -> tuple[CausalRerank, PairTemplate]:
     """The ids of the two label tokens, and the template around query and document.
 
     Without `render` the chat template, which is a Jinja program of the model's authors, is not run, and the text is
@@ -224,11 +224,24 @@ def read_causal_rerank(metadata: ModelMetadata, *, render: bool) -> CausalRerank
         raise ModelLoadFailed("the config.json of the LogitScore module has no true_token_id")
     if "message" not in (metadata.settings.get("modality_config") or {}):
         raise ModelLoadFailed("the reranker scores pairs without a chat template, which is not served")
-    prefix, body, suffix = _around(_rendered(metadata)) if render else ("", "{query}{document}", "")
-    return CausalRerank(config["true_token_id"], config.get("false_token_id"), prefix, body, suffix)
+    return CausalRerank(config["true_token_id"], config.get("false_token_id")), _chat_template(metadata, render)
 
 
-def _by_recipe(metadata: ModelMetadata) -> CausalRerank:
+def read_pair_template(metadata: ModelMetadata, *, render: bool) -> PairTemplate | None:
+    """The chat template of a sequence classifier that sentence-transformers gives pairs as messages; None for others.
+
+    Raises:
+        ModelLoadFailed: as `read_causal_rerank`.
+    """
+    is_chat = "message" in (metadata.settings.get("modality_config") or {})
+    return _chat_template(metadata, render) if is_chat else None
+
+
+def _chat_template(metadata: ModelMetadata, render: bool) -> PairTemplate:
+    return PairTemplate(*_around(_rendered(metadata))) if render else PairTemplate(body="{query}{document}")
+
+
+def _by_recipe(metadata: ModelMetadata) -> tuple[CausalRerank, PairTemplate]:
     recipe = _RECIPES.get(metadata.config["model_type"])
     if recipe is None:
         known = ", ".join(known.name for known in _RECIPES.values())
@@ -247,7 +260,8 @@ def _by_recipe(metadata: ModelMetadata) -> CausalRerank:
     pieces = recipe.pieces
     if recipe.begins_with_bos and metadata.tokens.special("bos_token") != metadata.tokens.special("pad_token"):
         pieces = (metadata.tokens.text("bos_token"), *pieces)
-    return CausalRerank(yes, no, recipe.prefix, recipe.body, recipe.suffix, tuple(piece for piece in pieces if piece))
+    template = PairTemplate(recipe.prefix, recipe.body, recipe.suffix, tuple(piece for piece in pieces if piece))
+    return CausalRerank(yes, no), template
 
 
 def _rendered(metadata: ModelMetadata) -> str:

@@ -20,7 +20,7 @@ CAUSAL = transformers.AutoModelForCausalLM
 
 
 def load(folder: Path, yes: int, no: int | None) -> Model:
-    scoring = ScoringConfig(("score",), "sigmoid", CausalRerank(yes, no, "", "{query}{document}", ""))
+    scoring = ScoringConfig(("score",), "sigmoid", CausalRerank(yes, no))
     return load_model(layout_of(folder, Backbone.CAUSAL_LM, Kind.RERANKER, scoring=scoring), CPU)
 
 

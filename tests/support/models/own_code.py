@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from .families import FAMILIES, WIDTH
 from .files import edit, pad_and_truncate, read, write, write_modules
-from .vocabularies import unigram, with_marks, word_piece
+from .vocabularies import byte_level, unigram, with_marks, word_piece
 
 INNER, HEADS, LAYERS = 64, 4, 2
 NOMIC = {
@@ -305,6 +306,32 @@ def build_decoder(
     if extra:
         save_file(weights | extra, folder / "model.safetensors", metadata={"format": "pt"})
     return weights, read(folder / "config.json")
+
+
+def build_lfm2(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """LFM2.5-Embedding: LFM2 with code of its own, the first token pooled; gives the weights and config.json."""
+    torch.manual_seed(0)
+    size = _save_tokenizer(folder, byte_level(framed=True))
+    config = transformers.Lfm2Config(
+        vocab_size=size,
+        hidden_size=WIDTH,
+        intermediate_size=INNER,
+        block_auto_adjust_ff_dim=False,
+        num_hidden_layers=3,
+        num_attention_heads=HEADS,
+        num_key_value_heads=2,
+        layer_types=["conv", "full_attention", "conv"],
+        max_position_embeddings=192,
+        initializer_range=0.2,
+        pad_token_id=1,
+        bos_token_id=0,
+        eos_token_id=2,
+    )
+    transformers.AutoModel.from_config(config).save_pretrained(folder)
+    own = "modeling_lfm2_bidirectional.Lfm2BidirectionalModel"
+    edit(folder / "config.json", architectures=["Lfm2BidirectionalModel"], auto_map={"AutoModel": own})
+    _sentence_transformers(folder, "cls", 192)
+    return load_file(folder / "model.safetensors"), read(folder / "config.json")
 
 
 def _marked(*marks: str) -> Callable[[], Any]:

@@ -112,9 +112,11 @@ def build_modular_cross_encoder(family: str, folder: Path, *, labels: int = 1, s
 
 
 def build_yes_no_reranker(
-    folder: Path, *, layout: Literal["plain", "saved"] = "plain", max_length: int = 256, seed: int = 0
+    folder: Path, *, layout: Literal["plain", "saved", "classifier"] = "plain", max_length: int = 256, seed: int = 0
 ) -> Path:
-    """Write a Qwen3-Reranker: as its authors published it, or with the files of sentence-transformers 5.4 and later."""
+    """Write a Qwen3-Reranker: as its authors published it, with the files of sentence-transformers 5.4 and later, or as
+    a classifier of sequences with these files ("classifier").
+    """
     torch.manual_seed(seed)
     tokenizer = chat()
     tokenizer.model_max_length = max_length
@@ -122,7 +124,10 @@ def build_yes_no_reranker(
     config = FAMILIES["qwen3"].config(len(tokenizer))
     for name, value in {**ids, "max_position_embeddings": 512, "tie_word_embeddings": True}.items():
         setattr(config, name, value)
-    widened(transformers.AutoModelForCausalLM.from_config(config)).save_pretrained(folder)
+    auto: Any = transformers.AutoModelForCausalLM
+    if layout == "classifier":
+        auto, config.num_labels = transformers.AutoModelForSequenceClassification, 1
+    widened(auto.from_config(config)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     if layout == "plain":
         (folder / "README.md").write_text(
@@ -131,21 +136,21 @@ def build_yes_no_reranker(
         return folder
     (folder / "chat_template.jinja").write_text(_CHAT_TEMPLATE)
     message = {"method": "forward", "method_output_name": "logits", "format": "flat"}
+    is_classifier = layout == "classifier"
     write(
         folder / "sentence_bert_config.json",
         {
-            "transformer_task": "text-generation",
+            "transformer_task": "sequence-classification" if is_classifier else "text-generation",
             "modality_config": {"text": {"method": "forward", "method_output_name": "logits"}, "message": message},
-            "module_output_name": "causal_logits",
+            "module_output_name": "scores" if is_classifier else "causal_logits",
         },
     )
-    yes, no = tokenizer.convert_tokens_to_ids(["yes", "no"])
-    write(folder / "1_LogitScore" / "config.json", {"true_token_id": yes, "false_token_id": no})
-    write_modules(
-        folder,
-        "sentence_transformers.base.modules.transformer.Transformer",
-        "sentence_transformers.cross_encoder.modules.logit_score.LogitScore",
-    )
+    modules = ["sentence_transformers.base.modules.transformer.Transformer"]
+    if not is_classifier:
+        yes, no = tokenizer.convert_tokens_to_ids(["yes", "no"])
+        write(folder / "1_LogitScore" / "config.json", {"true_token_id": yes, "false_token_id": no})
+        modules.append("sentence_transformers.cross_encoder.modules.logit_score.LogitScore")
+    write_modules(folder, *modules)
     write(
         folder / "config_sentence_transformers.json",
         {
