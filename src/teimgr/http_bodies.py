@@ -36,6 +36,9 @@ _HOST = re.compile(rb"(?:\[([0-9A-Fa-f:.]+)(?:%[\w.~-]+)?\]|[\w.~%!$&'()*+,;=-]*
 
 AnswerT = TypeVar("AnswerT")
 
+PATH_PREFIX = "teimgr.path_prefix"
+"""The key of a scope with the path prefix that a proxy has stripped; empty or absent: none."""
+
 
 _SHOWN_ENCODING_CHARS = 256
 
@@ -123,6 +126,11 @@ def _is_own(host: str, names: Collection[str]) -> bool:
     except ValueError:
         return name == "localhost" or name.endswith(".localhost") or name in map(str.lower, names)
     return True
+
+
+def path_prefix_of(scope: Mapping[str, Any]) -> str:
+    """The path prefix under which the client reaches this server, such as `/teimgr`; empty for none."""
+    return str(scope.get(PATH_PREFIX, ""))
 
 
 class SlowClient(Exception):

@@ -18,7 +18,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from teimgr.errors import InvalidInstanceName
+from teimgr.errors import InvalidConfig, InvalidInstanceName
 
 U16 = 2**16 - 1
 U32 = 2**32 - 1
@@ -42,6 +42,8 @@ EVENTS = (
 
 _ROUTES = {"actions"}
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_PATH_PREFIX = re.compile(r"(?:/(?!\.\.?(?:/|$))[A-Za-z0-9._~-]+){0,16}/?")
+_MAX_PATH_PREFIX = 256
 PLACEMENTS = ("spread", "pack")
 
 
@@ -86,6 +88,22 @@ def check_name(name: str) -> str:
     if not _NAME.fullmatch(name):
         raise InvalidInstanceName(name, "use a letter or digit, then up to 63 of A-Z a-z 0-9 . _ -")
     return name
+
+
+def path_prefix(text: str) -> str:
+    """A path prefix of URLs, such as '/ai/teimgr' or '' for none, without its last slash.
+
+    Its segments have A-Z a-z 0-9 . _ ~ - and nothing else, because it is written into pages and headers.
+
+    Raises:
+        InvalidConfig: it is none.
+    """
+    if len(text) > _MAX_PATH_PREFIX or not _PATH_PREFIX.fullmatch(text):
+        raise InvalidConfig(
+            "must be a path such as /teimgr: segments of A-Z a-z 0-9 . _ ~ -, "
+            f"{_MAX_PATH_PREFIX} characters at most (got {text[:80]!r})"
+        )
+    return text.rstrip("/")
 
 
 def rfc3339(moment: datetime, timespec: str = "microseconds") -> str:

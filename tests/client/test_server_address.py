@@ -15,13 +15,22 @@ from teimgr.errors import (
     "url",
     [
         *("ftp://host:1", "http://", "http://host:port", "http://host:70000", "http://host:0", "host:1/path"),
-        *("http://host:1/path", "http://host:1?query", "http://host:1/#part", "http://user:secret@host:1"),
+        *("http://host:1/a/../b", "http://host:1//path", "http://host:1/a%20b", "http://host:1?query"),
+        *("http://host:1/#part", "http://user:secret@host:1"),
         *("unix:run/a.sock", "unix://host/a.sock", "http+unix:/run/a.sock"),
     ],
 )
 def test_an_endpoint_that_is_none_is_refused(url: str) -> None:
     with pytest.raises(InvalidConfig, match="endpoint"):
         AsyncClient(url)
+
+
+def test_an_address_of_http_may_have_a_path_that_a_proxy_strips() -> None:
+    address = ServerAddress.parse("https://host/tools/teimgr/")
+    assert (address.port, address.prefix, address.url) == (443, "/tools/teimgr", "https://host:443/tools/teimgr")
+    assert ServerAddress.parse(address.url) == address
+    with pytest.raises(InvalidConfig, match="gRPC has no path"):
+        AsyncClient(address.url, address.url)
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def test_every_scalar_key_has_its_variable() -> None:
         "templates",
         "webhooks",
     }
-    tables |= {"allowed_origins", "allowed_hosts", "local_model_roots"}
+    tables |= {"allowed_origins", "allowed_hosts", "trusted_proxies", "local_model_roots"}
     top = {field.name for field in fields(Settings)} - tables
     assert {".".join(scalar.path) for scalar in scalars()} == top | {f"otel.{field.name}" for field in fields(Otel)}
 

@@ -17,7 +17,9 @@ from tests.page.chromium import CHROMIUM, OPTIONS, missing
 from tests.page.demo_fleet import small_fleet
 from tests.support.api_keys import SECRETS
 from tests.support.daemon_process import DaemonProcess
+from tests.support.nginx import below, needs_nginx, nginx
 
+from teimgr.client.rest_client import RestClient
 from teimgr.page import format
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing() or "there")]
@@ -238,6 +240,54 @@ def test_the_fleet_follows_what_others_do(page: Any, daemon: DaemonProcess) -> N
         row_of(page, "late").wait_for()
         client.delete("late")
         row_of(page, "late").wait_for(state="detached")
+
+
+@needs_nginx
+def test_behind_a_proxy_that_strips_a_path(browser: Any, daemon: DaemonProcess, tmp_path: Path) -> None:
+    """Sign in, every view, its live streams and calls, through nginx: each request is below the prefix and answered."""
+    with nginx(tmp_path, below("/tools/teimgr", daemon.api)) as url:
+        base, faults = f"{url}/tools/teimgr", []
+        page = browser.new_page()
+        page.set_default_timeout(LIMIT_MS)
+        page.on("request", lambda request: faults.append(request.url) if not request.url.startswith(base) else None)
+        page.on("response", lambda reply: faults.append((reply.status, reply.url)) if reply.status >= 400 else None)
+        page.on("pageerror", lambda error: faults.append(str(error)))
+        page.goto(f"{base}/ui/devices")
+        page.get_by_label("API key").fill(SECRETS["admin"])
+        page.keyboard.press("Enter")
+        page.wait_for_url(f"{base}/ui/devices")
+        page.get_by_role("link", name="Fleet").click()
+        page.wait_for_url(f"{base}/ui/fleet")
+        page.wait_for_selector(".live:not([hidden]):not(.off)")
+        row_of(page, "embedding").get_by_role("link").click()
+        page.wait_for_url(f"{base}/ui/instances/embedding")
+        page.wait_for_selector("#log >> text=worker ready")
+        page.get_by_role("button", name="Run the self-test").click()
+        page.wait_for_selector("#self-test-result >> text=passed")
+        page.get_by_role("link", name="Try it").click()
+        page.get_by_role("button", name="Run").click()
+        page.wait_for_selector(".matrix td")
+        environ = os.environ | {"TEIMGR_API_KEY": SECRETS["admin"]}
+        command = page.locator("#call").inner_text() + " -sS --fail"
+        assert json.loads(subprocess.run(["bash", "-c", command], env=environ, stdout=-1).stdout)
+        page.get_by_role("radio", name="Python").check()
+        sample = page.locator("#call").inner_text()
+        assert f'Client("{base}"' in sample
+        page.get_by_role("link", name="Models").click()
+        line = page.locator("#models tbody tr", has=page.get_by_role("link", name="classifier", exact=True))
+        line.get_by_role("button", name="Measure").click()  # its id is a directory, with slashes
+        expect(line.locator(".state.verified")).to_be_visible()
+        page.get_by_role("link", name="API", exact=True).click()
+        page.get_by_role("link", name="openapi.json").click()
+        page.wait_for_url(f"{base}/openapi.json")
+        page.goto(f"{base}/ui/alarms")
+        page.get_by_text("operator").first.click()
+        page.get_by_role("button", name="Sign out").click()
+        page.wait_for_url(f"{base}/ui/sign-in")
+        assert faults == []
+        page.context.close()
+        client = RestClient(base, api_key=SECRETS["admin"])
+        assert [each.name for each in client.list()] == ["embedding", "reranker", "classifier"]
 
 
 def test_charts_have_points(page: Any, daemon: DaemonProcess) -> None:

@@ -301,8 +301,8 @@ async def test_a_lack_of_descriptors_at_a_renewal_is_an_alarm_and_tried_again(
         assert await served(url, client(ours.ca, ours)) not in (None, first)
 
 
-def test_without_files_uvicorn_is_told_nothing() -> None:
-    assert uvicorn_options(None) == {}
+def test_without_files_there_is_no_tls() -> None:
+    assert uvicorn_options(None) == {"proxy_headers": False}
     assert RestTls(None).alarms() == []
 
 

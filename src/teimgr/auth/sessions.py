@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from teimgr.auth.policy import Scope, digest
+from teimgr.http_bodies import path_prefix_of
 
 LIFETIME_S = 12 * 3600.0
 MAX_SESSIONS = 1024
@@ -78,11 +79,14 @@ class Sessions:
         name = self._cookie_name(scope)
         age_s = int(self._lifetime_s) if token else 0
         secure = "; Secure" if _is_tls(scope) else ""
-        return f"{name}={token}; Path=/; Max-Age={age_s}; HttpOnly; SameSite=Strict{secure}"
+        # Below a prefix the host has other servers, perhaps another daemon, which must not get or replace this cookie.
+        path = path_prefix_of(scope) or "/"
+        return f"{name}={token}; Path={path}; Max-Age={age_s}; HttpOnly; SameSite=Strict{secure}"
 
     def _cookie_name(self, scope: Scope) -> str:
-        # With the prefix browsers accept it from this very host alone, over TLS.
-        return f"{'__Host-' if _is_tls(scope) else ''}teimgr-session-{self._port}"
+        # With `__Host-` browsers accept it from this very host alone, over TLS, and for the path / alone.
+        kind = "" if not _is_tls(scope) else "__Secure-" if path_prefix_of(scope) else "__Host-"
+        return f"{kind}teimgr-session-{self._port}"
 
     def _drop_ended(self) -> None:
         now = self._clock()

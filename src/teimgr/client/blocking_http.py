@@ -86,7 +86,7 @@ class BlockingHttpChannel(RestChannel):
         except (TypeError, ValueError) as error:
             raise ValidationError(str(error)) from error
         typed = {} if payload is None else {"Content-Type": "application/json"}
-        target = path + (f"?{urlencode(query)}" if query else "")
+        target = self._address.prefix + path + (f"?{urlencode(query)}" if query else "")
         connection = self._connection()
         try:
             sock = self._connect(connection)

@@ -16,6 +16,7 @@ from teimgr.errors import (
     Cancelled,
     Code,
     Internal,
+    InvalidConfig,
     TeimgrError,
     Unavailable,
     Unreachable,
@@ -80,6 +81,8 @@ class GrpcChannel:
     """Opened and closed by its owner, inside a running event loop."""
 
     def __init__(self, address: ServerAddress, tls: Tls, max_message_bytes: int, api_key: str | None = None) -> None:
+        if address.prefix:
+            raise InvalidConfig(f"gRPC has no path: {address.url!r}; give host and port of the gRPC server")
         self._address = address
         self._tls = tls
         self._max_message_bytes = max_message_bytes

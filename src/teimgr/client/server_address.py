@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import quote, urlsplit
 
 from teimgr.errors import InvalidConfig
+from teimgr.spec import path_prefix
 
 if TYPE_CHECKING:
     import ssl
@@ -96,10 +97,13 @@ class ServerAddress:
     port: int
     secure: bool
     path: str = ""
+    prefix: str = ""
 
     @classmethod
     def parse(cls, url: str) -> ServerAddress:
         """Parse `http://host:port`, `https://host:port`, `host:port`, `unix:/path` or `https+unix:/path`.
+
+        An HTTP address with a scheme may have a path of plain segments, `https://host/teimgr`, which a proxy strips.
 
         The path of a socket is absolute, taken as it is written, and may follow `unix://`.
 
@@ -109,17 +113,23 @@ class ServerAddress:
         if match := _UNIX.fullmatch(url):
             secure = match[1] is not None
             return cls(_UNIX_HOST, _DEFAULT_PORT["https" if secure else "http"], secure, match[2])
-        text = url if "://" in url else f"http://{url}"
+        has_scheme = "://" in url
+        text = url if has_scheme else f"http://{url}"
         try:
             parts = urlsplit(text)
             port = parts.port
         except ValueError as error:
             raise InvalidConfig(f"endpoint {url!r}: {error}") from error
         # Refuse other parts, which would be ignored silently.
-        more = parts.path.strip("/") or parts.query or parts.fragment or parts.username is not None
+        path_alone = not has_scheme and parts.path.strip("/")
+        more = path_alone or parts.query or parts.fragment or parts.username is not None
         if parts.scheme not in _DEFAULT_PORT or not parts.hostname or port == 0 or more:
             raise InvalidConfig(f"endpoint {url!r} is not http://host:port, https://host:port or unix:/path")
-        return cls(parts.hostname, port or _DEFAULT_PORT[parts.scheme], parts.scheme == "https")
+        try:
+            prefix = path_prefix(parts.path)
+        except InvalidConfig as error:
+            raise InvalidConfig(f"endpoint {url!r}: the path {error.message}") from error
+        return cls(parts.hostname, port or _DEFAULT_PORT[parts.scheme], parts.scheme == "https", prefix=prefix)
 
     @property
     def authority(self) -> str:
@@ -134,8 +144,8 @@ class ServerAddress:
 
     @property
     def http_base(self) -> str:
-        """The URL of the path / in an HTTP request."""
-        return f"{'https' if self.secure else 'http'}://{self.authority}"
+        """The URL that the path of an HTTP request is appended to."""
+        return f"{'https' if self.secure else 'http'}://{self.authority}{self.prefix}"
 
     @property
     def grpc_target(self) -> str:

@@ -27,7 +27,19 @@ from teimgr.config.instance_keys import key_faults, parse
 from teimgr.config.schema import ConfigFault, unknown_word
 from teimgr.errors import InvalidConfig, ModelNotFound, TeimgrError
 from teimgr.observability import logs
-from teimgr.spec import EVENTS, I64, KINDS, TOKEN_ENCODING, U16, U32, InstanceSpec, check_name, declared, key
+from teimgr.spec import (
+    EVENTS,
+    I64,
+    KINDS,
+    TOKEN_ENCODING,
+    U16,
+    U32,
+    InstanceSpec,
+    check_name,
+    declared,
+    key,
+    path_prefix,
+)
 from teimgr.unix_listener import SOCKET_PATH_BYTES
 
 UNPRIVILEGED_PORT = 1024
@@ -109,6 +121,17 @@ class Settings:
     )
     allowed_hosts: tuple[str, ...] = key(
         (), "names, beside this host's own, under which web pages of this very server are reached", live=True
+    )
+    root_path: str = key(
+        "",
+        "path prefix that a proxy strips, '/teimgr': links of the page, of /docs and of replies begin with it",
+        live=True,
+    )
+    trusted_proxies: tuple[str, ...] = key(
+        ("127.0.0.1", "::1"),
+        "addresses and networks of proxies whose X-Forwarded-For, -Proto and -Prefix are believed; 'unix': whoever "
+        "connects to api_socket; '*': everyone",
+        live=True,
     )
 
     instance_host: str = key("127.0.0.1", "address of the instances' own ports")
@@ -298,6 +321,9 @@ def faults(settings: Settings) -> Iterator[ConfigFault]:
     for index, host in enumerate(settings.allowed_hosts):
         if not _HOST.fullmatch(host):
             yield ConfigFault(f"allowed_hosts[{index}]", f"must be a host name without scheme and port (got {host!r})")
+    yield from _caught("root_path", path_prefix, settings.root_path)
+    for index, proxy in enumerate(settings.trusted_proxies):
+        yield from _caught(f"trusted_proxies[{index}]", _check_proxy, proxy)
     yield from _aliases(settings)
     yield from _default_instances(settings)
     yield from _webhooks(settings)
@@ -341,6 +367,16 @@ def _caught(path: str, check: Callable[[Any], object], value: object) -> Iterato
         check(value)
     except TeimgrError as error:
         yield ConfigFault(path, error.message.removeprefix(f"{path.rpartition('.')[2]}: "))
+
+
+def _check_proxy(entry: str) -> None:
+    """Raises InvalidConfig: neither an address, a network, `unix` nor `*`."""
+    if entry in ("unix", "*"):
+        return
+    try:
+        ipaddress.ip_network(entry)
+    except ValueError as error:
+        raise InvalidConfig(f"must be an address, a network such as 10.0.0.0/8, 'unix' or '*': {error}") from error
 
 
 def _seed(settings: Settings, seed: InstanceSpec, path: str, before: tuple[InstanceSpec, ...]) -> Iterator[ConfigFault]:

@@ -187,6 +187,8 @@ def unread_variables(environ: Mapping[str, str] = os.environ) -> Iterator[str]:
 
     tei-manager's documentation names some that it never read, among them those meant to turn on TLS.
     """
+    if "FORWARDED_ALLOW_IPS" in environ:
+        yield "the environment variable FORWARDED_ALLOW_IPS is not read; give `trusted_proxies`"
     known = [*_WORKER_VARIABLES, *(variable for scalar in scalars() for variable in scalar.variables)]
     for variable in sorted(environ):
         if variable in CLIENT_VARIABLES:

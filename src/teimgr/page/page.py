@@ -23,7 +23,7 @@ from teimgr.auth.policy import CERTIFICATE, NO_CERTIFICATE, Caller, Right, Scope
 from teimgr.auth.sessions import Sessions, is_same_origin
 from teimgr.config.settings import Settings
 from teimgr.errors import Code, Forbidden, InstanceNotFound, TeimgrError, Unauthenticated
-from teimgr.http_bodies import SlowClient, foreign_page, read_limited
+from teimgr.http_bodies import SlowClient, foreign_page, path_prefix_of, read_limited
 from teimgr.page import format, views
 from teimgr.page.assets import assets, html_response
 from teimgr.page.figures import Sampler
@@ -65,7 +65,6 @@ class Page:
             auto_reload=False,
         )
         self._templates.filters.update(format.FILTERS)
-        self._templates.globals["asset"] = assets().path
 
     def running(self) -> AbstractAsyncContextManager[None]:
         return self._sampler.running()
@@ -322,8 +321,15 @@ class Page:
     # Rendering
 
     def _sign_in_page(self, request: Request, path: str, problem: str = "", status: int = 200) -> Response:
-        text = self._templates.get_template("sign_in.html").render(path=path, problem=problem, version=__version__)
+        text = self._rendered(request, "sign_in.html", path=path, problem=problem)
         return html_response(request, text, status)
+
+    def _rendered(self, request: Request, template: str, **values: object) -> str:
+        """A template whose URLs begin with the path prefix of the request."""
+        prefix = path_prefix_of(request.scope)
+        return self._templates.get_template(template).render(
+            prefix=prefix, asset=lambda name: prefix + assets().path(name), version=__version__, **values
+        )
 
     def _with_errors(self, view: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
         async def render(request: Request) -> Response:
@@ -345,11 +351,12 @@ class Page:
         headers = dict(request.headers) | {"origin": f"{request.url.scheme}://{request.headers.get('host', '')}"}
         keys = request.app.state.policy.now.keys
         refused = foreign_page(headers, settings.allowed_origins, own_names(settings)) if keys is None else None
-        text = self._templates.get_template(template).render(
+        text = self._rendered(
+            request,
+            template,
             caller=views.rights_of(caller, can_write=refused is None),
             has_session=keys is not None and self.sessions.token_in(request.scope) is not None,
             navigation=views.navigation(caller),
-            version=__version__,
             foreign_host=request.headers.get("host", "") if refused else None,
             has_registry=request.app.state.registry is not None,
             **values,

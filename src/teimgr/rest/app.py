@@ -33,6 +33,7 @@ from teimgr.events.fleet_events import EventLog
 from teimgr.gateway import Gateway
 from teimgr.gateway.routes import describe
 from teimgr.http2.requests import protocol as http2_protocol
+from teimgr.http_bodies import path_prefix_of
 from teimgr.http_direct import Direct
 from teimgr.http_protocol import HttpProtocol
 from teimgr.http_server import AsgiApp, Listener, serving
@@ -66,6 +67,7 @@ from teimgr.rest.middleware import (
     RejectEncodedSeparators,
 )
 from teimgr.rest.probes import Alarms
+from teimgr.rest.proxies import ProxyHeaders
 from teimgr.supervision.manager import Manager
 from teimgr.supervision.reload import Reloader
 from teimgr.supervision.worker_run import FleetProber
@@ -73,6 +75,7 @@ from teimgr.unix_listener import UnixListener
 
 docs = APIRouter(include_in_schema=False)
 _OPENAPI = "/openapi.json"
+_BY_PREFIX = {"Vary": "X-Forwarded-Prefix"}
 
 
 class PageRoutes(NamedTuple):
@@ -86,12 +89,17 @@ class PageRoutes(NamedTuple):
 # FastAPI's own route would make the document on the event loop: half a second of a core, at the first request.
 @docs.get(_OPENAPI)
 async def openapi(request: Request) -> Response:
-    return Response(await asyncio.to_thread(_document, request.app), media_type="application/json")
+    document = await asyncio.to_thread(_document, request.app)
+    if prefix := path_prefix_of(request.scope):
+        servers = json.dumps([{"url": prefix}]).encode()
+        document = b'{"servers":' + servers + b"," + document.removeprefix(b"{")
+    return Response(document, media_type="application/json", headers=_BY_PREFIX)
 
 
 @docs.get("/docs")
 async def docs_page(request: Request) -> HTMLResponse:
-    return HTMLResponse(await asyncio.to_thread(_document_page, request.app), headers=HEADERS)
+    address = path_prefix_of(request.scope) + _OPENAPI
+    return HTMLResponse(await asyncio.to_thread(_document_page, request.app, address), headers=HEADERS | _BY_PREFIX)
 
 
 def _document(app: FastAPI) -> bytes:
@@ -103,8 +111,8 @@ def _document(app: FastAPI) -> bytes:
         return document
 
 
-def _document_page(app: FastAPI) -> str:
-    return page(json.loads(_document(app)), _OPENAPI)
+def _document_page(app: FastAPI, address: str) -> str:
+    return page(json.loads(_document(app)), address)
 
 
 def create_app(
@@ -205,6 +213,7 @@ def create_app(
         CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"], expose_headers=["*"]
     )
     app.add_middleware(Observe, metrics=metrics, telemetry=telemetry)
+    app.add_middleware(ProxyHeaders, settings=settings)
     if gateway is not None:
         app.state.direct = DirectInference(gateway, Observe(app, metrics, telemetry), policy)
     return app
@@ -223,10 +232,13 @@ class TlsHttpProtocol(HttpProtocol):
 
 
 def uvicorn_options(context: ssl.SSLContext | None) -> dict[str, Any]:
-    """Keyword arguments of `uvicorn.Config` for a listener with this context; none without."""
+    """Keyword arguments of `uvicorn.Config` for a listener of REST, with this context or without TLS."""
     if context is None:
-        return {}
-    return {"http": TlsHttpProtocol, "ssl_context_factory": lambda config, default: context}
+        return _OPTIONS
+    return _OPTIONS | {"http": TlsHttpProtocol, "ssl_context_factory": lambda config, default: context}
+
+
+_OPTIONS: dict[str, Any] = {"proxy_headers": False}  # `ProxyHeaders` reads them
 
 
 def certificate_scope(transport: asyncio.Transport) -> dict[str, Any]:

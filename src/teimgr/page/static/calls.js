@@ -1,4 +1,5 @@
 // A call of the playground as curl, Python and grpcurl.
+import { prefix } from "./page.js";
 
 const GRPC = { "/embed": "Embed", "/embed_sparse": "EmbedSparse", "/embed_all": "EmbedAll", "/predict": "Predict", "/rerank": "Rerank", "/tokenize": "Tokenize" };
 const PYTHON = { "/embed": "embed", "/embed_sparse": "embed_sparse", "/embed_all": "embed_all", "/predict": "predict", "/tokenize": "tokenize" };
@@ -14,7 +15,7 @@ export function callsFor(mode, instance, { route, body }, { grpc, tls, keys }) {
 }
 
 function curl(instance, route, body, keys) {
-  const lines = [`curl ${location.origin}/instances/${instance.name}${route}`];
+  const lines = [`curl ${location.origin}${prefix}/instances/${instance.name}${route}`];
   if (keys) lines.push('-H "Authorization: Bearer $TEIMGR_API_KEY"');
   lines.push("-H 'Content-Type: application/json'", `-d ${quoted(JSON.stringify(body))}`);
   return lines.join(" \\\n    ");
@@ -22,7 +23,7 @@ function curl(instance, route, body, keys) {
 
 function python(instance, route, body, texts, { grpc, keys }) {
   const string = JSON.stringify, list = `[\n${texts.map((text) => `    ${string(text)},`).join("\n")}\n]`;
-  const address = [string(location.origin), string(`${location.protocol}//${grpc ?? "localhost:9001"}`)];
+  const address = [string(location.origin + prefix), string(`${location.protocol}//${grpc ?? "localhost:9001"}`)];
   if (keys) address.push('api_key=os.environ["TEIMGR_API_KEY"]');
   const call = {
     "/rerank": `client.rerank(${string(body.query ?? "")}, texts, instance=${string(instance.name)})`,

@@ -1,5 +1,5 @@
 // The form of a new instance.
-import { $, api } from "./page.js";
+import { $, api, prefix } from "./page.js";
 import { fieldsOf, valueOf } from "./forms.js";
 
 const form = $("#create"), problem = $("#create-error");
@@ -22,7 +22,7 @@ form.addEventListener("submit", async (event) => {
       if (value !== undefined && value !== false) body[each.dataset.key] = value;
     }
     const made = await api("POST", "/instances", body);
-    location.assign(`/ui/instances/${encodeURIComponent(made.name)}`);
+    location.assign(`${prefix}/ui/instances/${encodeURIComponent(made.name)}`);
   } catch (error) {
     problem.textContent = error.message;
     problem.hidden = false;

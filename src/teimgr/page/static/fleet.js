@@ -1,5 +1,5 @@
 // The fleet: rows that follow the live stream, a filter, sorting.
-import { $, $$, alarmItems, follow, setState } from "./page.js";
+import { $, $$, alarmItems, follow, prefix, setState } from "./page.js";
 import { milliseconds, number, share, size, spark } from "./format.js";
 
 const table = $("#fleet");
@@ -32,7 +32,7 @@ function update(line, row) {
 
 /** Rows that are new come rendered from the server, as the first ones did. */
 async function fetchRows() {
-  const text = await (await fetch("/ui/fleet")).text();
+  const text = await (await fetch(`${prefix}/ui/fleet`)).text();
   const page = new DOMParser().parseFromString(text, "text/html");
   for (const line of $$("#fleet tbody tr", page)) {
     if (lines.has(line.dataset.name)) continue;

@@ -1,5 +1,5 @@
 // One instance: live charts, life line, log, settings, actions.
-import { $, $$, api, ask, attempt, element, follow, instancePath, json, setState, toast } from "./page.js";
+import { $, $$, api, ask, attempt, element, follow, instancePath, json, prefix, setState, toast } from "./page.js";
 import { duration, milliseconds, moment, NOTHING, number, size } from "./format.js";
 import { fieldsOf, textOf, valueOf } from "./forms.js";
 
@@ -168,7 +168,7 @@ const live = follow(() => `/ui/instances/${encodeURIComponent(name)}/live?after=
     refresh();
     if (!isEdited()) load();
   },
-  gone() { live.end(); location.assign("/ui/fleet"); },
+  gone() { live.end(); location.assign(`${prefix}/ui/fleet`); },
 }, { opened() { points.fine = []; points.coarse = []; } });
 show();
 
@@ -180,7 +180,7 @@ for (const button of $$("[data-action]")) {
     const action = button.dataset.action;
     if (action === "delete") {
       if (!(await ask(`Delete ${name}?`, "Its workers stop and its settings are removed. Its log stays.", "Delete"))) return;
-      if (await attempt(button, () => api("DELETE", instancePath(name)))) location.assign("/ui/fleet");
+      if (await attempt(button, () => api("DELETE", instancePath(name)))) location.assign(`${prefix}/ui/fleet`);
       return;
     }
     if (action === "stop" && !(await ask(`Stop ${name}?`, "Its callers are refused until it is started again, also after a restart of the daemon.", "Stop"))) return;

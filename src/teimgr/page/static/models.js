@@ -1,5 +1,5 @@
 // Models: add, download with progress, measure, delete.
-import { $, $$, api, ask, attempt, setState, toast } from "./page.js";
+import { $, $$, api, ask, attempt, prefix, setState, toast } from "./page.js";
 import { duration, share, size } from "./format.js";
 
 // The path of a model's routes: its id may have slashes.
@@ -7,7 +7,7 @@ const path = (id, rest = "") => `/models/${encodeURIComponent(id)}${rest}`;
 
 function watch(line) {
   const box = $("[data-field=progress]", line);
-  const source = new EventSource(path(line.dataset.model, "/download/events"));
+  const source = new EventSource(prefix + path(line.dataset.model, "/download/events"));
   box.hidden = false;
   const finish = () => { source.close(); box.hidden = true; };
   source.addEventListener("progress", (event) => {

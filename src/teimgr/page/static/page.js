@@ -1,6 +1,8 @@
 // What every view has: calls of the REST routes, live streams, messages, questions, the theme.
 export const $ = (selector, within = document) => within.querySelector(selector);
 export const $$ = (selector, within = document) => [...within.querySelectorAll(selector)];
+/** The path below which a proxy serves this daemon, empty without one: every URL of it begins so. */
+export const prefix = document.documentElement.dataset.prefix;
 export const isAdmin = document.body.hasAttribute("data-admin");
 
 export function element(tag, attributes = {}, ...children) {
@@ -41,7 +43,7 @@ export async function api(method, path, body) {
   }
   let reply;
   try {
-    reply = await fetch(path, options);
+    reply = await fetch(prefix + path, options);
   } catch {
     throw new Refused("The daemon does not answer");
   }
@@ -61,7 +63,7 @@ export function instancePath(name, rest = "") {
 }
 
 function signIn() {
-  location.assign(`/ui/sign-in?next=${encodeURIComponent(location.pathname + location.search)}`);
+  location.assign(`${prefix}/ui/sign-in?next=${encodeURIComponent(location.pathname.slice(prefix.length) + location.search)}`);
 }
 
 export function toast(text, kind = "good") {
@@ -98,7 +100,7 @@ export function ask(title, text, yes) {
 }
 
 /** Follows server-sent events while the page is visible: a browser has only six connections for all tabs of a host. */
-export function follow(url, handlers, { light = false, opened } = {}) {
+export function follow(path, handlers, { light = false, opened } = {}) {
   const indicator = light ? null : $("#live");
   let source = null, retry = null;
   const show = (is_on) => {
@@ -110,7 +112,7 @@ export function follow(url, handlers, { light = false, opened } = {}) {
   const close = () => { source?.close(); source = null; clearTimeout(retry); };
   const open = () => {
     close();
-    source = new EventSource(typeof url === "function" ? url() : url);
+    source = new EventSource(prefix + (typeof path === "function" ? path() : path));
     source.onopen = () => { show(true); opened?.(); };
     source.onerror = async () => {
       show(false);
@@ -137,9 +139,9 @@ export function setState(span, state) {
 
 export function alarmItems(alarms, most = 5) {
   const items = alarms.slice(0, most).map((alarm) => element("li", {},
-    alarm.instance ? element("a", { href: `/ui/instances/${encodeURIComponent(alarm.instance)}` }, alarm.instance) : null,
+    alarm.instance ? element("a", { href: `${prefix}/ui/instances/${encodeURIComponent(alarm.instance)}` }, alarm.instance) : null,
     alarm.instance ? ` ${alarm.text}` : alarm.text));
-  if (alarms.length > most) items.push(element("li", {}, element("a", { href: "/ui/alarms" }, `${alarms.length - most} more`)));
+  if (alarms.length > most) items.push(element("li", {}, element("a", { href: `${prefix}/ui/alarms` }, `${alarms.length - most} more`)));
   return items;
 }
 
