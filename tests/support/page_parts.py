@@ -1,0 +1,29 @@
+"""The page over an in-memory fleet, as a part of the REST application."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tests.support.memory_fleet import Fleet
+
+from teimgr.config.settings import Settings
+from teimgr.events.fleet_events import EventLog
+from teimgr.page.page import Page
+from teimgr.placement.planner import GpuInventory, Inventory
+from teimgr.rest.probes import Scraper
+from teimgr.routing.router import Directory
+
+
+def parts(settings: Settings) -> Callable[[Fleet], dict[str, Any]]:
+    """What `create_app` takes beside the fleet: the page and an event log."""
+
+    def make(fleet: Fleet) -> dict[str, Any]:
+        events = EventLog()
+        events.note([])
+        fleet.on_views_changed = events.note
+        gpus = GpuInventory({}, lambda: Inventory(reason="none in this test"))
+        page = Page(settings, fleet, Scraper(Directory()), gpus)  # type: ignore[arg-type]
+        return {"page": page.routes(), "event_log": events}
+
+    return make
