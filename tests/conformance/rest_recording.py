@@ -98,5 +98,4 @@ def _is_within(real: Any, found: Any) -> bool:
     return real in _OF_THE_RUN or (type(real) is type(found) and real == found)
 
 
-DECIDED: Mapping[str, Callable[[Call], bool]] = {
-}
+DECIDED: Mapping[str, Callable[[Call], bool]] = {}

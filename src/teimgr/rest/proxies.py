@@ -56,7 +56,7 @@ class ProxyHeaders:
 
         async def send_with_prefix(message: Message) -> None:
             if message["type"] == "http.response.start":
-                headers = [_prefixed(*each, prefix.encode()) for each in message.get("headers", ())]
+                headers = [_prefixed(name, value, prefix.encode()) for name, value in message.get("headers", ())]
                 message = {**message, "headers": headers}
             await send(message)
 
