@@ -94,4 +94,5 @@ def test_cohere(hear: Hear, truth: Truth) -> None:
     assert told["binary_by_2"] == np.packbits(truth.vectors > 0, axis=1).tolist()
     same_ranks(told["ranks_by_1"], truth.ranks())
     same_ranks(told["two_ranks_by_2"], truth.ranks()[:2])
+    assert told["joined_pieces"] == TEXTS
     assert told["of_nobody"].startswith("NotFoundError")

@@ -5,12 +5,15 @@ What is not a library of PyPI is replayed: paths, fields and headers are those o
 
 from __future__ import annotations
 
+from base64 import b64decode
 from typing import Any
 from urllib.parse import urljoin
 
+import numpy as np
 import pytest
 from tests.outside_clients.conftest import QUERY, TEXTS, TOLERANCE, Hear, Page, Truth, same
 from tests.outside_clients.products import AIOHTTP, GO, HTTPX, OPENAI_JS, REQUESTS
+from tests.support.daemon_process import DaemonProcess
 
 KEY = "Bearer none"
 
@@ -233,10 +236,30 @@ def test_milvus(page: Page, truth: Truth, scores: Any) -> None:
         same(GO.post(urljoin(settings["endpoint"], "/v1/embeddings"), embedded).vectors, truth.vectors)
     assert GO.post(urljoin(settings["endpoint"], "/embed"), asked).status == 404  # the provider `tei` here
 
-    settings = page("milvus", "OpenAI")
-    [url] = settings.tree["function"]["textEmbedding"]["providers"]["openai"].values()
-    asked = {"model": settings.fields["model_name"], "input": TEXTS, "encoding_format": "float"}
+    openai = page("milvus", "OpenAI")
+    [url] = openai.tree["function"]["textEmbedding"]["providers"]["openai"].values()
+    asked = {"model": openai.fields["model_name"], "input": TEXTS, "encoding_format": "float"}
     same(GO.post(url, asked, Authorization=KEY).vectors, truth.vectors)
+
+
+def test_clients_of_jina(served: DaemonProcess, truth: Truth) -> None:
+    """HKUDS/LightRAG: lightrag/llm/jina.py, whose default task has no prompt; infiniflow/ragflow 0105193a:
+    `JinaMultiVecEmbed`, whose inputs are objects. The model has prompts."""
+    url = f"{served.api}/jina/v1/embeddings"
+    asked = {"model": "embedding", "task": "text-matching", "embedding_type": "base64", "input": TEXTS}
+    rows = AIOHTTP.post(url, asked, Authorization=KEY).vectors
+    same([np.frombuffer(b64decode(row), np.float32) for row in rows], truth.vectors)
+
+    asked = {
+        "model": "embedding",
+        "input": [{"text": text} for text in TEXTS],
+        "task": "retrieval.query",
+        "truncate": True,
+    }
+    same(REQUESTS.post(url, asked, Authorization=KEY).vectors, truth.embedded(prompt_name="query"))
+    refused = REQUESTS.post(url, asked | {"input": [{"image": "aGVsbG8="}]}, Authorization=KEY)
+    assert refused.status == 400
+    assert "detail" in refused.error
 
 
 def test_libraries(page: Page, hear: Hear, truth: Truth, scores: Any) -> None:

@@ -42,8 +42,14 @@ def two_ranks_by_2(told: Any) -> Any:
     return _ranks(told, _second(told).rerank(query=told.query, documents=told.texts, model="reranker", top_n=2))
 
 
+def joined_pieces(told: Any) -> Any:
+    """As Dify's plugin for Cohere cuts and joins its texts."""
+    each = [_first(told).tokenize(text=text, model="embedding", offline=False) for text in told.texts]
+    return ["".join(one.token_strings) for one in each]
+
+
 def of_nobody(told: Any) -> Any:
     return refusal(lambda: _second(told).rerank(query="fog", documents=["dog"], model="nobody"))
 
 
-main(embedded_by_1, embedded_by_2, binary_by_2, ranks_by_1, two_ranks_by_2, of_nobody)
+main(embedded_by_1, embedded_by_2, binary_by_2, ranks_by_1, two_ranks_by_2, joined_pieces, of_nobody)
