@@ -34,6 +34,7 @@ from teimgr.page.page import Page
 from teimgr.rest.app import create_app
 from teimgr.rest.middleware import ADMIN_ALL, PERMISSIONS, Permission, RoutePermissions, flat
 from teimgr.routing.router import Directory
+from teimgr.spec import InstanceSpec, RouteEntry, State, WorkerEndpoint
 
 
 @asynccontextmanager
@@ -528,3 +529,34 @@ async def test_a_restricted_key_gets_no_port_outside_of_the_ranges(settings: Set
             await front.call("POST", "/instances", 403, json=THEIRS | {key: port}, **bearer("team"))
         assert front.fleet.list() == []
         await front.call("POST", "/instances", 201, json=THEIRS | {"port": 8081}, **bearer("team"))
+
+
+async def test_a_restricted_key_is_told_no_names_of_others(settings: Settings) -> None:
+    settings, directory, log = replace(settings, auth=AUTH), Directory(), EventLog()
+    inference, fleet = Gateway(settings, directory, DaemonMetrics()), Fleet(settings)
+    for name, model in (("theirs-hidden", "org/theirs-hidden"), ("mine", "org/tiny")):
+        await fleet.create(InstanceSpec(name=name, model_id=model))
+        fleet.ready(name)
+        directory.publish(RouteEntry(name, model, State.RUNNING, endpoints=(WorkerEndpoint("/none", f"{name}-1"),)))
+    inference.views = fleet.list
+    app = create_app(fleet, settings, DaemonMetrics(), gateway=inference, event_log=log)
+    routes = [route for route in flat(app.router.routes) if isinstance(route, Route)]
+    sock = bind("127.0.0.1", 0)
+    asked = 0
+    async with (
+        serving(app, sock, direct=app.state.direct),
+        aiohttp.ClientSession(f"http://127.0.0.1:{sock.getsockname()[1]}") as http,
+    ):
+        for route in routes:
+            for name in ("mine", "theirs-hidde"):
+                path = re.sub(r"{\w+(:\w+)?}", name, route.path)
+                for verb in {"GET", "POST"} & set(route.methods or ()):
+                    if verb == "POST" and path.rpartition("/")[2] in ("start", "stop", "restart", "reload"):
+                        continue
+                    body = {"json": {"model": "theirs-hidde", "input": "x", "inputs": "x"}} if verb == "POST" else {}
+                    async with http.request(verb, path, **(bearer("team") | body)) as reply:
+                        text = await reply.content.read(1 << 20)
+                    assert b"theirs-hidden" not in text, (verb, path, text[:500])
+                    asked += reply.status != 403
+    assert asked > 30
+    await inference.close()
