@@ -46,3 +46,15 @@ def test_every_command_of_a_process_is_a_module() -> None:
     for module in re.findall(r"`python -m teimgr\.([\w.]+)`", DESIGN):
         path = SOURCE.joinpath(*module.split("."))
         assert path.with_suffix(".py").exists() or (path / "__main__.py").exists()
+
+
+def test_the_threat_models_findings_have_tests_that_exist() -> None:
+    _, section = (ROOT / "docs/threat-model.md").read_text().split("## Attacks that are tested")
+    section = section.partition("\n## ")[0]
+    named = re.findall(r"`([\w/]+\.py)::(test_\w+)`", section)
+    rows = [line.split(" | ") for line in section.splitlines() if line.startswith("| S")]
+
+    missing = [f"{file}::{test}" for file, test in named if f"def {test}(" not in (ROOT / "tests" / file).read_text()]
+    assert missing == []
+    assert {row[0].strip("| ") for row in rows} == {f"S{number}" for number in range(1, 22)}
+    assert all("::test_" in row[-1] for row in rows)
