@@ -17,7 +17,7 @@ from teimgr.http2.frame_types import ConnectionBroken, ErrorCode, Payload
 from teimgr.http2.framing import Framing
 from teimgr.http2.header_decoder import Headers
 from teimgr.http2.loop_turns import LoopTurns
-from teimgr.http2.request_head import InvalidHead, read_head
+from teimgr.http2.request_head import InvalidHead, RequestHead, read_head
 from teimgr.http2.sender import Sender
 from teimgr.http2.stream import Stalled, Stream, StreamLost
 from teimgr.http_protocol import ListenerState
@@ -93,6 +93,8 @@ class Connection(asyncio.Protocol):
             self, max_streams=MAX_STREAMS, stream_window=_STREAM_WINDOW, connection_window=_CONNECTION_WINDOW
         )
         self._streams: dict[int, Stream] = {}
+        self._known_headers: Headers | None = None  # of the last request
+        self._known_head: RequestHead
         self._tasks: set[asyncio.Task[None]] = set()
         self._answered: dict[int, _Answered] = {}  # whose clients still send
         self._ahead = ByteBudget(_AHEAD.limit_bytes // _AHEAD_SHARE, _AHEAD)
@@ -153,9 +155,10 @@ class Connection(asyncio.Protocol):
             self.sender.send_waiting()
             self.sender.write()  # answers to control frames: so that those of a client that does not read are held back
             framing, ticket = self._framing, cast(Ticket, self._ticket)
-            if self._frame_timer is None and framing.is_inside:
+            is_inside = framing.is_inside
+            if is_inside and self._frame_timer is None:
                 self._await_frame()
-            if left > 0 and (held := framing.held_bytes) != ticket.held:
+            if left > 0 and (held := framing.held_bytes if is_inside else 0) != ticket.held:
                 ticket.hold(held)
             return left <= 0
         return False
@@ -287,7 +290,7 @@ class Connection(asyncio.Protocol):
             return False
         self._enter(Phase.ANSWER)
         try:
-            stream = Stream(self, number, headers, read_head(headers))
+            stream = Stream(self, number, headers, self._head_of(headers))
             serving = self._run(stream)
         except InvalidHead as error:
             self._count()
@@ -300,6 +303,12 @@ class Connection(asyncio.Protocol):
         self._state.tasks.add(task)
         task.add_done_callback(partial(self._ended, stream))
         return True
+
+    def _head_of(self, headers: Headers) -> RequestHead:
+        """As `read_head`, which most requests of a client need not repeat: their headers are of the decoder's cache."""
+        if headers is not self._known_headers:
+            self._known_head, self._known_headers = read_head(headers), headers
+        return self._known_head
 
     def on_data(self, number: int, data: Payload) -> None:
         stream, size = self._streams.get(number), len(data)

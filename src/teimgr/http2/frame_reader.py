@@ -140,14 +140,18 @@ class FrameReader:
             return cost
         if self._open_block or kind == CONTINUATION or not self._has_settings:
             self._check_order(kind, flags, number)
-        if kind == DATA:
-            self._at = at
-            self._read_data(flags, number, length)
-        else:
+        if kind != DATA:
             payload, self._at = self._rest[at:needed], needed
-            if kind in _OF_BLOCKS:
+            if kind in _OF_BLOCKS and (self._open_block or not flags & END_HEADERS):
                 self._track_block(flags, number, length)
             self._on_frame(kind, flags, number, payload)
+        elif flags & PADDED or at + length > size:
+            self._at = at
+            self._read_data(flags, number, length)
+        else:  # as most are, and as `_read_data` would
+            self._at = at + length
+            self._begin_data(flags, number, length, 0)
+            self._on_data(number, self._slice(at, at + length), bool(flags & END_STREAM))
         self.frames += not self._open_block
         return cost
 

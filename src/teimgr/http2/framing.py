@@ -165,11 +165,12 @@ class Framing(FrameReader):
             process(self, flags, number, payload)
 
     def _begin_data(self, flags: int, number: int, length: int, padding: int) -> None:
-        self._check_opened(number, "DATA")
+        flow = self._flows.get(number)
+        if flow is None:
+            self._check_opened(number, "DATA")
         self.receive_window -= length
         if self.receive_window < 0:
             raise ConnectionBroken(ErrorCode.FLOW_CONTROL_ERROR, "more than the connection's window")
-        flow = self._flows.get(number)
         if flow is None:
             if not self._may_have_been_sent(number, flags, length):
                 self._refuse_closed(number)

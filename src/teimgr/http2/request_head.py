@@ -37,7 +37,7 @@ class RequestHead(NamedTuple):
 
     method: bytes
     target: bytes
-    fields: list[tuple[bytes, bytes]]
+    fields: Headers
     length: int | None
     """The value of Content-Length, in bytes."""
 
@@ -97,7 +97,7 @@ def read_head(headers: Headers) -> RequestHead:
         raise InvalidHead(f"there is no {missing[0]}")
     length = singles.get(b"content-length")
     fields = _with_host(pseudo.get(b":authority"), singles.get(b"host"), fields)
-    return RequestHead(pseudo[b":method"], pseudo[b":path"], fields, None if length is None else int(length))
+    return RequestHead(pseudo[b":method"], pseudo[b":path"], tuple(fields), None if length is None else int(length))
 
 
 def check_trailers(trailers: Headers) -> None:

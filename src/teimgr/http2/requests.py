@@ -71,7 +71,7 @@ class HttpStreams:
                 "root_path": "",
             } | (self._peer_scope(transport) if self._peer_scope else {})
         method = head.method.decode("ascii")
-        return self._of_connection | {"method": method, "headers": head.fields, "state": {}}
+        return self._of_connection | {"method": method, "headers": [*head.fields], "state": {}}
 
     async def _answer_directly(self, stream: Stream, head: RequestHead, scope: dict[str, Any]) -> bool:
         """Answer a small request that comes at once without ASGI; False where ASGI is to serve it."""
