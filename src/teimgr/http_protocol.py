@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from time import perf_counter
 from typing import Any, Protocol, cast
 
@@ -36,7 +36,6 @@ _PIECE_BYTES = 8 * 2**10
 _TURN_S = 0.005
 _UNREAD_REPLIES_BYTES = 64 * 2**20
 _FRAMING = (b"content-length", b"transfer-encoding")
-_EXAMINED = SINGLE_HEADERS | {b"transfer-encoding", b"expect"}
 
 
 class H2Connection(Protocol):
@@ -149,7 +148,7 @@ class HttpProtocol(HttpToolsProtocol):
     def __init__(self, *, ticket: Ticket, **rest: Any) -> None:
         super().__init__(**rest)
         self._ticket = ticket
-        self._singles: list[bytes] = []  # of `SINGLE_HEADERS`, those that the present head has
+        self._fields: Mapping[bytes, bytes] = {}  # of the present head; the first of several of a name
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -218,7 +217,8 @@ class HttpProtocol(HttpToolsProtocol):
             if self._rest:
                 self.loop.call_soon(self._feed_rest)
         self._settle()
-        self.pass_on()
+        if self.server_state.pass_on is not None:
+            self.pass_on()
 
     def pass_on(self) -> None:
         """Pass the connection on, where the server leaves and no request of it is being received or answered."""
@@ -260,7 +260,8 @@ class HttpProtocol(HttpToolsProtocol):
         if self._held is not None and self._hold_timer is None and not self.transport.is_closing():
             self._await_rest()
         self._settle()
-        self.pass_on()  # where the response was complete before the request
+        if self.server_state.pass_on is not None:  # and the response may have been complete before the request
+            self.pass_on()
 
     def _feed(self, data: bytes) -> None:
         """Parse as much as may be parsed now, and keep the rest."""
@@ -315,44 +316,42 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         self._is_in_message = self._is_in_head = True
-        self._body_left, self._singles = 0, []
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._is_in_head:  # a trailer
             return
-        name, headers = name.lower(), self.headers
-        if name in _EXAMINED:
-            self._examine(name, value)
-        headers.append((name, value))
+        headers = self.headers
+        headers.append((name.lower(), value))
         if len(headers) > _MAX_FIELDS:
             raise ValueError("too many headers")  # the parser makes it an HttpParserError
 
-    def _examine(self, name: bytes, value: bytes) -> None:
-        """Heed a header of `_EXAMINED`; raises ValueError: it is not valid."""
-        if name in SINGLE_HEADERS:
-            if name in self._singles:
-                raise ValueError(f"{name!r} is repeated")
-            self._singles.append(name)
-        if name == b"content-length":
-            self._body_left = int(value)
-        elif name == b"transfer-encoding":
-            self._body_left = None
-        elif name == b"expect" and value.lower() == b"100-continue":
-            self.expect_100_continue = True
-        elif name == b"host" and not is_host(value):
-            raise ValueError("not a host")
-
     def on_headers_complete(self) -> None:
         self._is_in_head, self._overhead = False, 0
+        self._fields = fields = dict(reversed(self.headers))
+        self._body_left = None if b"transfer-encoding" in fields else int(fields.get(b"content-length", 0))
         if self._is_resuming:
             return
+        self._check_fields(fields)
         if self.parser.get_method() == b"CONNECT":
             raise ValueError("CONNECT is not served")
         if self._may_be_direct():
             self._held = []
         else:
             super().on_headers_complete()
+
+    def _check_fields(self, fields: Mapping[bytes, bytes]) -> None:
+        """Raises ValueError: a field of the head is not valid."""
+        if len(fields) < len(self.headers):
+            names = [name for name, _ in self.headers]
+            if any(names.count(name) > 1 for name in SINGLE_HEADERS):
+                raise ValueError("a header is repeated")
+        if (host := fields.get(b"host")) is not None and not is_host(host):
+            raise ValueError("not a host")
+        if b"expect" in fields:
+            self.expect_100_continue = any(
+                name == b"expect" and value.lower() == b"100-continue" for name, value in self.headers
+            )
 
     def on_chunk_header(self) -> None:
         self._awaits_chunk = True
@@ -386,7 +385,7 @@ class HttpProtocol(HttpToolsProtocol):
         answer = None
         if direct is not None and len(body) <= MAX_BODY_BYTES and unread.taken_bytes <= unread.limit_bytes:
             scope = cast(dict[str, Any], self.scope)
-            answer = direct(DirectRequest(self.url, dict(reversed(self.headers)), body, scope))
+            answer = direct(DirectRequest(self.url, self._fields, body, scope))
         if answer is None:
             self._to_asgi()
             return False
@@ -401,7 +400,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _await_rest(self) -> None:
         """Wait for the rest of a body; many clients send it after the head, but at once."""
-        length = dict(self.headers).get(b"content-length", b"")
+        length = self._fields.get(b"content-length", b"")
         is_small = length and int(length) <= MAX_BODY_BYTES
         if self.expect_100_continue or not is_small or not self._ticket.has_room(int(length)):
             self._to_asgi()

@@ -331,7 +331,11 @@ _MINUS_ZERO = re.compile(rb"[:,\[\s]-0[\s,}\]]")  # an integer to orjson, a floa
 def _is_ambiguous(kind: type[http.Body], body: Buffer) -> bool:
     """Whether orjson may have taken a body that TEI refuses: a field is there twice, or an integer is -0."""
     found = bytes(body)
-    starts = range(0, max(len(found), 1), _WINDOW_BYTES)  # one search of megabytes would hold the GIL
+    if len(found) <= _WINDOW_BYTES:
+        return (b"-0" in found and _MINUS_ZERO.search(found) is not None) or (
+            found.count(b":") > 1 and any(found.count(name) > 1 for name in _quoted_fields(kind))
+        )
+    starts = range(0, len(found), _WINDOW_BYTES)  # one search of megabytes would hold the GIL
     if b"-0" in found and any(_MINUS_ZERO.search(found, at, at + _WINDOW_BYTES + 3) is not None for at in starts):
         return True
     names = _quoted_fields(kind)
