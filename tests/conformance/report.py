@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from tests.conformance import grpc_recording, recording, tables
+from tests.conformance import grpc_recording, recording, rest_recording, tables
 from tests.conformance.case import GRPC_SURFACES, HTTP_SURFACES
 from tests.conformance.clauses import CLAUSES, ELSEWHERE
 from tests.conformance.sequences import SEQUELS
@@ -43,6 +43,27 @@ before the failure of a stream, which TEI loses, are not compared.
 
 | Calls | Lines |
 |---|---|
+"""
+
+_REST_REPLAY = """
+## Beside the real tei-manager
+
+343 calls of the management API are sent, in their order, as to tei-manager 0.12. Statuses, the methods in `allow`, CORS
+headers and JSON are compared; fields that teimgr has in addition are allowed. Every error of teimgr's is `{"error",
+"code", "timestamp"}`, where the real one's are plain text for what its framework refuses.
+
+| Answers | Calls |
+|---|---|
+"""
+
+_BOUNDS = """
+## Bounds
+
+Of the lines that no decision is about, the share that may differ, and what differs in those above
+(`tests/conformance/test_recording.py` asserts them):
+
+| What | At most | HTTP | gRPC |
+|---|---|---|---|
 """
 
 _TAIL = """
@@ -83,12 +104,38 @@ def text() -> str:
         + _replay(recording.RESULT, recording.DECIDED)
         + _GRPC_REPLAY
         + _replay(grpc_recording.RESULT, grpc_recording.DECIDED)
+        + _BOUNDS
+        + _bounds()
+        + _REST_REPLAY
+        + _replay(rest_recording.RESULT, rest_recording.DECIDED)
     )
 
 
 def _replay(result: Path, decided: Iterable[str]) -> str:
     rows = [f"| {level} | {count} |" for level, count in json.loads(result.read_text()).items()]
     return "\n".join((*rows, "", "What differs by decision:", "", *(f"* {why}." for why in decided), ""))
+
+
+def _bounds() -> str:
+    """The shares that differ, by the bounds of acceptance."""
+    results = [json.loads(result.read_text()) for result in (recording.RESULT, grpc_recording.RESULT)]
+
+    def row(what: str, most: str, *levels: str) -> str:
+        shares = []
+        for result in results:
+            whole = sum(result.values()) - result.get(recording.DECIDED_LEVEL, 0)
+            shares.append(f"{100 * sum(result.get(level, 0) for level in levels) / whole:.2f} %")
+        return f"| {what} | {most} | {' | '.join(shares)} |"
+
+    return "\n".join(
+        (
+            row("status or kind of body", "0.3 %", recording.STATUS),
+            row("JSON and headers", "0.3 %", recording.VALUES, recording.HEADERS),
+            row("words without the position", "1 %", recording.WORDS),
+            row("to the letter", "3 %", recording.WORDS, recording.POSITION),
+            "",
+        )
+    )
 
 
 def _where(surfaces: dict[str, int], order: list[str]) -> str:
