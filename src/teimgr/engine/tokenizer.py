@@ -17,6 +17,7 @@ from tokenizers import Encoding, Tokenizer, normalizers, processors
 
 from teimgr.engine.batch import Encoded, TokenizedTexts
 from teimgr.engine.boundaries import Boundaries, flattened
+from teimgr.engine.converted_tokenizer import convert
 from teimgr.engine.job import InferOptions, Input, Pair, ZeroVector, characters
 from teimgr.engine.templates import DOCUMENT, QUERY, CausalTemplate, PiecedTemplate, late_interaction_roles
 from teimgr.engine.truncation import (
@@ -608,9 +609,6 @@ def _token_spans(encoding: Encoding, text: str, bytes_before: int = 0) -> Iterab
             yield TokenSpan(id, text[begin:end], False, at[begin], at[end])
 
 
-_VOCABULARIES = ("vocab.txt", "vocab.json", "sentencepiece.bpe.model", "spiece.model", "tokenizer.model")
-
-
 def load_tokenizer(layout: Layout) -> Tokenizer:
     """The model's fast tokenizer, without the padding and truncation that its file may configure.
 
@@ -619,7 +617,9 @@ def load_tokenizer(layout: Layout) -> Tokenizer:
     """
     path = layout.transformer_dir / "tokenizer.json"
     try:
-        tokenizer = Tokenizer.from_file(str(path)) if path.is_file() else _convert(layout)
+        tokenizer = Tokenizer.from_file(str(path)) if path.is_file() else convert(layout)
+    except ModelLoadFailed:
+        raise
     except Exception as error:
         raise ModelLoadFailed(f"the tokenizer cannot be loaded: {path}: {error}") from error
     tokenizer.no_padding()
@@ -649,20 +649,6 @@ def _append(tokenizer: Tokenizer, token: str) -> None:
         single=f"$A {token}", pair=f"$A {token} $B:1 {token}:1", special_tokens=[(token, id)]
     )
     tokenizer.post_processor = end if own is None else processors.Sequence([own, end])
-
-
-def _convert(layout: Layout) -> Tokenizer:
-    """Convert an older model's vocabulary. Where there is none, transformers would create an empty tokenizer."""
-    from transformers import AutoTokenizer
-
-    if not any((layout.transformer_dir / name).is_file() for name in _VOCABULARIES):
-        raise FileNotFoundError(f"there is neither tokenizer.json nor any of {', '.join(_VOCABULARIES)}")
-    trust = layout.trust_remote_code  # never None: transformers would prompt on the terminal
-    slow = AutoTokenizer.from_pretrained(layout.transformer_dir, local_files_only=True, trust_remote_code=trust)
-    backend = getattr(slow, "backend_tokenizer", None)
-    if not isinstance(backend, Tokenizer):
-        raise TypeError(f"{type(slow).__name__} has no fast form, and there is no tokenizer.json")
-    return backend
 
 
 def _lower_cases(tokenizer: Tokenizer) -> bool:

@@ -1,0 +1,97 @@
+"""Tokenizers of models without tokenizer.json: converted by transformers, and compared with SentencePiece's own."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
+
+from teimgr.errors import ModelLoadFailed
+from teimgr.model_files.layout import Layout
+
+_SENTENCE_PIECE = ("sentencepiece.bpe.model", "spiece.model", "spm.model", "tokenizer.model")
+_VOCABULARIES = ("vocab.txt", "vocab.json", *_SENTENCE_PIECE)
+# Texts on which the two are compared: several scripts, and characters that Unicode's compatibility forms change.
+_PROBES = (
+    "The quick brown fox jumps over the lazy dog.",
+    "Zürich, Łódź and São Paulo: 3.14159 km² — “quoted”, hyphen-ated; (nested [brackets]).",
+    "  Ａｂｃ  ① ﬁne\u00a0space\ttab  ",
+    "Καλημέρα κόσμε, привет мир, 東京は日本の首都です。 مرحبا नमस्ते 🙂",
+    "don't I'll e\u0301te\u0301 x_y=z; #include <a.h>",
+)
+
+
+def convert(layout: Layout) -> Tokenizer:
+    """The tokenizer that transformers makes of an older model's vocabulary.
+
+    Raises:
+        ModelLoadFailed: it needs the package sentencepiece, or cuts texts in other places than SentencePiece does.
+        FileNotFoundError: there is no vocabulary; transformers would create an empty tokenizer.
+    """
+    from transformers import AutoTokenizer
+
+    folder = layout.transformer_dir
+    if not any((folder / name).is_file() for name in _VOCABULARIES):
+        raise FileNotFoundError(f"there is neither tokenizer.json nor any of {', '.join(_VOCABULARIES)}")
+    pieces = next((folder / name for name in _SENTENCE_PIECE if (folder / name).is_file()), None)
+    if pieces is not None and importlib.util.find_spec("sentencepiece") is None:
+        raise ModelLoadFailed(
+            f"the tokenizer is a SentencePiece model alone ({pieces.name}): install teimgr with the extra "
+            "`sentencepiece`, or add a tokenizer.json"
+        )
+    trust = layout.trust_remote_code  # never None: transformers would prompt on the terminal
+    slow = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust)
+    backend = getattr(slow, "backend_tokenizer", None)
+    if not isinstance(backend, Tokenizer):
+        raise TypeError(f"{type(slow).__name__} has no fast form, and there is no tokenizer.json")
+    return backend if pieces is None else _checked(backend, pieces)
+
+
+def _checked(tokenizer: Tokenizer, file: Path) -> Tokenizer:
+    """`tokenizer` if it cuts texts as the SentencePiece model in `file` does, if need be by that model's normalization.
+
+    Raises:
+        ModelLoadFailed: it does not.
+    """
+    from sentencepiece import SentencePieceProcessor
+
+    pieces = SentencePieceProcessor(model_file=str(file))
+    if _difference(tokenizer, pieces) is None:
+        return tokenizer
+    _normalize_as(tokenizer, pieces)
+    if (text := _difference(tokenizer, pieces)) is not None:
+        raise ModelLoadFailed(
+            f"the tokenizer that transformers makes of {file.name} cuts {text!r} in other places than SentencePiece "
+            "does: add a tokenizer.json"
+        )
+    return tokenizer
+
+
+def _difference(tokenizer: Tokenizer, pieces: Any) -> str | None:
+    """The first probe that the two cut differently; unknown characters are alike by whatever name."""
+    unknown = pieces.unk_id()
+    for text in _PROBES:
+        encoding = tokenizer.encode(text, add_special_tokens=False)
+        theirs = [None if id == unknown else pieces.id_to_piece(id) for id in pieces.encode(text)]
+        known = {piece for piece in theirs if piece is not None}
+        ours = [token if token in known else None for token in map(tokenizer.id_to_token, encoding.ids)]
+        if ours != theirs:
+            return text
+    return None
+
+
+def _normalize_as(tokenizer: Tokenizer, pieces: Any) -> None:
+    """Normalize texts as a SentencePiece model's own specification says."""
+    from sentencepiece import sentencepiece_model_pb2
+
+    model = sentencepiece_model_pb2.ModelProto.FromString(pieces.serialized_model_proto())
+    spec = model.normalizer_spec
+    steps: list[Any] = []
+    if spec.precompiled_charsmap:
+        steps.append(normalizers.Precompiled(spec.precompiled_charsmap))
+    if spec.remove_extra_whitespaces:
+        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+    tokenizer.normalizer = normalizers.Sequence(steps)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always" if spec.add_dummy_prefix else "never")
