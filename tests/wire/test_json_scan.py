@@ -16,7 +16,17 @@ from hypothesis import strategies as st
 
 from teimgr.errors import InvalidInput
 from teimgr.wire import json_scan
-from teimgr.wire.json_scan import MAX_CONTAINERS, WINDOW_BYTES, broken_text, completed, decoded, loads, text_member
+from teimgr.wire.json_scan import (
+    MAX_CONTAINERS,
+    MAX_TEXT_BYTES,
+    MAX_VALUES,
+    WINDOW_BYTES,
+    broken_text,
+    completed,
+    decoded,
+    loads,
+    text_member,
+)
 
 TEXT = st.text(max_size=20)
 LEAVES = st.none() | st.booleans() | st.integers() | TEXT
@@ -222,13 +232,13 @@ def heap_of_a_worker() -> Iterator[None]:
 @pytest.mark.parametrize(
     "text",
     [
-        b'{"input":"' + b"a" * SIZE + b'"}',
-        b'{"input":"' + b'\\"' * (SIZE // 2) + b'"}',
-        b'{"input":[' + b"1," * (SIZE // 2) + b"1]}",
-        b'{"input":[' + b'"hello",' * (SIZE // 8) + b'""]}',
+        b'{"input":"' + b"a" * (MAX_TEXT_BYTES - 9) + b'"}',
+        b'{"input":"' + b'\\"' * (MAX_TEXT_BYTES // 2 - 9) + b'"}',
+        b'{"input":[' + b"54321," * (MAX_VALUES - 10) + b"1]}",
+        b'{"input":[' + b'"hello",' * (MAX_VALUES - 10) + b'""]}',
         b'{"input":[' + b"[0]," * (MAX_CONTAINERS - 10) + b"0]}",
         b'{"input":[' + b"[[[[0]]]]," * (MAX_CONTAINERS // 4 - 10) + b"0]}",
-        b'{"input":[' + b'[["' + b"[" * SIZE + b'"]]]}',
+        b'{"input":[' + b'[["' + b"[" * (MAX_TEXT_BYTES - 9) + b'"]]]}',
         b" " * SIZE + b"0",
     ],
     ids=["text", "escapes", "ids", "texts", "lists", "deep lists", "brackets", "spaces"],
@@ -249,7 +259,7 @@ def test_no_step_of_a_large_text_takes_long(text: bytes, heap_of_a_worker: None)
     "text", [b"[" + b"[0]," * MAX_CONTAINERS + b"0]", b"[" + b"[[[[[]]]]]," * MAX_CONTAINERS], ids=["flat", "deep"]
 )
 def test_too_many_lists_are_refused_by_name(text: bytes) -> None:
-    with pytest.raises(InvalidInput, match="more than 100000 lists and objects"):
+    with pytest.raises(InvalidInput, match=f"more than {MAX_CONTAINERS} lists and objects"):
         loads(text)
 
 
@@ -303,3 +313,24 @@ def test_a_broken_text_at_the_end_of_megabytes_is_found_in_linear_time() -> None
         assert found is not None
         assert found.path == ("input", 100_000)
         assert time.process_time() - began < 10
+
+
+@pytest.mark.parametrize(
+    ("text", "refusal"),
+    [
+        (b'{"input":[' + b"12345," * MAX_VALUES + b"0]}", f"more than {MAX_VALUES} values"),
+        (b'{"input":[[' + b"1," * (MAX_VALUES // 2) + b"0],[" + b"1," * (MAX_VALUES // 2) + b"0]]}", "values"),
+        (b"{" + b"".join(b'"%d":0,' % n for n in range(MAX_CONTAINERS)) + b'"a":0}', f"{MAX_CONTAINERS} members"),
+        (b'{"input":"' + b"a" * MAX_TEXT_BYTES + b'b"}', f"a text of more than {MAX_TEXT_BYTES} bytes"),
+    ],
+    ids=["ids", "lists of ids", "members", "text"],
+)
+def test_what_takes_long_to_free_or_to_join_is_refused(text: bytes, refusal: str) -> None:
+    with pytest.raises(InvalidInput, match=refusal):
+        loads(text)
+
+
+def test_the_limit_on_values_is_the_callers() -> None:
+    assert loads(b"[[1,2],[3]]", 5) == [[1, 2], [3]]
+    with pytest.raises(InvalidInput, match="more than 4 values"):
+        loads(b"[[1,2],[3]]", 4)

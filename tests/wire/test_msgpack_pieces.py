@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import msgpack
 import pytest
+from tests.support.gil_probe import held_s
 
 from teimgr.errors import InvalidInput
 from teimgr.wire import msgpack_pieces
-from teimgr.wire.json_scan import MAX_CONTAINERS
+from teimgr.wire.json_scan import MAX_CONTAINERS, MAX_TEXT_BYTES, MAX_VALUES
 
 VALUES: tuple[Any, ...] = (
     {"items": [{"text": "ä" * 300_000, "id": "x"}, {"text": b"\x00" * 70_000}], 7: [1.5, None, True, -(2**40)]},
@@ -27,7 +29,9 @@ def test_pieces_give_the_value_of_one_call(value: Any, piece: int, monkeypatch: 
     if piece < 100 and len(body) > 1000:
         piece *= 997
     monkeypatch.setattr(msgpack_pieces, "_PIECE_BYTES", piece)
-    assert msgpack_pieces.loads(memoryview(body)) == msgpack.unpackb(body, raw=False, strict_map_key=False)
+    expected = msgpack.unpackb(body, raw=False, strict_map_key=False)
+    assert msgpack_pieces.loads(memoryview(body)) == expected
+    assert msgpack_pieces.loads_small(memoryview(body)) == expected
 
 
 @pytest.mark.parametrize("body", [b"", b"\x92\x01", b"\x01\x01", b"\xc1", b"\xa1\xff", b"\x91" * 5000])
@@ -36,9 +40,35 @@ def test_what_is_no_msgpack_is_refused(body: bytes) -> None:
         msgpack_pieces.loads(body)
 
 
-def test_lists_are_counted_and_announced_lengths_are_bounded() -> None:
-    with pytest.raises(InvalidInput, match=f"more than {MAX_CONTAINERS} lists"):
-        msgpack_pieces.loads(msgpack.packb([[[0]] * 60_000, [[0]] * 60_000]))
-    for header in (b"\xdd", b"\xdf"):
-        with pytest.raises(ValueError, match="exceeds max_"):
-            msgpack_pieces.loads(header + (MAX_CONTAINERS + 1).to_bytes(4) + bytes(4_000_000))
+@pytest.mark.parametrize(
+    ("value", "refusal"),
+    [
+        ([[[0]] * (MAX_CONTAINERS // 2), [[0]] * (MAX_CONTAINERS // 2)], f"more than {MAX_CONTAINERS} lists"),
+        ([[0] * (MAX_VALUES // 2), [0] * (MAX_VALUES // 2)], f"more than {MAX_VALUES} values"),
+        (dict.fromkeys(range(MAX_CONTAINERS + 1), 0), f"more than {MAX_CONTAINERS} members"),
+        ({"text": "a" * (MAX_TEXT_BYTES + 2 * 2**16)}, f"a text of more than {MAX_TEXT_BYTES} bytes"),
+    ],
+    ids=["lists", "values", "members", "text"],
+)
+def test_what_takes_long_to_free_or_to_join_is_refused(value: Any, refusal: str) -> None:
+    with pytest.raises(InvalidInput, match=refusal):
+        msgpack_pieces.loads(msgpack.packb(value))
+
+
+@pytest.mark.parametrize("loads", [msgpack_pieces.loads, msgpack_pieces.loads_small])
+@pytest.mark.parametrize("head", [b"\xdd\x00\x01\x00\x00", b"\xdc\xff\xff", b"\xdf\x00\x00\x80\x00"])
+def test_lists_that_announce_more_than_follows_allocate_nothing(loads: Any, head: bytes) -> None:
+    body = b"\x81\xa5items" + head * 900 + bytes(60_000)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match="incomplete"):
+            loads(body)
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000  # 470 MB before
+    finally:
+        tracemalloc.stop()
+
+
+def test_reading_many_items_lets_other_threads_run() -> None:
+    body = msgpack.packb([{"text": f"rain {n}"} for n in range(MAX_CONTAINERS - 1)])
+    whole = held_s(lambda: msgpack.unpackb(body), 3)
+    assert held_s(lambda: msgpack_pieces.loads(body), 3) < max(0.06, whole)

@@ -13,6 +13,7 @@ import orjson
 _AT_ONCE = 2**15
 # Lists of up to this many rows are small if their first row is.
 _FEW_ROWS = 16
+_TEXT_AT_ONCE = 8 * _AT_ONCE
 _SCALARS = frozenset({int, float, bool, type(None)})
 _BASE64_BYTES = 3 * 2**16  # a multiple of 3: only the last piece is padded
 
@@ -29,8 +30,8 @@ def b64encode(data: bytes) -> str:
     if len(data) <= _BASE64_BYTES:
         return base64.b64encode(data).decode()
     view = memoryview(data)
-    pieces = (base64.b64encode(view[at : at + _BASE64_BYTES]) for at in range(0, len(data), _BASE64_BYTES))
-    return b"".join(pieces).decode()
+    pieces = (base64.b64encode(view[at : at + _BASE64_BYTES]).decode() for at in range(0, len(data), _BASE64_BYTES))
+    return "".join(pieces)
 
 
 def _dumped(value: Any) -> bytes:
@@ -55,7 +56,7 @@ def _is_large(value: Any, rows: int) -> bool:
     if kind is dict:
         return any(type(member) not in _SCALARS and _is_large(member, rows) for member in value.values())
     if kind is str:
-        return len(value) * rows > 8 * _AT_ONCE
+        return len(value) * rows > _TEXT_AT_ONCE
     if kind is list and value:
         return len(value) * rows > _AT_ONCE or _is_large(value[0], len(value) * rows)
     return False
@@ -84,6 +85,11 @@ def _pieces(value: Any) -> Iterator[bytes]:
         yield from _rows(value)
     elif isinstance(value, np.ndarray) and value.ndim and value.size > _AT_ONCE:
         yield from _slices(value)
+    elif isinstance(value, str) and len(value) > _TEXT_AT_ONCE:
+        yield b'"'
+        for at in range(0, len(value), _TEXT_AT_ONCE):
+            yield _dumped(value[at : at + _TEXT_AT_ONCE])[1:-1]
+        yield b'"'
     else:
         yield _dumped(value)
 

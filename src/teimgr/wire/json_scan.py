@@ -184,8 +184,14 @@ def _string(text: Text, at: int) -> Steps[str | None]:
 
 # Decoding a whole text.
 
-# Ten for each input of the largest batch. A collection of garbage visits all of them with the GIL: 20 ms for these.
-MAX_CONTAINERS = 100_000
+# Five for each input of the largest batch. A collection of garbage visits all of them with the GIL, and what pydantic
+# makes of them: 20 ms for these.
+MAX_CONTAINERS = 50_000
+# Elements and members of all lists and objects together: one call frees them, in 10 to 20 ms. OpenAI's service takes
+# 300,000 token ids in a request.
+MAX_VALUES = 1_000_000
+# Of one text. It is joined in one call, of 32 MB where one character needs four bytes; no model reads this many.
+MAX_TEXT_BYTES = 8 * 2**20
 _MAX_DEPTH = 1024  # of lists and objects, as orjson's
 # A piece with more brackets than this is counted without those in its strings.
 _FEW_BRACKETS = 64
@@ -206,29 +212,47 @@ _BACKSLASH, _COMMA = b"\\,"
 _CLOSED_BY = {list: b"]"[0], dict: b"}"[0]}
 
 
-def loads(text: AnyText) -> Any:
+def loads(text: AnyText, max_values: int = MAX_VALUES) -> Any:
     """The value of a JSON text as `orjson.loads` gives it, by calls of orjson for 64 KiB at most.
 
     For large texts on a thread: other threads get the GIL between two calls.
 
     Raises:
         ValueError: the text is no JSON.
-        InvalidInput: it has more than `MAX_CONTAINERS` lists and objects.
+        InvalidInput: it has more than `MAX_CONTAINERS` lists and objects or members of one object, more than
+            `max_values` values, or a text of more than `MAX_TEXT_BYTES`.
     """
-    return completed(decoded(text))
+    return completed(decoded(text, max_values))
 
 
-def decoded(text: AnyText) -> Steps[Any]:
+def decoded(text: AnyText, max_values: int = MAX_VALUES) -> Steps[Any]:
     """`loads` in steps."""
-    return (yield from _Decoder(text).value())
+    return (yield from _Decoder(text, max_values).value())
+
+
+def too_many_containers() -> InvalidInput:
+    return InvalidInput(f"The body has more than {MAX_CONTAINERS} lists and objects")
+
+
+def too_many_values(limit: int) -> InvalidInput:
+    return InvalidInput(f"The body has more than {limit} values")
+
+
+def too_many_members() -> InvalidInput:
+    return InvalidInput(f"The body has an object with more than {MAX_CONTAINERS} members")
+
+
+def too_long_text() -> InvalidInput:
+    return InvalidInput(f"The body has a text of more than {MAX_TEXT_BYTES} bytes")
 
 
 class _Decoder:
     """Lists and objects that are small are decoded by orjson, many at a time; those around them are kept on a stack."""
 
-    def __init__(self, text: AnyText) -> None:
+    def __init__(self, text: AnyText, max_values: int) -> None:
         self._text = text
-        self._containers = 0
+        self._max_values = max_values
+        self._containers = self._values = 0
         self._open: list[tuple[list[Any] | dict[str, Any], str]] = []  # each with the key of the member being read
 
     def value(self) -> Steps[Any]:
@@ -267,29 +291,39 @@ class _Decoder:
     def _add(self, container: list[Any] | dict[str, Any], start: int, end: int) -> bool:
         """Add the elements or members between two positions; False if there are none."""
         piece = self._text[start:end]
-        self._count(piece)
+        has_nested = self._count(piece)
+        opening, closing = (b"[", b"]") if isinstance(container, list) else (b"{", b"}")
         try:
-            if isinstance(container, list):
-                elements = orjson.loads(b"".join((b"[", piece, b"]")))
-                container.extend(elements)
-                return bool(elements)
-            members = orjson.loads(b"".join((b"{", piece, b"}")))
+            found = orjson.loads(b"".join((opening, piece, closing)))
         except orjson.JSONDecodeError as error:
             raise _malformed(error.msg.partition(": line ")[0], start + max(error.pos - 1, 0)) from None
-        container.update(members)
-        return bool(members)
+        self._counted_values(_values_in(found) if has_nested else len(found))
+        if isinstance(container, list):
+            container.extend(found)
+        else:
+            container.update(found)
+            if len(container) > MAX_CONTAINERS:
+                raise too_many_members()
+        return bool(found)
 
-    def _count(self, piece: AnyText) -> None:
+    def _count(self, piece: AnyText) -> bool:
+        """Count the lists and objects of a piece; False if there are none."""
         raw = bytes(piece)
         found = raw.count(b"[") + raw.count(b"{")
         if found > _FEW_BRACKETS and b'"' in raw:
             found = sum(one != b'"' for one in (token[:1] for token in _BRACKET.findall(raw)))
         self._counted(found)
+        return found > 0
 
     def _counted(self, more: int) -> None:
         self._containers += more
         if self._containers > MAX_CONTAINERS:
-            raise InvalidInput(f"The body has more than {MAX_CONTAINERS} lists and objects")
+            raise too_many_containers()
+
+    def _counted_values(self, more: int) -> None:
+        self._values += more
+        if self._values > self._max_values:
+            raise too_many_values(self._max_values)
 
     def _large_element(self, container: list[Any] | dict[str, Any], at: int) -> Steps[tuple[int, Any]]:
         """Read an element or member that no window holds or that is nested deeply: as `_opened_or_scalar`."""
@@ -329,6 +363,7 @@ class _Decoder:
             raise _malformed("a JSON value was expected", at) from None
 
     def _store(self, value: Any) -> None:
+        self._counted_values(1)
         container, key = self._open[-1]
         if isinstance(container, list):
             container.append(value)
@@ -354,6 +389,8 @@ class _Decoder:
         end = yield from _end_of_string(text, at + 1)
         if end > len(text):
             raise _malformed("unexpected end of data", len(text))
+        if end - at > MAX_TEXT_BYTES:
+            raise too_long_text()
         pieces: list[str] = []
         at += 1
         while at < end - 1:
@@ -365,6 +402,15 @@ class _Decoder:
             at = cut
             yield
         return end, "".join(pieces)
+
+
+def _values_in(found: list[Any] | dict[str, Any]) -> int:
+    """Elements and members of a list or object and of those in it."""
+    inner = found if isinstance(found, list) else found.values()
+    return len(found) + sum(_values_in(one) for one in inner if type(one) in _CONTAINERS)
+
+
+_CONTAINERS = frozenset((list, dict))
 
 
 def _matched(pattern: re.Pattern[bytes], text: AnyText, at: int, limit: int) -> int:

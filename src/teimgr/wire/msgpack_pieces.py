@@ -1,53 +1,143 @@
-"""Decoding large msgpack bodies in pieces: each call of the library holds the GIL for a few milliseconds."""
+"""Decoding msgpack in pieces: each call of the library reads one text, one number or the head of a list or map."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgpack
 
-from teimgr.errors import InvalidInput
-from teimgr.wire.json_scan import MAX_CONTAINERS
+from teimgr.wire import json_scan
+from teimgr.wire.json_scan import MAX_CONTAINERS, MAX_TEXT_BYTES, MAX_VALUES
 
 _PIECE_BYTES = 64 * 1024
+_MAX_DEPTH = 1024
+# Heads of lists and maps with more than 15 elements. The library allocates what they announce, of which nothing need
+# follow: nested in each other a thousand of them take 1 GB for 5 kB.
+_LONG_HEADS = (b"\xdc", b"\xdd", b"\xde", b"\xdf")
+_FEW_LONG_HEADS = 16
+_FIXED_MAPS, _FIXED_LISTS = range(0x80, 0x90), range(0x90, 0xA0)
+_MAPS, _LISTS = frozenset((*_FIXED_MAPS, 0xDE, 0xDF)), frozenset((*_FIXED_LISTS, 0xDC, 0xDD))
+_NO_KEY = object()
+
+
+def loads_small(body: bytes | bytearray | memoryview) -> Any:
+    """Like `loads`, by one call of the library unless lists in the body may announce more than is there."""
+    raw = bytes(body)
+    if sum(map(raw.count, _LONG_HEADS)) > _FEW_LONG_HEADS:
+        return loads(body)
+    try:
+        return msgpack.unpackb(raw, raw=False, strict_map_key=False)
+    except msgpack.UnpackException as error:  # not all are ValueErrors
+        raise ValueError(str(error)) from error
 
 
 def loads(body: bytes | bytearray | memoryview) -> Any:
     """The value of a msgpack text as `msgpack.unpackb(body, raw=False, strict_map_key=False)` gives it.
 
     Raises:
-        ValueError: it is no msgpack, or a list or map has more than `MAX_CONTAINERS` elements.
-        InvalidInput: it has more than `MAX_CONTAINERS` lists and maps.
+        ValueError: it is no msgpack, or lists and maps announce more elements than the body has bytes.
+        InvalidInput: it has more than `MAX_CONTAINERS` lists and maps or members of one map, more than `MAX_VALUES`
+            values, or a text of more than `MAX_TEXT_BYTES`.
     """
-    containers = 0
+    reader = _Reader(memoryview(body))
+    try:
+        return reader.whole()
+    except msgpack.UnpackException as error:  # not all are ValueErrors
+        raise ValueError(str(error)) from error
 
-    def counted(container: Any) -> Any:
-        nonlocal containers
-        containers += 1
-        if containers > MAX_CONTAINERS:
-            raise InvalidInput(f"The body has more than {MAX_CONTAINERS} lists and objects")
-        return container
 
-    # A list is allocated by the length that its header announces, which no byte has to follow.
-    unpacker = msgpack.Unpacker(
-        raw=False,
-        strict_map_key=False,
-        max_buffer_size=len(body),
-        max_array_len=min(MAX_CONTAINERS, len(body)),
-        max_map_len=min(MAX_CONTAINERS, len(body)),
-        list_hook=counted,
-        object_hook=counted,
-    )
-    view = memoryview(body)
-    for at in range(0, len(view), _PIECE_BYTES):
-        unpacker.feed(view[at : at + _PIECE_BYTES])
-        try:
-            value = unpacker.unpack()
-        except msgpack.OutOfData:
-            continue
-        except msgpack.UnpackException as error:  # not all are ValueErrors
-            raise ValueError(str(error)) from error
-        if unpacker.tell() < len(view):
+class _Open:
+    """A list or map that is being read: how many elements, or members, are still to come."""
+
+    __slots__ = ("container", "key", "left")
+
+    def __init__(self, container: list[Any] | dict[Any, Any], left: int) -> None:
+        self.container = container
+        self.left = left
+        self.key: Any = _NO_KEY
+
+    def add(self, value: Any) -> None:
+        if isinstance(self.container, list):
+            self.container.append(value)
+        elif self.key is _NO_KEY:
+            if isinstance(value, (list, dict)):
+                raise ValueError("the key of a map is a list or a map")  # noqa: TRY004  the body is wrong
+            self.key = value
+            return
+        else:
+            self.container[self.key] = value
+            self.key = _NO_KEY
+        self.left -= 1
+
+
+class _Reader:
+    def __init__(self, body: memoryview) -> None:
+        self._body = body
+        self._fed = 0
+        self._containers = self._values = 0
+        size = max(len(body), 1)
+        self._unpacker = msgpack.Unpacker(
+            raw=False, strict_map_key=False, max_buffer_size=size, max_array_len=size, max_map_len=size
+        )
+
+    def whole(self) -> Any:
+        """The value of the whole body."""
+        stack: list[_Open] = []
+        while True:
+            value, count = self._next()
+            if count:
+                if len(stack) == _MAX_DEPTH:
+                    raise ValueError("too nested")
+                stack.append(_Open(value, count))
+                continue
+            while stack:
+                stack[-1].add(value)
+                if stack[-1].left:
+                    break
+                value = stack.pop().container
+            if not stack:
+                break
+        if self._unpacker.tell() < len(self._body):
             raise ValueError("unpack(b) received extra data.")
         return value
-    raise ValueError("Unpack failed: incomplete input")
+
+    def _next(self) -> tuple[Any, int]:
+        """A value and 0, or an empty list or map and the number of elements or members that follow."""
+        at = self._unpacker.tell()
+        if at >= len(self._body):
+            raise ValueError("Unpack failed: incomplete input")
+        head = self._body[at]
+        if head in _MAPS:
+            if (count := self._read(self._unpacker.read_map_header)) > MAX_CONTAINERS:
+                raise json_scan.too_many_members()
+            self._announced(2 * count)
+            return {}, count
+        if head in _LISTS:
+            count = self._read(self._unpacker.read_array_header)
+            self._announced(count)
+            return [], count
+        return self._read(self._unpacker.unpack), 0
+
+    def _announced(self, values: int) -> None:
+        """Count a list or map, before anything is allocated for what it announces: each value has a byte at least."""
+        self._containers += 1
+        self._values += values
+        if self._values >= len(self._body):
+            raise ValueError("Unpack failed: incomplete input")
+        if self._containers > MAX_CONTAINERS:
+            raise json_scan.too_many_containers()
+        if self._values > MAX_VALUES:
+            raise json_scan.too_many_values(MAX_VALUES)
+
+    def _read(self, read: Callable[[], Any]) -> Any:
+        while True:
+            try:
+                return read()
+            except msgpack.OutOfData:
+                if self._fed >= len(self._body):
+                    raise ValueError("Unpack failed: incomplete input") from None
+                if self._fed - self._unpacker.tell() > MAX_TEXT_BYTES:
+                    raise json_scan.too_long_text() from None
+                self._unpacker.feed(self._body[self._fed : self._fed + _PIECE_BYTES])
+                self._fed += _PIECE_BYTES

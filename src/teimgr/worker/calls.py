@@ -17,7 +17,8 @@ from teimgr.observability.request_context import CURRENT, CallStats, RequestCont
 from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.spec import LoadedModel
 from teimgr.wire.frames import Flag, FrameProtocol, FrameType, Header, Method, Timings, pack_error, retry_after_ms
-from teimgr.wire.protobuf import MAX_FIELDS, check_fields
+from teimgr.wire.json_scan import MAX_TEXT_BYTES, too_long_text
+from teimgr.wire.protobuf import MAX_FIELDS, check_fields, scan
 from teimgr.wire.text_column import SharedTexts, TextColumn
 
 # Time limit of a call whose client sets none: over half an hour for the largest table at 50 texts/s.
@@ -147,13 +148,23 @@ def parsed(kind: type[MessageT], payload: bytes, most_fields: int = MAX_FIELDS) 
     """A protobuf message of type `kind`.
 
     Raises:
-        InvalidInput: it is malformed, or larger than 64 KiB with more than `most_fields` fields.
+        InvalidInput: it is malformed, larger than 64 KiB with more than `most_fields` fields, or has a text of more
+            than `MAX_TEXT_BYTES`.
     """
     check_fields(payload, most_fields)
+    if len(payload) > MAX_TEXT_BYTES:
+        _check_texts(kind, payload, most_fields)
     try:
         return kind.FromString(payload)
     except DecodeError as error:
         raise InvalidInput(f"Malformed {kind.DESCRIPTOR.full_name}: {error}") from error
+
+
+def _check_texts(kind: type[Message], payload: bytes, most_fields: int) -> None:
+    texts = {field.number for field in kind.DESCRIPTOR.fields if field.type == field.TYPE_STRING}
+    for number, _, start, end in scan(payload, most_fields):
+        if number in texts and end - start > MAX_TEXT_BYTES:
+            raise too_long_text()
 
 
 def _named_lane(flags: int) -> Lane | None:
