@@ -8,10 +8,12 @@ import json
 from typing import Any
 
 import pytest
+from starlette.exceptions import HTTPException
+from tests.support.gil_probe import held_s
 from tests.support.rest_listener import Front, failed
 
 from teimgr import http_bodies
-from teimgr.rest.schemas import BODY_LIMIT_BYTES
+from teimgr.rest.schemas import BODY_LIMIT_BYTES, CreateInstance, parsed_json
 
 GOOD = {"name": "a", "model_id": "tiny"}
 JSON = {"Content-Type": "application/json"}
@@ -100,6 +102,24 @@ async def test_an_undeclared_size_over_the_limit_is_413(front: Front) -> None:
 async def test_a_body_at_the_limit_is_read(front: Front) -> None:
     text = io.BytesIO(json.dumps(GOOD).encode().ljust(BODY_LIMIT_BYTES))
     await front.call("POST", "/instances", 201, data=text, headers=JSON)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b'{"name":"a","x":[' + b"[]," * 600_000 + b"[]]}",
+        b"{" + b"".join(b'"k%d":0,' % n for n in range(150_000)) + b'"name":"a"}',
+        b'{"name":"a","tags":{' + b"".join(b'"k%d":0,' % n for n in range(150_000)) + b'"a":""}}',
+    ],
+    ids=["lists", "keys", "tags"],
+)
+def test_a_body_with_more_values_than_a_route_takes_is_refused_and_holds_nobody_up(text: bytes) -> None:
+    def parse() -> None:
+        with pytest.raises(HTTPException, match="more than 12000 values") as refused:
+            parsed_json(text, CreateInstance)
+        assert refused.value.status_code == 422
+
+    assert held_s(parse, 2) < 0.15  # 1.3 s for the report on the keys
 
 
 async def test_a_body_that_does_not_come_is_408(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:

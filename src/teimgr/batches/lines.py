@@ -15,10 +15,14 @@ import orjson
 
 from teimgr.batches.batch_record import BatchFault
 from teimgr.batches.disk import Disk
+from teimgr.errors import InvalidInput
+from teimgr.wire import json_pieces, json_scan
 
 MAX_ID_CHARS = 512
 _CHUNK_BYTES = 1024 * 1024
 _CHUNK_LINES = 500
+# A longer line is decoded in pieces: one call of the parser holds the GIL for 0.1 s and more where it has megabytes.
+_LARGE_LINE_BYTES = 128 * 1024
 _BOM = b"\xef\xbb\xbf"
 # Bytes that the reply to one input may have, in the estimate of what a request will hold in memory.
 _REPLY_BYTES = 16 * 1024
@@ -98,15 +102,17 @@ class _Reader:
     def _parsed(self, line: bytes) -> Parsed:
         row, self._row = self._row, self._row + 1
         try:
-            value = orjson.loads(line)
-        except orjson.JSONDecodeError:
+            value = orjson.loads(line) if len(line) <= _LARGE_LINE_BYTES else json_scan.loads(line)
+        except InvalidInput as error:
+            return BatchFault("invalid_json_line", f"{error.message}.", self._number)
+        except ValueError:
             return BatchFault("invalid_json_line", "This line is not parseable as valid JSON.", self._number)
         if not isinstance(value, dict):
             return BatchFault("invalid_json_line", "This line is not a JSON object.", self._number)
         if fault := next(self._faults(value), None):
             return fault._replace(line=self._number)
         body = value["body"]
-        raw = orjson.dumps(body)
+        raw = json_pieces.dumps(body)
         inputs = max((len(each) for each in body.values() if isinstance(each, list)), default=1)
         cost = len(raw) + inputs * _REPLY_BYTES
         return InputRequest(row, self._number, value["custom_id"], body["model"], raw, cost)
