@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -33,6 +34,9 @@ PORTS_OF_A_PROCESS = 4_000
 CLUSTER_VARIABLE = "TEIMGR_TEST_CLUSTER"
 """Set to 1, it has every daemon of the tests run its workers by Ray, as the head of a cluster of one host."""
 HEAD_ADDRESS = "127.0.0.2"
+MAX_HELD_S = 0.3
+"""Processor time for which an event loop of a daemon, its muxes and workers may be held at a time."""
+_WORKED = re.compile(r'processor_seconds"?[=:] ?([0-9.]+)')
 
 
 _open: set[DaemonProcess] = set()
@@ -71,6 +75,7 @@ class DaemonProcess:
         if os.environ.get(CLUSTER_VARIABLE) == "1" and "cluster" not in settings:
             self.settings["cluster"] = cluster_table(HEAD_ADDRESS, "one")
         self.process: subprocess.Popen[bytes] | None = None
+        self.may_hold_loops = False
         self.within: Sequence[str] = ()
         """A command that runs the daemon's, such as one that makes a namespace."""
 
@@ -117,10 +122,16 @@ class DaemonProcess:
         return self.process.wait(STOP_LIMIT_S)
 
     def close(self) -> None:
-        """Stop it, kill whatever of it is left, remove its folder."""
+        """Stop it, kill whatever of it is left, remove its folder.
+
+        Raises:
+            AssertionError: an event loop was held for `MAX_HELD_S` of processor time, and `may_hold_loops` is not set.
+        """
         self._end()
+        held = [] if self.may_hold_loops else self.held_loops(MAX_HELD_S)
         shutil.rmtree(self.folder, ignore_errors=True)
         _open.discard(self)
+        assert not held, "\n".join(("event loops were held:", *held))
 
     def _end(self) -> None:
         if self.is_running:
@@ -141,6 +152,7 @@ class DaemonProcess:
     ) -> None:
         if error is not None:
             print(self.log())
+            self.may_hold_loops = True  # the error is what counts
         self.close()
 
     # Talking to it.
@@ -168,11 +180,15 @@ class DaemonProcess:
         files = [self.folder / "daemon.log", *sorted((self.folder / "logs").glob("*.log"))]
         return "\n".join(f"── {path.name}\n" + tail(path, lines) for path in files if path.exists())
 
-    def held_loops(self) -> list[str]:
-        """The log lines of watchdogs whose event loop was held for over 200 ms."""
+    def held_loops(self, worked_s: float = 0.0) -> list[str]:
+        """The log lines of watchdogs whose event loop was held for over 200 ms, `worked_s` of processor time at least.
+
+        Processor time does not count how long a process waited for others on a busy machine.
+        """
         files = [self.folder / "daemon.log", *sorted((self.folder / "logs").glob("*.log"))]
         lines = (line for path in files if path.exists() for line in path.read_text(errors="replace").splitlines())
-        return [line for line in lines if "event loop held" in line]
+        held = (line for line in lines if "event loop held" in line)
+        return [line for line in held if (found := _WORKED.search(line)) is None or float(found[1]) >= worked_s]
 
     # What it could leave behind.
 

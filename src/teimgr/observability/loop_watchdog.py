@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -24,6 +25,7 @@ _LOOKS = 5  # of which the last asks in any case
 _BUSY_PART = 0.8
 _ALARM_S = 600.0
 """How long a held loop is an alarm."""
+_SHOWN_CHARS = 80
 
 
 class LoopWatchdog:
@@ -35,7 +37,8 @@ class LoopWatchdog:
         self._name = name
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
-        self._counts = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
+        self._counts = _counts_of(threading.get_native_id())
+        self._own_counts = self._counts  # of the watchdog's thread, once it runs
         self._last: tuple[float, str] | None = None
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="loop-watchdog", daemon=True)
@@ -51,8 +54,9 @@ class LoopWatchdog:
         return [self._last[1]]
 
     def _run(self) -> None:
+        self._own_counts = _counts_of(threading.get_native_id())
         looks, ran_s = 0, self._times()[0]
-        while not self._stopped.wait(_LOOK_S):
+        while not self._stops_within(_LOOK_S):
             looks, ran_before_s, ran_s = looks + 1, ran_s, self._times()[0]
             if looks < _LOOKS and ran_s - ran_before_s < _BUSY_PART * _LOOK_S:
                 continue
@@ -62,15 +66,30 @@ class LoopWatchdog:
             except RuntimeError:  # the loop is closed
                 return
 
+    def _stops_within(self, seconds: float) -> bool:
+        """Wait for `stop`. A late end of the wait means that a thread had the GIL, which the loop waited for too."""
+        return self._on_time(self._stopped, seconds)
+
+    def _on_time(self, event: threading.Event, limit_s: float) -> bool:
+        began, used_s, waited_s = time.monotonic(), time.process_time(), _times_in(self._own_counts)[1]
+        is_set = event.wait(limit_s)
+        late_s = time.monotonic() - began - limit_s
+        if late_s > HELD_S:
+            late_s -= _times_in(self._own_counts)[1] - waited_s
+            worked_s = min(late_s, time.process_time() - used_s)
+            if worked_s > HELD_S:  # else the machine had no processor for the thread that had the GIL
+                self._record(late_s, worked_s, self._holder(runs_itself=False))
+        return is_set
+
     def _check(self) -> None:
         beat, began, used_s = threading.Event(), time.monotonic(), time.process_time()
         ran_s, waited_s = self._times()
         self._loop.call_soon_threadsafe(beat.set)
-        if beat.wait(HELD_S):
+        if self._on_time(beat, HELD_S):
             return
         is_late = time.monotonic() - began > 2 * HELD_S  # this thread was held up too: by the GIL, or by the machine
-        frame = sys._current_frames().get(self._loop_thread)
-        doing, stack = _doing(frame), "".join(traceback.format_stack(frame)) if frame is not None else ""
+        runs_itself = self._times()[0] - ran_s > HELD_S / 4  # else it waits: for the GIL, for a disk
+        doing, stack = _doing(frame := self._holder(runs_itself=runs_itself)), _stack(frame)
         del frame
         while not beat.wait(HELD_S):
             if self._stopped.is_set() or self._loop.is_closed():
@@ -81,34 +100,82 @@ class LoopWatchdog:
         idle = is_late and time.process_time() - used_s < seconds / 2  # the process was stopped
         if starved or idle:
             return
+        # A thread that hardly ran waited for the GIL, which another thread of the process had.
+        loop_ran_s = ran_now_s - ran_s
+        worked_s = loop_ran_s if loop_ran_s > seconds / 4 else min(seconds, time.process_time() - used_s)
+        self._log(seconds, worked_s, doing, stack)
+
+    def _record(self, seconds: float, worked_s: float, frame: FrameType | None) -> None:
+        self._log(seconds, worked_s, _doing(frame), _stack(frame))
+
+    def _log(self, seconds: float, worked_s: float, doing: str, stack: str) -> None:
         self.held += 1
         self.held_s += seconds
         self._last = time.monotonic(), f"the event loop of {self._name} was held for {seconds:.1f} s: {doing}"
-        log.warning("event loop held", extra={"seconds": round(seconds, 3), "doing": doing, "stack": stack})
+        fields = {"seconds": round(seconds, 3), "processor_seconds": round(worked_s, 3)}
+        log.warning("event loop held", extra={**fields, "doing": doing, "stack": stack})
+
+    def _holder(self, *, runs_itself: bool) -> FrameType | None:
+        """The stack of what holds the loop: that of another thread with a request if the loop's own does not run."""
+        frames = sys._current_frames()
+        frames.pop(threading.get_ident(), None)
+        own = frames.pop(self._loop_thread, None)
+        if runs_itself:
+            return own
+        return next((frame for frame in frames.values() if _request_in(frame)), own)
 
     def _times(self) -> tuple[float, float]:
-        """Seconds that the loop's thread has run, and waited for a processor; 0 if the kernel does not count them."""
-        try:
-            ran, waited, _ = self._counts.read_text().split()
-            return int(ran) / 1e9, int(waited) / 1e9
-        except (OSError, ValueError):
-            return 0.0, 0.0
+        return _times_in(self._counts)
+
+
+def _counts_of(thread: int) -> Path:
+    return Path(f"/proc/self/task/{thread}/schedstat")
+
+
+def _times_in(counts: Path) -> tuple[float, float]:
+    """Seconds that a thread has run, and waited for a processor; 0 if the kernel does not count them."""
+    try:
+        ran, waited, _ = counts.read_text().split()
+        return int(ran) / 1e9, int(waited) / 1e9
+    except (OSError, ValueError):
+        return 0.0, 0.0
+
+
+def _stack(frame: FrameType | None) -> str:
+    return "" if frame is None else "".join(traceback.format_stack(frame))
 
 
 def _doing(frame: FrameType | None) -> str:
-    """The innermost request or call among the variables of a stack, with its size, and the function that runs."""
-    where = "" if frame is None else f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{frame.f_lineno})"
-    while frame is not None:
+    """The innermost request or call among the variables of a stack, with its size and its caller's key, and the
+    function that runs."""
+    if frame is None:
+        return ""
+    where = f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{frame.f_lineno})"
+    key = next((name for one in _outwards(frame) if (name := getattr(one.f_locals.get("caller"), "name", None))), None)
+    parts = (_request_in(frame), "" if key is None else f"of the key {str(key)[:_SHOWN_CHARS]!r}", f"in {where}")
+    return ", ".join(filter(None, parts)) if parts[0] else where
+
+
+def _request_in(frame: FrameType) -> str:
+    """The innermost request, call or body that is parsed, with its size; empty if there is none."""
+    for one in _outwards(frame):
+        values = one.f_locals
         for name in ("request", "call"):
-            if (found := frame.f_locals.get(name)) is None:
-                continue
-            method, path = getattr(found, "method", None), getattr(found, "path", "")
-            size = getattr(found, "size_bytes", None)
-            if size is None and isinstance(body := getattr(found, "body", None), bytes | bytearray | memoryview):
-                size = len(body)
-            if method is not None:
-                return (
-                    f"{method} {path}, {size} bytes, in {where}" if size is not None else f"{method} {path}, in {where}"
-                )
+            found = values.get(name)
+            if (method := getattr(found, "method", None)) is not None:
+                size = getattr(found, "size_bytes", None)
+                size = _length(getattr(found, "body", None)) if size is None else size
+                return f"{method} {getattr(found, 'path', '')}" + ("" if size is None else f", {size} bytes")
+        if isinstance(kind := values.get("kind"), type) and (size := _length(values.get("body"))) is not None:
+            return f"{kind.__name__}, {size} bytes"
+    return ""
+
+
+def _length(body: object) -> int | None:
+    return len(body) if isinstance(body, bytes | bytearray | memoryview) else None
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
         frame = frame.f_back
-    return where
