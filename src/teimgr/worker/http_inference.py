@@ -24,7 +24,7 @@ from typing_extensions import TypeAliasType
 from teimgr import hub
 from teimgr.engine.job import InferOptions, Job, Lane, Pair
 from teimgr.engine.job import Input as EngineInput
-from teimgr.errors import EmptyInput, InvalidInput, TeimgrError, WrongModelKind
+from teimgr.errors import InvalidInput, TeimgrError
 from teimgr.http_bodies import is_json
 from teimgr.spec import LoadedModel, WorkerSpec
 from teimgr.wire import json_pieces, json_scan
@@ -267,13 +267,6 @@ def check_count(count: int, limit: int = MOST_INPUTS) -> None:
     """Raises TooManyInputs; to be called before anything is done for each input."""
     if (message := over_limit(count, limit)) is not None:
         raise TooManyInputs(count, message)
-
-
-def text_of_parts(parts: list[Any]) -> str | None:
-    """The text of a content given in parts; None where one of them is not text."""
-    texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type", "text") == "text"]
-    whole = [text for text in texts if isinstance(text, str)]
-    return "\n".join(whole) if len(whole) == len(parts) else None
 
 
 def _engine_input(one: str | Sequence[int]) -> EngineInput:
@@ -557,31 +550,3 @@ def json_reply(body: bytes | memoryview, headers: Mapping[str, str] | None = Non
 def prompt_among(model: LoadedModel, names: Sequence[str]) -> str | None:
     """The first of `names` that is a prompt of the model; None (the default prompt) where none is."""
     return next((name for name in names if name in model.prompts), None)
-
-
-def need_texts(texts: Sequence[object], field: str) -> None:
-    """Raises EmptyInput if there are no texts, or one of them is empty; ids are checked by the engine."""
-    if not texts:
-        raise EmptyInput(f"`{field}` cannot be empty")
-    _refuse([isinstance(text, str) and not text for text in texts], f"`{field}` cannot have an empty text")
-
-
-def need_inputs(inputs: Sequence[EngineInput], refusal: str) -> None:
-    """Raises EmptyInput with the sentence `refusal` if one of the inputs is empty."""
-    _refuse([one is None or not len(one) for one in inputs], refusal)
-
-
-def _refuse(are_empty: list[bool], refusal: str) -> None:
-    """Raises EmptyInput if an input is empty, with its index if there are several."""
-    if True in are_empty:
-        error = EmptyInput(refusal)
-        error.input_index = are_empty.index(True) if len(are_empty) > 1 else None
-        raise error
-
-
-def need_kind(model: LoadedModel, kinds: Sequence[str], doing: str) -> None:
-    """Raises WrongModelKind where the model is of none of `kinds`."""
-    if model.kind not in kinds:
-        raise WrongModelKind(
-            f"The model '{hub.shown_id(model.model_id)}' is of kind {model.kind} and does not do {doing}"
-        )

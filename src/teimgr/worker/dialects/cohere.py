@@ -15,6 +15,7 @@ from teimgr.spec import Kind
 from teimgr.wire.frames import HttpReply, HttpRequest
 from teimgr.wire.quantisation import Precision, converted
 from teimgr.worker import http_inference as http
+from teimgr.worker import input_checks
 from teimgr.worker.dialects import infinity, openai, rerank, tokens
 
 EmbeddingType = Literal["float", "int8", "uint8", "binary", "ubinary", "base64"]
@@ -59,7 +60,7 @@ class CohereEmbedRequest(http.Body):
 
 def _text_of(place: int, content: dict[str, Any]) -> str:
     found = content.get("content")
-    text = http.text_of_parts(found) if isinstance(found, list) else found
+    text = input_checks.text_of_parts(found) if isinstance(found, list) else found
     if not isinstance(text, str):
         raise http.BadRequest(400, f"inputs.{place}.content: only parts of type text are supported", "inputs")
     return text
@@ -76,7 +77,7 @@ def _embed(version: str) -> http.HttpHandler:
 
 
 def _job(version: str, body: CohereEmbedRequest, texts: list[str], served: http.ServedModel) -> http.JobSpec:
-    http.need_texts(texts, "texts")
+    input_checks.need_texts(texts, "texts")
     if body.output_dimension == 0:
         raise InvalidInput("`output_dimension` should be positive")
     prompts = _PROMPTS.get(body.input_type or "", (body.input_type or "",))
@@ -137,8 +138,8 @@ async def classify(inference: http.HttpInference, request: HttpRequest) -> HttpR
 
 
 def _classify_job(body: CohereClassifyRequest, served: http.ServedModel) -> http.JobSpec:
-    http.need_texts(body.inputs, "inputs")
-    http.need_kind(served.model, (Kind.CLASSIFIER,), "classification")
+    input_checks.need_texts(body.inputs, "inputs")
+    input_checks.need_kind(served.model, (Kind.CLASSIFIER,), "classification")
     truncation = body.truncate or "END"
     options = InferOptions(
         frozenset({Output.SCORES}),

@@ -9,7 +9,7 @@ from pydantic import Field
 from teimgr.engine.job import InferOptions, Job, Output
 from teimgr.spec import Kind
 from teimgr.worker import http_inference as http
-from teimgr.worker import scores
+from teimgr.worker import input_checks, scores
 from teimgr.worker.dialects import rerank
 from teimgr.worker.dialects.openai import BATCH_LIMIT, EncodingFormat, embedding_objects
 
@@ -27,7 +27,7 @@ class InfinityEmbeddingsRequest(http.InferenceRequest, http.LenientBody):
         if self.modality != "text":
             raise http.BadRequest(400, f"modality: only text is supported, not {self.modality}", "modality")
         inputs = http.engine_inputs(self.input, BATCH_LIMIT)
-        http.need_texts(inputs, "input")
+        input_checks.need_texts(inputs, "input")
         output = Output.MULTI_VECTOR if served.model.kind == Kind.MULTI_VECTOR else Output.DENSE
         options = InferOptions(
             frozenset({output}), truncate=served.spec.auto_truncate, dimensions=self.dimensions or None
@@ -49,8 +49,8 @@ class InfinityClassifyRequest(http.InferenceRequest, http.LenientBody):
     raw_scores: Annotated[bool, Field(description="logits instead of scores")] = False
 
     def job(self, served: http.ServedModel) -> http.JobSpec:
-        http.need_texts(self.input, "input")
-        http.need_kind(served.model, (Kind.CLASSIFIER, Kind.RERANKER), "classification")
+        input_checks.need_texts(self.input, "input")
+        input_checks.need_kind(served.model, (Kind.CLASSIFIER, Kind.RERANKER), "classification")
         options = InferOptions(
             frozenset({Output.SCORES}), truncate=served.spec.auto_truncate, raw_scores=self.raw_scores
         )

@@ -21,6 +21,7 @@ from teimgr.wire.error_bodies import VLLM
 from teimgr.wire.frames import HttpReply, HttpRequest
 from teimgr.wire.quantisation import Precision, converted
 from teimgr.worker import http_inference as http
+from teimgr.worker import input_checks
 from teimgr.worker.calls import raise_first
 from teimgr.worker.dialects.binary_vectors import BINARY_FORMATS, EmbedDtype, Endianness, binary_reply
 from teimgr.worker.dialects.truncation import Side, Tokens, fitted
@@ -123,7 +124,7 @@ class OpenAIEmbeddingsRequest(http.LenientBody):
         return texts_of_objects(value)
 
     def job(self, inputs: list[EngineInput], dialect: str, served: http.ServedModel) -> http.JobSpec:
-        http.need_inputs(inputs, "`input` cannot be an empty string or an empty array")
+        input_checks.need_inputs(inputs, "`input` cannot be an empty string or an empty array")
         encode = partial(embedding_list, self.model or served.name, self.in_base64, self.precision)
         truncates = dialect != VLLM and served.spec.auto_truncate
         return http.JobSpec(inputs, self.options(served, truncates), encode, BATCH_LIMIT)

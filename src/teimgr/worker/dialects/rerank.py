@@ -23,6 +23,7 @@ from teimgr.wire import error_bodies
 from teimgr.wire.error_bodies import failure
 from teimgr.wire.frames import HttpReply, HttpRequest
 from teimgr.worker import http_inference as http
+from teimgr.worker import input_checks
 from teimgr.worker.dialects.truncation import Side, Tokens, fitted_documents
 
 _DOCUMENTS_PER_SEARCH_UNIT = 100
@@ -81,7 +82,7 @@ class RerankRequest(http.LenientBody):
             return "\n".join(str(document[field]) for field in self.rank_fields if document.get(field) is not None)
         found = document.get("text", document.get("content"))
         if isinstance(found, list):
-            found = http.text_of_parts(found)
+            found = input_checks.text_of_parts(found)
         if not isinstance(found, str):
             raise http.BadRequest(400, f"documents.{place}: has no text; only texts can be ranked here", "documents")
         return found
@@ -126,7 +127,7 @@ def handler(form: RerankForm) -> http.HttpHandler:
 def _job(body: RerankRequest, texts: list[str], form: RerankForm, served: http.ServedModel) -> http.JobSpec:
     if not texts:
         raise EmptyInput("`documents` cannot be empty")
-    http.need_kind(served.model, (Kind.RERANKER,), "reranking")
+    input_checks.need_kind(served.model, (Kind.RERANKER,), "reranking")
     by_default = served.spec.auto_truncate and not form.refuses
     truncate = by_default if body.truncation is None else body.truncation
     truncate |= body.truncate_prompt_tokens is not None
@@ -254,7 +255,7 @@ async def relevance(
         TeimgrError: as `HttpInference.jobs`.
     """
     model = inference.served.model
-    http.need_kind(model, (Kind.RERANKER, *_OUTPUT_OF_KIND), "scoring")
+    input_checks.need_kind(model, (Kind.RERANKER, *_OUTPUT_OF_KIND), "scoring")
     if model.kind == Kind.RERANKER:
         pairs = [Pair(queries[min(row, len(queries) - 1)], text) for row, text in enumerate(documents)]
         options = InferOptions(frozenset({Output.SCORES}), truncate=truncate, raw_scores=raw_scores)

@@ -20,9 +20,10 @@ from teimgr.errors import InvalidInput
 from teimgr.http_bodies import media_type
 from teimgr.spec import Kind, LoadedModel
 from teimgr.wire import msgpack_pieces
-from teimgr.wire.frames import Buffer, HttpReply, HttpRequest
+from teimgr.wire.frames import HttpReply, HttpRequest
 from teimgr.wire.quantisation import Precision, converted
 from teimgr.worker import http_inference as http
+from teimgr.worker import input_checks
 from teimgr.worker.dialects.rerank import relevance
 
 MSGPACK = "application/msgpack"
@@ -98,7 +99,7 @@ async def _score(inference: http.HttpInference, request: HttpRequest) -> HttpRep
     _check_options(body.options or {})
     query = _text(body.query, "query")
     texts = [_text(item, f"items.{row}") for row, item in enumerate(body.items)]
-    http.need_texts(texts, "items")
+    input_checks.need_texts(texts, "items")
     served = inference.served
     found = await relevance(inference, [query], texts, truncate=served.spec.auto_truncate, with_prompts=True)
     scores = [
@@ -112,7 +113,7 @@ async def _score(inference: http.HttpInference, request: HttpRequest) -> HttpRep
 def _job(body: SieEncodeRequest, served: http.ServedModel, prompts: Prompts) -> http.JobSpec:
     params = body.params or EncodeParams()
     texts = [_text(item, f"items.{row}") for row, item in enumerate(body.items)]
-    http.need_texts(texts, "items")
+    input_checks.need_texts(texts, "items")
     options = params.options or {}
     _check_options(options)
     given = params.instruction
@@ -194,19 +195,12 @@ def _vectors(name: OutputType, job: Job, model: LoadedModel, dtype: str) -> list
     ]
 
 
-def _unpack(body: Buffer) -> Any:
-    try:
-        return msgpack.unpackb(body, raw=False, strict_map_key=False)
-    except msgpack.UnpackException as error:  # not all are ValueErrors
-        raise ValueError(str(error)) from error
-
-
 def _is_msgpack(content_type: str) -> bool:
     return media_type(content_type) in _MSGPACK_TYPES
 
 
 _MSGPACK_BODY = http.BodyFormat(
-    _unpack, msgpack_pieces.loads, accepts=_is_msgpack, undecodable="The body is no msgpack: {}"
+    msgpack_pieces.loads_small, msgpack_pieces.loads, accepts=_is_msgpack, undecodable="The body is no msgpack: {}"
 )
 
 

@@ -18,7 +18,7 @@ import orjson
 from pydantic import Field, ValidationError
 
 from teimgr import __version__
-from teimgr.engine.job import InferOptions, Job, Output, Pair
+from teimgr.engine.job import InferOptions, Job, Output, Pair, SparseRow
 from teimgr.errors import EmptyInput, InvalidInput, TeimgrError, TooLarge
 from teimgr.spec import Kind, LoadedModel
 from teimgr.wire.frames import Buffer, HttpReply, HttpRequest
@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # importing the engine imports torch
 
 
 _U64_MAX = 2**64 - 1
+_ENTRIES_AT_ONCE = 10_000
 Dimensions = Annotated[int, Field(ge=0, le=_U64_MAX)] | None
 
 
@@ -64,12 +65,22 @@ def per_token(job: Job) -> bytes:
 
 def sparse(job: Job) -> bytes:
     """`[[{"index": 5, "value": 0.1}, …], …]`, ascending indices."""
-    rows = [
-        [{"index": index, "value": value} for index, value in zip(vector.indices.tolist(), vector.values, strict=True)]
-        for vector in job.sparse
-        if vector is not None
-    ]
-    return http.to_json(rows)
+    return b"[" + b",".join(_entries(vector) for vector in job.sparse if vector is not None) + b"]"
+
+
+def _entries(vector: SparseRow) -> bytes:
+    """One vector, some entries at a time: a million objects at once take 0.1 s to free."""
+    indices, values = vector.indices.tolist(), vector.values
+    parts = (
+        http.to_json(
+            [
+                {"index": index, "value": value}
+                for index, value in zip(indices[at : at + _ENTRIES_AT_ONCE], values[at:], strict=False)
+            ]
+        )[1:-1]
+        for at in range(0, len(indices), _ENTRIES_AT_ONCE)
+    )
+    return b"[" + b",".join(parts) + b"]"
 
 
 def predictions(labels: Sequence[str], is_batch: bool, job: Job) -> bytes:

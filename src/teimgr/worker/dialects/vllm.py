@@ -17,6 +17,7 @@ from teimgr.errors import InvalidInput
 from teimgr.spec import Kind
 from teimgr.wire.frames import HttpReply, HttpRequest
 from teimgr.worker import http_inference as http
+from teimgr.worker import input_checks
 from teimgr.worker.dialects import infinity, openai, rerank, tokens
 from teimgr.worker.dialects.binary_vectors import BINARY_FORMATS, EmbedDtype, Endianness, binary_reply
 from teimgr.worker.dialects.openai import AnyEncoding
@@ -79,7 +80,7 @@ class VllmScoreRequest(VllmRequest):
             value: str | list[str] | None = getattr(self, name)
             if value is not None:
                 texts = [value] if isinstance(value, str) else value
-                http.need_texts(texts, name)
+                input_checks.need_texts(texts, name)
                 return texts
         raise http.BadRequest(400, f"{names[0]}: Field required (or {', '.join(names[1:])})", names[0])
 
@@ -122,8 +123,8 @@ async def _classify(inference: http.HttpInference, request: HttpRequest) -> Http
     inputs = await fitted(inference, inference.inputs(body.input), body.truncate_prompt_tokens, left=body.left)
 
     def job(served: http.ServedModel) -> http.JobSpec:
-        http.need_texts(inputs, "input")
-        http.need_kind(served.model, (Kind.CLASSIFIER, Kind.RERANKER), "classification")
+        input_checks.need_texts(inputs, "input")
+        input_checks.need_kind(served.model, (Kind.CLASSIFIER, Kind.RERANKER), "classification")
         labels = served.model.labels
 
         def encode(job: Job) -> bytes:
@@ -151,7 +152,7 @@ async def _pooling(inference: http.HttpInference, request: HttpRequest) -> HttpR
 
 
 def _pooling_job(body: VllmPoolingRequest, inputs: list[EngineInput], served: http.ServedModel) -> http.JobSpec:
-    http.need_texts(inputs, "input")
+    input_checks.need_texts(inputs, "input")
     output = _output(body.task, served)
     normalize = body.normalize is not False and served.model.kind != Kind.SPARSE
     options = body.options(output, normalize=normalize, raw_scores=body.use_activation is False)

@@ -1,0 +1,46 @@
+"""Checks of what a request asks for, shared by the dialects: no empty inputs, a model of the right kind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from teimgr import hub
+from teimgr.engine.job import Input as EngineInput
+from teimgr.errors import EmptyInput, WrongModelKind
+from teimgr.spec import LoadedModel
+
+
+def need_texts(texts: Sequence[object], field: str) -> None:
+    """Raises EmptyInput if there are no texts, or one of them is empty; ids are checked by the engine."""
+    if not texts:
+        raise EmptyInput(f"`{field}` cannot be empty")
+    _refuse([isinstance(text, str) and not text for text in texts], f"`{field}` cannot have an empty text")
+
+
+def need_inputs(inputs: Sequence[EngineInput], refusal: str) -> None:
+    """Raises EmptyInput with the sentence `refusal` if one of the inputs is empty."""
+    _refuse([one is None or not len(one) for one in inputs], refusal)
+
+
+def _refuse(are_empty: list[bool], refusal: str) -> None:
+    """Raises EmptyInput if an input is empty, with its index if there are several."""
+    if True in are_empty:
+        error = EmptyInput(refusal)
+        error.input_index = are_empty.index(True) if len(are_empty) > 1 else None
+        raise error
+
+
+def need_kind(model: LoadedModel, kinds: Sequence[str], doing: str) -> None:
+    """Raises WrongModelKind where the model is of none of `kinds`."""
+    if model.kind not in kinds:
+        raise WrongModelKind(
+            f"The model '{hub.shown_id(model.model_id)}' is of kind {model.kind} and does not do {doing}"
+        )
+
+
+def text_of_parts(parts: list[Any]) -> str | None:
+    """The text of a content given in parts; None where one of them is not text."""
+    texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type", "text") == "text"]
+    whole = [text for text in texts if isinstance(text, str)]
+    return "\n".join(whole) if len(whole) == len(parts) else None
