@@ -28,6 +28,7 @@ class Served:
 
     def __init__(self, path: Path, **options: Any) -> None:
         defaults: dict[str, Any] = {"model_id": path.name, "dtype": "float32", "threads": 2}
+        self.path = path
         self._arrived = threading.Condition()
         self._delivered: set[Job] = set()
         self.delivered_by: dict[Job, int] = {}  # the threads

@@ -54,10 +54,14 @@ class Texts:
         views = [part.unflatten(1, (-1, self.size)) for part in together.split(widths, dim=1)]
         return views[0] * 2, views[1], views[2]
 
-    def expected(self, keys: NDArray[np.int32] | None, causal: bool, reach: int | None) -> Tensor:
-        return _expected(self, None if keys is None else tuple(keys.tolist()), causal, reach)
+    def expected(
+        self, keys: NDArray[np.int32] | None, causal: bool, reach: int | None, slopes: tuple[float, ...] | None
+    ) -> Tensor:
+        return _expected(self, None if keys is None else tuple(keys.tolist()), causal, reach, slopes)
 
-    def attend(self, keys: tuple[int, ...] | None, causal: bool, reach: int | None) -> Tensor:
+    def attend(
+        self, keys: tuple[int, ...] | None, causal: bool, reach: int | None, slopes: tuple[float, ...] | None = None
+    ) -> Tensor:
         parts = []
         for i, (start, stop) in enumerate(zip(self.begins[:-1], self.begins[1:], strict=True)):
             at = torch.arange(int(stop - start))
@@ -67,14 +71,23 @@ class Texts:
             seen = seen & (distance >= 0) if causal else seen
             q, k, v = (rows[start:stop].double().transpose(0, 1) for rows in self.rows)
             k, v = (x.repeat_interleave(self.heads // self.key_heads, dim=0) for x in (k, v))
-            scores = (q @ k.transpose(1, 2) * self.size**-0.5).masked_fill(~seen, -torch.inf)
+            scores = q @ k.transpose(1, 2) * self.size**-0.5
+            if slopes is not None:
+                scores = scores - torch.tensor(slopes).double()[:, None, None] * distance.abs()
+            scores = scores.masked_fill(~seen, -torch.inf)
             parts.append((scores.softmax(-1).nan_to_num(0.0) @ v).transpose(0, 1))  # NaN: a query that sees no key
         return torch.cat(parts)
 
 
 @lru_cache(2)  # the instruction sets are compared with it one after the other
-def _expected(texts: Texts, keys: tuple[int, ...] | None, causal: bool, reach: int | None) -> Tensor:
-    return texts.attend(keys, causal, reach)
+def _expected(
+    texts: Texts,
+    keys: tuple[int, ...] | None,
+    causal: bool,
+    reach: int | None,
+    slopes: tuple[float, ...] | None,
+) -> Tensor:
+    return texts.attend(keys, causal, reach, slopes)
 
 
 def largest_difference(
@@ -84,11 +97,12 @@ def largest_difference(
     keys: NDArray[np.int32] | None = None,
     causal: bool = False,
     reach: int | None = None,
+    slopes: tuple[float, ...] | None = None,
 ) -> float:
-    longest = max(texts.lengths)
-    found = kernel(*texts.rows, texts.begins, longest, keys, causal=causal, reach=reach, level=level)
+    longest, given = max(texts.lengths), None if slopes is None else torch.tensor(slopes)
+    found = kernel(*texts.rows, texts.begins, longest, keys, causal=causal, reach=reach, slopes=given, level=level)
     assert found.dtype is texts.dtype
-    return float((found.double() - texts.expected(keys, causal, reach)).abs().max())
+    return float((found.double() - texts.expected(keys, causal, reach, slopes)).abs().max())
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -110,6 +124,30 @@ def test_windows_and_causality_across_blocks(
     texts = Texts((1, 64, 600, 1025, 2100), dtype)
 
     assert largest_difference(kernel, texts, level, causal=causal, reach=reach) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("keys", "causal", "reach"), [(None, False, None), ((1, 30, 500, 900, 2000), True, 700)])
+def test_slopes_of_alibi_across_blocks(
+    kernel: AttentionKernel,
+    keys: tuple[int, ...] | None,
+    causal: bool,
+    reach: int | None,
+    dtype: torch.dtype,
+    level: str,
+) -> None:
+    texts = Texts((1, 64, 600, 1025, 2100), dtype, heads=4)
+    given, slopes = None if keys is None else np.array(keys, np.int32), (0.5, 0.004, 0.0, 0.06)
+
+    assert largest_difference(kernel, texts, level, given, causal, reach, slopes) < TOLERANCE[dtype]
+
+
+def test_slopes_of_another_number_of_heads_are_refused(kernel: AttentionKernel) -> None:
+    texts = Texts((4,), torch.float32)
+
+    with pytest.raises(ValueError, match="slopes"):
+        kernel(*texts.rows, texts.begins, 4, slopes=torch.ones(3))
 
 
 @pytest.mark.parametrize("level", LEVELS)

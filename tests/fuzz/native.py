@@ -134,6 +134,8 @@ class _Programs:
             step.head_size = columns // step.heads
             step.with_ = step.third = _Operand(slot, 0)
             step.reach, step.causal, step.scale = chance.choice((-1, 0, 3)), chance.randrange(2), 0.1
+            if chance.randrange(2):
+                step.bias, step.bias_size = self._floats(step.heads), step.heads
             return step, columns
         return step, step.width * step.groups
 
@@ -181,6 +183,9 @@ def attention_status(library: ctypes.CDLL, chance: random.Random) -> int:
         key_heads=max(1, heads // groups), head_size=size, reach=-1, level=chance.randint(0, library.attention_level()),
         scale=1.0,
     )  # fmt: skip
+    slopes = np.ones(heads, np.float32)
+    if chance.random() < 0.5:
+        call.slopes, call.slopes_size = slopes.ctypes.data, heads
     if chance.random() < 0.5:
         names = ("heads", "key_heads", "head_size", "longest", "out_stride", "reach", "causal", "bfloat16")
         name, value = chance.choice(names), chance.choice(ODD)

@@ -28,7 +28,7 @@ def test_a_missing_directory_or_config_is_a_missing_model(tmp_path: Path) -> Non
     [
         ("eurobert", ["configuration_eurobert.EuroBertConfig", "modeling_eurobert.EuroBertModel"], True),
         ("eurobert", ["configuration_eurobert.EuroBertConfig", "modeling.EuroBertModel"], False),
-        ("bert", ["jinaai/jina-bert-implementation--modeling_bert.JinaBertModel"], False),
+        ("bert", ["jinaai/jina-bert-implementation--modeling.JinaBertModel"], False),
         ("xlm-roberta", ["modeling_lora.XLMRobertaLoRA"], False),
     ],
 )

@@ -11,42 +11,17 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from numpy.typing import NDArray
 from tests.engine.conftest import Served, serve  # noqa: F401  a fixture
 from tests.support import plain_forwards
+from tests.support.exact_models import assert_exact
 from tests.support.models import FAMILIES, TEXTS, build, edit
 from tests.support.models.own_code import build_decoder, build_jina_xlm, build_lfm2, build_new, build_nomic
-from tests.support.plain_forwards import POOLINGS
 
 from teimgr.engine.batch import Encoded
 from teimgr.engine.job import Output, Pair
 from teimgr.engine.tokenizer import TextTokenizer, TokenizeOptions
 from teimgr.errors import ModelLoadFailed
 from teimgr.model_files.reading import read_layout
-
-# Below, at, and beyond the length up to which NomicBERT was trained (48 here).
-LENGTHS = (3, 17, 30, 48, 49, 96, 150, 17)
-Forward = Callable[[torch.Tensor], torch.Tensor]
-
-
-def ids_of(lengths: tuple[int, ...] = LENGTHS, vocabulary: int = 90) -> list[NDArray[np.int32]]:
-    random = np.random.default_rng(5)
-    return [random.integers(5, vocabulary, length).astype(np.int32) for length in lengths]
-
-
-def assert_exact(served: Served, forward: Forward, pooling: str, batching: str = "packed") -> None:
-    """Alone and in one batch, the vectors of a plain forward."""
-    texts = ids_of()
-    truth = torch.stack([POOLINGS[pooling](forward(torch.from_numpy(text.astype(np.int64)))) for text in texts])
-    truth = torch.nn.functional.normalize(truth, dim=-1)
-    alone = np.concatenate([served.embed([text]).vectors for text in texts])
-    together = served.embed(texts)
-
-    assert together.errors == {}
-    assert served.engine.info.batching == batching
-    assert (together.vectors * truth.numpy()).sum(axis=1).min() >= 0.99999
-    np.testing.assert_allclose(together.vectors, truth.numpy(), atol=3e-5, rtol=0)
-    np.testing.assert_allclose(alone, truth.numpy(), atol=3e-5, rtol=0)
 
 
 @pytest.mark.parametrize("native", [True, False], ids=["native", "library"])
@@ -282,7 +257,7 @@ def test_the_end_token_of_gte_qwens_own_tokenizer_is_behind_every_text_within_th
         ("mistral", {"AutoModel": "modeling_gritlm7b.MistralModel"}, "MistralModel"),
         ("bert", {"AutoModel": "modeling_bert.BertModel"}, "BertModel"),
         ("gte", {"AutoModel": "modeling.GteModel"}, "GteModel"),
-        ("bert", {"AutoModel": "jinaai/jina-bert-implementation--modeling_bert.JinaBertModel"}, "JinaBertModel"),
+        ("bert", {"AutoModel": "someone/else--modeling_bert.JinaBertModel"}, "JinaBertModel"),
     ],
 )
 def test_code_is_never_known_by_the_name_of_its_class(
@@ -299,13 +274,15 @@ def test_code_is_never_known_by_the_name_of_its_class(
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("activation_function", "gelu"),
+        ("activation_function", "glu"),
         ("causal", True),
         ("prenorm", True),
-        ("qkv_proj_bias", True),
+        ("qkv_proj_bias", "yes"),
         ("rotary_emb_interleaved", True),
         ("rotary_emb_fraction", 0.5),
-        ("num_experts", 8),
+        ("num_shared_experts", 1),
+        ("moe_normalize_expert_weights", True),
+        ("n_head", 5),
         ("use_rms_norm", True),
     ],
 )
@@ -314,7 +291,7 @@ def test_a_setting_of_nomic_bert_that_the_library_does_not_have_is_refused(
 ) -> None:
     build_nomic(tmp_path, **{key: value})
 
-    with pytest.raises(ModelLoadFailed, match=key):
+    with pytest.raises(ModelLoadFailed, match="width" if key == "n_head" else key):
         read_layout(tmp_path)
 
 

@@ -51,21 +51,38 @@ def _packed_attention(w: Weights, name: str, x: Tensor, heads: int, inverse: Ten
 
 
 def nomic(w: Weights, c: dict[str, Any], ids: Tensor) -> Tensor:
-    """NomicBERT as its own code computes it, hidden states [T, width]: dynamic NTK past the trained length."""
+    """NomicBERT as its own code computes it, hidden states [T, width]: dynamic NTK past the trained length; gated or
+    plain layers, and experts of which each token has the likeliest, weighed by their probabilities among all.
+    """
     size = c["n_embd"] // c["n_head"]
     base, factor, trained = float(c["rotary_emb_base"]), c.get("rotary_scaling_factor"), c["max_trained_positions"]
     if factor and len(ids) > trained:
         base *= (factor * len(ids) / trained - (factor - 1)) ** (size / (size - 2))
-    inverse = frequencies(base, size)
-    x = w["embeddings.word_embeddings.weight"][ids] + w["embeddings.token_type_embeddings.weight"][0]
-    x = normed(w, "emb_ln", x)
+    inverse, eps = frequencies(base, size), c["layer_norm_epsilon"]
+    x = w["embeddings.word_embeddings.weight"][ids]
+    if c["type_vocab_size"]:
+        x = x + w["embeddings.token_type_embeddings.weight"][0]
+    x = normed(w, "emb_ln", x, eps)
     for i in range(c["n_layer"]):
         own = f"encoder.layers.{i}"
         mixed = _packed_attention(w, f"{own}.attn.Wqkv", x, c["n_head"], inverse)
-        x = normed(w, f"{own}.norm1", x + linear(w, f"{own}.attn.out_proj", mixed))
-        gated = linear(w, f"{own}.mlp.fc11", x) * functional.silu(linear(w, f"{own}.mlp.fc12", x))
-        x = normed(w, f"{own}.norm2", x + linear(w, f"{own}.mlp.fc2", gated))
+        x = normed(w, f"{own}.norm1", x + linear(w, f"{own}.attn.out_proj", mixed), eps)
+        x = normed(w, f"{own}.norm2", x + _nomic_mlp(w, c, f"{own}.mlp", x), eps)
     return x
+
+
+def _nomic_mlp(w: Weights, c: dict[str, Any], own: str, x: Tensor) -> Tensor:
+    if f"{own}.fc11.weight" in w:
+        return linear(w, f"{own}.fc2", linear(w, f"{own}.fc11", x) * functional.silu(linear(w, f"{own}.fc12", x)))
+    if f"{own}.fc1.weight" in w:
+        return linear(w, f"{own}.fc2", functional.gelu(linear(w, f"{own}.fc1", x)))
+    shares = linear(w, f"{own}.router.layer", x).softmax(-1)
+    w1, w2 = (w[f"{own}.experts.mlp.{name}"].unflatten(0, (c["num_experts"], -1)) for name in ("w1", "w2"))
+    rows = []
+    for token, own_shares in zip(x, shares, strict=True):
+        best = own_shares.topk(c["moe_top_k"]).indices
+        rows.append(sum(own_shares[e] * (functional.gelu(w1[e] @ token) @ w2[e]) for e in best.tolist()))
+    return torch.stack(rows) + w[f"{own}.experts.bias"]
 
 
 def new_impl(w: Weights, c: dict[str, Any], ids: Tensor) -> Tensor:
@@ -100,6 +117,46 @@ def jina_xlm_roberta(w: Weights, c: dict[str, Any], ids: Tensor) -> Tensor:
         x = normed(w, f"{own}.norm1", x + linear(w, f"{own}.mixer.out_proj", mixed), eps)
         inner = functional.gelu(linear(w, f"{own}.mlp.fc1", x))
         x = normed(w, f"{own}.norm2", x + linear(w, f"{own}.mlp.fc2", inner), eps)
+    return x
+
+
+def alibi(heads: int, length: int) -> Tensor:
+    """Biases [heads, T, T] of JinaBERT: −slope · |i − j|."""
+
+    def slopes(count: int) -> list[float]:
+        start = 2 ** (-(2 ** -(math.log2(count) - 3)))
+        return [start * start**i for i in range(count)]
+
+    closest = 2 ** math.floor(math.log2(heads))
+    own = torch.tensor(slopes(closest) + slopes(2 * closest)[::2][: heads - closest])
+    place = torch.arange(length).float()
+    return -own[:, None, None] * (place[None] - place[:, None]).abs()
+
+
+def jina_bert(w: Weights, c: dict[str, Any], ids: Tensor, types: Tensor | None = None) -> Tensor:
+    """JinaBERT v2, hidden states [T, width], names without `bert.`; with `layer_norm_1` its variant for code."""
+    heads = c["num_attention_heads"]
+    bias, gate = alibi(heads, len(ids)), getattr(functional, c["feed_forward_type"].replace("glu", "lu"))
+    types = torch.zeros_like(ids) if types is None else types
+    x = w["embeddings.word_embeddings.weight"][ids] + w["embeddings.token_type_embeddings.weight"][types]
+    x = normed(w, "embeddings.LayerNorm", x)
+    for own in (f"encoder.layer.{i}" for i in range(c["num_hidden_layers"])):
+        q, k, v = (linear(w, f"{own}.attention.self.{name}", x) for name in ("query", "key", "value"))
+        is_code = f"{own}.layer_norm_1.weight" in w
+        if is_code:
+            q, k = (
+                normed(w, f"{own}.attention.self.layer_norm_q", q),
+                normed(w, f"{own}.attention.self.layer_norm_k", k),
+            )
+        mixed = attended(split(q, heads), split(k, heads), split(v, heads), bias)
+        mixed = normed(w, f"{own}.attention.output.LayerNorm", linear(w, f"{own}.attention.output.dense", mixed) + x)
+        if not is_code:
+            gated, plain = linear(w, f"{own}.mlp.gated_layers", mixed).chunk(2, dim=-1)
+            x = normed(w, f"{own}.mlp.layernorm", linear(w, f"{own}.mlp.wo", gate(gated) * plain) + mixed)
+            continue
+        x = normed(w, f"{own}.layer_norm_1", x + mixed)
+        plain, gated = linear(w, f"{own}.mlp.up_gated_layer", x).chunk(2, dim=-1)
+        x = normed(w, f"{own}.layer_norm_2", x + linear(w, f"{own}.mlp.down_layer", plain * gate(gated)))
     return x
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from torch.nn import functional
 from transformers import AttentionInterface
 
 from teimgr.engine import gpu
+from teimgr.engine.alibi import biased_attention
 from teimgr.engine.attention_kernel import attention_kernel
 from teimgr.engine.batch import PackedBatch, Run, to_device
 from teimgr.engine.varlen_kernel import Borders, varlen_kernel
@@ -115,12 +116,16 @@ def packed_attention(
     is_causal: bool | None = None,
     sliding_window: int | None = None,
     packing: Packing | None = None,
+    alibi_slopes: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention within each text of a packed row: [1, heads, T, d] in, [1, T, heads, d] out.
 
+    `alibi_slopes` are those of `alibi`, float32 [heads], for models of our own.
+
     Raises:
-        CannotPackError: the call has a mask, a bias or a cap, or the model did not pass `packing` on.
+        CannotPackError: the call has a mask, a bias or a cap, or the model did not pass `packing` on; or it has slopes,
+            which a GPU's kernel does not take.
     """
     if packing is None or not is_plain(attention_mask, kwargs):
         raise CannotPackError(f"{type(module).__name__} needs more than packed attention implements")
@@ -129,10 +134,21 @@ def packed_attention(
     rows = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
     attend = _by_run
     if packing.cu_seqlens is not None:
+        if alibi_slopes is not None and gpu.is_gpu(query.device):
+            raise CannotPackError("torch's flash attention is built without ALiBi")
         # A GPU's kernel aligns queries and keys at their ends: with keys left out, a window or causality would shift.
         shifted = packing.visible is not None and (causal or reach is not None)
         attend = _by_native_kernel if not gpu.is_gpu(query.device) else _by_run if shifted else _by_varlen_kernel
-    return attend(*rows, packing, scaling, causal, reach).unsqueeze(0), None
+    return attend(*rows, packing, _Scores(scaling, causal, reach, alibi_slopes)).unsqueeze(0), None
+
+
+class _Scores(NamedTuple):
+    """How scores are made of products, and which keys have one: `reach` is a window, `slopes` are ALiBi's."""
+
+    scale: float | None
+    causal: bool
+    reach: int | None
+    slopes: Tensor | None
 
 
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias", "past_key_values", "head_mask")
@@ -148,9 +164,7 @@ def causality_of(module: torch.nn.Module, is_causal: bool | None) -> bool:
     return bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
 
 
-def _by_varlen_kernel(
-    query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None, causal: bool, reach: int | None
-) -> Tensor:
+def _by_varlen_kernel(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scores: _Scores) -> Tensor:
     """One call of torch's flash attention for all texts, [T, heads, d]."""
     kernel = varlen_kernel()
     assert kernel is not None
@@ -160,32 +174,33 @@ def _by_varlen_kernel(
         key, value = key[visible.positions], value[visible.positions]
         keys_at, longest_keys = visible.cu_seqlens, visible.longest
     borders = Borders(packing.cu_seqlens, keys_at, packing.max_seqlen, longest_keys)
-    return kernel(query, key, value, borders, scale=scaling, causal=causal, reach=reach)
+    return kernel(query, key, value, borders, scale=scores.scale, causal=scores.causal, reach=scores.reach)
 
 
-def _by_native_kernel(
-    query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None, causal: bool, reach: int | None
-) -> Tensor:
+def _by_native_kernel(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scores: _Scores) -> Tensor:
     """One call of our C library for all texts, [T, heads, d]."""
     kernel = attention_kernel()
     assert kernel is not None
     assert packing.cu_seqlens is not None
     begins, longest, keys = packing.cu_seqlens.numpy(), packing.max_seqlen, packing.text_keys
-    return kernel(query, key, value, begins, longest, keys, scale=scaling, causal=causal, reach=reach)
+    scale, causal, reach, slopes = scores
+    return kernel(query, key, value, begins, longest, keys, scale=scale, causal=causal, reach=reach, slopes=slopes)
 
 
-def _by_run(
-    query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None, causal: bool, reach: int | None
-) -> Tensor:
+def _by_run(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scores: _Scores) -> Tensor:
     """One call per run of equal lengths, on views of [T, heads, d]."""
     grouped = query.shape[1] != key.shape[1]
     parts = []
     for i, run in enumerate(packing.runs):
         q, k, v = (_of_run(rows, run) for rows in (query, key, value))
-        mask = packing.mask(i, reach, causal, query.device)
-        out = functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=causal and mask is None, scale=scaling, enable_gqa=grouped
-        )
+        mask = packing.mask(i, scores.reach, scores.causal, query.device)
+        causal = scores.causal and mask is None
+        if scores.slopes is None:
+            out = functional.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=causal, scale=scores.scale, enable_gqa=grouped
+            )
+        else:
+            out = biased_attention(q, k, v, scores.slopes, scale=scores.scale, seen=mask, causal=causal)
         parts.append(out.transpose(1, 2).flatten(0, 1))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 

@@ -36,6 +36,7 @@ class _Call(ctypes.Structure):
         ("value_stride", _Strides),
         ("begins", ctypes.c_void_p),
         ("keys", ctypes.c_void_p),
+        ("slopes", ctypes.c_void_p),
         ("texts", ctypes.c_int64),
         ("longest", ctypes.c_int64),
         ("tokens", ctypes.c_int64),
@@ -43,6 +44,7 @@ class _Call(ctypes.Structure):
         ("key_size", ctypes.c_int64),
         ("value_size", ctypes.c_int64),
         ("out_size", ctypes.c_int64),
+        ("slopes_size", ctypes.c_int64),
         ("heads", ctypes.c_int64),
         ("key_heads", ctypes.c_int64),
         ("head_size", ctypes.c_int64),
@@ -79,14 +81,16 @@ class AttentionKernel:
         scale: float | None = None,
         causal: bool = False,
         reach: int | None = None,
+        slopes: Tensor | None = None,
         level: str | None = None,
     ) -> Tensor:
         """softmax(scale · q kᵀ) v within each text, [T, heads, d] from queries [T, heads, d] and keys and values
         [T, key heads, d], in their dtype, one of `DTYPES`.
 
         Text i has the tokens `begins[i]` to `begins[i + 1]`, at most `longest`, of which the first `keys[i]` are keys.
-        `reach` is a window of so many tokens to each side. The result is 0 behind the last text, and for a token whose
-        window has no key. `level` selects other instructions than the best of this CPU.
+        `reach` is a window of so many tokens to each side. The scores of head h lose `slopes[h]` · |i − j| (ALiBi),
+        float32 [heads]. The result is 0 behind the last text, and for a token whose window has no key. `level` selects
+        other instructions than the best of this CPU.
 
         Raises:
             RuntimeError: there is no memory for the library's buffers.
@@ -101,6 +105,9 @@ class AttentionKernel:
             raise ValueError(f"attention kernel: heads of {size} columns, and at most {MOST_HEAD_SIZE} are computed")
         if keys is not None and len(keys) != len(begins) - 1:
             raise ValueError(f"attention kernel: numbers of keys for {len(keys)} of {len(begins) - 1} texts")
+        if slopes is not None and (slopes.shape != (heads,) or slopes.dtype is not torch.float32):
+            raise ValueError(f"attention kernel: slopes {tuple(slopes.shape)} in {slopes.dtype} for {heads} heads")
+        slopes = None if slopes is None else slopes.contiguous()
         query, key, value = (rows if rows.stride(2) == 1 else rows.contiguous() for rows in (query, key, value))
         out = torch.empty(tokens, heads, size, dtype=query.dtype)
         last = int(begins[-1])
@@ -118,6 +125,8 @@ class AttentionKernel:
             value_stride=value.stride()[:2],
             begins=begins.ctypes.data,
             keys=None if keys is None else keys.ctypes.data,
+            slopes=None if slopes is None else slopes.data_ptr(),
+            slopes_size=0 if slopes is None else heads,
             texts=len(begins) - 1,
             longest=longest,
             tokens=tokens,

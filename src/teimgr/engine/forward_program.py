@@ -37,7 +37,8 @@ class Table:
 class Step:
     """One step; `kind` and the fields are those of `struct step` in native/forward.h. Results have `width` columns in
     each of `groups` parts. `further` are the weights of linear layers merged with it, whose columns follow. `tables`
-    are [rows, width], with the index that selects a row, or tables of positions.
+    are [rows, width], with the index that selects a row, or tables of positions. The `bias` of an attend step has the
+    slopes of its heads (ALiBi).
     """
 
     kind: str

@@ -22,7 +22,7 @@ TRACED_TOKENS = 23  # of the traced text: no dimension of a model is a multiple 
 
 # Stands for attention in a trace: [1, heads, T, d] → [1, T, heads, d].
 torch.library.define(
-    "teimgr::attend", "(Tensor q, Tensor k, Tensor v, float? scale, bool causal, int? window) -> Tensor"
+    "teimgr::attend", "(Tensor q, Tensor k, Tensor v, float? scale, bool causal, int? window, Tensor? slopes) -> Tensor"
 )
 
 
@@ -41,12 +41,13 @@ def _traced_attention(
     dropout: float = 0.0,
     is_causal: bool | None = None,
     sliding_window: int | None = None,
+    alibi_slopes: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     if not is_plain(attention_mask, kwargs):
         raise CannotLowerError(f"the attention of {type(module).__name__}")
     causal = causality_of(module, is_causal)
-    return torch.ops.teimgr.attend(query, key, value, scaling, causal, sliding_window), None
+    return torch.ops.teimgr.attend(query, key, value, scaling, causal, sliding_window, alibi_slopes), None
 
 
 AttentionInterface.register(TRACED, _traced_attention)

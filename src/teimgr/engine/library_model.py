@@ -61,6 +61,9 @@ def load_module(layout: Layout, device: torch.device) -> Any:
     """
     from transformers.utils import logging as transformers_logging
 
+    from teimgr.engine.own_models import register_own_models
+
+    register_own_models()
     _check_weights(layout)
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]

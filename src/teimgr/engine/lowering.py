@@ -225,10 +225,17 @@ class _Lowering:
         return arranged(self._add("norm", width, **fields), value.rows)
 
     def _attention(
-        self, query: Any, key: Any, value: Any, scale: float | None, causal: bool, window: int | None
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        scale: float | None,
+        causal: bool,
+        window: int | None,
+        slopes: Any = None,
     ) -> StepRows:
         """[1, T, heads, d] of queries [1, heads, T, d] and of keys and values [1, key heads, T, d]. A window has the
-        token itself in it, so it reaches `window - 1` tokens far.
+        token itself in it, so it reaches `window - 1` tokens far. `slopes` are ALiBi's, [heads].
         """
         heads, size = query.places.shape[1], query.places.shape[3]
         q, k, v = (self._columns(self._rows(one)) for one in (query, key, value))
@@ -241,8 +248,10 @@ class _Lowering:
             raise CannotLowerError(f"{heads} heads of queries for {key_heads} of keys")
         if window is not None and window < 1:
             raise CannotLowerError(f"a window of {window} tokens")
+        if slopes is not None and (not isinstance(slopes, Tensor) or slopes.shape != (heads,)):
+            raise CannotLowerError("slopes of attention that are computed, or of another number of heads")
         reach = None if window is None or window > _MOST_REACH else window - 1
-        fields = {"heads": (heads, key_heads, size), "scale": scale, "causal": causal, "reach": reach}
+        fields = {"heads": (heads, key_heads, size), "scale": scale, "causal": causal, "reach": reach, "bias": slopes}
         rows = self._add("attend", heads * size, x=q, with_=k, third=v, **fields)
         return replace(rows, places=rows.places.view(1, TRACED_TOKENS, heads, size))
 

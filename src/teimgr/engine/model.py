@@ -211,9 +211,16 @@ def _splade_heads(decode: Callable[[Tensor], Tensor], module: Any, splade: Splad
 
 
 def tensor_bytes(root: object) -> int:
-    """Bytes of all tensors that `root` holds; shared storages count once."""
-    storages = {(found := tensor.untyped_storage()).data_ptr(): found.nbytes() for tensor in tensors_of(root)}
-    return sum(storages.values())
+    """Bytes of all tensors that `root` holds; shared storages count once, prepacked weights each by itself."""
+    storages: dict[int, int] = {}
+    packed = 0
+    for tensor in tensors_of(root):
+        if tensor.layout is not torch.strided:
+            packed += tensor.nbytes
+        elif not tensor.is_meta:
+            found = tensor.untyped_storage()
+            storages[found.data_ptr()] = found.nbytes()
+    return packed + sum(storages.values())
 
 
 def tensors_of(root: object) -> Iterator[Tensor]:

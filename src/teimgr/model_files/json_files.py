@@ -12,7 +12,7 @@ from teimgr.model_json import read_object
 
 # Tokenizer classes and model types with token types, where tokenizer_config.json has no model_input_names.
 _TYPED_CLASSES = {"Bert", "Electra", "MobileBert", "ConvBert", "Deberta", "DebertaV2", "Canine", "FNet", "Funnel"}
-_TYPED_MODELS = {"bert", "electra", "mobilebert", "convbert", "nomic_bert", "deberta", "deberta-v2"}
+_TYPED_MODELS = {"bert", "electra", "mobilebert", "convbert", "nomic_bert", "jina_bert", "deberta", "deberta-v2"}
 
 
 class TokenFiles:
@@ -145,6 +145,8 @@ def _length(given: Any, file: str) -> int:
 
 def _has_position_table(config: dict[str, Any]) -> bool:
     """Whether each position has a row of weights, so that there is none behind the last."""
+    if config.get("position_embedding_type") == "alibi":
+        return False
     if config["model_type"] in ("deberta", "deberta-v2"):
         return bool(setting(config, "position_biased_input"))
     declared = declared_keys(str(config["model_type"]))

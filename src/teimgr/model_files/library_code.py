@@ -1,4 +1,4 @@
-"""What the installed transformers declares about a model type, read from its source: the daemon never imports it.
+"""What transformers, or `engine/own_models`, declares about a model type, read from its source, never imported.
 
 Each configuration class is a list of fields with defaults, so its syntax tree shows which keys of config.json the
 class knows, and what holds where the file has none.
@@ -17,6 +17,8 @@ from typing import Any
 # How code reads a key: of a configuration's own class, and of a model's.
 _OWN_READS = re.compile(r"\bself\.([a-z]\w*)|kwargs\.(?:pop|get)\(\"(\w+)\"")
 _READS = re.compile(r"\bconfig\.([a-z]\w*)|getattr\((?:self\.)?config, \"(\w+)\"")
+
+_OWN = Path(__file__).parents[1] / "engine" / "own_models"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,9 @@ def _configuration_file(model_type: str) -> Path | None:
     name = model_type.replace("-", "_")
     if not name.isidentifier():  # it becomes part of a path
         return None
+    own = _OWN / name / f"configuration_{name}.py"
+    if own.is_file():
+        return own
     models = _library() / "models"
     for folder in (name, name.removesuffix("_text"), name.removesuffix("_gpt")):  # gemma3_text, openai-gpt
         path = models / folder / f"configuration_{folder}.py"

@@ -11,11 +11,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from teimgr.errors import ModelLoadFailed
 
 Config = dict[str, Any]
+
+OWN_MODELS = frozenset({"jina_bert", "nomic_bert_moe"})
+"""Model types of `engine/own_models`, which config.json is converted to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +52,20 @@ def served_config(config: Config, trust_remote_code: bool) -> ServedConfig:
         ModelLoadFailed: the model needs code that the instance does not trust, or the known code has a setting that is
             not served.
     """
+    if config["model_type"] in OWN_MODELS:
+        raise ModelLoadFailed(f"config.json has the model_type {config['model_type']}, which no published model has")
     classes = references(config)
     for _, name in classes:
         if name in _NEVER_SERVED:
             raise ModelLoadFailed(f"{_NEVER_SERVED[name]}, which is not served")
     code = next((code for code in _CODE if code.model_type == config["model_type"] and _has(code, classes)), None)
     if classes and code is not None:
-        served = code.convert({key: value for key, value in config.items() if key != "auto_map"})
+        try:
+            served = code.convert({key: value for key, value in config.items() if key != "auto_map"})
+        except ModelLoadFailed:
+            if not trust_remote_code:
+                raise
+            return ServedConfig(config)  # its own code has that setting
         return replace(served, is_changed=True)
     if classes and not trust_remote_code:
         names = ", ".join(sorted({name for _, name in classes}))
@@ -235,6 +246,30 @@ def _lfm2(config: Config) -> ServedConfig:
     return ServedConfig({**config, "is_causal": False})
 
 
+def _jina_bert(config: Config, qk_norm: bool = False) -> ServedConfig:
+    """JinaBERT v2, a model of our own (`engine/own_models`); `qk_norm` is the variant for code."""
+    _refuse_unless(config, is_decoder=False, add_cross_attention=False)
+    if config.get("position_embedding_type") != "alibi":
+        given = config.get("position_embedding_type", "absolute")  # of the class
+        raise ModelLoadFailed(
+            f"config.json has position_embedding_type = {given!r}; for this model only 'alibi' is served"
+        )
+    if config.get("feed_forward_type") not in ("geglu", "reglu"):
+        given = config.get("feed_forward_type", "original")  # of the class
+        raise ModelLoadFailed(
+            f"config.json has feed_forward_type = {given!r}; for this model only 'geglu' and 'reglu' are served"
+        )
+    _check_heads(config)
+    kept = {key: value for key, value in config.items() if key not in _JINA_BERT_UNUSED}
+    return ServedConfig({**kept, "model_type": "jina_bert", "qk_norm": qk_norm})
+
+
+# What JinaBERT's code reads, and what changes nothing here: an activation of the plain layers, where a table of slopes
+# begins to grow, and how attention is computed.
+_JINA_BERT_UNUSED = frozenset(
+    {"hidden_act", "alibi_starting_size", "attn_implementation", "is_decoder", "add_cross_attention"}
+)
+
 # Sizes of Nomic's own code, by their names in the library.
 _NOMIC_NAMES = {
     "n_embd": "hidden_size",
@@ -244,29 +279,32 @@ _NOMIC_NAMES = {
     "layer_norm_epsilon": "layer_norm_eps",
 }
 _OLD_NOMIC_KEYS = frozenset({*_NOMIC_NAMES, "rotary_emb_base", "rotary_scaling_factor", "activation_function"})
-# Of its other settings these values are what the library computes.
+# Of its other settings these values are served.
 _NOMIC_FIXED: dict[str, tuple[Any, ...]] = {
-    "activation_function": ("swiglu",),
     "causal": (False, None),
     "prenorm": (False, None),
     "parallel_block": (False, None),
     "parallel_block_tied_norm": (False, None),
     "use_rms_norm": (False, None),
-    "qkv_proj_bias": (False,),
-    "mlp_fc1_bias": (False,),
-    "mlp_fc2_bias": (False,),
     "rotary_emb_fraction": (1, None),
     "rotary_emb_interleaved": (False, None),
     "rotary_emb_scale_base": (None,),
     "scale_attn_weights": (True, None),
     "scale_attn_by_inverse_layer_idx": (False, None),
-    "num_experts": (0, None),
-    "moe_every_n_layers": (0, None),
+    "expert_choice_router": (False, None),
+    "ffn_div": (1, None),
+    "moe_normalize_expert_weights": (False, None),
+    "num_shared_experts": (0, None),
 }
+_NOMIC_UNUSED = frozenset({"moe_impl", "moe_resid_pdrop", "router_aux_loss_coef", "max_trained_positions"})
+_NOMIC_ACTIVATIONS = {"swiglu": "silu", "gelu": "gelu"}
+_NOMIC_BIASES = ("qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias")
+_NOMIC_EXPERTS = ("num_experts", "moe_every_n_layers", "moe_top_k")
 
 
 def _nomic(config: Config) -> ServedConfig:
-    """Nomic's own configuration as the library's; the old keys win, which its own code reads.
+    """Nomic's own configuration as the library's, or where it lacks what is set, as a model of our own
+    (`engine/own_models`); the old keys win, which its own code reads.
 
     Past the trained length `rotary_scaling_factor` f makes the base grow with the length L of the text (dynamic NTK):
     base · (f·L/trained − (f − 1))^(d/(d − 2)), as the library's rope type "dynamic" does.
@@ -283,9 +321,48 @@ def _nomic(config: Config) -> ServedConfig:
     trained = int(config.get("max_trained_positions") or 2048)
     if config.get("rotary_scaling_factor"):
         rope = {**rope, "rope_type": "dynamic", "factor": _number(config, "rotary_scaling_factor")}
-    dropped = {*_NOMIC_NAMES, *_NOMIC_FIXED, "rotary_emb_base", "rotary_scaling_factor", "max_trained_positions"}
-    kept = {key: value for key, value in config.items() if key not in dropped | {"rope_scaling", "rope_theta"}}
-    return ServedConfig({**kept, **named, "max_position_embeddings": trained, "rope_parameters": rope})
+    dropped = {*_NOMIC_NAMES, *_NOMIC_FIXED, *_NOMIC_UNUSED, "rotary_emb_base", "rotary_scaling_factor"}
+    dropped |= {"rope_scaling", "rope_theta", "activation_function", *_NOMIC_BIASES, *_NOMIC_EXPERTS}
+    kept = {key: value for key, value in config.items() if key not in dropped}
+    served = {**kept, **named, **_nomic_layers(config), "max_position_embeddings": trained, "rope_parameters": rope}
+    _check_heads(served)
+    return ServedConfig(served)
+
+
+def _nomic_layers(config: Config) -> Config:
+    """What the layers of a NomicBERT are made of: nothing where they are those of the library."""
+    activation = config.get("activation_function", "swiglu")
+    if activation not in _NOMIC_ACTIVATIONS:
+        raise ModelLoadFailed(
+            f"config.json has activation_function = {activation!r}, which is not served for NomicBERT"
+        )
+    biases = {key: _flag(config, key, default=True) for key in _NOMIC_BIASES if key in config}
+    every, experts = config.get("moe_every_n_layers") or 0, config.get("num_experts") or 0
+    if activation == "swiglu" and not any(biases.values()) and not (every and experts):
+        return {}
+    layers: Config = {"model_type": "nomic_bert_moe", "hidden_act": _NOMIC_ACTIVATIONS[activation], **biases}
+    if not (every and experts):
+        return layers
+    counts = {key: _count(config, key, 0) for key in _NOMIC_EXPERTS}
+    if counts["moe_top_k"] > counts["num_experts"]:
+        raise ModelLoadFailed(
+            f"config.json has moe_top_k = {counts['moe_top_k']} of num_experts = {counts['num_experts']}"
+        )
+    return layers | counts
+
+
+def _check_heads(config: Config) -> None:
+    """Raise where the heads, by the library's names of sizes, do not divide the width."""
+    heads, width = _count(config, "num_attention_heads", 12), _count(config, "hidden_size", 768)
+    if width % heads:
+        raise ModelLoadFailed(f"config.json has a width of {width}, which its {heads} heads of attention do not divide")
+
+
+def _flag(config: Config, key: str, default: bool) -> bool:
+    found = config.get(key, default)
+    if not isinstance(found, bool):
+        raise ModelLoadFailed(f"config.json has {key} = {found!r}, which should be true or false")
+    return found
 
 
 def _refuse_unless(config: Config, **expected: Any) -> None:
@@ -299,6 +376,13 @@ def _number(values: Config, key: str) -> float:
     if isinstance(found, bool) or not isinstance(found, (int, float)) or not (math.isfinite(found) and found > 0):
         raise ModelLoadFailed(f"config.json has {key} = {found!r}, which should be a positive number")
     return float(found)
+
+
+def _count(config: Config, key: str, default: int) -> int:
+    found = config.get(key, default)
+    if isinstance(found, bool) or not isinstance(found, int) or found < 1:
+        raise ModelLoadFailed(f"config.json has {key} = {found!r}, which should be a positive number")
+    return found
 
 
 def _classes(configuration: str, modelling: str, prefix: str, *heads: str) -> frozenset[str]:
@@ -323,11 +407,14 @@ _JINA = _classes("configuration_xlm_roberta", "modeling_xlm_roberta", "XLMRobert
     "configuration_xlm_roberta.XLMRobertaFlashConfig",
 }
 _LFM2 = frozenset({f"modeling_lfm2_bidirectional.Lfm2Bidirectional{kind}" for kind in ("Model", "ForMaskedLM")})
+_JINA_BERT = _classes("configuration_bert", "modeling_bert", "JinaBert", *_TASKS)
 _CODE = (
     _Code("nomic_bert", "nomic-ai/nomic-bert-2048", _NOMIC, _nomic),
     _Code("new", "Alibaba-NLP/new-impl", _classes("configuration", "modeling", "New", *_TASKS), _gte),
     _Code("gte", "Snowflake/snowflake-arctic-embed-m-v2.0", _SNOWFLAKE, _gte),
     _Code("xlm-roberta", "jinaai/xlm-roberta-flash-implementation", _JINA, _jina_xlm_roberta),
+    _Code("bert", "jinaai/jina-bert-implementation", _JINA_BERT, _jina_bert),
+    _Code("bert", "jinaai/jina-bert-v2-qk-post-norm", _JINA_BERT, partial(_jina_bert, qk_norm=True)),
     _Code("eurobert", "EuroBERT/", _classes("configuration_eurobert", "modeling_eurobert", "EuroBert", *_TASKS), _same),
     _Code("bilingual", "dangvantuan/bilingual_impl", _classes("config", "modeling", "Bilingual", *_TASKS), _bilingual),
     _Code("lfm2", "LiquidAI/", _LFM2, _lfm2),

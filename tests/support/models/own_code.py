@@ -70,6 +70,29 @@ NOMIC = {
     "use_rms_norm": False,
     "use_xentropy": True,
 }
+# nomic-embed-text-v2-moe, beside the keys of v1.
+NOMIC_MOE = {
+    "activation_function": "gelu",
+    "add_pooling_layer": False,
+    "expert_choice_router": False,
+    "ffn_div": 1,
+    "layer_norm_epsilon": 1e-5,
+    "mlp_fc1_bias": True,
+    "mlp_fc2_bias": True,
+    "moe_every_n_layers": 2,
+    "moe_impl": "megablocks",
+    "moe_normalize_expert_weights": False,
+    "moe_resid_pdrop": 0.0,
+    "moe_top_k": 2,
+    "n_layer": 4,
+    "num_experts": 8,
+    "num_shared_experts": 0,
+    "pad_token_id": 1,
+    "qkv_proj_bias": True,
+    "rotary_emb_base": 10000.0,
+    "router_aux_loss_coef": 0.1,
+    "type_vocab_size": 1,
+}
 NEW = {
     "architectures": ["NewModel"],
     "attention_probs_dropout_prob": 0.0,
@@ -172,16 +195,31 @@ def _norm(weights: dict[str, Tensor], name: str, make: Drawn) -> None:
     weights[f"{name}.weight"], weights[f"{name}.bias"] = 1 + make(WIDTH), make(WIDTH)
 
 
-def nomic_weights(vocabulary: int) -> dict[str, Tensor]:
+def nomic_weights(config: dict[str, Any]) -> dict[str, Tensor]:
+    """Those of a NomicBERT with gated or plain layers, biases, and experts, as `config` has them."""
     make, weights = drawn(), {}
-    weights["embeddings.word_embeddings.weight"] = make(vocabulary, WIDTH)
-    weights["embeddings.token_type_embeddings.weight"] = make(2, WIDTH)
+    weights["embeddings.word_embeddings.weight"] = make(config["vocab_size"], WIDTH)
+    if config["type_vocab_size"]:
+        weights["embeddings.token_type_embeddings.weight"] = make(config["type_vocab_size"], WIDTH)
     _norm(weights, "emb_ln", make)
-    for own in (f"encoder.layers.{i}" for i in range(LAYERS)):
-        weights[f"{own}.attn.Wqkv.weight"] = make(3 * WIDTH, WIDTH)
-        weights[f"{own}.attn.out_proj.weight"] = make(WIDTH, WIDTH)
-        weights[f"{own}.mlp.fc11.weight"], weights[f"{own}.mlp.fc12.weight"] = make(INNER, WIDTH), make(INNER, WIDTH)
-        weights[f"{own}.mlp.fc2.weight"] = make(WIDTH, INNER)
+
+    def add(name: str, rows: int, columns: int, bias: str) -> None:
+        weights[f"{name}.weight"] = make(rows, columns)
+        if config[bias]:
+            weights[f"{name}.bias"] = make(rows)
+
+    for i, own in enumerate(f"encoder.layers.{i}" for i in range(config["n_layer"])):
+        add(f"{own}.attn.Wqkv", 3 * WIDTH, WIDTH, "qkv_proj_bias")
+        add(f"{own}.attn.out_proj", WIDTH, WIDTH, "qkv_proj_bias")
+        if config.get("moe_every_n_layers") and i % config["moe_every_n_layers"] == 1:
+            experts = config["num_experts"]
+            weights[f"{own}.mlp.router.layer.weight"] = make(experts, WIDTH)
+            weights |= {f"{own}.mlp.experts.mlp.{name}": make(experts * INNER, WIDTH) for name in ("w1", "w2")}
+            weights[f"{own}.mlp.experts.bias"] = make(WIDTH)
+        else:
+            for name in ("fc11", "fc12") if config["activation_function"] == "swiglu" else ("fc1",):
+                add(f"{own}.mlp.{name}", INNER, WIDTH, "mlp_fc1_bias")
+            add(f"{own}.mlp.fc2", WIDTH, INNER, "mlp_fc2_bias")
         _norm(weights, f"{own}.norm1", make)
         _norm(weights, f"{own}.norm2", make)
     return weights
@@ -209,13 +247,14 @@ def new_weights(vocabulary: int, types: int) -> dict[str, Tensor]:
 
 
 def build_nomic(folder: Path, *, max_length: int = 192, **changes: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """nomic-embed-text-v1 and its like; gives the weights and config.json, with `changes`."""
-    size = _save_tokenizer(folder, word_piece())
+    """nomic-embed-text-v1 and its like, with `changes` such as `NOMIC_MOE`; gives the weights and config.json."""
+    moe = changes.get("num_experts")
+    size = save_tokenizer(folder, unigram("<s>") if moe else word_piece())
     config = {**NOMIC, "vocab_size": size, **changes}
-    weights = nomic_weights(size)
+    weights = nomic_weights(config)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     write(folder / "config.json", config)
-    _sentence_transformers(folder, "mean", max_length)
+    sentence_transformers(folder, "mean", max_length)
     return weights, config
 
 
@@ -223,7 +262,7 @@ def build_new(
     folder: Path, *, pooling: str = "cls", head: bool = False, **changes: Any
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """gte-multilingual-base, or with `head` its reranker; gives the weights, without `new.`, and config.json."""
-    size = _save_tokenizer(folder, unigram("<s>"))
+    size = save_tokenizer(folder, unigram("<s>"))
     config = {**NEW, "vocab_size": size, **changes}
     weights = new_weights(size, config["type_vocab_size"])
     if head:
@@ -235,7 +274,7 @@ def build_new(
         saved |= {name: weights[name] for name in ("classifier.weight", "classifier.bias")}
     else:
         saved = weights
-        _sentence_transformers(folder, pooling, 192)
+        sentence_transformers(folder, pooling, 192)
     save_file(saved, folder / "model.safetensors", metadata={"format": "pt"})
     write(folder / "config.json", config)
     return weights, config
@@ -269,7 +308,7 @@ def build_jina_xlm(
     the weights, without `roberta.`, and config.json.
     """
     marks = ("[QueryMarker]", "[DocumentMarker]")
-    size = _save_tokenizer(folder, _marked(*marks) if layout == "colbert" else unigram("<s>"))
+    size = save_tokenizer(folder, _marked(*marks) if layout == "colbert" else unigram("<s>"))
     config = {**JINA_XLM, **(JINA_RERANKER if layout == "reranker" else {}), "vocab_size": size, **changes}
     is_absolute = config["position_embedding_type"] == "absolute"
     weights = jina_xlm_weights(size, config["max_position_embeddings"] if is_absolute else 0)
@@ -284,7 +323,7 @@ def build_jina_xlm(
         artifact = {"query_token_id": marks[0], "doc_token_id": marks[1], "query_maxlen": 12, "doc_maxlen": 180}
         write(folder / "artifact.metadata", {**artifact, "dim": 16, "attend_to_mask_tokens": True})
     else:
-        _sentence_transformers(folder, "mean", 192)
+        sentence_transformers(folder, "mean", 192)
     save_file({**saved, **heads}, folder / "model.safetensors", metadata={"format": "pt"})
     write(folder / "config.json", config)
     return weights | heads, config
@@ -301,7 +340,7 @@ def build_decoder(
     tokenizer.save_pretrained(folder)
     pad_and_truncate(folder / "tokenizer.json")
     edit(folder / "config.json", **changes)
-    _sentence_transformers(folder, pooling, 192)
+    sentence_transformers(folder, pooling, 192)
     weights = load_file(folder / "model.safetensors")
     if extra:
         save_file(weights | extra, folder / "model.safetensors", metadata={"format": "pt"})
@@ -338,7 +377,8 @@ def _marked(*marks: str) -> Callable[[], Any]:
     return lambda: with_marks(unigram("<s>")(), *marks)
 
 
-def _save_tokenizer(folder: Path, make: Callable[[], Any]) -> int:
+def save_tokenizer(folder: Path, make: Callable[[], Any]) -> int:
+    """Make the folder, with a tokenizer; the number of its ids."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = make()
     tokenizer.save_pretrained(folder)
@@ -346,10 +386,11 @@ def _save_tokenizer(folder: Path, make: Callable[[], Any]) -> int:
     return len(tokenizer)
 
 
-def _sentence_transformers(folder: Path, pooling: str, max_length: int) -> None:
+def sentence_transformers(folder: Path, pooling: str, max_length: int, *, width: int = WIDTH) -> None:
+    """modules.json and the files that it names: Transformer, Pooling, Normalize."""
     write(folder / "sentence_bert_config.json", {"max_seq_length": max_length, "do_lower_case": False})
     modes = {"cls": "cls_token", "mean": "mean_tokens", "lasttoken": "lasttoken"}
     flags = {f"pooling_mode_{name}": mode == pooling for mode, name in modes.items()}
-    write(folder / "1_Pooling" / "config.json", {"word_embedding_dimension": WIDTH, **flags})
+    write(folder / "1_Pooling" / "config.json", {"word_embedding_dimension": width, **flags})
     names = ("Transformer", "Pooling", "Normalize")
     write_modules(folder, *(f"sentence_transformers.models.{name}" for name in names))

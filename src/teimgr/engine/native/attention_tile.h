@@ -143,6 +143,15 @@ static TARGET void LEVEL(multiply_all_keys)(
     }
 }
 
+// Scores of the query at `position` of the block, less `slope` for each token between it and the key: ALiBi (Press et al.,
+// "Train Short, Test Long", 2022), to both sides.
+static TARGET void LEVEL(subtract_distances)(float *scores, struct range all, int64_t position, float slope) {
+    FLOATS distance;
+    for (int i = 0; i < WIDTH; i++) distance[i] = (float)(all.begin - position + i);
+    for (int64_t j = all.begin; j < all.end; j += WIDTH, distance += (float)WIDTH)
+        *(FLOATS *)(scores + j) -= LEVEL(larger)(distance, -distance) * slope;
+}
+
 // Scores of one query → 2^(factor · (score - maximum)), as weights for `multiply_values`; 0 outside of `seen`. `all` is the
 // range that has scores. Returns the sum; `maximum` is raised to the largest score.
 static TARGET float LEVEL(exponentials)(
@@ -245,6 +254,9 @@ static TARGET void LEVEL(attend_rows)(
         maximum[r] = old;
         struct range here = {greater(seen[r].begin - block.begin, all.begin), lesser(seen[r].end - block.begin, all.end)};
         uint16_t *weights = (uint16_t *)scratch->weights + r * pitch;
+        if (call->slopes != NULL)
+            LEVEL(subtract_distances)(
+                scratch->scores + r * pitch, all, row + r - block.begin, call->slopes[head] / call->scale);
         if (here.begin >= here.end) {  // no key in this block
             memset(weights, 0, (size_t)pitch * 2);
             memset(scratch->scores + r * pitch, 0, (size_t)pitch * 4);

@@ -95,6 +95,7 @@ static struct attention attention_of(const struct step *step, const struct group
     call.query = rows[0], call.key = rows[1], call.value = rows[2];
     call.out = group->memory + group->tokens * out->offset, call.out_stride = out->stride / size;
     call.begins = group->begins, call.texts = group->texts;
+    call.slopes = step->bias, call.slopes_size = step->bias_size;
     call.keys = group->call->keys == NULL ? NULL : group->call->keys + group->text;
     for (int64_t i = 0; i < group->texts; i++)
         call.longest = greater(call.longest, group->begins[i + 1] - group->begins[i]);

@@ -26,7 +26,8 @@ struct operand {
 //   EMBED     scale · (the row `bias` + the rows of `tables` that the batch's ids, positions or types select)
 //   LINEAR    activation(x Wᵀ + bias) + `with`; W in panels as `panel_width` says; `x` has operands, or where `scales`
 //             is not NULL a row of QUANTISE, and W then has bytes
-//   ATTEND    softmax(scale · q kᵀ) v of `x`, `with` and `third`, all operands
+//   ATTEND    softmax(scale · q kᵀ − slope · |i − j|) v of `x`, `with` and `third`, all operands; `bias` has the slope of
+//             every head, or is NULL
 //   NORM      of each of `groups` parts of `width` columns of `x`, times `weights`, plus `bias`
 //   ADD       x + with, or x + the row `bias` where `with` has no slot
 //   ACTIVATE  activation(x)

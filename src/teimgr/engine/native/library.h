@@ -21,9 +21,11 @@ struct attention {
     int64_t query_stride[2], key_stride[2], value_stride[2];  // of a token, of a head
     const int32_t *begins;                             // [texts + 1]
     const int32_t *keys;                               // [texts]: its leading tokens that are keys; NULL: all
+    const float *slopes;                               // [heads]: scores lose slope · |i − j| (ALiBi); NULL: nothing
     int64_t texts, longest;                            // number of texts, tokens of the longest
     int64_t tokens;                                    // rows of each, those behind the last text included
     int64_t query_size, key_size, value_size, out_size;  // elements from the first on that each may touch
+    int64_t slopes_size;                               // numbers in `slopes`
     int64_t heads, key_heads, head_size;               // key_heads divides heads
     int64_t reach;                                     // a window of so many tokens to each side; -1: no window
     int32_t causal;

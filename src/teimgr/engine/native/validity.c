@@ -21,6 +21,8 @@ int64_t struct_size(int32_t which) {
 
 static inline int within(int64_t value, int64_t low, int64_t high) { return value >= low && value <= high; }
 
+static int has_numbers(const void *numbers, int64_t given, int64_t needed) { return numbers == NULL || given >= needed; }
+
 // Whether `begins` are those of texts of at most `longest` tokens that end within `tokens`, and `keys` are tokens of them.
 static int texts_are_valid(const int32_t *begins, const int32_t *keys, int64_t texts, int64_t tokens, int64_t longest) {
     if (begins == NULL || !within(texts, 0, INT32_MAX) || !within(tokens, 0, INT32_MAX) || begins[0] < 0) return 0;
@@ -48,6 +50,7 @@ int attention_is_valid(const struct attention *call) {
     if (!heads_are_valid(call->heads, call->key_heads, call->head_size, call->reach)) return 0;
     if (!within(call->level, BASELINE, attention_level()) || !within(call->bfloat16, 0, 1)) return 0;
     if (!within(call->longest, 0, INT32_MAX)) return 0;
+    if (!has_numbers(call->slopes, call->slopes_size, call->heads)) return 0;
     if (!texts_are_valid(call->begins, call->keys, call->texts, call->tokens, call->longest)) return 0;
     int64_t items;
     if (__builtin_mul_overflow(call->texts * call->key_heads, call->longest + 1, &items)) return 0;
@@ -76,8 +79,6 @@ static int result_fits(const struct program *program, const struct step *step, i
     return (has_floats || has_operands) && (!has_floats || holds(program, step->floats, 0, columns, 4)) &&
            (!has_operands || holds(program, step->operands, 0, columns, size));
 }
-
-static int has_numbers(const void *numbers, int64_t given, int64_t needed) { return numbers == NULL || given >= needed; }
 
 static int linear_is_valid(const struct program *program, const struct step *step) {
     const int64_t panel = panel_width(program->level), columns = round_up(step->width, panel), inner = step->inner;
@@ -110,6 +111,7 @@ static int tables_are_valid(const struct program *program, const struct step *st
 static int attend_is_valid(const struct program *program, const struct step *step) {
     const int64_t size = program->bfloat16 ? 2 : 4;
     if (!heads_are_valid(step->heads, step->key_heads, step->head_size, step->reach)) return 0;
+    if (!has_numbers(step->bias, step->bias_size, step->heads)) return 0;
     const int64_t columns = step->heads * step->head_size, key_columns = step->key_heads * step->head_size;
     return operand_holds(program, &step->x, columns, size) && operand_holds(program, &step->with, key_columns, size) &&
            operand_holds(program, &step->third, key_columns, size) && holds(program, step->operands, 0, columns, size);
