@@ -30,8 +30,7 @@ def assert_exact(
 ) -> None:
     """Alone and in one batch, the vectors of a plain forward."""
     texts = ids_of(lengths)
-    truth = torch.stack([POOLINGS[pooling](forward(torch.from_numpy(text.astype(np.int64)))) for text in texts])
-    truth = torch.nn.functional.normalize(truth, dim=-1)
+    truth = true_vectors(texts, forward, pooling)
     alone = np.concatenate([served.embed([text]).vectors for text in texts])
     together = served.embed(texts)
 
@@ -40,6 +39,19 @@ def assert_exact(
     assert (together.vectors * truth.numpy()).sum(axis=1).min() >= 0.99999
     np.testing.assert_allclose(together.vectors, truth.numpy(), atol=3e-5, rtol=0)
     np.testing.assert_allclose(alone, truth.numpy(), atol=3e-5, rtol=0)
+
+
+def assert_close(served: Served, forward: Forward, pooling: str, *, least: float) -> None:
+    """In one batch, cosines of at least `least` to the vectors of a plain forward."""
+    texts = ids_of()
+    cosines = (served.embed(texts).vectors * true_vectors(texts, forward, pooling).numpy()).sum(axis=1)
+    assert cosines.min() >= least, cosines
+
+
+def true_vectors(texts: Sequence[NDArray[np.int32]], forward: Forward, pooling: str) -> torch.Tensor:
+    """The vectors of a plain forward, of length 1."""
+    truth = torch.stack([POOLINGS[pooling](forward(torch.from_numpy(text.astype(np.int64)))) for text in texts])
+    return torch.nn.functional.normalize(truth, dim=-1)
 
 
 def assert_scores_exact(served: Served, pairs: Sequence[Input], score: Callable[[Encoded], torch.Tensor]) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tests.engine.conftest import Served
 from tests.support import plain_forwards
-from tests.support.exact_models import assert_exact, assert_scores_exact
+from tests.support.exact_models import assert_close, assert_exact, assert_scores_exact
 from tests.support.models import edit
 from tests.support.models.jina_bert import build_jina_bert
 
@@ -116,3 +116,12 @@ def test_weights_of_the_other_variant_are_refused(tmp_path: Path, serve: Callabl
 
     with pytest.raises(ModelLoadFailed, match="weights are missing"):
         serve(tmp_path)
+
+
+@pytest.mark.parametrize("layout", ["embedding", "code"])
+def test_bfloat16_on_request_is_close(layout: str, tmp_path: Path, serve: Callable[..., Served]) -> None:
+    weights, config = build_jina_bert(tmp_path, layout=layout)
+    served = serve(tmp_path, dtype="bfloat16")
+
+    assert served.engine.info.dtype == "bfloat16"
+    assert_close(served, lambda ids: plain_forwards.jina_bert(weights, config, ids), "mean", least=0.999)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.engine.conftest import Served
 from tests.support import plain_forwards
-from tests.support.exact_models import assert_exact
+from tests.support.exact_models import assert_close, assert_exact
 from tests.support.models import edit
 from tests.support.models.own_code import NOMIC_MOE, build_nomic
 
@@ -67,3 +67,12 @@ def test_another_setting_is_refused_by_name(changes: dict[str, Any], named: str,
 
     with pytest.raises(ModelLoadFailed, match=named):
         read_layout(tmp_path)
+
+
+def test_bfloat16_on_request_is_close(tmp_path: Path, serve: Callable[..., Served]) -> None:
+    """A token whose experts are equally likely may take another one."""
+    weights, config = build_nomic(tmp_path, **NOMIC_MOE)
+    served = serve(tmp_path, dtype="bfloat16")
+
+    assert served.engine.info.dtype == "bfloat16"
+    assert_close(served, lambda ids: plain_forwards.nomic(weights, config, ids), "mean", least=0.99)

@@ -350,7 +350,7 @@ def build_decoder(
 def build_lfm2(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """LFM2.5-Embedding: LFM2 with code of its own, the first token pooled; gives the weights and config.json."""
     torch.manual_seed(0)
-    size = _save_tokenizer(folder, byte_level(framed=True))
+    size = save_tokenizer(folder, byte_level(framed=True))
     config = transformers.Lfm2Config(
         vocab_size=size,
         hidden_size=WIDTH,
@@ -369,7 +369,7 @@ def build_lfm2(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     transformers.AutoModel.from_config(config).save_pretrained(folder)
     own = "modeling_lfm2_bidirectional.Lfm2BidirectionalModel"
     edit(folder / "config.json", architectures=["Lfm2BidirectionalModel"], auto_map={"AutoModel": own})
-    _sentence_transformers(folder, "cls", 192)
+    sentence_transformers(folder, "cls", 192)
     return load_file(folder / "model.safetensors"), read(folder / "config.json")
 
 
