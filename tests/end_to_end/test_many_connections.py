@@ -34,6 +34,9 @@ HEAD = b"Host: localhost\r\nContent-Length: 1000000\r\n"
 UNAUTHENTICATED = b"POST /v1/embeddings HTTP/1.1\r\n" + HEAD + b"Content-Type: application/json\r\n\r\n{"  # 401
 UNSUPPORTED = b"POST /instances HTTP/1.1\r\n" + HEAD + f"Authorization: Bearer {ADMIN}\r\n\r\n{{".encode()  # 415
 SETTLED_MIB = 48
+MANY = 10_050
+KEPT_KIB = 25
+"""What may stay of each connection for later ones: memory of the allocator, and cycles that wait to be collected."""
 
 
 class Trickling:
@@ -133,34 +136,37 @@ def test_answered_clients_that_send_on_leave_a_full_port_to_others() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_ten_thousand_answered_clients_that_send_on_are_closed_in_time() -> None:
+    """Twice, since a process keeps some memory for later: what 10,050 connections take must not add up."""
     limit_s = LIMITS[Phase.DISCARD].seconds + LIMITS[Phase.CLOSING].seconds
     with WarmDaemonProcess(auth=AUTH) as daemon:
         check_others_are_served(daemon)
-        memory, files = resident_mib(daemon), open_files(daemon)
-        began = time.monotonic()
-        clients = Trickling(daemon.api_port, 10_050)
-        opened = time.monotonic()
-        most, slowest = 0, 0.0
-        try:
-            while clients.open:
-                assert time.monotonic() < opened + limit_s + 60, f"{len(clients.open)} connections are still open"
-                clients.go_on()
-                most = max(most, open_files(daemon))
-                asked = time.monotonic()
-                check_others_are_served(daemon)
-                slowest = max(slowest, time.monotonic() - asked)
-            ended = time.monotonic()
-        finally:
-            clients.close()
-        until(lambda: open_files(daemon) <= files + 10, "the end of the connections")
-        print(
-            f"opened in {opened - began:.1f} s, closed after {ended - opened:.1f} s; {most} files at most; the slowest"
-            f" three requests of others {slowest:.2f} s; {memory:.0f} MiB before, {resident_mib(daemon):.0f} MiB after"
-        )
-        assert clients.statuses == {401, 415}
-        assert resident_mib(daemon) < memory + 2 * SETTLED_MIB
+        memory, files = [resident_mib(daemon)], open_files(daemon)
+        for _ in range(2):
+            began = time.monotonic()
+            clients = Trickling(daemon.api_port, MANY)
+            opened = time.monotonic()
+            most, slowest = 0, 0.0
+            try:
+                while clients.open:
+                    assert time.monotonic() < opened + limit_s + 60, f"{len(clients.open)} connections are still open"
+                    clients.go_on()
+                    most = max(most, open_files(daemon))
+                    asked = time.monotonic()
+                    check_others_are_served(daemon)
+                    slowest = max(slowest, time.monotonic() - asked)
+                ended = time.monotonic()
+            finally:
+                clients.close()
+            until(lambda: open_files(daemon) <= files + 10, "the end of the connections")
+            memory.append(resident_mib(daemon))
+            print(
+                f"opened in {opened - began:.1f} s, closed after {ended - opened:.1f} s; {most} files at most; the "
+                f"slowest three requests of others {slowest:.2f} s; {memory[-2]:.0f} MiB before, {memory[-1]:.0f} after"
+            )
+            assert clients.statuses == {401, 415}
+        assert max(memory) < memory[0] + MANY * KEPT_KIB / 1024
 
 
 @pytest.fixture(scope="module")
