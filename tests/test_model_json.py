@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -62,12 +63,24 @@ def test_what_is_no_object_is_refused(content: bytes, reason: str, tmp_path: Pat
         model_json.read_object(path)
 
 
-def test_what_is_no_regular_file_is_absent(tmp_path: Path) -> None:
+def test_what_is_no_regular_file_is_refused_unread(tmp_path: Path) -> None:
     (tmp_path / "config.json").symlink_to("/dev/zero")
     (tmp_path / "modules.json").mkdir()
+    os.mkfifo(tmp_path / "fifo.json")
 
-    assert model_json.read_object(tmp_path / "config.json") is None
-    assert model_json.read_list(tmp_path / "modules.json") == []
+    with pytest.raises(ModelLoadFailed, match=r"config\.json is a device, not a file"):
+        model_json.read_object(tmp_path / "config.json")
+    with pytest.raises(ModelLoadFailed, match=r"modules\.json is a directory, not a file"):
+        model_json.read_list(tmp_path / "modules.json")
+    with pytest.raises(ModelLoadFailed, match=r"fifo\.json is a FIFO, not a file"):
+        model_json.read_object(tmp_path / "fifo.json")
+    assert model_json.read_object(tmp_path / "absent.json") is None
+
+
+def test_a_key_has_one_value() -> None:
+    assert model_json.parse(b'{"a": {"b": 1, "b": 1}}', "a.json") == {"a": {"b": 1}}
+    with pytest.raises(ModelLoadFailed, match="the key 'b' has two values"):
+        model_json.parse(b'{"a": {"b": 1, "b": 2}}', "a.json")
 
 
 @pytest.fixture(scope="module")

@@ -27,13 +27,22 @@ from teimgr.errors import (
 from teimgr.model_directory import (
     OPTIONAL,
     adapter_base,
+    check_links,
     configuration_folder,
     has_configuration,
     missing_file,
     needed,
-    stays_below,
 )
-from teimgr.user_home import expanded
+from teimgr.model_source import (
+    Directory,
+    HubModel,
+    WrongSourceError,
+    decide,
+    hub_model,
+    is_own_snapshot,
+    names_a_path,
+    ref_problem,
+)
 
 log = logging.getLogger(__name__)
 
@@ -77,34 +86,113 @@ class Neighbours(Protocol):
         """
 
 
-def resolve(model_id: str, revision: str | None = None, neighbours: Neighbours | None = None) -> ModelSource:
+def resolve(
+    model_id: str,
+    revision: str | None = None,
+    neighbours: Neighbours | None = None,
+    roots: Sequence[str] | None = None,
+) -> ModelSource:
     """Find `model_id`, downloading it when only the hub or another host has it; of an adapter its base model too.
     Blocking.
 
-    Resumes interrupted downloads; shows huggingface-hub's progress bars on stderr.
+    Directories have to be below one of `roots`, if there are any given (`model_source.decide`), and the files in them
+    too. Resumes interrupted downloads; shows huggingface-hub's progress bars on stderr.
 
     Raises:
         ModelNotFound: no such directory, repository or revision; or no local copy, and HF_HUB_OFFLINE is set.
+        InvalidConfig: a directory, or a file of it, is outside of `roots`.
         ModelGated: its licence was not accepted, or HF_TOKEN is not set.
         Unavailable: the hub or the other hosts cannot be reached and there is no local copy.
         StorageFull, ModelDownloadFailed: as `Neighbours.fetch`.
     """
-    source = _resolve(model_id, revision, neighbours)
+    source = _resolve(model_id, revision, neighbours, roots)
     folder = source.path
     for _ in range(_MAX_BASES):  # what an adapter is of, which may be an adapter
-        base = adapter_base(configuration_folder(folder))
-        if base is None or (names_a_path(base[0]) and is_in_cache(folder)):
+        base = _base_of(folder)
+        if base is None:
             break
-        folder = _resolve(*base, neighbours).path
+        folder = _resolve(*base, neighbours, roots).path
     return source
 
 
-def _resolve(model_id: str, revision: str | None, neighbours: Neighbours | None) -> ModelSource:
-    if names_a_path(model_id) or Path(model_id).is_dir():
-        return _local(model_id, of_a_fleet=neighbours is not None)
-    cached = find_cached(model_id, revision)
-    if cached is not None:
-        return cached
+def _base_of(folder: Path) -> tuple[str, str | None] | None:
+    """The base model that an adapter names; a directory counts only of adapters that are no model of the hub."""
+    base = adapter_base(configuration_folder(folder))
+    return None if base is None or (names_a_path(base[0]) and is_in_cache(folder)) else base
+
+
+def _resolve(
+    model_id: str, revision: str | None, neighbours: Neighbours | None, roots: Sequence[str] | None
+) -> ModelSource:
+    named = decided(model_id, revision, roots)
+    if isinstance(named, Directory):
+        source = _local(model_id, named.path, of_a_fleet=neighbours is not None, hints=roots is None)
+    else:
+        source = find_cached(model_id, revision) or _fetched(model_id, revision, neighbours, hints=roots is None)
+    if roots is not None:
+        check_links(source.path, roots)
+    return source
+
+
+def find_here(model_id: str, revision: str | None = None, roots: Sequence[str] | None = None) -> ModelSource | None:
+    """What `resolve` would find without the hub and other hosts: a directory, or a complete snapshot in the cache.
+
+    Raises:
+        ModelNotFound: neither a directory nor an id of the hub, or no revision.
+        InvalidConfig, ModelLoadFailed: as `resolve`; also where the base model of an adapter is outside of `roots`.
+    """
+    source = _here(model_id, revision, roots)
+    found = source
+    for _ in range(_MAX_BASES):
+        base = None if roots is None or found is None else _base_of(found.path)
+        if base is None:
+            break
+        found = _here(*base, roots)
+    return source
+
+
+def _here(model_id: str, revision: str | None, roots: Sequence[str] | None) -> ModelSource | None:
+    named = decided(model_id, revision, roots)
+    if isinstance(named, HubModel):
+        source = find_cached(model_id, revision)
+    else:
+        source = ModelSource(named.path, None) if named.path.is_dir() else None
+    if source is not None and roots is not None:
+        check_links(source.path, roots)
+    return source
+
+
+def decided(model_id: str, revision: str | None, roots: Sequence[str] | None = None) -> Directory | HubModel:
+    """The decision of `model_source`, with its refusals as errors of the tree.
+
+    Raises:
+        ModelNotFound: neither a directory nor an id of the hub, or no revision.
+        InvalidConfig: a directory outside of `roots`.
+    """
+    try:
+        return decide(model_id, revision, roots)
+    except WrongSourceError as error:
+        if error.is_outside:
+            raise InvalidConfig(f"{error.key}: {error.problem}") from error
+        raise ModelNotFound(_sentence(model_id, error)) from error
+
+
+def check_id(model_id: str, revision: str | None) -> None:
+    """Raise ModelNotFound for what is no model id of the hub, or no revision."""
+    try:
+        hub_model(model_id, revision)
+    except WrongSourceError as error:
+        raise ModelNotFound(_sentence(model_id, error)) from error
+
+
+def _sentence(model_id: str, error: WrongSourceError) -> str:
+    if error.key == "revision":
+        return f"Model '{model_id[:_COMPARED_CHARS]}': revision {error.problem}"
+    return f"Model {error.problem}"
+
+
+def _fetched(model_id: str, revision: str | None, neighbours: Neighbours | None, *, hints: bool) -> ModelSource:
+    """A model of the hub, from there, from another host, or from packaged weights."""
     failures: list[TeimgrError] = []
     for fetch in _sources(neighbours):
         try:
@@ -114,7 +202,7 @@ def _resolve(model_id: str, revision: str | None, neighbours: Neighbours | None)
     failure = _main_failure(failures)
     packaged = find_packaged(model_id) if revision is None else None
     if packaged is None:
-        failure.message += nearest_here(model_id)
+        failure.message += nearest_here(model_id) if hints else ""
         raise failure
     log.info("%s; using the packaged weights of %s", failure.message, model_id)
     return packaged
@@ -171,8 +259,10 @@ def _find_snapshot(model_id: str, revision: str | None, cache: Path | None = Non
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
-    if problem := revision_problem(revision):
-        raise ModelNotFound(f"Model '{model_id}': revision {problem}")
+    check_id(model_id, revision)
+    folder = (cache or default_cache_folder()) / folder_name(model_id)
+    if problem := ref_problem(folder, revision or DEFAULT_REVISION):
+        raise ModelNotFound(f"Model '{model_id}': its ref in the hub cache {problem}")
     try:
         # Without what may not be needed: `missing_file` then looks for each module's weights.
         path = Path(
@@ -194,8 +284,7 @@ def _check_place(snapshot: Path, model_id: str, cache: Path | None = None) -> No
     Raises:
         ModelNotFound: the ref, or a link, leads elsewhere.
     """
-    own = (cache or default_cache_folder()) / folder_name(model_id) / "snapshots"
-    if snapshot.resolve().parent != own.resolve():
+    if not is_own_snapshot(snapshot, (cache or default_cache_folder()) / folder_name(model_id)):
         raise ModelNotFound(f"Model '{model_id}': its revision leads out of its snapshots in the hub cache")
 
 
@@ -211,16 +300,6 @@ def find_packaged(model_id: str) -> ModelSource | None:
     if spec is None or not spec.submodule_search_locations:
         return None
     return ModelSource(Path(spec.submodule_search_locations[0]) / folder, None)
-
-
-def names_a_path(model_id: str) -> bool:
-    """Whether a model id can only be a directory."""
-    return model_id.startswith(("/", "./", "../", "~"))
-
-
-def shown_id(model_id: str) -> str:
-    """A model id without the place of its folder, for those who may not know it: the folder's name."""
-    return Path(model_id).name if names_a_path(model_id) else model_id
 
 
 def check_directory(model_id: str) -> None:
@@ -271,11 +350,11 @@ def _cached_ids() -> list[str]:
     return [id for id in map(id_of_folder, names) if id is not None]
 
 
-def _local(model_id: str, *, of_a_fleet: bool) -> ModelSource:
-    path = expanded(model_id)
+def _local(model_id: str, path: Path, *, of_a_fleet: bool, hints: bool) -> ModelSource:
     if not path.is_dir():
+        nearest = nearest_here(model_id) if hints else ""
         copies = "; directories are not copied between hosts: each needs it at this path" if of_a_fleet else ""
-        raise ModelNotFound(f"Model directory '{model_id}' does not exist{nearest_here(model_id)}{copies}")
+        raise ModelNotFound(f"Model directory '{model_id}' does not exist{nearest}{copies}")
     if not has_configuration(path):
         raise ModelNotFound(f"Directory '{model_id}' holds no model: neither config.json nor modules.json is there")
     return ModelSource(path.resolve(), None)
@@ -284,8 +363,7 @@ def _local(model_id: str, *, of_a_fleet: bool) -> ModelSource:
 def _download(model_id: str, revision: str | None) -> ModelSource:
     from huggingface_hub import HfApi, snapshot_download
 
-    if problem := revision_problem(revision):
-        raise ModelNotFound(f"Model '{model_id}': revision {problem}")
+    check_id(model_id, revision)
     if is_offline():  # no attempt can end otherwise
         found = _find_snapshot(model_id, revision)
         lacking = None if found is None else missing_file(found.path)
@@ -301,20 +379,6 @@ def _download(model_id: str, revision: str | None) -> ModelSource:
         path = Path(snapshot_download(model_id, revision=revision, allow_patterns=names))
     _check_place(path, model_id)
     return ModelSource(path, path.name)
-
-
-def revision_problem(revision: str | None) -> str | None:
-    """Why a text is no revision; None for the name of a branch or tag, by git's rules, or a commit, and for None.
-
-    The hub library joins a revision to the path of the cache's refs, and what it finds there to that of the snapshots.
-    """
-    if revision is None:
-        return None
-    parts = revision.split("/")
-    wrong = not stays_below(revision) or any(part.startswith(".") or part.endswith((".", ".lock")) for part in parts)
-    if wrong or revision.startswith("-") or ".." in revision or any(mark in revision for mark in " ~^:?*[@{"):
-        return f"must be the name of a branch, tag or commit (got {revision[:_COMPARED_CHARS]!r})"
-    return None
 
 
 @contextmanager

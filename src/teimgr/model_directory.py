@@ -11,10 +11,12 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from itertools import islice
 from pathlib import Path, PurePosixPath
 
 from teimgr import model_json
 from teimgr.errors import InvalidConfig, ModelLoadFailed
+from teimgr.model_source import MAX_PATH_CHARS, file_problem, home_of, is_inside, resolved_roots, stays_below
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -34,7 +36,8 @@ _READERS = ("Transformer", "MLMTransformer")
 _WEIGHTED = ("Dense", "LayerNorm", "WeightedLayerPooling", "CNN", "LSTM")
 _CONFIGURED = (*_READERS, *_WEIGHTED, "Pooling", "SpladePooling", "LogitScore")
 
-_MAX_PATH_CHARS = 255
+# Folders that files are read of without being a module's.
+_READ_BESIDE = ("1_Pooling", "additional_chat_templates")
 _MOST_FILES = 10_000
 _MOST_HEAD_BYTES = 16 * 2**20  # of a safetensors file that is looked into; known ones have 1 MB
 _MOST_POINTER_BYTES = 1024  # git-lfs takes no larger file for one
@@ -110,23 +113,30 @@ def folder_in(root: Path, path: str) -> Path:
         ModelLoadFailed: it lies outside of the model's directory.
     """
     place = root / path
-    if not _is_inside(place, _home_of(root) if stays_below(path.rstrip("/") or "x") else root.resolve()):
-        raise ModelLoadFailed(f"modules.json points out of the model's directory: {path[:_MAX_PATH_CHARS]}")
+    if not is_inside(place, home_of(root) if stays_below(path.rstrip("/") or "x") else root.resolve()):
+        raise ModelLoadFailed(f"modules.json points out of the model's directory: {path[:MAX_PATH_CHARS]}")
     return place
 
 
-def _home_of(root: Path) -> Path:
-    """The directory that all files of a model are in: its own, or in the hub's cache that of its repository."""
-    home = root.resolve()
-    in_cache = home.parent.name == "snapshots" and home.parent.parent.name.startswith("models--")
-    return home.parent.parent if in_cache else home
+def check_links(root: Path, roots: Iterable[str]) -> None:
+    """Check that the files that are read of a model are its own, or below one of `roots`, where their links lead.
 
-
-def _is_inside(path: Path, home: Path) -> bool:
-    try:
-        return path.resolve().is_relative_to(home)
-    except (OSError, RuntimeError, ValueError):  # links in a circle, a null character
-        return False
+    Raises:
+        InvalidConfig: one leads elsewhere, or a directory of the model has more than 10,000 entries.
+        ModelLoadFailed: as `module_places`.
+    """
+    homes = (home_of(root), *resolved_roots(roots))
+    folders = [root, *(place.path for place in module_places(root)), *(root / name for name in _READ_BESIDE)]
+    for folder in dict.fromkeys(folders):
+        try:
+            files = list(islice(folder.iterdir(), _MOST_FILES + 1))
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        if len(files) > _MOST_FILES:
+            raise InvalidConfig(f"model_id: {_shown(root, folder)} has more than {_MOST_FILES:,} files")
+        for path in (folder, *files):
+            if path.is_symlink() and not is_inside(path, *homes):
+                raise InvalidConfig(f"model_id: {_shown(root, path)} is a link out of the model's directory")
 
 
 def check_safetensors(root: Path, opened: Iterable[Path]) -> None:
@@ -136,13 +146,13 @@ def check_safetensors(root: Path, opened: Iterable[Path]) -> None:
         InvalidConfig: a file would be opened that is something else, or that is not the model's own.
         ModelLoadFailed: as `weight_files`.
     """
-    home = _home_of(root)
+    home = home_of(root)
     for place in opened:
         for file in weight_files(place) if place.is_dir() else (place,):
             name = _shown(root, file)
             if file.suffix != ".safetensors":
                 raise InvalidConfig(f"model_id: {name} has pickled weights, and only safetensors are allowed")
-            if not _is_inside(file, home):
+            if not is_inside(file, home):
                 raise InvalidConfig(f"model_id: {name} is a link out of the model's directory")
 
 
@@ -184,6 +194,8 @@ def _missing_of(place: ModulePlace, *, is_first: bool) -> str | None:
     if (folder / _ADAPTER).is_file() and place.name in _READERS:
         return None if adapter_weights(folder) else _ADAPTER_WEIGHTS[0]
     if place.name in _CONFIGURED and not (folder / "config.json").is_file():
+        if problem := file_problem(folder / "config.json"):  # nothing would be downloaded in its place
+            raise ModelLoadFailed(f"config.json {problem}")
         return "config.json"
     if static or is_first or place.name in (*_READERS, *_WEIGHTED):
         weights = weight_files(folder)
@@ -224,9 +236,7 @@ def shards_of(index: Path) -> list[str] | None:
         raise ModelLoadFailed(f"{index.name} has no weight_map")
     shards = {shard if isinstance(shard, str) else "" for shard in named.values()}
     if wrong := [shard for shard in shards if not stays_below(shard)]:
-        raise ModelLoadFailed(
-            f"{index.name} names the file {wrong[0][:_MAX_PATH_CHARS]!r}, which is none of its folder"
-        )
+        raise ModelLoadFailed(f"{index.name} names the file {wrong[0][:MAX_PATH_CHARS]!r}, which is none of its folder")
     return sorted(shards)
 
 
@@ -256,6 +266,8 @@ def _needed_below(root: Path) -> Iterator[tuple[str, Path]]:
 
 def fault_of(path: Path) -> str | None:
     """Why a file is not what its name says, as the end of a sentence about it; None where nothing is wrong with it."""
+    if problem := file_problem(path):
+        return problem
     if is_pointer(path):
         return model_json.IS_POINTER
     return "ends too soon" if is_cut_short(path) else None
@@ -317,17 +329,6 @@ def files_below(root: Path, depth: int = 8) -> Iterator[Path]:
                 yield from walk(path, levels - 1, (*above, here))
 
     yield from walk(root, depth, ())
-
-
-def stays_below(name: str) -> bool:
-    """Whether the name of a file in a repository is a path that leads nowhere but below its folder."""
-    parts = name.split("/")
-    return (
-        0 < len(name) <= _MAX_PATH_CHARS
-        and not any(part in ("", ".", "..") for part in parts)
-        and name.isprintable()
-        and "\\" not in name
-    )
 
 
 def _shown(root: Path, path: Path) -> str:

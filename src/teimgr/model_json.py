@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from teimgr.errors import ModelLoadFailed
+from teimgr.model_source import file_problem
 
 _MIB = 1 << 20
 # Of any file, and of the kinds that are larger: the largest known are 33, 9 and 9 MB.
@@ -28,6 +29,7 @@ MOST_VALUES = 4_000_000
 POINTER = b"version https://git-lfs.github.com/spec/"
 """How a file begins that git checks out in place of a large one where git-lfs is not installed."""
 IS_POINTER = "is a pointer of git-lfs and not the file itself: run `git lfs pull` in the directory"
+_SHOWN_CHARS = 80
 MOST_DEPTH = 64
 """Objects and lists within each other; known files have ten."""
 
@@ -90,7 +92,7 @@ def parse(content: bytes, name: str) -> Any:
     if values > MOST_VALUES:
         raise ModelLoadFailed(f"{name} has more than {MOST_VALUES:,} values")
     try:
-        value = json.loads(content.decode())
+        value = json.loads(content.decode(), object_pairs_hook=_object)
     except RecursionError as error:
         raise ModelLoadFailed(f"{name} is nested more than {MOST_DEPTH} levels deep") from error
     except ValueError as error:
@@ -102,6 +104,8 @@ def parse(content: bytes, name: str) -> Any:
 
 def _read(path: Path) -> Any:
     try:
+        if problem := file_problem(path):
+            raise ModelLoadFailed(f"{path.name} {problem}")
         if not path.is_file():
             return None
         check_size(path)
@@ -112,6 +116,17 @@ def _read(path: Path) -> Any:
     if len(content) > most_bytes(path.name):  # it grew
         raise ModelLoadFailed(f"{path.name} has more than {most_bytes(path.name):,} bytes")
     return parse(content, path.name)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of a JSON text. Readers disagree about which of two values of a key holds: here neither does."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        given: dict[str, Any] = {}
+        for key, value in pairs:
+            if given.setdefault(key, value) != value:
+                raise ValueError(f"the key {key[:_SHOWN_CHARS]!r} has two values")
+    return found
 
 
 def _is_deep(value: Any) -> bool:

@@ -38,7 +38,8 @@ from teimgr.errors import (
     Unavailable,
 )
 from teimgr.fleet_tls import HANDSHAKE_LIMIT_S, FleetIdentity, FleetName, peer_of
-from teimgr.model_directory import needed, stays_below
+from teimgr.model_directory import needed
+from teimgr.model_source import stays_below
 from teimgr.wire.host_messages import LENGTH_BYTES, pack, reported_error, unpack, unpack_length
 
 MAX_FILES = 2000
@@ -297,8 +298,7 @@ class _Fetch:
 
     def run(self) -> hub.ModelSource:
         """As `FleetNeighbours.fetch`; raises OSError besides."""
-        if problem := hub.revision_problem(self._revision):
-            raise ModelNotFound(f"revision: {problem}")
+        hub.check_id(self._model_id, self._revision)
         if not self._hosts():
             raise ModelNotFound(f"no other host is in the fleet that could have model '{self._model_id}'")
         self._locks.mkdir(parents=True, exist_ok=True)

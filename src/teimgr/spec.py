@@ -302,6 +302,13 @@ class InstanceSpec:
         None, "an accepted update that is under way, as JSON", in_rest=False, in_config=False, secret=True
     )
     seeded: bool = _key(False, "the configuration created it", in_rest=False, in_config=False)
+    confined: bool = _key(
+        False,
+        "a key for some instances chose its model: no directory outside of local_model_roots",
+        change=_REPLACE,
+        in_rest=False,
+        in_config=False,
+    )
 
 
 KEYS: Mapping[str, InstanceKey] = {item.name: item.metadata["key"] for item in fields(InstanceSpec)}
@@ -332,8 +339,8 @@ class WorkerSpec:
     NVML and CUDA may order cards differently) or None for the CPU. In a fleet of several hosts `host` is the name of
     its own, `link_address` where it listens for the others (a numeric address, of a worker that runs with its port),
     `identity_dir` the folder of that node's certificate, `port_host` the address of its ports where that is not
-    `instance_host`, and `agent_socket` where its agent answers who the other hosts are, which may have the model. Times
-    are seconds.
+    `instance_host`, and `agent_socket` where its agent answers who the other hosts are, which may have the model. A
+    directory as model has to be below one of `model_roots`, if they are given. Times are seconds.
     """
 
     name: str
@@ -347,6 +354,7 @@ class WorkerSpec:
     kind: str | None = None
     trust_remote_code: bool = False
     safetensors_only: bool = False
+    model_roots: tuple[str, ...] | None = None
     strict_model_files: bool = False
     gpu: str | None = None
     threads: int = 1
@@ -392,12 +400,14 @@ class WorkerSpec:
     def from_json(cls, text: str) -> WorkerSpec:
         """The inverse of `to_json`; unknown keys are an error."""
         values = json.loads(text)
-        return cls(**values | {"cors_allow_origin": tuple(values.get("cors_allow_origin", ()))})
+        lists = {name: values[name] for name in ("cors_allow_origin", "model_roots") if values.get(name) is not None}
+        return cls(**values | {name: tuple(value) for name, value in lists.items()})
 
     @property
     def hash(self) -> str:
         """Sixteen hex digits; a running worker with another hash has to be replaced. `threads` changes in place,
-        `restarts` is a figure for display, and how other hosts reach the worker is set by its node.
+        `restarts` is a figure for display, how other hosts reach the worker is set by its node, and where its model may
+        come from matters only while it loads.
         """
         # A key that is newer than 0.1.0 counts where it is set: workers of that version are adopted.
         unset = {
@@ -411,7 +421,7 @@ class WorkerSpec:
             "token_encoding": TOKEN_ENCODING,
         }
         facts = {key: value for key, value in asdict(self).items() if key not in unset or value != unset[key]}
-        for name in ("threads", "restarts", "link_address", "identity_dir", "port_host", "agent_socket"):
+        for name in ("threads", "restarts", "link_address", "identity_dir", "port_host", "agent_socket", "model_roots"):
             del facts[name]
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 

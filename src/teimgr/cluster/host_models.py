@@ -89,10 +89,8 @@ class HostModels:
         """The whole snapshot of a model, if there is one. Blocking.
 
         Raises:
-            ModelNotFound, InvalidInput, Forbidden: as `serve`.
+            ModelNotFound, Forbidden: as `serve`.
         """
-        if problem := hub.revision_problem(revision):
-            raise InvalidInput(f"revision: {problem}")
         try:
             found = hub.find_cached(model_id, revision, self._given_cache)
             return None if found is None else self._offer(model_id, found.path)

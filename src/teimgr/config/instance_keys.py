@@ -6,13 +6,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
-from teimgr import hub
+from teimgr import model_source
 from teimgr.config.schema import ConfigFault, join
 from teimgr.errors import Forbidden, InvalidConfig, ValidationError
 from teimgr.observability.shown_text import has_controls
@@ -131,7 +130,7 @@ def parse(extra_args: Sequence[str]) -> dict[str, Any]:
             raise InvalidConfig(f"extra_args: {name} {error} (got {value!r})") from error
         if flag.field is not None:
             overrides[flag.field] = (*overrides.get(flag.field, ()), parsed) if flag.repeats else parsed
-    if problem := hub.revision_problem(overrides.get("revision")):
+    if problem := model_source.revision_problem(overrides.get("revision")):
         raise InvalidConfig(f"extra_args: --revision {problem}")
     if overrides.keys() >= {"default_prompt", "default_prompt_name"}:
         raise InvalidConfig("extra_args: --default-prompt and --default-prompt-name exclude each other")
@@ -196,7 +195,7 @@ def key_faults(spec: InstanceSpec, path: str = "") -> Iterator[ConfigFault]:
         value = getattr(spec, name)
         if problem := key.not_a_word(value) or key.out_of_range(value):
             yield ConfigFault(join(path, name), problem)
-    if problem := hub.revision_problem(spec.revision):
+    if problem := model_source.revision_problem(spec.revision):
         yield ConfigFault(join(path, "revision"), problem)
     if spec.replicas == "per-gpu" and spec.gpu_id is not None:
         yield ConfigFault(join(path, "replicas"), "'per-gpu' and a gpu_id exclude each other")
@@ -223,9 +222,8 @@ def check_allowed(spec: InstanceSpec, settings: Settings) -> None:
         raise ValidationError(
             "trust_remote_code: code of models is off; allow_remote_code = true in the settings allows it"
         )
-    roots = settings.local_model_roots
-    if roots and _is_local(spec.model_id) and not _is_below(spec.model_id, roots):
-        raise ValidationError(f"model_id: {spec.model_id!r} is outside of local_model_roots ({', '.join(roots)})")
+    if problem := _outside(spec, settings):
+        raise ValidationError(f"model_id: {problem}")
 
 
 def check_restricted(spec: InstanceSpec, settings: Settings) -> None:
@@ -236,7 +234,7 @@ def check_restricted(spec: InstanceSpec, settings: Settings) -> None:
     """
     if runs_remote_code(spec):
         raise Forbidden("trust_remote_code needs a key that is for all instances")
-    if _is_local(spec.model_id) and not _is_below(spec.model_id, settings.local_model_roots):
+    if _outside(replace(spec, confined=True), settings):
         raise Forbidden("a model_id that is a directory outside of local_model_roots needs a key for all instances")
     if not spec.safetensors_only:
         raise Forbidden("pickled weights (safetensors_only = false) need a key that is for all instances")
@@ -268,16 +266,17 @@ def runs_remote_code(spec: InstanceSpec) -> bool:
     return bool(parse(spec.extra_args).get("trust_remote_code", spec.trust_remote_code))
 
 
-def _is_local(model_id: str) -> bool:
-    try:
-        return hub.names_a_path(model_id) or Path(model_id).exists()
-    except OSError:  # a name longer than a file name can be
-        return False
+def model_roots(spec: InstanceSpec, settings: Settings) -> tuple[str, ...] | None:
+    """The directories below which the model may be one; None for any directory, () for none."""
+    return settings.local_model_roots if spec.confined or settings.local_model_roots else None
 
 
-def _is_below(model_id: str, roots: Iterable[str]) -> bool:
+def _outside(spec: InstanceSpec, settings: Settings) -> str | None:
+    """Why the model is a directory that the instance may not have; None if it may, or if that is only known later."""
     try:
-        path = Path(model_id).expanduser().resolve()  # where links and `..` lead
-        return any(path.is_relative_to(Path(root).expanduser().resolve()) for root in roots)
-    except (OSError, RuntimeError):  # an impossible name, or an unknown user's home
-        return False
+        model_source.decide(spec.model_id, spec.revision, model_roots(spec, settings))
+    except model_source.WrongSourceError as error:
+        return error.problem if error.is_outside else None
+    except InvalidConfig:  # `~` of a user who may exist on another host
+        return None
+    return None

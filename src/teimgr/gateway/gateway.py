@@ -20,7 +20,6 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from teimgr import hub
 from teimgr.auth.policy import ANONYMOUS, Caller, caller_of
 from teimgr.byte_budget import ByteBudget, Charge, Shares
 from teimgr.config.settings import Settings
@@ -49,6 +48,7 @@ from teimgr.gateway.model_cards import (
 )
 from teimgr.gateway.routes import DIALECT_HEADER, DialectPath, kinds_of, paths
 from teimgr.http_bodies import HeldResponse, SlowClient, charge_body, compression_fault, read_body, unless_hung_up
+from teimgr.model_source import names_a_path, shown_id
 from teimgr.observability import catalogue
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.routing.links import LinkLimits
@@ -495,7 +495,7 @@ class ModelNames:
             found = [(entry.name, entry.state) for entry in entries]
             states = ", ".join(f"'{name}' is {state.value}" for name, state in found)
             kind = Stopped if all(state is State.STOPPED for _, state in found) else Unavailable
-            shown = target if self._tells_paths else hub.shown_id(target)
+            shown = target if self._tells_paths else shown_id(target)
             raise kind(f"No instance of the model '{shown}' takes calls now: {states}") from None
 
     def lease_instance(self, name: str) -> Lease:
@@ -515,7 +515,7 @@ class ModelNames:
         """The names that `model` may have, sorted: instances, aliases and model ids that are told."""
         aliases = (alias for alias in self._aliases() if self.model_id(alias) is not None)
         ids = {entry.model_id for entry in self._router.snapshot.entries}
-        told = ids if self._tells_paths else {each for each in ids if not hub.names_a_path(each)}
+        told = ids if self._tells_paths else {each for each in ids if not names_a_path(each)}
         return sorted({*self._instances(), *told, *aliases})
 
     def check(self, model: str) -> None:

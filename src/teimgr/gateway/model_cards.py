@@ -15,8 +15,8 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from teimgr import hub
 from teimgr.auth.policy import caller_of
+from teimgr.model_source import shown_id
 from teimgr.spec import InstanceView, Kind, LoadedModel, State
 from teimgr.wire.error_bodies import JSON_TYPE
 
@@ -68,7 +68,7 @@ class ModelCards:
         view = min(views, key=lambda each: _BEST_FIRST.index(each.state), default=None)
         model = view.model if view else None
         state = "available" if view is None else _STATES.get(view.state, "available")
-        root = model_id if self._is_for_operator or model_id is None else hub.shown_id(model_id)
+        root = model_id if self._is_for_operator or model_id is None else shown_id(model_id)
         kind = model.kind if model else view.spec.kind if view else None
         card = {
             "id": name,

@@ -9,6 +9,7 @@ from typing import Any
 
 from teimgr.migration.compose_file import PublishedPort, Service, whole_number
 from teimgr.migration.draft import InstanceDraft, KeyOutcome, Place
+from teimgr.model_source import is_hub_id
 
 NOT_FOLLOWED = "not followed: import the output of `docker compose config`, which has all of it"
 """The note about a key that names another file."""
@@ -46,7 +47,6 @@ _DAEMON_VARIABLES: dict[str, bool] = {
 }
 _GPU_VARIABLES = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS")
-_HUB_ID = re.compile(r"[\w.-]+(?:/[\w.-]+)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ def put_model(instance: InstanceDraft, service: Service, model: str, key: str) -
         instance.put("model_id", path, key, "the directory of the host that is mounted there")
         return
     instance.put("model_id", model, key)
-    if model.startswith(("/", ".", "~")) or not _HUB_ID.fullmatch(model):
+    if not is_hub_id(model):
         note = "a directory in the container that no directory of the host is mounted to: copy it out, and name it here"
         instance.place.found(key, KeyOutcome.DECIDE, f"model_id of {instance.name}", note)
 

@@ -12,6 +12,7 @@ from teimgr.model_directory import adapter_base, adapter_weights, configuration_
 from teimgr.model_files.known_keys import ADAPTER
 from teimgr.model_files.layout import Adapter
 from teimgr.model_json import read_object
+from teimgr.model_source import names_a_path
 
 FILE = "adapter_config.json"
 _MAX_CHAIN = 4  # adapters on adapters, as LLM2Vec's: the one for masked words, then the supervised one
@@ -75,7 +76,7 @@ def _base_of(folder: Path) -> Path:
     if named is None:
         raise ModelLoadFailed(f"{FILE} names no base model (base_model_name_or_path)")
     model_id, revision = named
-    if hub.names_a_path(model_id):
+    if names_a_path(model_id):
         path = Path(model_id).expanduser()
         if hub.is_in_cache(folder) or not path.is_dir():
             raise ModelLoadFailed(f"the model is an adapter of {model_id}, a directory that is not on this machine")

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import pynvml
 
-from teimgr.config.instance_keys import parse
+from teimgr.config.instance_keys import model_roots, parse
 from teimgr.config.settings import Settings
 from teimgr.errors import InvalidGpuId, NoHost, TeimgrError, ValidationError
 from teimgr.placement.hosts import Host, allows, best_host, candidates
@@ -401,6 +401,7 @@ def worker_spec(
         nice=settings.cpu_worker_nice if gpu_uuid is None else 0,
         log_level=settings.log_level,
         strict_model_files=settings.strict_model_files,
+        model_roots=model_roots(spec, settings),
     )
     if not settings.allow_pickled_weights:
         made = replace(made, safetensors_only=True)

@@ -16,13 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from teimgr import hub, model_json
-from teimgr.errors import ModelLoadFailed
+from teimgr.errors import InvalidConfig, ModelLoadFailed
 from teimgr.model_directory import configuration_folder, files_below, has_configuration, missing_file, needed
+from teimgr.model_source import Directory, WrongSourceError, decide, file_problem, is_own_snapshot
 
 log = logging.getLogger(__name__)
 
 _FILES_SHOWN = 10_000
 _MOST_WORD_CHARS = 255
+_MOST_REF_CHARS = 256
 _MOST_NUMBER = 2**53  # what every reader of JSON takes
 # Our key → its names in config.json.
 _METADATA: Mapping[str, tuple[str, ...]] = {
@@ -97,7 +99,7 @@ class HubCache:
             folder = self.folder_of(model_id)
             refs = dict(_refs(folder / "refs"))
             for path in sorted((folder / "snapshots").glob("*/")):
-                if has_configuration(path):
+                if is_own_snapshot(path, folder) and has_configuration(path):
                     names = tuple(sorted(name for name, commit in refs.items() if commit == path.name))
                     found.append(self._snapshot(model_id, path, names))
         except (OSError, ValueError) as error:  # an impossible name, or a failing disk
@@ -156,10 +158,10 @@ class HubCache:
 
 
 def is_directory(model_id: str) -> bool:
-    """Whether a model id is a directory of this host rather than a repository of the hub."""
+    """Whether a model id is a directory of this host, there or not, rather than a repository of the hub."""
     try:
-        return hub.names_a_path(model_id) or Path(model_id).is_dir()
-    except OSError:  # a name longer than a file name can be
+        return isinstance(decide(model_id), Directory)
+    except (WrongSourceError, InvalidConfig):
         return False
 
 
@@ -219,7 +221,10 @@ def _refs(folder: Path) -> Iterator[tuple[str, str]]:
     """Branches and tags with their commits; names may contain slashes."""
     for path in (Path(parent) / name for parent, _, names in os.walk(folder) for name in names):
         try:
-            yield _shown(path.relative_to(folder).as_posix()), path.read_text().strip()
+            if (problem := file_problem(path)) is not None:
+                raise OSError(problem)
+            with path.open(encoding="utf-8") as ref:
+                yield _shown(path.relative_to(folder).as_posix()), ref.read(_MOST_REF_CHARS).strip()
         except (OSError, UnicodeDecodeError) as error:
             log.warning("unreadable ref in the hub cache", extra={"path": str(path), "reason": str(error)})
 

@@ -28,8 +28,9 @@ from pathlib import Path
 from typing import Any
 
 from teimgr import hub
-from teimgr.errors import ModelDownloadFailed, ModelNotFound, TeimgrError, Unavailable
+from teimgr.errors import ModelDownloadFailed, TeimgrError, Unavailable
 from teimgr.model_directory import adapter_base, configuration_folder, needed
+from teimgr.model_source import names_a_path
 from teimgr.registry.cache import HubCache
 
 PARALLEL_FILES = 4
@@ -128,8 +129,7 @@ class Fetch:
         from huggingface_hub import snapshot_download
 
         order = self._order
-        if problem := hub.revision_problem(order.revision):
-            raise ModelNotFound(f"revision: {problem}")
+        hub.check_id(order.model_id, order.revision)
         with hub.hub_failures(order.model_id, order.revision):
             files = self._plan()
             self._check_room(files)
@@ -270,7 +270,7 @@ def main(arguments: list[str]) -> int:
     try:
         cache = HubCache(hub.default_cache_folder())
         path = folder = Fetch(order, cache, tally).run()
-        while (base := adapter_base(configuration_folder(folder))) and not hub.names_a_path(base[0]):
+        while (base := adapter_base(configuration_folder(folder))) and not names_a_path(base[0]):
             folder = Fetch(FetchRequest(*base), cache, tally).run()
         result = {"path": str(path), "commit": path.name}
     except TeimgrError as error:

@@ -13,9 +13,10 @@ from typing import Any
 from teimgr import hub
 from teimgr.config.instance_keys import check_allowed, key_faults
 from teimgr.config.settings import Settings
-from teimgr.errors import ModelInUse, ModelLoadFailed, ModelNotFound, Unavailable, ValidationError
+from teimgr.errors import InvalidConfig, ModelInUse, ModelLoadFailed, ModelNotFound, Unavailable, ValidationError
 from teimgr.launch.launcher import LocalLauncher
 from teimgr.model_directory import broken_file, missing_file
+from teimgr.model_source import WrongSourceError, decide
 from teimgr.observability import catalogue
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.placement.planner import GpuInventory, place, usable_cores, worker_spec
@@ -170,7 +171,8 @@ class Registry:
         threads = max(1, usable_cores() // (alive + 1))
         on_disk = replace(instance, model_id=str(snapshot.path))
         spec = worker_spec(on_disk, self._settings, gpu.uuid if gpu else None, threads)
-        spec = replace(spec, instance_host=LOOPBACK)  # only the trial uses this worker
+        roots = None if spec.model_roots is None else (*spec.model_roots, str(snapshot.path))
+        spec = replace(spec, instance_host=LOOPBACK, model_roots=roots)  # only the trial uses this worker
         return self._tasks.begin(
             model_id,
             ModelTask(ModelStatus.LOADING),
@@ -184,13 +186,13 @@ class Registry:
             ModelNotFound: it is not in the registry.
             ModelInUse: instances use it.
             ModelBusy: it is being downloaded or tried.
-            ValidationError: it is a directory of the user's.
+            ValidationError: it is a directory of the user's; one that cannot be read is removed from the list alone.
         """
         view = await self.get(model_id)
         if users := self._users().get(model_id):
             raise ModelInUse(model_id, users)
         self._tasks.check_idle(model_id)
-        if view.snapshot is not None and disk.is_directory(model_id):
+        if view.snapshot is not None and view.snapshot.fault is None and disk.is_directory(model_id):
             raise ValidationError(f"'{model_id}' is a directory: only what lies in the hub's cache is deleted")
         if await asyncio.to_thread(self._cache.has_folder, model_id):
             await self._tasks.begin(model_id, ModelTask(None), lambda: self._remove(model_id)).finished()
@@ -326,7 +328,7 @@ class Registry:
 def _how_to_get(model_id: str, snapshot: Snapshot | None) -> str:
     """What is missing of a model that cannot be loaded, and what to do about it."""
     fault = None if snapshot is None else _fault(snapshot)
-    if hub.names_a_path(model_id) or disk.is_directory(model_id):
+    if disk.is_directory(model_id):
         if snapshot is None:
             return f"no such directory, or neither config.json nor modules.json in it{hub.nearest_here(model_id)}"
         return fault or str(snapshot.path)
@@ -348,23 +350,15 @@ def _fault(snapshot: Snapshot) -> str:
 
 
 def _check_id(model_id: str, revision: str | None = None) -> None:
-    """Check a model id. May import the hub's library, which takes a moment.
+    """Check a model id. Reads the disk.
 
     Raises:
         ValidationError: neither a directory's path nor an id that the hub accepts, or no revision.
     """
-    if problem := hub.revision_problem(revision):
-        raise ValidationError(f"revision: {problem}")
     try:
         hub.check_directory(model_id)
-    except ModelNotFound as error:
+        decide(model_id, revision)
+    except (ModelNotFound, InvalidConfig) as error:
         raise ValidationError(f"model_id: {error.message}") from error
-    if disk.is_directory(model_id):
-        return
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # it is exported lazily
-
-    try:
-        validate_repo_id(model_id)
-    except HFValidationError as error:
-        raise ValidationError(f"model_id: {error}") from error
+    except WrongSourceError as error:
+        raise ValidationError(f"{error.key}: {error.problem}") from error

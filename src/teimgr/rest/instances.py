@@ -120,6 +120,7 @@ async def create_instance(request: Request, manager: ManagerDep, wait: Waiting =
     if caller.is_restricted:
         if "safetensors_only" not in body.model_fields_set:
             spec = replace(spec, safetensors_only=True)
+        spec = replace(spec, confined=True)
         check_restricted(spec, settings)
         check_bounds(spec, settings)
         promised = request.app.state.promised_workers.within(manager, spec, caller)
@@ -197,6 +198,8 @@ async def update_instance(request: Request, name: str, manager: ManagerDep, wait
     changes, recreate = body.changes(), body.strategy == "recreate"
     caller, settings = caller_of(request.scope), request.app.state.settings
     promised: AbstractContextManager[None] = nullcontext()
+    if "model_id" in changes:
+        changes["confined"] = caller.is_restricted
     if caller.is_restricted:
         changed = with_changes(manager.get(name).spec, changes)
         if changes.keys() & _CODE_AND_FILES:

@@ -23,7 +23,6 @@ from teimgr.errors import (
 from teimgr.model_directory import check_safetensors
 from teimgr.model_files.reading import UNUSED_POOLING, read_layout
 from teimgr.spec import InstanceSpec, Kind, WorkerSpec
-from teimgr.user_home import expanded
 
 UNPRIVILEGED_PORT = 1024
 LAST_PORT = 65535
@@ -135,12 +134,10 @@ def check_model(worker: WorkerSpec) -> None:
     except ModelNotFound as error:
         raise InvalidConfig(f"model_id: {error.message}") from error
     try:
-        folder = expanded(worker.model_id)
-        cached = None if folder.is_dir() else hub.find_cached(worker.model_id, worker.revision)
-        path = cached.path if cached else folder
-        if path.is_dir():
+        found = hub.find_here(worker.model_id, worker.revision, worker.model_roots)
+        if found is not None:
             layout = read_layout(
-                path,
+                found.path,
                 worker.pooling,
                 kind=worker.kind,
                 trust_remote_code=worker.trust_remote_code,
@@ -156,7 +153,7 @@ def check_model(worker: WorkerSpec) -> None:
                     f"in a way of its own"
                 )
     except ModelNotFound as error:
-        log.info("%s is checked by its worker: %s", worker.model_id, error.message)
+        raise InvalidConfig(f"model_id: {error.message}") from error
     except OSError as error:  # such as a name that no file system takes
         raise InvalidConfig(f"model_id: cannot be read: {error.strerror}") from error
     except ModelLoadFailed as error:

@@ -21,11 +21,11 @@ from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, Validat
 from pydantic_core import core_schema
 from typing_extensions import TypeAliasType
 
-from teimgr import hub
 from teimgr.engine.job import InferOptions, Job, Lane, Pair
 from teimgr.engine.job import Input as EngineInput
 from teimgr.errors import InvalidInput, TeimgrError
 from teimgr.http_bodies import is_json
+from teimgr.model_source import names_a_path
 from teimgr.spec import LoadedModel, WorkerSpec
 from teimgr.wire import json_pieces, json_scan
 from teimgr.wire.error_bodies import JSON_TYPE, TEI, TEI_OPENAI, refusal
@@ -334,7 +334,7 @@ class ServedModel:
     def name(self) -> str:
         """For answers to requests without a model: a name that requests may have, never a path of the host."""
         model_id = self.model.model_id
-        return self.spec.served_model_name or (self.spec.name if hub.names_a_path(model_id) else model_id)
+        return self.spec.served_model_name or (self.spec.name if names_a_path(model_id) else model_id)
 
     @property
     def tei_name(self) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from teimgr import hub
 from teimgr.engine.job import Input as EngineInput
 from teimgr.errors import EmptyInput, WrongModelKind
+from teimgr.model_source import shown_id
 from teimgr.spec import LoadedModel
 
 
@@ -34,9 +34,7 @@ def _refuse(are_empty: list[bool], refusal: str) -> None:
 def need_kind(model: LoadedModel, kinds: Sequence[str], doing: str) -> None:
     """Raises WrongModelKind where the model is of none of `kinds`."""
     if model.kind not in kinds:
-        raise WrongModelKind(
-            f"The model '{hub.shown_id(model.model_id)}' is of kind {model.kind} and does not do {doing}"
-        )
+        raise WrongModelKind(f"The model '{shown_id(model.model_id)}' is of kind {model.kind} and does not do {doing}")
 
 
 def text_of_parts(parts: list[Any]) -> str | None:

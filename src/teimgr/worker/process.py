@@ -210,7 +210,9 @@ class Worker:
     async def _load(self) -> Engine | None:
         """The engine, or None when the worker was stopped meanwhile. A download may take hours and is reported."""
         spec, began, neighbours = self.spec, time.monotonic(), self._neighbours()
-        fetching = in_background("fetching", lambda: hub.resolve(spec.model_id, spec.revision, neighbours))
+        fetching = in_background(
+            "fetching", lambda: hub.resolve(spec.model_id, spec.revision, neighbours, spec.model_roots)
+        )
         while not fetching.done():
             if await _any_of(self._stop.wait(), asyncio.shield(fetching), limit_s=_DOWNLOAD_REPORT_S):
                 break
