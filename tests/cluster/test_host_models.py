@@ -395,8 +395,8 @@ async def asking(fleet: Fleet, address: str, by: str = "two", **request: object)
 @pytest.mark.parametrize(
     ("request_", "refusal"),
     [
-        ({"revision": "../../../../two"}, InvalidInput),
-        ({"revision": "/etc/hostname"}, InvalidInput),
+        ({"revision": "../../../../two"}, ModelNotFound),
+        ({"revision": "/etc/hostname"}, ModelNotFound),
         ({"revision": 1}, InvalidInput),
         ({"model_id": "../somebody/tiny"}, ModelNotFound),
         ({"model_id": "/etc"}, ModelNotFound),

@@ -15,7 +15,8 @@ from tests.support.token_ids import ids
 from tokenizers import Tokenizer, normalizers
 
 from teimgr.engine.job import Pair
-from teimgr.engine.tokenizer import TextTokenizer, TokenizeOptions, load_tokenizer
+from teimgr.engine.tokenizer import TextTokenizer, TokenizeOptions
+from teimgr.engine.tokenizer_library import load_tokenizer
 from teimgr.engine.truncation import Truncation
 from teimgr.engine.wordpiece import WordPiece, wordpiece
 from teimgr.model_files.reading import read_layout

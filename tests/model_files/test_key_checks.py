@@ -27,8 +27,8 @@ from tests.support.models import (
 from tests.support.models.own_code import build_decoder, build_new, build_nomic
 
 from teimgr.engine.job import Output
-from teimgr.engine.tokenizer import load_tokenizer
 from teimgr.engine.tokenizer_checks import contradictions
+from teimgr.engine.tokenizer_library import load_tokenizer
 from teimgr.errors import InvalidInput, ModelLoadFailed
 from teimgr.model_files.reading import read_layout
 

@@ -12,7 +12,7 @@ from teimgr.errors import ModelLoadFailed
 from teimgr.model_files.layout import Layout
 
 _SENTENCE_PIECE = ("sentencepiece.bpe.model", "spiece.model", "spm.model", "tokenizer.model")
-_VOCABULARIES = ("vocab.txt", "vocab.json", *_SENTENCE_PIECE)
+VOCABULARIES = ("vocab.txt", "vocab.json", *_SENTENCE_PIECE)
 # Texts on which the two are compared: several scripts, and characters that Unicode's compatibility forms change.
 _PROBES = (
     "The quick brown fox jumps over the lazy dog.",
@@ -33,8 +33,8 @@ def convert(layout: Layout) -> Tokenizer:
     from transformers import AutoTokenizer
 
     folder = layout.transformer_dir
-    if not any((folder / name).is_file() for name in _VOCABULARIES):
-        raise FileNotFoundError(f"there is neither tokenizer.json nor any of {', '.join(_VOCABULARIES)}")
+    if not any((folder / name).is_file() for name in VOCABULARIES):
+        raise FileNotFoundError(f"there is neither tokenizer.json nor any of {', '.join(VOCABULARIES)}")
     pieces = next((folder / name for name in _SENTENCE_PIECE if (folder / name).is_file()), None)
     if pieces is not None and importlib.util.find_spec("sentencepiece") is None:
         raise ModelLoadFailed(

@@ -70,7 +70,7 @@ def fault_of(error: BaseException, device: torch.device) -> str | None:
     return None
 
 
-def raise_if_the_devices(error: Exception, device: torch.device) -> None:
+def raise_if_the_devices(error: BaseException, device: torch.device) -> None:
     """Raise where `error` is not the model's: another attempt may succeed, on the same device or a healthy one.
 
     Raises:

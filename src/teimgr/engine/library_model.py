@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,6 +52,8 @@ _COMPUTED = re.compile(
     r"h\.\d+\.attn\.(?:attention\.)?(?:masked_)?bias|(?:encoder|decoder)\.embed_tokens\.weight)$"
 )
 _NAMED_WEIGHTS = 3
+# Model types with a weight for each position.
+_POSITION_TABLES = ("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "mpnet", "electra", "albert", "gpt2")
 
 
 def load_module(layout: Layout, device: torch.device) -> Any:
@@ -102,13 +105,37 @@ def load_module(layout: Layout, device: torch.device) -> Any:
 def _check_weights(layout: Layout) -> None:
     """Raise ModelLoadFailed where there is no file of weights that the library would open."""
     folder = layout.weights_dir
-    if weight_files(folder) or layout.config.get("transformers_weights"):
+    if files := weight_files(folder):
+        _check_volume(layout, files)
+        return
+    if layout.config.get("transformers_weights"):
         return
     others = [path.relative_to(folder).as_posix() for path in files_below(folder, depth=1)]
     onnx = next((name for name in others if name.endswith(".onnx")), None)
     if onnx is not None:
         raise ModelLoadFailed(f"{folder} has weights for ONNX alone ({onnx}): use the model that it was exported from")
     raise ModelLoadFailed(f"{folder} has no weights: neither model.safetensors nor pytorch_model.bin, nor their shards")
+
+
+def _check_volume(layout: Layout, files: Iterable[Path]) -> None:
+    """Raise ModelLoadFailed where config.json makes one matrix larger than all weights in the files.
+
+    The library would take memory for it before it compares their shapes. A weight has half a byte or more.
+    """
+    config = layout.config
+    hidden = int(config.get("hidden_size") or config.get("d_model") or config.get("dim") or 0)
+    narrow = int(config.get("embedding_size") or hidden)
+    rows = {key: int(config.get(key) or 0) for key in ("vocab_size", "intermediate_size", "max_position_embeddings")}
+    if layout.config["model_type"] not in _POSITION_TABLES:
+        rows["max_position_embeddings"] = 0
+    size_bytes = sum(file.stat().st_size for file in files if file.is_file())
+    for key, count in rows.items():
+        columns = hidden if key == "intermediate_size" else min(hidden, narrow)
+        if count * columns > 2 * size_bytes:
+            raise ModelLoadFailed(
+                f"config.json makes a weight of {count:,} × {columns:,} ({key}), and all files of weights have "
+                f"{size_bytes:,} bytes"
+            )
 
 
 def _reason(error: Exception) -> str:

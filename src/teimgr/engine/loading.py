@@ -27,6 +27,7 @@ from teimgr.engine.reference_cache import ReferenceCache, reference_key
 from teimgr.engine.runner import return_freed_memory
 from teimgr.engine.tokenizer import Prompts, TextTokenizer
 from teimgr.engine.tokenizer_checks import contradictions
+from teimgr.engine.tokenizer_library import is_panic, tokenizer_faults
 from teimgr.errors import InvalidConfig, ModelLoadFailed, TeimgrError
 from teimgr.model_directory import check_safetensors
 from teimgr.model_files.layout import Backbone, Layout
@@ -116,10 +117,13 @@ def load_parts(options: EngineOptions) -> EngineParts:
         return _load(options)
     except TeimgrError:
         raise
-    except Exception as error:
+    except BaseException as error:
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
         device = torch.device(options.device)
         gpu.raise_if_the_devices(error, device)
-        if gpu.is_gpu(device) or (isinstance(error, OSError) and error.errno in _MAY_PASS):
+        may_pass = gpu.is_gpu(device) or (isinstance(error, OSError) and error.errno in _MAY_PASS)
+        if may_pass and not is_panic(error):
             raise
         log.exception("the model cannot be loaded")
         first = str(error).strip().partition("\n")[0]
@@ -152,14 +156,16 @@ def _load(options: EngineOptions) -> EngineParts:
     prompts = Prompts(layout, options.default_prompt_name, options.default_prompt)
     if layout.max_length > options.max_batch_tokens:
         log.warning("texts are limited to the %d tokens of a batch", options.max_batch_tokens)
-    tokenizer = TextTokenizer(layout, min(layout.max_length, options.max_batch_tokens))
-    warnings = (*layout.warnings, *contradictions(layout, tokenizer.library))
+    with tokenizer_faults(layout):
+        tokenizer = TextTokenizer(layout, min(layout.max_length, options.max_batch_tokens))
+        warnings = (*layout.warnings, *contradictions(layout, tokenizer.library))
     if options.strict_model_files:
         refuse_warnings(warnings)
     for note in (*layout.notes, *warnings):
         log.warning("%s: %s", options.model_id, note)
     _check_room(layout, options, tokenizer.special_tokens + 1)
-    inputs = probe_inputs(layout, tokenizer)
+    with tokenizer_faults(layout):
+        inputs = probe_inputs(layout, tokenizer)
     try:
         model, choice = _chosen(layout, device, options, inputs)
         max_batch_tokens = options.max_batch_tokens

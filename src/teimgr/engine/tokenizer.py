@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -13,13 +11,13 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Encoding, Tokenizer, normalizers, processors
+from tokenizers import Encoding
 
 from teimgr.engine.batch import Encoded, TokenizedTexts
-from teimgr.engine.boundaries import Boundaries, flattened
-from teimgr.engine.converted_tokenizer import convert
+from teimgr.engine.boundaries import Boundaries
 from teimgr.engine.job import InferOptions, Input, Pair, ZeroVector, characters
 from teimgr.engine.templates import DOCUMENT, QUERY, CausalTemplate, PiecedTemplate, late_interaction_roles
+from teimgr.engine.tokenizer_library import TokenizerLibrary, load_tokenizer, unknown_id
 from teimgr.engine.truncation import (
     COUNTED_CHARACTERS,
     FIRST_PER_TOKEN,
@@ -38,7 +36,6 @@ from teimgr.errors import (
     InputTooLong,
     InvalidConfig,
     InvalidInput,
-    ModelLoadFailed,
     TeimgrError,
     TokenizerFailed,
 )
@@ -47,11 +44,6 @@ from teimgr.wire.text_column import TextColumn
 
 # No language has this many characters per token, so a longer text is cut (or refused) before it costs time.
 _CHARS_PER_TOKEN = 250
-# Some 0.4 ms of the library's time: where cores are busy its threads begin milliseconds later.
-_FEW_TEXTS = 16
-_FEW_CHARACTERS = 2_000
-# Ids in one call of the library that holds the GIL.
-_FEW_IDS = 1_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,55 +137,6 @@ class Prompts:
             return f"{given} no prompts were found in the Sentence Transformers configuration"
         known = ", ".join(f'"{known}"' for known in self._texts)
         return f"{given} it was not found in the Sentence Transformers prompts. Available prompts: [{known}]"
-
-
-class TokenizerLibrary:
-    """A tokenizer of the library with its errors as `TokenizerFailed`. Safe from any thread; releases the GIL."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-
-    def encode(self, texts: Sequence[Text], specials: bool = True, offsets: bool = False) -> list[Encoding]:
-        """Untruncated encodings of `texts`, with or without special tokens and offsets.
-
-        Raises:
-            TokenizerFailed: the library refused one of them.
-        """
-        with _library_errors():
-            if _is_little(texts):  # without the thread pool, and with the GIL
-                pairs = ((text, None) if isinstance(text, str) else text for text in texts)
-                return [self._tokenizer.encode(first, second, add_special_tokens=specials) for first, second in pairs]
-            encode = self._tokenizer.encode_batch if offsets else self._tokenizer.encode_batch_fast
-            return encode(list(texts), add_special_tokens=specials)
-
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """Raises TokenizerFailed where an id is no token id."""
-        with _library_errors():
-            if len(ids) <= _FEW_IDS:
-                return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
-            return self._tokenizer.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
-
-    @property
-    def vocabulary(self) -> int:
-        return self._tokenizer.get_vocab_size(with_added_tokens=True)
-
-
-def _is_little(texts: Sequence[Text]) -> bool:
-    """Whether `texts` are tokenized sooner than the threads of the library's pool are awake."""
-    if len(texts) > _FEW_TEXTS:
-        return False
-    return sum(len(text) if isinstance(text, str) else sum(map(len, text)) for text in texts) <= _FEW_CHARACTERS
-
-
-@contextmanager
-def _library_errors() -> Iterator[None]:
-    """Turn the library's errors into TokenizerFailed: plain Exceptions, or Rust panics, which are BaseExceptions."""
-    try:
-        yield
-    except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        raise TokenizerFailed(f"tokenizer error {error}") from error
 
 
 class TextTokenizer:
@@ -607,59 +550,3 @@ def _token_spans(encoding: Encoding, text: str, bytes_before: int = 0) -> Iterab
             yield TokenSpan(id, token, True, None, None)
         else:
             yield TokenSpan(id, text[begin:end], False, at[begin], at[end])
-
-
-def load_tokenizer(layout: Layout) -> Tokenizer:
-    """The model's fast tokenizer, without the padding and truncation that its file may configure.
-
-    Raises:
-        ModelLoadFailed: there is none, or it cannot be read.
-    """
-    path = layout.transformer_dir / "tokenizer.json"
-    try:
-        tokenizer = Tokenizer.from_file(str(path)) if path.is_file() else convert(layout)
-    except ModelLoadFailed:
-        raise
-    except Exception as error:
-        raise ModelLoadFailed(f"the tokenizer cannot be loaded: {path}: {error}") from error
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
-    if layout.lower_case and not _lower_cases(tokenizer):
-        own = tokenizer.normalizer
-        steps = [normalizers.Lowercase()] if own is None else [normalizers.Lowercase(), own]
-        tokenizer.normalizer = normalizers.Sequence(steps)
-    if layout.end_token is not None:
-        _append(tokenizer, layout.end_token)
-    return tokenizer
-
-
-def _append(tokenizer: Tokenizer, token: str) -> None:
-    """Put `token` behind every text, and behind each half of a pair, unless the tokenizer does so by itself.
-
-    Raises:
-        ModelLoadFailed: it is none of its tokens.
-    """
-    id = tokenizer.token_to_id(token)
-    if id is None:
-        raise ModelLoadFailed(f"the end token {token} is none of the tokenizer's")
-    if tokenizer.encode("a").ids[-1:] == [id]:
-        return
-    own = tokenizer.post_processor
-    end = processors.TemplateProcessing(
-        single=f"$A {token}", pair=f"$A {token} $B:1 {token}:1", special_tokens=[(token, id)]
-    )
-    tokenizer.post_processor = end if own is None else processors.Sequence([own, end])
-
-
-def _lower_cases(tokenizer: Tokenizer) -> bool:
-    spec = json.loads(tokenizer.to_str())["normalizer"]
-    return any(part["type"] == "Lowercase" or part.get("lowercase") is True for part in flattened(spec, "normalizers"))
-
-
-def unknown_id(tokenizer: Tokenizer) -> int | None:
-    """The id of the unknown token; None where the vocabulary covers all text."""
-    model = json.loads(tokenizer.to_str())["model"]
-    if "unk_id" in model:  # Unigram
-        return None if model["unk_id"] is None else int(model["unk_id"])
-    token = model.get("unk_token")
-    return None if token is None else tokenizer.token_to_id(token)

@@ -24,6 +24,7 @@ _READ_BY_LIBRARIES = (
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")
 _STATIC = (MODEL2VEC, "static")
 _CARD_CHARACTERS = 10_000  # of a model card that are looked into
+_MAX_SHOWN_CHARS = 80
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +107,7 @@ def read_metadata(root: Path, trust_remote_code: bool) -> ModelMetadata:
     if not config.get("model_type"):
         raise ModelLoadFailed("config.json has no model_type, so its architecture is unknown")
     _refuse_other_models(config)
+    _check_sizes(config)
     served = served_config(config, trust_remote_code)
     settings = read_settings(transformer)
     if adapters and not any((transformer / name).is_file() for name in _TOKENIZERS):
@@ -130,6 +132,36 @@ def read_metadata(root: Path, trust_remote_code: bool) -> ModelMetadata:
         tokens=tokens,
         static=static,
     )
+
+
+# The sizes in config.json that memory is taken by, before any weight is compared; the largest known models have 126
+# layers, 128 heads, 16,384 columns, 262,144 ids and 131,072 positions.
+_SIZES = {
+    **dict.fromkeys(("num_hidden_layers", "n_layers", "num_layers", "n_layer"), 1024),
+    **dict.fromkeys(("num_attention_heads", "n_heads", "num_heads", "n_head", "num_key_value_heads"), 4096),
+    **dict.fromkeys(("hidden_size", "d_model", "dim", "n_embd", "embedding_size", "head_dim"), 1 << 17),
+    **dict.fromkeys(("intermediate_size", "d_ff", "hidden_dim", "n_inner"), 1 << 20),
+    **dict.fromkeys(("vocab_size", "max_position_embeddings", "n_positions", "type_vocab_size"), 1 << 24),
+}
+_MAY_BE_ZERO = ("type_vocab_size", "max_position_embeddings")
+
+
+def _check_sizes(config: dict[str, Any]) -> None:
+    """Refuse sizes that no model has; the library would take memory and time for them first.
+
+    Raises:
+        ModelLoadFailed: one is not a whole number, below 1, or far beyond the largest known model.
+    """
+    for key, most in _SIZES.items():
+        value = config.get(key)
+        least = 0 if key in _MAY_BE_ZERO else 1
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            shown = repr(value)[:_MAX_SHOWN_CHARS]
+            raise ModelLoadFailed(
+                f"config.json has {key} = {shown}, which should be a whole number of {least} to {most}"
+            )
 
 
 # What is no text embedding model at all, by model type: what to say of it.
