@@ -150,9 +150,11 @@ class Ticket:
 
     def enter(self, phase: Phase) -> None:
         """Begin a phase, with its time limit; nothing changes if the connection is in it already or has left."""
-        if phase is not self.phase and self.phase is not None:
-            self._gate.lines[self.phase].remove(self)
-            self._gate.lines[phase].add(self)
+        former = self.phase
+        if former is not None and former is not phase:
+            lines = self._gate.lines
+            lines[former].remove(self)
+            lines[phase].add(self)
 
     def renew(self) -> None:
         """Begin the time limit of the present phase again."""
@@ -209,9 +211,9 @@ class _Line:
         self._timer: asyncio.TimerHandle | None = None
 
     def add(self, ticket: Ticket) -> None:
-        loop, limit = asyncio.get_running_loop(), self._limit
-        if limit.connections is not None and len(self.tickets) >= limit.connections:
-            next(iter(self.tickets)).displace()
+        loop, limit, tickets = asyncio.get_running_loop(), self._limit, self.tickets
+        if limit.connections is not None and len(tickets) >= limit.connections:
+            next(iter(tickets)).displace()
         if limit.per_address is not None:
             same = self._by_address.setdefault(ticket.network, OrderedDict())
             if len(same) >= limit.per_address:
@@ -219,7 +221,7 @@ class _Line:
             same[ticket] = None
         ticket.phase = self._phase
         ticket.deadline = loop.time() + limit.seconds
-        self.tickets[ticket] = None
+        tickets[ticket] = None
         if self._timer is None:
             self._timer = loop.call_at(ticket.deadline, self._expire)
 

@@ -72,6 +72,8 @@ def media_type(content_type: str) -> str:
 
 def is_json(content_type: str) -> bool:
     """Whether a Content-Type header names JSON, or a form of it such as application/problem+json."""
+    if content_type == "application/json":  # as nearly all have it
+        return True
     kind = media_type(content_type)
     return kind == "application/json" or re.fullmatch(r"application/[^/+]+\+json", kind) is not None
 

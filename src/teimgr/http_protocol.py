@@ -250,7 +250,9 @@ class HttpProtocol(HttpToolsProtocol):
             phase = Phase.IDLE
         if phase is not ticket.phase and phase is not None:
             ticket.enter(phase)
-        held = self._overhead + len(self._rest)
+        held = self._overhead
+        if self._rest:
+            held += len(self._rest)
         if self._held:
             held += sum(map(len, self._held))
         if held != ticket.held:

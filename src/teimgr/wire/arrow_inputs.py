@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
@@ -57,23 +57,28 @@ def _refusing() -> Iterator[None]:
         raise InvalidInput(f"Invalid Arrow IPC: {_shown(str(error))}") from error
 
 
-def _schema(ipc: bytes | memoryview) -> pa.Schema:
-    with pa.ipc.open_stream(pa.py_buffer(ipc)) as reader:
-        return reader.schema
+def _opened(ipc: bytes | memoryview) -> pa.RecordBatchStreamReader:
+    return pa.ipc.open_stream(pa.py_buffer(ipc))
 
 
-def _columns(ipc: bytes | memoryview, positions: Iterable[int], go_on: GoOn) -> list[dict[int, pa.Array]]:
+def _columns(
+    ipc: bytes | memoryview, whole: pa.RecordBatchStreamReader, positions: Iterable[int], go_on: GoOn
+) -> list[dict[int, pa.Array]]:
     """The columns at `positions` of all batches, with offsets and UTF-8 validated, which reading IPC alone does not do.
 
-    Other columns are not decoded. `go_on` is called before each batch and may raise.
+    `whole` is a reader of `ipc` that has read the schema alone. Other columns are not decoded. `go_on` is called before
+    each batch and may raise.
 
     Raises:
         InvalidInput: there is no batch.
     """
     wanted = sorted(set(positions))
-    options = pa.ipc.IpcReadOptions(included_fields=wanted)
     batches = []
-    with _refusing(), pa.ipc.open_stream(pa.py_buffer(ipc), options=options) as reader:
+    with _refusing(), ExitStack() as readers:
+        reader = readers.enter_context(whole)
+        if len(wanted) < len(reader.schema):
+            options = pa.ipc.IpcReadOptions(included_fields=wanted)
+            reader = readers.enter_context(pa.ipc.open_stream(pa.py_buffer(ipc), options=options))
         go_on()
         for batch in reader:
             batch.validate(full=True)
@@ -140,8 +145,10 @@ class _Locator:
         if pa.types.is_dictionary(column.type):
             return self._of_dictionary(column)
         found = _of_views(column) if pa.types.is_string_view(column.type) else _of_strings(column)
+        if found.plain is not None:
+            return found
         begins, ends = (np.where(found.nulls, 0, places) for places in (found.begins, found.ends))
-        return found._replace(begins=begins, ends=ends) if found.plain is None else found
+        return found._replace(begins=begins, ends=ends)
 
     def _of_dictionary(self, column: pa.Array) -> _Located:
         dictionary = column.dictionary
@@ -256,12 +263,13 @@ def read_inputs(
     """
     checked_size(ipc, limit_bytes, check_rows)
     with _refusing():
-        schema = _schema(ipc)
+        reader = _opened(ipc)
+        schema = reader.schema
         names = schema.names
         keys = [_position(names, name) for name in key_columns]
         kind = kind or _kind_by_names(names)
         sources = [_source(schema, names, name) for name in _names(names, kind)]
-    batches = _columns(ipc, [*keys, *sources], go_on)
+    batches = _columns(ipc, reader, [*keys, *sources], go_on)
     columns = [[batch[position] for batch in batches] for position in sources]
     inputs, refused = _inputs(kind, columns, limit_bytes)
     go_on()
@@ -357,6 +365,8 @@ def _ids(columns: list[pa.Array]) -> tuple[Sequence[RowInput], dict[int, Invalid
 
 
 def _is_null(column: pa.Array) -> NDArray[np.bool_]:
+    if not column.null_count:
+        return np.zeros(len(column), np.bool_)
     nulls: NDArray[np.bool_] = column.is_null().to_numpy(zero_copy_only=False)
     return nulls
 
@@ -384,8 +394,9 @@ def read_texts(
     """
     checked_size(ipc, limit_bytes, check_rows)
     with _refusing():
-        position = _text_column(_schema(ipc))
-    columns = [batch[position] for batch in _columns(ipc, [position], go_on)]
+        reader = _opened(ipc)
+        position = _text_column(reader.schema)
+    columns = [batch[position] for batch in _columns(ipc, reader, [position], go_on)]
     texts = texts_of(columns, limit_bytes)
     go_on()
     return texts, [len(column) for column in columns]
