@@ -1,11 +1,16 @@
-"""The types of TEI's parser and the request classes of teimgr have the same fields."""
+"""The types of TEI's parser and the request classes of teimgr have the same fields, and take the same bodies."""
 
 from __future__ import annotations
 
+import re
+from random import Random
+
 import pytest
 
+from teimgr.worker import http_inference
 from teimgr.worker.dialects import tei, tei_types
-from teimgr.worker.dialects.serde_types import Optional, Struct
+from teimgr.worker.dialects.serde_json import Fault
+from teimgr.worker.dialects.serde_types import Optional, Struct, read_body
 from teimgr.worker.http_inference import Body
 
 PAIRS = [
@@ -31,3 +36,73 @@ def test_fields_and_those_required_are_the_same(kind: type[Body], struct: Struct
         if not has_default and not isinstance(field, Optional)
     }
     assert {name for name, field in kind.model_fields.items() if field.is_required()} == required
+
+
+GOOD = {
+    "inputs": ('"a"', '["a","b"]', "[1,2]", '[["a"],["b","c"]]', '{"source_sentence":"a","sentences":["b"]}'),
+    "input": ('"a"', '["a"]', "[1]"),
+    "query": ('"q"',),
+    "texts": ('["a","b"]',),
+    "ids": ("[1,2]", "[[1],[2]]"),
+    "instances": ('[{"inputs":"a"}]', "[]"),
+}
+ODD = (
+    *("null", "true", "0", "1", "-1", "-0", "-0.0", "1.0", "1.5", "1E2", "1e400", "4294967296", "18446744073709551616"),
+    *('""', '"a"', r'"\ud83d"', r'"\ud83d\ude00"', '"left"', '"LEFT"', '"float"', '"é"', "01", "+1", ".5", "NaN"),
+    *("[]", "{}", "[null]", "[-0]", '["a","b","c"]', '[["a"],"b"]', '["a",["b"]]', '[[1],"a"]', '["a",1]', "[[[1]]]"),
+    *('{"truncate":1}', '{"truncate":true}', '[true,"Left"]', '["q",["t"]]', "[" * 127 + "]" * 127),
+    *("[" * 200 + "]" * 200, '{"a":' * 126 + "1" + "}" * 126, '{"a":' * 200 + "1" + "}" * 200),
+)
+
+
+def odd_body(random: Random, struct: Struct) -> bytes:
+    """A body of a route with odd values, fields that are there twice, escaped names, white space and broken syntax."""
+    required = [name for name in struct.fields if name in GOOD]
+    chosen = [*required, *random.choices([*struct.fields, "nope"], k=random.randrange(4))]
+    random.shuffle(chosen)
+
+    def name_of(field: str) -> str:
+        at = random.randrange(len(field))
+        return f"{field[:at]}\\u{ord(field[at]):04x}{field[at + 1 :]}" if random.random() < 0.1 else field
+
+    def value_of(field: str) -> str:
+        return random.choice(GOOD[field]) if field in GOOD and random.random() < 0.7 else random.choice(ODD)
+
+    pairs = (f'"{name_of(each)}"{random.choice(("", " "))}:{value_of(each)}' for each in chosen)
+    text = random.choice((",", ", ", "\n,")).join(pairs)
+    text = f"[{','.join(map(value_of, struct.fields))}]" if random.random() < 0.1 else f"{{{text}}}"
+    if random.random() < 0.1:
+        at = random.randrange(len(text))
+        text = text[:at] + random.choice(("", ",", "]", '"', "\\", "x", "\ufeff")) + text[at + random.randrange(2) :]
+    return text.encode("utf-8", "surrogatepass")
+
+
+def test_what_is_decoded_quickly_is_what_the_real_parser_takes() -> None:
+    """Over random odd bodies, with one seed: the quick way accepts nothing that TEI refuses, and in the same sense."""
+    random, accepted = Random(7), 0
+    for _ in range(3000):
+        kind, struct = random.choice(PAIRS)
+        body = odd_body(random, struct)
+        quick = http_inference._parse_quickly(kind, body, tei.TEI_BODY)
+        try:
+            real = kind.model_validate(read_body(struct, body))
+        except Fault:
+            real = None
+        if quick is not None:
+            accepted += 1
+            assert quick == real, body
+    assert accepted > 200
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "sentence"),
+    [
+        (tei.TeiEmbedRequest, rb'{"inputs":"a","inp\u0075ts":"b"}', "duplicate field `inputs` at line 1 column 27"),
+        (tei.OpenAICompatRequest, rb'{"\u0069nput":"a","input":"b"}', "duplicate field `input` at line 1 column 25"),
+        (tei.TeiVertexRequest, b'{"instances":' + b"[" * 130 + b"]" * 130 + b"}", "recursion limit exceeded"),
+        (tei.TeiVertexRequest, b'{"instances":[' + b'{"a":' * 130 + b"1" + b"}" * 130 + b"]}", "recursion limit"),
+    ],
+)
+def test_what_tei_alone_refuses_is_refused_in_its_words(kind: type[Body], body: bytes, sentence: str) -> None:
+    with pytest.raises(http_inference.BadRequest, match=re.escape(sentence)):
+        http_inference.parse(kind, body, tei.TEI_BODY)

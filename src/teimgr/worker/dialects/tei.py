@@ -21,6 +21,7 @@ from teimgr import __version__
 from teimgr.engine.job import InferOptions, Job, Output, Pair, SparseRow
 from teimgr.errors import EmptyInput, InvalidInput, TeimgrError, TooLarge
 from teimgr.spec import Kind, LoadedModel
+from teimgr.wire import json_scan
 from teimgr.wire.frames import Buffer, HttpReply, HttpRequest
 from teimgr.wire.quantisation import Precision
 from teimgr.worker import http_inference as http
@@ -336,12 +337,18 @@ _TYPES: Mapping[type[http.Body], Struct] = {
     TeiVertexRequest: tei_types.VERTEX,
 }
 _WINDOW_BYTES = 2**20
+_DEEPEST = 100
+_ESCAPED_LETTERS = (rb"\u005", rb"\u006", rb"\u007")
 _MINUS_ZERO = re.compile(rb"[:,\[\s]-0[\s,}\]]")  # an integer to orjson, a float to TEI
 
 
 def _is_ambiguous(kind: type[http.Body], body: Buffer) -> bool:
-    """Whether orjson may have taken a body that TEI refuses: a field is there twice, or an integer is -0."""
+    """Whether orjson may have taken what TEI refuses: a field that is there twice, -0 as an integer, deep nesting."""
     found = bytes(body)
+    if b"\\u00" in found and any(letter in found for letter in _ESCAPED_LETTERS):
+        return True  # the name of a field may be written so, which the search below does not see
+    if kind is TeiVertexRequest and _may_be_deep(found):
+        return True
     if len(found) <= _WINDOW_BYTES:
         return (b"-0" in found and _MINUS_ZERO.search(found) is not None) or (
             found.count(b":") > 1 and any(found.count(name) > 1 for name in _quoted_fields(kind))
@@ -351,6 +358,18 @@ def _is_ambiguous(kind: type[http.Body], body: Buffer) -> bool:
         return True
     names = _quoted_fields(kind)
     return any(sum(found.count(name, at, at + _WINDOW_BYTES + len(name) - 1) for at in starts) > 1 for name in names)
+
+
+def _may_be_deep(body: bytes) -> bool:
+    """Whether values are nested as deep as TEI's parser refuses; orjson takes 1,024 levels."""
+    if body.count(b"[") + body.count(b"{") < _DEEPEST:
+        return False
+    level, depth = [json_scan.loads(body)], 0
+    while level and depth < _DEEPEST:
+        holders = [each for each in level if isinstance(each, list | dict)]
+        level = [one for each in holders for one in (each.values() if isinstance(each, dict) else each)]
+        depth += 1
+    return bool(level)
 
 
 @cache
