@@ -78,3 +78,22 @@ def test_every_failure_has_its_status_and_says_when_to_come_back(code: Code) -> 
     assert response.status_code == STATUS[code].http
     assert failed(json.loads(bytes(response.body)), code.name) == "why"
     assert ("Retry-After" in response.headers) == (STATUS[code].http in (429, 503))
+
+
+@pytest.mark.parametrize(
+    ("path", "shape"),
+    [
+        ("/jina/v1/nope", {"detail": "No route /jina/v1/nope"}),
+        ("/voyage/nope", {"detail": "No route /voyage/nope"}),
+        (
+            "/vllm/nope",
+            {"error": {"message": "No route /vllm/nope", "type": "NotFoundError", "param": None, "code": 404}},
+        ),
+        ("/infinity/nope", {"error": {"message": "No route /infinity/nope", "type": None, "param": None, "code": 404}}),
+    ],
+)
+async def test_below_a_dialects_prefix_an_unknown_route_has_its_shape(
+    front: Front, path: str, shape: dict[str, object]
+) -> None:
+    for method in ("GET", "POST", "DELETE"):
+        assert await front.call(method, path, 404) == shape

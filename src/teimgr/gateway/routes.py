@@ -40,6 +40,15 @@ class DialectPath(NamedTuple):
 PREFIXED = (JINA, VLLM, INFINITY, VOYAGE)
 """Dialects that have each of their paths under `/<dialect>` too, for clients that name theirs by the base URL."""
 
+
+def dialect_of(path: str) -> str | None:
+    """The dialect whose clients call paths such as this one, also where there is no route; None for teimgr's own."""
+    first = path[1:].partition("/")[0]
+    if first in PREFIXED:
+        return first
+    return OPENAI if path.startswith(("/v1/", "/v2/")) else None
+
+
 _DIALECTS_OF_PATH: dict[str, tuple[str, ...]] = {
     "/v1/embeddings": (OPENAI, JINA, VLLM, VOYAGE),
     "/v1/embed": (COHERE,),

@@ -18,10 +18,11 @@ from starlette.responses import Response
 from starlette.routing import Match
 
 from teimgr.errors import Broken, Code, Internal, TeimgrError, ValidationError
+from teimgr.gateway.routes import dialect_of
 from teimgr.rest.error_help import help_link
 from teimgr.rest.schemas import answer, in_own_words
 from teimgr.spec import now_rfc3339
-from teimgr.wire.error_bodies import OPENAI, failure
+from teimgr.wire.error_bodies import OPENAI, failure, refusal
 from teimgr.wire.status import RETRY_AFTER_S, STATUS, TRY_AGAIN
 
 log = logging.getLogger(__name__)
@@ -70,17 +71,16 @@ async def _on_domain_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, TeimgrError)
     if isinstance(error, Broken):
         log.error("request failed", extra={"path": request.url.path, "code": error.code.name, "error": error.message})
-    return _openai(error) if is_of_clients(request.url.path) else error_response(error)
+    return _in_dialect(request, error)
 
 
-def _openai(error: TeimgrError) -> Response:
-    reply = failure(OPENAI, error)
+def _in_dialect(request: Request, error: TeimgrError) -> Response:
+    """The error in the shape that clients of the path expect."""
+    dialect = dialect_of(request.url.path)
+    if dialect is None:
+        return error_response(error)
+    reply = failure(dialect, error)
     return Response(bytes(reply.body), reply.status, help_link(error.code.name) | dict(reply.headers))
-
-
-def is_of_clients(path: str) -> bool:
-    """Whether a path belongs to the APIs of other products, whose clients expect OpenAI's error object."""
-    return path.startswith(("/v1/", "/v2/"))
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
@@ -93,7 +93,11 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
         if request.method == "OPTIONS":  # no preflight, which is answered before
             return Response(headers={"Allow": allowed})
         headers, message = {"Allow": allowed}, f"{request.method} is not allowed here; allowed: {allowed}"
-    if is_of_clients(request.url.path):
+    dialect = dialect_of(request.url.path)
+    if dialect is not None and dialect != OPENAI:
+        reply = refusal(dialect, error.status_code, message)
+        return Response(bytes(reply.body), reply.status, dict(reply.headers) | headers)
+    if dialect is not None:
         code = "unknown_url" if error.status_code == 404 else None
         body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
         response = answer(body, error.status_code)
@@ -112,8 +116,7 @@ async def _on_invalid_parameters(request: Request, error: Exception) -> Response
     assert isinstance(error, RequestValidationError)
     places = ((".".join(map(str, problem["loc"][1:])), problem["msg"]) for problem in error.errors())
     problems = "; ".join(f"{place}: {in_own_words(message)}" for place, message in places)
-    refused = ValidationError(problems)
-    return _openai(refused) if is_of_clients(request.url.path) else error_response(refused)
+    return _in_dialect(request, ValidationError(problems))
 
 
 async def _on_disconnect(request: Request, error: Exception) -> Response:

@@ -38,7 +38,7 @@ from teimgr.config.settings import Settings
 from teimgr.errors import Forbidden, InvalidInstanceName, TeimgrError, Unauthenticated, ValidationError
 from teimgr.gateway.gateway import Gateway
 from teimgr.gateway.model_cards import INFINITY_HEALTH, MODEL_LISTS
-from teimgr.gateway.routes import DialectPath, paths
+from teimgr.gateway.routes import DialectPath, dialect_of, paths
 from teimgr.http_bodies import foreign_page
 from teimgr.http_direct import Answer, DirectReply, DirectRequest
 from teimgr.observability import catalogue
@@ -53,7 +53,7 @@ from teimgr.observability.request_context import (
     Telemetry,
     use_context,
 )
-from teimgr.rest.error_answers import VERBS, error_response, is_of_clients
+from teimgr.rest.error_answers import VERBS, error_response
 from teimgr.wire.error_bodies import COHERE, INFINITY, OPENAI, TEI, TEI_OPENAI, failure
 
 log = logging.getLogger(__name__)
@@ -475,7 +475,7 @@ def _headers(scope: Scope) -> Mapping[str, str]:
 
 
 def _rejection(error: TeimgrError, template: str | None, path: str) -> Response:
-    dialect = _DIALECTS.get(template or "") or (OPENAI if is_of_clients(path) else None)
+    dialect = _DIALECTS.get(template or "") or dialect_of(path)
     if dialect is None:
         response = error_response(error)
         if isinstance(error, Unauthenticated):
