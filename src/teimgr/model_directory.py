@@ -53,7 +53,8 @@ class ModulePlace:
 
 def has_configuration(path: Path) -> bool:
     """Whether a directory can be a model's, or an adapter's."""
-    return any((path / name).exists() for name in ("config.json", "modules.json", _ADAPTER))
+    names = ("config.json", "modules.json", _ADAPTER, "gliner_config.json")  # the last is refused by name
+    return any((path / name).exists() for name in names)
 
 
 def adapter_weights(folder: Path) -> Path | None:

@@ -65,6 +65,7 @@ class Kind(str, Enum):
     MULTI_VECTOR = "multi-vector"
     RERANKER = "reranker"
     CLASSIFIER = "classifier"
+    TOKEN_CLASSIFIER = "token-classifier"
 
 
 KINDS = tuple(kind.value for kind in Kind)

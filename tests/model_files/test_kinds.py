@@ -138,9 +138,9 @@ def test_a_pooling_that_means_nothing_is_noted(tmp_path: Path, make: Make) -> No
 
 def test_heads_on_tokens_are_refused(tmp_path: Path) -> None:
     path = build_classifier("bert", tmp_path)
-    edit(path / "config.json", architectures=["BertForTokenClassification"])
+    edit(path / "config.json", architectures=["BertForFrameClassification"])
 
-    with pytest.raises(ModelLoadFailed, match="BertForTokenClassification labels the parts of an input"):
+    with pytest.raises(ModelLoadFailed, match="BertForFrameClassification labels the parts of an input"):
         read_layout(path)
 
 

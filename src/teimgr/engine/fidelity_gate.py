@@ -119,13 +119,15 @@ def compare(results: Sequence[ProbeResult], reference: Sequence[ProbeResult]) ->
     """
     cosines: list[float] = [1.0]
     differences, score_differences = [0.0], [0.0]
-    largest_score = max((float(t[Output.SCORES].abs().max()) for t in reference if Output.SCORES in t), default=1.0)
+    # Of a token classifier the logits of tokens are scores; no other model has these alone.
+    scores = Output.TOKENS if all(known.keys() == {Output.TOKENS} for known in reference) else Output.SCORES
+    largest_score = max((float(t[scores].abs().max()) for t in reference if scores in t), default=1.0)
     for ours, theirs in zip(results, reference, strict=True):
         for output, there in theirs.items():
             here = ours[output]
             if here.shape != there.shape:
                 raise ValueError(f"{output.value}: {tuple(here.shape)} instead of {tuple(there.shape)}")
-            if output is Output.SCORES:
+            if output is scores:
                 score_differences.append(_largest(here - there) / max(1.0, largest_score))
             elif len(there):
                 unit, true_unit = functional.normalize(here), functional.normalize(there)

@@ -26,8 +26,8 @@ class Output(StrEnum):
     """The kinds of result; a job may request several of one forward.
 
     DENSE one vector · SPARSE a weight per vocabulary entry · TOKENS the last hidden state of every token, special ones
-    and prompt included · MULTI_VECTOR a projected, normalised vector per kept token, for late interaction · SCORES a
-    number per label.
+    and prompt included, of a token classifier the logits of its labels · MULTI_VECTOR a projected, normalised vector
+    per kept token, for late interaction · SCORES a number per label.
     """
 
     DENSE = "dense"
@@ -177,6 +177,7 @@ _UNSUPPORTED: dict[tuple[Kind | None, Output], str] = {
     (None, Output.SPARSE): "Model is not an embedding model with SPLADE pooling",
     (None, Output.MULTI_VECTOR): "Model is not a late-interaction (multi-vector) model",
     (None, Output.SCORES): "Model is not a classifier model",
+    (Kind.TOKEN_CLASSIFIER, Output.SCORES): "Model is a token classifier: its entities are at /predict over HTTP",
     (Kind.SPARSE, Output.TOKENS): "`embed_all` is not available for SPLADE models",
     (Kind.MULTI_VECTOR, Output.DENSE): "Model is not an embedding model with one vector per text",
 }

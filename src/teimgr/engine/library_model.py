@@ -34,6 +34,7 @@ _AUTO_CLASSES = {
     Backbone.ENCODER: "AutoModel",
     Backbone.MASKED_LM: "AutoModelForMaskedLM",
     Backbone.SEQUENCE_CLASSIFICATION: "AutoModelForSequenceClassification",
+    Backbone.TOKEN_CLASSIFICATION: "AutoModelForTokenClassification",
     Backbone.CAUSAL_LM: "AutoModelForCausalLM",
 }
 # Weights that a model may have in its files and not use, by the beginning of their names behind the base model's

@@ -17,7 +17,13 @@ from teimgr.engine.heads.library import HeadTrial, LibraryHead
 from teimgr.engine.heads.multi_vector import M3MultiVectorHead, M3SparseHead, MultiVectorHead, load_linear
 from teimgr.engine.heads.pooling import DenseHead
 from teimgr.engine.heads.projections import load_projections, width_behind
-from teimgr.engine.heads.scoring import CausalHead, SequenceHead, keep_two_tokens, sequence_head
+from teimgr.engine.heads.scoring import (
+    CausalHead,
+    SequenceHead,
+    TokenLogitsHead,
+    keep_two_tokens,
+    sequence_head,
+)
 from teimgr.engine.heads.splade import SpladeHead, SpladeVectorHead, SpladeWeights
 from teimgr.engine.heads.table import TableMeanHead
 from teimgr.engine.host_weights import HostWeights
@@ -186,6 +192,8 @@ def _with_library_head(layout: Layout, module: Any, device: torch.device) -> Mod
 def _heads_over_logits(layout: Layout, module: Any) -> dict[Output, Head]:
     if layout.splade is not None:
         return _splade_heads(lambda logits: logits, module, layout.splade)
+    if layout.backbone is Backbone.TOKEN_CLASSIFICATION:
+        return {Output.TOKENS: TokensHead(int(module.config.num_labels))}
     if layout.backbone is Backbone.CAUSAL_LM:
         return {Output.SCORES: CausalHead(lambda logits: logits)}
     return {Output.SCORES: SequenceHead(lambda logits, _batch: logits.float(), int(module.config.num_labels))}
@@ -200,6 +208,8 @@ def _library_heads(layout: Layout, library: LibraryHead) -> dict[Output, Head] |
         return None
     if layout.splade is not None:
         return _splade_heads(library.tokens, library.module, layout.splade)
+    if layout.backbone is Backbone.TOKEN_CLASSIFICATION:
+        return {Output.TOKENS: TokenLogitsHead(library.tokens, int(library.module.config.num_labels))}
     return {Output.SCORES: CausalHead(library.tokens)}
 
 

@@ -27,7 +27,11 @@ INFINITY_HEALTH = ("/v1/health", "/infinity/health", "/infinity/v1/health")
 _STATES = {State.RUNNING: "loaded", State.STARTING: "loading", State.STOPPING: "unloading", State.FAILED: "failed"}
 _BEST_FIRST = (State.RUNNING, State.STARTING, State.STOPPING, State.FAILED, State.STOPPED)
 # Infinity's and Cohere's words.
-_CAPABILITIES: dict[str, str] = {Kind.RERANKER: "rerank", Kind.CLASSIFIER: "classify"}
+_CAPABILITIES: dict[str, str] = {
+    Kind.RERANKER: "rerank",
+    Kind.CLASSIFIER: "classify",
+    Kind.TOKEN_CLASSIFIER: "classify",
+}
 _XINFERENCE_TYPES: dict[str, str] = {
     Kind.EMBEDDING: "embedding",
     Kind.SPARSE: "embedding",

@@ -54,6 +54,8 @@ def _kind_of_bare(metadata: ModelMetadata) -> Kind:
     for name in metadata.architectures:
         if name.endswith("ForSequenceClassification"):
             return _scoring(metadata)
+        if name.endswith("ForTokenClassification") and "id2label" in metadata.config:
+            return Kind.TOKEN_CLASSIFIER
         if name.endswith("Classification") and "id2label" in metadata.config:
             raise ModelLoadFailed(
                 f"{name} labels the parts of an input, not the text as a whole; such a head is not served"
@@ -90,6 +92,9 @@ def _obstacle(metadata: ModelMetadata, own: Kind, wanted: Kind) -> str | None:
         return "they describe a vector per token and no pooling" if own is Kind.MULTI_VECTOR else None
     if wanted is Kind.SPARSE:
         return None if metadata.has_head("ForMaskedLM") else f"there is no masked-LM head in {_architecture(metadata)}"
+    if wanted is Kind.TOKEN_CLASSIFIER:
+        is_one = metadata.has_head("ForTokenClassification")
+        return None if is_one else f"there is no head in {_architecture(metadata)} that labels tokens"
     if wanted is Kind.MULTI_VECTOR:
         return "they hold no projection of token vectors"
     if own in (Kind.RERANKER, Kind.CLASSIFIER):

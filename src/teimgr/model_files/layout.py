@@ -15,13 +15,14 @@ from teimgr.spec import Kind
 class Backbone(Enum):
     """The class of transformers that computes hidden states, and logits where its head is used.
 
-    ENCODER: AutoModel, without a head. MASKED_LM, SEQUENCE_CLASSIFICATION, CAUSAL_LM: the Auto class of that name, with
-    its head. STATIC: a table of vectors by token id, no transformer.
+    ENCODER: AutoModel, without a head. MASKED_LM, SEQUENCE_CLASSIFICATION, CAUSAL_LM, TOKEN_CLASSIFICATION (a label for
+    every token): the Auto class of that name, with its head. STATIC: a table of vectors by token id, no transformer.
     """
 
     ENCODER = "encoder"
     MASKED_LM = "masked-lm"
     SEQUENCE_CLASSIFICATION = "sequence-classification"
+    TOKEN_CLASSIFICATION = "token-classification"
     CAUSAL_LM = "causal-lm"
     STATIC = "static"
 

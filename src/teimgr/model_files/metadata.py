@@ -92,6 +92,11 @@ def read_metadata(root: Path, trust_remote_code: bool) -> ModelMetadata:
     if not root.is_dir():
         raise ModelNotFound(f"No model directory at {root}")
     check_pointers(root)
+    if (root / "gliner_config.json").is_file():
+        raise ModelLoadFailed(
+            "the model is a GLiNER (gliner_config.json), which finds entities of kinds that a request names; "
+            "it is not served. Token classifiers with labels of their own are"
+        )
     chain = read_chain(root)
     transformer = chain.modules[0].path if chain.modules else root
     config = read_object(transformer / "config.json")

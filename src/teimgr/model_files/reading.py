@@ -18,6 +18,7 @@ from teimgr.model_files.scoring import (
     prompt_warnings,
     read_activation,
     read_causal_rerank,
+    read_labels,
     read_pair_template,
     read_scoring,
     score_modules,
@@ -158,6 +159,9 @@ def _read(root: Path, pooling: str | None, kind: str | None, trust_remote_code: 
             late, prompts = read_late(metadata)
             named = layout.default_prompt_name if layout.default_prompt_name in prompts else "document"
             layout = replace(layout, late=late, prompts=prompts, default_prompt_name=named)
+        case Kind.TOKEN_CLASSIFIER:
+            scoring = ScoringConfig(read_labels(metadata), "softmax")
+            layout = replace(layout, backbone=Backbone.TOKEN_CLASSIFICATION, scoring=scoring)
         case Kind.RERANKER | Kind.CLASSIFIER if is_causal(metadata):
             scoring = ScoringConfig(
                 ("LABEL_0",), read_activation(metadata, 1), *read_causal_rerank(metadata, render=render)

@@ -41,6 +41,15 @@ def read_scoring(metadata: ModelMetadata) -> ScoringConfig:
     return ScoringConfig(labels, read_activation(metadata, len(labels)))
 
 
+def read_labels(metadata: ModelMetadata) -> tuple[str, ...]:
+    """The labels of a classifier of tokens, by index.
+
+    Raises:
+        ModelLoadFailed: config.json does not number its labels.
+    """
+    return _labels(metadata.config)
+
+
 def score_modules(metadata: ModelMetadata) -> tuple[Module, ...] | None:
     """The modules of a cross-encoder from its Pooling to the Dense that gives the scores; None for other models.
 

@@ -23,7 +23,7 @@ from teimgr.observability.memory import private_bytes, proc_sizes
 from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.registry.records import Verification
 from teimgr.spec import Kind, LoadedModel, WorkerSpec
-from teimgr.wire.frames import Flag, FrameType, Header, Method, split_timings
+from teimgr.wire.frames import Flag, FrameType, Header, HttpRequest, Method, request_head, split_timings
 
 NAME = "_model-trial"
 """The worker's name, which no instance may have."""
@@ -202,6 +202,10 @@ def _request(kind: Kind, text: str) -> tuple[Method, bytes]:
             return Method.RERANK, request.SerializeToString()
         case Kind.CLASSIFIER:
             return Method.PREDICT, tei_pb2.PredictRequest(inputs=text, truncate=True).SerializeToString()
+        case Kind.TOKEN_CLASSIFIER:
+            body = orjson.dumps({"inputs": text, "truncate": True})
+            head = request_head(HttpRequest("tei", "POST", "/predict", headers={"content-type": "application/json"}))
+            return Method.HTTP, head + body
         case Kind.EMBEDDING:
             return Method.EMBED, tei_pb2.EmbedRequest(inputs=text, truncate=True).SerializeToString()
         case _:

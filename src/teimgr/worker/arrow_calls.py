@@ -59,6 +59,7 @@ _DEFAULT_OUTPUT: Mapping[str, Output] = {
     Kind.MULTI_VECTOR: Output.MULTI_VECTOR,
     Kind.RERANKER: Output.SCORES,
     Kind.CLASSIFIER: Output.SCORES,
+    Kind.TOKEN_CLASSIFIER: Output.TOKENS,
 }
 # Members of the enums of arrow.proto by number; they have the names of ours.
 _OUTPUTS: Mapping[int, Output] = {arrow_pb2.Output.Value(f"OUTPUT_{one.name}"): one for one in Output}

@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import orjson
@@ -43,6 +43,9 @@ from teimgr.worker.calls import (
     raise_first,
 )
 from teimgr.worker.dispatcher import Dispatcher
+
+if TYPE_CHECKING:  # importing the tokenizer imports torch
+    from teimgr.engine.tokenizer import TextTokenizer
 
 JSON = "application/json"
 
@@ -329,6 +332,7 @@ class ServedModel:
 
     model: LoadedModel
     spec: WorkerSpec
+    tokenizer: TextTokenizer | None = None
 
     @property
     def name(self) -> str:
@@ -347,13 +351,14 @@ class JobSpec:
     """Inputs and options of an engine job, and the encoder of its answer when no input failed.
 
     `limit` is how many inputs the dialect lets a client send at once. `encode` is None where the answer is made of
-    several jobs (`HttpInference.jobs`).
+    several jobs (`HttpInference.jobs`); `is_slow`: it takes longer than the numbers in the answer let expect.
     """
 
     inputs: Sequence[EngineInput]
     options: InferOptions
     encode: Callable[[Job], bytes] | None = None
     limit: int = MOST_INPUTS
+    is_slow: bool = False
 
 
 class InferenceRequest(Body):
@@ -397,7 +402,8 @@ class HttpInference:
     @property
     def served(self) -> ServedModel:
         """The model of this worker; raises Unavailable while it is loading."""
-        return ServedModel(self.dispatcher.engine.info, self.dispatcher.spec)
+        engine = self.dispatcher.engine
+        return ServedModel(engine.info, self.dispatcher.spec, engine.tokenizer)
 
     async def read(self, request: HttpRequest, kind: type[BodyT], body_format: BodyFormat = JSON_BODY) -> BodyT:
         """The request's body; raises BadRequest 415 for another content type, otherwise as `parse`."""
@@ -522,7 +528,7 @@ def _encode(call: HttpCall, spec: JobSpec, job: Job) -> CallReply | DeferredRepl
     def write() -> CallReply:
         return CallReply(encode(job), call.timings(job))
 
-    return DeferredReply(write) if number_count(job) > MANY_NUMBERS else write()
+    return DeferredReply(write) if spec.is_slow or number_count(job) > MANY_NUMBERS else write()
 
 
 def _keep(call: HttpCall, spec: JobSpec, job: Job) -> CallReply:

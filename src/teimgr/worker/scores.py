@@ -59,5 +59,11 @@ def need_reranker_grpc(model: LoadedModel) -> None:
 
 
 def output_per_token(model: LoadedModel) -> Output:
-    """The output of "embed all": vectors of a late-interaction model, the last hidden states of any other."""
+    """The output of "embed all": vectors of a late-interaction model, the last hidden states of any other.
+
+    Raises:
+        WrongModelKind: the model is a token classifier, whose tokens have labels.
+    """
+    if model.kind == Kind.TOKEN_CLASSIFIER:
+        raise WrongModelKind("Backend error: Model is not an embedding model")
     return Output.MULTI_VECTOR if model.kind == Kind.MULTI_VECTOR else Output.TOKENS

@@ -206,3 +206,18 @@ _CHAT_TEMPLATE = (
     "<Document>: {{ messages | selectattr('role', 'eq', 'document') | map(attribute='content') | first }}"
     "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 )
+
+
+def build_token_classifier(family: str, folder: Path, *, max_length: int = MAX_LENGTH, seed: int = 0) -> Path:
+    """Write a classifier of tokens as transformers saves it: labels by the scheme of B- and I-."""
+    names = ("O", "B-PER", "I-PER", "B-LOC", "I-LOC")
+    torch.manual_seed(seed)
+    kind = FAMILIES[family]
+    tokenizer = kind.tokenizer()
+    tokenizer.model_max_length = max_length
+    settings = {"id2label": dict(enumerate(names)), "label2id": {name: index for index, name in enumerate(names)}}
+    model = kind.headed(transformers.AutoModelForTokenClassification, len(tokenizer), **settings)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    pad_and_truncate(folder / "tokenizer.json")
+    return folder

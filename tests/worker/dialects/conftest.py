@@ -17,6 +17,7 @@ from tests.support.models import (
     build_multi_vector,
     build_splade,
 )
+from tests.support.models.scoring import build_token_classifier
 
 PROMPTS = {"query": "query: ", "document": "document: "}
 
@@ -38,6 +39,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "colbert": build_multi_vector("bert", folder / "colbert"),
         "reranker": build_cross_encoder("bert", folder / "reranker"),
         "classifier": build_classifier("bert", folder / "classifier"),
+        "entities": build_token_classifier("bert", folder / "entities"),
     }
 
 

@@ -520,3 +520,36 @@ def test_numbers_are_written_as_32_bits() -> None:
     assert sparse(job) == b'[[{"index":3,"value":0.020964134},{"index":70000,"value":0.33333334}]]'
     assert per_token(job) == b"[[[0.0],[0.2],[0.4]]]"
     assert number_count(job) == 5
+
+
+async def test_a_token_classifier_predicts_entities(ask: Asking) -> None:
+    texts = ["The quick brown fox in Zürich", "fog"]
+    each = [(await ask.post("/instances/entities/predict", {"inputs": text})).json for text in texts]
+    batch = await ask.post("/instances/entities/predict", {"inputs": [[text] for text in texts]})
+    tokens = await ask.post("/instances/entities/predict", {"inputs": texts[0], "aggregation_strategy": "none"})
+    root = await ask.post("/instances/entities/", {"inputs": texts[0]})
+
+    assert batch.json == each
+    assert root.json == each[0]
+    assert tokens.json
+    assert set(tokens.json[0]) == {"entity", "score", "index", "word", "start", "end"}
+    for one in each[0]:
+        assert set(one) == {"entity_group", "score", "word", "start", "end"}
+        assert texts[0][one["start"] : one["end"]] == one["word"]
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "body", "why"),
+    [
+        ("entities", "/predict", {"inputs": [["a", "b"]]}, "cannot be pairs"),
+        ("entities", "/predict", {"inputs": "a", "raw_scores": True}, "raw_scores"),
+        ("entities", "/embed", {"inputs": "a"}, "not an embedding model"),
+        ("entities", "/embed_all", {"inputs": "a"}, "not an embedding model"),
+        ("classifier", "/predict", {"inputs": "a", "aggregation_strategy": "simple"}, "is for token classifiers"),
+    ],
+)
+async def test_what_a_token_classifier_is_not_asked(ask: Asking, name: str, path: str, body: Any, why: str) -> None:
+    told = await ask.post(f"/instances/{name}{path}", body)
+
+    assert told.status in (413, 422, 424)
+    assert why in told.json["error"]

@@ -377,3 +377,16 @@ async def test_an_instruction_for_a_reranker_is_refused_by_name(ask: Asking) -> 
     body = {"model": "reranker", "query": "rain", "documents": ["fog"], "instruction": "find"}
     refused = await ask.post("/vllm/rerank", body)
     assert (refused.status, refused.json["error"]["message"]) == (400, "instruction: is not supported")
+
+
+async def test_a_token_classifier_pools_a_probability_per_label_and_token(ask: Asking) -> None:
+    text = "The quick brown fox"
+    tokens = (await ask.post("/tokenize", {"model": "entities", "prompt": text})).json["count"]
+    for body in ({}, {"task": "token_classify"}):
+        rows = (await ask.post("/pooling", {"model": "entities", "input": text, **body})).json["data"][0]["data"]
+        assert np.shape(rows) == (tokens, 5)
+        np.testing.assert_allclose(np.sum(rows, axis=1), 1.0, atol=1e-5)
+    logits = await ask.post("/pooling", {"model": "entities", "input": text, "use_activation": False})
+    assert np.min(logits.json["data"][0]["data"]) < 0
+    refused = await ask.post("/pooling", {"model": "entities", "input": text, "task": "embed"})
+    assert (refused.status, b"token classifier" in refused.body) == (400, True)

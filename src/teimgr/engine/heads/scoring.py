@@ -37,6 +37,18 @@ class CausalHead:
         return Rows(logits[:, :1] if logits.shape[1] == 1 else logits[:, :1] - logits[:, 1:])
 
 
+class TokenLogitsHead:
+    """A classifier of tokens: `decode` maps hidden states [T, H] to logits [T, labels], special tokens included."""
+
+    def __init__(self, decode: Callable[[Tensor], Tensor], labels: int) -> None:
+        self.width = labels
+        self._decode = decode
+
+    def __call__(self, hidden: Tensor, batch: PackedBatch) -> Rows:
+        """TOKENS before any activation, [T, labels]."""
+        return Rows(self._decode(hidden).float(), to_device(batch.cu_seqlens.astype(np.int64), hidden.device))
+
+
 @torch.no_grad()  # not inference mode: its tensors could not change their dtype later
 def keep_two_tokens(module: Any, score: CausalRerank) -> None:
     """Reduce a language model's output layer to the rows of the tokens that `score` uses, to compute no other logit.

@@ -30,6 +30,7 @@ from teimgr.worker.dialects import tei_types
 from teimgr.worker.dialects.openai import BATCH_LIMIT, EncodingFormat, embedding_list
 from teimgr.worker.dialects.serde_json import Fault
 from teimgr.worker.dialects.serde_types import Optional, Struct, Type, read_body
+from teimgr.worker.entities import Aggregation, entities
 
 if TYPE_CHECKING:  # importing the engine imports torch
     from teimgr.engine.engine import Engine
@@ -167,15 +168,45 @@ class TeiPredictRequest(http.InferenceRequest, TeiTruncation):
 
     inputs: http.PredictInput
     raw_scores: bool = False
+    aggregation_strategy: Annotated[
+        Aggregation | None, Field(description="of token classifiers: none, or simple, groups of tokens")
+    ] = None
 
     def job(self, served: http.ServedModel) -> http.JobSpec:
         """Scores, as a list per input where a batch was sent."""
         batch: list[list[str]] = [[self.inputs]] if isinstance(self.inputs, str) else _batch(self.inputs)
+        if served.model.kind == Kind.TOKEN_CLASSIFIER:
+            return self._entities(served, batch)
+        if self.aggregation_strategy is not None:
+            raise InvalidInput("Input validation error: `aggregation_strategy` is for token classifiers")
         options = self.options(served, Output.SCORES, raw_scores=self.raw_scores)
         encode = partial(predictions, served.model.labels, batch is self.inputs)
         http.check_count(len(batch), served.spec.max_client_batch_size)
         inputs = [texts[0] if len(texts) == 1 else Pair(*texts) for texts in batch]
         return http.JobSpec(inputs, options, encode, served.spec.max_client_batch_size)
+
+    def _entities(self, served: http.ServedModel, batch: list[list[str]]) -> http.JobSpec:
+        """The entities of each text of a batch; a list of them without one."""
+        if any(len(texts) != 1 for texts in batch):
+            raise InvalidInput("Input validation error: `inputs` cannot be pairs for a token classifier")
+        if self.raw_scores:
+            raise InvalidInput("Input validation error: `raw_scores` is not available for token classifiers")
+        limit, tokenizer = served.spec.max_client_batch_size, served.tokenizer
+        http.check_count(len(batch), limit)
+        options = self.options(served, Output.TOKENS, prompt="")
+        how = self.aggregation_strategy or "simple"
+        assert tokenizer is not None
+
+        def encode(job: Job) -> bytes:
+            rows = [
+                []
+                if logits is None
+                else entities(text, logits, served.model.labels, tokenizer, how, options.truncation_left)
+                for text, logits in zip(job.inputs, job.tokens_of, strict=True)
+            ]
+            return http.to_json(rows if batch is self.inputs else rows[0])
+
+        return http.JobSpec([text for texts in batch for text in texts], options, encode, limit, is_slow=True)
 
 
 class TeiRerankRequest(http.InferenceRequest, TeiTruncation):
@@ -235,6 +266,7 @@ REQUEST_OF_KIND: dict[str, type[http.InferenceRequest]] = {
     Kind.MULTI_VECTOR: TeiEmbedAllRequest,
     Kind.RERANKER: TeiRerankRequest,
     Kind.CLASSIFIER: TeiPredictRequest,
+    Kind.TOKEN_CLASSIFIER: TeiPredictRequest,
 }
 
 # On /vertex a rerank request is recognized by its fields.
@@ -454,7 +486,7 @@ def info(served: http.ServedModel) -> dict[str, Any]:
 
 def _model_type(model: LoadedModel) -> dict[str, Any]:
     """TEI has three kinds of models; all that give vectors are embedding models."""
-    if model.kind not in (Kind.CLASSIFIER, Kind.RERANKER):
+    if model.kind not in (Kind.CLASSIFIER, Kind.RERANKER, Kind.TOKEN_CLASSIFIER):
         return {"embedding": {"pooling": model.pooling}}
     labels = {
         "id2label": {str(index): label for index, label in enumerate(model.labels)},

@@ -127,7 +127,11 @@ EMBED = Struct(
 )
 EMBED_ALL = Struct("EmbedAllRequest", {**_INPUTS, "prompt_name": _PROMPT_NAME})
 EMBED_SPARSE = Struct("EmbedSparseRequest", {**_INPUTS, "prompt_name": _PROMPT_NAME})
-PREDICT = Struct("PredictRequest", {**_PREDICT, "truncation_direction": _DIRECTION, "raw_scores": _FLAG})
+_AGGREGATION = StructField(Optional(Text()))  # ours: of token classifiers
+PREDICT = Struct(
+    "PredictRequest",
+    {**_PREDICT, "truncation_direction": _DIRECTION, "raw_scores": _FLAG, "aggregation_strategy": _AGGREGATION},
+)
 RERANK = Struct(
     "RerankRequest",
     {

@@ -23,6 +23,7 @@ from teimgr.worker.dialects.binary_vectors import BINARY_FORMATS, EmbedDtype, En
 from teimgr.worker.dialects.openai import AnyEncoding
 from teimgr.worker.dialects.rerank import relevance
 from teimgr.worker.dialects.truncation import Side, Tokens, fitted, fitted_documents
+from teimgr.worker.entities import probabilities
 
 Text = str | http.Texts
 Task = Literal["embed", "classify", "token_embed", "token_classify"]
@@ -147,7 +148,8 @@ async def _pooling(inference: http.HttpInference, request: HttpRequest) -> HttpR
         head = {"id": http.new_id("pool"), "created": http.unix_time(), "model": body.model or inference.served.name}
         head["usage"] = http.usage(job.tokens)
         how = (body.encoding_format, body.embed_dtype, body.endianness)
-        return await inference.dispatcher.off_loop(binary_reply, list(_rows(job, job.options)), head, *how)
+        rows = list(_rows(job, job.options, inference.served))
+        return await inference.dispatcher.off_loop(binary_reply, rows, head, *how)
     return await inference.respond(partial(_pooling_job, body, inputs))
 
 
@@ -161,15 +163,17 @@ def _pooling_job(body: VllmPoolingRequest, inputs: list[EngineInput], served: ht
         in_base64 = body.encoding_format == "base64"
         data = [
             {"index": row, "object": "pooling", "data": http.encoded_vector(values, in_base64)}
-            for row, values in enumerate(_rows(job, options))
+            for row, values in enumerate(_rows(job, options, served))
         ]
         return _list("pool", body.model or served.name, data, job.tokens)
 
     return http.JobSpec(inputs, options, encode)
 
 
-def _rows(job: Job, options: InferOptions) -> Any:
-    """The pooled output of each input, float32: [width], [labels] or [tokens, width]."""
+def _rows(job: Job, options: InferOptions, served: http.ServedModel) -> Any:
+    """The pooled output of each input, float32: [width], [labels], [tokens, width] or [tokens, labels]."""
+    if served.model.kind == Kind.TOKEN_CLASSIFIER and not options.raw_scores:
+        return [probabilities(logits) for logits in job.tokens_of if logits is not None]
     if Output.DENSE in options.outputs:
         return job.vectors
     return job.scores if Output.SCORES in options.outputs else job.multi_vectors or job.tokens_of
@@ -178,10 +182,14 @@ def _rows(job: Job, options: InferOptions) -> Any:
 def _output(task: Task | None, served: http.ServedModel) -> Output:
     """The output of a task, or of the model where no task is given; raises InvalidInput: the task is not supported."""
     scoring = "scores" in served.model.outputs
+    if served.model.kind == Kind.TOKEN_CLASSIFIER:
+        if task not in (None, "token_classify"):
+            raise InvalidInput(f"task: {task} is not supported by a token classifier")
+        return Output.TOKENS
     if task is None:
         task = "classify" if scoring else "token_embed" if served.model.kind == Kind.MULTI_VECTOR else "embed"
     if task == "token_classify":
-        raise InvalidInput("task: token classification is not supported")
+        raise InvalidInput("task: token classification is not supported by this model")
     if task == "token_embed":
         return Output.MULTI_VECTOR if served.model.kind == Kind.MULTI_VECTOR else Output.TOKENS
     return Output.SCORES if task == "classify" else Output.DENSE

@@ -1,0 +1,131 @@
+"""Entities of token classifiers: spans of a text with a label, in the form of transformers' pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypedDict
+
+import numpy as np
+from numpy.typing import NDArray
+
+from teimgr.engine.job import Input
+
+if TYPE_CHECKING:  # importing the tokenizer imports torch
+    from teimgr.engine.tokenizer import TextTokenizer
+
+Aggregation = Literal["none", "simple"]
+_OUTSIDE = "O"
+
+
+class Entity(TypedDict, total=False):
+    """A token with its `entity`, or a group of tokens with its `entity_group`; `start` and `end` are characters of the
+    text, whose part `word` is.
+    """
+
+    entity: str
+    entity_group: str
+    score: float
+    index: int
+    word: str
+    start: int
+    end: int
+
+
+class _Token(NamedTuple):
+    index: int
+    label: str
+    score: np.float32
+    start: int
+    end: int
+
+
+def entities(
+    text: Input,
+    logits: NDArray[np.float32],
+    labels: Sequence[str],
+    tokenizer: TextTokenizer,
+    how: Aggregation,
+    left: bool,
+) -> list[Entity]:
+    """The entities of a text by the logits [tokens, labels] of its tokens, special ones included; those outside of any
+    entity ("O") are left out. `left`: of a text that was too long the logits are those of its end.
+
+    "none" gives each token; "simple" groups neighbours of one kind, with the mean of their scores, as transformers
+    does: "B-X" begins a group, "I-X" or "X" continues one of X.
+    """
+    if not isinstance(text, str):
+        return []  # of token ids no characters are known
+    found = list(_tokens(text, probabilities(logits), labels, tokenizer, left))
+    if how == "none":
+        return [
+            Entity(
+                entity=token.label,
+                score=float(token.score),
+                index=token.index,
+                word=text[token.start : token.end],
+                start=token.start,
+                end=token.end,
+            )
+            for token in found
+            if token.label != _OUTSIDE
+        ]
+    return [_group(text, group) for group in _groups(found) if _kind(group[0].label)[1] != _OUTSIDE]
+
+
+def probabilities(logits: NDArray[np.float32]) -> NDArray[np.float32]:
+    """The probability of each label, [tokens, labels], from logits."""
+    from teimgr.engine.heads.scoring import activate  # imports torch
+
+    return activate(logits, "softmax")
+
+
+def _tokens(
+    text: str, scores: NDArray[np.float32], labels: Sequence[str], tokenizer: TextTokenizer, left: bool
+) -> Iterator[_Token]:
+    """The tokens of the text that were classified, without special ones."""
+    kept = tokenizer.cut(text, max(len(scores) - tokenizer.special_tokens, 1), left=left)
+    spans = tokenizer.tokenize(kept, True, "")
+    rows = range(len(spans)) if len(spans) <= len(scores) or not left else range(len(scores) - len(spans), len(scores))
+    before = len(text) - len(kept) if left else 0
+    characters = _character_places(kept)
+    for row, span in zip(rows, spans, strict=True):
+        if span.special or not 0 <= row < len(scores) or span.start is None or span.stop is None:
+            continue
+        best = int(scores[row].argmax())
+        start, end = before + characters[span.start], before + characters[span.stop]
+        yield _Token(row, labels[best], scores[row, best], start, end)
+
+
+def _character_places(text: str) -> NDArray[np.int64]:
+    """The index of the character that begins at, or has, each byte of a text in UTF-8, and the end: [bytes + 1]."""
+    sizes = np.fromiter((len(character.encode()) for character in text), np.int64, len(text))
+    return np.append(np.repeat(np.arange(len(text)), sizes), len(text))
+
+
+def _kind(label: str) -> tuple[bool, str]:
+    """Whether a label begins an entity, and of which kind."""
+    if label.startswith(("B-", "I-")):
+        return label[0] == "B", label[2:]
+    return False, label
+
+
+def _groups(tokens: Sequence[_Token]) -> list[list[_Token]]:
+    groups: list[list[_Token]] = []
+    for token in tokens:
+        begins, kind = _kind(token.label)
+        if groups and not begins and _kind(groups[-1][-1].label)[1] == kind:
+            groups[-1].append(token)
+        else:
+            groups.append([token])
+    return groups
+
+
+def _group(text: str, tokens: list[_Token]) -> Entity:
+    start, end = tokens[0].start, tokens[-1].end
+    return Entity(
+        entity_group=_kind(tokens[0].label)[1],
+        score=float(np.mean([token.score for token in tokens])),
+        word=text[start:end],
+        start=start,
+        end=end,
+    )
