@@ -21,6 +21,7 @@ from teimgr.model_source import MAX_PATH_CHARS, file_problem, home_of, is_inside
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _ADAPTER, _ADAPTER_WEIGHTS = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")
+_ONNX = ("onnx/model.onnx", "model.onnx")  # the exports in full precision, of which others are made
 _WEIGHTS = (SINGLE, INDEX, PICKLED, PICKLED_INDEX)  # in the order in which they are looked for
 _OTHER_ENDINGS = ("onnx", "onnx_data", "h5", "msgpack", "ot", "tflite", "gguf", "pth", "ckpt", "mlmodel")
 _OTHER_RUNTIMES = (
@@ -49,6 +50,13 @@ class ModulePlace:
 
     name: str
     path: Path
+
+
+def onnx_file(folder: Path) -> Path | None:
+    """The graph for ONNX whose weights are read; None if there is none, or if a directory has weights beside it."""
+    if weight_files(folder):
+        return None
+    return next((folder / name for name in _ONNX if (folder / name).is_file()), None)
 
 
 def has_configuration(path: Path) -> bool:
@@ -200,6 +208,8 @@ def _missing_of(place: ModulePlace, *, is_first: bool) -> str | None:
         return "config.json"
     if static or is_first or place.name in (*_READERS, *_WEIGHTED):
         weights = weight_files(folder)
+        if not weights and is_first and onnx_file(folder) is not None:
+            return None
         if not weights:
             return SINGLE
         if lacking := next((file for file in weights if fault_of(file) or not file.is_file()), None):
@@ -210,7 +220,11 @@ def _missing_of(place: ModulePlace, *, is_first: bool) -> str | None:
 def needed(names: Sequence[str]) -> list[str]:
     """Of the files of a repository, by their names in it, those that the engine needs."""
     present = set(names)
-    return [name for name in names if not _is_unused(name, present)]
+    kept = [name for name in names if not _is_unused(name, present)]
+    if any(PurePosixPath(name).name in (*_WEIGHTS, *_ADAPTER_WEIGHTS) for name in kept):
+        return kept
+    graph = next((name for name in _ONNX if name in present), None)  # of a repository for ONNX alone
+    return [name for name in names if name in kept or (graph and name in (graph, f"{graph}_data", f"{graph}.data"))]
 
 
 def _is_unused(name: str, present: set[str]) -> bool:

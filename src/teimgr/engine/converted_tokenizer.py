@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from pathlib import Path
 from typing import Any
@@ -84,9 +85,8 @@ def _difference(tokenizer: Tokenizer, pieces: Any) -> str | None:
 
 def _normalize_as(tokenizer: Tokenizer, pieces: Any) -> None:
     """Normalize texts as a SentencePiece model's own specification says."""
-    from sentencepiece import sentencepiece_model_pb2
-
-    model = sentencepiece_model_pb2.ModelProto.FromString(pieces.serialized_model_proto())
+    protobuf: Any = importlib.import_module("sentencepiece.sentencepiece_model_pb2")  # its types are incomplete
+    model = protobuf.ModelProto.FromString(pieces.serialized_model_proto())
     spec = model.normalizer_spec
     steps: list[Any] = []
     if spec.precompiled_charsmap:

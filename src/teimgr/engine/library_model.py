@@ -20,7 +20,7 @@ from teimgr.engine.convolutions import centre_convolutions
 from teimgr.engine.own_weights import own_weights
 from teimgr.engine.rotary import put_own_rotary
 from teimgr.errors import ModelLoadFailed
-from teimgr.model_directory import broken_file, files_below, weight_files
+from teimgr.model_directory import broken_file, files_below, onnx_file, weight_files
 from teimgr.model_files.layout import Backbone, Dense, Layout
 
 # Encoder-decoders of which only the encoder is used; AutoModel would load both.
@@ -71,10 +71,10 @@ def load_module(layout: Layout, device: torch.device) -> Any:
     _check_weights(layout)
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    weights = own_weights(layout)
     try:
         config = _configuration(layout)
         kind = _model_class(layout, config)
-        weights = own_weights(layout)
         module, report = kind.from_pretrained(
             layout.weights_dir if weights is None else None,
             config=config,
@@ -109,12 +109,15 @@ def _check_weights(layout: Layout) -> None:
     if files := weight_files(folder):
         _check_volume(layout, files)
         return
-    if layout.config.get("transformers_weights"):
+    if layout.config.get("transformers_weights") or onnx_file(folder):
         return
     others = [path.relative_to(folder).as_posix() for path in files_below(folder, depth=1)]
     onnx = next((name for name in others if name.endswith(".onnx")), None)
     if onnx is not None:
-        raise ModelLoadFailed(f"{folder} has weights for ONNX alone ({onnx}): use the model that it was exported from")
+        raise ModelLoadFailed(
+            f"{folder} has weights for ONNX alone ({onnx}), of which onnx/model.onnx and model.onnx are read: use the "
+            "model that it was exported from"
+        )
     raise ModelLoadFailed(f"{folder} has no weights: neither model.safetensors nor pytorch_model.bin, nor their shards")
 
 

@@ -8,8 +8,10 @@ from collections.abc import Callable
 from torch import Tensor
 
 from teimgr.engine.heads.projections import read_weights
+from teimgr.engine.onnx_weights import onnx_weights
+from teimgr.model_directory import onnx_file
 from teimgr.model_files.layout import Layout
-from teimgr.model_files.own_code import DPR, JINA_XLM_ROBERTA
+from teimgr.model_files.own_code import DPR, JINA_XLM_ROBERTA, ONNX
 
 Weights = dict[str, Tensor]
 
@@ -22,6 +24,10 @@ def own_weights(layout: Layout) -> Weights | None:
     """
     if layout.weight_names is None:
         return None
+    if layout.weight_names == ONNX:
+        graph = onnx_file(layout.weights_dir)
+        assert graph is not None
+        return onnx_weights(graph)
     return _CONVERSIONS[layout.weight_names](read_weights(layout.weights_dir), layout)
 
 

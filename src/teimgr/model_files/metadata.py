@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from teimgr.errors import ModelLoadFailed, ModelNotFound
-from teimgr.model_directory import check_pointers
+from teimgr.model_directory import check_pointers, onnx_file
 from teimgr.model_files.adapters import read_adapters
 from teimgr.model_files.json_files import TokenFiles, read_settings
 from teimgr.model_files.layout import Adapter
 from teimgr.model_files.modules import Chain, read_chain
-from teimgr.model_files.own_code import added_end, served_config
+from teimgr.model_files.own_code import ONNX, added_end, served_config
 from teimgr.model_json import check_size, read_object
 
 MODEL2VEC = "model2vec"
@@ -128,7 +128,7 @@ def read_metadata(root: Path, trust_remote_code: bool) -> ModelMetadata:
         warnings=warnings,
         config=served.config,
         config_is_changed=served.is_changed,
-        weight_names=served.weight_names,
+        weight_names=_weight_names(weights_dir, served.weight_names),
         end_token=added_end(tokens.config, str(config["model_type"]), trust_remote_code),
         notes=served.notes,
         saved=read_object(root / "config_sentence_transformers.json") or {},
@@ -167,6 +167,16 @@ def _check_sizes(config: dict[str, Any]) -> None:
             raise ModelLoadFailed(
                 f"config.json has {key} = {shown}, which should be a whole number of {least} to {most}"
             )
+
+
+def _weight_names(folder: Path, own: str | None) -> str | None:
+    """Whose names the weights in `folder` have: `own`, or ONNX's where they are in a graph alone."""
+    graph = onnx_file(folder)
+    if graph is not None and own is not None:
+        raise ModelLoadFailed(
+            f"the weights are in {graph.name} alone, which is not read for models with code of their own"
+        )
+    return own if graph is None else ONNX
 
 
 # What is no text embedding model at all, by model type: what to say of it.

@@ -188,6 +188,8 @@ _GTE_KEYS = (
 )
 
 JINA_XLM_ROBERTA = "jina-xlm-roberta"
+ONNX = "onnx"
+"""The weights are in a graph for ONNX, by the names that the library's model had when it was exported."""
 # What the class XLMRobertaFlashConfig has where config.json has nothing, and the library's class something else.
 _JINA_DEFAULTS: Config = {
     "vocab_size": 30522,

@@ -32,7 +32,7 @@ class Entity(TypedDict, total=False):
 
 
 class _Token(NamedTuple):
-    index: int
+    row: int
     label: str
     score: np.float32
     start: int
@@ -61,7 +61,7 @@ def entities(
             Entity(
                 entity=token.label,
                 score=float(token.score),
-                index=token.index,
+                index=token.row,
                 word=text[token.start : token.end],
                 start=token.start,
                 end=token.end,
