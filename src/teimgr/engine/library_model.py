@@ -109,7 +109,10 @@ def _check_weights(layout: Layout) -> None:
     if files := weight_files(folder):
         _check_volume(layout, files)
         return
-    if layout.config.get("transformers_weights") or onnx_file(folder):
+    if (graph := onnx_file(folder)) is not None:
+        _check_volume(layout, graph.parent.glob(f"{graph.name}*"))
+        return
+    if layout.config.get("transformers_weights"):
         return
     others = [path.relative_to(folder).as_posix() for path in files_below(folder, depth=1)]
     onnx = next((name for name in others if name.endswith(".onnx")), None)
