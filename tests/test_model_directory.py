@@ -11,8 +11,17 @@ from safetensors.torch import save_file
 
 from teimgr import hub, model_directory
 from teimgr.engine.heads.projections import read_weights
-from teimgr.errors import ModelLoadFailed
-from teimgr.model_directory import broken_file, files_below, missing_file, needed, weight_files
+from teimgr.errors import ModelLoadFailed, ModelNotFound
+from teimgr.model_directory import (
+    base_model_of,
+    broken_file,
+    files_below,
+    missing_file,
+    needed,
+    other_format,
+    use_original,
+    weight_files,
+)
 from teimgr.model_files.modules import read_chain
 from teimgr.registry.cache import HubCache, find_directory
 from tests.support.hub_cache import files_of, lay_out
@@ -191,3 +200,44 @@ def test_files_of_a_directory_follow_links(tmp_path: Path) -> None:
     assert {path.relative_to(tmp_path / "linked").as_posix() for path in files_below(tmp_path / "linked")} == set(
         files_of(model)
     )
+
+
+@pytest.mark.parametrize(
+    ("names", "form"),
+    [
+        (["nomic-embed-text-v1.5.Q8_0.gguf", "README.md"], "GGUF (llama.cpp)"),
+        (["config.json", "tf_model.h5"], "TensorFlow"),
+        (["config.json", "openvino_model.xml", "openvino_model.bin"], "OpenVINO"),
+        (["config.json", "onnx/model_quantized.onnx"], "ONNX, optimised or quantised"),
+        (["config.json", "onnx/model.onnx", "onnx/model_quantized.onnx"], None),
+        (["config.json", "model.safetensors", "x.gguf"], None),
+        (["config.json"], None),
+    ],
+)
+def test_weights_of_another_format_are_known_by_their_files(names: list[str], form: str | None) -> None:
+    assert other_format(names) == form
+
+
+@pytest.mark.parametrize(
+    ("card", "named"),
+    [
+        ("---\nbase_model: Qwen/Qwen3-Embedding-0.6B\n---\n# GGUF", "Qwen/Qwen3-Embedding-0.6B"),
+        ("---\nlicense: mit\nbase_model:\n- BAAI/bge-m3\n---\n", "BAAI/bge-m3"),
+        ("---\nlicense: mit\n---\nbase_model: x", None),
+        ("base_model: x", None),
+        ("", None),
+    ],
+)
+def test_the_original_of_a_model_is_in_its_card(card: str, named: str | None, tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text(card)
+
+    assert base_model_of(tmp_path) == named
+    assert use_original(tmp_path) == "use the original model" + (f", {named}" if named else "")
+
+
+def test_a_directory_of_llama_cpps_files_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "model-Q8_0.gguf").write_bytes(b"GGUF")
+    (tmp_path / "README.md").write_text("---\nbase_model: BAAI/bge-m3\n---\n")
+
+    with pytest.raises(ModelNotFound, match=r"GGUF .llama.cpp. alone, which is not read: use the original model, BAAI"):
+        hub.resolve(str(tmp_path))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from teimgr.errors import (
     InvalidConfig,
@@ -29,9 +29,12 @@ from teimgr.model_directory import (
     adapter_base,
     check_links,
     configuration_folder,
+    files_below,
     has_configuration,
     missing_file,
     needed,
+    other_format,
+    use_original,
 )
 from teimgr.model_source import (
     Directory,
@@ -356,6 +359,10 @@ def _local(model_id: str, path: Path, *, of_a_fleet: bool, hints: bool) -> Model
         copies = "; directories are not copied between hosts: each needs it at this path" if of_a_fleet else ""
         raise ModelNotFound(f"Model directory '{model_id}' does not exist{nearest}{copies}")
     if not has_configuration(path):
+        if (form := other_format(file.name for file in files_below(path, depth=1))) is not None:
+            raise ModelNotFound(
+                f"Directory '{model_id}' has weights in {form} alone, which is not read: {use_original(path)}"
+            )
         raise ModelNotFound(f"Directory '{model_id}' holds no model: neither config.json nor modules.json is there")
     return ModelSource(path.resolve(), None)
 
@@ -374,11 +381,25 @@ def _download(model_id: str, revision: str | None) -> ModelSource:
         )
     with hub_failures(model_id, revision):
         info = HfApi().model_info(model_id, revision=revision, timeout=10)
-        names = needed([sibling.rfilename for sibling in info.siblings or ()])
+        given = [sibling.rfilename for sibling in info.siblings or ()]
+        if problem := format_problem(given, info):
+            raise ModelNotFound(f"Model '{model_id}' {problem}")
+        names = needed(given)
         # By name, not by commit: then the cache stores the ref by which an offline start finds the snapshot.
         path = Path(snapshot_download(model_id, revision=revision, allow_patterns=names))
     _check_place(path, model_id)
     return ModelSource(path, path.name)
+
+
+def format_problem(names: Sequence[str], info: Any) -> str | None:
+    """What to say of a repository whose weights are of another format, by its files and the hub's answer about it."""
+    if (form := other_format(names)) is None:
+        return None
+    named = getattr(getattr(info, "card_data", None), "base_model", None)
+    original = named[0] if isinstance(named, list) and named else named
+    return f"has weights in {form} alone, which is not read: use the original model" + (
+        f", {original}" if isinstance(original, str) else ""
+    )
 
 
 @contextmanager

@@ -22,6 +22,17 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _ADAPTER, _ADAPTER_WEIGHTS = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")
 _ONNX = ("onnx/model.onnx", "model.onnx")  # the exports in full precision, of which others are made
+_CARD_CHARACTERS = 10_000  # of a model card that are looked into
+_FORMATS = {
+    ".gguf": "GGUF (llama.cpp)",
+    ".onnx": "ONNX, optimised or quantised",
+    ".h5": "TensorFlow",
+    ".msgpack": "Flax",
+    "openvino_model.xml": "OpenVINO",
+    ".mlmodel": "Core ML",
+    ".tflite": "TensorFlow Lite",
+    ".ot": "Rust",
+}
 _WEIGHTS = (SINGLE, INDEX, PICKLED, PICKLED_INDEX)  # in the order in which they are looked for
 _OTHER_ENDINGS = ("onnx", "onnx_data", "h5", "msgpack", "ot", "tflite", "gguf", "pth", "ckpt", "mlmodel")
 _OTHER_RUNTIMES = (
@@ -57,6 +68,42 @@ def onnx_file(folder: Path) -> Path | None:
     if weight_files(folder):
         return None
     return next((folder / name for name in _ONNX if (folder / name).is_file()), None)
+
+
+def other_format(names: Iterable[str]) -> str | None:
+    """The format of the weights of files that have none for this engine, such as "GGUF (llama.cpp)"; None if they have
+    such, or no weights at all.
+    """
+    given = list(names)
+    if any(PurePosixPath(name).name in (*_WEIGHTS, *_ADAPTER_WEIGHTS) or name in _ONNX for name in given):
+        return None
+    found = (form for ending, form in _FORMATS.items() if any(name.lower().endswith(ending) for name in given))
+    return next(found, None)
+
+
+def base_model_of(root: Path) -> str | None:
+    """The model that the card of a repository says that it was made of; None if it names none."""
+    card = root / "README.md"
+    if not card.is_file():
+        return None
+    with card.open(encoding="utf-8", errors="replace") as file:
+        lines = file.read(_CARD_CHARACTERS).splitlines()
+    if not lines or lines[0].strip() != "---":
+        return None
+    for line, following in zip(lines[1:], [*lines[2:], ""], strict=True):
+        if line.strip() == "---":
+            break
+        key, _, value = line.partition(":")
+        if key == "base_model":
+            named = value.strip() or following.strip().removeprefix("-")
+            return named.strip().strip("\"'") or None
+    return None
+
+
+def use_original(root: Path) -> str:
+    """The end of a refusal of files in another form: to use the original model, by its name where the card has it."""
+    named = base_model_of(root)
+    return "use the original model" + (f", {named}" if named else "")
 
 
 def has_configuration(path: Path) -> bool:

@@ -20,7 +20,7 @@ from teimgr.engine.convolutions import centre_convolutions
 from teimgr.engine.own_weights import own_weights
 from teimgr.engine.rotary import put_own_rotary
 from teimgr.errors import ModelLoadFailed
-from teimgr.model_directory import broken_file, files_below, onnx_file, weight_files
+from teimgr.model_directory import broken_file, files_below, onnx_file, other_format, use_original, weight_files
 from teimgr.model_files.layout import Backbone, Dense, Layout
 
 # Encoder-decoders of which only the encoder is used; AutoModel would load both.
@@ -114,13 +114,9 @@ def _check_weights(layout: Layout) -> None:
         return
     if layout.config.get("transformers_weights"):
         return
-    others = [path.relative_to(folder).as_posix() for path in files_below(folder, depth=1)]
-    onnx = next((name for name in others if name.endswith(".onnx")), None)
-    if onnx is not None:
-        raise ModelLoadFailed(
-            f"{folder} has weights for ONNX alone ({onnx}), of which onnx/model.onnx and model.onnx are read: use the "
-            "model that it was exported from"
-        )
+    form = other_format(path.relative_to(folder).as_posix() for path in files_below(folder, depth=1))
+    if form is not None:
+        raise ModelLoadFailed(f"{folder} has weights in {form} alone, which is not read: {use_original(layout.root)}")
     raise ModelLoadFailed(f"{folder} has no weights: neither model.safetensors nor pytorch_model.bin, nor their shards")
 
 

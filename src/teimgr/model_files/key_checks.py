@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from teimgr.errors import ModelLoadFailed
+from teimgr.model_directory import use_original
 from teimgr.model_files.known_keys import (
     CONFIG_KWARGS,
     MODEL_KWARGS,
@@ -56,7 +57,9 @@ def _config(metadata: ModelMetadata) -> list[str]:
         return []
     if (quantised := config.get("quantization_config")) is not None:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
-        raise ModelLoadFailed(f"the checkpoint is quantised ({method}), which is not served: use the original model")
+        raise ModelLoadFailed(
+            f"the checkpoint is quantised ({method}), which is not served: {use_original(metadata.root)}"
+        )
     if metadata.static:
         return [] if config["model_type"] == "static" else STATIC.warnings("config.json", config)
     return config_warnings(config)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from teimgr.errors import ModelLoadFailed, ModelNotFound
-from teimgr.model_directory import check_pointers, onnx_file
+from teimgr.model_directory import check_pointers, files_below, onnx_file, other_format, use_original
 from teimgr.model_files.adapters import read_adapters
 from teimgr.model_files.json_files import TokenFiles, read_settings
 from teimgr.model_files.layout import Adapter
@@ -105,6 +105,8 @@ def read_metadata(root: Path, trust_remote_code: bool) -> ModelMetadata:
     if config is None and adapters:
         config = read_object(weights_dir / "config.json")
     if config is None and not static:
+        if (form := other_format(path.name for path in files_below(root, depth=1))) is not None:
+            raise ModelLoadFailed(f"the weights are in {form} alone, which is not read: {use_original(root)}")
         raise ModelNotFound(f"{transformer} has no config.json")
     config = config or {}
     if static:

@@ -161,6 +161,8 @@ class Fetch:
         self._commit = str(info.sha)
         tree = api.list_repo_tree(order.model_id, recursive=True, revision=self._commit)
         remote = {file.path: _remote(file) for file in tree if isinstance(file, RepoFile)}
+        if problem := hub.format_problem(list(remote), info):
+            raise ModelDownloadFailed(order.model_id, f"the repository {problem}")
         files = [remote[name] for name in needed(list(remote))]
         if not files:
             raise ModelDownloadFailed(order.model_id, "the repository has no files for this engine")
