@@ -45,7 +45,7 @@ OPTIONAL = [*_OTHER_RUNTIMES, "*.bin"]
 
 # By the class of a module without its package: what its directory has to have beside config.json.
 _READERS = ("Transformer", "MLMTransformer")
-_WEIGHTED = ("Dense", "LayerNorm", "WeightedLayerPooling", "CNN", "LSTM")
+_WEIGHTED = ("SparseStaticEmbedding", "Dense", "LayerNorm", "WeightedLayerPooling", "CNN", "LSTM")
 _CONFIGURED = (*_READERS, *_WEIGHTED, "Pooling", "SpladePooling", "LogitScore")
 
 # Folders that files are read of without being a module's.

@@ -34,7 +34,7 @@ class Encoded:
     `ids` are int32 [length], or [texts, length] and contiguous; never empty. `type_ids` (uint8, of that shape) are the
     token types of pairs, None for models without them. Where `keys` is set, every token attends only to the first
     `keys` ones. The first `prompt_tokens` belong to a prompt that pooling leaves out. `query` is the role on
-    late-interaction models.
+    models with roles.
     """
 
     ids: NDArray[np.int32]
@@ -149,7 +149,7 @@ class PackedBatch:
     `order[i]` of those given to `pack`, and its tokens are `cu_seqlens[i]` to `cu_seqlens[i + 1]` (int32 [N + 1]).
     The others are None where no text needs them: `prompt_lens` (int32 [N], leading tokens that pooling leaves out),
     `type_ids` (int64 [T]), `keys` (int32 [N], the leading tokens of a text that its tokens attend to), `queries`
-    (bool [N], the role on late-interaction models).
+    (bool [N], the role on models with roles).
     """
 
     ids: NDArray[np.int64]

@@ -184,7 +184,7 @@ def probe_texts(config: dict[str, Any], max_length: int) -> tuple[str, ...]:
 
 
 def probe_inputs(layout: Layout, tokenizer: TextTokenizer) -> list[Encoded]:
-    """The probe inputs of a model, as it will be used: pairs for rerankers, both roles for late interaction.
+    """The probe inputs of a model, as it will be used: pairs for rerankers, both roles where there are two.
 
     Raises:
         ModelLoadFailed: the tokenizer fails on every one.
@@ -196,7 +196,7 @@ def probe_inputs(layout: Layout, tokenizer: TextTokenizer) -> list[Encoded]:
         probes = [(pairs, TokenizeOptions()), (singles[:2], TokenizeOptions())]
     elif layout.kind is Kind.CLASSIFIER:
         probes = [(singles, TokenizeOptions()), (pairs[:2], TokenizeOptions())]
-    elif layout.late is not None:
+    elif layout.late is not None or layout.query_table is not None:
         probes = [(singles, TokenizeOptions()), (singles[:4], TokenizeOptions(query=True))]
     else:
         probes = [(singles, TokenizeOptions())]

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from teimgr.engine.backbone import StaticTable, Transformer, WholeModel, load_table
 from teimgr.engine.batch import Encoded, PackedBatch, pack
@@ -16,7 +17,7 @@ from teimgr.engine.heads import Head, Rows, TokensHead
 from teimgr.engine.heads.library import HeadTrial, LibraryHead
 from teimgr.engine.heads.multi_vector import M3MultiVectorHead, M3SparseHead, MultiVectorHead, load_linear
 from teimgr.engine.heads.pooling import DenseHead
-from teimgr.engine.heads.projections import load_projections, width_behind
+from teimgr.engine.heads.projections import load_projections, read_weights, width_behind
 from teimgr.engine.heads.scoring import (
     CausalHead,
     SequenceHead,
@@ -24,18 +25,18 @@ from teimgr.engine.heads.scoring import (
     keep_two_tokens,
     sequence_head,
 )
-from teimgr.engine.heads.splade import SpladeHead, SpladeVectorHead, SpladeWeights
+from teimgr.engine.heads.splade import RoutedWeights, SpladeHead, SpladeVectorHead, SpladeWeights
 from teimgr.engine.heads.table import TableMeanHead
 from teimgr.engine.host_weights import HostWeights
 from teimgr.engine.job import Output
 from teimgr.engine.library_model import load_module
-from teimgr.model_files.layout import Backbone, Layout, Splade
+from teimgr.errors import ModelLoadFailed
+from teimgr.model_files.layout import Backbone, Layout, QueryTable
 from teimgr.spec import Kind
 
 log = logging.getLogger(__name__)
 
 Heads = Mapping[Output, Head]
-_NO_HIDDEN = torch.empty(0)
 
 
 class Model:
@@ -108,8 +109,8 @@ class Model:
             KeyError: the model has no such output.
         """
         heads = {output: self._heads[output] for output in outputs}
-        needs_hidden = not all(isinstance(head, TableMeanHead) for head in heads.values())
-        hidden = self.backbone.hidden(batch) if needs_hidden else _NO_HIDDEN
+        needs_hidden = any(_reads_hidden(head, batch) for head in heads.values())
+        hidden = self.backbone.hidden(batch) if needs_hidden else torch.empty(0, device=self.backbone.device)
         return {output: head(hidden, batch) for output, head in heads.items()}
 
     @torch.inference_mode()
@@ -126,6 +127,13 @@ class Model:
             batch.ids[None, :], None if batch.type_ids is None else batch.type_ids[None, :], batch.keys
         )
         return {output: head(hidden, batch) for output, head in heads.items()}
+
+
+def _reads_hidden(head: Head, batch: PackedBatch) -> bool:
+    """Whether a head needs the forward of `batch`."""
+    if isinstance(head, (SpladeHead, SpladeVectorHead)):
+        return head.reads_hidden(batch)
+    return not isinstance(head, TableMeanHead)
 
 
 def load_model(layout: Layout, device: torch.device) -> Model:
@@ -191,7 +199,7 @@ def _with_library_head(layout: Layout, module: Any, device: torch.device) -> Mod
 
 def _heads_over_logits(layout: Layout, module: Any) -> dict[Output, Head]:
     if layout.splade is not None:
-        return _splade_heads(lambda logits: logits, module, layout.splade)
+        return _splade_heads(lambda logits: logits, module, layout)
     if layout.backbone is Backbone.TOKEN_CLASSIFICATION:
         return {Output.TOKENS: TokensHead(int(module.config.num_labels))}
     if layout.backbone is Backbone.CAUSAL_LM:
@@ -207,17 +215,41 @@ def _library_heads(layout: Layout, library: LibraryHead) -> dict[Output, Head] |
     if not HeadTrial.of(library).is_token_wise(library):
         return None
     if layout.splade is not None:
-        return _splade_heads(library.tokens, library.module, layout.splade)
+        return _splade_heads(library.tokens, library.module, layout)
     if layout.backbone is Backbone.TOKEN_CLASSIFICATION:
         return {Output.TOKENS: TokenLogitsHead(library.tokens, int(library.module.config.num_labels))}
     return {Output.SCORES: CausalHead(library.tokens)}
 
 
-def _splade_heads(decode: Callable[[Tensor], Tensor], module: Any, splade: Splade) -> dict[Output, Head]:
+def _splade_heads(decode: Callable[[Tensor], Tensor], module: Any, layout: Layout) -> dict[Output, Head]:
+    assert layout.splade is not None
     decoder = module.get_output_embeddings()
     vocabulary = int(module.config.vocab_size if decoder is None else decoder.out_features)
-    weights = SpladeWeights(decode, vocabulary, splade)
+    documents = SpladeWeights(decode, vocabulary, layout.splade)
+    weights: SpladeWeights | RoutedWeights = documents
+    if layout.query_table is not None:
+        weights = RoutedWeights(documents, _query_weights(layout.query_table, vocabulary, module.device))
     return {Output.SPARSE: SpladeHead(weights), Output.DENSE: SpladeVectorHead(weights)}
+
+
+def _query_weights(table: QueryTable, vocabulary: int, device: torch.device) -> Tensor:
+    """The weight of every token id, float32 [vocabulary].
+
+    Raises:
+        ModelLoadFailed: the file has none, or more than the model has outputs.
+    """
+    tensors = read_weights(table.folder)
+    weights = tensors.pop("weight", None)
+    if weights is None or tensors or weights.dim() != 1 or not 0 < len(weights) <= vocabulary:
+        shapes = ", ".join(f"{name} {tuple(one.shape)}" for name, one in tensors.items()) or "nothing else"
+        given = "no weight" if weights is None else f"a weight of {tuple(weights.shape)}"
+        raise ModelLoadFailed(
+            f"{table.folder.name} has {given} and {shapes}; queries need one weight for each entry of the vocabulary, "
+            f"{vocabulary} at most"
+        )
+    if not torch.isfinite(weights).all():
+        raise ModelLoadFailed(f"the weights of {table.folder.name} have NaN or infinity")
+    return functional.pad(weights.float(), (0, vocabulary - len(weights))).to(device)
 
 
 def tensor_bytes(root: object) -> int:

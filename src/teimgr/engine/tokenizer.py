@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -62,7 +62,7 @@ class TokenizeOptions:
     """How to tokenize inputs.
 
     Too long ones are truncated at their end, or at their beginning where `left`, or refused where not `truncate`.
-    `prompt` goes before a text, and before the first of a pair. `query` is the role on late-interaction models.
+    `prompt` goes before a text, and before the first of a pair. `query` is the role on models with roles.
     """
 
     truncate: bool = True
@@ -78,28 +78,32 @@ _INSTRUCT = re.compile(r"(Instruct: ).*(\n ?Query: ?)", re.DOTALL)
 class Prompts:
     """The prompts of a model by name, and the default one: named at start, given as text at start, or the model's own.
 
-    On late-interaction models their names are the two roles, with or without a text. `default_name` is None where the
-    default is no prompt, or was given as text.
+    On late-interaction models their names are the two roles, with or without a text; a sparse model with routes has
+    both roles among them. `default_name` is None where the default is no prompt, or was given as text.
     """
 
     def __init__(self, layout: Layout, default_name: str | None = None, default_text: str | None = None) -> None:
         """Raises InvalidConfig where the model has no prompt called `default_name`."""
-        self._roles = layout.late is not None
+        table = layout.query_table
+        self._roles = layout.late is not None or table is not None
         self._left = layout.truncate_left
         self._texts = dict(layout.prompts)
         if self._roles:
             self._texts = {name: layout.prompts.get(name, "") for name in (QUERY, DOCUMENT)}
+        if table is not None:
+            self._texts |= layout.prompts
         if default_name is not None and default_name not in self._texts:
             raise InvalidConfig(self._missing(default_name))
         if default_name is None and default_text is not None:
             self._default = default_text
             self.default_name: str | None = None
         else:
-            own = DOCUMENT if self._roles else layout.default_prompt_name or ""
+            own = DOCUMENT if layout.late is not None else layout.default_prompt_name or ""
             self._default = self._texts.get(default_name or own, "")
             name = default_name or layout.default_prompt_name
             self.default_name = name if name in self._texts else None
-        self._default_query = default_name == QUERY
+        self._queries_by_default = table is not None and table.is_default
+        self._default_query = self._is_query(default_name)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -107,10 +111,14 @@ class Prompts:
 
     def tokenize_options(self, options: InferOptions) -> TokenizeOptions:
         """Raises InvalidInput where the model has no prompt of that name."""
-        query = self._default_query if options.prompt_name is None else options.prompt_name == QUERY
+        query = self._default_query if options.prompt_name is None else self._is_query(options.prompt_name)
         text = self.text(options.prompt_name) if options.prompt is None else options.prompt
         left = options.truncation_left or (self._left and not options.names_side)
         return TokenizeOptions(options.truncate, left, text, self._roles and query)
+
+    def _is_query(self, name: str | None) -> bool:
+        """The role that goes with a prompt: that of its name, else the one of texts without a role."""
+        return name == QUERY or (self._queries_by_default and name != DOCUMENT)
 
     def text(self, name: str | None) -> str:
         """The prompt called `name`, or the default one; "" for none.
@@ -142,10 +150,12 @@ class Prompts:
 class TextTokenizer:
     """The tokenizer of one model. Safe from any thread.
 
-    `max_length` is in tokens, including the `special_tokens` of the model's template around a text.
+    `max_length` is in tokens, including the `special_tokens` of the model's template around a text. Queries of a sparse
+    model with routes are tokenized by a tokenizer of their own.
     """
 
     def __init__(self, layout: Layout, max_length: int) -> None:
+        self._queries = _query_tokenizer(layout, max_length)
         tokenizer = load_tokenizer(layout)
         self.library = tokenizer
         self._library = TokenizerLibrary(tokenizer)
@@ -219,6 +229,9 @@ class TextTokenizer:
 
         Ids are taken as they are, unless there is a prompt: then they are decoded and tokenized again behind it.
         """
+        if options.query and self._queries is not None:
+            encoded = self._queries.encode(inputs, replace(options, query=False))
+            return TokenizedTexts.of([replace(one, query=True) if isinstance(one, Encoded) else one for one in encoded])
         truncation = None
         if options.truncate:
             truncation = Truncation(self._limit(options) - self._prefix_tokens(options), options.left)
@@ -524,6 +537,23 @@ class TextTokenizer:
     def _without_skipped(self, ids: NDArray[np.int32]) -> NDArray[np.int32]:
         """Drop unknown tokens where the model does; after truncation, as in Model2Vec."""
         return ids if self._skipped_id is None else ids[ids != self._skipped_id]
+
+
+def _query_tokenizer(layout: Layout, max_length: int) -> TextTokenizer | None:
+    """The tokenizer of a table of queries, which adds no special tokens."""
+    if (table := layout.query_table) is None:
+        return None
+    own = replace(
+        layout,
+        transformer_dir=table.folder,
+        backbone=Backbone.STATIC,
+        query_table=None,
+        type_ids=False,
+        include_prompt=True,
+        lower_case=False,
+        end_token=None,
+    )
+    return TextTokenizer(own, min(table.max_length, max_length))
 
 
 def _joined(lists: Sequence[list[int]], dtype: type[np.generic]) -> NDArray[Any]:

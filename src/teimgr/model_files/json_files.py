@@ -127,17 +127,18 @@ def max_length(config: dict[str, Any], settings: dict[str, Any], tokenizer: dict
     limits = (call.get("max_length"), kwargs.get("model_max_length"), settings.get("max_seq_length"))
     own = [given for given in limits if given is not None]
     if own:
-        limit = _length(own[0], "sentence_bert_config.json")
+        limit = checked_length(own[0], "sentence_bert_config.json")
         limit = min(limit, room) if _has_position_table(config) else limit
     else:
         given = tokenizer.get("model_max_length")
-        limit = min(room, ENDLESS if given is None else _length(given, "tokenizer_config.json"))
+        limit = min(room, ENDLESS if given is None else checked_length(given, "tokenizer_config.json"))
     if limit >= ENDLESS:
         raise ModelLoadFailed("neither sentence_bert_config.json nor config.json nor the tokenizer has a length limit")
     return limit
 
 
-def _length(given: Any, file: str) -> int:
+def checked_length(given: Any, file: str) -> int:
+    """A length limit of `file`, at most `ENDLESS`; raises ModelLoadFailed where it is no number of at least 1."""
     if isinstance(given, bool) or not isinstance(given, (int, float)) or not given >= 1:
         raise ModelLoadFailed(f"{file} has the length limit {given!r}, which should be a positive number")
     return int(min(given, ENDLESS))

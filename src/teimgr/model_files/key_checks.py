@@ -18,6 +18,8 @@ from teimgr.model_files.known_keys import (
     MODULES,
     PROCESSING_TEXT,
     PROCESSOR_KWARGS,
+    ROUTER,
+    ROUTER_PARAMETERS,
     SAVED,
     SETTINGS,
     STATIC,
@@ -25,7 +27,7 @@ from teimgr.model_files.known_keys import (
     config_warnings,
 )
 from teimgr.model_files.metadata import ModelMetadata
-from teimgr.model_json import read_list
+from teimgr.model_json import read_list, read_object
 
 _SETTINGS_FILE, _SAVED_FILE = "sentence_bert_config.json", "config_sentence_transformers.json"
 # By the name of its key in sentence_bert_config.json, before and since sentence-transformers 5.4.
@@ -111,11 +113,16 @@ def _saved(metadata: ModelMetadata) -> list[str]:
 
 
 def _modules(metadata: ModelMetadata) -> Iterator[str]:
-    for row in read_list(metadata.root / "modules.json"):
+    rows = read_list(metadata.root / "modules.json")
+    for row in rows:
         yield from MODULE_ROW.warnings("modules.json", row)
+    if metadata.chain.query is not None:
+        router = read_object(metadata.root / str(rows[0].get("path", "")) / "router_config.json") or {}
+        yield from ROUTER.warnings("router_config.json", router)
+        yield from ROUTER_PARAMETERS.warnings("parameters of router_config.json", router.get("parameters") or {})
     version = str((metadata.saved.get("__version__") or {}).get("sentence_transformers") or "0")
     major = int(version.partition(".")[0]) if version.partition(".")[0].isdecimal() else 0
-    for module in metadata.chain.modules:
+    for module in metadata.chain.all:
         if (known := MODULES.get(module.name)) is None:
             continue
         file = f"{module.path.name}/config.json"

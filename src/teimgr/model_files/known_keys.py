@@ -239,9 +239,12 @@ MODULES = {
         honoured=_words("pooling_strategy activation_function"),
         harmless=_words("embedding_dimension word_embedding_dimension chunk_size"),
     ),
+    "SparseStaticEmbedding": KnownKeys(harmless=_words("frozen"), only={"path": (None,)}),
     "LogitScore": KnownKeys(honoured=_words("true_token_id false_token_id module_input_name")),
     "MultiVectorMask": KnownKeys(honoured=_words("skiplist_words skiplist_tasks keep_only_token_ids")),
 }
+ROUTER = KnownKeys(honoured=_words("types structure parameters"))
+ROUTER_PARAMETERS = KnownKeys(honoured=_words("default_route allow_empty_key route_mappings"))
 # A row of modules.json. `kwargs` are arguments of a call that a module of the repository's own code takes.
 MODULE_ROW = KnownKeys(honoured=_words("idx name path type"), only={"kwargs": (None, [], {})})
 

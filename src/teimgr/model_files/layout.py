@@ -68,6 +68,19 @@ class Splade:
 
 
 @dataclass(frozen=True, slots=True)
+class QueryTable:
+    """Queries of a sparse model with routes by role: a weight for every token id, no forward (SparseStaticEmbedding).
+
+    `folder` has weights and tokenizer; texts are cut to `max_length` tokens, none of them special. `is_default`: texts
+    without a role are queries.
+    """
+
+    folder: Path
+    max_length: int
+    is_default: bool
+
+
+@dataclass(frozen=True, slots=True)
 class LateInteraction:
     """ColBERT: every token's hidden state goes through `projections` and is normalised.
 
@@ -184,6 +197,7 @@ class Layout:
     kind: Kind = Kind.EMBEDDING
     backbone: Backbone = Backbone.ENCODER
     splade: Splade | None = None
+    query_table: QueryTable | None = None
     late: LateInteraction | None = None
     m3: M3 | None = None
     scoring: ScoringConfig | None = None
@@ -210,6 +224,8 @@ class Layout:
         named = self.config.get("transformers_weights")  # which the library prefers to all others
         files = [] if named is None else [self.weights_dir / str(named)]
         files += [adapter.weights for adapter in self.adapters]
+        if self.query_table is not None:
+            folders.append(self.query_table.folder)
         if self.m3 is not None:
             files += [self.m3.sparse, self.m3.multi_vector]
         return (self.weights_dir, *folders, *files)

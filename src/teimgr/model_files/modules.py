@@ -17,13 +17,13 @@ from teimgr.spec import POOLINGS
 _PACKAGES = ("sentence_transformers.", "pylate.")
 _NOT_SERVED = {
     "Asym": "it sends queries and documents through different modules",
-    "Router": "it sends queries and documents through different modules",
+    "Router": "it sends queries and documents through different modules, before or behind others",
     "BoW": "it counts words and has no transformer",
     "CLIPModel": "it embeds images",
     "CNN": "it puts a convolution behind the transformer",
     "LSTM": "it puts a recurrent network behind the transformer",
     "SparseAutoEncoder": "its sparse entries are features of an autoencoder, which no surface can name",
-    "SparseStaticEmbedding": "it weighs the words of a query without a model",
+    "SparseStaticEmbedding": "it weighs the words of a query without a model, outside of a Router",
     "TokenPooling": "it merges the token vectors of a text",
     "WeightedLayerPooling": "it mixes the layers of the transformer",
     "WordEmbeddings": "it looks words up in a table of its own and has no tokenizer file",
@@ -63,14 +63,25 @@ class Module:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """The modules in order; none for a bare transformer. Dropout, without effect at inference, is left out."""
+    """The modules in order; none for a bare transformer. Dropout, without effect at inference, is left out.
+
+    Of a Router they are those of documents; `query` is the one of queries, and `queries_by_default` whether a text
+    without a role is one.
+    """
 
     modules: tuple[Module, ...]
+    query: Module | None = None
+    queries_by_default: bool = False
 
     @property
     def first(self) -> str:
         """The name of the first module, "Transformer" for a bare one."""
         return self.modules[0].name if self.modules else "Transformer"
+
+    @property
+    def all(self) -> tuple[Module, ...]:
+        """With the one of queries."""
+        return self.modules if self.query is None else (*self.modules, self.query)
 
     @property
     def behind(self) -> tuple[Module, ...]:
@@ -101,7 +112,10 @@ def read_chain(root: Path) -> Chain:
     Raises:
         ModelLoadFailed: it has an unsupported module, or does not start with exactly one transformer.
     """
-    modules = [_module(root, row) for row in read_list(root / "modules.json")]
+    rows = read_list(root / "modules.json")
+    if len(rows) == 1 and _name_of(rows[0]) == "Router":
+        return _read_routes(root, rows[0])
+    modules = [_module(root, row) for row in rows]
     modules = [module for module in modules if module.name != "Dropout"]
     chain = Chain(tuple(modules))
     readers = [module.name for module in modules if module.name in ("Transformer", "MLMTransformer", "StaticEmbedding")]
@@ -110,9 +124,58 @@ def read_chain(root: Path) -> Chain:
     return chain
 
 
+_BY_OLD_NAME = {"MLMTransformer": "Transformer"}
+_SERVED_ROUTES = {"query": ["SparseStaticEmbedding"], "document": ["Transformer", "SpladePooling"]}
+
+
+def _read_routes(root: Path, row: dict[str, Any]) -> Chain:
+    """The modules of a Router that has a table of weights for queries, and a SPLADE model for documents.
+
+    Raises:
+        ModelLoadFailed: it has other routes, or chooses among them by something else than the role.
+    """
+    home = str(row.get("path", ""))
+    file = folder_in(root, home) / "router_config.json"
+    if (routes := read_object(file)) is None:
+        raise ModelLoadFailed("modules.json names a Router module, and its router_config.json is missing")
+    types, structure, parameters = (routes.get(key) or {} for key in ("types", "structure", "parameters"))
+    below = f"{home}/" if home not in ("", ".") else ""
+    modules = {
+        name: [_routed(root, f"{below}{key}", str(types.get(key, ""))) for key in keys]
+        for name, keys in structure.items()
+    }
+    names = {name: [_BY_OLD_NAME.get(one.name, one.name) for one in found] for name, found in modules.items()}
+    if names != _SERVED_ROUTES or parameters.get("route_mappings"):
+        shown = "; ".join(f"{name}: {' > '.join(found) or 'nothing'}" for name, found in names.items())
+        raise ModelLoadFailed(
+            f"modules.json has a Router module of {shown or 'no routes'}: only SparseStaticEmbedding for queries and a "
+            "transformer with SpladePooling for documents, by their role, are served"
+        )
+    default = parameters.get("default_route")
+    if default is None and parameters.get("allow_empty_key", True):
+        default = next(iter(structure))
+    if default not in names:
+        raise ModelLoadFailed(f"router_config.json has the default_route {default!r}, which is none of its routes")
+    return Chain(tuple(modules["document"]), modules["query"][0], default == "query")
+
+
+def _routed(root: Path, path: str, dotted: str) -> Module:
+    name = dotted.rsplit(".", 1)[-1]
+    if not dotted.startswith(_PACKAGES):
+        raise ModelLoadFailed(
+            f"router_config.json has {dotted or 'a module without a type'}, code in the model's own repository, which "
+            "is not run here"
+        )
+    return Module(name, folder_in(root, path))
+
+
+def _name_of(row: dict[str, Any]) -> str:
+    return str(row.get("type", "")).rsplit(".", 1)[-1]
+
+
 def _module(root: Path, row: dict[str, Any]) -> Module:
     dotted, path = str(row.get("type", "")), str(row.get("path", ""))
-    name = dotted.rsplit(".", 1)[-1]
+    name = _name_of(row)
     if not dotted.startswith(_PACKAGES):
         raise ModelLoadFailed(f"modules.json has {dotted}, code in the model's own repository, which is not run here")
     if name in _NOT_SERVED:

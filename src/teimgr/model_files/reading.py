@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from teimgr.errors import ModelLoadFailed
-from teimgr.model_files.json_files import ENDLESS, max_length, position_offset
+from teimgr.model_files.json_files import ENDLESS, TokenFiles, checked_length, max_length, position_offset
 from teimgr.model_files.key_checks import check_files
 from teimgr.model_files.kinds import choose_kind, is_causal
 from teimgr.model_files.late_interaction import read_late
-from teimgr.model_files.layout import M3, Backbone, Layout, ScoringConfig, Splade
+from teimgr.model_files.layout import M3, Backbone, Layout, QueryTable, ScoringConfig, Splade
 from teimgr.model_files.metadata import MODEL2VEC, ModelMetadata, read_metadata
 from teimgr.model_files.modules import SCORES, TEXT, Module, check_pooling, read_poolings, read_projections
 from teimgr.model_files.scoring import (
@@ -58,6 +58,19 @@ def read_splade(metadata: ModelMetadata) -> Splade:
     if strategy not in ("max", "sum") or activation not in ("relu", "log1p_relu"):
         raise ModelLoadFailed(f"SpladePooling with {strategy!r} and {activation!r} is not served")
     return Splade(strategy, activation, _positive(metadata, "max_active_dims"))
+
+
+def read_query_table(metadata: ModelMetadata) -> QueryTable | None:
+    """The table of queries of a model with routes; None where queries are computed as documents are.
+
+    Raises:
+        ModelLoadFailed: the length of its tokenizer is not a number above 0.
+    """
+    if (module := metadata.chain.query) is None:
+        return None
+    given = TokenFiles(module.path).config.get("model_max_length")
+    longest = ENDLESS if given is None else checked_length(given, f"{module.path.name}/tokenizer_config.json")
+    return QueryTable(module.path, longest, metadata.chain.queries_by_default)
 
 
 def _positive(metadata: ModelMetadata, key: str) -> int | None:
@@ -154,7 +167,10 @@ def _read(root: Path, pooling: str | None, kind: str | None, trust_remote_code: 
         case Kind.EMBEDDING:
             layout = _embedding(metadata, layout, pooling)
         case Kind.SPARSE:
-            layout = replace(layout, backbone=Backbone.MASKED_LM, splade=read_splade(metadata))
+            splade, table = read_splade(metadata), read_query_table(metadata)
+            layout = replace(layout, backbone=Backbone.MASKED_LM, splade=splade, query_table=table)
+            if table is not None and layout.default_prompt_name is None:
+                layout = replace(layout, default_prompt_name="query" if table.is_default else "document")
         case Kind.MULTI_VECTOR:
             late, prompts = read_late(metadata)
             named = layout.default_prompt_name if layout.default_prompt_name in prompts else "document"

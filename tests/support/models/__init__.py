@@ -16,7 +16,7 @@ from .scoring import (
     build_prompted_reranker,
     build_yes_no_reranker,
 )
-from .sparse import build_splade
+from .sparse import build_routed_sparse, build_splade
 from .texts import CORPUS, PAIRS, TEXTS
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "build_modular_cross_encoder",
     "build_multi_vector",
     "build_prompted_reranker",
+    "build_routed_sparse",
     "build_splade",
     "build_static",
     "build_yes_no_reranker",

@@ -15,6 +15,7 @@ from tests.support.models import (
     build_cross_encoder,
     build_m3,
     build_multi_vector,
+    build_routed_sparse,
     build_splade,
 )
 from tests.support.models.scoring import build_token_classifier
@@ -36,6 +37,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "dense": build("bert", folder / "dense", prompts=PROMPTS),
         "m3": build_m3(folder / "m3"),
         "splade": build_splade("bert", folder / "splade"),
+        "routed": build_routed_sparse(folder / "routed"),
         "colbert": build_multi_vector("bert", folder / "colbert"),
         "reranker": build_cross_encoder("bert", folder / "reranker"),
         "classifier": build_classifier("bert", folder / "classifier"),

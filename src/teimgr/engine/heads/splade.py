@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from teimgr.engine import gpu
-from teimgr.engine.batch import PackedBatch, Run
+from teimgr.engine.batch import PackedBatch, Run, to_device
 from teimgr.engine.heads import Rows
 from teimgr.model_files.layout import Splade
 
@@ -48,12 +49,17 @@ class SpladeWeights:
                 found = self._of_text(hidden, borders[begin], borders[stop], room)
             else:
                 found = self._of_texts(hidden, batch, borders[begin], borders[stop])
-            yield found if self._most is None else self._largest(found, self._most)
+            yield self.limited(found)
             begin = stop
 
-    def _largest(self, weights: Tensor, most: int) -> Tensor:
-        """The `most` largest weights of each text, the others zero; NaN counts as the largest."""
-        places = weights.topk(most, dim=-1).indices
+    def reads_hidden(self, batch: PackedBatch) -> bool:
+        return True
+
+    def limited(self, weights: Tensor) -> Tensor:
+        """The largest weights of each text, the others zero; NaN counts as the largest. All where there is no limit."""
+        if self._most is None:
+            return weights
+        places = weights.topk(self._most, dim=-1).indices
         return torch.zeros_like(weights).scatter_(-1, places, weights.gather(-1, places))
 
     def _of_text(self, hidden: Tensor, start: int, stop: int, room: int) -> Tensor:
@@ -92,6 +98,45 @@ class SpladeWeights:
         return weights.log1p_() if self._twice else weights
 
 
+class RoutedWeights:
+    """Weights of documents by `documents`; of queries by `table`, float32 [vocabulary], for each id that they have."""
+
+    def __init__(self, documents: SpladeWeights, table: Tensor) -> None:
+        self.width = documents.width
+        self._documents = documents
+        self._table = table
+        self._room = max(1, _CPU_BYTES // (4 * self.width))
+
+    def reads_hidden(self, batch: PackedBatch) -> bool:
+        return batch.queries is None or not batch.queries.all()
+
+    def groups(self, hidden: Tensor, batch: PackedBatch) -> Iterator[Tensor]:
+        """As those of `SpladeWeights`."""
+        if batch.queries is None:
+            yield from self._documents.groups(hidden, batch)
+            return
+        first = 0
+        for weights in (
+            self._documents.groups(hidden, batch) if self.reads_hidden(batch) else self._empty(batch, hidden)
+        ):
+            for row in range(len(weights)):
+                if batch.queries[first + row]:
+                    weights[row] = self._of_query(batch, first + row, weights.device)
+            yield weights
+            first += len(weights)
+
+    def _of_query(self, batch: PackedBatch, text: int, device: torch.device) -> Tensor:
+        ids = batch.ids[batch.cu_seqlens[text] : batch.cu_seqlens[text + 1]]
+        places = to_device(np.unique(ids), device)
+        row = torch.zeros(self.width, device=device)
+        row[places] = self._table.to(device)[places]
+        return self._documents.limited(row.unsqueeze(0))[0]
+
+    def _empty(self, batch: PackedBatch, hidden: Tensor) -> Iterator[Tensor]:
+        for begin in range(0, batch.texts, self._room):
+            yield torch.zeros(min(self._room, batch.texts - begin), self.width, device=hidden.device)
+
+
 class SpladeHead:
     """SPLADE weights as sparse rows; NaN entries are kept, so that they are detected.
 
@@ -99,10 +144,14 @@ class SpladeHead:
     and all weights are kept until that number has come to the host.
     """
 
-    def __init__(self, weights: SpladeWeights) -> None:
+    def __init__(self, weights: SpladeWeights | RoutedWeights) -> None:
         self.width = weights.width
         self.device_bytes_per_text = 4 * weights.width
         self._weights = weights
+
+    def reads_hidden(self, batch: PackedBatch) -> bool:
+        """Whether the weights of `batch` follow from its hidden states; else these may be empty."""
+        return self._weights.reads_hidden(batch)
 
     def __call__(self, hidden: Tensor, batch: PackedBatch) -> Rows:
         """SPARSE rows."""
@@ -136,9 +185,13 @@ def _nonzero(groups: Iterable[Tensor]) -> Rows:
 class SpladeVectorHead:
     """SPLADE weights as dense vectors."""
 
-    def __init__(self, weights: SpladeWeights) -> None:
+    def __init__(self, weights: SpladeWeights | RoutedWeights) -> None:
         self.width = weights.width
         self._weights = weights
+
+    def reads_hidden(self, batch: PackedBatch) -> bool:
+        """Whether the weights of `batch` follow from its hidden states; else these may be empty."""
+        return self._weights.reads_hidden(batch)
 
     def __call__(self, hidden: Tensor, batch: PackedBatch) -> Rows:
         return Rows(torch.cat(list(self._weights.groups(hidden, batch))))

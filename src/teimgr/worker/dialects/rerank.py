@@ -248,7 +248,8 @@ async def relevance(
 ) -> Relevance:
     """A score per document, for one query or for one query each.
 
-    `with_prompts` puts the model's own prompts for queries and for documents before the texts of embedding models.
+    `with_prompts` puts the model's own prompts for queries and for documents before the texts of embedding models;
+    sparse models always have them, since their queries may go another way than documents.
 
     Raises:
         WrongModelKind: a classifier has no such score.
@@ -263,7 +264,8 @@ async def relevance(
         return Relevance(scored.scores[:, 0], scored.tokens)
 
     def side(role: str, prompts: Sequence[str]) -> InferOptions:
-        name = role if model.kind == Kind.MULTI_VECTOR else http.prompt_among(model, prompts if with_prompts else ())
+        by_role = with_prompts or model.kind == Kind.SPARSE
+        name = role if model.kind == Kind.MULTI_VECTOR else http.prompt_among(model, prompts if by_role else ())
         return InferOptions(frozenset({_OUTPUT_OF_KIND[model.kind]}), truncate=truncate, prompt_name=name)
 
     of_queries, of_documents = await inference.jobs(
