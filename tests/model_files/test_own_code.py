@@ -13,9 +13,16 @@ import torch
 import transformers
 from tests.engine.conftest import Served, serve  # noqa: F401  a fixture
 from tests.support import plain_forwards
-from tests.support.exact_models import assert_exact
+from tests.support.exact_models import assert_exact, ids_of
 from tests.support.models import FAMILIES, TEXTS, build, edit
-from tests.support.models.own_code import build_decoder, build_jina_xlm, build_lfm2, build_new, build_nomic
+from tests.support.models.own_code import (
+    build_decoder,
+    build_jina_v3,
+    build_jina_xlm,
+    build_lfm2,
+    build_new,
+    build_nomic,
+)
 
 from teimgr.engine.batch import Encoded
 from teimgr.engine.job import Output, Pair
@@ -105,6 +112,71 @@ def test_jinas_xlm_roberta_is_exact(
     assert served.engine.info.forward == "native"
     assert served.engine.info.max_input_length == 192
     assert_exact(served, lambda ids: plain_forwards.jina_xlm_roberta(weights, config, ids), "mean")
+
+
+def test_jina_embeddings_v3_is_exact_for_every_task(tmp_path: Path, serve: Callable[..., Served]) -> None:  # noqa: F811
+    """Each text by the LoRA weights of its request's task, also in one batch with others; without a task by none."""
+    merged, config = build_jina_v3(tmp_path)
+    served = serve(tmp_path)
+    texts = ids_of()
+    sent = [(task, served.send(texts, prompt_name=task or None)) for task in merged]
+    sent += [(task, served.send(texts[:3], prompt_name=task or None)) for task in merged]
+
+    assert served.engine.info.warnings == ()
+    assert served.engine.info.prompts == tuple(task for task in merged if task)
+    for task, job in sent:
+        found = served.wait(job)
+        assert found.errors == {}
+        prompt = {"retrieval.query": "query: ", "retrieval.passage": "passage: "}.get(task, "")
+        tokenizer = served.engine.tokenizer
+        for row, text in enumerate(texts[: len(found.vectors)]):
+            ids = text
+            if prompt:
+                options = TokenizeOptions(prompt=prompt)
+                (each,) = tokenizer.encode([text], options)
+                assert isinstance(each, Encoded)
+                ids = each.ids
+            hidden = plain_forwards.jina_xlm_roberta(merged[task], config, torch.from_numpy(ids.astype(np.int64)))
+            truth = torch.nn.functional.normalize(hidden.mean(0), dim=0).numpy()
+            np.testing.assert_allclose(found.vectors[row], truth, atol=3e-5)
+
+
+def test_jina_v3_in_texts_has_the_prompt_and_the_weights_of_the_default_task(
+    tmp_path: Path,
+    serve: Callable[..., Served],  # noqa: F811
+) -> None:
+    merged, config = build_jina_v3(tmp_path)
+    served = serve(tmp_path, default_prompt_name="retrieval.passage")
+    texts = [*TEXTS[:6], *TEXTS[:6]]
+    job = served.embed(texts)
+    encoded = served.engine.tokenizer.encode(texts, TokenizeOptions(prompt="passage: "))
+
+    for vector, each in zip(job.vectors, encoded, strict=True):
+        assert isinstance(each, Encoded)
+        ids = torch.from_numpy(each.ids.astype(np.int64))
+        hidden = plain_forwards.jina_xlm_roberta(merged["retrieval.passage"], config, ids)
+        np.testing.assert_allclose(vector, torch.nn.functional.normalize(hidden.mean(0), dim=0).numpy(), atol=3e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"lora_adaptations": ["a", "b"]}, "are not those of 2 tasks"),
+        ({"load_trained_adapters": False}, "LoRA weights are not served"),
+        ({"lora_rank": 0}, "lora_rank = 0"),
+    ],
+)
+def test_tasks_that_contradict_the_weights_are_refused(
+    changes: dict[str, Any],
+    reason: str,
+    tmp_path: Path,
+    serve: Callable[..., Served],  # noqa: F811
+) -> None:
+    build_jina_v3(tmp_path)
+    edit(tmp_path / "config.json", **changes)
+
+    with pytest.raises(ModelLoadFailed, match=reason):
+        serve(tmp_path)
 
 
 def test_jina_reranker_v2_is_exact(tmp_path: Path, serve: Callable[..., Served]) -> None:  # noqa: F811

@@ -30,6 +30,7 @@ from teimgr.engine.forward_program import CannotLowerError
 from teimgr.engine.heads.projections import read_weights
 from teimgr.engine.heads.table import TableMeanHead
 from teimgr.engine.rotary import depends_on_batch, own_rotary
+from teimgr.engine.task_adapters import Task, task_of
 from teimgr.errors import ModelLoadFailed
 from teimgr.model_files.layout import Layout
 
@@ -78,6 +79,7 @@ class Transformer:
         rotary = own_rotary(module)
         self._trained = None if rotary is None else rotary.trained  # longer texts have positions by their length
         self._alone = depends_on_batch(module)
+        self._task = task_of(module)
 
     @property
     def width(self) -> int:
@@ -96,6 +98,8 @@ class Transformer:
         """
         if gpu.is_gpu(self.device):
             raise CannotLowerError("not on a CPU")
+        if self._task is not None:
+            raise CannotLowerError("its layers have weights by task")
         if self._alone:
             raise CannotLowerError("its positions depend on the longest text of a batch")
         kernel, program = forward_kernel(self._module, self._options, dtype, self._trained)
@@ -140,6 +144,19 @@ class Transformer:
 
     def hidden(self, batch: PackedBatch) -> Tensor:
         """Hidden states [T, H] in the model's dtype; in float32 from NATIVE where the head is of our own."""
+        if batch.tasks is not None and self._task is not None:
+            return self._hidden_by_task(batch, self._task)
+        return self._hidden(batch)
+
+    def _hidden_by_task(self, batch: PackedBatch, task: Task) -> Tensor:
+        """As `hidden`, each text by the weights of its task; a batch of several tasks run by run."""
+        assert batch.tasks is not None
+        if (batch.tasks == batch.tasks[0]).all():
+            with task.set(int(batch.tasks[0])):
+                return self._hidden(batch)
+        return torch.cat([self._hidden_by_task(batch.part(run), task) for run in batch.runs])
+
+    def _hidden(self, batch: PackedBatch) -> Tensor:
         if self._kernel is not None:
             if self._trained is not None and batch.max_seqlen > self._trained and len(batch.runs) > 1:
                 return torch.cat([self.hidden(batch.part(run)) for run in batch.runs])
@@ -148,7 +165,7 @@ class Transformer:
         if self.batching is Batching.EQUAL_LENGTH:
             parts = [self._hidden_of_run(run, batch) for run in batch.runs]
             return parts[0] if len(parts) == 1 else torch.cat(parts)
-        if self._graphs is not None and (by_graph := self._graphs.hidden(batch)) is not None:
+        if self._graphs is not None and self._task is None and (by_graph := self._graphs.hidden(batch)) is not None:
             return by_graph
         row = batch if gpu.is_gpu(self.device) else batch.rounded_up()
         cu_seqlens = to_device(batch.cu_seqlens, self.device) if self.batching is Batching.VARLEN else None

@@ -34,7 +34,7 @@ class Encoded:
     `ids` are int32 [length], or [texts, length] and contiguous; never empty. `type_ids` (uint8, of that shape) are the
     token types of pairs, None for models without them. Where `keys` is set, every token attends only to the first
     `keys` ones. The first `prompt_tokens` belong to a prompt that pooling leaves out. `query` is the role on
-    models with roles.
+    models with roles, `task` that of models with weights by task (from 1; 0 is none).
     """
 
     ids: NDArray[np.int32]
@@ -42,6 +42,7 @@ class Encoded:
     keys: int | None = None
     prompt_tokens: int = 0
     query: bool = False
+    task: int = 0
 
     @property
     def texts(self) -> int:
@@ -67,8 +68,8 @@ _PLACES.flags.writeable = False  # shared by all entries of one row
 class TokenizedTexts:
     """N tokenized inputs in arrays: of input i the `lengths[i]` ids from `begins[i]` on (int64 [N] each) in `ids`.
 
-    `ids` is int32 [T], `type_ids` uint8 [T] or None; `prompt_tokens` is as in `Encoded`. Inputs in `others` are not in
-    the arrays: they have settings of their own, or failed; their length is 0.
+    `ids` is int32 [T], `type_ids` uint8 [T] or None; `prompt_tokens` and `task` are as in `Encoded`. Inputs in `others`
+    are not in the arrays: they have settings of their own, or failed; their length is 0.
     """
 
     ids: NDArray[np.int32]
@@ -77,6 +78,7 @@ class TokenizedTexts:
     type_ids: NDArray[np.uint8] | None = None
     prompt_tokens: int = 0
     others: dict[int, Encoded | TeimgrError] = field(default_factory=dict)
+    task: int = 0
 
     @classmethod
     def of(cls, results: Sequence[Encoded | TeimgrError]) -> TokenizedTexts:
@@ -97,7 +99,7 @@ class TokenizedTexts:
         begin = int(self.begins[i])
         own = slice(begin, begin + int(self.lengths[i]))
         types = None if self.type_ids is None else self.type_ids[own]
-        return Encoded(self.ids[own], types, prompt_tokens=self.prompt_tokens)
+        return Encoded(self.ids[own], types, prompt_tokens=self.prompt_tokens, task=self.task)
 
     def put(self, i: int, other: Encoded | TeimgrError) -> None:
         """Give input i another result than that of the arrays."""
@@ -117,7 +119,7 @@ class TokenizedTexts:
             if by.type_ids is not None:
                 self.type_ids = by.type_ids if self.type_ids is None else np.concatenate([self.type_ids, by.type_ids])
             self.ids = np.concatenate([self.ids, by.ids])
-            self.prompt_tokens = by.prompt_tokens
+            self.prompt_tokens, self.task = by.prompt_tokens, by.task
 
     def by_length(self, begin: int, stop: int) -> Iterator[tuple[NDArray[np.intp], Encoded | TeimgrError]]:
         """The inputs `begin` to `stop` in groups of equal length, those that begin first before others.
@@ -135,7 +137,7 @@ class TokenizedTexts:
             if length := int(self.lengths[begin + places[0]]):
                 at = self.begins[begin + places][:, None] + np.arange(length)
                 types = None if self.type_ids is None else self.type_ids[at]
-                yield places, Encoded(self.ids[at], types, prompt_tokens=self.prompt_tokens)
+                yield places, Encoded(self.ids[at], types, prompt_tokens=self.prompt_tokens, task=self.task)
             else:
                 for place in places.tolist():
                     yield np.array([place]), self[begin + place]
@@ -149,7 +151,7 @@ class PackedBatch:
     `order[i]` of those given to `pack`, and its tokens are `cu_seqlens[i]` to `cu_seqlens[i + 1]` (int32 [N + 1]).
     The others are None where no text needs them: `prompt_lens` (int32 [N], leading tokens that pooling leaves out),
     `type_ids` (int64 [T]), `keys` (int32 [N], the leading tokens of a text that its tokens attend to), `queries`
-    (bool [N], the role on models with roles).
+    (bool [N], the role on models with roles), `tasks` (int32 [N]: a run has one task alone).
     """
 
     ids: NDArray[np.int64]
@@ -162,6 +164,7 @@ class PackedBatch:
     type_ids: NDArray[np.int64] | None = None
     keys: NDArray[np.int32] | None = None
     queries: NDArray[np.bool_] | None = None
+    tasks: NDArray[np.int32] | None = None
 
     def rounded_up(self) -> PackedBatch:
         """The same texts with a few idle tokens behind them, so that rows have few different lengths.
@@ -196,6 +199,7 @@ class PackedBatch:
             type_ids=None if self.type_ids is None else self.type_ids[tokens],
             keys=None if self.keys is None else self.keys[texts],
             queries=None if self.queries is None else self.queries[texts],
+            tasks=None if self.tasks is None else self.tasks[texts],
         )
 
     def keys_of(self, run: Run) -> NDArray[np.int32] | None:
@@ -238,8 +242,14 @@ def pack_as_given(inputs: Sequence[Encoded]) -> PackedBatch:
 def pack(inputs: Sequence[Encoded]) -> PackedBatch:
     if len(inputs) == 1 and inputs[0].texts == 1:
         return _pack_one(inputs[0])
-    order = np.argsort(_lengths(inputs), kind="stable")
-    inputs = sorted(inputs, key=lambda each: each.length)  # stable too
+    tasks = None
+    if any(each.task for each in inputs):
+        order = np.lexsort((_of_each(inputs, [each.task for each in inputs], np.int32), _lengths(inputs)))
+        inputs = sorted(inputs, key=lambda each: (each.length, each.task))  # stable too
+        tasks = _of_each(inputs, [each.task for each in inputs], np.int32)
+    else:
+        order = np.argsort(_lengths(inputs), kind="stable")
+        inputs = sorted(inputs, key=lambda each: each.length)
     lengths = _lengths(inputs)
     cu_seqlens = np.zeros(len(lengths) + 1, dtype=np.int32)
     np.cumsum(lengths, out=cu_seqlens[1:])
@@ -259,12 +269,13 @@ def pack(inputs: Sequence[Encoded]) -> PackedBatch:
         position_ids=np.arange(len(ids), dtype=np.int64) - np.repeat(cu_seqlens[:-1], lengths),
         cu_seqlens=cu_seqlens,
         max_seqlen=int(lengths[-1]),
-        runs=tuple(_runs(lengths)),
+        runs=tuple(_runs(lengths) if tasks is None else _runs_of_tasks(lengths, tasks)),
         order=order,
         prompt_lens=prompt_lens,
         type_ids=type_ids,
         keys=keys,
         queries=queries,
+        tasks=tasks,
     )
 
 
@@ -282,6 +293,7 @@ def _pack_one(one: Encoded) -> PackedBatch:
         type_ids=None if one.type_ids is None else one.type_ids.reshape(-1).astype(np.int64),
         keys=None if one.keys is None else np.array((one.keys,), np.int32),
         queries=np.array((True,)) if one.query else None,
+        tasks=np.array((one.task,), np.int32) if one.task else None,
     )
 
 
@@ -303,6 +315,15 @@ def _runs(lengths: NDArray[np.int32]) -> Iterator[Run]:
     for length, texts in zip(values.tolist(), counts.tolist(), strict=True):
         yield Run(start, texts, length)
         start += texts * length
+
+
+def _runs_of_tasks(lengths: NDArray[np.int32], tasks: NDArray[np.int32]) -> Iterator[Run]:
+    borders = np.flatnonzero((lengths[1:] != lengths[:-1]) | (tasks[1:] != tasks[:-1])) + 1
+    start = 0
+    for texts in np.split(np.arange(len(lengths)), borders):
+        length = int(lengths[texts[0]])
+        yield Run(start, len(texts), length)
+        start += len(texts) * length
 
 
 _NO_POSITIONS = np.zeros(0, np.int64)

@@ -19,6 +19,7 @@ from teimgr.engine.adapters import merge_adapter
 from teimgr.engine.convolutions import centre_convolutions
 from teimgr.engine.own_weights import own_weights
 from teimgr.engine.rotary import put_own_rotary
+from teimgr.engine.task_adapters import put_task_adapters
 from teimgr.errors import ModelLoadFailed
 from teimgr.model_directory import broken_file, files_below, onnx_file, other_format, use_original, weight_files
 from teimgr.model_files.layout import Backbone, Dense, Layout
@@ -97,6 +98,8 @@ def load_module(layout: Layout, device: torch.device) -> Any:
     for adapter in layout.adapters:
         merge_adapter(module, adapter, module.base_model_prefix)
     put_own_rotary(module)
+    if layout.tasks:
+        put_task_adapters(module, layout)
     if module.config.model_type == "lfm2" and not getattr(module.config, "is_causal", True):
         centre_convolutions(module)
     module.eval().requires_grad_(False)

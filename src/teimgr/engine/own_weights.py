@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from teimgr.engine.heads.projections import read_weights
@@ -51,7 +52,18 @@ _JINA_V3 = {
 _QKV = re.compile(r"(.*)\bmixer\.Wqkv\.(weight|bias)$")
 
 
+_ORIGINAL, _BY_TASK = ".parametrizations.weight.original", ".parametrizations.weight.0."
+
+
+def own_names(layout: Layout, name: str) -> list[str]:
+    """The library's names of the parts of a weight of Jina's XLM-RoBERTa, in the order in which it has them."""
+    return list(_jina_xlm_roberta({name: torch.empty(3, 1)}, layout))
+
+
 def _jina_xlm_roberta(weights: Weights, layout: Layout) -> Weights:
+    weights = {
+        name.replace(_ORIGINAL, ".weight"): weight for name, weight in weights.items() if _BY_TASK not in name
+    }  # those by task: `task_adapters`
     is_rotary = layout.config["model_type"] == "jina_embeddings_v3"
     names = _JINA_V3 if is_rotary else _XLM_ROBERTA
     parts = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")

@@ -305,7 +305,7 @@ class Runner:
 
 def _keys(encoded: Encoded) -> Iterator[tuple[Any, ...]]:
     """A key for each text, equal for those with equal results."""
-    settings = encoded.keys, encoded.prompt_tokens, encoded.query
+    settings = encoded.keys, encoded.prompt_tokens, encoded.query, encoded.task
     ids, size = encoded.ids.tobytes(), encoded.length
     types = None if encoded.type_ids is None else encoded.type_ids.tobytes()
     for begin in range(0, encoded.ids.size, size):

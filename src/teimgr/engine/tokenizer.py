@@ -62,13 +62,15 @@ class TokenizeOptions:
     """How to tokenize inputs.
 
     Too long ones are truncated at their end, or at their beginning where `left`, or refused where not `truncate`.
-    `prompt` goes before a text, and before the first of a pair. `query` is the role on models with roles.
+    `prompt` goes before a text, and before the first of a pair. `query` is the role on models with roles, `task`
+    as in `Encoded`.
     """
 
     truncate: bool = True
     left: bool = False
     prompt: str = ""
     query: bool = False
+    task: int = 0
 
 
 _PROMPTS_KEPT = 256
@@ -87,6 +89,7 @@ class Prompts:
         table = layout.query_table
         self._roles = layout.late is not None or table is not None
         self._left = layout.truncate_left
+        self._tasks = {name: number for number, name in enumerate(layout.tasks, 1)}
         self._texts = dict(layout.prompts)
         if self._roles:
             self._texts = {name: layout.prompts.get(name, "") for name in (QUERY, DOCUMENT)}
@@ -114,7 +117,8 @@ class Prompts:
         query = self._default_query if options.prompt_name is None else self._is_query(options.prompt_name)
         text = self.text(options.prompt_name) if options.prompt is None else options.prompt
         left = options.truncation_left or (self._left and not options.names_side)
-        return TokenizeOptions(options.truncate, left, text, self._roles and query)
+        task = self._tasks.get(options.prompt_name or self.default_name or "", 0)
+        return TokenizeOptions(options.truncate, left, text, self._roles and query, task)
 
     def _is_query(self, name: str | None) -> bool:
         """The role that goes with a prompt: that of its name, else the one of texts without a role."""
@@ -355,7 +359,7 @@ class TextTokenizer:
             return self._roles[options.query].expand(ids, self._type_ids)
         if not len(ids := self._without_skipped(ids)):
             return self._no_tokens()
-        return Encoded(ids, np.zeros(len(ids), dtype=np.uint8) if self._type_ids else None)
+        return Encoded(ids, np.zeros(len(ids), dtype=np.uint8) if self._type_ids else None, task=options.task)
 
     def _one_by_one(
         self, inputs: Sequence[Input], options: TokenizeOptions, truncation: Truncation | None
@@ -417,7 +421,7 @@ class TextTokenizer:
         begins = np.zeros(len(ends), np.int64)
         begins[1:] = ends[:-1]
         types = np.zeros(len(ids), np.uint8) if self._type_ids else None
-        tokenized = TokenizedTexts(ids, begins, ends - begins, types, prompt_tokens)
+        tokenized = TokenizedTexts(ids, begins, ends - begins, types, prompt_tokens, task=options.task)
         for row in self._unusual(tokenized, ends, options):
             own = slice(int(begins[row]), int(ends[row]))
             tokenized.put(row, self._input(ids[own], None if types is None else types[own], options))
@@ -441,7 +445,9 @@ class TextTokenizer:
         if len(ids) > self._limit(options) or self._skipped_id is not None or is_unknown:
             return TokenizedTexts.of([self._input(ids, types, options)])
         prompt_tokens = self.prompt_len(options.prompt)
-        return TokenizedTexts(ids, np.zeros(1, np.int64), np.array((len(ids),)), types, prompt_tokens)
+        return TokenizedTexts(
+            ids, np.zeros(1, np.int64), np.array((len(ids),)), types, prompt_tokens, task=options.task
+        )
 
     def _by_library(
         self, texts: Sequence[Text], options: TokenizeOptions, truncation: Truncation | None
@@ -473,7 +479,8 @@ class TextTokenizer:
         lengths = np.fromiter(map(len, lists), np.int64, len(lists))
         ids, ends = _joined(lists, np.int32), np.cumsum(lengths)
         types = _joined([encoding.type_ids for encoding in encodings], np.uint8) if self._type_ids else None
-        tokenized = TokenizedTexts(ids, ends - lengths, lengths, types, self.prompt_len(options.prompt))
+        prompt_tokens = self.prompt_len(options.prompt)
+        tokenized = TokenizedTexts(ids, ends - lengths, lengths, types, prompt_tokens, task=options.task)
         for row in [*self._unusual(tokenized, ends, options), *tokenized.missing()]:
             tokenized.put(row, self._encoded(encodings[row], options, truncation))
         for row, error in refused.items():
@@ -528,7 +535,7 @@ class TextTokenizer:
             return error
         if role is not None:
             return role.add_prefix(ids, self._leading_specials, self._type_ids)
-        return Encoded(ids, types, prompt_tokens=self.prompt_len(options.prompt))
+        return Encoded(ids, types, prompt_tokens=self.prompt_len(options.prompt), task=options.task)
 
     def _no_tokens(self) -> EmptyInput:
         """The result of a text without tokens."""

@@ -179,6 +179,7 @@ class Layout:
     token types. `skips_unknown`: unknown tokens are dropped. `config` is config.json as the library is to read it
     (`config_is_changed`: not as it is in the file), `weight_names` whose names the weights have in the files, None for
     the library's (`engine/own_weights`). `end_token` follows every text, even if tokenizer.json lacks it.
+    `tasks` are those that the model has LoRA weights for, whose changes `task_scale` multiplies; each is also a prompt.
     `dimensions` are those of dense vectors where a request asks for none, None for all; `truncate_left`: too long texts
     lose their beginning unless a request says otherwise. `notes` are for the log, `warnings` about the files for it,
     `/info` and the page.
@@ -204,6 +205,8 @@ class Layout:
     type_ids: bool = False
     skips_unknown: bool = False
     adapters: tuple[Adapter, ...] = ()
+    tasks: tuple[str, ...] = ()
+    task_scale: float = 1.0
     trust_remote_code: bool = False
     safetensors_only: bool = False
     config_is_changed: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,9 @@ from teimgr.model_directory import check_pointers, files_below, onnx_file, other
 from teimgr.model_files.adapters import read_adapters
 from teimgr.model_files.json_files import TokenFiles, read_settings
 from teimgr.model_files.layout import Adapter
-from teimgr.model_files.modules import Chain, read_chain
+from teimgr.model_files.modules import JINA_TRANSFORMER, Chain, read_chain
 from teimgr.model_files.own_code import ONNX, added_end, served_config
-from teimgr.model_json import check_size, read_object
+from teimgr.model_json import check_size, read_list, read_object
 
 MODEL2VEC = "model2vec"
 # Files beside those that are read here, which the libraries of the engine parse.
@@ -34,7 +35,8 @@ class ModelMetadata:
     `transformer_dir` is the directory of the first module: its config.json is `config`, as the library is to read it
     (`config_is_changed`: not as it is in the file; `weight_names`: whose names the weights have), its
     sentence_bert_config.json `settings`. `saved` is config_sentence_transformers.json. `end_token` is what the model's
-    own tokenizer puts behind every text. `notes` are for the log, `warnings` about the files. `weights_dir` is the
+    own tokenizer puts behind every text. `notes` are for the log, `warnings` about the files. `tasks` and
+    `task_scale` are as in `ServedConfig`. `weights_dir` is the
     directory of the weights: that of the base model where there are `adapters`, which may have the tokenizer as well.
     """
 
@@ -46,6 +48,8 @@ class ModelMetadata:
     config: dict[str, Any]
     config_is_changed: bool
     weight_names: str | None
+    tasks: Mapping[str, str]
+    task_scale: float
     end_token: str | None
     notes: tuple[str, ...]
     saved: dict[str, Any]
@@ -79,7 +83,8 @@ class ModelMetadata:
 
     @property
     def prompts(self) -> dict[str, str]:
-        return {name: text for name, text in (self.saved.get("prompts") or {}).items() if isinstance(text, str)}
+        saved = {name: text for name, text in (self.saved.get("prompts") or {}).items() if isinstance(text, str)}
+        return {**self.tasks, **saved}
 
 
 def read_metadata(root: Path, trust_remote_code: bool) -> ModelMetadata:
@@ -116,6 +121,8 @@ def read_metadata(root: Path, trust_remote_code: bool) -> ModelMetadata:
     _refuse_other_models(config)
     _check_sizes(config)
     served = served_config(config, trust_remote_code)
+    if not served.tasks and any(row.get("type") == JINA_TRANSFORMER for row in read_list(root / "modules.json")):
+        raise ModelLoadFailed(f"modules.json has {JINA_TRANSFORMER}, code in the model's own repository, not run here")
     settings = read_settings(transformer)
     if adapters and not any((transformer / name).is_file() for name in _TOKENIZERS):
         transformer = weights_dir  # the tokenizer is that of the base model
@@ -130,6 +137,8 @@ def read_metadata(root: Path, trust_remote_code: bool) -> ModelMetadata:
         warnings=warnings,
         config=served.config,
         config_is_changed=served.is_changed,
+        tasks=served.tasks,
+        task_scale=served.task_scale,
         weight_names=_weight_names(weights_dir, served.weight_names),
         end_token=added_end(tokens.config, str(config["model_type"]), trust_remote_code),
         notes=served.notes,

@@ -15,6 +15,8 @@ from teimgr.spec import POOLINGS
 
 # The packages of supported module classes; any other class is code in the model's own repository.
 _PACKAGES = ("sentence_transformers.", "pylate.")
+JINA_TRANSFORMER = "custom_st.Transformer"
+"""Of jina-embeddings-v3: a Transformer whose task is an argument of a call."""
 _NOT_SERVED = {
     "Asym": "it sends queries and documents through different modules",
     "Router": "it sends queries and documents through different modules, before or behind others",
@@ -176,7 +178,9 @@ def _name_of(row: dict[str, Any]) -> str:
 def _module(root: Path, row: dict[str, Any]) -> Module:
     dotted, path = str(row.get("type", "")), str(row.get("path", ""))
     name = _name_of(row)
-    if not dotted.startswith(_PACKAGES):
+    if dotted == JINA_TRANSFORMER and row.get("kwargs") in (None, ["task"]):
+        name = "Transformer"
+    elif not dotted.startswith(_PACKAGES):
         raise ModelLoadFailed(f"modules.json has {dotted}, code in the model's own repository, which is not run here")
     if name in _NOT_SERVED:
         raise ModelLoadFailed(f"modules.json has a {name} module: {_NOT_SERVED[name]}, which is not served")

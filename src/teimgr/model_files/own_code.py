@@ -9,8 +9,8 @@ tokens attend in both directions. The tests compare each entry with a plain forw
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -27,12 +27,15 @@ class ServedConfig:
     """A config.json as the library is to read it. `is_changed`: it is not that of the file. `notes` go to the log.
 
     `weight_names`: whose names the weights have in the files, where these are not the library's (`engine/own_weights`).
+    `tasks` are those that the model has LoRA weights for, in their order, with the prompt of each.
     """
 
     config: Config
     is_changed: bool = False
     notes: tuple[str, ...] = ()
     weight_names: str | None = None
+    tasks: Mapping[str, str] = field(default_factory=dict)
+    task_scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,11 +222,6 @@ def _jina_xlm_roberta(config: Config) -> ServedConfig:
     """Jina's flash implementation of XLM-RoBERTa, as the library's JinaEmbeddingsV3 where positions are rotary, else as
     its XLM-RoBERTa.
     """
-    if tasks := config.get("lora_adaptations"):
-        raise ModelLoadFailed(
-            f"the model has LoRA weights for each of the tasks {', '.join(map(str, tasks))} (lora_adaptations in "
-            "config.json), which are not served"
-        )
     kept = {key: value for key, value in config.items() if key not in _JINA_KEYS}
     served = {**_JINA_DEFAULTS, **kept}
     positions = config.get("position_embedding_type", "absolute")
@@ -233,7 +231,15 @@ def _jina_xlm_roberta(config: Config) -> ServedConfig:
         served |= {"model_type": "jina_embeddings_v3", "rope_parameters": rope}
     elif positions not in ("absolute", None):
         raise ModelLoadFailed(f"config.json has position_embedding_type = {positions!r}, which is not served here")
-    return ServedConfig(served, weight_names=JINA_XLM_ROBERTA)
+    names = config.get("lora_adaptations") or []
+    if not names:
+        return ServedConfig(served, weight_names=JINA_XLM_ROBERTA)
+    if positions != "rotary" or config.get("load_trained_adapters") is False:
+        raise ModelLoadFailed("config.json has lora_adaptations of a model whose LoRA weights are not served")
+    given = config.get("task_instructions") or config.get("lora_prompts") or {}
+    tasks = {str(name): str(given.get(name) or "") for name in names}
+    scale = _number(config, "lora_alpha") / _number(config, "lora_rank")
+    return ServedConfig(served, weight_names=JINA_XLM_ROBERTA, tasks=tasks, task_scale=scale)
 
 
 def _bilingual(config: Config) -> ServedConfig:
@@ -407,6 +413,7 @@ _SNOWFLAKE = _classes("configuration_hf_alibaba_nlp_gte", "modeling_hf_alibaba_n
 _NVIDIA = _classes("llama_bidirectional_model", "llama_bidirectional_model", "LlamaBidirectional")
 _JINA = _classes("configuration_xlm_roberta", "modeling_xlm_roberta", "XLMRoberta", *_TASKS, "ForPreTraining") | {
     "configuration_xlm_roberta.XLMRobertaFlashConfig",
+    "modeling_lora.XLMRobertaLoRA",
 }
 _LFM2 = frozenset({f"modeling_lfm2_bidirectional.Lfm2Bidirectional{kind}" for kind in ("Model", "ForMaskedLM")})
 _JINA_BERT = _classes("configuration_bert", "modeling_bert", "JinaBert", *_TASKS)

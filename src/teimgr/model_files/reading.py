@@ -156,6 +156,8 @@ def _read(root: Path, pooling: str | None, kind: str | None, trust_remote_code: 
         trust_remote_code=trust_remote_code,
         config_is_changed=metadata.config_is_changed,
         weight_names=metadata.weight_names,
+        tasks=tuple(metadata.tasks),
+        task_scale=metadata.task_scale,
         end_token=metadata.end_token,
         prompts=metadata.prompts,
         dimensions=_dimensions(metadata),

@@ -322,8 +322,8 @@ _LARGE_BODY_BYTES = 128 * 1024
 _REPARSED_BYTES = 4 * 1024
 
 # Names of prompts for queries and for documents, in order of preference.
-QUERY_PROMPTS = ("query", "search_query", "queries", "s2p_query", "web_search_query")
-DOCUMENT_PROMPTS = ("document", "search_document", "passage", "corpus", "doc", "text")
+QUERY_PROMPTS = ("query", "search_query", "queries", "s2p_query", "web_search_query", "retrieval.query")
+DOCUMENT_PROMPTS = ("document", "search_document", "passage", "corpus", "doc", "text", "retrieval.passage")
 
 
 @dataclass(frozen=True, slots=True)

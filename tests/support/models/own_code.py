@@ -329,6 +329,53 @@ def build_jina_xlm(
     return weights | heads, config
 
 
+TASKS = ("retrieval.query", "retrieval.passage", "separation", "classification", "text-matching")
+RANK = 4
+
+
+def build_jina_v3(folder: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+    """jina-embeddings-v3: LoRA weights of five tasks on every layer and table. Gives the merged weights by task, under
+    "" those of no task, without `roberta.`, and config.json.
+    """
+    weights, _ = build_jina_xlm(folder)
+    instructions = {"retrieval.query": "query: ", "retrieval.passage": "passage: "}
+    code = "jinaai/xlm-roberta-flash-implementation--"
+    edit(
+        folder / "config.json",
+        architectures=["XLMRobertaLoRA"],
+        auto_map={
+            "AutoConfig": f"{code}configuration_xlm_roberta.XLMRobertaFlashConfig",
+            "AutoModel": f"{code}modeling_lora.XLMRobertaLoRA",
+            "AutoModelForMaskedLM": f"{code}modeling_xlm_roberta.XLMRobertaForMaskedLM",
+        },
+        lora_adaptations=list(TASKS),
+        lora_alpha=2,
+        lora_dropout_p=0.0,
+        lora_main_params_trainable=False,
+        lora_rank=RANK,
+        task_instructions={task: instructions.get(task, "") for task in TASKS},
+    )
+    make = drawn(0.3)
+    merged = {task: dict(weights) for task in ("", *TASKS)}
+    saved: dict[str, Tensor] = {}
+    for name, weight in weights.items():
+        layer = name.removesuffix(".weight")
+        if weight.dim() != 2 or layer == name:
+            saved[f"roberta.{name}"] = weight
+            continue
+        own, is_table = f"roberta.{layer}.parametrizations.weight", "embeddings" in layer
+        rows, columns = weight.shape
+        a = make(len(TASKS), rows, RANK) if is_table else make(len(TASKS), RANK, columns)
+        b = make(len(TASKS), RANK, columns) if is_table else make(len(TASKS), rows, RANK)
+        saved |= {f"{own}.original": weight, f"{own}.0.lora_A": a, f"{own}.0.lora_B": b}
+        for k, task in enumerate(TASKS):
+            merged[task][name] = weight + (a[k] @ b[k] if is_table else b[k] @ a[k]) * (2 / RANK)
+    save_file(saved, folder / "model.safetensors", metadata={"format": "pt"})
+    rows_of = read(folder / "modules.json")
+    write(folder / "modules.json", [{**rows_of[0], "type": "custom_st.Transformer", "kwargs": ["task"]}, *rows_of[1:]])
+    return merged, read(folder / "config.json")
+
+
 def build_decoder(
     family: str, folder: Path, *, pooling: str = "lasttoken", extra: dict[str, Tensor] | None = None, **changes: Any
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -11,6 +11,10 @@ import numpy as np
 import pytest
 from tests.support.dialect_client import Asking
 
+from teimgr.spec import LoadedModel, WorkerSpec
+from teimgr.worker.dialects.openai import OpenAIEmbeddingsRequest
+from teimgr.worker.http_inference import BadRequest, ServedModel
+
 PATH = "/v1/embeddings"
 TEXTS = ["the quick fox", "fog by the harbour"]
 
@@ -203,3 +207,35 @@ async def test_values_are_converted_as_pydantic_does_but_texts_never_become_ids(
     assert len(exact["data"]) == 2
     refused = await ask.post(PATH, {"model": "dense", "input": "fog", "dimensions": "many"})
     assert (refused.status, refused.json["error"]["param"]) == (400, "dimensions")
+
+
+def test_a_task_without_weights_is_refused_where_the_model_has_weights_by_task() -> None:
+    """jina-embeddings-v3; other models take Jina's tasks as hints for their prompts."""
+    tasks = ("retrieval.query", "retrieval.passage", "text-matching")
+
+    def prompt_of(prompts: tuple[str, ...], **fields: str) -> str | None:
+        model = LoadedModel(
+            model_id="m",
+            model_sha=None,
+            dtype="float32",
+            device="cpu",
+            kind="embedding",
+            pooling="mean",
+            dimension=8,
+            max_input_length=64,
+            max_batch_tokens=64,
+            batching="packed",
+            prompts=prompts,
+            default_prompt_name=None,
+            outputs=("dense",),
+        )
+        served = ServedModel(model, WorkerSpec(name="i", model_id="m"))
+        return OpenAIEmbeddingsRequest(input="a", **fields).options(served, truncate_by_default=True).prompt_name
+
+    assert prompt_of(tasks, task="text-matching") == "text-matching"
+    assert prompt_of(tasks, task="retrieval.query") == "retrieval.query"
+    assert prompt_of(tasks, input_type="query") == "retrieval.query"
+    assert prompt_of(tasks, input_type="search_document") == "retrieval.passage"
+    assert prompt_of(("query",), task="text-matching") is None
+    with pytest.raises(BadRequest, match=r"no weights for 'code.query'; there are: retrieval.query"):
+        prompt_of(tasks, task="code.query")

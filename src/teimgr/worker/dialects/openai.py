@@ -40,6 +40,7 @@ _PROMPTS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("query", "search_query", "retrieval.query"), http.QUERY_PROMPTS),
     **dict.fromkeys(("document", "passage", "search_document", "retrieval.passage"), http.DOCUMENT_PROMPTS),
 }
+_WITH_WEIGHTS = "text-matching"  # a prompt of models with weights by task alone
 _NOT_SERVED = {
     "messages": "chat messages are not supported; send `input`",
     "late_chunking": "is not supported",
@@ -113,7 +114,7 @@ class OpenAIEmbeddingsRequest(http.LenientBody):
             truncate=truncate or self.truncate_prompt_tokens is not None,
             truncation_left=self.left,
             names_side=self.truncation_side is not None or self.truncate in ("START", "END"),
-            prompt_name=_prompt_of_input_type(self.input_type, served.model) or _prompt(self.task, served.model),
+            prompt_name=_prompt_of_input_type(self.input_type, served.model) or _task(self.task, served.model),
             normalize=self.normalized is not False,
             dimensions=dimensions,
         )
@@ -176,6 +177,19 @@ def _prompt_of_input_type(name: str | None, model: LoadedModel) -> str | None:
     if found is None and name and name not in _PROMPTS and model.prompts:
         known, field = ", ".join(model.prompts), "input_type"
         raise http.BadRequest(400, f"{field}: the model has no prompt for {name!r}; there are: {known}", field)
+    return found
+
+
+def _task(name: str | None, model: LoadedModel) -> str | None:
+    """The same for Jina's `task`, which has weights of its own in jina-embeddings-v3.
+
+    Raises:
+        BadRequest: the model has weights by task, and none for this one.
+    """
+    found = _prompt(name, model)
+    if found is None and name and _WITH_WEIGHTS in model.prompts:
+        known = ", ".join(model.prompts)
+        raise http.BadRequest(400, f"task: the model has no weights for {name!r}; there are: {known}", "task")
     return found
 
 
