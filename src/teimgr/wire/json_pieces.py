@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from io import BytesIO
 from typing import Any
 
@@ -21,12 +21,12 @@ _BASE64_BYTES = 3 * 2**16  # a multiple of 3: only the last piece is padded
 
 def dumps(value: Any) -> bytes:
     """`value` as `orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)` writes it; keys of objects are texts."""
-    if _may_be_large(value):
-        whole = BytesIO()  # grows by parts, and gives its own buffer away: one call that joins copies all at once
-        for piece in _pieces(value):
-            whole.write(piece)
-        return whole.getvalue()
-    return _dumped(value)
+    if not _may_be_large(value) or _weight_up_to(value, _AT_ONCE) <= _AT_ONCE:
+        return _dumped(value)
+    whole = BytesIO()  # grows by parts, and gives its own buffer away: one call that joins copies all at once
+    for piece in _pieces(value):
+        whole.write(piece)
+    return whole.getvalue()
 
 
 def b64encode(data: bytes) -> str:
@@ -73,10 +73,42 @@ def _weight(value: Any) -> int:
     if isinstance(value, str):
         return 1 + len(value) // 8
     if isinstance(value, dict):
-        return 1 + sum(map(_weight, value.values()))
+        return 1 + _sum_of_weights(value.values())
     if isinstance(value, (list, tuple)):
-        return 1 + sum(map(_weight, value))
+        return 1 + _sum_of_weights(value)
     return 1
+
+
+def _sum_of_weights(values: Iterable[Any]) -> int:
+    """The weights of members; the usual ones without a call for each: a reply has three or more for each text."""
+    total = 0
+    for value in values:
+        kind = type(value)
+        if kind in _SCALARS:
+            total += 1
+        elif kind is np.ndarray:
+            total += value.size
+        elif kind is str:
+            total += 1 + len(value) // 8
+        else:
+            total += _weight(value)
+    return total
+
+
+def _weight_up_to(value: Any, limit: int) -> int:
+    """`_weight` of a reply, or a number over `limit` as soon as its rows come to that."""
+    if type(value) is not dict:
+        value = {"": value}
+    total = 0
+    for member in value.values():
+        if type(member) is not list:
+            total += _weight(member)
+            continue
+        for at in range(0, len(member), _FEW_ROWS):
+            total += _sum_of_weights(member[at : at + _FEW_ROWS])
+            if total > limit:
+                return total
+    return total
 
 
 def _pieces(value: Any) -> Iterator[bytes]:
