@@ -65,6 +65,7 @@ class Engine:
         self.info = parts.info
         self.tokenizer = parts.tokenizer
         self.prompts = parts.prompts
+        self._is_rounded = parts.is_rounded
         self._deliver_out = deliver
         self._on_fault = on_fault
         self._fault: str | None = None  # why the engine is unhealthy; never reset
@@ -141,7 +142,9 @@ class Engine:
         if self._fault is not None:
             raise Unavailable(self._fault)
         self.check(job.options)
-        job.allocate_results(self.info.dimension, len(self.info.labels), is_cut=self.info.most_dimensions > 0)
+        info = self.info
+        is_cut = info.most_dimensions > 0
+        job.allocate_results(info.dimension, len(info.labels), is_cut=is_cut, is_rounded=self._is_rounded)
         self._intake.put(job, self.prompts.tokenize_options(job.options), starts=starts)
 
     def start(self) -> None:

@@ -29,8 +29,8 @@ log = logging.getLogger(__name__)
 
 Floats = NDArray[np.float32]
 
-VectorOptions = tuple[int | None, bool]
-"""The dimensions that vectors are cut to, and whether they are scaled to length 1."""
+VectorOptions = tuple[int | None, bool, bool]
+"""The dimensions that vectors are cut to, whether they are scaled to length 1, and rounded to integers before."""
 
 _BATCHES_IN_FLIGHT = 2  # one that runs, and one that is ready when it ends: more gains nothing and delays queries
 _HANDOVER = 2  # capacity of the inbox in batches, beside the one that is being finished
@@ -42,7 +42,7 @@ _POWERS = 32  # buckets by powers of two: no batch has 2^32 tokens
 
 
 def vector_options(job: Job) -> VectorOptions:
-    return job.cut_to, job.options.normalize
+    return job.cut_to, job.options.normalize, job.is_rounded
 
 
 class InFlightLimit:

@@ -97,9 +97,9 @@ class Job:
         tokens_of      N × float32 [tokens, hidden]    TOKENS
         multi_vectors  N × float32 [kept, projected]   MULTI_VECTOR
 
-    `cut_to` are the dimensions that dense vectors are cut to, None for all. `chars` counts ids where an input is given
-    as ids. The three times are means over the served rows: from submission to queue, from queue to the start of the
-    batch, and the duration of the batch the row rode in.
+    `cut_to` are the dimensions that dense vectors are cut to, None for all; with `is_rounded` they become the integers
+    of the model. `chars` counts ids where an input is given as ids. The three times are means over the served rows:
+    from submission to queue, from queue to the start of the batch, and the duration of the batch the row rode in.
     """
 
     inputs: Sequence[Input]
@@ -114,6 +114,7 @@ class Job:
     tokens_of: list[NDArray[np.float32] | None] = field(default_factory=list, init=False)
     multi_vectors: list[NDArray[np.float32] | None] = field(default_factory=list, init=False)
     cut_to: int | None = field(default=None, init=False)
+    is_rounded: bool = field(default=False, init=False)
     errors: dict[int, TeimgrError] = field(default_factory=dict, init=False)
     remaining: int = field(init=False)
     chars: int = field(init=False)
@@ -129,10 +130,11 @@ class Job:
         self.remaining = len(self.inputs)
         self.chars = total_characters(self.inputs)
 
-    def allocate_results(self, dimension: int, labels: int, *, is_cut: bool = False) -> None:
+    def allocate_results(self, dimension: int, labels: int, *, is_cut: bool = False, is_rounded: bool = False) -> None:
         """Allocate the results that `options` request; `dimension` is that of dense vectors by default, to which they
-        have to be cut where `is_cut`.
+        have to be cut where `is_cut`. With `is_rounded` they become round(127 · tanh(x)) before any norm.
         """
+        self.is_rounded = is_rounded
         rows, outputs = len(self.inputs), self.options.outputs
         self.cut_to = self.options.dimensions or (dimension if is_cut else None)
         if Output.DENSE in outputs:

@@ -94,7 +94,7 @@ class EngineOptions:
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """What an engine needs."""
+    """What an engine needs. `is_rounded`: as in `Layout`."""
 
     tokenizer: TextTokenizer
     prompts: Prompts
@@ -102,6 +102,7 @@ class EngineParts:
     limits: BatchLimits
     serial_tokens: int
     info: LoadedModel
+    is_rounded: bool = False
 
 
 def load_parts(options: EngineOptions) -> EngineParts:
@@ -220,7 +221,7 @@ def _load(options: EngineOptions) -> EngineParts:
         info.load_s,
     )
     limits = _limits(replace(options, max_batch_tokens=max_batch_tokens), model)
-    return EngineParts(tokenizer, prompts, model, limits, _serial_tokens(model), info)
+    return EngineParts(tokenizer, prompts, model, limits, _serial_tokens(model), info, layout.is_rounded)
 
 
 def _chosen(

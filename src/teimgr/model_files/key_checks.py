@@ -27,7 +27,7 @@ from teimgr.model_files.known_keys import (
     config_warnings,
 )
 from teimgr.model_files.metadata import ModelMetadata
-from teimgr.model_files.modules import JINA_TRANSFORMER
+from teimgr.model_files.modules import KNOWN_OWN
 from teimgr.model_json import read_list, read_object
 
 _SETTINGS_FILE, _SAVED_FILE = "sentence_bert_config.json", "config_sentence_transformers.json"
@@ -116,7 +116,7 @@ def _saved(metadata: ModelMetadata) -> list[str]:
 def _modules(metadata: ModelMetadata) -> Iterator[str]:
     rows = read_list(metadata.root / "modules.json")
     for row in rows:
-        known_row = {key: row[key] for key in row if key != "kwargs" or row.get("type") != JINA_TRANSFORMER}
+        known_row = {key: row[key] for key in row if key != "kwargs" or row.get("type") not in KNOWN_OWN}
         yield from MODULE_ROW.warnings("modules.json", known_row)
     if metadata.chain.query is not None:
         router = read_object(metadata.root / str(rows[0].get("path", "")) / "router_config.json") or {}

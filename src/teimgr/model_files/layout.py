@@ -181,8 +181,8 @@ class Layout:
     the library's (`engine/own_weights`). `end_token` follows every text, even if tokenizer.json lacks it.
     `tasks` are those that the model has LoRA weights for, whose changes `task_scale` multiplies; each is also a prompt.
     `dimensions` are those of dense vectors where a request asks for none, None for all; `truncate_left`: too long texts
-    lose their beginning unless a request says otherwise. `notes` are for the log, `warnings` about the files for it,
-    `/info` and the page.
+    lose their beginning unless a request says otherwise. `is_rounded`: dense vectors are round(127 · tanh(x)).
+    `notes` are for the log, `warnings` about the files for it, `/info` and the page.
     """
 
     root: Path
@@ -216,6 +216,7 @@ class Layout:
     default_prompt_name: str | None = None
     dimensions: int | None = None
     truncate_left: bool = False
+    is_rounded: bool = False
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 

@@ -15,8 +15,13 @@ from teimgr.spec import POOLINGS
 
 # The packages of supported module classes; any other class is code in the model's own repository.
 _PACKAGES = ("sentence_transformers.", "pylate.")
-JINA_TRANSFORMER = "custom_st.Transformer"
-"""Of jina-embeddings-v3: a Transformer whose task is an argument of a call."""
+JINA_TRANSFORMER, INT8_TANH = "custom_st.Transformer", "Int8Tanh"
+# Classes of repositories' own that are known, the module that each is taken for, and the arguments of a call that it
+# has: of jina-embeddings-v3 a Transformer, and of pplx-embed-v1 round(127 · tanh(x)), what it does by default.
+KNOWN_OWN = {
+    JINA_TRANSFORMER: ("Transformer", ["task"]),
+    "st_quantize.FlexibleQuantizer": (INT8_TANH, ["quantization"]),
+}
 _NOT_SERVED = {
     "Asym": "it sends queries and documents through different modules",
     "Router": "it sends queries and documents through different modules, before or behind others",
@@ -178,9 +183,10 @@ def _name_of(row: dict[str, Any]) -> str:
 def _module(root: Path, row: dict[str, Any]) -> Module:
     dotted, path = str(row.get("type", "")), str(row.get("path", ""))
     name = _name_of(row)
-    if dotted == JINA_TRANSFORMER and row.get("kwargs") in (None, ["task"]):
-        name = "Transformer"
-    elif not dotted.startswith(_PACKAGES):
+    taken_for, arguments = KNOWN_OWN.get(dotted, ("", []))
+    if taken_for and row.get("kwargs") in (None, arguments):
+        return Module(taken_for, folder_in(root, path))
+    if not dotted.startswith(_PACKAGES):
         raise ModelLoadFailed(f"modules.json has {dotted}, code in the model's own repository, which is not run here")
     if name in _NOT_SERVED:
         raise ModelLoadFailed(f"modules.json has a {name} module: {_NOT_SERVED[name]}, which is not served")
@@ -191,7 +197,7 @@ def _module(root: Path, row: dict[str, Any]) -> Module:
 
 TEXT, TOKENS, SCORES = "sentence_embedding", "token_embeddings", "scores"
 _TANH = "torch.nn.modules.activation.Tanh"  # sentence-transformers' default for a Dense module
-_IDENTITY = "torch.nn.modules.linear.Identity"
+IDENTITY = "torch.nn.modules.linear.Identity"
 
 
 def read_projections(
@@ -226,7 +232,7 @@ def _projection(module: Module, works_on: str, gives: str) -> Projection:
         return LayerNorm(module.path, _given(module, config, "dimension"))
     activation = config.get("activation_function", _TANH)
     if activation is None:
-        activation = _IDENTITY
+        activation = IDENTITY
     return Dense(
         path=module.path,
         in_features=_given(module, config, "in_features"),

@@ -148,10 +148,22 @@ def _qwen2(config: Config) -> ServedConfig:
     return ServedConfig({**config, "is_causal": causal}, notes=(note,))
 
 
+_DECODER_OF = {"llama_bidirec": "llama", "bidirectional_pplx_qwen3": "qwen3"}
+
+
+def _both_ways_by_class(config: Config) -> ServedConfig:
+    """voyage-4-nano: its linear layer, `num_labels` wide, is read as a Dense (`reading`)."""
+    if config.get("use_bidirectional_attention") is not True or config.get("num_labels") is None:
+        raise ModelLoadFailed(
+            "config.json lacks use_bidirectional_attention = true or num_labels, which its code needs"
+        )
+    return ServedConfig(_both_ways(config))
+
+
 def _encoder(config: Config) -> ServedConfig:
-    """A decoder whose own class lets tokens attend to all others: NVIDIA's llama_bidirec, LLM2Vec's."""
+    """A decoder whose own class lets tokens attend to all others: NVIDIA's llama_bidirec, LLM2Vec's, pplx-embed-v1."""
     kept = {key: value for key, value in config.items() if key not in ("use_bidirectional_attention", "is_causal")}
-    model_type = {"llama_bidirec": "llama"}.get(config["model_type"], config["model_type"])
+    model_type = _DECODER_OF.get(config["model_type"], config["model_type"])
     return ServedConfig({**kept, "model_type": model_type, "is_causal": False})
 
 
@@ -415,6 +427,8 @@ _JINA = _classes("configuration_xlm_roberta", "modeling_xlm_roberta", "XLMRobert
     "configuration_xlm_roberta.XLMRobertaFlashConfig",
     "modeling_lora.XLMRobertaLoRA",
 }
+_VOYAGE = frozenset({"modeling_qwen3_bidirectional.Qwen3BidirectionalModel"})
+_PPLX = frozenset({"configuration.PPLXQwen3Config", "modeling.PPLXQwen3Model"})
 _LFM2 = frozenset({f"modeling_lfm2_bidirectional.Lfm2Bidirectional{kind}" for kind in ("Model", "ForMaskedLM")})
 _JINA_BERT = _classes("configuration_bert", "modeling_bert", "JinaBert", *_TASKS)
 _CODE = (
@@ -428,6 +442,8 @@ _CODE = (
     _Code("bilingual", "dangvantuan/bilingual_impl", _classes("config", "modeling", "Bilingual", *_TASKS), _bilingual),
     _Code("lfm2", "LiquidAI/", _LFM2, _lfm2),
     _Code("phi3", "microsoft/", _classes("configuration_phi3", "modeling_phi3", "Phi3", *_TASKS), _same),
+    _Code("qwen3", "voyageai/voyage-4-nano", _VOYAGE, _both_ways_by_class),
+    _Code("bidirectional_pplx_qwen3", "perplexity-ai/", _PPLX, _encoder),
     _Code("qwen2", "Alibaba-NLP/", _classes("configuration_qwen", "modeling_qwen", "Qwen2", *_TASKS), _qwen2),
     _Code("llama_bidirec", "nvidia/", _NVIDIA, _encoder),
     _Code("llama", "McGill-NLP/", frozenset({"modeling_llama_encoder.LlamaEncoderModel"}), _encoder),

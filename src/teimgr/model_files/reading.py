@@ -11,9 +11,18 @@ from teimgr.model_files.json_files import ENDLESS, TokenFiles, checked_length, m
 from teimgr.model_files.key_checks import check_files
 from teimgr.model_files.kinds import choose_kind, is_causal
 from teimgr.model_files.late_interaction import read_late
-from teimgr.model_files.layout import M3, Backbone, Layout, QueryTable, ScoringConfig, Splade
+from teimgr.model_files.layout import M3, Backbone, Dense, Layout, QueryTable, ScoringConfig, Splade
 from teimgr.model_files.metadata import MODEL2VEC, ModelMetadata, read_metadata
-from teimgr.model_files.modules import SCORES, TEXT, Module, check_pooling, read_poolings, read_projections
+from teimgr.model_files.modules import (
+    IDENTITY,
+    INT8_TANH,
+    SCORES,
+    TEXT,
+    Module,
+    check_pooling,
+    read_poolings,
+    read_projections,
+)
 from teimgr.model_files.scoring import (
     prompt_warnings,
     read_activation,
@@ -224,14 +233,30 @@ def _embedding(metadata: ModelMetadata, layout: Layout, pooling: str | None) -> 
     if before:
         raise ModelLoadFailed(f"modules between transformer and Pooling are not served: {metadata.chain}")
     poolings, include_prompt, guessed = read_poolings(module, metadata.root / "1_Pooling", metadata.config, pooling)
+    behind = _without_final_normalize(behind)
+    is_rounded = bool(behind) and behind[-1].name == INT8_TANH
     return replace(
         layout,
         poolings=poolings,
         include_prompt=include_prompt,
-        projections=read_projections(_without_final_normalize(behind)),
+        projections=(*_own_projection(metadata), *read_projections(behind[:-1] if is_rounded else behind)),
+        is_rounded=is_rounded,
         m3=read_m3(metadata),
         warnings=(*layout.warnings, *guessed),
     )
+
+
+def _own_projection(metadata: ModelMetadata) -> tuple[Dense, ...]:
+    """The linear layer of a Qwen3 whose tokens attend to all others and that has labels, as voyage-4-nano: behind its
+    hidden states, whose mean gives the same behind it.
+    """
+    config = metadata.config
+    width = config.get("num_labels")
+    if config["model_type"] != "qwen3" or config.get("is_causal") is not False or width is None:
+        return ()
+    if isinstance(width, bool) or not isinstance(width, int) or width < 1:
+        raise ModelLoadFailed(f"config.json has num_labels = {width!r}, which should be a positive number")
+    return (Dense(metadata.transformer_dir, int(config["hidden_size"]), width, bias=False, activation=IDENTITY),)
 
 
 def _scored_by_modules(metadata: ModelMetadata, layout: Layout, modules: tuple[Module, ...]) -> Layout:

@@ -112,9 +112,17 @@ class DenseHead:
         return Rows(self._projections(pooled) if len(self._projections) else pooled)
 
 
-def finish(vectors: NDArray[np.float32], dimensions: int | None, normalize: bool) -> NDArray[np.float32]:
-    """Cut [N, D] to `dimensions`, then scale every row to length 1 (norm in float64); a zero row stays zero."""
+def finish(
+    vectors: NDArray[np.float32], dimensions: int | None, normalize: bool, rounded: bool = False
+) -> NDArray[np.float32]:
+    """Cut [N, D] to `dimensions`, then scale every row to length 1 (norm in float64); a zero row stays zero.
+
+    `rounded`: round(127 · tanh(x)) before the norm. That belongs to the model, but not to what the fidelity gate
+    compares: the last bit of a number decides about an integer.
+    """
     cut = vectors if dimensions is None else vectors[:, :dimensions]
+    if rounded:
+        cut = np.rint(np.tanh(cut) * np.float32(127.0))
     if not normalize:
         return cut
     library = native_library()
@@ -132,9 +140,11 @@ def finish(vectors: NDArray[np.float32], dimensions: int | None, normalize: bool
 
 
 @torch.inference_mode()
-def finish_on_device(vectors: Tensor, dimensions: int | None, normalize: bool) -> Tensor:
+def finish_on_device(vectors: Tensor, dimensions: int | None, normalize: bool, rounded: bool = False) -> Tensor:
     """As `finish`, where the vectors are: cut before they are copied, and nothing is left to the host."""
     cut = vectors if dimensions is None else vectors[:, :dimensions]
+    if rounded:
+        cut = (cut.float().tanh() * 127.0).round()
     if not normalize:
         return cut.contiguous()
     norms = cut.double().square().sum(dim=1, keepdim=True).sqrt()
