@@ -155,6 +155,20 @@ def test_offline_an_adapter_without_its_base_model_is_not_found(tmp_path: Path) 
     assert "acme/base" in found["message"]
 
 
+def test_code_of_another_repository_is_fetched_once_and_kept(tmp_path: Path) -> None:
+    files = {"modeling.py": b"code = 1", "model.safetensors": b"w" * 100, "README.md": b"#"}
+    script = RESOLVE.replace("hub.resolve(*", "hub.resolve_code(*")
+    with Hub(MODEL, files) as hub:
+        found = resolve(tmp_path, MODEL, script=script, HF_ENDPOINT=hub.url)
+        again = resolve(tmp_path, MODEL, script=script, HF_ENDPOINT=hub.url)
+
+    assert found == again
+    assert hub.asked == ["modeling.py"]
+    assert (Path(found["path"]) / "modeling.py").read_bytes() == b"code = 1"
+    missing = resolve(tmp_path, "acme/absent", script=script, HF_HUB_OFFLINE="1")
+    assert "The code of 'acme/absent', which the model names, is not in the hub cache" in missing["message"]
+
+
 def test_an_unknown_model_is_not_found(tmp_path: Path) -> None:
     with Hub("somebody/else", FILES) as hub:
         found = resolve(tmp_path, MODEL, HF_ENDPOINT=hub.url)

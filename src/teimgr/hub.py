@@ -118,6 +118,30 @@ def resolve(
     return source
 
 
+def resolve_code(repository: str) -> ModelSource:
+    """Find the code of a repository that a trusted model names, downloading it once. Blocking.
+
+    What is in the cache stays as it is: code changes under no instance until its folder is deleted there.
+
+    Raises:
+        ModelNotFound, ModelGated, Unavailable, StorageFull: as `resolve`.
+    """
+    from huggingface_hub import snapshot_download
+
+    found = _find_snapshot(repository, None)
+    if found is None or not any(found.path.glob("*.py")):
+        if is_offline():
+            raise ModelNotFound(
+                f"The code of '{repository}', which the model names, is not in the hub cache, and HF_HUB_OFFLINE is set"
+            )
+        with hub_failures(repository, None):
+            path = Path(snapshot_download(repository, allow_patterns=["*.py", "*.json"]))
+        _check_place(path, repository)
+        found = ModelSource(path, path.name)
+    log.warning("code of %s is run, at commit %s", repository, found.sha)
+    return found
+
+
 def _base_of(folder: Path) -> tuple[str, str | None] | None:
     """The base model that an adapter names; a directory counts only of adapters that are no model of the hub."""
     base = adapter_base(configuration_folder(folder))

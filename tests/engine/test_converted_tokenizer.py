@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.models import CORPUS, TEXTS, write
+from tests.support.models import CORPUS, TEXTS, build, edit, write
 
 from teimgr.engine.tokenizer import TextTokenizer, TokenizeOptions
 from teimgr.errors import ModelLoadFailed
@@ -85,3 +86,48 @@ def test_without_the_extra_the_hint_names_it(tmp_path: Path, monkeypatch: pytest
 
     with pytest.raises(ModelLoadFailed, match="install teimgr with the extra `sentencepiece`"):
         TextTokenizer(layout_of(tmp_path), 512)
+
+
+OWN = """
+from tokenizers import processors
+from transformers import PreTrainedTokenizerFast
+
+class OwnTokenizer(PreTrainedTokenizerFast):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        end = ("[MASK]", self.convert_tokens_to_ids("[MASK]"))
+        self._tokenizer.post_processor = processors.TemplateProcessing(single="$A [MASK]", special_tokens=[end])
+"""
+LOUD = """
+from transformers import PreTrainedTokenizerFast
+
+class OwnTokenizer(PreTrainedTokenizerFast):
+    def _encode_plus(self, text, *args, **kwargs):
+        return super()._encode_plus(f"{text}!", *args, **kwargs)
+"""
+
+
+@pytest.mark.parametrize(("code", "refusal"), [(OWN, None), (LOUD, "OwnTokenizer, does more than its fast form")])
+def test_the_tokenizers_own_code_counts_where_it_is_trusted(
+    code: str, refusal: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tokenizer.json beside it is what the code begins with, not what it makes of it."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    path = build("bert", tmp_path / "model")
+    (path / "own_tokenizer.py").write_text(code)
+    edit(
+        path / "tokenizer_config.json",
+        tokenizer_class="OwnTokenizer",
+        auto_map={"AutoTokenizer": [None, "own_tokenizer.OwnTokenizer"]},
+    )
+    with pytest.raises(ModelLoadFailed, match=r"own_tokenizer\.OwnTokenizer"):
+        read_layout(path)
+    layout = read_layout(path, trust_remote_code=True)
+    if refusal is not None:
+        with pytest.raises(ModelLoadFailed, match=refusal):
+            TextTokenizer(layout, 96)
+        return
+    (each,) = TextTokenizer(layout, 96).encode(["fog"], TokenizeOptions())
+    plain = TextTokenizer(replace(layout, own_tokenizer=False), 96).encode(["fog"], TokenizeOptions())[0]
+
+    assert each.ids.tolist() == [*plain.ids[1:-1].tolist(), 4]  # type: ignore[union-attr]

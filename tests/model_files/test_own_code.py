@@ -28,6 +28,7 @@ from teimgr.engine.batch import Encoded
 from teimgr.engine.job import Output, Pair
 from teimgr.engine.tokenizer import TextTokenizer, TokenizeOptions
 from teimgr.errors import ModelLoadFailed
+from teimgr.model_files.own_code import code_repositories
 from teimgr.model_files.reading import read_layout
 
 
@@ -394,3 +395,18 @@ def test_a_tokenizer_with_code_of_its_own_is_refused_without_trust(tmp_path: Pat
 
     with pytest.raises(ModelLoadFailed, match=r"tokenizer.*XTokenizer.*trust_remote_code = true"):
         read_layout(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "tokenizer", "repositories"),
+    [
+        ({"auto_map": {"AutoModel": "acme/code--m.A", "AutoConfig": "acme/code--c.B"}}, {}, ["acme/code"]),
+        ({"auto_map": {"AutoModel": "m.A"}}, {"auto_map": {"AutoTokenizer": ["acme/tok--t.T", None]}}, ["acme/tok"]),
+        ({"auto_map": {"AutoModel": "m.A"}}, {}, []),
+        ({"model_type": "new", "auto_map": {"AutoModel": "Alibaba-NLP/new-impl--modeling.NewModel"}}, {}, []),
+    ],
+)
+def test_code_that_is_known_is_not_fetched(
+    config: dict[str, Any], tokenizer: dict[str, Any], repositories: list[str]
+) -> None:
+    assert code_repositories(config, tokenizer) == repositories

@@ -11,7 +11,9 @@ from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
 
 from teimgr.errors import ModelLoadFailed
 from teimgr.model_files.layout import Layout
+from teimgr.model_json import read_object
 
+_NOT_ARGUMENTS = ("auto_map", "tokenizer_class", "added_tokens_decoder", "backend", "is_local")
 _SENTENCE_PIECE = ("sentencepiece.bpe.model", "spiece.model", "spm.model", "tokenizer.model")
 VOCABULARIES = ("vocab.txt", "vocab.json", *_SENTENCE_PIECE)
 # Texts on which the two are compared: several scripts, and characters that Unicode's compatibility forms change.
@@ -25,17 +27,20 @@ _PROBES = (
 
 
 def convert(layout: Layout) -> Tokenizer:
-    """The tokenizer that transformers makes of an older model's vocabulary.
+    """The tokenizer that transformers makes of an older model's vocabulary, or by code of the model's own.
 
     Raises:
-        ModelLoadFailed: it needs the package sentencepiece, or cuts texts in other places than SentencePiece does.
+        ModelLoadFailed: it needs the package sentencepiece, or cuts texts in other places than SentencePiece or the
+            model's own code do.
         FileNotFoundError: there is no vocabulary; transformers would create an empty tokenizer.
     """
     from transformers import AutoTokenizer
 
     folder = layout.transformer_dir
-    if not any((folder / name).is_file() for name in VOCABULARIES):
+    if not layout.own_tokenizer and not any((folder / name).is_file() for name in VOCABULARIES):
         raise FileNotFoundError(f"there is neither tokenizer.json nor any of {', '.join(VOCABULARIES)}")
+    if layout.own_tokenizer:
+        return _own(layout)
     pieces = next((folder / name for name in _SENTENCE_PIECE if (folder / name).is_file()), None)
     if pieces is not None and importlib.util.find_spec("sentencepiece") is None:
         raise ModelLoadFailed(
@@ -48,6 +53,45 @@ def convert(layout: Layout) -> Tokenizer:
     if not isinstance(backend, Tokenizer):
         raise TypeError(f"{type(slow).__name__} has no fast form, and there is no tokenizer.json")
     return backend if pieces is None else _checked(backend, pieces)
+
+
+def _own(layout: Layout) -> Tokenizer:
+    """The tokenizer of the model's own code, which the instance trusts, if it is one of the tokenizers library.
+
+    Raises:
+        ModelLoadFailed: it is not, or its code changes texts or ids outside of the library.
+    """
+    own = _instance(layout.transformer_dir)
+    name, backend = type(own).__name__, getattr(own, "backend_tokenizer", None)
+    if not isinstance(backend, Tokenizer):
+        raise ModelLoadFailed(f"the tokenizer's own code, {name}, is no fast tokenizer, which is not served")
+    for text in _PROBES:
+        if own(text)["input_ids"] != backend.encode(text).ids:
+            raise ModelLoadFailed(f"the tokenizer's own code, {name}, does more than its fast form with {text!r}")
+    return backend
+
+
+def _instance(folder: Path) -> Any:
+    """The tokenizer of the class that tokenizer_config.json names, on tokenizer.json where there is one.
+
+    transformers 5 would rebuild it from its vocabulary alone, without normalizer and words, for any class but its own.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    file = folder / "tokenizer.json"
+    config = read_object(folder / "tokenizer_config.json") or {}
+    named = (config.get("auto_map") or {}).get("AutoTokenizer")
+    fast = named[-1] if isinstance(named, list) and named else named
+    if file.is_file() and isinstance(fast, str):
+        kind = get_class_from_dynamic_module(fast, str(folder), local_files_only=True)
+        if isinstance(kind, type) and issubclass(kind, PreTrainedTokenizerFast):
+            tokenizer = Tokenizer.from_file(str(file))
+            tokenizer.no_padding()
+            tokenizer.no_truncation()
+            kept = {key: value for key, value in config.items() if key not in _NOT_ARGUMENTS}
+            return kind(tokenizer_object=tokenizer, **kept)
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=True)
 
 
 def _checked(tokenizer: Tokenizer, file: Path) -> Tokenizer:

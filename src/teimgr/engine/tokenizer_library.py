@@ -109,7 +109,8 @@ def tokenizer_faults(layout: Layout) -> Iterator[None]:
 
 def _loaded(layout: Layout) -> Tokenizer:
     path = layout.transformer_dir / "tokenizer.json"
-    tokenizer = Tokenizer.from_file(str(path)) if path.is_file() else convert(layout)
+    is_file_enough = path.is_file() and not layout.own_tokenizer
+    tokenizer = Tokenizer.from_file(str(path)) if is_file_enough else convert(layout)
     tokenizer.no_padding()
     tokenizer.no_truncation()
     if layout.lower_case and not _lower_cases(tokenizer):

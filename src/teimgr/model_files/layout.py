@@ -178,7 +178,8 @@ class Layout:
     which of `splade`, `late`, `m3` and `scoring` are set (an embedding model may have `m3`). `type_ids`: pairs have
     token types. `skips_unknown`: unknown tokens are dropped. `config` is config.json as the library is to read it
     (`config_is_changed`: not as it is in the file), `weight_names` whose names the weights have in the files, None for
-    the library's (`engine/own_weights`). `end_token` follows every text, even if tokenizer.json lacks it.
+    the library's (`engine/own_weights`). `end_token` follows every text, even if tokenizer.json lacks it;
+    `own_tokenizer`: code of the model's own makes the tokenizer, whatever tokenizer.json has.
     `tasks` are those that the model has LoRA weights for, whose changes `task_scale` multiplies; each is also a prompt.
     `dimensions` are those of dense vectors where a request asks for none, None for all; `truncate_left`: too long texts
     lose their beginning unless a request says otherwise. `is_rounded`: dense vectors are round(127 · tanh(x)).
@@ -212,6 +213,7 @@ class Layout:
     config_is_changed: bool = False
     weight_names: str | None = None
     end_token: str | None = None
+    own_tokenizer: bool = False
     prompts: dict[str, str] = field(default_factory=dict)
     default_prompt_name: str | None = None
     dimensions: int | None = None

@@ -13,7 +13,7 @@ from teimgr.model_files.adapters import read_adapters
 from teimgr.model_files.json_files import TokenFiles, read_settings
 from teimgr.model_files.layout import Adapter
 from teimgr.model_files.modules import JINA_TRANSFORMER, Chain, read_chain
-from teimgr.model_files.own_code import ONNX, added_end, served_config
+from teimgr.model_files.own_code import ONNX, added_end, has_own_tokenizer, served_config
 from teimgr.model_json import check_size, read_list, read_object
 
 MODEL2VEC = "model2vec"
@@ -34,7 +34,8 @@ class ModelMetadata:
 
     `transformer_dir` is the directory of the first module: its config.json is `config`, as the library is to read it
     (`config_is_changed`: not as it is in the file; `weight_names`: whose names the weights have), its
-    sentence_bert_config.json `settings`. `saved` is config_sentence_transformers.json. `end_token` is what the model's
+    sentence_bert_config.json `settings`. `saved` is config_sentence_transformers.json. `own_tokenizer`: it is code of
+    the model's own, and trusted. `end_token` is what the model's
     own tokenizer puts behind every text. `notes` are for the log, `warnings` about the files. `tasks` and
     `task_scale` are as in `ServedConfig`. `weights_dir` is the
     directory of the weights: that of the base model where there are `adapters`, which may have the tokenizer as well.
@@ -51,6 +52,7 @@ class ModelMetadata:
     tasks: Mapping[str, str]
     task_scale: float
     end_token: str | None
+    own_tokenizer: bool
     notes: tuple[str, ...]
     saved: dict[str, Any]
     settings: dict[str, Any]
@@ -140,6 +142,7 @@ def read_metadata(root: Path, trust_remote_code: bool) -> ModelMetadata:
         tasks=served.tasks,
         task_scale=served.task_scale,
         weight_names=_weight_names(weights_dir, served.weight_names),
+        own_tokenizer=has_own_tokenizer(tokens.config),
         end_token=added_end(tokens.config, str(config["model_type"]), trust_remote_code),
         notes=served.notes,
         saved=read_object(root / "config_sentence_transformers.json") or {},

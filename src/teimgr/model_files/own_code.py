@@ -457,6 +457,7 @@ _NEVER_SERVED = {
 
 # Tokenizers of models' own that put the end token behind every text where `add_eos_token` is set, in the words of
 # tokenizer.json else.
+_KNOWN_TOKENIZERS = ("", "Alibaba-NLP/gte-Qwen2-7B-instruct")
 _ENDING_TOKENIZERS = frozenset({"tokenization_qwen.Qwen2Tokenizer", "tokenization_qwen.Qwen2TokenizerFast"})
 
 
@@ -472,9 +473,7 @@ def added_end(tokenizer: Config, model_type: str, trust_remote_code: bool) -> st
     classes = references(tokenizer)
     if not classes:
         return _end_of(tokenizer) if model_type == "mistral" else None
-    if all(
-        where in ("", "Alibaba-NLP/gte-Qwen2-7B-instruct") and name in _ENDING_TOKENIZERS for where, name in classes
-    ):
+    if not has_own_tokenizer(tokenizer):
         return _end_of(tokenizer)
     if trust_remote_code:
         return None
@@ -483,6 +482,22 @@ def added_end(tokenizer: Config, model_type: str, trust_remote_code: bool) -> st
         f"the tokenizer brings its own code ({names}, in auto_map of tokenizer_config.json): "
         "it is run only where the instance sets trust_remote_code = true"
     )
+
+
+def has_own_tokenizer(tokenizer: Config) -> bool:
+    """Whether tokenizer_config.json names code that is not known: where it is trusted, tokenizer.json is not enough."""
+    return any(
+        where not in _KNOWN_TOKENIZERS or name not in _ENDING_TOKENIZERS for where, name in references(tokenizer)
+    )
+
+
+def code_repositories(config: Config, tokenizer: Config) -> list[str]:
+    """The other repositories whose code a trusted model runs, by its config.json and tokenizer_config.json."""
+    classes = references(config)
+    known = any(code.model_type == config.get("model_type") and _has(code, classes) for code in _CODE)
+    found = [] if known else [where for where, _ in classes]
+    found += [where for where, _ in references(tokenizer)] if has_own_tokenizer(tokenizer) else []
+    return sorted({where for where in found if where})
 
 
 def _end_of(tokenizer: Config) -> str | None:

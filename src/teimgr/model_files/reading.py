@@ -168,6 +168,7 @@ def _read(root: Path, pooling: str | None, kind: str | None, trust_remote_code: 
         tasks=tuple(metadata.tasks),
         task_scale=metadata.task_scale,
         end_token=metadata.end_token,
+        own_tokenizer=metadata.own_tokenizer,
         prompts=metadata.prompts,
         dimensions=_dimensions(metadata),
         default_prompt_name=metadata.saved.get("default_prompt_name"),

@@ -39,6 +39,9 @@ from teimgr.errors import (
 )
 from teimgr.fleet_tls import FleetIdentity
 from teimgr.http_server import Listener, bind, serving
+from teimgr.model_directory import configuration_folder
+from teimgr.model_files.own_code import code_repositories
+from teimgr.model_json import read_object
 from teimgr.neighbours import FleetNeighbours
 from teimgr.observability import logs
 from teimgr.observability.exposition import pack
@@ -210,9 +213,7 @@ class Worker:
     async def _load(self) -> Engine | None:
         """The engine, or None when the worker was stopped meanwhile. A download may take hours and is reported."""
         spec, began, neighbours = self.spec, time.monotonic(), self._neighbours()
-        fetching = in_background(
-            "fetching", lambda: hub.resolve(spec.model_id, spec.revision, neighbours, spec.model_roots)
-        )
+        fetching = in_background("fetching", lambda: _fetched(spec, neighbours))
         while not fetching.done():
             if await _any_of(self._stop.wait(), asyncio.shield(fetching), limit_s=_DOWNLOAD_REPORT_S):
                 break
@@ -416,6 +417,17 @@ class Worker:
         else:
             self._dispatcher.stop_accepting()  # before the reply, which promises it
         return b""
+
+
+def _fetched(spec: WorkerSpec, neighbours: hub.Neighbours | None) -> hub.ModelSource:
+    """The model's directory, with the code of other repositories that it names where the instance trusts it."""
+    source = hub.resolve(spec.model_id, spec.revision, neighbours, spec.model_roots)
+    if spec.trust_remote_code:
+        folder = configuration_folder(source.path)
+        files = (read_object(folder / name) or {} for name in ("config.json", "tokenizer_config.json"))
+        for repository in code_repositories(*files):
+            hub.resolve_code(repository)
+    return source
 
 
 async def _any_of(*waits: Awaitable[object], limit_s: float | None = None) -> bool:
