@@ -36,6 +36,17 @@ class TokenFiles:
         text = token.get("content") if isinstance(token, dict) else token
         return text if isinstance(text, str) else ""
 
+    def frame(self) -> tuple[str, str]:
+        """The special tokens before and behind a text by the template of tokenizer.json; "" where there is none."""
+        own = self._file.get("post_processor") or {}
+        steps = own.get("processors") or [own]
+        parts: list[dict[str, Any]] = next(
+            (step["single"] for step in steps if step.get("type") == "TemplateProcessing"), []
+        )
+        tokens = [str((part.get("SpecialToken") or {}).get("id", "")) for part in parts]
+        at = tokens.index("") if "" in tokens else len(tokens)  # the text
+        return "".join(tokens[:at]), "".join(tokens[at:])
+
     def words(self, words: list[str]) -> tuple[int, ...]:
         """The ids of those words that are a single known token."""
         unknown = self.special("unk_token")

@@ -29,7 +29,10 @@ class Backbone(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """A Dense module: the directory with its weights, and the dotted name of its activation class."""
+    """A Dense module: the directory with its weights, and the dotted name of its activation class.
+
+    `name` is that of its layer in the file, and `divisor` what its results are divided by.
+    """
 
     path: Path
     in_features: int
@@ -37,6 +40,8 @@ class Dense:
     bias: bool
     activation: str
     residual: bool = False
+    name: str = "linear"
+    divisor: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

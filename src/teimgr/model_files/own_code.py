@@ -422,7 +422,9 @@ _TASKS = (
 )
 _NOMIC = _classes("configuration_hf_nomic_bert", "modeling_hf_nomic_bert", "NomicBert", *_TASKS, "ForPreTraining")
 _SNOWFLAKE = _classes("configuration_hf_alibaba_nlp_gte", "modeling_hf_alibaba_nlp_gte", "Gte", *_TASKS)
-_NVIDIA = _classes("llama_bidirectional_model", "llama_bidirectional_model", "LlamaBidirectional")
+_NVIDIA = _classes(
+    "llama_bidirectional_model", "llama_bidirectional_model", "LlamaBidirectional", "ForSequenceClassification"
+)
 _JINA = _classes("configuration_xlm_roberta", "modeling_xlm_roberta", "XLMRoberta", *_TASKS, "ForPreTraining") | {
     "configuration_xlm_roberta.XLMRobertaFlashConfig",
     "modeling_lora.XLMRobertaLoRA",

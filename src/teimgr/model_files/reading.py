@@ -24,10 +24,12 @@ from teimgr.model_files.modules import (
     read_projections,
 )
 from teimgr.model_files.scoring import (
+    is_nemotron,
     prompt_warnings,
     read_activation,
     read_causal_rerank,
     read_labels,
+    read_nemotron,
     read_pair_template,
     read_scoring,
     score_modules,
@@ -199,6 +201,11 @@ def _read(root: Path, pooling: str | None, kind: str | None, trust_remote_code: 
             layout = replace(layout, warnings=tuple(prompt_warnings(metadata)))
         case Kind.RERANKER | Kind.CLASSIFIER if (modules := score_modules(metadata)) is not None:
             layout = _scored_by_modules(metadata, replace(layout, scoring=read_scoring(metadata)), modules)
+        case Kind.RERANKER | Kind.CLASSIFIER if is_nemotron(metadata):
+            scoring, layer = read_nemotron(metadata)
+            poolings, _, _ = read_poolings(None, root / "1_Pooling", {"pooling": "avg", **metadata.config}, None)
+            layout = replace(layout, scoring=scoring, poolings=poolings, projections=(layer,))
+            layout = replace(layout, prompts={}, default_prompt_name=None)
         case Kind.RERANKER | Kind.CLASSIFIER:
             template = read_pair_template(metadata, render=render)
             scoring = replace(read_scoring(metadata), template=template)

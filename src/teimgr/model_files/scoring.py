@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 from teimgr.errors import ModelLoadFailed
-from teimgr.model_files.layout import CausalRerank, PairTemplate, ScoringConfig
+from teimgr.model_files.layout import CausalRerank, Dense, PairTemplate, ScoringConfig
 from teimgr.model_files.metadata import ModelMetadata
-from teimgr.model_files.modules import SCORES, Module
+from teimgr.model_files.modules import IDENTITY, SCORES, Module
 
 _SHORT = {
     "torch.nn.modules.activation.Sigmoid": "sigmoid",
@@ -234,6 +235,38 @@ def read_causal_rerank(metadata: ModelMetadata, *, render: bool) -> tuple[Causal
     if "message" not in (metadata.settings.get("modality_config") or {}):
         raise ModelLoadFailed("the reranker scores pairs without a chat template, which is not served")
     return CausalRerank(config["true_token_id"], config.get("false_token_id")), _chat_template(metadata, render)
+
+
+_NEMOTRON = "LlamaBidirectionalForSequenceClassification"
+
+
+def is_nemotron(metadata: ModelMetadata) -> bool:
+    """Whether scores are those of NVIDIA's bidirectional Llama: a linear layer behind the pooled hidden states."""
+    return metadata.config["model_type"] == "llama" and _NEMOTRON in metadata.architectures
+
+
+def read_nemotron(metadata: ModelMetadata) -> tuple[ScoringConfig, Dense]:
+    """The prompt and the layer `score` of llama-nemotron-rerank, whose results are divided by a temperature.
+
+    Raises:
+        ModelLoadFailed: its labels are not numbered, or a number is not above 0.
+    """
+    labels = _labels(metadata.config)
+    prefix, suffix = metadata.tokens.frame()
+    template = PairTemplate(f"{prefix}question:", "{query} \n \n passage:{document}", suffix)
+    temperature = metadata.config.get("temperature", 1.0)
+    if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not 0 < temperature < math.inf:
+        raise ModelLoadFailed(f"config.json has temperature = {temperature!r}, which should be a positive number")
+    layer = Dense(
+        path=metadata.transformer_dir,
+        in_features=int(metadata.config["hidden_size"]),
+        out_features=len(labels),
+        bias=False,
+        activation=IDENTITY,
+        name="score",
+        divisor=float(temperature),
+    )
+    return ScoringConfig(labels, read_activation(metadata, len(labels)), template=template), layer
 
 
 def read_pair_template(metadata: ModelMetadata, *, render: bool) -> PairTemplate | None:

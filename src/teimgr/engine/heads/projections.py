@@ -102,21 +102,32 @@ def _load(projection: Projection) -> nn.Module:
     layer = DenseLayer(projection) if isinstance(projection, Dense) else LayerNormLayer(projection)
     folder = projection.path
     names = tuple(f"{name}." for name, _ in layer.named_children())
-    given = {key: value for key, value in read_weights(folder).items() if key.startswith(names)}
+    given = {_named(projection, key): value for key, value in read_weights(folder).items()}
+    given = {key: value for key, value in given.items() if key.startswith(names)}
     for key, expected in layer.state_dict().items():
         found = given.get(key)
+        shown = key.replace("linear.", f"{projection.name}.", 1) if isinstance(projection, Dense) else key
         if found is None:
-            raise ModelLoadFailed(f"the weights of the module {folder.name} do not fit: they have no {key}")
+            raise ModelLoadFailed(f"the weights of the module {folder.name} do not fit: they have no {shown}")
         if found.shape != expected.shape:
             raise ModelLoadFailed(
-                f"the weights of the module {folder.name} do not fit: {key} is {tuple(found.shape)} in the files, "
+                f"the weights of the module {folder.name} do not fit: {shown} is {tuple(found.shape)} in the files, "
                 f"and its config.json makes it {tuple(expected.shape)}"
             )
     try:
         layer.load_state_dict(given)
     except RuntimeError as error:
         raise ModelLoadFailed(f"the weights of the module {folder.name} do not fit: {error}") from error
+    if isinstance(projection, Dense) and projection.divisor != 1.0:
+        for parameter in layer.parameters():
+            parameter.data = parameter.data.float() / projection.divisor
     return layer
+
+
+def _named(projection: Projection, key: str) -> str:
+    """The name of a weight in our layer."""
+    own = f"{projection.name}." if isinstance(projection, Dense) else ""
+    return f"linear.{key.removeprefix(own)}" if own and key.startswith(own) else key
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
