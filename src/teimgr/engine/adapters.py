@@ -47,7 +47,8 @@ def merge_adapter(module: nn.Module, adapter: Adapter, prefix: str) -> None:
             kind = found["kind"] or "weight"
             layers.setdefault(found["layer"], _Layer()).parts[f"{found['part']}.{kind}"] = tensor.float()
         elif (found := _SAVED_WHOLE.match(name)) is not None:
-            whole[f"{found['name']}.{found['kind']}"] = tensor.float()
+            # A trained bias of a layer that has an adapter is that of its `base_layer`.
+            whole[f"{found['name'].removesuffix('.base_layer')}.{found['kind']}"] = tensor.float()
         else:
             raise ModelLoadFailed(f"{adapter.weights.name} has the weight {name}, which is none of a LoRA adapter")
     if not layers:

@@ -93,7 +93,8 @@ def build_adapter(
         weights[f"{table}.weight"] = weights[f"{table}.weight"] + 2 * (b @ a).T
     if variant == "saved-whole":
         for name in ("encoder.layer.1.output.dense.weight", "encoder.layer.0.attention.self.query.bias"):
-            saved[f"base_model.model.{name}"] = weights[name] = drawn(*weights[name].shape)
+            called = name.replace("query.bias", "query.base_layer.bias")  # as PEFT has it with `bias` = "lora_only"
+            saved[f"base_model.model.{called}"] = weights[name] = drawn(*weights[name].shape)
     for place in (folder, merged):
         shutil.copytree(base, place, dirs_exist_ok=True)
     for name in ("config.json", "model.safetensors"):
