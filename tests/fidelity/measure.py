@@ -35,7 +35,7 @@ def measure(
     Raises:
         InvalidConfig, ModelLoadFailed: the model is not served in `dtype`.
     """
-    asker = _Asker(path, {"dtype": dtype, **(engine_options or {})}, width=theirs[0].shape[-1])
+    asker = Asker(path, {"dtype": dtype, **(engine_options or {})}, width=theirs[0].shape[-1])
     try:
         options = InferOptions(outputs=frozenset({output}), **(infer_options or {}))
         before = asker.engine.stats()
@@ -64,17 +64,21 @@ def _difference(ours: Matrix, theirs: Matrix) -> float:
     return float(np.abs(ours - theirs).max(initial=0.0) / max(1.0, np.abs(theirs).max(initial=0.0)))
 
 
-class _Asker:
-    """An engine and the jobs it delivered."""
+class Asker:
+    """An engine and the jobs it delivered. `width`: the number of entries of a sparse vector."""
 
     def __init__(self, path: Path, options: dict[str, Any], width: int) -> None:
-        self._width = width
+        self.width = width
         self._arrived = threading.Condition()
         self._delivered: set[Job] = set()
         self.engine = Engine.load(EngineOptions(path=path, model_id=path.name, threads=1, **options), self._take)
 
     def ask(self, inputs: Sequence[Input], options: InferOptions) -> list[Matrix]:
         return self._results(self._send(inputs, options, Lane.INTERACTIVE))
+
+    def answer(self, inputs: Sequence[Input], options: InferOptions) -> Job:
+        """The finished job, whatever its errors."""
+        return self._finished(self._send(inputs, options, Lane.INTERACTIVE))
 
     def in_random_jobs(self, inputs: Sequence[Input], options: InferOptions, dice: random.Random) -> list[Matrix]:
         """All at once, in jobs of random sizes and lanes whose rows come in random order."""
@@ -94,9 +98,13 @@ class _Asker:
         self.engine.submit(job)
         return job
 
-    def _results(self, job: Job) -> list[Matrix]:
+    def _finished(self, job: Job) -> Job:
         with self._arrived:
             assert self._arrived.wait_for(lambda: job in self._delivered, _WAIT_S), "the job was never delivered"
+        return job
+
+    def _results(self, job: Job) -> list[Matrix]:
+        self._finished(job)
         assert not job.errors, job.errors
         (output,) = job.options.outputs
         if output is Output.DENSE:
@@ -110,7 +118,7 @@ class _Asker:
 
     def _full(self, vector: Any) -> Matrix:
         """A sparse vector with its zeros, [1, vocabulary]."""
-        full = np.zeros((1, self._width), dtype=np.float32)
+        full = np.zeros((1, self.width), dtype=np.float32)
         full[0, vector.indices] = vector.values
         return full
 

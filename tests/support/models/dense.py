@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from .families import FAMILIES, MAX_LENGTH, WIDTH
+from .families import MAX_LENGTH, WIDTH
 from .files import pad_and_truncate, write, write_modules
+from .further import family_of
 
 TANH = "torch.nn.modules.activation.Tanh"
 IDENTITY = "torch.nn.modules.linear.Identity"
@@ -47,7 +48,7 @@ def build(
     torch.manual_seed(seed)
     save_encoder(family, folder)
     write(folder / "sentence_bert_config.json", {"max_seq_length": max_length, "do_lower_case": False})
-    named = (pooling or FAMILIES[family].pooling).split("+")
+    named = (pooling or family_of(family).pooling).split("+")
     write(folder / "1_Pooling" / "config.json", _pooling(named, include_prompt))
     behind = modules if modules is not None else (*(["Dense"] if dense else []), "Normalize")
     names = [name.split(":")[0] for name in behind]
@@ -74,7 +75,7 @@ def build_embedding_gemma(folder: Path, *, seed: int = 0) -> Path:
 
 def save_encoder(family: str, folder: Path) -> None:
     """Write the bare transformer and its tokenizer to `folder`."""
-    kind = FAMILIES[family]
+    kind = family_of(family)
     tokenizer = kind.tokenizer()
     kind.encoder(len(tokenizer)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from .dense import IDENTITY, write_dense
 from .families import FAMILIES, WIDTH, Family
 from .files import edit, pad_and_truncate, write, write_modules
+from .further import family_of
 from .vocabularies import with_marks, word_piece
 
 TOKEN_WIDTH = 16
@@ -39,7 +40,7 @@ def build_multi_vector(
     torch.manual_seed(seed)
     if layout == "stanford":
         return _stanford(folder, query_length, document_length, attend)
-    kind = FAMILIES[family]
+    kind = family_of(family)
     tokenizer = kind.tokenizer()
     if layout == "pylate":
         with_marks(tokenizer, "[Q] ", "[D] ")

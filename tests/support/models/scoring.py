@@ -12,6 +12,7 @@ from sentence_transformers import CrossEncoder
 from .dense import IDENTITY, save_encoder, write_dense, write_layer_norm
 from .families import FAMILIES, MAX_LENGTH, WIDTH, widened
 from .files import edit, pad_and_truncate, write, write_modules
+from .further import family_of
 from .vocabularies import chat, judging
 
 LABELS = ("anger", "joy", "surprise")
@@ -37,7 +38,7 @@ def build_classifier(
     if classifier_pooling:
         settings["classifier_pooling"] = classifier_pooling
     torch.manual_seed(seed)
-    kind = FAMILIES[family]
+    kind = family_of(family)
     tokenizer = kind.tokenizer()
     tokenizer.model_max_length = max_length
     model = kind.headed(transformers.AutoModelForSequenceClassification, len(tokenizer), **settings)

@@ -9,8 +9,9 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-from .families import FAMILIES, MAX_LENGTH
+from .families import MAX_LENGTH
 from .files import pad_and_truncate, write, write_modules
+from .further import family_of
 
 
 def build_splade(
@@ -25,7 +26,7 @@ def build_splade(
 ) -> Path:
     """Write a SPLADE model: as naver published them (a bare masked-LM), as SparseEncoder 5.0, or as it saves now."""
     torch.manual_seed(seed)
-    kind = FAMILIES[family]
+    kind = family_of(family)
     tokenizer = kind.tokenizer()
     tokenizer.model_max_length = max_length
     kind.headed(transformers.AutoModelForMaskedLM, len(tokenizer)).save_pretrained(folder)

@@ -1,0 +1,49 @@
+"""A row of the catalogue: a layout on the hub, how it is rebuilt, and what it is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.fidelity.figures import Matrix
+from tests.support.models import MAX_LENGTH
+
+from teimgr.engine.job import Input, Output
+from teimgr.spec import Kind
+
+Reference = Callable[[Path, Sequence[Input]], list[Matrix]]
+Make = Callable[[Path], Reference | None]
+
+ST = "sentence-transformers"
+TRANSFORMERS = "transformers"
+PLAIN = "plain forward"
+CARD = "model card"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One layout.
+
+    `make` writes the model to a folder, and gives the reference where that needs what was written; else it is
+    `reference`, named `by`. `hub` are examples of repositories. `asked` is what engine and reference are asked for:
+    one or more sets of options for the engine, each with those of the reference. `longest` is the model's maximal length
+    in tokens. `expected`: why the model is refused, in words of the refusal, where that is right; such a row is no gap.
+    """
+
+    key: str
+    family: str
+    hub: str
+    make: Make
+    kind: Kind = Kind.EMBEDDING
+    by: str = ST
+    reference: Reference | None = None
+    output: Output = Output.DENSE
+    engine_options: Mapping[str, Any] = field(default_factory=dict)
+    asked: Mapping[str, Any] = field(default_factory=dict)
+    longest: int = MAX_LENGTH
+    note: str = ""
+    is_in_tei_readme: bool = False
+    takes_pairs: bool = False
+    refused_rightly: str = ""

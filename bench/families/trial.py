@@ -1,0 +1,122 @@
+"""One row measured, in the process that calls it."""
+
+from __future__ import annotations
+
+import random
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tests.fidelity.figures import Matrix, between_scores, between_vectors
+from tests.fidelity.measure import Asker
+
+from bench.families.probes import probes
+from bench.families.references import st_dense
+from bench.families.row import Reference, Row
+from teimgr.engine.engine import Engine, EngineOptions
+from teimgr.engine.job import InferOptions, Output
+from teimgr.errors import EmptyInput, TeimgrError
+
+LEAST_COSINE = 0.99999
+MOST_DIFFERENCE = 1e-4
+"""Of scores, relative to the largest where that is above 1; between a text alone and in a batch, 1e-5."""
+_MOST_ALONE = 1e-5
+_PROMPT = "query: "
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What was found of a row: `state` is "exact", "wrong", "refused" or "failed", `how` one of "native", "packed",
+    "torch" and "table", `reason` why it is not exact.
+    """
+
+    state: str
+    how: str = ""
+    cosine: float | None = None
+    difference: float | None = None
+    alone: float | None = None
+    inputs: int = 0
+    reason: str = ""
+
+
+def tried(row: Row, folder: Path) -> Outcome:
+    """Make the model in `folder`, serve it, and compare; never raises."""
+    import torch
+
+    torch.set_num_threads(1)
+    try:
+        reference = row.make(folder) or row.reference
+        assert reference is not None, f"{row.key} has no reference"
+        passes = [(row.asked, reference)]
+        if row.reference is st_dense and not row.asked:
+            passes.append(({"prompt": _PROMPT}, partial(st_dense, prompt=_PROMPT)))
+    except Exception:
+        return Outcome("failed", reason=f"the layout cannot be made: {traceback.format_exc(limit=-2)}")
+    try:
+        Engine.load(EngineOptions(path=folder, model_id=folder.name, threads=1, **_options(row)), list).close(1.0)
+    except TeimgrError as refusal:
+        return Outcome("refused", reason=refusal.message.replace(str(folder), folder.name))
+    try:
+        return _worst(
+            [_compared(row, folder, InferOptions(frozenset({row.output}), **asked), truth) for asked, truth in passes]
+        )
+    except Exception:
+        return Outcome("failed", reason=traceback.format_exc(limit=-3))
+
+
+def _options(row: Row) -> dict[str, Any]:
+    return {"dtype": "float32", **row.engine_options}
+
+
+def _worst(outcomes: Sequence[Outcome]) -> Outcome:
+    """That which is wrong, or farthest off."""
+    return max(outcomes, key=lambda outcome: (outcome.state == "wrong", outcome.difference or 0.0))
+
+
+def _compared(row: Row, folder: Path, options: InferOptions, reference: Reference) -> Outcome:
+    inputs = probes(row.longest, row.takes_pairs)
+    theirs = reference(folder, inputs)
+    asker = Asker(folder, _options(row), width=theirs[0].shape[-1])
+    try:
+        if isinstance(asker.answer(inputs[-1:], options).errors.get(0), EmptyInput):
+            inputs, theirs = inputs[:-1], theirs[:-1]  # no token: refused as an empty input, never served
+        together = asker.in_random_jobs(inputs, options, random.Random(0))
+        alone = [found for item in inputs for found in asker.ask([item], options)]
+        how = _how(asker)
+    finally:
+        asker.engine.close(1.0)
+    cosine, difference = _distance(row, together, theirs)
+    is_exact = difference <= MOST_DIFFERENCE if cosine is None else cosine >= LEAST_COSINE
+    apart = max(_apart(one, other) for one, other in zip(together, alone, strict=True))
+    words = "" if is_exact else "differs from its reference"
+    if apart > _MOST_ALONE:
+        words = f"a text alone differs from itself in a batch by {apart:.1e}"
+    return Outcome("exact" if not words else "wrong", how, cosine, difference, apart, len(inputs), words)
+
+
+def _distance(row: Row, ours: Sequence[Matrix], theirs: Sequence[Matrix]) -> tuple[float | None, float]:
+    """The lowest cosine and the largest difference of vectors; None, and that of scores as a part of the largest."""
+    if row.output is not Output.SCORES:
+        found = between_vectors(ours, theirs)
+        return found.cosine, found.difference
+    largest = max(1.0, max(float(np.abs(each).max()) for each in theirs))
+    return None, between_scores(ours, theirs).difference / largest
+
+
+def _how(asker: Asker) -> str:
+    info = asker.engine.info
+    if info.attention == "none":
+        return "table"
+    if info.forward == "native":
+        return "native"
+    return "packed" if info.batching == "packed" else "torch"
+
+
+def _apart(ours: Matrix, theirs: Matrix) -> float:
+    if ours.shape != theirs.shape:
+        return float("inf")
+    return float(np.abs(ours - theirs).max(initial=0.0) / max(1.0, np.abs(theirs).max(initial=0.0)))
