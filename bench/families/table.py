@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench.families import encoders
+from bench.families import decoders, encoders, own_code
 from bench.families.row import Row
 
-ROWS: tuple[Row, ...] = (*encoders.ROWS,)
+ROWS: tuple[Row, ...] = (*encoders.ROWS, *decoders.ROWS, *own_code.ROWS)

@@ -309,7 +309,7 @@ def first_batching(
         try:
             model.backbone.use(batching)
             close = compare(batched(model, inputs), reference)
-        except (CannotPackError, ValueError, TypeError, RuntimeError, NotImplementedError) as refusal:
+        except (CannotPackError, ValueError, TypeError, RuntimeError, LookupError, AttributeError) as refusal:
             gpu.raise_if_the_devices(refusal, device)
             why = f"is not for this model: {str(refusal).partition(chr(10))[0]}"
         else:

@@ -226,7 +226,7 @@ FURTHER = {
     "mt5": Family(unigram(None), _of("MT5Config", feed_forward_proj="gated-gelu", **_T5)),
     "nystromformer": Family(
         unigram("<s>"),
-        _of("NystromformerConfig", num_landmarks=8, segment_means_seq_len=64, **_BERT | {"pad_token_id": 1}),
+        _of("NystromformerConfig", num_landmarks=64, segment_means_seq_len=64, **_BERT | {"pad_token_id": 1}),
     ),
     "olmo2": Family(byte_level(framed=False), _of("Olmo2Config", **_IDS, **_DECODER), "lasttoken"),
     "opt": Family(
