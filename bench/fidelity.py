@@ -12,6 +12,7 @@ from tests.fidelity.cases import CASES, Case
 from tests.fidelity.figures import LIMITS, REAL_WEIGHTS_LIMITS, Figures
 
 from bench import report
+from bench.families import command
 from bench.progress import partial, say
 from teimgr.errors import TeimgrError
 
@@ -26,6 +27,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--texts", type=int, default=200, help="inputs per case, of 1 to more than the longest length")
     parser.add_argument("--only", default="", help="only cases whose kind or name has this in it")
     parser.add_argument(
+        "--families",
+        action="store_true",
+        help="the catalogue of families instead, each layout as the hub has it; writes docs/models.md (some five "
+        "minutes); --only is of a row's key",
+    )
+    parser.add_argument(
         "--dtype",
         nargs="+",
         choices=tuple(LIMITS),
@@ -37,6 +44,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measure, print, write; 1 where a case does not hold."""
+    if options.families:
+        return command.run(options.only)
     found: list[tuple[Case, str, Figures | TeimgrError]] = []
     with partial():
         for case in (case for case in CASES if options.only in f"{case.row}: {case.name}"):

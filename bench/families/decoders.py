@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
+
+from tests.support import plain_forwards
+from tests.support.models import edit, read
+from tests.support.models.own_code import build_decoder
 
 from bench.families import files
 from bench.families.encoders import st
 from bench.families.references import plain
 from bench.families.row import PLAIN, Reference, Row
-from tests.support import plain_forwards
-from tests.support.models import edit, read
-from tests.support.models.own_code import build_decoder
 
 _LONGEST = 192
 _QUERY = "Instruct: Given a web search query, retrieve relevant passages that answer the query\nQuery:"
@@ -21,7 +21,7 @@ _QUERY = "Instruct: Given a web search query, retrieve relevant passages that an
 
 def _plain_layouts() -> Iterator[Row]:
     asked: dict[str, Any] = {"prompts": {"query": _QUERY, "document": ""}, "asked": {"prompt_name": "query"}}
-    asked["reference"] = partial(st_query)
+    asked["reference"] = _st_query
     qwen3 = "Qwen/Qwen3-Embedding-{}"
     yield st("qwen3-embedding-0.6b", "Qwen3", qwen3.format("0.6B"), "qwen3", tei=True)
     yield st("qwen3-embedding-4b", "Qwen3", qwen3.format("4B"), "qwen3", tei=True, **asked)
@@ -52,7 +52,7 @@ def _plain_layouts() -> Iterator[Row]:
     for key, family, hub in (
         ("bloom", "BLOOM", "bigscience/sgpt-bloom-7b1-msmarco"),
         ("gpt2", "GPT-2", "GPT-2 embedders"),
-        ("gpt_neo", "GPT-Neo", "Muennighoff/SGPT-125M-weightedmean-nli-bitfit, SGPT-1.3B-weightedmean-msmarco-specb-bitfit"),
+        ("gpt_neo", "GPT-Neo", "Muennighoff/SGPT-125M-weightedmean-nli-bitfit, SGPT-1.3B-weightedmean"),
         ("gpt_neox", "GPT-NeoX", "Pythia embedders"),
         ("gptj", "GPT-J", "Muennighoff/SGPT-5.8B-weightedmean-msmarco-specb-bitfit"),
         ("granite", "Granite", "Granite language models as embedders"),
@@ -67,7 +67,7 @@ def _plain_layouts() -> Iterator[Row]:
         yield st(key.replace("_", "-"), family, hub, key)
 
 
-def st_query(folder: Path, texts: Any, **options: Any) -> Any:
+def _st_query(folder: Path, texts: Any, **options: Any) -> Any:
     """sentence-transformers with the prompt of queries."""
     from bench.families.references import st_dense
 

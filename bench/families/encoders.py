@@ -31,7 +31,6 @@ def st(
     engine_options: Mapping[str, Any] | None = None,
     tei: bool = False,
     note: str = "",
-    refused_rightly: str = "",
     **layout: Any,
 ) -> Row:
     """A row of sentence-transformers' layout, with `changes` to its files; `layout` are keywords of `build`."""
@@ -52,7 +51,6 @@ def st(
         engine_options=engine_options or {},
         is_in_tei_readme=tei,
         note=note,
-        refused_rightly=refused_rightly,
     )
 
 

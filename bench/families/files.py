@@ -76,7 +76,7 @@ def in_dtype(dtype: torch.dtype) -> Change:
 
 
 def prefixed(prefix: str, *, old_norms: bool = False, heads: bool = True) -> Change:
-    """Names of weights with the prefix of a model with a head, as of masked-LM checkpoints; `old_norms`: gamma, beta."""
+    """Names of weights as of a checkpoint with a head, and such heads; `old_norms`: norms with gamma and beta."""
 
     def change(folder: Path) -> None:
         weights = {f"{prefix}{name}": w for name, w in load_file(folder / "model.safetensors").items()}

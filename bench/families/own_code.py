@@ -8,20 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
-
-from bench.families.references import plain, st_dense
-from bench.families.row import PLAIN, ST, TRANSFORMERS, Reference, Row
-from teimgr.engine.job import Input
+from safetensors.torch import load_file
 from tests.fidelity.figures import Matrix
 from tests.support import plain_forwards
-from tests.support.models import FAMILIES, build, edit, read, write
+from tests.support.models import FAMILIES, build, edit
 from tests.support.models.dense import IDENTITY, write_dense
 from tests.support.models.families import WIDTH
 from tests.support.models.files import write_modules
 from tests.support.models.jina_bert import build_jina_bert
 from tests.support.models.own_code import NOMIC_MOE, build_decoder, build_jina_xlm, build_lfm2, build_new, build_nomic
+from torch import Tensor
+
+from bench.families.references import plain, st_dense
+from bench.families.row import PLAIN, ST, TRANSFORMERS, Reference, Row
 
 _LONGEST = 192
 Built = tuple[dict[str, Tensor], dict[str, Any]]
@@ -41,7 +40,7 @@ def own(
     note: str = "",
     after: Callable[[Path], Callable[[Tensor], Tensor]] | None = None,
 ) -> Row:
-    """A row of `built`, whose hidden states `forward` gives; `after` adds what comes behind the pooling, and gives it."""
+    """A row of `built`, whose hidden states `forward` gives; `after` writes what is behind the pooling, and gives it."""
 
     def make(folder: Path) -> Reference:
         weights, config = built(folder)

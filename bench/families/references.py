@@ -1,4 +1,4 @@
-"""References that the catalogue has beside those of `tests.fidelity.references`: plain forwards, and bare transformers."""
+"""References of the catalogue beside those of `tests.fidelity.references`: plain forwards, and bare transformers."""
 
 from __future__ import annotations
 
@@ -84,6 +84,11 @@ def elsewhere(other: str, reference: Reference) -> Reference:
         return reference(folder.parent / other, inputs)
 
     return found
+
+
+def none(folder: Path, inputs: Sequence[Input]) -> list[Matrix]:
+    """No reference: the row is refused."""
+    raise NotImplementedError("there is no reference for a model that is refused")
 
 
 def _tokenizer(folder: Path, longest: int) -> Tokenizer:

@@ -27,9 +27,8 @@ class Row:
     """One layout.
 
     `make` writes the model to a folder, and gives the reference where that needs what was written; else it is
-    `reference`, named `by`. `hub` are examples of repositories. `asked` is what engine and reference are asked for:
-    one or more sets of options for the engine, each with those of the reference. `longest` is the model's maximal length
-    in tokens. `expected`: why the model is refused, in words of the refusal, where that is right; such a row is no gap.
+    `reference`, named `by`. `hub` are examples of repositories. `asked` are the options for the engine that the
+    reference answers to. `longest` is the model's maximal length in tokens.
     """
 
     key: str
@@ -46,4 +45,3 @@ class Row:
     note: str = ""
     is_in_tei_readme: bool = False
     takes_pairs: bool = False
-    refused_rightly: str = ""

@@ -12,12 +12,12 @@ from pathlib import Path
 from bench.families.row import Row
 from bench.families.trial import Outcome
 
-LIMIT_S = 120.0
+LIMIT_S = 600.0
 """Of one row."""
 
 
 def measured(rows: Sequence[Row]) -> Iterator[tuple[Row, Outcome]]:
-    """The outcome of each row, in their order. The libraries are imported once, by the server that forks the processes."""
+    """The outcome of each row, in their order. A server imports the libraries once, and forks a process for each."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     context = multiprocessing.get_context("forkserver")

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from bench.families import decoders, encoders, own_code
+from bench.families import decoders, encoders, others, own_code, scoring
 from bench.families.row import Row
 
-ROWS: tuple[Row, ...] = (*encoders.ROWS, *decoders.ROWS, *own_code.ROWS)
+ROWS: tuple[Row, ...] = (
+    *encoders.ROWS,
+    *decoders.ROWS,
+    *own_code.ROWS,
+    *others.ROWS,
+    *scoring.ROWS,
+)

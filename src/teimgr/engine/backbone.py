@@ -231,7 +231,14 @@ class WholeModel(Transformer):
             raise ValueError("the head of this model cannot be run by itself")
 
     def _forward(self, **inputs: Any) -> Tensor:
-        logits: Tensor = self._module(**inputs, **self._options).logits
+        texts = len(inputs["input_ids"])
+        try:
+            logits: Tensor = self._module(**inputs, **self._options).logits
+        except ValueError:  # BART's head wants as many end tokens in each text, and a pair has more of them
+            if texts == 1:
+                raise
+            rows = [{name: value[at : at + 1] for name, value in inputs.items()} for at in range(texts)]
+            return torch.cat([self._forward(**row) for row in rows])
         return logits if logits.dim() == 2 else logits.flatten(0, 1)
 
 
