@@ -22,14 +22,11 @@ def run(only: str) -> int:
         known[row.key] = {"date": today, **asdict(outcome)}
         say(f"{row.key}: {outcome.state} {outcome.how} {outcome.reason}")
     rows = {row.key: known[row.key] for row in ROWS if row.key in known}
-    if len(rows) < len(ROWS):
-        say(
-            f"not measured yet, so the page is not written: {', '.join(row.key for row in ROWS if row.key not in rows)}"
-        )
-        return 1
     found = {"machine": describe(), "rows": rows}
     FIGURES.write_text(json.dumps(found, indent=1) + "\n")
     DOCUMENT.write_text(document(ROWS, found))
+    if missing := [row.key for row in ROWS if row.key not in rows]:
+        say(f"not measured yet: {', '.join(missing)}")
     states = [record["state"] for record in rows.values()]
     say(f"{len(rows)} rows: " + ", ".join(f"{states.count(state)} {state}" for state in sorted(set(states))))
-    return 0 if set(states) <= {"exact", "refused"} else 1
+    return 0 if set(states) <= {"exact", "refused"} and not missing else 1

@@ -12,11 +12,20 @@ from safetensors.torch import load_file
 from tests.fidelity.figures import Matrix
 from tests.support import plain_forwards
 from tests.support.models import FAMILIES, build, edit
+from tests.support.models.bidirectional import build_pplx, build_voyage
 from tests.support.models.dense import IDENTITY, write_dense
 from tests.support.models.families import WIDTH
 from tests.support.models.files import write_modules
 from tests.support.models.jina_bert import build_jina_bert
-from tests.support.models.own_code import NOMIC_MOE, build_decoder, build_jina_xlm, build_lfm2, build_new, build_nomic
+from tests.support.models.own_code import (
+    NOMIC_MOE,
+    TASKS,
+    build_jina_v3,
+    build_jina_xlm,
+    build_lfm2,
+    build_new,
+    build_nomic,
+)
 from torch import Tensor
 
 from bench.families.references import plain, st_dense
@@ -40,7 +49,7 @@ def own(
     note: str = "",
     after: Callable[[Path], Callable[[Tensor], Tensor]] | None = None,
 ) -> Row:
-    """A row of `built`, whose hidden states `forward` gives; `after` writes what is behind the pooling, and gives it."""
+    """A row of `built`, whose hidden states `forward` gives; `after` writes what follows the pooling, and gives it."""
 
     def make(folder: Path) -> Reference:
         weights, config = built(folder)
@@ -124,43 +133,51 @@ def _jina() -> Iterator[Row]:
     yield xlm("jina-xlm-absolute", "the same, absolute positions", position_embedding_type="absolute")
 
 
-def _bidirectional_qwen3(
-    key: str, hub: str, changes: dict[str, Any], rounds: bool = False, *, width: int = 24, tei: bool = False
-) -> Row:
-    """Qwen3 with a linear layer of its own, behind which pplx-embed rounds."""
+def _voyage(folder: Path) -> Reference:
+    weights, config = build_voyage(folder)
 
-    def make(folder: Path) -> Reference:
-        torch.manual_seed(2)
-        head = {} if rounds else {"linear.weight": torch.randn(width, WIDTH)}
-        weights, config = build_decoder("qwen3", folder, pooling="mean", extra=head, **changes)
+    def forward(ids: Tensor) -> Tensor:
+        return plain_forwards.causal(weights, config, ids, both_ways=True) @ weights["linear.weight"].T
 
-        def project(vector: Tensor) -> Tensor:
-            if rounds:
-                return (vector.tanh() * 127).round()
-            return head["linear.weight"] @ vector
+    return plain(forward, "mean", _LONGEST)
 
-        return plain(
-            lambda ids: plain_forwards.causal(weights, config, ids, both_ways=True), "mean", _LONGEST, project=project
-        )
 
-    return Row(key, "Qwen3", hub, make, by=PLAIN, longest=_LONGEST, is_in_tei_readme=tei)
+def _pplx(folder: Path) -> Reference:
+    weights, config = build_pplx(folder)
+    return plain(
+        lambda ids: plain_forwards.causal(weights, config, ids, both_ways=True),
+        "mean",
+        _LONGEST,
+        project=lambda vector: (vector.tanh() * 127).round(),
+    )
+
+
+def _jina_v3() -> Iterator[Row]:
+    """LoRA weights by task: the plain forward has the weights with those of the task merged."""
+    prompts = {"retrieval.query": "query: ", "retrieval.passage": "passage: "}
+    for task in ("", *TASKS):
+
+        def make(folder: Path, task: str = task) -> Reference:
+            merged, config = build_jina_v3(folder)
+            return plain(
+                lambda ids: plain_forwards.jina_xlm_roberta(merged[task], config, ids),
+                "mean",
+                _LONGEST,
+                prompt=prompts.get(task, ""),
+            )
+
+        hub = f"jinaai/jina-embeddings-v3, {f'task {task}' if task else 'without a task'}"
+        key = f"jina-v3-{task.replace('.', '-') or 'no-task'}"
+        asked = {"prompt_name": task} if task else {}
+        yield Row(key, "Jina XLM-RoBERTa (flash)", hub, make, by=PLAIN, asked=asked, longest=_LONGEST)
 
 
 def _others() -> Iterator[Row]:
     yield own("lfm2.5-embedding", "LFM2", "LiquidAI/LFM2.5-Embedding-350M", build_lfm2, plain_forwards.lfm2, "cls")
-    voyage = {
-        "use_bidirectional_attention": True,
-        "num_labels": 24,
-        "auto_map": {"AutoModel": "modeling_qwen3_bidirectional.Qwen3BidirectionalModel"},
-        "architectures": ["Qwen3BidirectionalModel"],
-    }
-    yield _bidirectional_qwen3("voyage-4-nano", "voyageai/voyage-4-nano", voyage, tei=True)
-    pplx = {
-        "model_type": "bidirectional_pplx_qwen3",
-        "architectures": ["PPLXQwen3Model"],
-        "auto_map": {"AutoConfig": "configuration.PPLXQwen3Config", "AutoModel": "modeling.PPLXQwen3Model"},
-    }
-    yield _bidirectional_qwen3("pplx-embed", "perplexity-ai/pplx-embed-v1-0.6b, -4b", pplx, rounds=True)
+    hub = "voyageai/voyage-4-nano"
+    yield Row("voyage-4-nano", "Qwen3", hub, _voyage, by=PLAIN, longest=_LONGEST, is_in_tei_readme=True)
+    hub = "perplexity-ai/pplx-embed-v1-0.6b, -4b"
+    yield Row("pplx-embed", "Qwen3", hub, _pplx, by=PLAIN, longest=_LONGEST, note="vectors of integers")
 
     def bilingual(folder: Path) -> None:
         shutil.copytree(build("xlm_roberta", folder.parent / "plain"), folder)
@@ -224,4 +241,4 @@ def _dpr(kind: str) -> Callable[[Path], Reference]:
     return make
 
 
-ROWS = (*_nomic(), *_gte(), *_jina(), *_others())
+ROWS = (*_nomic(), *_gte(), *_jina(), *_jina_v3(), *_others())

@@ -12,41 +12,11 @@ import torch
 from tests.engine.conftest import Served, serve  # noqa: F401  a fixture
 from tests.support import plain_forwards
 from tests.support.exact_models import assert_exact, ids_of
-from tests.support.models import WIDTH, edit, read, write
-from tests.support.models.own_code import build_decoder, drawn
+from tests.support.models import edit
+from tests.support.models.bidirectional import WIDER, build_pplx, build_voyage
 
 from teimgr.errors import ModelLoadFailed
 from teimgr.model_files.reading import read_layout
-
-WIDER = 2 * WIDTH
-VOYAGE = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "auto_map": {"AutoModel": "modeling_qwen3_bidirectional.Qwen3BidirectionalModel"},
-    "num_labels": WIDER,
-    "use_bidirectional_attention": True,
-}
-PPLX = {
-    "architectures": ["PPLXQwen3Model"],
-    "auto_map": {"AutoConfig": "configuration.PPLXQwen3Config", "AutoModel": "modeling.PPLXQwen3Model"},
-    "model_type": "bidirectional_pplx_qwen3",
-    "use_bidirectional_attention": True,
-    "use_cache": False,
-}
-
-
-def build_voyage(folder: Path, **changes: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    extra = {"linear.weight": drawn()(WIDER, WIDTH)}
-    weights, config = build_decoder("qwen3", folder, pooling="mean", extra=extra, **VOYAGE | changes)
-    return weights | extra, config
-
-
-def build_pplx(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    found = build_decoder("qwen3", folder, pooling="mean", **PPLX)
-    rows = read(folder / "modules.json")[:2]
-    own = {"idx": 2, "name": "2", "path": "", "type": "st_quantize.FlexibleQuantizer", "kwargs": ["quantization"]}
-    (folder / "modules.json").unlink()
-    write(folder / "modules.json", [*rows, own])
-    return found
 
 
 @pytest.mark.parametrize("with_code", [True, False])

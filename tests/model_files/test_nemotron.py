@@ -12,9 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.engine.conftest import Served, serve  # noqa: F401  a fixture
 from tests.support import plain_forwards
-from tests.support.models import FAMILIES, WIDTH, edit, read
-from tests.support.models.files import pad_and_truncate
-from tests.support.models.own_code import drawn
+from tests.support.models.bidirectional import NEMOTRON_CLASSES, build_nemotron
 from tests.support.plain_forwards import POOLINGS
 from tokenizers import Tokenizer
 
@@ -23,36 +21,6 @@ from teimgr.errors import ModelLoadFailed
 from teimgr.model_files.reading import read_layout
 
 PAIRS = [Pair("the lazy fox", "fog"), Pair("a ship", "The quick brown fox jumps over the lazy dog. ")]
-CLASSES = {
-    "AutoConfig": "llama_bidirectional_model.LlamaBidirectionalConfig",
-    "AutoModel": "llama_bidirectional_model.LlamaBidirectionalModel",
-    "AutoModelForSequenceClassification": "llama_bidirectional_model.LlamaBidirectionalForSequenceClassification",
-}
-CONFIG = {
-    "architectures": ["LlamaBidirectionalForSequenceClassification"],
-    "auto_map": CLASSES,
-    "id2label": {"0": "LABEL_0"},
-    "label2id": {"LABEL_0": 0},
-    "model_type": "llama_bidirec",
-    "pooling": "avg",
-    "temperature": 1.0,
-}
-
-
-def build_nemotron(folder: Path, **changes: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Gives the weights, without `model.`, and config.json."""
-    torch.manual_seed(0)
-    kind = FAMILIES["llama"]
-    tokenizer = kind.tokenizer()
-    kind.encoder(len(tokenizer)).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    pad_and_truncate(folder / "tokenizer.json")
-    weights = load_file(folder / "model.safetensors")
-    score = {"score.weight": drawn()(1, WIDTH)}
-    saved = {f"model.{name}": tensor for name, tensor in weights.items()} | score
-    save_file(saved, folder / "model.safetensors", metadata={"format": "pt"})
-    edit(folder / "config.json", **CONFIG | changes)
-    return weights | score, read(folder / "config.json")
 
 
 @pytest.mark.parametrize(
@@ -89,7 +57,12 @@ def test_scores_are_those_of_the_pooled_states_divided_by_the_temperature(
         ({"temperature": 0}, "temperature = 0"),
         ({"temperature": "hot"}, "temperature = 'hot'"),
         (
-            {"auto_map": {**CLASSES, "AutoModel": "someone/else--llama_bidirectional_model.LlamaBidirectionalModel"}},
+            {
+                "auto_map": {
+                    **NEMOTRON_CLASSES,
+                    "AutoModel": "someone/else--llama_bidirectional_model.LlamaBidirectionalModel",
+                }
+            },
             "trust",
         ),
     ],
