@@ -309,6 +309,7 @@ class InstanceSpec:
         change=_REPLACE,
         in_rest=False,
         in_config=False,
+        secret=True,
     )
 
 

@@ -133,7 +133,7 @@ async def test_noop_outside_arrow_mode_runs_with_a_warning(mux_url: str) -> None
 @pytest.mark.parametrize(
     ("endpoint", "instance", "says"),
     [
-        ("http://127.0.0.1:1/x", INSTANCE, "endpoint 'http://127.0.0.1:1/x'"),
+        ("http://127.0.0.1:1/x", INSTANCE, "gRPC has no path: 'http://127.0.0.1:1/x'"),
         ("http://127.0.0.1:1", "\udcff", "instance is not Unicode"),
     ],
     ids=["path", "name"],

@@ -81,7 +81,7 @@ async def test_ray_listens_on_the_address_of_the_settings_alone_with_their_ports
     try:
         await launcher.start()
         await launcher.find()
-        worker = await launcher.launch(WorkerSpec(name="a", model_id="fake:", host="one"))
+        worker = await launcher.launch(WorkerSpec(name="a", model_id="fake", host="one"))
         found = listeners(host.settings.run_dir)
         await worker.stop(0)
         await launcher.release()

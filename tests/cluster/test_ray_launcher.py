@@ -15,6 +15,7 @@ from dataclasses import replace
 import psutil
 import pytest
 from tests.support.cluster import OneHost, needs_ray, one_host
+from tests.support.fakes.worker import fake_id
 from tests.support.fleet import LIMIT_S
 from tests.support.polling import eventually
 
@@ -34,7 +35,7 @@ pytestmark = [needs_ray, pytest.mark.slow]
 
 
 def spec(flags: str = "", name: str = "a", **values: object) -> WorkerSpec:
-    return WorkerSpec(name=name, model_id=f"fake:{flags}", host="one", **values)  # type: ignore[arg-type]
+    return WorkerSpec(name=name, model_id=fake_id(flags), host="one", **values)  # type: ignore[arg-type]
 
 
 @pytest.fixture

@@ -70,7 +70,10 @@ def test_a_value_may_look_like_a_flag() -> None:
         (["--dytpe", "float16"], "unknown flag '--dytpe'; did you mean --dtype?"),
         (["serve"], "unknown flag 'serve'; known: "),
         (["--dtype"], "--dtype needs a value"),
-        (["--kind", "llm"], "--kind must be one of embedding, sparse, multi-vector, reranker, classifier (got 'llm')"),
+        (
+            ["--kind", "llm"],
+            "--kind must be one of embedding, sparse, multi-vector, reranker, classifier, token-classifier (got 'llm')",
+        ),
         (["--dtype", "int7"], "--dtype must be one of auto, float32, float16, bfloat16, int8 (got 'int7')"),
         (["--max-batch-tokens", "0"], "--max-batch-tokens must be a positive number (got '0')"),
         (["--payload-limit", "²"], "--payload-limit must be a positive number"),

@@ -133,7 +133,7 @@ def test_the_full_file_shows_every_key_with_its_default() -> None:
 @pytest.mark.parametrize(
     ("table", "kind", "hidden"),
     [
-        ("[[instances]]", InstanceSpec, {"wanted_running", "seeded", "pending_update"}),
+        ("[[instances]]", InstanceSpec, {"wanted_running", "seeded", "pending_update", "confined"}),
         ("[auth.mtls]", Mtls, set()),
         ("[auth.tls]", ServerTls, set()),
         ("[[auth.api_keys]]", ApiKeyEntry, set()),

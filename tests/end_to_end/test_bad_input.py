@@ -118,8 +118,9 @@ def test_a_body_over_the_limit_is_refused(daemon: DaemonProcess) -> None:
     [
         ({"config.json": "{ not json"}, "config.json is not valid JSON"),
         ({"config.json": '{"model_type": "no-such-architecture"}', "tokenizer.json": "{}"}, "length limit"),
+        ({}, "has no config.json"),
     ],
-    ids=["broken", "unknown"],
+    ids=["broken", "unknown", "empty"],
 )
 def test_a_model_whose_files_tell_that_it_cannot_be_served_is_refused_at_creation(
     daemon: DaemonProcess, tmp_path: Path, content: dict[str, str], says: str
@@ -136,8 +137,8 @@ def test_a_model_directory_that_is_missing_is_refused_at_creation(daemon: Daemon
 
 @pytest.mark.parametrize(
     ("content", "says"),
-    [(None, "neither a directory here nor in the hub cache"), ({}, "neither config.json nor modules.json")],
-    ids=["unknown id", "empty"],
+    [(None, "neither a directory here nor in the hub cache")],
+    ids=["unknown id"],
 )
 def test_a_model_that_cannot_load_fails_for_good_with_the_reason(
     daemon: DaemonProcess, tmp_path: Path, content: dict[str, str] | None, says: str

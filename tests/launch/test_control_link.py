@@ -6,6 +6,7 @@ import json
 import socket
 from pathlib import Path
 
+from tests.support.fakes.worker import fake_id
 from tests.support.fleet import LIMIT_S
 
 from teimgr.launch.control_link import ControlLink, identify
@@ -15,7 +16,7 @@ from teimgr.wire.frames import Method
 
 
 def spec(flags: str = "", name: str = "a", **values: object) -> WorkerSpec:
-    return WorkerSpec(name=name, model_id=f"fake:{flags}", **values)  # type: ignore[arg-type]
+    return WorkerSpec(name=name, model_id=fake_id(flags), **values)  # type: ignore[arg-type]
 
 
 async def test_the_control_link_carries_calls_and_errors(launcher: LocalLauncher) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from tests.support.daemon_process import free_ports
+from tests.support.fakes.worker import fake_id
 from tests.support.fleet import LIMIT_S, RESIDENT, local_launcher
 from tests.support.polling import eventually
 
@@ -31,7 +32,7 @@ from teimgr.spec import WorkerSpec
 
 
 def spec(flags: str = "", name: str = "a", **values: object) -> WorkerSpec:
-    return WorkerSpec(name=name, model_id=f"fake:{flags}", **values)  # type: ignore[arg-type]
+    return WorkerSpec(name=name, model_id=fake_id(flags), **values)  # type: ignore[arg-type]
 
 
 def left_over(folder: Path) -> set[str]:

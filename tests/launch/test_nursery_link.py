@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from tests.support.fakes.worker import fake_id
 from tests.support.fleet import LIMIT_S, RESIDENT, children, local_launcher
 from tests.support.polling import eventually
 
@@ -28,7 +29,7 @@ from teimgr.spec import WorkerSpec
 
 
 def spec(flags: str = "", name: str = "a", **values: object) -> WorkerSpec:
-    return WorkerSpec(name=name, model_id=f"fake:{flags}", **values)  # type: ignore[arg-type]
+    return WorkerSpec(name=name, model_id=fake_id(flags), **values)  # type: ignore[arg-type]
 
 
 def left_over(folder: Path) -> set[str]:

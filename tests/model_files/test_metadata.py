@@ -29,7 +29,7 @@ def test_a_missing_directory_or_config_is_a_missing_model(tmp_path: Path) -> Non
         ("eurobert", ["configuration_eurobert.EuroBertConfig", "modeling_eurobert.EuroBertModel"], True),
         ("eurobert", ["configuration_eurobert.EuroBertConfig", "modeling.EuroBertModel"], False),
         ("bert", ["jinaai/jina-bert-implementation--modeling.JinaBertModel"], False),
-        ("xlm-roberta", ["modeling_lora.XLMRobertaLoRA"], False),
+        ("xlm-roberta", ["modeling_lora.XLMRobertaLora"], False),
     ],
 )
 def test_a_models_own_code_is_needed_only_where_it_is_not_known_to_be_the_librarys(

@@ -79,7 +79,7 @@ def test_what_the_files_cannot_mean_is_refused_with_the_reason(
         (["Transformer", "Pooling", "MultiVectorMask"], "a Pooling module is not served in this place"),
         (["Transformer", "Pooling", "LSTM"], "LSTM module: .*recurrent"),
         (["Transformer", "CNN", "Pooling"], "CNN module: .*convolution"),
-        (["Router"], "Router module: .*queries and documents through different modules"),
+        (["Router"], "names a Router module, and its router_config.json is missing"),
         (["Asym"], "Asym module"),
         (["BoW"], "BoW module: .*counts words"),
         (["WordEmbeddings", "Pooling"], "WordEmbeddings module"),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tests.support.fakes.worker import fake_id
 from tests.support.fleet import RESIDENT, children, local_launcher, settings_for
 from tests.support.models import build
 from tests.support.polling import eventually
@@ -50,8 +51,8 @@ async def make(folder: Path) -> AsyncIterator[Make]:
 
 def model(folder: Path, flags: str = "") -> str:
     """A model directory whose name is the script of the worker."""
-    path = folder / (f"fake:{flags}" if flags else "fake")
-    path.mkdir()
+    path = folder / fake_id(flags)
+    path.mkdir(parents=True)
     for name in ("config.json", "model.safetensors"):
         (path / name).write_text("{}")
     return str(path)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.fakes.worker import fake_id
 from tests.support.fleet import LIMIT_S, Fleet
 from tests.support.polling import eventually
 
@@ -70,7 +71,7 @@ async def test_a_change_starts_the_new_worker_beside_the_old_one_and_then_ends_t
     old = (await fleet.running()).pid
     watch = Watch(fleet)
 
-    view = await fleet.manager.update("a", {"model_id": "fake:busy"})
+    view = await fleet.manager.update("a", {"model_id": "fake/busy"})
     assert view.update is not None
     assert (view.update.state, view.update.changes, view.pid) == ("rolling", ("model_id",), old)
     new = (await fleet.running(not_pid=old)).pid
@@ -78,7 +79,7 @@ async def test_a_change_starts_the_new_worker_beside_the_old_one_and_then_ends_t
     await gone(old)
     await eventually(lambda: fleet.manager.get("a").update.state == "done")  # type: ignore[union-attr]
     view = fleet.manager.get("a")
-    assert (view.spec.model_id, view.pid, view.restarts) == ("fake:busy", new, 0)
+    assert (view.spec.model_id, view.pid, view.restarts) == ("fake/busy", new, 0)
     await eventually(lambda: len(fleet.manager.get("a").workers) == 1)
     watch.assert_no_gap()
 
@@ -102,7 +103,7 @@ async def test_a_new_worker_that_fails_changes_nothing(fleet: Fleet, flags: str)
     watch = Watch(fleet)
 
     with pytest.raises(UpdateFailed, match="is as it was") as caught:
-        await fleet.manager.update("a", {"model_id": f"fake:{flags}"}, wait=True)
+        await fleet.manager.update("a", {"model_id": fake_id(flags)}, wait=True)
 
     view = fleet.manager.get("a")
     assert (view.spec, view.pid, view.state) == (before.spec, before.pid, State.RUNNING)
@@ -170,7 +171,7 @@ async def test_a_rolling_restart_has_no_gap_and_counts(fleet: Fleet) -> None:
 async def test_a_second_change_has_to_wait(fleet: Fleet) -> None:
     await fleet.create()
     await fleet.running()
-    await fleet.manager.update("a", {"model_id": "fake:slow-start=60"})
+    await fleet.manager.update("a", {"model_id": "fake/slow-start_60"})
 
     with pytest.raises(UpdateInProgress):
         await fleet.manager.update("a", {"dtype": "float16"})
@@ -180,7 +181,7 @@ async def test_a_second_change_has_to_wait(fleet: Fleet) -> None:
 async def test_other_commands_give_a_change_up(fleet: Fleet, verb: str) -> None:
     await fleet.create()
     old = (await fleet.running()).pid
-    await fleet.manager.update("a", {"model_id": "fake:never-ready"})
+    await fleet.manager.update("a", {"model_id": "fake/never-ready"})
     await eventually(lambda: len(list(fleet.settings.run_dir.glob("*.json"))) == 2)
 
     view = await getattr(fleet.manager, verb)("a")
@@ -202,13 +203,13 @@ async def test_a_change_that_is_on_its_way_to_the_disk_goes_to_its_end(
 
     def save_slowly(specs: Iterable[InstanceSpec]) -> None:
         kept = list(specs)
-        if kept[0].model_id == "fake:busy":  # the commit, not the note that the change was accepted
+        if kept[0].model_id == "fake/busy":  # the commit, not the note that the change was accepted
             writing.set()
             assert go_on.wait(LIMIT_S)
         save(kept)
 
     monkeypatch.setattr(fleet.store, "save", save_slowly)
-    await fleet.manager.update("a", {"model_id": "fake:busy"})
+    await fleet.manager.update("a", {"model_id": "fake/busy"})
     await eventually(writing.is_set)
     stopping = asyncio.create_task(fleet.manager.stop("a"))
     for _ in range(5):
@@ -218,8 +219,8 @@ async def test_a_change_that_is_on_its_way_to_the_disk_goes_to_its_end(
     view = await stopping
 
     assert view.update is not None
-    assert (view.state, view.spec.model_id, view.update.state) == (State.STOPPED, "fake:busy", "done")
-    assert [spec.model_id for spec in fleet.store.load().specs] == ["fake:busy"]
+    assert (view.state, view.spec.model_id, view.update.state) == (State.STOPPED, "fake/busy", "done")
+    assert [spec.model_id for spec in fleet.store.load().specs] == ["fake/busy"]
     assert fleet.left_over() == set()
 
 
@@ -255,9 +256,9 @@ async def test_a_stopped_instance_is_changed_without_being_started(fleet: Fleet)
     await fleet.running()
     await fleet.manager.stop("a")
 
-    view = await fleet.manager.update("a", {"model_id": "fake:busy"})
+    view = await fleet.manager.update("a", {"model_id": "fake/busy"})
 
-    assert (view.state, view.spec.model_id, fleet.left_over()) == (State.STOPPED, "fake:busy", set())
+    assert (view.state, view.spec.model_id, fleet.left_over()) == (State.STOPPED, "fake/busy", set())
     await fleet.manager.start("a")
     await fleet.running()
 
@@ -266,7 +267,7 @@ async def test_workers_of_an_update_are_counted_from_its_acceptance(fleet: Fleet
     await replicas_running(fleet, 1)
     assert fleet.manager.planned_workers("a") == 1
 
-    view = await fleet.manager.update("a", {"model_id": "fake:busy", "replicas": 3}, recreate=True)
+    view = await fleet.manager.update("a", {"model_id": "fake/busy", "replicas": 3}, recreate=True)
 
     assert view.update is not None
     assert (view.update.state, view.spec.replicas) == ("rolling", 1)
@@ -278,14 +279,14 @@ async def test_workers_of_an_update_are_counted_from_its_acceptance(fleet: Fleet
 async def test_recreate_ends_the_old_worker_first_and_brings_it_back_when_the_new_one_fails(fleet: Fleet) -> None:
     await fleet.create()
     old = (await fleet.running()).pid
-    view = await fleet.manager.update("a", {"model_id": "fake:busy"}, recreate=True, wait=True)
+    view = await fleet.manager.update("a", {"model_id": "fake/busy"}, recreate=True, wait=True)
     assert old is not None
-    assert (look_up(old), view.spec.model_id) == (None, "fake:busy")
+    assert (look_up(old), view.spec.model_id) == (None, "fake/busy")
 
     with pytest.raises(UpdateFailed):
-        await fleet.manager.update("a", {"model_id": "fake:fail-permanent"}, recreate=True, wait=True)
+        await fleet.manager.update("a", {"model_id": "fake/fail-permanent"}, recreate=True, wait=True)
 
-    assert (await fleet.running(not_pid=view.pid)).spec.model_id == "fake:busy"
+    assert (await fleet.running(not_pid=view.pid)).spec.model_id == "fake/busy"
 
 
 # Replicas
@@ -337,14 +338,14 @@ async def test_a_change_replaces_every_replica_at_once(fleet: Fleet) -> None:
     before = pids(await replicas_running(fleet, 2))
     watch = Watch(fleet)
 
-    view = await fleet.manager.update("a", {"model_id": "fake:busy", "replicas": 3}, wait=True)
+    view = await fleet.manager.update("a", {"model_id": "fake/busy", "replicas": 3}, wait=True)
 
     assert len(pids(view)) == 3
     assert not set(pids(view)) & set(before)
     for pid in before:
         await gone(pid)
     watch.assert_no_gap()
-    assert {entry.model_id: len(entry.endpoints) for entry in watch.entries} == {"fake": 2, "fake:busy": 3}
+    assert {entry.model_id: len(entry.endpoints) for entry in watch.entries} == {"fake": 2, "fake/busy": 3}
 
 
 async def test_stop_and_delete_end_every_replica(fleet: Fleet) -> None:
@@ -392,7 +393,7 @@ async def test_every_replica_is_adopted(crash: Callable[..., None], fleets: Flee
     assert view.restarts == 0
 
 
-@pytest.mark.parametrize("change", ["fake:slow-start=30", "restart"])
+@pytest.mark.parametrize("change", ["fake/slow-start_30", "restart"])
 async def test_a_crash_in_the_midst_of_a_change_keeps_the_old_worker_and_ends_the_new_one(
     crash: Callable[..., None], fleets: Fleets, change: str
 ) -> None:
@@ -405,7 +406,7 @@ async def test_a_crash_in_the_midst_of_a_change_keeps_the_old_worker_and_ends_th
 
     view = fleet.manager.get("a")
     assert (view.state, view.restarts) == (State.RUNNING, 0)
-    assert view.spec.model_id == ("fake:slow-successor=30" if change == "restart" else "fake:first-only")
+    assert view.spec.model_id == ("fake/slow-successor_30" if change == "restart" else "fake/first-only")
     assert [worker.incarnation for worker in view.workers if worker.role == "serving"] == before[:1]
     await eventually(lambda: before[1] not in {path.stem for path in fleet.settings.run_dir.glob("*.json")})
 
@@ -413,11 +414,11 @@ async def test_a_crash_in_the_midst_of_a_change_keeps_the_old_worker_and_ends_th
 async def test_a_change_in_whose_midst_the_daemon_died_is_completed_by_the_next(
     crash: Callable[..., None], fleets: Fleets
 ) -> None:
-    change = "fake:slow-start=1"
+    change = "fake/slow-start_1"
     crash(change=change, workers=2)
     fleet = fleets()
     stored = fleet.store.load().specs[0]
-    assert (stored.model_id, change in (stored.pending_update or "")) == ("fake:first-only", True)
+    assert (stored.model_id, change in (stored.pending_update or "")) == ("fake/first-only", True)
     await fleet.manager.boot()
 
     await eventually(lambda: fleet.manager.get("a").spec.model_id == change)
@@ -433,7 +434,7 @@ async def test_a_change_in_whose_midst_the_daemon_died_is_completed_by_the_next(
 async def test_a_change_that_the_daemon_survives_too_seldom_is_given_up(
     crash: Callable[..., None], fleets: Fleets
 ) -> None:
-    crash(change="fake:slow-start=30", workers=2)
+    crash(change="fake/slow-start_30", workers=2)
     fleet = fleets()
     [stored] = fleet.store.load().specs
     assert stored.pending_update is not None
@@ -452,12 +453,12 @@ async def test_a_change_that_ends_by_itself_is_forgotten_and_one_cut_short_by_a_
 ) -> None:
     await fleet.create()
     await fleet.running()
-    for model_id, state in (("fake:busy", "done"), ("fake:fail-permanent=11", "failed")):
+    for model_id, state in (("fake/busy", "done"), ("fake/fail-permanent_11", "failed")):
         with suppress(UpdateFailed):
             await fleet.manager.update("a", {"model_id": model_id}, wait=True)
         assert fleet.manager.get("a").update.state == state  # type: ignore[union-attr]
         await eventually(lambda: fleet.store.load().specs[0].pending_update is None)
-    await fleet.manager.update("a", {"model_id": "fake:never-ready"})
+    await fleet.manager.update("a", {"model_id": "fake/never-ready"})
     assert fleet.store.load().specs[0].pending_update is not None
     await fleet.manager.shutdown(at_once=True)
     assert fleet.store.load().specs[0].pending_update is not None
@@ -466,7 +467,7 @@ async def test_a_change_that_ends_by_itself_is_forgotten_and_one_cut_short_by_a_
 async def test_the_end_of_the_daemon_in_the_midst_of_a_change_leaves_nothing(fleet: Fleet) -> None:
     await fleet.create()
     await fleet.running()
-    await fleet.manager.update("a", {"model_id": "fake:never-ready"})
+    await fleet.manager.update("a", {"model_id": "fake/never-ready"})
     await eventually(lambda: len(list(fleet.settings.run_dir.glob("*.json"))) == 2)
 
     with suppress(TimeoutError):

@@ -145,7 +145,7 @@ async def test_a_seed_keeps_its_worker_though_the_state_is_not_restored(
     crash: Callable[..., dict[str, int]], fleets: Fleets
 ) -> None:
     pid = crash("a")["a"]
-    seed = InstanceSpec(name="a", model_id="fake:")
+    seed = InstanceSpec(name="a", model_id="fake")
     fleet = fleets(auto_restore_on_restart=False, instances=(seed,))
     fleet.pids.add(pid)
 
@@ -376,7 +376,7 @@ async def test_what_the_settings_forbid_is_neither_created_nor_made_of_an_instan
 
 async def cost_of_an_event(fleet: Fleet, count: int) -> int:
     """How many functions run when one of `count` instances changes."""
-    idle = InstanceSpec(name="idle", model_id="fake:", wanted_running=False, prometheus_port=0)
+    idle = InstanceSpec(name="idle", model_id="fake", wanted_running=False, prometheus_port=0)
     fleet.store.save([replace(idle, name=f"idle-{number}", port=30000 + number) for number in range(count)])
     log, router = EventLog(), Router()
     await fleet.manager.boot()

@@ -27,9 +27,9 @@ def test_what_can_be_served_passes(tmp_path: Path) -> None:
 
 def test_a_kind_that_is_not_served_is_refused_with_the_reason(tmp_path: Path) -> None:
     path = build_classifier("bert", tmp_path)
-    edit(path / "config.json", architectures=["BertForTokenClassification"])
+    edit(path / "config.json", architectures=["BertForAudioClassification"])
 
-    with pytest.raises(InvalidConfig, match=f"model_id: {path} cannot be served: BertForTokenClassification labels"):
+    with pytest.raises(InvalidConfig, match=f"model_id: {path} cannot be served: BertForAudioClassification labels"):
         check_model(orders(path))
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tests.support.fakes.worker import fake_id
 
 from teimgr.config.settings import Settings
 from teimgr.launch.launcher import LocalLauncher, LocalOptions
@@ -97,8 +98,7 @@ class Fleet:
         self._changed.set()
 
     async def create(self, flags: str = "", name: str = "a", **values: object) -> InstanceView:
-        model_id = f"fake:{flags}" if flags else "fake"
-        return await self.manager.create(InstanceSpec(name=name, model_id=model_id, **values))  # type: ignore[arg-type]
+        return await self.manager.create(InstanceSpec(name=name, model_id=fake_id(flags), **values))  # type: ignore[arg-type]
 
     async def running(self, name: str = "a", *, not_pid: int | None = None) -> InstanceView:
         """The view once it runs, in a process other than `not_pid`."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
 import socket
 import struct
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 from tests.support.hub_server import SHA, Hub
 from tests.support.models import build, build_classifier
+from tests.support.models.files import edit
 from tests.support.polling import eventually
 from tests.support.worker_process import EXEC, FORKED, LIMIT_S, WorkerLink, WorkerProcess, arrow, table
 
@@ -26,10 +26,10 @@ from teimgr.wire.frames import Flag, FrameType, Method
 
 @pytest.fixture
 def endless(tmp_path: Path) -> Path:
-    """A model that never finishes loading: one of its files is a pipe without a writer."""
+    """A model that never finishes loading, where its code is trusted: that sleeps."""
     build("bert", tmp_path)
-    (tmp_path / "modules.json").unlink()
-    os.mkfifo(tmp_path / "modules.json")
+    edit(tmp_path / "config.json", auto_map={"AutoModel": "endless.Endless"})
+    (tmp_path / "endless.py").write_text("import time\n\ntime.sleep(3600)\n")
     return tmp_path
 
 
@@ -69,7 +69,7 @@ async def test_watchers_hear_that_a_download_gets_on(tiny: Path, tmp_path: Path)
 
 
 async def test_while_it_loads_calls_are_unavailable_and_threads_are_remembered(endless: Path) -> None:
-    with WorkerProcess(endless) as worker:
+    with WorkerProcess(endless, trust_remote_code=True) as worker:
         link, watch = await worker.watcher("loading")
 
         for method in (Method.EMBED, Method.INFO, Method.PROBE, Method.DECODE):
@@ -83,7 +83,7 @@ async def test_while_it_loads_calls_are_unavailable_and_threads_are_remembered(e
 
 @pytest.mark.parametrize("how", [EXEC, FORKED], ids=["exec", "fork"])
 async def test_a_stop_while_it_loads_ends_it_at_once(endless: Path, how: tuple[str, str]) -> None:
-    with WorkerProcess(endless, how) as worker:
+    with WorkerProcess(endless, how, trust_remote_code=True) as worker:
         link, _ = await worker.watcher("loading")
         worker.process.send_signal(signal.SIGTERM)
 

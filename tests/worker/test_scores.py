@@ -56,12 +56,15 @@ def test_json_has_the_shortest_digits_of_the_float32() -> None:
         (
             need_reranker_http,
             dict.fromkeys(
-                ("embedding", "sparse", "multi-vector", "classifier"), "Backend error: model is not a re-ranker model"
+                ("embedding", "sparse", "multi-vector", "classifier", "token-classifier"),
+                "Backend error: model is not a re-ranker model",
             ),
         ),
         (
             need_reranker_grpc,
-            dict.fromkeys(("embedding", "sparse", "multi-vector"), "model is not a classifier model")
+            dict.fromkeys(
+                ("embedding", "sparse", "multi-vector", "token-classifier"), "model is not a classifier model"
+            )
             | {"classifier": "model is not a re-ranker model"},
         ),
     ],
@@ -80,6 +83,6 @@ def test_each_kind_is_let_through_or_refused_in_teis_words(
 
 
 def test_only_late_interaction_has_token_vectors_of_its_own() -> None:
-    outputs = {kind: output_per_token(info(kind)) for kind in KINDS}
+    outputs = {kind: output_per_token(info(kind)) for kind in KINDS if kind != "token-classifier"}
 
     assert {kind for kind, output in outputs.items() if output is Output.MULTI_VECTOR} == {"multi-vector"}

@@ -132,12 +132,14 @@ def _check_volume(layout: Layout, files: Iterable[Path]) -> None:
     hidden = int(config.get("hidden_size") or config.get("d_model") or config.get("dim") or 0)
     narrow = int(config.get("embedding_size") or hidden)
     rows = {key: int(config.get(key) or 0) for key in ("vocab_size", "intermediate_size", "max_position_embeddings")}
-    if layout.config["model_type"] not in _POSITION_TABLES:
+    if config.get("model_type") not in _POSITION_TABLES:
         rows["max_position_embeddings"] = 0
     size_bytes = sum(file.stat().st_size for file in files if file.is_file())
     for key, count in rows.items():
         columns = hidden if key == "intermediate_size" else min(hidden, narrow)
         if count * columns > 2 * size_bytes:
+            if broken := broken_file(layout.weights_dir):
+                raise ModelLoadFailed(f"{layout.weights_dir / broken}")
             raise ModelLoadFailed(
                 f"config.json makes a weight of {count:,} × {columns:,} ({key}), and all files of weights have "
                 f"{size_bytes:,} bytes"

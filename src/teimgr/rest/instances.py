@@ -198,7 +198,7 @@ async def update_instance(request: Request, name: str, manager: ManagerDep, wait
     changes, recreate = body.changes(), body.strategy == "recreate"
     caller, settings = caller_of(request.scope), request.app.state.settings
     promised: AbstractContextManager[None] = nullcontext()
-    if "model_id" in changes:
+    if "model_id" in changes and manager.get(name).spec.confined != caller.is_restricted:
         changes["confined"] = caller.is_restricted
     if caller.is_restricted:
         changed = with_changes(manager.get(name).spec, changes)

@@ -28,6 +28,7 @@ from teimgr.errors import InstanceNotFound, StateNotSaved, TeimgrError, Unavaila
 from teimgr.launch.launcher import Adopted
 from teimgr.observability import catalogue
 from teimgr.spec import (
+    KEYS,
     Change,
     CpuThreads,
     Incident,
@@ -274,7 +275,11 @@ class ManagedInstance:
         return self._update_task is not None and not self._update_task.done()
 
     def _begin_update_of(self, steps: Callable[[], Awaitable[None]], changes: Iterable[str]) -> asyncio.Task[None]:
-        self._update = UpdateView(state="rolling", changes=tuple(sorted(changes)), started_at=now_rfc3339())
+        self._update = UpdateView(
+            state="rolling",
+            changes=tuple(sorted(key for key in changes if not KEYS[key].secret)),
+            started_at=now_rfc3339(),
+        )
         self._is_past_cancelling = False
         self._unsaved = None
         self._update_task = asyncio.create_task(self._run_update(steps), name=f"update of {self.spec.name}")

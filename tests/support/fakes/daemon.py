@@ -13,6 +13,8 @@ import asyncio
 import json
 from pathlib import Path
 
+from tests.support.fakes.worker import fake_id
+
 from teimgr.config.settings import Settings
 from teimgr.launch.launcher import LocalLauncher, LocalOptions
 from teimgr.observability.metrics import DaemonMetrics
@@ -39,7 +41,7 @@ async def main(folder: Path, wanted: dict[str, str], replicas: int, change: str)
     directory.subscribe(lambda name, entry: changed.set())
     await manager.boot()
     for name, flags in wanted.items():
-        await manager.create(InstanceSpec(name=name, model_id=f"fake:{flags}", replicas=replicas))
+        await manager.create(InstanceSpec(name=name, model_id=fake_id(flags), replicas=replicas))
     while not all(len(entry.endpoints) == replicas for entry in directory.snapshot().entries):
         changed.clear()
         await changed.wait()

@@ -1,6 +1,7 @@
 """A scripted stand-in for a worker: it implements the frames of supervision, loads no model, and fails on request.
 
-Its model id is `fake` or `fake:flag,flag=value,…`; the flags are the names of `_FLAGS`.
+Its model id is `fake` or, as an id of the hub has to look, `fake/flag.flag_value…` (`fake_id`); the flags are the names
+of `_FLAGS`.
 """
 
 from __future__ import annotations
@@ -52,6 +53,11 @@ _FLAGS = {
 }
 
 
+def fake_id(flags: str) -> str:
+    """The model id of a fake worker with flags in the form `flag,flag=value`."""
+    return f"fake/{flags.replace(',', '.').replace('=', '_')}" if flags else "fake"
+
+
 def main(listener_fd: int, incarnation: str, run_dir: str, spec_json: str, ports: str) -> int:
     """The entry the nursery runs."""
     spec = WorkerSpec.from_json(spec_json)
@@ -69,8 +75,8 @@ def main(listener_fd: int, incarnation: str, run_dir: str, spec_json: str, ports
 
 
 def _flags(spec: WorkerSpec, run_dir: Path) -> dict[str, str]:
-    words = spec.model_id.partition(":")[2].split(",")
-    flags = dict(word.partition("=")[::2] for word in words if word)
+    words = spec.model_id.rpartition("fake")[2].lstrip("/").split(".")
+    flags = dict(word.partition("_")[::2] for word in words if word)
     if unknown := flags.keys() - _FLAGS:
         raise ValueError(f"unknown flags {unknown}")
     if not flags.keys().isdisjoint({"first-only", "slow-successor"}):

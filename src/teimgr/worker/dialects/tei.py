@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import numpy as np
 import orjson
@@ -169,7 +169,7 @@ class TeiPredictRequest(http.InferenceRequest, TeiTruncation):
     inputs: http.PredictInput
     raw_scores: bool = False
     aggregation_strategy: Annotated[
-        Aggregation | None, Field(description="of token classifiers: none, or simple, groups of tokens")
+        Any, Field(description="none, or simple, groups of tokens; of token classifiers alone, TEI does not have it")
     ] = None
 
     def job(self, served: http.ServedModel) -> http.JobSpec:
@@ -194,7 +194,9 @@ class TeiPredictRequest(http.InferenceRequest, TeiTruncation):
         limit, tokenizer = served.spec.max_client_batch_size, served.tokenizer
         http.check_count(len(batch), limit)
         options = self.options(served, Output.TOKENS, prompt="")
-        how = self.aggregation_strategy or "simple"
+        how = "simple" if self.aggregation_strategy is None else self.aggregation_strategy
+        if how not in get_args(Aggregation):
+            raise InvalidInput("Input validation error: `aggregation_strategy` must be none or simple")
         assert tokenizer is not None
 
         def encode(job: Job) -> bytes:

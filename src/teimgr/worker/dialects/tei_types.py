@@ -127,10 +127,9 @@ EMBED = Struct(
 )
 EMBED_ALL = Struct("EmbedAllRequest", {**_INPUTS, "prompt_name": _PROMPT_NAME})
 EMBED_SPARSE = Struct("EmbedSparseRequest", {**_INPUTS, "prompt_name": _PROMPT_NAME})
-_AGGREGATION = StructField(Optional(Text()))  # ours: of token classifiers
 PREDICT = Struct(
     "PredictRequest",
-    {**_PREDICT, "truncation_direction": _DIRECTION, "raw_scores": _FLAG, "aggregation_strategy": _AGGREGATION},
+    {**_PREDICT, "truncation_direction": _DIRECTION, "raw_scores": _FLAG},
 )
 RERANK = Struct(
     "RerankRequest",
