@@ -5,16 +5,23 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import ssl
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from teimgr import http_server
+from teimgr.connection_gate import ConnectionGate, Phase
 from teimgr.errors import InvalidConfig, PortConflict
+from teimgr.http2.requests import protocol
+from teimgr.http_direct import Answer, DirectReply, DirectRequest
 from teimgr.http_server import bind, serving
 from teimgr.unix_listener import bind_unix
+from tests.support.authority import Authority, needs_openssl
+from tests.support.garbage import left_in_cycles
 from tests.support.http_connections import Echo, answered, answered_at, connected, hello
+from tests.support.loops import on_uvloop
 from tests.support.polling import eventually
 
 
@@ -157,3 +164,75 @@ def test_the_kernel_probes_accepted_connections() -> None:
         with socket.create_connection(listener.getsockname()), listener.accept()[0] as accepted:
             assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 300
+
+
+CLIENTS = 20
+GET = b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n"
+POST = b"POST / HTTP/1.1\r\nhost: localhost\r\ncontent-length: "
+H2_START = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0"
+REQUESTS = {
+    "silent": (b"", Phase.HEAD),
+    "half a head": (b"GET / HT", Phase.HEAD),
+    "answered": (GET, Phase.IDLE),
+    "several": (GET * 3, Phase.IDLE),
+    "answered before its body": (POST + b"1000000\r\n\r\n{", Phase.DISCARD),
+    "malformed": (b"\0\0\r\n\r\n", None),
+    "answered directly": (POST + b"2\r\n\r\n{}", Phase.IDLE),
+    "lost while answered directly": (POST + b"5\r\n\r\nnever", Phase.ANSWER),
+    "lost in a body": (POST + b"5\r\n\r\nne", Phase.BODY),
+    "half of HTTP/2's preface": (H2_START[:9], Phase.HEAD),
+    "HTTP/2": (H2_START, Phase.HEAD),
+    "HTTP/2, answered": (H2_START + b"\0\0\6\1\5\0\0\0\1\x82\x84\x86\x41\1x", Phase.IDLE),
+    "HTTP/2, answered before its body": (H2_START + b"\0\0\6\1\4\0\0\0\1\x83\x84\x86\x41\1x", Phase.IDLE),
+    "HTTP/2, malformed": (H2_START + b"\0\0\1\1\5\0\0\0\1\x82", Phase.IDLE),
+}
+"""What clients send before they close, and the phase in which they close; None if the server closes."""
+
+
+def direct(request: DirectRequest) -> Answer | None:
+    async def answer() -> DirectReply:
+        if request.body == b"never":
+            await asyncio.Event().wait()
+        return DirectReply(200, {}, b"")
+
+    return answer
+
+
+async def check_freed(sent: bytes, phase: Phase | None, client: ssl.SSLContext | None, **tls: Any) -> None:
+    gate, sock = ConnectionGate(), bind("127.0.0.1", 0)
+    port = sock.getsockname()[1]
+
+    async def connect_and_close() -> None:
+        opened = [await asyncio.open_connection("127.0.0.1", port, ssl=client) for _ in range(CLIENTS)]
+        for _, writer in opened:
+            writer.write(sent)
+        if phase is not None:
+            await eventually(lambda: len(gate.lines[phase].tickets) == CLIENTS)
+        else:
+            for reader, _ in opened:
+                await reader.read()
+        for _, writer in opened:
+            writer.close()
+
+    async with serving(hello, sock, h2=protocol, gate=gate, direct=direct, **tls), asyncio.timeout(30):
+        left = await left_in_cycles(connect_and_close, lambda: eventually(lambda: gate.count == 0))
+
+    assert not left
+
+
+@pytest.mark.parametrize(("sent", "phase"), REQUESTS.values(), ids=REQUESTS)
+@on_uvloop
+async def test_closed_connections_are_freed_without_a_garbage_collection(sent: bytes, phase: Phase | None) -> None:
+    """A collection over the objects of ten thousand connections would hold the event loop for all of its time."""
+    await check_freed(sent, phase, None)
+
+
+@needs_openssl
+@on_uvloop
+async def test_closed_tls_connections_are_freed_without_a_garbage_collection(tmp_path: Path) -> None:
+    authority = Authority(tmp_path / "authority")
+    cert, key = authority.sign("server")
+    client = ssl.create_default_context(cafile=authority.ca)
+    for name in ("answered", "answered before its body", "HTTP/2, answered"):
+        await check_freed(*REQUESTS[name], client, ssl_certfile=cert, ssl_keyfile=key)
+    await check_freed(GET, None, None, ssl_certfile=cert, ssl_keyfile=key)  # no handshake

@@ -109,6 +109,7 @@ class StallGuard:
     def resumed(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
+            self._timer = None
 
     def _check(self) -> None:
         if self._left - self._transport.get_write_buffer_size() < LEAST_READ_BYTES:
@@ -145,8 +146,10 @@ class Ticket:
 
     def hand_to(self, holder: Holder) -> bool:
         """Make `holder` the owner of the connection; False if it was displaced before: the holder has to abort it."""
+        if self.phase is None:
+            return False
         self._holder = holder
-        return self.phase is not None
+        return True
 
     def enter(self, phase: Phase) -> None:
         """Begin a phase, with its time limit; nothing changes if the connection is in it already or has left."""
@@ -174,6 +177,7 @@ class Ticket:
 
     def leave(self) -> None:
         """Give the place back; called once the connection is closed, further calls do nothing."""
+        self._holder = None  # which has the ticket: a reference cycle
         if self.phase is not None:
             self._gate.hold(self, 0)
             self._gate.lines[self.phase].remove(self)
@@ -195,9 +199,10 @@ class Ticket:
 
     def displace(self) -> None:
         """Called by the gate."""
+        holder = self._holder
         self.leave()
-        if self._holder is not None:
-            self._holder.on_displaced()
+        if holder is not None:
+            holder.on_displaced()
 
 
 class _Line:

@@ -73,8 +73,12 @@ class DirectExchange:
         self.keep_alive = keep_alive
         self.disconnected = False
         self.response_complete = False
-        self.message_event = self  # uvicorn sets it when the client has disconnected
         self.task = protocol.loop.create_task(self._run(answer))
+
+    @property
+    def message_event(self) -> DirectExchange:
+        """Uvicorn sets it when the client has disconnected. No attribute: that would be a reference cycle."""
+        return self
 
     def set(self) -> None:
         """Cancel the answering of a client that has disconnected."""
@@ -98,6 +102,7 @@ class DirectExchange:
             if not self.keep_alive:
                 self._protocol.transport.close()
             self._protocol.on_response_complete()
+            del self.task  # whose exception has this frame: a reference cycle
 
     async def _send(self, reply: DirectReply) -> None:
         protocol = self._protocol

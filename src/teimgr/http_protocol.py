@@ -143,15 +143,18 @@ class HttpProtocol(HttpToolsProtocol):
     _has_progress = False  # bytes of a body came since that was last checked
     _overhead = 0  # bytes since a head began, or since the last byte of a body
     _discarded = 0
+    _is_lost = False
     _rest = b""  # received, not parsed yet
 
     def __init__(self, *, ticket: Ticket, **rest: Any) -> None:
         super().__init__(**rest)
+        self.parser = cast(Any, None)  # see `connection_made`, which a failed TLS handshake does not come to
         self._ticket = ticket
         self._fields: Mapping[bytes, bytes] = {}  # of the present head; the first of several of a name
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._make_parser()
         self.flow = self._flow = _Flow(transport)
         self._stall_guard = StallGuard(transport)
         if not self._ticket.hand_to(self):
@@ -167,6 +170,19 @@ class HttpProtocol(HttpToolsProtocol):
         if self._exchange is not None:
             self._exchange.set()
         super().connection_lost(exc)
+        self._is_lost = True
+        self._free()
+
+    def _free(self) -> None:
+        """Break the reference cycles of a lost connection, so that it is freed at once and not by a collection.
+
+        A collection over the objects of thousands of connections would hold the event loop for all of its time.
+        """
+        self.parser = cast(Any, None)
+        if self.cycle is None or self.cycle.response_complete:
+            self.cycle = cast(Any, None)
+            self._exchange = None
+        self.pipeline.clear()
 
     def on_expired(self, phase: Phase) -> None:
         """Called by the gate."""
@@ -219,6 +235,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._settle()
         if self.server_state.pass_on is not None:
             self.pass_on()
+        if self._is_lost:
+            self._free()
 
     def pass_on(self) -> None:
         """Pass the connection on, where the server leaves and no request of it is being received or answered."""
@@ -423,10 +441,14 @@ class HttpProtocol(HttpToolsProtocol):
         for body in held:
             super().on_body(body)
 
-    def _ignore_upgrade(self) -> None:
-        framing = b"".join(b"%s: %s\r\n" % header for header in self.headers if header[0] in _FRAMING)
+    def _make_parser(self) -> None:
+        """The parser has bound methods of this object: a reference cycle until `_free`."""
         self.parser = httptools.HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn
+
+    def _ignore_upgrade(self) -> None:
+        framing = b"".join(b"%s: %s\r\n" % header for header in self.headers if header[0] in _FRAMING)
+        self._make_parser()
         self._is_resuming = True
         self.parser.feed_data(b"POST / HTTP/1.1\r\n%s\r\n" % framing)
         self._is_resuming = False

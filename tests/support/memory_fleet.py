@@ -18,7 +18,7 @@ from teimgr.errors import (
     PortConflict,
 )
 from teimgr.spec import InstanceSpec, InstanceView, LoadedModel, State, UpdateView, check_name
-from teimgr.supervision.instance import with_changes
+from teimgr.supervision.validation import with_changes
 
 CREATED_AT = "2026-03-04T12:00:00.123456Z"
 

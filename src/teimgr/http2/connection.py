@@ -220,6 +220,7 @@ class Connection(asyncio.Protocol):
         self._state.connections.discard(cast(Any, self))
         self._lose_streams()
         self.sender.resume()
+        self._framing.forget_receiver()
 
     # Called by the gate.
 
@@ -405,6 +406,7 @@ class Connection(asyncio.Protocol):
         elif not (self._is_stopping and task.cancelled()):  # else its client gets the end of the connection
             stream.reset(ErrorCode.NO_ERROR if stream.has_ended else ErrorCode.INTERNAL_ERROR)
         self.acknowledge(stream, stream.received.unacknowledged())
+        stream.forget_callbacks()
         if self._sent_goaway:
             self._close_when_idle()
         elif not self._tasks and not self.transport.is_closing():

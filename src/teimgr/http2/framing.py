@@ -6,7 +6,7 @@ Protocol: RFC 9113. Bytes become frames in `frame_reader.py`, header blocks fiel
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, cast
 
 from teimgr.http2.frame_reader import RECEIVED_FRAME, FrameReader
 from teimgr.http2.frame_types import (
@@ -150,6 +150,10 @@ class Framing(FrameReader):
         }
         self._put(SETTINGS, 0, 0, b"".join(SETTING.pack(*each) for each in settings.items()))
         self._put(WINDOW_UPDATE, 0, 0, LONG.pack(connection_window - _DEFAULT_WINDOW))
+
+    def forget_receiver(self) -> None:
+        """Break the reference cycle with the receiver, which is freed at once so; nothing may be received after it."""
+        self._receiver = cast(Receiver, None)
 
     # Receiving
 

@@ -22,6 +22,10 @@ class Stalled(Exception):
     """The client does not read what is sent on the stream."""
 
 
+def _ignore(size: int) -> None:
+    pass
+
+
 class ReceiveBuffer:
     """The received bytes of a stream; `acknowledge` is called with the number of bytes to add to the client's window.
 
@@ -109,6 +113,11 @@ class ReceiveBuffer:
         """The bytes to acknowledge now; each is counted once."""
         size, self._unacknowledged = self._unacknowledged, 0
         return size
+
+    def forget_reader(self) -> None:
+        """Nobody reads any more: break the reference cycles with the stream."""
+        self._acknowledge = _ignore
+        self._failure = None
 
     async def _wait(self) -> None:
         if self._failure is not None:
@@ -206,6 +215,14 @@ class Stream:
         self.is_sending = False
         if self.sent is not None and not self.sent.done():
             self.sent.set_result(None)
+
+    def forget_callbacks(self) -> None:
+        """Called by the connection when the stream was served: break its reference cycles, so that it is freed at once.
+
+        A collection over the objects of thousands of streams would hold the event loop for all of its time.
+        """
+        self.received.forget_reader()
+        self.on_lost = self.on_leaving = self.on_stopping = None
 
     def check_open(self) -> None:
         """Raises StreamLost where nothing can be sent any more."""

@@ -34,8 +34,8 @@ from teimgr.rest.schemas import (
     read_json,
 )
 from teimgr.spec import InstanceSpec, InstanceView, State
-from teimgr.supervision.instance import with_changes
 from teimgr.supervision.manager import Manager
+from teimgr.supervision.validation import with_changes
 
 log = logging.getLogger(__name__)
 

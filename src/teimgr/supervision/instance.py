@@ -43,18 +43,12 @@ from teimgr.spec import (
 from teimgr.supervision.lifecycle import Command, is_routable
 from teimgr.supervision.memory_limit import MemoryLimit, Verdict
 from teimgr.supervision.supervisor import Supervisor, SupervisorContext
+from teimgr.supervision.validation import with_changes
 
 log = logging.getLogger(__name__)
 
 # The state of an instance whose replicas differ: the first of these that one of them is in.
 _PRECEDENCE = (State.RUNNING, State.STARTING, State.STOPPING, State.FAILED, State.STOPPED)
-
-
-def with_changes(spec: InstanceSpec, changes: Mapping[str, Any]) -> InstanceSpec:
-    """`spec` with some fields changed; None resets a field to its default."""
-    defaults = InstanceSpec(name=spec.name, model_id=spec.model_id)
-    values = {key: getattr(defaults, key) if value is None else value for key, value in changes.items()}
-    return replace(spec, **values)
 
 
 class ManagedInstance:
@@ -488,11 +482,8 @@ class ManagedInstance:
                 return
             memory.begin_pause(old.number, asyncio.get_running_loop().time())
             self._begin_update_of(partial(self._replace_one, old), ())
-        resident_mib = resident_bytes >> 20
-        self._on_over_memory(
-            f"replica {old.number} has {resident_mib} MiB, more than max_rss_mib = {old.spec.max_rss_mib}: "
-            "it is being replaced"
-        )
+        excess = f"{resident_bytes >> 20} MiB, more than max_rss_mib = {old.spec.max_rss_mib}"
+        self._on_over_memory(f"replica {old.number} has {excess}: it is being replaced")
         self._context.metrics.count(catalogue.MEMORY_REPLACEMENTS, self.spec.name)
 
     async def move_off(self, host: str, was_removed: bool) -> bool:

@@ -37,12 +37,12 @@ from teimgr.spec import Change, InstanceSpec, InstanceView, State, WorkerSpec, n
 from teimgr.supervision.command_turns import CommandTurns
 from teimgr.supervision.core_shares import CoreShares
 from teimgr.supervision.crash_reports import Crash, CrashReports
-from teimgr.supervision.instance import ManagedInstance, with_changes
+from teimgr.supervision.instance import ManagedInstance
 from teimgr.supervision.lifecycle import Backoff, Command, RestartPolicy
 from teimgr.supervision.store import Store, WantedState
 from teimgr.supervision.supervisor import SupervisorContext
 from teimgr.supervision.sweep import Sweep
-from teimgr.supervision.validation import InstanceValidator, check_model
+from teimgr.supervision.validation import InstanceValidator, check_model, with_changes
 from teimgr.supervision.worker_run import LoadSlots, ProbePlan
 
 log = logging.getLogger(__name__)

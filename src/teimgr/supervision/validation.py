@@ -6,6 +6,7 @@ import logging
 import socket
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from teimgr import hub
 from teimgr.config.instance_keys import check_allowed, check_instance
@@ -27,6 +28,13 @@ from teimgr.spec import InstanceSpec, Kind, WorkerSpec
 UNPRIVILEGED_PORT = 1024
 LAST_PORT = 65535
 _PROMETHEUS_TRIES = 1000
+
+
+def with_changes(spec: InstanceSpec, changes: Mapping[str, Any]) -> InstanceSpec:
+    """`spec` with some fields changed; None resets a field to its default."""
+    defaults = InstanceSpec(name=spec.name, model_id=spec.model_id)
+    values = {key: getattr(defaults, key) if value is None else value for key, value in changes.items()}
+    return replace(spec, **values)
 
 
 class Ports:
