@@ -194,7 +194,7 @@ class TeiPredictRequest(http.InferenceRequest, TeiTruncation):
         limit, tokenizer = served.spec.max_client_batch_size, served.tokenizer
         http.check_count(len(batch), limit)
         options = self.options(served, Output.TOKENS, prompt="")
-        how = "simple" if self.aggregation_strategy is None else self.aggregation_strategy
+        how: Aggregation = "simple" if self.aggregation_strategy is None else self.aggregation_strategy
         if how not in get_args(Aggregation):
             raise InvalidInput("Input validation error: `aggregation_strategy` must be none or simple")
         assert tokenizer is not None
