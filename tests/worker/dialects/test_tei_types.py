@@ -27,9 +27,12 @@ PAIRS = [
 ]
 
 
+OURS = {"aggregation_strategy"}  # of token classifiers, which TEI does not serve
+
+
 @pytest.mark.parametrize(("kind", "struct"), PAIRS, ids=[struct.name for _, struct in PAIRS])
 def test_fields_and_those_required_are_the_same(kind: type[Body], struct: Struct) -> None:
-    assert set(kind.model_fields) == set(struct.fields)
+    assert set(kind.model_fields) - OURS == set(struct.fields)
     required = {
         name
         for name, (field, has_default) in struct.fields.items()
