@@ -155,6 +155,21 @@ def test_offline_an_adapter_without_its_base_model_is_not_found(tmp_path: Path) 
     assert "acme/base" in found["message"]
 
 
+def test_adapters_of_each_other_end_the_search_for_their_base(tmp_path: Path) -> None:
+    for name, base in (("one", "a/two"), ("two", "a/one")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
+    asked: list[str] = []
+
+    def find(model_id: str, _revision: str | None) -> Path:
+        asked.append(model_id)
+        return tmp_path / model_id.partition("/")[2]
+
+    hub.follow_bases(tmp_path / "one", find)
+
+    assert asked == ["a/two", "a/one"] * (hub.MAX_ADAPTERS // 2)
+
+
 def test_code_of_another_repository_is_fetched_once_and_kept(tmp_path: Path) -> None:
     files = {"modeling.py": b"code = 1", "model.safetensors": b"w" * 100, "README.md": b"#"}
     script = RESOLVE.replace("hub.resolve(*", "hub.resolve_code(*")

@@ -232,7 +232,7 @@ def test_the_original_of_a_model_is_in_its_card(card: str, named: str | None, tm
     (tmp_path / "README.md").write_text(card)
 
     assert base_model_of(tmp_path) == named
-    assert use_original(tmp_path) == "use the original model" + (f", {named}" if named else "")
+    assert use_original(base_model_of(tmp_path)) == "use the original model" + (f", {named}" if named else "")
 
 
 def test_a_directory_of_llama_cpps_files_is_refused_by_name(tmp_path: Path) -> None:

@@ -27,14 +27,15 @@ from teimgr.errors import (
 from teimgr.model_directory import (
     OPTIONAL,
     adapter_base,
+    base_model_of,
     check_links,
     configuration_folder,
     files_below,
     has_configuration,
     missing_file,
     needed,
+    only_in,
     other_format,
-    use_original,
 )
 from teimgr.model_source import (
     Directory,
@@ -61,7 +62,8 @@ _FOLDER_PREFIX = "models--"
 _SIMILAR = 0.7
 _NEAREST = 3
 _COMPARED_CHARS = 256
-_MAX_BASES = 4
+MAX_ADAPTERS = 4
+"""Adapters on top of each other, as LLM2Vec's: the one for masked words, then the supervised one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,13 +111,21 @@ def resolve(
         StorageFull, ModelDownloadFailed: as `Neighbours.fetch`.
     """
     source = _resolve(model_id, revision, neighbours, roots)
-    folder = source.path
-    for _ in range(_MAX_BASES):  # what an adapter is of, which may be an adapter
-        base = _base_of(folder)
-        if base is None:
-            break
-        folder = _resolve(*base, neighbours, roots).path
+    follow_bases(source.path, lambda base, at: _resolve(base, at, neighbours, roots).path)
     return source
+
+
+def follow_bases(folder: Path, find: Callable[[str, str | None], Path | None]) -> None:
+    """Find the base model of an adapter, which may be an adapter itself; nothing for any other model.
+
+    `find` takes an id and a revision, and gives the directory, or None if the model is not here.
+    """
+    found: Path | None = folder
+    for _ in range(MAX_ADAPTERS):
+        base = None if found is None else _base_of(found)
+        if base is None:
+            return
+        found = find(*base)
 
 
 def resolve_code(repository: str) -> ModelSource:
@@ -169,12 +179,8 @@ def find_here(model_id: str, revision: str | None = None, roots: Sequence[str] |
         InvalidConfig, ModelLoadFailed: as `resolve`; also where the base model of an adapter is outside of `roots`.
     """
     source = _here(model_id, revision, roots)
-    found = source
-    for _ in range(_MAX_BASES):
-        base = None if roots is None or found is None else _base_of(found.path)
-        if base is None:
-            break
-        found = _here(*base, roots)
+    if source is not None and roots is not None:
+        follow_bases(source.path, lambda base, at: None if (found := _here(base, at, roots)) is None else found.path)
     return source
 
 
@@ -384,9 +390,7 @@ def _local(model_id: str, path: Path, *, of_a_fleet: bool, hints: bool) -> Model
         raise ModelNotFound(f"Model directory '{model_id}' does not exist{nearest}{copies}")
     if not has_configuration(path):
         if (form := other_format(file.name for file in files_below(path, depth=1))) is not None:
-            raise ModelNotFound(
-                f"Directory '{model_id}' has weights in {form} alone, which is not read: {use_original(path)}"
-            )
+            raise ModelNotFound(f"Directory '{model_id}' has weights {only_in(form, base_model_of(path))}")
         raise ModelNotFound(f"Directory '{model_id}' holds no model: neither config.json nor modules.json is there")
     return ModelSource(path.resolve(), None)
 
@@ -421,9 +425,7 @@ def format_problem(names: Sequence[str], info: Any) -> str | None:
         return None
     named = getattr(getattr(info, "card_data", None), "base_model", None)
     original = named[0] if isinstance(named, list) and named else named
-    return f"has weights in {form} alone, which is not read: use the original model" + (
-        f", {original}" if isinstance(original, str) else ""
-    )
+    return f"has weights {only_in(form, original if isinstance(original, str) else None)}"
 
 
 @contextmanager

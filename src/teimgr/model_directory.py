@@ -82,7 +82,7 @@ def other_format(names: Iterable[str]) -> str | None:
 
 
 def base_model_of(root: Path) -> str | None:
-    """The model that the card of a repository says that it was made of; None if it names none."""
+    """The base model that the card of a repository names; None if it names none."""
     card = root / "README.md"
     if not card.is_file():
         return None
@@ -100,10 +100,14 @@ def base_model_of(root: Path) -> str | None:
     return None
 
 
-def use_original(root: Path) -> str:
-    """The end of a refusal of files in another form: to use the original model, by its name where the card has it."""
-    named = base_model_of(root)
+def use_original(named: str | None) -> str:
+    """The end of a refusal of files in another form: to use the original model, with its name if that is known."""
     return "use the original model" + (f", {named}" if named else "")
+
+
+def only_in(form: str, original: str | None) -> str:
+    """The end of a refusal of weights in another format, behind "weights"; `original` names the original model."""
+    return f"in {form} alone, which is not read: {use_original(original)}"
 
 
 def has_configuration(path: Path) -> bool:

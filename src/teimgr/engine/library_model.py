@@ -21,7 +21,15 @@ from teimgr.engine.own_weights import own_weights
 from teimgr.engine.rotary import put_own_rotary
 from teimgr.engine.task_adapters import put_task_adapters
 from teimgr.errors import ModelLoadFailed
-from teimgr.model_directory import broken_file, files_below, onnx_file, other_format, use_original, weight_files
+from teimgr.model_directory import (
+    base_model_of,
+    broken_file,
+    files_below,
+    only_in,
+    onnx_file,
+    other_format,
+    weight_files,
+)
 from teimgr.model_files.layout import Backbone, Dense, Layout
 
 # Encoder-decoders of which only the encoder is used; AutoModel would load both.
@@ -119,7 +127,7 @@ def _check_weights(layout: Layout) -> None:
         return
     form = other_format(path.relative_to(folder).as_posix() for path in files_below(folder, depth=1))
     if form is not None:
-        raise ModelLoadFailed(f"{folder} has weights in {form} alone, which is not read: {use_original(layout.root)}")
+        raise ModelLoadFailed(f"{folder} has weights {only_in(form, base_model_of(layout.root))}")
     raise ModelLoadFailed(f"{folder} has no weights: neither model.safetensors nor pytorch_model.bin, nor their shards")
 
 

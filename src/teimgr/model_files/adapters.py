@@ -13,9 +13,9 @@ from teimgr.model_files.known_keys import ADAPTER
 from teimgr.model_files.layout import Adapter
 from teimgr.model_json import read_object
 from teimgr.model_source import names_a_path
+from teimgr.user_home import expanded
 
 FILE = "adapter_config.json"
-_MAX_CHAIN = 4  # adapters on adapters, as LLM2Vec's: the one for masked words, then the supervised one
 # How an adapter was begun. Others change the weights of the base model as well.
 _PLAIN_BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal")
 
@@ -30,8 +30,9 @@ def read_adapters(folder: Path) -> tuple[tuple[Adapter, ...], Path, tuple[str, .
     found: list[Adapter] = []
     warnings: list[str] = []
     while (config := read_object(folder / FILE)) is not None:
-        if len(found) == _MAX_CHAIN:
-            raise ModelLoadFailed(f"more than {_MAX_CHAIN} adapters are on top of each other, the last in {folder}")
+        if len(found) == hub.MAX_ADAPTERS:
+            limit = hub.MAX_ADAPTERS
+            raise ModelLoadFailed(f"more than {limit} adapters are on top of each other, the last in {folder}")
         found.insert(0, _adapter(folder, config))
         warnings += ADAPTER.warnings(FILE, config)
         folder = configuration_folder(_base_of(folder))
@@ -77,7 +78,7 @@ def _base_of(folder: Path) -> Path:
         raise ModelLoadFailed(f"{FILE} names no base model (base_model_name_or_path)")
     model_id, revision = named
     if names_a_path(model_id):
-        path = Path(model_id).expanduser()
+        path = expanded(model_id)
         if hub.is_in_cache(folder) or not path.is_dir():
             raise ModelLoadFailed(f"the model is an adapter of {model_id}, a directory that is not on this machine")
         return path

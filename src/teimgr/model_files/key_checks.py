@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from teimgr.errors import ModelLoadFailed
-from teimgr.model_directory import use_original
+from teimgr.model_directory import base_model_of, use_original
 from teimgr.model_files.known_keys import (
     CONFIG_KWARGS,
     MODEL_KWARGS,
@@ -61,7 +61,7 @@ def _config(metadata: ModelMetadata) -> list[str]:
     if (quantised := config.get("quantization_config")) is not None:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
         raise ModelLoadFailed(
-            f"the checkpoint is quantised ({method}), which is not served: {use_original(metadata.root)}"
+            f"the checkpoint is quantised ({method}), which is not served: {use_original(base_model_of(metadata.root))}"
         )
     if metadata.static:
         return [] if config["model_type"] == "static" else STATIC.warnings("config.json", config)

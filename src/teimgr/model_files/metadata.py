@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from teimgr.errors import ModelLoadFailed, ModelNotFound
-from teimgr.model_directory import check_pointers, files_below, onnx_file, other_format, use_original
+from teimgr.model_directory import base_model_of, check_pointers, files_below, only_in, onnx_file, other_format
 from teimgr.model_files.adapters import read_adapters
 from teimgr.model_files.json_files import TokenFiles, read_settings
 from teimgr.model_files.layout import Adapter
@@ -113,7 +113,7 @@ def read_metadata(root: Path, trust_remote_code: bool) -> ModelMetadata:
         config = read_object(weights_dir / "config.json")
     if config is None and not static:
         if (form := other_format(path.name for path in files_below(root, depth=1))) is not None:
-            raise ModelLoadFailed(f"the weights are in {form} alone, which is not read: {use_original(root)}")
+            raise ModelLoadFailed(f"the weights are {only_in(form, base_model_of(root))}")
         raise ModelNotFound(f"{transformer} has no config.json")
     config = config or {}
     if static:

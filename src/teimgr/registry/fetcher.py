@@ -29,8 +29,7 @@ from typing import Any
 
 from teimgr import hub
 from teimgr.errors import ModelDownloadFailed, TeimgrError, Unavailable
-from teimgr.model_directory import adapter_base, configuration_folder, needed
-from teimgr.model_source import names_a_path
+from teimgr.model_directory import needed
 from teimgr.registry.cache import HubCache
 
 PARALLEL_FILES = 4
@@ -271,9 +270,8 @@ def main(arguments: list[str]) -> int:
     result: dict[str, object]
     try:
         cache = HubCache(hub.default_cache_folder())
-        path = folder = Fetch(order, cache, tally).run()
-        while (base := adapter_base(configuration_folder(folder))) and not names_a_path(base[0]):
-            folder = Fetch(FetchRequest(*base), cache, tally).run()
+        path = Fetch(order, cache, tally).run()
+        hub.follow_bases(path, lambda base, at: Fetch(FetchRequest(base, at), cache, tally).run())
         result = {"path": str(path), "commit": path.name}
     except TeimgrError as error:
         result = {"code": int(error.code), "message": error.message}
