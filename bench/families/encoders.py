@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,16 +34,11 @@ def st(
 ) -> Row:
     """A row of sentence-transformers' layout, with `changes` to its files; `layout` are keywords of `build`."""
 
-    def make(folder: Path) -> None:
-        build(architecture, folder, **layout)
-        for change in changes:
-            change(folder)
-
     return Row(
         key,
         family,
         hub,
-        make,
+        files.built(partial(build, architecture, **layout), changes),
         by=by,
         reference=reference,
         asked=asked or {},

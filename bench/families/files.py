@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from tests.support.models import edit, read, write
 
 Change = Callable[[Path], None]
+
+
+def built(build: Callable[[Path], Any], changes: Sequence[Change] = ()) -> Change:
+    """What writes a model to a folder by `build`, and then makes `changes` to its files."""
+
+    def make(folder: Path) -> None:
+        build(folder)
+        for change in changes:
+            change(folder)
+
+    return make
 
 
 def as_bin(folder: Path) -> None:

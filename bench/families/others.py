@@ -31,19 +31,16 @@ from tests.support.models.own_code import build_jina_xlm
 from tests.support.models.sparse import build_routed_sparse
 from torch import Tensor
 
+from bench.families import files
 from bench.families.references import elsewhere, none, st_dense
 from bench.families.row import PLAIN, TRANSFORMERS, Reference, Row
 from teimgr.engine.job import Input, Output
 from teimgr.spec import Kind
 
 
-def _built(build: Callable[..., Any], folder: Path) -> None:
-    build(folder)
-
-
 def _sparse_row(key: str, family: str, hub: str, build: Callable[..., Any], **more: Any) -> Row:
     given: dict[str, Any] = {"reference": references.sparse} | more
-    return Row(key, family, hub, partial(_built, build), kind=Kind.SPARSE, output=Output.SPARSE, **given)
+    return Row(key, family, hub, files.built(build), kind=Kind.SPARSE, output=Output.SPARSE, **given)
 
 
 def _sparse() -> Iterator[Row]:
@@ -160,7 +157,7 @@ def _late() -> Iterator[Row]:
     )
     for key, family, hub, architecture, layout, more in layouts:
         for role in ("query", "document"):
-            make = partial(_built, partial(build_multi_vector, architecture, layout=layout, **more))
+            make = files.built(partial(build_multi_vector, architecture, layout=layout, **more))
             yield _late_row(key, family, hub, role, make)
 
 
@@ -230,7 +227,7 @@ def _jina_colberts() -> Iterator[Row]:
 
 
 def _m3_and_static() -> Iterator[Row]:
-    m3 = partial(_built, build_m3)
+    m3 = files.built(build_m3)
     yield Row("bge-m3-dense", "XLM-RoBERTa", "BAAI/bge-m3", m3, reference=st_dense)
     definition = "FlagEmbedding's definition"
     yield Row(
@@ -252,13 +249,13 @@ def _m3_and_static() -> Iterator[Row]:
         output=Output.MULTI_VECTOR,
     )
     static = "sentence-transformers/static-retrieval-mrl-en-v1, static-similarity-mrl-multilingual-v1"
-    yield Row("static-mrl", "static table", static, partial(_built, build_static), reference=references.dense)
+    yield Row("static-mrl", "static table", static, files.built(build_static), reference=references.dense)
     potion = "minishlab/potion-base-8M, potion-retrieval-32M, M2V_base_output"
     yield Row(
         "static-potion",
         "static table",
         potion,
-        partial(_built, partial(build_static, layout="model2vec")),
+        files.built(partial(build_static, layout="model2vec")),
         reference=references.dense,
     )
     mapped = partial(build_static, layout="model2vec", mapped=True)
@@ -266,7 +263,7 @@ def _m3_and_static() -> Iterator[Row]:
         "static-mapped",
         "static table",
         "Model2Vec with a mapped vocabulary",
-        partial(_built, mapped),
+        files.built(mapped),
         reference=references.dense,
     )
     bare = partial(build_static, layout="model2vec", normalize=False)
@@ -274,7 +271,7 @@ def _m3_and_static() -> Iterator[Row]:
         "static-no-norm",
         "static table",
         "Model2Vec with normalize false",
-        partial(_built, bare),
+        files.built(bare),
         reference=references.dense,
     )
 

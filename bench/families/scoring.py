@@ -45,16 +45,11 @@ def _reranker(
     note: str = "",
     **layout: Any,
 ) -> Row:
-    def make(folder: Path) -> None:
-        build_cross_encoder(architecture, folder, **layout)
-        for change in changes:
-            change(folder)
-
     return Row(
         key,
         family,
         hub,
-        make,
+        files.built(partial(build_cross_encoder, architecture, **layout), changes),
         kind=Kind.RERANKER,
         by=ST,
         reference=references.scores,
@@ -242,17 +237,12 @@ def _classifier(
     pairs: bool = False,
     **layout: Any,
 ) -> Row:
-    def make(folder: Path) -> None:
-        build_classifier(architecture, folder, **layout)
-        for change in changes:
-            change(folder)
-
     reference = partial(references.classes, activation=activation)
     return Row(
         key,
         family,
         hub,
-        make,
+        files.built(partial(build_classifier, architecture, **layout), changes),
         Kind.CLASSIFIER,
         TRANSFORMERS,
         reference,

@@ -31,7 +31,7 @@ class _Layer:
 
 @torch.no_grad()
 def merge_adapter(module: nn.Module, adapter: Adapter, prefix: str) -> None:
-    """Change the weights of `module`, whose base model is under `prefix` where it has a head, as `adapter` says.
+    """Merge an adapter into the weights of `module`; `prefix` is the name of its base model if it has a head.
 
     W + s·B·A for LoRA's A [r, in] and B [out, r], where s = alpha / r, or alpha / √r by rank-stabilised LoRA; with a
     magnitude m [out] (DoRA) its rows are then scaled to the length m. Weights that the adapter saved whole replace

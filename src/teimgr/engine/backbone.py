@@ -231,14 +231,14 @@ class WholeModel(Transformer):
             raise ValueError("the head of this model cannot be run by itself")
 
     def _forward(self, **inputs: Any) -> Tensor:
-        texts = len(inputs["input_ids"])
-        try:
-            logits: Tensor = self._module(**inputs, **self._options).logits
-        except ValueError:  # BART's head wants as many end tokens in each text, and a pair has more of them
-            if texts == 1:
-                raise
-            rows = [{name: value[at : at + 1] for name, value in inputs.items()} for at in range(texts)]
-            return torch.cat([self._forward(**row) for row in rows])
+        ids = inputs["input_ids"]
+        if self._module.config.is_encoder_decoder and len(ids) > 1:
+            # The library's heads of these models take batches of as many end tokens in each text; a pair has more.
+            ends = (ids == self._module.config.eos_token_id).sum(dim=1)
+            if not bool((ends == ends[0]).all()):
+                rows = [{name: value[at : at + 1] for name, value in inputs.items()} for at in range(len(ids))]
+                return torch.cat([self._forward(**row) for row in rows])
+        logits: Tensor = self._module(**inputs, **self._options).logits
         return logits if logits.dim() == 2 else logits.flatten(0, 1)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -269,7 +270,7 @@ def pack(inputs: Sequence[Encoded]) -> PackedBatch:
         position_ids=np.arange(len(ids), dtype=np.int64) - np.repeat(cu_seqlens[:-1], lengths),
         cu_seqlens=cu_seqlens,
         max_seqlen=int(lengths[-1]),
-        runs=tuple(_runs(lengths) if tasks is None else _runs_of_tasks(lengths, tasks)),
+        runs=tuple(_runs(lengths, tasks)),
         order=order,
         prompt_lens=prompt_lens,
         type_ids=type_ids,
@@ -309,21 +310,16 @@ def _of_each(inputs: Sequence[Encoded], values: Sequence[Any], dtype: type[np.ge
     return given if sum(counts) == len(counts) else np.repeat(given, counts)
 
 
-def _runs(lengths: NDArray[np.int32]) -> Iterator[Run]:
-    values, counts = np.unique(lengths, return_counts=True)
+def _runs(lengths: NDArray[np.int32], tasks: NDArray[np.int32] | None) -> Iterator[Run]:
+    changes = lengths[1:] != lengths[:-1]
+    if tasks is not None:
+        changes |= tasks[1:] != tasks[:-1]
+    borders = [0, *(np.flatnonzero(changes) + 1).tolist(), len(lengths)]
     start = 0
-    for length, texts in zip(values.tolist(), counts.tolist(), strict=True):
-        yield Run(start, texts, length)
-        start += texts * length
-
-
-def _runs_of_tasks(lengths: NDArray[np.int32], tasks: NDArray[np.int32]) -> Iterator[Run]:
-    borders = np.flatnonzero((lengths[1:] != lengths[:-1]) | (tasks[1:] != tasks[:-1])) + 1
-    start = 0
-    for texts in np.split(np.arange(len(lengths)), borders):
-        length = int(lengths[texts[0]])
-        yield Run(start, len(texts), length)
-        start += len(texts) * length
+    for first, end in pairwise(borders):
+        length = int(lengths[first])
+        yield Run(start, end - first, length)
+        start += (end - first) * length
 
 
 _NO_POSITIONS = np.zeros(0, np.int64)

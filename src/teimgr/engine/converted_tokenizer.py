@@ -128,7 +128,7 @@ def _difference(tokenizer: Tokenizer, pieces: Any) -> str | None:
 
 
 def _normalize_as(tokenizer: Tokenizer, pieces: Any) -> None:
-    """Normalize texts as a SentencePiece model's own specification says."""
+    """Normalize texts by the specification in a SentencePiece model."""
     protobuf: Any = importlib.import_module("sentencepiece.sentencepiece_model_pb2")  # its types are incomplete
     model = protobuf.ModelProto.FromString(pieces.serialized_model_proto())
     spec = model.normalizer_spec

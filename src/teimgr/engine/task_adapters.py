@@ -33,47 +33,49 @@ class Task:
             self.number = 0
 
 
-class TaskLinear(nn.Module):
+class _ByTask(nn.Module):
+    """A layer with weights by task beside its own: A and B, [tasks, …] each, and the scale s of their product."""
+
+    def __init__(self, layer: nn.Module, a: Tensor, b: Tensor, scale: float, task: Task) -> None:
+        super().__init__()
+        self.layer = layer
+        self.task = task
+        self.scale = scale
+        self.register_buffer("a", a, persistent=False)
+        self.register_buffer("b", b, persistent=False)
+
+    def of_task(self) -> tuple[Tensor, Tensor] | None:
+        """A and B of the current task; None without one."""
+        if not (number := self.task.number):
+            return None
+        return self.get_buffer("a")[number - 1], self.get_buffer("b")[number - 1]
+
+
+class TaskLinear(_ByTask):
     """x Wᵀ + b + s·(x Aᵀ) Bᵀ with A [tasks, r, in] and B [tasks, out, r] of the current task."""
 
-    def __init__(self, linear: nn.Module, a: Tensor, b: Tensor, scale: float, task: Task) -> None:
-        super().__init__()
-        self.linear = linear
-        self.task = task
-        self._scale = scale
-        self.register_buffer("a", a, persistent=False)
-        self.register_buffer("b", b, persistent=False)
-
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.linear(x)
-        if not (number := self.task.number):
+        out: Tensor = self.layer(x)
+        if (own := self.of_task()) is None:
             return out
-        a, b = (self.get_buffer(half)[number - 1].to(x.dtype) for half in "ab")
-        return out + self._scale * functional.linear(functional.linear(x, a), b)
+        a, b = (half.to(x.dtype) for half in own)
+        return out + self.scale * functional.linear(functional.linear(x, a), b)
 
 
-class TaskEmbedding(nn.Module):
+class TaskEmbedding(_ByTask):
     """Rows of a table, and s·A[row] B with A [tasks, rows, r] and B [tasks, r, width] of the current task."""
 
-    def __init__(self, table: nn.Module, a: Tensor, b: Tensor, scale: float, task: Task) -> None:
-        super().__init__()
-        self.table = table
-        self.task = task
-        self._scale = scale
-        self.register_buffer("a", a, persistent=False)
-        self.register_buffer("b", b, persistent=False)
-
     def forward(self, ids: Tensor) -> Tensor:
-        out: Tensor = self.table(ids)
-        if not (number := self.task.number):
+        out: Tensor = self.layer(ids)
+        if (own := self.of_task()) is None:
             return out
-        a, b = (self.get_buffer(half)[number - 1] for half in "ab")
-        return out + self._scale * (a[ids] @ b).to(out.dtype)
+        a, b = own
+        return out + self.scale * (a[ids] @ b).to(out.dtype)
 
 
 def task_of(module: nn.Module) -> Task | None:
     """The current task of a model with weights by task; None for any other."""
-    found = (child for child in module.modules() if isinstance(child, (TaskLinear, TaskEmbedding)))
+    found = (child for child in module.modules() if isinstance(child, _ByTask))
     return next((child.task for child in found), None)
 
 

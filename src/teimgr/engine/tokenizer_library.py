@@ -19,7 +19,7 @@ _FEW_TEXTS = 16
 _FEW_CHARACTERS = 2_000
 # Ids in one call of the library that holds the GIL.
 _FEW_IDS = 1_000
-_MAX_SAID_CHARS = 1_000
+_MAX_MESSAGE_CHARS = 1_000
 
 
 def is_panic(error: BaseException) -> bool:
@@ -99,11 +99,11 @@ def tokenizer_faults(layout: Layout) -> Iterator[None]:
         is_ours = isinstance(error, TeimgrError) and not isinstance(error, TokenizerFailed)
         if is_host or is_ours or not (isinstance(error, Exception) or is_panic(error)):
             raise
-        said = error.message if isinstance(error, TokenizerFailed) else f"{error}"
+        message = error.message if isinstance(error, TokenizerFailed) else f"{error}"
         path = layout.transformer_dir / "tokenizer.json"
         if not path.is_file():
             path = next((path.parent / name for name in VOCABULARIES if (path.parent / name).is_file()), path)
-        shown = said[:_MAX_SAID_CHARS] or type(error).__name__
+        shown = message[:_MAX_MESSAGE_CHARS] or type(error).__name__
         raise ModelLoadFailed(f"the tokenizer cannot be loaded: {path}: {shown}") from error
 
 
