@@ -159,7 +159,7 @@ def naming(*instances: str, caller: str = "*", **aliases: str) -> ModelNames:
     router = Router()
     router.update(RoutingSnapshot(tuple(entries)))
     return ModelNames(router, lambda: aliases).restricted(
-        router_view(Caller("k", frozenset(Right), (caller,)), router), tells_paths=True
+        router_view(Caller("k", frozenset(Right), (caller,)), router), shows_paths=True
     )
 
 
@@ -196,7 +196,7 @@ def serving_kinds(*instances: str, caller: str = "*", **defaults: str) -> ModelN
         directory.publish(RouteEntry(name, "m", State(state), None, 4, endpoints, serves))
     router.update(directory.snapshot())
     return ModelNames(router, dict).restricted(
-        router_view(Caller("k", frozenset(Right), (caller,)), router), tells_paths=True
+        router_view(Caller("k", frozenset(Right), (caller,)), router), shows_paths=True
     )
 
 

@@ -460,18 +460,18 @@ _COMPARED_CHARS = 256
 class ModelNames:
     """Resolves names against the router's last snapshot; `aliases` maps an alias to an instance name or a model id.
 
-    Ids that are paths of the host resolve for every caller, and are told only if `tells_paths`.
+    Ids that are paths of the host resolve for every caller, and are listed only if `shows_paths`.
     """
 
     def __init__(
-        self, router: RouterView, aliases: Callable[[], Mapping[str, str]], *, tells_paths: bool = True
+        self, router: RouterView, aliases: Callable[[], Mapping[str, str]], *, shows_paths: bool = True
     ) -> None:
         self._router = router
         self._aliases = aliases
-        self._tells_paths = tells_paths
+        self._shows_paths = shows_paths
 
-    def restricted(self, router: RouterView, tells_paths: bool) -> ModelNames:
-        return self if router is self._router else ModelNames(router, self._aliases, tells_paths=tells_paths)
+    def restricted(self, router: RouterView, shows_paths: bool) -> ModelNames:
+        return self if router is self._router else ModelNames(router, self._aliases, shows_paths=shows_paths)
 
     def lease(self, model: str | None, kinds: Sequence[str] = ()) -> Lease:
         """A lease on the least busy worker of `model`; without one, on that of the instance for one of `kinds`.
@@ -497,7 +497,7 @@ class ModelNames:
             found = [(entry.name, entry.state) for entry in entries]
             states = ", ".join(f"'{name}' is {state.value}" for name, state in found)
             kind = Stopped if all(state is State.STOPPED for _, state in found) else Unavailable
-            shown = target if self._tells_paths else shown_id(target)
+            shown = target if self._shows_paths else shown_id(target)
             raise kind(f"No instance of the model '{shown}' takes calls now: {states}") from None
 
     def lease_instance(self, name: str) -> Lease:
@@ -514,11 +514,11 @@ class ModelNames:
             raise error from None
 
     def names(self) -> list[str]:
-        """The names that `model` may have, sorted: instances, aliases and model ids that are told."""
+        """The names that `model` may have, sorted: instances, aliases and model ids that are listed."""
         aliases = (alias for alias in self._aliases() if self.model_id(alias) is not None)
         ids = {entry.model_id for entry in self._router.snapshot.entries}
-        told = ids if self._tells_paths else {each for each in ids if not names_a_path(each)}
-        return sorted({*self._instances(), *told, *aliases})
+        listed = ids if self._shows_paths else {each for each in ids if not names_a_path(each)}
+        return sorted({*self._instances(), *listed, *aliases})
 
     def check(self, model: str) -> None:
         """Raises ModelNotFound, with similar names, for an unknown name; what is known need not run."""

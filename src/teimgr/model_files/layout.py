@@ -187,7 +187,7 @@ class Layout:
     `own_tokenizer`: code of the model's own makes the tokenizer, whatever tokenizer.json has.
     `tasks` are those that the model has LoRA weights for, whose changes `task_scale` multiplies; each is also a prompt.
     `dimensions` are those of dense vectors where a request asks for none, None for all; `truncate_left`: too long texts
-    lose their beginning unless a request says otherwise. `is_rounded`: dense vectors are round(127 · tanh(x)).
+    are cut at their beginning unless a request sets it. `is_rounded`: dense vectors are round(127 · tanh(x)).
     `notes` are for the log, `warnings` about the files for it, `/info` and the page.
     """
 

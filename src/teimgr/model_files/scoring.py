@@ -188,7 +188,7 @@ _OTHER_RERANKERS = ("ctxl-rerank", "zerank", "jina-reranker", "lightweight", "la
 
 
 def has_prompt_of_its_own(metadata: ModelMetadata) -> bool:
-    """Whether the model card of a language model says that it is a reranker whose prompt is known.
+    """Whether a language model is a reranker whose prompt is known, by its model card.
 
     Nothing else distinguishes Qwen3-Reranker from Qwen3 itself.
     """
