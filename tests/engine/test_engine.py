@@ -699,9 +699,11 @@ def left_since(before: set[threading.Thread]) -> list[str]:
 def test_closing_finishes_what_waits(model_dir: Callable[..., Path], serve: Callable[..., Served]) -> None:
     before = set(threading.enumerate())
     served = serve(model_dir("bert"))
-    job = served.send([LONG] * 200, Lane.BULK)
+    job = served.send([LONG] * 200, Lane.BULK)  # more than is tokenized at once
+    begun = time.monotonic()
     served.engine.close(grace_s=WAIT_S)
 
+    assert time.monotonic() - begun < WAIT_S, "a thread was not told that nothing more comes"
     assert served.wait(job).errors == {}
     assert not left_since(before)
     with pytest.raises(Unavailable):

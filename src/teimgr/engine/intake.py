@@ -361,6 +361,8 @@ class Intake:
                 chunk.take(pending)
             if pending.next_row < len(texts):
                 inbox.append(pending)
+        if self._closed and self._is_empty():
+            self._long_changed.notify()  # no more long texts can come: their thread ends after the last one
         return chunk
 
     def _set_long_aside(self, pending: _Pending) -> None:
