@@ -62,7 +62,9 @@ async def test_a_worker_is_forked_by_its_hosts_nursery_and_answers_as_itself(lau
     assert status is not None
     assert (status.pid, status.incarnation, status.spec_hash) == (handle.pid, handle.incarnation, handle.spec.hash)
     assert psutil.Process(handle.pid).name() == "tei:a"
+    assert (await handle.activity_s() or 0) > 0, "its host tells how much it has worked"
     await handle.stop(0)
+    assert await handle.activity_s() is None
 
 
 async def test_an_exit_has_its_status_and_the_last_lines_of_the_log(launcher: RayLauncher) -> None:

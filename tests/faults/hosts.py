@@ -128,7 +128,7 @@ class SimulatedWorker:
     def send_signal(self, number: signal.Signals) -> None:
         pass
 
-    def activity_s(self) -> float | None:
+    async def activity_s(self) -> float | None:
         return None
 
     def end(self, exit: Exit) -> None:

@@ -45,7 +45,7 @@ class Handle:
     def send_signal(self, number: signal.Signals) -> None:
         self.signals.append(number)
 
-    def activity_s(self) -> float | None:
+    async def activity_s(self) -> float | None:
         return None
 
     async def stop(self, grace_s: float, *, sigterm: bool = True) -> Exit:

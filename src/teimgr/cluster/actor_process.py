@@ -22,6 +22,7 @@ LOST = (ActorLost, ActorAbsent)
 NO_ANSWER = (AnswerLate, BridgeLost, RayRefused)
 _DESCRIBE_LIMIT_S = 10.0
 _ASK_LIMIT_S = 5.0
+_ACTIVITY_LIMIT_S = 2.0
 _RETRY_PAUSE_S = 0.25
 _LEFT_TO_RAY = 2 / 3
 """The last part of a placement's time, in which actors of the replica that cannot be reached are removed; before it Ray
@@ -65,8 +66,13 @@ class ActorProcess:
         self._tasks.add(sending)
         sending.add_done_callback(self._tasks.discard)
 
-    def activity_s(self) -> float | None:
-        return None  # only the host of the process sees it
+    async def activity_s(self) -> float | None:
+        """As the protocol, from the host of the process; None where that does not answer soon."""
+        try:
+            found: float | None = await self._ask("activity_s", limit_s=_ACTIVITY_LIMIT_S)
+        except (*LOST, *NO_ANSWER):
+            return None
+        return found
 
     async def release(self) -> None:
         """Forget the process, which continues."""

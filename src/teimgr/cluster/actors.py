@@ -88,6 +88,10 @@ class WorkerActor:
         if self._process is not None:
             self._process.send_signal(signal.Signals(number))
 
+    async def activity_s(self) -> float | None:
+        """As `WorkerHandle.activity_s`."""
+        return None if self._process is None else await self._process.activity_s()
+
     async def _watch(self, held: HeldWorker, link: Link | None) -> dict[str, Any]:
         """Wait for the end of the process, over restarts of the agent, which describes it."""
         gone_at: float | None = None

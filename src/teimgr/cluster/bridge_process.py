@@ -90,7 +90,8 @@ class BridgeProcess:
             write_message(self._writer, id=id, error=["lost", _first_line(error)])
         except TimeoutError:
             write_message(self._writer, id=id, error=["timeout", "no answer in time"])
-        except (RayError, ValueError, RuntimeError, OSError) as error:
+        # AttributeError: the actor is of an earlier version, without the method.
+        except (RayError, ValueError, RuntimeError, OSError, AttributeError) as error:
             write_message(self._writer, id=id, error=["ray", _first_line(error)])
 
     # Workers

@@ -64,9 +64,6 @@ class NodeMux:
     def send_signal(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
 
-    def activity_s(self) -> float | None:
-        return self._process.activity_s()
-
 
 class NodeMuxes:
     """Starts muxes here. They listen for the daemon on `link_address`, with the certificate in `identity_dir`."""

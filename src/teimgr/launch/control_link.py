@@ -240,7 +240,11 @@ class MuxLink:
         self._writer.write(f"{{{members}}}\n".encode())
 
     async def ask(
-        self, request: str, limit_s: float, has_worked: Callable[[], bool] = lambda: False, most_s: float = 0.0
+        self,
+        request: str,
+        limit_s: float,
+        has_worked: Callable[[], Awaitable[bool]] | None = None,
+        most_s: float = 0.0,
     ) -> dict[str, Any]:
         """The answer to `stats`, or to `ack`, which confirms what was sent before.
 
@@ -256,7 +260,7 @@ class MuxLink:
                 answer = asyncio.ensure_future(self._answered())
                 try:
                     while not (await asyncio.wait((answer,), timeout=limit_s))[0]:
-                        if not has_worked():
+                        if has_worked is None or not await has_worked():
                             raise MuxLost(f"it gave no answer for {waited_s:g} s")
                         waited_s += limit_s
                     answer.result()

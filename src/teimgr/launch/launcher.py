@@ -83,7 +83,7 @@ class WorkerHandle(Protocol):
     def send_signal(self, number: signal.Signals) -> None:
         """No effect once it is gone."""
 
-    def activity_s(self) -> float | None:
+    async def activity_s(self) -> float | None:
         """Processor time that its threads had or waited for, in seconds; None if unknown.
 
         Evidence of life that a call which holds its event loop and its GIL cannot stop.

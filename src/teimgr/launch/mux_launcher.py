@@ -58,7 +58,7 @@ class MuxHandle(Protocol):
     def send_signal(self, number: signal.Signals) -> None:
         """No effect once it is gone."""
 
-    def activity_s(self) -> float | None:
+    async def activity_s(self) -> float | None:
         """As `WorkerHandle.activity_s`."""
 
 

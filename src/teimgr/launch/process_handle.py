@@ -217,7 +217,7 @@ class ProcessHandle:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, number)
 
-    def activity_s(self) -> float | None:
+    async def activity_s(self) -> float | None:
         """Processor time that its threads had or waited for, in seconds; None if the kernel does not count it."""
         if self._ended.is_set():
             return None

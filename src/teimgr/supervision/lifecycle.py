@@ -167,9 +167,6 @@ FAILED_EXIT_LIMIT_S = 5.0
 """How long a worker may take to exit after it reported a failure."""
 
 
-LOADED_PART = 0.25
-"""If the threads of a process run, or wait for a processor, for this part of the time without an answer, load keeps it
-from answering: a deadlock takes none."""
 WORKING_LIMIT_S = 60.0
 """How long a worker may give no answer while its threads work. Without work, three missed probes end it."""
 

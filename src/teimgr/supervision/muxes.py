@@ -31,7 +31,8 @@ from teimgr.observability.telemetry import exporting
 from teimgr.routing.router import Directory
 from teimgr.spec import RouteEntry
 from teimgr.supervision.crash_reports import MUX, Crash, CrashReports
-from teimgr.supervision.lifecycle import LOADED_PART, WORKING_LIMIT_S, Backoff
+from teimgr.supervision.lifecycle import WORKING_LIMIT_S, Backoff
+from teimgr.supervision.work_meter import WorkMeter
 from teimgr.unix_listener import check_free, remove_stale
 
 log = logging.getLogger(__name__)
@@ -256,8 +257,10 @@ class MuxSupervisor:
             while True:
                 late = asyncio.get_running_loop().call_later(limits.alarm_after_s, self._on_late)
                 try:
-                    has_worked = self._work_meter(limits.answer_limit_s)
-                    answer = await link.ask(request, limits.answer_limit_s, has_worked, limits.working_limit_s)
+                    async with WorkMeter(self._process) as meter:
+                        answer = await link.ask(
+                            request, limits.answer_limit_s, meter.has_worked, limits.working_limit_s
+                        )
                 finally:
                     late.cancel()
                 self._set_routes(version)
@@ -280,18 +283,6 @@ class MuxSupervisor:
         finally:
             for leave in unsubscribe:
                 leave()
-
-    def _work_meter(self, interval_s: float) -> Callable[[], bool]:
-        """Make a function that tells if the mux's threads ran, or waited for a processor, since it was last asked."""
-        process = self._process
-        before_s = None if process is None else process.activity_s()
-
-        def has_worked() -> bool:
-            nonlocal before_s
-            last_s, before_s = before_s, None if process is None else process.activity_s()
-            return last_s is not None and before_s is not None and before_s - last_s >= interval_s * LOADED_PART
-
-        return has_worked
 
     def _on_late(self) -> None:
         self.alarm = f"{self.name} has given no answer for {self._timeouts.alarm_after_s:g} s"

@@ -21,7 +21,6 @@ from teimgr.observability.logs import STACKS_SIGNAL
 from teimgr.routing.router import Directory
 from teimgr.spec import CpuThreads, WorkerEndpoint, WorkerSpec
 from teimgr.supervision.lifecycle import (
-    LOADED_PART,
     Exited,
     FailureCause,
     LoadBegan,
@@ -33,6 +32,7 @@ from teimgr.supervision.lifecycle import (
     WorkerFailed,
     WorkerReady,
 )
+from teimgr.supervision.work_meter import WorkMeter
 from teimgr.wire.frames import Method
 
 RECONNECT_FIRST_S = 0.05
@@ -318,32 +318,25 @@ class WorkerRun:
         pause_s, failing = interval_s, False
         while True:
             await asyncio.sleep(pause_s)
-            began, before = clock(), self._activity_s()
-            try:
-                await prober.probe(self._link)
-            except TeimgrError as error:
-                if not failing and self.handle is not None:
-                    self.handle.send_signal(STACKS_SIGNAL)
-                failing = True
-                pause_s = min(interval_s, max(_RETRY_PAUSE_S, began + ANSWER_LIMIT_S - clock()))
-                link = self._link
-                missed = isinstance(error, DeadlineExceeded) or link is None or not link.is_open
-                works = isinstance(error, NoAnswer) and self._has_worked(before, clock() - began)
-                self._post(ProbeFailed(error.message, missed, works))
-            else:
-                pause_s, failing = interval_s, False
-                self._post(ProbeOk())
-                self.alarm = prober.alarm
-                if prober.resident_bytes is not None:
-                    self._on_memory(prober.resident_bytes, False)
-
-    def _activity_s(self) -> float | None:
-        return None if self.handle is None else self.handle.activity_s()
-
-    def _has_worked(self, before_s: float | None, passed_s: float) -> bool:
-        """Whether the worker's threads ran, or waited for a processor, in the time since `before_s` was read."""
-        now_s = self._activity_s()
-        return before_s is not None and now_s is not None and now_s - before_s >= passed_s * LOADED_PART
+            began = clock()
+            async with WorkMeter(self.handle) as meter:
+                try:
+                    await prober.probe(self._link)
+                except TeimgrError as error:
+                    if not failing and self.handle is not None:
+                        self.handle.send_signal(STACKS_SIGNAL)
+                    failing = True
+                    link = self._link
+                    missed = isinstance(error, DeadlineExceeded) or link is None or not link.is_open
+                    works = isinstance(error, NoAnswer) and await meter.has_worked()
+                    pause_s = min(interval_s, max(_RETRY_PAUSE_S, began + ANSWER_LIMIT_S - clock()))
+                    self._post(ProbeFailed(error.message, missed, works))
+                    continue
+            pause_s, failing = interval_s, False
+            self._post(ProbeOk())
+            self.alarm = prober.alarm
+            if prober.resident_bytes is not None:
+                self._on_memory(prober.resident_bytes, False)
 
     async def _read_memory_at_start(self) -> None:
         if (link := self._link) is None:
