@@ -92,6 +92,13 @@ def test_the_command_is_stronger_than_the_environment(converted_service: Convert
     assert done.found("environment.POOLING").note == "the command's --pooling is stronger"
 
 
+def test_a_dense_by_its_path_needs_a_decision(converted_service: Convert) -> None:
+    """stella's compose files choose the width of vectors by it."""
+    done = converted_service(f"{IMAGE}\ncommand: --model-id m --dense-path 2_Dense_1024\n")
+
+    assert done.decisions() == ["services.tei.command --dense-path"]
+
+
 def test_what_is_not_known_is_reported_and_left_out(converted_service: Convert) -> None:
     done = converted_service(
         f"{IMAGE}\ncommand: --model-id m stray --unknown x --dtype int4 --max-batch-tokens 0 --json-output\n"

@@ -17,6 +17,7 @@ from tests.support.models import (
     build_yes_no_reranker,
     edit,
 )
+from tests.support.models.scoring import build_token_classifier
 
 from teimgr.errors import InvalidConfig, ModelLoadFailed
 from teimgr.model_files.layout import Backbone
@@ -129,11 +130,22 @@ def test_contradictions_are_refused_with_the_reason(
         build_static,
     ],
 )
-def test_a_pooling_that_means_nothing_is_noted(tmp_path: Path, make: Make) -> None:
+def test_a_pooling_that_means_nothing_is_a_warning(tmp_path: Path, make: Make) -> None:
     layout = read_layout(make(tmp_path), "cls")
 
     assert "cls" not in layout.poolings
-    assert layout.notes == ("the pooling is not used: the model has a way of its own",)
+    kind = layout.kind.value
+    assert f"pooling = 'cls' is not used: a model of the kind {kind} has a way of its own" in layout.warnings
+    with pytest.raises(ModelLoadFailed, match="strict_model_files"):
+        read_layout(tmp_path, "cls", strict=True)
+
+
+@pytest.mark.parametrize("make", [build_cross_encoder, build_classifier, build_token_classifier])
+def test_splade_on_a_model_that_scores_is_ignored_as_by_tei(tmp_path: Path, make: Callable[..., Path]) -> None:
+    layout = read_layout(make("bert", tmp_path), "splade")
+
+    assert layout.kind in (Kind.RERANKER, Kind.CLASSIFIER, Kind.TOKEN_CLASSIFIER)
+    assert "pooling = 'splade' is not used" in layout.warnings[-1]
 
 
 def test_heads_on_tokens_are_refused(tmp_path: Path) -> None:

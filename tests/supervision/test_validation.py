@@ -79,9 +79,12 @@ def test_a_missing_directory_is_refused_with_the_nearest(tmp_path: Path, monkeyp
             check_model(orders(model_id))
 
 
-def test_a_pooling_that_would_not_be_used_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidConfig, match=r"pooling: 'mean' would not be used: .* is of kind reranker"):
-        check_model(orders(build_cross_encoder("bert", tmp_path), pooling="mean"))
+def test_a_pooling_that_is_not_used_is_no_obstacle_unless_files_are_strict(tmp_path: Path) -> None:
+    path = build_cross_encoder("bert", tmp_path)
+    for pooling in ("mean", "splade"):  # as TEI, which compose files rely on
+        check_model(orders(path, pooling=pooling))
+        with pytest.raises(InvalidConfig, match=f"pooling = '{pooling}' is not used: a model of the kind reranker"):
+            check_model(orders(path, pooling=pooling, strict_model_files=True))
 
 
 async def test_the_manager_refuses_it_before_anything_is_stored(fleet: Fleet, tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ REFUSED: dict[str, str] = {
     "--model-id": "the model is the instance's own field model_id",
     "--port": "the port is the instance's own field port",
     "-p": "the port is the instance's own field port",
-    "--dense-path": "Dense modules are read from the model's modules.json",
+    "--dense-path": "the Dense modules are those of the model's modules.json: name another one there",
     "--hf-token": "set HF_TOKEN in the daemon's environment; arguments are stored and shown",
     "--hf-api-token": "set HF_TOKEN in the daemon's environment; arguments are stored and shown",
     "--huggingface-hub-cache": "set HF_HUB_CACHE in the daemon's environment",

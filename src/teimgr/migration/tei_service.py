@@ -89,7 +89,9 @@ def put_flags(instance: InstanceDraft, options: Mapping[str, Option]) -> None:
     place = instance.place
     for name, option in options.items():
         if name in REFUSED:
-            if name not in ("--hf-token", "--hf-api-token"):
+            if name == "--dense-path":  # it may name another Dense than modules.json does, of another width
+                place.found(option.key, KeyOutcome.DECIDE, note=REFUSED[name])
+            elif name not in ("--hf-token", "--hf-api-token"):
                 place.found(option.key, KeyOutcome.NONE, note=REFUSED[name])
             else:
                 place.draft.environment["HF_TOKEN"] = ""

@@ -8,6 +8,8 @@ from teimgr.model_files.metadata import ModelMetadata
 from teimgr.model_files.scoring import has_prompt_of_its_own, label_count
 from teimgr.spec import KINDS, Kind
 
+_SCORING = (Kind.RERANKER, Kind.CLASSIFIER, Kind.TOKEN_CLASSIFIER)
+
 
 def choose_kind(metadata: ModelMetadata, configured: str | None, pooling: str | None) -> Kind:
     """The kind to serve; `configured` and `pooling` of the instance take precedence over the files.
@@ -20,7 +22,7 @@ def choose_kind(metadata: ModelMetadata, configured: str | None, pooling: str | 
         raise InvalidConfig(f"kind {configured!r} is none of {', '.join(KINDS)}")
     own = _own_kind(metadata)
     wanted = Kind(configured) if configured is not None else own
-    if pooling == "splade":
+    if pooling == "splade" and wanted not in _SCORING:  # of these TEI ignores any pooling
         wanted = _splade(metadata, own, configured)
     elif pooling is not None and wanted is Kind.SPARSE:
         raise InvalidConfig(

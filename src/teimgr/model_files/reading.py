@@ -107,7 +107,6 @@ def _truncates_left(metadata: ModelMetadata) -> bool:
 
 
 _TASKS = ("feature-extraction", "fill-mask", "sequence-classification", "text-generation")
-UNUSED_POOLING = "the pooling is not used: the model has a way of its own"
 
 
 def read_layout(
@@ -216,7 +215,8 @@ def _read(root: Path, pooling: str | None, kind: str | None, trust_remote_code: 
     warnings = (*layout.warnings, *metadata.warnings, *check_files(metadata), *_own_activations(metadata, layout))
     layout = replace(layout, warnings=warnings)
     if pooling is not None and layout.pooling != pooling.replace("-", "_"):
-        layout = replace(layout, notes=(*layout.notes, UNUSED_POOLING))
+        unused = f"pooling = {pooling!r} is not used: a model of the kind {layout.kind.value} has a way of its own"
+        layout = replace(layout, warnings=(*layout.warnings, unused))
     return layout
 
 

@@ -22,8 +22,8 @@ from teimgr.errors import (
     PortConflict,
 )
 from teimgr.model_directory import check_safetensors
-from teimgr.model_files.reading import UNUSED_POOLING, read_layout
-from teimgr.spec import InstanceSpec, Kind, WorkerSpec
+from teimgr.model_files.reading import read_layout
+from teimgr.spec import InstanceSpec, WorkerSpec
 
 UNPRIVILEGED_PORT = 1024
 LAST_PORT = 65535
@@ -154,12 +154,6 @@ def check_model(worker: WorkerSpec) -> None:
             )
             if worker.safetensors_only:
                 check_safetensors(layout.root, layout.weights)
-            if UNUSED_POOLING in layout.notes:
-                kind = Kind(layout.kind).value
-                raise InvalidConfig(
-                    f"pooling: {worker.pooling!r} would not be used: {worker.model_id} is of kind {kind}, which pools "
-                    f"in a way of its own"
-                )
     except ModelNotFound as error:
         raise InvalidConfig(f"model_id: {error.message}") from error
     except OSError as error:  # such as a name that no file system takes
