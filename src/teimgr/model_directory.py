@@ -8,6 +8,7 @@ pickled files, one file before an index of shards, as the transformers library c
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -47,6 +48,9 @@ OPTIONAL = [*_OTHER_RUNTIMES, "*.bin"]
 _READERS = ("Transformer", "MLMTransformer")
 _WEIGHTED = ("SparseStaticEmbedding", "Dense", "LayerNorm", "WeightedLayerPooling", "CNN", "LSTM")
 _CONFIGURED = (*_READERS, *_WEIGHTED, "Pooling", "SpladePooling", "LogitScore")
+
+TASK_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}")
+"""Of a task that a model has an adapter for, which is in a folder of that name."""
 
 # Folders that files are read of without being a module's.
 _READ_BESIDE = ("1_Pooling", "additional_chat_templates")
@@ -187,6 +191,7 @@ def check_links(root: Path, roots: Iterable[str]) -> None:
     """
     homes = (home_of(root), *resolved_roots(roots))
     folders = [root, *(place.path for place in module_places(root)), *(root / name for name in _READ_BESIDE)]
+    folders += task_folders(root)
     for folder in dict.fromkeys(folders):
         try:
             files = list(islice(folder.iterdir(), _MOST_FILES + 1))
@@ -245,7 +250,19 @@ def missing_file(root: Path) -> str | None:
     for first, place in enumerate(module_places(root)):
         if (lacking := _missing_of(place, is_first=first == 0)) is not None:
             return _shown(root, place.path / lacking)
+    for folder in task_folders(root):
+        if not (folder / _ADAPTER).is_file() or adapter_weights(folder) is None:
+            return _shown(root, folder / (_ADAPTER if adapter_weights(folder) else _ADAPTER_WEIGHTS[0]))
     return None
+
+
+def task_folders(root: Path) -> list[Path]:
+    """The folders of the adapters by task of a jina-embeddings-v5, as config.json names the tasks; none of others."""
+    config = model_json.read_object(root / "config.json") or {}
+    names = config.get("task_names")
+    if config.get("model_type") != "jina_embeddings_v5" or not isinstance(names, list):
+        return []
+    return [root / "adapters" / name for name in names if isinstance(name, str) and TASK_NAME.fullmatch(name)]
 
 
 def _missing_of(place: ModulePlace, *, is_first: bool) -> str | None:

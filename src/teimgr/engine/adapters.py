@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -59,14 +60,38 @@ def merge_adapter(module: nn.Module, adapter: Adapter, prefix: str) -> None:
         _merge(module, name, layer.parts, adapter, prefix)
 
 
+def matrices_of(adapter: Adapter) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Each layer of an adapter of linear layers, its A [r, in], and its B [out, r] times the scale, in float32.
+
+    Raises:
+        ModelLoadFailed: the file has other weights, or matrices that do not fit together.
+    """
+    halves: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in read_tensors(adapter.weights).items():
+        found = _PART.match(name)
+        if found is None or found["part"] not in ("lora_A", "lora_B") or found["kind"] != "weight":
+            raise ModelLoadFailed(f"{adapter.weights.name} has the weight {name}, which is not served by task")
+        halves.setdefault(found["layer"], {})[found["part"]] = tensor.float()
+    if not halves or adapter.transposed:
+        raise ModelLoadFailed(f"{adapter.weights} has no LoRA weights of linear layers")
+    for layer, given in halves.items():
+        a, b = given.get("lora_A"), given.get("lora_B")
+        if a is None or b is None or a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1]:
+            raise ModelLoadFailed(f"the adapter of {layer} has no matrices A and B that fit together")
+        yield layer, a, _scale(adapter, layer, len(a)) * b
+
+
+def _scale(adapter: Adapter, layer: str, rank: int) -> float:
+    return adapter.alpha_of(layer) / (rank**0.5 if adapter.by_root else rank)
+
+
 def _merge(module: nn.Module, layer: str, parts: dict[str, Tensor], adapter: Adapter, prefix: str) -> None:
     weight = _parameter(module, f"{layer}.weight", prefix)
     is_table = "lora_embedding_A.weight" in parts
     a, b = (parts.pop(f"lora_{'embedding_' if is_table else ''}{half}.weight", None) for half in "AB")
     if a is None or b is None or a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1]:
         raise ModelLoadFailed(f"the adapter of {layer} has no matrices A and B that fit together")
-    rank = a.shape[0]
-    scale = adapter.alpha_of(layer) / (rank**0.5 if adapter.by_root else rank)
+    scale = _scale(adapter, layer, a.shape[0])
     change = scale * (b @ a)
     if adapter.transposed or is_table:
         change = change.T

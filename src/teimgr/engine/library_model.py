@@ -80,7 +80,7 @@ def load_module(layout: Layout, device: torch.device) -> Any:
     _check_weights(layout)
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    weights = own_weights(layout)
+    weights, by_task = own_weights(layout)
     try:
         config = _configuration(layout)
         kind = _model_class(layout, config)
@@ -107,7 +107,7 @@ def load_module(layout: Layout, device: torch.device) -> Any:
         merge_adapter(module, adapter, module.base_model_prefix)
     put_own_rotary(module)
     if layout.tasks:
-        put_task_adapters(module, layout)
+        put_task_adapters(module, layout, by_task)
     if module.config.model_type == "lfm2" and not getattr(module.config, "is_causal", True):
         centre_convolutions(module)
     module.eval().requires_grad_(False)

@@ -11,25 +11,29 @@ from torch import Tensor
 from teimgr.engine.heads.projections import read_weights
 from teimgr.engine.onnx_weights import onnx_weights
 from teimgr.model_directory import onnx_file
+from teimgr.model_files.jina_code import JINA_XLM_ROBERTA
 from teimgr.model_files.layout import Layout
-from teimgr.model_files.own_code import DPR, JINA_XLM_ROBERTA, ONNX
+from teimgr.model_files.own_code import DPR, ONNX
 
 Weights = dict[str, Tensor]
 
 
-def own_weights(layout: Layout) -> Weights | None:
-    """All weights of the transformer by the library's names; None where the library reads the files itself.
+def own_weights(layout: Layout) -> tuple[Weights | None, Weights]:
+    """All weights of the transformer by the library's names, None where the library reads the files itself; and those
+    by task, by their names in the files.
 
     Raises:
         ModelLoadFailed: a file cannot be read.
     """
     if layout.weight_names is None:
-        return None
+        return None, {}
     if layout.weight_names == ONNX:
         graph = onnx_file(layout.weights_dir)
         assert graph is not None
-        return onnx_weights(graph)
-    return _CONVERSIONS[layout.weight_names](read_weights(layout.weights_dir), layout)
+        return onnx_weights(graph), {}
+    given = read_weights(layout.weights_dir)
+    by_task = {name: given.pop(name) for name in list(given) if _BY_TASK in name}
+    return _CONVERSIONS[layout.weight_names](given, layout), by_task
 
 
 # Names in Jina's flash implementation, and in the library's XLM-RoBERTa and JinaEmbeddingsV3.
@@ -61,9 +65,7 @@ def own_names(layout: Layout, name: str) -> list[str]:
 
 
 def _jina_xlm_roberta(weights: Weights, layout: Layout) -> Weights:
-    weights = {
-        name.replace(_ORIGINAL, ".weight"): weight for name, weight in weights.items() if _BY_TASK not in name
-    }  # those by task: `task_adapters`
+    weights = {name.replace(_ORIGINAL, ".weight"): weight for name, weight in weights.items()}
     is_rotary = layout.config["model_type"] == "jina_embeddings_v3"
     names = _JINA_V3 if is_rotary else _XLM_ROBERTA
     parts = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")

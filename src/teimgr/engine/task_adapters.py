@@ -1,18 +1,20 @@
-"""LoRA weights by task (jina-embeddings-v3): one set of weights serves every task, each text by that of its request."""
+"""LoRA weights by task (jina-embeddings-v3 and v5): one set of weights serves every task, each text by that of its
+request.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor, nn
 from torch.nn import functional
 
-from teimgr.engine.heads.projections import read_weights
+from teimgr.engine.adapters import matrices_of
 from teimgr.engine.own_weights import own_names
 from teimgr.errors import ModelLoadFailed
-from teimgr.model_files.layout import Layout
+from teimgr.model_files.layout import Adapter, Layout
 
 _PART = re.compile(r"(?P<layer>.+)\.parametrizations\.weight\.0\.lora_(?P<half>[AB])$")
 
@@ -79,22 +81,29 @@ def task_of(module: nn.Module) -> Task | None:
     return next((child.task for child in found), None)
 
 
-def put_task_adapters(module: nn.Module, layout: Layout) -> None:
-    """Put the LoRA weights by task that the model's files have beside its layers into these.
+def put_task_adapters(module: nn.Module, layout: Layout, saved: Mapping[str, Tensor]) -> None:
+    """Put the LoRA weights by task that the model has beside its layers into these: `saved`, by their names in the
+    file of all weights, or the adapters of PEFT that `layout` has.
 
     Raises:
         ModelLoadFailed: they are those of layers that the model does not have, of other shapes or of another number of
             tasks.
     """
+    if layout.task_adapters:
+        task = Task()
+        for name, halves_of_tasks in _of_adapters(layout.task_adapters).items():
+            _put(module, name, *halves_of_tasks, 1.0, task, is_table=False)
+        return
+    count = max(layout.tasks.values())
     halves: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in read_weights(layout.weights_dir).items():
+    for name, tensor in saved.items():
         if (found := _PART.match(name)) is not None:
             halves.setdefault(found["layer"], {})[found["half"]] = tensor.float()
     task, layers = Task(), 0
     for name, given in halves.items():
         a, b = given.get("A"), given.get("B")
-        if a is None or b is None or not len(a) == len(b) == len(layout.tasks):
-            raise ModelLoadFailed(f"the LoRA weights of {name} are not those of {len(layout.tasks)} tasks")
+        if a is None or b is None or not len(a) == len(b) == count:
+            raise ModelLoadFailed(f"the LoRA weights of {name} are not those of {count} tasks")
         is_table = "embeddings." in name
         targets = [name] if is_table else own_names(layout, f"{name}.weight")
         parts = [b] if len(targets) == 1 else list(b.chunk(len(targets), dim=1))
@@ -102,6 +111,30 @@ def put_task_adapters(module: nn.Module, layout: Layout) -> None:
             layers += _put(module, target.removesuffix(".weight"), a, part, layout.task_scale, task, is_table=is_table)
     if not layers:
         raise ModelLoadFailed("config.json has lora_adaptations, and the files have no LoRA weights")
+
+
+def _of_adapters(adapters: Sequence[Adapter]) -> dict[str, tuple[Tensor, Tensor]]:
+    """A [tasks, r, in] and B [tasks, out, r] with its scale, by layer; zeros where a task has none, or a smaller rank.
+
+    Raises:
+        ModelLoadFailed: an adapter has other weights than those, or halves that do not fit together.
+    """
+    parts: dict[str, dict[int, tuple[Tensor, Tensor]]] = {}
+    for number, adapter in enumerate(adapters):
+        for layer, a, b in matrices_of(adapter):
+            parts.setdefault(layer, {})[number] = (a, b)
+    found = {}
+    for layer, given in parts.items():
+        rank = max(len(a) for a, _ in given.values())
+        first_a, first_b = next(iter(given.values()))
+        a = first_a.new_zeros(len(adapters), rank, first_a.shape[1])
+        b = first_b.new_zeros(len(adapters), len(first_b), rank)
+        for number, (own_a, own_b) in given.items():
+            if own_a.shape[1] != a.shape[2] or len(own_b) != b.shape[1]:
+                raise ModelLoadFailed(f"the adapters of {layer} have other shapes in one task than in another")
+            a[number, : len(own_a)], b[number, :, : len(own_a)] = own_a, own_b
+        found[layer] = (a, b)
+    return found
 
 
 def _put(module: nn.Module, name: str, a: Tensor, b: Tensor, scale: float, task: Task, *, is_table: bool) -> int:

@@ -89,7 +89,7 @@ class Prompts:
         table = layout.query_table
         self._roles = layout.late is not None or table is not None
         self._left = layout.truncate_left
-        self._tasks = {name: number for number, name in enumerate(layout.tasks, 1)}
+        self._tasks, self._default_task = layout.tasks, layout.default_task
         self._texts = dict(layout.prompts)
         if self._roles:
             self._texts = {name: layout.prompts.get(name, "") for name in (QUERY, DOCUMENT)}
@@ -117,7 +117,7 @@ class Prompts:
         query = self._default_query if options.prompt_name is None else self._is_query(options.prompt_name)
         text = self.text(options.prompt_name) if options.prompt is None else options.prompt
         left = options.truncation_left or (self._left and not options.names_side)
-        task = self._tasks.get(options.prompt_name or self.default_name or "", 0)
+        task = self._tasks.get(options.prompt_name or self.default_name or "", self._default_task)
         return TokenizeOptions(options.truncate, left, text, self._roles and query, task)
 
     def _is_query(self, name: str | None) -> bool:

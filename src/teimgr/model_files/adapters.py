@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,22 @@ def read_adapters(folder: Path) -> tuple[tuple[Adapter, ...], Path, tuple[str, .
         warnings += ADAPTER.warnings(FILE, config)
         folder = configuration_folder(_base_of(folder))
     return tuple(found), folder, tuple(warnings)
+
+
+def read_task_adapters(root: Path, folders: Sequence[str]) -> tuple[Adapter, ...]:
+    """The adapters in `folders` of a model, one for each task.
+
+    Raises:
+        ModelLoadFailed: one is missing, or of a kind that cannot be merged.
+    """
+    found = []
+    for name in folders:
+        config = read_object(root / name / FILE)
+        if config is None:
+            raise ModelLoadFailed(f"config.json names a task whose adapter is missing: {name}/{FILE}")
+        ADAPTER.warnings(f"{name}/{FILE}", config)  # its refusals
+        found.append(_adapter(root / name, config))
+    return tuple(found)
 
 
 def _adapter(folder: Path, config: Mapping[str, Any]) -> Adapter:

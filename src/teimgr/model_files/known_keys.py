@@ -64,13 +64,14 @@ _HARMLESS_PATTERN = re.compile(
     r"(?:^|_)(?:dropout|pdrop)(?:$|_)|_dropout|^initializer_|^unsloth_|^_|^fused_|^use_(?:flash|memory_efficient|xentropy)"
 )
 _TRAINING = _words(
-    """add_cross_attention adapters architectures attn_implementation bad_words_ids begin_suppress_tokens bos_token_id
-    chunk_size_feed_forward classifier_bias cls_token_id cross_attention_hidden_size decoder_start_token_id
-    dense_seq_output directionality diversity_penalty do_sample dtype early_stopping emb_pooler
-    encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty finetuning_task forced_bos_token_id
-    forced_eos_token_id gradient_checkpointing id2label is_composition label2id language length_penalty
-    mask_token_id matryoshka_dimensions matryoshka_dims max_length max_new_tokens min_length model_max_length model_type
-    n_ctx name no_repeat_ngram_size num_beam_groups num_beams num_labels num_return_sequences output_attentions
+    """add_cross_attention adapters architectures attn_implementation bad_words_ids begin_suppress_tokens bos_token
+    bos_token_id eos_token mask_token pad_token chunk_size_feed_forward classifier_bias cls_token_id
+    cross_attention_hidden_size decoder_start_token_id dense_seq_output directionality diversity_penalty
+    do_sample dtype early_stopping emb_pooler encoder_no_repeat_ngram_size eos_token_id
+    exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id
+    gradient_checkpointing id2label is_composition label2id language length_penalty mask_token_id
+    matryoshka_dimensions matryoshka_dims max_length max_new_tokens min_length model_max_length model_type n_ctx
+    name no_repeat_ngram_size num_beam_groups num_beams num_labels num_return_sequences output_attentions
     output_hidden_states output_past output_scores pad_token_id pad_vocab_size_multiple pooler_fc_size
     pooler_hidden_act pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head pooler_type prefix
     pretraining_tp remove_invalid_values reorder_and_upcast_attn repetition_penalty return_dict

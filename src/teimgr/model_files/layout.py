@@ -185,7 +185,8 @@ class Layout:
     (`config_is_changed`: not as it is in the file), `weight_names` whose names the weights have in the files, None for
     the library's (`engine/own_weights`). `end_token` follows every text, even if tokenizer.json lacks it;
     `own_tokenizer`: code of the model's own makes the tokenizer, whatever tokenizer.json has.
-    `tasks` are those that the model has LoRA weights for, whose changes `task_scale` multiplies; each is also a prompt.
+    `tasks`: the number of the LoRA weights, from 1, by the name of a prompt; `default_task` that of texts without a
+    name, 0 for none. Their changes are multiplied by `task_scale`, or they are `task_adapters`, one for each number.
     `dimensions` are those of dense vectors where a request asks for none, None for all; `truncate_left`: too long texts
     are cut at their beginning unless a request sets it. `is_rounded`: dense vectors are round(127 · tanh(x)).
     `notes` are for the log, `warnings` about the files for it, `/info` and the page.
@@ -211,8 +212,10 @@ class Layout:
     type_ids: bool = False
     skips_unknown: bool = False
     adapters: tuple[Adapter, ...] = ()
-    tasks: tuple[str, ...] = ()
+    tasks: Mapping[str, int] = field(default_factory=dict)
+    default_task: int = 0
     task_scale: float = 1.0
+    task_adapters: tuple[Adapter, ...] = ()
     trust_remote_code: bool = False
     safetensors_only: bool = False
     config_is_changed: bool = False
@@ -234,7 +237,7 @@ class Layout:
         folders = [one.path for one in projections if isinstance(one, (Dense, LayerNorm))]
         named = self.config.get("transformers_weights")  # which the library prefers to all others
         files = [] if named is None else [self.weights_dir / str(named)]
-        files += [adapter.weights for adapter in self.adapters]
+        files += [adapter.weights for adapter in (*self.adapters, *self.task_adapters)]
         if self.query_table is not None:
             folders.append(self.query_table.folder)
         if self.m3 is not None:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from teimgr.errors import ModelLoadFailed, ModelNotFound
 from teimgr.model_directory import base_model_of, check_pointers, files_below, only_in, onnx_file, other_format
-from teimgr.model_files.adapters import read_adapters
+from teimgr.model_files.adapters import read_adapters, read_task_adapters
 from teimgr.model_files.json_files import TokenFiles, read_settings
 from teimgr.model_files.layout import Adapter
 from teimgr.model_files.modules import JINA_TRANSFORMER, Chain, read_chain
 from teimgr.model_files.own_code import ONNX, added_end, has_own_tokenizer, served_config
+from teimgr.model_files.served_config import ServedConfig
 from teimgr.model_json import check_size, read_list, read_object
 
 MODEL2VEC = "model2vec"
@@ -36,8 +36,9 @@ class ModelMetadata:
     (`config_is_changed`: not as it is in the file; `weight_names`: whose names the weights have), its
     sentence_bert_config.json `settings`. `saved` is config_sentence_transformers.json. `own_tokenizer`: it is code of
     the model's own, and trusted. `end_token` is what the model's
-    own tokenizer puts behind every text. `notes` are for the log, `warnings` about the files. `tasks` and
-    `task_scale` are as in `ServedConfig`. `weights_dir` is the
+    own tokenizer puts behind every text. `notes` are for the log, `warnings` about the files. `own` is
+    what is known of code of the model's own: its prompts, tasks and pooling. `task_adapters` are PEFT's, by task.
+    `weights_dir` is the
     directory of the weights: that of the base model where there are `adapters`, which may have the tokenizer as well.
     """
 
@@ -49,8 +50,8 @@ class ModelMetadata:
     config: dict[str, Any]
     config_is_changed: bool
     weight_names: str | None
-    tasks: Mapping[str, str]
-    task_scale: float
+    own: ServedConfig
+    task_adapters: tuple[Adapter, ...]
     end_token: str | None
     own_tokenizer: bool
     notes: tuple[str, ...]
@@ -86,7 +87,7 @@ class ModelMetadata:
     @property
     def prompts(self) -> dict[str, str]:
         saved = {name: text for name, text in (self.saved.get("prompts") or {}).items() if isinstance(text, str)}
-        return {**self.tasks, **saved}
+        return {**self.own.prompts, **saved}
 
 
 def read_metadata(root: Path, trust_remote_code: bool) -> ModelMetadata:
@@ -139,8 +140,8 @@ def read_metadata(root: Path, trust_remote_code: bool) -> ModelMetadata:
         warnings=warnings,
         config=served.config,
         config_is_changed=served.is_changed,
-        tasks=served.tasks,
-        task_scale=served.task_scale,
+        own=served,
+        task_adapters=read_task_adapters(weights_dir, served.adapters),
         weight_names=_weight_names(weights_dir, served.weight_names),
         own_tokenizer=has_own_tokenizer(tokens.config),
         end_token=added_end(tokens.config, str(config["model_type"]), trust_remote_code),

@@ -17,9 +17,10 @@ from teimgr.spec import POOLINGS
 _PACKAGES = ("sentence_transformers.", "pylate.")
 JINA_TRANSFORMER, INT8_TANH = "custom_st.Transformer", "Int8Tanh"
 # Classes of repositories' own that are known, the module that each is taken for, and the arguments of a call that it
-# has: of jina-embeddings-v3 a Transformer, and of pplx-embed-v1 round(127 · tanh(x)), what it does by default.
+# may have: of jina-embeddings-v3 and v5 a Transformer, and of pplx-embed-v1 round(127 · tanh(x)), what it does by
+# default.
 KNOWN_OWN = {
-    JINA_TRANSFORMER: ("Transformer", ["task"]),
+    JINA_TRANSFORMER: ("Transformer", ["task", "truncate_dim"]),
     "st_quantize.FlexibleQuantizer": (INT8_TANH, ["quantization"]),
 }
 _NOT_SERVED = {
@@ -184,7 +185,8 @@ def _module(root: Path, row: dict[str, Any]) -> Module:
     dotted, path = str(row.get("type", "")), str(row.get("path", ""))
     name = _name_of(row)
     taken_for, arguments = KNOWN_OWN.get(dotted, ("", []))
-    if taken_for and row.get("kwargs") in (None, arguments):
+    given = row.get("kwargs") or []
+    if taken_for and isinstance(given, list) and all(one in arguments for one in given):
         return Module(taken_for, folder_in(root, path))
     if not dotted.startswith(_PACKAGES):
         raise ModelLoadFailed(f"modules.json has {dotted}, code in the model's own repository, which is not run here")

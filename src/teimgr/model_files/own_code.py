@@ -8,34 +8,27 @@ tokens attend in both directions. The tests compare each entry with a plain forw
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from teimgr.errors import ModelLoadFailed
-
-Config = dict[str, Any]
+from teimgr.model_files import jina_code
+from teimgr.model_files.served_config import (
+    HEADS,
+    Config,
+    ServedConfig,
+    check_heads,
+    classes_of,
+    count,
+    flag,
+    number,
+    refuse_unless,
+)
 
 OWN_MODELS = frozenset({"jina_bert", "nomic_bert_moe"})
 """Model types of `engine/own_models`, which config.json is converted to."""
-
-
-@dataclass(frozen=True, slots=True)
-class ServedConfig:
-    """A config.json as the library is to read it. `is_changed`: it is not that of the file. `notes` go to the log.
-
-    `weight_names`: whose names the weights have in the files, where these are not the library's (`engine/own_weights`).
-    `tasks` are those that the model has LoRA weights for, in their order, with the prompt of each.
-    """
-
-    config: Config
-    is_changed: bool = False
-    notes: tuple[str, ...] = ()
-    weight_names: str | None = None
-    tasks: Mapping[str, str] = field(default_factory=dict)
-    task_scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,20 +169,20 @@ def _gte(config: Config) -> ServedConfig:
     Its `ntk` multiplies the base by the factor f and divides the frequencies by f^(2/d), for heads of size d, at every
     length: the library's linear scaling with another base.
     """
-    _refuse_unless(config, position_embedding_type="rope", layer_norm_type="layer_norm", pack_qkv=True)
-    _refuse_unless(config, logn_attention_scale=False)
+    refuse_unless(config, position_embedding_type="rope", layer_norm_type="layer_norm", pack_qkv=True)
+    refuse_unless(config, logn_attention_scale=False)
     scaling = config.get("rope_scaling") or {}
     base = float(config.get("rope_theta", 10000.0))  # of the class NewConfig
     rope: Config = {"rope_type": "default", "rope_theta": base}
     kind = scaling.get("type") or scaling.get("rope_type")
     if kind == "ntk":
-        factor = _number(scaling, "factor")
+        factor = number(scaling, "factor")
         if scaling.get("mixed_b") is not None:
             raise ModelLoadFailed("config.json has mixed_b in rope_scaling, which is not served")
         size = int(config["hidden_size"]) // int(config["num_attention_heads"])
         rope = {"rope_type": "linear", "factor": factor ** (2 / size), "rope_theta": base * factor}
     elif kind == "linear":
-        rope = {"rope_type": "linear", "factor": _number(scaling, "factor"), "rope_theta": base}
+        rope = {"rope_type": "linear", "factor": number(scaling, "factor"), "rope_theta": base}
     elif kind not in (None, "default"):
         raise ModelLoadFailed(f"config.json has rope_scaling of type {kind}, which is not served for this model")
     kept = {key: value for key, value in config.items() if key not in (*_NTK_KEYS, *_GTE_KEYS)}
@@ -202,56 +195,8 @@ _GTE_KEYS = (
     *("unpad_inputs", "use_memory_efficient_attention"),
 )
 
-JINA_XLM_ROBERTA = "jina-xlm-roberta"
 ONNX = "onnx"
 """The weights are in a graph for ONNX, by the names that the library's model had when it was exported."""
-# What the class XLMRobertaFlashConfig has where config.json has nothing, and the library's class something else.
-_JINA_DEFAULTS: Config = {
-    "vocab_size": 30522,
-    "max_position_embeddings": 512,
-    "type_vocab_size": 2,
-    "layer_norm_eps": 1e-12,
-    "pad_token_id": 1,
-    "hidden_act": "gelu",
-}
-_JINA_KEYS = frozenset(
-    {
-        *(
-            "position_embedding_type",
-            "rotary_emb_base",
-            "rope_theta",
-            "use_flash_attn",
-            "lora_adaptations",
-            "lora_rank",
-        ),
-        *("lora_alpha", "lora_dropout_p", "lora_main_params_trainable", "load_trained_adapters", "lora_prompts"),
-        *("task_instructions", "emb_pooler", "truncate_dim", "matryoshka_dimensions"),
-    }
-)
-
-
-def _jina_xlm_roberta(config: Config) -> ServedConfig:
-    """Jina's flash implementation of XLM-RoBERTa, as the library's JinaEmbeddingsV3 where positions are rotary, else as
-    its XLM-RoBERTa.
-    """
-    kept = {key: value for key, value in config.items() if key not in _JINA_KEYS}
-    served = {**_JINA_DEFAULTS, **kept}
-    positions = config.get("position_embedding_type", "absolute")
-    if positions == "rotary":
-        base = _number(config, "rotary_emb_base") if "rotary_emb_base" in config else 10000.0  # of the class
-        rope = {"rope_type": "default", "rope_theta": base}
-        served |= {"model_type": "jina_embeddings_v3", "rope_parameters": rope}
-    elif positions not in ("absolute", None):
-        raise ModelLoadFailed(f"config.json has position_embedding_type = {positions!r}, which is not served here")
-    names = config.get("lora_adaptations") or []
-    if not names:
-        return ServedConfig(served, weight_names=JINA_XLM_ROBERTA)
-    if positions != "rotary" or config.get("load_trained_adapters") is False:
-        raise ModelLoadFailed("config.json has lora_adaptations of a model whose LoRA weights are not served")
-    given = config.get("task_instructions") or config.get("lora_prompts") or {}
-    tasks = {str(name): str(given.get(name) or "") for name in names}
-    scale = _number(config, "lora_alpha") / _number(config, "lora_rank")
-    return ServedConfig(served, weight_names=JINA_XLM_ROBERTA, tasks=tasks, task_scale=scale)
 
 
 def _bilingual(config: Config) -> ServedConfig:
@@ -265,30 +210,6 @@ def _lfm2(config: Config) -> ServedConfig:
         raise ModelLoadFailed(f"config.json has conv_L_cache = {config['conv_L_cache']}; centred ones are odd")
     return ServedConfig({**config, "is_causal": False})
 
-
-def _jina_bert(config: Config, qk_norm: bool = False) -> ServedConfig:
-    """JinaBERT v2, a model of our own (`engine/own_models`); `qk_norm` is the variant for code."""
-    _refuse_unless(config, is_decoder=False, add_cross_attention=False)
-    if config.get("position_embedding_type") != "alibi":
-        given = config.get("position_embedding_type", "absolute")  # of the class
-        raise ModelLoadFailed(
-            f"config.json has position_embedding_type = {given!r}; for this model only 'alibi' is served"
-        )
-    if config.get("feed_forward_type") not in ("geglu", "reglu"):
-        given = config.get("feed_forward_type", "original")  # of the class
-        raise ModelLoadFailed(
-            f"config.json has feed_forward_type = {given!r}; for this model only 'geglu' and 'reglu' are served"
-        )
-    _check_heads(config)
-    kept = {key: value for key, value in config.items() if key not in _JINA_BERT_UNUSED}
-    return ServedConfig({**kept, "model_type": "jina_bert", "qk_norm": qk_norm})
-
-
-# What JinaBERT's code reads, and what changes nothing here: an activation of the plain layers, where a table of slopes
-# begins to grow, and how attention is computed.
-_JINA_BERT_UNUSED = frozenset(
-    {"hidden_act", "alibi_starting_size", "attn_implementation", "is_decoder", "add_cross_attention"}
-)
 
 # Sizes of Nomic's own code, by their names in the library.
 _NOMIC_NAMES = {
@@ -340,12 +261,12 @@ def _nomic(config: Config) -> ServedConfig:
         rope = {"rope_type": "default", "rope_theta": float(config["rotary_emb_base"])}
     trained = int(config.get("max_trained_positions") or 2048)
     if config.get("rotary_scaling_factor"):
-        rope = {**rope, "rope_type": "dynamic", "factor": _number(config, "rotary_scaling_factor")}
+        rope = {**rope, "rope_type": "dynamic", "factor": number(config, "rotary_scaling_factor")}
     dropped = {*_NOMIC_NAMES, *_NOMIC_FIXED, *_NOMIC_UNUSED, "rotary_emb_base", "rotary_scaling_factor"}
     dropped |= {"rope_scaling", "rope_theta", "activation_function", *_NOMIC_BIASES, *_NOMIC_EXPERTS}
     kept = {key: value for key, value in config.items() if key not in dropped}
     served = {**kept, **named, **_nomic_layers(config), "max_position_embeddings": trained, "rope_parameters": rope}
-    _check_heads(served)
+    check_heads(served)
     return ServedConfig(served)
 
 
@@ -356,14 +277,14 @@ def _nomic_layers(config: Config) -> Config:
         raise ModelLoadFailed(
             f"config.json has activation_function = {activation!r}, which is not served for NomicBERT"
         )
-    biases = {key: _flag(config, key, default=True) for key in _NOMIC_BIASES if key in config}
+    biases = {key: flag(config, key, default=True) for key in _NOMIC_BIASES if key in config}
     every, experts = config.get("moe_every_n_layers") or 0, config.get("num_experts") or 0
     if activation == "swiglu" and not any(biases.values()) and not (every and experts):
         return {}
     layers: Config = {"model_type": "nomic_bert_moe", "hidden_act": _NOMIC_ACTIVATIONS[activation], **biases}
     if not (every and experts):
         return layers
-    counts = {key: _count(config, key, 0) for key in _NOMIC_EXPERTS}
+    counts = {key: count(config, key, 0) for key in _NOMIC_EXPERTS}
     if counts["moe_top_k"] > counts["num_experts"]:
         raise ModelLoadFailed(
             f"config.json has moe_top_k = {counts['moe_top_k']} of num_experts = {counts['num_experts']}"
@@ -371,82 +292,33 @@ def _nomic_layers(config: Config) -> Config:
     return layers | counts
 
 
-def _check_heads(config: Config) -> None:
-    """Raise where the heads, by the library's names of sizes, do not divide the width."""
-    heads, width = _count(config, "num_attention_heads", 12), _count(config, "hidden_size", 768)
-    if width % heads:
-        raise ModelLoadFailed(f"config.json has a width of {width}, which its {heads} heads of attention do not divide")
-
-
-def _flag(config: Config, key: str, default: bool) -> bool:
-    found = config.get(key, default)
-    if not isinstance(found, bool):
-        raise ModelLoadFailed(f"config.json has {key} = {found!r}, which should be true or false")
-    return found
-
-
-def _refuse_unless(config: Config, **expected: Any) -> None:
-    for key, value in expected.items():
-        if config.get(key, value) not in (value, None):
-            raise ModelLoadFailed(f"config.json has {key} = {config[key]!r}; for this model only {value!r} is served")
-
-
-def _number(values: Config, key: str) -> float:
-    found = values.get(key)
-    if isinstance(found, bool) or not isinstance(found, (int, float)) or not (math.isfinite(found) and found > 0):
-        raise ModelLoadFailed(f"config.json has {key} = {found!r}, which should be a positive number")
-    return float(found)
-
-
-def _count(config: Config, key: str, default: int) -> int:
-    found = config.get(key, default)
-    if isinstance(found, bool) or not isinstance(found, int) or found < 1:
-        raise ModelLoadFailed(f"config.json has {key} = {found!r}, which should be a positive number")
-    return found
-
-
-def _classes(configuration: str, modelling: str, prefix: str, *heads: str) -> frozenset[str]:
-    """`file.Class` of a configuration, of the bare model, and of its heads."""
-    return frozenset(
-        {
-            f"{configuration}.{prefix}Config",
-            f"{modelling}.{prefix}Model",
-            *(f"{modelling}.{prefix}{head}" for head in heads),
-        }
-    )
-
-
-_TASKS = (
-    *("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering"),
-    *("ForMultipleChoice", "ForCausalLM"),
-)
-_NOMIC = _classes("configuration_hf_nomic_bert", "modeling_hf_nomic_bert", "NomicBert", *_TASKS, "ForPreTraining")
-_SNOWFLAKE = _classes("configuration_hf_alibaba_nlp_gte", "modeling_hf_alibaba_nlp_gte", "Gte", *_TASKS)
-_NVIDIA = _classes(
+_NOMIC = classes_of("configuration_hf_nomic_bert", "modeling_hf_nomic_bert", "NomicBert", *HEADS, "ForPreTraining")
+_SNOWFLAKE = classes_of("configuration_hf_alibaba_nlp_gte", "modeling_hf_alibaba_nlp_gte", "Gte", *HEADS)
+_NVIDIA = classes_of(
     "llama_bidirectional_model", "llama_bidirectional_model", "LlamaBidirectional", "ForSequenceClassification"
 )
-_JINA = _classes("configuration_xlm_roberta", "modeling_xlm_roberta", "XLMRoberta", *_TASKS, "ForPreTraining") | {
-    "configuration_xlm_roberta.XLMRobertaFlashConfig",
-    "modeling_lora.XLMRobertaLoRA",
-}
 _VOYAGE = frozenset({"modeling_qwen3_bidirectional.Qwen3BidirectionalModel"})
 _PPLX = frozenset({"configuration.PPLXQwen3Config", "modeling.PPLXQwen3Model"})
 _LFM2 = frozenset({f"modeling_lfm2_bidirectional.Lfm2Bidirectional{kind}" for kind in ("Model", "ForMaskedLM")})
-_JINA_BERT = _classes("configuration_bert", "modeling_bert", "JinaBert", *_TASKS)
 _CODE = (
     _Code("nomic_bert", "nomic-ai/nomic-bert-2048", _NOMIC, _nomic),
-    _Code("new", "Alibaba-NLP/new-impl", _classes("configuration", "modeling", "New", *_TASKS), _gte),
+    _Code("new", "Alibaba-NLP/new-impl", classes_of("configuration", "modeling", "New", *HEADS), _gte),
     _Code("gte", "Snowflake/snowflake-arctic-embed-m-v2.0", _SNOWFLAKE, _gte),
-    _Code("xlm-roberta", "jinaai/xlm-roberta-flash-implementation", _JINA, _jina_xlm_roberta),
-    _Code("bert", "jinaai/jina-bert-implementation", _JINA_BERT, _jina_bert),
-    _Code("bert", "jinaai/jina-bert-v2-qk-post-norm", _JINA_BERT, partial(_jina_bert, qk_norm=True)),
-    _Code("eurobert", "EuroBERT/", _classes("configuration_eurobert", "modeling_eurobert", "EuroBert", *_TASKS), _same),
-    _Code("bilingual", "dangvantuan/bilingual_impl", _classes("config", "modeling", "Bilingual", *_TASKS), _bilingual),
+    _Code("xlm-roberta", "jinaai/xlm-roberta-flash-implementation", jina_code.XLM_CLASSES, jina_code.jina_xlm_roberta),
+    _Code("jina_embeddings_v5", "jinaai/", jina_code.V5_CLASSES, jina_code.jina_v5),
+    _Code("bert", "jinaai/jina-bert-implementation", jina_code.BERT_CLASSES, jina_code.jina_bert),
+    _Code(
+        "bert", "jinaai/jina-bert-v2-qk-post-norm", jina_code.BERT_CLASSES, partial(jina_code.jina_bert, qk_norm=True)
+    ),
+    _Code(
+        "eurobert", "EuroBERT/", classes_of("configuration_eurobert", "modeling_eurobert", "EuroBert", *HEADS), _same
+    ),
+    _Code("bilingual", "dangvantuan/bilingual_impl", classes_of("config", "modeling", "Bilingual", *HEADS), _bilingual),
     _Code("lfm2", "LiquidAI/", _LFM2, _lfm2),
-    _Code("phi3", "microsoft/", _classes("configuration_phi3", "modeling_phi3", "Phi3", *_TASKS), _same),
+    _Code("phi3", "microsoft/", classes_of("configuration_phi3", "modeling_phi3", "Phi3", *HEADS), _same),
     _Code("qwen3", "voyageai/voyage-4-nano", _VOYAGE, _both_ways_by_class),
     _Code("bidirectional_pplx_qwen3", "perplexity-ai/", _PPLX, _encoder),
-    _Code("qwen2", "Alibaba-NLP/", _classes("configuration_qwen", "modeling_qwen", "Qwen2", *_TASKS), _qwen2),
+    _Code("qwen2", "Alibaba-NLP/", classes_of("configuration_qwen", "modeling_qwen", "Qwen2", *HEADS), _qwen2),
     _Code("llama_bidirec", "nvidia/", _NVIDIA, _encoder),
     _Code("llama", "McGill-NLP/", frozenset({"modeling_llama_encoder.LlamaEncoderModel"}), _encoder),
     _Code("mistral", "McGill-NLP/", frozenset({"modeling_mistral_encoder.MistralEncoderModel"}), _encoder),

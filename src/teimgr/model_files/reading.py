@@ -166,8 +166,10 @@ def _read(root: Path, pooling: str | None, kind: str | None, trust_remote_code: 
         trust_remote_code=trust_remote_code,
         config_is_changed=metadata.config_is_changed,
         weight_names=metadata.weight_names,
-        tasks=tuple(metadata.tasks),
-        task_scale=metadata.task_scale,
+        tasks=metadata.own.tasks,
+        default_task=metadata.own.default_task,
+        task_scale=metadata.own.task_scale,
+        task_adapters=metadata.task_adapters,
         end_token=metadata.end_token,
         own_tokenizer=metadata.own_tokenizer,
         prompts=metadata.prompts,
@@ -240,7 +242,8 @@ def _embedding(metadata: ModelMetadata, layout: Layout, pooling: str | None) -> 
     before, module, behind = _around_pooling(metadata)
     if before:
         raise ModelLoadFailed(f"modules between transformer and Pooling are not served: {metadata.chain}")
-    poolings, include_prompt, guessed = read_poolings(module, metadata.root / "1_Pooling", metadata.config, pooling)
+    named = pooling or (metadata.own.pooling if module is None else None)
+    poolings, include_prompt, guessed = read_poolings(module, metadata.root / "1_Pooling", metadata.config, named)
     behind = _without_final_normalize(behind)
     is_rounded = bool(behind) and behind[-1].name == INT8_TANH
     return replace(
@@ -279,7 +282,8 @@ def _around_pooling(metadata: ModelMetadata) -> tuple[tuple[Module, ...], Module
     # Of a sparse model or a cross-encoder only the encoder is used.
     other = any(metadata.chain.has(name) for name in ("SpladePooling", "LogitScore"))
     other |= metadata.saved.get("model_type") == "CrossEncoder"
-    if not metadata.chain.modules or other:
+    has_none = metadata.own.pooling is not None and not metadata.chain.behind  # it is within its own code
+    if not metadata.chain.modules or other or has_none:
         return (), None, ()
     before, module, behind = metadata.chain.split_at("Pooling")
     return before[1:], module, behind
