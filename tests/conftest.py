@@ -17,18 +17,58 @@ hypothesis.settings.load_profile("suite")
 
 HERE = Path(__file__).parent
 # Folders whose files share one daemon, or models that take long to make.
-TOGETHER = ("outside_clients", "conformance", "contract", "worker/dialects", "fuzz")
+TOGETHER = ("outside_clients", "conformance", "contract", "worker/dialects")
 # Files of a folder that share one daemon; the others of it have their own.
 SHARING = {f"end_to_end/test_{name}.py": "end_to_end" for name in ("main_job", "bad_input", "output_dtype", "tables")}
+# Files of a folder of `TOGETHER` that have a daemon of their own.
+ALONE = ("conformance/test_recording.py",)
+# The groups that take longest, which begin first: one that began last would end the run alone. Of a full run with
+# --durations=0; an order that is somewhat old costs little.
+LONGEST = (
+    "conformance",
+    "worker/dialects",
+    "docsite/test_commands.py",
+    "outside_clients",
+    "end_to_end/test_quickstart.py",
+    "engine/test_native_library.py",
+    "conformance/test_recording.py",
+    "end_to_end/test_batches.py",
+    "engine/test_native_validity.py",
+    "cluster/test_ray_launcher.py",
+    "end_to_end/test_faults.py",
+    "page/test_browser.py",
+    "end_to_end/test_readme.py",
+    "engine/test_engine.py",
+    "deploy/test_wheels.py",
+    "docsite/test_moving.py",
+    "end_to_end/test_configuration.py",
+    "end_to_end/test_documented_commands.py",
+    "fuzz/victim/test_victim.py",
+    "engine/test_wordpiece.py",
+    "fuzz/test_fuzz.py",
+    "contract",
+    "end_to_end",
+)
 
 
 @pytest.hookimpl(tryfirst=True)  # before the hook of xdist, which reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put each test in the group of its file, or of the files that it shares something with."""
+    """Put each test in the group of its file, or of the files that it shares something with; the longest come first.
+
+    Groups are handed out in this order with `--no-loadscope-reorder`; else those of the most tests come first, and a
+    file of two tests that take two minutes comes last.
+    """
+    if missing := [name for name in (*LONGEST, *ALONE) if not (HERE / name).exists()]:
+        raise pytest.UsageError(f"tests/conftest.py names what does not exist: {missing}")
+    ranks = {name: rank for rank, name in enumerate(LONGEST)}
+    order: dict[pytest.Item, int] = {}
     for item in items:
         path = item.path.relative_to(HERE).as_posix()
         group = next((folder for folder in TOGETHER if path.startswith(f"{folder}/")), SHARING.get(path, path))
+        group = path if path in ALONE else group
         item.add_marker(pytest.mark.xdist_group(group))
+        order[item] = ranks.get(group, len(ranks))
+    items.sort(key=order.__getitem__)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
