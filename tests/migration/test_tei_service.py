@@ -96,7 +96,7 @@ def test_a_dense_by_its_path_needs_a_decision(converted_service: Convert) -> Non
     """stella's compose files choose the width of vectors by it."""
     done = converted_service(f"{IMAGE}\ncommand: --model-id m --dense-path 2_Dense_1024\n")
 
-    assert done.decisions() == ["services.tei.command --dense-path"]
+    assert "services.tei.command --dense-path" in done.decisions()
 
 
 def test_what_is_not_known_is_reported_and_left_out(converted_service: Convert) -> None:
