@@ -15,6 +15,8 @@ from teimgr.errors import TeimgrError, ValidationError
 # No part of an upload may take longer than the first to come, nor the whole longer than the second.
 _PART_S, _WHOLE_S = 30.0, 3600.0
 _MAX_FIELDS, _MAX_FIELD_BYTES = 32, 4096
+# Parameters of a Content-Type or Content-Disposition: the library takes microseconds for each, on the event loop.
+_MAX_PARAMETERS = 64
 # Of a form that was refused, so much more is read and thrown away: a client that still sends would not read the answer.
 _MAX_DISCARDED_BYTES = 64 * 2**20
 
@@ -80,7 +82,7 @@ class FileForm:
         self._header = [b"", b""]
 
     def _end_headers(self) -> None:
-        _, options = parse_options_header(self._disposition)
+        _, options = _with_parameters("Content-Disposition", self._disposition)
         self._name = options.get(b"name", b"").decode("utf-8", "replace")
         self._in_file = self._name == self._file_field
         if self._in_file:
@@ -108,12 +110,12 @@ async def read_file_form(request: Request, file_field: str, write: Write) -> Fil
     """Read the form, passing the file on to `write` in parts; memory holds one part at a time.
 
     Raises:
-        ValidationError: the form is malformed, or lacks the file.
+        ValidationError: the form is malformed, has a header of too many parameters, or lacks the file.
         HTTPException: 415 for another content type, 408 where it does not come in time.
         TeimgrError: as `write` does; the rest of the form is thrown away.
         ClientDisconnect: the client went away.
     """
-    kind, options = parse_options_header(request.headers.get("content-type"))
+    kind, options = _with_parameters("Content-Type", request.headers.get("content-type", ""))
     boundary = options.get(b"boundary")
     if kind != b"multipart/form-data" or not boundary:
         raise HTTPException(415, "Expected request with `Content-Type: multipart/form-data; boundary=…`")
@@ -136,6 +138,15 @@ async def read_file_form(request: Request, file_field: str, write: Write) -> Fil
     if form.filename is None:
         raise ValidationError(f"{file_field}: is missing in the form")
     return form
+
+
+def _with_parameters(name: str, value: str | bytes) -> tuple[bytes, dict[bytes, bytes]]:
+    """The value of a header and its parameters. Raises ValidationError where it has too many of these."""
+    separators = value.count(b";") if isinstance(value, bytes) else value.count(";")
+    if separators > _MAX_PARAMETERS:
+        raise ValidationError(f"{name}: has more than {_MAX_PARAMETERS} parameters")
+    kind, options = parse_options_header(value)
+    return kind, options
 
 
 async def _next(body: AsyncIterator[bytes]) -> bytes:
