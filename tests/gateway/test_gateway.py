@@ -375,3 +375,18 @@ def test_a_key_holds_half_of_what_may_wait_for_an_instance() -> None:
         with pytest.raises(Overloaded, match="Too many requests wait for instance 'a'"):
             hold("a", None, 20_000)
     assert not bodies._held
+
+
+@pytest.mark.parametrize("form", ["team-{}-mini", "/srv/models/team-{}/sentence-transformers/all-MiniLM-L6-v2-{}"])
+def test_an_unknown_name_in_a_large_fleet_is_answered_soon(form: str) -> None:
+    router = fleet_of_paths()
+    names = {f"a{number}": form.replace("{}", str(number)) for number in range(1000)}
+    entries = (RouteEntry(name, id, State.STOPPED, None, 4) for name, id in names.items())
+    router.update(RoutingSnapshot(tuple(entries)))
+    unknown, took = form.replace("{}", "7") + "7x", []
+    for _ in range(3):
+        began = time.process_time()
+        with pytest.raises(ModelNotFound, match="did you mean"):
+            ModelNames(router, dict).lease(unknown)
+        took.append(time.process_time() - began)
+    assert min(took) < 0.05  # 0.1 and 0.5 s where each name is compared

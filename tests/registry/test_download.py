@@ -302,3 +302,40 @@ async def test_what_was_done_is_known_to_the_next_daemon(make: Make) -> None:
     assert (await again.delete(MODEL)).downloaded
     with pytest.raises(ModelNotFound, match=f"Model '{MODEL}' not found"):
         await again.get(MODEL)
+
+
+class HostileHub(Hub):
+    """Lists its files with other facts than they have."""
+
+    facts: dict[str, object]
+    commit = SHA
+
+    def _tree(self) -> list[dict[str, object]]:
+        return [row | self.facts if row["path"] == "config.json" else row for row in super()._tree()]
+
+    def _info(self) -> dict[str, object]:
+        return super()._info() | {"sha": self.commit}
+
+
+@pytest.mark.parametrize(
+    ("facts", "commit", "message"),
+    [
+        ({"path": "../../../../mine/config.json"}, SHA, "names the file"),
+        ({"oid": "../../../mine/config.json"}, SHA, "names a blob"),
+        ({}, "../../../mine", "names a commit"),
+        ({"size": -(2**60)}, SHA, "has no size"),
+        ({"size": 5}, SHA, "has more than the 5 bytes that the hub announced"),
+    ],
+)
+async def test_a_hub_reaches_no_file_outside_of_the_cache_and_sends_no_more_than_announced(
+    make: Make, tmp_path: Path, facts: dict[str, object], commit: str, message: str
+) -> None:
+    mine = tmp_path / "mine" / "config.json"
+    mine.parent.mkdir()
+    mine.write_text("kept")
+    with HostileHub(MODEL, FILES) as hub:
+        hub.facts, hub.commit = facts, commit
+        hub.revisions.add(commit)
+        with pytest.raises(ModelDownloadFailed, match=message):
+            await pull(make(hub))
+    assert mine.read_text() == "kept"

@@ -10,7 +10,7 @@ import difflib
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -453,8 +453,11 @@ class Holding:
 
 
 _NEAREST = 3
-# Bounds the cost of finding similar names, and the length of the error text, for absurdly long names.
-_COMPARED_CHARS = 256
+# Of an absurdly long name that does not exist, in the error text.
+_SHOWN_CHARS = 256
+# What finding similar names may cost, in products of two lengths: some 10 ms on the event loop. A comparison costs as
+# much as one of two names of 40 characters before it begins.
+_COMPARED_CHARS, _COMPARISONS, _BEGUN = 128, 200_000, 1600
 
 
 class ModelNames:
@@ -523,7 +526,7 @@ class ModelNames:
     def check(self, model: str) -> None:
         """Raises ModelNotFound, with similar names, for an unknown name; what is known need not run."""
         if self.model_id(model) is None:
-            shown = model if len(model) <= _COMPARED_CHARS else model[:_COMPARED_CHARS] + "…"
+            shown = model if len(model) <= _SHOWN_CHARS else model[:_SHOWN_CHARS] + "…"
             raise ModelNotFound(f"The model '{shown}' does not exist{_nearest(model, self.names())}")
 
     def model_id(self, model: str) -> str | None:
@@ -549,10 +552,20 @@ def _nearest(name: str, candidates: list[str]) -> str:
         }:  # a model's id, or that without its owner
             by_spelling.setdefault(spelling, []).append(each)
     given = name[:_COMPARED_CHARS].casefold()
-    similar = difflib.get_close_matches(given, by_spelling, _NEAREST, 0.5) or [
+    similar = difflib.get_close_matches(given, _comparable(given, by_spelling), _NEAREST, 0.5) or [
         key for key in by_spelling if given in key
     ]
     nearest = list(dict.fromkeys(one for key in similar for one in sorted(by_spelling[key], key=len)))[:_NEAREST]
     if nearest:
         return f"; did you mean {' or '.join(map(repr, nearest))}?"
     return f"; there are {', '.join(map(repr, candidates[:_NEAREST]))}" if candidates else "; there are none"
+
+
+def _comparable(given: str, names: Iterable[str]) -> Iterator[str]:
+    """The names with which a name is compared: those of about its length, as far as the time for it goes."""
+    left = _COMPARISONS
+    for name in sorted(names, key=lambda each: abs(len(each) - len(given))):
+        left -= _BEGUN + len(name) * len(given)
+        if left < 0:
+            return
+        yield name

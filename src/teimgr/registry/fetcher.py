@@ -29,7 +29,7 @@ from typing import Any
 
 from teimgr import hub
 from teimgr.errors import ModelDownloadFailed, TeimgrError, Unavailable
-from teimgr.model_directory import needed
+from teimgr.model_directory import needed, stays_below
 from teimgr.registry.cache import HubCache
 
 PARALLEL_FILES = 4
@@ -38,6 +38,10 @@ PIECE_BYTES = 1 << 20
 _HUB_TIMEOUT_S = 20.0
 _TRIES = 5
 _BLOB_NAME = re.compile(r"[0-9a-f]{40,64}")
+# Of commits and blobs, which become names in the cache.
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
+# No model of the hub has as many; a listing that does not end would fill the memory.
+_MAX_FILES = 100_000
 # The hub serves larger files by its own protocol only, which its library implements.
 _HTTP_FILE_LIMIT_BYTES = 50 * 10**9
 
@@ -91,12 +95,17 @@ class ProgressCounter:
 
 
 class Meter:
-    """Stands in for the progress bar (tqdm) that the hub's library makes per request."""
+    """Stands in for the progress bar (tqdm) that the hub's library makes per request; ends a body that is too long."""
 
-    def __init__(self, tally: ProgressCounter, name: str, *_: object, initial: int = 0, **__: object) -> None:
+    def __init__(
+        self, tally: ProgressCounter, order: FetchRequest, file: RemoteFile, *_: object, initial: int = 0, **__: object
+    ) -> None:
         self._tally = tally
-        self._name = name
-        tally.set(name, initial)
+        self._order = order
+        self._file = file
+        self._name = file.name
+        self._count = initial
+        tally.set(file.name, initial)
 
     def __enter__(self) -> Meter:
         return self
@@ -104,8 +113,18 @@ class Meter:
     def __exit__(self, *_: object) -> None: ...
 
     def update(self, count: float | None = 1) -> None:
-        """Add received bytes; negative where the server restarts the file."""
+        """Add received bytes; negative where the server restarts the file.
+
+        Raises:
+            ModelDownloadFailed: more came than the hub announced.
+        """
+        self._count += int(count or 0)
         self._tally.add(self._name, int(count or 0))
+        if self._count > self._file.size_bytes:
+            raise ModelDownloadFailed(
+                self._order.model_id,
+                f"{self._name} has more than the {self._file.size_bytes:,} bytes that the hub announced",
+            )
 
 
 class Fetch:
@@ -157,9 +176,13 @@ class Fetch:
 
         api, order = HfApi(library_name="teimgr"), self._order
         info = api.model_info(order.model_id, revision=order.revision, timeout=_HUB_TIMEOUT_S)
-        self._commit = str(info.sha)
-        tree = api.list_repo_tree(order.model_id, recursive=True, revision=self._commit)
-        remote = {file.path: _remote(file) for file in tree if isinstance(file, RepoFile)}
+        self._commit = self._named(str(info.sha), "commit")
+        remote: dict[str, RemoteFile] = {}
+        for file in api.list_repo_tree(order.model_id, recursive=True, revision=self._commit):
+            if isinstance(file, RepoFile):
+                remote[file.path] = self._checked(_remote(file))
+            if len(remote) > _MAX_FILES:
+                raise ModelDownloadFailed(order.model_id, f"the repository has more than {_MAX_FILES:,} files")
         if problem := hub.format_problem(list(remote), info):
             raise ModelDownloadFailed(order.model_id, f"the repository {problem}")
         files = [remote[name] for name in needed(list(remote))]
@@ -168,6 +191,23 @@ class Fetch:
         size_bytes = sum(file.size_bytes for file in files)
         send(commit=self._commit, bytes_total=size_bytes, files_total=len(files), gated=bool(info.gated))
         return files
+
+    def _named(self, name: str, kind: str) -> str:
+        """A name that the hub gave, which becomes one in the cache. Raises ModelDownloadFailed: it could be a path."""
+        if _NAME.fullmatch(name) is None:
+            raise ModelDownloadFailed(self._order.model_id, f"the hub names a {kind} {name[:80]!r}")
+        return name
+
+    def _checked(self, file: RemoteFile) -> RemoteFile:
+        """A file whose name and blob stay in the cache, with a size. Raises ModelDownloadFailed for another one."""
+        self._named(file.blob, "blob")
+        if not stays_below(file.name) or "\0" in file.name:
+            raise ModelDownloadFailed(
+                self._order.model_id, f"the hub names the file {file.name[:80]!r}, which is none of a repository"
+            )
+        if type(file.size_bytes) is not int or file.size_bytes < 0:
+            raise ModelDownloadFailed(self._order.model_id, f"{file.name[:80]} has no size")
+        return file
 
     def _check_room(self, files: Iterable[RemoteFile]) -> None:
         folder = self._blobs()
@@ -237,7 +277,7 @@ class Fetch:
 
         url = hf_hub_url(self._order.model_id, file.name, revision=self._commit)
         headers = build_hf_headers(library_name="teimgr") | {"Accept-Encoding": "identity"}
-        meter: Any = partial(Meter, self._tally, file.name)
+        meter: Any = partial(Meter, self._tally, self._order, file)
         self._tally.set(file.name, have_bytes)
         with target.open("ab") as stream:
             http_get(

@@ -68,6 +68,7 @@ from teimgr.rest.middleware import (
 )
 from teimgr.rest.probes import Alarms
 from teimgr.rest.proxies import ProxyHeaders
+from teimgr.rest.query_limit import LimitQuery
 from teimgr.supervision.manager import Manager
 from teimgr.supervision.reload import Reloader
 from teimgr.supervision.worker_run import FleetProber
@@ -199,6 +200,7 @@ def create_app(
     error_answers.install(app)
     # Innermost first.
     app.add_middleware(HeadAsGet)
+    app.add_middleware(LimitQuery)
     app.add_middleware(RejectEncodedSeparators)
     policy = policy or PolicyInForce(policy_of(settings.auth))
     app.state.policy = policy

@@ -94,9 +94,10 @@ async def events(
     A stream resumes after the event in `Last-Event-ID`.
     """
     event_log: EventLog = request.app.state.events
+    of_instances, of_kinds = frozenset(instances or ()), frozenset(kinds or ())
 
     def matches(event: FleetEvent) -> bool:
-        return (not instances or event.instance in instances) and (not kinds or event.event in kinds)
+        return (not of_instances or event.instance in of_instances) and (not of_kinds or event.event in of_kinds)
 
     latest = [event for event in event_log.since(0) if matches(event)][-last:] if last else []
     return _answer(request, event_log, latest, matches)

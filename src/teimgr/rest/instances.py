@@ -268,12 +268,13 @@ def chosen(
     models: Sequence[str] | None = None,
 ) -> list[InstanceView]:
     """The instances that match every filter; within `statuses` and `models`, any value."""
+    of_models = frozenset(models or ())
     return [
         view
         for view in views
         if all(_has_tag(view.spec.tags, *tag.partition(":")) for tag in tags or ())
         and (not statuses or view.state in statuses)
-        and (not models or view.spec.model_id in models)
+        and (not of_models or view.spec.model_id in of_models)
     ]
 
 

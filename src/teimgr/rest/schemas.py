@@ -49,7 +49,7 @@ _HINTS = get_type_hints(InstanceSpec)
 BODY_LIMIT_BYTES = 2 * 2**20
 # A body beyond this size is read on a thread. Each of its values may be a fault, and pydantic makes a report of every
 # one of them in one call: 1.3 s for the keys of 2 MiB. A list of 10,000 names is the largest that a route takes.
-_LARGE_BYTES = 64 * 1024
+_LARGE_BYTES = 16 * 1024
 _MAX_VALUES = 12_000
 _PROBLEMS_SHOWN = 5
 _SHOWN_CHARS = 80
