@@ -29,7 +29,8 @@ from typing import Any
 
 from teimgr import hub
 from teimgr.errors import ModelDownloadFailed, TeimgrError, Unavailable
-from teimgr.model_directory import needed, stays_below
+from teimgr.model_directory import needed
+from teimgr.model_source import stays_below
 from teimgr.registry.cache import HubCache
 
 PARALLEL_FILES = 4
