@@ -27,12 +27,9 @@ PAIRS = [
 ]
 
 
-OURS = {"aggregation_strategy"}  # of token classifiers, which TEI does not serve
-
-
 @pytest.mark.parametrize(("kind", "struct"), PAIRS, ids=[struct.name for _, struct in PAIRS])
 def test_fields_and_those_required_are_the_same(kind: type[Body], struct: Struct) -> None:
-    assert set(kind.model_fields) - OURS == set(struct.fields)
+    assert set(kind.model_fields) == set(struct.fields) | set(struct.own)
     required = {
         name
         for name, (field, has_default) in struct.fields.items()
@@ -109,3 +106,9 @@ def test_what_is_decoded_quickly_is_what_the_real_parser_takes() -> None:
 def test_what_tei_alone_refuses_is_refused_in_its_words(kind: type[Body], body: bytes, sentence: str) -> None:
     with pytest.raises(http_inference.BadRequest, match=re.escape(sentence)):
         http_inference.parse(kind, body, tei.TEI_BODY)
+
+
+@pytest.mark.parametrize("text", [r"a\u005fb", "below -0 degrees"])
+def test_fields_of_ours_survive_the_parser_of_tei(text: str) -> None:
+    body = f'{{"inputs":"{text}","aggregation_strategy":"none"}}'.encode()
+    assert http_inference.parse(tei.TeiPredictRequest, body, tei.TEI_BODY).aggregation_strategy == "none"

@@ -28,4 +28,15 @@ def test_joined_pieces_are_the_text(family: str, tmp_path: Path) -> None:
         tokens = tokenizer.tokenize(text, False, "")
         parts = pieces(text, tokens)
         assert len(parts) == len(tokens)
+        framed = tokenizer.tokenize(text, True, "")
+        named = zip(framed, pieces(text, framed), strict=True)
+        assert [part for token, part in named if not token.special] == parts
         assert "".join(parts) == text
+
+
+def test_a_text_without_tokens_is_one_piece(tmp_path: Path) -> None:
+    tokenizer = TextTokenizer(read_layout(build("bert", tmp_path)), 512)
+    for text in (" ", " \n\t", "\x07", "\u200b\u200d"):
+        tokens = tokenizer.tokenize(text, False, "")
+        assert not tokens
+        assert pieces(text, tokens) == [text]

@@ -349,7 +349,9 @@ async def test_tokens_and_back(ask: Asking) -> None:
     told = (await ask.post("/tokenize", {"model": "dense", "prompt": "the quick fox", "return_token_strs": True})).ok
     ids = [span["id"] for span in spans]
     assert (told["tokens"], told["count"], told["max_model_len"]) == (ids, len(ids), 96)
-    assert told["token_strs"] == [span["text"] for span in spans]
+    [begin, *parts, end] = told["token_strs"]
+    assert (begin, end) == (spans[0]["text"], spans[-1]["text"])
+    assert "".join(parts) == "the quick fox"
     [whole] = await ask.own_port("dense", "/decode", {"ids": ids, "skip_special_tokens": False})
     assert (await ask.post("/detokenize", {"model": "dense", "tokens": ids})).ok == {"prompt": whole}
     refused = await ask.post("/detokenize", {"model": "dense", "tokens": [1] * 9601})

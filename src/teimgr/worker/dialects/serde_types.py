@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from teimgr.worker.dialects.serde_json import EOF_OBJECT, Fault, Path, Reader, is_digit, shown
@@ -238,10 +238,14 @@ class StructField(NamedTuple):
 
 @dataclass(frozen=True)
 class Struct:
-    """A struct: an object, or a list of its fields in their order. Read as a dict of the fields that were given."""
+    """A struct: an object, or a list of its fields in their order. Read as a dict of the fields that were given.
+
+    `own` are fields of teimgr's, which an object may have beside those.
+    """
 
     name: str
     fields: Mapping[str, StructField]
+    own: Mapping[str, StructField] = field(default_factory=dict)
 
     def read(self, reader: Reader, path: Path) -> dict[str, Any]:
         with reader.within(path):
@@ -276,8 +280,8 @@ class Struct:
             if key in values:
                 raise Fault(f"duplicate field `{key}`")
             reader.colon()
-            if key in self.fields:
-                values[key] = self.fields[key].type.read(reader, (*path, key))
+            if (found := self.fields.get(key) or self.own.get(key)) is not None:
+                values[key] = found.type.read(reader, (*path, key))
             else:
                 reader.skip((*path, key))
         self._check_missing(values)
@@ -294,8 +298,9 @@ class Struct:
         if not isinstance(value, dict):
             raise Fault(f"invalid type: {shown(value)}, expected struct {self.name}")
         # A map of serde_json is sorted, by the bytes of its keys.
-        given = sorted((name for name in value if name in self.fields), key=str.encode)
-        values = {name: self.fields[name].type.of_value(value[name]) for name in given}
+        known = {**self.fields, **self.own}
+        given = sorted((name for name in value if name in known), key=str.encode)
+        values = {name: known[name].type.of_value(value[name]) for name in given}
         self._check_missing(values)
         return values
 

@@ -130,6 +130,7 @@ EMBED_SPARSE = Struct("EmbedSparseRequest", {**_INPUTS, "prompt_name": _PROMPT_N
 PREDICT = Struct(
     "PredictRequest",
     {**_PREDICT, "truncation_direction": _DIRECTION, "raw_scores": _FLAG},
+    own={"aggregation_strategy": StructField(AnyValue())},
 )
 RERANK = Struct(
     "RerankRequest",

@@ -30,7 +30,7 @@ class VllmTokenizeRequest(http.LenientBody):
             "count": len(tokens),
             "max_model_len": engine.info.max_input_length,
             "tokens": [token.id for token in tokens],
-            "token_strs": [token.text for token in tokens] if self.return_token_strs else None,
+            "token_strs": pieces(self.prompt, tokens) if self.return_token_strs else None,
         }
 
 
@@ -73,15 +73,20 @@ TokenRequestT = TypeVar(
 def pieces(text: str, tokens: list[TokenSpan]) -> list[str]:
     """One part of `text` per token, in order; joined they are `text`, since clients cut a text by them.
 
-    What the tokenizer drops, such as spaces, belongs to the token after it, and to the last token at the end. Of tokens
-    that are parts of one character, as byte-level tokenizers make them, the first one gets it.
+    What the tokenizer drops, such as spaces, belongs to the token after it, and to the last token at the end; of a text
+    without tokens it is the only part. Of tokens that are parts of one character, as byte-level tokenizers make them,
+    the first one gets it. A special token around the text is told by its name.
     """
-    encoded, pieces, begin = text.encode(), [], 0
-    for number, token in enumerate(tokens, 1):
-        end = len(encoded) if number == len(tokens) else max(begin, token.stop or 0)
-        pieces.append(encoded[begin:end].decode())
+    encoded, parts, begin = text.encode(), [], 0
+    last = max((place for place, token in enumerate(tokens) if not token.special), default=-1)
+    for place, token in enumerate(tokens):
+        if token.special:
+            parts.append(token.text)
+            continue
+        end = len(encoded) if place == last else max(begin, token.stop or 0)
+        parts.append(encoded[begin:end].decode())
         begin = end
-    return pieces
+    return parts or [text]
 
 
 def _decoded(engine: Engine, ids: list[int]) -> str:
