@@ -35,7 +35,7 @@ from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2
 from teimgr.rest import schemas
 from teimgr.wire import arrow_tables, frames
 from teimgr.wire.arrow_inputs import read_texts
-from teimgr.wire.frames import HttpReply, HttpRequest, Timings
+from teimgr.wire.frames import HttpRequest, Timings
 from teimgr.wire.quantisation import Precision
 from teimgr.worker import http_inference as http
 from teimgr.worker import methods
@@ -378,12 +378,8 @@ class _Link(frames.FrameProtocol):
 
 def _link_cases() -> Iterator[Case]:
     yield Case("link: a frame received", _GRPC, lambda size: b"a" * size, _received)
-    yield Case("link: a reply packed", _GRPC, lambda size: b"a" * size, _pack)
+    yield Case("link: a reply with timings received", _GRPC, lambda size: b"a" * size, frames.split_timings)
     yield Case("link: a body held", 16 * _MIB, lambda size: b"a" * size, lambda body: bytearray(b"head" + body))
-
-
-def _pack(body: bytes) -> bytes:
-    return frames.pack_reply(HttpReply(200, {}, body))
 
 
 def _received(data: bytes) -> None:

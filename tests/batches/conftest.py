@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 import pytest
 from tests.mux.conftest import start_worker
-from tests.support.frame_worker import FrameWorker, Request, Script
+from tests.support.frame_worker import FrameWorker, Request, Script, pack_reply
 from tests.support.mux_process import running
 from tests.support.polling import eventually
 
@@ -26,7 +26,7 @@ from teimgr.gateway import Gateway
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.routing.router import Directory
 from teimgr.wire.error_bodies import OPENAI, failure
-from teimgr.wire.frames import HttpReply, pack_reply, read_request
+from teimgr.wire.frames import HttpReply, read_request
 
 __all__ = ["start_worker"]
 

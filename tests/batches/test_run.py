@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 import pytest
 from tests.batches.conftest import OWNER, Desk, answer, input_of, line, lines, next_of, refuse_with
-from tests.support.frame_worker import FrameWorker, Request, Script, hold
+from tests.support.frame_worker import FrameWorker, Request, Script, hold, pack_reply
 from tests.support.mux_process import running
 from tests.support.polling import eventually
 
@@ -22,7 +22,7 @@ from teimgr.errors import Code, InferenceFailed, Overloaded, error_from_code
 from teimgr.observability import catalogue
 from teimgr.observability.exposition import Page
 from teimgr.spec import RouteEntry, State
-from teimgr.wire.frames import Flag, HttpReply, pack_reply
+from teimgr.wire.frames import Flag, HttpReply
 
 StartWorker = Callable[[Script], Any]
 

@@ -18,6 +18,7 @@ from teimgr.wire.frames import (
     Header,
     HttpRequest,
     Method,
+    Received,
     pack_error,
     pack_header,
     read_reply,
@@ -117,7 +118,7 @@ class _Received(FrameProtocol):
         self.frames: list[tuple[Header, bytes]] = []
         self.is_broken = False
 
-    def frame_received(self, header: Header, payload: bytes) -> None:
+    def frame_received(self, header: Header, payload: Received) -> None:
         self.frames.append((header, payload))
 
     def link_lost(self, error: Exception | None) -> None:

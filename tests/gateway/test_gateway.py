@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 from tests.mux.conftest import start_worker
-from tests.support.frame_worker import FrameWorker, Request, hold
+from tests.support.frame_worker import FrameWorker, Request, hold, pack_reply
 from tests.support.memory_fleet import Fleet
 from tests.support.mux_process import running
 from tests.support.polling import eventually
@@ -30,7 +30,7 @@ from teimgr.observability.metrics import DaemonMetrics
 from teimgr.rest.app import create_app
 from teimgr.routing.router import Directory, Router, router_view
 from teimgr.spec import InstanceSpec, InstanceView, LoadedModel, RouteEntry, RoutingSnapshot, State, WorkerEndpoint
-from teimgr.wire.frames import MAX_HEAD_BYTES, HttpReply, pack_reply
+from teimgr.wire.frames import MAX_HEAD_BYTES, HttpReply
 
 __all__ = ["start_worker"]
 

@@ -16,7 +16,19 @@ import numpy as np
 from teimgr.errors import TeimgrError
 from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.spec import WorkerEndpoint
-from teimgr.wire.frames import Flag, FrameProtocol, FrameType, Header, Method, Timings, pack_error, retry_after_ms
+from teimgr.wire.frames import (
+    Flag,
+    FrameProtocol,
+    FrameType,
+    Header,
+    HttpReply,
+    Method,
+    Received,
+    Timings,
+    pack_error,
+    reply_head,
+    retry_after_ms,
+)
 
 TIMINGS = Timings(
     chars=11, tokens=5, total_ns=9_000_000, tokenization_ns=1_000_000, queue_ns=2_000_000, inference_ns=6_999_999
@@ -28,7 +40,7 @@ class Request:
     """One request as it came, and the ways to answer it."""
 
     header: Header
-    payload: bytes
+    payload: Received
     link: WorkerLink
 
     @property
@@ -39,10 +51,10 @@ class Request:
     def flags(self) -> int:
         return self.header.flags
 
-    def reply(self, payload: bytes = b"", timings: Timings | None = None) -> None:
+    def reply(self, payload: Received = b"", timings: Timings | None = None) -> None:
         flags = Flag.NONE if timings is None else Flag.TIMINGS
         head = b"" if timings is None else timings.pack()
-        self.link.send(FrameType.REPLY, self.method, self.header.id, head + payload, flags=flags)
+        self.link.send(FrameType.REPLY, self.method, self.header.id, payload, flags=flags, before=head)
 
     def fail(self, error: TeimgrError) -> None:
         retry_ms = retry_after_ms(error)
@@ -50,6 +62,11 @@ class Request:
 
 
 Script = Callable[[Request], None]
+
+
+def pack_reply(reply: HttpReply) -> bytes:
+    """An HTTP reply as a payload."""
+    return reply_head(reply) + bytes(reply.body)
 
 
 def echo(request: Request) -> None:
@@ -78,7 +95,7 @@ class WorkerLink(FrameProtocol):
         super().connection_made(transport)
         self.worker.links.append(self)
 
-    def frame_received(self, header: Header, payload: bytes) -> None:
+    def frame_received(self, header: Header, payload: Received) -> None:
         if header.type == FrameType.CANCEL:
             self.worker.cancels.put_nowait(header.id)
             return

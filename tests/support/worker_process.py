@@ -31,6 +31,7 @@ from teimgr.wire.frames import (
     FrameType,
     Header,
     Method,
+    Received,
     Timings,
     split_timings,
     unpack_error,
@@ -84,7 +85,7 @@ class WorkerLink(FrameProtocol):
         self._answers: defaultdict[int, asyncio.Queue[Answer]] = defaultdict(asyncio.Queue)
         self._last_id = 0
 
-    def frame_received(self, header: Header, payload: bytes) -> None:
+    def frame_received(self, header: Header, payload: Received) -> None:
         self.arrived.append(header.id)
         self._answers[header.id].put_nowait(Answer(header, payload))
 

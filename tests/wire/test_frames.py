@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import tracemalloc
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
@@ -22,11 +23,12 @@ from teimgr.wire.frames import (
     HttpReply,
     HttpRequest,
     Method,
+    Received,
     Timings,
     pack_header,
-    pack_reply,
     read_reply,
     read_request,
+    reply_head,
     request_head,
     split_timings,
     unpack_error,
@@ -39,19 +41,19 @@ LIMIT = 4 * 1024 * 1024
 class End(FrameProtocol):
     """One end that keeps what it gets."""
 
-    frames: asyncio.Queue[tuple[Header, bytes]] = field(default_factory=asyncio.Queue)
+    frames: asyncio.Queue[tuple[Header, Received]] = field(default_factory=asyncio.Queue)
     lost: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
         super().__init__(LIMIT)
 
-    def frame_received(self, header: Header, payload: bytes) -> None:
+    def frame_received(self, header: Header, payload: Received) -> None:
         self.frames.put_nowait((header, payload))
 
     def link_lost(self, error: Exception | None) -> None:
         self.lost.set()
 
-    async def payloads(self, count: int) -> list[bytes]:
+    async def payloads(self, count: int) -> list[Received]:
         return [(await self.frames.get())[1] for _ in range(count)]
 
 
@@ -115,6 +117,40 @@ async def test_payloads_around_the_buffer_sizes_arrive_between_small_neighbours(
     await pair.write(frame(b"before") + frame(large) + frame(b"after") + frame(large) + frame(b"end"))
 
     assert await pair.end.payloads(5) == [b"before", large, b"after", large, b"end"]
+
+
+async def test_a_large_payload_is_in_memory_once(pair: Pair) -> None:
+    """No copy of it is made, which would hold the loop for a millisecond per MB."""
+    context, size = b"context", 3_000_000
+    head = pack_header(len(context) + size, FrameType.REQUEST, Method.EMBED, 7, 0, 0, len(context)) + context
+    data = head + bytes(size)
+    for cut in (HEADER.size, HEADER.size + 3, len(head)):
+        tracemalloc.start()
+        await pair.write(data[:cut])
+        await asyncio.sleep(0)
+        before, _ = tracemalloc.get_traced_memory()
+        tracemalloc.reset_peak()
+        await pair.write(memoryview(data)[cut:])
+        header, payload = await pair.end.frames.get()
+        _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+
+        assert (header.context, len(payload), bytes(payload)) == (context, size, bytes(size))
+        assert most - before < 1.2 * size
+
+
+async def test_the_timings_of_a_large_reply_are_split_off_without_a_copy() -> None:
+    timings, payload = Timings(1, 2, 3, 4, 5, 6), bytearray(3_000_000)
+    found, rest = split_timings(timings.pack() + payload)
+    assert (found, len(rest)) == (timings, len(payload))
+    assert isinstance(rest, memoryview)
+
+
+async def test_a_payload_is_sent_in_two_parts(pair: Pair) -> None:
+    pair.end.send(FrameType.REPLY, Method.HTTP, 3, memoryview(b"body"), before=b"head ", context=b"x")
+
+    data = await pair.read(HEADER.size + 10)
+    assert data == pack_header(10, FrameType.REPLY, Method.HTTP, 3, 0, 0, 1) + b"xhead body"
 
 
 async def test_frames_of_one_tick_leave_in_one_write(pair: Pair) -> None:
@@ -226,7 +262,7 @@ def test_what_is_packed_is_read_again(path: str, query: str, headers: dict[str, 
     read = read_request(request_head(request) + body)
     assert read._replace(body=bytes(read.body)) == request
     reply = HttpReply(200, headers, body)
-    told = read_reply(pack_reply(reply))
+    told = read_reply(reply_head(reply) + body)
     assert told._replace(body=bytes(told.body)) == reply
 
 

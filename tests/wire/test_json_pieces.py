@@ -53,8 +53,15 @@ def test_pieces_are_the_bytes_of_one_call(name: str, at_once: int, monkeypatch: 
 
 @pytest.mark.parametrize("size", [0, 1, 2, 3 * 2**16, 3 * 2**16 + 1, 10**6 + 1])
 def test_base64_in_pieces_is_that_of_one_call(size: int) -> None:
-    data = RANDOM.bytes(size)
-    assert json_pieces.b64encode(data) == base64.b64encode(data).decode()
+    data = RANDOM.integers(0, 256, size, np.uint8)
+    text = base64.b64encode(data.tobytes()).decode()
+    for around in (lambda one: one, lambda one: {"data": [{"embedding": one, "index": 0}] * 3, "a": one}):
+        assert json_pieces.dumps(around(json_pieces.in_base64(data))) == orjson.dumps(around(text))
+
+
+def test_base64_of_a_matrix_is_that_of_its_bytes() -> None:
+    wide = RANDOM.standard_normal((300, 700)).astype(np.float16)
+    assert json_pieces.dumps(json_pieces.in_base64(wide)) == b'"%b"' % base64.b64encode(wide.tobytes())
 
 
 def test_no_piece_of_a_large_reply_is_large() -> None:

@@ -18,6 +18,7 @@ from teimgr.errors import Cancelled, DeadlineExceeded, InvalidInput, TeimgrError
 from teimgr.http2.header_decoder import Headers
 from teimgr.http2.stream import Stalled, Stream
 from teimgr.wire.frames import MAX_DEADLINE_MS
+from teimgr.wire.protobuf import Octets, Slice
 from teimgr.wire.status import GrpcStatus
 
 _HEAD: Headers = ((b":status", b"200"), (b"content-type", b"application/grpc"))
@@ -111,7 +112,7 @@ class RpcStream:
             raise InvalidInput("Malformed grpc-timeout")
         return min(int(match[1]) * _UNIT_S[match[2]], MAX_DEADLINE_MS / 1000)
 
-    async def receive(self, starts_within_s: float | None = None) -> bytes | None:
+    async def receive(self, starts_within_s: float | None = None) -> Octets | None:
         """The client's next message, None after the last. Its bytes are charged to `charge` as they come.
 
         Raises:
@@ -143,7 +144,7 @@ class RpcStream:
         finally:
             self._starting = None
 
-    def received(self) -> bytes | None:
+    def received(self) -> Octets | None:
         """The next message, where it is received as a whole and within all bounds: no timer is needed."""
         prefix = self._buffer.peek(_PREFIX_BYTES)
         if len(prefix) < _PREFIX_BYTES or prefix[0]:
@@ -159,7 +160,7 @@ class RpcStream:
         self._buffer.take(_PREFIX_BYTES)
         return self._buffer.take(size)
 
-    async def _body(self, prefix: bytes) -> bytes:
+    async def _body(self, prefix: Octets) -> Octets:
         if prefix[0] > 1:
             raise InvalidInput(f"Malformed message: its first byte is {prefix[0]}")
         if prefix[0]:
@@ -186,7 +187,7 @@ class RpcStream:
             return 0.0
         return _GROWTH_WAIT_S if charged else BUDGET_WAIT_S
 
-    def parse(self, kind: Any, raw: bytes) -> Any:
+    def parse(self, kind: Any, raw: Octets) -> Any:
         """A received message, parsed as `kind`, a generated class, and no longer charged.
 
         Raises:
@@ -209,7 +210,7 @@ class RpcStream:
         await self.stream.send_headers([*_HEAD, *_encoded(metadata)] if metadata else _HEAD)
         self._opened = True  # not before: a deadline that passes in the wait ends the call by trailers alone
 
-    async def send(self, message: bytes | memoryview) -> None:
+    async def send(self, message: Slice) -> None:
         """Send one message, waiting for the client's flow control; raises TooLarge: it exceeds the message limit."""
         if len(message) > self._max_reply_bytes:
             raise TooLarge(f"Reply message larger than max ({len(message)} vs. {self._max_reply_bytes} bytes)")

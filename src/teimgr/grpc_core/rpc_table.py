@@ -14,7 +14,7 @@ from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2
 from teimgr.pb.teimgr.v1 import arrow_pb2
 from teimgr.spec import Kind
 from teimgr.wire.frames import Flag, Method
-from teimgr.wire.protobuf import TARGET_FIELD, Envelope, read_envelope
+from teimgr.wire.protobuf import TARGET_FIELD, Envelope, Octets, read_envelope
 
 SERVICE = multiplexer_pb2.DESCRIPTOR.services_by_name["TeiMultiplexer"]
 FILES: tuple[FileDescriptor, ...] = (tei_pb2.DESCRIPTOR, multiplexer_pb2.DESCRIPTOR, arrow_pb2.DESCRIPTOR)
@@ -78,7 +78,7 @@ class Rpc:
             raise Unsupported(f"{self.name} is not served by this version of teimgr")
         return self.method
 
-    def open(self, message: bytes) -> Envelope:
+    def open(self, message: Octets) -> Envelope:
         """Split a message into its target and the worker's payload; each is None where missing.
 
         Raises:

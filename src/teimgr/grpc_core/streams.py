@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from teimgr.errors import DeadlineExceeded, InvalidInput, TooLarge
 from teimgr.grpc_core.rpc_table import Rpc
 from teimgr.wire.frames import Flag
-from teimgr.wire.protobuf import Slice, varint
+from teimgr.wire.protobuf import Octets, Slice, varint
 
 # Messages of a stream beyond this many in flight go to the bulk lane.
 INTERACTIVE_MESSAGES = 4
@@ -24,7 +24,7 @@ ARROW_WINDOW = 4
 _MESSAGES_PER_TURN = 32
 
 # Returns the next message of a request stream, None after the last.
-Receive = Callable[[], Awaitable[bytes | None]]
+Receive = Callable[[], Awaitable[Octets | None]]
 
 
 class _Pace:
@@ -73,7 +73,7 @@ class StreamReply(Protocol):
     """Reply to one message of a stream."""
 
     @property
-    def payload(self) -> bytes | memoryview:
+    def payload(self) -> Slice:
         """The response message, serialised: bytes, but of a worker's own port, which sends views too."""
 
 
@@ -101,7 +101,7 @@ class StreamPump:
         window: int,
         *,
         receive: Receive,
-        start: Callable[[bytes, int], Awaitable[StreamCall | None]],
+        start: Callable[[Octets, int], Awaitable[StreamCall | None]],
         send: Callable[[Any], Awaitable[None]],
     ) -> None:
         self._rpc = rpc
@@ -180,7 +180,7 @@ class PairCollector:
         self,
         receive: Receive,
         message_timeout_s: float | None,
-        request_of: Callable[[bytes], Slice | None] | None = None,
+        request_of: Callable[[Octets], Slice | None] | None = None,
     ) -> None:
         """Add the whole stream. `request_of` unwraps a message, whose request may be missing.
 
@@ -231,8 +231,8 @@ class PairCollector:
         """The lane of this many pairs."""
         return Flag.WAIT | Flag.BULK if self._count > INTERACTIVE_MESSAGES else Flag.WAIT
 
-    def payload(self) -> bytes:
-        """The `RerankPairs` message; raises InvalidInput: no message had a request."""
+    def payload(self) -> bytearray:
+        """The `RerankPairs` message, once; raises InvalidInput: no message had a request."""
         if not self._count:
             raise InvalidInput("Missing rerank request")
-        return bytes(self._buffer)
+        return self._buffer

@@ -86,7 +86,7 @@ class HttpStreams:
                     await received.whole(MAX_BODY_BYTES)
         if not received.has_ended or len(received) > MAX_BODY_BYTES:
             return False
-        body = received.take()
+        body = bytes(received.take())
         answer = direct(DirectRequest(head.target, dict(reversed(head.fields)), body, scope))
         if answer is None:
             received.put_back(body)

@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from teimgr.errors import DeadlineExceeded, TeimgrError, Unavailable
 from teimgr.spec import LoadedModel
-from teimgr.wire.frames import FrameProtocol, FrameType, Header, Method, unpack_error
+from teimgr.wire.frames import FrameProtocol, FrameType, Header, Method, Received, unpack_error
 
 CONNECT_LIMIT_S = 5.0
 _FRAME_LIMIT_BYTES = 1 << 20
@@ -131,7 +131,7 @@ class ControlLink(FrameProtocol):
             self.send(FrameType.REQUEST, method, next(self._ids), json.dumps(values).encode())
         return self.is_open
 
-    def frame_received(self, header: Header, payload: bytes) -> None:
+    def frame_received(self, header: Header, payload: Received) -> None:
         if header.id == _WATCH_ID:
             self._watched(header, payload)
             return
@@ -141,7 +141,7 @@ class ControlLink(FrameProtocol):
         if header.type == FrameType.ERROR:
             reply.set_exception(unpack_error(payload))
         else:
-            reply.set_result(payload)
+            reply.set_result(bytes(payload))
 
     def link_lost(self, error: Exception | None) -> None:
         for reply in self._calls.values():
@@ -149,9 +149,9 @@ class ControlLink(FrameProtocol):
                 reply.set_exception(Unavailable("the worker closed the link"))
         self._on_lost()
 
-    def _watched(self, header: Header, payload: bytes) -> None:
+    def _watched(self, header: Header, payload: Received) -> None:
         try:
-            status = WorkerStatus.from_json(payload)
+            status = WorkerStatus.from_json(bytes(payload))
         except ValueError:
             self.close()  # not a worker, or one of an incompatible version
             return

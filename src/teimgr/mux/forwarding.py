@@ -18,7 +18,16 @@ from teimgr.routing.links import PendingCall, WorkerReply
 from teimgr.routing.router import Lease, RouterView, check_target
 from teimgr.wire.arrow_limits import read_outline
 from teimgr.wire.frames import in_lane
-from teimgr.wire.protobuf import TARGET_FIELD, Envelope, Slice, Target, read_envelope, read_target, without_fields
+from teimgr.wire.protobuf import (
+    TARGET_FIELD,
+    Envelope,
+    Octets,
+    Slice,
+    Target,
+    read_envelope,
+    read_target,
+    without_fields,
+)
 
 # Metadata that names the instance of a call whose messages have no target.
 INSTANCE_KEY = "x-teimgr-instance"
@@ -44,7 +53,7 @@ def named_target(router: RouterView, name: str | None, kinds: Sequence[str] = ()
 async def forward_message(
     rpc: Rpc,
     router: RouterView,
-    message: bytes,
+    message: Octets,
     named: Target | None,
     *,
     lane: str | None,
@@ -91,7 +100,7 @@ async def forward_collected(
     pairs = PairCollector(router.limits.max_message_bytes)
     target = named
 
-    def request_of(message: bytes) -> Slice | None:
+    def request_of(message: Octets) -> Slice | None:
         nonlocal target
         envelope = rpc.open(message)
         if not record.messages:
@@ -138,7 +147,7 @@ class StreamForwarder:
         self._target_bytes: Slice | None = None
         self._lease: Lease | None = None
         self._leases = contextlib.ExitStack()
-        self._options: bytes | None = None
+        self._options: Slice | None = None
         self._is_open = False
 
     async def run(
@@ -147,7 +156,7 @@ class StreamForwarder:
         window: int,
         *,
         on_first: Callable[[], Awaitable[None]],
-        send: Callable[[bytes], Awaitable[None]],
+        send: Callable[[Slice], Awaitable[None]],
     ) -> None:
         """Pump the stream that `receive` reads; `on_first` is called once, when the first target is found.
 
@@ -155,15 +164,15 @@ class StreamForwarder:
             TeimgrError: of the first message, in request order, that failed.
         """
 
-        async def receive_whole() -> bytes | None:
+        async def receive_whole() -> Octets | None:
             message = await receive()
             if message is not None:
-                return message + self._suffix
+                return message + self._suffix if self._suffix else message
             if self._target is None:
                 raise InvalidInput("Empty stream")
             return None
 
-        async def start(message: bytes, flags: int) -> PendingCall | None:
+        async def start(message: Octets, flags: int) -> PendingCall | None:
             envelope = self._rpc.open(message)
             lease = self._lease_of(envelope, message)
             if not self._is_open:
@@ -174,14 +183,14 @@ class StreamForwarder:
             payload = self._with_options(message) if self._rpc.arrow_field else envelope.inner
             return await lease.start(self._rpc.worker_method(), payload, flags=in_lane(flags, self._lane))
 
-        async def reply(payload: bytes) -> None:
+        async def reply(payload: Slice) -> None:
             self._record.messages += 1
             await send(payload)
 
         with self._leases:
             await StreamPump(self._rpc, window, receive=receive_whole, start=start, send=reply).run()
 
-    def _lease_of(self, envelope: Envelope, message: bytes) -> Lease:
+    def _lease_of(self, envelope: Envelope, message: Octets) -> Lease:
         """The lease of the message's target; that of the message before while its worker serves."""
         if envelope.target is not None and envelope.target != self._target_bytes:
             self._target = _target_of(envelope)
@@ -195,12 +204,12 @@ class StreamForwarder:
             self._record.instance = self._lease.instance
         return self._lease
 
-    def _with_options(self, message: bytes) -> bytes:
+    def _with_options(self, message: Octets) -> Slice:
         """The message behind the options of the stream's first one; its own fields come later and so win."""
         if self._options is None:
             self._options = without_fields(message, TARGET_FIELD, self._rpc.arrow_field)
             return message
-        return self._options + message if self._options else message
+        return b"".join((self._options, message)) if self._options else message
 
 
 def _target_of(envelope: Envelope) -> Target:
@@ -211,7 +220,7 @@ def _target_of(envelope: Envelope) -> Target:
     return target
 
 
-def _lease_for(rpc: Rpc, router: RouterView, target: Target, message: bytes) -> Lease:
+def _lease_for(rpc: Rpc, router: RouterView, target: Target, message: Octets) -> Lease:
     """A lease for `message`. Where there is none, invalid Arrow is reported first: no other target would accept it."""
     try:
         return router.lease(target)
@@ -221,7 +230,7 @@ def _lease_for(rpc: Rpc, router: RouterView, target: Target, message: bytes) -> 
         raise
 
 
-def _check_arrow(rpc: Rpc, message: bytes) -> None:
+def _check_arrow(rpc: Rpc, message: Octets) -> None:
     try:
         outline = read_outline(read_envelope(message, rpc.arrow_field).inner or b"")
     except ValueError as error:

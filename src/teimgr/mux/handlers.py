@@ -53,7 +53,7 @@ from teimgr.routing.links import WorkerReply
 from teimgr.routing.router import Router, RouterView, router_view
 from teimgr.spec import LANE_KEY, RouteEntry, State
 from teimgr.wire.frames import Method
-from teimgr.wire.protobuf import Target
+from teimgr.wire.protobuf import Octets, Target
 from teimgr.wire.quantisation import OUTPUT_DTYPE_KEY, output_dtype_field
 from teimgr.wire.status import CANCELLED, INTERNAL, NOT_FOUND, UNIMPLEMENTED, GrpcStatus, status_name
 
@@ -84,7 +84,7 @@ class MessageReader:
         self._limit_s = limit_s
         self._waiting = 0
 
-    async def next(self, call: RpcStream) -> bytes | None:
+    async def next(self, call: RpcStream) -> Octets | None:
         """The call's next message, None where the client has half-closed.
 
         Raises:
@@ -347,7 +347,7 @@ class MuxHandlers:
         )
 
     async def _bidi(self, call: InferenceCall, router: RouterView) -> None:
-        async def receive() -> bytes | None:
+        async def receive() -> Octets | None:
             message = await self._stream_messages.next(call)
             call.charge.release()  # the window bounds those in flight
             call.still_allowed()
@@ -360,7 +360,7 @@ class MuxHandlers:
         await forwarder.run(receive, self._window, on_first=call.open, send=call.send)
 
     async def _client_stream(self, call: InferenceCall, router: RouterView) -> WorkerReply:
-        async def receive() -> bytes | None:
+        async def receive() -> Octets | None:
             message = await call.receive()
             call.still_allowed()
             return message

@@ -23,7 +23,7 @@ from teimgr.observability.memory import private_bytes, proc_sizes
 from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.registry.records import Verification
 from teimgr.spec import Kind, LoadedModel, WorkerSpec
-from teimgr.wire.frames import Flag, FrameType, Header, HttpRequest, Method, request_head, split_timings
+from teimgr.wire.frames import Flag, FrameType, Header, HttpRequest, Method, Received, request_head, split_timings
 
 NAME = "_model-trial"
 """The worker's name, which no instance may have."""
@@ -67,7 +67,7 @@ class TrialLink(ControlLink):
 
     tokens = 0
 
-    def frame_received(self, header: Header, payload: bytes) -> None:
+    def frame_received(self, header: Header, payload: Received) -> None:
         if header.type == FrameType.REPLY and header.flags & Flag.TIMINGS:
             self.tokens += split_timings(payload)[0].tokens
         super().frame_received(header, payload)

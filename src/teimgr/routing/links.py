@@ -21,6 +21,7 @@ from teimgr.wire.frames import (
     Header,
     Method,
     Payload,
+    Received,
     Timings,
     split_timings,
     unpack_error,
@@ -81,7 +82,7 @@ class LinkLimits:
 class WorkerReply(NamedTuple):
     """A worker's reply. `timings` is None where the method has none."""
 
-    payload: bytes
+    payload: Received
     timings: Timings | None
 
 
@@ -200,7 +201,7 @@ class WorkerLink(FrameProtocol):
             self.send(FrameType.CANCEL, call.method, call.id)
         return is_in_flight
 
-    def frame_received(self, header: Header, payload: bytes) -> None:
+    def frame_received(self, header: Header, payload: Received) -> None:
         """Resolve the reply's call; the reply of a cancelled call is dropped."""
         self.stats.received_bytes += header.length
         call = self._calls.get(header.id)
@@ -216,7 +217,7 @@ class WorkerLink(FrameProtocol):
             self.owner.call_failed()
         call.finish(outcome)
 
-    def _outcome(self, header: Header, payload: bytes) -> WorkerReply | TeimgrError:
+    def _outcome(self, header: Header, payload: Received) -> WorkerReply | TeimgrError:
         if header.type == FrameType.ERROR:
             return unpack_error(payload, header.deadline_ms)
         timings = None

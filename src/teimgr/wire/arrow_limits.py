@@ -48,7 +48,7 @@ class Outline(NamedTuple):
     has_batch: bool
 
 
-def read_outline(stream: bytes | memoryview) -> Outline:
+def read_outline(stream: bytes | bytearray | memoryview) -> Outline:
     """Inspect the first messages of an IPC stream: cheap at any size, so not every fault is found.
 
     Raises:

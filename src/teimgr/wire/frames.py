@@ -28,6 +28,7 @@ Names of headers are lower case.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import re
 import struct
 from collections.abc import Mapping
@@ -49,6 +50,9 @@ MAX_HEAD_BYTES = 64 * 1024
 _NS_PER_MS = 1_000_000
 
 Buffer = bytes | bytearray | memoryview
+Payload = Buffer
+# A payload that was received; large ones are no `bytes`, which could be made by a copy alone: a millisecond per MB.
+Received = bytes | bytearray | memoryview
 
 
 class FrameType(IntEnum):
@@ -174,8 +178,10 @@ def unpack_header(buffer: bytes | bytearray | memoryview, offset: int = 0) -> He
     return Header(*HEADER.unpack_from(buffer, offset))
 
 
-def split_timings(payload: bytes) -> tuple[Timings, bytes]:
-    return Timings._make(TIMINGS.unpack_from(payload)), payload[TIMINGS.size :]
+def split_timings(payload: Received) -> tuple[Timings, Received]:
+    """The timings of a reply, and what is behind them; of a large payload without a copy."""
+    rest = payload if len(payload) <= _OWN_BUFFER_BYTES else memoryview(payload)
+    return Timings._make(TIMINGS.unpack_from(payload)), rest[TIMINGS.size :]
 
 
 def retry_after_ms(error: TeimgrError) -> int:
@@ -189,9 +195,9 @@ def pack_error(error: TeimgrError) -> bytes:
     return bytes((error.code,)) + f"{error.message}\0{index}".encode("utf-8", "replace")
 
 
-def unpack_error(payload: bytes, retry_after_ms: int = 0) -> TeimgrError:
+def unpack_error(payload: Received, retry_after_ms: int = 0) -> TeimgrError:
     code = payload[0] if payload else 0
-    message, end, index = payload[1:].decode("utf-8", "replace").rpartition("\0")
+    message, end, index = bytes(payload[1:]).decode("utf-8", "replace").rpartition("\0")
     error = error_from_code(code, message if end else index)
     error.input_index = int(index) if end and _INDEX.fullmatch(index) else None
     error.retry_after_s = retry_after_ms / 1000 or None
@@ -199,7 +205,6 @@ def unpack_error(payload: bytes, retry_after_ms: int = 0) -> TeimgrError:
 
 
 _INDEX = re.compile("[0-9]{1,9}")
-Payload = bytes | bytearray | memoryview
 
 # A payload above this size is received straight into a buffer of its own instead of through the shared one.
 _OWN_BUFFER_BYTES = 64 * 1024
@@ -230,7 +235,7 @@ class FrameProtocol(asyncio.BufferedProtocol):
         self._own = bytearray()
         self._own_filled = 0
 
-    def frame_received(self, header: Header, payload: bytes) -> None:
+    def frame_received(self, header: Header, payload: Received) -> None:
         """Process a complete frame; its context, if any, is in the header."""
         raise NotImplementedError
 
@@ -258,16 +263,20 @@ class FrameProtocol(asyncio.BufferedProtocol):
         deadline_ms: int = 0,
         linger: bool = False,
         context: bytes = b"",
+        before: bytes = b"",
     ) -> None:
         """Queue one frame, to be written with others by the end of this loop tick; a closed link drops it.
+
+        `before` is the beginning of the payload, where that is in two parts.
 
         A frame that may `linger` waits up to a millisecond for others: a stream's frames come one per tick, and one
         write for each would be a third of a stream's cost.
         """
         if not self.is_open:
             return
-        head = pack_header(len(context) + len(payload), type, method, id, flags, deadline_ms, len(context))
-        self._outgoing.append(head + context)
+        length = len(context) + len(before) + len(payload)
+        head = pack_header(length, type, method, id, flags, deadline_ms, len(context))
+        self._outgoing.append(b"".join((head, context, before)))
         if payload:
             self._outgoing.append(payload)
         if len(self._outgoing) >= _MOST_QUEUED_PARTS:
@@ -340,8 +349,12 @@ class FrameProtocol(asyncio.BufferedProtocol):
             end = offset + HEADER.size + header.length
             if end > self._filled:
                 if header.length > _OWN_BUFFER_BYTES:
-                    self._start_own(header, offset + HEADER.size)
-                    return
+                    if header.context_bytes > _OWN_BUFFER_BYTES:
+                        self._break()
+                        return
+                    if self._filled - offset >= HEADER.size + header.context_bytes:
+                        self._start_own(header, offset + HEADER.size)
+                        return
                 break
             header, start = _with_context(header, shared, offset + HEADER.size)
             payload = bytes(memoryview(shared)[start:end])
@@ -353,16 +366,15 @@ class FrameProtocol(asyncio.BufferedProtocol):
         self._filled = remaining
 
     def _start_own(self, header: Header, start: int) -> None:
-        self._header = header
-        self._own = bytearray(header.length)
+        self._header, start = _with_context(header, self._shared, start)
+        self._own = _unfilled(header.length - len(self._header.context))
         self._own_filled = self._filled - start
         self._own[: self._own_filled] = memoryview(self._shared)[start : self._filled]
         self._filled = 0
 
     def _finish_own(self) -> None:
         assert self._header is not None
-        header, start = _with_context(self._header, self._own, 0)
-        payload = bytes(memoryview(self._own)[start:])
+        header, payload = self._header, self._own
         self._header, self._own, self._own_filled = None, bytearray(), 0
         self.frame_received(header, payload)
 
@@ -377,6 +389,17 @@ def _with_context(header: Header, buffer: bytearray, start: int) -> tuple[Header
         return header, start
     begin = start + min(header.context_bytes, header.length)
     return Header(*header[:-1], bytes(memoryview(buffer)[start:begin])), begin
+
+
+_new_bytearray = ctypes.pythonapi.PyByteArray_FromStringAndSize
+_new_bytearray.restype = ctypes.py_object
+_new_bytearray.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t)
+
+
+def _unfilled(size: int) -> bytearray:
+    """A bytearray with any content, for who fills all of it: zeros would take a loop 50 ms for 60 MB."""
+    made: bytearray = _new_bytearray(None, size)
+    return made
 
 
 class HeadTooLong(ValueError):
@@ -417,9 +440,9 @@ def read_request(payload: Buffer) -> HttpRequest:
         raise ValueError(f"the head of an HTTP request lacks {error}") from error
 
 
-def pack_reply(reply: HttpReply) -> bytes:
-    """A reply as a payload; raises HeadTooLong."""
-    return b"".join((_http_head({"status": reply.status, "headers": reply.headers}), reply.body))
+def reply_head(reply: HttpReply) -> bytes:
+    """The payload up to the body; raises HeadTooLong."""
+    return _http_head({"status": reply.status, "headers": reply.headers})
 
 
 def read_reply(payload: Buffer) -> HttpReply:

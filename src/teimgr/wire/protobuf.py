@@ -26,7 +26,9 @@ _MAX_GROUP_DEPTH = 100
 # Slices from this size on are views: a copy would cost more.
 _VIEW_BYTES = 16 * 1024
 
-Slice = bytes | memoryview
+Octets = bytes | bytearray
+"""A received message: a large one is no `bytes`, which only a copy of it would be."""
+Slice = Octets | memoryview
 
 
 class Target(NamedTuple):
@@ -48,7 +50,7 @@ def malformed(reason: str) -> InvalidInput:
     return InvalidInput(f"Malformed message: {reason}")
 
 
-def read_envelope(message: bytes, inner_field: int) -> Envelope:
+def read_envelope(message: Octets, inner_field: int) -> Envelope:
     """The bytes of `target` and of field `inner_field` (0 = no such field) of a multiplexer message.
 
     Raises:
@@ -77,22 +79,24 @@ def read_target(raw: Slice) -> Target:
     return target
 
 
-def without_fields(message: bytes, *numbers: int) -> bytes:
-    """`message` less every occurrence of the given fields, the rest in its order.
+def without_fields(message: Slice, *numbers: int) -> Slice:
+    """`message` less every occurrence of the given fields, the rest in its order; one part of it as a view.
 
     Raises:
         InvalidInput: the bytes are not a protobuf message.
     """
-    kept = []
+    kept: list[tuple[int, int]] = []
     at = 0
     for number, _, _, end in scan(message):
         if number not in numbers:
-            kept.append(message[at:end])
+            joins = kept and kept[-1][1] == at
+            kept[-1:] = [(kept[-1][0], end)] if joins else [*kept[-1:], (at, end)]
         at = end
-    return b"".join(kept)
+    parts = [memoryview(message)[start:end] for start, end in kept]
+    return parts[0] if len(parts) == 1 and len(parts[0]) > _VIEW_BYTES else b"".join(parts)
 
 
-def bytes_field(message: bytes, number: int) -> memoryview:
+def bytes_field(message: Slice, number: int) -> memoryview:
     """The last value of a field of bytes, as a view of `message`; empty where the field is absent.
 
     Raises:
@@ -148,7 +152,7 @@ class _Room:
         self.left = self.most = most
 
 
-def _common_envelope(message: bytes, inner_field: int) -> Envelope | None:
+def _common_envelope(message: Octets, inner_field: int) -> Envelope | None:
     """Fast path for the layout that generated encoders write: a target below 128 bytes, then only the inner message."""
     size = len(message)
     if size < 2 or message[0] != 0x0A or message[1] > 0x7F:
@@ -166,7 +170,7 @@ def _common_envelope(message: bytes, inner_field: int) -> Envelope | None:
     return Envelope(target, _cut(message, start, size)) if start + length == size else None
 
 
-def _any_envelope(message: bytes, inner_field: int) -> Envelope:
+def _any_envelope(message: Octets, inner_field: int) -> Envelope:
     targets: list[Slice] = []
     inners: list[Slice] = []
     for number, wire_type, start, end in scan(message):
@@ -183,7 +187,7 @@ def _merge(occurrences: list[Slice]) -> Slice | None:
     return occurrences[0] if occurrences else None
 
 
-def _cut(message: bytes, start: int, end: int) -> Slice:
+def _cut(message: Octets, start: int, end: int) -> Slice:
     return message[start:end] if end - start < _VIEW_BYTES else memoryview(message)[start:end]
 
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from teimgr.errors import Unauthenticated
 from teimgr.fleet_tls import FleetIdentity, FleetName, Peer, peer_of
-from teimgr.wire.frames import FrameProtocol, FrameType, Header, Method, unpack_error
+from teimgr.wire.frames import FrameProtocol, FrameType, Header, Method, Received, unpack_error
 
 log = logging.getLogger(__name__)
 
@@ -107,13 +107,13 @@ class RemoteFrames(FrameProtocol):
         self._heard_at = self._loop.time()
         super().buffer_updated(nbytes)
 
-    def frame_received(self, header: Header, payload: bytes) -> None:
+    def frame_received(self, header: Header, payload: Received) -> None:
         """Process an answer to HELLO; others go on to the link."""
         if header.id != _HELLO_ID or header.method != Method.HELLO:
             super().frame_received(header, payload)
         elif header.type == FrameType.REPLY and _incarnation_in(payload) == self._expected:
             if not self._answer.done():
-                self._answer.set_result(payload)
+                self._answer.set_result(bytes(payload))
         else:
             reason = unpack_error(payload).message if header.type == FrameType.ERROR else "it is another incarnation"
             self._give_up(WrongPeer(reason))
@@ -186,9 +186,9 @@ def set_tcp_limits(transport: asyncio.BaseTransport) -> None:
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, USER_TIMEOUT_MS)
 
 
-def _incarnation_in(payload: bytes) -> str | None:
+def _incarnation_in(payload: Received) -> str | None:
     try:
-        values = json.loads(payload)
+        values = json.loads(bytes(payload))
         return str(values["incarnation"])
     except (ValueError, TypeError, KeyError):
         return None

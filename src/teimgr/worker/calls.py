@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 from google.protobuf.message import DecodeError, Message
@@ -16,7 +16,18 @@ from teimgr.errors import InvalidInput, Overloaded, Refused, TeimgrError, TooLar
 from teimgr.observability.request_context import CURRENT, CallStats, RequestContext
 from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.spec import LoadedModel
-from teimgr.wire.frames import Flag, FrameProtocol, FrameType, Header, Method, Timings, pack_error, retry_after_ms
+from teimgr.wire.frames import (
+    Flag,
+    FrameProtocol,
+    FrameType,
+    Header,
+    Method,
+    Payload,
+    Received,
+    Timings,
+    pack_error,
+    retry_after_ms,
+)
 from teimgr.wire.json_scan import MAX_TEXT_BYTES, too_long_text
 from teimgr.wire.protobuf import MAX_FIELDS, check_fields, scan
 from teimgr.wire.text_column import SharedTexts, TextColumn
@@ -37,8 +48,10 @@ MessageT = TypeVar("MessageT", bound=Message)
 class CallReply(NamedTuple):
     """The bytes a caller gets, and what they cost where the interface reports it."""
 
-    payload: bytes | memoryview
+    payload: Payload
     timings: Timings | None = None
+    head: bytes = b""
+    """What comes before the payload."""
 
 
 class DeferredReply(NamedTuple):
@@ -130,7 +143,7 @@ class MethodCall(WorkerCall):
 
     __slots__ = ("fixed_lane", "method", "payload")
 
-    def __init__(self, method: int, payload: bytes, flags: int, deadline: float | None = None) -> None:
+    def __init__(self, method: int, payload: Received, flags: int, deadline: float | None = None) -> None:
         self.fixed_lane = _named_lane(flags)
         lane = self.fixed_lane or Lane.INTERACTIVE
         may_wait = bool(flags & Flag.WAIT) or method in _ALWAYS_WAITING
@@ -144,7 +157,7 @@ class MethodCall(WorkerCall):
         return parsed(kind, self.payload, most_fields)
 
 
-def parsed(kind: type[MessageT], payload: bytes, most_fields: int = MAX_FIELDS) -> MessageT:
+def parsed(kind: type[MessageT], payload: Received, most_fields: int = MAX_FIELDS) -> MessageT:
     """A protobuf message of type `kind`.
 
     Raises:
@@ -155,12 +168,12 @@ def parsed(kind: type[MessageT], payload: bytes, most_fields: int = MAX_FIELDS) 
     if len(payload) > MAX_TEXT_BYTES:
         _check_texts(kind, payload, most_fields)
     try:
-        return kind.FromString(payload)
+        return kind.FromString(cast(bytes, payload))  # or a bytearray; a view would be copied
     except DecodeError as error:
         raise InvalidInput(f"Malformed {kind.DESCRIPTOR.full_name}: {error}") from error
 
 
-def _check_texts(kind: type[Message], payload: bytes, most_fields: int) -> None:
+def _check_texts(kind: type[Message], payload: Received, most_fields: int) -> None:
     texts = {field.number for field in kind.DESCRIPTOR.fields if field.type == field.TYPE_STRING}
     for number, _, start, end in scan(payload, most_fields):
         if number in texts and end - start > MAX_TEXT_BYTES:
@@ -197,7 +210,7 @@ class LinkCall(MethodCall):
 
     __slots__ = ("header", "link", "unanswered")
 
-    def __init__(self, link: FrameProtocol, unanswered: dict[int, LinkCall], header: Header, payload: bytes) -> None:
+    def __init__(self, link: FrameProtocol, unanswered: dict[int, LinkCall], header: Header, payload: Received) -> None:
         deadline = time.monotonic() + header.deadline_ms / 1000 if header.deadline_ms else None
         super().__init__(header.method, payload, header.flags, deadline)
         self.link = link
@@ -208,13 +221,14 @@ class LinkCall(MethodCall):
         unanswered[header.id] = self
 
     def reply(self, reply: CallReply) -> None:
-        payload, flags = reply.payload, Flag.NONE
+        head, flags = reply.head, Flag.NONE
         if reply.timings is not None:
-            payload, flags = reply.timings.pack() + payload, Flag.TIMINGS
+            head, flags = reply.timings.pack() + head, Flag.TIMINGS
         self.unanswered.pop(self.header.id, None)
         stats = self.context.stats if self.context is not None else None
         context = b"" if stats is None else stats.pack()
-        self.link.send(FrameType.REPLY, self.header.method, self.header.id, payload, flags=flags, context=context)
+        method, id = self.header.method, self.header.id
+        self.link.send(FrameType.REPLY, method, id, reply.payload, flags=flags, context=context, before=head)
 
     def fail(self, error: TeimgrError) -> None:
         self.unanswered.pop(self.header.id, None)

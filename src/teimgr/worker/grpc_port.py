@@ -32,6 +32,7 @@ from teimgr.observability.request_context import CURRENT, REQUEST_ID, RequestCon
 from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.spec import LANE_KEY, Kind
 from teimgr.wire.frames import in_lane
+from teimgr.wire.protobuf import Octets
 from teimgr.wire.status import NOT_FOUND, UNAUTHENTICATED, UNIMPLEMENTED, GrpcStatus
 from teimgr.worker.calls import AwaitedReply, CallReply, MethodCall
 from teimgr.worker.dispatcher import Dispatcher, masked
@@ -64,7 +65,7 @@ class GrpcCall(AwaitedReply, MethodCall):
         dispatcher: Dispatcher,
         unread: UnreadReplies,
         method: int,
-        payload: bytes,
+        payload: Octets,
         flags: int,
         deadline: float | None,
     ) -> None:
@@ -211,10 +212,10 @@ class GrpcPort:
             await self._single(rpc, pairs.payload(), in_lane(pairs.flags, lane), deadline, stream)
         else:
 
-            async def start(message: bytes, flags: int) -> GrpcCall:
+            async def start(message: Octets, flags: int) -> GrpcCall:
                 return self._start(rpc, message, in_lane(flags, lane), deadline, stream)
 
-            async def receive() -> bytes | None:
+            async def receive() -> Octets | None:
                 if not stream.unread.has_room:
                     await stream.unread.room(STALL_S)
                 return await stream.receive(STREAM_PAUSE_S)
@@ -222,7 +223,7 @@ class GrpcPort:
             await stream.open()
             await StreamPump(rpc, _WINDOW, receive=receive, start=start, send=stream.send).run()
 
-    async def _single(self, rpc: Rpc, payload: bytes, flags: int, deadline: float | None, stream: PortStream) -> None:
+    async def _single(self, rpc: Rpc, payload: Octets, flags: int, deadline: float | None, stream: PortStream) -> None:
         """Send the one reply, after initial metadata with its compute cost."""
         call = self._start(rpc, payload, flags, deadline, stream)
         try:
@@ -233,7 +234,7 @@ class GrpcPort:
         finally:
             call.cancel()
 
-    def _start(self, rpc: Rpc, payload: bytes, flags: int, deadline: float | None, stream: PortStream) -> GrpcCall:
+    def _start(self, rpc: Rpc, payload: Octets, flags: int, deadline: float | None, stream: PortStream) -> GrpcCall:
         call = GrpcCall(self._dispatcher, stream.unread, rpc.worker_method(), payload, flags, deadline)
         handle(self._dispatcher, call)
         stream.charge.release()  # the dispatcher counts the payload from here on

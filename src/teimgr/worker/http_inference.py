@@ -299,11 +299,11 @@ def unix_time() -> int:
     return int(time.time())
 
 
-def encoded_vector(values: NDArray[Any], in_base64: bool) -> NDArray[Any] | str:
+def encoded_vector(values: NDArray[Any], in_base64: bool) -> NDArray[Any] | str | json_pieces.Base64:
     """A vector or matrix for `to_json`: as numbers, or as base64 of its little-endian bytes."""
     if not in_base64:
         return np.ascontiguousarray(values)
-    return json_pieces.b64encode(values.astype(values.dtype.newbyteorder("<"), copy=False).tobytes())
+    return json_pieces.in_base64(np.ascontiguousarray(values, values.dtype.newbyteorder("<")))
 
 
 def best_first(scores: NDArray[np.float32], top_n: int | None = None) -> list[int]:
@@ -549,7 +549,7 @@ def single(kind: type[InferenceRequest]) -> HttpHandler:
     return handle
 
 
-def json_reply(body: bytes | memoryview, headers: Mapping[str, str] | None = None) -> HttpReply:
+def json_reply(body: Buffer, headers: Mapping[str, str] | None = None) -> HttpReply:
     return HttpReply(200, {**JSON_TYPE, **(headers or {})}, body)
 
 

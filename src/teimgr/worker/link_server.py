@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from teimgr.errors import Cancelled, InvalidInput, TeimgrError
-from teimgr.wire.frames import Flag, FrameProtocol, FrameType, Header, Method, pack_error, pack_header
+from teimgr.wire.frames import Flag, FrameProtocol, FrameType, Header, Method, Received, pack_error, pack_header
 from teimgr.worker.calls import LinkCall
 from teimgr.worker.dispatcher import Dispatcher, masked
 from teimgr.worker.methods import handle
@@ -119,7 +119,7 @@ class LinkConnection(FrameProtocol):
         if self._transport is not None and not self._transport.is_closing():
             self._transport.resume_reading()
 
-    def frame_received(self, header: Header, payload: bytes) -> None:
+    def frame_received(self, header: Header, payload: Received) -> None:
         if header.type == FrameType.CANCEL:
             self._cancel(header.id)
         elif header.type != FrameType.REQUEST:
@@ -161,10 +161,10 @@ class LinkConnection(FrameProtocol):
         with socket.socket(fileno=os.dup(self._transport.get_extra_info("socket").fileno())) as own:
             socket.send_fds(own, [frame], descriptors)
 
-    async def _run_control(self, header: Header, payload: bytes) -> None:
+    async def _run_control(self, header: Header, payload: Received) -> None:
         try:
             limit_s = header.deadline_ms / 1000 or _CONTROL_LIMIT_S
-            reply = await self._server.controls[Method(header.method)](payload, limit_s)
+            reply = await self._server.controls[Method(header.method)](bytes(payload), limit_s)
         except asyncio.CancelledError:
             self._fail(header, Cancelled("the worker is stopping"))
             raise

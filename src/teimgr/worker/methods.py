@@ -19,7 +19,7 @@ from teimgr.observability.request_context import CURRENT
 from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.spec import Kind
 from teimgr.wire.error_bodies import failure
-from teimgr.wire.frames import HttpRequest, Method, Timings, pack_reply, read_request
+from teimgr.wire.frames import HttpReply, HttpRequest, Method, Timings, read_request, reply_head
 from teimgr.wire.protobuf import scan, varint
 from teimgr.worker import arrow_calls
 from teimgr.worker.calls import (
@@ -289,13 +289,17 @@ async def _answer_http(inference: HttpInference, call: MethodCall, request: Http
             reply = await route(inference, request)
         except BadRequest as error:
             reply = error.reply(request.dialect)
-        call.reply(CallReply(pack_reply(reply)))
+        call.reply(_framed(reply))
     except Refused as error:  # its type has more than a frame can carry
-        call.reply(CallReply(pack_reply(failure(request.dialect, error))))
+        call.reply(_framed(failure(request.dialect, error)))
     except TeimgrError as error:
         call.fail(error)
     except Exception as error:
         call.fail(masked(error))
+
+
+def _framed(reply: HttpReply) -> CallReply:
+    return CallReply(reply.body, head=reply_head(reply))
 
 
 METHODS: Mapping[int, Callable[[Dispatcher, MethodCall], None]] = {

@@ -17,7 +17,7 @@ from teimgr.connection_gate import Phase, Ticket
 from teimgr.errors import Forbidden, InvalidInput, Unauthenticated, Unavailable
 from teimgr.fleet_tls import FleetIdentity, Peer, peer_of
 from teimgr.wire.fleet_listener import FleetListener
-from teimgr.wire.frames import FrameType, Header, Method, pack_error
+from teimgr.wire.frames import FrameType, Header, Method, Received, pack_error
 from teimgr.wire.remote_frames import set_tcp_limits
 from teimgr.worker.link_server import LinkConnection, LinkServer
 
@@ -97,7 +97,7 @@ class RemoteLinkConnection(LinkConnection):
         self._heard_at = self._loop.time()
         super().buffer_updated(nbytes)
 
-    def frame_received(self, header: Header, payload: bytes) -> None:
+    def frame_received(self, header: Header, payload: Received) -> None:
         if header.type == FrameType.REQUEST and header.method == Method.HELLO:
             self._hello(header, payload)
         elif not self._greeted:
@@ -113,9 +113,9 @@ class RemoteLinkConnection(LinkConnection):
             return False
         return self._is_daemon or method < _CONTROL_FROM or method in _OPEN_TO_NODES
 
-    def _hello(self, header: Header, payload: bytes) -> None:
+    def _hello(self, header: Header, payload: Received) -> None:
         try:
-            expected: Any = json.loads(payload)["incarnation"]
+            expected: Any = json.loads(bytes(payload))["incarnation"]
         except (ValueError, TypeError, KeyError) as error:
             self._fail(header, InvalidInput(f"malformed HELLO: {error!r}"))
             self.close()

@@ -21,7 +21,7 @@ from teimgr.errors import Code, Internal, Unavailable
 from teimgr.launch.process_handle import WorkerPaths
 from teimgr.observability.memory import resident_bytes
 from teimgr.spec import LoadedModel, WorkerSpec
-from teimgr.wire.frames import Flag, FrameProtocol, FrameType, Header, Method, Timings, pack_error
+from teimgr.wire.frames import Flag, FrameProtocol, FrameType, Header, Method, Received, Timings, pack_error
 
 _FLAGS = {
     "first-only": "the other flags hold for the first worker of this instance alone",
@@ -210,7 +210,7 @@ class Link(FrameProtocol):
     def tell(self, status: dict[str, object]) -> None:
         self.send(FrameType.REPLY, Method.WATCH, self.watch_id, json.dumps(status).encode())
 
-    def frame_received(self, header: Header, payload: bytes) -> None:
+    def frame_received(self, header: Header, payload: Received) -> None:
         worker = self.worker
         if header.method == Method.WATCH:
             self.watch_id = header.id
