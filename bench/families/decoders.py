@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from tests.fidelity.figures import Matrix
 from tests.support import plain_forwards
 from tests.support.models import edit, read
-from tests.support.models.own_code import build_decoder
+from tests.support.models.own_code import build_decoder, build_gritlm
+from tokenizers import Tokenizer
 
 from bench.families import files
 from bench.families.encoders import st
 from bench.families.references import plain
 from bench.families.row import PLAIN, Reference, Row
+from teimgr.engine.job import Input
 
 _LONGEST = 192
 _QUERY = "Instruct: Given a web search query, retrieve relevant passages that answer the query\nQuery:"
@@ -249,14 +254,38 @@ def _own_ways() -> Iterator[Row]:
         both_ways=True,
         pooling="mean",
     )
-    gritlm = {
-        "auto_map": {
-            "AutoModel": "modeling_gritlm7b.MistralModel",
-            "AutoModelForCausalLM": "modeling_gritlm7b.MistralForCausalLM",
-        },
-        "sliding_window": None,
-    }
-    yield _own("gritlm", "Mistral", "GritLM/GritLM-7B", "mistral", gritlm, both_ways=True, pooling="mean")
+    for key, name in (("", None), ("-document", "document")):
+
+        def make(folder: Path, name: str | None = name) -> Reference:
+            weights, config = build_gritlm(folder)
+            return partial(_gritlm, weights=weights, config=config, instruction="<|embed|>\n" if name else "")
+
+        hub = "GritLM/GritLM-7B, prompt document" if name else "GritLM/GritLM-7B, without an instruction"
+        asked = {"prompt_name": name} if name else {}
+        yield Row(f"gritlm{key}", "Mistral", hub, make, by=PLAIN, asked=asked, longest=_GRITLM_LONGEST)
+
+
+_GRITLM_LONGEST = 128
+
+
+def _gritlm(
+    folder: Path, texts: Sequence[Input], weights: dict[str, Any], config: dict[str, Any], instruction: str
+) -> list[Matrix]:
+    """The mean of the tokens behind an instruction, as `gritlm.GritLM.encode`."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.no_padding()
+    tokenizer.enable_truncation(_GRITLM_LONGEST)
+    behind = 0
+    if instruction:
+        encoded = tokenizer.encode(instruction)
+        behind = len(encoded.ids) - encoded.special_tokens_mask[-1]
+    found = []
+    with torch.inference_mode():
+        for text in texts:
+            ids = torch.tensor(tokenizer.encode(f"{instruction}{text}").ids)
+            hidden = plain_forwards.causal(weights, config, ids, both_ways=True)
+            found.append(hidden[min(behind, len(ids) - 1) :].mean(0).numpy()[None])
+    return found
 
 
 ROWS = (*_plain_layouts(), *_own_ways())

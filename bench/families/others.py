@@ -355,15 +355,21 @@ def _refused() -> Iterator[Row]:
     yield Row(
         "refused-colpali", "ColPali", "vidore/colpali-v1.3-hf", files_of(pali, "model.safetensors"), reference=none
     )
-    mono = {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "d_model": 32}
-    yield Row(
-        "refused-monot5",
-        "T5",
-        "castorini/monot5-base-msmarco",
-        files_of(mono, "model.safetensors"),
-        kind=Kind.RERANKER,
-        reference=none,
-    )
+    duo = {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "d_model": 32}
+    duo_files = files_of(duo, "model.safetensors")
+    hub = "castorini/duot5-base-msmarco (documents in pairs), T5 that writes text"
+    yield Row("refused-duot5", "T5", hub, duo_files, kind=Kind.RERANKER, reference=none)
+    entities = files_of({"model_type": "bert"}, "pytorch_model.bin", "gliner_config.json")
+    hub = "urchade/gliner_medium-v2.1"
+    yield Row("refused-gliner", "GLiNER", hub, entities, kind=Kind.CLASSIFIER, reference=none)
+
+    def gguf(folder: Path) -> None:
+        folder.mkdir(parents=True)
+        (folder / "model-Q8_0.gguf").write_bytes(b"GGUF")
+        (folder / "README.md").write_text("---\nbase_model: Qwen/Qwen3-Embedding-0.6B\n---\n")
+
+    hub = "Qwen/Qwen3-Embedding-0.6B-GGUF, nomic-ai/nomic-embed-text-v1.5-GGUF"
+    yield Row("refused-gguf", "GGUF", hub, gguf, reference=none)
 
 
 ROWS = (*_sparse(), *_late(), *_jina_colberts(), *_m3_and_static(), *_adapters(), *_onnx(), *_refused())

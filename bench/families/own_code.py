@@ -17,6 +17,8 @@ from tests.support.models.dense import IDENTITY, write_dense
 from tests.support.models.families import WIDTH
 from tests.support.models.files import write_modules
 from tests.support.models.jina_bert import build_jina_bert
+from tests.support.models.jina_v5 import TASKS as V5_TASKS
+from tests.support.models.jina_v5 import build_jina_v5
 from tests.support.models.own_code import (
     NOMIC_MOE,
     TASKS,
@@ -172,6 +174,32 @@ def _jina_v3() -> Iterator[Row]:
         yield Row(key, "Jina XLM-RoBERTa (flash)", hub, make, by=PLAIN, asked=asked, longest=_LONGEST)
 
 
+def _jina_v5() -> Iterator[Row]:
+    """LoRA weights by task, as those of v3."""
+    asked: tuple[tuple[str | None, str, str], ...] = (
+        (None, "retrieval", "Document: "),
+        ("query", "retrieval", "Query: "),
+        *((task, task, "Document: ") for task in V5_TASKS),
+    )
+    for nano in (False, True):
+        for name, task, prompt in asked:
+
+            def make(folder: Path, nano: bool = nano, task: str = task, prompt: str = prompt) -> Reference:
+                merged, config = build_jina_v5(folder, nano=nano)
+                return plain(
+                    lambda ids: plain_forwards.causal(merged[task], config, ids, both_ways=nano),
+                    "lasttoken",
+                    _LONGEST,
+                    prompt=prompt,
+                )
+
+            size, family = ("nano", "EuroBERT") if nano else ("small", "Qwen3")
+            hub = f"jinaai/jina-embeddings-v5-text-{size}, {f'task or role {name}' if name else 'without a task'}"
+            given = {"prompt_name": name} if name else {}
+            key = f"jina-v5-{size}-{name or 'no-task'}"
+            yield Row(key, family, hub, make, by=PLAIN, asked=given, longest=_LONGEST)
+
+
 def _others() -> Iterator[Row]:
     yield own("lfm2.5-embedding", "LFM2", "LiquidAI/LFM2.5-Embedding-350M", build_lfm2, plain_forwards.lfm2, "cls")
     hub = "voyageai/voyage-4-nano"
@@ -241,4 +269,4 @@ def _dpr(kind: str) -> Callable[[Path], Reference]:
     return make
 
 
-ROWS = (*_nomic(), *_gte(), *_jina(), *_jina_v3(), *_others())
+ROWS = (*_nomic(), *_gte(), *_jina(), *_jina_v3(), *_jina_v5(), *_others())

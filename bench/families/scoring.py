@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 from tests.fidelity import references
+from tests.fidelity.figures import Matrix
 from tests.support import plain_forwards
 from tests.support.models import (
     MAX_LENGTH,
@@ -19,14 +20,17 @@ from tests.support.models import (
     build_yes_no_reranker,
     edit,
 )
+from tests.support.models.bidirectional import build_nemotron
 from tests.support.models.jina_bert import build_jina_bert
+from tests.support.models.monot5 import build_monot5, monot5_scores
 from tests.support.models.own_code import build_jina_xlm, build_new
+from tokenizers import Tokenizer
 
 from bench.families import files
 from bench.families.files import Change
 from bench.families.references import none, plain_scores
 from bench.families.row import CARD, PLAIN, ST, TRANSFORMERS, Reference, Row
-from teimgr.engine.job import Output
+from teimgr.engine.job import Input, Output, Pair
 from teimgr.spec import Kind
 
 _IDENTITY = "torch.nn.modules.linear.Identity"
@@ -216,6 +220,21 @@ def _own_code() -> Iterator[Row]:
         "rerank-jina-v2", "Jina XLM-RoBERTa (flash)", "jinaai/jina-reranker-v2-base-multilingual", jina_v2, **logits
     )
 
+    def nemotron(folder: Path) -> Reference:
+        weights, config = build_nemotron(folder)
+        return partial(_nemotron, weights=weights, config=config)
+
+    yield _scored(
+        "rerank-nemotron", "Llama", "nvidia/llama-nemotron-rerank-1b-v2", nemotron, **(logits | {"longest": 128})
+    )
+    for kind, hub in (
+        ("t5", "castorini/monot5-base-msmarco, unicamp-dl/InRanker-base"),
+        ("mt5", "unicamp-dl/mt5-base-mmarco-v2"),
+    ):
+        written = partial(_made, partial(build_monot5, kind=kind))
+        score = partial(monot5_scores, kind=kind)
+        yield _scored(f"rerank-mono-{kind}", "mT5" if kind == "mt5" else "T5", hub, written, score, by=TRANSFORMERS)
+
     def jina_v3(folder: Path) -> None:
         build_yes_no_reranker(folder)
         edit(
@@ -223,6 +242,23 @@ def _own_code() -> Iterator[Row]:
         )
 
     yield _scored("rerank-jina-v3", "Qwen3", "jinaai/jina-reranker-v3", jina_v3, none)
+
+
+def _nemotron(
+    folder: Path, pairs: Sequence[Input], weights: dict[str, torch.Tensor], config: dict[str, Any]
+) -> list[Matrix]:
+    """The model card's: one text of each pair, cut at its end."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.no_padding()
+    tokenizer.enable_truncation(128)
+    found = []
+    with torch.inference_mode():
+        for pair in pairs:
+            assert isinstance(pair, Pair)
+            ids = torch.tensor(tokenizer.encode(f"question:{pair.first} \n \n passage:{pair.second}").ids)
+            pooled = plain_forwards.causal(weights, config, ids, both_ways=True).mean(0)
+            found.append((weights["score.weight"] @ pooled / config["temperature"]).numpy())
+    return found
 
 
 def _classifier(

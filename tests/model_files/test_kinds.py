@@ -91,7 +91,7 @@ def test_a_language_model_is_a_reranker_where_its_card_or_the_instance_says_so(t
     assert read_layout(path, kind="reranker").scoring == read_layout(build_yes_no_reranker(tmp_path)).scoring
 
     edit(path / "config.json", model_type="llama", architectures=["LlamaForCausalLM"])
-    with pytest.raises(ModelLoadFailed, match="Qwen3-Reranker, mxbai-rerank-v2, bge-reranker-v2-gemma are served"):
+    with pytest.raises(ModelLoadFailed, match="bge-reranker-v2-gemma, monoT5, mT5 on mMARCO are served"):
         read_layout(path, kind="reranker")
 
 

@@ -45,6 +45,7 @@ _AUTO_CLASSES = {
     Backbone.SEQUENCE_CLASSIFICATION: "AutoModelForSequenceClassification",
     Backbone.TOKEN_CLASSIFICATION: "AutoModelForTokenClassification",
     Backbone.CAUSAL_LM: "AutoModelForCausalLM",
+    Backbone.SEQ2SEQ_LM: "AutoModelForSeq2SeqLM",
 }
 # Weights that a model may have in its files and not use, by the beginning of their names behind the base model's
 # prefix: heads of pretraining and of tasks, and the pooler of BERT and its like.

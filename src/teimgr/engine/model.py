@@ -20,6 +20,7 @@ from teimgr.engine.heads.pooling import DenseHead
 from teimgr.engine.heads.projections import load_projections, read_weights, width_behind
 from teimgr.engine.heads.scoring import (
     CausalHead,
+    FirstToken,
     SequenceHead,
     TokenLogitsHead,
     keep_two_tokens,
@@ -153,6 +154,11 @@ def load_model(layout: Layout, device: torch.device) -> Model:
     if layout.backbone is Backbone.ENCODER:
         transformer = Transformer(module, layout.position_offset, device)
         return Model(transformer, _heads_of(layout, transformer.width, device))
+    if layout.backbone is Backbone.SEQ2SEQ_LM:
+        assert layout.scoring is not None
+        assert layout.scoring.causal is not None
+        first = WholeModel(FirstToken(module, layout.scoring.causal), layout.position_offset, device)
+        return Model(first, {Output.SCORES: SequenceHead(lambda logits, _batch: logits.float(), 1)})
     return _with_library_head(layout, module, device)
 
 

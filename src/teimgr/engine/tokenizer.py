@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -90,6 +90,7 @@ class Prompts:
         self._roles = layout.late is not None or table is not None
         self._left = layout.truncate_left
         self._tasks, self._default_task = layout.tasks, layout.default_task
+        self._instruction_end = layout.instruction_end
         self._texts = dict(layout.prompts)
         if self._roles:
             self._texts = {name: layout.prompts.get(name, "") for name in (QUERY, DOCUMENT)}
@@ -141,6 +142,8 @@ class Prompts:
         for text in self._texts.values():
             if (form := _INSTRUCT.fullmatch(text)) is not None:
                 return f"{form[1]}{instruction}{form[2]}"
+        if self._instruction_end is not None:
+            return f"<|user|>\n{instruction}\n{self._instruction_end}"
         return instruction if instruction[-1:].isspace() else f"{instruction} "
 
     def _missing(self, name: str) -> str:
@@ -179,6 +182,7 @@ class TextTokenizer:
         self._check_result_ids = layout.vocabulary is not None
         self._pool_prompts = layout.include_prompt
         self._prompt_lens: dict[str, int] = {}
+        self._instruction_end = layout.instruction_end
         self._roles = None if layout.late is None else late_interaction_roles(layout.late, max_length)
         whole = partial(self._library.encode, specials=False, offsets=True)
         self._causal: CausalTemplate | PiecedTemplate | None = None
@@ -236,9 +240,9 @@ class TextTokenizer:
         if options.query and self._queries is not None:
             encoded = self._queries.encode(inputs, replace(options, query=False))
             return TokenizedTexts.of([replace(one, query=True) if isinstance(one, Encoded) else one for one in encoded])
-        truncation = None
-        if options.truncate:
-            truncation = Truncation(self._limit(options) - self._prefix_tokens(options), options.left)
+        if self._instruction_end is not None and any(self._instruction_end in one for one in _strings(inputs)):
+            return TokenizedTexts.of([self._behind_instruction(one, options) for one in inputs])
+        truncation = self._bound(options)
         native = self._by_wordpiece(inputs, options, truncation)
         if native is None:
             return self._one_by_one(inputs, options, truncation)
@@ -246,6 +250,21 @@ class TextTokenizer:
             left = [inputs[row] for row in rows]
             native.replace(rows, self._one_by_one(left, options, truncation))
         return native
+
+    def _behind_instruction(self, item: Input, options: TokenizeOptions) -> Encoded | TeimgrError:
+        """The encoding of one input whose text may begin with an instruction: it is then part of the prompt."""
+        end = self._instruction_end
+        assert end is not None
+        if not isinstance(item, str) or end not in item:
+            return self._one_by_one([item], options, self._bound(options))[0]
+        at = item.index(end) + len(end)
+        own = replace(options, prompt=options.prompt + item[:at])
+        return self._one_by_one([item[at:]], own, self._bound(own))[0]
+
+    def _bound(self, options: TokenizeOptions) -> Truncation | None:
+        return (
+            Truncation(self._limit(options) - self._prefix_tokens(options), options.left) if options.truncate else None
+        )
 
     def tokenize(self, text: str, add_special_tokens: bool, prompt: str) -> list[TokenSpan]:
         """Every token of prompt + text, untruncated.
@@ -573,6 +592,10 @@ def _any_within(marks: NDArray[np.bool_], ends: NDArray[np.int64]) -> NDArray[np
     found = np.zeros(len(ends), np.bool_)
     found[np.searchsorted(ends, np.flatnonzero(marks), side="right")] = True
     return found
+
+
+def _strings(inputs: Sequence[Input]) -> Iterator[str]:
+    return (one for one in inputs if isinstance(one, str))
 
 
 def _token_spans(encoding: Encoding, text: str, bytes_before: int = 0) -> Iterable[TokenSpan]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from teimgr.errors import InvalidConfig, ModelLoadFailed
 from teimgr.model_files.late_interaction import is_pylate
 from teimgr.model_files.metadata import ModelMetadata
-from teimgr.model_files.scoring import has_prompt_of_its_own, label_count
+from teimgr.model_files.scoring import has_prompt_of_its_own, label_count, writes_text
 from teimgr.spec import KINDS, Kind
 
 _SCORING = (Kind.RERANKER, Kind.CLASSIFIER, Kind.TOKEN_CLASSIFIER)
@@ -62,7 +62,7 @@ def _kind_of_bare(metadata: ModelMetadata) -> Kind:
             raise ModelLoadFailed(
                 f"{name} labels the parts of an input, not the text as a whole; such a head is not served"
             )
-    if metadata.has_head("ForCausalLM") and has_prompt_of_its_own(metadata):
+    if writes_text(metadata) and has_prompt_of_its_own(metadata):
         return Kind.RERANKER
     return Kind.EMBEDDING
 
@@ -77,7 +77,7 @@ def is_causal(metadata: ModelMetadata) -> bool:
         return True
     if metadata.chain.behind:  # whose modules give the scores
         return False
-    return metadata.has_head("ForCausalLM") and not metadata.has_head("ForSequenceClassification")
+    return writes_text(metadata) and not metadata.has_head("ForSequenceClassification")
 
 
 def _splade(metadata: ModelMetadata, own: Kind, configured: str | None) -> Kind:
@@ -103,7 +103,7 @@ def _obstacle(metadata: ModelMetadata, own: Kind, wanted: Kind) -> str | None:
         if wanted is Kind.RERANKER:
             return f"they have {label_count(metadata)} labels, and a reranker has one"
         return "a language model answers yes or no to pairs, and has no labels" if is_causal(metadata) else None
-    if wanted is Kind.RERANKER and metadata.has_head("ForCausalLM") and not metadata.chain.modules:
+    if wanted is Kind.RERANKER and writes_text(metadata) and not metadata.chain.modules:
         return None
     return f"there is no head in {_architecture(metadata)} that scores texts"
 

@@ -16,7 +16,8 @@ class Backbone(Enum):
     """The class of transformers that computes hidden states, and logits where its head is used.
 
     ENCODER: AutoModel, without a head. MASKED_LM, SEQUENCE_CLASSIFICATION, CAUSAL_LM, TOKEN_CLASSIFICATION (a label for
-    every token): the Auto class of that name, with its head. STATIC: a table of vectors by token id, no transformer.
+    every token), SEQ2SEQ_LM (an encoder and a decoder): the Auto class of that name, with its head. STATIC: a table of
+    vectors by token id, no transformer.
     """
 
     ENCODER = "encoder"
@@ -24,6 +25,7 @@ class Backbone(Enum):
     SEQUENCE_CLASSIFICATION = "sequence-classification"
     TOKEN_CLASSIFICATION = "token-classification"
     CAUSAL_LM = "causal-lm"
+    SEQ2SEQ_LM = "seq2seq-lm"
     STATIC = "static"
 
 
@@ -187,6 +189,7 @@ class Layout:
     `own_tokenizer`: code of the model's own makes the tokenizer, whatever tokenizer.json has.
     `tasks`: the number of the LoRA weights, from 1, by the name of a prompt; `default_task` that of texts without a
     name, 0 for none. Their changes are multiplied by `task_scale`, or they are `task_adapters`, one for each number.
+    `instruction_end` ends an instruction, of which no token is pooled, before or within a text.
     `dimensions` are those of dense vectors where a request asks for none, None for all; `truncate_left`: too long texts
     are cut at their beginning unless a request sets it. `is_rounded`: dense vectors are round(127 · tanh(x)).
     `notes` are for the log, `warnings` about the files for it, `/info` and the page.
@@ -222,6 +225,7 @@ class Layout:
     weight_names: str | None = None
     end_token: str | None = None
     own_tokenizer: bool = False
+    instruction_end: str | None = None
     prompts: dict[str, str] = field(default_factory=dict)
     default_prompt_name: str | None = None
     dimensions: int | None = None

@@ -302,7 +302,16 @@ def read_poolings(
         return (_BY_KEY[config["pooling"]],), True, ()
     if "bert" in config["model_type"].lower():
         return ("cls",), True, (GUESSED_CLS,)
+    writer = next((name for name in config.get("architectures") or () if str(name).endswith(_WRITERS)), None)
+    if writer is not None:
+        raise InvalidConfig(
+            f"the model ({writer}) reads a text and writes another, which is not served; of rerankers like it monoT5, "
+            'InRanker and mT5 on mMARCO are, by their model cards or with kind = "reranker"'
+        )
     raise InvalidConfig("the model has no pooling configuration (1_Pooling/config.json): set the pooling explicitly")
+
+
+_WRITERS = ("ForConditionalGeneration", "WithLMHeadModel")
 
 
 def _saved(saved: dict[str, Any]) -> tuple[str, ...]:

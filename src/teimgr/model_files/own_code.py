@@ -160,6 +160,22 @@ def _encoder(config: Config) -> ServedConfig:
     return ServedConfig({**kept, "model_type": model_type, "is_causal": False})
 
 
+_EMBED = "<|embed|>\n"
+
+
+def _gritlm(config: Config) -> ServedConfig:
+    """GritLM: a Mistral whose tokens attend to all others, without its sliding window, and the mean of those behind the
+    instruction "<|user|>\n…\n<|embed|>\n", or behind "<|embed|>\n" alone, as its authors send documents.
+    """
+    kept = {key: value for key, value in config.items() if key not in ("is_causal", "sliding_window")}
+    return ServedConfig(
+        {**kept, "is_causal": False, "sliding_window": None},
+        prompts={"document": _EMBED},
+        pooling="mean",
+        instruction_end=_EMBED,
+    )
+
+
 _NTK_KEYS = ("rope_scaling", "rope_theta")
 
 
@@ -298,6 +314,7 @@ _NVIDIA = classes_of(
     "llama_bidirectional_model", "llama_bidirectional_model", "LlamaBidirectional", "ForSequenceClassification"
 )
 _VOYAGE = frozenset({"modeling_qwen3_bidirectional.Qwen3BidirectionalModel"})
+_GRITLM = frozenset(f"modeling_gritlm7b.Mistral{kind}" for kind in ("Model", "ForCausalLM"))
 _PPLX = frozenset({"configuration.PPLXQwen3Config", "modeling.PPLXQwen3Model"})
 _LFM2 = frozenset({f"modeling_lfm2_bidirectional.Lfm2Bidirectional{kind}" for kind in ("Model", "ForMaskedLM")})
 _CODE = (
@@ -321,6 +338,7 @@ _CODE = (
     _Code("qwen2", "Alibaba-NLP/", classes_of("configuration_qwen", "modeling_qwen", "Qwen2", *HEADS), _qwen2),
     _Code("llama_bidirec", "nvidia/", _NVIDIA, _encoder),
     _Code("llama", "McGill-NLP/", frozenset({"modeling_llama_encoder.LlamaEncoderModel"}), _encoder),
+    _Code("mistral", "GritLM/", _GRITLM, _gritlm),
     _Code("mistral", "McGill-NLP/", frozenset({"modeling_mistral_encoder.MistralEncoderModel"}), _encoder),
 )
 

@@ -24,6 +24,7 @@ from teimgr.model_files.modules import (
     read_projections,
 )
 from teimgr.model_files.scoring import (
+    SEQ2SEQ,
     is_nemotron,
     prompt_warnings,
     read_activation,
@@ -170,6 +171,7 @@ def _read(root: Path, pooling: str | None, kind: str | None, trust_remote_code: 
         default_task=metadata.own.default_task,
         task_scale=metadata.own.task_scale,
         task_adapters=metadata.task_adapters,
+        instruction_end=metadata.own.instruction_end,
         end_token=metadata.end_token,
         own_tokenizer=metadata.own_tokenizer,
         prompts=metadata.prompts,
@@ -198,7 +200,8 @@ def _read(root: Path, pooling: str | None, kind: str | None, trust_remote_code: 
                 ("LABEL_0",), read_activation(metadata, 1), *read_causal_rerank(metadata, render=render)
             )
             # The prompts are part of the template, so nothing goes before the query.
-            layout = replace(layout, backbone=Backbone.CAUSAL_LM, scoring=scoring, prompts={}, default_prompt_name=None)
+            backbone = Backbone.SEQ2SEQ_LM if metadata.has_head(SEQ2SEQ) else Backbone.CAUSAL_LM
+            layout = replace(layout, backbone=backbone, scoring=scoring, prompts={}, default_prompt_name=None)
             layout = replace(layout, warnings=tuple(prompt_warnings(metadata)))
         case Kind.RERANKER | Kind.CLASSIFIER if (modules := score_modules(metadata)) is not None:
             layout = _scored_by_modules(metadata, replace(layout, scoring=read_scoring(metadata)), modules)
@@ -249,7 +252,7 @@ def _embedding(metadata: ModelMetadata, layout: Layout, pooling: str | None) -> 
     return replace(
         layout,
         poolings=poolings,
-        include_prompt=include_prompt,
+        include_prompt=include_prompt and layout.instruction_end is None,
         projections=(*_own_projection(metadata), *read_projections(behind[:-1] if is_rounded else behind)),
         is_rounded=is_rounded,
         m3=read_m3(metadata),

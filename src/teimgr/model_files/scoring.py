@@ -124,7 +124,8 @@ class _Recipe:
     """How the authors of `name` score a pair with a language model: the logit of the word `yes`, less that of `no`.
 
     The text is `prefix` + `body` + `suffix`, or `pieces` that their code tokenizes one by one. `names` are how model
-    cards name it and its fine-tunes.
+    cards name it and its fine-tunes, and `others` those that score in another way though they name it. `framed`: the
+    special tokens of a text are around it.
     """
 
     name: str
@@ -136,8 +137,11 @@ class _Recipe:
     suffix: str = ""
     pieces: tuple[str, ...] = ()
     begins_with_bos: bool = False
+    others: tuple[str, ...] = ()
+    framed: bool = False
 
 
+_MONO = "Query: {query} Document: {document} Relevant:"  # castorini/pygaggle, model/tokenize.py and rerank/base.py
 _RECIPES = {
     "qwen3": _Recipe(  # its model card, with its default instruction
         "Qwen3-Reranker",
@@ -182,9 +186,36 @@ _RECIPES = {
         ),
         begins_with_bos=True,
     ),
+    "t5": _Recipe(
+        "monoT5",
+        ("monot5", "inranker", *(f"t5-{size} reranker" for size in ("small", "base", "large", "3b"))),
+        "▁true",
+        "▁false",
+        body=_MONO,
+        others=("duot5", "pairwise"),
+        framed=True,
+    ),
+    "mt5": _Recipe(
+        "mT5 on mMARCO",
+        ("mt5-base-mmarco", "mt5-base-en-msmarco", "mt5-base-en-pt-msmarco"),
+        "▁yes",
+        "▁no",
+        body=_MONO,
+        framed=True,
+    ),
 }
+SEQ2SEQ = "ForConditionalGeneration"
+
+
+def writes_text(metadata: ModelMetadata) -> bool:
+    """Whether the model is a language model, or an encoder-decoder whose way to score pairs is known."""
+    if metadata.has_head(SEQ2SEQ):
+        return metadata.config["model_type"] in _RECIPES
+    return metadata.has_head("ForCausalLM")
+
+
 # Rerankers on the same architectures that score in other ways, by how their model cards name them.
-_OTHER_RERANKERS = ("ctxl-rerank", "zerank", "jina-reranker", "lightweight", "layerwise")
+_OTHER_RERANKERS = ("duot5", "ctxl-rerank", "zerank", "jina-reranker", "lightweight", "layerwise")
 
 
 def has_prompt_of_its_own(metadata: ModelMetadata) -> bool:
@@ -195,7 +226,8 @@ def has_prompt_of_its_own(metadata: ModelMetadata) -> bool:
     recipe = _RECIPES.get(metadata.config["model_type"])
     if recipe is None:
         return False
-    return "pipeline_tag: text-ranking" in metadata.card_front or _is_named(recipe, metadata)
+    tagged = not recipe.others and "pipeline_tag: text-ranking" in metadata.card_front
+    return tagged or _is_named(recipe, metadata)
 
 
 def prompt_warnings(metadata: ModelMetadata) -> list[str]:
@@ -207,7 +239,8 @@ def prompt_warnings(metadata: ModelMetadata) -> list[str]:
 
 
 def _is_named(recipe: _Recipe, metadata: ModelMetadata) -> bool:
-    return any(name in metadata.card for name in recipe.names)
+    card = metadata.card
+    return any(name in card for name in recipe.names) and not any(name in card for name in recipe.others)
 
 
 # Marks for query and document, of characters that no template contains.
@@ -302,7 +335,9 @@ def _by_recipe(metadata: ModelMetadata) -> tuple[CausalRerank, PairTemplate]:
     pieces = recipe.pieces
     if recipe.begins_with_bos and metadata.tokens.special("bos_token") != metadata.tokens.special("pad_token"):
         pieces = (metadata.tokens.text("bos_token"), *pieces)
-    template = PairTemplate(recipe.prefix, recipe.body, recipe.suffix, tuple(piece for piece in pieces if piece))
+    before, behind = metadata.tokens.frame() if recipe.framed else ("", "")
+    pieces = tuple(piece for piece in pieces if piece)
+    template = PairTemplate(before + recipe.prefix, recipe.body, recipe.suffix + behind, pieces)
     return CausalRerank(yes, no), template
 
 

@@ -19,7 +19,8 @@ class ServedConfig:
     `weight_names`: whose names the weights have in the files, where these are not the library's (`engine/own_weights`).
     `tasks`: the number of the LoRA weights, from 1, by the name of a prompt, and `prompts` these prompts; texts without
     a name have those of `default_task`, none by 0. `adapters` are the folders with such weights, where they are PEFT's.
-    `pooling` is that of the model's own code.
+    `pooling` is that of the model's own code. `instruction_end` ends an instruction before a text, of which no token is
+    pooled, whether a request sends it as a prompt or within the text.
     """
 
     config: Config
@@ -32,6 +33,7 @@ class ServedConfig:
     default_task: int = 0
     adapters: tuple[str, ...] = ()
     pooling: str | None = None
+    instruction_end: str | None = None
 
 
 def check_heads(config: Config) -> None:

@@ -394,6 +394,18 @@ def build_decoder(
     return weights, read(folder / "config.json")
 
 
+def build_gritlm(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """GritLM-7B: a Mistral with code of its own and no file of sentence-transformers."""
+    code = {
+        "AutoModel": "modeling_gritlm7b.MistralModel",
+        "AutoModelForCausalLM": "modeling_gritlm7b.MistralForCausalLM",
+    }
+    found = build_decoder("mistral", folder, auto_map=code, architectures=["MistralForCausalLM"], sliding_window=24)
+    for name in ("modules.json", "sentence_bert_config.json", "1_Pooling/config.json"):
+        (folder / name).unlink()
+    return found
+
+
 def build_lfm2(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """LFM2.5-Embedding: LFM2 with code of its own, the first token pooled; gives the weights and config.json."""
     torch.manual_seed(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,35 @@ class CausalHead:
         """SCORES before any activation, [N, 1]."""
         logits = self._decode(hidden[to_device(batch.ends - 1, hidden.device)]).float()
         return Rows(logits[:, :1] if logits.shape[1] == 1 else logits[:, :1] - logits[:, 1:])
+
+
+class FirstToken(nn.Module):
+    """An encoder-decoder as the score of its inputs: the log-odds of two tokens as the first that it writes.
+
+    Its `logits` are [texts, 1].
+    """
+
+    def __init__(self, module: Any, score: CausalRerank) -> None:
+        """Raises ModelLoadFailed where the model has no such tokens, or no token to begin with."""
+        super().__init__()
+        self.module = module
+        self.config = module.config
+        self._tokens = (score.true_token_id, score.false_token_id)
+        start = getattr(module.config, "decoder_start_token_id", None)
+        if start is None or max(one for one in (*self._tokens, start) if one is not None) >= module.config.vocab_size:
+            raise ModelLoadFailed(f"the model has no output for the tokens {self._tokens} behind its first, {start}")
+        self._start = int(start)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.module.get_input_embeddings()  # type: ignore[no-any-return]
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> SimpleNamespace:
+        start = input_ids.new_full((len(input_ids), 1), self._start)
+        written = self.module(
+            input_ids=input_ids, attention_mask=attention_mask, decoder_input_ids=start, use_cache=False
+        ).logits[:, 0]
+        yes, no = self._tokens
+        return SimpleNamespace(logits=(written[:, yes] - (0.0 if no is None else written[:, no]))[:, None])
 
 
 class TokenLogitsHead:
