@@ -73,10 +73,7 @@ class HttpCalls:
 
     async def __call__(self) -> str:
         """The status of one call, OK for 200."""
-        if self._idle:
-            reader, writer = self._idle.pop()
-        else:
-            reader, writer = await asyncio.open_connection("127.0.0.1", self._call.port, ssl=self._trust)
+        reader, writer = self._open() or await asyncio.open_connection("127.0.0.1", self._call.port, ssl=self._trust)
         kept = False
         try:
             writer.write(self._request)
@@ -91,6 +88,15 @@ class HttpCalls:
                 writer.close()
         status = head.split(b" ", 2)[1].decode()
         return OK if status == "200" else status
+
+    def _open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
+        """The connection used last that the server has not closed since."""
+        while self._idle:
+            reader, writer = self._idle.pop()
+            if not reader.at_eof():
+                return reader, writer
+            writer.close()
+        return None
 
 
 class GrpcCalls:

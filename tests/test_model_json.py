@@ -5,17 +5,22 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from teimgr import model_json
 from teimgr.errors import ModelLoadFailed, TeimgrError
 from teimgr.model_files.reading import read_layout
 from tests.support.models import build
 
-DEEP = b'{"model_type":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+DEEP = b'{"model_type":' + b"[" * 40_000 + b"]" * 40_000 + b"}"
 
 
 def nested(levels: int) -> bytes:
@@ -24,7 +29,7 @@ def nested(levels: int) -> bytes:
 
 def test_depth_is_limited_to_the_level() -> None:
     assert model_json.parse(nested(model_json.MOST_DEPTH), "a.json")
-    for levels in (model_json.MOST_DEPTH + 1, 900, 1_000_000):
+    for levels in (model_json.MOST_DEPTH + 1, 900, 90_000):
         with pytest.raises(ModelLoadFailed, match=r"a\.json is nested more than 64 levels deep"):
             model_json.parse(nested(levels), "a.json")
 
@@ -34,6 +39,72 @@ def test_values_are_counted_before_any_is_made() -> None:
 
     with pytest.raises(ModelLoadFailed, match="has more than 4,000,000 values"):
         model_json.parse(many, "tokenizer.json")
+
+
+def test_the_values_of_other_files_than_vocabularies_are_fewer() -> None:
+    with pytest.raises(ModelLoadFailed, match=r"config\.json has more than 1,000,000 values"):
+        model_json.parse(b"[" + b"0," * 1_000_000 + b"0]", "config.json")
+    with pytest.raises(ModelLoadFailed, match=r"config\.json has more than 100,000 objects and lists"):
+        model_json.parse(b"[" + b"[]," * 100_000 + b"0]", "config.json")
+
+
+def long_values() -> Iterator[Any]:
+    """Values whose text is longer than one window, of every shape at every level."""
+    text = 'a, "b": [1], {}\\ é \u2028' * 400
+    rows = [[f"a{n}", n, None, {"b]": [n / 7]}] for n in range(3000)]
+    yield from (text, [text] * 20, {text: text, "b": text * 9}, rows, {"rows": rows, "more": [rows, {"a": rows}]})
+    yield {f"key {n}, ": n for n in range(9000)}
+    yield [{"id": n, "content": "[,]{,}", "special": n % 2 == 0} for n in range(5000)]
+    yield [[0.5, "x"] * 9000, {}, [], "", {"": text}, True, None, -1e300, 2**70]
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+@pytest.mark.parametrize("value", list(long_values()), ids=lambda value: type(value).__name__)
+def test_a_long_text_has_the_value_that_the_library_reads(value: Any, indent: int | None) -> None:
+    text = json.dumps(value, indent=indent, ensure_ascii=indent is None)
+    padded = " " * 70_000 + text + "\n"
+
+    assert model_json.parse(padded.encode(), "tokenizer.json") == value
+
+
+LONG_TEXTS = [json.dumps(value) for value in long_values()]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_a_long_text_that_is_no_json_is_refused_as_by_the_library(data: st.DataObject) -> None:
+    text = LONG_TEXTS[data.draw(st.integers(0, len(LONG_TEXTS) - 1))]
+    at = data.draw(st.integers(0, len(text) - 1))
+    text = text[:at] + data.draw(st.sampled_from(["", ",", "]", "}", '"', ":", "\\", "0", "[", "{"])) + text[at + 1 :]
+    padded = (" " * 70_000 + text).encode()
+    try:
+        expected = json.loads(padded)
+    except ValueError:
+        with pytest.raises(ModelLoadFailed):
+            model_json.parse(padded, "tokenizer.json")
+    else:
+        try:
+            assert model_json.parse(padded, "tokenizer.json") == expected
+        except ModelLoadFailed as error:
+            assert "has two values" in error.message
+
+
+def test_other_threads_run_while_a_long_file_is_parsed() -> None:
+    """What holds the GIL at a time is one window: a loop beside it is never late by more than the watchdog reports."""
+    text = b'{"merges":[' + b'["a","b"],' * 50_000 + b"0]}"
+    calls: list[int] = []
+
+    def trace(frame: FrameType, event: str, argument: object) -> None:
+        if event == "c_call":
+            calls.append(0)
+
+    sys.setprofile(trace)
+    try:
+        model_json.parse(text, "tokenizer.json")
+    finally:
+        sys.setprofile(None)
+
+    assert len(calls) > len(text) / 8192  # between two calls the interpreter gives the GIL away
 
 
 def test_a_file_beyond_its_size_is_refused_unread(tmp_path: Path) -> None:
