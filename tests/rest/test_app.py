@@ -26,6 +26,7 @@ from tests.support.rest_listener import Front, listening
 from teimgr.auth.tls_files import TlsFiles
 from teimgr.config.auth import Auth, Mtls, ServerTls, faults
 from teimgr.config.settings import Settings
+from teimgr.http2.requests import protocol as http2_protocol
 from teimgr.http_server import bind, serving
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.rest.app import RestTls, create_app, uvicorn_options
@@ -334,3 +335,26 @@ async def test_the_document_of_the_api_is_made_beside_other_requests(settings: S
 
     assert answers[0] == answers[2] == '{"info":{"title":"t","version":"1"},"paths":{}}'
     assert made == [True]  # once
+
+
+async def test_many_requests_of_a_few_connections_leave_turns_to_another_client(settings: Settings) -> None:
+    served = 0
+
+    def alarms() -> tuple[str, ...]:
+        nonlocal served
+        served += 1
+        return ()
+
+    app, sock = create_app(Fleet(settings), settings, DaemonMetrics(), alarms), bind("127.0.0.1", 0)
+    address = sock.getsockname()[:2]
+    async with serving(app, sock, http2_protocol):
+        reader, writer = await asyncio.open_connection(*address)
+        peers = [Peer(*await asyncio.open_connection(*address)) for _ in range(4)]
+        for peer in peers:
+            for _ in range(200):
+                peer.open(request("/health"), end=True)
+        writer.write(b"GET /health/ready HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer another\r\n\r\n")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 ")
+        assert served < 60  # 119 and more where all that has come begins at once
+        for each in (writer, *(peer.writer for peer in peers)):
+            each.close()

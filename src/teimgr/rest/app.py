@@ -69,6 +69,7 @@ from teimgr.rest.middleware import (
 from teimgr.rest.probes import Alarms
 from teimgr.rest.proxies import ProxyHeaders
 from teimgr.rest.query_limit import LimitQuery
+from teimgr.rest.request_turns import RequestTurns
 from teimgr.supervision.manager import Manager
 from teimgr.supervision.reload import Reloader
 from teimgr.supervision.worker_run import FleetProber
@@ -214,6 +215,7 @@ def create_app(
     app.add_middleware(
         CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"], expose_headers=["*"]
     )
+    app.add_middleware(RequestTurns)
     app.add_middleware(Observe, metrics=metrics, telemetry=telemetry)
     app.add_middleware(ProxyHeaders, settings=settings)
     if gateway is not None:
