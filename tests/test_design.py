@@ -48,6 +48,18 @@ def test_every_command_of_a_process_is_a_module() -> None:
         assert path.with_suffix(".py").exists() or (path / "__main__.py").exists()
 
 
+def test_every_decision_has_its_parts_and_is_in_the_index() -> None:
+    pages = sorted((ROOT / "docs/decisions").glob("0*.md"))
+    index = (ROOT / "docs/decisions/index.md").read_text()
+    head = r"# \d{4}\. .+\n\nDate: \d{4}-\d\d-\d\d\n"
+    parts = r"\n\*\*Context\.\*\* .+\n\*\*Decision\.\*\* .+\n\*\*Measured\.\*\* .+\n\*\*Revisit when\.\*\* .+"
+    shape = re.compile(head + parts, re.DOTALL)
+
+    assert [page.name for page in pages if not shape.fullmatch(page.read_text())] == []
+    assert [int(page.name[:4]) for page in pages] == list(range(1, len(pages) + 1))
+    assert re.findall(r"\]\((0\d{3}-[\w-]+\.md)\)", index) == [page.name for page in pages]
+
+
 def test_the_threat_models_findings_have_tests_that_exist() -> None:
     _, section = (ROOT / "docs/threat-model.md").read_text().split("## Attacks that are tested")
     section = section.partition("\n## ")[0]
