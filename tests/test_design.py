@@ -14,6 +14,11 @@ DOCUMENTS = ("*.md", "docs/**/*.md", "deploy/*.md", "bench/*.md", "proto/*.md", 
 NAMED = sorted(set(re.findall(r"`([\w./-]+?(?:\.py|/))`", DESIGN)))
 
 
+def test_the_design_is_short() -> None:
+    assert len(DESIGN.split()) <= 6000
+    assert [line for line in DESIGN.splitlines() if len(line) > 120] == []
+
+
 def test_design_names_files() -> None:
     assert len(NAMED) > 60
 
