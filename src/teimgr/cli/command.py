@@ -65,6 +65,9 @@ _REQUEST_LIMIT = (
 )
 _JSON = ("as_json", Annotated[bool, typer.Option("--json", help="JSON on stdout, failures as JSON on stderr.")], False)
 
+# What reading a reply of another shape raises.
+_MISREAD = (AttributeError, IndexError, KeyError, RecursionError, TypeError, ValueError)
+
 
 @dataclass(slots=True)
 class DaemonOptions:
@@ -94,7 +97,7 @@ class DaemonOptions:
         """Names of the instances, for messages; none where they cannot be read."""
         try:
             return [each.name for each in self.rest.list()]
-        except TeimgrError:
+        except (TeimgrError, *_MISREAD):
             return ()
 
 
@@ -162,6 +165,11 @@ def runnable(command: Callable[..., Any]) -> Callable[..., None]:
         except ModuleNotFoundError as error:
             report(_incomplete(error), as_json=as_json)
             status = ExitStatus.FAILED
+        except _MISREAD as error:
+            if not server.source:  # no daemon was asked: a fault of this program
+                raise
+            report(_misread(server, error), as_json=as_json)
+            status = ExitStatus.FAILED
         except KeyboardInterrupt:
             status = ExitStatus.INTERRUPTED
         except BrokenPipeError:  # the reader, such as `head`, has seen enough
@@ -173,6 +181,16 @@ def runnable(command: Callable[..., Any]) -> Callable[..., None]:
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in (*parameters, *connection)}
     del run.__wrapped__
     return run
+
+
+def _misread(server: DaemonOptions, error: Exception) -> CommandFailure:
+    """The failure of a command that could not read what a server answered: it may be another program."""
+    return CommandFailure(
+        f"the reply of {server.connection.url} was not understood",
+        f"{type(error).__name__}: {str(error)[:200]}; the address is from {server.source}",
+        "check the address, and that the daemon has this version: `teimgr doctor`",
+        "INTERNAL",
+    )
 
 
 def _incomplete(error: ModuleNotFoundError) -> CommandFailure:

@@ -14,9 +14,17 @@ from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlencode
 
-from teimgr.client.http_replies import EventParser, JsonObject, Query, RestChannel, ServerSentEvent, error_from_reply
+from teimgr.client.http_replies import (
+    MAX_REPLY_BYTES,
+    EventParser,
+    JsonObject,
+    Query,
+    RestChannel,
+    ServerSentEvent,
+    error_from_reply,
+)
 from teimgr.client.server_address import ServerAddress, Tls
-from teimgr.errors import DeadlineExceeded, Unreachable, ValidationError
+from teimgr.errors import DeadlineExceeded, Internal, Unreachable, ValidationError
 
 _CONNECT_S = 10.0
 _CHUNK_BYTES = 65536
@@ -61,12 +69,16 @@ class BlockingHttpChannel(RestChannel):
         try:
             with self._reply(method, path, body, query, {}, timeout_s) as (sock, reply):
                 parts: list[bytes] = []
+                size = 0
                 while True:
                     if deadline is not None:
                         sock.settimeout(max(deadline - time.monotonic(), 0.001))
                     if not (part := reply.read1(_CHUNK_BYTES)):
                         return reply.status, b"".join(parts)
                     parts.append(part)
+                    size += len(part)
+                    if size > MAX_REPLY_BYTES:
+                        raise Internal(f"{method} {path}: the reply has more than {MAX_REPLY_BYTES} bytes")
         except TimeoutError as error:
             raise DeadlineExceeded(f"{method} {path}: no reply within {timeout_s:g} s") from error
 

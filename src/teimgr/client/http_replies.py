@@ -14,6 +14,10 @@ JsonObject = Mapping[str, Any]
 Query = Mapping[str, int | str] | list[tuple[str, str]]
 
 
+MAX_REPLY_BYTES, MAX_EVENT_BYTES = 256 * 2**20, 16 * 2**20
+"""Of one reply, and of one event of a stream: a server that sends without an end does not fill the memory."""
+
+
 class ServerSentEvent(NamedTuple):
     """One event of a `text/event-stream`; `data` is its parsed JSON."""
 
@@ -100,14 +104,28 @@ class EventParser:
     """Splits the chunks of a `text/event-stream` into events; comments (keep-alives) are skipped."""
 
     def __init__(self) -> None:
-        self._pending = b""
+        self._pending = bytearray()
 
     def feed(self, chunk: bytes) -> Iterator[ServerSentEvent]:
-        *blocks, self._pending = (self._pending + chunk).split(b"\n\n")
+        """The events that a chunk ends. Raises Internal: it is none of a daemon, or one of them is too long."""
+        known = max(0, len(self._pending) - 1)
+        self._pending += chunk
+        if self._pending.find(b"\n\n", known) < 0:
+            if len(self._pending) > MAX_EVENT_BYTES:
+                raise Internal(f"an event of the server has more than {MAX_EVENT_BYTES} bytes")
+            return
+        *blocks, self._pending = self._pending.split(b"\n\n")
         for block in blocks:
             lines = (line.split(b": ", 1) for line in block.split(b"\n") if not line.startswith(b":"))
-            if fields := {name.decode(): value.decode() for name, value in lines}:
-                yield ServerSentEvent(fields["event"], json.loads(fields["data"]), fields.get("id"))
+            try:
+                fields = {name.decode(): value.decode() for name, value in lines}
+                event = (
+                    ServerSentEvent(fields["event"], json.loads(fields["data"]), fields.get("id")) if fields else None
+                )
+            except (ValueError, KeyError, RecursionError) as error:
+                raise Internal(f"an event of the server cannot be read: {type(error).__name__}: {error}") from error
+            if event is not None:
+                yield event
 
 
 def json_of(path: str, status: int, reply: bytes) -> Any:
@@ -122,7 +140,7 @@ def json_of(path: str, status: int, reply: bytes) -> Any:
         return None
     try:
         return json.loads(reply)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Internal(f"{path}: the reply is no JSON: {error}") from error
 
 
@@ -146,7 +164,7 @@ def error_from_reply(status: int, body: bytes) -> TeimgrError:
         else:
             code = Code.INSTANCE_NOT_FOUND if status == 404 else _TEI_CODES[fields["error_type"]]
         return error_from_code(code, str(fields["error"]))
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         text = body.decode("utf-8", "replace").strip()
         message = f"HTTP {status}: {text[:500]}" if text else f"HTTP {status}"
         codes = [code for code, row in STATUS.items() if row.http == status]
