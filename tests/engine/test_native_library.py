@@ -2,45 +2,22 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from tests.support.helper_threads import helpers, run
 from tests.support.native import needs_native_library
 from tests.support.polling import eventually
 
-from teimgr.engine.native_library import native_library
-
 LIMIT_S = 20
-BODY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-RUN = ctypes.CFUNCTYPE(None, BODY, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
 
 pytestmark = [needs_native_library, pytest.mark.skipif(sys.platform != "linux", reason="its threads are Linux's")]
-
-
-def run(body: Callable[[], object], threads: int) -> None:
-    """Run `body` on so many threads."""
-    library = native_library()
-    assert library is not None
-    assert library.run_threads is not None
-    RUN(library.run_threads)(BODY(lambda _: body() and None), None, threads, 0)
-
-
-def helpers() -> set[int]:
-    """The ids of the helpers that live in this process."""
-    found = set()
-    for task in Path("/proc/self/task").iterdir():
-        with suppress(OSError):  # it has ended
-            if (task / "comm").read_text() == "teimgr-helper\n":
-                found.add(int(task.name))
-    return found
 
 
 def on_a_thread(target: Callable[[], object]) -> None:
@@ -149,7 +126,7 @@ async def test_helpers_end_with_the_thread_that_they_help() -> None:
 def test_a_forked_process_has_helpers_of_its_own() -> None:
     script = """
 import os, threading
-from tests.engine.test_native_library import run
+from tests.support.helper_threads import run
 def meet():
     meeting = threading.Barrier(2, timeout=20)
     run(meeting.wait, 2)
@@ -171,7 +148,7 @@ def test_a_fault_of_a_helper_prints_the_stacks_of_python(number: signal.Signals)
     raised = f"signal.pthread_kill(threading.get_ident(), {number:d})"
     script = f"""
 import ctypes, faulthandler, signal, threading
-from tests.engine.test_native_library import run
+from tests.support.helper_threads import run
 faulthandler.enable()
 caller, meeting = threading.get_native_id(), threading.Barrier(2, timeout=20)
 def body():

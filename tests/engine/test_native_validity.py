@@ -55,7 +55,7 @@ def test_heads_beyond_the_buffers_are_computed_by_torch(
 
 @pytest.mark.skipif(native.compiler_runtime() is None, reason="there is no compiler with sanitizers")
 @pytest.mark.skipif(platform.machine() != "x86_64" or "LD_PRELOAD" in os.environ, reason="another runtime")
-@pytest.mark.timeout(480)  # the sanitised library takes a core half a minute to build
+@pytest.mark.timeout(480)  # the sanitised library takes a core ten seconds to build
 def test_random_programs_touch_no_foreign_memory() -> None:
     """A short part of `dev.py soak fuzz --only native`."""
     done = native.run_cases(40, seed=1)
