@@ -6,7 +6,6 @@ import gc
 import json
 import re
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import orjson
@@ -221,12 +220,10 @@ SIZE = 8 * 2**20
 
 
 @pytest.fixture
-def heap_of_a_worker() -> Iterator[None]:
+def heap_of_a_worker() -> None:
     """A worker freezes what lives as long as itself: collections of garbage see only what its requests made."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.mark.parametrize(
