@@ -341,11 +341,17 @@ def _by_recipe(metadata: ModelMetadata) -> tuple[CausalRerank, PairTemplate]:
     return CausalRerank(yes, no), template
 
 
+# By its expressions, and by the file itself where it is not UTF-8.
+_RAISED_BY_TEMPLATES = (
+    *(ArithmeticError, AttributeError, LookupError, MemoryError),
+    *(RecursionError, TypeError, ValueError),
+)
+
+
 def _rendered(metadata: ModelMetadata) -> str:
     from jinja2 import TemplateError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    template = _template(metadata)
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
@@ -356,10 +362,11 @@ def _rendered(metadata: ModelMetadata) -> str:
     }
     chosen = (metadata.settings.get("processing_kwargs") or {}).get("chat_template") or {}
     try:
+        template = _template(metadata)
         return environment.from_string(template).render(
             messages=_messages(metadata, template), **({"add_generation_prompt": False} | special | chosen)
         )
-    except (TemplateError, TypeError) as error:
+    except (TemplateError, *_RAISED_BY_TEMPLATES) as error:
         raise ModelLoadFailed(f"the chat template cannot be used for query and document: {error}") from error
 
 
