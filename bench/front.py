@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from math import comb
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,8 @@ from bench.report import publish
 from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2
 
 HEADER = (
-    *("load", "callers", "calls/s", "× median", "× low", "× high", "CPU ×", "p50 ms", "p99 ms", "max ms"),
+    *("load", "callers", "calls/s", "× median", "× low", "× high", "CPU ×", "CPU low", "CPU high"),
+    *("p50 ms", "p99 ms", "max ms"),
     *("daemon µs", "mux µs", "worker µs", "client µs", "foreign cores"),
 )
 INSTANCE = "bench"
@@ -98,8 +100,9 @@ def run(options: argparse.Namespace) -> int:
         passes: dict[tuple[str, Load], list[dict[str, float]]] = {}
         failures: dict[tuple[str, Load], str] = {}
         with partial():
-            for _ in rounds(options.rounds):
-                for turn in (turn for turn in turns if turn not in failures):
+            for number in rounds(options.rounds):
+                in_turn = turns if number % 2 else turns[::-1]
+                for turn in (turn for turn in in_turn if turn not in failures):
                     _measure(turn, targets, options.seconds, passes, failures)
     rows = [_row(load, name, passes) for name, load in turns if (name, load) in passes]
     facts = {
@@ -107,7 +110,8 @@ def run(options: argparse.Namespace) -> int:
         "texts": f"{len(texts)} of 4 to 14 words (digest {corpus.digest(texts)}), one a call, or as the load names",
         "method": f"{options.rounds} rounds, each load {options.seconds:g} s in each, in turn; medians; × is the calls "
         "per second here over those of the other checkout, or at a Unix socket over those at the port, in the same "
-        "round: median, lowest and highest",
+        "round: median, and the bounds between which the median of further rounds lies with 95 % (of fewer than six "
+        "rounds the lowest and the highest); every other round is in the reverse order",
         "columns": "µs are CPU time per call of each process (of the bulk load per text); CPU × is that of all server "
         "processes of the other checkout, or of the calls to the port, over that here; the load generator shares the "
         "cores",
@@ -247,13 +251,14 @@ def _row(load: Load, name: str, passes: dict[tuple[str, Load], list[dict[str, fl
         return statistics.median(each[of] / each["all_calls"] * 1e6 for each in own)
 
     rates = [each["calls"] / each["seconds"] for each in own]
-    factors: list[float | None] = [None, None, None, None]
+    factors: list[float | None] = [None] * 6
     to_port = Load(load.over_tcp, load.callers)
     if other := passes.get(("here", to_port) if load.over_tcp else ("against", load)) if name == "here" else None:
         theirs = [each["calls"] / each["seconds"] for each in other]
         paired = [here / there for here, there in zip(rates, theirs, strict=False)]  # of whole rounds
         less = [_server_cpu_s(there) / _server_cpu_s(here) for here, there in zip(own, other, strict=False)]
-        factors = [statistics.median(paired), min(paired), max(paired), statistics.median(less)]
+        factors = [statistics.median(paired), *bounds_of_median(paired)]
+        factors += [statistics.median(less), *bounds_of_median(less)]
     times = [median("p50_ms"), median("p99_ms"), median("max_ms")]
     costs = [cost_us(f"{process}_cpu_s") for process in ("daemon", "mux", "worker")]
     return [
@@ -265,6 +270,16 @@ def _row(load: Load, name: str, passes: dict[tuple[str, Load], list[dict[str, fl
 def _server_cpu_s(each: dict[str, float]) -> float:
     """CPU seconds of all server processes per call."""
     return sum(each[f"{process}_cpu_s"] for process in ("daemon", "mux", "worker")) / each["all_calls"]
+
+
+def bounds_of_median(values: Sequence[float]) -> tuple[float, float]:
+    """The bounds between which the median of what the values are a sample of lies with 95 %, whatever its distribution
+    is: order statistics; of fewer than six values the lowest and the highest."""
+    ordered, count = sorted(values), len(values)
+    outside, left_out = 0.5**count, 0  # the probability that so few values, or fewer, are below the median
+    while (outside := outside + comb(count, left_out + 1) * 0.5**count) <= 0.025:
+        left_out += 1
+    return ordered[left_out], ordered[-1 - left_out]
 
 
 def _json(value: Any) -> bytes:

@@ -189,7 +189,8 @@ def parse(kind: type[BodyT], body: Buffer, body_format: BodyFormat = JSON_BODY) 
     return _reparse(kind, body, body_format) if found is None else found
 
 
-def _decoded(kind: type[BodyT], body: Buffer, body_format: BodyFormat) -> BodyT:
+def decoded(kind: type[BodyT], body: Buffer, body_format: BodyFormat) -> BodyT:
+    """The body by orjson and pydantic alone; raises as `parse`, but for the sentences of the format's own parser."""
     is_large = len(body) > _LARGE_BODY_BYTES
     try:
         value = (body_format.decode_large if is_large else body_format.decode)(body)
@@ -204,9 +205,9 @@ def _decoded(kind: type[BodyT], body: Buffer, body_format: BodyFormat) -> BodyT:
 def _parse_quickly(kind: type[BodyT], body: Buffer, body_format: BodyFormat) -> BodyT | None:
     """The body by `parse`; None if the format has a parser of its own that has to decide about it."""
     if body_format.reparse is None:
-        return _decoded(kind, body, body_format)
+        return decoded(kind, body, body_format)
     try:
-        found = _decoded(kind, body, body_format)
+        found = decoded(kind, body, body_format)
     except BadRequest:
         return None
     is_ambiguous = body_format.is_ambiguous

@@ -112,3 +112,27 @@ def test_what_tei_alone_refuses_is_refused_in_its_words(kind: type[Body], body: 
 def test_fields_of_ours_survive_the_parser_of_tei(text: str) -> None:
     body = f'{{"inputs":"{text}","aggregation_strategy":"none"}}'.encode()
     assert http_inference.parse(tei.TeiPredictRequest, body, tei.TEI_BODY).aggregation_strategy == "none"
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (tei.TeiEmbedRequest, rb'{"inputs":"run \u0060make\u0060"}'),  # as .NET escapes a backtick
+        (tei.TeiEmbedRequest, rb'{"inputs":"\u0072\u0075\u006e"}'),
+        (tei.TeiEmbedRequest, rb'{"inputs":"write \\u0061 for a","truncate":true}'),
+        (tei.TeiEmbedRequest, rb'{"inputs":["from -5, -0 or 0","\"inputs\":","say \"a\": [-0]"]}'),
+        (tei.TeiRerankRequest, b'{"query":"texts","texts":["query","texts","query"]}'),
+        (tei.TeiVertexRequest, b'{"instances":[' + b",".join([b'{"inputs":"a -0 b"}'] * 120) + b"]}"),
+    ],
+)
+def test_a_correct_body_never_comes_to_the_slow_parser(
+    kind: type[Body], body: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tei, "read_body", lambda *_: pytest.fail("a correct body was read by the slow parser"))
+    assert http_inference.parse(kind, body, tei.TEI_BODY) == kind.model_validate_json(body)
+
+
+def test_minus_zero_and_fields_that_are_there_twice_come_to_the_slow_parser() -> None:
+    for body in (b'{"inputs":[1,-0]}', rb'{"inputs":"a\"","truncate":true,"trunc\u0061te":true}'):
+        with pytest.raises(http_inference.BadRequest):
+            http_inference.parse(tei.TeiEmbedRequest, body, tei.TEI_BODY)

@@ -7,7 +7,6 @@ inference answers carry their cost in headers.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
@@ -21,7 +20,6 @@ from teimgr import __version__
 from teimgr.engine.job import InferOptions, Job, Output, Pair, SparseRow
 from teimgr.errors import EmptyInput, InvalidInput, TeimgrError, TooLarge
 from teimgr.spec import Kind, LoadedModel
-from teimgr.wire import json_scan
 from teimgr.wire.frames import Buffer, HttpReply, HttpRequest
 from teimgr.wire.quantisation import Precision
 from teimgr.worker import http_inference as http
@@ -30,6 +28,7 @@ from teimgr.worker.dialects import tei_types
 from teimgr.worker.dialects.openai import BATCH_LIMIT, EncodingFormat, embedding_list
 from teimgr.worker.dialects.serde_json import Fault
 from teimgr.worker.dialects.serde_types import Optional, Struct, Type, read_body
+from teimgr.worker.dialects.tei_ambiguity import is_ambiguous, may_be_ambiguous, may_be_deep
 from teimgr.worker.entities import Aggregation, entities
 
 if TYPE_CHECKING:  # importing the engine imports torch
@@ -370,45 +369,16 @@ _TYPES: Mapping[type[http.Body], Struct] = {
     DecodeRequest: tei_types.DECODE,
     TeiVertexRequest: tei_types.VERTEX,
 }
-_WINDOW_BYTES = 2**20
-_DEEPEST = 100
-_ESCAPED_LETTERS = (rb"\u005", rb"\u006", rb"\u007")
-_MINUS_ZERO = re.compile(rb"[:,\[\s]-0[\s,}\]]")  # an integer to orjson, a float to TEI
 
 
-def _is_ambiguous(kind: type[http.Body], body: Buffer) -> bool:
-    """Whether orjson may have taken what TEI refuses: a field that is there twice, -0 as an integer, deep nesting."""
+def _may_be_ambiguous(kind: type[http.Body], body: Buffer) -> bool:
     found = bytes(body)
-    if b"\\u00" in found and any(letter in found for letter in _ESCAPED_LETTERS):
-        return True  # the name of a field may be written so, which the search below does not see
-    if kind is TeiVertexRequest and _may_be_deep(found):
-        return True
-    if len(found) <= _WINDOW_BYTES:
-        return (b"-0" in found and _MINUS_ZERO.search(found) is not None) or (
-            found.count(b":") > 1 and any(found.count(name) > 1 for name in _quoted_fields(kind))
-        )
-    starts = range(0, len(found), _WINDOW_BYTES)  # one search of megabytes would hold the GIL
-    if b"-0" in found and any(_MINUS_ZERO.search(found, at, at + _WINDOW_BYTES + 3) is not None for at in starts):
-        return True
-    names = _quoted_fields(kind)
-    return any(sum(found.count(name, at, at + _WINDOW_BYTES + len(name) - 1) for at in starts) > 1 for name in names)
-
-
-def _may_be_deep(body: bytes) -> bool:
-    """Whether values are nested as deep as TEI's parser refuses; orjson takes 1,024 levels."""
-    if body.count(b"[") + body.count(b"{") < _DEEPEST:
-        return False
-    level, depth = [json_scan.loads(body)], 0
-    while level and depth < _DEEPEST:
-        holders = [each for each in level if isinstance(each, list | dict)]
-        level = [one for each in holders for one in (each.values() if isinstance(each, dict) else each)]
-        depth += 1
-    return bool(level)
+    return (kind is TeiVertexRequest and may_be_deep(found)) or may_be_ambiguous(_quoted_fields(kind), found)
 
 
 @cache
-def _quoted_fields(kind: type[http.Body]) -> tuple[bytes, ...]:
-    return tuple(f'"{name}"'.encode() for name in _fields_within(_TYPES[kind]))
+def _quoted_fields(kind: type[http.Body]) -> frozenset[bytes]:
+    return frozenset(f'"{name}"'.encode() for name in _fields_within(_TYPES[kind]))
 
 
 def _fields_within(kind: Type) -> Iterator[str]:
@@ -422,8 +392,15 @@ def _fields_within(kind: Type) -> Iterator[str]:
 
 
 def _reparse(kind: type[http.BodyT], body: Buffer) -> http.BodyT:
-    """The body as TEI's parser reads it; raises BadRequest in its words."""
+    """The body as TEI's parser reads it; raises BadRequest in its words.
+
+    That takes up to a microsecond a byte, so one that only looked ambiguous is read as all others.
+    """
     found = bytes(body)
+    with suppress(http.BadRequest):
+        quick = http.decoded(kind, body, TEI_BODY)
+        if not is_ambiguous(_quoted_fields(kind), found) and not (kind is TeiVertexRequest and may_be_deep(found)):
+            return quick
     try:
         return kind.model_validate(read_body(_TYPES[kind], found))
     except Fault as fault:
@@ -435,7 +412,7 @@ def _reparse(kind: type[http.BodyT], body: Buffer) -> http.BodyT:
         raise http.BadRequest(422, message) from fault
 
 
-TEI_BODY = http.BodyFormat(is_ambiguous=_is_ambiguous, reparse=_reparse)
+TEI_BODY = http.BodyFormat(is_ambiguous=_may_be_ambiguous, reparse=_reparse)
 
 
 # Written to JSON in one call, which holds the GIL.
