@@ -68,3 +68,13 @@ def test_no_piece_of_a_large_reply_is_large() -> None:
     value = {"data": [{"embedding": row} for row in ROWS] * 10 + [{"embedding": ROWS}]}
     assert json_pieces._may_be_large(value)
     assert max(map(len, json_pieces._pieces(value))) < 2**15 * 16
+
+
+def test_a_known_weight_takes_the_place_of_weighing_and_the_bound_stays() -> None:
+    value = [{"embedding": np.arange(256, dtype=np.float32), "index": row} for row in range(200)]
+    whole = orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
+    for weight in (None, 200 * 256 + 200 * 8):
+        assert json_pieces.dumps(value, weight) == whole
+    assert json_pieces.dumps(value[:64], 64 * 256 + 64 * 8) == orjson.dumps(
+        value[:64], option=orjson.OPT_SERIALIZE_NUMPY
+    )

@@ -7,6 +7,7 @@ from left to right and the first match wins, as in TEI: `[1, 2]` is one input of
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
@@ -282,9 +283,10 @@ def _engine_input(one: str | Sequence[int]) -> EngineInput:
     return (parts[0] if len(parts) == 1 else np.concatenate(parts)).view(np.int32)
 
 
-def to_json(value: object) -> bytes:
-    """`value` as JSON, with numpy arrays and scalars; float32 in the fewest digits that round-trip."""
-    return json_pieces.dumps(value)
+def to_json(value: object, weight: int | None = None) -> bytes:
+    """`value` as JSON, with numpy arrays and scalars; float32 in the fewest digits that round-trip. `weight` is as that
+    of `json_pieces.dumps`."""
+    return json_pieces.dumps(value, weight)
 
 
 def usage(tokens: int) -> dict[str, int]:
@@ -304,7 +306,9 @@ def encoded_vector(values: NDArray[Any], in_base64: bool) -> NDArray[Any] | str 
     """A vector or matrix for `to_json`: as numbers, or as base64 of its little-endian bytes."""
     if not in_base64:
         return np.ascontiguousarray(values)
-    return json_pieces.in_base64(np.ascontiguousarray(values, values.dtype.newbyteorder("<")))
+    if sys.byteorder == "big":
+        values = values.astype(values.dtype.newbyteorder("<"))
+    return json_pieces.in_base64(np.ascontiguousarray(values))
 
 
 def best_first(scores: NDArray[np.float32], top_n: int | None = None) -> list[int]:

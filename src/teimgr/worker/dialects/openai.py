@@ -30,6 +30,7 @@ from teimgr.worker.dialects.truncation import Side, Tokens, fitted
 BATCH_LIMIT = 2048
 _SHOWN_NAME = 64
 _SEARCHED_AT_ONCE = 2**16
+_OBJECT_WEIGHT = 8  # of an embedding object beside its numbers, as `json_pieces` counts
 
 EncodingFormat = TypeAliasType("EncodingFormat", Literal["float", "base64"])
 AnyEncoding = Literal["float", "base64", "bytes", "bytes_only"]
@@ -196,7 +197,8 @@ def _task(name: str | None, model: LoadedModel) -> str | None:
 def embedding_list(model: str, in_base64: bool, precision: Precision, job: Job) -> bytes:
     rows = job.vectors if precision is Precision.FLOAT32 else converted(job.vectors, precision)
     data = embedding_objects(rows, in_base64)
-    return http.to_json({"object": "list", "data": data, "model": model, "usage": http.usage(job.tokens)})
+    weight = rows.size + len(data) * _OBJECT_WEIGHT  # in base64 less
+    return http.to_json({"object": "list", "data": data, "model": model, "usage": http.usage(job.tokens)}, weight)
 
 
 def embedding_objects(rows: Iterable[Any], in_base64: bool) -> list[dict[str, Any]]:

@@ -159,7 +159,7 @@ class TeiEmbedRequest(TeiEmbedAllRequest):
 
     def job(self, served: http.ServedModel) -> http.JobSpec:
         options = {"normalize": self.normalize, "dimensions": self.dimensions}
-        return self._job(served, Output.DENSE, lambda job: http.to_json(job.vectors), **options)
+        return self._job(served, Output.DENSE, lambda job: http.to_json(job.vectors, job.vectors.size), **options)
 
 
 class TeiPredictRequest(http.InferenceRequest, TeiTruncation):
