@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
-import gc
 import glob
 import json
 import logging
@@ -40,7 +39,7 @@ from teimgr.mux.handlers import MuxHandlers, MuxHealth
 from teimgr.mux.server import GrpcServer, tls_context, tls_context_of
 from teimgr.observability import logs
 from teimgr.observability.loop_watchdog import LoopWatchdog
-from teimgr.observability.memory import resident_bytes
+from teimgr.observability.memory import collect_garbage_rarely, resident_bytes
 from teimgr.observability.telemetry import open_telemetry
 from teimgr.routing.links import LinkLimits
 from teimgr.routing.router import Router
@@ -269,7 +268,7 @@ class Mux:
 
 async def serve(config: MuxConfig) -> None:
     mux = Mux(config)
-    gc.freeze()  # everything allocated so far lives as long as the process: exclude it from garbage collection
+    collect_garbage_rarely()
     await mux.run()
 
 
