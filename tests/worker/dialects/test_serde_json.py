@@ -45,6 +45,16 @@ def fault(body: bytes) -> tuple[bool, str]:
             False,
             'truncate: invalid type: string "\u00e9\\n", expected a boolean at line 1 column 34',
         ),
+        (
+            b'{"inputs": "a", "truncation_direction": {"left": 1}}',
+            False,
+            "truncation_direction.left: invalid type: integer `1`, expected unit at line 1 column 50",
+        ),
+        (
+            b'{"inputs": "a", "truncation_direction": {"left": nul}}',
+            True,
+            "truncation_direction.left: expected ident at line 1 column 53",
+        ),
     ],
 )
 def test_the_first_fault_decides(body: bytes, is_syntax: bool, sentence: str) -> None:

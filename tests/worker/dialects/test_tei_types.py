@@ -136,3 +136,12 @@ def test_minus_zero_and_fields_that_are_there_twice_come_to_the_slow_parser() ->
     for body in (b'{"inputs":[1,-0]}', rb'{"inputs":"a\"","truncate":true,"trunc\u0061te":true}'):
         with pytest.raises(http_inference.BadRequest):
             http_inference.parse(tei.TeiEmbedRequest, body, tei.TEI_BODY)
+
+
+@pytest.mark.parametrize(
+    "value", ["1e400", r'"\ud800"', '["\\ud83d", -1e999]', "[" * 200 + "]" * 200, '"none","aggregation_strategy":[]']
+)
+def test_a_field_of_ours_has_no_faults_that_tei_does_not_find(value: str) -> None:
+    body = f'{{"inputs":"a","aggregation_strategy":{value}}}'.encode()
+    found = http_inference.parse(tei.TeiPredictRequest, body, tei.TEI_BODY)
+    assert found.aggregation_strategy not in (None, "none", "simple")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
+
+import orjson
 
 from teimgr.worker.dialects.serde_json import EOF_OBJECT, Fault, Path, Reader, is_digit, shown
 
@@ -152,6 +155,26 @@ class _AnyReader:
             return reader.any_value(path)
 
 
+class Unread:
+    """A field that TEI does not have: what it would skip is no fault, and such a value is its own text."""
+
+    _LONGEST = 64
+
+    def read(self, reader: Reader, path: Path) -> Any:
+        with reader.within(path):
+            reader.value_start()
+        start = reader.at
+        reader.skip(path)
+        text = reader.body[start : reader.at]
+        with suppress(ValueError):
+            if len(text) <= self._LONGEST:
+                return orjson.loads(text)
+        return text.decode(errors="replace")
+
+    def of_value(self, value: Any) -> Any:
+        return value
+
+
 @dataclass(frozen=True)
 class Variants:
     """An enum without fields: a string, or `{"name": null}`."""
@@ -170,7 +193,8 @@ class Variants:
                     raise reader.wrong_type("variant identifier")
                 name = self._variant(reader, path)
                 reader.colon()
-                self._unit(reader)
+                with reader.within((*path, name)):
+                    self._unit(reader)
             last = reader.after_space()
             if last != ord("}"):
                 raise reader.fault(EOF_OBJECT if last < 0 else "expected value")
@@ -184,10 +208,7 @@ class Variants:
     @staticmethod
     def _unit(reader: Reader) -> None:
         if reader.value_start() != ord("n"):
-            fault = reader.wrong_type("unit")
-            if fault.index is None:
-                fault.index = reader.at
-            raise fault
+            raise reader.wrong_type("unit")
         reader.ident(ord("n"))
 
     def of_value(self, value: Any) -> str:
@@ -277,7 +298,7 @@ class Struct:
         count = 0
         while (key := reader.key_at(path, count)) is not None:
             count += 1
-            if key in values:
+            if key in values and key in self.fields:
                 raise Fault(f"duplicate field `{key}`")
             reader.colon()
             if (found := self.fields.get(key) or self.own.get(key)) is not None:

@@ -18,6 +18,7 @@ from teimgr.worker.dialects.serde_types import (
     Struct,
     StructField,
     Text,
+    Unread,
     Unsigned,
     Untagged,
     Variants,
@@ -130,7 +131,7 @@ EMBED_SPARSE = Struct("EmbedSparseRequest", {**_INPUTS, "prompt_name": _PROMPT_N
 PREDICT = Struct(
     "PredictRequest",
     {**_PREDICT, "truncation_direction": _DIRECTION, "raw_scores": _FLAG},
-    own={"aggregation_strategy": StructField(AnyValue())},
+    own={"aggregation_strategy": StructField(Unread())},
 )
 RERANK = Struct(
     "RerankRequest",
