@@ -162,8 +162,13 @@ _SIZES = {
     **dict.fromkeys(("hidden_size", "d_model", "dim", "n_embd", "embedding_size", "head_dim"), 1 << 17),
     **dict.fromkeys(("intermediate_size", "d_ff", "hidden_dim", "n_inner"), 1 << 20),
     **dict.fromkeys(("vocab_size", "max_position_embeddings", "n_positions", "type_vocab_size"), 1 << 24),
+    # The library makes a name for each label before anything else.
+    **dict.fromkeys(("num_labels", "relative_attention_num_buckets"), 1 << 20),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 1 << 14),
+    "moe_intermediate_size": 1 << 20,
 }
-_MAY_BE_ZERO = ("type_vocab_size", "max_position_embeddings")
+_MAY_BE_ZERO = ("type_vocab_size", "max_position_embeddings", "num_labels", "num_experts")
+_PARTS = ("encoder", "decoder")  # beside `text_config` and its like
 
 
 def _check_sizes(config: dict[str, Any]) -> None:
@@ -172,6 +177,13 @@ def _check_sizes(config: dict[str, Any]) -> None:
     Raises:
         ModelLoadFailed: one is not a whole number, below 1, or far beyond the largest known model.
     """
+    _check_sizes_of(config, "config.json")
+    for name, part in config.items():
+        if isinstance(part, dict) and (name.endswith("_config") or name in _PARTS):
+            _check_sizes_of(part, f"{name} of config.json")
+
+
+def _check_sizes_of(config: dict[str, Any], where: str) -> None:
     for key, most in _SIZES.items():
         value = config.get(key)
         least = 0 if key in _MAY_BE_ZERO else 1
@@ -179,9 +191,7 @@ def _check_sizes(config: dict[str, Any]) -> None:
             continue
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
             shown = repr(value)[:_MAX_SHOWN_CHARS]
-            raise ModelLoadFailed(
-                f"config.json has {key} = {shown}, which should be a whole number of {least} to {most}"
-            )
+            raise ModelLoadFailed(f"{where} has {key} = {shown}, which should be a whole number of {least} to {most}")
 
 
 def _weight_names(folder: Path, own: str | None) -> str | None:
