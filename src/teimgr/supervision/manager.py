@@ -37,8 +37,10 @@ from teimgr.spec import Change, InstanceSpec, InstanceView, State, WorkerSpec, n
 from teimgr.supervision.command_turns import CommandTurns
 from teimgr.supervision.core_shares import CoreShares
 from teimgr.supervision.crash_reports import Crash, CrashReports
+from teimgr.supervision.host_departures import HostDepartures
 from teimgr.supervision.instance import ManagedInstance
 from teimgr.supervision.lifecycle import Backoff, Command, RestartPolicy
+from teimgr.supervision.state_watchers import StateWatchers
 from teimgr.supervision.store import Store, WantedState
 from teimgr.supervision.supervisor import SupervisorContext
 from teimgr.supervision.sweep import Sweep
@@ -51,8 +53,6 @@ ADOPTION_LIMIT_S = 2.0
 """How long the start waits for workers of an earlier daemon; adoption of those that answer later goes on."""
 # At the end of the daemon, for what it does beside its instances: the last writes of updates, crash reports.
 _BACKGROUND_LIMIT_S = 5.0
-# Before another attempt to move workers that no other host took.
-_MOVE_PAUSE_S = 3.0
 
 
 async def _nothing_to_confirm() -> None:
@@ -101,8 +101,8 @@ class Manager:
         self._turns = CommandTurns()
         self._sweep = Sweep(launcher, self._owned)
         self._not_startable: set[str] = set()
-        self._left_hosts: set[str] = set()  # whose workers are being moved
-        self._watchers: defaultdict[str, set[asyncio.Event]] = defaultdict(set)
+        self._departures = HostDepartures(self._instances, self.booted, self._in_background)
+        self._watchers = StateWatchers()
         self._context = SupervisorContext(
             launcher=launcher,
             directory=directory,
@@ -418,26 +418,14 @@ class Manager:
         del self._instances[name]
         instance.forget()
         self._state.drop_update(name)
-        for changed in self._watchers.get(name, ()):
-            changed.set()
+        self._watchers.changed(name)
         self.on_view_changed(name, None)
         self._shares.count(name, Counter(), Counter())
 
     def leave_host(self, host: str, *, was_removed: bool = False) -> None:
-        """Begin to move the workers of a host elsewhere, because it is about to leave; no effect while that goes on.
-
-        Those that no other host takes serve on; of a host that `was_removed` they are ended.
-        """
-        if host not in self._left_hosts and not self._is_shutting_down:
-            self._left_hosts.add(host)
-            moving = self._in_background(self._move_off(host, was_removed), f"moving workers off host {host}")
-            moving.add_done_callback(lambda _: self._left_hosts.discard(host))
-
-    async def _move_off(self, host: str, was_removed: bool) -> None:
-        await self.booted.wait()
-        for instance in tuple(self._instances.values()):
-            if not await instance.move_off(host, was_removed) and not was_removed:
-                await asyncio.sleep(_MOVE_PAUSE_S)
+        """As `HostDepartures.begin`; no effect while the daemon ends."""
+        if not self._is_shutting_down:
+            self._departures.begin(host, was_removed=was_removed)
 
     def alarms(self) -> list[str]:
         """Those of instances; `store_alarm` has that of the state file."""
@@ -457,19 +445,11 @@ class Manager:
             InstanceNotFound: there is none, or it was deleted meanwhile.
         """
         limit_s = self._find(name).spec.startup_timeout_secs or self._settings.startup_timeout_secs
-        changed = asyncio.Event()
-        self._watchers[name].add(changed)
-        try:
+        with self._watchers.watching(name) as changed, suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 while self._find(name).state is State.STARTING:
                     changed.clear()
                     await changed.wait()
-        except TimeoutError:
-            pass
-        finally:
-            self._watchers[name].discard(changed)
-            if not self._watchers[name]:
-                del self._watchers[name]
         return self._find(name).view()
 
     def list(self) -> list[InstanceView]:
@@ -554,8 +534,7 @@ class Manager:
     def _on_instance_changed(self, name: str) -> None:
         """Note the view and the number of workers; the cost does not depend on the number of instances."""
         instance = self._instances.get(name)
-        for changed in self._watchers.get(name, ()):
-            changed.set()
+        self._watchers.changed(name)
         if instance is None:
             return
         self.on_view_changed(name, instance.view())

@@ -125,8 +125,7 @@ def write_table(
     if lz4 or sum(column.values.nbytes for column in columns) < _MEASURED_BYTES:
         sink = pa.BufferOutputStream()
         _write_stream(sink, schema, batches, lz4)
-        ipc = sink.getvalue()
-        return memoryview(b"".join((head(ipc.size), ipc)))
+        return _behind(head, sink.getvalue())
     measured = pa.MockOutputStream()
     _write_stream(measured, schema, batches, lz4)
     begin = head(measured.size())
@@ -135,6 +134,15 @@ def write_table(
         whole.write(begin)
         _write_stream(whole, schema, batches, lz4)
     return memoryview(buffer)
+
+
+def _behind(head: Head, ipc: pa.Buffer) -> memoryview:
+    """Head and stream; numpy copies without the GIL."""
+    begin = head(ipc.size)
+    whole = np.empty(len(begin) + ipc.size, np.uint8)
+    whole[: len(begin)] = np.frombuffer(begin, np.uint8)
+    whole[len(begin) :] = np.frombuffer(ipc, np.uint8)
+    return whole.data
 
 
 def _write_stream(sink: Any, schema: pa.Schema, batches: Sequence[pa.RecordBatch], lz4: bool) -> None:

@@ -376,11 +376,15 @@ def _varints(numbers: NDArray[np.uint32]) -> tuple[NDArray[np.uint8], NDArray[np
     return (groups & np.uint64(0x7F)).astype(np.uint8) | follows.astype(np.uint8) << np.uint8(7), needed
 
 
-def embed_all_response(vectors: NDArray[np.float32], timings: Timings) -> bytes:
+def embed_all_response(vectors: NDArray[np.float32], timings: Timings) -> memoryview:
     """`tei.v1.EmbedAllResponse` of vectors per token, float32 [tokens, width]."""
     tokens, width = vectors.shape
     floats = np.ascontiguousarray(vectors, "<f4").view(np.uint8).reshape(tokens, 4 * width)
     inner = _LENGTH_DELIMITED_1 + varint(4 * width) if width else b""
     head = np.frombuffer(_LENGTH_DELIMITED_1 + varint(len(inner) + 4 * width) + inner, np.uint8)
-    body = np.hstack((np.broadcast_to(head, (tokens, len(head))), floats)).tobytes()
-    return with_metadata(timings, body)
+    end = np.frombuffer(with_metadata(timings), np.uint8)
+    whole = np.empty(tokens * (len(head) + 4 * width) + len(end), np.uint8)
+    rows = whole[: len(whole) - len(end)].reshape(tokens, len(head) + 4 * width)
+    rows[:, : len(head)], rows[:, len(head) :] = head, floats  # without the GIL
+    whole[len(whole) - len(end) :] = end
+    return memoryview(whole)
