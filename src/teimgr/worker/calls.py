@@ -247,7 +247,7 @@ def raise_first(job: Job) -> None:
     raise error
 
 
-def within(payload: bytes, limit_bytes: int) -> bytes:
+def within(payload: Payload, limit_bytes: int) -> Payload:
     """`payload` itself; raises TooLarge where it is over `limit_bytes`, the limit of a reply."""
     if len(payload) > limit_bytes:
         raise TooLarge(f"Reply of {len(payload)} bytes is larger than the limit of {limit_bytes} bytes")

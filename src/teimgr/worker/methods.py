@@ -387,4 +387,4 @@ def embed_all_response(vectors: NDArray[np.float32], timings: Timings) -> memory
     rows = whole[: len(whole) - len(end)].reshape(tokens, len(head) + 4 * width)
     rows[:, : len(head)], rows[:, len(head) :] = head, floats  # without the GIL
     whole[len(whole) - len(end) :] = end
-    return memoryview(whole)
+    return whole.data
