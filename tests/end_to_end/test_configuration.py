@@ -11,7 +11,7 @@ from typing import Any
 from urllib import request as urllib
 
 import pytest
-from tests.support.daemon_process import DaemonProcess, toml
+from tests.support.daemon_process import WarmDaemonProcess, toml
 from tests.support.models import build
 from tests.support.polling import until
 
@@ -19,7 +19,7 @@ LIMIT_S = 100.0
 pytestmark = pytest.mark.timeout(300)
 
 
-class Daemon(DaemonProcess):
+class Daemon(WarmDaemonProcess):
     """With REST calls that are plain JSON."""
 
     def call(self, method: str, path: str, body: object = None) -> Any:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.support.daemon_process import DaemonProcess
+from tests.support.daemon_process import DaemonProcess, WarmDaemonProcess
 
 README = Path(__file__).parents[2] / "README.md"
 BLOCK = re.compile(r"^```(bash|python)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -16,7 +16,7 @@ LIMIT_S = 120
 
 
 def test_the_commands_of_the_readme_work() -> None:
-    with DaemonProcess() as daemon:
+    with WarmDaemonProcess() as daemon:
         outputs = [run(language, code, daemon) for language, code in BLOCK.findall(README.read_text())]
 
     text = "\n".join(outputs)

@@ -76,11 +76,11 @@ class Target:
 
 
 @contextmanager
-def running() -> Iterator[Target]:
+def running(kind: type[DaemonProcess] = DaemonProcess) -> Iterator[Target]:
     """The daemon with its whole fleet running, for as long as the block runs."""
     with TemporaryDirectory(prefix="tf") as kept:
         folder = Path(kept)
-        daemon = DaemonProcess(max_instances=len(FLEET) + 2, grpc_request_timeout_secs=60)
+        daemon = kind(max_instances=len(FLEET) + 2, grpc_request_timeout_secs=60)
         with closing(daemon), daemon.client() as client:
             daemon.start({"HF_HOME": str(folder / "hub"), "OMP_NUM_THREADS": "1"})
             for (name, build), port in zip(FLEET.items(), free_ports(len(FLEET)), strict=True):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.fuzz import rest, rpc, target
+from tests.support.daemon_process import WarmDaemonProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 REST_CASES = 50
@@ -16,7 +17,7 @@ RPC_CASES = 200
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[target.Target]:
-    with target.running() as found:
+    with target.running(WarmDaemonProcess) as found:
         yield found
 
 
