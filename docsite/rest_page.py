@@ -130,7 +130,7 @@ def _inference(api: Mapping[str, Any]) -> Iterator[str]:
         summary = api["paths"][each.path.replace(":path}", "}")][each.method.lower()]["summary"]
         dialects = ", ".join((each.dialect, *each.others))
         rows.append((code(f"{each.method} {each.path.replace(':path}', '}')}"), dialects, summary))
-    lists = {path for path in api["paths"] if path.startswith(("/v1/models", "/infinity/models", "/models"))}
+    lists = {path for path in api["paths"] if path.endswith(("/models", "/models/{model}"))}
     for path in sorted(lists):
         operation = api["paths"][path].get("get", {})
         if operation.get("tags") == [_INFERENCE]:

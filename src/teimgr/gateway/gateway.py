@@ -40,13 +40,25 @@ from teimgr.errors import (
 )
 from teimgr.fleet_tls import FleetIdentity
 from teimgr.gateway.model_cards import (
+    COHERE_CHECKS,
     INFINITY_HEALTH,
-    MODEL_LISTS,
+    VLLM_HEALTH,
+    VLLM_VERSION,
     ModelCards,
     cohere_check_key,
     infinity_health,
+    vllm_health,
+    vllm_version,
 )
-from teimgr.gateway.routes import DIALECT_HEADER, DialectPath, kinds_of, paths
+from teimgr.gateway.routes import (
+    DIALECT_HEADER,
+    MODEL_CARDS,
+    MODEL_LISTS,
+    DialectPath,
+    dialect_of,
+    kinds_of,
+    paths,
+)
 from teimgr.http_bodies import HeldResponse, SlowClient, charge_body, compression_fault, read_body, unless_hung_up
 from teimgr.model_source import names_a_path, shown_id
 from teimgr.observability import catalogue
@@ -55,7 +67,7 @@ from teimgr.routing.links import LinkLimits
 from teimgr.routing.router import Directory, Lease, Router, RouterView, router_view
 from teimgr.spec import LANE_KEY, InstanceView, State
 from teimgr.wire import error_bodies
-from teimgr.wire.error_bodies import JSON_TYPE, OPENAI
+from teimgr.wire.error_bodies import INFINITY, JSON_TYPE, OPENAI, VLLM
 from teimgr.wire.frames import (
     MAX_HEAD_BYTES,
     Flag,
@@ -107,9 +119,11 @@ class Gateway:
     def routes(self) -> list[Route]:
         return [
             *(Route(path, self._list_models) for path in MODEL_LISTS),
-            Route("/v1/models/{model:path}", self._get_model),
+            *(Route(path, self._get_model) for path in MODEL_CARDS),
             *(Route(path, infinity_health) for path in INFINITY_HEALTH),
-            Route("/v1/check-api-key", cohere_check_key, methods=["POST"]),
+            *(Route(path, vllm_health) for path in VLLM_HEALTH),
+            Route(VLLM_VERSION, vllm_version),
+            *(Route(path, cohere_check_key, methods=["POST"]) for path in COHERE_CHECKS),
             *(Route(one.path, partial(self._endpoint, one), methods=[one.method]) for one in paths()),
         ]
 
@@ -249,7 +263,8 @@ class Gateway:
         """The card of a name that the caller may use."""
         caller = caller_of(request.scope)
         names = self._names_for(caller)
-        owner = "infinity" if request.url.path.startswith("/infinity/") else "teimgr"
+        dialect = dialect_of(request.url.path)
+        owner = dialect if dialect in (INFINITY, VLLM) else "teimgr"
         return ModelCards(self.views(), names.model_id, self._since, owner, caller.is_operator).card
 
     async def _get_model(self, request: Request) -> Response:
@@ -257,7 +272,7 @@ class Gateway:
         try:
             names.check(name)
         except ModelNotFound as error:
-            reply = error_bodies.failure(OPENAI, error)
+            reply = error_bodies.failure(dialect_of(request.url.path) or OPENAI, error)
             return Response(reply.body, reply.status, dict(reply.headers))
         return Response(orjson.dumps(self._cards(request)(name)), headers=dict(JSON_TYPE))
 

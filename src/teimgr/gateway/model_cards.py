@@ -1,7 +1,7 @@
 """`GET /v1/models`: one list that the clients of OpenAI, vLLM, SIE, Infinity, Xinference and Cohere can read.
 
 A card is the union of their model objects, and the list is under `data` and under `models`. Beside it: Infinity's
-health and Cohere's check of an API key.
+health, vLLM's health and version, and Cohere's check of an API key.
 """
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
+from teimgr import __version__
 from teimgr.auth.policy import caller_of
 from teimgr.model_source import shown_id
 from teimgr.spec import InstanceView, Kind, LoadedModel, State
 from teimgr.wire.error_bodies import JSON_TYPE
 
-MODEL_LISTS = ("/v1/models", "/infinity/models", "/infinity/v1/models")
 INFINITY_HEALTH = ("/v1/health", "/infinity/health", "/infinity/v1/health")
+VLLM_HEALTH = ("/vllm/health", "/vllm/ping")
+VLLM_VERSION = "/vllm/version"
+COHERE_CHECKS = ("/v1/check-api-key", "/cohere/v1/check-api-key")
 
 # SIE's words.
 _STATES = {State.RUNNING: "loaded", State.STARTING: "loading", State.STOPPING: "unloading", State.FAILED: "failed"}
@@ -122,6 +125,15 @@ def _facts(model: LoadedModel) -> dict[str, Any]:
 async def infinity_health(request: Request) -> Response:
     """Infinity's health: the time."""
     return Response(orjson.dumps({"unix": time.time()}), headers=dict(JSON_TYPE))
+
+
+async def vllm_health(request: Request) -> Response:
+    """vLLM's health: an empty answer while the daemon routes."""
+    return Response()
+
+
+async def vllm_version(request: Request) -> Response:
+    return Response(orjson.dumps({"version": __version__}), headers=dict(JSON_TYPE))
 
 
 async def cohere_check_key(request: Request) -> Response:

@@ -37,8 +37,11 @@ class DialectPath(NamedTuple):
     others: tuple[str, ...] = ()
 
 
-PREFIXED = (JINA, VLLM, INFINITY, VOYAGE)
+PREFIXED = (JINA, VLLM, INFINITY, VOYAGE, COHERE)
 """Dialects that have each of their paths under `/<dialect>` too, for clients that name theirs by the base URL."""
+
+MODEL_LISTS = ("/v1/models", "/infinity/models", *(f"/{dialect}/v1/models" for dialect in PREFIXED))
+MODEL_CARDS = tuple(f"{path}/{{model:path}}" for path in MODEL_LISTS if path.endswith("/v1/models"))
 
 
 def dialect_of(path: str) -> str | None:
@@ -50,10 +53,10 @@ def dialect_of(path: str) -> str | None:
 
 
 _DIALECTS_OF_PATH: dict[str, tuple[str, ...]] = {
-    "/v1/embeddings": (OPENAI, JINA, VLLM, VOYAGE),
+    "/v1/embeddings": (OPENAI, JINA, VLLM, VOYAGE, INFINITY),
     "/v1/embed": (COHERE,),
     "/v2/embed": (COHERE,),
-    "/v1/rerank": (COHERE, JINA, VLLM, VOYAGE),
+    "/v1/rerank": (COHERE, JINA, VLLM, VOYAGE, INFINITY),
     "/v2/rerank": (COHERE, VLLM),
     "/rerank": (INFINITY, VLLM),
     "/embeddings": (INFINITY,),
@@ -143,17 +146,19 @@ def _file() -> dict[str, Any]:
 def _paths() -> dict[str, Any]:
     ok = {"200": {"description": "OK", "content": _json({"type": "object"})}}
     not_found = {"404": _failure("the name is unknown")}
-    paths_of: dict[str, Any] = {
-        "/v1/models": _get("Names for the `model` of a request", ok),
-        "/v1/models/{model}": _get("One of them", ok | not_found, "model"),
-    }
-    for path in paths():
-        if path.method == "POST":
-            paths_of[path.path.replace(":path}", "}")] = {"post": _post(path)}
+    paths_of: dict[str, Any] = {}
+    for path in MODEL_LISTS:
+        prefix = path.removesuffix("/v1/models")
+        paths_of[path] = _get("Names for the `model` of a request", ok, suffix=prefix)
+        if path + "/{model:path}" in MODEL_CARDS:
+            paths_of[path + "/{model}"] = _get("One of them", ok | not_found, "model", suffix=prefix)
+    for one in paths():
+        if one.method == "POST":
+            paths_of[one.path.replace(":path}", "}")] = {"post": _post(one)}
         else:
             failures = {status: _failure(_NOTES[status]) for status in ("404", "503")}
             failures["default"] = _failure("a failure")
-            paths_of[path.path] = _get("The model and its limits, in the form of TEI", ok | failures, "name")
+            paths_of[one.path] = _get("The model and its limits, in the form of TEI", ok | failures, "name")
     return paths_of
 
 
@@ -181,12 +186,13 @@ def _request(known: dict[str, Any], kind: str) -> dict[str, Any]:
     return {"schema": known["request"]} | example
 
 
-def _get(summary: str, responses: dict[str, Any], *parameters: str) -> dict[str, Any]:
+def _get(summary: str, responses: dict[str, Any], *parameters: str, suffix: str = "") -> dict[str, Any]:
+    """A GET; `suffix` tells its operation from another one of the same summary."""
     operation = {
         "tags": [_TAG],
         "summary": summary,
         "description": summary + ".",
-        "operationId": summary.casefold().translate(_AS_NAME),
+        "operationId": (summary + suffix).casefold().translate(_AS_NAME),
         "parameters": [_parameter(name) for name in parameters],
         "responses": responses,
     }

@@ -37,8 +37,8 @@ from teimgr.auth.sessions import Sessions, is_same_origin
 from teimgr.config.settings import Settings
 from teimgr.errors import Forbidden, InvalidInstanceName, TeimgrError, Unauthenticated, ValidationError
 from teimgr.gateway.gateway import Gateway
-from teimgr.gateway.model_cards import INFINITY_HEALTH, MODEL_LISTS
-from teimgr.gateway.routes import DialectPath, dialect_of, paths
+from teimgr.gateway.model_cards import COHERE_CHECKS, INFINITY_HEALTH, VLLM_HEALTH, VLLM_VERSION
+from teimgr.gateway.routes import MODEL_CARDS, MODEL_LISTS, DialectPath, dialect_of, paths
 from teimgr.http_bodies import foreign_page
 from teimgr.http_direct import Answer, DirectReply, DirectRequest
 from teimgr.observability import catalogue
@@ -54,7 +54,7 @@ from teimgr.observability.request_context import (
     use_context,
 )
 from teimgr.rest.error_answers import VERBS, error_response
-from teimgr.wire.error_bodies import COHERE, INFINITY, OPENAI, TEI, TEI_OPENAI, failure
+from teimgr.wire.error_bodies import COHERE, TEI, TEI_OPENAI, failure
 
 log = logging.getLogger(__name__)
 
@@ -246,10 +246,9 @@ PERMISSIONS: dict[str, Permission] = {
     "GET /models/{model_id:path}/download/events": READ_ALL,
     "POST /models/{model_id:path}/download": ADMIN_ALL,
     "POST /models/{model_id:path}/load": ADMIN_ALL,
-    **{f"GET {path}": EITHER for path in MODEL_LISTS},
-    **{f"GET {path}": PUBLIC for path in INFINITY_HEALTH},
-    "POST /v1/check-api-key": EITHER,
-    "GET /v1/models/{model:path}": EITHER,
+    **{f"GET {path}": EITHER for path in (*MODEL_LISTS, *MODEL_CARDS, VLLM_VERSION)},
+    **{f"GET {path}": PUBLIC for path in (*INFINITY_HEALTH, *VLLM_HEALTH)},
+    **{f"POST {path}": EITHER for path in COHERE_CHECKS},
     # Files and batches are those of the caller's key; a batch may use what the key may use while it runs.
     "POST /v1/files": INFERENCE,
     "GET /v1/files": INFERENCE,
@@ -280,11 +279,7 @@ PERMISSIONS: dict[str, Permission] = {
 # The routes of inference without parameters, by the target of a request.
 _DIRECT = {path.path.encode(): path for path in paths() if path.method == "POST" and "{" not in path.path}
 
-_DIALECTS = {path.path: path.dialect for path in paths()} | {
-    **dict.fromkeys(("/v1/models", "/v1/models/{model:path}"), OPENAI),
-    **dict.fromkeys(MODEL_LISTS[1:], INFINITY),
-    "/v1/check-api-key": COHERE,
-}
+_DIALECTS = {path.path: path.dialect for path in paths()} | dict.fromkeys(COHERE_CHECKS, COHERE)
 
 
 class RoutePermissions:

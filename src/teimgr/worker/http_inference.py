@@ -109,7 +109,7 @@ class Body(BaseModel):
 class LenientBody(Body):
     """A JSON object whose values are converted as in pydantic's lax mode: `"3"` to an integer, `"true"` to a boolean.
 
-    For dialects whose own servers parse so (vLLM, Infinity, Jina): some of their clients rely on it.
+    For dialects whose own servers parse so (vLLM, which speaks Cohere's too, Infinity, Jina): some clients rely on it.
     """
 
     model_config = ConfigDict(strict=False)

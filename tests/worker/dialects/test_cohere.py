@@ -69,6 +69,15 @@ async def test_an_output_dimension_is_obeyed(ask: Asking) -> None:
     assert np.allclose(answer["embeddings"]["float"], vectors, atol=1e-6)
 
 
+async def test_values_are_converted_as_pydantic_does(ask: Asking) -> None:
+    """As vLLM reads the same bodies."""
+    exact = (await ask.post("/v2/embed", request(output_dimension=8, max_tokens=4))).ok
+    lenient = (await ask.post("/v2/embed", request(output_dimension="8", max_tokens=4.0))).ok
+    assert lenient["embeddings"] == exact["embeddings"]
+    refused = await ask.post("/v2/embed", request(output_dimension="all"))
+    assert (refused.status, refused.json["message"].partition(":")[0]) == (400, "output_dimension")
+
+
 async def test_truncation_is_at_the_end_the_start_or_refused(ask: Asking) -> None:
     long = ["the quick brown fox " * 30 + "lamps and fog by the harbour " * 20]
 

@@ -35,6 +35,19 @@ async def test_other_objects_are_refused_by_name(ask: Asking, given: Any, place:
     assert refused.json["detail"].startswith(f"{place}: ")
 
 
+async def test_a_query_may_be_an_object_with_a_text_and_images_are_refused_by_name(ask: Asking) -> None:
+    path, body = "/jina/v1/rerank", {"model": "reranker", "query": TEXTS[0], "documents": TEXTS}
+    as_object = (await ask.post(path, body | {"query": {"text": TEXTS[0]}})).ok
+    assert as_object["results"] == (await ask.post(path, body)).ok["results"]
+    for more, place in (
+        ({"query": {"image": "aGk="}}, "query"),
+        ({"documents": ["a", {"image": "aGk="}]}, "documents.1"),
+    ):
+        refused = await ask.post(path, body | more)
+        assert (refused.status, list(refused.json)) == (400, ["detail"])
+        assert refused.json["detail"].startswith(f"{place}: `image` is not supported")
+
+
 @pytest.mark.parametrize("instance", ["dense", "m3"])
 async def test_a_task_without_a_prompt_takes_the_default(ask: Asking, instance: str) -> None:
     plain = (await ask.post(PATHS[0], {"model": instance, "input": TEXTS})).ok["data"]

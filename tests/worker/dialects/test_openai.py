@@ -200,6 +200,26 @@ async def test_the_list_of_models_serves_every_client(ask: Asking) -> None:
     assert all("stats" in card for card in of_infinity)
 
 
+@pytest.mark.parametrize("prefix", ["/jina", "/vllm", "/infinity", "/voyage", "/cohere"])
+async def test_every_prefix_has_the_models_and_errors_of_its_own_form(ask: Asking, prefix: str) -> None:
+    names = [card["id"] for card in (await ask.get("/v1/models")).ok["data"]]
+    assert [card["id"] for card in (await ask.get(f"{prefix}/v1/models")).ok["data"]] == names
+    assert (await ask.get(f"{prefix}/v1/models/dense")).ok["id"] == "dense"
+    missing, unrouted = await ask.get(f"{prefix}/v1/models/nothing"), await ask.get(f"{prefix}/v1/nothing")
+    assert (missing.status, unrouted.status) == (400 if prefix == "/infinity" else 404, 404)
+    assert missing.json.keys() == unrouted.json.keys()
+    assert "code" not in missing.json.get("error", {}) or isinstance(missing.json["error"]["code"], int)
+
+
+async def test_prefixes_have_what_their_clients_ask_for_beside_inference(ask: Asking) -> None:
+    health = await ask.get("/vllm/health")
+    assert (health.status, health.body) == (200, b"")
+    assert (await ask.get("/vllm/version")).ok["version"]
+    assert (await ask.post("/cohere/v1/check-api-key", {})).ok["valid"] is True
+    embedded = (await ask.post("/infinity/v1/embeddings", {"model": "dense", "input": "fog"})).ok
+    assert embedded["id"].startswith("infinity-")
+
+
 async def test_values_are_converted_as_pydantic_does_but_texts_never_become_ids(ask: Asking) -> None:
     exact = (await ask.post(PATH, {"model": "dense", "input": ["12", "7"], "dimensions": 16})).ok
     lenient = (await ask.post(PATH, {"model": "dense", "input": ["12", "7"], "dimensions": "16"})).ok

@@ -28,7 +28,7 @@ _PROMPTS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-class CohereEmbedRequest(http.Body):
+class CohereEmbedRequest(http.LenientBody):
     """Texts to embed, and the types of the vectors; images are not supported."""
 
     model: http.ModelName = None
@@ -112,7 +112,7 @@ def _as_type(vectors: NDArray[np.float32], name: EmbeddingType) -> Any:
     return vectors if name == "float" else converted(vectors, Precision(name))
 
 
-class CohereClassifyRequest(http.Body):
+class CohereClassifyRequest(http.LenientBody):
     """Texts to classify by a classifier; examples, which would make one, are not supported."""
 
     model: http.ModelName = None

@@ -69,8 +69,8 @@ def _rest(model: str, job: Job) -> dict[str, Any]:
 classify = http.single(InfinityClassifyRequest)
 
 ROUTES: http.RouteTable = {
-    ("POST", "/embeddings"): http.single(InfinityEmbeddingsRequest),
-    ("POST", "/rerank"): rerank.handler(rerank.INFINITY),
+    **{("POST", path): http.single(InfinityEmbeddingsRequest) for path in ("/embeddings", "/v1/embeddings")},
+    **{("POST", path): rerank.handler(rerank.INFINITY) for path in ("/rerank", "/v1/rerank")},
     ("POST", "/classify"): classify,
     ("POST", "/v1/classify"): classify,
 }

@@ -139,10 +139,10 @@ def texts_of_objects(value: Any) -> Any:
         BadRequest: an object has no text, such as an image.
     """
     if isinstance(value, dict):
-        return _text_of_object(value, "input")
+        return text_of_object(value, "input")
     if not isinstance(value, list) or not _has_objects(value):
         return value
-    return [_text_of_object(one, f"input.{place}") if isinstance(one, dict) else one for place, one in enumerate(value)]
+    return [text_of_object(one, f"input.{place}") if isinstance(one, dict) else one for place, one in enumerate(value)]
 
 
 def _has_objects(values: list[Any]) -> bool:
@@ -154,12 +154,14 @@ def _has_objects(values: list[Any]) -> bool:
     )
 
 
-def _text_of_object(given: dict[str, Any], place: str) -> str:
+def text_of_object(given: dict[str, Any], place: str) -> str:
+    """The text of `{"text": "…"}`; raises BadRequest for another object, naming what it has, such as an image."""
     text = given.get("text")
     if not isinstance(text, str) or len(given) > 1:
         other = next((name for name in given if name != "text"), "")
         what = f"`{other[:_SHOWN_NAME]}` is not supported" if other else "`text` must be a string"
-        raise http.BadRequest(400, f"{place}: {what}; send a text or an object with `text` alone", "input")
+        message = f"{place}: {what}; send a text or an object with `text` alone"
+        raise http.BadRequest(400, message, place.partition(".")[0])
     return text
 
 

@@ -337,10 +337,11 @@ _OPERATIONS: Mapping[tuple[str, str], tuple[str, type[BaseModel]]] = {
     (COHERE, "/v1/embed"): ("Vectors, as floats or by type", cohere.CohereEmbedRequest),
     (COHERE, "/v2/embed"): ("Vectors by type", cohere.CohereEmbedRequest),
     (INFINITY, "/embeddings"): ("Vectors", infinity.InfinityEmbeddingsRequest),
+    (INFINITY, "/v1/embeddings"): ("Vectors", infinity.InfinityEmbeddingsRequest),
     **dict.fromkeys(
         (
             *((COHERE, "/v1/rerank"), (COHERE, "/v2/rerank"), (JINA, "/v1/rerank"), (INFINITY, "/rerank")),
-            (VOYAGE, "/v1/rerank"),
+            *((VOYAGE, "/v1/rerank"), (INFINITY, "/v1/rerank")),
             *((VLLM, "/rerank"), (VLLM, "/v1/rerank"), (VLLM, "/v2/rerank")),
         ),
         ("Documents by how well they answer a query", rerank.RerankRequest),

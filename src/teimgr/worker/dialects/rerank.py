@@ -14,7 +14,7 @@ from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from teimgr.engine.job import InferOptions, Job, Output, Pair, SparseRow
 from teimgr.errors import EmptyInput, InputTooLong
@@ -24,6 +24,7 @@ from teimgr.wire.error_bodies import failure
 from teimgr.wire.frames import HttpReply, HttpRequest
 from teimgr.worker import http_inference as http
 from teimgr.worker import input_checks
+from teimgr.worker.dialects.openai import text_of_object
 from teimgr.worker.dialects.truncation import Side, Tokens, fitted_documents
 
 _DOCUMENTS_PER_SEARCH_UNIT = 100
@@ -31,11 +32,15 @@ _DOCUMENTS_PER_SEARCH_UNIT = 100
 Document = str | dict[str, Any]
 
 
+def _text_of_query(given: Any) -> Any:
+    return text_of_object(given, "query") if isinstance(given, dict) else given
+
+
 class RerankRequest(http.LenientBody):
     """A query, and the documents to rank by relevance to it."""
 
     model: http.ModelName = None
-    query: str
+    query: Annotated[str, BeforeValidator(_text_of_query), Field(description="a text, or an object with `text`")]
     documents: Annotated[
         list[Document], Field(description="texts, or objects with `text` (or what `rank_fields` names)")
     ]
@@ -84,6 +89,8 @@ class RerankRequest(http.LenientBody):
         if isinstance(found, list):
             found = input_checks.text_of_parts(found)
         if not isinstance(found, str):
+            if "content" not in document:
+                return text_of_object(document, f"documents.{place}")
             raise http.BadRequest(400, f"documents.{place}: has no text; only texts can be ranked here", "documents")
         return found
 

@@ -44,7 +44,7 @@ class VllmDetokenizeRequest(http.LenientBody):
         return {"prompt": _decoded(engine, self.tokens)}
 
 
-class CohereTokenizeRequest(http.Body):
+class CohereTokenizeRequest(http.LenientBody):
     """A text to tokenize, without special tokens."""
 
     model: http.ModelName = None
@@ -55,7 +55,7 @@ class CohereTokenizeRequest(http.Body):
         return {"tokens": [token.id for token in tokens], "token_strings": pieces(self.text, tokens), "meta": _META}
 
 
-class CohereDetokenizeRequest(http.Body):
+class CohereDetokenizeRequest(http.LenientBody):
     """Token ids of a text."""
 
     model: http.ModelName = None
