@@ -32,6 +32,7 @@ from teimgr.observability.exposition import Sample
 from teimgr.observability.log_source import FleetLogs, LocalLogs
 from teimgr.observability.loop_watchdog import LoopWatchdog
 from teimgr.observability.memory import collect_garbage_rarely, raise_file_limit
+from teimgr.observability.memory_return import MemoryReturn
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.observability.telemetry import exporting, open_telemetry
 from teimgr.page.page import Page
@@ -202,6 +203,7 @@ class Daemon:
                         sockets = {name: getattr(self.settings, name) for name in ("api_socket", "grpc_socket")}
                         addresses |= {name: str(path) for name, path in sockets.items() if path is not None}
                         collect_garbage_rarely()
+                        MemoryReturn()
                         log.info("daemon ready", extra={"version": __version__, **addresses})
                         async with self.notifier.serving(f"{len(self.manager.list())} instances"):
                             await self.stopping.wait()

@@ -40,6 +40,7 @@ from teimgr.mux.server import GrpcServer, tls_context, tls_context_of
 from teimgr.observability import logs
 from teimgr.observability.loop_watchdog import LoopWatchdog
 from teimgr.observability.memory import collect_garbage_rarely, resident_bytes
+from teimgr.observability.memory_return import MemoryReturn
 from teimgr.observability.telemetry import open_telemetry
 from teimgr.routing.links import LinkLimits
 from teimgr.routing.router import Router
@@ -269,6 +270,7 @@ class Mux:
 async def serve(config: MuxConfig) -> None:
     mux = Mux(config)
     collect_garbage_rarely()
+    MemoryReturn()
     await mux.run()
 
 

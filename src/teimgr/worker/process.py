@@ -47,6 +47,7 @@ from teimgr.observability import logs
 from teimgr.observability.exposition import pack
 from teimgr.observability.loop_watchdog import LoopWatchdog
 from teimgr.observability.memory import collect_garbage_rarely, resident_bytes
+from teimgr.observability.memory_return import MemoryReturn
 from teimgr.spec import LINK_LISTENER, CpuThreads, WorkerSpec, worker_file
 from teimgr.wire.frames import Method
 from teimgr.worker import token_ids
@@ -192,6 +193,7 @@ class Worker:
             app = create_app(http, self._dispatcher.spec)
             async with serving(app, port, grpc.protocol, http.direct) as listeners[number]:
                 queue.serve(partial(self._take, listeners))
+                MemoryReturn()
                 self._watchdog = LoopWatchdog(f"the worker of '{self.spec.name}'")  # from now on callers wait for it
                 self._announce("ready")
                 log.info("worker ready", extra=self._log_fields | engine.info.to_dict())
