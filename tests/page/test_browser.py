@@ -194,6 +194,10 @@ def test_the_life_of_an_instance(page: Any, daemon: DaemonProcess, tmp_path_fact
     page.get_by_role("button", name="Create and start").click()
     page.wait_for_url("**/ui/instances/fresh")
     page.wait_for_selector("h1 .state.running")
+    warned = "config.json has speed_of_light = 299792458, which is not known here"
+    expect(page.locator("#model-warnings li")).to_have_text([warned])  # it came with the model, after the page
+    page.reload()
+    expect(page.locator("#model-warnings li")).to_have_text([warned])
     expect(page.locator("#life .running")).to_have_count(1)
     page.wait_for_selector("#log >> text=worker ready")
     page.locator("#log-filter").fill("nothing like it")
@@ -394,6 +398,7 @@ def test_models_are_measured_and_a_failed_download_says_why(page: Any, daemon: D
     line.get_by_role("button", name="Measure").click()
     expect(line.locator(".state.verified")).to_be_visible()
     expect(line).to_contain_text("tokens/s")
+    expect(line).to_contain_text("verified against transformers")
     page.get_by_role("textbox").fill("nobody/nothing")
     page.get_by_role("button", name="Add and download").click()  # there is no network
     line = page.locator("tr[data-model='nobody/nothing']")

@@ -119,6 +119,9 @@ function show() {
   }
   $("#reason").textContent = info.reason ?? "";
   $("#reason").hidden = !info.reason;
+  const warnings = info.model?.warnings ?? [], files = $("#model-warnings");
+  files.hidden = !warnings.length;
+  $("ul", files).replaceChildren(...warnings.map((text) => element("li", {}, text)));
   const update = info.update, box = $("#update");
   box.hidden = !update || update.state === "done";
   if (update) {
