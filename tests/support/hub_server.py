@@ -18,6 +18,7 @@ class Hub:
 
     Files are sent only once `open` is set, which it is at first; `hold_after` bytes of a body are sent before that. A
     connection whose name is in `cuts` is cut after so many bytes, once. `ranges` lists where each download began.
+    With `refuses` every request is answered with that status.
     A name in `forged` is answered with other bytes than it should, so many times.
     """
 
@@ -31,6 +32,7 @@ class Hub:
         self.holding = threading.Event()
         self.cuts: dict[str, int] = {}
         self.forged: dict[str, int] = {}
+        self.refuses: int | None = None
         self.revisions = {"main", SHA}
         self.asked: list[str] = []
         self.ranges: list[tuple[str, int]] = []
@@ -70,6 +72,9 @@ class Hub:
     def answer(self, request: BaseHTTPRequestHandler, body: bool) -> None:
         path = request.path.split("?")[0]
         self.tokens.add(request.headers.get("Authorization", ""))
+        if self.refuses is not None:
+            self._send(request, self.refuses, b"{}", body)
+            return
         revision, _, name = path.partition("/resolve/")[2].partition("/")
         about = path.removeprefix(f"/api/models/{self.model_id}").split("/")
         if path.startswith(f"/api/models/{self.model_id}/") and about[2] not in self.revisions:

@@ -1,0 +1,118 @@
+"""A load that cannot succeed ends: `create --wait` answers with the reason, through a real daemon."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.support.daemon_process import DaemonProcess
+from tests.support.hub_server import Hub
+from tests.support.models import build, edit
+
+from teimgr.errors import TeimgrError
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 90868376\n"
+MODEL = "somebody/tiny"
+LIMIT_S = 60.0
+
+
+def _weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _no_positions(weights: dict[str, torch.Tensor]) -> None:
+    del weights["embeddings.position_embeddings.weight"]
+
+
+def _nan(weights: dict[str, torch.Tensor]) -> None:
+    weights["encoder.layer.0.output.dense.weight"][0, 0] = torch.nan
+
+
+FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "pointer": (lambda folder: (folder / "model.safetensors").write_bytes(POINTER), "git-lfs"),
+    "pointer-of-tokenizer": (lambda folder: (folder / "tokenizer.json").write_bytes(POINTER), "git-lfs"),
+    "width-of-dense": (lambda folder: edit(folder / "2_Dense" / "config.json", in_features=7), "2_Dense"),
+    "no-positions": (lambda folder: _weights(folder, _no_positions), "position_embeddings"),
+    "nan": (lambda folder: _weights(folder, _nan), "NaN or infinity"),
+    "no-pad-id": (lambda folder: edit(folder / "config.json", pad_token_id=10**6), "pad"),
+    "cut-short": (lambda folder: _cut(folder / "model.safetensors"), "model.safetensors"),
+}
+
+
+def _cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+@pytest.fixture(scope="module")
+def hub() -> Iterator[Hub]:
+    with Hub(MODEL, {"config.json": b"{}", "model.safetensors": b"w"}) as hub:
+        yield hub
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture(scope="module")
+def daemon(hub: Hub, home: Path) -> Iterator[DaemonProcess]:
+    daemon = DaemonProcess()
+    try:
+        yield daemon.start(
+            {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_TOKEN": "hf_revoked"}
+        )
+    finally:
+        daemon.close()
+
+
+def _reason(daemon: DaemonProcess, name: str, model_id: str) -> str:
+    """Why the instance failed, once `create` that waits has answered."""
+    began = time.monotonic()
+    with daemon.client() as client:
+        client.create(name, model_id, dtype="float32")
+        with pytest.raises(TeimgrError) as failure:
+            client.wait_until_running(name, deadline_s=LIMIT_S)
+        info = client.get(name)
+        client.delete(name)
+    assert time.monotonic() - began < LIMIT_S
+    assert info.status == "failed", failure.value
+    return str(info.reason)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build("bert", tmp_path_factory.mktemp("whole") / "model", modules=("Dense", "Normalize"))
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_broken_model_fails_at_once_with_the_cause(
+    name: str, daemon: DaemonProcess, whole: Path, tmp_path: Path
+) -> None:
+    spoil, named = FAULTS[name]
+    folder = shutil.copytree(whole, tmp_path / "model")
+    spoil(folder)
+
+    assert named in _reason(daemon, name, str(folder))
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_hub_that_refuses_the_token_is_named(status: int, daemon: DaemonProcess, hub: Hub) -> None:
+    hub.refuses = status
+    try:
+        assert f"the hub answered {status}, HF_TOKEN is refused" in _reason(daemon, f"refused-{status}", MODEL)
+    finally:
+        hub.refuses = None
+
+
+def test_a_cache_that_cannot_be_written_is_named(daemon: DaemonProcess, home: Path) -> None:
+    shutil.rmtree(home / "hub", ignore_errors=True)
+    (home / "hub").write_bytes(b"")  # root may write anywhere, but not below a file
+
+    assert "cache cannot be written" in _reason(daemon, "unwritable", MODEL)
