@@ -98,7 +98,7 @@ def paths() -> Iterator[DialectPath]:
         for dialect in (first, *others):
             if dialect in PREFIXED:
                 yield DialectPath(f"/{dialect}{path}", dialect, path)
-    for inner in ("/v1/encode", "/v1/score"):
+    for inner in ("/v1/encode", "/v1/score", "/v1/extract"):
         yield DialectPath(inner + "/{model:path}", SIE, inner)
     for inner in _TEI:
         yield DialectPath(_INSTANCE + inner, TEI, inner)

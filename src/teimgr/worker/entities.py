@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # importing the tokenizer imports torch
     from teimgr.engine.tokenizer import TextTokenizer
 
 Aggregation = Literal["none", "simple"]
-_OUTSIDE = "O"
+OUTSIDE = "O"
 
 
 class Entity(TypedDict, total=False):
@@ -67,9 +67,9 @@ def entities(
                 end=token.end,
             )
             for token in found
-            if token.label != _OUTSIDE
+            if token.label != OUTSIDE
         ]
-    return [_group(text, group) for group in _groups(found) if _kind(group[0].label)[1] != _OUTSIDE]
+    return [_group(text, group) for group in _groups(found) if _kind(group[0].label)[1] != OUTSIDE]
 
 
 def probabilities(logits: NDArray[np.float32]) -> NDArray[np.float32]:

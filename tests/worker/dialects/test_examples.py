@@ -14,7 +14,9 @@ from teimgr.worker.dialects.examples import EXAMPLES
 from teimgr.worker.dialects.openapi import instance_document
 
 INSTANCES = {"mini": "dense"}
-OF_PATH = {"/predict": "classifier", "/rerank": "reranker", "/embed_sparse": "splade", "/v1/score": "reranker"}
+OF_PATH = {"/predict": "classifier", "/rerank": "reranker", "/embed_sparse": "splade", "/v1/score": "reranker"} | {
+    "/v1/extract": "classifier"
+}
 POSTS = [path for path in paths() if (path.dialect, path.inner) in EXAMPLES]
 
 

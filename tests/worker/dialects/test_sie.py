@@ -132,6 +132,25 @@ async def test_the_rerankers_scores_are_teis(ask: Asking) -> None:
     assert [one["score"] for one in told] == pytest.approx([one["score"] for one in expected], abs=1e-6)
 
 
+async def test_entities_and_classes_are_those_of_predict(ask: Asking) -> None:
+    answer = (await ask.post("/v1/extract/entities", {"items": ITEMS})).ok
+    expected = await ask.own_port("entities", "/predict", {"inputs": [[text] for text in TEXTS]})
+    for item, found in zip(answer["items"], expected, strict=True):
+        assert [(one["text"], one["label"], one["start"], one["end"]) for one in item["entities"]] == [
+            (one["word"], one["entity_group"], one["start"], one["end"]) for one in found
+        ]
+        assert item["relations"] == item["classifications"] == item["objects"] == []
+    assert [item["id"] for item in answer["items"]] == ["a", "item-1"]
+
+    params = {"labels": ["joy"], "options": {"threshold": 0.0}}
+    told = (await ask.post("/v1/extract/classifier", {"items": ITEMS, "params": params})).ok["items"]
+    classes = await ask.own_port("classifier", "/predict", {"inputs": [[text] for text in TEXTS]})
+    for item, found in zip(told, classes, strict=True):
+        [joy] = item["classifications"]
+        assert joy["label"] == "joy"
+        assert joy["score"] == pytest.approx(next(one["score"] for one in found if one["label"] == "joy"), abs=1e-6)
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "code", "said"),
     [
@@ -143,6 +162,10 @@ async def test_the_rerankers_scores_are_teis(ask: Asking) -> None:
         ("/v1/encode/dense", {"items": ITEMS, "params": {"instruction": "x" * 5000}}, 400, None, "instruction"),
         ("/v1/encode/dense", {"items": ITEMS, "params": {"options": {"lora_id": "x"}}}, 400, None, "lora_id"),
         ("/v1/encode/dense", {}, 400, "INVALID_INPUT", "items"),
+        ("/v1/extract/dense", {"items": ITEMS}, 400, None, "no classifier"),
+        ("/v1/extract/entities", {"items": ITEMS, "params": {"labels": ["CAT"]}}, 400, None, "LOC, PER"),
+        ("/v1/extract/entities", {"items": ITEMS, "params": {"options": {"threshold": 2}}}, 400, None, "threshold"),
+        ("/v1/extract/entities", {"items": ITEMS, "params": {"output_schema": {"a": 1}}}, 400, None, "output_schema"),
         ("/v1/score/classifier", {"query": {"text": "a"}, "items": ITEMS}, 400, None, "does not do scoring"),
     ],
 )

@@ -45,6 +45,7 @@ EXAMPLES: Mapping[tuple[str, str], dict[str, Any]] = {
     (COHERE, "/v1/detokenize"): {"model": "mini", "tokens": _IDS},
     (SIE, "/v1/encode"): {"items": _ITEMS, "params": {"output_types": ["dense"], "output_dtype": "float32"}},
     (SIE, "/v1/score"): {"query": {"text": "What is deep learning?"}, "items": _ITEMS},
+    (SIE, "/v1/extract"): {"items": _ITEMS, "params": {"options": {"threshold": 0.5}}},
     (TEI, "/embed"): {"inputs": _TEXTS, "normalize": True},
     (TEI, "/embed_all"): {"inputs": _TEXTS},
     (TEI, "/embed_sparse"): {"inputs": _TEXTS},

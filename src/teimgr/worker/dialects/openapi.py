@@ -353,6 +353,7 @@ _OPERATIONS: Mapping[tuple[str, str], tuple[str, type[BaseModel]]] = {
     (INFINITY, "/classify"): ("All labels with their scores", infinity.InfinityClassifyRequest),
     (SIE, "/v1/encode"): ("Vectors of several kinds in one call", sie.SieEncodeRequest),
     (SIE, "/v1/score"): ("Items by how well they answer a query", sie.SieScoreRequest),
+    (SIE, "/v1/extract"): ("Entities of a token classifier, or classes of a classifier", sie.SieExtractRequest),
 }
 
 

@@ -1,4 +1,4 @@
-"""Superlinked's inference engine (SIE): vectors of several kinds in one call, and scores of items against a query.
+"""Superlinked's inference engine (SIE): vectors of several kinds in one call, scores against a query, entities.
 
 Bodies are msgpack or JSON, arrays in msgpack as msgpack-numpy has them: a map of `nd`, `type`, `kind`, `shape`, `data`.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgpack
@@ -16,7 +17,7 @@ from pydantic import Field
 
 from teimgr.engine.job import InferOptions, Job, Output
 from teimgr.engine.tokenizer import Prompts
-from teimgr.errors import InvalidInput
+from teimgr.errors import InvalidInput, WrongModelKind
 from teimgr.http_bodies import media_type
 from teimgr.spec import Kind, LoadedModel
 from teimgr.wire import msgpack_pieces
@@ -25,6 +26,8 @@ from teimgr.wire.quantisation import Precision, converted
 from teimgr.worker import http_inference as http
 from teimgr.worker import input_checks
 from teimgr.worker.dialects.rerank import relevance
+from teimgr.worker.entities import OUTSIDE, entities
+from teimgr.worker.scores import predictions
 
 MSGPACK = "application/msgpack"
 _MSGPACK_TYPES = (MSGPACK, "application/x-msgpack")
@@ -82,6 +85,22 @@ class SieScoreRequest(http.Body):
     options: dict[str, Any] | None = None
 
 
+class ExtractParams(http.Body):
+    """Which of the model's labels are wanted."""
+
+    labels: Annotated[list[str] | None, Field(description="of the model's own labels; absent: all")] = None
+    output_schema: Annotated[Any | None, Field(description="not supported")] = None
+    instruction: Annotated[str | None, Field(description="not supported")] = None
+    options: Annotated[dict[str, Any] | None, Field(description="threshold: the least score, 0 to 1")] = None
+
+
+class SieExtractRequest(http.Body):
+    """`POST /v1/extract/{model}`."""
+
+    items: list[Item]
+    params: ExtractParams | None = None
+
+
 async def _encode(inference: http.HttpInference, request: HttpRequest) -> HttpReply:
     began = time.monotonic()
     body = await inference.read(request, SieEncodeRequest, _body_format(request))
@@ -108,6 +127,84 @@ async def _score(inference: http.HttpInference, request: HttpRequest) -> HttpRep
     ]
     answer = {"model": served.name, "query_id": body.query.id, "scores": scores}
     return _reply(request, answer | {"usage": {"input_tokens": found.tokens}})
+
+
+async def _extract(inference: http.HttpInference, request: HttpRequest) -> HttpReply:
+    body = await inference.read(request, SieExtractRequest, _body_format(request))
+    inference.check_count(len(body.items))
+    [job] = await inference.jobs([lambda served: _extract_job(body, served)])
+    work = partial(_extracted, inference.served, request, body, job)
+    return await inference.dispatcher.on_tokenizer_thread(work)
+
+
+def _extract_job(body: SieExtractRequest, served: http.ServedModel) -> http.JobSpec:
+    params = body.params or ExtractParams()
+    for name, given in (("output_schema", params.output_schema), ("instruction", params.instruction)):
+        if given:
+            raise http.BadRequest(400, f"{name}: is not supported", name)
+    model = served.model
+    if model.kind not in _EXTRACTING:
+        raise WrongModelKind("the model finds no entities and has no classes: it is no classifier")
+    known = {_kind_of(model, label) for label in model.labels if label != OUTSIDE or not _has_entities(model)}
+    if unknown := [label for label in params.labels or () if label not in known]:
+        shown = ", ".join(sorted(known)[:_MOST_SHOWN_LABELS])
+        raise http.BadRequest(400, f"labels: {unknown[0][:80]!r} is none of the model's: {shown}", "labels")
+    _threshold(params)
+    texts = [_text(item, f"items.{row}") for row, item in enumerate(body.items)]
+    input_checks.need_texts(texts, "items")
+    output = _EXTRACTING[Kind(model.kind)]
+    return http.JobSpec(texts, InferOptions(frozenset({output}), truncate=served.spec.auto_truncate, prompt=""))
+
+
+_EXTRACTING = {Kind.TOKEN_CLASSIFIER: Output.TOKENS, Kind.CLASSIFIER: Output.SCORES}
+_MOST_SHOWN_LABELS = 50
+
+
+def _kind_of(model: LoadedModel, label: str) -> str:
+    """What an entity or a class is called: B-PER and I-PER are both PER."""
+    return label[2:] if _has_entities(model) and label.startswith(("B-", "I-")) else label
+
+
+def _has_entities(model: LoadedModel) -> bool:
+    return model.kind == Kind.TOKEN_CLASSIFIER
+
+
+def _threshold(params: ExtractParams) -> float:
+    given = (params.options or {}).get("threshold", 0.0)
+    if isinstance(given, bool) or not isinstance(given, int | float) or not 0.0 <= given <= 1.0:
+        raise http.BadRequest(400, "options.threshold: must be a number of 0 to 1", "options")
+    return float(given)
+
+
+def _extracted(served: http.ServedModel, request: HttpRequest, body: SieExtractRequest, job: Job) -> HttpReply:
+    params = body.params or ExtractParams()
+    wanted, least = params.labels, _threshold(params)
+    items = []
+    for row, item in enumerate(body.items):
+        found = [
+            each
+            for each in _found(served, job, row)
+            if each["score"] >= least and (not wanted or each["label"] in wanted)
+        ]
+        name = "entities" if _has_entities(served.model) else "classifications"
+        none: dict[str, Any] = {"entities": [], "relations": [], "classifications": [], "objects": []}
+        items.append({"id": item.id or f"item-{row}"} | none | {name: found})
+    return _reply(request, {"model": served.name, "items": items, "usage": {"input_tokens": job.tokens}})
+
+
+def _found(served: http.ServedModel, job: Job, row: int) -> list[dict[str, Any]]:
+    """The entities of a text in their order, or its classes, the likeliest first."""
+    model = served.model
+    if not _has_entities(model):
+        return [{"label": label, "score": float(score)} for score, label in predictions(job.scores[row], model.labels)]
+    logits, tokenizer = job.tokens_of[row], served.tokenizer
+    assert tokenizer is not None
+    spans = [] if logits is None else entities(job.inputs[row], logits, model.labels, tokenizer, "simple", False)
+    return [
+        {"text": each["word"], "label": each["entity_group"], "score": each["score"], "start": each["start"]}
+        | {"end": each["end"]}
+        for each in spans
+    ]
 
 
 def _job(body: SieEncodeRequest, served: http.ServedModel, prompts: Prompts) -> http.JobSpec:
@@ -224,4 +321,8 @@ def _array(value: object) -> dict[bytes, Any]:
     return {b"nd": True, b"type": array.dtype.str, b"kind": b"", b"shape": array.shape, b"data": array.tobytes()}
 
 
-ROUTES: http.RouteTable = {("POST", "/v1/encode"): _encode, ("POST", "/v1/score"): _score}
+ROUTES: http.RouteTable = {
+    ("POST", "/v1/encode"): _encode,
+    ("POST", "/v1/score"): _score,
+    ("POST", "/v1/extract"): _extract,
+}
