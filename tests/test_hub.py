@@ -176,9 +176,12 @@ def test_code_of_another_repository_is_fetched_once_and_kept(tmp_path: Path) -> 
     with Hub(MODEL, files) as hub:
         found = resolve(tmp_path, MODEL, script=script, HF_ENDPOINT=hub.url)
         again = resolve(tmp_path, MODEL, script=script, HF_ENDPOINT=hub.url)
+        pinned = resolve(tmp_path, MODEL, SHA, script=script, HF_ENDPOINT=hub.url)
+        unknown = resolve(tmp_path, MODEL, "v9", script=script, HF_ENDPOINT=hub.url)
 
-    assert found == again
+    assert found == again == pinned
     assert hub.asked == ["modeling.py"]
+    assert "has no revision 'v9'" in unknown["message"]
     assert (Path(found["path"]) / "modeling.py").read_bytes() == b"code = 1"
     missing = resolve(tmp_path, "acme/absent", script=script, HF_HUB_OFFLINE="1")
     assert "The code of 'acme/absent', which the model names, is not in the hub cache" in missing["message"]

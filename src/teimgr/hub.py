@@ -128,28 +128,34 @@ def follow_bases(folder: Path, find: Callable[[str, str | None], Path | None]) -
         found = find(*base)
 
 
-def resolve_code(repository: str) -> ModelSource:
+def resolve_code(repository: str, revision: str | None = None) -> ModelSource:
     """Find the code of a repository that a trusted model names, downloading it once. Blocking.
 
-    What is in the cache stays as it is: code changes under no instance until its folder is deleted there.
+    What is in the cache stays as it is: code changes under no instance until its folder is deleted there, or the
+    instance names another revision.
 
     Raises:
         ModelNotFound, ModelGated, Unavailable, StorageFull: as `resolve`.
     """
     from huggingface_hub import snapshot_download
 
-    found = _find_snapshot(repository, None)
+    found = _find_snapshot(repository, revision)
     if found is None or not any(found.path.glob("*.py")):
         if is_offline():
             raise ModelNotFound(
-                f"The code of '{repository}', which the model names, is not in the hub cache, and HF_HUB_OFFLINE is set"
+                f"The code of '{repository}'{_at(revision)}, which the model names, is not in the hub cache, and "
+                "HF_HUB_OFFLINE is set"
             )
-        with hub_failures(repository, None):
-            path = Path(snapshot_download(repository, allow_patterns=["*.py", "*.json"]))
+        with hub_failures(repository, revision):
+            path = Path(snapshot_download(repository, revision=revision, allow_patterns=["*.py", "*.json"]))
         _check_place(path, repository)
         found = ModelSource(path, path.name)
     log.warning("code of %s is run, at commit %s", repository, found.sha)
     return found
+
+
+def _at(revision: str | None) -> str:
+    return "" if revision is None else f" at revision '{revision}'"
 
 
 def _base_of(folder: Path) -> tuple[str, str | None] | None:

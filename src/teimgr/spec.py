@@ -278,6 +278,11 @@ class InstanceSpec:
     threads: int | None = _key(None, "CPU threads of each worker; absent: a fair share", 1, 4096)
     kind: str | None = _key(None, "absent: that of the model's files", change=_REPLACE, words=KINDS, flag=True)
     trust_remote_code: bool = _key(False, "run code of the model's own repository", change=_REPLACE, flag=True)
+    code_revision: str | None = _key(
+        None,
+        "branch, tag or commit of the other repositories whose code the model runs; absent: main as first fetched",
+        change=_REPLACE,
+    )
     safetensors_only: bool = _key(False, "refuse weights in pickled files (.bin, .pt)", change=_REPLACE)
     max_rss_mib: int | None = _key(
         None, "resident memory in MiB above which a worker is replaced, without a gap; absent: no limit", 1, U32
@@ -333,6 +338,12 @@ class CpuThreads(NamedTuple):
     most: int
 
 
+TRIAL_NAME = "_model-trial"
+"""The name of a trial's worker, which no instance may have."""
+OWN_FORWARD = "its own float32 forward"
+"""What a model is compared with at each load, and in a trial where no library can run it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
     """Options of one worker process, launched with them as a JSON object.
@@ -355,6 +366,7 @@ class WorkerSpec:
     pooling: str | None = None
     kind: str | None = None
     trust_remote_code: bool = False
+    code_revision: str | None = None
     safetensors_only: bool = False
     model_roots: tuple[str, ...] | None = None
     strict_model_files: bool = False
@@ -415,6 +427,7 @@ class WorkerSpec:
         unset = {
             "safetensors_only": False,
             "strict_model_files": False,
+            "code_revision": None,
             "max_waiting": _MAX_WAITING,
             "max_queue_wait_secs": _MAX_QUEUE_WAIT_SECS,
             "max_queued_tokens": 0,
@@ -445,7 +458,8 @@ class LoadedModel:
     `forward` is "native" where our C library computes all layers in one call, else "library". `mean_cosine` and
     `min_cosine` are those of the results to float32 on known texts, 1.0 for models with scores only. `most_dimensions`
     may be asked of a dense vector where its files cut it to fewer, `dimension`; else 0. `warnings` are about the
-    model's files: keys without effect, and contradictions.
+    model's files: keys without effect, and contradictions. `code` is the code of models' own that runs: each repository
+    with its commit and its files.
     """
 
     model_id: str
@@ -474,6 +488,7 @@ class LoadedModel:
     min_cosine: float = 1.0
     most_dimensions: int = 0
     warnings: tuple[str, ...] = ()
+    code: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}

@@ -59,12 +59,16 @@ def test_a_model_is_pulled_checked_served_guarded_and_deleted(daemon: DaemonProc
 
     out, _ = models(daemon, "check", MODEL, "--cpu", "--dtype", "float32")
     assert f"embedding, dimension {WIDTH}" in out
+    assert "against sentence-transformers " in out
+    assert "lowest cosine 1.0000000" in out
     model = listed(daemon)[MODEL]
     assert (model["status"], model["downloaded"], model["commit"]) == ("verified", True, SHA)
     trial = model["verification"]
     assert (trial["dtype"], trial["device"], trial["dimension"]) == ("float32", "cpu", WIDTH)
     assert min(trial["texts_per_s"], trial["tokens_per_s"], trial["load_s"], trial["private_bytes"]) > 0
     assert trial["peak_rss_bytes"] >= trial["private_bytes"]
+    assert trial["compared_with"].startswith("sentence-transformers ")
+    assert (trial["min_cosine"], "not_compared" in trial) == (pytest.approx(1.0, abs=1e-5), False)
 
     hub.asked.clear()
     with daemon.client() as client:

@@ -86,6 +86,61 @@ def test_code_in_the_models_directory_runs_only_where_it_is_trusted(
         load_model(encoder(folder), CPU)
 
 
+CODE_WITH_TABLES = """
+import torch
+from torch import nn
+import transformers
+
+class TabledConfig(transformers.BertConfig):
+    model_type = "tabled-bert"
+
+class Widened(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.register_buffer("factors", torch.linspace(0.5, 2.0, width), persistent=False)
+        self.shift = torch.full((width,), 0.25)  # neither parameter nor buffer
+
+    def forward(self, hidden):
+        return hidden * self.factors + self.shift
+
+class TabledModel(transformers.BertModel):
+    config_class = TabledConfig
+
+    def __init__(self, config, **kwargs):
+        super().__init__(config, **kwargs)
+        self.widened = Widened(config.hidden_size)
+        self.post_init()
+
+    def forward(self, **inputs):
+        found = super().forward(**inputs)
+        dense = self.encoder.layer[0].output.dense
+        assert dense.bias is None or dense.bias.shape[0] == dense.weight.shape[0]
+        found.last_hidden_state = self.widened(found.last_hidden_state).to(found.last_hidden_state.dtype)
+        return found
+"""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tables_that_own_code_makes_hold_their_values_and_layers_their_attributes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder = tmp_path / "model"
+    theirs, texts = save_headed("bert", transformers.AutoModel, folder), random_texts()
+    (folder / "tabled.py").write_text(CODE_WITH_TABLES)
+    auto_map = {"AutoConfig": "tabled.TabledConfig", "AutoModel": "tabled.TabledModel"}
+    edit(folder / "config.json", model_type="tabled-bert", auto_map=auto_map)
+
+    model = load_model(replace(encoder(folder), trust_remote_code=True), CPU)
+    model.backbone.convert(dtype)
+    model.backbone.use(Batching.EQUAL_LENGTH)
+
+    factors = torch.linspace(0.5, 2.0, theirs.config.hidden_size)
+    expected = [plain_mean(theirs, text) * factors + 0.25 for text in texts]
+    tolerance = 1e-5 if dtype is torch.float32 else 0.1
+    np.testing.assert_allclose(run(model, texts, Output.DENSE), expected, atol=tolerance)
+
+
 def test_a_model_that_the_library_knows_runs_the_librarys_code_unless_its_own_is_trusted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import os
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -339,3 +342,17 @@ async def test_a_hub_reaches_no_file_outside_of_the_cache_and_sends_no_more_than
         with pytest.raises(ModelDownloadFailed, match=message):
             await pull(make(hub))
     assert mine.read_text() == "kept"
+
+
+def test_the_code_of_other_repositories_comes_with_a_model(tmp_path: Path) -> None:
+    config = {"model_type": "own", "auto_map": {"AutoModel": f"{MODEL}--modeling.OwnModel"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    script = (
+        "import sys, pathlib; from teimgr.registry.fetcher import fetch_code; fetch_code(pathlib.Path(sys.argv[1]))"
+    )
+    own = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
+    with Hub(MODEL, {"modeling.py": b"code = 1", "model.safetensors": b"w"}) as hub:
+        environ = own | {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")}
+        subprocess.run([sys.executable, "-c", script, str(tmp_path)], env=environ, check=True, timeout=LIMIT_S)
+
+    assert hub.asked == ["modeling.py"]

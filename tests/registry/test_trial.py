@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -20,10 +23,23 @@ from teimgr.placement.planner import Gpu, GpuInventory, Inventory
 from teimgr.registry.cache import HubCache
 from teimgr.registry.records import ModelStatus, ModelView
 from teimgr.registry.registry import Registry, TrialOptions
-from teimgr.registry.trial import _request
-from teimgr.spec import InstanceSpec, InstanceView, Kind, State
+from teimgr.registry.trial import TrialFailed, _compared, _request
+from teimgr.spec import OWN_FORWARD, InstanceSpec, InstanceView, Kind, LoadedModel, State
+from teimgr.wire.frames import Method
 
 Make = Callable[..., Registry]
+LOADED = LoadedModel(
+    model_id="m",
+    model_sha=None,
+    dtype="float32",
+    device="cpu",
+    kind="embedding",
+    pooling="mean",
+    dimension=4,
+    max_input_length=512,
+    max_batch_tokens=16384,
+    batching="packed",
+)
 
 
 @pytest.fixture
@@ -82,6 +98,33 @@ async def test_a_model_that_works_is_verified_and_measured(make: Make, folder: P
     assert trial["tokens_per_s"] == pytest.approx(2 * trial["texts_per_s"], rel=0.01)
     assert "gpu_id" not in trial
     assert "device_bytes" not in trial
+    assert trial["compared_with"] == OWN_FORWARD
+    assert trial["not_compared"]  # the scripted worker has no library
+
+
+class Answering:
+    """A link to a worker that has compared its model."""
+
+    def __init__(self, **found: object) -> None:
+        self._found = {"compared_with": "sentence-transformers 6.2.0", "inputs": 7, "longest_tokens": 300} | found
+
+    async def call(self, method: Method, payload: bytes, *, timeout_s: float) -> bytes:
+        return json.dumps(self._found).encode()
+
+
+async def test_a_model_that_differs_from_its_library_fails_its_trial() -> None:
+    link: Any = Answering(min_cosine=0.31, score_difference=None, not_compared=None, agrees=False)
+    with pytest.raises(TrialFailed, match=r"not those of sentence-transformers 6\.2\.0: lowest cosine 0\.3100000 on 7"):
+        await _compared(link, LOADED, time.monotonic() + 60)
+    link = Answering(min_cosine=None, score_difference=0.5, not_compared=None, agrees=False)
+    with pytest.raises(TrialFailed, match=r"scores off by up to 5\.0e-01 on 7 known texts of up to 300 tokens"):
+        await _compared(link, LOADED, time.monotonic() + 60)
+
+
+async def test_a_trial_without_time_left_is_compared_with_nothing() -> None:
+    link: Any = Answering(agrees=False)
+    found = await _compared(link, LOADED, time.monotonic() - 1)
+    assert found["compared_with"] == OWN_FORWARD
 
 
 @pytest.mark.clause("M2.8-load")

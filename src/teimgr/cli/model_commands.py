@@ -80,8 +80,14 @@ def check(
     gpu: Annotated[int | None, typer.Option("--gpu", help="Index of the GPU; the freest unless given.")] = None,
     cpu: Annotated[bool, typer.Option("--cpu", help="On the CPU, even if there is a GPU.")] = False,
     dtype: Annotated[Literal["auto", "float32", "float16", "bfloat16", "int8"] | None, typer.Option()] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code of the model's own repository.")
+    ] = False,
+    code_revision: Annotated[
+        str | None, typer.Option(help="Branch, tag or commit of other repositories whose code it runs.")
+    ] = None,
 ) -> int:
-    """Load a model on trial, and measure it."""
+    """Load a model on trial, measure it, and compare it with the library that its files are made for."""
     if cpu and gpu is not None:
         raise UsageError("--gpu and --cpu exclude each other")
     trial: LoadOptions = {"device": "cpu"} if cpu else {}
@@ -89,6 +95,10 @@ def check(
         trial["gpu_id"] = gpu
     if dtype is not None:
         trial["dtype"] = dtype
+    if trust_remote_code:
+        trial["trust_remote_code"] = True
+    if code_revision is not None:
+        trial["code_revision"] = code_revision
     rest = server.rest
     with spinner(f"loading {model} in a worker of its own"):
         rest.add_model(model)  # it may be a directory that is new to the daemon
@@ -119,5 +129,28 @@ def _measurements(trial: Mapping[str, Any]) -> dict[str, str]:
         "runs on": f"{where}, {trial['dtype']}, {trial['batching']}",
         "ready after": f"{trial['start_s']:.2f} s, of which loading {trial['load_s']:.2f} s",
         "speed": f"{trial['texts_per_s']:,.0f} texts/s, {trial['tokens_per_s']:,.0f} tokens/s",
+        **_comparison(trial),
         "peak memory": ", ".join(f"{size(trial[key])} {word}" for key, word in sizes if key in trial) or "not known",
     }
+
+
+def _comparison(trial: Mapping[str, Any]) -> dict[str, str]:
+    """What the results were compared with, and the warnings about the model's files."""
+    if "compared_with" not in trial:  # of an earlier version
+        return {}
+    rows = {}
+    distances = []
+    if "min_cosine" in trial:
+        distances.append(f"lowest cosine {trial['min_cosine']:.7f}")
+    if "score_difference" in trial:
+        distances.append(f"scores off by {trial['score_difference']:.1e} at most")
+    if trial.get("not_compared"):
+        rows["not verified"] = f"against a library: {trial['not_compared']}"
+        rows["compared with"] = ", ".join((trial["compared_with"], *distances))
+    else:
+        texts = f"{trial['inputs']} texts of up to {trial['longest_tokens']} tokens"
+        rows["verified"] = f"against {trial['compared_with']}: {', '.join((*distances, texts))}"
+    for name in ("warnings", "code"):
+        if found := trial.get(name):
+            rows[name] = "; ".join(found)
+    return rows

@@ -31,6 +31,7 @@ class InstanceKeys(TypedDict, total=False):
     pooling: str | None
     kind: str | None
     trust_remote_code: bool | None
+    code_revision: str | None
     safetensors_only: bool | None
     token_inputs: str | None
     token_encoding: str | None
@@ -238,6 +239,7 @@ class LoadOptions(TypedDict, total=False):
     dtype: str
     revision: str
     trust_remote_code: bool
+    code_revision: str
 
 
 class ModelCalls(RestCalls):

@@ -45,6 +45,7 @@ class Instance:
     max_rss_mib: int | None = None
     kind: str | None = None
     trust_remote_code: bool | None = None
+    code_revision: str | None = None
     safetensors_only: bool | None = None
     replicas: int | Literal["per-gpu"] | None = None
     node: str | None = None

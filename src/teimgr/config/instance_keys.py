@@ -195,8 +195,9 @@ def key_faults(spec: InstanceSpec, path: str = "") -> Iterator[ConfigFault]:
         value = getattr(spec, name)
         if problem := key.not_a_word(value) or key.out_of_range(value):
             yield ConfigFault(join(path, name), problem)
-    if problem := model_source.revision_problem(spec.revision):
-        yield ConfigFault(join(path, "revision"), problem)
+    for name in ("revision", "code_revision"):
+        if problem := model_source.revision_problem(getattr(spec, name)):
+            yield ConfigFault(join(path, name), problem)
     if spec.replicas == "per-gpu" and spec.gpu_id is not None:
         yield ConfigFault(join(path, "replicas"), "'per-gpu' and a gpu_id exclude each other")
 

@@ -328,7 +328,7 @@ def load_table(layout: Layout, device: torch.device) -> StaticTable:
 class PackedLinear(nn.Module):
     """y = activation(x Wᵀ + b) with a prepacked W; `activation` is "none" or "gelu", `form` is "none" or "tanh".
 
-    `weight` has the dtype and shape, for model code that reads them, but no storage.
+    `weight` has the dtype and shape, for model code that reads them, but no storage; `bias` is that of the layer.
     """
 
     def __init__(self, linear: nn.Linear, dtype: torch.dtype, activation: str = "none", form: str = "none") -> None:
@@ -338,7 +338,7 @@ class PackedLinear(nn.Module):
         self._packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(
             linear.weight.detach().to(dtype), _TYPICAL_TOKENS
         )
-        self._bias = None if linear.bias is None else linear.bias.detach().to(dtype).clone()
+        self.bias = None if linear.bias is None else linear.bias.detach().to(dtype).clone()
         self._activation = activation
         self._form = form
         self.weight = torch.empty(linear.weight.shape, dtype=dtype, device="meta")
@@ -346,7 +346,7 @@ class PackedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[…, in_features] → […, out_features], in the dtype of the weight."""
         result: Tensor = torch.ops.mkldnn._linear_pointwise(
-            x, self._packed, self._bias, self._activation, [], self._form
+            x, self._packed, self.bias, self._activation, [], self._form
         )
         return result
 

@@ -61,7 +61,7 @@ def _own(layout: Layout) -> Tokenizer:
     Raises:
         ModelLoadFailed: it is not, or its code changes texts or ids outside of the library.
     """
-    own = _instance(layout.transformer_dir)
+    own = _instance(layout.transformer_dir, layout.code_revision)
     name, backend = type(own).__name__, getattr(own, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer):
         raise ModelLoadFailed(f"the tokenizer's own code, {name}, is no fast tokenizer, which is not served")
@@ -71,7 +71,7 @@ def _own(layout: Layout) -> Tokenizer:
     return backend
 
 
-def _instance(folder: Path) -> Any:
+def _instance(folder: Path, code_revision: str | None) -> Any:
     """The tokenizer of the class that tokenizer_config.json names, on tokenizer.json where there is one.
 
     transformers 5 would rebuild it from its vocabulary alone, without normalizer and words, for any class but its own.
@@ -84,14 +84,16 @@ def _instance(folder: Path) -> Any:
     named = (config.get("auto_map") or {}).get("AutoTokenizer")
     fast = named[-1] if isinstance(named, list) and named else named
     if file.is_file() and isinstance(fast, str):
-        kind = get_class_from_dynamic_module(fast, str(folder), local_files_only=True)
+        kind = get_class_from_dynamic_module(fast, str(folder), local_files_only=True, code_revision=code_revision)
         if isinstance(kind, type) and issubclass(kind, PreTrainedTokenizerFast):
             tokenizer = Tokenizer.from_file(str(file))
             tokenizer.no_padding()
             tokenizer.no_truncation()
             kept = {key: value for key, value in config.items() if key not in _NOT_ARGUMENTS}
             return kind(tokenizer_object=tokenizer, **kept)
-    return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=True)
+    return AutoTokenizer.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=True, code_revision=code_revision
+    )
 
 
 def _checked(tokenizer: Tokenizer, file: Path) -> Tokenizer:

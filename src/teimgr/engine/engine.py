@@ -63,9 +63,10 @@ class Engine:
         on_fault: Callable[[str], None],
     ) -> None:
         self.info = parts.info
+        self.layout = parts.layout
         self.tokenizer = parts.tokenizer
         self.prompts = parts.prompts
-        self._is_rounded = parts.is_rounded
+        self._is_rounded = parts.layout.is_rounded
         self._deliver_out = deliver
         self._on_fault = on_fault
         self._fault: str | None = None  # why the engine is unhealthy; never reset
@@ -198,6 +199,20 @@ class Engine:
         """
         return self.tokenizer.tokenize(text, add_special_tokens, self.prompts.text(prompt_name))
 
+    def answers(self, inputs: Sequence[Input], options: InferOptions, timeout_s: float) -> Job:
+        """The finished job of these inputs, whatever its errors.
+
+        Raises:
+            DeadlineExceeded: no answer in time.
+            Others: as `submit`.
+        """
+        job = AwaitedJob(inputs, options)
+        self.submit(job)
+        if not job.done.wait(timeout_s):
+            job.cancel()
+            raise DeadlineExceeded(f"the model gave no answer within {timeout_s:g} s")
+        return job
+
     def self_test(self, timeout_s: float) -> None:
         """Verify the model's results: a batch finished just now, or a fixed input gives the same result as at load.
 
@@ -295,12 +310,12 @@ class Engine:
 
     def _deliver(self, jobs: list[Job]) -> None:
         for job in jobs:
-            if isinstance(job, SelfTest):
-                if job is self._doubt:
+            if isinstance(job, AwaitedJob):
+                if isinstance(job, SelfTest) and job is self._doubt:
                     self._doubt = None
                     self._compare(job)
                 job.done.set()
-        if others := [job for job in jobs if not isinstance(job, SelfTest)]:
+        if others := [job for job in jobs if not isinstance(job, AwaitedJob)]:
             self._deliver_out(others)
 
     def _on_bad_result(self) -> None:
@@ -350,18 +365,27 @@ class Stall:
     seconds: float = 0.0
 
 
-class SelfTest(Job):
-    """A fixed input for the first of a model's outputs; `done` is set when it is answered."""
+class AwaitedJob(Job):
+    """A job of the engine's own, which is not delivered to its caller; `done` is set when it is answered."""
 
-    __slots__ = ("_output", "done")
+    __slots__ = ("done",)
+
+    def __init__(self, inputs: Sequence[Input], options: InferOptions) -> None:
+        super().__init__(inputs, options, Lane.INTERACTIVE)
+        self.done = threading.Event()
+
+
+class SelfTest(AwaitedJob):
+    """A fixed input for the first of a model's outputs."""
+
+    __slots__ = ("_output",)
 
     def __init__(self, info: LoadedModel) -> None:
         self._output = Output(info.outputs[0])
         options = InferOptions(frozenset({self._output}), normalize=info.kind != Kind.SPARSE, raw_scores=True)
         known: Input = Pair(*PROBE_TEXTS[1:3]) if info.kind == Kind.RERANKER else PROBE_TEXTS[1]
-        super().__init__([known], options, Lane.INTERACTIVE)
+        super().__init__([known], options)
         self.allocate_results(info.dimension, len(info.labels), is_cut=info.most_dimensions > 0)
-        self.done = threading.Event()
 
     def agrees_with(self, reference: SelfTest) -> bool:
         """Whether the results of both are equal, up to the effect of a batch's shape."""

@@ -104,6 +104,8 @@ def load_module(layout: Layout, device: torch.device) -> Any:
         why = f"{layout.weights_dir / broken} ({_reason(error)})" if broken else _reason(error)
         raise ModelLoadFailed(f"transformers cannot load {layout.weights_dir}: {why}") from error
     _account_for(report, module, layout)
+    if layout.trust_remote_code and kind.__module__.startswith(_OWN_CODE):
+        _make_tables(module, kind, config)
     for adapter in layout.adapters:
         merge_adapter(module, adapter, module.base_model_prefix)
     put_own_rotary(module)
@@ -113,6 +115,36 @@ def load_module(layout: Layout, device: torch.device) -> Any:
         centre_convolutions(module)
     module.eval().requires_grad_(False)
     return module.to(device)
+
+
+_OWN_CODE = "transformers_modules."
+
+
+def _make_tables(module: Any, kind: Any, config: Any) -> None:
+    """Give the tables that a model's own `__init__` makes, and no file has, their values.
+
+    transformers runs `__init__` on the meta device, and leaves what it does not know itself without values.
+
+    Raises:
+        ModelLoadFailed: the model cannot be made outside of the meta device.
+    """
+    from transformers.initialization import no_init_weights
+
+    try:
+        with no_init_weights():
+            fresh = kind(config)
+    except Exception as error:  # of any kind: it is the model's own code
+        raise ModelLoadFailed(f"its code fails with {type(error).__name__}: {error}") from error
+    targets = dict(module.named_modules())
+    for name, made in fresh.named_modules():
+        if (target := targets.get(name)) is None:
+            continue
+        for key in made._non_persistent_buffers_set:
+            if (table := made._buffers.get(key)) is not None:
+                target._buffers[key] = table.clone()
+        for key, value in vars(made).items():
+            if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):
+                setattr(target, key, value.clone())
 
 
 def _check_weights(layout: Layout) -> None:
@@ -169,7 +201,9 @@ def _configuration(layout: Layout) -> Any:
     if layout.config_is_changed:
         return CONFIG_MAPPING[layout.config["model_type"]].from_dict(dict(layout.config))
     trust = layout.trust_remote_code  # never None: transformers would prompt on the terminal
-    return AutoConfig.from_pretrained(layout.weights_dir, local_files_only=True, trust_remote_code=trust)
+    return AutoConfig.from_pretrained(
+        layout.weights_dir, local_files_only=True, trust_remote_code=trust, code_revision=layout.code_revision
+    )
 
 
 def _account_for(report: dict[str, Any], module: Any, layout: Layout) -> None:
@@ -215,7 +249,10 @@ def _model_class(layout: Layout, config: Any) -> Any:
     name = _AUTO_CLASSES[layout.backbone]
     own = (getattr(config, "auto_map", None) or {}).get(name)
     if layout.trust_remote_code and own is not None:
-        return get_class_from_dynamic_module(own, str(layout.weights_dir), local_files_only=True)
+        revision = layout.code_revision
+        return get_class_from_dynamic_module(
+            own, str(layout.weights_dir), local_files_only=True, code_revision=revision
+        )
     if layout.backbone is Backbone.ENCODER and config.model_type in _ENCODERS:
         return getattr(transformers, _ENCODERS[config.model_type])
     mapping = getattr(transformers, name)._model_mapping

@@ -68,7 +68,8 @@ class EngineOptions:
 
     `device` is "cpu" or "cuda" (the one visible GPU); `core_load` is the file of `core_load.CoreLoad`, `references` the
     folder of `reference_cache`, if any; `max_queued_tokens` is per lane. `model_sha` is the requested revision,
-    `commit` what it resolved to; both only go into `LoadedModel`.
+    `commit` what it resolved to; both only go into `LoadedModel`, as does `code`. `code_revision` is of the other
+    repositories that the code of a trusted model is in.
     """
 
     path: Path
@@ -80,6 +81,8 @@ class EngineOptions:
     pooling: str | None = None
     kind: str | None = None
     trust_remote_code: bool = False
+    code_revision: str | None = None
+    code: tuple[str, ...] = ()
     strict_model_files: bool = False
     safetensors_only: bool = False
     threads: int = 1
@@ -94,15 +97,15 @@ class EngineOptions:
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """What an engine needs. `is_rounded`: as in `Layout`."""
+    """What an engine needs."""
 
+    layout: Layout
     tokenizer: TextTokenizer
     prompts: Prompts
     model: Model
     limits: BatchLimits
     serial_tokens: int
     info: LoadedModel
-    is_rounded: bool = False
 
 
 def load_parts(options: EngineOptions) -> EngineParts:
@@ -151,6 +154,7 @@ def _load(options: EngineOptions) -> EngineParts:
         trust_remote_code=options.trust_remote_code,
         strict=options.strict_model_files,
     )
+    layout = replace(layout, code_revision=options.code_revision)
     if options.safetensors_only:
         check_safetensors(layout.root, layout.weights)
         layout = replace(layout, safetensors_only=True)
@@ -206,6 +210,7 @@ def _load(options: EngineOptions) -> EngineParts:
         mean_cosine=round(choice.closeness.mean_cosine, 6),
         min_cosine=round(choice.closeness.min_cosine, 6),
         warnings=warnings,
+        code=options.code,
     )
     log.info(
         "%s on %s in %s, %s (attention: %s), cosine to float32 on known texts: mean %.6f, lowest %.6f, "
@@ -221,7 +226,7 @@ def _load(options: EngineOptions) -> EngineParts:
         info.load_s,
     )
     limits = _limits(replace(options, max_batch_tokens=max_batch_tokens), model)
-    return EngineParts(tokenizer, prompts, model, limits, _serial_tokens(model), info, layout.is_rounded)
+    return EngineParts(layout, tokenizer, prompts, model, limits, _serial_tokens(model), info)
 
 
 def _chosen(

@@ -59,7 +59,18 @@ class Normalize:
     """A Normalize module between others. One at the end is left out: there the request decides."""
 
 
-Projection = Dense | LayerNorm | Normalize
+@dataclass(frozen=True, slots=True)
+class OwnModule:
+    """A module behind the pooling that is code of the model's own, which the instance trusts: its directory, and
+    `file.Class` in the directory `root`.
+    """
+
+    path: Path
+    code: str
+    root: Path
+
+
+Projection = Dense | LayerNorm | Normalize | OwnModule
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +231,7 @@ class Layout:
     task_scale: float = 1.0
     task_adapters: tuple[Adapter, ...] = ()
     trust_remote_code: bool = False
+    code_revision: str | None = None
     safetensors_only: bool = False
     config_is_changed: bool = False
     weight_names: str | None = None

@@ -105,7 +105,7 @@ def read_metadata(root: Path, trust_remote_code: bool) -> ModelMetadata:
             "the model is a GLiNER (gliner_config.json), which finds entities of kinds that a request names; "
             "it is not served. Token classifiers with labels of their own are"
         )
-    chain = read_chain(root)
+    chain = read_chain(root, trust_remote_code)
     transformer = chain.modules[0].path if chain.modules else root
     config = read_object(transformer / "config.json")
     static = chain.first == "StaticEmbedding" or (config or {}).get("model_type") in _STATIC

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 from teimgr.errors import InvalidConfig, ModelLoadFailed
 from teimgr.model_directory import folder_in
-from teimgr.model_files.layout import Dense, LayerNorm, Normalize, Projection
+from teimgr.model_files.layout import Dense, LayerNorm, Normalize, OwnModule, Projection
 from teimgr.model_json import read_list, read_object
 from teimgr.spec import POOLINGS
 
@@ -48,10 +49,13 @@ _CONFIGURED = {"Pooling", "Dense", "LayerNorm", "SpladePooling", "LogitScore"}
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """One module: its class name without the package, and its directory."""
+    """One module: its class name without the package, and its directory. `code` is `file.Class` and the model's root
+    where it is code of the model's own, which is trusted; else None.
+    """
 
     name: str
     path: Path
+    code: tuple[str, Path] | None = None
 
     def config(self) -> dict[str, Any]:
         """Its config.json, {} for a Normalize without one, of which many repositories have no folder.
@@ -114,8 +118,8 @@ class Chain:
         return " > ".join(module.name for module in self.modules) or "none"
 
 
-def read_chain(root: Path) -> Chain:
-    """Read modules.json.
+def read_chain(root: Path, trust_remote_code: bool = False) -> Chain:
+    """Read modules.json; modules of the model's own code count where it is trusted.
 
     Raises:
         ModelLoadFailed: it has an unsupported module, or does not start with exactly one transformer.
@@ -123,7 +127,7 @@ def read_chain(root: Path) -> Chain:
     rows = read_list(root / "modules.json")
     if len(rows) == 1 and _name_of(rows[0]) == "Router":
         return _read_routes(root, rows[0])
-    modules = [_module(root, row) for row in rows]
+    modules = [_module(root, row, trust_remote_code) for row in rows]
     modules = [module for module in modules if module.name != "Dropout"]
     chain = Chain(tuple(modules))
     readers = [module.name for module in modules if module.name in ("Transformer", "MLMTransformer", "StaticEmbedding")]
@@ -181,7 +185,7 @@ def _name_of(row: dict[str, Any]) -> str:
     return str(row.get("type", "")).rsplit(".", 1)[-1]
 
 
-def _module(root: Path, row: dict[str, Any]) -> Module:
+def _module(root: Path, row: dict[str, Any], trusts: bool) -> Module:
     dotted, path = str(row.get("type", "")), str(row.get("path", ""))
     name = _name_of(row)
     taken_for, arguments = KNOWN_OWN.get(dotted, ("", []))
@@ -189,13 +193,21 @@ def _module(root: Path, row: dict[str, Any]) -> Module:
     if taken_for and isinstance(given, list) and all(one in arguments for one in given):
         return Module(taken_for, folder_in(root, path))
     if not dotted.startswith(_PACKAGES):
-        raise ModelLoadFailed(f"modules.json has {dotted}, code in the model's own repository, which is not run here")
+        if trusts and _OWN_CODE.fullmatch(dotted):
+            return Module(dotted, folder_in(root, path), (dotted, root))
+        raise ModelLoadFailed(
+            f"modules.json has {dotted}, code in the model's own repository: behind the pooling it is run where the "
+            "instance sets trust_remote_code = true"
+        )
     if name in _NOT_SERVED:
         raise ModelLoadFailed(f"modules.json has a {name} module: {_NOT_SERVED[name]}, which is not served")
     if name not in _SERVED:
         raise ModelLoadFailed(f"modules.json has a {name} module, which is not known here")
     return Module(name, folder_in(root, path))
 
+
+# As transformers finds code: a file of the model's root, and a class in it.
+_OWN_CODE = re.compile(r"[A-Za-z_]\w*\.[A-Za-z_]\w*")
 
 TEXT, TOKENS, SCORES = "sentence_embedding", "token_embeddings", "scores"
 _TANH = "torch.nn.modules.activation.Tanh"  # sentence-transformers' default for a Dense module
@@ -216,6 +228,12 @@ def read_projections(
 
 
 def _projection(module: Module, works_on: str, gives: str) -> Projection:
+    if module.code is not None:
+        if (works_on, gives) != (TEXT, TEXT):
+            raise ModelLoadFailed(
+                f"{module.code[0]}, code in the model's own repository, is run behind a pooling alone"
+            )
+        return OwnModule(module.path, *module.code)
     if module.name not in ("Dense", "LayerNorm", "Normalize"):
         raise ModelLoadFailed(f"a {module.name} module is not served in this place")
     config = module.config()

@@ -22,7 +22,7 @@ ESSENTIAL = ("model_id", "name")
 _GROUPS: Mapping[str, tuple[str, ...]] = {
     "Model": (*ESSENTIAL, "revision", "kind", "pooling", "dtype"),
     "Where it runs": ("gpu_id", "replicas", "threads", "port", "prometheus_port"),
-    "Trust": ("trust_remote_code", "safetensors_only"),
+    "Trust": ("trust_remote_code", "code_revision", "safetensors_only"),
     "Limits": (
         *("max_batch_tokens", "max_concurrent_requests", "max_waiting", "max_queue_wait_secs", "startup_timeout_secs"),
         *("max_queued_tokens", "max_rss_mib"),

@@ -29,7 +29,9 @@ from typing import Any
 
 from teimgr import hub
 from teimgr.errors import ModelDownloadFailed, TeimgrError, Unavailable
-from teimgr.model_directory import needed
+from teimgr.model_directory import configuration_folder, needed
+from teimgr.model_files.own_code import code_repositories
+from teimgr.model_json import read_object
 from teimgr.model_source import stays_below
 from teimgr.registry.cache import HubCache
 
@@ -49,10 +51,11 @@ _HTTP_FILE_LIMIT_BYTES = 50 * 10**9
 
 @dataclass(frozen=True, slots=True)
 class FetchRequest:
-    """The model to fetch."""
+    """The model to fetch; `with_code`: the code of other repositories that it names too."""
 
     model_id: str
     revision: str | None = None
+    with_code: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,6 +316,8 @@ def main(arguments: list[str]) -> int:
         cache = HubCache(hub.default_cache_folder())
         path = Fetch(order, cache, tally).run()
         hub.follow_bases(path, lambda base, at: Fetch(FetchRequest(base, at), cache, tally).run())
+        if order.with_code:
+            fetch_code(path)
         result = {"path": str(path), "commit": path.name}
     except TeimgrError as error:
         result = {"code": int(error.code), "message": error.message}
@@ -324,6 +329,14 @@ def main(arguments: list[str]) -> int:
     send(**tally.message())
     send(**result)
     return 0 if "path" in result else 1
+
+
+def fetch_code(model: Path) -> None:
+    """Fetch the code of other repositories that a model names, as `hub.resolve_code`, which raises."""
+    folder = configuration_folder(model)
+    files = (read_object(folder / name) or {} for name in ("config.json", "tokenizer_config.json"))
+    for repository in code_repositories(*files):
+        hub.resolve_code(repository)
 
 
 def send(**message: object) -> None:

@@ -195,6 +195,16 @@ class Verification:
     device_bytes: int | None = None
     texts_per_s: float
     tokens_per_s: float
+    # sentence-transformers or transformers with its version, or the model's own float32 forward and, in not_compared,
+    # why. min_cosine and score_difference (of logits, relative to the largest above 1) are the worst of the inputs.
+    compared_with: str | None = None
+    min_cosine: float | None = None
+    score_difference: float | None = None
+    inputs: int | None = None
+    longest_tokens: int | None = None
+    not_compared: str | None = None
+    warnings: list[str] | None = None
+    code: list[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)

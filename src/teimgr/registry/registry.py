@@ -26,9 +26,8 @@ from teimgr.registry.download import Download
 from teimgr.registry.fetcher import FetchRequest
 from teimgr.registry.records import DownloadProgress, ModelRecords, ModelStatus, ModelView, known_values, records_path
 from teimgr.registry.tasks import ModelTask, ModelTasks, Observable
-from teimgr.registry.trial import NAME as TRIAL_NAME
 from teimgr.registry.trial import TrialFailed, run_trial
-from teimgr.spec import InstanceSpec, InstanceView, State, WorkerSpec, now_rfc3339
+from teimgr.spec import TRIAL_NAME, InstanceSpec, InstanceView, State, WorkerSpec, now_rfc3339
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +43,7 @@ class TrialOptions:
     dtype: str = "auto"
     revision: str | None = None
     trust_remote_code: bool = False
+    code_revision: str | None = None
 
 
 class Registry:
@@ -157,6 +157,7 @@ class Registry:
             gpu_id=options.gpu_id,
             dtype=options.dtype,
             trust_remote_code=options.trust_remote_code,
+            code_revision=options.code_revision,
             revision=options.revision,
         )
         for fault in key_faults(instance):
@@ -229,7 +230,8 @@ class Registry:
     async def _fetch(self, model_id: str, revision: str | None, progress: Observable[DownloadProgress]) -> None:
         wanted = self._revision_of(model_id, revision)
         async with self._download_slots:
-            download = Download(FetchRequest(model_id, wanted), self._cache.folder, progress, self._environ)
+            order = FetchRequest(model_id, wanted, with_code=self._settings.allow_remote_code)
+            download = Download(order, self._cache.folder, progress, self._environ)
             outcome = "failed"
             try:
                 fetched = await download.run()

@@ -15,23 +15,24 @@ from typing import Any, assert_never
 import orjson
 import pynvml
 
-from teimgr.errors import TeimgrError
+from teimgr.errors import DeadlineExceeded, TeimgrError
 from teimgr.launch.control_link import ControlLink, WorkerStatus
 from teimgr.launch.launcher import LocalLauncher, WorkerHandle
 from teimgr.launch.process_handle import LaunchFailed
 from teimgr.observability.memory import private_bytes, proc_sizes
 from teimgr.pb.tei.v1 import tei_pb2
+from teimgr.placement.planner import free_memory_bytes
 from teimgr.registry.records import Verification
-from teimgr.spec import Kind, LoadedModel, WorkerSpec
+from teimgr.spec import OWN_FORWARD, Kind, LoadedModel, WorkerSpec
 from teimgr.wire.frames import Flag, FrameType, Header, HttpRequest, Method, Received, request_head, split_timings
-
-NAME = "_model-trial"
-"""The worker's name, which no instance may have."""
 
 SPEED_S = 1.0
 CALLS_AT_A_TIME = 32
 _CALL_LIMIT_S = 60.0
 _STATS_LIMIT_S = 5.0
+COMPARE_LIMIT_S = 120.0
+"""Of the comparison with a library, which the trial passes without."""
+_SPARED_S = 2.0  # of a trial's time, for its end
 _EXIT_REPORT_S = 2.0
 _TEXTS = (
     "fog",
@@ -53,7 +54,7 @@ async def run_trial(launcher: LocalLauncher, spec: WorkerSpec, gpu_id: int | Non
     """
     try:
         async with asyncio.timeout(limit_s), _worker(launcher, spec) as (handle, began):
-            return await _until_exit(handle, _examine(handle, began, gpu_id))
+            return await _until_exit(handle, _examine(handle, began, gpu_id, began + limit_s - _SPARED_S))
     except TimeoutError:
         raise TrialFailed(f"Timeout after {limit_s:g}s waiting for model to load") from None
     except LaunchFailed as error:
@@ -108,7 +109,7 @@ async def _until_exit(handle: WorkerHandle, examination: Coroutine[Any, Any, Ver
         await asyncio.wait({working, gone})
 
 
-async def _examine(handle: WorkerHandle, began: float, gpu_id: int | None) -> Verification:
+async def _examine(handle: WorkerHandle, began: float, gpu_id: int | None, deadline: float) -> Verification:
     statuses: asyncio.Queue[WorkerStatus] = asyncio.Queue()
     link = await TrialLink.open(handle.socket, statuses.put_nowait, lambda: None)
     try:
@@ -121,13 +122,14 @@ async def _examine(handle: WorkerHandle, began: float, gpu_id: int | None) -> Ve
         start_s = time.monotonic() - began
         texts_per_s, tokens_per_s = await _speed(link, _kind_of(info))
         stats = orjson.loads(await link.call(Method.STATS, timeout_s=_STATS_LIMIT_S))
+        resident = await asyncio.to_thread(proc_sizes, handle.pid, "status")
+        rollup = await asyncio.to_thread(proc_sizes, handle.pid, "smaps_rollup")
+        device_bytes = stats.get("device_peak_bytes")
+        if device_bytes is None and handle.spec.gpu is not None:
+            device_bytes = await asyncio.to_thread(driver_bytes, handle.pid, handle.spec.gpu)
+        compared = await _compared(link, info, deadline)  # the last: it takes memory
     finally:
         link.close()
-    resident = await asyncio.to_thread(proc_sizes, handle.pid, "status")
-    rollup = await asyncio.to_thread(proc_sizes, handle.pid, "smaps_rollup")
-    device_bytes = stats.get("device_peak_bytes")
-    if device_bytes is None and handle.spec.gpu is not None:
-        device_bytes = await asyncio.to_thread(driver_bytes, handle.pid, handle.spec.gpu)
     return Verification(
         device=info.device,
         gpu_id=gpu_id,
@@ -143,7 +145,37 @@ async def _examine(handle: WorkerHandle, began: float, gpu_id: int | None) -> Ve
         device_bytes=device_bytes,
         texts_per_s=round(texts_per_s, 1),
         tokens_per_s=round(tokens_per_s, 1),
+        warnings=list(info.warnings) or None,
+        code=list(info.code) or None,
+        **compared,
     )
+
+
+async def _compared(link: TrialLink, info: LoadedModel, deadline: float) -> dict[str, Any]:
+    """What the model was compared with, by the names of `Verification`.
+
+    Raises:
+        TrialFailed: its results are not those of the library.
+    """
+    limit_s = min(COMPARE_LIMIT_S, deadline - time.monotonic())
+    room = await asyncio.to_thread(free_memory_bytes)
+    try:
+        if limit_s <= 0:
+            raise DeadlineExceeded("the trial's time is used up")
+        answer = await link.call(Method.COMPARE, orjson.dumps({"room_bytes": room}), timeout_s=limit_s)
+    except TeimgrError as error:
+        why = "the library took too long" if isinstance(error, DeadlineExceeded) else error.message
+        return {"compared_with": OWN_FORWARD, "min_cosine": info.min_cosine, "not_compared": why}
+    found = orjson.loads(answer)
+    if not found.pop("agrees"):
+        raise TrialFailed(f"its results are not those of {found['compared_with']}: {_distance(found)}")
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _distance(found: dict[str, Any]) -> str:
+    cosine, difference = found.get("min_cosine"), found.get("score_difference")
+    how_far = f"lowest cosine {cosine:.7f}" if cosine is not None else f"scores off by up to {difference:.1e}"
+    return f"{how_far} on {found['inputs']} known texts of up to {found['longest_tokens']} tokens"
 
 
 def driver_bytes(pid: int, gpu_uuid: str) -> int | None:

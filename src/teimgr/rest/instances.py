@@ -43,7 +43,7 @@ router = APIRouter(tags=["instances"], responses=ANY_FAILURE, route_class=Strict
 
 # Keys that decide how much of the machine a worker takes, and which code and which files it loads.
 _BOUNDED = {"threads", "max_batch_tokens", "extra_args"}
-_CODE_AND_FILES = {"model_id", "revision", "trust_remote_code", "safetensors_only", "extra_args"}
+_CODE_AND_FILES = {"model_id", "revision", "trust_remote_code", "code_revision", "safetensors_only", "extra_args"}
 
 UNKNOWN: dict[int | str, dict[str, Any]] = {404: {"model": Failure, "description": "no such instance"}}
 CONFLICT: dict[int | str, dict[str, Any]] = {

@@ -71,6 +71,7 @@ class LoadModel(Strict):
     dtype: Literal["auto", "float32", "float16", "bfloat16", "int8"] = Field("auto", description="element type")
     revision: Revision | None = None
     trust_remote_code: bool = Field(False, description="run code of the model's own repository")
+    code_revision: Revision | None = Field(None, description="of other repositories whose code the model runs")
 
     @model_validator(mode="after")
     def _one_place(self) -> Self:

@@ -91,6 +91,8 @@ class Method(IntEnum):
     # empty → JSON [port, …], with a copy of each socket as ancillary data; -1, -2: the ends of the connection queue
     SHARE_PORTS = 69
     HELLO = 71  # proof of incarnation, on links between hosts: `wire/remote_frames.py`
+    # JSON {"room_bytes": n or null} → JSON of `engine/library_comparison.LibraryComparison`; of a trial's worker alone
+    COMPARE = 72
     METRICS = 70  # empty → JSON {family: [[suffix, labels, value], …]} as packed by `observability/exposition.py`
 
 

@@ -16,7 +16,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, closing, suppress
 from dataclasses import asdict
 from functools import partial
@@ -48,7 +48,7 @@ from teimgr.observability.exposition import pack
 from teimgr.observability.loop_watchdog import LoopWatchdog
 from teimgr.observability.memory import collect_garbage_rarely, resident_bytes
 from teimgr.observability.memory_return import MemoryReturn
-from teimgr.spec import LINK_LISTENER, CpuThreads, WorkerSpec, worker_file
+from teimgr.spec import LINK_LISTENER, TRIAL_NAME, CpuThreads, WorkerSpec, worker_file
 from teimgr.wire.frames import Method
 from teimgr.worker import token_ids
 from teimgr.worker.connection_queue import ConnectionQueue
@@ -226,7 +226,7 @@ class Worker:
             self._announce("loading")
         loop = asyncio.get_running_loop()
         on_fault = partial(_call_in_loop, loop, self._engine_failed)
-        loading = in_background("loading", lambda: self._load_blocking(fetching.result(), on_fault))
+        loading = in_background("loading", lambda: self._load_blocking(*fetching.result(), on_fault))
         await _any_of(self._stop.wait(), loading)
         if loading.cancelled():
             return None
@@ -251,7 +251,7 @@ class Worker:
         log.info("%s", reason, extra=self._log_fields)
         self._announce("downloading", reason=reason)
 
-    def _load_blocking(self, source: hub.ModelSource, on_fault: Callable[[str], None]) -> Engine:
+    def _load_blocking(self, source: hub.ModelSource, code: Sequence[str], on_fault: Callable[[str], None]) -> Engine:
         spec = self.spec
         token_ids.check(spec)
         options = EngineOptions(
@@ -264,6 +264,8 @@ class Worker:
             pooling=spec.pooling,
             kind=spec.kind,
             trust_remote_code=spec.trust_remote_code,
+            code_revision=spec.code_revision,
+            code=tuple(code),
             strict_model_files=spec.strict_model_files,
             safetensors_only=spec.safetensors_only,
             threads=self._threads.own,
@@ -366,13 +368,23 @@ class Worker:
     # Control commands of the daemon.
 
     def _controls(self) -> dict[Method, Control]:
-        return {
+        controls: dict[Method, Control] = {
             Method.PROBE: self._probe,
             Method.STATS: self._stats,
             Method.METRICS: self._metrics,
             Method.THREADS: self._set_threads,
             Method.DRAIN: self._drain,
         }
+        return controls | {Method.COMPARE: self._compare} if self.spec.name == TRIAL_NAME else controls
+
+    async def _compare(self, payload: bytes, limit_s: float) -> bytes:
+        """Compare the model with the library that its files are made for; a thread that takes longer is left behind."""
+        from teimgr.engine.library_comparison import compare_with_library  # here: it loads a second copy of the model
+
+        engine, room = self._dispatcher.engine, json.loads(payload)["room_bytes"]
+        threads = self._threads.own
+        found = await in_background("comparing", lambda: compare_with_library(engine, threads, room, limit_s))
+        return json.dumps(found.to_dict()).encode()
 
     async def _probe(self, payload: bytes, limit_s: float) -> bytes:
         engine = self._dispatcher.engine
@@ -421,15 +433,31 @@ class Worker:
         return b""
 
 
-def _fetched(spec: WorkerSpec, neighbours: hub.Neighbours | None) -> hub.ModelSource:
-    """The model's directory, with the code of other repositories that it names where the instance trusts it."""
+def _fetched(spec: WorkerSpec, neighbours: hub.Neighbours | None) -> tuple[hub.ModelSource, list[str]]:
+    """The model's directory, and the code that the instance trusts: that of other repositories, which is fetched too,
+    and the model's own, each as `LoadedModel.code` has it.
+    """
     source = hub.resolve(spec.model_id, spec.revision, neighbours, spec.model_roots)
-    if spec.trust_remote_code:
-        folder = configuration_folder(source.path)
-        files = (read_object(folder / name) or {} for name in ("config.json", "tokenizer_config.json"))
-        for repository in code_repositories(*files):
-            hub.resolve_code(repository)
-    return source
+    if not spec.trust_remote_code:
+        return source, []
+    folder = configuration_folder(source.path)
+    files = (read_object(folder / name) or {} for name in ("config.json", "tokenizer_config.json"))
+    code = [code_of(source.path, spec.model_id, source.sha)]
+    for repository in code_repositories(*files):
+        found = hub.resolve_code(repository, spec.code_revision)
+        code.append(code_of(found.path, repository, found.sha))
+    return source, [each for each in code if each]
+
+
+_MOST_CODE_FILES = 32  # that are named
+
+
+def code_of(folder: Path, name: str, commit: str | None) -> str:
+    """A repository with its commit and its files of code; "" where it has none."""
+    files = sorted(path.relative_to(folder).as_posix() for path in (*folder.glob("*.py"), *folder.glob("*/*.py")))
+    shown = files[:_MOST_CODE_FILES] + (["…"] if len(files) > _MOST_CODE_FILES else [])
+    at = "" if commit is None else f"@{commit}"
+    return f"{name}{at}: {', '.join(shown)}" if files else ""
 
 
 async def _any_of(*waits: Awaitable[object], limit_s: float | None = None) -> bool:

@@ -13,7 +13,7 @@ from torch import nn
 
 from teimgr.engine.heads.projections import load_projections, width_behind
 from teimgr.errors import ModelLoadFailed
-from teimgr.model_files.layout import Dense, LayerNorm, Normalize, Projection
+from teimgr.model_files.layout import Dense, LayerNorm, Normalize, OwnModule, Projection
 
 MODULES = (
     (modules.Dense(8, 12, activation_function=nn.Tanh()),),
@@ -41,6 +41,51 @@ def test_modules_behind_the_pooling_are_those_of_sentence_transformers(
 
     assert width_behind(projections, 8) == ours.shape[1]
     torch.testing.assert_close(ours, features["sentence_embedding"], atol=1e-6, rtol=0)
+
+
+OWN = """
+import json
+from pathlib import Path
+
+import torch
+
+
+class Scale(torch.nn.Module):
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, features):
+        features["sentence_embedding"] = torch.cat([features["sentence_embedding"] * self.factor] * 2, dim=-1)
+        return features
+
+    @staticmethod
+    def load(input_path):
+        return Scale(json.loads((Path(input_path) / "config.json").read_text())["factor"])
+
+
+class Broken(Scale):
+    @staticmethod
+    def load(input_path):
+        raise KeyError("factor")
+"""
+
+
+def test_a_module_of_the_models_own_code_runs_behind_the_pooling(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    (tmp_path / "2_Scale").mkdir()
+    (tmp_path / "2_Scale" / "config.json").write_text('{"factor": 3.0}')
+    (tmp_path / "own.py").write_text(OWN)
+    chain: list[Projection] = [OwnModule(tmp_path / "2_Scale", "own.Scale", tmp_path), Normalize()]
+    vectors = torch.randn(5, 8)
+
+    assert width_behind(chain, 8) == 16
+    expected = nn.functional.normalize(torch.cat([vectors, vectors], dim=-1), dim=-1)
+    torch.testing.assert_close(load_projections(chain, torch.device("cpu"))(vectors), expected)
+    with pytest.raises(ModelLoadFailed, match=r"own\.Broken of modules\.json fails: KeyError"):
+        load_projections([OwnModule(tmp_path / "2_Scale", "own.Broken", tmp_path)], torch.device("cpu"))
 
 
 def described(module: Any, path: Path) -> Projection:

@@ -1,10 +1,12 @@
-"""The modules behind a pooling or, in late interaction, behind every token: Dense, LayerNorm, Normalize."""
+"""The modules behind a pooling or, in late interaction, behind every token: Dense, LayerNorm, Normalize, own code."""
 
 from __future__ import annotations
 
+import inspect
 import pickle
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -14,7 +16,7 @@ from torch.nn import functional
 
 from teimgr.errors import ModelLoadFailed
 from teimgr.model_directory import fault_of, weight_files
-from teimgr.model_files.layout import Dense, LayerNorm, Normalize, Projection
+from teimgr.model_files.layout import Dense, LayerNorm, Normalize, OwnModule, Projection
 
 
 def torch_activation(name: str) -> nn.Module:
@@ -68,6 +70,18 @@ class NormalizeLayer(nn.Module):
         return functional.normalize(vectors, dim=-1)
 
 
+class OwnModuleLayer(nn.Module):
+    """One module of the model's own code, which takes and gives the features of sentence-transformers."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, vectors: Tensor) -> Tensor:
+        found: Tensor = self.module({"sentence_embedding": vectors})["sentence_embedding"]
+        return found
+
+
 def load_projections(projections: Sequence[Projection], device: torch.device) -> nn.Sequential:
     """The modules in order, in float32, with their weights loaded.
 
@@ -84,8 +98,15 @@ def width_behind(projections: Sequence[Projection], width: int) -> int:
     Raises:
         ModelLoadFailed: a module takes vectors of another size than it is given.
     """
+    if any(isinstance(projection, OwnModule) for projection in projections):
+        layers = load_projections(projections, torch.device("cpu"))
+        try:
+            with torch.inference_mode():
+                return int(layers(torch.ones(1, width)).shape[-1])
+        except Exception as error:  # of any kind: it is the model's own code
+            raise ModelLoadFailed(f"the modules behind the pooling fail: {type(error).__name__}: {error}") from error
     for projection in projections:
-        if isinstance(projection, Normalize):
+        if isinstance(projection, Normalize | OwnModule):
             continue
         takes = projection.in_features if isinstance(projection, Dense) else projection.dimension
         if takes != width:
@@ -97,6 +118,8 @@ def width_behind(projections: Sequence[Projection], width: int) -> int:
 
 def _load(projection: Projection) -> nn.Module:
     """The module with its weights; the file may hold those of a transformer too, as in Stanford's ColBERT."""
+    if isinstance(projection, OwnModule):
+        return _own_module(projection)
     if not isinstance(projection, Dense | LayerNorm):
         return NormalizeLayer()
     layer = DenseLayer(projection) if isinstance(projection, Dense) else LayerNormLayer(projection)
@@ -122,6 +145,20 @@ def _load(projection: Projection) -> nn.Module:
         for parameter in layer.parameters():
             parameter.data = parameter.data.float() / projection.divisor
     return layer
+
+
+def _own_module(module: OwnModule) -> OwnModuleLayer:
+    """The module as sentence-transformers loads it: by its directory, or by the model's and the folder in it."""
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    try:
+        kind: Any = get_class_from_dynamic_module(module.code, str(module.root), local_files_only=True)
+        if "subfolder" in inspect.signature(kind.load).parameters:
+            folder = module.path.relative_to(module.root).as_posix()
+            return OwnModuleLayer(kind.load(str(module.root), subfolder=folder, local_files_only=True))
+        return OwnModuleLayer(kind.load(str(module.path)))
+    except Exception as error:  # of any kind: it is the model's own code
+        raise ModelLoadFailed(f"{module.code} of modules.json fails: {type(error).__name__}: {error}") from error
 
 
 def _named(projection: Projection, key: str) -> str:

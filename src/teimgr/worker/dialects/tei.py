@@ -460,6 +460,7 @@ def info(served: http.ServedModel) -> dict[str, Any]:
         "prompts": list(model.prompts),
         "default_prompt_name": model.default_prompt_name,
         "warnings": list(model.warnings),
+        "code": list(model.code),
     }
 
 
