@@ -14,7 +14,7 @@ from tests.support.daemon_process import DaemonProcess
 from tests.support.hub_server import Hub
 from tests.support.models import build, edit
 
-from teimgr.errors import TeimgrError
+from teimgr.errors import InvalidConfig, TeimgrError
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 90868376\n"
 MODEL = "somebody/tiny"
@@ -41,7 +41,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "width-of-dense": (lambda folder: edit(folder / "2_Dense" / "config.json", in_features=7), "2_Dense"),
     "no-positions": (lambda folder: _weights(folder, _no_positions), "position_embeddings"),
     "nan": (lambda folder: _weights(folder, _nan), "NaN or infinity"),
-    "no-pad-id": (lambda folder: edit(folder / "config.json", pad_token_id=10**6), "pad"),
+    "no-pad-id": (lambda folder: edit(folder / "config.json", pad_token_id=10**6), "Padding_idx"),
     "cut-short": (lambda folder: _cut(folder / "model.safetensors"), "model.safetensors"),
 }
 
@@ -73,10 +73,13 @@ def daemon(hub: Hub, home: Path) -> Iterator[DaemonProcess]:
 
 
 def _reason(daemon: DaemonProcess, name: str, model_id: str) -> str:
-    """Why the instance failed, once `create` that waits has answered."""
+    """Why the instance failed, once `create` that waits has answered, or why it was refused at once."""
     began = time.monotonic()
     with daemon.client() as client:
-        client.create(name, model_id, dtype="float32")
+        try:
+            client.create(name, model_id, dtype="float32")
+        except InvalidConfig as refusal:
+            return refusal.message
         with pytest.raises(TeimgrError) as failure:
             client.wait_until_running(name, deadline_s=LIMIT_S)
         info = client.get(name)
@@ -111,8 +114,8 @@ def test_a_hub_that_refuses_the_token_is_named(status: int, daemon: DaemonProces
         hub.refuses = None
 
 
-def test_a_cache_that_cannot_be_written_is_named(daemon: DaemonProcess, home: Path) -> None:
+def test_a_cache_that_is_no_folder_is_named(daemon: DaemonProcess, home: Path) -> None:
     shutil.rmtree(home / "hub", ignore_errors=True)
     (home / "hub").write_bytes(b"")  # root may write anywhere, but not below a file
 
-    assert "cache cannot be written" in _reason(daemon, "unwritable", MODEL)
+    assert "hub cache cannot be read: Not a directory" in _reason(daemon, "unwritable", MODEL)
