@@ -232,7 +232,7 @@ def test_weights_that_are_cut_short_are_not_complete(tmp_path: Path) -> None:
         assert not disk.find_directory(str(path)).complete  # type: ignore[union-attr]
 
 
-DEEP = b"[" * 100_000 + b"]" * 100_000
+DEEP = b"[" * 90_000 + b"]" * 90_000
 
 
 @pytest.mark.parametrize(
