@@ -27,7 +27,10 @@ from teimgr.errors import InvalidConfig
         ("[auth.mtsl]\nca_cert = 'x'", "auth.mtsl: unknown table 'mtsl'"),
         (MTLS + "ca_certs = 'x'", "auth.mtls.ca_certs: unknown key 'ca_certs'; did you mean 'ca_cert'?"),
         (SEED + "prot = 1", "instances[0].prot: unknown key 'prot'; did you mean 'port'?"),
-        (SEED + SECOND + "auto_start = true", "instances[1].auto_start: unknown key 'auto_start'; known: code_revision,"),
+        (
+            SEED + SECOND + "auto_start = true",
+            "instances[1].auto_start: unknown key 'auto_start'; known: code_revision,",
+        ),
         (SEED + "wanted_running = false", "instances[0].wanted_running: unknown key"),
     ],
 )

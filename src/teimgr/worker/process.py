@@ -39,9 +39,6 @@ from teimgr.errors import (
 )
 from teimgr.fleet_tls import FleetIdentity
 from teimgr.http_server import Listener, bind, serving
-from teimgr.model_directory import configuration_folder
-from teimgr.model_files.own_code import code_repositories
-from teimgr.model_json import read_object
 from teimgr.neighbours import FleetNeighbours
 from teimgr.observability import logs
 from teimgr.observability.exposition import pack
@@ -56,6 +53,7 @@ from teimgr.worker.dispatcher import Dispatcher
 from teimgr.worker.grpc_port import GrpcPort
 from teimgr.worker.http_port import InstancePort, create_app, metrics_app
 from teimgr.worker.link_server import Control, LinkServer
+from teimgr.worker.model_fetch import fetched
 from teimgr.worker.worker_metrics import engine_page, process_page
 
 if TYPE_CHECKING:
@@ -215,7 +213,7 @@ class Worker:
     async def _load(self) -> Engine | None:
         """The engine, or None when the worker was stopped meanwhile. A download may take hours and is reported."""
         spec, began, neighbours = self.spec, time.monotonic(), self._neighbours()
-        fetching = in_background("fetching", lambda: _fetched(spec, neighbours))
+        fetching = in_background("fetching", lambda: fetched(spec, neighbours))
         while not fetching.done():
             if await _any_of(self._stop.wait(), asyncio.shield(fetching), limit_s=_DOWNLOAD_REPORT_S):
                 break
@@ -431,33 +429,6 @@ class Worker:
         else:
             self._dispatcher.stop_accepting()  # before the reply, which promises it
         return b""
-
-
-def _fetched(spec: WorkerSpec, neighbours: hub.Neighbours | None) -> tuple[hub.ModelSource, list[str]]:
-    """The model's directory, and the code that the instance trusts: that of other repositories, which is fetched too,
-    and the model's own, each as `LoadedModel.code` has it.
-    """
-    source = hub.resolve(spec.model_id, spec.revision, neighbours, spec.model_roots)
-    if not spec.trust_remote_code:
-        return source, []
-    folder = configuration_folder(source.path)
-    files = (read_object(folder / name) or {} for name in ("config.json", "tokenizer_config.json"))
-    code = [code_of(source.path, spec.model_id, source.sha)]
-    for repository in code_repositories(*files):
-        found = hub.resolve_code(repository, spec.code_revision)
-        code.append(code_of(found.path, repository, found.sha))
-    return source, [each for each in code if each]
-
-
-_MOST_CODE_FILES = 32  # that are named
-
-
-def code_of(folder: Path, name: str, commit: str | None) -> str:
-    """A repository with its commit and its files of code; "" where it has none."""
-    files = sorted(path.relative_to(folder).as_posix() for path in (*folder.glob("*.py"), *folder.glob("*/*.py")))
-    shown = files[:_MOST_CODE_FILES] + (["…"] if len(files) > _MOST_CODE_FILES else [])
-    at = "" if commit is None else f"@{commit}"
-    return f"{name}{at}: {', '.join(shown)}" if files else ""
 
 
 async def _any_of(*waits: Awaitable[object], limit_s: float | None = None) -> bool:

@@ -1,0 +1,37 @@
+"""Fetching what a worker loads: the model's directory, and the code of other repositories that an instance trusts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from teimgr import hub
+from teimgr.model_directory import configuration_folder
+from teimgr.model_files.own_code import code_repositories
+from teimgr.model_json import read_object
+from teimgr.spec import WorkerSpec
+
+_MOST_CODE_FILES = 32  # that are named
+
+
+def fetched(spec: WorkerSpec, neighbours: hub.Neighbours | None) -> tuple[hub.ModelSource, list[str]]:
+    """The model's directory, and the code that the instance trusts: that of other repositories, which is fetched too,
+    and the model's own, each as `LoadedModel.code` has it.
+    """
+    source = hub.resolve(spec.model_id, spec.revision, neighbours, spec.model_roots)
+    if not spec.trust_remote_code:
+        return source, []
+    folder = configuration_folder(source.path)
+    files = (read_object(folder / name) or {} for name in ("config.json", "tokenizer_config.json"))
+    code = [code_of(source.path, spec.model_id, source.sha)]
+    for repository in code_repositories(*files):
+        found = hub.resolve_code(repository, spec.code_revision)
+        code.append(code_of(found.path, repository, found.sha))
+    return source, [each for each in code if each]
+
+
+def code_of(folder: Path, name: str, commit: str | None) -> str:
+    """A repository with its commit and its files of code; "" where it has none."""
+    files = sorted(path.relative_to(folder).as_posix() for path in (*folder.glob("*.py"), *folder.glob("*/*.py")))
+    shown = files[:_MOST_CODE_FILES] + (["…"] if len(files) > _MOST_CODE_FILES else [])
+    at = "" if commit is None else f"@{commit}"
+    return f"{name}{at}: {', '.join(shown)}" if files else ""
