@@ -68,6 +68,13 @@ def test_a_served_directory_has_its_names_as_aliases(converted_service: Convert,
     assert done.table["aliases"] == {"models/a": "tei"}
 
 
+def test_a_value_that_an_instance_cannot_have_is_left_to_decide(converted_service: Convert) -> None:
+    done = converted_service(f"{IMAGE}\ncommand: [v2, --model-id, org/a, --revision, --engine]\n")
+
+    assert done.instances == [{"name": "tei", "model_id": "org/a"}]
+    assert "must be the name of a branch, tag or commit" in done.found("command --revision").note
+
+
 def test_options_without_a_counterpart(converted_service: Convert) -> None:
     done = converted_service(
         f"{IMAGE}\ncommand: v2 --model-id org/a --engine optimum --no-model-warmup --dtype int8 --device-id 0,1"

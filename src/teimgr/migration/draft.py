@@ -10,7 +10,7 @@ from enum import Enum
 from typing import Any, get_type_hints
 
 from teimgr.config import schema
-from teimgr.config.instance_keys import shown_args
+from teimgr.config.instance_keys import key_faults, shown_args
 from teimgr.config.schema import ConfigFaults
 from teimgr.config.settings import UNPRIVILEGED_PORT
 from teimgr.errors import InvalidConfig, InvalidInstanceName
@@ -82,8 +82,9 @@ class InstanceDraft:
         """Give the key `name` the plain value that `key` of the file has, unless it is the default or not possible."""
         try:
             typed = schema.convert(value, _HINTS[name], name, KEYS[name])
-            if problem := KEYS[name].not_a_word(typed):
-                raise schema.refused(name, problem)
+            alone: dict[str, Any] = {"name": self.name, "model_id": "m", name: typed}
+            if faults := [fault for fault in key_faults(InstanceSpec(**alone)) if fault.path == name]:
+                raise ConfigFaults(*faults)
         except ConfigFaults as error:
             self.place.found(key, KeyOutcome.DECIDE, note=f"left out: {error.message}")
             return
