@@ -171,8 +171,8 @@ def soak(arguments: list[str]) -> int:
 
 
 def proto(arguments: list[str]) -> int:
-    """Generate `src/teimgr/pb`; with --check, only report whether it is stale."""
-    target = ROOT / "src" / "teimgr" / "pb"
+    """Generate `src/teimgr/wire/pb`; with --check, only report whether it is stale."""
+    target = ROOT / "src" / "teimgr" / "wire" / "pb"
     with tempfile.TemporaryDirectory() as folder:
         fresh = Path(folder)
         outputs = [f"--python_out={fresh}", f"--pyi_out={fresh}", f"--grpc_python_out={fresh}"]
@@ -189,14 +189,14 @@ def proto(arguments: list[str]) -> int:
             kept.parent.mkdir(parents=True, exist_ok=True)
             kept.write_text(text)
     if stale:
-        print("src/teimgr/pb is stale: run `just proto`")
+        print("src/teimgr/wire/pb is stale: run `just proto`")
     return int(stale)
 
 
 def relocate(code: str) -> str:
-    """Generated imports name the proto's folder; here that folder lies under teimgr.pb."""
+    """Generated imports name the proto's folder; here that folder lies under teimgr.wire.pb."""
     return re.sub(
-        r"^from (tei(?:_multiplexer|mgr)?)\.v1 import", r"from teimgr.pb.\1.v1 import", code, flags=re.MULTILINE
+        r"^from (tei(?:_multiplexer|mgr)?)\.v1 import", r"from teimgr.wire.pb.\1.v1 import", code, flags=re.MULTILINE
     )
 
 

@@ -120,7 +120,7 @@ class _Instance:
         from bench.contest import child
         from bench.front import MUX_SERVICE
         from bench.load import LoadTask
-        from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2
+        from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2
 
         def message(text: str) -> bytes:
             made = multiplexer_pb2.EmbedRequest()

@@ -76,7 +76,7 @@ def carried(device: str, model: Path) -> None:
 
 def fork(device: str, model: Path) -> None:
     """The fork server's imports, then a child that uses the card by its UUID."""
-    from teimgr.launch import nursery
+    from teimgr.control.launch import nursery
 
     found = Findings()
     os.environ.update(nursery.ONE_THREAD | nursery.NO_DRIVER)

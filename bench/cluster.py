@@ -31,8 +31,8 @@ from bench.machine import busy_s, cpu_s
 from bench.report import publish
 from teimgr.cluster.authority import FleetAuthority
 from teimgr.config.mux import MuxConfig
-from teimgr.fleet_tls import FleetName, write_identity
 from teimgr.spec import RouteEntry, RoutingSnapshot, State, WorkerEndpoint, WorkerSpec
+from teimgr.wire.fleet_tls import FleetName, write_identity
 from teimgr.wire.frames import HEADER, FrameType, Method, pack_header, unpack_header
 
 HEADER_ROW = (

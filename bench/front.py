@@ -29,7 +29,7 @@ from bench.load import LoadTask
 from bench.machine import busy_s, cpu_s, revision
 from bench.progress import partial, rounds, say
 from bench.report import publish
-from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2
+from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2
 
 HEADER = (
     *("load", "callers", "calls/s", "× median", "× low", "× high", "CPU ×", "CPU low", "CPU high"),

@@ -26,16 +26,16 @@ from tests.support.gil_probe import held_s
 from bench.monster_inputs import ARROW, TEXTS, arrow_stream
 from bench.progress import partial, say
 from bench.report import publish
-from teimgr.batches.lines import _Reader
+from teimgr.api.batches.lines import _Reader
+from teimgr.api.gateway.gateway import model_of
+from teimgr.api.rest import schemas
 from teimgr.engine.job import InferOptions, Job, Lane, SparseRow
 from teimgr.errors import TeimgrError
-from teimgr.gateway.gateway import model_of
-from teimgr.pb.tei.v1 import tei_pb2
-from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2
-from teimgr.rest import schemas
 from teimgr.wire import arrow_tables, frames
 from teimgr.wire.arrow_inputs import read_texts
 from teimgr.wire.frames import HttpRequest, Timings
+from teimgr.wire.pb.tei.v1 import tei_pb2
+from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2
 from teimgr.wire.quantisation import Precision
 from teimgr.worker import http_inference as http
 from teimgr.worker import methods

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from teimgr.hub import find_packaged
+from teimgr.models.hub import find_packaged
 
 SHAPES = {"base": (768, 12), "large": (1024, 24), "mini": (384, 6)}
 """Hidden size and number of layers of BERT's published shapes, which bge-base and bge-large have too, and MiniLM's."""

@@ -36,7 +36,7 @@ LONGEST = (
     "engine/test_native_validity.py",
     "cluster/test_ray_launcher.py",
     "end_to_end/test_faults.py",
-    "page/test_browser.py",
+    "api/page/test_browser.py",
     "end_to_end/test_readme.py",
     "engine/test_engine.py",
     "deploy/test_wheels.py",

@@ -14,13 +14,15 @@ import pytest
 import tomli_w
 
 import teimgr
+from teimgr.api.rest.schemas import CreateInstance, InstanceInfo, UpdateInstance, instance_info
 from teimgr.client import AsyncClient, Instance
 from teimgr.client.rest import InstanceKeys, NewInstanceKeys
 from teimgr.config.instance_keys import FLAGS, parse
 from teimgr.config.settings import Settings
+from teimgr.control.placement.planner import GpuInventory, Planner
+from teimgr.control.supervision.store import parse as parse_state
+from teimgr.control.supervision.store import render
 from teimgr.errors import InvalidConfig, ValidationError
-from teimgr.placement.planner import GpuInventory, Planner
-from teimgr.rest.schemas import CreateInstance, InstanceInfo, UpdateInstance, instance_info
 from teimgr.spec import (
     KEYS,
     WORKER_KEYS,
@@ -33,8 +35,6 @@ from teimgr.spec import (
     rfc3339,
     updatable,
 )
-from teimgr.supervision.store import parse as parse_state
-from teimgr.supervision.store import render
 from tests.support.loaded_settings import load
 from tests.support.rest_listener import listening
 
@@ -211,9 +211,9 @@ import sys
 from pathlib import Path
 from teimgr.client.checks import checked_keys
 from teimgr.config.sources import Source, read
-from teimgr.rest.schemas import CreateInstance, InstanceInfo, UpdateInstance, instance_info
+from teimgr.api.rest.schemas import CreateInstance, InstanceInfo, UpdateInstance, instance_info
 from teimgr.spec import KEYS, InstanceView, State
-from teimgr.supervision.store import parse, render
+from teimgr.control.supervision.store import parse, render
 
 body = checked_keys({"name": "a", "model_id": "m", "shelf": 7}, KEYS)
 made = CreateInstance.model_validate(body).spec()

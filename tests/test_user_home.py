@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from teimgr.errors import InvalidConfig
-from teimgr.user_home import ensure_home, expanded
+from teimgr.files import ensure_home, expanded
 from tests.support.daemon_process import DaemonProcess
 
 # Imported by every Python process of the daemon at its start.

@@ -9,7 +9,7 @@ import pytest
 from bench import monster_inputs as inputs
 from bench.monsters import Found, monsters, record
 
-from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2
+from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2
 
 SIZE = 60_000
 

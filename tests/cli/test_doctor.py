@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from teimgr.cli import doctor
+from teimgr.cli import doctor_checks
 from teimgr.config.settings import Settings
-from teimgr.placement.planner import free_memory_bytes
+from teimgr.control.placement.planner import free_memory_bytes
 from teimgr.spec import InstanceSpec
 
 
@@ -23,7 +23,7 @@ def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def findings(check: doctor.Check, **keys: object) -> dict[str, str]:
+def findings(check: doctor_checks.Check, **keys: object) -> dict[str, str]:
     """Outcome by check name, with the text."""
     found = check(Settings(**keys))  # type: ignore[arg-type]
     return {each.check: f"{each.outcome}: {each.text}" for each in found}
@@ -87,7 +87,7 @@ def test_models_of_the_seeds_are_added_up_with_their_replicas(tmp_path: Path) ->
         InstanceSpec(name="b", model_id="no/such"),
     )
 
-    found = list(doctor._models(Settings(instances=seeds)))
+    found = list(doctor_checks._models(Settings(instances=seeds)))
 
     assert found[0].text == "not here yet, so of unknown size: no/such"
     assert found[1].text.startswith("2 workers of the seeds need about 6.2 GiB, ")
@@ -100,7 +100,7 @@ def test_models_that_do_not_fit_are_a_warning_with_advice(tmp_path: Path) -> Non
         file.truncate(2**42)
     seed = InstanceSpec(name="a", model_id=str(tmp_path))
 
-    (found,) = doctor._models(Settings(instances=(seed,)))
+    (found,) = doctor_checks._models(Settings(instances=(seed,)))
 
     assert (found.outcome, "about 4096.1 GiB" in found.text, "fewer replicas" in found.advice) == ("warn", True, True)
 
@@ -122,10 +122,10 @@ def test_a_port_in_use_and_an_address_of_another_host() -> None:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         port = holder.getsockname()[1]
-        assert findings(doctor._ports, api_port=port, grpc_enabled=False) == {
+        assert findings(doctor_checks._ports, api_port=port, grpc_enabled=False) == {
             "ports": f"warn: api_port 127.0.0.1:{port} is in use"
         }
-    found = findings(doctor._ports, api_host="192.0.2.1", api_port=free(), grpc_enabled=False)
+    found = findings(doctor_checks._ports, api_host="192.0.2.1", api_port=free(), grpc_enabled=False)
     assert "192.0.2.1" in found["ports"]
 
 
@@ -133,7 +133,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
 
-    found = findings(doctor._folders, state_file=file / "state.toml", log_dir=tmp_path, run_dir=tmp_path)
+    found = findings(doctor_checks._folders, state_file=file / "state.toml", log_dir=tmp_path, run_dir=tmp_path)
 
     assert found["state"].startswith("fail: ")
     assert found["logs"] == f"ok: {tmp_path}"
@@ -144,4 +144,4 @@ def test_a_state_file_of_the_future_means_that_the_clock_was_set_back(tmp_path: 
     file.touch()
     os.utime(file, (4e9, 4e9))
 
-    assert findings(doctor.check_clock, state_file=file) == {"clock": f"warn: {file} is of the future"}
+    assert findings(doctor_checks.check_clock, state_file=file) == {"clock": f"warn: {file} is of the future"}

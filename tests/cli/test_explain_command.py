@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from teimgr.errors import Code
-from teimgr.troubleshooting import ADVICE, meaning, repetition
+from teimgr.observability.troubleshooting import ADVICE, meaning, repetition
 
 
 def explain(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -26,7 +26,7 @@ from teimgr.errors import (
     Unsupported,
     ValidationError,
 )
-from teimgr.pb.tei.v1 import tei_pb2
+from teimgr.wire.pb.tei.v1 import tei_pb2
 
 
 def expected(texts: list[str]) -> np.ndarray:

@@ -12,6 +12,7 @@ from tests.support.small_servers import Daemon
 
 from teimgr.client import AsyncClient, Tls
 from teimgr.config.settings import Settings
+from teimgr.control.events.fleet_events import EventLog
 from teimgr.errors import (
     DeadlineExceeded,
     InstanceExists,
@@ -26,7 +27,6 @@ from teimgr.errors import (
     Unavailable,
     ValidationError,
 )
-from teimgr.events.fleet_events import EventLog
 from teimgr.spec import State
 
 

@@ -127,7 +127,7 @@ def test_the_client_runs_with_what_its_own_distribution_has(tmp_path: Path) -> N
         "import teimgr; assert teimgr.__file__.startswith(sys.path[0])\n"
         "from teimgr.client import AsyncClient, Client, RestClient, Embedded\n"
         "from teimgr.client.corpus import embed_file\n"
-        "import teimgr.bench_client.command, teimgr.client.__main__\n"
+        "import teimgr.cli.bench_client.command, teimgr.client.__main__\n"
         "from teimgr.cli.main import main\n"
         "assert main(['--help']) == 0 and main(['context', 'list']) == 0 and main(['explain', 'OVERLOADED']) == 0\n"
         "assert main(['ps', '--url', 'http://127.0.0.1:1']) == 3\n"

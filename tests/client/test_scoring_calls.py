@@ -12,8 +12,8 @@ from tests.support.small_servers import INSTANCE, MODEL, Multiplexer, vector_of
 
 from teimgr.client import AsyncClient, Client, Prediction, Rank
 from teimgr.errors import DeadlineExceeded, InstanceNotFound, Internal, InvalidInput, Overloaded, ValidationError
-from teimgr.pb.tei.v1 import tei_pb2
-from teimgr.pb.teimgr.v1 import arrow_pb2
+from teimgr.wire.pb.tei.v1 import tei_pb2
+from teimgr.wire.pb.teimgr.v1 import arrow_pb2
 
 LEFT = tei_pb2.TRUNCATION_DIRECTION_LEFT
 

@@ -21,7 +21,7 @@ from teimgr.cluster.authority import (
     utc_now,
 )
 from teimgr.errors import InvalidConfig, InvalidInput
-from teimgr.fleet_tls import FleetName
+from teimgr.wire.fleet_tls import FleetName
 
 
 class Clock:

@@ -20,7 +20,7 @@ from teimgr.cluster.enrolment_server import EnrolmentServer
 from teimgr.cluster.messages import Versions
 from teimgr.cluster.node_identity import renew, seconds_to_renewal
 from teimgr.errors import Forbidden, InvalidConfig, Unauthenticated, Unavailable
-from teimgr.fleet_tls import (
+from teimgr.wire.fleet_tls import (
     CLOCKS_APART_S,
     DAEMON,
     FleetIdentity,

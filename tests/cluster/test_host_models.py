@@ -21,7 +21,6 @@ from tests.support.models import build
 from tests.support.polling import eventually
 from tests.support.worker_process import WorkerProcess, embed_request
 
-from teimgr import hub, neighbours
 from teimgr.cluster import agent as agent_module
 from teimgr.cluster import host_models
 from teimgr.cluster.agent import Agent
@@ -38,10 +37,11 @@ from teimgr.errors import (
     TeimgrError,
     Unavailable,
 )
-from teimgr.fleet_tls import write_removed
-from teimgr.hub import ModelSource
-from teimgr.neighbours import FleetNeighbours
+from teimgr.models import hub, neighbours
+from teimgr.models.hub import ModelSource
+from teimgr.models.neighbours import FleetNeighbours
 from teimgr.observability.log_source import LocalLogs
+from teimgr.wire.fleet_tls import write_removed
 from teimgr.wire.frames import Method
 
 LIMIT_S = 60.0

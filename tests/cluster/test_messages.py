@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 
 from teimgr.cluster.messages import FleetFacts, NodeFacts, Versions, exit_from_dict, exit_to_dict
-from teimgr.launch.process_handle import Exit, ExitReport
+from teimgr.control.launch.process_handle import Exit, ExitReport
 from teimgr.observability.logs import LogLines
 
 VERSIONS = Versions(teimgr="0.1.0", ray="2.60.0", python="3.11.7", torch="2.13.0")

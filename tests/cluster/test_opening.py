@@ -12,12 +12,12 @@ from teimgr.cluster import host_facts
 from teimgr.cluster.opening import open_cluster
 from teimgr.config.cluster import ClusterSettings
 from teimgr.config.settings import Settings
+from teimgr.control.placement.planner import GpuInventory
 from teimgr.errors import InvalidConfig
-from teimgr.placement.planner import GpuInventory
-from teimgr.routing.router import Directory
+from teimgr.wire.routing.router import Directory
 
 IMPORTED = """
-import sys, teimgr.daemon
+import sys, teimgr.daemon.process
 print(*sorted(name for name in sys.modules if name == "ray" or name.startswith("teimgr.cluster.")))
 """
 

@@ -14,11 +14,11 @@ from tests.support.forwarding import NAME, Forwarding, forwarding
 from tests.support.loops import on_uvloop
 from tests.support.polling import eventually
 
-from teimgr import connection_gate
 from teimgr.cluster import port_forwarding
 from teimgr.cluster.host_link import HostAddress, connect
-from teimgr.connection_gate import Phase, PhaseLimit
 from teimgr.errors import Forbidden, Unavailable
+from teimgr.http import connection_gate
+from teimgr.http.connection_gate import Phase, PhaseLimit
 from teimgr.spec import State
 from teimgr.worker.connection_queue import ConnectionQueue
 

@@ -23,10 +23,10 @@ from teimgr.cluster.head import ClusterHead, Member
 from teimgr.cluster.inventory import ClusterInventory
 from teimgr.cluster.messages import HeldWorker
 from teimgr.cluster.ray_launcher import RayLauncher
+from teimgr.control.launch.control_link import identify
+from teimgr.control.launch.launcher import WorkerHandle
+from teimgr.control.launch.process_handle import LaunchFailed, look_up
 from teimgr.errors import Code, NoHost, Unavailable
-from teimgr.launch.control_link import identify
-from teimgr.launch.launcher import WorkerHandle
-from teimgr.launch.process_handle import LaunchFailed, look_up
 from teimgr.spec import WorkerSpec
 
 __all__ = ["one_host"]

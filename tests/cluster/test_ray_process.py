@@ -12,7 +12,7 @@ import pytest
 from tests.support.polling import eventually
 
 from teimgr.cluster.ray_process import RayProcess
-from teimgr.launch.process_handle import look_up
+from teimgr.control.launch.process_handle import look_up
 
 COMMAND = (sys.executable, "-c", "import time; time.sleep(600)")  # in the place of `ray start --block`
 HEAD = "10.0.0.1:6379"

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from tests.support.api_keys import AUTH, KEYS, SECRETS
 
-from teimgr.auth.policy import digest
 from teimgr.config.auth import ApiKeyEntry, faults
 from teimgr.errors import InvalidConfig
+from teimgr.http.auth.policy import digest
 
 
 def test_keys_from_files_and_variables_are_read_anew(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from teimgr.config.instance_keys import FLAGS, LENGTH_LIMIT_CHARS, REDACTED, check_allowed, parse, shown_args
+from teimgr.config.instance_keys import FLAGS, LENGTH_LIMIT_CHARS, REDACTED, parse, shown_args
+from teimgr.config.instance_limits import check_allowed
 from teimgr.config.settings import Settings
 from teimgr.errors import InvalidConfig, ValidationError
 from teimgr.spec import InstanceSpec, WorkerSpec

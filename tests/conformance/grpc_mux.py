@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from teimgr.pb.tei.v1 import tei_pb2 as tei
-from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux
+from teimgr.wire.pb.tei.v1 import tei_pb2 as tei
+from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux
 from tests.conformance.case import MUX, AskGrpc, Replies, Rpc
 from tests.conformance.checks import near, replied
 from tests.conformance.grpc_tei import METHODS

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from google.protobuf.message import Message
 
-from teimgr.pb.tei.v1 import tei_pb2 as tei
+from teimgr.wire.pb.tei.v1 import tei_pb2 as tei
 from tests.conformance.case import COST_HEADERS, PORT, AskGrpc, Replies, Rpc
 from tests.conformance.checks import near, replied, same_vectors, vectors
 from tests.conformance.words import (

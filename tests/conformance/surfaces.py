@@ -12,8 +12,8 @@ import grpc
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from teimgr.pb.tei.v1 import tei_pb2
-from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
+from teimgr.wire.pb.tei.v1 import tei_pb2
+from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
 from tests.conformance.case import BY_METADATA, DAEMON, MUX, PORT, AskGrpc, AskHttp, Http, Replies, Reply, Rpc
 from tests.conformance.fleet import MODELS
 from tests.support.daemon_process import DaemonProcess

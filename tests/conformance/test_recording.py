@@ -11,10 +11,10 @@ import aiohttp
 import pytest
 
 from teimgr.config.settings import Settings
+from teimgr.control.placement.planner import GpuInventory, Inventory
+from teimgr.control.registry.cache import HubCache
+from teimgr.control.registry.registry import Registry
 from teimgr.observability.metrics import DaemonMetrics
-from teimgr.placement.planner import GpuInventory, Inventory
-from teimgr.registry.cache import HubCache
-from teimgr.registry.registry import Registry
 from tests.conformance import grpc_recording, recording, rest_recording
 from tests.support.daemon_process import MINILM, WarmDaemonProcess
 from tests.support.memory_fleet import Fleet

@@ -11,7 +11,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
-from teimgr.pb.tei.v1 import tei_pb2 as tei
+from teimgr.wire.pb.tei.v1 import tei_pb2 as tei
 from tests.conformance.case import GRPC_SURFACES, PORT, Http, Reply
 from tests.conformance.grpc_mux import arrow, rows
 from tests.conformance.surfaces import OWN, TEI, Surfaces, collect

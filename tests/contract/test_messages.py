@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from google.protobuf.descriptor import Descriptor, FieldDescriptor, FileDescriptor
 
-from teimgr.pb.tei.v1 import tei_pb2
-from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2
+from teimgr.wire.pb.tei.v1 import tei_pb2
+from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2
 
 # As the contract writes them: number, name, type, and `opt` or `rep` where it is so.
 TEI = {

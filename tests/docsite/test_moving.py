@@ -28,7 +28,7 @@ from tests.support.fork_server import nursery_service
 from tests.support.models import build_classifier, build_cross_encoder
 from tests.support.warm_daemon import SERVICE
 
-from teimgr import hub
+from teimgr.models import hub
 
 FOLDER = ROOT / "docs" / "moving"
 SHOWN_FOLDER = "/srv/search"

@@ -10,8 +10,8 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
+from tests.api.page.chromium import CHROMIUM, OPTIONS, missing
 from tests.docsite.pages import ROOT
-from tests.page.chromium import CHROMIUM, OPTIONS, missing
 
 MKDOCS = ROOT / ".venv-docs" / "bin" / "mkdocs"
 _LIMIT_S = 60

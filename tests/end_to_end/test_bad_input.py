@@ -15,8 +15,8 @@ import pytest
 from tests.support.daemon_process import MINILM, DaemonProcess
 
 from teimgr.errors import InvalidConfig
-from teimgr.pb.tei.v1 import tei_pb2
-from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2
+from teimgr.wire.pb.tei.v1 import tei_pb2
+from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2
 
 SERVICE = "/tei_multiplexer.v1.TeiMultiplexer/"
 

@@ -17,10 +17,10 @@ from tests.support.daemon_process import HEAD_ADDRESS, DaemonProcess, WarmDaemon
 from tests.support.models import build
 from tests.support.polling import until
 
-from teimgr.launch.process_handle import look_up
-from teimgr.pb.tei.v1 import tei_pb2
-from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
-from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2_grpc
+from teimgr.control.launch.process_handle import look_up
+from teimgr.wire.pb.tei.v1 import tei_pb2
+from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
+from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2_grpc
 
 LIMIT_S = 60.0
 pytestmark = [needs_ray, pytest.mark.long, pytest.mark.timeout(400)]

@@ -16,7 +16,7 @@ from tests.support.models import build
 from tests.support.network_namespace import NetworkNamespace, reason_for_none
 from tests.support.polling import until
 
-from teimgr.launch.process_handle import look_up
+from teimgr.control.launch.process_handle import look_up
 
 LIMIT_S = 90.0
 pytestmark = [

@@ -22,10 +22,10 @@ from tests.support.models import build
 from tests.support.network_namespace import NetworkNamespace, reason_for_none
 from tests.support.polling import until
 
-from teimgr import hub
 from teimgr.client import Client
+from teimgr.control.launch.process_handle import look_up
 from teimgr.errors import ModelLoadFailed, TeimgrError
-from teimgr.launch.process_handle import look_up
+from teimgr.models import hub
 
 LIMIT_S = 90.0
 COPIED = "somebody/minilm"

@@ -126,7 +126,7 @@ def test_the_stubs_of_the_package_and_generated_ones_work_as_documented(
     (tmp_path / "proto").symlink_to(ROOT / "proto")
     words = [sys.executable, *shlex.split(command.replace("\\\n", " "))[1:]]
     subprocess.run(words, cwd=tmp_path, check=True, timeout=60, capture_output=True)
-    generated = program.replace("teimgr.pb.", "")
+    generated = program.replace("teimgr.wire.pb.", "")
     for code, path in ((program, None), (generated, tmp_path / "stubs")):
         environ = os.environ | ({"PYTHONPATH": str(path)} if path else {})
         done = subprocess.run(

@@ -16,10 +16,10 @@ from tests.support.daemon_process import WarmDaemonProcess
 
 from teimgr.client import Client
 from teimgr.errors import ValidationError
-from teimgr.pb.tei.v1 import tei_pb2
-from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2
 from teimgr.spec import LANE_KEY
 from teimgr.wire.frames import HEADER, FrameType, Method, pack_header, unpack_header
+from teimgr.wire.pb.tei.v1 import tei_pb2
+from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2
 
 MANY = ["a text", "fog", "harbour", "light", "rain", "boats"]  # so many are bulk, unless the caller chooses
 

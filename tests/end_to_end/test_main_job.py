@@ -15,8 +15,8 @@ import pytest
 from tests.support.daemon_process import MINILM, DaemonProcess
 
 from teimgr.errors import EmptyInput, InstanceNotFound, InvalidInput, TeimgrError
-from teimgr.pb.tei.v1 import tei_pb2
-from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2
+from teimgr.wire.pb.tei.v1 import tei_pb2
+from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2
 
 # contract/tei.md §9.2: TEI's own values for "test" at 128 dimensions, computed with tanh-GELU.
 TEI_VALUES = [0.020964134, 0.04565805, -0.066505864, 0.10739273, -0.013054413, -0.07467599, 0.13989426, 0.06780755]

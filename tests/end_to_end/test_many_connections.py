@@ -15,7 +15,7 @@ from tests.support.daemon_process import DaemonProcess, WarmDaemonProcess
 from tests.support.models import build
 from tests.support.polling import until
 
-from teimgr.connection_gate import LIMITS, Phase
+from teimgr.http.connection_gate import LIMITS, Phase
 
 KEY = f"asking-{'k' * 24}"
 ADMIN = f"admin-{'k' * 24}"

@@ -24,16 +24,16 @@ from tests.support.forwarding import forwarding
 from tests.support.polling import eventually, until
 from tests.support.worker_process import WorkerLink
 
+from teimgr.api.rest.gpus import GpuReport
 from teimgr.client import Client
+from teimgr.control.placement import planner
+from teimgr.control.placement.planner import GpuInventory
 from teimgr.engine.engine import EngineStats
 from teimgr.errors import TeimgrError
 from teimgr.observability import catalogue as c
 from teimgr.observability.catalogue import FAMILIES, Family
 from teimgr.observability.exposition import Page, Sample
 from teimgr.observability.metrics import DaemonMetrics
-from teimgr.placement import planner
-from teimgr.placement.planner import GpuInventory
-from teimgr.rest.gpus import GpuReport
 from teimgr.spec import InstanceSpec, InstanceView, State, WorkerView
 from teimgr.worker.worker_metrics import engine_page
 

@@ -13,10 +13,10 @@ from urllib.parse import quote
 
 import aiohttp
 import pytest
+from tests.models.test_source import PATHS_AS_REVISIONS
 from tests.support.daemon_process import DaemonProcess, WarmDaemonProcess
 from tests.support.hub_cache import files_of, lay_out
 from tests.support.models import build, edit, write, write_modules
-from tests.test_model_source import PATHS_AS_REVISIONS
 
 CACHED = "somebody/tiny"
 KEYS = {name: f"{name}-{'k' * 32}" for name in ("operator", "team", "other")}

@@ -10,8 +10,8 @@ from tests.support import models
 from tests.support.daemon_process import WarmDaemonProcess
 from tests.support.polling import until
 
-from teimgr.pb.tei.v1 import tei_pb2
-from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2
+from teimgr.wire.pb.tei.v1 import tei_pb2
+from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2
 
 CONNECTIONS = 40  # that all of them reach one process has a chance of 2^-39
 EMBED = "/tei_multiplexer.v1.TeiMultiplexer/Embed"

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 from tests.support.daemon_process import DaemonProcess
 
-from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2
+from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2
 from teimgr.wire.quantisation import Precision, converted
 
 KEY = "x-teimgr-output-dtype"

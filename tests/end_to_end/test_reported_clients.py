@@ -113,7 +113,7 @@ def test_loopback_and_sockets_never_use_a_proxy(
     commands = [
         [sys.executable, "-c", SAMPLE, rest, grpc],
         embed_command(texts),
-        [sys.executable, "-m", "teimgr.bench_client", "--endpoint", grpc, "--instance", "tiny", "--num-texts", "8"],
+        [sys.executable, "-m", "teimgr.cli.bench_client", "--endpoint", grpc, "--instance", "tiny", "--num-texts", "8"],
     ]
     for command in commands:
         environ = proxied | {"TEIMGR_URL": rest, "TEIMGR_GRPC_URL": grpc}

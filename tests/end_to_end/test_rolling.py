@@ -22,7 +22,7 @@ from tests.support.models import build
 from tests.support.polling import until
 from tests.support.rolling_load import SteadyLoad
 
-from teimgr.pb.tei.v1 import tei_pb2
+from teimgr.wire.pb.tei.v1 import tei_pb2
 
 LIMIT_S = 60.0
 

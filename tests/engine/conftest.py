@@ -16,7 +16,7 @@ from tests.support.models import build
 from teimgr.engine.engine import Engine, EngineOptions
 from teimgr.engine.job import InferOptions, Input, Job, Lane
 from teimgr.engine.tokenizer import TextTokenizer
-from teimgr.model_files.reading import read_layout
+from teimgr.models.reading import read_layout
 
 __all__ = ["card"]
 

@@ -17,7 +17,7 @@ from tests.support.models import TEXTS, build
 from tests.support.models.adapters import Variant, build_adapter
 
 from teimgr.errors import ModelLoadFailed
-from teimgr.model_files.reading import read_layout
+from teimgr.models.reading import read_layout
 
 VARIANTS: list[Variant] = ["plain", "rslora", "dora", "patterns", "table", "saved-whole", "lora-bias"]
 

@@ -25,7 +25,7 @@ from teimgr.engine.batch import Encoded
 from teimgr.engine.job import Output
 from teimgr.engine.model import Model, load_model
 from teimgr.errors import ModelLoadFailed
-from teimgr.model_files.layout import Backbone, Layout
+from teimgr.models.layout import Backbone, Layout
 from teimgr.spec import Kind
 
 OWN_CODE = """

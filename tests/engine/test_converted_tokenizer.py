@@ -12,8 +12,8 @@ from tests.support.models import CORPUS, TEXTS, build, edit, write
 
 from teimgr.engine.tokenizer import TextTokenizer, TokenizeOptions
 from teimgr.errors import ModelLoadFailed
-from teimgr.model_files.layout import Layout
-from teimgr.model_files.reading import read_layout
+from teimgr.models.layout import Layout
+from teimgr.models.reading import read_layout
 
 ODD = ("Ａｂｃ ①  ﬁne", "x\u00a0y\tz", " leading and trailing ", "🙂 unknown 東", "e\u0301")
 XLM = {"unk_id": 0, "bos_id": 1, "eos_id": 2, "pad_id": -1}

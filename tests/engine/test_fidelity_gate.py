@@ -23,7 +23,7 @@ from teimgr.engine.job import Output
 from teimgr.engine.model import Model, load_model
 from teimgr.engine.tokenizer import TextTokenizer
 from teimgr.errors import InvalidConfig, ModelLoadFailed
-from teimgr.model_files.reading import read_layout
+from teimgr.models.reading import read_layout
 
 
 def chosen(path: Path, wanted: torch.dtype | None) -> Choice:
@@ -47,7 +47,7 @@ def test_packing_is_used_where_it_gives_the_librarys_vectors(
 
 def test_a_wrong_position_offset_is_noticed(model_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the offset a packed RoBERTa is silently wrong; the trial sees it and packing is not used."""
-    monkeypatch.setattr("teimgr.model_files.json_files.OFFSET_TYPES", set())
+    monkeypatch.setattr("teimgr.models.json_files.OFFSET_TYPES", set())
 
     assert chosen(model_dir("roberta"), torch.float32).batching is Batching.EQUAL_LENGTH
 

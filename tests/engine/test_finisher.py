@@ -24,7 +24,7 @@ from teimgr.engine.job import InferOptions, Job, Lane, Output, Pair
 from teimgr.engine.model import Model, load_model
 from teimgr.engine.queue import QueueEntry
 from teimgr.errors import InferenceFailed, InvalidInput, Unavailable
-from teimgr.model_files.reading import read_layout
+from teimgr.models.reading import read_layout
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from teimgr.engine.batch import Encoded, PackedBatch, pack
 from teimgr.engine.forward_graphs import MOST_TOKENS, ForwardGraphs, RowInputs, bucket_of, host_row, shortened
 from teimgr.engine.loading import EngineOptions, load_parts
 from teimgr.engine.model import load_model
-from teimgr.model_files.reading import read_layout
+from teimgr.models.reading import read_layout
 
 from .conftest import Served
 

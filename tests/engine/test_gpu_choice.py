@@ -29,7 +29,7 @@ from teimgr.engine.loading import EngineOptions, load_parts
 from teimgr.engine.model import Model, load_model, tensor_bytes, tensors_of
 from teimgr.engine.tokenizer import TextTokenizer
 from teimgr.errors import DeviceFailed, InvalidConfig, OutOfDeviceMemory
-from teimgr.model_files.reading import read_layout
+from teimgr.models.reading import read_layout
 
 from .conftest import Served
 

@@ -22,7 +22,7 @@ from teimgr.engine.gpu_fusion import LinearGelu, ProjectionPart, ResidualNorm, R
 from teimgr.engine.model import Model, load_model
 from teimgr.engine.norm_kernel import Norms
 from teimgr.engine.tokenizer import TextTokenizer
-from teimgr.model_files.reading import read_layout
+from teimgr.models.reading import read_layout
 
 CPU = torch.device("cpu")
 

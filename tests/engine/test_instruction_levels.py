@@ -20,7 +20,7 @@ from teimgr.engine.model import load_model
 from teimgr.engine.native_library import LEVELS
 from teimgr.engine.tokenizer import TextTokenizer, TokenizeOptions
 from teimgr.errors import InvalidConfig
-from teimgr.model_files.reading import read_layout
+from teimgr.models.reading import read_layout
 
 pytestmark = needs_native_forward
 HERE = LEVELS[: LIBRARY.level + 1] if LIBRARY else ()

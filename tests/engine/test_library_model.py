@@ -13,7 +13,7 @@ from tests.support.models.own_code import build_decoder
 
 from teimgr.engine.library_model import load_module
 from teimgr.errors import ModelLoadFailed
-from teimgr.model_files.reading import read_layout
+from teimgr.models.reading import read_layout
 
 CPU = torch.device("cpu")
 

@@ -18,7 +18,7 @@ from teimgr.engine.forward_program import CannotLowerError, ForwardProgram
 from teimgr.engine.forward_trace import trace_forward
 from teimgr.engine.library_model import load_module
 from teimgr.engine.lowering import lower
-from teimgr.model_files.reading import read_layout
+from teimgr.models.reading import read_layout
 
 # The others have heads of 8 columns with a norm of their own, which no step takes: tests/engine/test_forward_kernel.py
 # has them with wider heads.

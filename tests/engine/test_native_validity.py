@@ -19,7 +19,7 @@ from tests.support.native import needs_native_forward
 from teimgr.engine.forward_kernel import forward_kernel
 from teimgr.engine.forward_program import CannotLowerError
 from teimgr.engine.tokenizer import TextTokenizer, TokenizeOptions
-from teimgr.model_files.reading import read_layout
+from teimgr.models.reading import read_layout
 
 TEXTS = ["rain on the harbour", "one", "a longer text about boats and the harbour in the rain"]
 

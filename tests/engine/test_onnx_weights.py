@@ -18,7 +18,7 @@ from tests.support.models.onnx_graph import move_to_onnx, node, tensor
 from teimgr.engine.job import Output
 from teimgr.engine.onnx_weights import onnx_weights
 from teimgr.errors import ModelLoadFailed
-from teimgr.model_directory import missing_file, needed
+from teimgr.models.directory import missing_file, needed
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from teimgr.engine.forward_kernel import ForwardKernel
 from teimgr.engine.job import Output
 from teimgr.engine.loading import EngineOptions, EngineParts, load_parts
 from teimgr.engine.reference_cache import MOST_BYTES, MOST_FILES, KnownReference, ReferenceCache, reference_key
-from teimgr.model_files.reading import read_layout
+from teimgr.models.reading import read_layout
 
 INPUT = Encoded(np.array([2, 7, 5, 3], dtype=np.int32))
 

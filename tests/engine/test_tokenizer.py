@@ -21,8 +21,8 @@ from teimgr.engine.batch import Encoded
 from teimgr.engine.job import Pair
 from teimgr.engine.tokenizer import Prompts, TextTokenizer, TokenizeOptions
 from teimgr.errors import EmptyInput, InvalidConfig, InvalidInput, TokenizerFailed
-from teimgr.model_files.layout import LateInteraction
-from teimgr.model_files.reading import read_layout
+from teimgr.models.layout import LateInteraction
+from teimgr.models.reading import read_layout
 
 RIGHT, LEFT, OFF = TokenizeOptions(), TokenizeOptions(left=True), TokenizeOptions(truncate=False)
 

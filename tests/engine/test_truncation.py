@@ -23,7 +23,7 @@ from teimgr.engine.job import Pair
 from teimgr.engine.tokenizer import TextTokenizer, TokenizeOptions
 from teimgr.engine.truncation import Shortener
 from teimgr.errors import InvalidInput
-from teimgr.model_files.reading import read_layout
+from teimgr.models.reading import read_layout
 
 RIGHT, LEFT = TokenizeOptions(), TokenizeOptions(left=True)
 

@@ -19,7 +19,7 @@ from teimgr.engine.tokenizer import TextTokenizer, TokenizeOptions
 from teimgr.engine.tokenizer_library import load_tokenizer
 from teimgr.engine.truncation import Truncation
 from teimgr.engine.wordpiece import WordPiece, wordpiece
-from teimgr.model_files.reading import read_layout
+from teimgr.models.reading import read_layout
 from teimgr.wire.text_column import TextColumn
 
 pytestmark = needs_native_forward

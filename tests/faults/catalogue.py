@@ -16,9 +16,9 @@ from typing import Generic, TypeVar
 import aiohttp
 import psutil
 
+from teimgr.control.launch.nursery import NAME, STANDBY_NAME
+from teimgr.control.launch.process_handle import look_up
 from teimgr.errors import StateNotSaved, TeimgrError
-from teimgr.launch.nursery import NAME, STANDBY_NAME
-from teimgr.launch.process_handle import look_up
 from teimgr.spec import State
 from tests.faults.world import MINILM, MODELS, Wanted, World
 from tests.support.polling import eventually

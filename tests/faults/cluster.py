@@ -25,8 +25,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # as pytest's `pythonpath` has it
 
 from teimgr import __version__
+from teimgr.control.launch.process_handle import look_up
 from teimgr.errors import NoHost
-from teimgr.launch.process_handle import look_up
 from tests.faults.callers import CLUSTER_SURFACES, Callers
 from tests.faults.catalogue import Kind
 from tests.faults.cluster_world import HEAD, HOSTS, LIMIT_S, ClusterWorld

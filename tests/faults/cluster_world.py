@@ -18,8 +18,8 @@ from typing import Any
 
 import psutil
 
+from teimgr.control.launch.process_handle import WorkerRunFile, all_worker_paths, look_up
 from teimgr.errors import TeimgrError
-from teimgr.launch.process_handle import WorkerRunFile, all_worker_paths, look_up
 from tests.faults.world import MODELS, World
 from tests.support.cluster_node import NodeProcess
 from tests.support.daemon_process import DaemonProcess, WarmDaemonProcess, cluster_table, kill_ray, tail

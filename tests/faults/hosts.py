@@ -33,21 +33,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # as pytest's `pyt
 from bench.machine import cpu_s
 
 from teimgr.config.settings import Settings
+from teimgr.control.launch.control_link import ControlLink, MuxLink, WorkerStatus
+from teimgr.control.launch.launcher import Adopted, FoundWorkers, WorkerHandle
+from teimgr.control.launch.mux_launcher import LocalMuxLauncher
+from teimgr.control.launch.process_handle import Exit, ExitReport, new_incarnation
+from teimgr.control.placement.planner import Gpu, GpuInventory, Inventory, place
+from teimgr.control.supervision.crash_reports import CrashReports
+from teimgr.control.supervision.manager import Manager
+from teimgr.control.supervision.muxes import MuxSupervisor, local_launcher, mux_config
+from teimgr.control.supervision.store import Store
 from teimgr.errors import Code
-from teimgr.launch.control_link import ControlLink, MuxLink, WorkerStatus
-from teimgr.launch.launcher import Adopted, FoundWorkers, WorkerHandle
-from teimgr.launch.mux_launcher import LocalMuxLauncher
-from teimgr.launch.process_handle import Exit, ExitReport, new_incarnation
 from teimgr.mux.process import Mux
 from teimgr.observability.metrics import DaemonMetrics
-from teimgr.placement.planner import Gpu, GpuInventory, Inventory, place
-from teimgr.routing.router import Directory
 from teimgr.spec import InstanceSpec, LoadedModel, RouteEntry, State, WorkerSpec
-from teimgr.supervision.crash_reports import CrashReports
-from teimgr.supervision.manager import Manager
-from teimgr.supervision.muxes import MuxSupervisor, local_launcher, mux_config
-from teimgr.supervision.store import Store
 from teimgr.wire.frames import Method
+from teimgr.wire.routing.router import Directory
 from tests.support import long_run
 from tests.support.results import markdown, write
 

@@ -17,9 +17,9 @@ from bench import weights
 from numpy.typing import NDArray
 
 from teimgr.client import AsyncClient
+from teimgr.control.supervision.store import parse
 from teimgr.errors import TeimgrError
 from teimgr.spec import InstanceSpec, State
-from teimgr.supervision.store import parse
 from tests.support.daemon_process import DaemonProcess
 from tests.support.models import build
 

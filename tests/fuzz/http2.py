@@ -11,8 +11,8 @@ import h2.config
 import h2.connection
 import hpack
 
-from teimgr.pb.tei.v1 import tei_pb2
-from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2
+from teimgr.wire.pb.tei.v1 import tei_pb2
+from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2
 from tests.fuzz.mutation import Mutator
 from tests.fuzz.surface import Address, Report, flood
 from tests.fuzz.target import SEED, Target

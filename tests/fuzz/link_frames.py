@@ -9,7 +9,6 @@ from typing import Any
 
 from teimgr.errors import InvalidInput, TeimgrError
 from teimgr.observability.request_context import CallStats, RequestContext
-from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.wire.frames import (
     HEADER,
     Flag,
@@ -26,6 +25,7 @@ from teimgr.wire.frames import (
     request_head,
     unpack_error,
 )
+from teimgr.wire.pb.tei.v1 import tei_pb2
 from tests.fuzz.mutation import Mutator
 from tests.fuzz.surface import Address, Report, flood
 from tests.fuzz.target import SEED, Target

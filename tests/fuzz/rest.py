@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 ROOT = Path(__file__).resolve().parents[2]
 # Methods are not judged, since paths overlap: /models/a/download is a model too and may be deleted, and
-# /instances/actions an instance that may be changed. `tests/rest/test_error_answers.py` has the 405.
+# /instances/actions an instance that may be changed. `tests/api/rest/test_error_answers.py` has the 405.
 CHECKS = (
     "server_error_is_documented",  # of rest_hooks.py
     "status_code_conformance",

@@ -7,9 +7,9 @@ import tempfile
 from pathlib import Path
 
 from teimgr.config.sources import Source, read
+from teimgr.control.supervision.store import Store, Unreadable, parse, render
 from teimgr.errors import InvalidConfig
 from teimgr.spec import InstanceSpec
-from teimgr.supervision.store import Store, Unreadable, parse, render
 from tests.fuzz.mutation import Mutator
 from tests.fuzz.surface import Report
 from tests.fuzz.target import SEED

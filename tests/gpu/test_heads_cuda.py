@@ -17,7 +17,7 @@ from teimgr.engine.heads import Rows
 from teimgr.engine.heads import splade as splade_heads
 from teimgr.engine.job import Output
 from teimgr.engine.model import load_model
-from teimgr.model_files.layout import M3, Backbone, CausalRerank, LateInteraction, Layout, ScoringConfig, Splade
+from teimgr.models.layout import M3, Backbone, CausalRerank, LateInteraction, Layout, ScoringConfig, Splade
 from teimgr.spec import Kind
 
 pytestmark = [

@@ -137,8 +137,8 @@ def _ready(port: int) -> bool:
 
 
 def _embed(port: int) -> None:
-    from teimgr.pb.tei.v1 import tei_pb2
-    from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
+    from teimgr.wire.pb.tei.v1 import tei_pb2
+    from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
 
     target = mux_pb2.Target(instance_name="first")
     request = mux_pb2.EmbedRequest(target=target, request=tei_pb2.EmbedRequest(inputs="one text"))

@@ -19,14 +19,14 @@ from tests.support.frame_worker import FrameWorker, lengths
 from tests.support.mux_process import embed, running, stub
 from tests.support.polling import eventually
 
-from teimgr.auth.policy import Policy
 from teimgr.config.mux import MuxConfig
-from teimgr.fleet_tls import FleetIdentity
-from teimgr.http_server import bind
-from teimgr.launch.control_link import MuxDisconnected, MuxLink, MuxLost
-from teimgr.launch.mux_launcher import LocalMux, MuxPaths, spawn_mux
-from teimgr.launch.remote_control import open_mux_link
+from teimgr.control.launch.control_link import MuxDisconnected, MuxLink, MuxLost
+from teimgr.control.launch.mux_launcher import LocalMux, MuxPaths, spawn_mux
+from teimgr.control.launch.remote_control import open_mux_link
+from teimgr.http.auth.policy import Policy
+from teimgr.http.server import bind
 from teimgr.spec import RouteEntry, RoutingSnapshot
+from teimgr.wire.fleet_tls import FleetIdentity
 from teimgr.wire.remote_frames import RemoteAddress
 
 LIMIT_S = 30.0

@@ -12,10 +12,10 @@ from tests.support.frame_worker import TIMINGS, FrameWorker, Request, echo, hold
 from tests.support.mux_process import MAX_MESSAGE_BYTES, WINDOW, Control, client, embed, running, stub, to
 
 from teimgr.errors import InvalidInput
-from teimgr.pb.tei.v1 import tei_pb2
-from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
-from teimgr.pb.teimgr.v1 import frames_pb2
 from teimgr.wire.frames import Flag, Method
+from teimgr.wire.pb.tei.v1 import tei_pb2
+from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
+from teimgr.wire.pb.teimgr.v1 import frames_pb2
 
 Status = grpc.StatusCode
 

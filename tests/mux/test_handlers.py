@@ -19,20 +19,20 @@ from tests.support.frame_worker import TIMINGS, FrameWorker, Request, echo, hold
 from tests.support.h2_peer import connecting, framed, head
 from tests.support.mux_process import MAX_MESSAGE_BYTES, Control, client, embed, running, stub, to
 
-from teimgr.auth.policy import Key, Policy, PolicyInForce, digest
 from teimgr.errors import Code, error_from_code
-from teimgr.grpc_core import standard_calls
-from teimgr.http_server import bind
+from teimgr.http.auth.policy import Key, Policy, PolicyInForce, digest
+from teimgr.http.server import bind
 from teimgr.mux import handlers
 from teimgr.mux.forwarding import CallCounters
 from teimgr.mux.handlers import MuxHandlers, MuxHealth
 from teimgr.mux.server import GrpcServer
-from teimgr.pb.tei.v1 import tei_pb2
-from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
-from teimgr.routing.links import LinkLimits
-from teimgr.routing.router import Router
 from teimgr.spec import RouteEntry, RoutingSnapshot, State
 from teimgr.wire.frames import Flag, Method
+from teimgr.wire.grpc_core import standard_calls
+from teimgr.wire.pb.tei.v1 import tei_pb2
+from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
+from teimgr.wire.routing.links import LinkLimits
+from teimgr.wire.routing.router import Router
 from teimgr.wire.status import PUSHBACK_KEY, STATUS
 
 Status = grpc.StatusCode

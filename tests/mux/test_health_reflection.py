@@ -18,14 +18,14 @@ from tests.support.mux_process import Control, client, running, stub
 from tests.support.reflection import reflection
 
 from teimgr.errors import WrongModelKind
-from teimgr.grpc_core.rpc_table import RPCS, Shape
 from teimgr.mux.handlers import MuxHealth
-from teimgr.pb.tei.v1 import tei_pb2
-from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2
-from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
-from teimgr.pb.teimgr.v1 import arrow_pb2, frames_pb2
 from teimgr.spec import RouteEntry, State
 from teimgr.wire.frames import Flag, Method
+from teimgr.wire.grpc_core.rpc_table import RPCS, Shape
+from teimgr.wire.pb.tei.v1 import tei_pb2
+from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2
+from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
+from teimgr.wire.pb.teimgr.v1 import arrow_pb2, frames_pb2
 
 MUX = "tei_multiplexer.v1.TeiMultiplexer"
 TEI = ("tei.v1.Info", "tei.v1.Embed", "tei.v1.Predict", "tei.v1.Rerank", "tei.v1.Tokenize")

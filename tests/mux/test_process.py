@@ -28,12 +28,12 @@ from tests.support.models import build
 from tests.support.mux_process import Control, MuxProcess, client, client_at, embed, mux_pb2, running, stub
 from tests.support.polling import eventually
 
-from teimgr.auth.policy import CertificateRules, Key, Policy, digest
-from teimgr.auth.tls_files import TlsFiles
 from teimgr.config.mux import MuxConfig
 from teimgr.errors import InvalidConfig
-from teimgr.grpc_core.rpc_table import FILES, RPCS, SERVICE, Rpc, Shape
+from teimgr.http.auth.policy import CertificateRules, Key, Policy, digest
+from teimgr.http.auth.tls_files import TlsFiles
 from teimgr.spec import RouteEntry, State
+from teimgr.wire.grpc_core.rpc_table import FILES, RPCS, SERVICE, Rpc, Shape
 from teimgr.wire.status import CODE_KEY
 
 Status = grpc.StatusCode

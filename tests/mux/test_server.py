@@ -12,10 +12,10 @@ import h2.events
 from tests.support.authority import Authority, needs_openssl
 from tests.support.h2_peer import LIMIT_S, Peer, head
 
-from teimgr.auth.tls_files import TlsFiles
-from teimgr.http2.connection import Connection
-from teimgr.http2.stream import Stream
-from teimgr.http_server import bind
+from teimgr.http.auth.tls_files import TlsFiles
+from teimgr.http.http2.connection import Connection
+from teimgr.http.http2.stream import Stream
+from teimgr.http.server import bind
 from teimgr.mux.server import GrpcServer, tls_context
 
 

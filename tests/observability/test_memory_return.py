@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from teimgr.launch.mux_launcher import _MALLOC
+from teimgr.control.launch.mux_launcher import _MALLOC
 
 # Chunks below the threshold of mmap, of which every thousandth stays: the heap cannot shrink at its end.
 CODE = """

@@ -15,8 +15,8 @@ from tests.support.daemon_process import DaemonProcess
 from tests.support.models import build
 from tests.support.trace_collector import Collector, Seen
 
-from teimgr.pb.tei.v1 import tei_pb2
-from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2
+from teimgr.wire.pb.tei.v1 import tei_pb2
+from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2
 
 pytestmark = pytest.mark.slow
 

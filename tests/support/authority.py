@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from teimgr.auth.tls_files import TlsFiles
+from teimgr.http.auth.tls_files import TlsFiles
 
 LOCAL = "DNS:localhost,IP:127.0.0.1"
 _EC = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-utf8")

@@ -17,7 +17,7 @@ from teimgr.cluster.head import ClusterHead
 from teimgr.cluster.ray_launcher import RayLauncher
 from teimgr.config.cluster import ClusterSettings
 from teimgr.config.settings import Settings
-from teimgr.placement.planner import GpuInventory, Inventory
+from teimgr.control.placement.planner import GpuInventory, Inventory
 
 NODE_ADDRESS = "127.0.0.3"
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")

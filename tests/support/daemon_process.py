@@ -23,7 +23,7 @@ import psutil
 from tests.support.polling import until
 
 from teimgr.client import AsyncClient, Client
-from teimgr.launch.process_handle import look_up
+from teimgr.control.launch.process_handle import look_up
 
 MINILM = "sentence-transformers/all-MiniLM-L6-v2"
 LISTEN_LIMIT_S = 30.0

@@ -13,7 +13,7 @@ from tests.support.plain_forwards import POOLINGS
 from teimgr.engine.batch import Encoded
 from teimgr.engine.job import Input, Output
 from teimgr.engine.tokenizer import TextTokenizer, TokenizeOptions
-from teimgr.model_files.reading import read_layout
+from teimgr.models.reading import read_layout
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
 # Below, at, and beyond the length up to which NomicBERT was trained (48 here), up to that of the models (192).

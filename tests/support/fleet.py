@@ -14,14 +14,14 @@ import pytest
 from tests.support.fakes.worker import fake_id
 
 from teimgr.config.settings import Settings
-from teimgr.launch.launcher import LocalLauncher, LocalOptions
-from teimgr.launch.process_handle import look_up
+from teimgr.control.launch.launcher import LocalLauncher, LocalOptions
+from teimgr.control.launch.process_handle import look_up
+from teimgr.control.placement.planner import GpuInventory, Inventory, InventorySource
+from teimgr.control.supervision.manager import Manager
+from teimgr.control.supervision.store import Store
 from teimgr.observability.metrics import DaemonMetrics
-from teimgr.placement.planner import GpuInventory, Inventory, InventorySource
-from teimgr.routing.router import Directory
 from teimgr.spec import InstanceSpec, InstanceView, RouteEntry
-from teimgr.supervision.manager import Manager
-from teimgr.supervision.store import Store
+from teimgr.wire.routing.router import Directory
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 30.0

@@ -11,9 +11,9 @@ from pathlib import Path
 from tests.support.worker_process import WorkerProcess
 
 from teimgr.cluster.authority import CERTIFICATE_LIFE, FleetAuthority, utc_now
-from teimgr.fleet_tls import FleetIdentity, FleetName, write_identity
-from teimgr.launch.control_link import identify
+from teimgr.control.launch.control_link import identify
 from teimgr.spec import WorkerEndpoint
+from teimgr.wire.fleet_tls import FleetIdentity, FleetName, write_identity
 
 HOST = "127.0.0.1"
 

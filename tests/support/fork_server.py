@@ -54,7 +54,7 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """`python -m teimgr.launch.nursery`, asked for workers over its control socket."""
+    """`python -m teimgr.control.launch.nursery`, asked for workers over its control socket."""
 
     def __init__(self) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -65,7 +65,7 @@ class ForkServer:
         environ = os.environ | {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
         with theirs, self._log.open("wb") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "teimgr.launch.nursery", str(theirs.fileno())],
+                [sys.executable, "-P", "-m", "teimgr.control.launch.nursery", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

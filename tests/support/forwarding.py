@@ -16,10 +16,10 @@ from teimgr.cluster.host_link import HostAddress
 from teimgr.cluster.host_models import HostModels
 from teimgr.cluster.host_service import HostListener, HostService
 from teimgr.cluster.port_forwarding import PortForwarding
-from teimgr.launch.launcher import LocalLauncher
+from teimgr.control.launch.launcher import LocalLauncher
 from teimgr.observability.log_source import LocalLogs
-from teimgr.routing.router import Directory
 from teimgr.spec import RouteEntry, State, WorkerEndpoint, WorkerSpec
+from teimgr.wire.routing.router import Directory
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 NAME = "a"

@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 
 from teimgr.errors import TeimgrError
-from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.spec import WorkerEndpoint
 from teimgr.wire.frames import (
     Flag,
@@ -29,6 +28,7 @@ from teimgr.wire.frames import (
     reply_head,
     retry_after_ms,
 )
+from teimgr.wire.pb.tei.v1 import tei_pb2
 
 TIMINGS = Timings(
     chars=11, tokens=5, total_ns=9_000_000, tokenization_ns=1_000_000, queue_ns=2_000_000, inference_ns=6_999_999

@@ -26,7 +26,7 @@ from teimgr.engine.engine import Engine, EngineOptions
 from teimgr.engine.job import InferOptions, Job, Lane
 from teimgr.engine.tokenizer import TextTokenizer, TokenizeOptions
 from teimgr.errors import TeimgrError
-from teimgr.model_files.reading import read_layout
+from teimgr.models.reading import read_layout
 
 TEXTS = ["rain on the harbour", "one", "a longer text about boats and the harbour in the rain " * 4]
 _NAN, _INFINITE = float("nan"), float("inf")

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from teimgr.connection_gate import LIMITS, ConnectionGate, Phase, Ticket
+from teimgr.http.connection_gate import LIMITS, ConnectionGate, Phase, Ticket
 
 
 async def hello(scope: dict[str, Any], receive: Any, send: Any) -> None:

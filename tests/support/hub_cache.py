@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.support.hub_server import SHA, etag
 
-from teimgr import hub
+from teimgr.models import hub
 
 
 def lay_out(cache: Path, model_id: str, files: dict[str, bytes], commit: str = SHA, ref: str = "main") -> Path:

@@ -13,8 +13,8 @@ import signal
 import sys
 from pathlib import Path
 
+from teimgr.control.supervision.store import Store
 from teimgr.spec import InstanceSpec
-from teimgr.supervision.store import Store
 
 _TRACEME, _SYSCALL, _SETOPTIONS, _EXITKILL = 0, 24, 0x4200, 0x100000
 

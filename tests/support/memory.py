@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import psutil
 
-from teimgr.launch.nursery import NAME, STANDBY_NAME
+from teimgr.control.launch.nursery import NAME, STANDBY_NAME
 
 
 def resident_mib(processes: Iterable[psutil.Process]) -> dict[str, float]:

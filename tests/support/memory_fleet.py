@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from teimgr.config.settings import Settings
+from teimgr.control.supervision.validation import with_changes
 from teimgr.errors import (
     AlreadyRunning,
     InstanceExists,
@@ -18,7 +19,6 @@ from teimgr.errors import (
     PortConflict,
 )
 from teimgr.spec import InstanceSpec, InstanceView, LoadedModel, State, UpdateView, check_name
-from teimgr.supervision.validation import with_changes
 
 CREATED_AT = "2026-03-04T12:00:00.123456Z"
 

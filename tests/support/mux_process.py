@@ -19,10 +19,10 @@ from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
 from teimgr.config.mux import MuxConfig
-from teimgr.grpc_core.rpc_table import SERVICE
-from teimgr.pb.tei.v1 import tei_pb2
-from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
 from teimgr.spec import RouteEntry, RoutingSnapshot, State
+from teimgr.wire.grpc_core.rpc_table import SERVICE
+from teimgr.wire.pb.tei.v1 import tei_pb2
+from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
 
 MAX_MESSAGE_BYTES = 2 * 1024 * 1024
 WINDOW = 16

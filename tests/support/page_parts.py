@@ -7,12 +7,12 @@ from typing import Any
 
 from tests.support.memory_fleet import Fleet
 
+from teimgr.api.page.page import Page
+from teimgr.api.rest.probes import Scraper
 from teimgr.config.settings import Settings
-from teimgr.events.fleet_events import EventLog
-from teimgr.page.page import Page
-from teimgr.placement.planner import GpuInventory, Inventory
-from teimgr.rest.probes import Scraper
-from teimgr.routing.router import Directory
+from teimgr.control.events.fleet_events import EventLog
+from teimgr.control.placement.planner import GpuInventory, Inventory
+from teimgr.wire.routing.router import Directory
 
 
 def parts(settings: Settings) -> Callable[[Fleet], dict[str, Any]]:

@@ -16,7 +16,7 @@ from teimgr.engine.batch import Encoded, pack
 from teimgr.engine.heads import Rows
 from teimgr.engine.job import Output
 from teimgr.engine.model import Model
-from teimgr.model_files.layout import Backbone, Layout
+from teimgr.models.layout import Backbone, Layout
 from teimgr.spec import Kind
 
 # Several of one length, one token, and longer than any window.

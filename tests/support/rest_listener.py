@@ -12,13 +12,13 @@ import aiohttp
 import uvicorn
 from tests.support.memory_fleet import Fleet
 
+from teimgr.api.rest.app import create_app, uvicorn_options
 from teimgr.config.settings import Settings
-from teimgr.connection_gate import ConnectionGate
-from teimgr.http_protocol import HttpProtocol
-from teimgr.http_server import Server, bind
+from teimgr.control.registry.registry import Registry
+from teimgr.http.connection_gate import ConnectionGate
+from teimgr.http.http1 import HttpProtocol
+from teimgr.http.server import Server, bind
 from teimgr.observability.metrics import DaemonMetrics
-from teimgr.registry.registry import Registry
-from teimgr.rest.app import create_app, uvicorn_options
 
 
 @dataclass

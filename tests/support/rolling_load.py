@@ -17,7 +17,7 @@ from tests.support.daemon_process import DaemonProcess
 from tests.support.polling import until
 
 from teimgr.errors import TeimgrError
-from teimgr.pb.tei.v1 import tei_pb2
+from teimgr.wire.pb.tei.v1 import tei_pb2
 
 CALL_LIMIT_S = 30
 

@@ -16,9 +16,9 @@ import numpy as np
 import pyarrow as pa
 from aiohttp import web
 
-from teimgr.pb.tei.v1 import tei_pb2
-from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
-from teimgr.pb.teimgr.v1 import arrow_pb2
+from teimgr.wire.pb.tei.v1 import tei_pb2
+from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
+from teimgr.wire.pb.teimgr.v1 import arrow_pb2
 
 _MODULES = {"tei.v1": tei_pb2, "tei_multiplexer.v1": mux_pb2, "teimgr.v1": arrow_pb2}
 

@@ -19,17 +19,17 @@ from typing import Any
 
 from tests.support.fleet import settings_for
 
+from teimgr.control.launch.control_link import WorkerStatus
+from teimgr.control.launch.launcher import Adopted, FoundWorkers, WorkerHandle
+from teimgr.control.launch.process_handle import Exit, ExitReport, LaunchFailed
+from teimgr.control.launch.strays import Stray
+from teimgr.control.placement.planner import GpuInventory, Inventory
+from teimgr.control.supervision.manager import Manager
+from teimgr.control.supervision.store import Loaded
 from teimgr.errors import Code, Unavailable
-from teimgr.launch.control_link import WorkerStatus
-from teimgr.launch.launcher import Adopted, FoundWorkers, WorkerHandle
-from teimgr.launch.process_handle import Exit, ExitReport, LaunchFailed
-from teimgr.launch.strays import Stray
 from teimgr.observability.metrics import DaemonMetrics
-from teimgr.placement.planner import GpuInventory, Inventory
-from teimgr.routing.router import Directory
 from teimgr.spec import InstanceSpec, State, WorkerSpec
-from teimgr.supervision.manager import Manager
-from teimgr.supervision.store import Loaded
+from teimgr.wire.routing.router import Directory
 
 MAX_TURNS = 5000
 """Until a fleet without commands has to be at rest."""

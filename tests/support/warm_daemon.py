@@ -12,7 +12,7 @@ import socket
 import sys
 
 from teimgr.cli.main import main
-from teimgr.launch.nursery_link import NurseryLink, NurseryProcess
+from teimgr.control.launch.nursery_link import NurseryLink, NurseryProcess
 
 SERVICE = "TEIMGR_TEST_NURSERIES"
 

@@ -21,8 +21,6 @@ from tests.support.daemon_process import free_ports
 from tests.support.fork_server import ForkedProcess, fork_server
 
 from teimgr.errors import TeimgrError
-from teimgr.pb.tei.v1 import tei_pb2
-from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2
 from teimgr.spec import WorkerSpec
 from teimgr.wire.frames import (
     HEADER,
@@ -36,6 +34,8 @@ from teimgr.wire.frames import (
     split_timings,
     unpack_error,
 )
+from teimgr.wire.pb.tei.v1 import tei_pb2
+from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2
 
 LIMIT_S = 60.0
 EXEC = ("-m", "teimgr.worker")

@@ -14,10 +14,10 @@ from tests.support.models import CORPUS, LABELS, WIDTH, build_classifier, build_
 from tests.support.worker_process import Connect, WorkerLink, WorkerProcess, arrow, embed_request, table
 
 from teimgr.errors import Code
-from teimgr.pb.tei.v1 import tei_pb2
-from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2
-from teimgr.pb.teimgr.v1 import arrow_pb2
 from teimgr.wire.frames import Method
+from teimgr.wire.pb.tei.v1 import tei_pb2
+from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2
+from teimgr.wire.pb.teimgr.v1 import arrow_pb2
 from teimgr.wire.quantisation import Precision, converted
 from teimgr.worker.arrow_calls import response_head
 

@@ -15,7 +15,7 @@ from tests.support.models.scoring import build_token_classifier
 
 from teimgr.engine.job import Output
 from teimgr.errors import InvalidConfig, ModelLoadFailed
-from teimgr.model_files.reading import read_layout
+from teimgr.models.reading import read_layout
 from teimgr.worker.entities import Aggregation, entities
 
 TOKENS = frozenset({Output.TOKENS})

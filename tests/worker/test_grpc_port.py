@@ -23,8 +23,8 @@ from tests.support.models import build_cross_encoder
 from tests.support.reflection import reflection
 from tests.support.worker_process import Connect, WorkerProcess
 
-from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.wire.frames import Method
+from teimgr.wire.pb.tei.v1 import tei_pb2
 
 Status = grpc.StatusCode
 SERVICES = tei_pb2.DESCRIPTOR.services_by_name

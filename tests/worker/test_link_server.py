@@ -10,9 +10,9 @@ import pytest
 from tests.support.worker_process import LIMIT_S, Connect, WorkerLink, WorkerProcess, arrow, embed_request, table
 
 from teimgr.errors import Code
-from teimgr.pb.tei.v1 import tei_pb2
-from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2
 from teimgr.wire.frames import Flag, FrameType, Method
+from teimgr.wire.pb.tei.v1 import tei_pb2
+from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2
 
 INSIDE = 5  # one running and four behind it, by the fixture
 

@@ -31,10 +31,10 @@ from tests.support.models import (
 from tests.support.worker_process import Answer, Connect, WorkerLink, WorkerProcess, arrow
 
 from teimgr.errors import Code
-from teimgr.pb.tei.v1 import tei_pb2
-from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2
-from teimgr.pb.teimgr.v1 import frames_pb2
 from teimgr.wire.frames import Flag, Method, Timings
+from teimgr.wire.pb.tei.v1 import tei_pb2
+from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2
+from teimgr.wire.pb.teimgr.v1 import frames_pb2
 from teimgr.worker.methods import embed_all_response, embed_response, embed_sparse_response
 
 INSIDE = 5  # calls: one running and four behind it, of `max_concurrent_requests=1`

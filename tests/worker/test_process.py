@@ -18,8 +18,8 @@ from tests.support.models.files import edit
 from tests.support.polling import eventually
 from tests.support.worker_process import EXEC, FORKED, LIMIT_S, WorkerLink, WorkerProcess, arrow, table
 
+from teimgr.control.launch.control_link import identify
 from teimgr.errors import Code
-from teimgr.launch.control_link import identify
 from teimgr.observability.logs import STACKS_SIGNAL
 from teimgr.wire.frames import Flag, FrameType, Method
 

@@ -14,11 +14,11 @@ from tests.support.fleet_nodes import FleetNodes, endpoint_of, worker_on
 from tests.support.polling import eventually
 from tests.support.worker_process import WorkerLink, WorkerProcess, embed_request
 
+from teimgr.control.launch.control_link import WorkerStatus
+from teimgr.control.launch.remote_control import open_control_link
 from teimgr.errors import Code, Unavailable
-from teimgr.fleet_tls import FleetIdentity, write_removed
-from teimgr.launch.control_link import WorkerStatus
-from teimgr.launch.remote_control import open_control_link
 from teimgr.spec import WorkerEndpoint
+from teimgr.wire.fleet_tls import FleetIdentity, write_removed
 from teimgr.wire.frames import Method
 
 

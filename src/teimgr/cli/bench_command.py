@@ -32,7 +32,7 @@ def bench(
 
     Over gRPC; throughput and latencies are printed as JSON.
     """
-    from teimgr.bench_client.command import Load, run_load
+    from teimgr.cli.bench_client.command import Load, run_load
 
     connection = server.connection
     load = Load(name, mode, num_texts, batch_size, texts, noop, normalize, timeout_s=server.timeout_s)

@@ -30,7 +30,7 @@ def serve(
     log_format: Annotated[Literal["json", "pretty"] | None, typer.Option(help="json: one object per line.")] = None,
 ) -> int:
     """Run the daemon in the foreground (also: teimgr -c FILE)."""
-    from teimgr.container_init import leave_pid_1
+    from teimgr.daemon.container_init import leave_pid_1
 
     leave_pid_1()
     from teimgr.config.sources import Source, read, unread_variables
@@ -47,7 +47,7 @@ def serve(
     for warning in unread_variables():
         say(f"teimgr: warning: {warning}", file=sys.stderr)
     # The daemon's imports are slow; invalid settings are reported before them.
-    from teimgr.daemon import main as run
+    from teimgr.daemon.process import main as run
 
     return run(configuration, source)
 

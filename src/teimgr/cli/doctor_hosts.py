@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from teimgr.cli.doctor import (
+from teimgr.cli.doctor_checks import (
     Finding,
     Outcome,
     check_clock,

@@ -20,8 +20,8 @@ from teimgr.cli.failures import ExitStatus, UsageError
 from teimgr.cli.instance_commands import Timeout, Wait, await_running
 from teimgr.cli.output import say
 from teimgr.client.rest_values import Instance
+from teimgr.files import expanded
 from teimgr.spec import KEYS, InstanceKey, updatable
-from teimgr.user_home import expanded
 
 _PANEL = "Keys of the instance"
 _HEAD = '# Keys of {name}. Save and close to apply what you change; `x = "default"` takes a key back to its default.'

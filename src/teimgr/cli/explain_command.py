@@ -12,7 +12,7 @@ from teimgr.cli.failures import UsageError
 from teimgr.cli.output import say
 from teimgr.config.schema import unknown_word
 from teimgr.errors import Code
-from teimgr.troubleshooting import ADVICE, meaning, to_text
+from teimgr.observability.troubleshooting import ADVICE, meaning, to_text
 
 
 def explain(

@@ -17,7 +17,7 @@ from teimgr.cli.output import say
 from teimgr.errors import InvalidConfig, Refused
 
 if TYPE_CHECKING:
-    from teimgr.migration.draft import Draft
+    from teimgr.cli.migration.draft import Draft
 
 _MODE = 0o600  # it may have API keys in it
 _COLUMNS = ("key", "outcome", "in teimgr", "note")
@@ -43,8 +43,8 @@ def import_files(
 
     Prints what became of every key of the sources: carried over, same by default, no counterpart, or needs a decision.
     """
-    from teimgr.migration.conversion import convert, toml_of
-    from teimgr.migration.draft import KeyOutcome
+    from teimgr.cli.migration.conversion import convert, toml_of
+    from teimgr.cli.migration.draft import KeyOutcome
 
     if out.exists() and not overwrite:
         raise Refused(f"{out} exists; --overwrite replaces it, -o names another")
@@ -80,7 +80,7 @@ def _write(out: Path, text: str) -> tuple[list[str], list[str]]:
         InvalidConfig: The file cannot be written.
     """
     from teimgr.config.sources import Source, read
-    from teimgr.durable_files import write_atomically
+    from teimgr.files import write_atomically
 
     try:
         write_atomically(out, text.encode(), mode=_MODE)
@@ -97,7 +97,7 @@ def _write(out: Path, text: str) -> tuple[list[str], list[str]]:
 
 def _print(output: CommandOutput, draft: Draft, outcomes: Mapping[str, int], out: Path) -> None:
     """The findings as tables, one for each service or instance of the sources; then decisions and the next command."""
-    from teimgr.migration.draft import KeyOutcome
+    from teimgr.cli.migration.draft import KeyOutcome
 
     for place in dict.fromkeys((each.file, each.place) for each in draft.findings):
         found = [each for each in draft.findings if (each.file, each.place) == place]

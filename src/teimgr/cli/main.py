@@ -16,7 +16,7 @@ from teimgr import __version__
 from teimgr.cli.command import runnable
 from teimgr.cli.failures import MEANINGS
 from teimgr.cli.output import say
-from teimgr.user_home import ensure_home
+from teimgr.files import ensure_home
 
 PROGRAM = "teimgr"
 _SUMMARY = "One daemon for a fleet of embedding and reranking models."

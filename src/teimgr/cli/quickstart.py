@@ -13,13 +13,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from teimgr import hub
 from teimgr.cli.failures import exit_status, explain, report
 from teimgr.cli.output import say, spinner
 from teimgr.cli.watch_commands import pretty_line
 from teimgr.client import Client
 from teimgr.client.rest_client import API
 from teimgr.errors import InstanceExists, TeimgrError, Unavailable
+from teimgr.models import hub
 
 MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 INSTANCE = "minilm"

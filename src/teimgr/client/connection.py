@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from teimgr.client.rest_client import API, RestClient
 from teimgr.client.server_address import ServerAddress, Tls
-from teimgr.durable_files import write_atomically
 from teimgr.errors import InvalidConfig, TeimgrError, Unreachable
-from teimgr.user_home import expanded
+from teimgr.files import expanded, write_atomically
 
 if TYPE_CHECKING:
     from teimgr.client.clients import Client

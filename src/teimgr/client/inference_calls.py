@@ -40,8 +40,8 @@ from teimgr.client.payloads import (
 )
 from teimgr.client.values import Embedded, Info, SparseVector, Token, Vectors
 from teimgr.errors import Internal
-from teimgr.pb.tei.v1 import tei_pb2
-from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
+from teimgr.wire.pb.tei.v1 import tei_pb2
+from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
 
 T = TypeVar("T")
 MessageT = TypeVar("MessageT", bound=Message)

@@ -13,10 +13,10 @@ from teimgr.client.checks import check_limit, check_sequence, check_source, chec
 from teimgr.client.values import Embedded, Vectors
 from teimgr.config.schema import quoted
 from teimgr.errors import Internal, InvalidInput, ValidationError
-from teimgr.pb.tei.v1 import tei_pb2
-from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
-from teimgr.pb.teimgr.v1 import arrow_pb2
 from teimgr.spec import LANE_KEY, LANES
+from teimgr.wire.pb.tei.v1 import tei_pb2
+from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
+from teimgr.wire.pb.teimgr.v1 import arrow_pb2
 from teimgr.wire.protobuf import bytes_field
 
 

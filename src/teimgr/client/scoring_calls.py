@@ -30,9 +30,9 @@ from teimgr.client.payloads import (
 from teimgr.client.values import Prediction, Rank
 from teimgr.config.schema import quoted
 from teimgr.errors import Internal, ValidationError
-from teimgr.pb.tei.v1 import tei_pb2
-from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
-from teimgr.pb.teimgr.v1 import arrow_pb2
+from teimgr.wire.pb.tei.v1 import tei_pb2
+from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
+from teimgr.wire.pb.teimgr.v1 import arrow_pb2
 
 
 class ScoringCalls(RpcCalls):

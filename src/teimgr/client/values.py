@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from teimgr.errors import InvalidInput
-from teimgr.pb.tei.v1 import tei_pb2
+from teimgr.wire.pb.tei.v1 import tei_pb2
 
 Vectors = NDArray[np.float32]
 

@@ -13,8 +13,8 @@ from typing import Any, Self
 from teimgr.cluster.bridge import ActorAbsent, ActorExists, ActorLost, AnswerLate, Bridge, BridgeLost, RayRefused
 from teimgr.cluster.head import ClusterHead
 from teimgr.cluster.messages import HeldWorker, exit_from_dict
+from teimgr.control.launch.process_handle import KILL_LIMIT_S, Exit, ExitReport, LaunchFailed
 from teimgr.errors import Code, NoHost
-from teimgr.launch.process_handle import KILL_LIMIT_S, Exit, ExitReport, LaunchFailed
 
 SLOTS = (0, 1)
 """Ends of the names of a replica's two actors: a successor starts beside its predecessor."""

@@ -23,7 +23,7 @@ from teimgr.cluster.messages import (
     read_message,
     write_message,
 )
-from teimgr.launch.process_handle import Exit, LaunchFailed, ProcessHandle, WorkerPaths, open_pidfd
+from teimgr.control.launch.process_handle import Exit, LaunchFailed, ProcessHandle, WorkerPaths, open_pidfd
 from teimgr.observability.logs import LogSpan, last_warning, log_size
 
 CONNECT_LIMIT_S = 5.0

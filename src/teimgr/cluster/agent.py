@@ -7,7 +7,8 @@ actor is one worker:
           {"op": "launch mux", "spec"}    start a mux, which is held as a worker is
           {"op": "claim", "incarnation"}  after a restart of the agent: a worker that was forked before
           {"op": "facts", "fleet"}        answered by {"facts"}, `NodeFacts`; the agent learns `FleetFacts`
-          {"op": "hosts"}                 of a worker that needs a model: {"hosts", "models_from"} (`neighbours.py`)
+          {"op": "hosts"}                 of a worker that needs a model: {"hosts", "models_from"}
+                                            (`models/neighbours.py`)
           {"op": "leave"}                 answered by {"workers"} as they become fewer, and {"left"}
     out   {"worker"}                      `HeldWorker`; the connection stays open while it lives
           {"exit"}                        it has ended; its files are removed
@@ -39,11 +40,11 @@ from teimgr.cluster.messages import (
 )
 from teimgr.cluster.node_muxes import NodeMux, NodeMuxes
 from teimgr.config.cluster import address_on_host
+from teimgr.control.launch.launcher import LocalLauncher, LocalWorker
+from teimgr.control.launch.process_handle import Exit, LaunchFailed, look_up
 from teimgr.errors import TeimgrError
-from teimgr.fleet_tls import write_removed
-from teimgr.launch.launcher import LocalLauncher, LocalWorker
-from teimgr.launch.process_handle import Exit, LaunchFailed, look_up
 from teimgr.spec import WorkerSpec
+from teimgr.wire.fleet_tls import write_removed
 
 CLAIM_LIMIT_S = 15.0
 """How long after the agent's start an actor may claim a worker of an earlier agent."""

@@ -21,9 +21,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from teimgr.durable_files import write_atomically
 from teimgr.errors import InvalidConfig, InvalidInput
-from teimgr.fleet_tls import CLOCKS_APART_S, FleetName
+from teimgr.files import write_atomically
+from teimgr.wire.fleet_tls import CLOCKS_APART_S, FleetName
 
 log = logging.getLogger(__name__)
 

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from teimgr.cluster.authority import CERTIFICATE_LIFE
-from teimgr.durable_files import write_atomically
 from teimgr.errors import Forbidden, InvalidConfig, Unauthenticated, ValidationError
-from teimgr.fleet_tls import check_node_name
+from teimgr.files import write_atomically
+from teimgr.wire.fleet_tls import check_node_name
 
 log = logging.getLogger(__name__)
 

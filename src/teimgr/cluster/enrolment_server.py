@@ -30,13 +30,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from teimgr.acceptor import Acceptor, GatedStream
 from teimgr.cluster.authority import MAX_REQUEST_BYTES, FleetAuthority
 from teimgr.cluster.enrolment import Enrolment, JoinToken
 from teimgr.cluster.messages import Versions
-from teimgr.connection_gate import LIMITS, ConnectionGate, Phase, PhaseLimit, Ticket
 from teimgr.errors import Forbidden, Internal, InvalidConfig, InvalidInput, TeimgrError, Unauthenticated
-from teimgr.fleet_tls import (
+from teimgr.http.acceptor import Acceptor, GatedStream
+from teimgr.http.connection_gate import LIMITS, ConnectionGate, Phase, PhaseLimit, Ticket
+from teimgr.http.server import bind
+from teimgr.wire.fleet_tls import (
     CLOCKS_APART_S,
     DAEMON,
     FleetIdentity,
@@ -45,7 +46,6 @@ from teimgr.fleet_tls import (
     write_identity,
     write_removed,
 )
-from teimgr.http_server import bind
 
 log = logging.getLogger(__name__)
 

@@ -26,11 +26,11 @@ from teimgr.cluster.messages import FleetFacts, HeldWorker, NodeFacts
 from teimgr.cluster.ray_process import RayHost, RayProcess, ensure_token, ray_folder
 from teimgr.config.cluster import address_on_host
 from teimgr.config.settings import Settings
+from teimgr.control.launch.launcher import LocalLauncher
+from teimgr.control.launch.process_handle import LaunchFailed
+from teimgr.control.placement.planner import GpuInventory, usable_cores
 from teimgr.errors import InvalidConfig, Unavailable
-from teimgr.launch.launcher import LocalLauncher
-from teimgr.launch.process_handle import LaunchFailed
 from teimgr.observability.log_source import LocalLogs, LogSource
-from teimgr.placement.planner import GpuInventory, usable_cores
 
 CONNECT_LIMIT_S = 180.0
 """For Ray at the start of the daemon: it takes some ten seconds, on an overloaded machine a minute."""

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from teimgr import __version__
 from teimgr.cluster.messages import NodeFacts, Versions
+from teimgr.control.placement.planner import GpuInventory, free_memory_bytes, host_memory, usable_cores
 from teimgr.errors import InvalidConfig, ValidationError
-from teimgr.fleet_tls import check_node_name
-from teimgr.placement.planner import GpuInventory, free_memory_bytes, host_memory, usable_cores
+from teimgr.wire.fleet_tls import check_node_name
 
 LEAST_FREE_BYTES = 4 << 20
 """Of a folder where a worker has its socket, run file and log. With less on its disk a host starts none."""

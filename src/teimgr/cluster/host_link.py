@@ -14,9 +14,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from teimgr.connection_gate import LEAST_READ_BYTES
 from teimgr.errors import Unauthenticated, Unavailable
-from teimgr.fleet_tls import DAEMON, HANDSHAKE_LIMIT_S, FleetIdentity, FleetName, peer_of
+from teimgr.http.connection_gate import LEAST_READ_BYTES
+from teimgr.wire.fleet_tls import DAEMON, HANDSHAKE_LIMIT_S, FleetIdentity, FleetName, peer_of
 from teimgr.wire.host_messages import LENGTH_BYTES, pack, reported_error, unpack, unpack_length
 from teimgr.wire.remote_frames import set_tcp_limits
 

@@ -8,10 +8,10 @@ from typing import Any
 from teimgr.cluster.host_link import HostAddress, HostLink, connect
 from teimgr.cluster.host_service import ALIVE_S
 from teimgr.errors import Unavailable
-from teimgr.fleet_tls import FleetIdentity
 from teimgr.observability.log_files import Gap
 from teimgr.observability.log_filter import LogFilter
 from teimgr.observability.log_source import OPEN_LIMIT_S, Batch
+from teimgr.wire.fleet_tls import FleetIdentity
 
 SILENCE_LIMIT_S = 5 * ALIVE_S
 _PAST_LIMIT_S = 30.0

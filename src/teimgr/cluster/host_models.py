@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from teimgr import hub
 from teimgr.cluster.host_link import HostLink
 from teimgr.errors import Forbidden, InvalidInput, ModelLoadFailed, Unavailable
-from teimgr.model_directory import files_below, needed
-from teimgr.neighbours import MAX_FILES, ModelFile, is_blob, is_commit
+from teimgr.models import hub
+from teimgr.models.directory import files_below, needed
+from teimgr.models.neighbours import MAX_FILES, ModelFile, is_blob, is_commit
 
 MAX_STREAMS = 4
 """So many hosts are sent files at a time; others ask again."""

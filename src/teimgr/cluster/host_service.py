@@ -20,18 +20,18 @@ from contextlib import aclosing, suppress
 from functools import partial
 from typing import Any
 
-from teimgr.acceptor import GatedStream
 from teimgr.cluster.host_link import HostLink
 from teimgr.cluster.host_models import HostModels
 from teimgr.cluster.relay import STALL_S, NearEnd, most_forwarded
-from teimgr.connection_gate import Phase, Ticket
 from teimgr.errors import Forbidden, Internal, InvalidInput, TeimgrError, Unavailable
-from teimgr.fleet_tls import FleetIdentity, peer_of
-from teimgr.http_server import bind
+from teimgr.http.acceptor import GatedStream
+from teimgr.http.connection_gate import Phase, Ticket
+from teimgr.http.server import bind
 from teimgr.observability.log_filter import LogFilter
 from teimgr.observability.log_source import Batch, LogSource
 from teimgr.spec import check_name
 from teimgr.wire.fleet_listener import FleetListener
+from teimgr.wire.fleet_tls import FleetIdentity, peer_of
 from teimgr.wire.host_messages import pack_error
 from teimgr.wire.remote_frames import set_tcp_limits
 

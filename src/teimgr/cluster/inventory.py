@@ -8,8 +8,8 @@ from typing import Any
 
 from teimgr.cluster.head import ClusterHead, Member
 from teimgr.cluster.messages import NodeFacts
-from teimgr.placement.hosts import Host
-from teimgr.placement.planner import Gpu, Inventory
+from teimgr.control.placement.hosts import Host
+from teimgr.control.placement.planner import Gpu, Inventory
 
 
 class ClusterInventory:

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from teimgr.hub import ModelsFrom
-from teimgr.launch.process_handle import Exit, ExitReport, ProcessId
+from teimgr.control.launch.process_handle import Exit, ExitReport, ProcessId
+from teimgr.models.hub import ModelsFrom
 from teimgr.observability.logs import LogLines
 
 LINE_LIMIT_BYTES = 1 << 20

@@ -35,15 +35,15 @@ from teimgr.cluster.node_identity import admission, keep_renewed
 from teimgr.cluster.node_muxes import NodeMuxes
 from teimgr.cluster.ray_process import RayHost, RayProcess, ray_folder
 from teimgr.config.cluster import ClusterSettings, address_problem, ray_ports_problem
-from teimgr.durable_files import write_atomically
+from teimgr.control.launch.launcher import LocalLauncher, LocalOptions
+from teimgr.control.launch.process_handle import LaunchFailed
+from teimgr.control.placement.planner import GpuInventory, usable_cores
 from teimgr.errors import InvalidConfig, TeimgrError, Unavailable
-from teimgr.fleet_tls import FleetIdentity
-from teimgr.launch.launcher import LocalLauncher, LocalOptions
-from teimgr.launch.process_handle import LaunchFailed
+from teimgr.files import write_atomically
 from teimgr.observability import logs
 from teimgr.observability.log_source import LocalLogs
 from teimgr.observability.memory import raise_file_limit
-from teimgr.placement.planner import GpuInventory, usable_cores
+from teimgr.wire.fleet_tls import FleetIdentity
 
 EXIT_REFUSED = 1
 ADMISSION_LIMIT_S = 60.0

@@ -18,7 +18,7 @@ from teimgr.cluster.enrolment import JoinToken
 from teimgr.cluster.enrolment_server import MAX_LINE_BYTES
 from teimgr.cluster.messages import Versions
 from teimgr.errors import Forbidden, InvalidConfig, TeimgrError, Unauthenticated, Unavailable, error_from_code
-from teimgr.fleet_tls import (
+from teimgr.wire.fleet_tls import (
     IDENTITY_FILE,
     FleetIdentity,
     FleetName,

@@ -13,10 +13,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from teimgr.config.mux import MuxConfig
-from teimgr.durable_files import write_atomically
-from teimgr.http_server import address_of, bind
-from teimgr.launch.mux_launcher import LocalMux, MuxPaths, MuxRunFile, spawn_mux
-from teimgr.launch.process_handle import Exit, new_incarnation
+from teimgr.control.launch.mux_launcher import LocalMux, MuxPaths, MuxRunFile, spawn_mux
+from teimgr.control.launch.process_handle import Exit, new_incarnation
+from teimgr.files import write_atomically
+from teimgr.http.server import address_of, bind
 
 log = logging.getLogger(__name__)
 

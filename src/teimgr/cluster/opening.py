@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 from teimgr.config.mux import MuxConfig
 from teimgr.config.settings import Settings
-from teimgr.fleet_tls import FleetIdentity
-from teimgr.launch.launcher import Launcher, LocalLauncher
+from teimgr.control.launch.launcher import Launcher, LocalLauncher
+from teimgr.control.placement.planner import GpuInventory, InventorySource
 from teimgr.observability.log_source import LogSource
-from teimgr.placement.planner import GpuInventory, InventorySource
-from teimgr.routing.router import Directory
+from teimgr.wire.fleet_tls import FleetIdentity
+from teimgr.wire.routing.router import Directory
 
 if TYPE_CHECKING:
     from teimgr.cluster.head import ClusterHead

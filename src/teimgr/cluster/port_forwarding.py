@@ -22,20 +22,20 @@ from contextlib import suppress
 from contextvars import Context
 from functools import partial
 
-from teimgr.acceptor import Acceptor, GatedStream
 from teimgr.cluster.host_link import HostAddress, HostLink, connect
 from teimgr.cluster.relay import STREAM_BYTES, NearEnd, most_forwarded
-from teimgr.connection_gate import STALL_S, ConnectionGate, Phase, SharedLimit, Ticket
+from teimgr.control.launch.launcher import LocalLauncher
+from teimgr.control.launch.process_handle import LaunchFailed
+from teimgr.control.launch.shared_ports import JoinedPort
 from teimgr.errors import TeimgrError, Unavailable
-from teimgr.fleet_tls import FleetIdentity
-from teimgr.http_server import address_of_peer
-from teimgr.launch.launcher import LocalLauncher
-from teimgr.launch.process_handle import LaunchFailed
-from teimgr.launch.shared_ports import JoinedPort
+from teimgr.http.acceptor import Acceptor, GatedStream
+from teimgr.http.connection_gate import STALL_S, ConnectionGate, Phase, SharedLimit, Ticket
+from teimgr.http.server import address_of_peer
 from teimgr.observability import catalogue
 from teimgr.observability.exposition import Page, add
-from teimgr.routing.router import Directory
 from teimgr.spec import RouteEntry, State, WorkerSpec
+from teimgr.wire.fleet_tls import FleetIdentity
+from teimgr.wire.routing.router import Directory
 
 MOST_OF_INSTANCE = 1024
 """The most connections to one instance; over all of them it is `most_forwarded`."""

@@ -17,13 +17,13 @@ from teimgr.cluster.actor_process import LOST, NO_ANSWER, ActorProcess, describe
 from teimgr.cluster.bridge import Bridge
 from teimgr.cluster.head import ClusterHead
 from teimgr.cluster.messages import HeldWorker, exit_from_dict
-from teimgr.fleet_tls import FleetIdentity
-from teimgr.launch.control_link import ControlLink, WorkerStatus
-from teimgr.launch.launcher import Adopted, EndedWorker, FoundWorkers, LocalLauncher, WorkerHandle
-from teimgr.launch.nursery_link import FORK_LIMIT_S, IMPORT_LIMIT_S
-from teimgr.launch.remote_control import open_control_link
-from teimgr.launch.strays import Stray
+from teimgr.control.launch.control_link import ControlLink, WorkerStatus
+from teimgr.control.launch.launcher import Adopted, EndedWorker, FoundWorkers, LocalLauncher, WorkerHandle
+from teimgr.control.launch.nursery_link import FORK_LIMIT_S, IMPORT_LIMIT_S
+from teimgr.control.launch.remote_control import open_control_link
+from teimgr.control.launch.strays import Stray
 from teimgr.spec import WorkerEndpoint, WorkerSpec
+from teimgr.wire.fleet_tls import FleetIdentity
 
 _PREFIX = "worker/"
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from teimgr.auth.tls_files import TlsFiles
 from teimgr.cluster.actor_process import LOST, NO_ANSWER, SLOTS, ActorProcess, described, end, launch, place
 from teimgr.cluster.head import ClusterHead, Member
 from teimgr.cluster.host_facts import own_versions
@@ -14,9 +13,10 @@ from teimgr.cluster.messages import HeldWorker
 from teimgr.cluster.node_muxes import mux_spec
 from teimgr.config.cluster import address_on_host
 from teimgr.config.mux import MuxConfig
-from teimgr.launch.control_link import MuxLink
-from teimgr.launch.mux_launcher import config_hash
-from teimgr.launch.remote_control import open_mux_link
+from teimgr.control.launch.control_link import MuxLink
+from teimgr.control.launch.mux_launcher import config_hash
+from teimgr.control.launch.remote_control import open_mux_link
+from teimgr.http.auth.tls_files import TlsFiles
 from teimgr.wire.remote_frames import RemoteAddress
 
 _PREFIX = "mux/"

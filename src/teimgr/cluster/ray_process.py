@@ -21,8 +21,8 @@ from pathlib import Path
 from teimgr.cluster.listen_address import listening_on
 from teimgr.cluster.messages import AGENT_VARIABLE
 from teimgr.config.cluster import ClusterSettings
+from teimgr.control.launch.process_handle import LaunchFailed, ProcessHandle, RunFile, make_private
 from teimgr.errors import InvalidConfig
-from teimgr.launch.process_handle import LaunchFailed, ProcessHandle, RunFile, make_private
 from teimgr.observability.logs import last_line, open_log
 
 RAY_DIR_BYTES = 40

@@ -14,10 +14,10 @@ from typing import Any, Literal
 
 import tomli_w
 
-from teimgr.auth.policy import DEFAULT_MAX_WORKERS, MIN_KEY_CHARS, CertificateRules, Key, Policy, digest, new_key
-from teimgr.auth.tls_files import TlsFiles
 from teimgr.config.schema import ConfigFault
 from teimgr.errors import InvalidConfig
+from teimgr.http.auth.policy import DEFAULT_MAX_WORKERS, MIN_KEY_CHARS, CertificateRules, Key, Policy, digest, new_key
+from teimgr.http.auth.tls_files import TlsFiles
 from teimgr.spec import declared
 from teimgr.spec import key as _key
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from teimgr.config.schema import ConfigFault
-from teimgr.hub import ModelsFrom
+from teimgr.models.hub import ModelsFrom
 from teimgr.spec import U16, U32, key
 
 MOST_LABELS = 64

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from teimgr.auth.tls_files import TlsFiles
 from teimgr.errors import InvalidConfig
+from teimgr.http.auth.tls_files import TlsFiles
 from teimgr.observability.telemetry import Exporting
 
 

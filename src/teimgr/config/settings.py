@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from teimgr import hub
-from teimgr.auth.tls_files import TlsFiles
 from teimgr.config.auth import MTLS, PROVIDERS, Auth, Mtls
 from teimgr.config.auth import faults as auth_faults
 from teimgr.config.batches import BatchSettings
@@ -26,6 +24,9 @@ from teimgr.config.cluster import faults as cluster_faults
 from teimgr.config.instance_keys import key_faults, parse
 from teimgr.config.schema import ConfigFault, unknown_word
 from teimgr.errors import InvalidConfig, ModelNotFound, TeimgrError
+from teimgr.http.auth.tls_files import TlsFiles
+from teimgr.http.unix_listener import SOCKET_PATH_BYTES
+from teimgr.models import hub
 from teimgr.observability import logs
 from teimgr.spec import (
     EVENTS,
@@ -40,7 +41,6 @@ from teimgr.spec import (
     key,
     path_prefix,
 )
-from teimgr.unix_listener import SOCKET_PATH_BYTES
 
 UNPRIVILEGED_PORT = 1024
 # A mux binds its socket under a name of its own, with its process id behind a dot, and moves it to the path.

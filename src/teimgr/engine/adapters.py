@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from teimgr.engine.heads.projections import read_tensors
 from teimgr.errors import ModelLoadFailed
-from teimgr.model_files.layout import Adapter
+from teimgr.models.layout import Adapter
 
 # `base_model.model.` + the layer + one of these, with the adapter's name where PEFT did not leave it out.
 _PART = re.compile(

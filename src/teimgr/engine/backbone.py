@@ -32,7 +32,7 @@ from teimgr.engine.heads.table import TableMeanHead
 from teimgr.engine.rotary import depends_on_batch, own_rotary
 from teimgr.engine.task_adapters import Task, task_of
 from teimgr.errors import ModelLoadFailed
-from teimgr.model_files.layout import Layout
+from teimgr.models.layout import Layout
 
 log = logging.getLogger(__name__)
 

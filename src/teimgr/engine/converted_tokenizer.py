@@ -10,8 +10,8 @@ from typing import Any
 from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
 
 from teimgr.errors import ModelLoadFailed
-from teimgr.model_files.layout import Layout
-from teimgr.model_json import read_object
+from teimgr.models.bounded_json import read_object
+from teimgr.models.layout import Layout
 
 _NOT_ARGUMENTS = ("auto_map", "tokenizer_class", "added_tokens_decoder", "backend", "is_local")
 _SENTENCE_PIECE = ("sentencepiece.bpe.model", "spiece.model", "spm.model", "tokenizer.model")

@@ -29,7 +29,7 @@ from teimgr.engine.model import Model
 from teimgr.engine.reference_cache import KnownReference, ReferenceCache
 from teimgr.engine.tokenizer import TextTokenizer, TokenizeOptions
 from teimgr.errors import InvalidConfig, ModelLoadFailed
-from teimgr.model_files.layout import Layout
+from teimgr.models.layout import Layout
 from teimgr.spec import Kind
 
 log = logging.getLogger(__name__)

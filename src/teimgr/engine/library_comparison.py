@@ -21,8 +21,8 @@ from teimgr.engine.fidelity_gate import PROBE_TEXTS
 from teimgr.engine.job import InferOptions, Input, Job, Output, Pair
 from teimgr.engine.library_reference import TRANSFORMERS, LibraryReference, Matrix, NoReferenceError, load_reference
 from teimgr.errors import TeimgrError
-from teimgr.model_directory import weight_files
-from teimgr.model_files.layout import Layout
+from teimgr.models.directory import weight_files
+from teimgr.models.layout import Layout
 from teimgr.spec import OWN_FORWARD, Kind, LoadedModel
 
 log = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from teimgr.engine.own_weights import own_weights
 from teimgr.engine.rotary import put_own_rotary
 from teimgr.engine.task_adapters import put_task_adapters
 from teimgr.errors import ModelLoadFailed
-from teimgr.model_directory import (
+from teimgr.models.directory import (
     base_model_of,
     broken_file,
     files_below,
@@ -30,7 +30,7 @@ from teimgr.model_directory import (
     other_format,
     weight_files,
 )
-from teimgr.model_files.layout import Backbone, Dense, Layout
+from teimgr.models.layout import Backbone, Dense, Layout
 
 # Encoder-decoders of which only the encoder is used; AutoModel would load both.
 _ENCODERS = {

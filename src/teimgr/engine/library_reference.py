@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from teimgr.engine.job import Input, Output, Pair
-from teimgr.model_files.layout import Backbone, Layout
+from teimgr.models.layout import Backbone, Layout
 from teimgr.spec import Kind
 
 Matrix = NDArray[np.float32]

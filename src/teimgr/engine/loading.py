@@ -29,9 +29,9 @@ from teimgr.engine.tokenizer import Prompts, TextTokenizer
 from teimgr.engine.tokenizer_checks import contradictions
 from teimgr.engine.tokenizer_library import is_panic, tokenizer_faults
 from teimgr.errors import InvalidConfig, ModelLoadFailed, TeimgrError
-from teimgr.model_directory import check_safetensors
-from teimgr.model_files.layout import Backbone, Layout
-from teimgr.model_files.reading import read_layout, refuse_warnings
+from teimgr.models.directory import check_safetensors
+from teimgr.models.layout import Backbone, Layout
+from teimgr.models.reading import read_layout, refuse_warnings
 from teimgr.spec import LoadedModel
 
 log = logging.getLogger(__name__)

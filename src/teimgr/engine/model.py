@@ -32,7 +32,7 @@ from teimgr.engine.host_weights import HostWeights
 from teimgr.engine.job import Output
 from teimgr.engine.library_model import load_module
 from teimgr.errors import ModelLoadFailed
-from teimgr.model_files.layout import Backbone, Layout, QueryTable
+from teimgr.models.layout import Backbone, Layout, QueryTable
 from teimgr.spec import Kind
 
 log = logging.getLogger(__name__)

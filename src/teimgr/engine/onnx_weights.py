@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from teimgr.errors import ModelLoadFailed
-from teimgr.model_source import stays_below
+from teimgr.models.source import stays_below
 
 _FLOATS = {1: torch.float32, 10: torch.float16, 11: torch.float64, 16: torch.bfloat16}  # of TensorProto.DataType
 _EXTERNAL = 1  # TensorProto.DataLocation

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from teimgr.engine.heads.projections import read_weights
 from teimgr.engine.onnx_weights import onnx_weights
-from teimgr.model_directory import onnx_file
-from teimgr.model_files.jina_code import JINA_XLM_ROBERTA
-from teimgr.model_files.layout import Layout
-from teimgr.model_files.own_code import DPR, ONNX
+from teimgr.models.directory import onnx_file
+from teimgr.models.jina_code import JINA_XLM_ROBERTA
+from teimgr.models.layout import Layout
+from teimgr.models.own_code import DPR, ONNX
 
 Weights = dict[str, Tensor]
 

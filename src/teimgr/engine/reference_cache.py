@@ -26,11 +26,11 @@ import transformers
 from safetensors import SafetensorError
 from torch import Tensor
 
-from teimgr.durable_files import write_atomically
 from teimgr.engine.batch import Encoded
 from teimgr.engine.job import Output
 from teimgr.engine.native_library import native_library
-from teimgr.model_files.layout import Layout
+from teimgr.files import write_atomically
+from teimgr.models.layout import Layout
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 from teimgr.engine.adapters import matrices_of
 from teimgr.engine.own_weights import own_names
 from teimgr.errors import ModelLoadFailed
-from teimgr.model_files.layout import Adapter, Layout
+from teimgr.models.layout import Adapter, Layout
 
 _PART = re.compile(r"(?P<layer>.+)\.parametrizations\.weight\.0\.lora_(?P<half>[AB])$")
 

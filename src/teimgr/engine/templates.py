@@ -24,7 +24,7 @@ from teimgr.engine.truncation import (
     too_many_characters,
 )
 from teimgr.errors import InvalidInput
-from teimgr.model_files.layout import LateInteraction, PairTemplate
+from teimgr.models.layout import LateInteraction, PairTemplate
 
 QUERY, DOCUMENT = "query", "document"
 

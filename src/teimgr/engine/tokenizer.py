@@ -39,7 +39,7 @@ from teimgr.errors import (
     TeimgrError,
     TokenizerFailed,
 )
-from teimgr.model_files.layout import Backbone, Layout
+from teimgr.models.layout import Backbone, Layout
 from teimgr.wire.text_column import TextColumn
 
 # No language has this many characters per token, so a longer text is cut (or refused) before it costs time.

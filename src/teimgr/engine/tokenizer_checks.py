@@ -9,8 +9,8 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from teimgr.engine.boundaries import flattened
-from teimgr.model_files.json_files import TokenFiles
-from teimgr.model_files.layout import Backbone, Layout
+from teimgr.models.json_files import TokenFiles
+from teimgr.models.layout import Backbone, Layout
 
 # Tokenizer classes of which `do_lower_case` and `strip_accents` are settings.
 _CASED = ("Bert", "DistilBert", "Electra", "MobileBert", "ConvBert", "Funnel", "MPNet", "SqueezeBert", "LayoutLM")

@@ -12,7 +12,7 @@ from teimgr.engine.boundaries import flattened
 from teimgr.engine.converted_tokenizer import VOCABULARIES, convert
 from teimgr.engine.truncation import Text
 from teimgr.errors import ModelLoadFailed, TeimgrError, TokenizerFailed
-from teimgr.model_files.layout import Layout
+from teimgr.models.layout import Layout
 
 # Some 0.4 ms of the library's time: where cores are busy its threads begin milliseconds later.
 _FEW_TEXTS = 16

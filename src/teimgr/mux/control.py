@@ -27,11 +27,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from teimgr.acceptor import GatedStream
-from teimgr.connection_gate import Phase, Ticket
 from teimgr.errors import TeimgrError
-from teimgr.fleet_tls import FleetIdentity, peer_of
+from teimgr.http.acceptor import GatedStream
+from teimgr.http.connection_gate import Phase, Ticket
 from teimgr.wire.fleet_listener import FleetListener
+from teimgr.wire.fleet_tls import FleetIdentity, peer_of
 from teimgr.wire.remote_frames import set_tcp_limits
 
 log = logging.getLogger("teimgr.mux")

@@ -11,13 +11,11 @@ from collections.abc import Awaitable, Callable, Container, Sequence
 from typing import Any
 
 from teimgr.errors import AmbiguousInstance, DeadlineExceeded, InvalidInput, TeimgrError
-from teimgr.grpc_core.rpc_table import SERVICE, Rpc
-from teimgr.grpc_core.streams import PairCollector, Receive, StreamPump
 from teimgr.observability.catalogue import MUX_SECONDS
-from teimgr.routing.links import PendingCall, WorkerReply
-from teimgr.routing.router import Lease, RouterView, check_target
 from teimgr.wire.arrow_limits import read_outline
 from teimgr.wire.frames import in_lane
+from teimgr.wire.grpc_core.rpc_table import SERVICE, Rpc
+from teimgr.wire.grpc_core.streams import PairCollector, Receive, StreamPump
 from teimgr.wire.protobuf import (
     TARGET_FIELD,
     Envelope,
@@ -28,6 +26,8 @@ from teimgr.wire.protobuf import (
     read_target,
     without_fields,
 )
+from teimgr.wire.routing.links import PendingCall, WorkerReply
+from teimgr.wire.routing.router import Lease, RouterView, check_target
 
 # Metadata that names the instance of a call whose messages have no target.
 INSTANCE_KEY = "x-teimgr-instance"

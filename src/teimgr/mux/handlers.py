@@ -11,7 +11,8 @@ from typing import Any
 
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse, HealthListRequest, HealthListResponse
 
-from teimgr.auth.policy import (
+from teimgr.errors import DeadlineExceeded, Forbidden, InvalidInput, Overloaded, TeimgrError
+from teimgr.http.auth.policy import (
     ANONYMOUS,
     Caller,
     CertificateNames,
@@ -20,18 +21,11 @@ from teimgr.auth.policy import (
     authenticate_call,
     certificate_from_tls,
 )
-from teimgr.byte_budget import ByteBudget, UnreadReplies
-from teimgr.connection_gate import Ticket
-from teimgr.errors import DeadlineExceeded, Forbidden, InvalidInput, Overloaded, TeimgrError
-from teimgr.grpc_core import health_reflection, standard_calls
-from teimgr.grpc_core.health_reflection import NOT_SERVING, SERVING, HealthService, Reflection
-from teimgr.grpc_core.rpc_stream import BUDGET_WAIT_S, RpcStatusError, RpcStream
-from teimgr.grpc_core.rpc_table import BY_PATH, FILES, Rpc, Shape
-from teimgr.grpc_core.standard_calls import StandardCalls
-from teimgr.grpc_core.streams import STREAM_PAUSE_S
-from teimgr.http2.connection import Connection
-from teimgr.http2.stream import Stream, StreamLost
-from teimgr.http_protocol import ListenerState
+from teimgr.http.byte_budget import ByteBudget, UnreadReplies
+from teimgr.http.connection_gate import Ticket
+from teimgr.http.http1 import ListenerState
+from teimgr.http.http2.connection import Connection
+from teimgr.http.http2.stream import Stream, StreamLost
 from teimgr.mux.forwarding import (
     INSTANCE_KEY,
     CallCounters,
@@ -49,12 +43,18 @@ from teimgr.observability.request_context import (
     RequestContext,
     Telemetry,
 )
-from teimgr.routing.links import WorkerReply
-from teimgr.routing.router import Router, RouterView, router_view
 from teimgr.spec import LANE_KEY, RouteEntry, State
 from teimgr.wire.frames import Method
+from teimgr.wire.grpc_core import health_reflection, standard_calls
+from teimgr.wire.grpc_core.health_reflection import NOT_SERVING, SERVING, HealthService, Reflection
+from teimgr.wire.grpc_core.rpc_stream import BUDGET_WAIT_S, RpcStatusError, RpcStream
+from teimgr.wire.grpc_core.rpc_table import BY_PATH, FILES, Rpc, Shape
+from teimgr.wire.grpc_core.standard_calls import StandardCalls
+from teimgr.wire.grpc_core.streams import STREAM_PAUSE_S
 from teimgr.wire.protobuf import Octets, Target
 from teimgr.wire.quantisation import OUTPUT_DTYPE_KEY, output_dtype_field
+from teimgr.wire.routing.links import WorkerReply
+from teimgr.wire.routing.router import Router, RouterView, router_view
 from teimgr.wire.status import CANCELLED, INTERNAL, NOT_FOUND, UNIMPLEMENTED, GrpcStatus, status_name
 
 _log = logging.getLogger(__name__)

@@ -26,13 +26,12 @@ from pathlib import Path
 
 import uvloop
 
-from teimgr.auth.policy import Policy, PolicyInForce
-from teimgr.auth.tls_files import Pems, TlsFiles, TlsWatch
 from teimgr.config.mux import MuxConfig
 from teimgr.errors import InvalidConfig, TeimgrError, Unavailable
-from teimgr.fleet_tls import FleetIdentity
-from teimgr.grpc_core.rpc_table import SERVICES
-from teimgr.http_server import bind
+from teimgr.http.auth.policy import Policy, PolicyInForce
+from teimgr.http.auth.tls_files import Pems, TlsFiles, TlsWatch
+from teimgr.http.server import bind
+from teimgr.http.unix_listener import UnixListener, bind_unix, publish, remove_stale
 from teimgr.mux.control import Message, MuxControl
 from teimgr.mux.forwarding import CallCounters
 from teimgr.mux.handlers import MuxHandlers, MuxHealth
@@ -42,10 +41,11 @@ from teimgr.observability.loop_watchdog import LoopWatchdog
 from teimgr.observability.memory import collect_garbage_rarely, resident_bytes
 from teimgr.observability.memory_return import MemoryReturn
 from teimgr.observability.telemetry import open_telemetry
-from teimgr.routing.links import LinkLimits
-from teimgr.routing.router import Router
 from teimgr.spec import RouteEntry, RoutingSnapshot
-from teimgr.unix_listener import UnixListener, bind_unix, publish, remove_stale
+from teimgr.wire.fleet_tls import FleetIdentity
+from teimgr.wire.grpc_core.rpc_table import SERVICES
+from teimgr.wire.routing.links import LinkLimits
+from teimgr.wire.routing.router import Router
 
 _log = logging.getLogger("teimgr.mux")
 _DRAIN_S = 10.0

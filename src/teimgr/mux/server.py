@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
-from teimgr.acceptor import Acceptor
-from teimgr.auth.tls_files import Pems, TlsFiles
-from teimgr.connection_gate import BACKLOG, ConnectionGate, Ticket
-from teimgr.http2.connection import Connection
-from teimgr.http_protocol import ListenerState
+from teimgr.http.acceptor import Acceptor
+from teimgr.http.auth.tls_files import Pems, TlsFiles
+from teimgr.http.connection_gate import BACKLOG, ConnectionGate, Ticket
+from teimgr.http.http1 import ListenerState
+from teimgr.http.http2.connection import Connection
 
 # After the last call clients close their connections; those that do not are closed by the server.
 _CLOSE_S = 1.0

@@ -7,9 +7,9 @@ import logging
 import socket
 import ssl
 
-from teimgr.acceptor import Acceptor, MakeProtocol
-from teimgr.connection_gate import ConnectionGate
-from teimgr.fleet_tls import FleetIdentity
+from teimgr.http.acceptor import Acceptor, MakeProtocol
+from teimgr.http.connection_gate import ConnectionGate
+from teimgr.wire.fleet_tls import FleetIdentity
 
 log = logging.getLogger(__name__)
 

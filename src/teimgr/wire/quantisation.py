@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from teimgr.errors import InvalidInput
-from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2
+from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2
 from teimgr.wire.protobuf import varint
 
 _STEP = np.float32(2.0) / np.float32(255.0)

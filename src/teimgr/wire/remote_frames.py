@@ -21,7 +21,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
 from teimgr.errors import Unauthenticated
-from teimgr.fleet_tls import FleetIdentity, FleetName, Peer, peer_of
+from teimgr.wire.fleet_tls import FleetIdentity, FleetName, Peer, peer_of
 from teimgr.wire.frames import FrameProtocol, FrameType, Header, Method, Received, unpack_error
 
 log = logging.getLogger(__name__)

@@ -12,11 +12,11 @@ import numpy as np
 
 from teimgr.engine.job import InferOptions, Input, Job, Lane, Output, Pair, SparseRow, total_characters
 from teimgr.errors import InvalidInput, TeimgrError, TooLarge
-from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2
-from teimgr.pb.teimgr.v1 import arrow_pb2
 from teimgr.spec import Kind, LoadedModel
 from teimgr.wire import arrow_tables as tables
 from teimgr.wire.arrow_inputs import InputKind, checked_size, read_inputs, read_texts
+from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2
+from teimgr.wire.pb.teimgr.v1 import arrow_pb2
 from teimgr.wire.protobuf import varint
 from teimgr.wire.quantisation import NUMBER_OF, Precision
 from teimgr.wire.text_column import SharedTexts, TextColumn

@@ -14,7 +14,6 @@ from google.protobuf.message import DecodeError, Message
 from teimgr.engine.job import InferOptions, Input, Job, Lane, Output, characters
 from teimgr.errors import InvalidInput, Overloaded, Refused, TeimgrError, TooLarge
 from teimgr.observability.request_context import CURRENT, CallStats, RequestContext
-from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.spec import LoadedModel
 from teimgr.wire.frames import (
     Flag,
@@ -29,6 +28,7 @@ from teimgr.wire.frames import (
     retry_after_ms,
 )
 from teimgr.wire.json_scan import MAX_TEXT_BYTES, too_long_text
+from teimgr.wire.pb.tei.v1 import tei_pb2
 from teimgr.wire.protobuf import MAX_FIELDS, check_fields, scan
 from teimgr.wire.text_column import SharedTexts, TextColumn
 

@@ -15,23 +15,23 @@ from typing import Any
 from google.protobuf.message import Message
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
-from teimgr.byte_budget import ByteBudget, Charge, UnreadReplies
-from teimgr.connection_gate import STALL_S, Ticket
 from teimgr.errors import DeadlineExceeded, InvalidInput, TeimgrError, Unavailable
-from teimgr.grpc_core import health_reflection, standard_calls
-from teimgr.grpc_core.health_reflection import NOT_SERVING, SERVING, HealthService, Reflection
-from teimgr.grpc_core.rpc_stream import BUDGET_WAIT_S, MESSAGE_S, RpcStatusError, RpcStream, is_rpc
-from teimgr.grpc_core.rpc_table import RPCS, TEI_PACKAGE, Rpc, Shape
-from teimgr.grpc_core.standard_calls import StandardCalls
-from teimgr.grpc_core.streams import STREAM_PAUSE_S, PairCollector, StreamPump
-from teimgr.http2.connection import Connection
-from teimgr.http2.requests import HttpStreams
-from teimgr.http2.stream import Stream, StreamLost
-from teimgr.http_protocol import ServerConnections
+from teimgr.http.byte_budget import ByteBudget, Charge, UnreadReplies
+from teimgr.http.connection_gate import STALL_S, Ticket
+from teimgr.http.http1 import ServerConnections
+from teimgr.http.http2.connection import Connection
+from teimgr.http.http2.requests import HttpStreams
+from teimgr.http.http2.stream import Stream, StreamLost
 from teimgr.observability.request_context import CURRENT, REQUEST_ID, RequestContext
-from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.spec import LANE_KEY, Kind
 from teimgr.wire.frames import in_lane
+from teimgr.wire.grpc_core import health_reflection, standard_calls
+from teimgr.wire.grpc_core.health_reflection import NOT_SERVING, SERVING, HealthService, Reflection
+from teimgr.wire.grpc_core.rpc_stream import BUDGET_WAIT_S, MESSAGE_S, RpcStatusError, RpcStream, is_rpc
+from teimgr.wire.grpc_core.rpc_table import RPCS, TEI_PACKAGE, Rpc, Shape
+from teimgr.wire.grpc_core.standard_calls import StandardCalls
+from teimgr.wire.grpc_core.streams import STREAM_PAUSE_S, PairCollector, StreamPump
+from teimgr.wire.pb.tei.v1 import tei_pb2
 from teimgr.wire.protobuf import Octets
 from teimgr.wire.status import NOT_FOUND, UNAUTHENTICATED, UNIMPLEMENTED, GrpcStatus
 from teimgr.worker.calls import AwaitedReply, CallReply, MethodCall

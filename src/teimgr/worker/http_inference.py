@@ -25,8 +25,8 @@ from typing_extensions import TypeAliasType
 from teimgr.engine.job import InferOptions, Job, Lane, Pair
 from teimgr.engine.job import Input as EngineInput
 from teimgr.errors import InvalidInput, TeimgrError
-from teimgr.http_bodies import is_json
-from teimgr.model_source import names_a_path
+from teimgr.http.bodies import is_json
+from teimgr.models.source import names_a_path
 from teimgr.spec import LoadedModel, WorkerSpec
 from teimgr.wire import json_pieces, json_scan
 from teimgr.wire.error_bodies import JSON_TYPE, TEI, TEI_OPENAI, refusal

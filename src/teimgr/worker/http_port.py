@@ -13,11 +13,9 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from teimgr.byte_budget import Charge
-from teimgr.docs_page import HEADERS, page
 from teimgr.engine.job import Lane
 from teimgr.errors import Code, DeadlineExceeded, Forbidden, TeimgrError, Unavailable
-from teimgr.http_bodies import (
+from teimgr.http.bodies import (
     HeldResponse,
     SlowClient,
     charge_body,
@@ -26,7 +24,9 @@ from teimgr.http_bodies import (
     read_body,
     unless_hung_up,
 )
-from teimgr.http_direct import Answer, DirectReply, DirectRequest
+from teimgr.http.byte_budget import Charge
+from teimgr.http.direct import Answer, DirectReply, DirectRequest
+from teimgr.http.docs_page import HEADERS, page
 from teimgr.observability.request_context import (
     CURRENT,
     REQUEST_ID,

@@ -7,7 +7,7 @@ from typing import Any
 
 from teimgr.engine.job import Input as EngineInput
 from teimgr.errors import EmptyInput, WrongModelKind
-from teimgr.model_source import shown_id
+from teimgr.models.source import shown_id
 from teimgr.spec import LoadedModel
 
 

@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from teimgr import __version__
 from teimgr.engine.job import InferOptions, Input, Job, Output, Pair
 from teimgr.errors import Code, EmptyInput, Internal, InvalidInput, Refused, TeimgrError, error_from_code
-from teimgr.grpc_core.streams import MAX_PAIRS
 from teimgr.observability.request_context import CURRENT
-from teimgr.pb.tei.v1 import tei_pb2
 from teimgr.spec import Kind
 from teimgr.wire.error_bodies import failure
 from teimgr.wire.frames import HttpReply, HttpRequest, Method, Timings, read_request, reply_head
+from teimgr.wire.grpc_core.streams import MAX_PAIRS
+from teimgr.wire.pb.tei.v1 import tei_pb2
 from teimgr.wire.protobuf import scan, varint
 from teimgr.worker import arrow_calls
 from teimgr.worker.calls import (

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from teimgr import hub
-from teimgr.model_directory import configuration_folder
-from teimgr.model_files.own_code import code_repositories
-from teimgr.model_json import read_object
+from teimgr.models import hub
+from teimgr.models.bounded_json import read_object
+from teimgr.models.directory import configuration_folder
+from teimgr.models.own_code import code_repositories
 from teimgr.spec import WorkerSpec
 
 _MOST_CODE_FILES = 32  # that are named

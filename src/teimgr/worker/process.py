@@ -1,6 +1,7 @@
 """The worker process: listen, load the model, serve, drain.
 
-It is forked from the nursery, or is a new interpreter where the nursery had several threads (`launch/nursery.py`,
+It is forked from the nursery, or is a new interpreter where the nursery had several threads
+(`control/launch/nursery.py`,
 `exec_afresh`). It gets a listening unix socket and its spec as one line of JSON. All control goes over that socket;
 inference also arrives at the instance port. Workers of one instance share the listening sockets of its ports: each gets
 those of a worker that was there before it.
@@ -25,7 +26,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import uvloop
 
-from teimgr import hub
 from teimgr.engine.engine import Engine, EngineOptions
 from teimgr.errors import (
     Broken,
@@ -37,15 +37,16 @@ from teimgr.errors import (
     Refused,
     TeimgrError,
 )
-from teimgr.fleet_tls import FleetIdentity
-from teimgr.http_server import Listener, bind, serving
-from teimgr.neighbours import FleetNeighbours
+from teimgr.http.server import Listener, bind, serving
+from teimgr.models import hub
+from teimgr.models.neighbours import FleetNeighbours
 from teimgr.observability import logs
 from teimgr.observability.exposition import pack
 from teimgr.observability.loop_watchdog import LoopWatchdog
 from teimgr.observability.memory import collect_garbage_rarely, resident_bytes
 from teimgr.observability.memory_return import MemoryReturn
 from teimgr.spec import LINK_LISTENER, TRIAL_NAME, CpuThreads, WorkerSpec, worker_file
+from teimgr.wire.fleet_tls import FleetIdentity
 from teimgr.wire.frames import Method
 from teimgr.worker import token_ids
 from teimgr.worker.connection_queue import ConnectionQueue

@@ -13,10 +13,10 @@ import socket
 from contextlib import suppress
 from typing import Any
 
-from teimgr.connection_gate import Phase, Ticket
 from teimgr.errors import Forbidden, InvalidInput, Unauthenticated, Unavailable
-from teimgr.fleet_tls import FleetIdentity, Peer, peer_of
+from teimgr.http.connection_gate import Phase, Ticket
 from teimgr.wire.fleet_listener import FleetListener
+from teimgr.wire.fleet_tls import FleetIdentity, Peer, peer_of
 from teimgr.wire.frames import FrameType, Header, Method, Received, pack_error
 from teimgr.wire.remote_frames import set_tcp_limits
 from teimgr.worker.link_server import LinkConnection, LinkServer

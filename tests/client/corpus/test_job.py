@@ -21,7 +21,7 @@ from tests.support.small_servers import DIM, INSTANCE, Multiplexer, vector_of
 from teimgr.client import Client
 from teimgr.client.corpus import EmbeddedFile, embed_file
 from teimgr.errors import Refused, Unavailable
-from teimgr.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
+from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
 
 LIMIT_S = 60
 

@@ -16,7 +16,7 @@ from teimgr.engine.heads.scoring import activate
 from teimgr.engine.job import Output
 from teimgr.engine.model import Model, load_model
 from teimgr.errors import ModelLoadFailed
-from teimgr.model_files.layout import Backbone
+from teimgr.models.layout import Backbone
 from teimgr.spec import Kind
 
 PACKED = (

@@ -16,7 +16,7 @@ from teimgr.engine.batch import Encoded
 from teimgr.engine.job import Output
 from teimgr.engine.model import Model, load_model
 from teimgr.errors import ModelLoadFailed
-from teimgr.model_files.layout import M3, Backbone, Dense, LateInteraction
+from teimgr.models.layout import M3, Backbone, Dense, LateInteraction
 from teimgr.spec import Kind
 
 CLS = 0

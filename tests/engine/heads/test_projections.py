@@ -13,7 +13,7 @@ from torch import nn
 
 from teimgr.engine.heads.projections import load_projections, width_behind
 from teimgr.errors import ModelLoadFailed
-from teimgr.model_files.layout import Dense, LayerNorm, Normalize, OwnModule, Projection
+from teimgr.models.layout import Dense, LayerNorm, Normalize, OwnModule, Projection
 
 MODULES = (
     (modules.Dense(8, 12, activation_function=nn.Tanh()),),

@@ -13,7 +13,7 @@ from teimgr.engine.backbone import Batching
 from teimgr.engine.job import Output
 from teimgr.engine.model import Model, load_model
 from teimgr.errors import ModelLoadFailed
-from teimgr.model_files.layout import Backbone, CausalRerank, ScoringConfig
+from teimgr.models.layout import Backbone, CausalRerank, ScoringConfig
 from teimgr.spec import Kind
 
 CAUSAL = transformers.AutoModelForCausalLM

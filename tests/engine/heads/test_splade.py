@@ -21,7 +21,7 @@ from teimgr.engine.heads import splade as heads
 from teimgr.engine.host_copies import HostCopies
 from teimgr.engine.job import Output
 from teimgr.engine.model import Model, load_model
-from teimgr.model_files.layout import Backbone, Splade
+from teimgr.models.layout import Backbone, Splade
 from teimgr.spec import Kind
 
 PACKED = ("albert", "bert", "distilbert", "electra", "gte", "modernbert", "nomic_bert", "roberta", "xlm_roberta")

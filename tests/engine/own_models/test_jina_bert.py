@@ -19,7 +19,7 @@ from teimgr.engine.batch import Encoded
 from teimgr.engine.job import Output, Pair
 from teimgr.engine.tokenizer import TextTokenizer, TokenizeOptions
 from teimgr.errors import ModelLoadFailed
-from teimgr.model_files.reading import read_layout
+from teimgr.models.reading import read_layout
 
 PAIRS = [Pair("the lazy fox", "fog"), Pair("a ship", "The quick brown fox jumps over the lazy dog. " * 30)]
 

@@ -14,7 +14,7 @@ from tests.support.models import edit
 from tests.support.models.own_code import NOMIC_MOE, build_nomic
 
 from teimgr.errors import ModelLoadFailed
-from teimgr.model_files.reading import read_layout
+from teimgr.models.reading import read_layout
 
 PLAIN = {"activation_function": "gelu", "qkv_proj_bias": True, "mlp_fc1_bias": True, "mlp_fc2_bias": True}
 

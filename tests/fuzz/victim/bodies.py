@@ -8,7 +8,7 @@ from functools import partial
 
 from bench import monster_inputs as inputs
 
-from teimgr.pb.tei.v1 import tei_pb2
+from teimgr.wire.pb.tei.v1 import tei_pb2
 from tests.fuzz.victim.attack import Attack, Strike, call, post
 from tests.fuzz.victim.target import RANKER, READER, SHARED, Target
 

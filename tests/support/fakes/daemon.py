@@ -16,13 +16,13 @@ from pathlib import Path
 from tests.support.fakes.worker import fake_id
 
 from teimgr.config.settings import Settings
-from teimgr.launch.launcher import LocalLauncher, LocalOptions
+from teimgr.control.launch.launcher import LocalLauncher, LocalOptions
+from teimgr.control.placement.planner import GpuInventory, Inventory
+from teimgr.control.supervision.manager import Manager
+from teimgr.control.supervision.store import Store
 from teimgr.observability.metrics import DaemonMetrics
-from teimgr.placement.planner import GpuInventory, Inventory
-from teimgr.routing.router import Directory
 from teimgr.spec import InstanceSpec
-from teimgr.supervision.manager import Manager
-from teimgr.supervision.store import Store
+from teimgr.wire.routing.router import Directory
 
 
 async def main(folder: Path, wanted: dict[str, str], replicas: int, change: str) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from functools import partial
 
-from teimgr import daemon
 from teimgr.cli.main import main
-from teimgr.launch.launcher import LocalOptions
+from teimgr.control.launch.launcher import LocalOptions
+from teimgr.daemon.process import process as daemon
 
 if __name__ == "__main__":
     daemon.LocalOptions = partial(LocalOptions, entry="tests.support.fakes.worker:main", preload=())  # type: ignore

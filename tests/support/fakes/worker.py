@@ -17,8 +17,8 @@ import threading
 import time
 from pathlib import Path
 
+from teimgr.control.launch.process_handle import WorkerPaths
 from teimgr.errors import Code, Internal, Unavailable
-from teimgr.launch.process_handle import WorkerPaths
 from teimgr.observability.memory import resident_bytes
 from teimgr.spec import LoadedModel, WorkerSpec
 from teimgr.wire.frames import Flag, FrameProtocol, FrameType, Header, Method, Received, Timings, pack_error

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.support.dialect_client import Asking
 
-from teimgr.gateway.routes import DialectPath, paths
+from teimgr.api.gateway.routes import DialectPath, paths
 from teimgr.wire.error_bodies import SIE, TEI
 from teimgr.worker.dialects.examples import EXAMPLES
 from teimgr.worker.dialects.openapi import instance_document

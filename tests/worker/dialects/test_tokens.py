@@ -8,7 +8,7 @@ import pytest
 from tests.support.models import build
 
 from teimgr.engine.tokenizer import TextTokenizer
-from teimgr.model_files.reading import read_layout
+from teimgr.models.reading import read_layout
 from teimgr.worker.dialects.tokens import pieces
 
 TEXTS = [

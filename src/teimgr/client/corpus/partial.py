@@ -15,8 +15,8 @@ from typing import Any, BinaryIO, Self
 
 import pyarrow as pa
 
-from teimgr.durable_files import lock_file, write_atomically
 from teimgr.errors import InvalidConfig, Refused
+from teimgr.files import lock_file, write_atomically
 
 _VERSION = 1
 _END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"

@@ -14,7 +14,7 @@ from torch.nn import functional
 from teimgr.engine.batch import PackedBatch, to_device
 from teimgr.engine.heads import Rows
 from teimgr.errors import ModelLoadFailed
-from teimgr.model_files.layout import LateInteraction
+from teimgr.models.layout import LateInteraction
 
 
 class MultiVectorHead:

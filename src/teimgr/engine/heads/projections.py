@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from teimgr.errors import ModelLoadFailed
-from teimgr.model_directory import fault_of, weight_files
-from teimgr.model_files.layout import Dense, LayerNorm, Normalize, OwnModule, Projection
+from teimgr.models.directory import fault_of, weight_files
+from teimgr.models.layout import Dense, LayerNorm, Normalize, OwnModule, Projection
 
 
 def torch_activation(name: str) -> nn.Module:

@@ -18,7 +18,7 @@ from teimgr.engine.heads.library import HeadTrial, LibraryHead
 from teimgr.engine.heads.pooling import pool
 from teimgr.engine.heads.projections import torch_activation
 from teimgr.errors import ModelLoadFailed
-from teimgr.model_files.layout import CausalRerank
+from teimgr.models.layout import CausalRerank
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 from teimgr.engine import gpu
 from teimgr.engine.batch import PackedBatch, Run, to_device
 from teimgr.engine.heads import Rows
-from teimgr.model_files.layout import Splade
+from teimgr.models.layout import Splade
 
 # The size of logits at one time. On a CPU larger temporaries are mapped and unmapped by every operation.
 _CPU_BYTES = 24_000_000

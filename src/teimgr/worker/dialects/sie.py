@@ -18,7 +18,7 @@ from pydantic import Field
 from teimgr.engine.job import InferOptions, Job, Output
 from teimgr.engine.tokenizer import Prompts
 from teimgr.errors import InvalidInput, WrongModelKind
-from teimgr.http_bodies import media_type
+from teimgr.http.bodies import media_type
 from teimgr.spec import Kind, LoadedModel
 from teimgr.wire import msgpack_pieces
 from teimgr.wire.frames import HttpReply, HttpRequest

@@ -1,0 +1,139 @@
+"""Lines of an input file: read in chunks, each one checked by itself, in threads.
+
+A line is `{"custom_id": …, "method": "POST", "url": …, "body": {…}}`; blank lines are passed over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import ExitStack
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import orjson
+
+from teimgr.api.batches.batch_record import BatchFault
+from teimgr.api.batches.disk import Disk
+from teimgr.errors import InvalidInput
+from teimgr.wire import json_pieces, json_scan
+
+MAX_ID_CHARS = 512
+_CHUNK_BYTES = 1024 * 1024
+_CHUNK_LINES = 500
+# A longer line is decoded in pieces: one call of the parser holds the GIL for 0.1 s and more where it has megabytes.
+_LARGE_LINE_BYTES = 128 * 1024
+_BOM = b"\xef\xbb\xbf"
+# Bytes that the reply to one input may have, in the estimate of what a request will hold in memory.
+_REPLY_BYTES = 16 * 1024
+
+
+class InputRequest(NamedTuple):
+    """A line that is a request; `row` counts requests from 0, `number` lines from 1.
+
+    `cost` estimates the bytes that it and its reply hold in memory.
+    """
+
+    row: int
+    number: int
+    custom_id: str
+    model: str
+    body: bytes
+    cost: int
+
+    @property
+    def digest(self) -> bytes:
+        """A digest of the custom_id, for finding duplicates."""
+        return blake2b(self.custom_id.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+Parsed = InputRequest | BatchFault
+
+
+async def read_requests(disk: Disk, path: Path, url: str, max_line_bytes: int) -> AsyncGenerator[list[Parsed]]:
+    """The lines of a file, chunk by chunk.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    opened = ExitStack()  # also of a file whose opening ends after its caller was cancelled
+    try:
+        file: BinaryIO = await disk.run(lambda: opened.enter_context(path.open("rb")))
+        reader = _Reader(file, url, max_line_bytes)
+        while (chunk := await disk.run(reader.chunk)) is not None:
+            if chunk:  # else of blank lines
+                yield chunk
+    finally:
+        await disk.run(opened.close)
+
+
+class _Reader:
+    def __init__(self, file: BinaryIO, url: str, max_line_bytes: int) -> None:
+        self._file = file
+        self._url = url
+        self._max_line_bytes = max_line_bytes
+        self._number = self._row = 0
+
+    def chunk(self) -> list[Parsed] | None:
+        """The next lines that are not blank, which may be none; None at the end of the file."""
+        found: list[Parsed] = []
+        end = self._file.tell() + _CHUNK_BYTES
+        while len(found) < _CHUNK_LINES and self._file.tell() < end:
+            line = self._file.readline(self._max_line_bytes + 1)
+            if not line:
+                return found or None
+            self._number += 1
+            if len(line) > self._max_line_bytes and not line.endswith(b"\n"):
+                self._skip_line()
+                found.append(self._too_long())
+            elif line := line.removeprefix(_BOM).strip() if self._number == 1 else line.strip():
+                found.append(self._parsed(line))
+        return found
+
+    def _skip_line(self) -> None:
+        while (part := self._file.readline(_CHUNK_BYTES)) and not part.endswith(b"\n"):
+            pass
+
+    def _too_long(self) -> BatchFault:
+        self._row += 1
+        limit = self._max_line_bytes // 1024
+        return BatchFault("line_too_long", f"This line is longer than {limit} KiB (batches.max_line_kb).", self._number)
+
+    def _parsed(self, line: bytes) -> Parsed:
+        row, self._row = self._row, self._row + 1
+        try:
+            value = orjson.loads(line) if len(line) <= _LARGE_LINE_BYTES else json_scan.loads(line)
+        except InvalidInput as error:
+            return BatchFault("invalid_json_line", f"{error.message}.", self._number)
+        except ValueError:
+            return BatchFault("invalid_json_line", "This line is not parseable as valid JSON.", self._number)
+        if not isinstance(value, dict):
+            return BatchFault("invalid_json_line", "This line is not a JSON object.", self._number)
+        if fault := next(self._faults(value), None):
+            return fault._replace(line=self._number)
+        body = value["body"]
+        raw = json_pieces.dumps(body)
+        inputs = max((len(each) for each in body.values() if isinstance(each, list)), default=1)
+        cost = len(raw) + inputs * _REPLY_BYTES
+        return InputRequest(row, self._number, value["custom_id"], body["model"], raw, cost)
+
+    def _faults(self, value: dict[str, Any]) -> Iterator[BatchFault]:
+        for name, kind, noun in (("custom_id", str, "a text"), ("url", str, "a text"), ("body", dict, "an object")):
+            yield from _member(value, name, kind, noun)
+        if len(value["custom_id"]) > MAX_ID_CHARS:
+            text = f"custom_id is longer than {MAX_ID_CHARS} characters."
+            yield BatchFault("string_above_max_length", text, param="custom_id")
+        if value.get("method") != "POST":
+            yield BatchFault("invalid_method", "The method must be POST.", param="method")
+        if value["url"] != self._url:
+            text = f"The URL of this request is not the endpoint of the batch, {self._url}."
+            yield BatchFault("mismatched_endpoint", text, param="url")
+        for fault in _member(value["body"], "model", str, "a text"):
+            yield fault._replace(param="body.model")
+
+
+def _member(holder: dict[str, Any], name: str, kind: type, noun: str) -> Iterator[BatchFault]:
+    if (given := holder.get(name)) is None or given == "":
+        yield BatchFault("missing_required_parameter", f"Missing required parameter: {name}.", param=name)
+    elif not isinstance(given, kind):
+        yield BatchFault("invalid_type", f"{name} must be {noun}.", param=name)

@@ -1,0 +1,142 @@
+"""`GET /v1/models`: one list that the clients of OpenAI, vLLM, SIE, Infinity, Xinference and Cohere can read.
+
+A card is the union of their model objects, and the list is under `data` and under `models`. Beside it: Infinity's
+health, vLLM's health and version, and Cohere's check of an API key.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from teimgr import __version__
+from teimgr.http.auth.policy import caller_of
+from teimgr.models.source import shown_id
+from teimgr.spec import InstanceView, Kind, LoadedModel, State
+from teimgr.wire.error_bodies import JSON_TYPE
+
+INFINITY_HEALTH = ("/v1/health", "/infinity/health", "/infinity/v1/health")
+VLLM_HEALTH = ("/vllm/health", "/vllm/ping")
+VLLM_VERSION = "/vllm/version"
+COHERE_CHECKS = ("/v1/check-api-key", "/cohere/v1/check-api-key")
+
+# SIE's words.
+_STATES = {State.RUNNING: "loaded", State.STARTING: "loading", State.STOPPING: "unloading", State.FAILED: "failed"}
+_BEST_FIRST = (State.RUNNING, State.STARTING, State.STOPPING, State.FAILED, State.STOPPED)
+# Infinity's and Cohere's words.
+_CAPABILITIES: dict[str, str] = {
+    Kind.RERANKER: "rerank",
+    Kind.CLASSIFIER: "classify",
+    Kind.TOKEN_CLASSIFIER: "classify",
+}
+_XINFERENCE_TYPES: dict[str, str] = {
+    Kind.EMBEDDING: "embedding",
+    Kind.SPARSE: "embedding",
+    Kind.MULTI_VECTOR: "embedding",
+    Kind.RERANKER: "rerank",
+}
+_OUTPUTS = {"dense": "dense", "sparse": "sparse", "multi-vector": "multivector", "scores": "score"}
+
+
+class ModelCards:
+    """The cards of names; a name may be an instance, an alias or a model id, and `model_id` resolves it.
+
+    Paths of the host and reasons of failures are in them only if `is_for_operator`.
+    """
+
+    def __init__(
+        self,
+        views: Iterable[InstanceView],
+        model_id: Callable[[str], str | None],
+        created: int,
+        owner: str,
+        is_for_operator: bool,
+    ) -> None:
+        self._model_id = model_id
+        self._created = created
+        self._owner = owner
+        self._is_for_operator = is_for_operator
+        self._by_name: dict[str, InstanceView] = {}
+        self._by_model: defaultdict[str, list[InstanceView]] = defaultdict(list)
+        for view in views:
+            self._by_name[view.spec.name] = view
+            self._by_model[view.spec.model_id].append(view)
+
+    def card(self, name: str) -> dict[str, Any]:
+        """The card; facts about the model are there once it is loaded. `root` is the id of the model, as in vLLM."""
+        model_id = self._model_id(name)
+        views = [self._by_name[name]] if name in self._by_name else self._by_model.get(model_id or "", [])
+        view = min(views, key=lambda each: _BEST_FIRST.index(each.state), default=None)
+        model = view.model if view else None
+        state = "available" if view is None else _STATES.get(view.state, "available")
+        root = model_id if self._is_for_operator or model_id is None else shown_id(model_id)
+        kind = model.kind if model else view.spec.kind if view else None
+        card = {
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": self._owner,
+            "root": root,
+            "model_name": root,
+            "model_type": kind and _XINFERENCE_TYPES.get(kind, kind),
+            "name": name,
+            "state": state,
+            "loaded": state == "loaded",
+            "last_error": self._error(view),
+            "stats": {},  # Infinity's clients need the key; the figures are on /metrics
+            "backend": "torch",
+            "inputs": ["text"],
+        }
+        return card | (_facts(model) if model else {"capabilities": [], "outputs": [], "dims": {}, "endpoints": []})
+
+    def _error(self, view: InstanceView | None) -> dict[str, Any] | None:
+        if view is None or view.state is not State.FAILED:
+            return None
+        message = (view.reason if self._is_for_operator else None) or "failed"
+        return {"code": "MODEL_LOAD_FAILED", "message": message, "attempts": view.restarts + 1}
+
+
+def _facts(model: LoadedModel) -> dict[str, Any]:
+    capability = _CAPABILITIES.get(model.kind, "embed")
+    outputs = [_OUTPUTS[one] for one in model.outputs if one in _OUTPUTS]
+    if model.kind in _CAPABILITIES:
+        outputs = ["score"]
+    widths = {"dense": model.dimension, "sparse": model.dimension, "multivector": model.multi_vector_dimension}
+    return {
+        "capabilities": [capability],
+        "endpoints": [capability],
+        "outputs": outputs,
+        "dims": {name: width for name, width in widths.items() if name in outputs and width},
+        "max_model_len": model.max_input_length,
+        "max_sequence_length": model.max_input_length,
+        "context_length": model.max_input_length,
+        "max_tokens": model.max_input_length,
+        "dimensions": model.dimension or None,
+        "revision": model.model_sha,
+    }
+
+
+async def infinity_health(request: Request) -> Response:
+    """Infinity's health: the time."""
+    return Response(orjson.dumps({"unix": time.time()}), headers=dict(JSON_TYPE))
+
+
+async def vllm_health(request: Request) -> Response:
+    """vLLM's health: an empty answer while the daemon routes."""
+    return Response()
+
+
+async def vllm_version(request: Request) -> Response:
+    return Response(orjson.dumps({"version": __version__}), headers=dict(JSON_TYPE))
+
+
+async def cohere_check_key(request: Request) -> Response:
+    """Cohere's check of an API key; one that is not valid does not come so far."""
+    answer = {"valid": True, "organization_id": "teimgr", "owner_id": caller_of(request.scope).name}
+    return Response(orjson.dumps(answer), headers=dict(JSON_TYPE))

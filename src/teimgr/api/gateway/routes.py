@@ -1,0 +1,217 @@
+"""The inference routes with their dialects, and their OpenAPI for the daemon's document.
+
+Where several products share a path, the default is the first dialect listed. The header `x-teimgr-dialect` selects
+another one, as does a prefix of the path: `/infinity/classify` is Infinity's. Requests and schemas of OpenAPI come from
+`openapi.json`, which `worker/dialects/openapi.py` generates from the request classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import orjson
+
+from teimgr.spec import Kind
+from teimgr.wire.error_bodies import COHERE, INFINITY, JINA, OPENAI, SIE, TEI, TEI_OPENAI, VLLM, VOYAGE
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+DIALECT_HEADER = "x-teimgr-dialect"
+
+
+class DialectPath(NamedTuple):
+    """A route: `path` is Starlette's template, `inner` the path in the worker.
+
+    `{model}` or `{name}` in the template names the model or the instance, else the body has it. `others` are the
+    dialects that may be chosen instead of `dialect`.
+    """
+
+    path: str
+    dialect: str
+    inner: str
+    method: str = "POST"
+    others: tuple[str, ...] = ()
+
+
+PREFIXED = (JINA, VLLM, INFINITY, VOYAGE, COHERE)
+"""Dialects that have each of their paths under `/<dialect>` too, for clients that name theirs by the base URL."""
+
+MODEL_LISTS = ("/v1/models", "/infinity/models", *(f"/{dialect}/v1/models" for dialect in PREFIXED))
+MODEL_CARDS = tuple(f"{path}/{{model:path}}" for path in MODEL_LISTS if path.endswith("/v1/models"))
+
+
+def dialect_of(path: str) -> str | None:
+    """The dialect whose clients call paths such as this one, also where there is no route; None for teimgr's own."""
+    first = path[1:].partition("/")[0]
+    if first in PREFIXED:
+        return first
+    return OPENAI if path.startswith(("/v1/", "/v2/")) else None
+
+
+_DIALECTS_OF_PATH: dict[str, tuple[str, ...]] = {
+    "/v1/embeddings": (OPENAI, JINA, VLLM, VOYAGE, INFINITY),
+    "/v1/embed": (COHERE,),
+    "/v2/embed": (COHERE,),
+    "/v1/rerank": (COHERE, JINA, VLLM, VOYAGE, INFINITY),
+    "/v2/rerank": (COHERE, VLLM),
+    "/rerank": (INFINITY, VLLM),
+    "/embeddings": (INFINITY,),
+    "/classify": (VLLM, INFINITY),
+    "/v1/classify": (COHERE, INFINITY),
+    "/v1/tokenize": (COHERE,),
+    "/v1/detokenize": (COHERE,),
+    "/tokenize": (VLLM,),
+    "/detokenize": (VLLM,),
+    "/pooling": (VLLM,),
+    "/score": (VLLM,),
+    "/v1/score": (VLLM,),
+}
+_EMBEDDING, _RERANKING = (Kind.EMBEDDING.value, Kind.MULTI_VECTOR.value), (Kind.RERANKER.value,)
+_KINDS_OF_PATH: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("/v1/embeddings", "/v1/embed", "/v2/embed", "/embeddings"), _EMBEDDING),
+    **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), _RERANKING),
+    **dict.fromkeys(("/classify", "/v1/classify"), (Kind.CLASSIFIER.value, Kind.RERANKER.value)),
+    **dict.fromkeys(("/score", "/v1/score"), (*_RERANKING, *_EMBEDDING, Kind.SPARSE.value)),
+}
+
+
+def kinds_of(inner: str) -> tuple[str, ...]:
+    """What an instance has to serve to get a request without a model, in order of preference; empty: anything."""
+    return _KINDS_OF_PATH.get(inner, ())
+
+
+_INSTANCE = "/instances/{name}"
+_TEI = (
+    *("/embed", "/embed_all", "/embed_sparse", "/predict", "/rerank", "/similarity", "/tokenize", "/decode"),
+    *("/vertex", "/invocations", "/"),
+)
+
+
+def paths() -> Iterator[DialectPath]:
+    """Every route: shared paths, dialect-prefixed paths, SIE, TEI under /instances/{name}."""
+    for path, (first, *others) in _DIALECTS_OF_PATH.items():
+        yield DialectPath(path, first, path, others=tuple(others))
+        for dialect in (first, *others):
+            if dialect in PREFIXED:
+                yield DialectPath(f"/{dialect}{path}", dialect, path)
+    for inner in ("/v1/encode", "/v1/score", "/v1/extract"):
+        yield DialectPath(inner + "/{model:path}", SIE, inner)
+    for inner in _TEI:
+        yield DialectPath(_INSTANCE + inner, TEI, inner)
+    yield DialectPath(_INSTANCE, TEI, "/")
+    yield DialectPath(_INSTANCE + "/info", TEI, "/info", "GET")
+    for inner in ("/v1/embeddings", "/embeddings"):
+        yield DialectPath(_INSTANCE + inner, TEI_OPENAI, inner)
+
+
+_TAG = "inference"
+_NOTES = {
+    "400": "the request breaks a rule, or the model does not do this",
+    "404": "the name is unknown; the text lists similar ones",
+    "413": "the body is over the limit",
+    "415": "another content type",
+    "422": "the request breaks a rule (TEI)",
+    "424": "inference failed, or the model does not do this (TEI)",
+    "429": "too many requests; Retry-After is set",
+    "503": "the instance does not run; Retry-After is set",
+}
+
+
+def describe(app: FastAPI) -> None:
+    own = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            document = own()
+            for path, operations in _paths().items():
+                document["paths"].setdefault(path, {}).update(operations)
+            document.setdefault("components", {}).setdefault("schemas", {}).update(_file()["schemas"])
+            app.openapi_schema = document
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+@cache
+def _file() -> dict[str, Any]:
+    text = files("teimgr.api.gateway").joinpath("openapi.json").read_bytes()
+    document: dict[str, Any] = orjson.loads(text)
+    return document
+
+
+def _paths() -> dict[str, Any]:
+    ok = {"200": {"description": "OK", "content": _json({"type": "object"})}}
+    not_found = {"404": _failure("the name is unknown")}
+    paths_of: dict[str, Any] = {}
+    for path in MODEL_LISTS:
+        prefix = path.removesuffix("/v1/models")
+        paths_of[path] = _get("Names for the `model` of a request", ok, suffix=prefix)
+        if path + "/{model:path}" in MODEL_CARDS:
+            paths_of[path + "/{model}"] = _get("One of them", ok | not_found, "model", suffix=prefix)
+    for one in paths():
+        if one.method == "POST":
+            paths_of[one.path.replace(":path}", "}")] = {"post": _post(one)}
+        else:
+            failures = {status: _failure(_NOTES[status]) for status in ("404", "503")}
+            failures["default"] = _failure("a failure")
+            paths_of[one.path] = _get("The model and its limits, in the form of TEI", ok | failures, "name")
+    return paths_of
+
+
+def _post(path: DialectPath) -> dict[str, Any]:
+    known = _file()["operations"][path.dialect][path.inner]
+    others = " or ".join(path.others)
+    also = f" The header `{DIALECT_HEADER}`, or a path below `/{path.others[-1]}`, chooses {others}." if others else ""
+    return {
+        "tags": [_TAG],
+        "summary": known["summary"],
+        "description": known.get("description", known["summary"] + ".") + f" In the dialect {path.dialect}.{also}",
+        "operationId": f"{path.dialect}{path.path}".translate(_AS_NAME),
+        "parameters": [_parameter(name) for name in ("name", "model") if f"{{{name}" in path.path],
+        "requestBody": {"required": True, "content": {kind: _request(known, kind) for kind in known["types"]}},
+        "responses": {
+            "200": {"description": "OK", "content": {kind: {"schema": known["response"]} for kind in known["types"]}},
+            **{status: _failure(note) for status, note in _NOTES.items()},
+            "default": _failure("any other failure"),
+        },
+    }
+
+
+def _request(known: dict[str, Any], kind: str) -> dict[str, Any]:
+    example = {"example": known["example"]} if kind == "application/json" and "example" in known else {}
+    return {"schema": known["request"]} | example
+
+
+def _get(summary: str, responses: dict[str, Any], *parameters: str, suffix: str = "") -> dict[str, Any]:
+    """A GET; `suffix` tells its operation from another one of the same summary."""
+    operation = {
+        "tags": [_TAG],
+        "summary": summary,
+        "description": summary + ".",
+        "operationId": (summary + suffix).casefold().translate(_AS_NAME),
+        "parameters": [_parameter(name) for name in parameters],
+        "responses": responses,
+    }
+    return {"get": operation}
+
+
+def _parameter(name: str) -> dict[str, Any]:
+    meaning = "an instance" if name == "name" else "an instance, a model id or an alias"
+    return {"name": name, "in": "path", "required": True, "description": meaning, "schema": {"type": "string"}}
+
+
+def _failure(description: str) -> dict[str, Any]:
+    """A failure in the dialect's JSON, or in plain text where TEI's web framework refuses the body."""
+    text = {"text/plain": {"schema": {"type": "string"}}}
+    return {"description": description, "content": _json({"type": "object"}) | text}
+
+
+def _json(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"application/json": {"schema": schema}}
+
+
+_AS_NAME = str.maketrans({"/": "_", "{": None, "}": None, ":": "_", " ": "_", ",": None, "`": None, "-": "_"})

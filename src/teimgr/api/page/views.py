@@ -1,0 +1,164 @@
+"""Values that the templates and the live streams show, made from views, figures and devices."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from teimgr.api.page.figures import Figures, Point, Sampler
+from teimgr.control.events.fleet_events import EventLog, FleetEvent
+from teimgr.control.placement.planner import Gpu, host_memory
+from teimgr.http.auth.policy import ANONYMOUS, Caller, Right
+from teimgr.spec import InstanceView, State
+
+SPARK_POINTS = 30
+EVENTS_SHOWN = 100
+Values = dict[str, Any]
+
+
+def fleet_rows(views: Iterable[InstanceView], sampler: Sampler, gpus: Sequence[Gpu]) -> list[Values]:
+    """One row per instance, in order of creation."""
+    cards = {gpu.uuid: gpu for gpu in gpus}
+    host_bytes, _ = host_memory()
+    now = time.time()
+    return [_row(view, sampler.of(view.spec.name), cards, host_bytes, now) for view in views]
+
+
+def _row(view: InstanceView, figures: Figures, cards: dict[str, Gpu], host_bytes: int, now: float) -> Values:
+    point = figures.now if view.state is State.RUNNING else None
+    on = [cards[uuid] for uuid in dict.fromkeys(worker.gpu for worker in view.workers) if uuid in cards]
+    total = sum(card.memory_total_bytes or 0 for card in on) if on else host_bytes
+    memory = None if figures.now is None or math.isnan(figures.now.memory) else int(figures.now.memory)
+    running = sum(worker.state is State.RUNNING for worker in view.workers)
+    return {
+        "name": view.spec.name,
+        "model": view.spec.model_id,
+        "kind": view.model.kind if view.model else view.spec.kind,
+        "state": view.state.value,
+        "reason": view.reason,
+        "wanted": view.spec.wanted_running,
+        "updating": view.update is not None and view.update.state == "rolling",
+        "unhealthy": bool(view.health_check_failures),
+        "device": device_of(view),
+        "memory": memory,
+        "memory_total": total or None,
+        "tokens": _rounded(point.tokens if point else None),
+        "requests": _rounded(point.requests if point else None),
+        "queue": None if point is None or math.isnan(point.queue) else int(point.queue),
+        "p99": _milliseconds(figures.percentile(0.99, now)) if point else None,
+        "spark": [_rounded(value) for value in _spark(figures)] if point else [],
+        "workers": f"{running}/{len(view.workers)}" if len(view.workers) > 1 else "",
+        "tags": [f"{name}={value}" if value else name for name, value in view.spec.tags.items()],
+        "port": view.spec.port,
+    }
+
+
+def _spark(figures: Figures) -> list[float]:
+    """Tokens per second of the last minute, or of the last minutes where no page was open."""
+    fine = figures.fine.last(SPARK_POINTS, "tokens")
+    values = fine if len(fine) >= SPARK_POINTS // 2 else figures.coarse.last(SPARK_POINTS, "tokens")
+    return [value for value in values if not math.isnan(value)]
+
+
+def device_of(view: InstanceView) -> str:
+    """Such as "GPU 0, 1" or "CPU"; before a worker was placed, what was asked for."""
+    indices = sorted({worker.gpu_id for worker in view.workers if worker.gpu_id is not None})
+    if not indices and view.spec.gpu_id is not None:
+        indices = [view.spec.gpu_id]
+    if indices:
+        return f"GPU {', '.join(map(str, indices))}"
+    if any(worker.pid is not None for worker in view.workers):
+        return "CPU"
+    return "–"
+
+
+def totals(rows: Sequence[Values]) -> Values:
+    """The sums over the rows that a caller sees."""
+    states = Counter(row["state"] for row in rows)
+    return {
+        "instances": len(rows),
+        "states": {state.value: states[state.value] for state in State},
+        "tokens": _rounded(sum(row["tokens"] or 0 for row in rows)),
+        "requests": _rounded(sum(row["requests"] or 0 for row in rows)),
+        "queue": sum(row["queue"] or 0 for row in rows),
+    }
+
+
+def memory_in_use(gpus: Sequence[Gpu]) -> Values:
+    """Memory in use and in all, of the cards, or of this host without any; bytes."""
+    used, total = sum(gpu.memory_used_bytes or 0 for gpu in gpus), sum(gpu.memory_total_bytes or 0 for gpu in gpus)
+    of = "GPU memory in use"
+    if not total:
+        (total, used), of = host_memory(), "Host memory in use"
+    return {"memory": used, "memory_total": total, "memory_of": of}
+
+
+def instance_alarms(rows: Iterable[Values]) -> list[Values]:
+    """Instances that should serve and do not, or not well."""
+    found = []
+    for row in rows:
+        if row["state"] == State.FAILED.value:
+            found.append({"instance": row["name"], "text": row["reason"] or "failed"})
+        elif row["unhealthy"] and row["wanted"]:
+            found.append({"instance": row["name"], "text": row["reason"] or "its last self-test failed"})
+    return found
+
+
+def points_after(figures: Figures, fine_after: float, coarse_after: float) -> Values:
+    """New points of both rings as lists, in the order of `Point`; NaN is null in JSON."""
+    return {
+        "fine": [_shown(point) for point in figures.fine.after(fine_after)],
+        "coarse": [_shown(point) for point in figures.coarse.after(coarse_after)],
+    }
+
+
+def _shown(point: Point) -> list[float]:
+    return [round(point.time, 1), *(value if math.isnan(value) else float(f"{value:.4g}") for value in point[1:])]
+
+
+def events_for(caller: Caller, event_log: EventLog | None, last: int) -> list[FleetEvent]:
+    """The latest events that the caller may see, newest first: those of its instances."""
+    if event_log is None:
+        return []
+    covered = (event for event in event_log.since(0) if caller.covers(event.instance))
+    return [*covered][: -last - 1 : -1]
+
+
+def navigation(caller: Caller) -> list[tuple[str, str, str]]:
+    """Path, id and title of the views that the caller's rights allow."""
+    may_read, everywhere = Right.READ in caller.rights, not caller.is_restricted
+    entries = (
+        ("/ui/fleet", "fleet", "Fleet", may_read),
+        ("/ui/models", "models", "Models", may_read and everywhere),
+        ("/ui/devices", "devices", "Devices", may_read and everywhere),
+        ("/ui/alarms", "alarms", "Alarms", may_read),
+        ("/ui/playground", "playground", "Playground", Right.INFERENCE in caller.rights),
+    )
+    return [(path, id, title) for path, id, title, is_allowed in entries if is_allowed]
+
+
+def rights_of(caller: Caller, *, can_write: bool = True) -> Values:
+    """What the page offers to the caller; the routes decide again at each request."""
+    return {
+        "name": caller.name,
+        "is_anonymous": caller is ANONYMOUS,
+        "admin": Right.ADMIN in caller.rights and can_write,
+        "read": Right.READ in caller.rights,
+        "inference": Right.INFERENCE in caller.rights and can_write,
+        "everywhere": not caller.is_restricted,
+        "rights": sorted(right.value for right in caller.rights),
+        "instances": caller.instances,
+    }
+
+
+def _rounded(value: float | None) -> float | None:
+    if value is None or math.isnan(value):
+        return None
+    return round(value) if value >= 100 else round(value, 1)
+
+
+def _milliseconds(seconds: float) -> float | None:
+    return None if math.isnan(seconds) else float(f"{seconds * 1000:.3g}")

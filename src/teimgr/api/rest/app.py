@@ -1,0 +1,296 @@
+"""Composition of the REST application (routers, error handlers, middleware), and TLS of its listener.
+
+The handshake verifies that a client's certificate chains to the authority; the allow-lists are applied per request
+(`middleware.Authentication`), so that a rejected client gets a reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import ssl
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from fastapi import APIRouter, FastAPI, Request
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import BaseRoute
+
+from teimgr import __version__
+from teimgr.api.batches import Batches
+from teimgr.api.gateway import Gateway
+from teimgr.api.gateway.routes import describe
+from teimgr.api.rest import batches as batch_routes
+from teimgr.api.rest import (
+    config,
+    error_answers,
+    error_help,
+    events,
+    files,
+    fleet,
+    gpus,
+    hosts,
+    instances,
+    logs,
+    models,
+    probes,
+)
+from teimgr.api.rest.gpus import GpuReport
+from teimgr.api.rest.hosts import HostEnrolment
+from teimgr.api.rest.middleware import (
+    Authentication,
+    DirectInference,
+    HeadAsGet,
+    Observe,
+    PageRefusal,
+    RejectEncodedSeparators,
+)
+from teimgr.api.rest.probes import Alarms
+from teimgr.api.rest.proxies import ProxyHeaders
+from teimgr.api.rest.query_limit import LimitQuery
+from teimgr.api.rest.request_turns import RequestTurns
+from teimgr.config.auth import policy_of
+from teimgr.config.settings import Settings
+from teimgr.control.events.fleet_events import EventLog
+from teimgr.control.registry.registry import Registry
+from teimgr.control.supervision.manager import Manager
+from teimgr.control.supervision.reload import Reloader
+from teimgr.control.supervision.worker_run import FleetProber
+from teimgr.http.auth.policy import CERTIFICATE, PolicyInForce, certificate_from_tls
+from teimgr.http.auth.sessions import Sessions
+from teimgr.http.auth.tls_files import TlsFiles, TlsWatch
+from teimgr.http.bodies import path_prefix_of
+from teimgr.http.direct import Direct
+from teimgr.http.docs_page import HEADERS, page
+from teimgr.http.http1 import HttpProtocol
+from teimgr.http.http2.requests import protocol as http2_protocol
+from teimgr.http.server import AsgiApp, Listener, serving
+from teimgr.http.unix_listener import UnixListener
+from teimgr.observability.log_source import FleetLogs, LocalLogs
+from teimgr.observability.metrics import DaemonMetrics
+from teimgr.observability.request_context import Telemetry
+
+docs = APIRouter(include_in_schema=False)
+_OPENAPI = "/openapi.json"
+_BY_PREFIX = {"Vary": "X-Forwarded-Prefix"}
+
+
+class PageRoutes(NamedTuple):
+    """The web page as the application needs it: its routes, its sessions, and its answer to a refused request."""
+
+    routes: Sequence[BaseRoute]
+    sessions: Sessions
+    refusal: PageRefusal
+
+
+# FastAPI's own route would make the document on the event loop: half a second of a core, at the first request.
+@docs.get(_OPENAPI)
+async def openapi(request: Request) -> Response:
+    document = await asyncio.to_thread(_document, request.app)
+    if prefix := path_prefix_of(request.scope):
+        servers = json.dumps([{"url": prefix}]).encode()
+        document = b'{"servers":' + servers + b"," + document.removeprefix(b"{")
+    return Response(document, media_type="application/json", headers=_BY_PREFIX)
+
+
+@docs.get("/docs")
+async def docs_page(request: Request) -> HTMLResponse:
+    address = path_prefix_of(request.scope) + _OPENAPI
+    return HTMLResponse(await asyncio.to_thread(_document_page, request.app, address), headers=HEADERS | _BY_PREFIX)
+
+
+def _document(app: FastAPI) -> bytes:
+    """The OpenAPI document, made once."""
+    with app.state.document_lock:
+        if app.state.document is None:
+            app.state.document = json.dumps(app.openapi(), separators=(",", ":")).encode()
+        document: bytes = app.state.document
+        return document
+
+
+def _document_page(app: FastAPI, address: str) -> str:
+    return page(json.loads(_document(app)), address)
+
+
+def create_app(
+    manager: Manager,
+    settings: Settings,
+    metrics: DaemonMetrics,
+    alarms: Alarms = tuple,
+    booted: Callable[[], bool] = lambda: True,
+    *,
+    registry: Registry | None = None,
+    gateway: Gateway | None = None,
+    gpu_report: GpuReport | None = None,
+    policy: PolicyInForce | None = None,
+    event_log: EventLog | None = None,
+    live_probe: FleetProber | None = None,
+    reloader: Reloader | None = None,
+    telemetry: Telemetry | None = None,
+    batches: Batches | None = None,
+    page: PageRoutes | None = None,
+    enrolment: HostEnrolment | None = None,
+    log_sources: FleetLogs | None = None,
+) -> FastAPI:
+    """The REST application over `manager`; a part that is None has no routes.
+
+    Args:
+        manager: The instances.
+        settings: Also the authentication, where `policy` is None.
+        metrics: Counts requests, and is the page of /metrics.
+        alarms: The alarms of everything but the state file.
+        booted: Whether `Manager.booted` is set; /ready and /health/ready are 503 until then.
+        registry: Routes of /models.
+        gateway: Inference routes of all dialects.
+        gpu_report: Routes of /gpus.
+        policy: Authentication and rights of callers.
+        event_log: Route of /events.
+        live_probe: Self-tests on demand, for /health/all and /instances/{name}/health.
+        reloader: Routes of /config.
+        telemetry: Traces requests that change something.
+        batches: Routes of /v1/files and /v1/batches.
+        page: The web page.
+        enrolment: Who may join the cluster; its routes refuse where there is none.
+        log_sources: Logs of instances; without them those in `log_dir`.
+    """
+    app = FastAPI(
+        title="teimgr",
+        version=__version__,
+        description="A fleet of embedding models behind one daemon.",
+        openapi_url=None,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    app.state.manager, app.state.settings, app.state.metrics = manager, settings, metrics
+    app.state.alarms, app.state.booted, app.state.routing = alarms, booted, probes.RoutingState()
+    app.state.registry, app.state.gpus, app.state.enrolment = registry, gpu_report, enrolment
+    app.state.batches = batches
+    app.state.document, app.state.document_lock = None, threading.Lock()
+    app.state.promised_workers = instances.PromisedWorkers()
+    app.state.logs = log_sources or FleetLogs(LocalLogs(settings.log_dir))
+    app.state.events, app.state.live_probe, app.state.reloader = event_log, live_probe, reloader
+    for router, is_there in (
+        (instances.router, True),
+        (fleet.router, True),
+        (logs.router, True),
+        (probes.router, True),
+        (docs, True),
+        (error_help.router, True),
+        (events.router, event_log is not None),
+        (config.router, reloader is not None),
+        (models.router, registry is not None),
+        (gpus.router, gpu_report is not None),
+        (hosts.router, True),
+        (files.router, batches is not None),
+        (batch_routes.router, batches is not None),
+    ):
+        if is_there:
+            # Not `include_router`, which makes every route anew at the first request: 0.2 s that this caller waits.
+            app.router.routes.extend(router.routes)
+    if gateway is not None:
+        app.router.routes.extend(gateway.routes())
+        describe(app)
+    if page is not None:
+        app.router.routes.extend(page.routes)
+    error_answers.install(app)
+    # Innermost first.
+    app.add_middleware(HeadAsGet)
+    app.add_middleware(LimitQuery)
+    app.add_middleware(RejectEncodedSeparators)
+    policy = policy or PolicyInForce(policy_of(settings.auth))
+    app.state.policy = policy
+    app.add_middleware(
+        Authentication,
+        policy=policy,
+        routes=app.router.routes,
+        sessions=page and page.sessions,
+        refusal=page and page.refusal,
+    )
+    app.add_middleware(
+        CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"], expose_headers=["*"]
+    )
+    app.add_middleware(RequestTurns)
+    app.add_middleware(Observe, metrics=metrics, telemetry=telemetry)
+    app.add_middleware(ProxyHeaders, settings=settings)
+    if gateway is not None:
+        app.state.direct = DirectInference(gateway, Observe(app, metrics, telemetry), policy)
+    return app
+
+
+class TlsHttpProtocol(HttpProtocol):
+    """HTTP/1.1 over TLS that puts the client certificate's names into the scope of each request."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._certificate = certificate_from_tls(transport.get_extra_info("peercert") or {})
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope[CERTIFICATE] = self._certificate  # type: ignore[literal-required]
+
+
+def uvicorn_options(context: ssl.SSLContext | None) -> dict[str, Any]:
+    """Keyword arguments of `uvicorn.Config` for a listener of REST, with this context or without TLS."""
+    if context is None:
+        return _OPTIONS
+    return _OPTIONS | {"http": TlsHttpProtocol, "ssl_context_factory": lambda config, default: context}
+
+
+_OPTIONS: dict[str, Any] = {"proxy_headers": False}  # `ProxyHeaders` reads them
+
+
+def certificate_scope(transport: asyncio.Transport) -> dict[str, Any]:
+    """The scope of HTTP/2 requests: the client certificate's names, where the connection is of TLS."""
+    peer = transport.get_extra_info("peercert")
+    return {} if peer is None else {CERTIFICATE: certificate_from_tls(peer)}
+
+
+class RestTls:
+    """TLS of the REST listener, renewed when its files change; off without files.
+
+    Raises:
+        InvalidConfig: the files cannot be used.
+    """
+
+    def __init__(self, files: TlsFiles | None) -> None:
+        self._context = _context(files) if files else None
+        self._files = files
+        self._watch: TlsWatch | None = None
+
+    def alarms(self) -> list[str]:
+        """One alarm while changed files are unusable."""
+        return [self._watch.alarm] if self._watch and self._watch.alarm else []
+
+    @contextlib.asynccontextmanager
+    async def serving(
+        self, app: AsgiApp, sock: socket.socket, direct: Direct | None = None, unix: UnixListener | None = None
+    ) -> AsyncIterator[Listener]:
+        """As `http_server.serving`, with these certificates."""
+        h2 = partial(http2_protocol, peer_scope=certificate_scope)
+        async with serving(app, sock, h2, direct, unix, **uvicorn_options(self._context)) as listener:
+            if self._files is None:
+                yield listener
+                return
+
+            async def renew(files: TlsFiles) -> None:
+                await listener.secure(_context(files))
+
+            self._watch = TlsWatch(self._files, renew)
+            watching = asyncio.create_task(self._watch.run())
+            try:
+                yield listener
+            finally:
+                watching.cancel()
+
+
+def _context(files: TlsFiles) -> ssl.SSLContext:
+    """The context of the files, which offers HTTP/2 to clients that know it (ALPN)."""
+    context = files.context()
+    context.set_alpn_protocols(["h2", "http/1.1"])
+    return context

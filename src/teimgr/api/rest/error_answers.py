@@ -1,0 +1,128 @@
+"""Errors of REST as JSON: every failure is `{"error": sentence, "code": NAME, "timestamp": RFC 3339}`.
+
+The header `Link` leads to the causes and remedies of the code (`error_help.py`).
+That holds for a domain error, an invalid body, an unknown route and an internal error. Only the last hides its text.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Match
+
+from teimgr.api.gateway.routes import dialect_of
+from teimgr.api.rest.error_help import help_link
+from teimgr.api.rest.schemas import answer, in_own_words
+from teimgr.errors import Broken, Code, Internal, TeimgrError, ValidationError
+from teimgr.spec import now_rfc3339
+from teimgr.wire.error_bodies import OPENAI, failure, refusal
+from teimgr.wire.status import RETRY_AFTER_S, STATUS, TRY_AGAIN
+
+log = logging.getLogger(__name__)
+
+VERBS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
+
+_HTTP_CODES = {
+    400: Code.VALIDATION_ERROR.name,
+    401: Code.UNAUTHENTICATED.name,
+    403: Code.FORBIDDEN.name,
+    404: "NOT_FOUND",
+    405: "METHOD_NOT_ALLOWED",
+    408: Code.TIMEOUT.name,
+    413: Code.MESSAGE_TOO_LARGE.name,
+    415: "UNSUPPORTED_MEDIA_TYPE",
+    422: Code.VALIDATION_ERROR.name,
+}
+
+
+def error_body(code: str, message: str) -> dict[str, str]:
+    return {"error": message, "code": code, "timestamp": now_rfc3339()}
+
+
+def error_response(error: TeimgrError) -> Response:
+    """A domain error with its HTTP status; temporary ones with Retry-After."""
+    status = STATUS[error.code].http
+    headers = {"Retry-After": str(RETRY_AFTER_S)} if status in TRY_AGAIN else {}
+    return _error(status, error.code.name, error.message, headers)
+
+
+def install(app: FastAPI) -> None:
+    app.add_exception_handler(TeimgrError, _on_domain_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(RequestValidationError, _on_invalid_parameters)
+    app.add_exception_handler(ClientDisconnect, _on_disconnect)
+    app.add_exception_handler(Exception, _on_defect)
+
+
+def _error(status: int, code: str, message: str, headers: Mapping[str, str] | None = None) -> Response:
+    response = answer(error_body(code, message), status)
+    response.headers.update(help_link(code) | dict(headers or {}))
+    return response
+
+
+async def _on_domain_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, TeimgrError)
+    if isinstance(error, Broken):
+        log.error("request failed", extra={"path": request.url.path, "code": error.code.name, "error": error.message})
+    return _in_dialect(request, error)
+
+
+def _in_dialect(request: Request, error: TeimgrError) -> Response:
+    """The error in the shape that clients of the path expect."""
+    dialect = dialect_of(request.url.path)
+    if dialect is None:
+        return error_response(error)
+    reply = failure(dialect, error)
+    return Response(bytes(reply.body), reply.status, help_link(error.code.name) | dict(reply.headers))
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    headers, message = dict(error.headers or {}), str(error.detail)
+    if error.status_code == 404:
+        message = f"No route {request.url.path}"
+    elif error.status_code == 405:
+        allowed = ", ".join(verb for verb in VERBS if _is_allowed(request, verb))
+        if request.method == "OPTIONS":  # no preflight, which is answered before
+            return Response(headers={"Allow": allowed})
+        headers, message = {"Allow": allowed}, f"{request.method} is not allowed here; allowed: {allowed}"
+    dialect = dialect_of(request.url.path)
+    if dialect is not None and dialect != OPENAI:
+        reply = refusal(dialect, error.status_code, message)
+        return Response(bytes(reply.body), reply.status, dict(reply.headers) | headers)
+    if dialect is not None:
+        code = "unknown_url" if error.status_code == 404 else None
+        body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
+        response = answer(body, error.status_code)
+        response.headers.update(headers)
+        return response
+    return _error(error.status_code, _HTTP_CODES.get(error.status_code, "HTTP_ERROR"), message, headers)
+
+
+def _is_allowed(request: Request, verb: str) -> bool:
+    """Whether the request's path has a route for this verb; HEAD goes with GET."""
+    scope: dict[str, Any] = dict(request.scope, method="GET" if verb == "HEAD" else verb)
+    return any(route.matches(scope)[0] is Match.FULL for route in request.app.routes)
+
+
+async def _on_invalid_parameters(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    places = ((".".join(map(str, problem["loc"][1:])), problem["msg"]) for problem in error.errors())
+    problems = "; ".join(f"{place}: {in_own_words(message)}" for place, message in places)
+    return _in_dialect(request, ValidationError(problems))
+
+
+async def _on_disconnect(request: Request, error: Exception) -> Response:
+    return _error(STATUS[Code.CANCELLED].http, Code.CANCELLED.name, "The caller went away")
+
+
+async def _on_defect(request: Request, error: Exception) -> Response:
+    # Starlette raises the error again after this answer, and uvicorn logs it with its traceback.
+    return error_response(Internal("Internal error: the daemon's log has the details"))

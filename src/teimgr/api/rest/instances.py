@@ -1,0 +1,282 @@
+"""REST routes of instances: create, read, update, delete, start, stop, restart. Each is one call to the manager."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Query, Request
+from starlette.responses import Response
+
+from teimgr.api.rest.gpus import GpuReportDep
+from teimgr.api.rest.schemas import (
+    ANY_FAILURE,
+    CreateInstance,
+    DeletedInstance,
+    Failure,
+    InstanceInfo,
+    RestartInstance,
+    StrictQueryRoute,
+    UpdateInstance,
+    answer,
+    has_body,
+    instance_info,
+    json_body,
+    read_json,
+)
+from teimgr.config.instance_limits import check_bounds, check_restricted
+from teimgr.config.settings import Settings
+from teimgr.control.supervision.manager import Manager
+from teimgr.control.supervision.validation import with_changes
+from teimgr.errors import Forbidden, InvalidConfig, PortConflict, error_from_code
+from teimgr.http.auth.policy import Caller, caller_of
+from teimgr.observability.logs import remove_logs
+from teimgr.spec import InstanceSpec, InstanceView, State
+
+log = logging.getLogger(__name__)
+
+router = APIRouter(tags=["instances"], responses=ANY_FAILURE, route_class=StrictQueryRoute)
+
+# Keys that decide how much of the machine a worker takes, and which code and which files it loads.
+_BOUNDED = {"threads", "max_batch_tokens", "extra_args"}
+_CODE_AND_FILES = {"model_id", "revision", "trust_remote_code", "code_revision", "safetensors_only", "extra_args"}
+
+UNKNOWN: dict[int | str, dict[str, Any]] = {404: {"model": Failure, "description": "no such instance"}}
+CONFLICT: dict[int | str, dict[str, Any]] = {
+    409: {"model": Failure, "description": "not possible in its present state"}
+}
+REFUSED: dict[int | str, dict[str, Any]] = {
+    status: {"model": Failure, "description": meaning}
+    for status, meaning in (
+        (400, "invalid JSON, an unknown GPU or an unknown flag"),
+        (409, "the name is taken"),
+        (413, "a body over 2 MiB"),
+        (415, "another content type"),
+        (422, "another shape, a bad name, a taken port, or no room for one more"),
+    )
+}
+ROLLING: dict[int | str, dict[str, Any]] = {
+    202: {"model": InstanceInfo, "description": "new workers are starting beside the old ones"},
+    409: {"model": Failure, "description": "another update is under way, or this one failed"},
+}
+
+
+def manager_of(request: Request) -> Manager:
+    manager: Manager = request.app.state.manager
+    return manager
+
+
+ManagerDep = Annotated[Manager, Depends(manager_of)]
+
+
+Tags = Annotated[
+    list[str] | None,
+    Query(alias="tag", description="team:search, or team for any value; several must all match", max_length=64),
+]
+Statuses = Annotated[list[State] | None, Query(alias="status", description="several: any of them")]
+Purging = Annotated[bool, Query(alias="purge", description="delete its log files and crash reports too")]
+Waiting = Annotated[
+    bool, Query(alias="wait", description="answer when it runs or failed, at the latest after its startup_timeout_secs")
+]
+ModelIds = Annotated[list[str] | None, Query(alias="model_id", description="several: any of them")]
+
+
+@router.get("/instances", response_model=list[InstanceInfo])
+async def list_instances(
+    request: Request,
+    manager: ManagerDep,
+    gpus: GpuReportDep,
+    tags: Tags = None,
+    statuses: Statuses = None,
+    models: ModelIds = None,
+) -> Response:
+    """All instances that the caller may see and that match every filter, in order of creation."""
+    covers = caller_of(request.scope).covers
+    views = [view for view in chosen(manager.list(), tags, statuses, models) if covers(view.spec.name)]
+    return answer([instance_info(view, await gpus.of(view) if gpus else None) for view in views])
+
+
+@router.post(
+    "/instances",
+    status_code=201,
+    response_model=InstanceInfo,
+    responses=REFUSED,
+    openapi_extra=json_body(CreateInstance, required=True),
+)
+async def create_instance(request: Request, manager: ManagerDep, wait: Waiting = False) -> Response:
+    """Create an instance and start it; without `wait` the answer does not wait for the model to load.
+
+    With `wait`, `status` in the answer is `running`, or `failed` with the reason, or what it is when the time is over.
+    """
+    body = await read_json(request, CreateInstance)
+    caller, settings = caller_of(request.scope), request.app.state.settings
+    caller.require_instance(body.name)
+    spec = body.spec(settings.templates)
+    promised: AbstractContextManager[None] = nullcontext()
+    if caller.is_restricted:
+        if "safetensors_only" not in body.model_fields_set:
+            spec = replace(spec, safetensors_only=True)
+        spec = replace(spec, confined=True)
+        check_restricted(spec, settings)
+        check_bounds(spec, settings)
+        promised = request.app.state.promised_workers.within(manager, spec, caller)
+    with _telling(caller), promised:
+        created = await manager.create(spec)
+    return answer(instance_info(await manager.started(spec.name) if wait else created), 201)
+
+
+@router.get("/instances/{name}", response_model=InstanceInfo, responses=UNKNOWN)
+async def get_instance(name: str, manager: ManagerDep, gpus: GpuReportDep) -> Response:
+    """One instance."""
+    view = manager.get(name)
+    return answer(instance_info(view, await gpus.of(view) if gpus else None))
+
+
+@router.delete("/instances/{name}", response_model=DeletedInstance, responses=UNKNOWN)
+async def delete_instance(request: Request, name: str, manager: ManagerDep, purge: Purging = False) -> Response:
+    """Stop and remove an instance; the answer is its last state. Its log stays, unless `purge`."""
+    view, reloader = await manager.delete(name), request.app.state.reloader
+    notice = reloader.notice_of_missing(name) if reloader else None
+    if notice:
+        log.warning(notice)
+    if purge:
+        settings: Settings = request.app.state.settings
+        await asyncio.to_thread(remove_logs, settings.log_dir, name)
+    return answer(instance_info(view) | ({"notice": notice} if notice else {}))
+
+
+@router.post("/instances/{name}/start", response_model=InstanceInfo, responses=UNKNOWN | CONFLICT)
+async def start_instance(name: str, manager: ManagerDep, wait: Waiting = False) -> Response:
+    """Start a stopped or failed instance; without `wait` the answer does not wait for the model to load."""
+    view = await manager.start(name)
+    return answer(instance_info(await manager.started(name) if wait else view))
+
+
+@router.post("/instances/{name}/stop", response_model=InstanceInfo, responses=UNKNOWN | CONFLICT)
+async def stop_instance(name: str, manager: ManagerDep) -> Response:
+    """Stop an instance; it stays stopped, also after a restart of the daemon."""
+    return answer(instance_info(await manager.stop(name)))
+
+
+@router.post(
+    "/instances/{name}/restart",
+    response_model=InstanceInfo,
+    responses=ROLLING | UNKNOWN,
+    openapi_extra=json_body(RestartInstance, required=False),
+)
+async def restart_instance(
+    request: Request, name: str, manager: ManagerDep, rolling: bool = False, wait: bool = False
+) -> Response:
+    """Restart an instance; rolling: new workers start beside the old ones, without a gap.
+
+    A rolling restart that has not ended when the daemon dies is not begun again; the old workers go on.
+    """
+    if has_body(request):
+        rolling |= (await read_json(request, RestartInstance)).rolling
+    view = await manager.restart(name, rolling=rolling, wait=wait)
+    return _progress(await manager.started(name) if wait else view, rolling)
+
+
+@router.patch(
+    "/instances/{name}",
+    response_model=InstanceInfo,
+    responses=ROLLING | UNKNOWN | REFUSED,
+    openapi_extra=json_body(UpdateInstance, required=True),
+)
+async def update_instance(request: Request, name: str, manager: ManagerDep, wait: bool = False) -> Response:
+    """Change an instance without a gap: new workers start beside the old ones, pass a self-test, and take over.
+
+    The answer is 202 meanwhile, with the progress in the instance's `update`; with `wait` it comes at the end, and is
+    409 `UPDATE_FAILED` after a rollback. Changes that need no new worker are made at once. Where the daemon ends in its
+    midst, the next daemon begins it again.
+    """
+    body = await read_json(request, UpdateInstance)
+    changes, recreate = body.changes(), body.strategy == "recreate"
+    caller, settings = caller_of(request.scope), request.app.state.settings
+    promised: AbstractContextManager[None] = nullcontext()
+    if "model_id" in changes and manager.get(name).spec.confined != caller.is_restricted:
+        changes["confined"] = caller.is_restricted
+    if caller.is_restricted:
+        changed = with_changes(manager.get(name).spec, changes)
+        if changes.keys() & _CODE_AND_FILES:
+            check_restricted(changed, settings)
+        if changes.keys() & _BOUNDED:
+            check_bounds(changed, settings)
+        if "replicas" in changes or manager.replicas(changed) > manager.planned_workers(name):
+            promised = request.app.state.promised_workers.within(manager, changed, caller)
+    with _telling(caller), promised:
+        return _progress(await manager.update(name, changes, recreate=recreate, wait=wait), True)
+
+
+class PromisedWorkers:
+    """Workers that requests of restricted callers are about to start: no two requests count the same room."""
+
+    def __init__(self) -> None:
+        self._promises: list[tuple[str, int]] = []
+
+    @contextmanager
+    def within(self, manager: Manager, spec: InstanceSpec, caller: Caller) -> Iterator[None]:
+        """Promise the workers of `spec` to a caller until the block ends, which starts them.
+
+        Raises:
+            Forbidden: the instances of its key would have more than its `max_workers` together.
+        """
+        promise = spec.name, manager.replicas(spec)
+        counts = {view.spec.name: manager.planned_workers(view.spec.name) for view in manager.list()}
+        counts[spec.name] = 0  # it may shrink
+        for name, count in (*self._promises, promise):
+            counts[name] = max(count, counts.get(name, 0))
+        total = sum(count for name, count in counts.items() if caller.covers(name))
+        if total > caller.max_workers:
+            text = f"{total} workers of the instances of the key '{caller.name}'"
+            raise Forbidden(f"replicas: {text} would be more than its max_workers = {caller.max_workers}")
+        self._promises.append(promise)
+        try:
+            yield
+        finally:
+            self._promises.remove(promise)
+
+
+@contextmanager
+def _telling(caller: Caller) -> Iterator[None]:
+    """Keep names of instances and directories of others out of the refusals that a restricted caller reads."""
+    try:
+        yield
+    except PortConflict as error:
+        if not caller.is_restricted:
+            raise
+        raise error_from_code(error.code, f"{error.message.partition(' in use by ')[0]} in use") from None
+    except InvalidConfig as error:
+        if caller.is_restricted:
+            error.message = error.message.partition("; did you mean")[0]
+        raise
+
+
+def _progress(view: InstanceView, is_update: bool) -> Response:
+    rolls = is_update and view.update is not None and view.update.state == "rolling"
+    return answer(instance_info(view), 202 if rolls else 200)
+
+
+def chosen(
+    views: Iterable[InstanceView],
+    tags: Sequence[str] | None = None,
+    statuses: Sequence[State] | None = None,
+    models: Sequence[str] | None = None,
+) -> list[InstanceView]:
+    """The instances that match every filter; within `statuses` and `models`, any value."""
+    of_models = frozenset(models or ())
+    return [
+        view
+        for view in views
+        if all(_has_tag(view.spec.tags, *tag.partition(":")) for tag in tags or ())
+        and (not statuses or view.state in statuses)
+        and (not of_models or view.spec.model_id in of_models)
+    ]
+
+
+def _has_tag(tags: Mapping[str, str], name: str, colon: str, value: str) -> bool:
+    return name in tags and (not colon or tags[name] == value)

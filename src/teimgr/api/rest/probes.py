@@ -1,0 +1,216 @@
+"""Probes and GET /metrics, and the scraper that collects the workers' metrics when /metrics is read."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple
+
+import orjson
+from fastapi import APIRouter, Query, Request
+from starlette.responses import Response
+
+from teimgr import __version__
+from teimgr.api.rest.instances import ManagerDep
+from teimgr.api.rest.schemas import ANY_FAILURE, Liveness, Readiness, Routing, answer
+from teimgr.control.supervision.manager import Manager
+from teimgr.errors import TeimgrError
+from teimgr.observability import catalogue
+from teimgr.observability.exposition import CONTENT_TYPE, Page, Sample, added, condensed, text, to_json, unpack
+from teimgr.observability.metrics import DaemonMetrics
+from teimgr.spec import InstanceView, State, WorkerEndpoint, now_rfc3339
+from teimgr.wire.fleet_tls import FleetIdentity
+from teimgr.wire.frames import Flag, Method
+from teimgr.wire.routing.links import LinkLimits, Replica
+from teimgr.wire.routing.remote_links import RemoteReplica
+from teimgr.wire.routing.router import Directory
+
+log = logging.getLogger(__name__)
+
+SCRAPE_LIMIT_S = 1.0
+MAX_AGE_S = 1.0
+
+router = APIRouter(tags=["probes"], responses=ANY_FAILURE)
+
+Alarms = Callable[[], Sequence[str]]
+"""Sentences about what needs an operator, as of now."""
+
+Form = Annotated[Literal["text", "json"], Query(alias="format", description="Prometheus' text, or JSON")]
+BucketsShown = Annotated[
+    Literal["few", "all"], Query(alias="buckets", description="few: every third bucket of the workers' long histograms")
+]
+_BOTH: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {}, "application/json": {}}}}
+
+
+@router.get("/health", response_model=Liveness)
+async def health(request: Request, manager: ManagerDep) -> Response:
+    """200 while the daemon is alive, whatever its instances do."""
+    state = request.app.state
+    return answer(
+        {
+            "status": "healthy",
+            "timestamp": now_rfc3339(),
+            "version": __version__,
+            "alarms": all_alarms(manager, state.alarms),
+            "notices": list(state.reloader.notices()) if state.reloader else [],
+        }
+    )
+
+
+@router.get("/ready", response_model=Readiness, responses={503: {"model": Readiness, "description": "not all run"}})
+async def ready(request: Request, manager: ManagerDep) -> Response:
+    """200 when every instance that should run does, else 503 with those that do not; while booting 503 too."""
+    waiting = [
+        {"name": view.spec.name, "status": view.state.value, "reason": view.reason}
+        for view in manager.list()
+        if view.spec.wanted_running and view.state != State.RUNNING
+    ]
+    is_ready = request.app.state.booted() and not waiting
+    return answer({"ready": is_ready, "timestamp": now_rfc3339(), "waiting": waiting}, 200 if is_ready else 503)
+
+
+@router.get(
+    "/health/ready", response_model=Routing, responses={503: {"model": Routing, "description": "not yet, or stopping"}}
+)
+async def health_ready(request: Request, manager: ManagerDep) -> Response:
+    """200 when this daemon routes calls: it has booted, and the instances of its start have served once or failed.
+
+    It stays 200 until the daemon stops, whatever becomes of single instances: load balancers and Kubernetes take a
+    daemon out of service by it. /ready says whether every instance serves.
+    """
+    routing: RoutingState = request.app.state.routing
+    is_ready = request.app.state.booted() and routing.has_settled(manager.list())
+    return answer({"ready": is_ready, "timestamp": now_rfc3339()}, 200 if is_ready else 503)
+
+
+class RoutingState:
+    """Whether the instances that a daemon starts with have settled, which is looked at until they have."""
+
+    def __init__(self) -> None:
+        self._settled = False
+
+    def has_settled(self, views: Iterable[InstanceView]) -> bool:
+        """True once no instance is in its first start; it stays so."""
+        self._settled = self._settled or not any(
+            view.state is State.STARTING and not view.restarts and view.spec.wanted_running for view in views
+        )
+        return self._settled
+
+
+@router.get("/metrics", response_class=Response, responses=_BOTH)
+async def metrics(
+    request: Request, manager: ManagerDep, form: Form = "text", buckets: BucketsShown = "few"
+) -> Response:
+    """Every metric of the daemon, its muxes, its workers and its GPUs; `buckets=all` has all that TEI has."""
+    registry: DaemonMetrics = request.app.state.metrics
+    registry.fleet(manager.list())
+    registry.set(catalogue.ALARMS, len(all_alarms(manager, request.app.state.alarms)))
+    page = await registry.page()
+    if buckets == "few":
+        page = condensed(page)
+    if form == "json":
+        return answer({"timestamp": now_rfc3339(), "families": to_json(page)})
+    return Response(text(page), headers={"Content-Type": CONTENT_TYPE})
+
+
+def all_alarms(manager: Manager, others: Alarms) -> list[str]:
+    """The state file's alarm first, then those of the rest of the daemon."""
+    return [alarm for alarm in (manager.store_alarm, *others()) if alarm]
+
+
+class WorkerStats(NamedTuple):
+    """The counters of one worker, its answer to `Method.STATS`."""
+
+    instance: str
+    incarnation: str
+    counters: Mapping[str, Any]
+
+
+class Scraper:
+    """Reads the metrics of all workers in the directory concurrently, each within `limit_s`; caches for `max_age_s`.
+
+    A worker that does not answer in time is left out. Metrics of one instance's workers are summed, on each host by
+    themselves.
+    """
+
+    def __init__(
+        self,
+        directory: Directory,
+        limit_s: float = SCRAPE_LIMIT_S,
+        max_age_s: float = MAX_AGE_S,
+        identity: FleetIdentity | None = None,
+    ) -> None:
+        self._directory = directory
+        self._identity = identity
+        self._limit_s = limit_s
+        self._max_age_s = max_age_s
+        self._workers: dict[WorkerEndpoint, Replica] = {}
+        self._reading = asyncio.Lock()
+        self._page: Page = {}
+        self._read_at = float("-inf")
+
+    async def page(self) -> Page:
+        """The metrics, at most `max_age_s` old; concurrent callers share one round."""
+        async with self._reading:
+            if time.monotonic() - self._read_at >= self._max_age_s:
+                self._page = await self._read()
+                self._read_at = time.monotonic()
+        return self._page
+
+    async def stats(self) -> list[WorkerStats]:
+        """The counters of all workers that answer in time: a few numbers each, where a page has some hundreds."""
+        async with self._reading:
+            workers = self._connected()
+            found = await asyncio.gather(*(self._ask(name, worker, Method.STATS) for name, worker in workers))
+        return [
+            WorkerStats(name, worker.endpoint.incarnation, counters)
+            for (name, worker), counters in zip(workers, found, strict=True)
+            if counters is not None
+        ]
+
+    async def close(self) -> None:
+        workers, self._workers = tuple(self._workers.values()), {}
+        await asyncio.gather(*(worker.close() for worker in workers))
+
+    async def _read(self) -> Page:
+        pages = await asyncio.gather(*(self._scrape(name, worker) for name, worker in self._connected()))
+        given = [page for page in pages if page is not None]
+        counts = {"given": len(given), "missing": len(pages) - len(given)}
+        answers = [Sample("", {"answer": answer}, count) for answer, count in counts.items()]
+        return {catalogue.WORKER_ANSWERS: answers, **added(given)}
+
+    def _connected(self) -> list[tuple[str, Replica]]:
+        """The workers of the directory with their instances' names; links to workers that left it are retired."""
+        before, self._workers = self._workers, {}
+        found = []
+        for entry in self._directory.snapshot().entries:
+            for endpoint in entry.endpoints:
+                worker = before.pop(endpoint, None) or self._replica(entry.name, endpoint)
+                self._workers[endpoint] = worker
+                found.append((entry.name, worker))
+        for worker in before.values():
+            worker.retire()
+        return found
+
+    def _replica(self, instance: str, endpoint: WorkerEndpoint) -> Replica:
+        if endpoint.is_on(self._identity.node if self._identity else ""):
+            return Replica(instance, endpoint, LinkLimits())
+        return RemoteReplica(instance, endpoint, LinkLimits(), identity=self._identity)
+
+    async def _scrape(self, instance: str, worker: Replica) -> Page | None:
+        found = await self._ask(instance, worker, Method.METRICS)
+        node = worker.endpoint.node  # in a fleet of several hosts alone
+        return None if found is None else unpack(found, instance=instance, **({"node": node} if node else {}))
+
+    async def _ask(self, instance: str, worker: Replica, method: Method) -> dict[str, Any] | None:
+        if not worker.usable:
+            return None
+        try:
+            call = await worker.start(method, b"", Flag.NONE, self._limit_s)
+            found: dict[str, Any] = orjson.loads((await call.answer).payload)
+            return found
+        except (TeimgrError, ValueError) as error:
+            log.debug("no metrics of a worker", extra={"instance": instance, "reason": str(error)})
+            return None

@@ -1,0 +1,85 @@
+"""Headers of trusted proxies: the client's address and scheme, and the path prefix that the proxy has stripped."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Sequence
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
+
+from teimgr.api.rest.error_answers import error_response
+from teimgr.config.settings import Settings
+from teimgr.errors import InvalidConfig, ValidationError
+from teimgr.http.bodies import PATH_PREFIX
+from teimgr.spec import path_prefix
+
+_HEADER = b"x-forwarded-prefix"
+_UNIX = "unix"
+_LINKS = (b"location", b"link")
+
+
+class ProxyHeaders:
+    """Believes `X-Forwarded-For`, `-Proto` and `-Prefix` of `trusted_proxies`, and nobody else's.
+
+    The prefix, else `root_path`, is in the scope, where pages and documents find it (`path_prefix_of`); headers of
+    replies that lead to a path of this server get it here. Proxies in a row append theirs: `/ai, /teimgr` is
+    `/ai/teimgr`.
+    """
+
+    def __init__(self, app: ASGIApp, settings: Settings) -> None:
+        self._app = app
+        self._trust(settings.trusted_proxies)
+
+    def _trust(self, proxies: Sequence[str]) -> None:
+        self._proxies = proxies
+        self._addresses = ProxyHeadersMiddleware(self._app, _with_mapped(proxies))  # type: ignore[arg-type]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        settings: Settings = scope["app"].state.settings
+        if settings.trusted_proxies != self._proxies:
+            self._trust(settings.trusted_proxies)
+        if scope.get("client") is None and (scope.get("server") or ("", 0))[1] is None:
+            scope["client"] = (_UNIX, 0)
+        prefix = settings.root_path
+        given = [value for name, value in scope["headers"] if name == _HEADER]
+        if given and self._is_trusted(scope):
+            parts = b",".join(given).decode("latin-1").split(",")
+            prefix = "".join(part.strip().removesuffix("/") for part in parts)
+        try:
+            scope[PATH_PREFIX] = prefix = path_prefix(prefix)
+        except InvalidConfig as error:
+            refused = ValidationError(f"X-Forwarded-Prefix: {error.message}")
+            return await error_response(refused)(scope, receive, send)
+
+        async def send_with_prefix(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = [_prefixed(name, value, prefix.encode()) for name, value in message.get("headers", ())]
+                message = {**message, "headers": headers}
+            await send(message)
+
+        return await self._addresses(scope, receive, send_with_prefix if prefix else send)  # type: ignore[arg-type]
+
+    def _is_trusted(self, scope: Scope) -> bool:
+        client = scope.get("client")
+        return (client[0] if client else None) in self._addresses.trusted_hosts
+
+
+def _prefixed(name: bytes, value: bytes, prefix: bytes) -> tuple[bytes, bytes]:
+    """A header of a reply, whose URL begins with `prefix` if it is a path of this server."""
+    if name.lower() not in _LINKS:
+        return name, value
+    start = value.startswith(b"<")  # of Link; Location has the URL alone
+    is_path = value[start : start + 1] == b"/" and value[start + 1 : start + 2] != b"/"
+    return name, value[:start] + prefix + value[start:] if is_path else value
+
+
+def _with_mapped(proxies: Sequence[str]) -> list[str] | str:
+    """As uvicorn takes them; IPv4 also as IPv6 sockets show it, `::ffff:10.0.0.1`."""
+    if "*" in proxies:
+        return "*"
+    networks = [ipaddress.ip_network(entry) for entry in proxies if entry != _UNIX]
+    mapped = (f"::ffff:{each.network_address}/{96 + each.prefixlen}" for each in networks if each.version == 4)
+    return [*proxies, *mapped]

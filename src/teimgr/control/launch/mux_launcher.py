@@ -1,0 +1,230 @@
+"""Launching and adopting mux processes: the protocols, and the launcher for this host.
+
+Supervision uses only the protocols `MuxLauncher` and `MuxHandle`, so that a mux may run on another host.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from teimgr import __version__
+from teimgr.config.mux import MuxConfig
+from teimgr.control.launch.control_link import MuxLink
+from teimgr.control.launch.process_handle import Exit, ProcessHandle, RunFile
+from teimgr.files import write_atomically
+from teimgr.http.auth.tls_files import TlsFiles
+from teimgr.observability.logs import LogSpan, log_size, open_log
+
+log = logging.getLogger(__name__)
+
+COMMAND = (sys.executable, "-m", "teimgr.mux.process")
+# glibc gives every buffer of some megabytes back to the kernel and faults it in again: raised thresholds make Arrow
+# calls of 10,000 texts 2.5 to 3.5 times as fast through a mux (DESIGN.md, decisions).
+_MALLOC = {
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
+    "MALLOC_TRIM_THRESHOLD_": str(2 << 30),
+    "MALLOC_TOP_PAD_": str(64 << 20),
+}
+
+
+class MuxHandle(Protocol):
+    """One mux process. `is_current`: it has the configuration that its launcher would start it with.
+
+    `started_at` is seconds since the epoch.
+    """
+
+    pid: int
+    started_at: float
+    is_current: bool
+
+    async def connect(self, limit_s: float) -> MuxLink:
+        """A control link. Raises MuxLost: there is none within the limit."""
+
+    async def wait(self) -> Exit:
+        """Return when the process is gone. Any number may wait."""
+
+    async def stop(self, grace_s: float, *, sigterm: bool = True) -> Exit:
+        """As `WorkerHandle.stop`."""
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """No effect once it is gone."""
+
+    async def activity_s(self) -> float | None:
+        """As `WorkerHandle.activity_s`."""
+
+
+class MuxLauncher(Protocol):
+    """Starts one mux, again and again, on one host.
+
+    `name` is unique in the fleet, `number` on the host, whose name is `host`. `log_name` is where people find its log.
+    `tls` are files of this host whose content the mux gets over its control link; None where it has none, or reads them
+    itself.
+    """
+
+    name: str
+    number: int
+    host: str
+    log_name: str
+    tls: TlsFiles | None
+
+    async def adopt(self) -> MuxHandle | None:
+        """The live mux of an earlier daemon. Raises OSError, Unavailable: it cannot be looked for now."""
+
+    async def launch(self) -> MuxHandle:
+        """Start the process; its control link may not accept connections yet.
+
+        Raises:
+            OSError, LaunchFailed, TeimgrError: it could not be started.
+        """
+
+    def clean_up(self) -> None:
+        """Remove what a stopped mux has left."""
+
+
+@dataclass(frozen=True, slots=True)
+class MuxRunFile(RunFile):
+    """The run file of a mux, with the version and the hash of the configuration that it was started with."""
+
+    config_hash: str
+
+
+@dataclass(frozen=True, slots=True)
+class MuxPaths:
+    """The files of one mux: `name` is unique in the run directory `folder`."""
+
+    folder: Path
+    name: str
+
+    @property
+    def run_file(self) -> Path:
+        return self.folder / f"{self.name}.run"
+
+    @property
+    def config(self) -> Path:
+        return self.folder / f"{self.name}.config"
+
+    @property
+    def socket(self) -> Path:
+        return self.folder / f"{self.name}.sock"
+
+    def remove(self) -> None:
+        for path in (self.run_file, self.socket, self.config):
+            path.unlink(missing_ok=True)
+
+
+def config_hash(config: MuxConfig) -> str:
+    """What a running mux was started with; another one has to be replaced."""
+    return f"{__version__}:{config.hash}"  # the protocol may differ between versions
+
+
+class LocalMux(ProcessHandle):
+    """`MuxHandle` of a process on this host."""
+
+    def __init__(
+        self,
+        pid: int,
+        pidfd: int,
+        child: subprocess.Popen[bytes] | None,
+        socket: Path,
+        log_path: Path,
+        log_start: int,
+        started_at: float,
+        is_current: bool,
+    ) -> None:
+        super().__init__(pid, pidfd, child)
+        self.socket = socket
+        self.log_path = log_path
+        self.started_at = started_at
+        self.is_current = is_current
+        self._log_start = log_start
+
+    async def connect(self, limit_s: float) -> MuxLink:
+        return await MuxLink.open(str(self.socket), limit_s)
+
+    def describe_exit(self, status: int | None) -> Exit:
+        return Exit(status, log=LogSpan(self.log_path, self._log_start, log_size(self.log_path)))
+
+
+class LocalMuxLauncher:
+    """`MuxLauncher` for this host. `log_max_bytes` and `log_keep` are of its log."""
+
+    host = ""
+    tls: TlsFiles | None = None
+
+    def __init__(
+        self,
+        number: int,
+        config: MuxConfig,
+        log_dir: Path,
+        log_max_bytes: int,
+        log_keep: int,
+        command: Sequence[str] = COMMAND,
+    ) -> None:
+        self.name = f"mux-{number}"
+        self.number = number
+        self.config = config
+        self.log_name = f"_{self.name}.log"  # no instance's name starts so
+        self.log_path = log_dir / self.log_name
+        self._rotation = log_max_bytes, log_keep
+        self._command = command
+        self._paths = MuxPaths(Path(config.run_dir), self.name)
+
+    async def adopt(self) -> LocalMux | None:
+        found = MuxRunFile.read(self._paths.run_file)
+        pidfd = found.open_pidfd() if found else None
+        if found is None or pidfd is None:
+            return None
+        is_current = found.config_hash == config_hash(self.config)
+        started_at = found.process.started_at
+        socket = self._paths.socket
+        return LocalMux(found.pid, pidfd, None, socket, self.log_path, 0, started_at, is_current)
+
+    async def launch(self) -> LocalMux:
+        return spawn_mux(
+            self._paths, self.config, config_hash(self.config), self.log_path, *self._rotation, self._command
+        )
+
+    def clean_up(self) -> None:
+        self._paths.remove()
+
+
+def spawn_mux(
+    paths: MuxPaths,
+    config: MuxConfig,
+    known_by: str,
+    log_path: Path,
+    log_max_bytes: int,
+    log_keep: int,
+    command: Sequence[str] = COMMAND,
+) -> LocalMux:
+    """Start a mux, which inherits `config.control_fd`; `known_by` is the hash for its run file. Raises OSError."""
+    paths.socket.unlink(missing_ok=True)
+    write_atomically(paths.config, config.to_json().encode())
+    output = open_log(log_path, log_max_bytes, log_keep)
+    log_start, started_at = os.fstat(output).st_size, time.time()
+    try:
+        child = subprocess.Popen(
+            [*command, str(paths.config)],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=os.environ | _MALLOC,
+            pass_fds=(config.control_fd,) if config.control_fd >= 0 else (),
+            start_new_session=True,
+        )
+    finally:
+        os.close(output)
+    pidfd = os.pidfd_open(child.pid)  # a child's pid is not reused before it is reaped
+    if run_file := MuxRunFile.of(child.pid, config_hash=known_by):
+        run_file.write(paths.run_file)
+    log.info("mux launched", extra={"mux": paths.name, "pid": child.pid})
+    return LocalMux(child.pid, pidfd, child, paths.socket, log_path, log_start, started_at, True)

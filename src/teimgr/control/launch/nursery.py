@@ -1,0 +1,385 @@
+"""Nursery: the fork server (zygote), a process that has imported what workers need and forks them.
+
+    python -m teimgr.control.launch.nursery CONTROL_FD [--entry module:function] [--preload module,module…]
+
+It does nothing but import and fork: one thread, no tensor operation (a parallel one would leave a thread pool that
+does not exist in a child), no CUDA, no gRPC. Its control socket (SOCK_SEQPACKET) carries one JSON object
+per message:
+
+    in    {"id", "incarnation", "run_dir", "spec", "ports"}
+                                                     with descriptors: the worker's listener, its log, the socket of
+                                                     each of `ports` that another worker shares
+          {"id", "standby"}                          with one descriptor: the control socket of the standby to fork
+    out   {"threads", "missing", "torch"}            once, when the imports are done; a TorchBuild
+          {"id", "pid"}                              with one descriptor: a pidfd of the new process
+          {"id", "error"}
+          {"pid", "status"}                          a child ended; negative: by that signal
+
+A worker's run file is written before the answer and before the child continues, so that no worker is lost whenever the
+daemon or the nursery dies. None continues for a daemon that is gone by then: the next one may have ended its adoption.
+The nursery ends when the control socket closes. The workers, each in a session of its own, continue.
+
+A standby is a fork of the nursery with the same imports, whose memory it shares, and with a control socket of its own.
+It serves that socket as its parent does the first: so it is the nursery from its first request on, when its parent is
+dead, and no import is repeated. It holds no descriptor of its parent, whose end the daemon would else not see.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import gc
+import importlib
+import json
+import os
+import select
+import selectors
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from io import TextIOWrapper
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+from teimgr.control.launch.process_handle import WorkerPaths, WorkerRunFile
+from teimgr.spec import WorkerSpec
+
+NAME, STANDBY_NAME = "teimgr-nursery", "teimgr-standby"
+"""Of the process, as in /proc/PID/comm."""
+MESSAGE_LIMIT_BYTES = 128 * 1024
+PORTS_LIMIT = 8
+ENTRY = "teimgr.worker.process:main"
+PRELOAD = (
+    "torch",
+    "transformers",
+    *(
+        f"transformers.models.{family}.modeling_{family}"
+        for family in ("bert", "roberta", "xlm_roberta", "distilbert", "modernbert", "mpnet")
+    ),
+)
+# Read by libraries that start threads when they are loaded; a worker sets its own number later.
+ONE_THREAD = {
+    **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",  # the allocator inside pyarrow
+}
+LIBRARY_SETTINGS = {
+    # Threads of OpenMP that have nothing to do sleep. By default they spin between parallel regions, on cores that
+    # others need: beside other load, a query after a pause took four times the CPU, a bulk batch twice.
+    "OMP_WAIT_POLICY": "PASSIVE",
+    # oneDNN generates code, some 0.3 MiB, for each shape of a matrix product, so for each number of tokens in a batch.
+    # It and ideep, torch's layer over it, each keep the last 1,024. The 256 of the last 64 batches serve as well, and
+    # the cache of ideep adds nothing to the other.
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
+    "LRU_CACHE_CAPACITY": "1",
+}
+"""Environment of workers, where it has no other value; the libraries read it when they are loaded."""
+# Keeps libraries that look for a card at import from initialising the driver, which does not survive a fork.
+NO_DRIVER = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+# When memory runs out, the kernel should kill a worker, which is restarted, not the daemon or the mux.
+_OOM_SCORE_ADJ = "300"
+
+Entry = Callable[[int, str, str, str, str], int]
+"""Listener descriptor, incarnation, run directory, spec as JSON, shared ports as JSON → exit status."""
+
+
+@dataclass(frozen=True, slots=True)
+class TorchBuild:
+    """A build of torch. `cuda` is None for a CPU build; `archs` are such as `sm_90`, `compute_90`."""
+
+    version: str = ""
+    cuda: str | None = None
+    archs: tuple[str, ...] = ()
+
+    @classmethod
+    def imported(cls) -> TorchBuild:
+        """The build that this process has imported, an empty one without torch.
+
+        The compiled-in list is read, as initialising the driver would not survive a fork.
+        """
+        torch: Any = sys.modules.get("torch")
+        if torch is None:
+            return cls()
+        flags = getattr(torch._C, "_cuda_getArchFlags", None)
+        return cls(str(torch.__version__), torch.version.cuda, tuple((flags() or "").split()) if flags else ())
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="teimgr.control.launch.nursery")
+    parser.add_argument("control_fd", type=int)
+    parser.add_argument("--entry", default=ENTRY)
+    parser.add_argument("--preload", default=",".join(PRELOAD))
+    options = parser.parse_args(arguments)
+    os.environ.update(ONE_THREAD | NO_DRIVER)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a worker sets its card's; names of partitions defeat NO_DRIVER
+    for name, value in LIBRARY_SETTINGS.items():
+        os.environ.setdefault(name, value)
+    _name_process(NAME)
+    missing = preload(filter(None, options.preload.split(",")))
+    make_table_of_weight_names()
+    entry = find_entry(options.entry)
+    gc.collect()  # collected during the imports too: garbage freed here leaves holes that children fill, and so copy
+    gc.disable()
+    gc.freeze()  # a collection in a child would write to, and so copy, every page with objects of the nursery
+    control: socket.socket | None = socket.socket(fileno=options.control_fd)
+    while control is not None:  # once more in each standby
+        control = Nursery(control, entry).serve(missing)
+        missing = []  # reported already
+    return 0
+
+
+def preload(modules: Sequence[str] | filter[str]) -> list[str]:
+    """Import `modules`; the result lists those that failed, which workers may not need."""
+    missing = []
+    for name in modules:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            missing.append(f"{name}: {error}")
+    return missing
+
+
+def make_table_of_weight_names() -> None:
+    """Have transformers make the table that every load needs: 50 ms, mostly a thousand regular expressions."""
+    module = sys.modules.get("transformers.conversion_mapping")
+    make = getattr(module, "get_checkpoint_conversion_mapping", None)
+    if make is not None:  # a detail of transformers, which may go: then each worker makes what it needs
+        make("")
+
+
+def find_entry(path: str) -> Entry:
+    module, _, function = path.partition(":")
+    return cast(Entry, getattr(importlib.import_module(module), function))
+
+
+class Nursery:
+    """Serves the control socket and reaps its children."""
+
+    def __init__(self, control: socket.socket, entry: Entry) -> None:
+        self._control = control
+        self._entry = entry
+        self._threads = len(os.listdir("/proc/self/task"))  # noqa: PTH208  names are enough
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(control, selectors.EVENT_READ)
+        self._pids: dict[int, int] = {}  # pidfd → pid
+        self._own_control: socket.socket | None = None  # in a child that is a standby
+
+    def serve(self, missing: list[str]) -> socket.socket | None:
+        """Answer requests and report exits until the daemon closes the control socket or is gone; then return None.
+
+        A standby is forked inside this call, so in the standby's process it returns too: with the control socket for
+        which that process then makes a `Nursery` of its own. `missing` are the modules that `preload` could not import.
+        """
+        with suppress(BrokenPipeError, ConnectionResetError):
+            self._send({"threads": self._threads, "missing": missing, "torch": asdict(TorchBuild.imported())})
+            while self._serve_ready():
+                pass
+        return self._own_control
+
+    def _serve_ready(self) -> bool:
+        for key, _ in self._selector.select():
+            if key.fileobj is not self._control:
+                self._reap(key.fd)
+            elif not self._answer():
+                return False
+        return True
+
+    def _answer(self) -> bool:
+        message, descriptors, _, _ = socket.recv_fds(self._control, MESSAGE_LIMIT_BYTES, 2 + PORTS_LIMIT)
+        if not message or self._is_orphaned():
+            return False
+        request = json.loads(message)
+        _name_process(NAME)  # no standby any more, if it was one
+        try:
+            if "standby" in request:
+                (control,) = descriptors
+                self._fork_standby(request, control)
+            else:
+                listener, log, *ports = descriptors
+                self._fork(request, listener, log, dict(zip(request["ports"], ports, strict=True)))
+        except (OSError, ValueError) as error:
+            self._send({"id": request["id"], "error": f"fork: {error}"})
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        return self._own_control is None
+
+    def _is_orphaned(self) -> bool:
+        """Whether the daemon has closed its end; its last requests may still be in the queue."""
+        poller = select.poll()
+        poller.register(self._control, select.POLLRDHUP)
+        return bool(poller.poll(0))
+
+    def _fork(self, request: dict[str, Any], listener: int, log: int, ports: dict[int, int]) -> None:
+        go_ahead, give_go_ahead = os.pipe()
+        try:
+            pid = os.fork()
+            if pid == 0:
+                os.close(give_go_ahead)
+                self._become_worker(request, listener, log, go_ahead, ports)
+            self._keep(request, pid, give_go_ahead)
+        finally:
+            os.close(go_ahead)
+            os.close(give_go_ahead)
+
+    def _fork_standby(self, request: dict[str, Any], control: int) -> None:
+        pid = os.fork()
+        if pid == 0:
+            os.setsid()
+            _name_process(STANDBY_NAME)
+            self._control.close()
+            self._selector.close()
+            self._own_control = socket.socket(fileno=os.dup(control))
+            _close_all_but((self._own_control.fileno(), control))  # the caller closes `control`
+        else:
+            self._send({"id": request["id"], "pid": pid}, self._watch(pid))
+
+    def _watch(self, pid: int) -> int:
+        """A pidfd of the child, whose end is reported; without one it is killed. Raises OSError."""
+        # Only `_reap` reaps the child, so its pid is not reused before.
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            raise
+        self._pids[pidfd] = pid
+        self._selector.register(pidfd, selectors.EVENT_READ)
+        return pidfd
+
+    def _keep(self, request: dict[str, Any], pid: int, give_go_ahead: int) -> None:
+        """Watch the child, write its run file and let it continue; kill it if that fails or the daemon is gone."""
+        pidfd = self._watch(pid)
+        try:
+            write_run_file(request, pid)
+            if self._is_orphaned():
+                os.kill(pid, signal.SIGKILL)
+                return
+            with suppress(BrokenPipeError):  # it has ended already
+                os.write(give_go_ahead, b"!")
+            self._send({"id": request["id"], "pid": pid}, pidfd)
+        except (BrokenPipeError, ConnectionResetError):
+            raise  # the daemon is gone; the next one finds the worker by its run file
+        except OSError as error:
+            os.kill(pid, signal.SIGKILL)
+            self._send({"id": request["id"], "error": f"the worker's run file cannot be written: {error}"})
+
+    def _reap(self, pidfd: int) -> None:
+        self._selector.unregister(pidfd)
+        os.close(pidfd)
+        pid = self._pids.pop(pidfd)
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)  # its children; the group id is not reused before the worker is reaped
+        _, status = os.waitpid(pid, 0)
+        self._send({"pid": pid, "status": os.waitstatus_to_exitcode(status)})
+
+    def _send(self, message: dict[str, object], *descriptors: int) -> None:
+        socket.send_fds(self._control, [json.dumps(message).encode()], list(descriptors))
+
+    def _become_worker(
+        self, request: dict[str, Any], listener: int, log: int, go_ahead: int, ports: dict[int, int]
+    ) -> NoReturn:
+        """In the child: wait until the run file is written, run the entry, exit; at once if the nursery dies before."""
+        status = 1
+        try:
+            if not os.read(go_ahead, 1):
+                raise SystemExit(status)
+            self._control.close()
+            self._selector.close()
+            spec = WorkerSpec.from_json(request["spec"])
+            kept = (listener, *ports.values())
+            become_worker_process(spec, kept, log)
+            arguments = (request["incarnation"], request["run_dir"], request["spec"], json.dumps(ports))
+            if self._threads > 1 or driver_was_initialised():
+                exec_afresh(self._entry, kept, *arguments)
+            status = self._entry(listener, *arguments)
+        except SystemExit as end:
+            status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)  # without the exit handlers of the nursery
+
+
+def become_worker_process(spec: WorkerSpec, kept: Sequence[int], log: int) -> None:
+    """Set session, signals, streams, descriptors, device and priority of the forked process."""
+    os.setsid()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    _wire_streams(log)
+    _close_all_but(kept)
+    os.environ["CUDA_VISIBLE_DEVICES"] = spec.gpu or ""
+    if spec.nice > 0:
+        os.nice(spec.nice)
+    _name_process(f"tei:{spec.name}")
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE_ADJ)
+    gc.enable()
+    faulthandler.enable()
+
+
+def driver_was_initialised() -> bool:
+    """In a fork: whether its parent had initialised CUDA's driver, which does not work here any more."""
+    torch: Any = sys.modules.get("torch")
+    is_bad = getattr(getattr(torch, "_C", None), "_cuda_isInBadFork", None)
+    return is_bad is not None and bool(is_bad())
+
+
+def exec_afresh(entry: Entry, kept: Sequence[int], *arguments: str) -> NoReturn:
+    """Run the entry in a new interpreter: seconds slower, but safe where the nursery had several threads or a driver.
+
+    `kept` are the descriptors to inherit, the listener's first. The arguments go by a file in memory, as the spec may
+    have secrets and every user can read a command line.
+    """
+    memory = os.memfd_create("arguments")
+    os.write(memory, json.dumps(arguments).encode())
+    os.lseek(memory, 0, os.SEEK_SET)
+    imports = f"import json, sys; from {entry.__module__} import {entry.__name__} as entry"
+    code = f"{imports}; sys.exit(entry(int(sys.argv[1]), *json.load(open(int(sys.argv[2])))))"
+    for descriptor in (memory, *kept):
+        os.set_inheritable(descriptor, True)
+    os.execv(sys.executable, [sys.executable, "-P", "-c", code, str(kept[0]), str(memory)])
+
+
+def write_run_file(request: dict[str, Any], pid: int) -> None:
+    spec = WorkerSpec.from_json(request["spec"])
+    paths = WorkerPaths(Path(request["run_dir"]), request["incarnation"])
+    run_file = WorkerRunFile.of(
+        pid,
+        socket=str(paths.socket),
+        incarnation=paths.incarnation,
+        instance=spec.name,
+        spec_hash=spec.hash,
+        spec=request["spec"],
+    )
+    if run_file is not None:
+        run_file.write(paths.run_file)
+
+
+def _wire_streams(log: int) -> None:
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    cast(TextIOWrapper, sys.stdout).reconfigure(line_buffering=True)  # a log that is read while it grows
+
+
+def _close_all_but(kept: Sequence[int]) -> None:
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208  names are enough
+        if int(name) > 2 and int(name) not in kept:
+            with suppress(OSError):
+                os.close(int(name))
+
+
+def _name_process(name: str) -> None:
+    with suppress(OSError):
+        Path("/proc/self/comm").write_text(name[:15])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

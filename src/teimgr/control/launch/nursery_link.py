@@ -1,0 +1,461 @@
+"""Client of the nursery (the fork server): keeps it and its standby running, requests forks.
+
+The standby is a process that the nursery has forked when its imports were done. When the nursery dies, the standby is
+the nursery from then on, at once and without an import, and forks its own standby. Only where both are dead is a new
+nursery started, which imports for seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from teimgr.control.launch.nursery import MESSAGE_LIMIT_BYTES, TorchBuild
+from teimgr.control.launch.process_handle import KILL_LIMIT_S, LaunchFailed, RunFile, reap
+from teimgr.observability.logs import last_line, open_log
+
+IMPORT_LIMIT_S = 120.0
+# A standby has imported everything: it only has to run, and to fork where it is to prove that it can.
+STANDBY_LIMIT_S = 5.0
+# The process may print a traceback after its socket has closed.
+_TRACEBACK_LIMIT_S = 2.0
+# How long it may take to end at SIGTERM.
+_END_LIMIT_S = 2.0
+FORK_LIMIT_S = 30.0
+# Before another standby is forked in place of one that died or could not be forked.
+_STANDBY_PAUSE_S = 1.0
+_LOG_LIMIT_BYTES = 1 << 20
+
+log = logging.getLogger(__name__)
+
+
+class NurseryDied(LaunchFailed):
+    """The nursery ended before it answered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forked:
+    """A new process. The receiver closes `pidfd`; `status` becomes None if the nursery dies first."""
+
+    pid: int
+    pidfd: int
+    status: asyncio.Future[int | None]
+
+
+class NurseryLink:
+    """Keeps one nursery and one standby; `options` are the arguments after the nursery's control descriptor."""
+
+    def __init__(self, options: Sequence[str], log_path: Path) -> None:
+        self._options = options
+        self._log_path = log_path
+        self._run_file = log_path.with_suffix(".run")
+        self._standby_run_file = log_path.with_name("standby.run")
+        self._serving: NurseryProcess | None = None
+        self._standby: NurseryProcess | None = None
+        self._replenishing: asyncio.Task[None] | None = None
+        self._one_fork = asyncio.Lock()
+        self._closed = False
+
+    @property
+    def pid(self) -> int | None:
+        return self._serving.pid if self._serving else None
+
+    @property
+    def standby_pid(self) -> int | None:
+        return self._standby.pid if self._standby else None
+
+    def start(self) -> None:
+        """Start the nursery, if there is none; does not wait for its imports.
+
+        Raises:
+            LaunchFailed: the process cannot be started.
+        """
+        if self._serving is None:
+            try:
+                self._serving = self._spawn()
+            except OSError as error:
+                raise LaunchFailed(f"the nursery cannot be started: {error}") from error
+            _record(self._serving, self._run_file)
+
+    def kill_leftover(self) -> None:
+        """Kill the nursery and the standby of an earlier daemon, which may be stalled with a request in the queue."""
+        for path in (self._run_file, self._standby_run_file):
+            found = RunFile.read(path)
+            if found is not None and (pidfd := found.open_pidfd()) is not None:
+                log.warning("killing the nursery of an earlier daemon", extra={"pid": found.pid})
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                os.close(pidfd)
+
+    async def ready(self) -> None:
+        """Return when the imports are done.
+
+        Raises:
+            LaunchFailed: they fail, or take too long.
+        """
+        await self._running().ready()
+
+    async def build(self) -> TorchBuild:
+        """The build of torch that workers have, when the imports are done.
+
+        Raises:
+            LaunchFailed: as `ready`.
+        """
+        process = self._running()
+        await process.ready()
+        return process.build
+
+    async def fork(self, request: dict[str, str], listener: int, log_fd: int, ports: Mapping[int, int]) -> Forked:
+        """Fork a worker, which gets copies of the descriptors; `ports` are those of shared sockets, by port.
+
+        Raises:
+            NurseryDied: it died before the answer; if it had forked, there is a run file.
+            LaunchFailed: the fork failed.
+        """
+        async with self._one_fork:
+            process = await self._proven()
+            descriptors = [listener, log_fd, *ports.values()]
+            return await process.request({**request, "ports": [*ports]}, descriptors, FORK_LIMIT_S)
+
+    async def close(self) -> None:
+        """End the nursery and its standby; the workers continue."""
+        self._closed = True
+        if self._replenishing is not None:
+            self._replenishing.cancel()
+            await asyncio.wait({self._replenishing})
+        await asyncio.gather(*(each.end() for each in (self._serving, self._standby) if each is not None))
+        for path in (self._run_file, self._standby_run_file):
+            path.unlink(missing_ok=True)
+
+    def _running(self) -> NurseryProcess:
+        if self._closed:
+            raise LaunchFailed("the daemon is ending")
+        self.start()
+        assert self._serving is not None
+        return self._serving
+
+    async def _proven(self) -> NurseryProcess:
+        """The nursery when it is ready; one that was a standby until now has answered, which must not take long.
+
+        Raises:
+            LaunchFailed: as `ready`.
+        """
+        while True:
+            process = self._running()
+            try:
+                await process.ready()
+            except LaunchFailed:
+                if process.is_proven:
+                    raise
+                continue
+            if not process.is_proven:
+                await self._fork_standby(process)
+            if not process.has_ended:
+                return process
+
+    def _spawn(self) -> NurseryProcess:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, "-P", "-m", "teimgr.control.launch.nursery", str(theirs.fileno()), *self._options]
+        with theirs, ExitStack() as undo:
+            undo.callback(ours.close)
+            output = open_log(self._log_path, _LOG_LIMIT_BYTES, 1)
+            try:
+                child = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,  # a Ctrl-C in our terminal must not end it
+                )
+            finally:
+                os.close(output)
+            try:
+                pidfd = os.pidfd_open(child.pid)
+            except OSError:
+                child.kill()
+                child.wait()
+                raise
+            undo.pop_all()
+        return NurseryProcess(self, child.pid, pidfd, ours, child)
+
+    # The standby
+
+    async def _fork_standby(self, process: NurseryProcess) -> None:
+        """Have `process` fork a standby. Without an answer `process` is killed; other failures are logged."""
+        limit_s = FORK_LIMIT_S if process.is_proven else STANDBY_LIMIT_S
+        try:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with theirs, ExitStack() as undo:
+                undo.callback(ours.close)  # which ends the standby, if there is one
+                forked = await process.request({"standby": True}, [theirs.fileno()], limit_s)
+                undo.pop_all()
+        except (LaunchFailed, OSError) as error:
+            log.warning("no standby of the nursery", extra={"reason": str(error)})
+            return
+        self._standby = NurseryProcess(self, forked.pid, forked.pidfd, ours)
+        _record(self._standby, self._standby_run_file)
+        if self._closed:
+            await self._standby.end()
+
+    async def _replenish(self, pause_s: float) -> None:
+        while self._standby is None:
+            await asyncio.sleep(pause_s)
+            pause_s = _STANDBY_PAUSE_S
+            async with self._one_fork:
+                if self._serving is None:  # it dies at its start; the next launch tries again
+                    return
+                try:
+                    process = await self._proven()
+                except LaunchFailed:
+                    return
+                if process.threads > 1:  # its children have to import again, so a standby is worth nothing
+                    return
+                if self._standby is None:
+                    await self._fork_standby(process)
+
+    def _want_standby(self, pause_s: float = 0.0) -> None:
+        if not self._closed and (self._replenishing is None or self._replenishing.done()):
+            self._replenishing = asyncio.create_task(self._replenish(pause_s), name="standby of the nursery")
+
+    # Of the processes
+
+    def on_ready(self, process: NurseryProcess) -> None:
+        if process is self._serving:
+            self._want_standby()
+
+    def on_died(self, process: NurseryProcess) -> str:
+        """The reason. A nursery that was ready is replaced at once, so that the next launch need not wait."""
+        if process is self._standby:
+            self._standby = None
+            reason = "the standby of the nursery died"
+            if not self._closed:
+                log.warning(reason, extra={"pid": process.pid})
+            self._want_standby(_STANDBY_PAUSE_S)
+            return reason
+        self._serving, self._standby = self._standby, None
+        reason = f"the nursery died: {last_line(self._log_path) or 'it left no message'}"
+        if self._closed:
+            return reason
+        log.error("nursery died", extra={"reason": reason, "standby": self.pid})
+        if self._serving is not None:
+            _record(self._serving, self._run_file)
+            self._want_standby()
+        elif process.was_ready:
+            try:
+                self.start()
+            except LaunchFailed as error:
+                log.error("nursery cannot be started again yet", extra={"reason": str(error)})
+        return reason
+
+
+def _record(process: NurseryProcess, path: Path) -> None:
+    with suppress(OSError):  # the file only lets the next daemon end it sooner
+        if run_file := RunFile.of(process.pid):
+            run_file.write(path)
+
+
+class NurseryProcess:
+    """One process, from its start to its end. `child` is None for a standby, whose parent is another nursery.
+
+    It takes over `pidfd` and `control`.
+    """
+
+    def __init__(
+        self,
+        owner: NurseryLink,
+        pid: int,
+        pidfd: int,
+        control: socket.socket,
+        child: subprocess.Popen[bytes] | None = None,
+    ) -> None:
+        self.pid = pid
+        self.build = TorchBuild()
+        self.threads = 0
+        self.is_proven = child is not None
+        """Whether a failure of it is an error and no reason to try the next one: false for a standby, which may have
+        been stopped or hang since it was forked, until its first answer to a request."""
+        self._loop = asyncio.get_running_loop()
+        self._owner = owner
+        self._pidfd = pidfd
+        self._control = control
+        self._control.setblocking(False)
+        self._child = child
+        self._ready: asyncio.Future[None] = self._loop.create_future()
+        self._reply: asyncio.Future[Forked] | None = None
+        self._request = 0
+        self._statuses: dict[int, asyncio.Future[int | None]] = {}
+        self._gone = asyncio.Event()
+        self._kill_timer: asyncio.TimerHandle | None = None
+        self._loop.add_reader(self._pidfd, self._on_ended)
+        self._loop.add_reader(self._control.fileno(), self._readable)
+
+    @property
+    def was_ready(self) -> bool:
+        return self._ready.done()
+
+    @property
+    def has_ended(self) -> bool:
+        return self._gone.is_set()
+
+    async def ready(self) -> None:
+        """Return when the imports are done.
+
+        Raises:
+            LaunchFailed: they fail, or take too long.
+        """
+        try:
+            async with asyncio.timeout(STANDBY_LIMIT_S if self._child is None else IMPORT_LIMIT_S):
+                await asyncio.shield(self._ready)
+        except TimeoutError:
+            await self._kill()
+            raise LaunchFailed("the nursery's imports do not end") from None
+
+    async def request(self, request: Mapping[str, Any], descriptors: Sequence[int], limit_s: float) -> Forked:
+        """Have a process forked; one call at a time, after `ready`. Without an answer in time it is killed.
+
+        Raises:
+            NurseryDied: it died before the answer; if it had forked, there is a run file.
+            LaunchFailed: the fork failed, or there was no answer.
+        """
+        try:
+            self._request += 1
+            self._reply = self._loop.create_future()
+            message = json.dumps({"id": self._request, **request}).encode()
+            if len(message) > MESSAGE_LIMIT_BYTES:
+                raise LaunchFailed(f"the spec is {len(message)} bytes long, over {MESSAGE_LIMIT_BYTES}")
+            socket.send_fds(self._control, [message], descriptors)
+            async with asyncio.timeout(limit_s):
+                return await self._reply
+        except TimeoutError:
+            await self._kill()
+            raise LaunchFailed("the nursery does not answer") from None
+        except asyncio.CancelledError:  # the caller stopped waiting
+            await self._kill()
+            raise
+        except (BrokenPipeError, ConnectionResetError) as error:
+            await self._kill()
+            raise NurseryDied(f"the nursery is gone: {error}") from error
+        except OSError as error:
+            raise LaunchFailed(f"the request cannot be sent to the nursery: {error}") from error
+        finally:
+            self._reply = None
+
+    async def end(self) -> None:
+        self._send_signal(signal.SIGTERM)  # during its imports it would not notice a closed socket
+        try:
+            async with asyncio.timeout(_END_LIMIT_S):
+                await self._gone.wait()
+        except TimeoutError:
+            await self._kill()  # stopped, or it hangs
+
+    async def _kill(self) -> None:
+        """Kill it and wait, so that it cannot fork a worker later."""
+        self._send_signal(signal.SIGKILL)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(KILL_LIMIT_S):
+                await self._gone.wait()
+
+    def _send_signal(self, number: signal.Signals) -> None:
+        if not self.has_ended:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, number)
+
+    def _readable(self) -> None:
+        while True:
+            try:
+                message, descriptors, _, _ = socket.recv_fds(self._control, MESSAGE_LIMIT_BYTES, 1)
+            except BlockingIOError:
+                return
+            except OSError:
+                message, descriptors = b"", []
+            if not message:
+                self._loop.remove_reader(self._control.fileno())
+                self._kill_timer = self._loop.call_later(_TRACEBACK_LIMIT_S, self._send_signal, signal.SIGKILL)
+                return
+            self._on_message(json.loads(message), *descriptors)
+
+    def _on_message(self, message: dict[str, Any], pidfd: int | None = None) -> None:
+        if "threads" in message:
+            self.build = TorchBuild(**message["torch"] | {"archs": tuple(message["torch"]["archs"])})
+            self._on_ready(message["threads"], message["missing"])
+        elif "status" in message:
+            status = self._statuses.pop(message["pid"], None)
+            if status is not None and not status.done():
+                status.set_result(message["status"])
+        elif self._reply is None or message["id"] != self._request or self._reply.done():
+            _kill_unclaimed(pidfd)
+        else:
+            self.is_proven = True
+            self._on_reply(self._reply, message, pidfd)
+
+    def _on_reply(self, reply: asyncio.Future[Forked], message: dict[str, Any], pidfd: int | None) -> None:
+        if "error" in message:
+            reply.set_exception(LaunchFailed(message["error"]))
+        elif pidfd is None:  # the kernel drops a descriptor for which this process has no room
+            with suppress(ProcessLookupError):
+                os.kill(message["pid"], signal.SIGKILL)
+            text = "no descriptor is left for a worker: raise the limit of open files (RLIMIT_NOFILE)"
+            reply.set_exception(LaunchFailed(text))
+        else:
+            status = self._statuses[message["pid"]] = self._loop.create_future()
+            # The process may have exited, and its status be the next message: the caller gets the future itself.
+            reply.set_result(Forked(message["pid"], pidfd, status))
+
+    def _on_ready(self, threads: int, missing: list[str]) -> None:
+        self.threads = threads
+        if not self._ready.done():
+            self._ready.set_result(None)
+        if threads != 1:
+            log.warning("nursery has several threads; workers start slowly", extra={"threads": threads})
+        for problem in missing:
+            log.warning("nursery could not import", extra={"problem": problem})
+        self._owner.on_ready(self)
+
+    def _on_ended(self) -> None:
+        reason = "the nursery died"
+        try:
+            self._readable()  # the last reported exits
+            self._release()
+            reason = self._owner.on_died(self)
+        finally:  # waiting calls must fail even if something else goes wrong
+            self._fail(NurseryDied(reason))
+
+    def _release(self) -> None:
+        self._gone.set()
+        self._loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        if self._kill_timer is not None:
+            self._kill_timer.cancel()
+        # The end of the stream may not have been seen: a child that was just forked may hold the other end.
+        self._loop.remove_reader(self._control.fileno())
+        self._control.close()
+        if self._child is not None:
+            self._child.wait()
+        else:
+            reap(self.pid)  # its parent has done so, unless it is dead and orphans come to this process
+
+    def _fail(self, error: LaunchFailed) -> None:
+        for future in (self._ready, self._reply):
+            if future is not None and not future.done():
+                future.set_exception(error)
+                future.exception()  # retrieved, in case nothing waits for it
+        for status in self._statuses.values():
+            if not status.done():
+                status.set_result(None)
+
+
+def _kill_unclaimed(pidfd: int | None) -> None:
+    if pidfd is not None:
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        os.close(pidfd)

@@ -1,0 +1,506 @@
+"""Placement of workers (host, GPU or CPU, replicas, CPU threads, batch tokens) and the making of their `WorkerSpec`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, KeysView, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import pynvml
+
+from teimgr.config.instance_keys import parse
+from teimgr.config.instance_limits import model_roots
+from teimgr.config.settings import Settings
+from teimgr.control.placement.hosts import Host, allows, best_host, candidates
+from teimgr.errors import InvalidGpuId, NoHost, TeimgrError, ValidationError
+from teimgr.spec import KEYS, WORKER_KEYS, Change, CpuThreads, InstanceSpec, WorkerSpec
+
+READING_AGE_S = 1.0
+_FAILURE_AGE_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One card. Values that the driver does not report are None, free memory 0.
+
+    `node` is the name of its host in a cluster, empty in a fleet of one host; `index` is that of its host. `memory_of`
+    is the memory of each process in bytes, by pid; empty where it is not reported, as inside containers.
+    """
+
+    index: int
+    uuid: str
+    memory_free_bytes: int
+    name: str = ""
+    memory_total_bytes: int | None = None
+    memory_used_bytes: int | None = None
+    utilization: float | None = None
+    temperature_c: int | None = None
+    power_w: float | None = None
+    compute_capability: tuple[int, int] | None = None
+    memory_of: Mapping[int, int] = field(default_factory=dict)
+    node: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """The cards that workers may use; `reason` is why there are none. `hosts` are those of a cluster.
+
+    `misses_cards`: the host has cards, and CUDA_VISIBLE_DEVICES names others.
+    """
+
+    gpus: tuple[Gpu, ...] = ()
+    reason: str = ""
+    hosts: tuple[Host, ...] = ()
+    misses_cards: bool = False
+
+    @property
+    def indexes(self) -> list[int]:
+        return [gpu.index for gpu in self.gpus]
+
+
+class InventorySource(Protocol):
+    """Reads the present inventory: of this host, or of all hosts of a cluster."""
+
+    async def read(self) -> Inventory:
+        """The cards with their free memory, and the hosts of a cluster; soon, as launches wait for it."""
+
+
+class GpuInventory:
+    """Reads the inventory of this host, at most once per second, and every 10 seconds while there is no driver."""
+
+    def __init__(self, environ: Mapping[str, str] = os.environ, read: Callable[[], Inventory] | None = None) -> None:
+        self._visible = environ.get("CUDA_VISIBLE_DEVICES")
+        self._read_now = read or read_nvml
+        self._known = Inventory(reason="not read yet")
+        self._read_at = float("-inf")
+
+    async def read(self) -> Inventory:
+        """The cards and their free memory; a slow driver does not block the event loop."""
+        age_s = READING_AGE_S if self._known.gpus else _FAILURE_AGE_S
+        if time.monotonic() - self._read_at >= age_s:
+            everything = await asyncio.to_thread(self._read_now)
+            self._known = only_visible(everything, self._visible)
+            self._read_at = time.monotonic()
+        return self._known
+
+
+def read_nvml() -> Inventory:
+    """All cards of the host, regardless of CUDA_VISIBLE_DEVICES."""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        return Inventory(reason=f"no NVIDIA driver: {error}")
+    try:
+        return _inventory(_card(index) for index in range(pynvml.nvmlDeviceGetCount()))
+    except pynvml.NVMLError as error:
+        return Inventory(reason=f"NVML failed: {error}")
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def only_visible(inventory: Inventory, visible: str | None) -> Inventory:
+    """The cards in `visible`, the daemon's CUDA_VISIBLE_DEVICES, by index or by the start of their UUID.
+
+    Partitions of a card (MIG) are none of them.
+    """
+    if visible is None or not inventory.gpus:
+        return inventory
+    names = [name.strip() for name in visible.split(",") if name.strip()]
+    shown = [gpu for gpu in inventory.gpus if any(_is_named(gpu, name) for name in names)]
+    reason = f"CUDA_VISIBLE_DEVICES={visible!r} shows none of the {len(inventory.gpus)} cards"
+    if any(name.startswith("MIG-") for name in names):
+        reason += "; partitions of a card (MIG) are not supported"
+    wants_cards = any(name.isdecimal() or name.startswith(("GPU-", "MIG-")) for name in names)
+    return replace(_inventory(shown, reason), misses_cards=wants_cards and not shown)
+
+
+def _inventory(gpus: Iterable[Gpu], reason_for_none: str = "the driver lists no card") -> Inventory:
+    found = tuple(gpus)
+    return Inventory(found, "" if found else reason_for_none)
+
+
+def _is_named(gpu: Gpu, name: str) -> bool:
+    return gpu.index == int(name) if name.isdecimal() else gpu.uuid.startswith(name)
+
+
+def _card(index: int) -> Gpu:
+    device = pynvml.nvmlDeviceGetHandleByIndex(index)
+    memory = _supported(lambda: pynvml.nvmlDeviceGetMemoryInfo(device))
+    load = _supported(lambda: pynvml.nvmlDeviceGetUtilizationRates(device))
+    power_mw = _supported(lambda: pynvml.nvmlDeviceGetPowerUsage(device))
+    capability = _supported(lambda: pynvml.nvmlDeviceGetCudaComputeCapability(device))
+    processes = _supported(lambda: pynvml.nvmlDeviceGetComputeRunningProcesses(device))
+    return Gpu(
+        index,
+        _text(pynvml.nvmlDeviceGetUUID(device)),
+        int(memory.free) if memory else 0,
+        name=_text(_supported(lambda: pynvml.nvmlDeviceGetName(device)) or ""),
+        memory_total_bytes=int(memory.total) if memory else None,
+        memory_used_bytes=int(memory.used) if memory else None,
+        utilization=load.gpu / 100 if load else None,
+        temperature_c=_supported(lambda: pynvml.nvmlDeviceGetTemperature(device, pynvml.NVML_TEMPERATURE_GPU)),
+        power_w=None if power_mw is None else power_mw / 1000,
+        compute_capability=(int(capability[0]), int(capability[1])) if capability else None,
+        memory_of={each.pid: int(each.usedGpuMemory) for each in processes or () if each.usedGpuMemory is not None},
+    )
+
+
+def _supported(query: Callable[[], Any]) -> Any:
+    """The result of an NVML query; None where it is not supported, as under MIG or with unified memory."""
+    try:
+        return query()
+    except pynvml.NVMLError:
+        return None
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+LOADING_BYTES = 2 << 30
+"""The memory that a loading worker is assumed to need, on a card as NVML does not show it yet."""
+_LOADS_PER_CARD = 4  # more only compete for the disk and the bus
+GPU_TOKENS_MOST = 32768
+"""Batch tokens on a card by its memory: more gain nothing, and a query waits for a batch."""
+CPU_TOKENS = 16384
+"""Batch tokens on the CPU, where larger batches gain nothing, and on a card with unknown free memory."""
+_GIB = 2**30
+_WITH_DEFAULTS = ("token_inputs", "token_encoding")  # keys of an instance whose default is a setting of the daemon
+_CGROUPS = Path("/sys/fs/cgroup")
+_CPU_MAX = _CGROUPS / "cpu.max"
+_MEMINFO = Path("/proc/meminfo")
+
+
+@dataclass(frozen=True, slots=True)
+class Others:
+    """The workers beside which a new one is placed.
+
+    `alive` counts the workers that share the cores of each host, the new one included where it has a host already;
+    a fleet of one host has the name "". `loading` counts, by GPU UUID, the workers whose memory NVML cannot show yet,
+    `beside` and `beside_hosts` the other replicas of the instance, by GPU UUID and by host.
+    """
+
+    alive: Mapping[str, int] = field(default_factory=dict)
+    loading: Mapping[str, int] = field(default_factory=dict)
+    beside: Mapping[str, int] = field(default_factory=dict)
+    beside_hosts: Mapping[str, int] = field(default_factory=dict)
+
+
+class FleetCounts:
+    """The number of live workers by host, and by GPU UUID that of those that load; `set` is called when an instance
+    changes."""
+
+    def __init__(self) -> None:
+        self.alive: Counter[str] = Counter()
+        self.loading: Counter[str] = Counter()
+        self._instances: dict[str, tuple[Counter[str], Counter[str]]] = {}  # those with live workers
+
+    @property
+    def instances(self) -> KeysView[str]:
+        """The names of those with live workers."""
+        return self._instances.keys()
+
+    def set(self, name: str, alive: Counter[str], loading: Counter[str]) -> None:
+        """Count the workers of an instance anew."""
+        before, were_loading = self._instances.pop(name, (Counter[str](), Counter[str]()))
+        self.alive.update(alive)
+        self.alive.subtract(before)
+        self.loading.update(loading)
+        self.loading.subtract(were_loading)
+        if alive:
+            self._instances[name] = alive, loading
+
+
+class Planner:
+    """Places workers on the cards of `inventory`, as last read.
+
+    Only `refresh` awaits; every other method is synchronous, so two plans cannot interleave.
+    """
+
+    def __init__(self, settings: Settings, gpus: InventorySource, cores: int) -> None:
+        self.inventory = Inventory()
+        self._settings = settings
+        self._gpus = gpus
+        self._cores = cores
+        self._hosts: tuple[tuple[Host, ...], dict[str, Host]] = ((), {})
+
+    async def refresh(self) -> Inventory:
+        self.inventory = await self._gpus.read()
+        return self.inventory
+
+    def plan(self, spec: InstanceSpec, replica: int, others: Others) -> WorkerSpec:
+        """The spec for one launch.
+
+        Raises:
+            InvalidGpuId: `gpu_id` is none of the cards.
+            NoHost: none of the hosts fits.
+            InvalidConfig: an extra argument cannot be parsed.
+        """
+        gpu = place(spec, self.inventory, others)
+        host = gpu.node if gpu else cpu_host(spec, self.inventory, others)
+        threads = spec.threads or self.share(others.alive.get(host, 0), host).own
+        return worker_spec(spec, self._settings, gpu.uuid if gpu else None, threads, replica, host)
+
+    def accepts(self, spec: InstanceSpec, found: WorkerSpec) -> bool:
+        """Whether a live worker that was started with `found` could have been started for `spec` now."""
+        if found.replica >= self.replicas(spec):
+            return False
+        hosts = self.inventory.hosts
+        on_host = replace(spec, node=found.host) if hosts else spec
+        try:
+            chosen = place(on_host, self.inventory) if spec.gpu_id is not None else None
+            gpu = chosen.uuid if chosen else found.gpu
+            same = worker_spec(spec, self._settings, gpu, replica=found.replica, host=found.host).hash == found.hash
+        except TeimgrError:
+            return False
+        if not same or (hosts and not allows(spec, found.host, hosts)) or bool(hosts) != bool(found.host):
+            return False
+        is_known = not hosts or found.host in {host.name for host in hosts if not host.problem}
+        return found.gpu is None or not is_known or found.gpu in {gpu.uuid for gpu in self.inventory.gpus}
+
+    def change_needed(self, old: InstanceSpec, new: InstanceSpec) -> Change:
+        """What an update from `old` to `new` needs, by the declared keys and by what the workers are launched with.
+
+        Raises:
+            InvalidConfig: an extra argument of `new` cannot be parsed.
+        """
+        if worker_spec(old, self._settings).hash != worker_spec(new, self._settings).hash:
+            return Change.REPLACE
+        keys = (name for name in KEYS if name not in WORKER_KEYS and name != "extra_args")
+        changed = (KEYS[name].change for name in keys if getattr(old, name) != getattr(new, name))
+        return max(changed, default=Change.IN_PLACE)
+
+    def replicas(self, spec: InstanceSpec) -> int:
+        return replica_count(spec, self.inventory)
+
+    def share(self, workers: int, host: str = "") -> CpuThreads:
+        """CPU threads for each of so many workers of a host."""
+        found = self._host(host)
+        cores = found.cores if found else self._cores
+        return CpuThreads(fair_share(cores, workers), cores)
+
+    def load_limit(self, device: str | None) -> int:
+        """How many workers may load on a card, or on a host's CPU, at the same time, by cores and free memory."""
+        if device is None:
+            free_bytes = free_memory_bytes()
+            return self._cores if free_bytes is None else min(self._cores, free_bytes // LOADING_BYTES)
+        if host := self._host(device):
+            return min(host.cores, host.memory_free_bytes // LOADING_BYTES)
+        free_bytes = next((card.memory_free_bytes for card in self.inventory.gpus if card.uuid == device), 0)
+        return min(_LOADS_PER_CARD, free_bytes // LOADING_BYTES)
+
+    def _host(self, name: str) -> Host | None:
+        hosts, by_name = self._hosts
+        if hosts is not self.inventory.hosts:  # read anew: looked up for each host at every change of a worker
+            hosts, by_name = self._hosts = self.inventory.hosts, {host.name: host for host in self.inventory.hosts}
+        return by_name.get(name)
+
+    def index_of(self, gpu: str | None) -> int | None:
+        return next((card.index for card in self.inventory.gpus if card.uuid == gpu), None)
+
+
+# Of version 2 and version 1 of cgroups: below the mount point, the limit, the use, and the key of the cache in it.
+_CGROUP_FILES = (
+    ("", "memory.max", "memory.current", "inactive_file"),
+    ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+
+
+def free_memory_bytes() -> int | None:
+    """Memory that new processes may take, of this host or by our cgroup's limit; None where neither is reported."""
+    known = (_meminfo_bytes("MemAvailable"), cgroup_free_bytes())
+    return min((size for size in known if size is not None), default=None)
+
+
+def host_memory() -> tuple[int, int]:
+    """Memory of this host, or the container's limit where that is less, and how much of it is in use; bytes."""
+    total = _meminfo_bytes("MemTotal") or 0
+    used = total - (_meminfo_bytes("MemAvailable") or total)
+    try:
+        limit = int((_CGROUPS / "memory.max").read_text())
+        if limit < total:
+            return limit, int((_CGROUPS / "memory.current").read_text())
+    except (OSError, ValueError):  # no control group, or "max"
+        pass
+    return total, used
+
+
+def _meminfo_bytes(key: str) -> int | None:
+    try:
+        found = re.search(rf"^{key}: +(\d+) kB$", _MEMINFO.read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return int(found[1]) * 1024 if found else None
+
+
+def cgroup_free_bytes(root: Path = _CGROUPS, own: Path = Path("/proc/self/cgroup")) -> int | None:
+    """What the memory limits of this process's cgroup and of those above it leave; None without a limit.
+
+    Cache that the kernel gives up first counts as free. In a container the path may be that of the host, where only
+    the mount point is ours.
+    """
+    try:
+        memberships = [line.split(":", 2) for line in own.read_text().splitlines()]
+    except OSError:
+        return None
+    left = []
+    for _, controllers, path in memberships:
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        folder, *files = _CGROUP_FILES[bool(controllers)]
+        group = root / folder / path.lstrip("/")
+        while group.is_relative_to(root / folder):
+            left.append(_free_in(group, *files))
+            group = group.parent
+    return min((each for each in left if each is not None), default=None)
+
+
+def _free_in(group: Path, limit: str, use: str, cache: str) -> int | None:
+    try:
+        most = (group / limit).read_text().strip()
+        if most == "max":
+            return None
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return max(0, int(most) - int((group / use).read_text()) + int(stat.get(cache, 0)))
+    except (OSError, ValueError):  # the root has no limit, and a path of the host is not here
+        return None
+
+
+def worker_spec(
+    spec: InstanceSpec,
+    settings: Settings,
+    gpu_uuid: str | None = None,
+    threads: int = 1,
+    replica: int = 0,
+    host: str = "",
+) -> WorkerSpec:
+    """The spec of one worker. `extra_args` take precedence over the instance's fields, these over the settings.
+
+    Without a place it serves to validate the model and to compare two instance specs.
+
+    Raises:
+        InvalidConfig: an extra argument cannot be parsed.
+    """
+    made = WorkerSpec(
+        **{name: getattr(spec, name) for name in WORKER_KEYS if name not in _WITH_DEFAULTS},
+        **{name: getattr(spec, name) or getattr(settings, name) for name in _WITH_DEFAULTS},
+        replica=replica,
+        host=host,
+        gpu=gpu_uuid,
+        threads=threads,
+        instance_host=settings.instance_host,
+        max_client_batch_size=settings.max_client_batch_size,
+        max_message_bytes=settings.grpc_max_message_size_mb * 2**20,
+        arrow_output_dtype=settings.arrow_output_dtype,
+        orphan_grace_s=float(settings.orphan_grace_secs),
+        nice=settings.cpu_worker_nice if gpu_uuid is None else 0,
+        log_level=settings.log_level,
+        strict_model_files=settings.strict_model_files,
+        model_roots=model_roots(spec, settings),
+    )
+    if not settings.allow_pickled_weights:
+        made = replace(made, safetensors_only=True)
+    return replace(made, **parse(spec.extra_args))
+
+
+def place(spec: InstanceSpec, inventory: Inventory, others: Others | None = None) -> Gpu | None:
+    """The card for one more worker of `spec`; None means the CPU, where no host that fits has a card.
+
+    Without a `gpu_id`, the cards on the hosts with the fewest other replicas are preferred, then those with the fewest
+    themselves, among them the one with the most spare memory. To "pack" is to prefer the hosts with the most replicas,
+    and the fullest card that has room for a loading worker.
+
+    Raises:
+        InvalidGpuId: `gpu_id` is none of the cards.
+        NoHost: none of the hosts fits.
+        ValidationError: it names a host or labels in a fleet of one host.
+    """
+    others, cards = others or Others(), inventory.gpus
+    if not inventory.hosts and (spec.node is not None or spec.labels):
+        raise ValidationError("node and labels name hosts of a cluster, and the daemon has none ([cluster] address)")
+    if inventory.hosts:
+        fitting = {host.name for host in candidates(spec, inventory.hosts)}
+        cards = tuple(card for card in cards if card.node in fitting)
+    if spec.gpu_id is not None:
+        named = tuple(gpu for gpu in cards if gpu.index == spec.gpu_id)
+        if not named:
+            raise InvalidGpuId(spec.gpu_id, sorted({gpu.index for gpu in cards}), inventory.reason)
+        cards = named
+
+    def spare_bytes(gpu: Gpu) -> int:
+        return gpu.memory_free_bytes - LOADING_BYTES * others.loading.get(gpu.uuid, 0)
+
+    def spread(gpu: Gpu) -> tuple[int, ...]:
+        return -others.beside_hosts.get(gpu.node, 0), -others.beside.get(gpu.uuid, 0), spare_bytes(gpu)
+
+    def pack(gpu: Gpu) -> tuple[int, ...]:
+        has_room = spare_bytes(gpu) >= LOADING_BYTES
+        crowd = others.beside_hosts.get(gpu.node, 0), others.alive.get(gpu.node, 0)
+        return (has_room, *crowd, -others.beside.get(gpu.uuid, 0), -spare_bytes(gpu))
+
+    return max(cards, key=pack if spec.placement == "pack" else spread, default=None)
+
+
+def cpu_host(spec: InstanceSpec, inventory: Inventory, others: Others) -> str:
+    """The host for one more worker of `spec` on the CPU; "" in a fleet of one host.
+
+    Raises:
+        NoHost: none of the hosts fits.
+    """
+    if not inventory.hosts:
+        return ""
+    return best_host(spec, candidates(spec, inventory.hosts), others.alive, others.beside_hosts).name
+
+
+def replica_count(spec: InstanceSpec, inventory: Inventory) -> int:
+    """The number of workers; "per-gpu" is one for each card of the hosts that fit, and at least one."""
+    if spec.replicas != "per-gpu":
+        return spec.replicas
+    hosts = {host.name for host in inventory.hosts if allows(spec, host.name, inventory.hosts)}
+    return max(1, sum(not inventory.hosts or gpu.node in hosts for gpu in inventory.gpus))
+
+
+def fair_share(cores: int, workers: int) -> int:
+    """CPU threads for each of so many workers: an equal share of the cores, at least one."""
+    return max(1, cores // max(1, workers))
+
+
+def with_batch_tokens(spec: InstanceSpec, inventory: Inventory, per_gib: int) -> InstanceSpec:
+    """Set `max_batch_tokens`, where it is 0, to `per_gib` tokens for each free GiB of the card it would be placed on.
+
+    With several replicas the fullest card decides. At least one GiB's worth, at most `GPU_TOKENS_MOST` or that.
+
+    Raises:
+        InvalidGpuId: `gpu_id` is none of the cards.
+    """
+    if spec.max_batch_tokens:
+        return spec
+    if spec.gpu_id is None and spec.replicas != 1:
+        cards = list(inventory.gpus)
+    else:
+        try:
+            card = place(spec, inventory)
+        except NoHost:  # it may join later
+            card = None
+        cards = [card] if card else []
+    free_bytes = min((card.memory_free_bytes for card in cards), default=0)
+    by_memory = min(free_bytes * per_gib // _GIB, GPU_TOKENS_MOST)
+    tokens = max(per_gib, by_memory) if free_bytes else CPU_TOKENS
+    return replace(spec, max_batch_tokens=tokens)
+
+
+def usable_cores(cpu_max: Path = _CPU_MAX) -> int:
+    """The cores of our affinity mask, or the container's CPU quota where that is less; at least 1."""
+    allowed = len(os.sched_getaffinity(0))
+    try:
+        quota, period = cpu_max.read_text().split()
+        limit = allowed if quota == "max" else max(1, round(int(quota) / int(period)))
+    except (OSError, ValueError):
+        limit = allowed
+    return max(1, min(allowed, limit))

@@ -1,0 +1,560 @@
+"""One instance: its spec, the supervisors of its replicas, and updates without a gap in service.
+
+Replicas serve side by side and fail independently. An update that needs other workers starts a second set of replicas
+beside the first (a rolling update):
+
+    join      the new workers start, while the old ones serve; if a new one fails, the update is rolled back
+    commit    the state file gets the new spec
+    switch    the directory lists the new workers and no others, and every mux has confirmed it
+    leave     the old workers leave the ports and confirm it, finish their calls, and end; the update is done at the
+              confirmation: from then on no new request is answered by the old model
+
+After a crash of the daemon before the commit, the next daemon keeps the old workers, after it the new ones; it ends the
+others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from teimgr.control.launch.launcher import Adopted
+from teimgr.control.supervision.lifecycle import Command, is_routable
+from teimgr.control.supervision.memory_limit import MemoryLimit, Verdict
+from teimgr.control.supervision.supervisor import Supervisor, SupervisorContext
+from teimgr.control.supervision.validation import with_changes
+from teimgr.errors import InstanceNotFound, StateNotSaved, TeimgrError, Unavailable, UpdateFailed, UpdateInProgress
+from teimgr.observability import catalogue
+from teimgr.spec import (
+    KEYS,
+    Change,
+    CpuThreads,
+    Incident,
+    InstanceSpec,
+    InstanceView,
+    RouteEntry,
+    State,
+    UpdateView,
+    WorkerEndpoint,
+    now_rfc3339,
+)
+
+log = logging.getLogger(__name__)
+
+# The state of an instance whose replicas differ: the first of these that one of them is in.
+_PRECEDENCE = (State.RUNNING, State.STARTING, State.STOPPING, State.FAILED, State.STOPPED)
+
+
+class ManagedInstance:
+    """The replicas of one instance and the updates of its spec."""
+
+    def __init__(self, spec: InstanceSpec, context: SupervisorContext) -> None:
+        self.spec = self._updated_spec = spec
+        self._context = context
+        self._workers: list[Supervisor] = []
+        self._tasks: dict[Supervisor, asyncio.Task[None]] = {}
+        self._past_restarts = 0  # of workers that were replaced by an update
+        self._update: UpdateView | None = None
+        self._update_task: asyncio.Task[None] | None = None
+        self._unsaved: StateNotSaved | None = None  # why the last update was rolled back
+        self._one_command = asyncio.Lock()  # of commands and updates
+        self._state_changed = asyncio.Event()
+        self._is_past_cancelling = False  # the update under way is committed, or is being rolled back
+        self._is_deleted = False
+        self._is_closing = False  # with the daemon: nothing starts any more
+        self._is_forgotten = False
+        self._serves: tuple[str, ...] = ()  # by the last model that was loaded
+        self.adoption_done = asyncio.Event()
+        """Set once workers of an earlier daemon are adopted; commands wait for it."""
+        self._incident: Incident | None = None
+        self._memory: MemoryLimit | None = None  # while there is a limit
+        self._recycling: asyncio.Task[None] | None = None
+        self._add(spec, range(context.planner.replicas(spec)), "serving")
+        self._publish()
+
+    # State
+
+    @property
+    def state(self) -> State:
+        """RUNNING while one replica is running."""
+        states = {each.state for each in self._serving}
+        state = next(state for state in _PRECEDENCE if state in states)
+        is_to_start = self._with_role("joining") or (self.spec.wanted_running and not self.adoption_done.is_set())
+        return State.STARTING if state is State.STOPPED and is_to_start else state
+
+    @property
+    def workers(self) -> list[Supervisor]:
+        """The supervisors of the replicas, those that are joining included."""
+        return [each for each in self._workers if each.role != "leaving"]
+
+    @property
+    def is_supervised(self) -> bool:
+        return bool(self._tasks)
+
+    @property
+    def is_deleted(self) -> bool:
+        """Whether a deletion has begun."""
+        return self._is_deleted
+
+    @property
+    def _may_update(self) -> bool:
+        return not (self._is_deleted or self._is_closing or self._is_updating)
+
+    def incarnations(self) -> Iterator[str]:
+        """Of the workers that its supervisors have now."""
+        return (each.incarnation for each in self._workers if each.incarnation is not None)
+
+    def view(self) -> InstanceView:
+        """A snapshot for display; where it has one value for several workers, that of the first running replica."""
+        serving = self._serving
+        views = [each.view() for each in serving]
+        rank = {State.RUNNING: 0, State.STARTING: 1, State.STOPPING: 1}
+        first, shown = min(zip(serving, views, strict=True), key=lambda pair: rank.get(pair[1].state, 2))
+        others = [each.view() for each in (*self._with_role("joining"), *self._with_role("leaving"))]
+        return InstanceView(
+            spec=self.spec,
+            state=self.state,
+            pid=shown.pid,
+            uptime_secs=shown.uptime_secs,
+            restarts=self._past_restarts + sum(each.restarts for each in views),
+            health_check_failures=sum(each.health_check_failures for each in views),
+            last_health_check=max((each.last_health_check for each in views if each.last_health_check), default=None),
+            reason=next((each.reason for each in views if each.reason), None),
+            model=first.model,
+            threads=first.threads,
+            workers=(*views, *others),
+            update=self._update,
+            incident=self._incident,
+        )
+
+    # Commands
+
+    async def begin(self, adopted: Mapping[int, Adopted], *, start: bool) -> None:
+        """Start supervision, with the adopted workers by replica; `start` the replicas that have none.
+
+        Those that failed for good are not started.
+        """
+        async with self._one_command:
+            self._add(self.spec, range(len(self._serving), self._context.planner.replicas(self.spec)), "serving")
+            for each in self._serving:
+                self._supervise(each, adopted.get(each.number))
+            await asyncio.gather(*(each.started.wait() for each in self._serving))
+            for each in self._serving:
+                if start and not self._is_closing and each.state is State.STOPPED:
+                    await each.accept(Command.START)
+        self.adoption_done.set()
+
+    def accepts_no_more_starts(self) -> None:
+        """The daemon ends: starts, restarts and updates are refused from now on."""
+        self._is_closing = True
+
+    async def accept(self, command: Command, *, keep_wanted: bool = False) -> None:
+        """Pass the command to every replica; `settle` waits until it is carried out.
+
+        `spec.wanted_running` follows, unless `keep_wanted`. An update that is not committed yet is rolled back, except
+        by a start.
+
+        Raises:
+            AlreadyRunning, NotRunning, InstanceNotFound: no replica allows it in its present state.
+        """
+        async with self._one_command:
+            if self._is_closing and command in (Command.START, Command.RESTART):
+                raise Unavailable("the daemon is ending")
+            self._is_deleted |= command is Command.DELETE  # no update begins from here on
+            if command in (Command.STOP, Command.RESTART, Command.DELETE):
+                await self._cancel_update()
+            asked = self._workers if command is Command.DELETE else self._serving
+            answers = await asyncio.gather(*(each.accept(command) for each in asked), return_exceptions=True)
+            refusals = [answer for answer in answers if isinstance(answer, BaseException)]
+            if len(refusals) == len(answers) and command is not Command.DELETE:
+                raise refusals[0]  # a deletion is refused by supervisors that have ended already
+            if not keep_wanted:
+                self.spec = replace(self.spec, wanted_running=any(each.is_wanted for each in self._serving))
+
+    async def settle(self) -> InstanceView:
+        """The view, as soon as no process is ending."""
+        await asyncio.gather(*(each.settle() for each in (*self._serving, *self._with_role("leaving"))))
+        return self.view()
+
+    @property
+    def alive(self) -> Counter[str]:
+        """The workers that exist or are being started, by host; a fleet of one host has the name ""."""
+        return Counter(each.host for each in self.workers if each.state in (State.STARTING, State.RUNNING))
+
+    @property
+    def loading(self) -> Counter[str]:
+        """The workers that are being started, by the UUID of the card that they are placed on."""
+        return Counter(each.gpu for each in self.workers if each.gpu is not None and each.state is State.STARTING)
+
+    def set_threads(self, share: Callable[[str], CpuThreads]) -> None:
+        """Set the CPU threads of each worker: exactly the key `threads`, else the fair share of its host."""
+        for each in self.workers:
+            fixed = each.spec.threads
+            each.set_threads(CpuThreads(fixed, fixed) if fixed else share(each.host))
+
+    def force_stop(self) -> None:
+        for each in self._workers:
+            each.force_stop()
+
+    def mark_failed(self, reason: str) -> None:
+        """Before `begin`: the instance cannot be started as it is."""
+        for each in self._serving:
+            each.mark_failed(reason)
+        self._publish()
+
+    def close(self) -> list[asyncio.Task[None]]:
+        """Cancel supervision, which leaves the workers running; the result is the cancelled tasks."""
+        tasks = [*self._tasks.values()]
+        if self._recycling is not None and not self._recycling.done():
+            tasks.append(self._recycling)
+        for task in tasks:
+            task.cancel()
+        return tasks
+
+    async def ended(self) -> None:
+        """Return when the last supervisor of a deleted instance has ended."""
+        while self._tasks:
+            await asyncio.wait([*self._tasks.values()])
+
+    def forget(self) -> None:
+        self._is_forgotten = True
+        self._context.directory.remove(self.spec.name)
+
+    # Updates
+
+    async def update(self, changes: Mapping[str, Any], *, recreate: bool = False, restart: bool = False) -> None:
+        """Begin a rolling update; one that needs no new worker is over when this returns.
+
+        Args:
+            changes: Fields of the spec; None resets one to its default.
+            recreate: End the old workers before the new ones start.
+            restart: Replace the workers even if nothing that matters to them changes.
+
+        Raises:
+            InstanceNotFound: it is being deleted.
+            UpdateInProgress: another update is under way.
+            StateNotSaved: the disk refused an update that needs no new worker.
+            InvalidConfig: an extra argument cannot be parsed.
+        """
+        async with self._one_command:
+            if self._is_deleted:
+                raise InstanceNotFound(self.spec.name)
+            if self._is_closing:
+                raise Unavailable("the daemon is ending")
+            if self._is_updating:
+                raise UpdateInProgress(self.spec.name)
+            spec = self._updated_spec = with_changes(self.spec, changes)
+            needed = Change.REPLACE if restart else self._context.planner.change_needed(self.spec, spec)
+            replacing = partial(self._replace, spec, recreate=recreate)
+            steps = replacing if needed is Change.REPLACE else partial(self._scale, spec)
+            task = self._begin_update_of(steps, changes)
+            if needed is Change.IN_PLACE or not self.spec.wanted_running:
+                await asyncio.wait({task})
+                self._raise_unsaved()
+
+    @property
+    def planned_workers(self) -> int:
+        """The workers there are, or will be by the spec or by the update under way."""
+        spec = self._updated_spec if self._is_updating else self.spec
+        return max(len(self._workers), self._context.planner.replicas(spec))
+
+    @property
+    def _is_updating(self) -> bool:
+        return self._update_task is not None and not self._update_task.done()
+
+    def _begin_update_of(self, steps: Callable[[], Awaitable[None]], changes: Iterable[str]) -> asyncio.Task[None]:
+        self._update = UpdateView(
+            state="rolling",
+            changes=tuple(sorted(key for key in changes if not KEYS[key].secret)),
+            started_at=now_rfc3339(),
+        )
+        self._is_past_cancelling = False
+        self._unsaved = None
+        self._update_task = asyncio.create_task(self._run_update(steps), name=f"update of {self.spec.name}")
+        return self._update_task
+
+    async def update_finished(self) -> None:
+        """Return when no update is under way.
+
+        Raises:
+            StateNotSaved: the last one was rolled back, because the disk refused.
+            UpdateFailed: the last one failed and was rolled back.
+        """
+        if self._update_task is not None:
+            await asyncio.wait({self._update_task})
+        self._raise_unsaved()
+        if self._update is not None and self._update.state == "failed":
+            raise UpdateFailed(f"Instance '{self.spec.name}' is as it was: {self._update.reason}")
+
+    def _raise_unsaved(self) -> None:
+        if self._unsaved is not None:
+            raise self._unsaved
+
+    async def _run_update(self, steps: Callable[[], Awaitable[None]]) -> None:
+        state, reason = "failed", "given up: another command came in between"
+        try:
+            await steps()  # made here: a task that is cancelled before it began would leave a coroutine unawaited
+            state, reason = "done", ""
+        except TeimgrError as error:
+            reason = error.message
+            self._unsaved = error if isinstance(error, StateNotSaved) else None
+        finally:
+            assert self._update is not None
+            self._update = replace(self._update, state=state, reason=reason or None, finished_at=now_rfc3339())
+            facts = {"instance": self.spec.name, "state": state, "changes": self._update.changes, "reason": reason}
+            log.log(logging.INFO if state == "done" else logging.WARNING, "update", extra=facts)
+            self.on_state_changed()
+
+    async def _replace(self, spec: InstanceSpec, *, recreate: bool) -> None:
+        old, is_restart, stops_first = self._serving, spec == self.spec, recreate and self.spec.wanted_running
+        try:
+            if stops_first:
+                await self._send(old, Command.STOP)
+                await asyncio.gather(*(each.settle() for each in old))
+            new = await self._join(spec, range(self._context.planner.replicas(spec)))
+        except BaseException:
+            self._is_past_cancelling = True
+            if stops_first:
+                await self._send(old, Command.START)
+            raise
+        self._past_restarts += sum(each.restarts for each in old) + is_restart
+        await self._switch(new, leaving=old)
+
+    async def _scale(self, spec: InstanceSpec) -> None:
+        """Keep the workers, as far as the number of replicas allows; start or end the difference."""
+        present, count = self._serving, self._context.planner.replicas(spec)
+        new: list[Supervisor] = []
+        if count > len(present):
+            new = await self._join(spec, range(len(present), count))
+        else:
+            await self._commit(spec)
+        for each in present[:count]:
+            each.respecify(spec)
+        await self._switch(new, leaving=present[count:])
+
+    async def _join(self, spec: InstanceSpec, numbers: Iterable[int]) -> list[Supervisor]:
+        """Start replicas, wait until all run, commit the spec; roll back on failure.
+
+        Raises:
+            UpdateFailed: one of them failed.
+        """
+        new = self._add(spec, numbers, "joining")
+        for each in new:
+            self._supervise(each, None)
+        before = self.spec
+        try:
+            if before.wanted_running:
+                await self._send(new, Command.START)
+                await self._all_running(new)
+            await self._commit(spec)
+        except BaseException:
+            self._is_past_cancelling = True  # a cancelled rollback would leave a new worker
+            self.spec = before
+            await self._send(new, Command.DELETE)
+            if tasks := [self._tasks[each] for each in new if each in self._tasks]:
+                await asyncio.wait(tasks)
+            self._workers = [each for each in self._workers if each not in new]
+            raise
+        return new
+
+    async def _all_running(self, workers: Iterable[Supervisor]) -> None:
+        while True:
+            self._state_changed.clear()
+            for each in workers:
+                if each.has_failed or each not in self._tasks:
+                    raise UpdateFailed(each.reason or "the new worker failed")
+            if all(each.state is State.RUNNING for each in workers):
+                return
+            await self._state_changed.wait()
+
+    async def _commit(self, spec: InstanceSpec) -> None:
+        self._is_past_cancelling = True
+        try:
+            await self._context.save_spec(spec)
+        except BaseException:
+            self._is_past_cancelling = False
+            raise
+        self.spec = spec
+
+    async def _switch(self, joining: Iterable[Supervisor], leaving: Iterable[Supervisor]) -> None:
+        """Publish the new workers in place of those that leave, then end these; return when no call comes to them."""
+        leaving = list(leaving)
+        for each in joining:
+            each.role = "serving"
+        for each in leaving:
+            each.role = "leaving"
+        self._publish()
+        if leaving:
+            await self._context.routes_confirmed()
+            await self._send(leaving, Command.RETIRE)
+            await asyncio.gather(*(each.left_ports() for each in leaving))
+
+    async def _send(self, workers: Iterable[Supervisor], command: Command) -> None:
+        for each in workers:
+            with suppress(TeimgrError):  # refused where the replica is in the wanted state already
+                await each.accept(command)
+
+    async def _cancel_update(self) -> None:
+        """Roll back the update under way, or wait for its end if it is committed or fails already."""
+        if self._update_task is not None and not self._update_task.done():
+            if not self._is_past_cancelling:
+                self._update_task.cancel()
+            await asyncio.wait({self._update_task})
+
+    # Supervisors
+
+    def siblings_of(self, supervisor: Supervisor) -> list[Supervisor]:
+        """The other replicas with the same part in an update."""
+        return [each for each in self._with_role(supervisor.role) if each is not supervisor]
+
+    @property
+    def _serving(self) -> list[Supervisor]:
+        return self._with_role("serving")
+
+    def _with_role(self, role: str) -> list[Supervisor]:
+        return [each for each in self._workers if each.role == role]
+
+    def _add(self, spec: InstanceSpec, numbers: Iterable[int], role: str) -> list[Supervisor]:
+        new = [Supervisor(spec, number, role, self._context, self) for number in numbers]
+        self._workers += new
+        return new
+
+    def _supervise(self, supervisor: Supervisor, adopted: Adopted | None) -> None:
+        name = f"supervisor of {self.spec.name}, replica {supervisor.number}"
+        task = self._tasks[supervisor] = asyncio.create_task(supervisor.run(adopted), name=name)
+        task.add_done_callback(lambda task: self._on_supervisor_ended(supervisor, task))
+
+    def _on_supervisor_ended(self, supervisor: Supervisor, task: asyncio.Task[None]) -> None:
+        del self._tasks[supervisor]
+        if supervisor.role == "leaving":
+            self._workers.remove(supervisor)
+        if not task.cancelled() and (error := task.exception()):
+            log.critical("supervisor ended by a defect", exc_info=error, extra={"task": task.get_name()})
+        self._state_changed.set()
+
+    def on_state_changed(self) -> None:
+        self._state_changed.set()
+        self._publish()
+        self._context.on_instance_changed(self.spec.name)
+
+    def on_incident(self, incident: Incident) -> None:
+        self._incident = incident
+        self._context.on_instance_changed(self.spec.name)
+
+    # Memory
+
+    @property
+    def memory_problems(self) -> list[str]:
+        """Sentences about replicas that are above `max_rss_mib` from their start."""
+        running = [each.number for each in self._serving if each.state is State.RUNNING]
+        return self._memory.problems(running) if self._memory is not None else []
+
+    @property
+    def loop_problems(self) -> list[str]:
+        """Sentences about what held the event loops of workers recently."""
+        return [each.worker_alarm for each in self._serving if each.worker_alarm is not None]
+
+    def on_memory(self, supervisor: Supervisor, resident_bytes: int, fresh: bool) -> None:
+        """Replace a replica that stays above `max_rss_mib`, unless an update is under way."""
+        limit_mib = supervisor.spec.max_rss_mib
+        if limit_mib is None:
+            self._memory = None
+        if limit_mib is None or supervisor.role == "leaving" or (self._is_updating and not fresh):
+            return
+        self._memory = self._memory or MemoryLimit()
+        number, now = supervisor.number, asyncio.get_running_loop().time()
+        verdict = self._memory.read(number, resident_bytes, limit_mib, now, fresh=fresh)
+        if verdict is Verdict.TOO_LARGE:
+            self._on_over_memory(self._memory.problems([number])[0])
+        elif verdict is Verdict.REPLACE and not self._one_command.locked():  # else with the next reading
+            recycling = self._recycle(supervisor, self._memory, resident_bytes)
+            self._recycling = asyncio.create_task(recycling, name=f"recycling of {self.spec.name}")
+
+    async def _recycle(self, old: Supervisor, memory: MemoryLimit, resident_bytes: int) -> None:
+        async with self._one_command:
+            if not self._may_update or old.role != "serving" or old.state is not State.RUNNING:
+                return
+            memory.begin_pause(old.number, asyncio.get_running_loop().time())
+            self._begin_update_of(partial(self._replace_one, old), ())
+        excess = f"{resident_bytes >> 20} MiB, more than max_rss_mib = {old.spec.max_rss_mib}"
+        self._on_over_memory(f"replica {old.number} has {excess}: it is being replaced")
+        self._context.metrics.count(catalogue.MEMORY_REPLACEMENTS, self.spec.name)
+
+    async def move_off(self, host: str, was_removed: bool) -> bool:
+        """`leave_host`, and if the host `was_removed` `abandon_host` for what no other host takes; False then."""
+        try:
+            await self.leave_host(host)
+        except TeimgrError as error:
+            facts = {"instance": self.spec.name, "node": host, "reason": error.message}
+            log.warning("worker not moved to another host", extra=facts)
+            if was_removed:
+                await self.abandon_host(host)
+            return False
+        return True
+
+    async def leave_host(self, host: str) -> None:
+        """Replace each running replica on `host` by one elsewhere, one after the other, by the steps of an update.
+
+        Raises:
+            UpdateFailed: no other host takes one, or it failed to start; the old one serves on.
+        """
+        for old in self._serving:
+            async with self._one_command:
+                if not self._may_update or old.host != host or old.state is not State.RUNNING:
+                    continue
+                self._begin_update_of(partial(self._replace_one, old), ())
+            await self.update_finished()
+
+    async def abandon_host(self, host: str) -> None:
+        """End the running replicas on `host`, which does not count any more; each starts again once a host takes it."""
+        async with self._one_command:
+            there = [each for each in self._serving if each.host == host and each.state is State.RUNNING]
+            if not self._may_update or not there:
+                return
+            why_nowhere_else = (self._update.reason if self._update else None) or "no other host takes them"
+            reason = f"host {host!r} was removed from the fleet, and its workers are ended: {why_nowhere_else}"
+            self.on_incident(Incident(event="no_host", reason=reason, at=now_rfc3339()))
+            await self._send(there, Command.RESTART)
+
+    async def _replace_one(self, old: Supervisor) -> None:
+        new = await self._join(self.spec, (old.number,))
+        self._past_restarts += old.restarts + 1
+        await self._switch(new, leaving=(old,))
+        self._workers.sort(key=lambda each: each.number)  # a scaling ends the last
+
+    def _on_over_memory(self, reason: str) -> None:
+        log.warning("over memory: %s", reason, extra={"instance": self.spec.name})
+        self.on_incident(Incident(event="over_memory", reason=reason, at=now_rfc3339()))
+
+    def _publish(self) -> None:
+        if self._is_forgotten:
+            return
+        serving = self._serving
+        model = next((each.model for each in serving if each.model), None)
+        if model is not None:
+            self._serves = tuple(dict.fromkeys((model.kind, *model.outputs)))
+        declared = (self.spec.kind,) if self.spec.kind else ()
+        entry = RouteEntry(
+            name=self.spec.name,
+            model_id=self.spec.model_id,
+            state=self.state,
+            reason=next((each.reason for each in serving if each.reason), None),
+            dimension=model.dimension if model else 0,
+            endpoints=tuple(self._endpoints()),
+            serves=self._serves or declared,
+        )
+        self._context.directory.publish(entry)
+
+    def _endpoints(self) -> Iterator[WorkerEndpoint]:
+        """The addresses of the replicas that get calls."""
+        running = [(each, each.health) for each in self._serving if each.health is not None]
+        healths = [health for _, health in running]
+        for each, health in running:
+            if each.endpoint is not None and is_routable(health, healths):
+                yield each.endpoint

@@ -1,0 +1,456 @@
+"""State machine of one replica, as a pure function of events and time.
+
+`ReplicaState.step` is the only place where the state changes. It does no I/O and reads no clock: events go in, effects
+come out, which the supervisor carries out. It is independent of other replicas.
+
+`TRANSITION_TABLE` is parsed into `TRANSITIONS`. A command at `refused` raises; an observation at `-` concerns a worker
+that has ended, and changes nothing. What the data plane sees follows from phase and health (`is_routable`), so no
+effect exists for it.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+from typing import assert_never
+
+from teimgr.control.launch.process_handle import Exit
+from teimgr.errors import Code
+from teimgr.spec import State
+
+# Failures of which a cause outside of the model ends by itself or by someone else: a full device, a full disk.
+_MAY_PASS = (Code.OUT_OF_DEVICE_MEMORY, Code.STORAGE_FULL)
+_SIGNALS = {number.value: number.name for number in signal.Signals}
+
+
+class Command(Enum):
+    """What users and the manager order; the value is the name of its row in the table."""
+
+    START = "Start"
+    ADOPT = "Adopt"  # take over the live worker of an earlier daemon
+    STOP = "Stop"
+    RESTART = "Restart"  # replace the worker
+    DELETE = "Delete"  # end the worker for good
+    RETIRE = "Retire"  # end the worker for good, as others serve in its place
+
+
+# Observations: from the worker and the clock.
+
+
+@dataclass(frozen=True, slots=True)
+class FailureCause:
+    """Why a worker failed. `permanent`: every new worker would fail in the same way.
+
+    `may_pass`: so would one that is started at once, but not for ever (a full device, a slow disk): the replica has
+    failed, and is tried again after a pause of `LATER`.
+    """
+
+    message: str
+    permanent: bool = False
+    may_pass: bool = False
+
+    @classmethod
+    def reported(cls, message: str, code: int | None, permanent: bool) -> FailureCause:
+        """A failure that a worker reported, with the number of its `errors.Code`."""
+        return cls(message, permanent, may_pass=code in _MAY_PASS)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadBegan:
+    """The worker has its load slot and is being launched: the time of the start begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReady:
+    """The worker has run a known text through its device."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFailed:
+    """The worker reported a failure, and will exit."""
+
+    failure: FailureCause
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerDownloading:
+    """The worker's download makes progress; the time does not count against the start."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerDraining:
+    """The worker accepts no more calls, and will exit."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeOk:
+    """A health probe succeeded."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeFailed:
+    """A health probe failed.
+
+    `missed`: without an answer, as of a worker that hangs or of a machine that is loaded. `works`: without an answer of
+    the event loop, while the threads of the process ran or waited for a processor.
+    """
+
+    reason: str
+    missed: bool = False
+    works: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Exited:
+    """The process is gone, or could not be started. `jitter` is a fresh random number in [0, 1)."""
+
+    exit: Exit
+    jitter: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed; `wake_at` may be over."""
+
+
+Observation = (
+    LoadBegan | WorkerReady | WorkerFailed | WorkerDownloading | WorkerDraining | ProbeOk | ProbeFailed | Exited | Tick
+)
+Event = Command | Observation
+
+
+class Effect(Enum):
+    """What the supervisor has to do."""
+
+    LAUNCH = auto()  # start a worker
+    TERMINATE = auto()  # let the worker finish its calls, within the grace, then end it
+    HAND_OVER = auto()  # as TERMINATE, after it has served routers that do not have its successor yet
+    KILL = auto()  # end the worker without grace
+    END = auto()  # end the supervisor: there is no process and none will follow
+
+
+def explain(exit: Exit) -> FailureCause:
+    """Why a worker exited by itself: its own report, else the exit status and the last line of its log."""
+    if exit.report is not None:
+        return FailureCause.reported(exit.report.message, exit.report.code, exit.report.permanent)
+    if exit.status is None:
+        how = "the worker ended"
+    elif exit.status < 0:
+        how = f"the worker was killed by {_SIGNALS.get(-exit.status, f'signal {-exit.status}')}"
+    else:
+        how = f"the worker exited with status {exit.status}"
+    return FailureCause(f"{how}; its log ends: {exit.log_tail}" if exit.log_tail else how)
+
+
+TRANSITION_TABLE = """
+                  STOPPED   STARTING          RUNNING            REPLACING                WAITING           STOPPING   FAILED
+Start             STARTING  refused           refused            refused                  refused           REPLACING  STARTING
+Adopt             STARTING  refused           refused            refused                  refused           refused    refused
+Stop              refused   STOPPING          STOPPING           STOPPING                 STOPPED           STOPPING   STOPPED
+Restart           STARTING  REPLACING         REPLACING          REPLACING                STARTING          REPLACING  STARTING
+Delete            STOPPED   STOPPING          STOPPING           STOPPING                 STOPPED           STOPPING   STOPPED
+Retire            STOPPED   STOPPING          STOPPING           STOPPING                 STOPPED           STOPPING   STOPPED
+LoadBegan         -         STARTING          RUNNING            REPLACING                -                 STOPPING   -
+WorkerReady       -         STARTING|RUNNING  RUNNING            REPLACING                -                 STOPPING   -
+WorkerFailed      -         STARTING          REPLACING          REPLACING                -                 STOPPING   -
+WorkerDownloading -         STARTING          RUNNING            REPLACING                -                 STOPPING   -
+WorkerDraining    -         REPLACING         REPLACING          REPLACING                -                 STOPPING   -
+ProbeOk           -         STARTING|RUNNING  RUNNING            REPLACING                -                 STOPPING   -
+ProbeFailed       -         STARTING          RUNNING|REPLACING  REPLACING                -                 STOPPING   -
+Exited            -         WAITING|FAILED    WAITING|FAILED     STARTING|WAITING|FAILED  -                 STOPPED    -
+Tick              STOPPED   STARTING          RUNNING            REPLACING                WAITING|STARTING  STOPPING   FAILED|STARTING
+"""  # noqa: E501  a table is read by its columns
+
+FAILED_EXIT_LIMIT_S = 5.0
+"""How long a worker may take to exit after it reported a failure."""
+
+
+WORKING_LIMIT_S = 60.0
+"""How long a worker may give no answer while its threads work. Without work, three missed probes end it."""
+
+
+class Phase(Enum):
+    """The phase of a replica; finer than the state in REST."""
+
+    STOPPED = auto()  # no process, none wanted
+    STARTING = auto()  # a process that is not ready yet
+    RUNNING = auto()  # a process that serves
+    REPLACING = auto()  # a process that is ending; another one follows
+    WAITING = auto()  # no process; the next one starts at `wake_at`
+    STOPPING = auto()  # a process that is ending; none follows
+    FAILED = auto()  # no process: another one would fail in the same way; with a `wake_at`, until then
+
+    @property
+    def state(self) -> State:
+        """What users see of it: as long as a process that serves is to come, it is starting."""
+        return _STATES[self]
+
+
+_STATES = {
+    Phase.STOPPED: State.STOPPED,
+    Phase.STARTING: State.STARTING,
+    Phase.RUNNING: State.RUNNING,
+    Phase.REPLACING: State.STARTING,
+    Phase.WAITING: State.STARTING,
+    Phase.STOPPING: State.STOPPING,
+    Phase.FAILED: State.FAILED,
+}
+
+
+class WorkerHealth(Enum):
+    """What the last probes of a running worker showed."""
+
+    GOOD = auto()
+    DOUBTFUL = auto()  # one probe was missed
+    BAD = auto()  # several in a row were, or the worker answered that its self-test failed
+
+
+def is_routable(health: WorkerHealth, all_health: Iterable[WorkerHealth]) -> bool:
+    """Whether a worker gets calls; `all_health` is that of all running workers of its instance, itself included.
+
+    At its first missed probe it leaves the routes to those in good health. Where there are none it stays: one late
+    answer on a loaded machine is more likely than a worker that hangs, and without routes every call fails.
+    """
+    return health is WorkerHealth.GOOD or (health is WorkerHealth.DOUBTFUL and WorkerHealth.GOOD not in all_health)
+
+
+class CommandRefused(Exception):
+    """The command is not allowed in this phase; nothing has changed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backoff:
+    """Exponential backoff of restarts; a process that served for `stable_after_s` resets it."""
+
+    first_s: float = 0.2
+    max_s: float = 30.0
+    stable_after_s: float = 30.0
+
+    def delay_s(self, failures: int, jitter: float = 0.0) -> float:
+        """The pause after so many failures in a row (>= 1), shortened by up to a half for a jitter in [0, 1)."""
+        return min(self.max_s, self.first_s * 2.0 ** min(failures - 1, 40)) * (1 - jitter / 2)
+
+
+LATER = Backoff(first_s=30.0, max_s=600.0)
+"""Pauses after failures that may pass: each attempt takes a device's memory, or minutes of its load slot."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestartPolicy:
+    """When a worker is restarted. `max_probe_failures` 0: a failed probe never leads to a restart."""
+
+    startup_timeout_s: float = 300.0
+    max_probe_failures: int = 3
+    backoff: Backoff = field(default_factory=Backoff)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaState:
+    """One replica's state. Times are those of the clock that is passed to `step`.
+
+    `wake_at` is when a Tick is due. `failure` is the reason to end the present worker. `reason` is shown to users: why
+    there is no running worker, or why there was a restart. `streak` counts failures without a stable run in between.
+    """
+
+    policy: RestartPolicy
+    phase: Phase = Phase.STOPPED
+    deleted: bool = False
+    failure: FailureCause | None = None
+    reason: str | None = None
+    restarts: int = 0
+    streak: int = 0
+    probe_failures: int = 0
+    working_since: float | None = None
+    health: WorkerHealth = WorkerHealth.GOOD
+    ready_at: float | None = None
+    wake_at: float | None = None
+
+    @classmethod
+    def failed(cls, policy: RestartPolicy, reason: str) -> ReplicaState:
+        """A replica that cannot be started as it is; a user may start it once the cause is removed."""
+        return cls(policy=policy, phase=Phase.FAILED, reason=reason)
+
+    @property
+    def is_ending(self) -> bool:
+        return self.phase in (Phase.STOPPING, Phase.REPLACING)
+
+    @property
+    def is_wanted(self) -> bool:
+        return self.phase not in (Phase.STOPPED, Phase.STOPPING)
+
+    def step(self, event: Event, now: float) -> tuple[ReplicaState, list[Effect]]:
+        """The state after `event`, and the effects to carry out.
+
+        Raises:
+            CommandRefused: the command is not allowed in this phase.
+        """
+        allowed = TRANSITIONS[_row_name(event)][self.phase]
+        refused = not allowed or (self.deleted and event not in (Command.DELETE, Command.RETIRE))
+        if isinstance(event, Command) and refused:
+            raise CommandRefused
+        state, effects = self._apply(event, now) if allowed else (self, [])
+        assert not allowed or state.phase in allowed, (self.phase, event, state.phase)
+        return state, effects
+
+    def _apply(self, event: Event, now: float) -> tuple[ReplicaState, list[Effect]]:
+        match event:
+            case Command.START:
+                return self._start(now)
+            case Command.ADOPT:
+                return self._loading(now), []
+            case Command.STOP:
+                return self._stop()
+            case Command.RESTART:
+                return self._restart(now)
+            case Command.DELETE:
+                return replace(self, deleted=True)._stop()
+            case Command.RETIRE:
+                return replace(self, deleted=True)._retire()
+            case LoadBegan() | WorkerDownloading():
+                return self._loads(now), []
+            case WorkerReady():
+                return self._ready(now), []
+            case WorkerFailed(failure):
+                return self._worker_failed(failure, now)
+            case WorkerDraining():
+                return self._draining()
+            case ProbeOk():
+                return self._ready(now)._without_probe_failures(), []
+            case ProbeFailed(reason, missed, works):
+                return self._probe_failed(reason, missed, works, now)
+            case Exited(exit, jitter):
+                return self._exited(exit, jitter, now)
+            case Tick():
+                return self._tick(now)
+            case _:
+                assert_never(event)
+
+    def _loading(self, now: float) -> ReplicaState:
+        deadline = now + self.policy.startup_timeout_s
+        loading = replace(self, phase=Phase.STARTING, failure=None, ready_at=None, wake_at=deadline)
+        return loading._without_probe_failures()
+
+    def _launch(self, now: float, *, again: bool) -> tuple[ReplicaState, list[Effect]]:
+        queued = replace(self._loading(now), wake_at=None)  # for its load slot, without a limit
+        return replace(queued, restarts=self.restarts + again), [Effect.LAUNCH]
+
+    def _start(self, now: float) -> tuple[ReplicaState, list[Effect]]:
+        if self.is_ending:
+            return replace(self, phase=Phase.REPLACING, failure=None), []
+        return replace(self, streak=0, reason=None)._launch(now, again=False)
+
+    def _stop(self) -> tuple[ReplicaState, list[Effect]]:
+        cleared = replace(self, reason=None, wake_at=None)
+        if self.is_ending:
+            return replace(cleared, phase=Phase.STOPPING), []
+        if self.phase in (Phase.STARTING, Phase.RUNNING):
+            return replace(cleared, phase=Phase.STOPPING), [Effect.TERMINATE]
+        return replace(cleared, phase=Phase.STOPPED), [Effect.END] if self.deleted else []
+
+    def _retire(self) -> tuple[ReplicaState, list[Effect]]:
+        state, effects = self._stop()
+        return state, [Effect.HAND_OVER] if self.phase is Phase.RUNNING else effects
+
+    def _restart(self, now: float) -> tuple[ReplicaState, list[Effect]]:
+        fresh = replace(self, streak=0, reason=None, failure=None)
+        if self.is_ending:
+            return replace(fresh, phase=Phase.REPLACING), []
+        if self.phase in (Phase.STARTING, Phase.RUNNING):
+            return replace(fresh, phase=Phase.REPLACING, wake_at=None), [Effect.TERMINATE]
+        return fresh._launch(now, again=True)
+
+    def _ready(self, now: float) -> ReplicaState:
+        if self.phase is not Phase.STARTING or self.failure is not None:
+            return self
+        return replace(self, phase=Phase.RUNNING, ready_at=now, wake_at=None, reason=None)
+
+    def _worker_failed(self, failure: FailureCause, now: float) -> tuple[ReplicaState, list[Effect]]:
+        if self.is_ending:
+            return self, []
+        state = replace(self, failure=failure, reason=failure.message)
+        if self.phase is Phase.RUNNING:
+            return replace(state, phase=Phase.REPLACING), [Effect.KILL]
+        return replace(state, wake_at=now + FAILED_EXIT_LIMIT_S), []
+
+    def _draining(self) -> tuple[ReplicaState, list[Effect]]:
+        if self.is_ending:
+            return self, []
+        failure = FailureCause("the worker was asked to end by another process")
+        state = replace(self, phase=Phase.REPLACING, failure=failure, reason=failure.message, wake_at=None)
+        return state, [Effect.TERMINATE]
+
+    def _loads(self, now: float) -> ReplicaState:
+        if self.phase is not Phase.STARTING or self.failure is not None:
+            return self
+        return replace(self, wake_at=now + self.policy.startup_timeout_s)
+
+    def _without_probe_failures(self) -> ReplicaState:
+        return replace(self, probe_failures=0, working_since=None, health=WorkerHealth.GOOD)
+
+    def _probe_failed(self, reason: str, missed: bool, works: bool, now: float) -> tuple[ReplicaState, list[Effect]]:
+        if self.phase is not Phase.RUNNING:
+            return self, []
+        if works and self.policy.max_probe_failures:
+            since = now if self.working_since is None else self.working_since
+            if now - since < WORKING_LIMIT_S:  # a heavy call, or a loaded machine: it does not count
+                health = WorkerHealth.DOUBTFUL if self.health is WorkerHealth.GOOD else self.health
+                return replace(self, working_since=since, health=health), []
+            failure = FailureCause(f"busy without an answer for {WORKING_LIMIT_S:g} s: {reason}")
+            return replace(self, phase=Phase.REPLACING, failure=failure, reason=failure.message), [Effect.KILL]
+        health = WorkerHealth.DOUBTFUL if missed and not self.probe_failures else WorkerHealth.BAD
+        state = replace(self, probe_failures=self.probe_failures + 1, health=health)
+        if not 0 < self.policy.max_probe_failures <= state.probe_failures:
+            return state, []
+        failure = FailureCause(f"{state.probe_failures} health probes in a row failed: {reason}")
+        # No grace: a worker that does not answer probes will not finish calls either.
+        return replace(state, phase=Phase.REPLACING, failure=failure, reason=failure.message), [Effect.KILL]
+
+    def _exited(self, exit: Exit, jitter: float, now: float) -> tuple[ReplicaState, list[Effect]]:
+        if self.phase is Phase.STOPPING:
+            return replace(self, phase=Phase.STOPPED), [Effect.END] if self.deleted else []
+        if self.phase is Phase.REPLACING and self.failure is None:
+            return self._launch(now, again=True)
+        failure = self.failure or explain(exit)
+        ended = replace(self, failure=None, reason=failure.message, wake_at=None)._without_probe_failures()
+        if failure.may_pass:
+            streak = self.streak + 1
+            return replace(ended, phase=Phase.FAILED, streak=streak, wake_at=now + LATER.delay_s(streak, jitter)), []
+        if failure.permanent:
+            return replace(ended, phase=Phase.FAILED), []
+        return ended._wait(jitter, now), []
+
+    def _wait(self, jitter: float, now: float) -> ReplicaState:
+        was_stable = self.ready_at is not None and now - self.ready_at >= self.policy.backoff.stable_after_s
+        streak = 0 if was_stable else self.streak + 1
+        delay_s = 0.0 if was_stable else self.policy.backoff.delay_s(streak, jitter)
+        return replace(self, phase=Phase.WAITING, streak=streak, ready_at=None, wake_at=now + delay_s)
+
+    def _tick(self, now: float) -> tuple[ReplicaState, list[Effect]]:
+        if self.wake_at is None or now < self.wake_at:
+            return self, []
+        if self.phase in (Phase.WAITING, Phase.FAILED):
+            return self._launch(now, again=True)
+        failure = self.failure or FailureCause(f"not ready within {self.policy.startup_timeout_s:g} s", may_pass=True)
+        return replace(self, failure=failure, reason=failure.message, wake_at=None), [Effect.KILL]
+
+
+def _row_name(event: Event) -> str:
+    return event.value if isinstance(event, Command) else type(event).__name__
+
+
+def _parse_table() -> dict[str, dict[Phase, frozenset[Phase]]]:
+    """Row name → phase before → phases after; the empty set for `refused` and `-`."""
+    header, *rows = (line.split() for line in TRANSITION_TABLE.strip().splitlines())
+    columns = [Phase[name] for name in header]
+    table = {name: dict(zip(columns, map(_read_cell, cells), strict=True)) for name, *cells in rows}
+    assert table.keys() == {each.value for each in Command} | {kind.__name__ for kind in Observation.__args__}
+    return table
+
+
+def _read_cell(cell: str) -> frozenset[Phase]:
+    return frozenset() if cell in ("refused", "-") else frozenset(Phase[name] for name in cell.split("|"))
+
+
+TRANSITIONS = _parse_table()

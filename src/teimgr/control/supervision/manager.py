@@ -1,0 +1,542 @@
+"""Manager of the instances: validates requests, supervises workers, adopts those of an earlier daemon."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from teimgr.config.instance_keys import check_instance
+from teimgr.config.instance_limits import check_allowed
+from teimgr.config.settings import Settings
+from teimgr.control.events.fleet_events import FleetEvent
+from teimgr.control.launch.launcher import Launcher, WorkerHandle
+from teimgr.control.placement.planner import (
+    InventorySource,
+    Planner,
+    place,
+    usable_cores,
+    with_batch_tokens,
+    worker_spec,
+)
+from teimgr.control.supervision.command_turns import CommandTurns
+from teimgr.control.supervision.core_shares import CoreShares
+from teimgr.control.supervision.crash_reports import Crash, CrashReports
+from teimgr.control.supervision.host_departures import HostDepartures
+from teimgr.control.supervision.instance import ManagedInstance
+from teimgr.control.supervision.lifecycle import Backoff, Command, RestartPolicy
+from teimgr.control.supervision.state_watchers import StateWatchers
+from teimgr.control.supervision.store import Store, WantedState
+from teimgr.control.supervision.supervisor import SupervisorContext
+from teimgr.control.supervision.sweep import Sweep
+from teimgr.control.supervision.validation import InstanceValidator, check_model, with_changes
+from teimgr.control.supervision.worker_run import LoadSlots, ProbePlan
+from teimgr.errors import (
+    InstanceExists,
+    InstanceNotFound,
+    InvalidInstanceName,
+    NotRunning,
+    TeimgrError,
+    Unavailable,
+)
+from teimgr.observability import catalogue
+from teimgr.observability.metrics import DaemonMetrics
+from teimgr.spec import Change, InstanceSpec, InstanceView, State, WorkerSpec, now_rfc3339
+from teimgr.wire.routing.router import Directory
+
+log = logging.getLogger(__name__)
+
+ADOPTION_LIMIT_S = 2.0
+"""How long the start waits for workers of an earlier daemon; adoption of those that answer later goes on."""
+# At the end of the daemon, for what it does beside its instances: the last writes of updates, crash reports.
+_BACKGROUND_LIMIT_S = 5.0
+
+
+async def _nothing_to_confirm() -> None:
+    """Without muxes."""
+
+
+class Manager:
+    """Owns the instances: `restore` and `boot` bring back those of the state file, REST calls the other methods.
+
+    A check and the decision that rests on it happen without an await in between, so that two calls cannot both get the
+    last port. Commands on one name take turns until they are accepted, a deletion until its processes are gone, and
+    each is carried out even if its caller leaves. So a name has one instance, whose supervisors end with it.
+
+    `booted` is set when workers of an earlier daemon are adopted, or after `ADOPTION_LIMIT_S`; commands wait for it,
+    and for late workers of their own instance. `on_view_changed` is called with a view after every change; `history`
+    gives the events of an instance. `tokens_per_gib` is changed by a reload.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        launcher: Launcher,
+        directory: Directory,
+        store: Store,
+        gpus: InventorySource,
+        metrics: DaemonMetrics,
+        cores: int | None = None,
+    ) -> None:
+        self.tokens_per_gib = settings.auto_max_batch_tokens_per_gib
+        self.booted = asyncio.Event()
+        self.history: Callable[[str], Sequence[FleetEvent]] = lambda name: ()
+        self.routes_confirmed: Callable[[], Awaitable[None]] = _nothing_to_confirm
+        self.on_view_changed: Callable[[str, InstanceView | None], None] = lambda name, view: None
+        self._settings = settings
+        self._launcher = launcher
+        self._metrics = metrics
+        self._planner = Planner(settings, gpus, cores or usable_cores())
+        self._validator = InstanceValidator(settings)
+        self._instances: dict[str, ManagedInstance] = {}
+        self._state = WantedState(store, lambda: [instance.spec for instance in self._instances.values()])
+        self._is_restored = False
+        self._shares = CoreShares(self._planner, self._instances)
+        self._adopting: set[asyncio.Task[None]] = set()
+        self._is_shutting_down = False
+        self._background: set[asyncio.Task[None]] = set()  # the ends of updates, crash reports
+        self._turns = CommandTurns()
+        self._sweep = Sweep(launcher, self._owned)
+        self._not_startable: set[str] = set()
+        self._departures = HostDepartures(self._instances, self.booted, self._in_background)
+        self._watchers = StateWatchers()
+        self._context = SupervisorContext(
+            launcher=launcher,
+            directory=directory,
+            metrics=metrics,
+            planner=self._planner,
+            policy=RestartPolicy(
+                startup_timeout_s=settings.startup_timeout_secs,
+                max_probe_failures=settings.max_failures_before_restart,
+                backoff=Backoff(first_s=settings.restart_backoff_secs, max_s=settings.restart_backoff_max_secs),
+            ),
+            probes=ProbePlan(settings.health_check_interval_secs, settings.health_probe_timeout_secs),
+            grace_s=settings.graceful_shutdown_timeout_secs,
+            slots=LoadSlots(self._planner.load_limit),
+            fleet=self._shares.counts,
+            save_spec=self._state.save_spec,
+            routes_confirmed=lambda: self.routes_confirmed(),
+            on_instance_changed=self._on_instance_changed,
+            crash_reports=CrashReports(settings.log_dir / "crashes"),
+            history=lambda name: self.history(name),
+        )
+
+    # Start and stop of the daemon
+
+    async def restore(self) -> None:
+        """Read the state file and list its instances; no worker is adopted or started before `boot`.
+
+        Raises:
+            InvalidConfig: the run directory or the state file cannot be used, as by another daemon.
+        """
+        specs = await self._state.load(self._settings)
+        await self._launcher.start()
+        if any(not spec.max_batch_tokens for spec in specs):
+            await self._planner.refresh()  # only then: slow drivers must not delay the listeners without need
+        for spec in specs:
+            self._restore(spec)
+        self._is_restored = True
+
+    async def boot(self) -> None:
+        """Adopt live workers and begin to start the missing ones; includes `restore` if it has not run.
+
+        Connect muxes after `adoption_over`.
+
+        Raises:
+            InvalidConfig: the launcher cannot use the run directory.
+        """
+        if not self._is_restored:
+            await self.restore()
+        await self._planner.refresh()
+        found = await self._launcher.find()
+        for ended in found.ended:
+            if instance := self._instances.get(ended.instance):
+                incident, writing = self._context.crash_reports.report(Crash.unseen(ended))
+                self._in_background(writing, f"crash report of {ended.instance}")
+                instance.on_incident(incident)
+        alive: defaultdict[str, list[WorkerHandle]] = defaultdict(list)
+        for worker in found.alive:
+            alive[worker.spec.name].append(worker)
+        names = {**self._instances, **alive}
+        self._adopting = {asyncio.create_task(self._take_over(name, alive[name])) for name in names}
+        self._sweep.begin(after=self.adoption_over)
+        if self._adopting:  # a worker that does not answer must not keep the others
+            done, _ = await asyncio.wait(self._adopting, timeout=ADOPTION_LIMIT_S)
+            for task in done:
+                task.result()
+        self.booted.set()
+        for name in self._state.unfinished:
+            resuming = self._resume_update(name, self._instances.get(name))
+            self._in_background(resuming, f"update of {name}, begun again")
+        await self._state.write_quietly()
+
+    async def adoption_over(self) -> None:
+        """Return when each worker of an earlier daemon has answered, or has had its time to.
+
+        Muxes are connected then: until this daemon's first snapshot, they serve by the routes they have, and a worker
+        that answers late loses no call.
+        """
+        if self._adopting:
+            await asyncio.wait(self._adopting)
+
+    async def _take_over(self, name: str, workers: Sequence[WorkerHandle]) -> None:
+        """Adopt the workers of one instance, start those that are missing, end the others."""
+        instance = self._instances.get(name)  # now: one that is created during the adoption begins by itself
+        try:
+            adopted = await self._launcher.adopt(workers, self._accepts)
+        except Exception:  # the sweep ends the workers that nothing has adopted
+            log.exception("workers of an earlier daemon not adopted", extra={"instance": name})
+            adopted = []
+        if instance is not None:
+            start = instance.spec.wanted_running and name not in self._not_startable
+            await instance.begin({each.handle.spec.replica: each for each in adopted}, start=start)
+
+    async def shutdown(self, *, within_s: float | None = None, at_once: bool = False) -> None:
+        """Stop every worker in parallel; the wanted state on disk stays. Also works after a failed boot.
+
+        `within_s` shortens the grace; `at_once` kills them without any, even where an earlier call allowed some.
+        """
+        self._is_shutting_down = True
+        self._turns.close()
+        await self.adoption_over()
+        await self._sweep.end()
+        for instance in self._instances.values():
+            instance.accepts_no_more_starts()
+        supervised = [instance for instance in self._instances.values() if instance.is_supervised]
+        stopping = asyncio.gather(*(self._shut_down(instance, at_once) for instance in supervised))
+        if within_s is not None:
+            done, _ = await asyncio.wait({stopping}, timeout=within_s)
+            for instance in () if done else supervised:
+                instance.force_stop()
+        await stopping
+        await self._turns.ended(_BACKGROUND_LIMIT_S)
+        if tasks := [task for instance in self._instances.values() for task in instance.close()]:
+            await asyncio.wait(tasks)
+        if self._background:  # before the state file is released, which they may write
+            _, late = await asyncio.wait(self._background, timeout=_BACKGROUND_LIMIT_S)
+            for task in late:
+                log.error("given up at the end of the daemon", extra={"task": task.get_name()})
+        await self._state.close()
+
+    async def _shut_down(self, instance: ManagedInstance, at_once: bool) -> None:
+        if at_once:
+            instance.force_stop()
+        with suppress(NotRunning, InstanceNotFound, Unavailable):
+            await instance.accept(Command.STOP, keep_wanted=True)
+        if at_once:
+            instance.force_stop()
+        await instance.settle()
+
+    def _restore(self, spec: InstanceSpec) -> None:
+        """List an instance of the state file; as failed, where it cannot be started as it is."""
+        try:
+            spec = with_batch_tokens(spec, self._planner.inventory, self.tokens_per_gib)
+            self._add(self._validator.readmit(spec, self._state.specs()))
+        except (InvalidInstanceName, InstanceExists) as error:
+            self._state.add_alarm(f"not restored: {error.message}")
+        except TeimgrError as error:
+            self._add(spec).mark_failed(error.message)
+            self._not_startable.add(spec.name)
+
+    def _accepts(self, found: WorkerSpec) -> bool:
+        instance = self._instances.get(found.name)
+        if instance is None or not instance.spec.wanted_running:
+            return False
+        return self._planner.accepts(instance.spec, found)
+
+    # Commands
+
+    async def create(self, request: InstanceSpec) -> InstanceView:
+        """Add an instance and begin to start it.
+
+        Raises:
+            InvalidInstanceName, ValidationError, InvalidConfig, InvalidGpuId, InvalidPort: the request is wrong.
+            InstanceExists, PortConflict, MaxInstancesReached, PortAllocationFailed: it conflicts with other instances.
+            StateNotSaved: the disk refused; the instance was not created.
+        """
+        return await self._turns.carry_out(self._create(request), f"creation of {request.name}")
+
+    async def _create(self, request: InstanceSpec) -> InstanceView:
+        await self.booted.wait()
+        await self._check(request)
+        request = with_batch_tokens(request, await self._planner.refresh(), self.tokens_per_gib)
+        place(request, self._planner.inventory)
+        spec = self._validator.admit(request, self._state.specs())
+        spec = replace(spec, created_at=now_rfc3339(), wanted_running=True)
+        async with self._state.creating(spec):
+            self._turns.require_open()
+            instance = self._add(spec)
+            await instance.begin({}, start=True)
+        self._metrics.count(catalogue.CREATED, spec.name, spec.model_id)
+        return instance.view()
+
+    async def update(
+        self, name: str, changes: Mapping[str, Any], *, recreate: bool = False, wait: bool = False
+    ) -> InstanceView:
+        """Begin to change fields of the spec, without a gap in service; None resets a field to its default.
+
+        Where the change matters to workers, new ones start beside the old ones and take over when all are ready; with
+        `recreate` the old ones end first. If a new one fails, everything is rolled back, and the view's `update` has
+        the reason. With `wait` this returns when the update is over.
+
+        Raises:
+            InstanceNotFound, UpdateInProgress.
+            ValidationError, InvalidConfig, InvalidGpuId: the changes are wrong; nothing was begun.
+            StateNotSaved: the disk refused; nothing was changed.
+            UpdateFailed: it failed, with `wait`.
+        """
+        instance = await self._adopted_instance(name)
+        ended = await self._turns.carry_out(self._update(instance, changes, recreate), f"update of {name}")
+        if wait:
+            if ended is not None:
+                await asyncio.wait({ended})
+            await instance.update_finished()
+        return instance.view()
+
+    async def _update(
+        self, instance: ManagedInstance, given: Mapping[str, Any], recreate: bool
+    ) -> asyncio.Task[None] | None:
+        """Begin an update. The result, for one that starts workers, ends when its end is written."""
+        if self._state.is_refused:
+            await self._state.write()  # before workers are started for a change that could not be kept
+        await self._check(with_changes(instance.spec, given))
+        await self._planner.refresh()
+        async with self._turns.of(instance.spec.name):
+            self._require_present(instance)
+            changes, wanted = given, with_changes(instance.spec, given)
+            place(wanted, self._planner.inventory)
+            if not wanted.max_batch_tokens:
+                chosen = with_batch_tokens(wanted, self._planner.inventory, self.tokens_per_gib)
+                changes = {**changes, "max_batch_tokens": chosen.max_batch_tokens}
+            needed = self._planner.change_needed(instance.spec, with_changes(instance.spec, changes))
+            if needed is not Change.IN_PLACE and instance.spec.wanted_running:
+                return await self._begin_update(instance, given, changes, recreate)
+            await instance.update(changes, recreate=recreate)
+            return None
+
+    async def _begin_update(
+        self, instance: ManagedInstance, given: Mapping[str, Any], changes: Mapping[str, Any], recreate: bool
+    ) -> asyncio.Task[None]:
+        """Write that the update was accepted, then begin it: the next daemon completes it if this one dies."""
+        name = instance.spec.name
+        record = await self._state.begin_update(name, given, recreate=recreate)
+        try:
+            await instance.update(changes, recreate=recreate)
+        except BaseException:
+            await self._state.end_update(name, record)
+            raise
+        return self._in_background(self._until_updated(instance, record), f"end of the update of {name}")
+
+    def _in_background(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=name)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        return task
+
+    async def _until_updated(self, instance: ManagedInstance, record: str) -> None:
+        with suppress(TeimgrError):
+            await instance.update_finished()
+        if not self._is_shutting_down:  # else the next daemon goes on with it
+            await self._state.end_update(instance.spec.name, record)
+
+    async def _resume_update(self, name: str, instance: ManagedInstance | None) -> None:
+        """Begin again an update in whose midst an earlier daemon ended; given up where that happened too often."""
+        try:
+            async with self._state.resuming(name) as (changes, recreate):
+                log.info("an update is begun again", extra={"instance": name, "changes": sorted(changes)})
+                if instance is None:
+                    raise InstanceNotFound(name)
+                await instance.adoption_done.wait()
+                await self._turns.carry_out(self._update(instance, changes, recreate), f"update of {name}")
+        except (TeimgrError, ValueError, KeyError, TypeError) as error:
+            self._state.add_alarm(f"the update of '{name}' that was under way is given up: {error}")
+
+    async def start(self, name: str) -> InstanceView:
+        """Begin to start an instance.
+
+        Raises:
+            InstanceNotFound, AlreadyRunning.
+        """
+        return await self._command(name, Command.START)
+
+    async def stop(self, name: str) -> InstanceView:
+        """Stop an instance until it is started again; returns when its processes are gone.
+
+        Raises:
+            InstanceNotFound, NotRunning.
+        """
+        return await self._command(name, Command.STOP)
+
+    async def restart(self, name: str, *, rolling: bool = False, wait: bool = False) -> InstanceView:
+        """Replace the workers; returns when the old ones are gone and the new ones are starting.
+
+        With `rolling`, as an `update` without changes, if the instance is wanted running.
+
+        Raises:
+            InstanceNotFound.
+            UpdateInProgress, UpdateFailed: as `update`.
+        """
+        instance = await self._adopted_instance(name)
+        if not rolling or not instance.spec.wanted_running:
+            return await self._command(name, Command.RESTART)
+        await self._turns.carry_out(self._roll(instance), f"rolling restart of {name}")
+        if wait:
+            await instance.update_finished()
+        return instance.view()
+
+    async def _roll(self, instance: ManagedInstance) -> None:
+        await self._planner.refresh()
+        async with self._turns.of(instance.spec.name):
+            await instance.update({}, restart=True)
+
+    async def delete(self, name: str) -> InstanceView:
+        """Stop and remove an instance; returns its last view when its processes are gone. Its log file stays.
+
+        Raises:
+            InstanceNotFound.
+        """
+        instance = await self._adopted_instance(name, also_deleted=True)
+        return await self._turns.carry_out(self._delete(instance), f"deletion of {name}")
+
+    async def _delete(self, instance: ManagedInstance) -> InstanceView:
+        name = instance.spec.name
+        async with self._turns.of(name):
+            if self._instances.get(name) is not instance:  # another call has deleted it meanwhile
+                return instance.view()
+            async with self._state.planning(name, lambda spec: None):
+                await instance.accept(Command.DELETE)
+                view = await instance.settle()
+                await instance.ended()
+                self._forget(name, instance)
+        self._metrics.count(catalogue.DELETED, name)
+        return view
+
+    def _forget(self, name: str, instance: ManagedInstance) -> None:
+        del self._instances[name]
+        instance.forget()
+        self._state.drop_update(name)
+        self._watchers.changed(name)
+        self.on_view_changed(name, None)
+        self._shares.count(name, Counter(), Counter())
+
+    def leave_host(self, host: str, *, was_removed: bool = False) -> None:
+        """As `HostDepartures.begin`; no effect while the daemon ends."""
+        if not self._is_shutting_down:
+            self._departures.begin(host, was_removed=was_removed)
+
+    def alarms(self) -> list[str]:
+        """Those of instances; `store_alarm` has that of the state file."""
+        failed = (
+            f"{name}: failed: {found.view().reason}"
+            for name, found in self._instances.items()
+            if found.state is State.FAILED and found.spec.wanted_running
+        )
+        memory = (f"{name}: {each}" for name, found in self._instances.items() for each in found.memory_problems)
+        loops = (each for found in self._instances.values() for each in found.loop_problems)
+        return [*failed, *memory, *loops, *self._sweep.alarms()]
+
+    async def started(self, name: str) -> InstanceView:
+        """The view of an instance once it is no longer starting, or as it is when its time to start is over.
+
+        Raises:
+            InstanceNotFound: there is none, or it was deleted meanwhile.
+        """
+        limit_s = self._find(name).spec.startup_timeout_secs or self._settings.startup_timeout_secs
+        with self._watchers.watching(name) as changed, suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                while self._find(name).state is State.STARTING:
+                    changed.clear()
+                    await changed.wait()
+        return self._find(name).view()
+
+    def list(self) -> list[InstanceView]:
+        return [instance.view() for instance in self._instances.values()]
+
+    def get(self, name: str) -> InstanceView:
+        """One instance.
+
+        Raises:
+            InstanceNotFound.
+        """
+        return self._find(name).view()
+
+    def replicas(self, spec: InstanceSpec) -> int:
+        """The number of workers that an instance with this spec has; "per-gpu" counts the cards there are."""
+        return self._planner.replicas(spec)
+
+    def planned_workers(self, name: str) -> int:
+        """The workers that an instance has or will have, by its spec or its update. Raises InstanceNotFound."""
+        return self._find(name).planned_workers
+
+    @property
+    def store_alarm(self) -> str | None:
+        return self._state.alarm_text
+
+    async def _command(self, name: str, command: Command) -> InstanceView:
+        instance = await self._adopted_instance(name)
+        await self._turns.carry_out(self._accept(instance, command), f"{command.value} of {name}")
+        return await instance.settle()
+
+    async def _accept(self, instance: ManagedInstance, command: Command) -> None:
+        name, wanted = instance.spec.name, command is not Command.STOP
+        async with self._turns.of(name):
+            self._require_present(instance)
+            async with self._state.planning(name, lambda spec: replace(spec, wanted_running=wanted)):
+                await instance.accept(command)
+
+    def _require_present(self, instance: ManagedInstance) -> None:
+        """Raises InstanceNotFound: it was deleted while the command waited for its turn."""
+        if self._instances.get(instance.spec.name) is not instance:
+            raise InstanceNotFound(instance.spec.name)
+
+    async def _check(self, spec: InstanceSpec) -> None:
+        """Validate the keys, and the model as far as its files are on this host."""
+        check_instance(spec)
+        check_allowed(spec, self._settings)
+        await asyncio.to_thread(check_model, worker_spec(spec, self._settings))
+
+    # Instances
+
+    def _add(self, spec: InstanceSpec) -> ManagedInstance:
+        if spec.name in self._instances:
+            raise InstanceExists(spec.name)
+        instance = self._instances[spec.name] = ManagedInstance(spec, self._context)
+        for family in (catalogue.RESTARTS, catalogue.PROBE_FAILURES):  # from 0: an alert counts the first one too
+            self._metrics.count(family, spec.name, by=0)
+        return instance
+
+    async def _adopted_instance(self, name: str, *, also_deleted: bool = False) -> ManagedInstance:
+        """The instance, once its workers of an earlier daemon are adopted.
+
+        Raises:
+            InstanceNotFound: there is none, or it is being deleted (not with `also_deleted`).
+        """
+        await self.booted.wait()
+        instance = self._find(name)
+        await instance.adoption_done.wait()
+        if instance.is_deleted and not also_deleted:
+            raise InstanceNotFound(name)
+        return instance
+
+    def _owned(self) -> set[str]:
+        """The incarnations of the workers that supervisors have."""
+        return {incarnation for instance in self._instances.values() for incarnation in instance.incarnations()}
+
+    def _find(self, name: str) -> ManagedInstance:
+        try:
+            return self._instances[name]
+        except KeyError:
+            raise InstanceNotFound(name) from None
+
+    def _on_instance_changed(self, name: str) -> None:
+        """Note the view and the number of workers; the cost does not depend on the number of instances."""
+        instance = self._instances.get(name)
+        self._watchers.changed(name)
+        if instance is None:
+            return
+        self.on_view_changed(name, instance.view())
+        self._shares.count(name, instance.alive, instance.loading)

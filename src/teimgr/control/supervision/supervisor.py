@@ -1,0 +1,467 @@
+"""Supervisor of one replica: a task that feeds events from a mailbox to the state machine and carries out its effects.
+
+It is the only writer of the replica's state. Handling an event never waits: launches and stops take place in a
+`WorkerRun` and come back as events, so the mailbox stays short.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from functools import partial
+from typing import Protocol
+
+from teimgr.control.events.fleet_events import FleetEvent
+from teimgr.control.launch.launcher import Adopted, Launcher
+from teimgr.control.launch.process_handle import Exit, LaunchFailed
+from teimgr.control.placement.planner import FleetCounts, Others, Planner
+from teimgr.control.supervision.crash_reports import Crash, CrashReports
+from teimgr.control.supervision.lifecycle import (
+    Command,
+    CommandRefused,
+    Effect,
+    Event,
+    Exited,
+    Observation,
+    Phase,
+    ProbeFailed,
+    ProbeOk,
+    ReplicaState,
+    RestartPolicy,
+    Tick,
+    WorkerDownloading,
+    WorkerHealth,
+    WorkerReady,
+    explain,
+)
+from teimgr.control.supervision.worker_run import LoadSlots, ProbePlan, WorkerRun
+from teimgr.errors import AlreadyRunning, InstanceNotFound, NotRunning, TeimgrError, Unavailable
+from teimgr.observability import catalogue
+from teimgr.observability.metrics import DaemonMetrics
+from teimgr.spec import (
+    CpuThreads,
+    Incident,
+    InstanceSpec,
+    LoadedModel,
+    State,
+    WorkerEndpoint,
+    WorkerSpec,
+    WorkerView,
+    rfc3339,
+)
+from teimgr.wire.routing.router import Directory
+
+LAST_EVENTS = 20
+"""How many events of its instance a crash report has."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SupervisorContext:
+    """What all instances and supervisors share. `grace_s` is how long a stopped worker may finish its calls.
+
+    `fleet` counts the workers of all instances. `save_spec` writes the wanted state with this spec of its instance
+    to disk, or raises `StateNotSaved`. `routes_confirmed` returns when every mux routes by the directory as it is now.
+    `on_instance_changed` is called after every change of an instance's state.
+    `history` gives the last events of an instance.
+    """
+
+    launcher: Launcher
+    directory: Directory
+    metrics: DaemonMetrics
+    planner: Planner
+    policy: RestartPolicy
+    probes: ProbePlan
+    grace_s: float
+    slots: LoadSlots
+    fleet: FleetCounts
+    save_spec: Callable[[InstanceSpec], Awaitable[None]]
+    routes_confirmed: Callable[[], Awaitable[None]]
+    on_instance_changed: Callable[[str], None]
+    crash_reports: CrashReports
+    history: Callable[[str], Sequence[FleetEvent]]
+
+
+class Owner(Protocol):
+    """The instance of a supervisor; it is called in the event loop."""
+
+    def siblings_of(self, supervisor: Supervisor) -> Sequence[Supervisor]:
+        """The other replicas with the same part in an update."""
+
+    def on_state_changed(self) -> None:
+        """After every change of the state or the card of a worker."""
+
+    def on_incident(self, incident: Incident) -> None:
+        """A worker has crashed."""
+
+    def on_memory(self, supervisor: Supervisor, resident_bytes: int, fresh: bool) -> None:
+        """The worker has so much resident memory; `fresh`: it has just become ready."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    command: Command
+    accepted: asyncio.Future[None]
+
+
+class Supervisor:
+    """Supervises the `number`-th replica of the instance `spec`.
+
+    `role` is its part in an update, as in `WorkerView`. `host` and `gpu` are the name of the host, empty in a fleet of
+    one, and the UUID of the card that the present worker was, or the next one is to be, placed on. `started` is set
+    once `run` has begun and an adopted worker is taken over.
+    """
+
+    def __init__(
+        self,
+        spec: InstanceSpec,
+        number: int,
+        role: str,
+        context: SupervisorContext,
+        owner: Owner,
+    ) -> None:
+        self.spec = spec
+        self.number = number
+        self.role = role
+        self.host = ""
+        self.gpu: str | None = None
+        self.model: LoadedModel | None = None
+        """Of the last worker that was ready."""
+        self.started = asyncio.Event()
+        self._context = context
+        self._owner = owner
+        self._replica = ReplicaState(policy=self._policy())
+        # Without a bound: each event is handled at once, and few tasks send any.
+        self._mailbox: asyncio.Queue[_Request | Observation] = asyncio.Queue()
+        self._settled = asyncio.Condition()
+        self._worker: WorkerRun | None = None
+        self._worker_tasks: asyncio.TaskGroup | None = None
+        self._threads: CpuThreads | None = None
+        self._probed_at: datetime | None = None
+        self._give_back: Callable[[], None] | None = None  # the load slot
+        self._closed = False
+
+    # Commands
+
+    async def accept(self, command: Command) -> None:
+        """Return when the command is accepted, not when it is carried out; `settle` waits for that.
+
+        Raises:
+            AlreadyRunning, NotRunning, InstanceNotFound: it is not allowed in the present state.
+        """
+        if self._closed:
+            raise self._closed_error()
+        accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._mailbox.put_nowait(_Request(command, accepted))
+        await accepted
+
+    async def settle(self) -> None:
+        """Return as soon as no process is ending."""
+        async with self._settled:
+            await self._settled.wait_for(lambda: self._closed or not self._replica.is_ending)
+
+    async def left_ports(self) -> None:
+        """Return when a worker that is being retired answers no new request on its ports, or is gone."""
+        if self._worker is not None:
+            await self._worker.left_ports()
+
+    def respecify(self, spec: InstanceSpec) -> None:
+        """Replace the spec by one that makes no difference to the present worker."""
+        self.spec = spec
+        self._replica = replace(self._replica, policy=self._policy())
+
+    def set_threads(self, threads: CpuThreads) -> None:
+        self._threads = threads
+        if self._worker is not None:
+            self._worker.set_threads(threads)
+
+    def force_stop(self) -> None:
+        if self._worker is not None and self._replica.is_ending:
+            self._worker.end(0.0)
+
+    def mark_failed(self, reason: str) -> None:
+        """Before `run`: the replica cannot be started as it is."""
+        self._replica = ReplicaState.failed(self._replica.policy, reason)
+
+    # State
+
+    @property
+    def state(self) -> State:
+        return self._replica.phase.state
+
+    @property
+    def is_wanted(self) -> bool:
+        return self._replica.is_wanted
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the last worker failed and has no running successor yet."""
+        was_ended = self._replica.phase in (Phase.FAILED, Phase.WAITING, Phase.REPLACING)
+        return was_ended or self._replica.failure is not None
+
+    @property
+    def restarts(self) -> int:
+        return self._replica.restarts
+
+    @property
+    def reason(self) -> str | None:
+        return self._replica.reason
+
+    @property
+    def incarnation(self) -> str | None:
+        """Of the present worker's process."""
+        handle = self._worker.handle if self._worker else None
+        return handle.incarnation if handle else None
+
+    @property
+    def worker_alarm(self) -> str | None:
+        """What held the event loop of the present worker recently."""
+        return self._worker.alarm if self._worker else None
+
+    @property
+    def threads(self) -> int | None:
+        """The CPU threads that are the present worker's own; it may use more while others are idle."""
+        return self._threads.own if self._threads and self._worker and self._worker.handle else None
+
+    @property
+    def health(self) -> WorkerHealth | None:
+        """That of the present worker, while it runs."""
+        return self._replica.health if self._replica.phase is Phase.RUNNING else None
+
+    @property
+    def endpoint(self) -> WorkerEndpoint | None:
+        """The present worker's address, while it runs."""
+        handle = self._worker.handle if self._worker else None
+        if handle is None or self._replica.phase is not Phase.RUNNING:
+            return None
+        status = self._worker.status if self._worker else None
+        node, address = (status.node, status.address) if status else ("", "")
+        return WorkerEndpoint(str(handle.socket), handle.incarnation, node, address)
+
+    def view(self) -> WorkerView:
+        replica, handle = self._replica, self._worker.handle if self._worker else None
+        status = self._worker.status if self._worker else None
+        download = status.reason if status and status.state == "downloading" else None
+        return WorkerView(
+            replica=self.number,
+            role=self.role,
+            state=self.state,
+            node=self.host or None,
+            gpu=self.gpu,
+            gpu_id=self._context.planner.index_of(self.gpu),
+            pid=handle.pid if handle else None,
+            incarnation=handle.incarnation if handle else None,
+            uptime_secs=max(0, int(time.time() - handle.started_at)) if handle else None,
+            restarts=replica.restarts,
+            health_check_failures=replica.probe_failures,
+            last_health_check=rfc3339(self._probed_at) if self._probed_at else None,
+            reason=download or replica.reason,
+        )
+
+    # The task
+
+    async def run(self, adopted: Adopted | None = None) -> None:
+        """Supervise until the replica is deleted; a cancellation leaves the worker running, a defect ends it."""
+        try:
+            async with asyncio.TaskGroup() as self._worker_tasks:
+                if adopted is not None:
+                    self._adopt(adopted)
+                self.started.set()
+                while not self._is_over:
+                    await self._handle(await self._next())
+        except Exception as defect:  # else its worker would live on with nothing to end it
+            await self._abandon(defect)
+            raise
+        finally:
+            await self._close()
+
+    async def _abandon(self, defect: Exception) -> None:
+        handle = self._worker.handle if self._worker else None
+        reason = f"its supervision ended by a defect: {type(defect).__name__}; restart the daemon"
+        self._replica = ReplicaState.failed(self._replica.policy, reason)
+        if handle is not None:
+            try:
+                await handle.stop(0)
+            except LaunchFailed as error:
+                log.error("worker does not die", extra={"instance": self.spec.name, "reason": str(error)})
+        self._worker = None
+        self._owner.on_state_changed()
+
+    @property
+    def _is_over(self) -> bool:
+        return self._replica.deleted and self._replica.phase is Phase.STOPPED
+
+    async def _next(self) -> _Request | Observation:
+        try:
+            async with asyncio.timeout_at(self._replica.wake_at):
+                return await self._mailbox.get()
+        except TimeoutError:
+            return Tick()
+
+    async def _handle(self, item: _Request | Observation) -> None:
+        if isinstance(item, _Request):
+            self._answer(item)
+        else:
+            if isinstance(item, Exited):
+                self._report_crash(item.exit)
+            self._record(item)
+            self._step(item)
+        async with self._settled:
+            self._settled.notify_all()
+
+    def _answer(self, request: _Request) -> None:
+        refusal: TeimgrError | None = None
+        try:
+            self._step(request.command)
+        except CommandRefused:
+            refusal = self._refusal(request.command)
+        if request.accepted.done():
+            return
+        if refusal is not None:
+            request.accepted.set_exception(refusal)
+        else:
+            request.accepted.set_result(None)
+
+    def _refusal(self, command: Command) -> TeimgrError:
+        state = self.state.value
+        if self._replica.deleted:
+            return InstanceNotFound(self.spec.name)
+        return NotRunning(self.spec.name, state) if command is Command.STOP else AlreadyRunning(self.spec.name, state)
+
+    def _record(self, event: Observation) -> None:
+        """Update what views and metrics show; no decision depends on it."""
+        if isinstance(event, WorkerReady | WorkerDownloading | Exited):  # a download may take hours
+            self._release_slot()
+        match event:
+            case ProbeOk():
+                self._probed_at = datetime.now(UTC)
+            case ProbeFailed(reason):
+                self._context.metrics.count(catalogue.PROBE_FAILURES, self.spec.name)
+                log.warning("probe failed", extra={"instance": self.spec.name, "reason": reason})
+            case Exited():
+                self._worker = None
+
+    def _report_crash(self, exit: Exit) -> None:
+        """Write a crash report on a thread, unless the worker was ended by order or never was a process."""
+        replica, handle = self._replica, self._worker.handle if self._worker else None
+        if handle is None or (replica.is_ending and replica.failure is None):
+            return
+        assert self._worker_tasks is not None
+        context, name = self._context, self.spec.name
+        crash = Crash(
+            instance=name,
+            replica=self.number,
+            pid=handle.pid,
+            started_at=handle.started_at,
+            status=exit.status,
+            reason=(replica.failure or explain(exit)).message,
+            log=exit.log,
+            spec=handle.spec,
+            events=[asdict(event) for event in context.history(name)[-LAST_EVENTS:]],
+        )
+        incident, writing = context.crash_reports.report(crash)
+        self._worker_tasks.create_task(writing, name=f"crash report of {name}")
+        self._owner.on_incident(incident)
+
+    def _step(self, event: Event) -> None:
+        before = self._replica
+        self._replica, effects = before.step(event, asyncio.get_running_loop().time())
+        if before.phase is not self._replica.phase:
+            self._on_phase_changed(before.phase)
+        if before != self._replica:
+            self._owner.on_state_changed()
+        for effect in effects:
+            if effect is Effect.LAUNCH:
+                self._start_worker(None)
+            elif effect is not Effect.END and self._worker is not None:  # at END `run` returns
+                grace_s = 0.0 if effect is Effect.KILL else self._context.grace_s
+                self._worker.end(grace_s, handover=effect is Effect.HAND_OVER)
+
+    def _on_phase_changed(self, before: Phase) -> None:
+        replica, worker, metrics = self._replica, self._worker, self._context.metrics
+        facts = {"instance": self.spec.name, "replica": self.number}
+        facts |= {"from": before.name.lower(), "to": replica.phase.name.lower()}
+        level = {Phase.FAILED: logging.ERROR, Phase.WAITING: logging.WARNING}.get(replica.phase, logging.INFO)
+        log.log(level, "phase", extra=facts | ({"reason": replica.reason} if replica.reason else {}))
+        if replica.phase is Phase.WAITING or (replica.phase is Phase.FAILED and replica.wake_at is not None):
+            metrics.count(catalogue.RESTARTS, self.spec.name)
+        if replica.phase is Phase.RUNNING:
+            assert worker is not None
+            self.model = worker.status.model if worker.status else None
+            if worker.handle is not None and not worker.is_adopted:
+                metrics.observe(
+                    catalogue.WORKER_START, max(0.0, time.time() - worker.handle.started_at), self.spec.name
+                )
+
+    # The worker
+
+    def _start_worker(self, adopted: Adopted | None) -> None:
+        assert self._worker_tasks is not None
+        context = self._context
+        on_memory = partial(self._owner.on_memory, self)
+        worker = WorkerRun(context.launcher, self._plan, context.probes, self._mailbox.put_nowait, adopted, on_memory)
+        if self._threads is not None:
+            worker.set_threads(self._threads)
+        self._worker = worker
+        self._worker_tasks.create_task(worker.run(), name=f"worker of {self.spec.name}")
+
+    async def _plan(self) -> WorkerSpec:
+        """Place the next worker beside those of the whole fleet, and wait for a load slot of its device."""
+        planner = self._context.planner
+        await planner.refresh()
+        fleet = self._context.fleet
+        loading = fleet.loading.copy()
+        if self.gpu is not None and self.state is State.STARTING:
+            loading[self.gpu] -= 1  # itself, on the card of its last start
+        siblings = self._owner.siblings_of(self)
+        beside = Counter(each.gpu for each in siblings if each.gpu is not None)
+        others = Others(fleet.alive, loading, beside, Counter(each.host for each in siblings if each.host))
+        spec = planner.plan(self.spec, self.number, others)
+        spec = replace(spec, restarts=self._replica.restarts)
+        if (self.host, self.gpu) != (spec.host, spec.gpu):
+            self.host, self.gpu = spec.host, spec.gpu
+            self._owner.on_state_changed()
+        device = spec.gpu or spec.host or None
+        await self._context.slots.take(device)
+        self._give_back = partial(self._context.slots.give_back, device)
+        return spec
+
+    def _adopt(self, adopted: Adopted) -> None:
+        self.host, self.gpu = adopted.handle.spec.host, adopted.handle.spec.gpu
+        self._replica = replace(self._replica, restarts=adopted.handle.spec.restarts)
+        self._step(Command.ADOPT)
+        self._start_worker(adopted)
+        assert self._worker is not None
+        if self._worker.is_ready:
+            self._step(WorkerReady())  # at once: routers must not see it in another state for a moment
+
+    def _release_slot(self) -> None:
+        give_back, self._give_back = self._give_back, None
+        if give_back is not None:
+            give_back()
+
+    async def _close(self) -> None:
+        self._closed = True
+        self._release_slot()
+        self.started.set()
+        while not self._mailbox.empty():
+            item = self._mailbox.get_nowait()
+            if isinstance(item, _Request) and not item.accepted.done():
+                item.accepted.set_exception(self._closed_error())
+        async with self._settled:
+            self._settled.notify_all()
+
+    def _closed_error(self) -> TeimgrError:
+        if self._is_over:
+            return InstanceNotFound(self.spec.name)
+        return Unavailable(f"Instance '{self.spec.name}' is not supervised any more")
+
+    def _policy(self) -> RestartPolicy:
+        timeout_s = self.spec.startup_timeout_secs or self._context.policy.startup_timeout_s
+        return replace(self._context.policy, startup_timeout_s=timeout_s)

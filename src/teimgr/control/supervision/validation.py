@@ -1,0 +1,235 @@
+"""Validation of instances: keys, model files, unique names and ports. No await between a check and its decision."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from teimgr.config.instance_keys import check_instance
+from teimgr.config.instance_limits import check_allowed
+from teimgr.config.settings import Settings
+from teimgr.errors import (
+    InstanceExists,
+    InvalidConfig,
+    InvalidPort,
+    MaxInstancesReached,
+    ModelLoadFailed,
+    ModelNotFound,
+    PortAllocationFailed,
+    PortConflict,
+)
+from teimgr.models import hub
+from teimgr.models.directory import check_safetensors
+from teimgr.models.reading import read_layout
+from teimgr.spec import InstanceSpec, WorkerSpec
+
+UNPRIVILEGED_PORT = 1024
+LAST_PORT = 65535
+_PROMETHEUS_TRIES = 1000
+
+
+def with_changes(spec: InstanceSpec, changes: Mapping[str, Any]) -> InstanceSpec:
+    """`spec` with some fields changed; None resets a field to its default."""
+    defaults = InstanceSpec(name=spec.name, model_id=spec.model_id)
+    values = {key: getattr(defaults, key) if value is None else value for key, value in changes.items()}
+    return replace(spec, **values)
+
+
+class Ports:
+    """Allocates from `[start, end)` on `host`, and metrics ports from `prometheus_start` upwards.
+
+    `reserved` are the daemon's own ports: number → description.
+    """
+
+    def __init__(
+        self, host: str, start: int, end: int, reserved: Mapping[int, str], prometheus_start: int = 9100
+    ) -> None:
+        self._host = host
+        self._range = range(start, end)
+        self._reserved = reserved
+        self._next = start
+        self._prometheus_start = self._next_prometheus = prometheus_start
+
+    def allocate(self, taken: Collection[int]) -> int:
+        """A free port of the range that is not in `taken`.
+
+        The search continues after the last result, so that a released port is not reused at once.
+
+        Raises:
+            PortAllocationFailed: no port is free.
+        """
+        start, size = self._range.start, len(self._range)
+        for step in range(size):
+            port = start + (self._next - start + step) % size
+            if port not in taken and port not in self._reserved and is_free(self._host, port):
+                self._next = port + 1
+                return port
+        raise PortAllocationFailed(
+            f"Could not find free port in range [{start}, {self._range.stop}). Delete an instance, or widen "
+            f"instance_port_start and instance_port_end"
+        )
+
+    def check(self, port: int, holders: Mapping[int, str]) -> int:
+        """Return `port` if an instance may have it; `holders` are the instances' ports: number → name.
+
+        Raises:
+            InvalidPort: it is not a port number, or a privileged one.
+            PortConflict: an instance, the daemon or another process has it.
+        """
+        if not UNPRIVILEGED_PORT <= port <= LAST_PORT:
+            raise InvalidPort(f"Invalid port {port}: must be between {UNPRIVILEGED_PORT} and {LAST_PORT}")
+        self.check_holders(port, holders)
+        if not is_free(self._host, port):
+            raise PortConflict(port, "another process")
+        return port
+
+    def check_holders(self, port: int, holders: Mapping[int, str]) -> None:
+        """Check `port` against instances and the daemon, bound or not.
+
+        Raises:
+            PortConflict: one of them has it.
+        """
+        if port in holders:
+            raise PortConflict(port, f"instance '{holders[port]}'")
+        if port in self._reserved:
+            raise PortConflict(port, self._reserved[port])
+
+    def allocate_prometheus(self, taken: Collection[int]) -> int:
+        """A free port from `prometheus_start` upwards; after the last port the search begins again at the first.
+
+        Raises:
+            PortAllocationFailed: none of the next thousand is free.
+        """
+        size = LAST_PORT + 1 - self._prometheus_start
+        tries = [
+            self._prometheus_start + (self._next_prometheus - self._prometheus_start + step) % size
+            for step in range(min(size, _PROMETHEUS_TRIES))
+        ]
+        for port in tries:
+            if port not in taken and port not in self._reserved and is_free(self._host, port):
+                self._next_prometheus = port + 1
+                return port
+        raise PortAllocationFailed(f"Could not find free port in range {tries[0]}-{tries[-1]}")
+
+
+def is_free(host: str, port: int) -> bool:
+    """Whether a listener could be bound now; connections in TIME_WAIT do not prevent it."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+log = logging.getLogger(__name__)
+
+
+def check_model(worker: WorkerSpec) -> None:
+    """Read the model files that this worker would read, as far as they are on this host. Blocking; no network.
+
+    Files that are absent are left to the worker, which fetches them.
+
+    Raises:
+        InvalidConfig: There is no such directory, or the model cannot be served, or not with these options.
+    """
+    try:
+        hub.check_directory(worker.model_id)
+    except ModelNotFound as error:
+        raise InvalidConfig(f"model_id: {error.message}") from error
+    try:
+        found = hub.find_here(worker.model_id, worker.revision, worker.model_roots)
+        if found is not None:
+            layout = read_layout(
+                found.path,
+                worker.pooling,
+                kind=worker.kind,
+                trust_remote_code=worker.trust_remote_code,
+                render=False,
+                strict=worker.strict_model_files,
+            )
+            if worker.safetensors_only:
+                check_safetensors(layout.root, layout.weights)
+    except ModelNotFound as error:
+        raise InvalidConfig(f"model_id: {error.message}") from error
+    except OSError as error:  # such as a name that no file system takes
+        raise InvalidConfig(f"model_id: cannot be read: {error.strerror}") from error
+    except ModelLoadFailed as error:
+        raise InvalidConfig(f"model_id: {worker.model_id} cannot be served: {error.message}") from error
+
+
+class InstanceValidator:
+    """Validates new instances by the settings, and holds the cursors of the port ranges."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._max_instances = settings.max_instances
+        self._ports = Ports(
+            settings.instance_host,
+            settings.instance_port_start,
+            settings.instance_port_end,
+            _own_ports(settings),
+            settings.prometheus_port_start,
+        )
+
+    def admit(self, request: InstanceSpec, present: Sequence[InstanceSpec]) -> InstanceSpec:
+        """A new request with its ports resolved, beside the instances that are present.
+
+        Raises:
+            InvalidInstanceName, ValidationError, InvalidConfig, InvalidPort: It is invalid in itself.
+            InstanceExists, PortConflict, MaxInstancesReached, PortAllocationFailed: There is no room for it.
+        """
+        self._check(request, present)
+        port = self._ports.check(request.port, _holders(present)) if request.port else None
+        if request.prometheus_port:
+            self._ports.check(request.prometheus_port, _holders(present))
+            if request.prometheus_port == port:
+                raise PortConflict(request.prometheus_port, "its own port")
+        return self._with_ports(replace(request, port=port or 0), present)
+
+    def readmit(self, spec: InstanceSpec, present: Sequence[InstanceSpec]) -> InstanceSpec:
+        """As `admit`, for an instance of an earlier start: its own live worker may hold its port."""
+        self._check(spec, present)
+        for port in filter(None, (spec.port, spec.prometheus_port)):
+            self._ports.check_holders(port, _holders(present))
+        return self._with_ports(spec, present)
+
+    def _check(self, spec: InstanceSpec, present: Sequence[InstanceSpec]) -> None:
+        check_instance(spec)
+        check_allowed(spec, self._settings)
+        if any(other.name == spec.name for other in present):
+            raise InstanceExists(spec.name)
+        if self._max_instances is not None and len(present) >= self._max_instances:
+            raise MaxInstancesReached(self._max_instances)
+
+    def _with_ports(self, spec: InstanceSpec, present: Sequence[InstanceSpec]) -> InstanceSpec:
+        taken = {other.port for other in present}
+        taken |= {other.prometheus_port for other in present if other.prometheus_port}
+        if spec.prometheus_port:
+            taken.add(spec.prometheus_port)
+        port = spec.port or self._ports.allocate(taken)
+        prometheus = spec.prometheus_port
+        if prometheus is None:
+            prometheus = self._ports.allocate_prometheus(taken | {port})
+        return replace(spec, port=port, prometheus_port=prometheus)
+
+
+def _own_ports(settings: Settings) -> dict[int, str]:
+    """The daemon's own ports, and what each is."""
+    own = {settings.api_port: "the API port"}
+    if settings.grpc_enabled:
+        own[settings.grpc_port] = "the gRPC port"
+    if settings.cluster.address:
+        own |= dict.fromkeys(settings.cluster.ray_ports, "Ray")
+        own |= {settings.cluster.port: "Ray's head", settings.cluster.enrolment: "enrolment"}
+    return own
+
+
+def _holders(present: Sequence[InstanceSpec]) -> dict[int, str]:
+    """The ports of instances and the names of these."""
+    return {port: other.name for other in present for port in (other.port, other.prometheus_port) if port}

@@ -1,0 +1,437 @@
+"""One worker process from launch or adoption to exit, reported as events; its health probes; slots for loading."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import random
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from teimgr.control.launch.control_link import ControlLink, WorkerStatus
+from teimgr.control.launch.launcher import Adopted, Launcher, WorkerHandle
+from teimgr.control.launch.process_handle import Exit, ExitReport, LaunchFailed
+from teimgr.control.launch.remote_control import open_control_link
+from teimgr.control.supervision.lifecycle import (
+    Exited,
+    FailureCause,
+    LoadBegan,
+    Observation,
+    ProbeFailed,
+    ProbeOk,
+    WorkerDownloading,
+    WorkerDraining,
+    WorkerFailed,
+    WorkerReady,
+)
+from teimgr.control.supervision.work_meter import WorkMeter
+from teimgr.errors import Code, DeadlineExceeded, Refused, TeimgrError, Unavailable
+from teimgr.observability.logs import STACKS_SIGNAL
+from teimgr.spec import CpuThreads, WorkerEndpoint, WorkerSpec
+from teimgr.wire.fleet_tls import FleetIdentity
+from teimgr.wire.frames import Method
+from teimgr.wire.routing.router import Directory
+
+RECONNECT_FIRST_S = 0.05
+RECONNECT_MAX_S = 5.0
+# A probe without an answer of the worker's event loop fails after this time; on a loaded machine a healthy one may be
+# late once. After a failed probe the next ones follow at this distance at most, and not at the interval: three
+# failures, the default limit, take under five seconds.
+ANSWER_LIMIT_S = 1.4
+_RETRY_PAUSE_S = 0.2
+# A worker that is healthy and not busy answers a probe within this time; only others get a second request.
+_AT_ONCE_S = 0.3
+# A worker that does not confirm a handover within this time hangs, and is killed.
+_HANDOVER_LIMIT_S = 10.0
+_NEVER_LAUNCHED = "stopped before it was launched"
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ProbePlan:
+    """Interval and timeout of the health probes of a ready worker."""
+
+    interval_s: float = 10.0
+    timeout_s: float = 10.0
+
+
+class LoadSlots:
+    """Bounds the workers that load at the same time on a device, first come first served; one always may.
+
+    After a reboot all would else start at once, run out of memory, and out of time. `limit` gives the number for the
+    UUID of a card, or for None, the CPU.
+    """
+
+    def __init__(self, limit: Callable[[str | None], int]) -> None:
+        self._limit = limit
+        self._loading: Counter[str | None] = Counter()
+        self._waiting: defaultdict[str | None, deque[asyncio.Future[None]]] = defaultdict(deque)
+
+    async def take(self, gpu: str | None) -> None:
+        """Return when a worker may load; `give_back` must follow."""
+        waiting = self._waiting[gpu]
+        if not waiting and self._fits(gpu):
+            self._loading[gpu] += 1
+            return
+        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        waiting.append(granted)
+        try:
+            await granted
+        except asyncio.CancelledError:
+            if not granted.cancelled():
+                self.give_back(gpu)
+            elif granted in waiting:
+                waiting.remove(granted)
+            raise
+
+    def give_back(self, gpu: str | None) -> None:
+        """Return a slot, which the next may have."""
+        self._loading[gpu] -= 1
+        waiting = self._waiting[gpu]
+        while waiting and self._fits(gpu):
+            granted = waiting.popleft()
+            if not granted.done():  # else its taker was cancelled just now
+                self._loading[gpu] += 1
+                granted.set_result(None)
+
+    def _fits(self, gpu: str | None) -> bool:
+        return self._loading[gpu] < max(1, self._limit(gpu))
+
+
+class WorkerRun:
+    """Holds one worker's process handle and control link, probes it, and ends it.
+
+    `plan` waits for a load slot and makes the spec. `post` gets the events, in the event loop; `Exited` is the last.
+    `on_memory` gets the worker's resident memory, as that reports it, after each good probe, and, with True, once a new
+    worker is ready.
+    """
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        plan: Callable[[], Awaitable[WorkerSpec]],
+        probes: ProbePlan,
+        post: Callable[[Observation], None],
+        adopted: Adopted | None = None,
+        on_memory: Callable[[int, bool], None] = lambda resident_bytes, fresh: None,
+    ) -> None:
+        self.handle = adopted.handle if adopted else None
+        self.status = adopted.status if adopted else None
+        self.is_adopted = adopted is not None
+        self._launcher = launcher
+        self._plan = plan
+        self._probes = probes
+        self._post = post
+        self._on_memory = on_memory
+        self.alarm: str | None = None
+        """What held the worker's event loop recently, by its watchdog."""
+        self._link: ControlLink | None = None
+        self._threads: CpuThreads | None = None
+        self._sent_threads: CpuThreads | None = None  # over the present link
+        self._ready = asyncio.Event()
+        self._grace_s: float | None = None
+        self._handover = False
+        self._left_ports = asyncio.Event()
+        self._launching: asyncio.Task[WorkerHandle] | None = None
+        self._tasks: asyncio.TaskGroup | None = None
+        self._stuck: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
+
+    @property
+    def is_ready(self) -> bool:
+        return self.status is not None and self.status.state == "ready"
+
+    async def run(self) -> None:
+        """Return when the process is gone; never raises, as every error is a way in which the worker ended."""
+        try:
+            exit = await self._run()
+        except LaunchFailed as error:
+            exit = Exit(None, ExitReport(Code.INTERNAL_ERROR, str(error), permanent=False))
+        except TeimgrError as error:
+            exit = Exit(None, ExitReport(error.code, error.message, permanent=isinstance(error, Refused)))
+        except Exception as error:  # a defect; without `Exited` the supervisor would wait forever
+            log.exception("supervision of a worker failed")
+            exit = await self._abandon(error)
+        self._left_ports.set()
+        self._post(Exited(exit, random.random()))
+
+    async def left_ports(self) -> None:
+        """Return when a worker that hands over answers no new request on its ports, or is gone."""
+        if self._handover:
+            await self._left_ports.wait()
+
+    def end(self, grace_s: float, *, handover: bool = False) -> None:
+        """Let the worker finish its calls within `grace_s`, then kill it. A later call may shorten the grace.
+
+        With `handover` its successors get its connections, which `left_ports` waits for.
+        """
+        self._grace_s = grace_s
+        self._handover |= handover
+        if self._launching is not None:
+            if not self._launching.cancelling():  # a second cancellation would reach what ends the forked process
+                self._launching.cancel()
+        elif self.handle is not None and self._tasks is not None:
+            self._begin_stop(self.handle, grace_s)
+
+    def set_threads(self, threads: CpuThreads) -> None:
+        """Send the worker its CPU threads, now and after every reconnection."""
+        self._threads = threads
+        self._send_threads()
+
+    async def _run(self) -> Exit:
+        handle = self.handle = self.handle or await self._launch()
+        if self.is_ready:
+            self._ready.set()
+        async with asyncio.TaskGroup() as self._tasks:
+            if self._grace_s is not None:
+                self._begin_stop(handle, self._grace_s)
+            link = self._tasks.create_task(self._keep_link(handle))
+            probes = self._tasks.create_task(self._keep_probing())
+            waiting = asyncio.create_task(handle.wait())
+            try:
+                await asyncio.wait({waiting, self._stuck}, return_when=asyncio.FIRST_COMPLETED)
+                exit = waiting.result() if waiting.done() else self._stuck.result()
+            finally:
+                self._tasks = None  # `end` has nothing left to do
+                waiting.cancel()
+            link.cancel()
+            probes.cancel()
+        return exit
+
+    async def _launch(self) -> WorkerHandle:
+        if self._grace_s is not None:
+            raise LaunchFailed(_NEVER_LAUNCHED)
+
+        async def launch() -> WorkerHandle:
+            spec = await self._plan()
+            self._post(LoadBegan())
+            return await self._launcher.launch(spec)
+
+        self._launching = asyncio.create_task(launch())
+        try:
+            return await self._launching
+        except asyncio.CancelledError:
+            current = asyncio.current_task()
+            if current is not None and current.cancelling():
+                raise
+            raise LaunchFailed(_NEVER_LAUNCHED) from None  # cancelled by `end`
+        finally:
+            self._launching = None
+
+    async def _abandon(self, defect: Exception) -> Exit:
+        """Kill a worker that can no longer be supervised, so that no second one runs beside it."""
+        report = ExitReport(Code.INTERNAL_ERROR, f"{type(defect).__name__}: {defect}", permanent=False)
+        try:
+            if self.handle is not None:
+                await self.handle.stop(0)
+        except LaunchFailed as error:
+            report = ExitReport(Code.INTERNAL_ERROR, str(error), permanent=True)
+        except Exception:  # the same defect again
+            log.exception("worker not ended", extra={"instance": self.handle.spec.name if self.handle else None})
+        return Exit(None, report)
+
+    # Stop
+
+    def _begin_stop(self, handle: WorkerHandle, grace_s: float) -> None:
+        """Have the worker drain, by DRAIN on its link or by SIGTERM, and kill it after the grace."""
+        assert self._tasks is not None
+        drains = False
+        if grace_s > 0 and self._link is not None and self._link.is_open:
+            drains = True
+            self._tasks.create_task(self._drain(self._link, handle, grace_s))
+        self._tasks.create_task(self._stop(handle, grace_s, sigterm=not drains))
+
+    async def _drain(self, link: ControlLink, handle: WorkerHandle, grace_s: float) -> None:
+        try:
+            await link.drain(grace_s, handover=self._handover, timeout_s=_HANDOVER_LIMIT_S)
+            self._left_ports.set()
+        except TeimgrError as error:
+            log.warning("no answer to DRAIN", extra={"instance": handle.spec.name, "reason": error.message})
+            if self._handover:
+                await self._stop(handle, 0.0, sigterm=False)
+
+    async def _stop(self, handle: WorkerHandle, grace_s: float, *, sigterm: bool) -> None:
+        try:
+            await handle.stop(grace_s, sigterm=sigterm)
+        except LaunchFailed as error:
+            log.error("worker does not die", extra={"instance": handle.spec.name, "reason": str(error)})
+            if not self._stuck.done():
+                self._stuck.set_result(Exit(None, ExitReport(Code.INTERNAL_ERROR, str(error), permanent=True)))
+
+    # Control link
+
+    async def _keep_link(self, handle: WorkerHandle) -> None:
+        """Stay connected until cancelled; the handle sees the end of the process."""
+        pause_s = RECONNECT_FIRST_S
+        while True:
+            lost = asyncio.Event()
+            try:
+                self._sent_threads = None
+                self._link = await handle.connect(self._on_status, lost.set)
+                await lost.wait()
+            except TeimgrError as error:
+                log.debug("no control link", extra={"instance": handle.spec.name, "reason": error.message})
+            finally:
+                link, self._link = self._link, None
+                if link is not None:
+                    link.close()
+            await asyncio.sleep(pause_s)
+            pause_s = min(RECONNECT_MAX_S, pause_s * 2)
+
+    def _on_status(self, status: WorkerStatus) -> None:
+        if self.handle is None or status.incarnation != self.handle.incarnation:
+            return
+        before, self.status = self.status, status
+        self._send_threads()
+        if before is not None and (before.state, before.reason) == (status.state, status.reason):
+            return
+        match status.state:
+            case "ready":
+                self._ready.set()
+                self._post(WorkerReady())
+            case "failed":
+                reason = status.reason or "the worker failed"
+                self._post(WorkerFailed(FailureCause.reported(reason, status.code, status.permanent)))
+            case "downloading":
+                self._post(WorkerDownloading())
+            case "draining":
+                self._post(WorkerDraining())
+
+    def _send_threads(self) -> None:
+        if self._link is None or self._threads is None or self._threads == self._sent_threads or not self.is_ready:
+            return
+        if self._link.notify(Method.THREADS, threads=self._threads.own, most=self._threads.most):
+            self._sent_threads = self._threads
+
+    # Health probes
+
+    async def _keep_probing(self) -> None:
+        """Probe the ready worker at intervals, and in quick succession while probes fail."""
+        prober, interval_s = Prober(self._probes.timeout_s), self._probes.interval_s
+        clock = asyncio.get_running_loop().time
+        await self._ready.wait()
+        if not self.is_adopted:
+            await self._read_memory_at_start()
+        pause_s, failing = interval_s, False
+        while True:
+            await asyncio.sleep(pause_s)
+            began = clock()
+            async with WorkMeter(self.handle) as meter:
+                try:
+                    await prober.probe(self._link)
+                except TeimgrError as error:
+                    if not failing and self.handle is not None:
+                        self.handle.send_signal(STACKS_SIGNAL)
+                    failing = True
+                    link = self._link
+                    missed = isinstance(error, DeadlineExceeded) or link is None or not link.is_open
+                    works = isinstance(error, NoAnswer) and await meter.has_worked()
+                    pause_s = min(interval_s, max(_RETRY_PAUSE_S, began + ANSWER_LIMIT_S - clock()))
+                    self._post(ProbeFailed(error.message, missed, works))
+                    continue
+            pause_s, failing = interval_s, False
+            self._post(ProbeOk())
+            self.alarm = prober.alarm
+            if prober.resident_bytes is not None:
+                self._on_memory(prober.resident_bytes, False)
+
+    async def _read_memory_at_start(self) -> None:
+        if (link := self._link) is None:
+            return
+        try:
+            found = json.loads(await link.call(Method.STATS, timeout_s=ANSWER_LIMIT_S)).get("resident_bytes")
+        except (TeimgrError, ValueError) as error:  # a later reading counts as one of a running worker
+            log.debug("no reading of a new worker's memory", extra={"reason": str(error)})
+            return
+        if found is not None:
+            self._on_memory(int(found), True)
+
+
+class NoAnswer(DeadlineExceeded):
+    """The event loop of the worker did not answer, whatever its device does."""
+
+
+class Prober:
+    """Probes one worker repeatedly; a worker that has run batches since the last probe is healthy without one."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.resident_bytes: int | None = None
+        """The worker's resident memory as of the last good probe; None before, and of a worker that reports none."""
+        self.alarm: str | None = None
+        """A sentence of the watchdog of the worker's event loop, as of the last good probe."""
+        self._timeout_s = timeout_s
+        self._batches: int | None = None
+
+    async def probe(self, link: ControlLink | None) -> None:
+        """Check the worker; returns when it is healthy.
+
+        Raises:
+            TeimgrError: it is not; the message is the reason.
+        """
+        if link is None:
+            raise Unavailable("the worker's control link is down")
+        payload = json.dumps({"batches": self._batches}).encode()
+        answer = link.begin(Method.PROBE, payload, timeout_s=self._timeout_s)
+        try:
+            if not (await asyncio.wait((answer,), timeout=_AT_ONCE_S))[0]:
+                # The device may be busy for long; the process, unless it was stopped, answers soon.
+                try:
+                    await link.call(Method.STATS, timeout_s=min(self._timeout_s, ANSWER_LIMIT_S) - _AT_ONCE_S)
+                except DeadlineExceeded as error:
+                    raise NoAnswer(error.message) from None
+            async with asyncio.timeout(self._timeout_s - _AT_ONCE_S):
+                reply = await answer
+            # A worker of an earlier version counts nothing here.
+            values = json.loads(reply) if reply else {}
+            self._batches = int(values["batches"]) if values else None
+            resident = values.get("resident_bytes")
+            self.resident_bytes = None if resident is None else int(resident)
+            self.alarm = values.get("alarm")
+        except TimeoutError:
+            raise DeadlineExceeded(f"no answer to PROBE within {self._timeout_s:g} s") from None
+        except (ValueError, TypeError, KeyError) as error:
+            raise Unavailable(f"the worker's answer to PROBE cannot be read: {error!r}") from error
+        finally:
+            if not answer.cancel() and not answer.cancelled():
+                answer.exception()  # retrieved
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeResult:
+    """The result of one worker's probe; `problem` is None for a healthy worker."""
+
+    incarnation: str
+    seconds: float
+    problem: str | None
+
+
+class FleetProber:
+    """Probes the workers that the directory lists, each over a control link of its own."""
+
+    def __init__(self, directory: Directory, timeout_s: float, identity: FleetIdentity | None = None) -> None:
+        self._directory = directory
+        self._timeout_s = timeout_s
+        self._identity = identity
+
+    async def probe(self, name: str) -> list[ProbeResult]:
+        """A result for each worker of the instance that serves; none where the instance does not run."""
+        entries = [entry for entry in self._directory.snapshot().entries if entry.name == name]
+        return list(await asyncio.gather(*(self._probe(each) for entry in entries for each in entry.endpoints)))
+
+    async def _probe(self, endpoint: WorkerEndpoint) -> ProbeResult:
+        begun, problem = time.monotonic(), None
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                link = await open_control_link(endpoint, self._identity, lambda status: None, lambda: None)
+                try:
+                    await Prober(self._timeout_s).probe(link)
+                finally:
+                    link.close()
+        except TeimgrError as error:
+            problem = error.message
+        except TimeoutError:
+            problem = f"no answer to the self-test within {self._timeout_s:g} s"
+        return ProbeResult(endpoint.incarnation, time.monotonic() - begun, problem)

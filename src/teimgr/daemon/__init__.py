@@ -1,0 +1,1 @@
+"""The daemon's process: it puts the parts together and runs them."""

@@ -1,0 +1,331 @@
+"""The daemon process: construction, start and stop of its parts, signals, reload."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import uvloop
+
+from teimgr import __version__
+from teimgr.api.batches import Batches
+from teimgr.api.gateway import Gateway
+from teimgr.api.page.page import Page
+from teimgr.api.rest.app import RestTls, create_app
+from teimgr.api.rest.gpus import GpuReport
+from teimgr.api.rest.probes import Scraper
+from teimgr.cluster.opening import open_cluster
+from teimgr.config.auth import policy_of
+from teimgr.config.settings import Settings
+from teimgr.config.sources import Configuration, Source
+from teimgr.control.events.fleet_events import EventLog
+from teimgr.control.events.webhooks import Webhooks
+from teimgr.control.launch.launcher import Launcher, LocalLauncher, LocalOptions
+from teimgr.control.placement.planner import GpuInventory, InventorySource
+from teimgr.control.placement.preflight import Preflight
+from teimgr.control.registry.registry import Registry
+from teimgr.control.supervision.manager import Manager
+from teimgr.control.supervision.muxes import Muxes, mux_configs
+from teimgr.control.supervision.reload import Reloader
+from teimgr.control.supervision.store import Store
+from teimgr.control.supervision.worker_run import FleetProber
+from teimgr.daemon.systemd import Notifier
+from teimgr.errors import InvalidConfig, TeimgrError
+from teimgr.files import ensure_home
+from teimgr.http.auth.policy import PolicyInForce
+from teimgr.http.server import bind
+from teimgr.http.unix_listener import UnixListener, bind_unix
+from teimgr.observability import catalogue, logs
+from teimgr.observability.exposition import Page as MetricsPage
+from teimgr.observability.exposition import Sample
+from teimgr.observability.log_source import FleetLogs, LocalLogs
+from teimgr.observability.loop_watchdog import LoopWatchdog
+from teimgr.observability.memory import collect_garbage_rarely, raise_file_limit
+from teimgr.observability.memory_return import MemoryReturn
+from teimgr.observability.metrics import DaemonMetrics
+from teimgr.observability.telemetry import exporting, open_telemetry
+from teimgr.wire.routing.router import Directory
+
+log = logging.getLogger(__name__)
+
+EXIT_REFUSED = 1
+LAST_GRACE_S = 1.0
+"""What workers have at the end of a stop at least, to finish a batch and give their device and ports back."""
+
+
+def main(configuration: Configuration, source: Source) -> int:
+    """Run the daemon until a signal ends it; the result is the exit status."""
+    settings = configuration.settings
+    logs.setup(settings.log_level, settings.log_format)
+    if ensure_home(settings.state_file.parent):
+        log.warning("this user has no home directory: HOME is now %s, for caches of models", os.environ["HOME"])
+    raise_file_limit()
+    try:
+        return uvloop.run(Daemon(configuration, source).run())
+    except TeimgrError as error:
+        log.critical("cannot start: %s", error.message, extra={"code": error.code.name})
+        return EXIT_REFUSED
+
+
+class Daemon:
+    """Composition root: constructs the parts, starts and stops them in order, applies a reload.
+
+    `stopping` ends `run`. A reload reads `source` again.
+    """
+
+    def __init__(self, configuration: Configuration, source: Source) -> None:
+        self.settings = settings = configuration.settings
+        self.stopping = asyncio.Event()
+        self._stop_began: float | None = None
+        self.notifier = Notifier()
+        # Shared state
+        self.metrics = DaemonMetrics()
+        self.watchdog: LoopWatchdog | None = None
+        self.telemetry = open_telemetry(exporting(settings, "daemon"))
+        self.directory = Directory()
+        self.directory.set_defaults(settings.default_instances)
+        self.policy = PolicyInForce(policy_of(settings.auth))
+        self.events = EventLog()
+        # Processes: workers and muxes
+        gpus = GpuInventory()
+        options = LocalOptions(
+            run_dir=settings.run_dir,
+            log_dir=settings.log_dir,
+            log_max_bytes=settings.log_max_bytes,
+            log_keep=settings.log_keep,
+        )
+        local = LocalLauncher(options)
+        self.launcher: Launcher = local
+        inventory: InventorySource = gpus
+        self.cluster = open_cluster(settings, local, gpus, self.directory)
+        if self.cluster is not None:
+            self.launcher, inventory = self.cluster.launcher, self.cluster.inventory
+        identity = self.cluster.identity if self.cluster else None
+        self.preflight = Preflight(settings.gpu_preflight, gpus, local.nursery.build)
+        self.manager = Manager(
+            settings, self.launcher, self.directory, Store(settings.state_file), inventory, self.metrics
+        )
+        node_identity = self.cluster.node_identity if self.cluster else None
+        hosts = self.cluster.mux_hosts(mux_configs(settings)) if self.cluster else None
+        self.muxes = Muxes(settings, self.directory, self.metrics, self.policy, node_identity, hosts)
+        self.manager.routes_confirmed = self.muxes.routes_confirmed
+        if self.cluster is not None:
+            self.cluster.head.on_draining = self.manager.leave_host
+            self.cluster.head.on_removed = partial(self.manager.leave_host, was_removed=True)
+        self.registry = Registry(settings, local, gpus, self.metrics, self.manager.list, booted=self.manager.booted)
+        self.reloader = Reloader(source, configuration, self.manager, self._apply)
+        # HTTP
+        self.tls = RestTls(settings.tls_files)
+        self.gateway = Gateway(settings, self.directory, self.metrics, identity)
+        self.gateway.views = self.manager.list
+        self.batches = Batches(settings, self.gateway, self.policy, self.metrics) if settings.batches.enabled else None
+        self.webhooks = Webhooks(self.events)
+        self.gpu_report = GpuReport(inventory, self.manager.list, self._mux_states)
+        self.scraper = Scraper(self.directory, identity=identity)
+        self.metrics.sources += (self.scraper.page, self.gpu_report.page)
+        if self.cluster is not None:
+            self.metrics.sources.append(self.cluster.forwarding.page)
+        if self.batches is not None:
+            self.metrics.sources.append(self.batches.page)
+        self.page = Page(settings, self.manager, self.scraper, inventory) if settings.page else None
+        self.app = create_app(
+            self.manager,
+            settings,
+            self.metrics,
+            self.alarms,
+            self.manager.booted.is_set,
+            registry=self.registry,
+            gateway=self.gateway,
+            gpu_report=self.gpu_report,
+            policy=self.policy,
+            event_log=self.events,
+            live_probe=FleetProber(self.directory, float(settings.health_probe_timeout_secs), identity),
+            reloader=self.reloader,
+            telemetry=self.telemetry,
+            batches=self.batches,
+            page=self.page.routes() if self.page else None,
+            enrolment=self.cluster.head.enrolment if self.cluster else None,
+            log_sources=FleetLogs(
+                LocalLogs(settings.log_dir, self.cluster.head.host.name if self.cluster else ""),
+                self.cluster.logs if self.cluster else tuple,
+            ),
+        )
+
+    async def run(self) -> int:
+        """Start all parts, serve until `stopping`, stop all parts.
+
+        Start: REST port, instances of the state file, GPU preflight, registry, REST and webhooks, adoption and start of
+        workers, muxes. Stop: downloads and trials, REST, muxes, workers, so that workers end after all
+        that calls them.
+        """
+        log.info("daemon starts", extra=self._places())
+        self.watchdog = LoopWatchdog("the daemon")
+        self.metrics.sources.append(self._loop_page)
+        for warning in (*self.settings.warnings(), *map(str, self.settings.missing_models())):
+            log.warning(warning)
+        self.settings.prepare_folders()
+        listener = bind(self.settings.api_host, self.settings.api_port, "api_port")
+        with self._unix_listener() as unix, self._signals():
+            try:
+                await self.manager.restore()
+                self.events.note(self.manager.list())  # later changes are events
+                self.manager.on_view_changed = self.events.note_one
+                self.manager.history = self.events.history
+                for notice in self.reloader.notices():
+                    log.warning(notice)
+                preflight = asyncio.create_task(self.preflight.run(), name="preflight of the GPUs")
+                if self.preflight.must_pass:
+                    await preflight
+                await self.registry.start()
+                if self.batches is not None:
+                    await self.batches.load()
+                serving = self.tls.serving(self.app, listener, self.app.state.direct, unix)
+                async with serving, self.webhooks.running(self.settings.webhooks):
+                    if self.cluster is not None:
+                        self.cluster.forwarding.start()
+                    await self.manager.boot()
+                    # Until then a mux of an earlier daemon uses the last snapshot it got.
+                    await self.manager.adoption_over()
+                    async with (
+                        self.muxes.running(),
+                        self.page.running() if self.page else contextlib.nullcontext(),
+                        self.batches.running() if self.batches else contextlib.nullcontext(),
+                    ):
+                        addresses = {"rest": f"{self.settings.api_host}:{self.settings.api_port}"}
+                        if self.settings.grpc_enabled:
+                            addresses["grpc"] = f"{self.settings.grpc_host}:{self.settings.grpc_port}"
+                        sockets = {name: getattr(self.settings, name) for name in ("api_socket", "grpc_socket")}
+                        addresses |= {name: str(path) for name, path in sockets.items() if path is not None}
+                        collect_garbage_rarely()
+                        MemoryReturn()
+                        log.info("daemon ready", extra={"version": __version__, **addresses})
+                        async with self.notifier.serving(f"{len(self.manager.list())} instances"):
+                            await self.stopping.wait()
+                        self._stop_began = asyncio.get_running_loop().time()
+                        self.events.close()  # ends the long requests that follow events or wait for a download
+                        await self.registry.close()
+            finally:
+                await self._stop()
+        return 0
+
+    @contextlib.contextmanager
+    def _unix_listener(self) -> Iterator[UnixListener | None]:
+        """The listener of `api_socket`, None without that key; closed at the end.
+
+        Raises:
+            PortConflict, InvalidConfig: it cannot be bound.
+        """
+        if self.settings.api_socket is None:
+            yield None
+            return
+        listener = bind_unix(self.settings.api_socket.absolute(), self.settings.socket_permissions, "api_socket")
+        with contextlib.closing(listener):
+            yield listener
+
+    def _places(self) -> dict[str, object]:
+        """Where this daemon keeps what it keeps, as absolute paths, for the first line of its log."""
+        file = self.reloader.source.file
+        folders = {name: str(getattr(self.settings, name).absolute()) for name in ("state_file", "log_dir", "run_dir")}
+        return {"version": __version__, "pid": os.getpid(), "config": file and str(file.absolute()), **folders}
+
+    async def _stop(self) -> None:
+        """After REST is closed: end the muxes, then the workers, then the rest. Calls have one grace for all phases."""
+        grace_s, clock = self.settings.graceful_shutdown_timeout_secs, asyncio.get_running_loop().time
+        ends = (self._stop_began or clock()) + grace_s
+        log.info("stopping", extra={"grace_s": grace_s})
+        await self.registry.close()
+        if self.batches is not None:
+            await asyncio.to_thread(self.batches.close)
+        await self.gateway.close()
+        await self.scraper.close()
+        await self.muxes.stop(max(0.0, ends - clock()))
+        if self.cluster is not None:
+            self.cluster.forwarding.leave()
+        await self.manager.shutdown(within_s=max(LAST_GRACE_S, ends - clock()))
+        if self.cluster is not None:
+            await self.cluster.forwarding.close()
+        await self.launcher.close()
+        await asyncio.to_thread(self.telemetry.close)
+        log.info("stopped")
+
+    async def _force_stop(self) -> None:
+        log.warning("second signal: stopping without grace")
+        self.muxes.force_stop()
+        await self.manager.shutdown(at_once=True)
+
+    def _mux_states(self) -> Mapping[str, str]:
+        """What the muxes of each host do, by its name in the fleet."""
+        own = self.cluster.head.host.name if self.cluster else ""
+        return {host or own: state for host, state in self.muxes.states().items()}
+
+    async def _loop_page(self) -> MetricsPage:
+        return {catalogue.LOOP_HELD: [Sample("", {}, self.watchdog.held if self.watchdog else 0)]}
+
+    def alarms(self) -> Sequence[str]:
+        """The alarms of all parts, except that of the state file."""
+        parts = (
+            self.watchdog,
+            self.manager,
+            self.tls,
+            self.muxes,
+            self.registry,
+            self.preflight,
+            self.webhooks,
+            self.reloader,
+        )
+        return [alarm for part in (*parts, self.batches, self.cluster) if part for alarm in part.alarms()]
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """SIGINT or SIGTERM: stop in order; a second one: stop without grace. SIGHUP: reload."""
+        loop = asyncio.get_running_loop()
+        tasks: set[asyncio.Task[None]] = set()
+        forced = False
+
+        def run(work: Coroutine[Any, Any, None]) -> None:
+            task = loop.create_task(work)
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+
+        def on_stop() -> None:
+            nonlocal forced
+            if self.stopping.is_set() and not forced:
+                forced = True
+                run(self._force_stop())
+            self.stopping.set()
+
+        async def reload() -> None:
+            self.notifier.reloading()
+            with contextlib.suppress(InvalidConfig):  # logged, and an alarm
+                await self.reloader.reload()
+            self.notifier.send("READY=1")
+
+        handlers = {signal.SIGINT: on_stop, signal.SIGTERM: on_stop, signal.SIGHUP: lambda: run(reload())}
+        for number, handler in handlers.items():
+            loop.add_signal_handler(number, handler)
+        try:
+            yield
+        finally:
+            for number in handlers:
+                loop.remove_signal_handler(number)
+
+    def _apply(self, settings: Settings) -> None:
+        """Apply the keys of a reload that need no restart.
+
+        Raises:
+            InvalidConfig: an authentication file cannot be read; nothing has changed.
+        """
+        policy = policy_of(settings.auth)
+        logs.setup(settings.log_level, settings.log_format)
+        self.policy.swap(policy)
+        self.gateway.aliases = settings.aliases
+        self.directory.set_defaults(settings.default_instances)
+        self.manager.tokens_per_gib = settings.auto_max_batch_tokens_per_gib
+        self.webhooks.configure(settings.webhooks)
+        self.app.state.settings = settings

@@ -1,5 +1,0 @@
-"""The HTTP inference gateway on the daemon's port."""
-
-from teimgr.gateway.gateway import Gateway
-
-__all__ = ["Gateway"]

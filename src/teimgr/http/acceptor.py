@@ -1,0 +1,273 @@
+"""Accepts connections on a listening socket: a few in each turn of the event loop, counted by a gate, with TLS or not.
+
+The event loop's own server would accept all waiting connections in one turn, which thousands opened at once make long,
+and would not count those in their TLS handshake. Its TLS context could not be replaced either.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import socket
+import ssl
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, cast
+
+from teimgr.errors import TeimgrError, Unavailable
+from teimgr.http.connection_gate import ConnectionGate, Phase, Ticket
+
+log = logging.getLogger(__name__)
+
+# In one turn of the event loop. A handshake begins with a signature, which takes a millisecond with RSA.
+_ACCEPTS_PER_TURN = 32
+_HANDSHAKES_PER_TURN = 4
+# While more clients than this wait for their handshake to begin, others wait in the backlog.
+_MAX_WAITING = 64
+_PAUSE_S = 0.5
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+MakeProtocol = Callable[[Ticket], asyncio.BaseProtocol]
+"""Makes the protocol of a connection, which takes over the ticket (`hand_to`) in its `connection_made`."""
+Context = Callable[[], ssl.SSLContext | None]
+"""The TLS context for the next connection; None for no TLS. May raise OSError or TeimgrError."""
+Connected = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Any]
+"""Serves the streams of a connection; a coroutine function is run as a task."""
+
+
+class Acceptor:
+    """Accepts the connections of `sock`, which listens already, from `start` to `close`.
+
+    `context` has the TLS context of the next connection, and `on_failure` gets the client's address and why its
+    connection was refused or its handshake failed. The socket stays open after `close`.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        gate: ConnectionGate,
+        protocol: MakeProtocol,
+        context: Context = lambda: None,
+        on_failure: Callable[[str, Exception], None] | None = None,
+    ) -> None:
+        sock.setblocking(False)
+        self.gate = gate
+        self.protocol = protocol
+        self.context = context
+        self._on_failure = on_failure
+        self.arrivals: set[_Arrival] = set()
+        self._sock = sock
+        self._waiting: deque[_Arrival] = deque()
+        self._starting: asyncio.Handle | None = None
+        self._pause: asyncio.TimerHandle | None = None
+        self._is_accepting = self._is_open = False
+
+    def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._is_open = True
+        self._accept_or_not()
+
+    def close(self) -> None:
+        """Accept no more. Handshakes go on, so that a client learns by the protocol that the server leaves."""
+        self._is_open = False
+        if self._pause is not None:
+            self._pause.cancel()
+            self._pause = None
+        self._accept_or_not()
+
+    async def wait_closed(self) -> None:
+        """End the handshakes that are under way; to be called after `close`."""
+        if self._starting is not None:
+            self._starting.cancel()
+            self._starting = None
+        self._waiting.clear()
+        tasks = [arrival.task for arrival in self.arrivals if arrival.task is not None]
+        for arrival in tuple(self.arrivals):
+            arrival.end()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    def await_handshake(self, arrival: _Arrival) -> None:
+        """Called by a connection whose client has sent the first byte."""
+        self._waiting.append(arrival)
+        self._accept_or_not()
+        if self._starting is None:
+            self._starting = self._loop.call_soon(self._start_handshakes)
+
+    def _start_handshakes(self) -> None:
+        for _ in range(min(_HANDSHAKES_PER_TURN, len(self._waiting))):
+            self._waiting.popleft().shake_hands()
+        self._starting = self._loop.call_soon(self._start_handshakes) if self._waiting else None
+        self._accept_or_not()
+
+    def _accept_or_not(self) -> None:
+        accepts = self._is_open and self._pause is None and len(self._waiting) <= _MAX_WAITING
+        if accepts and not self._is_accepting:
+            self._loop.add_reader(self._sock, self._accept)
+        elif self._is_accepting and not accepts:
+            self._loop.remove_reader(self._sock)
+        self._is_accepting = accepts
+
+    def _accept(self) -> None:
+        for _ in range(_ACCEPTS_PER_TURN):
+            try:
+                sock, address = self._sock.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                if error.errno not in _EXHAUSTED:  # of a connection that is gone
+                    return
+                log.warning("connections are not accepted for %g s: %s", _PAUSE_S, error)
+                self._pause = self._loop.call_later(_PAUSE_S, self._resume)
+                self._accept_or_not()
+                return
+            self.take(sock, str(address[0]) if sock.family != socket.AF_UNIX else "")
+            if not self._is_accepting:
+                return
+
+    def _resume(self) -> None:
+        self._pause = None
+        self._accept_or_not()
+
+    def take(self, sock: socket.socket, client: str, phase: Phase = Phase.HEAD) -> None:
+        """Serve an accepted connection; its first phase is `phase`, or with TLS SILENT."""
+        try:
+            context = self.context()
+        except (OSError, TeimgrError) as error:
+            sock.close()
+            self.failed(client, error)
+            return
+        ticket = self.gate.admit(client, phase if context is None else Phase.SILENT)
+        if ticket is None:
+            sock.close()
+            self.failed(client, Unavailable(f"the port has {self.gate.limit} connections"))
+            return
+        sock.setblocking(False)
+        if sock.family != socket.AF_UNIX:
+            with suppress(OSError):
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        arrival = _Arrival(self, sock, ticket, context)
+        self.arrivals.add(arrival)
+        arrival.begin()
+
+    def failed(self, client: str, error: Exception) -> None:
+        """Called where a connection is not served."""
+        if self._on_failure is not None:
+            self._on_failure(client, error)
+        else:
+            log.debug("a connection of %s failed: %s", client, error)
+
+
+class _Arrival:
+    """A connection between its accept and the `connection_made` of its protocol."""
+
+    __slots__ = ("_acceptor", "_context", "_is_watched", "_sock", "_ticket", "task")
+
+    def __init__(self, acceptor: Acceptor, sock: socket.socket, ticket: Ticket, context: ssl.SSLContext | None) -> None:
+        self._acceptor = acceptor
+        self._sock = sock
+        self._ticket = ticket
+        self._context = context
+        self._is_watched = False
+        self.task: asyncio.Task[None] | None = None
+        ticket.hand_to(self)
+
+    def begin(self) -> None:
+        """With TLS wait for the client's first byte: until then the connection costs no TLS state."""
+        if self._context is None:
+            self.task = asyncio.get_running_loop().create_task(self._connect())
+        else:
+            asyncio.get_running_loop().add_reader(self._sock, self._on_first_byte)
+            self._is_watched = True
+
+    def _on_first_byte(self) -> None:
+        self._unwatch()
+        try:
+            is_gone = not self._sock.recv(1, socket.MSG_PEEK)
+        except OSError:
+            is_gone = True
+        if is_gone:
+            self.end()
+        else:
+            self._acceptor.await_handshake(self)
+
+    def shake_hands(self) -> None:
+        """Begin the TLS handshake, unless the connection was closed while it waited for that."""
+        if self._sock.fileno() != -1:
+            self.task = asyncio.get_running_loop().create_task(self._connect())
+            self._ticket.enter(Phase.HANDSHAKE)
+
+    async def _connect(self) -> None:
+        acceptor, context = self._acceptor, self._context
+        limit_s = None if context is None else acceptor.gate.limits[Phase.HANDSHAKE].seconds
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: acceptor.protocol(self._ticket), self._sock, ssl=context, ssl_handshake_timeout=limit_s
+            )
+        except Exception as error:
+            self._sock.close()
+            self._ticket.leave()
+            acceptor.failed(self._ticket.client, error)
+        except BaseException:
+            self._sock.close()
+            self._ticket.leave()
+            raise
+        finally:
+            acceptor.arrivals.discard(self)
+
+    def end(self) -> None:
+        """Close the connection, unless its protocol is about to take it."""
+        if self.task is None:
+            self._unwatch()
+            self._sock.close()
+            self._ticket.leave()
+            self._acceptor.arrivals.discard(self)
+        elif self._context is not None:
+            self.task.cancel()
+
+    def _unwatch(self) -> None:
+        if self._is_watched:
+            asyncio.get_running_loop().remove_reader(self._sock)
+            self._is_watched = False
+
+    def on_expired(self, phase: Phase) -> None:
+        self.on_displaced()
+
+    def on_displaced(self) -> None:
+        self._ticket.leave()
+        self.end()
+
+
+class GatedStream(asyncio.StreamReaderProtocol):
+    """The streams of one connection, given to `connected` in the phase HEAD. `limit` is that of a line."""
+
+    def __init__(self, ticket: Ticket, connected: Connected, limit: int = 2**16) -> None:
+        super().__init__(asyncio.StreamReader(limit), connected)
+        self._ticket = ticket
+        self._gated: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._gated = cast(asyncio.Transport, transport)
+        if self._ticket.phase is Phase.HANDSHAKE:
+            self._ticket.enter(Phase.HEAD)
+        super().connection_made(transport)
+        if not self._ticket.hand_to(self):
+            self._gated.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._ticket.leave()
+        super().connection_lost(exc)
+
+    def on_expired(self, phase: Phase) -> None:
+        """Called by the gate: only what comes before a request has a limit here."""
+        if phase is Phase.ANSWER:
+            self._ticket.renew()
+        else:
+            self.on_displaced()
+
+    def on_displaced(self) -> None:
+        """Called by the gate."""
+        if self._gated is not None:
+            self._gated.abort()

@@ -1,0 +1,249 @@
+"""HTTP requests and responses of our servers: headers and bodies within limits, hosts, foreign web pages."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import re
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping
+from functools import lru_cache
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from teimgr.errors import Cancelled
+from teimgr.http.byte_budget import ByteBudget, Charge
+from teimgr.http.connection_gate import LIMITS, Phase
+from teimgr.http.direct import PART_BYTES
+
+# Limits on the wait of a body for its budget, of one without a length for the rest of it (others may wait for what it
+# holds), and on the time in which its client sends it.
+_BUDGET_WAIT_S = 30.0
+_GROWTH_WAIT_S = 5.0
+# Once so much of a body has come, the rest of its announced length is reserved.
+_UNRESERVED_BYTES = 64 * 1024
+_LENGTH_DIGITS = 19
+BODY_TIMEOUT_S = LIMITS[Phase.BODY].seconds
+_MAX_DISCARDED_BYTES = LIMITS[Phase.DISCARD].bytes or 0
+
+# A request with one of these headers twice is refused: parts of a server, or a proxy before it, could read different
+# ones.
+SINGLE_HEADERS = frozenset((b"host", b"content-length", b"authorization", b"x-api-key"))
+_HOST = re.compile(rb"(?:\[([0-9A-Fa-f:.]+)(?:%[\w.~-]+)?\]|[\w.~%!$&'()*+,;=-]*)(?::([0-9]{0,5}))?")
+
+AnswerT = TypeVar("AnswerT")
+
+PATH_PREFIX = "teimgr.path_prefix"
+"""The key of a scope with the path prefix that a proxy has stripped; empty or absent: none."""
+
+
+_SHOWN_ENCODING_CHARS = 256
+
+
+def compression_fault(content_encoding: str) -> str | None:
+    """Why a body with this Content-Encoding cannot be read; None if it is not compressed."""
+    encoding = content_encoding.strip().lower()
+    if encoding in ("", "identity"):
+        return None
+    return f"The body is compressed (Content-Encoding: {encoding[:_SHOWN_ENCODING_CHARS]}); send it uncompressed"
+
+
+@lru_cache(256)
+def is_host(value: bytes) -> bool:
+    """Whether the value of a Host header (HTTP/2: `:authority`) is a host with or without a port (RFC 9110, 7.2)."""
+    if (found := _HOST.fullmatch(value)) is None:
+        return False
+    address, port = found.groups()
+    if address is not None:
+        try:
+            socket.inet_pton(socket.AF_INET6, address.decode())
+        except OSError:
+            return False
+    return not port or int(port) < 2**16
+
+
+def media_type(content_type: str) -> str:
+    """The type that a Content-Type header names, without its parameters."""
+    return content_type.partition(";")[0].strip().lower()
+
+
+def is_json(content_type: str) -> bool:
+    """Whether a Content-Type header names JSON, or a form of it such as application/problem+json."""
+    if content_type == "application/json":  # as nearly all have it
+        return True
+    kind = media_type(content_type)
+    return kind == "application/json" or re.fullmatch(r"application/[^/+]+\+json", kind) is not None
+
+
+def foreign_page(
+    headers: Mapping[str, str], allowed: Collection[str], host_names: Collection[str] = (), *, reads: bool = False
+) -> str | None:
+    """The web page that sent a request, unless its origin is one of `allowed` or this server's own; else None.
+
+    Browsers send `Origin` with all but reads; other clients send none and are not concerned. A page is this server's
+    own if its origin is the request's Host, and that is an address, localhost or one of `host_names`: any other name
+    may be the page's own domain, which its DNS has pointed here (DNS rebinding).
+
+    With `reads` the request changes nothing. Browsers send no `Origin` with reads of the same origin, so the Host of
+    every request that a browser may have sent is checked. A link on another site may lead here: no page sees it.
+    """
+    if "*" in allowed:
+        return None
+    host = headers.get("host", "").lower()
+    if (origin := headers.get("origin")) is not None:
+        origin = origin.lower()
+        is_own = origin.partition("://")[2] == host and _is_own(host, host_names)
+        return None if is_own or origin in map(str.lower, allowed) else origin
+    is_link = reads and headers.get("sec-fetch-mode") == "navigate" and headers.get("sec-fetch-dest") == "document"
+    if headers.get("sec-fetch-site") in ("cross-site", "same-site") and not is_link:
+        return "of another site"
+    if reads and _is_of_browser(headers) and not _is_own(host, host_names):
+        return f"under the host name {host!r}, which is not in allowed_hosts"
+    return None
+
+
+def _is_of_browser(headers: Mapping[str, str]) -> bool:
+    """Whether a browser may have sent a request. Scripts can replace values, but remove none of these headers.
+
+    Node's fetch sends `Sec-Fetch-Mode` alone, which no browser does and no script in one can set.
+    """
+    if "sec-fetch-mode" in headers and "sec-fetch-site" not in headers:
+        return False
+    known = ("accept-language", "sec-fetch-site", "referer", "cookie")
+    shown = headers.get("user-agent", "").startswith("Mozilla/") or "text/html" in headers.get("accept", "")
+    return shown or any(name in headers for name in known)
+
+
+def _is_own(host: str, names: Collection[str]) -> bool:
+    """Whether a Host header is an address, localhost or one of `names`: what DNS rebinding cannot produce."""
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return False
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return name == "localhost" or name.endswith(".localhost") or name in map(str.lower, names)
+    return True
+
+
+def path_prefix_of(scope: Mapping[str, Any]) -> str:
+    """The path prefix under which the client reaches this server, such as `/teimgr`; empty for none."""
+    return str(scope.get(PATH_PREFIX, ""))
+
+
+class SlowClient(Exception):
+    """The body was not received in time."""
+
+
+class HeldResponse(Response):
+    """A response whose body is charged to a budget until the client has read all but its last part."""
+
+    def __init__(self, content: Any, status_code: int, headers: Mapping[str, str], budget: ByteBudget) -> None:
+        super().__init__(content, status_code, dict(headers))
+        self._charge = Charge(budget)
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self._charge.add(len(self.body))
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            body = memoryview(self.body)
+            for start in range(0, len(body) or 1, PART_BYTES):
+                end = start + PART_BYTES
+                await send({"type": "http.response.body", "body": body[start:end], "more_body": end < len(body)})
+        finally:
+            self._charge.release()
+
+
+async def charge_body(charge: Charge, size: int) -> None:
+    """Charge a body of known size; raises Overloaded where the budget stays exhausted."""
+    await charge.take(size, _BUDGET_WAIT_S)
+
+
+async def read_body(request: Request, limit_bytes: int, charge: Charge, start: bytes = b"") -> bytearray | None:
+    """`start` and the whole body, charged as it arrives; None when the body is larger than `limit_bytes`.
+
+    An announced length alone holds nothing. Once 64 KiB of a body have come its rest is reserved, so that it is read to
+    its end rather than to where all that are being read wait for each other; while it comes slowly, others may use it.
+
+    Raises:
+        Overloaded: the budget stayed exhausted.
+        SlowClient, ClientDisconnect: the client stopped sending, or disconnected.
+    """
+    length = request.headers.get("content-length", "")
+    announced = min(int(length), limit_bytes) if length.isdecimal() and len(length) < _LENGTH_DIGITS else 0
+    buffer = bytearray(start)
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            return buffer if await _read_into(buffer, request.stream(), limit_bytes, charge, announced) else None
+    except TimeoutError:
+        raise SlowClient from None
+
+
+async def read_limited(chunks: AsyncIterator[bytes], limit_bytes: int) -> bytes | None:
+    """A request's whole body; None when it is larger than `limit_bytes`.
+
+    Raises:
+        SlowClient: it did not come within `BODY_TIMEOUT_S`.
+    """
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            return bytes(body) if await _read_into(body, chunks, limit_bytes) else None
+    except TimeoutError:
+        raise SlowClient from None
+
+
+async def _read_into(
+    buffer: bytearray, chunks: AsyncIterator[bytes], limit_bytes: int, charge: Charge | None = None, announced: int = 0
+) -> bool:
+    """Append the whole body, of `announced` bytes or 0; False, and an empty buffer, when it is over `limit_bytes`.
+
+    The rest of a body that is too large is read and discarded, to a bound: a client that is cut off while it still
+    sends never reads the response with the reason.
+    """
+    room, discarded = limit_bytes, 0
+    async for chunk in chunks:
+        came, room = limit_bytes - room, room - len(chunk)
+        if room >= 0:
+            if charge is not None:
+                if came >= _UNRESERVED_BYTES and charge.reserved_bytes < len(chunk) <= announced - came:
+                    await charge.reserve(announced - came, _BUDGET_WAIT_S)
+                await charge.arrived(len(chunk), _BUDGET_WAIT_S if announced or not came else _GROWTH_WAIT_S)
+            buffer += chunk
+            continue
+        buffer.clear()
+        discarded += len(chunk)
+        if discarded > _MAX_DISCARDED_BYTES:
+            break
+    return room >= 0
+
+
+async def unless_hung_up(answering: Coroutine[Any, Any, AnswerT], receive: Callable[[], Awaitable[Any]]) -> AnswerT:
+    """The result of `answering`, which is cancelled if the client disconnects first.
+
+    `receive` is ASGI's, of a request whose body was read.
+
+    Raises:
+        Cancelled: the client disconnected.
+        TeimgrError: as `answering` does.
+    """
+    answered = asyncio.ensure_future(answering)
+    hung_up = asyncio.ensure_future(_hung_up(receive))
+    either: set[asyncio.Future[Any]] = {answered, hung_up}
+    try:
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if answered.done():
+            return answered.result()
+        raise Cancelled("the client hung up")
+    finally:
+        for one in either:
+            one.cancel()
+
+
+async def _hung_up(receive: Callable[[], Awaitable[Any]]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

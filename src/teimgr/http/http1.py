@@ -1,0 +1,524 @@
+"""HTTP connections of our servers: HTTP/1.1 within the limits of a connection gate, and the detection of HTTP/2."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable, Mapping
+from time import perf_counter
+from typing import Any, Protocol, cast
+
+import httptools
+from uvicorn.config import Config
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from teimgr.http.bodies import SINGLE_HEADERS, is_host
+from teimgr.http.byte_budget import ByteBudget
+from teimgr.http.connection_gate import LIMITS, Phase, StallGuard, Ticket
+from teimgr.http.direct import HOLD_S, MAX_BODY_BYTES, Direct, DirectExchange, DirectRequest
+
+_FLUSH_POLL_S = 0.01
+
+# The beginning of HTTP/2's connection preface (prior knowledge), as far as no HTTP/1 request can have it.
+_H2_PREFACE = b"PRI * HTTP/2.0"
+_HEAD_END = b"\r\n\r\n"
+_MAX_HEAD_BYTES = cast(int, LIMITS[Phase.HEAD].bytes)
+_MAX_DISCARDED_BYTES = cast(int, LIMITS[Phase.DISCARD].bytes)
+# A field takes some 150 bytes more than it has.
+_MAX_FIELDS = 256
+# Requests that wait for the answer to another one of their connection; what follows is not parsed before one has left.
+_MAX_PIPELINED = 4
+# A chunked body is parsed in pieces of this size. After this time other connections have their turn.
+_PIECE_BYTES = 8 * 2**10
+_TURN_S = 0.005
+_UNREAD_REPLIES_BYTES = 64 * 2**20
+_FRAMING = (b"content-length", b"transfer-encoding")
+
+
+class H2Connection(Protocol):
+    """The methods of an HTTP/2 connection that the server calls, beside asyncio's."""
+
+    def leave(self) -> None:
+        """Send GOAWAY, so that the client opens another connection for its next call."""
+
+    def shutdown(self) -> None:
+        """Close, as the server ends."""
+
+
+# Gets a connection between two requests, which another process is to serve.
+PassOn = Callable[[socket.socket], None]
+# Makes the protocol of a new connection, which takes over its ticket.
+H2Factory = Callable[["ServerConnections", Ticket], asyncio.Protocol]
+
+
+class ListenerState(ServerState):
+    """Uvicorn's lists of connections and tasks, and for connections that are made during its end, how far that is.
+
+    Attributes:
+        is_leaving: Whether clients are to make their calls on connections to other processes.
+        has_ended: Whether connections are refused.
+    """
+
+    is_leaving = False
+    has_ended = False
+
+
+class ServerConnections(ListenerState):
+    """The state of an HTTP server, and what protocols need of it.
+
+    Attributes:
+        config: With the application.
+        pass_on: Where a server that leaves passes connections on to.
+        direct: What answers requests without ASGI.
+        unread_replies: The bytes of such answers that clients have not read. Beyond the limit ASGI serves all requests,
+            within its budgets.
+    """
+
+    pass_on: PassOn | None = None
+    direct: Direct | None = None
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config
+        self.unread_replies = ByteBudget(_UNREAD_REPLIES_BYTES)
+
+
+def _detach(transport: asyncio.Transport) -> socket.socket:
+    """The connection as a socket; the transport is closed, the connection is not."""
+    transport.pause_reading()
+    connection = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
+    transport.abort()
+    return connection
+
+
+class _Flow(FlowControl):
+    """Uvicorn's flow control, with a second reason not to read: what was received is not parsed yet."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        super().__init__(transport)
+        self._is_wanted = False  # the pause that uvicorn asks for
+        self._has_rest = False
+
+    def pause_reading(self) -> None:
+        self._is_wanted = True
+        super().pause_reading()
+
+    def resume_reading(self) -> None:
+        self._is_wanted = False
+        if not self._has_rest:
+            super().resume_reading()
+
+    def set_rest(self, has_rest: bool) -> None:
+        self._has_rest = has_rest
+        if has_rest:
+            super().pause_reading()
+        elif not self._is_wanted:
+            super().resume_reading()
+
+
+class HttpProtocol(HttpToolsProtocol):
+    """HTTP/1.1 that ignores every offer of an upgrade; Java's client offers h2c with each request.
+
+    httptools ends a request with such an offer behind its head: the bytes of its body would be parsed as the next
+    request, which behind a proxy is request smuggling. So a new parser continues there, after a head with the same
+    framing. Only parsers look at the bytes, so no body is edited.
+
+    The parser is fed piece by piece, each of which ends with a head or a body, so that it can stop once
+    `_MAX_PIPELINED` requests wait. Trailers are counted as a head and dropped. The phases and their limits are those of
+    the connection's ticket.
+    """
+
+    server_state: ServerConnections
+    _held: list[bytes] | None = None  # the body so far of a request that may be answered without ASGI
+    _hold_timer: asyncio.TimerHandle | None = None
+    _exchange: DirectExchange | None = None
+    _is_resuming = False
+    _is_in_message = False
+    _is_in_head = True
+    _body_left: int | None = 0  # None for a chunked body
+    _awaits_chunk = False  # behind the length of a chunk, which may be the last one
+    _has_progress = False  # bytes of a body came since that was last checked
+    _overhead = 0  # bytes since a head began, or since the last byte of a body
+    _discarded = 0
+    _is_lost = False
+    _rest = b""  # received, not parsed yet
+
+    def __init__(self, *, ticket: Ticket, **rest: Any) -> None:
+        super().__init__(**rest)
+        self.parser = cast(Any, None)  # see `connection_made`, which a failed TLS handshake does not come to
+        self._ticket = ticket
+        self._fields: Mapping[bytes, bytes] = {}  # of the present head; the first of several of a name
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._make_parser()
+        self.flow = self._flow = _Flow(transport)
+        self._stall_guard = StallGuard(transport)
+        if not self._ticket.hand_to(self):
+            transport.abort()
+        elif self._ticket.phase is not Phase.IDLE:
+            self._ticket.enter(Phase.HEAD)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._ticket.leave()
+        self._stall_guard.resumed()
+        self._end_hold()
+        self._rest = b""
+        if self._exchange is not None:
+            self._exchange.set()
+        super().connection_lost(exc)
+        self._is_lost = True
+        self._free()
+
+    def _free(self) -> None:
+        """Break the reference cycles of a lost connection, so that it is freed at once and not by a collection.
+
+        A collection over the objects of thousands of connections would hold the event loop for all of its time.
+        """
+        self.parser = cast(Any, None)
+        if self.cycle is None or self.cycle.response_complete:
+            self.cycle = cast(Any, None)
+            self._exchange = None
+        self.pipeline.clear()
+
+    def on_expired(self, phase: Phase) -> None:
+        """Called by the gate."""
+        is_receiving = phase is Phase.BODY and (self._has_progress or self.flow.read_paused)
+        if is_receiving or (phase is Phase.ANSWER and not self.transport.is_closing()):
+            self._has_progress = False
+            self._ticket.renew()
+        else:
+            self.transport.close()
+
+    def on_displaced(self) -> None:
+        """Called by the gate."""
+        self.transport.abort()
+
+    def shutdown(self) -> None:
+        """Called by uvicorn as the server ends."""
+        if self._held is not None:
+            self._to_asgi()
+        super().shutdown()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stall_guard.paused()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stall_guard.resumed()
+
+    def data_received(self, data: bytes) -> None:
+        if self._ticket.phase is Phase.DISCARD:
+            self._discarded += len(data)
+            if self._discarded > _MAX_DISCARDED_BYTES:
+                self.transport.close()
+                return
+        if self._rest:  # it was on the way when reading was paused
+            self._rest += data
+        else:
+            self._feed(data)
+            self._after_feed()
+
+    def on_response_complete(self) -> None:
+        self.server_state.total_requests += 1
+        self._discarded = 0
+        if not self.transport.is_closing():
+            self.flow.resume_reading()
+            if self.pipeline:
+                self._start_asgi_task(*self.pipeline.pop())
+            if self._rest:
+                self.loop.call_soon(self._feed_rest)
+        self._settle()
+        if self.server_state.pass_on is not None:
+            self.pass_on()
+        if self._is_lost:
+            self._free()
+
+    def pass_on(self) -> None:
+        """Pass the connection on, where the server leaves and no request of it is being received or answered."""
+        pass_on, is_answered = self.server_state.pass_on, self.cycle is None or self.cycle.response_complete
+        if pass_on is None or self._is_in_message or not is_answered or self.pipeline or self._rest:
+            return
+        if self.transport.is_closing():
+            return
+        self.flow.pause_reading()
+        if self.transport.get_write_buffer_size():  # the end of the last response
+            self.loop.call_later(_FLUSH_POLL_S, self.pass_on)
+        else:
+            pass_on(_detach(self.transport))
+
+    def _settle(self) -> None:
+        """Enter the phase of now."""
+        ticket, cycle = self._ticket, self.cycle
+        is_answered = self._held is None and (cycle is None or cycle.response_complete)
+        phase = ticket.phase
+        if self.transport.is_closing():
+            phase = Phase.CLOSING
+        elif self._is_in_message and not self._is_in_head:
+            phase = Phase.DISCARD if is_answered else Phase.HEAD if self._awaits_chunk else Phase.BODY
+        elif not is_answered:
+            phase = Phase.ANSWER
+        elif self._overhead:
+            phase = Phase.HEAD
+        elif cycle is not None and not self._rest:
+            phase = Phase.IDLE
+        if phase is not ticket.phase and phase is not None:
+            ticket.enter(phase)
+        held = self._overhead
+        if self._rest:
+            held += len(self._rest)
+        if self._held:
+            held += sum(map(len, self._held))
+        if held != ticket.held:
+            ticket.hold(held)
+
+    def _after_feed(self) -> None:
+        if self._held is not None and self._hold_timer is None and not self.transport.is_closing():
+            self._await_rest()
+        self._settle()
+        if self.server_state.pass_on is not None:  # and the response may have been complete before the request
+            self.pass_on()
+
+    def _feed(self, data: bytes) -> None:
+        """Parse as much as may be parsed now, and keep the rest."""
+        start, size, until = 0, len(data), 0.0
+        try:
+            while start < size and len(self.pipeline) < _MAX_PIPELINED:
+                end = (
+                    size
+                    if self._body_left == size - start and not self._is_in_head
+                    else self._end_of_piece(data, start)
+                )
+                self._overhead += end - start
+                try:
+                    self.parser.feed_data(data if end - start == size else memoryview(data)[start:end])
+                    start = end
+                except httptools.HttpParserUpgrade as upgrade:
+                    start += upgrade.args[0]
+                    self._ignore_upgrade()
+                if self._overhead > _MAX_HEAD_BYTES:
+                    self.send_400_response(f"The head of the request is over {_MAX_HEAD_BYTES} bytes.")
+                    return
+                if start < size:
+                    now = perf_counter()
+                    until = until or now + _TURN_S
+                    if now > until:
+                        self.loop.call_soon(self._feed_rest)
+                        break
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
+            return
+        if start < size:
+            self._rest = data[start:]
+            self._flow.set_rest(True)
+
+    def _feed_rest(self) -> None:
+        data, self._rest = self._rest, b""
+        if data and not self.transport.is_closing():
+            self._feed(data)
+            if not self._rest:
+                self._flow.set_rest(False)
+            self._after_feed()
+
+    def _end_of_piece(self, data: bytes, start: int) -> int:
+        """Where a head or a body ends, or the trailers may, else the end of `data` or of a piece of it."""
+        end = len(data)
+        if not self._is_in_head:
+            if self._body_left is not None:
+                return min(end, start + self._body_left)
+            end = min(end, start + _PIECE_BYTES)
+        found = data.find(_HEAD_END, start, end)
+        return end if found < 0 else found + len(_HEAD_END)
+
+    def on_message_begin(self) -> None:
+        self._is_in_message = self._is_in_head = True
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._is_in_head:  # a trailer
+            return
+        headers = self.headers
+        headers.append((name.lower(), value))
+        if len(headers) > _MAX_FIELDS:
+            raise ValueError("too many headers")  # the parser makes it an HttpParserError
+
+    def on_headers_complete(self) -> None:
+        self._is_in_head, self._overhead = False, 0
+        self._fields = fields = dict(reversed(self.headers))
+        self._body_left = None if b"transfer-encoding" in fields else int(fields.get(b"content-length", 0))
+        if self._is_resuming:
+            return
+        self._check_fields(fields)
+        if self.parser.get_method() == b"CONNECT":
+            raise ValueError("CONNECT is not served")
+        if self._may_be_direct():
+            self._held = []
+        else:
+            super().on_headers_complete()
+
+    def _check_fields(self, fields: Mapping[bytes, bytes]) -> None:
+        """Raises ValueError: a field of the head is not valid."""
+        if len(fields) < len(self.headers):
+            names = [name for name, _ in self.headers]
+            if any(names.count(name) > 1 for name in SINGLE_HEADERS):
+                raise ValueError("a header is repeated")
+        if (host := fields.get(b"host")) is not None and not is_host(host):
+            raise ValueError("not a host")
+        if b"expect" in fields:
+            self.expect_100_continue = any(
+                name == b"expect" and value.lower() == b"100-continue" for name, value in self.headers
+            )
+
+    def on_chunk_header(self) -> None:
+        self._awaits_chunk = True
+
+    def on_body(self, body: bytes) -> None:
+        self._overhead, self._awaits_chunk, self._has_progress = 0, False, True
+        if self._body_left is not None:
+            self._body_left -= len(body)
+        if self._held is None:
+            super().on_body(body)
+        else:
+            self._held.append(body)
+
+    def on_message_complete(self) -> None:
+        if not self.parser.should_upgrade():  # else `_ignore_upgrade` follows
+            self._is_in_message, self._is_in_head, self._overhead, self._awaits_chunk = False, True, 0, False
+            if self._held is None or not self._answer_directly(self._held):
+                super().on_message_complete()
+
+    def _may_be_direct(self) -> bool:
+        if self.server_state.direct is None or self.pipeline:
+            return False
+        is_idle, parser = self.cycle is None or self.cycle.response_complete, self.parser
+        is_plain = parser.get_method() == b"POST" and parser.get_http_version() == "1.1" and not parser.should_upgrade()
+        return is_idle and is_plain
+
+    def _answer_directly(self, held: list[bytes]) -> bool:
+        """Answer a request that came whole without ASGI; False where ASGI is to serve it."""
+        body = held[0] if len(held) == 1 else b"".join(held)
+        direct, unread = self.server_state.direct, self.server_state.unread_replies
+        answer = None
+        if direct is not None and len(body) <= MAX_BODY_BYTES and unread.taken_bytes <= unread.limit_bytes:
+            scope = cast(dict[str, Any], self.scope)
+            answer = direct(DirectRequest(self.url, self._fields, body, scope))
+        if answer is None:
+            self._to_asgi()
+            return False
+        self._end_hold()
+        self._exchange = exchange = DirectExchange(
+            self, answer, self.parser.should_keep_alive(), self.server_state.unread_replies
+        )
+        self.cycle = cast(Any, exchange)
+        self.tasks.add(exchange.task)
+        exchange.task.add_done_callback(self.tasks.discard)
+        return True
+
+    def _await_rest(self) -> None:
+        """Wait for the rest of a body; many clients send it after the head, but at once."""
+        length = self._fields.get(b"content-length", b"")
+        is_small = length and int(length) <= MAX_BODY_BYTES
+        if self.expect_100_continue or not is_small or not self._ticket.has_room(int(length)):
+            self._to_asgi()
+        else:
+            self._hold_timer = self.loop.call_later(HOLD_S, self._to_asgi)
+
+    def _end_hold(self) -> list[bytes]:
+        if self._hold_timer is not None:
+            self._hold_timer.cancel()
+            self._hold_timer = None
+        held, self._held = self._held, None
+        return held or []
+
+    def _to_asgi(self) -> None:
+        """Have the application serve a request that is held."""
+        held = self._end_hold()
+        super().on_headers_complete()
+        for body in held:
+            super().on_body(body)
+
+    def _make_parser(self) -> None:
+        """The parser has bound methods of this object: a reference cycle until `_free`."""
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn
+
+    def _ignore_upgrade(self) -> None:
+        framing = b"".join(b"%s: %s\r\n" % header for header in self.headers if header[0] in _FRAMING)
+        self._make_parser()
+        self._is_resuming = True
+        self.parser.feed_data(b"POST / HTTP/1.1\r\n%s\r\n" % framing)
+        self._is_resuming = False
+
+
+class ProtocolSniffer(asyncio.Protocol):
+    """Detects HTTP/2 or HTTP/1 from the first bytes of a connection, and hands it to that protocol.
+
+    The keyword arguments are those with which the server makes a protocol.
+    """
+
+    def __init__(
+        self,
+        h2: H2Factory,
+        http1: type[HttpProtocol] = HttpProtocol,
+        *,
+        server_state: ServerConnections,
+        ticket: Ticket,
+        **rest: Any,
+    ) -> None:
+        self._h2 = h2
+        self._http1 = http1
+        self._state = server_state
+        self._ticket = ticket
+        self._rest = rest
+        self._seen = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._state.connections.add(cast(Any, self))
+        if not self._ticket.hand_to(self):
+            self._transport.abort()
+            return
+        if self._ticket.phase is not Phase.IDLE:
+            self._ticket.enter(Phase.HEAD)
+        self.pass_on()  # accepted in the moment in which the server left
+
+    def on_expired(self, phase: Phase) -> None:
+        """Called by the gate."""
+        self._transport.close()
+
+    def on_displaced(self) -> None:
+        """Called by the gate."""
+        self._transport.abort()
+
+    def pass_on(self) -> None:
+        """Pass the connection on, where the server leaves and nothing was received."""
+        if self._state.pass_on is not None and not self._seen and not self._transport.is_closing():
+            self._state.pass_on(_detach(self._transport))
+
+    def data_received(self, data: bytes) -> None:
+        self._seen += data
+        if len(self._seen) < len(_H2_PREFACE) and _H2_PREFACE.startswith(self._seen):
+            return
+        self._state.connections.discard(cast(Any, self))
+        protocol: Any
+        if self._seen.startswith(_H2_PREFACE):
+            protocol = self._h2(self._state, self._ticket)
+        else:
+            protocol = self._http1(server_state=self._state, ticket=self._ticket, **self._rest)
+        self._transport.set_protocol(protocol)
+        protocol.connection_made(self._transport)
+        if self._state.pass_on is not None and not isinstance(protocol, HttpProtocol):
+            protocol.leave()
+        protocol.data_received(self._seen)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._state.connections.discard(cast(Any, self))
+        self._ticket.leave()
+
+    def shutdown(self) -> None:
+        """Called by uvicorn as the server ends."""
+        self._transport.close()

@@ -1,0 +1,467 @@
+"""One HTTP/2 connection of a server: streams, flow control in both directions, bounds on what a client costs, GOAWAY.
+
+Protocol: RFC 9113.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any, cast
+
+from teimgr.http.byte_budget import ByteBudget
+from teimgr.http.connection_gate import LEAST_READ_BYTES, LIMITS, ConnectionGate, Phase, StallGuard, Ticket
+from teimgr.http.http1 import ListenerState
+from teimgr.http.http2.frame_types import ConnectionBroken, ErrorCode, Payload
+from teimgr.http.http2.framing import Framing
+from teimgr.http.http2.header_decoder import Headers
+from teimgr.http.http2.loop_turns import LoopTurns
+from teimgr.http.http2.request_head import InvalidHead, RequestHead, read_head
+from teimgr.http.http2.sender import Sender
+from teimgr.http.http2.stream import Stalled, Stream, StreamLost
+
+log = logging.getLogger(__name__)
+
+MAX_STREAMS = 1024
+# Tasks of the streams of all connections: each takes some kilobytes. More are refused unprocessed.
+MAX_TASKS = 8192
+# Bytes that clients may send before they are read.
+_STREAM_WINDOW = 1 << 18
+_CONNECTION_WINDOW = 1 << 20
+# Once streams that are not read hold half of the connection's window, it is opened ahead of their reader, else four of
+# them would block all others of their connection. So many bytes of all connections of the process, and this part of
+# them for one connection.
+_AHEAD = ByteBudget(64 * 2**20)
+_AHEAD_SHARE = 4
+# Control frames (PING, SETTINGS, RST_STREAM, PRIORITY, CONTINUATION, WINDOW_UPDATE beyond what answers explain, empty
+# DATA, unknown ones) and refused or malformed requests that a connection may send at once, and per second after that.
+# Each costs an acknowledgement or a task; a client that cancels calls sends one for each. A change of the initial
+# window costs more, as it concerns every stream.
+_CONTROL_BURST = 2000
+_CONTROL_PER_S = 500.0
+_STREAMS_PER_CONTROL = 64
+# A client that has begun a frame or a header block ends it within this time, or sends `LEAST_READ_BYTES` of it.
+_FRAME_S = LIMITS[Phase.HEAD].seconds
+# A connection that stays open is closed after so long without a stream, PING or not; one that never had any after the
+# limit of `Phase.IDLE`.
+_UNUSED_S = 900.0
+# After GOAWAY a client closes; the server does so only after this time, as data that arrives at a closed connection
+# makes the kernel reset it, and the client might lose the GOAWAY, by which it knows that calls can be made again.
+_GOAWAY_S = 1.0
+# What an answered client still sends is read and discarded within these, then its stream is reset: clients such as curl
+# before 8.7 lose the response with the stream.
+_DISCARD_S = LIMITS[Phase.DISCARD].seconds
+_DISCARDED_BYTES = cast(int, LIMITS[Phase.DISCARD].bytes)
+
+_MALFORMED: Headers = ((b":status", b"400"), (b"content-type", b"text/plain; charset=utf-8"))
+
+Serve = Callable[[Stream], Coroutine[Any, Any, None]]
+"""Serves one stream; runs as a task, cancelled when the stream is lost, unless it sets `Stream.on_lost`."""
+
+
+class _Answered:
+    """A stream answered before its client has sent all; the bytes that may still come, and their time limit."""
+
+    __slots__ = ("left", "stream", "timer")
+
+    def __init__(self, stream: Stream, timer: asyncio.TimerHandle) -> None:
+        self.stream = stream
+        self.timer = timer
+        self.left = _DISCARDED_BYTES
+
+
+class Connection(asyncio.Protocol):
+    """One connection; registers with the server, which calls `shutdown` at its end and cancels tasks that take longer.
+
+    A malformed request is answered 400 and its stream reset; `serve` does not see it. A connection without streams is
+    closed after a time, by GOAWAY; one that `stays_open` after a longer time, once it has had a stream. `ticket` counts
+    it; without one it is the only connection of a gate of its own.
+
+    What it receives is processed in parts, as `LoopTurns` gives the time; meanwhile it is hardly read.
+    """
+
+    _turns = LoopTurns()  # of all connections: a process has one event loop that serves
+
+    def __init__(
+        self, serve: Serve, state: ListenerState, ticket: Ticket | None = None, *, stays_open: bool = False
+    ) -> None:
+        self._serve = serve
+        self._state = state
+        self._framing = Framing(
+            self, max_streams=MAX_STREAMS, stream_window=_STREAM_WINDOW, connection_window=_CONNECTION_WINDOW
+        )
+        self._streams: dict[int, Stream] = {}
+        self._known_headers: Headers | None = None  # of the last request
+        self._known_head: RequestHead
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._answered: dict[int, _Answered] = {}  # whose clients still send
+        self._ahead = ByteBudget(_AHEAD.limit_bytes // _AHEAD_SHARE, _AHEAD)
+        self._allowance = float(_CONTROL_BURST)
+        self._allowance_at = 0.0
+        self._ticket = ticket
+        self._idle_since: float | None = None  # once it has had a stream
+        self._frame_timer: asyncio.TimerHandle | None = None
+        self._received_bytes = 0
+        self._is_behind = self._is_full = False  # received bytes are left to process; the client does not read
+        self._is_reading = True
+        self._has_settings = False
+        self._is_stopping = self._sent_goaway = self._lingers = False
+        self.stays_open = stays_open
+
+    # Called by asyncio.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+        self._loop = asyncio.get_running_loop()
+        self.closed = self._loop.create_future()
+        self.sender = Sender(self._framing, self.transport)
+        self._stall_guard = StallGuard(self.transport)
+        ticket = self._ticket = self._ticket or ConnectionGate(1).admit("")
+        assert ticket is not None
+        if not ticket.hand_to(self) or self._state.has_ended:
+            self.transport.abort()
+            return
+        self._state.connections.add(cast(Any, self))
+        self.sender.flush()
+        ticket.enter(Phase.HEAD)
+
+    def data_received(self, data: bytes) -> None:
+        """Process received bytes; a protocol error ends this connection only."""
+        self._received_bytes += len(data)
+        if self._is_behind:
+            self._framing.receive(data, 0)
+            self._read_or_pause()
+        else:
+            self._is_behind = self._process(data)
+            if self._is_behind:
+                self._turns.wait(self._catch_up)
+
+    def _process(self, data: bytes = b"") -> bool:
+        """Process what was received, as far as this turn of the event loop allows; True where some is left."""
+        if self.transport.is_closing():
+            return False
+        units = self._turns.units
+        try:
+            left = self._framing.receive(data, units)
+        except ConnectionBroken as error:
+            self._break(error)
+        except Exception as error:
+            log.warning("an HTTP/2 connection broke: %r", error)
+            self._break()
+        else:
+            self._turns.spend(units - left)
+            self.sender.send_waiting()
+            self.sender.write()  # answers to control frames: so that those of a client that does not read are held back
+            framing, ticket = self._framing, cast(Ticket, self._ticket)
+            is_inside = framing.is_inside
+            if is_inside and self._frame_timer is None:
+                self._await_frame()
+            if left > 0 and (held := framing.held_bytes if is_inside else 0) != ticket.held:
+                ticket.hold(held)
+            return left <= 0
+        return False
+
+    def _catch_up(self) -> bool:
+        if self._is_full:
+            return False  # until `resume_writing`
+        self._is_behind = self._process()
+        self._read_or_pause()
+        return self._is_behind
+
+    def _read_or_pause(self) -> None:
+        """Read from the client while it reads, and while what was read is processed."""
+        reads = not (self._is_full or self._is_behind)
+        if reads != self._is_reading and not self.transport.is_closing():
+            self._is_reading = reads
+            if reads:
+                self.transport.resume_reading()
+            else:
+                self.transport.pause_reading()
+
+    def _await_frame(self) -> None:
+        progress = self._framing.frames, self._received_bytes
+        self._frame_timer = self._loop.call_later(_FRAME_S, self._check_frame, *progress)
+
+    def _check_frame(self, frames: int, received_bytes: int) -> None:
+        """End the connection of a client that leaves a frame unfinished."""
+        self._frame_timer = None
+        if not self._framing.is_inside or self.transport.is_closing():
+            return
+        is_slow = self._framing.frames == frames and self._received_bytes - received_bytes < LEAST_READ_BYTES
+        if is_slow and self._is_reading:
+            self._break(ConnectionBroken(ErrorCode.PROTOCOL_ERROR, f"a frame did not end within {_FRAME_S:g} s"))
+        else:
+            self._await_frame()
+
+    def pause_writing(self) -> None:
+        """Backpressure: while the client does not read, nothing is read that would need an answer."""
+        self.sender.pause()
+        self._stall_guard.paused()
+        self._is_full = True
+        self._read_or_pause()
+
+    def resume_writing(self) -> None:
+        self._stall_guard.resumed()
+        self._is_full = False
+        if self._is_behind:
+            self._turns.wait(self._catch_up)
+        self._read_or_pause()
+        self.sender.resume()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.closed.set_result(None)
+        self._stall_guard.resumed()
+        if self._frame_timer is not None:
+            self._frame_timer.cancel()
+        if self._ticket is not None:
+            self._ticket.leave()
+        self._state.connections.discard(cast(Any, self))
+        self._lose_streams()
+        self.sender.resume()
+        self._framing.forget_receiver()
+
+    # Called by the gate.
+
+    def on_expired(self, phase: Phase) -> None:
+        if self._ticket is None or self.transport.is_closing():
+            return
+        if phase is Phase.ANSWER and not self._tasks and not self._sent_goaway:
+            self._ticket.enter(Phase.IDLE)
+        elif phase is Phase.ANSWER or (phase is Phase.IDLE and self._is_kept()):
+            self._ticket.renew()
+        else:
+            self.leave()
+
+    def _is_kept(self) -> bool:
+        """Whether it stays open and had a stream not long ago."""
+        if not self.stays_open or self._idle_since is None:
+            return False
+        return self._loop.time() - self._idle_since < _UNUSED_S
+
+    def on_displaced(self) -> None:
+        self.transport.abort()
+
+    # Called by the server.
+
+    def leave(self) -> None:
+        """Send GOAWAY: the client makes later calls on other connections, those on the way included. Close once the
+        calls here are answered and the client had time to close.
+        """
+        self._lingers = True
+        self._send_goaway()
+        for stream in tuple(self._streams.values()):
+            if stream.on_leaving is not None:
+                stream.on_leaving()
+        self._loop.call_later(_GOAWAY_S, self._end_lingering)
+
+    def shutdown(self) -> None:
+        """Answer the open streams, take no more, close."""
+        if not self._is_stopping and not self.transport.is_closing():
+            self._is_stopping = True
+            for stream in tuple(self._streams.values()):
+                if stream.on_stopping is not None:
+                    stream.on_stopping()
+        self._send_goaway()
+        self._end_lingering()
+
+    # Called by streams.
+
+    def reset(self, stream: Stream, code: ErrorCode) -> None:
+        self._framing.reset(stream.number, code)
+        self.sender.flush()
+
+    def acknowledge(self, stream: Stream, size: int) -> None:
+        if not size:
+            return
+        ahead = min(stream.ahead, size)
+        if ahead:
+            stream.ahead -= ahead
+            self._ahead.give_back(ahead)
+        if not self.transport.is_closing():
+            self._framing.acknowledge(stream.number, size)
+            self._framing.open_window(size - ahead)
+            self.sender.flush()
+
+    # Called by the framing.
+
+    def on_request(self, number: int, headers: Headers) -> bool:
+        if self._sent_goaway or len(self._tasks) >= MAX_STREAMS or len(self._state.tasks) >= MAX_TASKS:
+            return False
+        self._enter(Phase.ANSWER)
+        try:
+            stream = Stream(self, number, headers, self._head_of(headers))
+            serving = self._run(stream)
+        except InvalidHead as error:
+            self._count()
+            stream = Stream(self, number, headers, None)
+            serving = self._refuse(stream, error)
+        self._streams[number] = stream
+        task = self._loop.create_task(serving)
+        stream.on_lost = task.cancel
+        self._tasks.add(task)
+        self._state.tasks.add(task)
+        task.add_done_callback(partial(self._ended, stream))
+        return True
+
+    def _head_of(self, headers: Headers) -> RequestHead:
+        """As `read_head`, which most requests of a client need not repeat: their headers are of the decoder's cache."""
+        if headers is not self._known_headers:
+            self._known_head, self._known_headers = read_head(headers), headers
+        return self._known_head
+
+    def on_data(self, number: int, data: Payload) -> None:
+        stream, size = self._streams.get(number), len(data)
+        if stream is None or stream.is_lost:  # answered before its end
+            self._framing.acknowledge(number, size)
+            self._framing.open_window(size)
+            self._discard(number, size)
+        else:
+            stream.received.add(data)
+            stream.received_bytes += size
+            if stream.is_malformed:
+                self._framing.break_stream(number, ErrorCode.PROTOCOL_ERROR)
+            if self._framing.receive_window < _CONNECTION_WINDOW // 2 and self._ahead.try_take(size):
+                stream.ahead += size
+                self._framing.open_window(size)
+
+    def on_end(self, number: int) -> None:
+        if (stream := self._streams.get(number)) is not None:
+            stream.received.end()
+            if stream.is_malformed:
+                self._framing.break_stream(number, ErrorCode.PROTOCOL_ERROR)
+        self._forget(number)
+
+    def on_reset(self, number: int) -> None:
+        if (stream := self._streams.get(number)) is not None:
+            stream.lose()
+        self._forget(number)
+
+    def on_window(self, number: int) -> None:
+        if number and (stream := self._streams.get(number)) is not None:
+            self.sender.take_turn(stream)
+
+    def on_settings(self, changes_windows: bool) -> None:
+        if self._state.is_leaving and not self._sent_goaway:  # its handshake took until now
+            self.leave()
+        if self.stays_open and not self._has_settings and not self._tasks:
+            self._enter(Phase.IDLE)
+        self._has_settings = True
+        if changes_windows:
+            for stream in self._streams.values():
+                self.sender.take_turn(stream)
+            self._count(1 + len(self._streams) // _STREAMS_PER_CONTROL)
+        else:
+            self._count()
+
+    def on_goaway(self, code: int) -> None:
+        """Answer the open streams; the client opens no more."""
+        if code:
+            raise ConnectionBroken(ErrorCode.NO_ERROR, "the client reports an error")
+        self._send_goaway()
+        self._close_when_idle()
+
+    def on_control(self, count: int = 1) -> None:
+        self._count(count)
+
+    def _count(self, frames: int = 1) -> None:
+        """Count control frames; break the connection of a client that sends too many."""
+        now = self._loop.time()
+        self._allowance += (now - self._allowance_at) * _CONTROL_PER_S
+        self._allowance = min(self._allowance, _CONTROL_BURST) - frames
+        self._allowance_at = now
+        if self._allowance < 0 and not self.transport.is_closing():
+            raise ConnectionBroken(ErrorCode.ENHANCE_YOUR_CALM, "the client floods its connection with control frames")
+
+    # The end of streams and of the connection
+
+    async def _run(self, stream: Stream) -> None:
+        try:
+            await self._serve(stream)
+        except StreamLost as lost:
+            log.debug("a client left: %s", lost)
+
+    async def _refuse(self, stream: Stream, error: InvalidHead) -> None:
+        """Answer a malformed request (RFC 9113, section 8.1.1)."""
+        text = f"Invalid HTTP request received: {error}".encode()
+        try:
+            await stream.send_headers([*_MALFORMED, (b"content-length", b"%d" % len(text))])
+            await stream.send_data(text, end=True)
+        except (StreamLost, Stalled) as lost:
+            log.debug("a client left: %s", lost)
+        self._framing.refuse(stream.number, ErrorCode.PROTOCOL_ERROR)
+        self.sender.flush()
+
+    def _ended(self, stream: Stream, task: asyncio.Task[None]) -> None:
+        del self._streams[stream.number]
+        self._tasks.discard(task)
+        self._state.tasks.discard(task)
+        self._state.total_requests += 1
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a request failed", exc_info=error)
+        if stream.has_ended and not stream.received.has_ended and stream.discards_rest and not stream.is_lost:
+            timer = self._loop.call_later(_DISCARD_S, self._discard, stream.number, _DISCARDED_BYTES + 1)
+            self._answered[stream.number] = _Answered(stream, timer)
+        elif not (self._is_stopping and task.cancelled()):  # else its client gets the end of the connection
+            stream.reset(ErrorCode.NO_ERROR if stream.has_ended else ErrorCode.INTERNAL_ERROR)
+        self.acknowledge(stream, stream.received.unacknowledged())
+        stream.forget_callbacks()
+        if self._sent_goaway:
+            self._close_when_idle()
+        elif not self._tasks and not self.transport.is_closing():
+            self._idle_since = self._loop.time()
+            if not self.stays_open:  # else the gate's next check makes it idle, which costs its calls nothing
+                self._enter(Phase.IDLE)
+
+    def _discard(self, number: int, size: int) -> None:
+        """Count received bytes of an answered stream; reset one whose client sends too much."""
+        answered = self._answered.get(number)
+        if answered is not None:
+            answered.left -= size
+            if answered.left < 0:
+                self._forget(number)
+                answered.stream.reset(ErrorCode.NO_ERROR)
+
+    def _forget(self, number: int) -> None:
+        if (answered := self._answered.pop(number, None)) is not None:
+            answered.timer.cancel()
+
+    def _enter(self, phase: Phase) -> None:
+        if self._ticket is not None:
+            self._ticket.enter(phase)
+
+    def _send_goaway(self) -> None:
+        if not self._sent_goaway and not self.transport.is_closing():
+            self._sent_goaway = True
+            self._framing.goaway(ErrorCode.NO_ERROR)
+            self.sender.flush()
+
+    def _end_lingering(self) -> None:
+        self._lingers = False
+        self._close_when_idle()
+
+    def _close_when_idle(self) -> None:
+        if not self._tasks and not self._lingers:
+            self._close()
+
+    def _break(self, error: ConnectionBroken | None = None) -> None:
+        if error is not None:
+            level = logging.WARNING if error.code is ErrorCode.ENHANCE_YOUR_CALM else logging.DEBUG
+            log.log(level, "an HTTP/2 connection broke: %s", error)
+            self._framing.goaway(error.code)
+        self._close()
+        self._lose_streams()
+
+    def _close(self) -> None:
+        if not self.transport.is_closing():
+            self.sender.write()
+            if self.transport.get_write_buffer_size():
+                self._stall_guard.paused()  # the close waits until the client has read what was sent
+            self.transport.close()
+
+    def _lose_streams(self) -> None:
+        for stream in tuple(self._streams.values()):
+            stream.lose()
+        for number in tuple(self._answered):
+            self._forget(number)

@@ -1,0 +1,210 @@
+"""Frames out of the bytes of an HTTP/2 connection, server side: their order, their sizes, and what each costs."""
+
+from __future__ import annotations
+
+import math
+
+from teimgr.http.http2.frame_types import (
+    ACK,
+    CONTINUATION,
+    DATA,
+    DEFAULT_FRAME,
+    END_HEADERS,
+    END_STREAM,
+    FRAME_HEAD,
+    HEADERS,
+    MAX_WINDOW,
+    PADDED,
+    PREFACE,
+    SETTINGS,
+    ConnectionBroken,
+    ErrorCode,
+    Payload,
+)
+
+# Longest DATA frame that a client may send; other frames may have `DEFAULT_FRAME`.
+RECEIVED_FRAME = 2**18
+# Payloads of DATA beyond this are not copied before the stream takes them.
+_COPIED_BYTES = 4096
+# The cost of frames, in units of some 4 µs: a request is decoded and gets a task, every byte of a header block may
+# belong to a Huffman string, DATA is copied, SETTINGS may change the window of each stream.
+_REQUEST_UNITS = 8
+_BLOCK_BYTES_PER_UNIT = 32
+_DATA_BYTES_PER_UNIT = 8192
+_STREAMS_PER_UNIT = 16
+_OF_BLOCKS = frozenset((HEADERS, CONTINUATION))
+_COSTLY = _OF_BLOCKS | {SETTINGS}
+
+
+class _PartialData:
+    """A DATA frame of which only a part was received: what is to come of it, in bytes."""
+
+    __slots__ = ("flags", "left", "number", "padding")
+
+    def __init__(self, number: int, flags: int, left: int, padding: int) -> None:
+        self.number = number
+        self.flags = flags
+        self.left = left  # of data
+        self.padding = padding  # behind the data
+
+
+class FrameReader:
+    """Reads frames and calls the methods of a subclass with them.
+
+    Nothing is held of a DATA frame: its parts are passed on as they come. Of any other frame at most 16 KiB are held
+    until its end has come.
+    """
+
+    def __init__(self) -> None:
+        self._rest, self._at = b"", 0  # received bytes, those before `_at` are processed
+        self._partial: _PartialData | None = None
+        self._has_preface = self._has_settings = False
+        self._open_block = 0  # the stream of a header block whose end has not come
+        self._block_bytes = 0
+        self.frames = 0
+        """Frames that were received as a whole; one for a whole header block."""
+
+    def receive(self, data: bytes = b"", units: float = math.inf) -> float:
+        """Process `data`, behind what earlier calls have left, as far as its frames cost no more than `units`.
+
+        Returns:
+            The units that are left; 0 where frames may be left too. `TURN_UNITS` are enough for any frame.
+
+        Raises:
+            ConnectionBroken: the client broke the protocol; nothing more may be received.
+        """
+        if self._at < len(self._rest):
+            data = self._rest[self._at :] + data
+        self._rest, self._at = data, 0
+        if not self._has_preface:
+            if data[: len(PREFACE)] != PREFACE[: len(data)]:
+                raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "the connection preface is wrong")
+            if len(data) < len(PREFACE):
+                return units
+            self._has_preface, self._at = True, len(PREFACE)
+        while cost := self._read_frame(units):
+            if cost > units:
+                return 0
+            units -= cost
+        if self._at == len(self._rest):
+            self._rest, self._at = b"", 0
+        return units
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether a frame or a header block has begun and not ended. The preface counts as a frame."""
+        return self._at < len(self._rest) or self._open_block > 0 or self._partial is not None
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of a frame or a header block whose end has not come."""
+        return len(self._rest) - self._at + self._block_bytes
+
+    @property
+    def open_streams(self) -> int:
+        """How many streams SETTINGS may concern."""
+        raise NotImplementedError
+
+    def _on_frame(self, kind: int, flags: int, number: int, payload: bytes) -> None:
+        """A frame that is not DATA."""
+        raise NotImplementedError
+
+    def _begin_data(self, flags: int, number: int, length: int, padding: int) -> None:
+        """A DATA frame with a payload of `length` bytes; `padding` of them, with their length, are not passed on."""
+        raise NotImplementedError
+
+    def _on_data(self, number: int, payload: Payload, end: bool) -> None:
+        """What has come of a DATA frame; `end`: it is the last of the stream."""
+        raise NotImplementedError
+
+    def _read_frame(self, units: float) -> int:
+        """Process a frame, or a part of DATA, if it costs at most `units`; its cost, 0 where more has to come first."""
+        at, size = self._at, len(self._rest)
+        if self._partial is not None:
+            if at < size and units:
+                self._read_rest(self._partial)
+            return int(at < size)
+        if size - at < FRAME_HEAD.size:
+            return 0
+        high, low, kind, flags, number = FRAME_HEAD.unpack_from(self._rest, at)
+        length, number, at = (high << 16) + low, number & MAX_WINDOW, at + FRAME_HEAD.size
+        if length > (RECEIVED_FRAME if kind == DATA else DEFAULT_FRAME):
+            raise ConnectionBroken(ErrorCode.FRAME_SIZE_ERROR, f"a frame of type {kind} of {length} bytes")
+        needed = at + length if kind != DATA else at + (flags & PADDED and length > 0)
+        if needed > size:
+            return 0
+        cost = (
+            1 + length // _DATA_BYTES_PER_UNIT if kind == DATA else self._cost(kind, length) if kind in _COSTLY else 1
+        )
+        if cost > units:
+            return cost
+        if self._open_block or kind == CONTINUATION or not self._has_settings:
+            self._check_order(kind, flags, number)
+        if kind != DATA:
+            payload, self._at = self._rest[at:needed], needed
+            if kind in _OF_BLOCKS and (self._open_block or not flags & END_HEADERS):
+                self._track_block(flags, number, length)
+            self._on_frame(kind, flags, number, payload)
+        elif flags & PADDED or at + length > size:
+            self._at = at
+            self._read_data(flags, number, length)
+        else:  # as most are, and as `_read_data` would
+            self._at = at + length
+            self._begin_data(flags, number, length, 0)
+            self._on_data(number, self._slice(at, at + length), bool(flags & END_STREAM))
+        self.frames += not self._open_block
+        return cost
+
+    def _cost(self, kind: int, length: int) -> int:
+        if kind == SETTINGS:
+            return 1 + length // _BLOCK_BYTES_PER_UNIT + self.open_streams // _STREAMS_PER_UNIT
+        return _REQUEST_UNITS + min(self._block_bytes + length, DEFAULT_FRAME) // _BLOCK_BYTES_PER_UNIT
+
+    def _check_order(self, kind: int, flags: int, number: int) -> None:
+        if self._open_block and (kind != CONTINUATION or number != self._open_block):
+            raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "a frame inside a header block")
+        if kind == CONTINUATION and not self._open_block:
+            raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "CONTINUATION without HEADERS")
+        if not self._has_settings:
+            if kind != SETTINGS or flags & ACK:
+                raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "the first frame is no SETTINGS")
+            self._has_settings = True
+
+    def _track_block(self, flags: int, number: int, length: int) -> None:
+        ends = bool(flags & END_HEADERS)
+        self._open_block = 0 if ends else number
+        self._block_bytes = 0 if ends else self._block_bytes + length
+
+    def _read_data(self, flags: int, number: int, length: int) -> None:
+        """Begin a DATA frame whose payload of `length` bytes is at `_at`."""
+        padding = 0
+        if flags & PADDED:
+            padding = self._rest[self._at] + 1 if length else 1
+            if padding > length:
+                raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "padding longer than its frame")
+            self._at += 1
+        self._begin_data(flags, number, length, padding)
+        end = self._at + length
+        if not padding and end <= len(self._rest):
+            at, self._at = self._at, end
+            self._on_data(number, self._slice(at, end), bool(flags & END_STREAM))
+        else:
+            self._partial = _PartialData(number, flags, length - padding, max(padding - 1, 0))
+            self._read_rest(self._partial)
+
+    def _read_rest(self, partial: _PartialData) -> None:
+        """Pass on what has come of a DATA frame."""
+        at, size = self._at, len(self._rest)
+        end = min(at + partial.left, size)
+        partial.left -= end - at
+        padding = min(partial.padding, size - end)
+        partial.padding -= padding
+        self._at = end + padding
+        is_whole = not partial.left and not partial.padding
+        if is_whole:
+            self._partial = None
+        if end > at or is_whole:
+            self._on_data(partial.number, self._slice(at, end), bool(partial.flags & END_STREAM and is_whole))
+
+    def _slice(self, at: int, end: int) -> Payload:
+        return self._rest[at:end] if end - at <= _COPIED_BYTES else memoryview(self._rest)[at:end]

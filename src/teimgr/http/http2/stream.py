@@ -1,0 +1,257 @@
+"""One HTTP/2 stream of a server: the client's bytes in, headers and data out, its end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol
+
+from teimgr.http.http2.frame_types import ErrorCode, Payload
+from teimgr.http.http2.header_decoder import Headers
+from teimgr.http.http2.request_head import RequestHead
+
+
+class Connection(Protocol):
+    """What a stream and those that serve it need of its connection; `stays_open` allows it to be idle for long."""
+
+    transport: asyncio.Transport
+    stays_open: bool
+
+    @property
+    def sender(self) -> Sender: ...
+
+    def reset(self, stream: Stream, code: ErrorCode) -> None: ...
+
+    def acknowledge(self, stream: Stream, size: int) -> None: ...
+
+
+class Sender(Protocol):
+    """What a stream needs of its connection's sender."""
+
+    async def send_headers(self, stream: Stream, headers: Headers, end: bool) -> None: ...
+
+    async def send_data(self, stream: Stream, data: memoryview, end: bool) -> None: ...
+
+
+_COPIED_BYTES = 256 * 1024
+
+
+class StreamLost(Exception):
+    """The client has reset the stream, or its connection is closed."""
+
+
+class Stalled(Exception):
+    """The client does not read what is sent on the stream."""
+
+
+def _ignore(size: int) -> None:
+    pass
+
+
+class ReceiveBuffer:
+    """The received bytes of a stream; `acknowledge` is called with the number of bytes to add to the client's window.
+
+    The window reopens only when a reader waits for data, so what is not read holds the client back.
+    """
+
+    def __init__(self, acknowledge: Callable[[int], None]) -> None:
+        self._acknowledge = acknowledge
+        self._data = bytearray()
+        self._unacknowledged = 0
+        self._failure: Exception | None = None
+        self._changed = asyncio.Event()
+        self.has_ended = False
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    async def read(self, size: int) -> bytes | bytearray:
+        """Exactly `size` bytes; fewer, or none, at the end of the stream.
+
+        Raises:
+            Exception: the error given to `fail`, once all received bytes are read.
+        """
+        while len(self._data) < size and not self.has_ended:
+            await self._wait()
+        return self.take(min(size, len(self._data)))
+
+    async def read_some(self) -> bytes | bytearray:
+        """What was received and not read, at least a byte; none at the end of the stream. Raises as `read`."""
+        while not self._data and not self.has_ended:
+            await self._wait()
+        return self.take()
+
+    async def more(self) -> None:
+        """Wait until more is received, or the end; raises as `read`."""
+        before = len(self._data)
+        while len(self._data) == before and not self.has_ended:
+            await self._wait()
+
+    async def whole(self, limit_bytes: int) -> bool:
+        """Whether the stream ended within `limit_bytes`; nothing is read, nor the window opened. Raises as `read`."""
+        while not self.has_ended and len(self._data) <= limit_bytes:
+            if self._failure is not None:
+                raise self._failure
+            self._changed.clear()
+            await self._changed.wait()
+        return len(self._data) <= limit_bytes
+
+    def peek(self, size: int) -> bytes:
+        """The first `size` bytes, or fewer where fewer are received; they are not read."""
+        return bytes(self._data[:size])
+
+    def take(self, size: int | None = None) -> bytes | bytearray:
+        """The first `size` received bytes, or all; many of them without a copy, of a millisecond per MB."""
+        if size is None:
+            size = len(self._data)
+        if size > _COPIED_BYTES:
+            taken, self._data = self._data, self._data[size:]  # the rest is a window's size at most
+            del taken[size:]
+            return taken
+        found = bytes(memoryview(self._data)[:size])
+        del self._data[:size]
+        return found
+
+    def fail(self, error: Exception) -> None:
+        """Stop waiting for data."""
+        self._failure = error
+        self._changed.set()
+
+    def add(self, data: Payload) -> None:
+        """Append received bytes, which took as many of the client's window."""
+        self._data += data
+        self._unacknowledged += len(data)
+        self._changed.set()
+
+    def put_back(self, data: bytes | bytearray) -> None:
+        """Undo `take` of all bytes."""
+        self._data[:0] = data
+        self._changed.set()
+
+    def end(self) -> None:
+        """The client sends no more."""
+        self.has_ended = True
+        self._changed.set()
+
+    def unacknowledged(self) -> int:
+        """The bytes to acknowledge now; each is counted once."""
+        size, self._unacknowledged = self._unacknowledged, 0
+        return size
+
+    def forget_reader(self) -> None:
+        """Nobody reads any more: break the reference cycles with the stream."""
+        self._acknowledge = _ignore
+        self._failure = None
+
+    async def _wait(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        self._acknowledge(self.unacknowledged())
+        self._changed.clear()
+        await self._changed.wait()
+
+
+class Stream:
+    """A stream, opened by its client with `headers`; `head` is None where these are malformed.
+
+    Attributes:
+        received: What the client sends.
+        on_lost: Called once when the client resets the stream or the connection ends; the connection sets it to the
+            cancellation of the task that serves the stream.
+        on_leaving: Called when the server answers its last calls, while the stream is open.
+        on_stopping: Called when the server ends, while the stream is open.
+        discards_rest: Whether a client that is answered may still send its request, which is discarded; else the
+            stream is reset.
+        is_lost: Whether nothing can be sent any more; `received` fails with `StreamLost` then.
+    """
+
+    def __init__(self, connection: Connection, number: int, headers: Headers, head: RequestHead | None) -> None:
+        self.connection = connection
+        self.number = number
+        self.headers = headers
+        self._head = head
+        self.received = ReceiveBuffer(self._acknowledge)
+        self.length = None if head is None else head.length  # of the request's content
+        self.received_bytes = 0
+        self.ahead = 0  # unread bytes for which the connection's window was opened already
+        self.on_lost: Callable[[], object] | None = None
+        self.on_leaving: Callable[[], object] | None = None
+        self.on_stopping: Callable[[], object] | None = None
+        self.discards_rest = False
+        self.is_lost = False
+        self.has_ended = False
+        """Whether the server has sent its last frame."""
+        # What `send_data` waits for; the connection sends it as flow control allows.
+        self.unsent = memoryview(b"")
+        self.ends_after = False
+        self.is_sending = False
+        self.sent: asyncio.Future[None] | None = None  # resolved when all is sent or lost
+        self.has_turn = False
+
+    @property
+    def head(self) -> RequestHead:
+        """The head of the request; streams that are served have one."""
+        assert self._head is not None
+        return self._head
+
+    @property
+    def is_malformed(self) -> bool:
+        """Whether the content is, or will be, not as long as the head says (RFC 9113, section 8.1.1)."""
+        if self.length is None:
+            return False
+        return self.received_bytes > self.length or (self.received.has_ended and self.received_bytes < self.length)
+
+    async def send_headers(self, headers: Headers, end: bool = False) -> None:
+        """Send a block of headers, the last frame if `end`.
+
+        Raises:
+            StreamLost: it cannot be sent.
+        """
+        await self.connection.sender.send_headers(self, headers, end)
+
+    async def send_data(self, data: bytes | bytearray | memoryview, end: bool = False) -> None:
+        """Send bytes as flow control allows; return when all are written to the connection.
+
+        Raises:
+            StreamLost: they cannot be sent.
+            Stalled: the client did not read for too long; the rest of them is discarded.
+        """
+        self.check_open()
+        await self.connection.sender.send_data(self, memoryview(data), end)
+
+    def reset(self, code: ErrorCode = ErrorCode.NO_ERROR) -> None:
+        """End the stream in both directions, where it has not ended."""
+        if not self.is_lost and not (self.has_ended and self.received.has_ended):
+            self.has_ended = True
+            self.connection.reset(self, code)
+
+    def lose(self) -> None:
+        """Called by the connection when nothing can be received or sent any more."""
+        if not self.is_lost:
+            self.is_lost = True
+            self.received.fail(StreamLost(f"stream {self.number} is lost"))
+            self.end_sending()
+            if self.on_lost is not None:
+                self.on_lost()
+
+    def end_sending(self) -> None:
+        """Called by the connection when all of `unsent` is sent or lost."""
+        self.is_sending = False
+        if self.sent is not None and not self.sent.done():
+            self.sent.set_result(None)
+
+    def forget_callbacks(self) -> None:
+        """Called by the connection when the stream was served: break its reference cycles, so that it is freed at once.
+
+        A collection over the objects of thousands of streams would hold the event loop for all of its time.
+        """
+        self.received.forget_reader()
+        self.on_lost = self.on_leaving = self.on_stopping = None
+
+    def check_open(self) -> None:
+        """Raises StreamLost where nothing can be sent any more."""
+        if self.is_lost or self.has_ended:
+            raise StreamLost(f"stream {self.number} has ended")
+
+    def _acknowledge(self, size: int) -> None:
+        self.connection.acknowledge(self, size)

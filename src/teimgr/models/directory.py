@@ -1,0 +1,421 @@
+"""Which files of a model directory are needed: by module, its weights and what is read beside them.
+
+What is downloaded (`needed`), what makes a copy complete (`missing_file`), what is shown in `/models` and which weights
+are opened (`weight_files`) all follow from the same rules here, for each directory by itself: safetensors before
+pickled files, one file before an index of shards, as the transformers library chooses.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from itertools import islice
+from pathlib import Path, PurePosixPath
+
+from teimgr.errors import InvalidConfig, ModelLoadFailed
+from teimgr.models import bounded_json as model_json
+from teimgr.models.source import MAX_PATH_CHARS, file_problem, home_of, is_inside, resolved_roots, stays_below
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+_ADAPTER, _ADAPTER_WEIGHTS = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")
+_ONNX = ("onnx/model.onnx", "model.onnx")  # the exports in full precision, of which others are made
+_CARD_CHARACTERS = 10_000  # of a model card that are looked into
+_FORMATS = {
+    ".gguf": "GGUF (llama.cpp)",
+    ".onnx": "ONNX, optimised or quantised",
+    ".h5": "TensorFlow",
+    ".msgpack": "Flax",
+    "openvino_model.xml": "OpenVINO",
+    ".mlmodel": "Core ML",
+    ".tflite": "TensorFlow Lite",
+    ".ot": "Rust",
+}
+_WEIGHTS = (SINGLE, INDEX, PICKLED, PICKLED_INDEX)  # in the order in which they are looked for
+_OTHER_ENDINGS = ("onnx", "onnx_data", "h5", "msgpack", "ot", "tflite", "gguf", "pth", "ckpt", "mlmodel")
+_OTHER_RUNTIMES = (
+    *("onnx/*", "openvino/*", "coreml/*", "checkpoint-*/*", "*/checkpoint-*/*"),
+    *(f"*.{ending}" for ending in _OTHER_ENDINGS),
+)
+_TRAINING = ("training_args.bin", "optimizer.bin", "scheduler.bin")
+OPTIONAL = [*_OTHER_RUNTIMES, "*.bin"]
+"""Patterns of all files that some repository has and does not need."""
+
+# By the class of a module without its package: what its directory has to have beside config.json.
+_READERS = ("Transformer", "MLMTransformer")
+_WEIGHTED = ("SparseStaticEmbedding", "Dense", "LayerNorm", "WeightedLayerPooling", "CNN", "LSTM")
+_CONFIGURED = (*_READERS, *_WEIGHTED, "Pooling", "SpladePooling", "LogitScore")
+
+TASK_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}")
+"""Of a task that a model has an adapter for, which is in a folder of that name."""
+
+# Folders that files are read of without being a module's.
+_READ_BESIDE = ("1_Pooling", "additional_chat_templates")
+_MOST_FILES = 10_000
+_MOST_HEAD_BYTES = 16 * 2**20  # of a safetensors file that is looked into; known ones have 1 MB
+_MOST_POINTER_BYTES = 1024  # git-lfs takes no larger file for one
+
+
+@dataclass(frozen=True, slots=True)
+class ModulePlace:
+    """A module of a model: its class without the package, and its directory."""
+
+    name: str
+    path: Path
+
+
+def onnx_file(folder: Path) -> Path | None:
+    """The graph for ONNX whose weights are read; None if there is none, or if a directory has weights beside it."""
+    if weight_files(folder):
+        return None
+    return next((folder / name for name in _ONNX if (folder / name).is_file()), None)
+
+
+def other_format(names: Iterable[str]) -> str | None:
+    """The format of the weights of files that have none for this engine, such as "GGUF (llama.cpp)"; None if they have
+    such, or no weights at all.
+    """
+    given = list(names)
+    if any(PurePosixPath(name).name in (*_WEIGHTS, *_ADAPTER_WEIGHTS) or name in _ONNX for name in given):
+        return None
+    found = (form for ending, form in _FORMATS.items() if any(name.lower().endswith(ending) for name in given))
+    return next(found, None)
+
+
+def base_model_of(root: Path) -> str | None:
+    """The base model that the card of a repository names; None if it names none."""
+    card = root / "README.md"
+    if not card.is_file():
+        return None
+    with card.open(encoding="utf-8", errors="replace") as file:
+        lines = file.read(_CARD_CHARACTERS).splitlines()
+    if not lines or lines[0].strip() != "---":
+        return None
+    for line, following in zip(lines[1:], [*lines[2:], ""], strict=True):
+        if line.strip() == "---":
+            break
+        key, _, value = line.partition(":")
+        if key == "base_model":
+            named = value.strip() or following.strip().removeprefix("-")
+            return named.strip().strip("\"'") or None
+    return None
+
+
+def use_original(named: str | None) -> str:
+    """The end of a refusal of files in another form: to use the original model, with its name if that is known."""
+    return "use the original model" + (f", {named}" if named else "")
+
+
+def only_in(form: str, original: str | None) -> str:
+    """The end of a refusal of weights in another format, behind "weights"; `original` names the original model."""
+    return f"in {form} alone, which is not read: {use_original(original)}"
+
+
+def has_configuration(path: Path) -> bool:
+    """Whether a directory can be a model's, or an adapter's."""
+    names = ("config.json", "modules.json", _ADAPTER, "gliner_config.json")  # the last is refused by name
+    return any((path / name).exists() for name in names)
+
+
+def adapter_weights(folder: Path) -> Path | None:
+    """The file of an adapter's weights; None if there is none."""
+    return next((folder / name for name in _ADAPTER_WEIGHTS if (folder / name).is_file()), None)
+
+
+def adapter_base(folder: Path) -> tuple[str, str | None] | None:
+    """The base model that an adapter names, and its revision; None if there is no adapter, or it names none."""
+    config = model_json.read_object(folder / _ADAPTER) or {}
+    named, revision = config.get("base_model_name_or_path"), config.get("revision")
+    if not isinstance(named, str) or not named:
+        return None
+    return named, revision if isinstance(revision, str) else None
+
+
+def module_places(root: Path) -> list[ModulePlace]:
+    """The modules of modules.json, those of a Router in place of it; a bare transformer has one, at `root`.
+
+    Raises:
+        ModelLoadFailed: a file cannot be read, or names a directory outside of the model's.
+    """
+    rows = model_json.read_list(root / "modules.json")
+    if not rows:
+        return [ModulePlace("Transformer", root)]
+    places = []
+    for row in rows:
+        name, path = str(row.get("type", "")).rsplit(".", 1)[-1], folder_in(root, str(row.get("path", "")))
+        places += _routed(root, path) if name in ("Router", "Asym") else [ModulePlace(name, path)]
+    return places
+
+
+def _routed(root: Path, path: Path) -> list[ModulePlace]:
+    types = (model_json.read_object(path / "router_config.json") or {}).get("types")
+    if not isinstance(types, dict):
+        return []
+    below = path.relative_to(root).as_posix()
+    return [ModulePlace(str(kind).rsplit(".", 1)[-1], folder_in(root, f"{below}/{key}")) for key, kind in types.items()]
+
+
+def configuration_folder(root: Path) -> Path:
+    """The directory with the transformer's config.json.
+
+    Raises:
+        ModelLoadFailed: as `module_places`.
+    """
+    places = module_places(root)
+    return next((place.path for place in places if place.name in _READERS), places[0].path if places else root)
+
+
+def folder_in(root: Path, path: str) -> Path:
+    """The directory that a model's files name, relative to `root`.
+
+    In the hub's cache a module's directory may be a link to that of another snapshot of the same model.
+
+    Raises:
+        ModelLoadFailed: it lies outside of the model's directory.
+    """
+    place = root / path
+    if not is_inside(place, home_of(root) if stays_below(path.rstrip("/") or "x") else root.resolve()):
+        raise ModelLoadFailed(f"modules.json points out of the model's directory: {path[:MAX_PATH_CHARS]}")
+    return place
+
+
+def check_links(root: Path, roots: Iterable[str]) -> None:
+    """Check that the files that are read of a model are its own, or below one of `roots`, where their links lead.
+
+    Raises:
+        InvalidConfig: one leads elsewhere, or a directory of the model has more than 10,000 entries.
+        ModelLoadFailed: as `module_places`.
+    """
+    homes = (home_of(root), *resolved_roots(roots))
+    folders = [root, *(place.path for place in module_places(root)), *(root / name for name in _READ_BESIDE)]
+    folders += task_folders(root)
+    for folder in dict.fromkeys(folders):
+        try:
+            files = list(islice(folder.iterdir(), _MOST_FILES + 1))
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        if len(files) > _MOST_FILES:
+            raise InvalidConfig(f"model_id: {_shown(root, folder)} has more than {_MOST_FILES:,} files")
+        for path in (folder, *files):
+            if path.is_symlink() and not is_inside(path, *homes):
+                raise InvalidConfig(f"model_id: {_shown(root, path)} is a link out of the model's directory")
+
+
+def check_safetensors(root: Path, opened: Iterable[Path]) -> None:
+    """Check that only safetensors of this model are loaded from `opened`, directories and files of weights.
+
+    Raises:
+        InvalidConfig: a file would be opened that is something else, or that is not the model's own.
+        ModelLoadFailed: as `weight_files`.
+    """
+    home = home_of(root)
+    for place in opened:
+        for file in weight_files(place) if place.is_dir() else (place,):
+            name = _shown(root, file)
+            if file.suffix != ".safetensors":
+                raise InvalidConfig(f"model_id: {name} has pickled weights, and only safetensors are allowed")
+            if not is_inside(file, home):
+                raise InvalidConfig(f"model_id: {name} is a link out of the model's directory")
+
+
+def weight_files(folder: Path) -> tuple[Path, ...]:
+    """The files of weights that are loaded of one directory, in shards or not, whether they exist or an index names
+    them; () where there are none.
+
+    Raises:
+        ModelLoadFailed: an index of shards is not what it should be.
+    """
+    shards = {name: shards_of(folder / name) for name in (INDEX, PICKLED_INDEX)}  # also those that are not chosen
+    for name in _WEIGHTS:
+        if name in shards and (named := shards[name]) is not None:
+            return tuple(folder / shard for shard in named)
+        if name not in shards and (folder / name).is_file():
+            return (folder / name,)
+    return ()
+
+
+def missing_file(root: Path) -> str | None:
+    """What a model directory lacks to be complete, relative to it; None where nothing is missing.
+
+    A file that is cut short, or is only the pointer of git-lfs to it, is missing.
+
+    Raises:
+        ModelLoadFailed: a file that names others is not what it should be.
+    """
+    if not has_configuration(root):
+        return "config.json"
+    for first, place in enumerate(module_places(root)):
+        if (lacking := _missing_of(place, is_first=first == 0)) is not None:
+            return _shown(root, place.path / lacking)
+    for folder in task_folders(root):
+        if not (folder / _ADAPTER).is_file() or adapter_weights(folder) is None:
+            return _shown(root, folder / (_ADAPTER if adapter_weights(folder) else _ADAPTER_WEIGHTS[0]))
+    return None
+
+
+def task_folders(root: Path) -> list[Path]:
+    """The folders of the adapters by task of a jina-embeddings-v5, as config.json names the tasks; none of others."""
+    config = model_json.read_object(root / "config.json") or {}
+    names = config.get("task_names")
+    if config.get("model_type") != "jina_embeddings_v5" or not isinstance(names, list):
+        return []
+    return [root / "adapters" / name for name in names if isinstance(name, str) and TASK_NAME.fullmatch(name)]
+
+
+def _missing_of(place: ModulePlace, *, is_first: bool) -> str | None:
+    folder = place.path
+    static = place.name == "StaticEmbedding"
+    if (folder / _ADAPTER).is_file() and place.name in _READERS:
+        return None if adapter_weights(folder) else _ADAPTER_WEIGHTS[0]
+    if place.name in _CONFIGURED and not (folder / "config.json").is_file():
+        if problem := file_problem(folder / "config.json"):  # nothing would be downloaded in its place
+            raise ModelLoadFailed(f"config.json {problem}")
+        return "config.json"
+    if static or is_first or place.name in (*_READERS, *_WEIGHTED):
+        weights = weight_files(folder)
+        if not weights and is_first and onnx_file(folder) is not None:
+            return None
+        if not weights:
+            return SINGLE
+        if lacking := next((file for file in weights if fault_of(file) or not file.is_file()), None):
+            return lacking.name
+    return None
+
+
+def needed(names: Sequence[str]) -> list[str]:
+    """Of the files of a repository, by their names in it, those that the engine needs."""
+    present = set(names)
+    kept = [name for name in names if not _is_unused(name, present)]
+    if any(PurePosixPath(name).name in (*_WEIGHTS, *_ADAPTER_WEIGHTS) for name in kept):
+        return kept
+    graph = next((name for name in _ONNX if name in present), None)  # of a repository for ONNX alone
+    return [name for name in names if name in kept or (graph and name in (graph, f"{graph}_data", f"{graph}.data"))]
+
+
+def _is_unused(name: str, present: set[str]) -> bool:
+    if any(fnmatch(name, pattern) for pattern in _OTHER_RUNTIMES):
+        return True
+    path = PurePosixPath(name)
+    if path.suffix != ".bin" and path.name != PICKLED_INDEX:
+        return False
+    beside = {(path.parent / other).as_posix() for other in (SINGLE, INDEX)}
+    return path.name in _TRAINING or not present.isdisjoint(beside)
+
+
+def shards_of(index: Path) -> list[str] | None:
+    """The files that an index of shards names, in the index's own folder; None where there is no index.
+
+    Raises:
+        ModelLoadFailed: the index cannot be read, or names a file outside of its folder.
+    """
+    content = model_json.read_object(index)
+    if content is None:
+        return None
+    named = content.get("weight_map")
+    if not isinstance(named, dict) or not named:
+        raise ModelLoadFailed(f"{index.name} has no weight_map")
+    shards = {shard if isinstance(shard, str) else "" for shard in named.values()}
+    if wrong := [shard for shard in shards if not stays_below(shard)]:
+        raise ModelLoadFailed(f"{index.name} names the file {wrong[0][:MAX_PATH_CHARS]!r}, which is none of its folder")
+    return sorted(shards)
+
+
+def broken_file(root: Path) -> str | None:
+    """The first needed file of a model directory that is not whole, and why, as "2_Dense/model.safetensors ends too
+    soon"; None where all are whole.
+    """
+    return next((f"{name} {fault}" for name, path in _needed_below(root) if (fault := fault_of(path))), None)
+
+
+def check_pointers(root: Path) -> None:
+    """Check that git-lfs has fetched the files of a model directory. Looks into small files alone.
+
+    Raises:
+        ModelLoadFailed: one that is needed is a pointer.
+    """
+    for _, path in _needed_below(root):
+        if is_pointer(path):
+            raise ModelLoadFailed(f"{path} {model_json.IS_POINTER}")
+
+
+def _needed_below(root: Path) -> Iterator[tuple[str, Path]]:
+    """The needed files of a model directory by their names in it; those of a Router's modules are two levels deep."""
+    found = {_shown(root, path): path for path in files_below(root, depth=2)}
+    return ((name, found[name]) for name in needed(list(found)))
+
+
+def fault_of(path: Path) -> str | None:
+    """Why a file is not what its name says, as the end of a sentence about it; None where nothing is wrong with it."""
+    if problem := file_problem(path):
+        return problem
+    if is_pointer(path):
+        return model_json.IS_POINTER
+    return "ends too soon" if is_cut_short(path) else None
+
+
+def is_pointer(path: Path) -> bool:
+    """Whether a file is what git checks out in place of a large file where git-lfs is not installed."""
+    try:
+        if path.stat().st_size > _MOST_POINTER_BYTES:
+            return False
+        with path.open("rb") as file:
+            return file.read(len(model_json.POINTER)) == model_json.POINTER
+    except OSError:
+        return False
+
+
+def is_cut_short(weights: Path) -> bool:
+    """Whether a safetensors file ends before the data that its head announces; other files are not looked into."""
+    if weights.suffix != ".safetensors":
+        return False
+    try:
+        with weights.open("rb") as file:
+            head_bytes, whole = int.from_bytes(file.read(8), "little"), weights.stat().st_size
+            if whole < 8 or not 0 < head_bytes <= _MOST_HEAD_BYTES:
+                return False  # no safetensors at all
+            if whole < 8 + head_bytes:
+                return True
+            head = model_json.parse(file.read(head_bytes), weights.name)
+        ends = (tensor["data_offsets"][1] for name, tensor in head.items() if name != "__metadata__")
+        return whole < 8 + head_bytes + max(ends, default=0)
+    except (OSError, ModelLoadFailed, ValueError, KeyError, TypeError, IndexError, AttributeError):
+        return False
+
+
+def files_below(root: Path, depth: int = 8) -> Iterator[Path]:
+    """The files in a directory and, `depth` levels deep, below it, in order, links to directories followed.
+
+    At most 10,000 of them; dangling links and directories that cannot be read are left out.
+    """
+    left = [_MOST_FILES]
+
+    def walk(folder: Path, levels: int, above: tuple[Path, ...]) -> Iterator[Path]:
+        try:
+            here, entries = folder.resolve(), sorted(os.scandir(folder), key=lambda entry: entry.name)
+        except (OSError, RuntimeError):
+            return
+        if here in above:
+            return
+        for entry in entries:
+            path = Path(entry.path)
+            try:
+                is_file, is_folder = entry.is_file(), entry.is_dir()
+            except OSError:
+                continue
+            if is_file and left[0] > 0:
+                left[0] -= 1
+                yield path
+            elif is_folder and levels and left[0] > 0:
+                yield from walk(path, levels - 1, (*above, here))
+
+    yield from walk(root, depth, ())
+
+
+def _shown(root: Path, path: Path) -> str:
+    try:
+        return path.relative_to(root).as_posix()
+    except ValueError:
+        return path.name

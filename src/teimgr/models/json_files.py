@@ -1,0 +1,167 @@
+"""The JSON files of a model directory: tokenizer vocabulary, special tokens, token types, positions and lengths."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from teimgr.errors import ModelLoadFailed
+from teimgr.models.bounded_json import read_object
+from teimgr.models.library_code import declared_keys, setting
+
+# Tokenizer classes and model types with token types, where tokenizer_config.json has no model_input_names.
+_TYPED_CLASSES = {"Bert", "Electra", "MobileBert", "ConvBert", "Deberta", "DebertaV2", "Canine", "FNet", "Funnel"}
+_TYPED_MODELS = {"bert", "electra", "mobilebert", "convbert", "nomic_bert", "jina_bert", "deberta", "deberta-v2"}
+
+
+class TokenFiles:
+    """tokenizer.json and tokenizer_config.json of a directory; the former is read on demand."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.config = read_object(folder / "tokenizer_config.json") or {}
+
+    def id(self, token: str) -> int | None:
+        return self._vocabulary.get(token)
+
+    def special(self, role: str) -> int | None:
+        """The id of a special token by its role, such as "mask_token"."""
+        text = self.text(role)
+        return self.id(text) if text else None
+
+    def text(self, role: str) -> str:
+        """The text of a special token by its role; "" if it has none."""
+        token = self.config.get(role) or self._special_map.get(role)
+        text = token.get("content") if isinstance(token, dict) else token
+        return text if isinstance(text, str) else ""
+
+    def frame(self) -> tuple[str, str]:
+        """The special tokens before and behind a text by the template of tokenizer.json; "" where there is none."""
+        own = self._file.get("post_processor") or {}
+        steps = own.get("processors") or [own]
+        parts: list[dict[str, Any]] = next(
+            (step["single"] for step in steps if step.get("type") == "TemplateProcessing"), []
+        )
+        tokens = [str((part.get("SpecialToken") or {}).get("id", "")) for part in parts]
+        at = tokens.index("") if "" in tokens else len(tokens)  # the text
+        return "".join(tokens[:at]), "".join(tokens[at:])
+
+    def words(self, words: list[str]) -> tuple[int, ...]:
+        """The ids of those words that are a single known token."""
+        unknown = self.special("unk_token")
+        found = (self.id(word) for word in words)
+        return tuple(sorted({id for id in found if id is not None and id != unknown}))
+
+    def has_types(self, model: dict[str, Any]) -> bool:
+        """Whether a pair's second text has token type 1, by the tokenizer and by config.json (`model`)."""
+        if int(model.get("type_vocab_size") or 0) < 2:
+            return False
+        names = self.config.get("model_input_names")
+        if names is not None:
+            return "token_type_ids" in names
+        own = str(self.config.get("tokenizer_class") or "").removesuffix("Fast").removesuffix("Tokenizer")
+        return own in _TYPED_CLASSES if own else model["model_type"] in _TYPED_MODELS
+
+    @property
+    def drops_spaces(self) -> bool:
+        """Whether a space before a text has no effect, as in BERT's vocabulary."""
+        return (self._file.get("model") or {}).get("type") == "WordPiece"
+
+    @cached_property
+    def _file(self) -> dict[str, Any]:
+        content = read_object(self._folder / "tokenizer.json")
+        if content is None:
+            raise ModelLoadFailed("the model has no tokenizer.json")
+        return content
+
+    @cached_property
+    def _special_map(self) -> dict[str, Any]:
+        return read_object(self._folder / "special_tokens_map.json") or {}
+
+    @cached_property
+    def _vocabulary(self) -> dict[str, int]:
+        entries = (self._file.get("model") or {}).get("vocab") or {}
+        if isinstance(entries, list):  # Unigram: [token, score] at the index of its id
+            entries = {entry[0]: index for index, entry in enumerate(entries)}
+        added = {str(token["content"]): int(token["id"]) for token in self._file.get("added_tokens") or ()}
+        return {**entries, **added}
+
+
+ENDLESS = 1_000_000
+# Model types whose position ids start behind the padding token's id.
+OFFSET_TYPES = {
+    *("roberta", "xlm-roberta", "camembert", "xlm-roberta-xl", "roberta-prelayernorm", "xmod", "data2vec-text", "mpnet")
+}
+_SETTINGS = tuple(
+    f"sentence_{kind}_config.json"
+    for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """sentence_bert_config.json or an older file of its kind; {} where there is none."""
+    return next((content for name in _SETTINGS if (content := read_object(folder / name)) is not None), {})
+
+
+def position_offset(config: dict[str, Any]) -> int:
+    """The first position id of a text.
+
+    Raises:
+        ModelLoadFailed: positions begin behind the padding token's id, and config.json says that there is none.
+    """
+    if config["model_type"] == "mpnet":  # whatever its padding token is
+        return 2
+    if config["model_type"] not in OFFSET_TYPES:
+        return 0
+    padding = setting(config, "pad_token_id")
+    if padding is None:
+        raise ModelLoadFailed(
+            f"config.json has no pad_token_id, behind which the positions of a {config['model_type']} model begin"
+        )
+    return int(padding) + 1
+
+
+def max_length(config: dict[str, Any], settings: dict[str, Any], tokenizer: dict[str, Any]) -> int:
+    """The limit of sentence-transformers' settings, else the smaller of the tokenizer's and of the number of positions.
+
+    A table of positions is the limit in any case. Positions that are computed (rotary, relative) have no end: there the
+    settings' own limit holds, as in sentence-transformers.
+
+    Raises:
+        ModelLoadFailed: no file has a limit, or one is not a positive number.
+    """
+    positions = setting(config, "max_position_embeddings")
+    room = int(positions) - position_offset(config) if positions and positions > 0 else ENDLESS
+    kwargs = settings.get("processor_kwargs") or settings.get("tokenizer_args") or {}
+    call = (settings.get("processing_kwargs") or {}).get("text") or {}
+    limits = (call.get("max_length"), kwargs.get("model_max_length"), settings.get("max_seq_length"))
+    own = [given for given in limits if given is not None]
+    if own:
+        limit = checked_length(own[0], "sentence_bert_config.json")
+        limit = min(limit, room) if _has_position_table(config) else limit
+    else:
+        given = tokenizer.get("model_max_length")
+        limit = min(room, ENDLESS if given is None else checked_length(given, "tokenizer_config.json"))
+    if limit >= ENDLESS:
+        raise ModelLoadFailed("neither sentence_bert_config.json nor config.json nor the tokenizer has a length limit")
+    return limit
+
+
+def checked_length(given: Any, file: str) -> int:
+    """A length limit of `file`, at most `ENDLESS`; raises ModelLoadFailed where it is no number of at least 1."""
+    is_number = isinstance(given, (int, float)) and not isinstance(given, bool)
+    if not is_number or not given >= 1 or (given < ENDLESS and given != int(given)):
+        raise ModelLoadFailed(f"{file} has the length limit {given!r}, which should be a whole number above 0")
+    return int(min(given, ENDLESS))
+
+
+def _has_position_table(config: dict[str, Any]) -> bool:
+    """Whether each position has a row of weights, so that there is none behind the last."""
+    if config.get("position_embedding_type") == "alibi":
+        return False
+    if config["model_type"] in ("deberta", "deberta-v2"):
+        return bool(setting(config, "position_biased_input"))
+    declared = declared_keys(str(config["model_type"]))
+    names = config.keys() if declared is None else declared.names
+    return not {"rope_parameters", "rope_theta"} & names

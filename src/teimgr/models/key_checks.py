@@ -1,0 +1,134 @@
+"""Check every file of a model against the tables of known keys.
+
+What cannot be served right is refused by name; what is unknown is a warning of the model. tokenizer_config.json against
+tokenizer.json: `engine/tokenizer_checks.py`, which has the tokenizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from teimgr.errors import ModelLoadFailed
+from teimgr.models.bounded_json import read_list, read_object
+from teimgr.models.directory import base_model_of, use_original
+from teimgr.models.known_keys import (
+    CONFIG_KWARGS,
+    MODEL_KWARGS,
+    MODULE_ROW,
+    MODULES,
+    PROCESSING_TEXT,
+    PROCESSOR_KWARGS,
+    ROUTER,
+    ROUTER_PARAMETERS,
+    SAVED,
+    SETTINGS,
+    STATIC,
+    TOKENIZER,
+    config_warnings,
+)
+from teimgr.models.metadata import ModelMetadata
+from teimgr.models.modules import KNOWN_OWN
+
+_SETTINGS_FILE, _SAVED_FILE = "sentence_bert_config.json", "config_sentence_transformers.json"
+# By the name of its key in sentence_bert_config.json, before and since sentence-transformers 5.4.
+_KWARGS = {
+    **dict.fromkeys(("model_args", "model_kwargs"), MODEL_KWARGS),
+    **dict.fromkeys(("tokenizer_args", "processor_kwargs"), PROCESSOR_KWARGS),
+    **dict.fromkeys(("config_args", "config_kwargs"), CONFIG_KWARGS),
+}
+_OUTPUTS = ("last_hidden_state", "logits", ["last_hidden_state"], ["logits"])
+_SENSES = ("image", "audio", "video")
+_SAVES_ALL = 6  # of sentence-transformers: before, many repositories had no folder for a Normalize
+_SAVED_SINCE = ("Normalize", "MultiVectorMask")
+
+
+def check_files(metadata: ModelMetadata) -> tuple[str, ...]:
+    """The warnings about a model's files, each a sentence.
+
+    Raises:
+        ModelLoadFailed: a file that modules.json names is missing, or a key has a value that is not served.
+    """
+    found = [*_config(metadata), *_settings(metadata.settings), *_saved(metadata), *_modules(metadata)]
+    found += TOKENIZER.warnings("tokenizer_config.json", metadata.tokens.config)
+    return tuple(dict.fromkeys(found))
+
+
+def _config(metadata: ModelMetadata) -> list[str]:
+    config = metadata.config
+    if config.get("auto_map"):  # code of its own, which reads what it likes
+        return []
+    if (quantised := config.get("quantization_config")) is not None:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+        raise ModelLoadFailed(
+            f"the checkpoint is quantised ({method}), which is not served: {use_original(base_model_of(metadata.root))}"
+        )
+    if metadata.static:
+        return [] if config["model_type"] == "static" else STATIC.warnings("config.json", config)
+    return config_warnings(config)
+
+
+def _settings(settings: Mapping[str, Any]) -> Iterator[str]:
+    yield from SETTINGS.warnings(_SETTINGS_FILE, settings)
+    for key, known in _KWARGS.items():
+        given = settings.get(key) or {}
+        if known is CONFIG_KWARGS and (changed := sorted(set(given) - known.harmless)):
+            raise ModelLoadFailed(
+                f"{_SETTINGS_FILE} changes {', '.join(changed)} of config.json ({key}): write it into config.json"
+            )
+        yield from known.warnings(f"{key} of {_SETTINGS_FILE}", given)
+    processing = settings.get("processing_kwargs") or {}
+    for key in ("text", "common"):
+        yield from PROCESSING_TEXT.warnings(f"processing_kwargs.{key} of {_SETTINGS_FILE}", processing.get(key) or {})
+    _check_modalities(settings.get("modality_config") or {})
+
+
+def _check_modalities(modalities: Mapping[str, Any]) -> None:
+    senses = sorted({sense for name in modalities for sense in name.split("+")} & set(_SENSES))
+    if senses:
+        raise ModelLoadFailed(f"the model embeds {' and '.join(senses)} beside text, which is not served")
+    for name, how in modalities.items():
+        if not isinstance(how, dict):
+            continue
+        method, output = how.get("method", "forward"), how.get("method_output_name", "last_hidden_state")
+        if method != "forward" or output not in _OUTPUTS:
+            raise ModelLoadFailed(
+                f"{_SETTINGS_FILE} takes {output!r} of {method} for {name}; only the last hidden state is served"
+            )
+
+
+def _saved(metadata: ModelMetadata) -> list[str]:
+    """config_sentence_transformers.json: unknown keys, and prompts as sentence-transformers would refuse them."""
+    saved = metadata.saved
+    prompts = saved.get("prompts") or {}
+    if not isinstance(prompts, dict) or not all(text is None or isinstance(text, str) for text in prompts.values()):
+        raise ModelLoadFailed(f"the prompts in {_SAVED_FILE} should be texts by name")
+    named = saved.get("default_prompt_name")
+    roles = () if saved.get("model_type") == "CrossEncoder" else ("query", "document")
+    if named is not None and named not in (*prompts, *roles):
+        known = ", ".join(repr(name) for name in prompts) or "none"
+        raise ModelLoadFailed(
+            f"{_SAVED_FILE} has the default prompt {named!r}, which is not among its prompts: {known}"
+        )
+    return SAVED.warnings(_SAVED_FILE, saved)
+
+
+def _modules(metadata: ModelMetadata) -> Iterator[str]:
+    rows = read_list(metadata.root / "modules.json")
+    for row in rows:
+        known_row = {key: row[key] for key in row if key != "kwargs" or row.get("type") not in KNOWN_OWN}
+        yield from MODULE_ROW.warnings("modules.json", known_row)
+    if metadata.chain.query is not None:
+        router = read_object(metadata.root / str(rows[0].get("path", "")) / "router_config.json") or {}
+        yield from ROUTER.warnings("router_config.json", router)
+        yield from ROUTER_PARAMETERS.warnings("parameters of router_config.json", router.get("parameters") or {})
+    version = str((metadata.saved.get("__version__") or {}).get("sentence_transformers") or "0")
+    major = int(version.partition(".")[0]) if version.partition(".")[0].isdecimal() else 0
+    for module in metadata.chain.all:
+        if (known := MODULES.get(module.name)) is None:
+            continue
+        file = f"{module.path.name}/config.json"
+        config = module.config()
+        if module.name in _SAVED_SINCE and major >= _SAVES_ALL and not (module.path / "config.json").is_file():
+            raise ModelLoadFailed(f"modules.json names a {module.name} module, and its {file} is missing")
+        yield from known.warnings(file, config)

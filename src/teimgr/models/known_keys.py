@@ -1,0 +1,272 @@
+"""The keys of a model's JSON files: which are honoured, which change nothing, and which are served at some values only.
+
+One table for each file. A key that is in no table is not read here: where it is switched on, that is a warning of the
+model, or a refusal by the setting `strict_model_files`. A key with another value than its table has is a refusal, since
+it would change vectors. Of config.json the library's class of the model type declares what it reads (`library_code`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from teimgr.errors import ModelLoadFailed
+from teimgr.models.library_code import declared_keys
+
+_MOST_SHOWN = 80  # characters of a value in a message
+_OFF: tuple[Any, ...] = (None, False, "", [], {})
+
+
+@dataclass(frozen=True, slots=True)
+class KnownKeys:
+    """The keys of one file: `honoured` ones are read by us or by the library, `harmless` ones change no result, and
+    those in `only` have to have one of the values there.
+    """
+
+    honoured: frozenset[str] = frozenset()
+    harmless: frozenset[str] = frozenset()
+    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+
+    def warnings(self, file: str, content: Mapping[str, Any], declared: Iterable[str] = ()) -> list[str]:
+        """A sentence for each key of `content` that is unknown and switched on; `declared` are further honoured ones.
+
+        Raises:
+            ModelLoadFailed: a key has a value that is not served.
+        """
+        found = []
+        known = self.honoured | self.harmless | frozenset(declared)
+        for key, value in content.items():
+            if key in self.only:
+                if not any(_same(value, one) for one in self.only[key]):
+                    raise ModelLoadFailed(f"{file} has {key} = {_shown(value)}, which is not served")
+            elif key not in known and value not in _OFF and not _HARMLESS_PATTERN.search(key):
+                found.append(f"{file} has {key} = {_shown(value)}, which is not known here")
+        return found
+
+
+def _same(value: Any, allowed: Any) -> bool:
+    return value == allowed and isinstance(value, bool) is isinstance(allowed, bool)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Of any file: what only training reads.
+_HARMLESS_PATTERN = re.compile(
+    r"(?:^|_)(?:dropout|pdrop)(?:$|_)|_dropout|^initializer_|^unsloth_|^_|^fused_|^use_(?:flash|memory_efficient|xentropy)"
+)
+_TRAINING = _words(
+    """add_cross_attention adapters architectures attn_implementation bad_words_ids begin_suppress_tokens bos_token
+    bos_token_id eos_token mask_token pad_token chunk_size_feed_forward classifier_bias cls_token_id
+    cross_attention_hidden_size decoder_start_token_id dense_seq_output directionality diversity_penalty
+    do_sample dtype early_stopping emb_pooler encoder_no_repeat_ngram_size eos_token_id
+    exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id
+    gradient_checkpointing id2label is_composition label2id language length_penalty mask_token_id
+    matryoshka_dimensions matryoshka_dims max_length max_new_tokens min_length model_max_length model_type n_ctx
+    name no_repeat_ngram_size num_beam_groups num_beams num_labels num_return_sequences output_attentions
+    output_hidden_states output_past output_scores pad_token_id pad_vocab_size_multiple pooler_fc_size
+    pooler_hidden_act pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head pooler_type prefix
+    pretraining_tp remove_invalid_values reorder_and_upcast_attn repetition_penalty return_dict
+    return_dict_in_generate sbert_ce_default_activation_function sentence_transformers sep_token_id
+    sparse_pred_ignore_index sparse_prediction suppress_tokens task_specific_params temperature tf_legacy_loss
+    tie_encoder_decoder tie_word_embeddings tokenizer_class top_k top_p torch_dtype torchscript
+    transformers_version transformers.js_config typical_p unk_token_id unpad_inputs use_bfloat16 use_cache
+    use_return_dict vocab_size deterministic_flash_attn embedding_size gradient_checkpointing_kwargs
+    reference_compile repad_logits_with_grad summary_activation summary_first_dropout summary_proj_to_labels
+    summary_type summary_use_proj problem_type auto_map use_mems_eval use_mems_train"""
+)
+
+# Of config.json, beside what the class of the model type declares. Each of `only` changes what a layer computes; a
+# class that does not declare it computes what these values mean.
+CONFIG = KnownKeys(
+    honoured=_words("text_config n_positions pooling"),
+    harmless=_TRAINING,
+    only={
+        "position_embedding_type": ("absolute", None),
+        "feed_forward_type": ("original", None),
+        "use_bidirectional_attention": (False, None),
+        "bidirectional": (False, None),
+        "quantization_config": (None,),
+        "pruned_heads": ({}, None),
+        "rope_scaling": (None, {}),
+        "lora_adaptations": (None, []),
+        "num_experts": (None, 0, 1),
+        "alibi_starting_size": (None,),
+        "prenorm": (False, None),
+        "parallel_block": (False, None),
+        "rotary_emb_interleaved": (False, None),
+        "use_rms_norm": (False, None),
+    },
+)
+# The library reads them where its class declares `rope_parameters`.
+_ROTARY_KEYS = _words(
+    "rope_theta rope_scaling partial_rotary_factor rotary_pct rotary_emb_base original_max_position_embeddings"
+)
+
+_TOKENS = _words(
+    """bos_token eos_token unk_token sep_token pad_token cls_token mask_token additional_special_tokens
+    extra_special_tokens"""
+)
+TOKENIZER = KnownKeys(
+    honoured=_TOKENS
+    | _words(
+        """add_bos_token add_eos_token add_prefix_space auto_map chat_template do_lower_case do_lowercase
+        model_input_names model_max_length strip_accents tokenizer_class truncation_side"""
+    ),
+    harmless=_words(
+        """add_dummy_prefix added_tokens_decoder added_tokens backend clean_up_tokenization_spaces do_basic_tokenize
+        errors from_slow full_tokenizer_file is_local keep_accents legacy legacy_behaviour local_files_only
+        mask_token_id max_len max_length name_or_path never_split pad_to_multiple_of pad_token_type_id padding
+        padding_side processor_class remove_space return_token_type_ids sep_token_extra_id sp_model_kwargs
+        spaces_between_special_tokens special_tokens special_tokens_map_file stride token tokenize_chinese_chars
+        tokenizer_file tokenizer_type tokenizers_version torch_dtype trim_offsets trust_remote_code
+        truncation truncation_strategy unk_id use_default_system_prompt use_fast vocab_size vocab_type wordpieces_prefix
+        backend_tokenizer image_token audio_token video_token model_specific_special_tokens response_schema
+        do_sentence_split vocab_file merges_file extra_ids revision cache_dir split_by_punct unk_index max_seq_len"""
+    ),
+    only={
+        "split_special_tokens": (False, None),
+        "fix_mistral_regex": (False, None),
+        "add_special_tokens": (True, None),
+    },
+)
+
+# Of a Model2Vec table: how it was made.
+STATIC = KnownKeys(
+    honoured=_words("model_type architectures normalize"),
+    harmless=_words(
+        """tokenizer_name apply_pca apply_zipf sif_coefficient hidden_dim seq_length embedding_dtype cache_dir
+        vocabulary_quantization transformers_version max_length median_token_length language dtype torch_dtype
+        vocab_size token_remove_pattern quantize_to"""
+    ),
+    only={"pooling": ("mean", None)},
+)
+
+SETTINGS = KnownKeys(
+    honoured=_words(
+        """max_seq_length do_lower_case transformer_task modality_config processing_kwargs query_length document_length
+        query_expansion model_args model_kwargs tokenizer_args processor_kwargs config_args config_kwargs"""
+    ),
+    harmless=_words("unpad_inputs backend"),
+    only={
+        "module_output_name": ("token_embeddings", "sentence_embedding", "scores", "causal_logits", None),
+        "tokenizer_name_or_path": (None,),
+    },
+)
+# Of sentence_bert_config.json: how the library makes the model, and the tokenizer.
+MODEL_KWARGS = KnownKeys(
+    harmless=_words(
+        """attn_implementation dtype torch_dtype device_map low_cpu_mem_usage revision cache_dir token local_files_only
+        trust_remote_code use_safetensors add_pooling_layer file_name provider subfolder"""
+    ),
+)
+PROCESSOR_KWARGS = KnownKeys(
+    honoured=_words("model_max_length truncation_side"),
+    harmless=MODEL_KWARGS.harmless | _words("padding_side use_fast legacy clean_up_tokenization_spaces"),
+    only={"split_special_tokens": (False, None)},
+)
+CONFIG_KWARGS = KnownKeys(harmless=MODEL_KWARGS.harmless | _words("use_cache"))
+PROCESSING_TEXT = KnownKeys(
+    honoured=_words("max_length"),
+    harmless=_words(
+        "padding pad_to_multiple_of return_tensors return_attention_mask return_token_type_ids logits_to_keep"
+    ),
+    only={
+        "truncation": (True, "longest_first", None),
+        "add_special_tokens": (True, None),
+        "padding_side": ("left", "right", None),
+    },
+)
+
+SAVED = KnownKeys(
+    honoured=_words(
+        """prompts default_prompt_name model_type truncate_dim max_active_dims activation_fn query_prefix
+        document_prefix query_length document_length query_expansion do_query_expansion attend_to_expansion_tokens
+        attend_to_mask_tokens skiplist_words"""
+    ),
+    harmless=_words("__version__ similarity_fn_name requirements keep_in_fp32_modules"),
+)
+
+# Of PEFT. `only`: what would change a vector and is not merged.
+ADAPTER = KnownKeys(
+    honoured=_words(
+        """peft_type base_model_name_or_path revision r lora_alpha alpha_pattern use_rslora use_dora fan_in_fan_out
+        init_lora_weights lora_bias bias"""
+    ),
+    harmless=_words(
+        """auto_mapping task_type inference_mode target_modules exclude_modules lora_dropout layers_to_transform
+        layers_pattern rank_pattern modules_to_save peft_version ensure_weight_tying qalora_group_size runtime_config
+        loftq_config eva_config corda_config megatron_core modules_to_tie"""
+    ),
+    only={
+        "megatron_config": (None, {}),
+        "layer_replication": (None, []),
+        "trainable_token_indices": (None, []),
+        "target_parameters": (None, []),
+        "alora_invocation_tokens": (None, []),
+        "use_qalora": (False, None),
+        "arrow_config": (None, {}),
+        "lora_ga_config": (None, {}),
+        "use_bdlora": (None, False),
+        "parent_library": (None,),
+    },
+)
+
+POOLING_MODES = _words(
+    """pooling_mode_cls_token pooling_mode_max_tokens pooling_mode_mean_tokens pooling_mode_mean_sqrt_len_tokens
+    pooling_mode_weightedmean_tokens pooling_mode_lasttoken"""
+)
+MODULES = {
+    "Pooling": KnownKeys(
+        honoured=POOLING_MODES | _words("pooling_mode include_prompt"),
+        harmless=_words("embedding_dimension word_embedding_dimension pooling_output_dimension"),
+    ),
+    "Dense": KnownKeys(
+        honoured=_words(
+            """in_features out_features bias activation_function module_input_name module_output_name use_residual"""
+        )
+    ),
+    "LayerNorm": KnownKeys(honoured=_words("dimension")),
+    "Normalize": KnownKeys(honoured=_words("module_input_name module_output_name")),
+    "SpladePooling": KnownKeys(
+        honoured=_words("pooling_strategy activation_function"),
+        harmless=_words("embedding_dimension word_embedding_dimension chunk_size"),
+    ),
+    "SparseStaticEmbedding": KnownKeys(harmless=_words("frozen"), only={"path": (None,)}),
+    "LogitScore": KnownKeys(honoured=_words("true_token_id false_token_id module_input_name")),
+    "MultiVectorMask": KnownKeys(honoured=_words("skiplist_words skiplist_tasks keep_only_token_ids")),
+}
+ROUTER = KnownKeys(honoured=_words("types structure parameters"))
+ROUTER_PARAMETERS = KnownKeys(honoured=_words("default_route allow_empty_key route_mappings"))
+# A row of modules.json. `kwargs` are arguments of a call that a module of the repository's own code takes.
+MODULE_ROW = KnownKeys(honoured=_words("idx name path type"), only={"kwargs": (None, [], {})})
+
+
+def config_warnings(config: Mapping[str, Any], file: str = "config.json") -> list[str]:
+    """The unknown keys of a config.json, those of its `text_config` included.
+
+    Raises:
+        ModelLoadFailed: a key has a value that is not served.
+    """
+    declared = declared_keys(str(config.get("model_type", "")))
+    if declared is None:
+        return [f"{file} is of the model type {config.get('model_type')!r}, whose keys are not known"]
+    rotates = "rope_parameters" in declared.names
+    decodes = bool({"num_key_value_heads", "n_ctx", "n_inner"} & declared.names)
+    read = declared.names | declared.read | (_ROTARY_KEYS if rotates else frozenset())
+    only = {key: values for key, values in CONFIG.only.items() if key not in read}
+    only["is_causal"] = (True, False, None) if decodes else (False, None)
+    keys = KnownKeys(CONFIG.honoured, CONFIG.harmless, only)
+    found = keys.warnings(file, config, read)
+    nested = config.get("text_config")
+    if isinstance(nested, dict) and nested.get("model_type"):
+        found += config_warnings(nested, f"text_config of {file}")
+    return found

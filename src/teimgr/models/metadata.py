@@ -1,0 +1,226 @@
+"""The metadata files of a model directory, read once; refuses models that need untrusted code."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from teimgr.errors import ModelLoadFailed, ModelNotFound
+from teimgr.models.adapters import read_adapters, read_task_adapters
+from teimgr.models.bounded_json import check_size, read_list, read_object
+from teimgr.models.directory import base_model_of, check_pointers, files_below, only_in, onnx_file, other_format
+from teimgr.models.json_files import TokenFiles, read_settings
+from teimgr.models.layout import Adapter
+from teimgr.models.modules import JINA_TRANSFORMER, Chain, read_chain
+from teimgr.models.own_code import ONNX, added_end, has_own_tokenizer, served_config
+from teimgr.models.served_config import ServedConfig
+
+MODEL2VEC = "model2vec"
+# Files beside those that are read here, which the libraries of the engine parse.
+_READ_BY_LIBRARIES = (
+    *("tokenizer.json", "vocab.json", "special_tokens_map.json", "added_tokens.json", "generation_config.json"),
+    *("chat_template.json", "processor_config.json"),
+)
+_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")
+_STATIC = (MODEL2VEC, "static")
+_CARD_CHARACTERS = 10_000  # of a model card that are looked into
+_MAX_SHOWN_CHARS = 80
+
+
+@dataclass(frozen=True, slots=True)
+class ModelMetadata:
+    """The metadata files of a model directory.
+
+    `transformer_dir` is the directory of the first module: its config.json is `config`, as the library is to read it
+    (`config_is_changed`: not as it is in the file; `weight_names`: whose names the weights have), its
+    sentence_bert_config.json `settings`. `saved` is config_sentence_transformers.json. `own_tokenizer`: it is code of
+    the model's own, and trusted. `end_token` is what the model's
+    own tokenizer puts behind every text. `notes` are for the log, `warnings` about the files. `own` is
+    what is known of code of the model's own: its prompts, tasks and pooling. `task_adapters` are PEFT's, by task.
+    `weights_dir` is the
+    directory of the weights: that of the base model where there are `adapters`, which may have the tokenizer as well.
+    """
+
+    root: Path
+    transformer_dir: Path
+    weights_dir: Path
+    adapters: tuple[Adapter, ...]
+    warnings: tuple[str, ...]
+    config: dict[str, Any]
+    config_is_changed: bool
+    weight_names: str | None
+    own: ServedConfig
+    task_adapters: tuple[Adapter, ...]
+    end_token: str | None
+    own_tokenizer: bool
+    notes: tuple[str, ...]
+    saved: dict[str, Any]
+    settings: dict[str, Any]
+    chain: Chain
+    tokens: TokenFiles
+    static: bool
+
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        return tuple(str(name) for name in self.config.get("architectures") or ())
+
+    def has_head(self, ending: str) -> bool:
+        """Whether an architecture has this suffix, such as "ForMaskedLM"."""
+        return any(name.endswith(ending) for name in self.architectures)
+
+    @property
+    def card(self) -> str:
+        """The beginning of the model card in lower case; "" if there is none."""
+        path = self.root / "README.md"
+        if not path.is_file():
+            return ""
+        with path.open(encoding="utf-8", errors="replace") as file:
+            return file.read(_CARD_CHARACTERS).lower()
+
+    @property
+    def card_front(self) -> list[str]:
+        """The lines of the model card's front matter, in lower case."""
+        head = [line.strip() for line in self.card.splitlines()]
+        return head[1 : head.index("---", 1)] if head[:1] == ["---"] and "---" in head[1:] else []
+
+    @property
+    def prompts(self) -> dict[str, str]:
+        saved = {name: text for name, text in (self.saved.get("prompts") or {}).items() if isinstance(text, str)}
+        return {**self.own.prompts, **saved}
+
+
+def read_metadata(root: Path, trust_remote_code: bool) -> ModelMetadata:
+    """Read the metadata files in `root`.
+
+    Raises:
+        ModelNotFound: there is no such directory, or no config.json in it.
+        ModelLoadFailed: a file is broken, or the model needs code that the instance does not trust.
+    """
+    if not root.is_dir():
+        raise ModelNotFound(f"No model directory at {root}")
+    check_pointers(root)
+    if (root / "gliner_config.json").is_file():
+        raise ModelLoadFailed(
+            "the model is a GLiNER (gliner_config.json), which finds entities of kinds that a request names; "
+            "it is not served. Token classifiers with labels of their own are"
+        )
+    chain = read_chain(root, trust_remote_code)
+    transformer = chain.modules[0].path if chain.modules else root
+    config = read_object(transformer / "config.json")
+    static = chain.first == "StaticEmbedding" or (config or {}).get("model_type") in _STATIC
+    adapters, weights_dir, warnings = read_adapters(transformer)
+    if config is None and adapters:
+        config = read_object(weights_dir / "config.json")
+    if config is None and not static:
+        if (form := other_format(path.name for path in files_below(root, depth=1))) is not None:
+            raise ModelLoadFailed(f"the weights are {only_in(form, base_model_of(root))}")
+        raise ModelNotFound(f"{transformer} has no config.json")
+    config = config or {}
+    if static:
+        config.setdefault("model_type", "static")
+    if not config.get("model_type"):
+        raise ModelLoadFailed("config.json has no model_type, so its architecture is unknown")
+    _refuse_other_models(config)
+    _check_sizes(config)
+    served = served_config(config, trust_remote_code)
+    if not served.tasks and any(row.get("type") == JINA_TRANSFORMER for row in read_list(root / "modules.json")):
+        raise ModelLoadFailed(f"modules.json has {JINA_TRANSFORMER}, code in the model's own repository, not run here")
+    settings = read_settings(transformer)
+    if adapters and not any((transformer / name).is_file() for name in _TOKENIZERS):
+        transformer = weights_dir  # the tokenizer is that of the base model
+    for name in _READ_BY_LIBRARIES:
+        check_size(transformer / name)
+    tokens = TokenFiles(transformer)
+    return ModelMetadata(
+        root=root,
+        transformer_dir=transformer,
+        weights_dir=weights_dir,
+        adapters=adapters,
+        warnings=warnings,
+        config=served.config,
+        config_is_changed=served.is_changed,
+        own=served,
+        task_adapters=read_task_adapters(weights_dir, served.adapters),
+        weight_names=_weight_names(weights_dir, served.weight_names),
+        own_tokenizer=has_own_tokenizer(tokens.config),
+        end_token=added_end(tokens.config, str(config["model_type"]), trust_remote_code),
+        notes=served.notes,
+        saved=read_object(root / "config_sentence_transformers.json") or {},
+        settings=settings,
+        chain=chain,
+        tokens=tokens,
+        static=static,
+    )
+
+
+# The sizes in config.json that memory is taken by, before any weight is compared; the largest known models have 126
+# layers, 128 heads, 16,384 columns, 262,144 ids and 131,072 positions.
+_SIZES = {
+    **dict.fromkeys(("num_hidden_layers", "n_layers", "num_layers", "n_layer"), 1024),
+    **dict.fromkeys(("num_attention_heads", "n_heads", "num_heads", "n_head", "num_key_value_heads"), 4096),
+    **dict.fromkeys(("hidden_size", "d_model", "dim", "n_embd", "embedding_size", "head_dim"), 1 << 17),
+    **dict.fromkeys(("intermediate_size", "d_ff", "hidden_dim", "n_inner"), 1 << 20),
+    **dict.fromkeys(("vocab_size", "max_position_embeddings", "n_positions", "type_vocab_size"), 1 << 24),
+    # The library makes a name for each label before anything else.
+    **dict.fromkeys(("num_labels", "relative_attention_num_buckets"), 1 << 20),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 1 << 14),
+    "moe_intermediate_size": 1 << 20,
+}
+_MAY_BE_ZERO = ("type_vocab_size", "max_position_embeddings", "num_labels", "num_experts")
+_PARTS = ("encoder", "decoder")  # beside `text_config` and its like
+
+
+def _check_sizes(config: dict[str, Any]) -> None:
+    """Refuse sizes that no model has; the library would take memory and time for them first.
+
+    Raises:
+        ModelLoadFailed: one is not a whole number, below 1, or far beyond the largest known model.
+    """
+    _check_sizes_of(config, "config.json")
+    for name, part in config.items():
+        if isinstance(part, dict) and (name.endswith("_config") or name in _PARTS):
+            _check_sizes_of(part, f"{name} of config.json")
+
+
+def _check_sizes_of(config: dict[str, Any], where: str) -> None:
+    for key, most in _SIZES.items():
+        value = config.get(key)
+        least = 0 if key in _MAY_BE_ZERO else 1
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            shown = repr(value)[:_MAX_SHOWN_CHARS]
+            raise ModelLoadFailed(f"{where} has {key} = {shown}, which should be a whole number of {least} to {most}")
+
+
+def _weight_names(folder: Path, own: str | None) -> str | None:
+    """Whose names the weights in `folder` have: `own`, or ONNX's where they are in a graph alone."""
+    graph = onnx_file(folder)
+    if graph is not None and own is not None:
+        raise ModelLoadFailed(
+            f"the weights are in {graph.name} alone, which is not read for models with code of their own"
+        )
+    return own if graph is None else ONNX
+
+
+# What is no text embedding model at all, by model type: what to say of it.
+_OTHER_MODELS = {
+    **dict.fromkeys(
+        ("clip", "siglip", "siglip2", "align", "altclip", "chinese_clip", "blip", "flava"), "images and text"
+    ),
+    **dict.fromkeys(("clap", "whisper", "wav2vec2", "hubert", "wavlm"), "sound"),
+    **dict.fromkeys(("colpali", "colqwen2", "colmodernvbert", "modernvbert"), "pages as images"),
+    **dict.fromkeys(("vit", "dinov2", "beit", "deit", "convnext"), "images"),
+}
+_SENSES = {"vision_config": "images", "visual": "images", "audio_config": "sound"}
+
+
+def _refuse_other_models(config: dict[str, Any]) -> None:
+    """Refuse models of images and sound by what they are: their text alone would go without their chat template."""
+    model_type = str(config["model_type"])
+    senses = _OTHER_MODELS.get(model_type) or next((_SENSES[key] for key in _SENSES if config.get(key)), None)
+    if senses is None and model_type.endswith(("_vl", "_omni")):
+        senses = "images"
+    if senses is not None:
+        raise ModelLoadFailed(f"the model ({model_type}) embeds {senses}, which is not served")

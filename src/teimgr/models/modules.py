@@ -1,0 +1,344 @@
+"""modules.json of sentence-transformers and PyLate: the chain of modules and their configurations."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from teimgr.errors import InvalidConfig, ModelLoadFailed
+from teimgr.models.bounded_json import read_list, read_object
+from teimgr.models.directory import folder_in
+from teimgr.models.layout import Dense, LayerNorm, Normalize, OwnModule, Projection
+from teimgr.spec import POOLINGS
+
+# The packages of supported module classes; any other class is code in the model's own repository.
+_PACKAGES = ("sentence_transformers.", "pylate.")
+JINA_TRANSFORMER, INT8_TANH = "custom_st.Transformer", "Int8Tanh"
+# Classes of repositories' own that are known, the module that each is taken for, and the arguments of a call that it
+# may have: of jina-embeddings-v3 and v5 a Transformer, and of pplx-embed-v1 round(127 · tanh(x)), what it does by
+# default.
+KNOWN_OWN = {
+    JINA_TRANSFORMER: ("Transformer", ["task", "truncate_dim"]),
+    "st_quantize.FlexibleQuantizer": (INT8_TANH, ["quantization"]),
+}
+_NOT_SERVED = {
+    "Asym": "it sends queries and documents through different modules",
+    "Router": "it sends queries and documents through different modules, before or behind others",
+    "BoW": "it counts words and has no transformer",
+    "CLIPModel": "it embeds images",
+    "CNN": "it puts a convolution behind the transformer",
+    "LSTM": "it puts a recurrent network behind the transformer",
+    "SparseAutoEncoder": "its sparse entries are features of an autoencoder, which no surface can name",
+    "SparseStaticEmbedding": "it weighs the words of a query without a model, outside of a Router",
+    "TokenPooling": "it merges the token vectors of a text",
+    "WeightedLayerPooling": "it mixes the layers of the transformer",
+    "WordEmbeddings": "it looks words up in a table of its own and has no tokenizer file",
+    "WordWeights": "it weighs words by a table of its own",
+}
+_SERVED = {
+    *("Transformer", "MLMTransformer", "StaticEmbedding", "Pooling", "SpladePooling", "MultiVectorMask", "LogitScore"),
+    *("Dense", "Dropout", "LayerNorm", "Normalize"),
+}
+
+
+_CONFIGURED = {"Pooling", "Dense", "LayerNorm", "SpladePooling", "LogitScore"}
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """One module: its class name without the package, and its directory. `code` is `file.Class` and the model's root
+    where it is code of the model's own, which is trusted; else None.
+    """
+
+    name: str
+    path: Path
+    code: tuple[str, Path] | None = None
+
+    def config(self) -> dict[str, Any]:
+        """Its config.json, {} for a Normalize without one, of which many repositories have no folder.
+
+        Raises:
+            ModelLoadFailed: there is no such file, and the module is nothing without it.
+        """
+        content = read_object(self.path / "config.json")
+        if content is None and self.name in _CONFIGURED:
+            raise ModelLoadFailed(f"modules.json names a {self.name} module, and its {self._file} is missing")
+        return content or {}
+
+    @property
+    def _file(self) -> str:
+        return f"{self.path.name}/config.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """The modules in order; none for a bare transformer. Dropout, without effect at inference, is left out.
+
+    Of a Router they are those of documents; `query` is the one of queries, and `queries_by_default` whether a text
+    without a role is one.
+    """
+
+    modules: tuple[Module, ...]
+    query: Module | None = None
+    queries_by_default: bool = False
+
+    @property
+    def first(self) -> str:
+        """The name of the first module, "Transformer" for a bare one."""
+        return self.modules[0].name if self.modules else "Transformer"
+
+    @property
+    def all(self) -> tuple[Module, ...]:
+        """With the one of queries."""
+        return self.modules if self.query is None else (*self.modules, self.query)
+
+    @property
+    def behind(self) -> tuple[Module, ...]:
+        return self.modules[1:]
+
+    def has(self, name: str) -> bool:
+        return any(module.name == name for module in self.modules)
+
+    def split_at(self, name: str) -> tuple[tuple[Module, ...], Module, tuple[Module, ...]]:
+        """The modules before, at and behind the one called `name`.
+
+        Raises:
+            ModelLoadFailed: there is none, or more than one.
+        """
+        found = [index for index, module in enumerate(self.modules) if module.name == name]
+        if len(found) != 1:
+            raise ModelLoadFailed(f"modules.json names {len(found)} {name} modules, not one: {self}")
+        at = found[0]
+        return self.modules[:at], self.modules[at], self.modules[at + 1 :]
+
+    def __str__(self) -> str:
+        return " > ".join(module.name for module in self.modules) or "none"
+
+
+def read_chain(root: Path, trust_remote_code: bool = False) -> Chain:
+    """Read modules.json; modules of the model's own code count where it is trusted.
+
+    Raises:
+        ModelLoadFailed: it has an unsupported module, or does not start with exactly one transformer.
+    """
+    rows = read_list(root / "modules.json")
+    if len(rows) == 1 and _name_of(rows[0]) == "Router":
+        return _read_routes(root, rows[0])
+    modules = [_module(root, row, trust_remote_code) for row in rows]
+    modules = [module for module in modules if module.name != "Dropout"]
+    chain = Chain(tuple(modules))
+    readers = [module.name for module in modules if module.name in ("Transformer", "MLMTransformer", "StaticEmbedding")]
+    if modules and (len(readers) != 1 or chain.first not in readers):
+        raise ModelLoadFailed(f"modules.json should start with one transformer, and names: {chain}")
+    return chain
+
+
+_BY_OLD_NAME = {"MLMTransformer": "Transformer"}
+_SERVED_ROUTES = {"query": ["SparseStaticEmbedding"], "document": ["Transformer", "SpladePooling"]}
+
+
+def _read_routes(root: Path, row: dict[str, Any]) -> Chain:
+    """The modules of a Router that has a table of weights for queries, and a SPLADE model for documents.
+
+    Raises:
+        ModelLoadFailed: it has other routes, or chooses among them by something else than the role.
+    """
+    home = str(row.get("path", ""))
+    file = folder_in(root, home) / "router_config.json"
+    if (routes := read_object(file)) is None:
+        raise ModelLoadFailed("modules.json names a Router module, and its router_config.json is missing")
+    types, structure, parameters = (routes.get(key) or {} for key in ("types", "structure", "parameters"))
+    below = f"{home}/" if home not in ("", ".") else ""
+    modules = {
+        name: [_routed(root, f"{below}{key}", str(types.get(key, ""))) for key in keys]
+        for name, keys in structure.items()
+    }
+    names = {name: [_BY_OLD_NAME.get(one.name, one.name) for one in found] for name, found in modules.items()}
+    if names != _SERVED_ROUTES or parameters.get("route_mappings"):
+        shown = "; ".join(f"{name}: {' > '.join(found) or 'nothing'}" for name, found in names.items())
+        raise ModelLoadFailed(
+            f"modules.json has a Router module of {shown or 'no routes'}: only SparseStaticEmbedding for queries and a "
+            "transformer with SpladePooling for documents, by their role, are served"
+        )
+    default = parameters.get("default_route")
+    if default is None and parameters.get("allow_empty_key", True):
+        default = next(iter(structure))
+    if default not in names:
+        raise ModelLoadFailed(f"router_config.json has the default_route {default!r}, which is none of its routes")
+    return Chain(tuple(modules["document"]), modules["query"][0], default == "query")
+
+
+def _routed(root: Path, path: str, dotted: str) -> Module:
+    name = dotted.rsplit(".", 1)[-1]
+    if not dotted.startswith(_PACKAGES):
+        raise ModelLoadFailed(
+            f"router_config.json has {dotted or 'a module without a type'}, code in the model's own repository, which "
+            "is not run here"
+        )
+    return Module(name, folder_in(root, path))
+
+
+def _name_of(row: dict[str, Any]) -> str:
+    return str(row.get("type", "")).rsplit(".", 1)[-1]
+
+
+def _module(root: Path, row: dict[str, Any], trusts: bool) -> Module:
+    dotted, path = str(row.get("type", "")), str(row.get("path", ""))
+    name = _name_of(row)
+    taken_for, arguments = KNOWN_OWN.get(dotted, ("", []))
+    given = row.get("kwargs") or []
+    if taken_for and isinstance(given, list) and all(one in arguments for one in given):
+        return Module(taken_for, folder_in(root, path))
+    if not dotted.startswith(_PACKAGES):
+        if trusts and _OWN_CODE.fullmatch(dotted):
+            return Module(dotted, folder_in(root, path), (dotted, root))
+        raise ModelLoadFailed(
+            f"modules.json has {dotted}, code in the model's own repository: behind the pooling it is run where the "
+            "instance sets trust_remote_code = true"
+        )
+    if name in _NOT_SERVED:
+        raise ModelLoadFailed(f"modules.json has a {name} module: {_NOT_SERVED[name]}, which is not served")
+    if name not in _SERVED:
+        raise ModelLoadFailed(f"modules.json has a {name} module, which is not known here")
+    return Module(name, folder_in(root, path))
+
+
+# As transformers finds code: a file of the model's root, and a class in it.
+_OWN_CODE = re.compile(r"[A-Za-z_]\w*\.[A-Za-z_]\w*")
+
+TEXT, TOKENS, SCORES = "sentence_embedding", "token_embeddings", "scores"
+_TANH = "torch.nn.modules.activation.Tanh"  # sentence-transformers' default for a Dense module
+IDENTITY = "torch.nn.modules.linear.Identity"
+
+
+def read_projections(
+    modules: Sequence[Module], works_on: str = TEXT, gives: str | None = None
+) -> tuple[Projection, ...]:
+    """The projections of the modules in order; all must read and write `works_on`, TEXT or TOKENS, but for the last,
+    which writes `gives`.
+
+    Raises:
+        ModelLoadFailed: one is no projection, or works on another input.
+    """
+    outputs = [*[works_on] * (len(modules) - 1), gives or works_on]
+    return tuple(_projection(module, works_on, output) for module, output in zip(modules, outputs, strict=False))
+
+
+def _projection(module: Module, works_on: str, gives: str) -> Projection:
+    if module.code is not None:
+        if (works_on, gives) != (TEXT, TEXT):
+            raise ModelLoadFailed(
+                f"{module.code[0]}, code in the model's own repository, is run behind a pooling alone"
+            )
+        return OwnModule(module.path, *module.code)
+    if module.name not in ("Dense", "LayerNorm", "Normalize"):
+        raise ModelLoadFailed(f"a {module.name} module is not served in this place")
+    config = module.config()
+    # Dense modules of PyLate and of early multi-vector models have no module_input_name.
+    default = works_on if module.name == "Dense" else TEXT
+    reads = str(config.get("module_input_name") or default)
+    writes = str(config.get("module_output_name") or reads)
+    if (reads, writes) != (works_on, gives):
+        served = works_on if works_on == gives else f"{works_on} into {gives}"
+        raise ModelLoadFailed(
+            f"the {module.name} module {module.path.name} turns {reads} into {writes}; here only {served} is served"
+        )
+    if module.name == "Normalize":
+        return Normalize()
+    if module.name == "LayerNorm":
+        return LayerNorm(module.path, _given(module, config, "dimension"))
+    activation = config.get("activation_function", _TANH)
+    if activation is None:
+        activation = IDENTITY
+    return Dense(
+        path=module.path,
+        in_features=_given(module, config, "in_features"),
+        out_features=_given(module, config, "out_features"),
+        bias=bool(config.get("bias", True)),
+        activation=str(activation) if str(activation).startswith("torch.") else _TANH,
+        residual=bool(config.get("use_residual")),
+    )
+
+
+def _given(module: Module, config: dict[str, object], key: str) -> int:
+    value = config.get(key)
+    if not isinstance(value, int):
+        raise ModelLoadFailed(f"the config.json of the {module.name} module {module.path.name} has no {key}")
+    return value
+
+
+_BY_FLAG = {name: name.replace("-", "_") for name in POOLINGS if name != "splade"}
+_BY_NAME = {
+    "cls": "cls",
+    "mean": "mean",
+    "max": "max",
+    "mean_sqrt_len_tokens": "mean_sqrt_len",
+    "weightedmean": "weighted_mean",
+    "lasttoken": "last_token",
+}
+# In the order in which sentence-transformers concatenates them.
+_BY_BOOLEAN = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len",
+    "pooling_mode_weightedmean_tokens": "weighted_mean",
+    "pooling_mode_lasttoken": "last_token",
+}
+_BY_KEY = {"avg": "mean", "cls": "cls", "last": "last_token"}
+GUESSED_CLS = "no pooling configuration found; `cls` is used. Set the pooling to choose another"
+
+
+def check_pooling(chosen: str | None) -> None:
+    """Raise InvalidConfig for an unknown pooling; the message lists the known ones."""
+    if chosen is not None and chosen not in POOLINGS:
+        raise InvalidConfig(f"pooling {chosen!r} is none of {', '.join(sorted(POOLINGS))}")
+
+
+def read_poolings(
+    module: Module | None, folder: Path, config: dict[str, Any], chosen: str | None
+) -> tuple[tuple[str, ...], bool, tuple[str, ...]]:
+    """The poolings, whether prompts are pooled, and warnings for the log.
+
+    `module` is the Pooling of modules.json; where there is none, `folder` may have its file. `chosen` is the user's
+    choice.
+
+    Raises:
+        InvalidConfig: neither files nor user name a pooling.
+        ModelLoadFailed: the files name an unknown pooling, or the module's file is missing.
+    """
+    saved = read_object(folder / "config.json") if module is None else module.config()
+    include_prompt = (saved or {}).get("include_prompt", True) is not False
+    if chosen is not None:
+        return (_BY_FLAG[chosen],), include_prompt, ()
+    if saved is not None:
+        return _saved(saved), include_prompt, ()
+    if config.get("pooling") in _BY_KEY and config["model_type"] == "llama":  # NVIDIA's llama_bidirec
+        return (_BY_KEY[config["pooling"]],), True, ()
+    if "bert" in config["model_type"].lower():
+        return ("cls",), True, (GUESSED_CLS,)
+    writer = next((name for name in config.get("architectures") or () if str(name).endswith(_WRITERS)), None)
+    if writer is not None:
+        raise InvalidConfig(
+            f"the model ({writer}) reads a text and writes another, which is not served; of rerankers like it monoT5, "
+            'InRanker and mT5 on mMARCO are, by their model cards or with kind = "reranker"'
+        )
+    raise InvalidConfig("the model has no pooling configuration (1_Pooling/config.json): set the pooling explicitly")
+
+
+_WRITERS = ("ForConditionalGeneration", "WithLMHeadModel")
+
+
+def _saved(saved: dict[str, Any]) -> tuple[str, ...]:
+    named = saved.get("pooling_mode")
+    names = [named] if isinstance(named, str) else list(named or [])
+    poolings = tuple(_BY_NAME[name] for name in names if name in _BY_NAME)
+    if len(poolings) != len(names):
+        raise ModelLoadFailed(f"the pooling {named!r} of 1_Pooling/config.json is not served")
+    poolings = poolings or tuple(name for key, name in _BY_BOOLEAN.items() if saved.get(key))
+    if not poolings:
+        raise ModelLoadFailed("1_Pooling/config.json switches no pooling on")
+    return poolings

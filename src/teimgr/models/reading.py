@@ -1,0 +1,306 @@
+"""Read the layout of a model from its directory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from teimgr.errors import ModelLoadFailed
+from teimgr.models.json_files import ENDLESS, TokenFiles, checked_length, max_length, position_offset
+from teimgr.models.key_checks import check_files
+from teimgr.models.kinds import choose_kind, is_causal
+from teimgr.models.late_interaction import read_late
+from teimgr.models.layout import M3, Backbone, Dense, Layout, QueryTable, ScoringConfig, Splade
+from teimgr.models.metadata import MODEL2VEC, ModelMetadata, read_metadata
+from teimgr.models.modules import (
+    IDENTITY,
+    INT8_TANH,
+    SCORES,
+    TEXT,
+    Module,
+    check_pooling,
+    read_poolings,
+    read_projections,
+)
+from teimgr.models.scoring import (
+    SEQ2SEQ,
+    is_nemotron,
+    prompt_warnings,
+    read_activation,
+    read_causal_rerank,
+    read_labels,
+    read_nemotron,
+    read_pair_template,
+    read_scoring,
+    score_modules,
+    written_activations,
+)
+from teimgr.spec import Kind
+
+_SPARSE, _MULTI_VECTOR = "sparse_linear.pt", "colbert_linear.pt"
+_UNUSED = ("cls_token", "eos_token", "pad_token", "unk_token", "bos_token", "sep_token")
+
+
+def read_m3(metadata: ModelMetadata) -> M3 | None:
+    """BGE-M3's two additional layers, where both files exist."""
+    sparse, multi_vector = metadata.root / _SPARSE, metadata.root / _MULTI_VECTOR
+    if not sparse.is_file() or not multi_vector.is_file():
+        return None
+    ids = {metadata.tokens.special(role) for role in _UNUSED}
+    return M3(sparse, multi_vector, tuple(sorted(id for id in ids if id is not None)))
+
+
+def read_splade(metadata: ModelMetadata) -> Splade:
+    """The options of the SpladePooling module, or SPLADE's defaults where there is no such module.
+
+    Raises:
+        ModelLoadFailed: its options are unsupported, or further modules follow it.
+    """
+    if not metadata.chain.has("SpladePooling"):
+        if not metadata.has_head("ForMaskedLM"):
+            raise ModelLoadFailed(f"a sparse model needs a masked-LM head, and there is: {metadata.chain}")
+        return Splade(most=_positive(metadata, "max_active_dims"))
+    before, module, behind = metadata.chain.split_at("SpladePooling")
+    if len(before) != 1 or behind:
+        raise ModelLoadFailed(f"a sparse model should be a transformer and its SpladePooling, and is: {metadata.chain}")
+    config = module.config()
+    strategy = config.get("pooling_strategy", "max")
+    activation = config.get("activation_function", "relu")
+    if strategy not in ("max", "sum") or activation not in ("relu", "log1p_relu"):
+        raise ModelLoadFailed(f"SpladePooling with {strategy!r} and {activation!r} is not served")
+    return Splade(strategy, activation, _positive(metadata, "max_active_dims"))
+
+
+def read_query_table(metadata: ModelMetadata) -> QueryTable | None:
+    """The table of queries of a model with routes; None where queries are computed as documents are.
+
+    Raises:
+        ModelLoadFailed: the length of its tokenizer is not a number above 0.
+    """
+    if (module := metadata.chain.query) is None:
+        return None
+    given = TokenFiles(module.path).config.get("model_max_length")
+    longest = ENDLESS if given is None else checked_length(given, f"{module.path.name}/tokenizer_config.json")
+    return QueryTable(module.path, longest, metadata.chain.queries_by_default)
+
+
+def _positive(metadata: ModelMetadata, key: str) -> int | None:
+    """A number of config_sentence_transformers.json; None where it is not set."""
+    given = metadata.saved.get(key)
+    if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
+        raise ModelLoadFailed(f"config_sentence_transformers.json has {key} = {given!r}, which should be above 0")
+    return given
+
+
+def _dimensions(metadata: ModelMetadata) -> int | None:
+    """`truncate_dim` of a dense model: the dimensions of its vectors where a request asks for none."""
+    return None if metadata.saved.get("model_type") == "SparseEncoder" else _positive(metadata, "truncate_dim")
+
+
+def _truncates_left(metadata: ModelMetadata) -> bool:
+    """Whether too long texts lose their beginning where a request does not say."""
+    kwargs = metadata.settings.get("processor_kwargs") or metadata.settings.get("tokenizer_args") or {}
+    side = kwargs.get("truncation_side") or metadata.tokens.config.get("truncation_side") or "right"
+    if side not in ("left", "right"):
+        raise ModelLoadFailed(f"the truncation side {side!r} is neither left nor right")
+    return bool(side == "left")
+
+
+_TASKS = ("feature-extraction", "fill-mask", "sequence-classification", "text-generation")
+
+
+def read_layout(
+    root: Path,
+    pooling: str | None = None,
+    *,
+    kind: str | None = None,
+    trust_remote_code: bool = False,
+    render: bool = True,
+    strict: bool = False,
+) -> Layout:
+    """Read the model directory `root`; `pooling` and `kind` are the user's choice, over that of the files.
+
+    Without `render` no chat template is run: enough to validate a model, not to serve a reranker that has one. With
+    `strict` each warning about the files is a refusal.
+
+    Raises:
+        ModelNotFound: there is no such directory, or no config.json in it.
+        InvalidConfig: `pooling` or `kind` contradicts the files, or there is no pooling.
+        ModelLoadFailed: the files describe an unsupported model.
+    """
+    check_pooling(pooling)
+    try:
+        layout = _read(root, pooling, kind, trust_remote_code, render)
+    except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        # A number where an object should be, an infinite length, and so on.
+        raise ModelLoadFailed(f"the model's files hold something unexpected: {type(error).__name__} {error}") from error
+    if strict:
+        refuse_warnings(layout.warnings)
+    return layout
+
+
+def refuse_warnings(warnings: Sequence[str]) -> None:
+    """Raise ModelLoadFailed with all of them, where there are any: what `strict_model_files` asks for."""
+    if warnings:
+        raise ModelLoadFailed(f"{'; '.join(warnings)} (strict_model_files = true makes this a refusal)")
+
+
+def _read(root: Path, pooling: str | None, kind: str | None, trust_remote_code: bool, render: bool) -> Layout:
+    metadata = read_metadata(root, trust_remote_code)
+    chosen = choose_kind(metadata, kind, pooling)
+    longest = ENDLESS if metadata.static else max_length(metadata.config, metadata.settings, metadata.tokens.config)
+    layout = Layout(
+        root=root,
+        transformer_dir=metadata.transformer_dir,
+        weights_dir=metadata.weights_dir,
+        adapters=metadata.adapters,
+        config=metadata.config,
+        poolings=(),
+        include_prompt=True,
+        projections=(),
+        max_length=longest,
+        position_offset=position_offset(metadata.config),
+        lower_case=bool(metadata.settings.get("do_lower_case")),
+        kind=chosen,
+        type_ids=metadata.tokens.has_types(metadata.config),
+        trust_remote_code=trust_remote_code,
+        config_is_changed=metadata.config_is_changed,
+        weight_names=metadata.weight_names,
+        tasks=metadata.own.tasks,
+        default_task=metadata.own.default_task,
+        task_scale=metadata.own.task_scale,
+        task_adapters=metadata.task_adapters,
+        instruction_end=metadata.own.instruction_end,
+        end_token=metadata.end_token,
+        own_tokenizer=metadata.own_tokenizer,
+        prompts=metadata.prompts,
+        dimensions=_dimensions(metadata),
+        default_prompt_name=metadata.saved.get("default_prompt_name"),
+        truncate_left=_truncates_left(metadata),
+        notes=metadata.notes,
+    )
+    match chosen:
+        case Kind.EMBEDDING:
+            layout = _embedding(metadata, layout, pooling)
+        case Kind.SPARSE:
+            splade, table = read_splade(metadata), read_query_table(metadata)
+            layout = replace(layout, backbone=Backbone.MASKED_LM, splade=splade, query_table=table)
+            if table is not None and layout.default_prompt_name is None:
+                layout = replace(layout, default_prompt_name="query" if table.is_default else "document")
+        case Kind.MULTI_VECTOR:
+            late, prompts = read_late(metadata)
+            named = layout.default_prompt_name if layout.default_prompt_name in prompts else "document"
+            layout = replace(layout, late=late, prompts=prompts, default_prompt_name=named)
+        case Kind.TOKEN_CLASSIFIER:
+            scoring = ScoringConfig(read_labels(metadata), "softmax")
+            layout = replace(layout, backbone=Backbone.TOKEN_CLASSIFICATION, scoring=scoring)
+        case Kind.RERANKER | Kind.CLASSIFIER if is_causal(metadata):
+            scoring = ScoringConfig(
+                ("LABEL_0",), read_activation(metadata, 1), *read_causal_rerank(metadata, render=render)
+            )
+            # The prompts are part of the template, so nothing goes before the query.
+            backbone = Backbone.SEQ2SEQ_LM if metadata.has_head(SEQ2SEQ) else Backbone.CAUSAL_LM
+            layout = replace(layout, backbone=backbone, scoring=scoring, prompts={}, default_prompt_name=None)
+            layout = replace(layout, warnings=tuple(prompt_warnings(metadata)))
+        case Kind.RERANKER | Kind.CLASSIFIER if (modules := score_modules(metadata)) is not None:
+            layout = _scored_by_modules(metadata, replace(layout, scoring=read_scoring(metadata)), modules)
+        case Kind.RERANKER | Kind.CLASSIFIER if is_nemotron(metadata):
+            scoring, layer = read_nemotron(metadata)
+            poolings, _, _ = read_poolings(None, root / "1_Pooling", {"pooling": "avg", **metadata.config}, None)
+            layout = replace(layout, scoring=scoring, poolings=poolings, projections=(layer,))
+            layout = replace(layout, prompts={}, default_prompt_name=None)
+        case Kind.RERANKER | Kind.CLASSIFIER:
+            template = read_pair_template(metadata, render=render)
+            scoring = replace(read_scoring(metadata), template=template)
+            layout = replace(layout, backbone=Backbone.SEQUENCE_CLASSIFICATION, scoring=scoring)
+            if template is not None:  # the prompts are part of it
+                layout = replace(layout, prompts={}, default_prompt_name=None)
+    _check_task(metadata, layout)
+    warnings = (*layout.warnings, *metadata.warnings, *check_files(metadata), *_own_activations(metadata, layout))
+    layout = replace(layout, warnings=warnings)
+    if pooling is not None and layout.pooling != pooling.replace("-", "_"):
+        unused = f"pooling = {pooling!r} is not used: a model of the kind {layout.kind.value} has a way of its own"
+        layout = replace(layout, warnings=(*layout.warnings, unused))
+    return layout
+
+
+def _own_activations(metadata: ModelMetadata, layout: Layout) -> list[str]:
+    """Warnings of a scoring model about activations that are not torch's."""
+    if layout.scoring is None:
+        return []
+    own = [name for name in written_activations(metadata) if not name.startswith("torch.")]
+    return [f"the activation {name} is code of the model's own: {layout.scoring.activation} is used" for name in own]
+
+
+def _embedding(metadata: ModelMetadata, layout: Layout, pooling: str | None) -> Layout:
+    if metadata.static:
+        return replace(
+            layout,
+            backbone=Backbone.STATIC,
+            poolings=("mean",),
+            projections=read_projections(_without_final_normalize(metadata.chain.behind)),
+            skips_unknown=metadata.config["model_type"] == MODEL2VEC,
+        )
+    before, module, behind = _around_pooling(metadata)
+    if before:
+        raise ModelLoadFailed(f"modules between transformer and Pooling are not served: {metadata.chain}")
+    named = pooling or (metadata.own.pooling if module is None else None)
+    poolings, include_prompt, guessed = read_poolings(module, metadata.root / "1_Pooling", metadata.config, named)
+    behind = _without_final_normalize(behind)
+    is_rounded = bool(behind) and behind[-1].name == INT8_TANH
+    return replace(
+        layout,
+        poolings=poolings,
+        include_prompt=include_prompt and layout.instruction_end is None,
+        projections=(*_own_projection(metadata), *read_projections(behind[:-1] if is_rounded else behind)),
+        is_rounded=is_rounded,
+        m3=read_m3(metadata),
+        warnings=(*layout.warnings, *guessed),
+    )
+
+
+def _own_projection(metadata: ModelMetadata) -> tuple[Dense, ...]:
+    """The linear layer of a Qwen3 whose tokens attend to all others and that has labels, as voyage-4-nano: behind its
+    hidden states, whose mean gives the same behind it.
+    """
+    config = metadata.config
+    width = config.get("num_labels")
+    if config["model_type"] != "qwen3" or config.get("is_causal") is not False or width is None:
+        return ()
+    if isinstance(width, bool) or not isinstance(width, int) or width < 1:
+        raise ModelLoadFailed(f"config.json has num_labels = {width!r}, which should be a positive number")
+    return (Dense(metadata.transformer_dir, int(config["hidden_size"]), width, bias=False, activation=IDENTITY),)
+
+
+def _scored_by_modules(metadata: ModelMetadata, layout: Layout, modules: tuple[Module, ...]) -> Layout:
+    """A cross-encoder of modules: scores from the pooled vector of a pair."""
+    poolings, include_prompt, _ = read_poolings(modules[0], metadata.root, metadata.config, None)
+    projections = read_projections(modules[1:], TEXT, SCORES)
+    return replace(layout, poolings=poolings, include_prompt=include_prompt, projections=projections)
+
+
+def _around_pooling(metadata: ModelMetadata) -> tuple[tuple[Module, ...], Module | None, tuple[Module, ...]]:
+    """The modules before the Pooling (without the first), the Pooling, and the modules behind it."""
+    # Of a sparse model or a cross-encoder only the encoder is used.
+    other = any(metadata.chain.has(name) for name in ("SpladePooling", "LogitScore"))
+    other |= metadata.saved.get("model_type") == "CrossEncoder"
+    has_none = metadata.own.pooling is not None and not metadata.chain.behind  # it is within its own code
+    if not metadata.chain.modules or other or has_none:
+        return (), None, ()
+    before, module, behind = metadata.chain.split_at("Pooling")
+    return before[1:], module, behind
+
+
+def _without_final_normalize(modules: tuple[Module, ...]) -> tuple[Module, ...]:
+    return modules[:-1] if modules and modules[-1].name == "Normalize" else modules
+
+
+def _check_task(metadata: ModelMetadata, layout: Layout) -> None:
+    """Check that sentence-transformers would use the same output of the transformer."""
+    named = metadata.settings.get("transformer_task")
+    if named not in (None, *_TASKS):
+        raise ModelLoadFailed(f"the transformer's task is {named}, which is not served")
+    in_template = layout.scoring is not None and layout.scoring.template is not None
+    if not in_template and "message" in (metadata.settings.get("modality_config") or {}):
+        raise ModelLoadFailed("the model puts every text into a chat template, which is served for rerankers alone")

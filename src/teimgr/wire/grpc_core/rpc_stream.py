@@ -1,0 +1,262 @@
+"""One RPC on its HTTP/2 stream: metadata and messages in; metadata, messages and a status out.
+
+Protocol: https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import quote, unquote_to_bytes
+
+from google.protobuf.message import DecodeError
+
+from teimgr.errors import Cancelled, DeadlineExceeded, InvalidInput, TeimgrError, TooLarge, Unavailable, Unsupported
+from teimgr.http.byte_budget import ByteBudget, Charge
+from teimgr.http.http2.header_decoder import Headers
+from teimgr.http.http2.stream import Stalled, Stream
+from teimgr.wire.frames import MAX_DEADLINE_MS
+from teimgr.wire.protobuf import Octets, Slice
+from teimgr.wire.status import GrpcStatus
+
+_HEAD: Headers = ((b":status", b"200"), (b"content-type", b"application/grpc"))
+_TEXT_TYPE = (b"content-type", b"text/plain; charset=utf-8")
+_REFUSALS = {
+    405: b"This port serves gRPC, whose calls are POST.",
+    415: b"This port serves gRPC in protobuf: content-type application/grpc or application/grpc+proto.",
+}
+_CONTENT_TYPE = re.compile(r"application/grpc(\+proto)?(;.*)?")
+_CUT_OFF = "Malformed message: the stream ends inside it"
+_PREFIX_BYTES = 5  # of a message: whether it is compressed, and its length
+# Limits on the time in which a message is received, from its first byte on, and on its wait for the budget.
+MESSAGE_S = 120.0
+BUDGET_WAIT_S = 30.0
+# On the wait for more of the budget, while others may wait for what a part of a message holds.
+_GROWTH_WAIT_S = 5.0
+# Messages that are there as a whole and not longer never wait for the budget: to hand them on frees their memory.
+_FREE_BYTES = 64 * 1024
+# Longer messages are sent behind their prefix, without a copy.
+_COPIED_BYTES = 16 * 1024
+_TIMEOUT = re.compile(r"([0-9]{1,8})([HMSmun])")
+_UNIT_S = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
+# Of a status message as it is sent; clients bound all trailers together at 8 KiB.
+_MAX_STATUS_BYTES = 4096
+# The characters of a status message that stay as they are; others are percent-encoded UTF-8.
+_PLAIN = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
+_CUT_ESCAPE = re.compile(r"%.?\Z")
+
+
+class RpcStatusError(Exception):
+    """Ends the call with a gRPC status that is none of our error codes."""
+
+    def __init__(self, number: int, message: str) -> None:
+        super().__init__(message)
+        self.status = GrpcStatus(number, message)
+
+
+def is_rpc(headers: Mapping[bytes, bytes]) -> bool:
+    """Whether a Content-Type header names gRPC, in any encoding."""
+    return headers.get(b"content-type", b"").startswith(b"application/grpc")
+
+
+class RpcStream:
+    """One RPC. When the client resets it, the task that serves it is cancelled; methods need not check.
+
+    `stream` is what it is on. `budget` bounds the bytes of messages that are received and not handed on;
+    `max_reply_bytes` is `max_message_bytes` unless given. An RPC that `keeps_messages` until all have come does not
+    wait for the budget, as others would wait for what it holds.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        max_message_bytes: int,
+        budget: ByteBudget,
+        max_reply_bytes: int | None = None,
+        *,
+        keeps_messages: bool = False,
+    ) -> None:
+        # Of several headers of one name the last counts.
+        self.metadata = {name.decode("latin-1"): value.decode("latin-1") for name, value in stream.headers}
+        self.path = stream.head.target.decode("ascii")
+        self.stream = stream
+        self._buffer = stream.received
+        self._max_message_bytes = max_message_bytes
+        self._max_reply_bytes = max_reply_bytes or max_message_bytes
+        self._starting: asyncio.Timeout | None = None  # while a message is awaited
+        self._leaving_pause_s: float | None = None
+        self._opened = self._is_refused_encoding = False
+        self._keeps_messages = keeps_messages
+        self.charge = Charge(budget)  # of messages received and not handed on
+
+    @property
+    def http_refusal(self) -> int:
+        """The HTTP status for a request that is not gRPC; 0 for gRPC."""
+        if self.metadata.get(":method") != "POST":
+            return 405
+        return 0 if _CONTENT_TYPE.fullmatch(self.metadata.get("content-type", "")) else 415
+
+    def charge_to(self, budget: ByteBudget) -> None:
+        """Charge the messages to another budget, before the first of them."""
+        self.charge = Charge(budget)
+
+    def timeout_s(self) -> float | None:
+        """The client's timeout, at most that of a frame, None for no bound; raises InvalidInput: malformed header."""
+        text = self.metadata.get("grpc-timeout")
+        if text is None:
+            return None
+        match = _TIMEOUT.fullmatch(text)
+        if match is None:
+            raise InvalidInput("Malformed grpc-timeout")
+        return min(int(match[1]) * _UNIT_S[match[2]], MAX_DEADLINE_MS / 1000)
+
+    async def receive(self, starts_within_s: float | None = None) -> Octets | None:
+        """The client's next message, None after the last. Its bytes are charged to `charge` as they come.
+
+        Raises:
+            TooLarge: it exceeds the message limit; its body is not read.
+            Unsupported: it is compressed.
+            Overloaded: too many bytes of other messages are being received, or of replies not read.
+            DeadlineExceeded: it did not start in time, or did not come to its end in time.
+            Unavailable: it did not start in the time of `leave`.
+            InvalidInput: it is malformed, or the stream ended inside it.
+        """
+        if (message := self.received()) is not None:
+            return message
+        limit_s = starts_within_s if self._leaving_pause_s is None else self._leaving_pause_s
+        try:
+            async with asyncio.timeout(limit_s) as self._starting:
+                prefix = await self._buffer.read(_PREFIX_BYTES)
+            self._starting = None
+            if not prefix:
+                return None
+            if len(prefix) < _PREFIX_BYTES:
+                raise InvalidInput(_CUT_OFF)
+            limit_s = MESSAGE_S
+            async with asyncio.timeout(limit_s):
+                return await self._body(prefix)
+        except TimeoutError:
+            if self._starting is not None and self._leaving_pause_s is not None:
+                raise Unavailable("The server is stopping") from None
+            raise DeadlineExceeded(f"Request timeout: no whole message within {limit_s:g} s") from None
+        finally:
+            self._starting = None
+
+    def received(self) -> Octets | None:
+        """The next message, where it is received as a whole and within all bounds: no timer is needed."""
+        prefix = self._buffer.peek(_PREFIX_BYTES)
+        if len(prefix) < _PREFIX_BYTES or prefix[0]:
+            return None
+        size = int.from_bytes(prefix[1:], "big")
+        is_whole = len(self._buffer) >= _PREFIX_BYTES + size
+        if size > self._max_message_bytes or not is_whole:
+            return None
+        if size <= _FREE_BYTES and not self._keeps_messages:
+            self.charge.add(size)
+        elif not self.charge.try_take(size):
+            return None
+        self._buffer.take(_PREFIX_BYTES)
+        return self._buffer.take(size)
+
+    async def _body(self, prefix: Octets) -> Octets:
+        if prefix[0] > 1:
+            raise InvalidInput(f"Malformed message: its first byte is {prefix[0]}")
+        if prefix[0]:
+            encoding = self.metadata.get("grpc-encoding", "unknown")
+            self._is_refused_encoding = True
+            raise Unsupported(f"Content is compressed with `{encoding}` which isn't supported")
+        size = int.from_bytes(prefix[1:], "big")
+        if size > self._max_message_bytes:
+            raise TooLarge(f"Request message larger than max ({size} vs. {self._max_message_bytes} bytes)")
+        charged = 0
+        while True:
+            arrived = min(len(self._buffer), size)
+            if arrived > charged:
+                await self.charge.take(arrived - charged, self._budget_wait_s(charged))
+                charged = arrived
+            if arrived == size:
+                return self._buffer.take(size)
+            if self._buffer.has_ended:
+                raise InvalidInput(_CUT_OFF)
+            await self._buffer.more()
+
+    def _budget_wait_s(self, charged: int) -> float:
+        if self._keeps_messages:
+            return 0.0
+        return _GROWTH_WAIT_S if charged else BUDGET_WAIT_S
+
+    def parse(self, kind: Any, raw: Octets) -> Any:
+        """A received message, parsed as `kind`, a generated class, and no longer charged.
+
+        Raises:
+            InvalidInput: it is malformed.
+        """
+        self.charge.release()
+        try:
+            return kind.FromString(raw)
+        except DecodeError as error:
+            raise InvalidInput(f"Malformed {kind.DESCRIPTOR.full_name}: {error}") from error
+
+    def leave(self, pause_s: float) -> None:
+        """The server stops: limit the client's pauses between messages to `pause_s`, the present one from now on."""
+        self._leaving_pause_s = pause_s
+        if self._starting is not None:
+            self._starting.reschedule(asyncio.get_running_loop().time() + pause_s)
+
+    async def open(self, metadata: Mapping[str, str] | None = None) -> None:
+        """Send the initial metadata; `send` does it where this was not called."""
+        await self.stream.send_headers([*_HEAD, *_encoded(metadata)] if metadata else _HEAD)
+        self._opened = True  # not before: a deadline that passes in the wait ends the call by trailers alone
+
+    async def send(self, message: Slice) -> None:
+        """Send one message, waiting for the client's flow control; raises TooLarge: it exceeds the message limit."""
+        if len(message) > self._max_reply_bytes:
+            raise TooLarge(f"Reply message larger than max ({len(message)} vs. {self._max_reply_bytes} bytes)")
+        if not self._opened:
+            await self.open()
+        prefix = b"\0" + len(message).to_bytes(4, "big")
+        try:
+            if len(message) > _COPIED_BYTES:
+                await self.stream.send_data(prefix)
+                await self.stream.send_data(message)
+            else:
+                await self.stream.send_data(b"".join((prefix, message)))
+        except Stalled as error:
+            raise Cancelled(f"The reply was not read: {error}") from None
+
+    async def finish(self, status: GrpcStatus, metadata: Mapping[str, str] | None = None) -> None:
+        """End the RPC; `metadata` goes with that of the status into the trailers."""
+        trailers = [(b"grpc-status", b"%d" % status.number)]
+        if status.message:
+            trailers.append((b"grpc-message", _encoded_message(status.message)))
+        if self._is_refused_encoding:
+            trailers.append((b"grpc-accept-encoding", b"identity"))
+        if status.metadata or metadata:
+            trailers += _encoded(dict(status.metadata) | dict(metadata or {}))
+        await self.stream.send_headers([*(() if self._opened else _HEAD), *trailers], end=True)
+
+    async def refuse(self, http_status: int) -> None:
+        """Answer a request that is not gRPC."""
+        text = _REFUSALS[http_status]
+        fields = [(b":status", b"%d" % http_status), _TEXT_TYPE, (b"content-length", b"%d" % len(text))]
+        await self.stream.send_headers(fields)
+        await self.stream.send_data(text, end=True)
+
+    def stop(self, error: TeimgrError) -> None:
+        """Fail reads once the received messages are read."""
+        self._buffer.fail(error)
+
+
+def _encoded(metadata: Mapping[str, str]) -> Headers:
+    return [(name.encode("latin-1"), value.encode("latin-1")) for name, value in metadata.items()]
+
+
+def _encoded_message(message: str) -> bytes:
+    """A status message for its header, without the end that is too long."""
+    encoded = quote(message, safe=_PLAIN)
+    if len(encoded) > _MAX_STATUS_BYTES:
+        cut = _CUT_ESCAPE.sub("", encoded[:_MAX_STATUS_BYTES])
+        encoded = quote(unquote_to_bytes(cut).decode(errors="ignore"), safe=_PLAIN)
+    return encoded.encode("ascii")

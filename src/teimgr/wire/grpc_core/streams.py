@@ -1,0 +1,238 @@
+"""Streaming RPCs without a transport: pump of a bidi stream, in-flight window, collected client stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+from teimgr.errors import DeadlineExceeded, InvalidInput, TooLarge
+from teimgr.wire.frames import Flag
+from teimgr.wire.grpc_core.rpc_table import Rpc
+from teimgr.wire.protobuf import Octets, Slice, varint
+
+# Messages of a stream beyond this many in flight go to the bulk lane.
+INTERACTIVE_MESSAGES = 4
+# Replies that a slow client has not read stay in memory: the window of large ones shrinks to about this many bytes.
+HELD_BYTES = 64 * 1024 * 1024
+# A client of a bidi stream may pause for so long, on either port.
+STREAM_PAUSE_S = 3600.0
+# Arrow batches are megabytes each: enough to keep a worker busy, few enough to bound the memory.
+ARROW_WINDOW = 4
+
+# Messages of a stream that are processed in one turn of the event loop.
+_MESSAGES_PER_TURN = 32
+
+# Returns the next message of a request stream, None after the last.
+Receive = Callable[[], Awaitable[Octets | None]]
+
+
+class _Pace:
+    """Lets other tasks run while the messages of a stream are there already; a message costs 5 to 100 µs."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+
+    async def step(self) -> None:
+        self._steps += 1
+        if self._steps % _MESSAGES_PER_TURN == 0:
+            await asyncio.sleep(0)
+
+
+class StreamWindow:
+    """Bound on the messages of one stream in flight: `limit`, fewer while the replies are large.
+
+    For a single task that enters.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.in_flight = 0
+        self._limit = limit
+        self._allowed = limit
+        self._has_room = asyncio.Event()
+
+    @property
+    def flags(self) -> int:
+        """Lane of the message that entered last; messages of a stream wait for room in the worker."""
+        return Flag.WAIT | Flag.BULK if self.in_flight > INTERACTIVE_MESSAGES else Flag.WAIT
+
+    async def enter(self) -> None:
+        while self.in_flight >= self._allowed:
+            self._has_room.clear()
+            await self._has_room.wait()
+        self.in_flight += 1
+
+    def leave(self, reply_bytes: int = 0) -> None:
+        self.in_flight -= 1
+        if reply_bytes:
+            self._allowed = min(self._limit, max(INTERACTIVE_MESSAGES, HELD_BYTES // reply_bytes))
+        self._has_room.set()
+
+
+class StreamReply(Protocol):
+    """Reply to one message of a stream."""
+
+    @property
+    def payload(self) -> Slice:
+        """The response message, serialised: bytes, but of a worker's own port, which sends views too."""
+
+
+class StreamCall(Protocol):
+    """One message of a stream in flight."""
+
+    @property
+    def answer(self) -> Awaitable[StreamReply]:
+        """Resolves to the reply or raises TeimgrError."""
+
+    def cancel(self) -> None:
+        """Drop the call, or the reply that it holds; called once its reply is sent, too."""
+
+
+class StreamPump:
+    """Pump of a bidi stream: its messages are processed concurrently within a window and answered in request order.
+
+    `receive` reads from the client, `send` writes to it. `start` puts a message into the worker; its result is None for
+    a message that gets no reply. `window` bounds the messages in flight.
+    """
+
+    def __init__(
+        self,
+        rpc: Rpc,
+        window: int,
+        *,
+        receive: Receive,
+        start: Callable[[Octets, int], Awaitable[StreamCall | None]],
+        send: Callable[[Any], Awaitable[None]],
+    ) -> None:
+        self._rpc = rpc
+        self._window = StreamWindow(min(window, ARROW_WINDOW) if rpc.arrow_field else window)
+        self._receive = receive
+        self._start = start
+        self._send = send
+        # In request order; an exception fails the stream in its place, None is the end.
+        self._calls: asyncio.Queue[StreamCall | Exception | None] = asyncio.Queue()
+
+    async def run(self) -> None:
+        """Return once the client has half-closed and every reply is sent; calls in flight are cancelled on any error.
+
+        Raises:
+            TeimgrError: of the first message, in request order, that failed.
+        """
+        reader = asyncio.create_task(self._read())
+        current: StreamCall | None = None
+        try:
+            while (item := await self._calls.get()) is not None:
+                if isinstance(item, Exception):
+                    raise item
+                current = item
+                reply = await current.answer
+                self._window.leave(len(reply.payload))
+                await self._send(reply.payload)
+                current.cancel()
+        finally:
+            reader.cancel()
+            try:
+                await asyncio.wait((reader,))
+            finally:  # a second cancellation may end the wait: deadline and reset of a stream come together
+                if current is not None:
+                    current.cancel()
+                while not self._calls.empty():
+                    rest = self._calls.get_nowait()
+                    if rest is not None and not isinstance(rest, Exception):
+                        rest.cancel()
+
+    async def _read(self) -> None:
+        """Run ahead of the replies as far as the window allows."""
+        pace = _Pace()
+        try:
+            while True:
+                await self._window.enter()
+                message = await self._receive()
+                if message is None:
+                    break
+                await pace.step()
+                call = await self._start(message, self._rpc.lane if self._rpc.arrow_field else self._window.flags)
+                if call is None:
+                    self._window.leave()
+                else:
+                    self._calls.put_nowait(call)
+        except Exception as error:  # raised by `run`, after the replies before it
+            self._calls.put_nowait(error)
+        else:
+            self._calls.put_nowait(None)
+
+
+# Field 1 of teimgr.v1.RerankPairs, wire type 2.
+_REQUEST = b"\x0a"
+# A pair of two bytes takes hundreds once it is decoded.
+MAX_PAIRS = 100_000
+
+
+class PairCollector:
+    """Collects the messages of a RerankStream into one `teimgr.v1.RerankPairs` of at most `limit_bytes`, undecoded."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._buffer = bytearray()
+        self._count = 0
+
+    async def collect(
+        self,
+        receive: Receive,
+        message_timeout_s: float | None,
+        request_of: Callable[[Octets], Slice | None] | None = None,
+    ) -> None:
+        """Add the whole stream. `request_of` unwraps a message, whose request may be missing.
+
+        `message_timeout_s` bounds the wait for each message, since those before it are held in memory; None: no bound.
+
+        Raises:
+            InvalidInput: the stream has no messages.
+            DeadlineExceeded: the next message did not come in time.
+            TooLarge: as `add`.
+        """
+        is_empty, pace = True, _Pace()
+        while True:
+            await pace.step()
+            try:
+                async with asyncio.timeout(message_timeout_s) as limit:
+                    message = await receive()
+            except TimeoutError:
+                if not limit.expired():
+                    raise
+                raise DeadlineExceeded(f"Request timeout: no further message within {message_timeout_s:g} s") from None
+            if message is None:
+                break
+            is_empty = False
+            request = message if request_of is None else request_of(message)
+            if request is not None:
+                self.add(request)
+        if is_empty:
+            raise InvalidInput("Empty stream")
+
+    def add(self, request: Slice) -> None:
+        """Append one `tei.v1.RerankStreamRequest`.
+
+        Raises:
+            TooLarge: the stream exceeds the limit in bytes or in messages.
+        """
+        head = _REQUEST + varint(len(request))
+        size = len(self._buffer) + len(head) + len(request)
+        if size > self._limit_bytes:
+            raise TooLarge(f"Stream larger than max ({size} vs. {self._limit_bytes} bytes)")
+        if self._count == MAX_PAIRS:
+            raise TooLarge(f"Stream longer than max ({MAX_PAIRS + 1} vs. {MAX_PAIRS} messages)")
+        self._buffer += head
+        self._buffer += request
+        self._count += 1
+
+    @property
+    def flags(self) -> int:
+        """The lane of this many pairs."""
+        return Flag.WAIT | Flag.BULK if self._count > INTERACTIVE_MESSAGES else Flag.WAIT
+
+    def payload(self) -> bytearray:
+        """The `RerankPairs` message, once; raises InvalidInput: no message had a request."""
+        if not self._count:
+            raise InvalidInput("Missing rerank request")
+        return self._buffer

@@ -1,0 +1,148 @@
+"""Replicas on other hosts: links over mutual TLS that are replaced without a gap before a certificate expires."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+from teimgr.errors import TeimgrError, Unavailable
+from teimgr.http.byte_budget import ByteBudget
+from teimgr.spec import WorkerEndpoint
+from teimgr.wire.fleet_tls import FleetIdentity
+from teimgr.wire.remote_frames import RemoteAddress, RemoteFrames, connect
+from teimgr.wire.routing.links import LinkLimits, LinkStats, Replica, WorkerLink
+
+log = logging.getLogger(__name__)
+
+_RENEW_AT = 0.75
+"""The part of a link's validity after which it is replaced."""
+_RENEW_RETRY_S = 5.0
+_LEAST_RENEWAL_S = 1.0
+_LEAVE_POLL_S = 1.0
+
+
+class RemoteLink(RemoteFrames, WorkerLink):
+    """One connection of a replica on another host. One that is `leaving` ends with its last call, as no loss."""
+
+    leaving = False
+
+    def link_lost(self, error: Exception | None) -> None:
+        if self.leaving:
+            self.end_calls()
+        else:
+            super().link_lost(error)
+
+
+class RemoteReplica(Replica):
+    """One incarnation of a worker on another host.
+
+    A reconnect may reach another process on the same address, which HELLO refuses: then the replica is given up, as one
+    whose process is gone. Everything else, a cut network included, is tried again for as long as the route is there.
+    """
+
+    _gone = (ConnectionRefusedError,)  # WrongPeer is one; a reset may come from what lies between
+    is_remote = True
+
+    def __init__(
+        self,
+        instance: str,
+        endpoint: WorkerEndpoint,
+        limits: LinkLimits,
+        stats: LinkStats | None = None,
+        waiting: ByteBudget | None = None,
+        identity: FleetIdentity | None = None,
+    ) -> None:
+        super().__init__(instance, endpoint, limits, stats, waiting)
+        self._identity = identity
+        self._address = RemoteAddress.parse(endpoint.address, endpoint.node, endpoint.incarnation)
+        self._problem = ""
+        self._leaving: set[RemoteLink] = set()
+        self._renewals: dict[RemoteLink, asyncio.TimerHandle] = {}
+        self._renewing: set[asyncio.Task[None]] = set()
+
+    @property
+    def is_closed(self) -> bool:
+        return super().is_closed and not self._renewing
+
+    def retire(self) -> None:
+        self._end_timers()
+        super().retire()
+
+    async def close(self) -> None:
+        self._end_timers()
+        for task in self._renewing:
+            task.cancel()
+        if self._renewing:
+            await asyncio.wait(self._renewing)
+        await super().close()
+
+    async def _new_link(self) -> WorkerLink:
+        loop = asyncio.get_running_loop()
+        try:
+            if self._identity is None:
+                raise Unavailable("this process has no identity in the fleet")
+            link = await connect(lambda: RemoteLink(self, self._limits), self._address, self._identity)
+        except (OSError, TeimgrError) as error:
+            self._report(reason := str(error) or type(error).__name__)
+            if isinstance(error, TeimgrError):  # of this node, such as files that cannot be read: not the caller's
+                raise Unavailable(f"Failed to connect to backend: {reason}") from error
+            raise
+        self._problem = ""
+        self._connected_at = loop.time()
+        self.stats.connects += 1
+        pause_s = max(_LEAST_RENEWAL_S, link.valid_s * _RENEW_AT)
+        self._renewals[link] = loop.call_later(pause_s, self._begin_renewal, link)
+        return link
+
+    def _report(self, problem: str) -> None:
+        """Log why there is no link, once for each reason: reconnects follow each other for as long as a cut lasts."""
+        if problem != self._problem:
+            facts: dict[str, Any] = {"instance": self.instance, **self._address._asdict(), "reason": problem}
+            log.warning("no link to a worker on another host", extra=facts)
+        self._problem = problem
+
+    def _open_links(self) -> list[WorkerLink]:
+        return [*super()._open_links(), *self._leaving]
+
+    # Renewal
+
+    def _begin_renewal(self, link: RemoteLink) -> None:
+        del self._renewals[link]
+        if link in self._links and not self.retired and link.is_open:
+            task = asyncio.create_task(self._renew(link), name=f"renewal of a link to {self.instance}")
+            self._renewing.add(task)
+            task.add_done_callback(self._renewing.discard)
+
+    async def _renew(self, link: RemoteLink) -> None:
+        """Put a new link, made with the certificates of now, in the place of one; its calls end where they began."""
+        try:
+            async with asyncio.timeout(self._limits.connect_timeout_s):
+                fresh = await self._new_link()
+        except (OSError, TeimgrError):  # TimeoutError is an OSError
+            loop = asyncio.get_running_loop()
+            self._renewals[link] = loop.call_later(_RENEW_RETRY_S, self._begin_renewal, link)
+            return
+        if self.lost or self.retired or link not in self._links:
+            fresh.abort()
+            return
+        link.leaving = True
+        self._leaving.add(link)
+        self._links[self._links.index(link)] = fresh
+        try:
+            while link.is_open:
+                # Calls that waited for room on the old link are sent on it, in the same pass of the loop at the latest.
+                is_idle = link.calls_in_flight == 0
+                await asyncio.wait({link.closed}, timeout=_LEAVE_POLL_S)
+                if is_idle and link.calls_in_flight == 0:
+                    link.close()
+                    break
+        finally:
+            self._leaving.discard(link)
+            if link.is_open:
+                link.abort()
+
+    def _end_timers(self) -> None:
+        for timer in self._renewals.values():
+            timer.cancel()
+        self._renewals.clear()

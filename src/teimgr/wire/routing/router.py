@@ -1,0 +1,524 @@
+"""Router: finds the instance a call targets, and leases the replica with the least work under way.
+
+`Directory` is the daemon's map from instances to workers, from which routers take their routes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, KeysView, Mapping, Sequence
+from dataclasses import asdict, replace
+from itertools import islice
+from types import TracebackType
+from typing import Any, Protocol
+
+from teimgr.errors import (
+    AmbiguousInstance,
+    Code,
+    FailedToLoad,
+    Forbidden,
+    InstanceNotFound,
+    InvalidInput,
+    ModelNotFound,
+    Overloaded,
+    Stopped,
+    TeimgrError,
+    Unavailable,
+    error_from_code,
+)
+from teimgr.http.auth.policy import Caller
+from teimgr.http.byte_budget import ByteBudget
+from teimgr.spec import RouteEntry, RoutingSnapshot, State, WorkerEndpoint
+from teimgr.wire.fleet_tls import FleetIdentity
+from teimgr.wire.frames import Flag, Method, Payload
+from teimgr.wire.protobuf import Target
+from teimgr.wire.routing.links import ConnectionLost, LinkLimits, LinkStats, PendingCall, Refusal, Replica, WorkerReply
+from teimgr.wire.routing.remote_links import RemoteReplica
+
+# A refusal is kept for this part of the time that the worker named, if that was long enough.
+_REFUSAL_SHARE = 0.1
+_LEAST_RETRY_AFTER_S = 1.0
+# Names in an error's text, which clients bound.
+_MAX_NAMES = 20
+_UNSET = Target()
+
+
+class Lease:
+    """Use of one replica by a call or a stream; a context manager. All calls on a lease go to the same worker.
+
+    Where that worker refuses a call before it starts it, or cannot be reached, the lease moves to another one once.
+    `candidates` are the replicas that the target allows, with the names of their instances.
+    """
+
+    __slots__ = ("_candidates", "_replica", "instance")
+
+    def __init__(self, instance: str, replica: Replica, candidates: Sequence[tuple[str, Replica]] = ()) -> None:
+        self.instance = instance
+        self._replica = replica
+        self._candidates = candidates
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the worker takes no more calls; lease anew."""
+        return not self._replica.usable
+
+    async def start(
+        self, method: Method, payload: Payload, *, flags: int = Flag.NONE, timeout_s: float | None = None
+    ) -> PendingCall:
+        """Send a request; returns as soon as it is queued on the link. Raises as `Replica.start`."""
+        try:
+            return await self._replica.start(method, payload, flags, timeout_s)
+        except Unavailable:
+            if not self._move():
+                raise
+        return await self._replica.start(method, payload, flags, timeout_s)
+
+    async def call(
+        self, method: Method, payload: Payload, *, flags: int = Flag.NONE, timeout_s: float | None = None
+    ) -> WorkerReply:
+        """Send a request and wait for the reply. Cancelling the await cancels the work.
+
+        Raises:
+            Unavailable: the worker cannot be reached, or its connection was lost.
+            Overloaded: the call was not sent, or the worker refused it.
+            TooLarge: the call was not sent.
+            DeadlineExceeded: `timeout_s` passed.
+            TeimgrError: the worker's own error.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = None if timeout_s is None else loop.time() + timeout_s
+        call_class = (method, flags)
+        if method is not Method.HTTP:  # its class has the path too: the gateway checks it
+            self.check_refusals(call_class, len(payload), timeout_s)
+        try:
+            return await self._call(method, payload, flags, timeout_s)
+        except Overloaded as refusal:
+            self.keep_refusal(call_class, len(payload), timeout_s, refusal.retry_after_s or 0)
+            raise
+        except ConnectionLost:  # it may have been the call that ended the worker
+            raise
+        except Unavailable:
+            if not self._move():
+                raise
+        return await self._call(method, payload, flags, None if deadline is None else deadline - loop.time())
+
+    def check_refusals(self, call_class: object, size: int, timeout_s: float | None) -> None:
+        """Refuse a call where the worker has just refused one of its class that asked for no more in no less time.
+
+        Raises:
+            Overloaded: with the time that the worker named, less what has passed since.
+        """
+        refusal, now = self._replica.refusals.get(call_class), asyncio.get_running_loop().time()
+        if refusal is not None and now < refusal.until and refusal.holds_for(size, timeout_s):
+            raise Overloaded(retry_after_s=refusal.again_at - now)
+
+    def keep_refusal(self, call_class: object, size: int, timeout_s: float | None, retry_after_s: float) -> None:
+        """Keep the worker's refusal of a call for a part of the time that it named.
+
+        So an overloaded worker has to read few of the calls that it would refuse. With a second or more of work ahead
+        it does not run out of it meanwhile; a shorter wait is not worth keeping.
+        """
+        if retry_after_s >= _LEAST_RETRY_AFTER_S:
+            now = asyncio.get_running_loop().time()
+            until = now + retry_after_s * _REFUSAL_SHARE
+            self._replica.refusals[call_class] = Refusal(size, timeout_s, until, now + retry_after_s)
+
+    async def _call(self, method: Method, payload: Payload, flags: int, timeout_s: float | None) -> WorkerReply:
+        call = await self._replica.start(method, payload, flags, timeout_s)
+        try:
+            return await call.answer
+        finally:
+            call.cancel()
+
+    def _move(self) -> bool:
+        """Move to the least busy other replica that takes calls; False where there is none."""
+        others = [each for each in self._candidates if each[1] is not self._replica and each[1].usable]
+        if not others:
+            return False
+        self._replica.lease_ended()
+        self.instance, self._replica = min(others, key=_load)
+        self._replica.leases += 1
+        self._candidates = ()
+        return True
+
+    def __enter__(self) -> Lease:
+        self._replica.leases += 1
+        return self
+
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        self._replica.lease_ended()
+
+
+class RouterView(Protocol):
+    """The router as one caller may use it: `Router` itself, or a part of it for restricted callers."""
+
+    @property
+    def limits(self) -> LinkLimits:
+        """Bounds of every link."""
+
+    @property
+    def snapshot(self) -> RoutingSnapshot:
+        """The visible instances."""
+
+    def find(self, name: str) -> RouteEntry | None:
+        """A visible instance by its name."""
+
+    def lease(self, target: Target) -> Lease:
+        """As `Router.lease`."""
+
+    def unnamed(self, kinds: Sequence[str] = ()) -> Target:
+        """Like `Router.unnamed`."""
+
+
+class _Instance:
+    """An entry of the directory with its replicas."""
+
+    __slots__ = ("entry", "replicas")
+
+    def __init__(self, entry: RouteEntry, replicas: tuple[Replica, ...]) -> None:
+        self.entry = entry
+        self.replicas = replicas
+
+    def usable(self) -> list[Replica]:
+        """The replicas that take calls.
+
+        Raises:
+            Unavailable: the instance is not running, or every worker of it was lost.
+        """
+        entry = self.entry
+        if entry.state is not State.RUNNING:
+            reason = f": {entry.reason}" if entry.reason else ""
+            error_type = {State.STOPPED: Stopped, State.FAILED: FailedToLoad}.get(entry.state, Unavailable)
+            raise error_type(f"Instance '{entry.name}' is not running (status: {entry.state.value}){reason}")
+        usable = [replica for replica in self.replicas if replica.usable]
+        if not usable:
+            why = "its worker is gone" if self.replicas else "its worker does not pass its health probes"
+            raise Unavailable(f"Instance '{entry.name}' is not running (status: restarting): {why}")
+        return usable
+
+
+class Router:
+    """The data plane's view of the fleet: the last snapshot and a `Replica` per worker in it.
+
+    For one event loop; independent of gRPC and HTTP. `update` and `apply` may be called at any time. With `identity`,
+    that of this node in a fleet of several hosts, workers of other nodes are reached over mutual TLS.
+    """
+
+    def __init__(self, limits: LinkLimits | None = None, identity: FleetIdentity | None = None) -> None:
+        self.limits = limits or LinkLimits()
+        self._identity = identity
+        self._node = identity.node if identity else ""
+        self._snapshot: RoutingSnapshot | None = None  # made when it is needed
+        self._by_name: dict[str, _Instance] = {}
+        self._stats: dict[str, LinkStats] = {}
+        self._retired: set[Replica] = set()
+        self._waiting = ByteBudget(self.limits.max_waiting_bytes)
+
+    def update(self, snapshot: RoutingSnapshot) -> None:
+        """Route by `snapshot` from now on. Workers missing in it finish the calls in flight, then lose their links."""
+        for name in self._by_name.keys() - {entry.name for entry in snapshot.entries}:
+            self.apply(name, None)
+        for entry in snapshot.entries:
+            self.apply(entry.name, entry)
+        for entry in snapshot.entries:  # in the snapshot's order
+            self._by_name[entry.name] = self._by_name.pop(entry.name)
+
+    def apply(self, name: str, entry: RouteEntry | None) -> None:
+        """Route one instance by its new entry from now on; None removes it."""
+        before = self._by_name.get(name)
+        present = {replica.endpoint: replica for replica in before.replicas} if before else {}
+        if entry is None:
+            self._by_name.pop(name, None)
+            self._stats.pop(name, None)
+        else:
+            self._by_name[name] = _Instance(entry, self._replicas(entry, present))
+            for replica in self._by_name[name].replicas:
+                replica.reconnect_if_lost()  # the control plane still lists it
+        self._retired = {replica for replica in self._retired if not replica.is_closed}
+        for replica in present.values():
+            replica.retire()
+            self._retired.add(replica)
+        self._snapshot = None
+
+    @property
+    def instances(self) -> KeysView[str]:
+        """The names of all instances, a live view."""
+        return self._by_name.keys()
+
+    @property
+    def snapshot(self) -> RoutingSnapshot:
+        """All instances, in their order."""
+        if self._snapshot is None:
+            self._snapshot = RoutingSnapshot(tuple(instance.entry for instance in self._by_name.values()))
+        return self._snapshot
+
+    def find(self, name: str) -> RouteEntry | None:
+        instance = self._by_name.get(name)
+        return instance.entry if instance else None
+
+    def lease(self, target: Target, covers: Callable[[str], bool] = lambda name: True) -> Lease:
+        """Lease the replica with the fewest bytes under way, among those that the target allows.
+
+        A model's instances are considered only if `covers` accepts their name.
+
+        Raises:
+            InvalidInput: empty target.
+            InstanceNotFound, ModelNotFound: nothing matches the target.
+            Unavailable: the instance does not run.
+        """
+        check_target(target)
+        if target.instance_name is not None:
+            instance = self._by_name.get(target.instance_name)
+            if instance is None:
+                raise InstanceNotFound(target.instance_name)
+        elif target.model_id is not None:
+            return self._lease_by_model(target.model_id, covers)
+        else:
+            index = target.instance_index or 0
+            if index >= len(self._by_name):
+                raise _no_such_index(index, len(self._by_name))
+            instance = next(islice(self._by_name.values(), index, None))
+        return _least_busy([(instance.entry.name, replica) for replica in instance.usable()])
+
+    def _lease_by_model(self, model_id: str, covers: Callable[[str], bool]) -> Lease:
+        found = [
+            (instance.entry.name, replica)
+            for instance in self._by_name.values()
+            if instance.entry.model_id == model_id
+            and instance.entry.state is State.RUNNING
+            and covers(instance.entry.name)
+            for replica in instance.replicas
+            if replica.usable
+        ]
+        if not found:
+            raise ModelNotFound(f"No running instance of model '{model_id}' found")
+        return _least_busy(found)
+
+    def link_stats(self) -> list[dict[str, Any]]:
+        """Per instance: the counters of its links and the calls and bytes under way, for JSON.
+
+        Calls count until they end, on workers too that have left the directory since.
+        """
+        replicas = {name: list(instance.replicas) for name, instance in self._by_name.items()}
+        for replica in self._retired:
+            if replica.instance in replicas:
+                replicas[replica.instance].append(replica)
+        return [
+            {
+                "instance": name,
+                "in_flight": sum(replica.outstanding_calls for replica in those),
+                "in_flight_bytes": sum(replica.outstanding_bytes for replica in those),
+                **asdict(self._stats[name]),
+            }
+            for name, those in replicas.items()
+        ]
+
+    def unnamed(self, kinds: Sequence[str] = ()) -> Target:
+        """The target of a call that names no instance.
+
+        Of the first of `kinds` that an instance serves: the default for this kind, else the only instance, and of
+        several the only one that runs. Without kinds, the only instance of all.
+
+        Raises:
+            AmbiguousInstance: there are several, or none; the text names those that fit.
+        """
+        return _unnamed(self.snapshot.entries, kinds)
+
+    async def close(self) -> None:
+        """Close every link at once; calls in flight fail as unavailable."""
+        self.update(RoutingSnapshot())
+        await asyncio.gather(*(replica.close() for replica in self._retired))
+
+    def _replicas(self, entry: RouteEntry, present: dict[WorkerEndpoint, Replica]) -> tuple[Replica, ...]:
+        """The entry's replicas; those already there are taken out of `present`."""
+        stats = self._stats.setdefault(entry.name, LinkStats())
+        return tuple(
+            present.pop(endpoint) if endpoint in present else self._replica(entry.name, endpoint, stats)
+            for endpoint in entry.endpoints
+        )
+
+    def _replica(self, name: str, endpoint: WorkerEndpoint, stats: LinkStats) -> Replica:
+        if endpoint.is_on(self._node):
+            return Replica(name, endpoint, self.limits, stats, self._waiting)
+        return RemoteReplica(name, endpoint, self.limits, stats, self._waiting, self._identity)
+
+
+class _RestrictedRouter:
+    """The instances of a router that a restricted caller may use, and without the reasons of failures for a caller that
+    is not an operator: they have paths of the host."""
+
+    def __init__(self, caller: Caller, router: Router) -> None:
+        self._caller = caller
+        self._router = router
+        self.limits = router.limits
+
+    @property
+    def snapshot(self) -> RoutingSnapshot:
+        if not self._caller.is_restricted:
+            return self._router.snapshot
+        entries = self._router.snapshot.entries
+        return RoutingSnapshot(tuple(entry for entry in entries if self._caller.covers(entry.name)))
+
+    def find(self, name: str) -> RouteEntry | None:
+        return self._router.find(name) if self._caller.covers(name) else None
+
+    def lease(self, target: Target) -> Lease:
+        """As `Router.lease`.
+
+        Raises:
+            Forbidden: the caller's key does not cover the instance, or no running instance of the model. Whether there
+                is such an instance is not revealed.
+        """
+        check_target(target)
+        if target.instance_name is not None:
+            self._caller.require_instance(target.instance_name)
+        elif target.model_id is None and self._caller.is_restricted:
+            target = self._by_index(target.instance_index or 0)
+        try:
+            return self._router.lease(target, self._caller.covers)
+        except ModelNotFound as error:
+            if not self._caller.is_restricted:
+                raise
+            raise Forbidden(
+                f"The key '{self._caller.name}' is for no running instance of model '{target.model_id}'"
+            ) from error
+        except Unavailable as error:
+            entry = None if target.instance_name is None else self._router.find(target.instance_name)
+            if entry is not None and entry.reason and not self._caller.is_operator:
+                error.message = error.message.removesuffix(f": {entry.reason}")
+            raise
+
+    def _by_index(self, index: int) -> Target:
+        """The caller's instance at `index` among its own: a position in the whole fleet would tell of the others'."""
+        entries = self.snapshot.entries
+        if index >= len(entries):
+            raise _no_such_index(index, len(entries))
+        return Target(instance_name=entries[index].name)
+
+    def unnamed(self, kinds: Sequence[str] = ()) -> Target:
+        return _unnamed(self.snapshot.entries, kinds)
+
+
+def router_view(caller: Caller, router: Router) -> RouterView:
+    return router if caller.is_operator and not caller.is_restricted else _RestrictedRouter(caller, router)
+
+
+def check_target(target: Target) -> None:
+    """Check that the target is set, before anything is looked up.
+
+    Raises:
+        InvalidInput: it is unset or empty.
+    """
+    if target == _UNSET:
+        raise InvalidInput("No routing specified")
+    if target.instance_name == "":
+        raise InvalidInput("Instance name cannot be empty")
+    if target.model_id == "":
+        raise InvalidInput("Model id cannot be empty")
+
+
+def _no_such_index(index: int, count: int) -> TeimgrError:
+    return error_from_code(Code.INSTANCE_NOT_FOUND, f"Instance index {index} not found: there are {count} instances")
+
+
+def _unnamed(entries: Sequence[RouteEntry], kinds: Sequence[str]) -> Target:
+    for kind in kinds:
+        for entry in entries:
+            if kind in entry.default_for:
+                return Target(instance_name=entry.name)
+        if (found := _only([entry for entry in entries if kind in entry.serves])) is not None:
+            return found
+    if not kinds:
+        if (found := _only(entries)) is not None:
+            return found
+    # An instance whose kind is not known before it is loaded may fit.
+    elif (found := _only([entry for entry in entries if not entry.serves])) is not None:
+        return found
+    fitting = [entry for entry in entries if not kinds or set(kinds) & set(entry.serves)]  # stopped ones
+    running = [entry for entry in entries if entry.state is State.RUNNING]  # a single one says why it does not fit
+    for few in (fitting, running):
+        if len(few) == 1:
+            return Target(instance_name=few[0].name)
+    raise AmbiguousInstance(f"no instance is of kind {kinds[0]}" if kinds and entries else "no instance is running")
+
+
+def _only(entries: Sequence[RouteEntry]) -> Target | None:
+    """The only instance that runs; if none runs, the only one that is to run, whose lease says why it does not.
+
+    None if there is no such instance.
+
+    Raises:
+        AmbiguousInstance: there are several; the text names them.
+    """
+    awake = [entry for entry in entries if entry.state is not State.STOPPED]
+    running = [entry.name for entry in awake if entry.state is State.RUNNING]
+    names = running or [entry.name for entry in awake]
+    if len(names) > 1:
+        choices = ", ".join(f"'{name}'" for name in names[:_MAX_NAMES]) + (", …" if len(names) > _MAX_NAMES else "")
+        raise AmbiguousInstance(f"the running ones are {choices}" if running else f"there are {choices}; none runs")
+    return Target(instance_name=names[0]) if names else None
+
+
+def _least_busy(candidates: Sequence[tuple[str, Replica]]) -> Lease:
+    return Lease(*min(candidates, key=_load), candidates)
+
+
+def _load(candidate: tuple[str, Replica]) -> tuple[bool, int, bool, int, int]:
+    """Healthy ones first; bytes under way, of equals those of this host, then idle streams, then calls served so far:
+    idle replicas alternate.
+    """
+    replica = candidate[1]
+    return replica.suspended, replica.outstanding_bytes, replica.is_remote, replica.leases, replica.calls
+
+
+RouteListener = Callable[[str, RouteEntry | None], None]
+"""Gets the name of an instance and its new entry; None where it was deleted."""
+
+
+class Directory:
+    """The current routes of the daemon, with listeners that are called synchronously with each change.
+
+    `version` counts these. Each `ManagedInstance` publishes its own entry; routers, in the daemon and in each mux,
+    follow.
+    """
+
+    def __init__(self) -> None:
+        self.version = 0
+        self._entries: dict[str, RouteEntry] = {}
+        self._listeners: list[RouteListener] = []
+        self._defaults: Mapping[str, str] = {}
+
+    def set_defaults(self, defaults: Mapping[str, str]) -> None:
+        """Set the instance by kind that gets calls which name none; it need not exist yet."""
+        self._defaults = defaults
+        for entry in tuple(self._entries.values()):
+            self.publish(entry)
+
+    def publish(self, entry: RouteEntry) -> None:
+        """Add or replace the entry of one instance; a new name goes to the end."""
+        if self._defaults or entry.default_for:
+            kinds = tuple(kind for kind, name in self._defaults.items() if name == entry.name)
+            entry = replace(entry, default_for=kinds)
+        if self._entries.get(entry.name) != entry:
+            self._entries[entry.name] = entry
+            self._notify(entry.name, entry)
+
+    def remove(self, name: str) -> None:
+        """Remove a deleted instance; no effect for an unknown name."""
+        if self._entries.pop(name, None) is not None:
+            self._notify(name, None)
+
+    def snapshot(self) -> RoutingSnapshot:
+        return RoutingSnapshot(tuple(self._entries.values()))
+
+    def subscribe(self, listener: RouteListener) -> Callable[[], None]:
+        """Call `listener` with each later change; the result unsubscribes."""
+        self._listeners.append(listener)
+        return lambda: self._listeners.remove(listener)
+
+    def _notify(self, name: str, entry: RouteEntry | None) -> None:
+        self.version += 1
+        for listener in tuple(self._listeners):
+            listener(name, entry)

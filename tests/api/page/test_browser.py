@@ -1,0 +1,408 @@
+"""The page in Debian's Chromium, behind API keys: each flow as a user would do it, and axe-core on every view."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.api.page.chromium import CHROMIUM, OPTIONS, missing
+from tests.api.page.demo_fleet import small_fleet
+from tests.support.api_keys import SECRETS
+from tests.support.daemon_process import DaemonProcess
+from tests.support.nginx import below, needs_nginx, nginx
+
+from teimgr.api.page import format
+from teimgr.client.rest_client import RestClient
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing() or "there")]
+
+AXE = gzip.decompress((Path(__file__).parent / "axe" / "axe.min.js.gz").read_bytes()).decode()
+LIMIT_MS = 15_000
+VIEWS = ("/", "/ui/instances/embedding", "/ui/create", "/ui/models", "/ui/devices", "/ui/alarms", "/ui/playground")
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    with small_fleet(tmp_path_factory.mktemp("models")) as daemon:
+        yield daemon
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, **OPTIONS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def sessions(browser: Any, daemon: DaemonProcess) -> dict[str, Any]:
+    """The state of a browser that is signed in, by the name of a key's secret."""
+    states = {}
+    for name in ("admin", "read"):
+        context = browser.new_context(base_url=daemon.api)
+        sign_in(context.new_page(), name)
+        states[name] = context.storage_state()
+        context.close()
+    return states
+
+
+@pytest.fixture
+def faults() -> list[str]:
+    """Errors of scripts, refused by the content policy, and requests to other hosts."""
+    return []
+
+
+@pytest.fixture
+def page(browser: Any, daemon: DaemonProcess, sessions: dict[str, Any], faults: list[str]) -> Iterator[Any]:
+    yield from opened(browser, daemon, sessions["admin"], faults)
+    assert faults == []
+
+
+@pytest.fixture
+def viewer(browser: Any, daemon: DaemonProcess, sessions: dict[str, Any], faults: list[str]) -> Iterator[Any]:
+    yield from opened(browser, daemon, sessions["read"], faults)
+
+
+def opened(browser: Any, daemon: DaemonProcess, state: Any, faults: list[str]) -> Iterator[Any]:
+    context = browser.new_context(base_url=daemon.api, storage_state=state, reduced_motion="reduce")
+    context.set_default_timeout(LIMIT_MS)
+    page = context.new_page()
+    page.on("pageerror", lambda error: faults.append(str(error)))
+    page.on("console", lambda message: faults.append(message.text) if "Content Security" in message.text else None)
+    page.on("request", lambda request: faults.append(request.url) if not request.url.startswith(daemon.api) else None)
+    yield page
+    context.close()
+
+
+def expect(locator: Any) -> Any:
+    """Playwright's assertions, which wait for what they assert."""
+    from playwright.sync_api import expect
+
+    expect.set_options(timeout=LIMIT_MS)
+    return expect(locator)
+
+
+def sign_in(page: Any, name: str) -> None:
+    page.goto("/")
+    page.get_by_label("API key").fill(SECRETS[name])
+    page.get_by_role("button", name="Sign in").click()
+    page.wait_for_url(lambda url: "sign-in" not in url)
+
+
+def row_of(page: Any, name: str) -> Any:
+    return page.locator(f"#fleet tr[data-name='{name}']")
+
+
+def test_a_user_signs_in_and_out(browser: Any, daemon: DaemonProcess) -> None:
+    page = browser.new_page(base_url=daemon.api)
+    page.goto("/ui/devices")
+    page.get_by_label("API key").fill("not a key of this daemon")
+    page.keyboard.press("Enter")
+    assert "not known" in page.get_by_role("alert").inner_text()
+    page.get_by_label("API key").fill(SECRETS["admin"])
+    page.keyboard.press("Enter")
+    page.wait_for_url("**/ui/devices")
+    page.get_by_text("operator").first.click()
+    assert "admin, inference, read" in page.locator(".menu").inner_text()
+    page.get_by_role("button", name="Sign out").click()
+    page.wait_for_url("**/ui/sign-in")
+    page.goto("/ui/devices")
+    assert page.get_by_label("API key").is_visible()
+    page.context.close()
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_axe_finds_nothing(page: Any, theme: str) -> None:
+    page.emulate_media(color_scheme=theme)
+    for view in VIEWS:
+        page.goto(view)
+        if view == "/ui/playground":
+            page.get_by_role("button", name="Run").click()
+            page.wait_for_selector("#results article")
+        if view == "/ui/create":
+            page.get_by_text("More settings").click()
+        if "instances" in view:
+            page.wait_for_selector("#log div")
+        page.evaluate(AXE)
+        # The two themes differ in their colours alone.
+        rules = "" if theme == "light" else "{runOnly: ['color-contrast']}"
+        found = page.evaluate(f"axe.run({rules}).then((found) => found.violations)")
+        shown = [(each["id"], [node["html"][:200] for node in each["nodes"][:3]]) for each in found]
+        assert shown == [], view
+    signed_out = page.context.browser.new_page(color_scheme=theme)
+    signed_out.goto(page.url.partition("/ui/")[0] + "/ui/sign-in")
+    signed_out.evaluate(AXE)
+    assert signed_out.evaluate("axe.run().then((found) => found.violations.map((each) => each.id))") == []
+    signed_out.context.close()
+
+
+def test_filter_sort_and_keyboard(page: Any) -> None:
+    page.goto("/")
+    page.wait_for_selector(".live:not([hidden])")
+    page.keyboard.press("/")
+    page.keyboard.type("RERANK team=search")
+    assert page.locator("#shown").inner_text() == "1 shown"
+    assert [row.get_attribute("data-name") for row in page.locator("#fleet tbody tr:visible").all()] == ["reranker"]
+    page.keyboard.type(" nothing like it")
+    assert page.get_by_text("No instance matches the filter").is_visible()
+    page.locator("#filter").fill("")
+    page.get_by_role("radio", name="failed 0").check()
+    assert page.locator("#shown").inner_text() == "0 shown"
+    page.get_by_role("radio", name="all 3").check()
+    page.get_by_role("button", name="Instance", exact=True).focus()
+    for order, names in (("ascending", sorted), ("descending", lambda names: sorted(names, reverse=True))):
+        page.keyboard.press("Enter")
+        assert page.locator("th[data-sort=name]").get_attribute("aria-sort") == order
+        shown = [row.get_attribute("data-name") for row in page.locator("#fleet tbody tr").all()]
+        assert shown == names(shown)
+
+
+def test_the_theme_is_kept(page: Any) -> None:
+    page.emulate_media(color_scheme="light")
+    page.goto("/")
+    page.get_by_role("button", name="Dark theme").click()
+    page.goto("/ui/devices")
+    assert page.locator("html").get_attribute("data-theme") == "dark"
+    assert page.get_by_role("button", name="Dark theme").get_attribute("aria-pressed") == "true"
+
+
+def test_the_life_of_an_instance(page: Any, daemon: DaemonProcess, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Create, watch it start, change it, test it, stop, start and delete it."""
+    page.goto("/ui/instances/embedding")
+    model = page.locator("#edit-model_id").input_value()
+    page.goto("/ui/create")
+    page.locator("#create-model_id").fill("/no/such/place")
+    page.locator("#create-name").fill("a b")
+    page.get_by_role("button", name="Create and start").click()
+    expect(page.locator("#create-error")).to_contain_text("name")
+    page.locator("#create-model_id").fill(model)
+    page.locator("#create-name").fill("fresh")
+    page.get_by_text("More settings").click()
+    page.locator("#create-prometheus_port").fill("0")
+    page.locator("#create-tags").fill("team=page\nstage=test")
+    page.get_by_role("button", name="Create and start").click()
+    page.wait_for_url("**/ui/instances/fresh")
+    page.wait_for_selector("h1 .state.running")
+    warned = "config.json has speed_of_light = 299792458, which is not known here"
+    expect(page.locator("#model-warnings li")).to_have_text([warned])  # it came with the model, after the page
+    page.reload()
+    expect(page.locator("#model-warnings li")).to_have_text([warned])
+    expect(page.locator("#life .running")).to_have_count(1)
+    page.wait_for_selector("#log >> text=worker ready")
+    page.locator("#log-filter").fill("nothing like it")
+    assert page.locator("#log div:visible").count() == 0
+
+    page.get_by_role("button", name="Run the self-test").click()
+    page.wait_for_selector("#self-test-result >> text=passed")
+
+    page.locator("#edit-max_batch_tokens").fill("many")
+    page.get_by_role("button", name="Apply changes").click()
+    expect(page.locator("#settings-error")).to_contain_text("max_batch_tokens: must be a whole number")
+    page.locator("#edit-max_batch_tokens").fill("2048")
+    page.locator("#edit-tags").fill("team=changed")
+    page.get_by_role("button", name="Apply 2 changes").click()
+    page.wait_for_selector("#life >> text=updated")
+    with daemon.client(api_key=SECRETS["admin"]) as client:
+        info = client.get("fresh")
+        assert (info.max_batch_tokens, info.tags) == (2048, {"team": "changed"})
+
+    page.get_by_role("button", name="Stop").click()
+    page.get_by_role("dialog").get_by_role("button", name="Stop").click()
+    page.wait_for_selector("h1 .state.stopped")
+    page.get_by_role("button", name="Start").click()
+    page.wait_for_selector("h1 .state.running")
+    page.get_by_role("button", name="Delete").click()
+    page.get_by_role("dialog").get_by_role("button", name="Cancel").click()
+    page.get_by_role("button", name="Delete").click()
+    page.get_by_role("dialog").get_by_role("button", name="Delete").click()
+    page.wait_for_url("**/ui/fleet")
+    expect(row_of(page, "fresh")).to_have_count(0)
+
+
+def test_the_fleet_follows_what_others_do(page: Any, daemon: DaemonProcess) -> None:
+    page.goto("/")
+    page.wait_for_selector(".live:not([hidden])")
+    with daemon.client(api_key=SECRETS["admin"]) as client:
+        client.stop("classifier")
+        row_of(page, "classifier").locator(".state.stopped").wait_for()
+        client.start("classifier")
+        row_of(page, "classifier").locator(".state.running").wait_for()
+        client.embed(["some text"] * 20, instance="embedding")
+        expect(row_of(page, "embedding").locator("[data-field=p99]")).to_contain_text("ms")
+        client.create("late", str(client.get("embedding").model_id), prometheus_port=0)
+        row_of(page, "late").wait_for()
+        client.delete("late")
+        row_of(page, "late").wait_for(state="detached")
+
+
+@needs_nginx
+def test_behind_a_proxy_that_strips_a_path(browser: Any, daemon: DaemonProcess, tmp_path: Path) -> None:
+    """Sign in, every view, its live streams and calls, through nginx: each request is below the prefix and answered."""
+    with nginx(tmp_path, below("/tools/teimgr", daemon.api)) as url:
+        base, faults = f"{url}/tools/teimgr", []
+        page = browser.new_page()
+        page.set_default_timeout(LIMIT_MS)
+        page.on("request", lambda request: faults.append(request.url) if not request.url.startswith(base) else None)
+        page.on("response", lambda reply: faults.append((reply.status, reply.url)) if reply.status >= 400 else None)
+        page.on("pageerror", lambda error: faults.append(str(error)))
+        page.goto(f"{base}/ui/devices")
+        page.get_by_label("API key").fill(SECRETS["admin"])
+        page.keyboard.press("Enter")
+        page.wait_for_url(f"{base}/ui/devices")
+        page.get_by_role("link", name="Fleet").click()
+        page.wait_for_url(f"{base}/ui/fleet")
+        page.wait_for_selector(".live:not([hidden]):not(.off)")
+        row_of(page, "embedding").get_by_role("link").click()
+        page.wait_for_url(f"{base}/ui/instances/embedding")
+        page.wait_for_selector("#log >> text=worker ready")
+        page.get_by_role("button", name="Run the self-test").click()
+        page.wait_for_selector("#self-test-result >> text=passed")
+        page.get_by_role("link", name="Try it").click()
+        page.get_by_role("button", name="Run").click()
+        page.wait_for_selector(".matrix td")
+        environ = os.environ | {"TEIMGR_API_KEY": SECRETS["admin"]}
+        command = page.locator("#call").inner_text() + " -sS --fail"
+        assert json.loads(subprocess.run(["bash", "-c", command], env=environ, stdout=-1).stdout)
+        page.get_by_role("radio", name="Python").check()
+        sample = page.locator("#call").inner_text()
+        assert f'Client("{base}"' in sample
+        page.get_by_role("link", name="Models").click()
+        line = page.locator("#models tbody tr", has=page.get_by_role("link", name="classifier", exact=True))
+        line.get_by_role("button", name="Measure").click()  # its id is a directory, with slashes
+        expect(line.locator(".state.verified")).to_be_visible()
+        page.get_by_role("link", name="API", exact=True).click()
+        page.get_by_role("link", name="openapi.json").click()
+        page.wait_for_url(f"{base}/openapi.json")
+        page.goto(f"{base}/ui/alarms")
+        page.get_by_text("operator").first.click()
+        page.get_by_role("button", name="Sign out").click()
+        page.wait_for_url(f"{base}/ui/sign-in")
+        assert faults == []
+        page.context.close()
+        client = RestClient(base, api_key=SECRETS["admin"])
+        assert [each.name for each in client.list()] == ["embedding", "reranker", "classifier"]
+
+
+def test_charts_have_points(page: Any, daemon: DaemonProcess) -> None:
+    page.goto("/ui/instances/embedding")
+    with daemon.client(api_key=SECRETS["admin"]) as client:
+        client.embed(["some text"] * 20, instance="embedding")
+    assert page.locator(".chart canvas").count() == 6
+    expect(page.locator("[data-latest=latency]")).to_contain_text("p99")
+    assert "now" in page.locator("[data-chart=tokens]").get_attribute("aria-label")
+    page.get_by_role("radio", name="1 hour").check()
+    expect(page.locator("[data-latest=memory]")).to_contain_text("MiB")
+
+
+def test_a_key_that_reads_is_offered_nothing_else(viewer: Any) -> None:
+    viewer.goto("/ui/instances/embedding")
+    assert viewer.locator("[data-action]").count() == 0
+    assert viewer.locator("#edit-max_batch_tokens").is_disabled()
+    assert viewer.get_by_role("link", name="Playground").count() == 0
+    viewer.goto("/ui/create")
+    assert "lacks the right admin" in viewer.locator("main").inner_text()
+    told = viewer.evaluate("fetch('/instances/embedding/stop', {method: 'POST'}).then((reply) => reply.status)")
+    assert told == 403
+
+
+PLAYS = {
+    "similarity": ".matrix td",
+    "rerank": ".ranked tbody tr",
+    "classify": ".classes .bar",
+    "tokens": ".tokens span",
+}
+
+
+def test_the_playground_and_the_same_call_elsewhere(page: Any, tmp_path: Path) -> None:
+    environ = os.environ | {"TEIMGR_API_KEY": SECRETS["admin"]}
+    script = []
+    for mode, result in PLAYS.items():
+        page.goto(f"/ui/playground#{mode}")
+        page.reload()
+        page.get_by_role("button", name="Run").click()
+        page.wait_for_selector(result)
+        curl = subprocess.run(
+            ["bash", "-c", page.locator("#call").inner_text() + " -sS --fail"], env=environ, stdout=-1
+        )
+        assert curl.returncode == 0
+        json.loads(curl.stdout)
+        page.get_by_role("radio", name="Python").check()
+        script.append(page.locator("#call").inner_text())
+        page.get_by_role("radio", name="grpcurl").check()
+        assert "tei_multiplexer.v1.TeiMultiplexer/" in page.locator("#call").inner_text()
+        sent = re.findall(r"^(?:    -d ')?(\{.*?\})'?(?: \\)?$", page.locator("#call").inner_text(), re.MULTILINE)
+        assert all(json.loads(each)["target"]["instance_name"] for each in sent)
+        assert sent
+    python = subprocess.run([sys.executable, "-c", "\n".join(script)], env=environ, capture_output=True, text=True)
+    assert python.returncode == 0, python.stderr
+
+
+def test_two_models_side_by_side(page: Any) -> None:
+    page.goto("/ui/playground?instance=embedding#tokens")
+    page.locator("#model-b").select_option("classifier")
+    page.get_by_role("button", name="Run").click()
+    page.wait_for_selector("#results article:nth-child(2)")
+    assert [head.split("\n")[0] for head in page.locator("#results h2").all_inner_texts()] == [
+        "embedding",
+        "classifier",
+    ]
+    page.get_by_role("tab", name="Tokens").press("ArrowRight")
+    assert page.get_by_role("tab", name="Similarity").get_attribute("aria-selected") == "true"
+    page.locator("#texts").fill("\n".join(["x"] * 33))
+    page.get_by_role("button", name="Run").click()
+    expect(page.get_by_role("alert")).to_contain_text("At most 32 texts")
+
+
+def test_scripts_agree_with_the_server(page: Any) -> None:
+    """The same numbers as text, and vectors that numpy would give."""
+    page.goto("/")
+    folder = page.locator("script[src*=page]").get_attribute("src").rpartition("/")[0]
+    values = [None, 0, 0.04, 7.44, 99.96, 312.4, 999.6, 12_345, 4.1e6, 5e9, 1024, 1536, 3e8, 7e12]
+    for name, shown in (("number", format.number), ("size", format.size), ("milliseconds", format.milliseconds)):
+        found = page.evaluate(
+            "([path, name, values]) => import(path).then((all) => values.map((value) => all[name](value)))",
+            [f"{folder}/format.js", name, values],
+        )
+        assert found == [shown(value) for value in values], name
+    sparks = [[], [1.0], [0.0, 3.0, None, 250.0], [5.0] * 30]
+    found = page.evaluate(
+        "([path, values]) => import(path).then((all) => values.map(all.spark))", [f"{folder}/format.js", sparks]
+    )
+    assert found == [format.spark(each) for each in sparks]
+    points = [[0.0, 0.0], [3.0, 0.0], [3.0, 4.0], [-2.0, 1.0]]
+    products = [[sum(x * y for x, y in zip(a, b, strict=True)) for b in points] for a in points]
+    places = page.evaluate(
+        "([path, products]) => import(path).then((all) => all.flatMap(products))", [f"{folder}/vectors.js", products]
+    )
+    for a, p in zip(points, places, strict=True):
+        for b, q in zip(points, places, strict=True):
+            wanted = sum((x - y) ** 2 for x, y in zip(a, b, strict=True))
+            assert sum((x - y) ** 2 for x, y in zip(p, q, strict=True)) == pytest.approx(wanted, abs=1e-6)
+
+
+def test_models_are_measured_and_a_failed_download_says_why(page: Any, daemon: DaemonProcess) -> None:
+    page.goto("/ui/models")
+    line = page.locator("#models tbody tr", has=page.get_by_role("link", name="classifier", exact=True))
+    assert line.get_by_role("button", name="Delete").is_disabled()
+    line.get_by_role("button", name="Measure").click()
+    expect(line.locator(".state.verified")).to_be_visible()
+    expect(line).to_contain_text("tokens/s")
+    expect(line).to_contain_text("verified against transformers")
+    page.get_by_role("textbox").fill("nobody/nothing")
+    page.get_by_role("button", name="Add and download").click()  # there is no network
+    line = page.locator("tr[data-model='nobody/nothing']")
+    expect(line.locator(".reason")).not_to_be_empty()
+    line.get_by_role("button", name="Delete").click()
+    page.get_by_role("dialog").get_by_role("button", name="Delete").click()
+    expect(line).to_have_count(0)

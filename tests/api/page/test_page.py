@@ -1,0 +1,342 @@
+"""The page over HTTP: views, headers, weight, sessions, and what a key's rights and instances show and allow."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import ssl
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from tests.api.page.conftest import Serving
+from tests.support.api_keys import AUTH, SECRETS
+from tests.support.authority import Authority, needs_openssl
+from tests.support.rest_listener import Front, listening
+
+from teimgr.config.auth import Auth, Mtls, policy_of
+from teimgr.config.settings import Settings
+from teimgr.spec import InstanceSpec
+
+VIEWS = ("/", "/ui/fleet", "/ui/create", "/ui/models", "/ui/devices", "/ui/alarms", "/ui/playground")
+HTML = {"Accept": "text/html,*/*"}
+
+
+async def text_of(front: Front, path: str, status: int = 200, **how: Any) -> str:
+    async with front.http.get(path, **how) as reply:
+        text = await reply.text()
+        assert reply.status == status, text
+        return text
+
+
+async def sign_in(front: Front, name: str, path: str = "/") -> aiohttp.ClientResponse:
+    form = {"key": SECRETS.get(name, name), "next": path}
+    own = {"Origin": front.url}
+    return await front.http.post("/ui/sign-in", data=form, headers=own, allow_redirects=False)
+
+
+async def put(front: Front, *names: str) -> None:
+    """Instances without a caller's rights."""
+    for name in names:
+        await front.fleet.create(InstanceSpec(name=name, model_id=f"org/{name}"))
+
+
+# Views
+
+
+async def test_every_view_is_whole_and_asks_no_other_host(serving: Serving) -> None:
+    async with serving() as front:
+        await front.create("a", tags={"team": "<b>&"})
+        front.fleet.ready("a")
+        await front.create("broken")
+        front.fleet.fail("broken", "no such model <script>")
+        for path in (*VIEWS, "/ui/instances/a", "/ui/instances/broken"):
+            async with front.http.get(path) as reply:
+                text = await reply.text()
+                assert reply.status == 200, (path, text)
+                assert reply.headers["Content-Type"] == "text/html; charset=utf-8"
+                policy = reply.headers["Content-Security-Policy"]
+                assert "default-src 'none'" in policy
+                assert "unsafe" not in policy
+                assert reply.headers["Cache-Control"] == "no-store"
+            assert text.rstrip().endswith("</html>"), path
+            assert not re.findall(r"""\s(?:src|href|action)=["'](?!/|#)""", text), path  # no other host, no script: URL
+            assert not re.findall(r"<style|style=|\son\w+=|<script(?![^>]*(?:src=|application/json))", text), path
+            assert "<b>&" not in text
+            assert "model <script>" not in text
+            for asset in set(re.findall(r'(?:src|href)="(/ui/static/[^"]+)"', text)):
+                async with front.http.get(asset) as reply:
+                    assert reply.status == 200, asset
+                    assert "immutable" in reply.headers["Cache-Control"]
+
+
+async def test_the_fleet_shows_states_reasons_and_alarms(serving: Serving) -> None:
+    async with serving() as front:
+        assert "No instance yet" in await text_of(front, "/")
+        await front.create("a")
+        front.fleet.ready("a")
+        await front.create("broken")
+        front.fleet.fail("broken", "it has no weights")
+        front.alarms.append("the disk is full")
+        text = await text_of(front, "/")
+        assert re.search(r"<span id=\"alarm-count\">2</span> alarms", text)
+        assert "the disk is full" in text
+        assert text.count("it has no weights") == 3  # alarm, cell, its title
+        assert 'class="state running"' in text
+
+
+async def test_an_instance_that_is_not_there_is_a_page_too(serving: Serving) -> None:
+    async with serving() as front:
+        assert "<h1>Not Found</h1>" in await text_of(front, "/ui/instances/nowhere", 404)
+        await front.call("GET", "/ui/nowhere", 404)
+        assert await text_of(front, "/ui/static/0000/nothing.js", 404) == "no such file"
+
+
+async def test_the_page_can_be_switched_off(serving: Serving) -> None:
+    async with serving() as front:
+        settings: Settings = replace(front.app.state.settings, page=False)
+    async with listening(settings) as front, aiohttp.ClientSession(front.url) as front.http:
+        for path in VIEWS:
+            await front.call("GET", path, 404)
+
+
+async def test_a_page_under_a_foreign_name_may_only_read(serving: Serving) -> None:
+    async with serving() as front:
+        await front.create("a")
+        text = await text_of(front, "/ui/instances/a", headers={"Host": "rebound.example:9000"})
+        assert "Read only" in text
+        assert "data-action" not in text
+        assert "data-action" in await text_of(front, "/ui/instances/a")
+
+
+async def test_the_first_view_of_200_instances_is_small(serving: Serving) -> None:
+    async with serving(instance_port_end=8500) as front:
+        front.fleet.on_views_changed = lambda views: None  # no events of four hundred changes
+        await put(front, *(f"instance-{number}" for number in range(200)))
+        for view in front.fleet.list():
+            front.fleet.ready(view.spec.name)
+        async with front.http.get("/", auto_decompress=False) as reply:
+            page = await reply.read()
+        html = gzip.decompress(page).decode()
+        assert html.count("<tr data-name") == 200
+        weight = len(page)
+        for asset in set(re.findall(r'(?:src|href)="(/ui/static/[^"]+)"', html)):
+            folder = asset.rpartition("/")[0]
+            async with front.http.get(asset, auto_decompress=False) as reply:
+                body = await reply.read()
+            weight += len(body)
+            if asset.endswith(".js"):
+                for name in re.findall(r'from "\./([\w.]+)"', gzip.decompress(body).decode()):
+                    async with front.http.get(f"{folder}/{name}", auto_decompress=False) as reply:
+                        weight += len(await reply.read())
+        assert weight < 100_000
+
+
+# Live
+
+
+async def test_the_stream_sends_what_changes(serving: Serving) -> None:
+    async with serving() as front:
+        await front.create("a")
+        async with front.http.get("/ui/fleet/live") as reply:
+            assert reply.headers["Content-Type"].startswith("text/event-stream")
+            first = await next_event(reply)
+            assert [(row["name"], row["state"]) for row in first["rows"]] == [("a", "starting")]
+            front.fleet.ready("a")
+            await front.create("b")
+            rows: dict[str, str] = {}
+            while rows.get("a") != "running" or "b" not in rows:
+                rows |= {row["name"]: row["state"] for row in (await next_event(reply))["rows"]}
+            await front.call("DELETE", "/instances/b", 200)
+            while "b" not in (await next_event(reply))["gone"]:
+                pass
+
+
+async def test_the_stream_of_an_instance_ends_with_it(serving: Serving) -> None:
+    async with serving() as front:
+        await front.call("GET", "/ui/instances/a/live", 404)
+        await front.create("a")
+        async with front.http.get("/ui/instances/a/live") as reply:
+            first = await next_event(reply)
+            assert first["info"]["status"] == "starting"
+            front.fleet.ready("a")
+            assert [event["event"] for event in (await next_event(reply))["events"]] == ["running"]
+            await front.call("DELETE", "/instances/a", 200)
+            assert await next_event(reply) == {}
+            assert (await reply.content.read()).strip() == b""
+
+
+async def test_the_stream_of_an_instance_begins_behind_the_event_that_the_page_has(serving: Serving) -> None:
+    """A worker that runs before the stream is opened is an event of neither otherwise."""
+    async with serving() as front:
+        await front.create("a")
+        page = await text_of(front, "/ui/instances/a", headers=HTML)
+        ids = [int(id) for id in re.findall(r'<li data-id="(\d+)">', page)]
+        async with front.http.get("/ui/instances/a/live") as reply:
+            await next_event(reply)
+            front.fleet.ready("a")
+            assert (await next_event(reply))["events"]
+
+        for after in (max(ids), 10**12):  # the page's newest event, and one of the daemon before
+            async with front.http.get(f"/ui/instances/a/live?after={after}") as reply:
+                assert (await next_event(reply))["events"][-1]["event"] == "running"
+
+
+async def next_event(reply: aiohttp.ClientResponse) -> Any:
+    while not (line := await reply.content.readline()).startswith(b"data: "):
+        assert line, "the stream has ended"
+    return json.loads(line.removeprefix(b"data: "))
+
+
+# Sessions and rights
+
+
+async def test_without_a_session_a_browser_is_asked_to_sign_in(serving: Serving) -> None:
+    async with serving(auth=AUTH) as front:
+        async with front.http.get("/ui/models?x=1", headers=HTML, allow_redirects=False) as reply:
+            assert reply.status == 303
+            assert reply.headers["Location"] == "/ui/sign-in?next=/ui/models%3Fx%3D1"
+        await front.call("GET", "/ui/models", 401)
+        assert 'value="/ui/models?x=1"' in await text_of(front, "/ui/models?x=1", headers=HTML)
+        assert 'value="/"' in await text_of(front, "/ui/sign-in?next=//evil.example/ui/")
+        assert 'value="/"' in await text_of(front, "/ui/sign-in?next=https://evil.example")
+
+
+async def test_a_session_stands_for_the_key(serving: Serving) -> None:
+    async with serving(auth=AUTH) as front:
+        reply = await sign_in(front, "read", "/ui/alarms")
+        assert (reply.status, reply.headers["Location"]) == (303, "/ui/alarms")
+        cookie = reply.headers["Set-Cookie"]
+        assert "HttpOnly" in cookie
+        assert "SameSite=Strict" in cookie
+        assert SECRETS["read"] not in cookie
+        text = await text_of(front, "/")
+        assert "Signed in with the key <b>read</b>" in text
+        await front.call("GET", "/instances", 200)
+        told = await front.call("POST", "/instances", 403, json={}, headers={"Origin": front.url})
+        assert told["error"] == "The key 'read' lacks the right admin"
+        # A key in the headers counts, not the session.
+        await front.call("GET", "/instances", 401, headers={"x-api-key": "wrong"})
+
+        async with front.http.post("/ui/sign-out", headers={"Origin": front.url}, allow_redirects=False) as reply:
+            assert reply.status == 303
+        await front.call("GET", "/instances", 401)
+        await front.call("GET", "/instances", 401, headers={"Cookie": cookie.partition(";")[0]})
+        async with front.http.post("/ui/sign-out", headers={"Origin": front.url}) as reply:
+            assert reply.url.path == "/ui/sign-in"
+
+
+async def test_a_wrong_key_or_a_foreign_form_begins_no_session(serving: Serving) -> None:
+    async with serving(auth=AUTH) as front:
+        for key in ("wrong", "", SECRETS["read"] + "x"):
+            reply = await sign_in(front, key)
+            assert reply.status == 401
+            assert "Set-Cookie" not in reply.headers
+            assert "This key is not known here" in await reply.text()
+        form = {"key": SECRETS["read"]}
+        for headers in ({}, {"Origin": "https://evil.example"}, {"Origin": front.url, "Sec-Fetch-Site": "same-site"}):
+            async with front.http.post("/ui/sign-in", data=form, headers=headers) as answer:
+                assert (answer.status, "Set-Cookie" in answer.headers) == (403, False)
+        async with front.http.post("/ui/sign-in", data="key=" + "x" * 10_000, headers={"Origin": front.url}) as answer:
+            assert answer.status == 401
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"Origin": "null"},
+        {"Origin": "https://evil.example"},
+        {"Origin": "http://127.0.0.1:1", "Sec-Fetch-Site": "same-site"},
+        {"Sec-Fetch-Site": "cross-site"},
+    ],
+)
+async def test_no_other_page_changes_anything_with_a_session(serving: Serving, headers: dict[str, str]) -> None:
+    async with serving(auth=AUTH) as front:
+        await put(front, "a")
+        await sign_in(front, "admin")
+        told = await front.call("POST", "/instances/a/stop", 403, headers=headers)
+        assert told["error"] == "a session is for the pages of this server alone: send an API key"
+        assert front.fleet.get("a").spec.wanted_running
+        await front.call("POST", "/instances/a/stop", 200, headers={"Origin": front.url})
+
+
+async def test_a_reload_that_drops_a_key_ends_its_sessions(serving: Serving) -> None:
+    async with serving(auth=AUTH) as front:
+        await sign_in(front, "read")
+        await front.call("GET", "/instances", 200)
+        front.app.state.policy.swap(policy_of(replace(AUTH, api_keys=AUTH.api_keys[:1])))
+        await front.call("GET", "/instances", 401)
+
+
+async def test_actions_are_shown_to_those_who_may(serving: Serving) -> None:
+    async with serving(auth=AUTH) as front:
+        await put(front, "a")
+        await sign_in(front, "read")
+        text = await text_of(front, "/ui/instances/a")
+        assert "data-action" not in text
+        assert "<fieldset disabled" in text
+        assert "/ui/create" not in await text_of(front, "/ui/fleet")
+        assert "Not allowed" in await text_of(front, "/ui/create", 403, headers=HTML)
+        assert "/ui/playground" not in await text_of(front, "/ui/fleet")
+
+        await sign_in(front, "inference")
+        async with front.http.get("/", headers=HTML) as reply:
+            assert reply.url.path == "/ui/playground"
+        assert "lacks the right read" in await text_of(front, "/ui/fleet", 403, headers=HTML)
+
+
+async def test_a_key_for_some_instances_sees_those_alone(serving: Serving) -> None:
+    async with serving(auth=AUTH) as front:
+        await put(front, "mine", "theirs", "team-1")
+        for name in ("mine", "theirs", "team-1"):
+            front.fleet.ready(name)
+        front.fleet.fail("theirs", "a secret of theirs")
+        await sign_in(front, "team")
+        for path in ("/", "/ui/fleet", "/ui/alarms", "/ui/playground", "/ui/create"):
+            text = await text_of(front, path)
+            assert "theirs" not in text, path
+        assert "mine" in await text_of(front, "/ui/alarms")
+        async with front.http.get("/ui/fleet/live") as reply:
+            first = await next_event(reply)
+            assert [row["name"] for row in first["rows"]] == ["mine", "team-1"]
+            assert first["totals"]["instances"] == 2
+            assert first["totals"]["memory"] is None
+        for path in ("/ui/instances/theirs", "/ui/instances/theirs/live", "/ui/models", "/ui/devices"):
+            await front.call("GET", path, 403)
+        assert "/ui/models" not in await text_of(front, "/ui/fleet")
+
+
+# Mutual TLS
+
+
+@needs_openssl
+async def test_with_mutual_tls_the_certificate_is_enough(serving: Serving, tmp_path: Path) -> None:
+    ours = Authority(tmp_path / "ours")
+    ours.server()
+    ours.sign("operator", "/CN=operator", "DNS:operator.local")
+    ours.sign("other", "/CN=other", "DNS:other.local")
+    files = {name: ours.folder / f"{name}.pem" for name in ("ca", "server")}
+    mtls = Mtls(
+        ca_cert=files["ca"],
+        server_cert=files["server"],
+        server_key=ours.folder / "server.key",
+        allowed_subjects=("CN=operator",),
+    )
+    async with serving(auth=Auth(enabled=True, providers=("mtls",), mtls=mtls)) as front:
+        await put(front, "a")
+        for name, status in (("operator", 200), ("other", 401)):
+            context = ssl.create_default_context(cafile=str(files["ca"]))
+            context.load_cert_chain(ours.folder / f"{name}.pem", ours.folder / f"{name}.key")
+            async with front.http.get("/ui/instances/a", ssl=context, headers=HTML) as reply:
+                text = await reply.text()
+                assert reply.status == status
+                assert ("data-action" in text) is (name == "operator")
+                assert "sign-in" not in str(reply.url)
+            for origin, allowed in ((front.url, name == "operator"), ("https://evil.example", False)):
+                how: dict[str, Any] = {"ssl": context, "headers": {"Origin": origin}}
+                async with front.http.post("/instances/a/restart", **how) as reply:
+                    assert (reply.status == 200) is allowed

@@ -1,0 +1,99 @@
+"""Every failure of REST has one JSON shape, the status of its code, and no secret."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from tests.support.rest_listener import Front, failed
+from yarl import URL
+
+from teimgr.api.rest.error_answers import error_response
+from teimgr.errors import Code, error_from_code
+from teimgr.wire.status import STATUS
+
+
+@pytest.mark.clause("M2.7-traversal")
+@pytest.mark.parametrize(
+    "path", ["a%2Fb", "..%2Fsecret", "..%2fsecret/logs", "a%2Flogs", "a%5Cb", "%2e%2e%2f%2e%2e%2fx/logs"]
+)
+async def test_an_encoded_separator_in_a_path_is_422(front: Front, path: str, tmp_path) -> None:
+    (tmp_path / "secret.log").write_text("secret\n")
+    failure = await front.call("GET", URL(f"{front.url}/instances/{path}", encoded=True), 422)
+    assert "path separators" in failed(failure, "INVALID_INSTANCE_NAME")
+
+
+@pytest.mark.clause("M2.7-traversal")
+@pytest.mark.parametrize("name", ["a%252Fb", "..", "%2e%2e", "a%00b", "a%20b", "%C3%A9"])
+async def test_a_name_that_cannot_exist_has_no_log(front: Front, name: str) -> None:
+    async with front.http.get(URL(f"{front.url}/instances/{name}/logs", encoded=True)) as reply:
+        assert reply.status in (404, 422)
+        assert set(await reply.json()) == {"error", "code", "timestamp"}
+
+
+@pytest.mark.clause("M2.2-query")
+@pytest.mark.parametrize("query", ["start=x", "start=", "end=1.5", "start=2147483648", "end=-2147483649"])
+async def test_an_index_that_is_no_i32_is_400(front: Front, query: str) -> None:
+    failed(await front.call("GET", f"/instances/a/logs?{query}", 400), "VALIDATION_ERROR")
+
+
+@pytest.mark.clause("M2-unknown-route")
+@pytest.mark.parametrize("path", ["/", "/nope", "/instances/", "/instances/a/", "/instances/a/b/c", "/health/"])
+async def test_an_unknown_route_is_404_in_the_same_shape(front: Front, path: str) -> None:
+    assert path in failed(await front.call("GET", path, 404), "NOT_FOUND")
+
+
+@pytest.mark.clause("M2-unknown-route")
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("PUT", "/instances", "GET, HEAD, POST"),
+        ("PUT", "/instances/a", "GET, HEAD, PATCH, DELETE"),
+        ("GET", "/instances/a/start", "POST"),
+        ("POST", "/health", "GET, HEAD"),
+    ],
+)
+async def test_another_method_is_405_and_says_which_are_allowed(
+    front: Front, method: str, path: str, allowed: str
+) -> None:
+    async with front.http.request(method, path) as reply:
+        assert (reply.status, reply.headers["Allow"]) == (405, allowed)
+        failed(await reply.json(), "METHOD_NOT_ALLOWED")
+
+
+@pytest.mark.clause("M2.2-internal")
+async def test_a_defect_of_ours_is_500_and_tells_nothing(front: Front, monkeypatch) -> None:
+    def broken() -> None:
+        raise RuntimeError("the secret of /etc/passwd")
+
+    monkeypatch.setattr(front.fleet, "list", broken)
+    failure = await front.call("GET", "/instances", 500)
+    assert "secret" not in failed(failure, "INTERNAL_ERROR")
+
+
+@pytest.mark.clause("M2.2-shape", "M2.2-codes", "D-queue")
+@pytest.mark.parametrize("code", Code)
+def test_every_failure_has_its_status_and_says_when_to_come_back(code: Code) -> None:
+    response = error_response(error_from_code(code, "why"))
+    assert response.status_code == STATUS[code].http
+    assert failed(json.loads(bytes(response.body)), code.name) == "why"
+    assert ("Retry-After" in response.headers) == (STATUS[code].http in (429, 503))
+
+
+@pytest.mark.parametrize(
+    ("path", "shape"),
+    [
+        ("/jina/v1/nope", {"detail": "No route /jina/v1/nope"}),
+        ("/voyage/nope", {"detail": "No route /voyage/nope"}),
+        (
+            "/vllm/nope",
+            {"error": {"message": "No route /vllm/nope", "type": "NotFoundError", "param": None, "code": 404}},
+        ),
+        ("/infinity/nope", {"error": {"message": "No route /infinity/nope", "type": None, "param": None, "code": 404}}),
+    ],
+)
+async def test_below_a_dialects_prefix_an_unknown_route_has_its_shape(
+    front: Front, path: str, shape: dict[str, object]
+) -> None:
+    for method in ("GET", "POST", "DELETE"):
+        assert await front.call(method, path, 404) == shape

@@ -1,0 +1,134 @@
+"""Fleet events: found by comparing views, kept in a ring, followed by readers."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from tests.support.polling import eventually
+
+from teimgr.control.events.fleet_events import KEPT_PER_INSTANCE, EventLog
+from teimgr.spec import EVENTS, Incident, InstanceSpec, InstanceView, State
+
+VIEW = InstanceView(spec=InstanceSpec(name="a", model_id="m", tags={"team": "x"}), state=State.STARTING)
+CRASH = Incident(event="crashed", reason="killed", at="2026-03-04T12:00:00.123456Z", crash_report="a-0.json")
+GROWTH = Incident(event="over_memory", reason="700 MiB", at="2026-03-04T12:00:01.123456Z")
+LOST = Incident(event="no_host", reason="no other host takes it", at="2026-03-04T12:00:02.123456Z")
+STOPPED = replace(
+    VIEW,
+    state=State.STOPPED,
+    incident=GROWTH,
+    spec=replace(VIEW.spec, max_batch_tokens=1, wanted_running=False),
+)
+LIMIT_S = 10.0
+
+
+def kinds(events: EventLog, number: int = 0) -> list[str]:
+    return [each.event for each in events.since(number)]
+
+
+def began(*views: InstanceView) -> EventLog:
+    events = EventLog()
+    events.note(views)
+    return events
+
+
+def test_what_is_there_at_first_has_not_happened() -> None:
+    assert kinds(began(VIEW)) == []
+
+
+@pytest.mark.clause("N-events")
+def test_a_life_is_told_step_by_step() -> None:
+    events = began()
+    for view in (
+        VIEW,
+        replace(VIEW, state=State.RUNNING),
+        replace(VIEW, state=State.RUNNING, health_check_failures=1),
+        replace(VIEW, state=State.RUNNING, health_check_failures=2),
+        replace(VIEW, state=State.RUNNING, incident=CRASH),
+        replace(VIEW, state=State.RUNNING, incident=LOST),
+        replace(VIEW, state=State.RUNNING, incident=GROWTH),
+        replace(VIEW, state=State.RUNNING, incident=GROWTH, spec=replace(VIEW.spec, max_batch_tokens=1)),
+        replace(STOPPED, state=State.STOPPING),
+        STOPPED,
+        replace(STOPPED, state=State.FAILED, reason="broken"),
+    ):
+        events.note([view])
+    events.note([])
+
+    told = kinds(events)
+    assert told == [
+        "created",
+        "starting",
+        "running",
+        "unhealthy",
+        "crashed",
+        "no_host",
+        "over_memory",
+        "updated",
+        "stopping",
+        "stopped",
+        "failed",
+        "deleted",
+    ]
+    assert set(told) == set(EVENTS)
+    (crashed,) = [event for event in events.since(0) if event.event == "crashed"]
+    assert (crashed.reason, crashed.crash_report) == ("killed", "a-0.json")
+    last = list(events.since(0))[-1]
+    assert (last.id, last.instance, last.reason, last.tags) == (12, "a", "broken", {"team": "x"})
+
+
+def test_an_instance_has_a_bounded_history_until_it_is_deleted() -> None:
+    events = began()
+    for number in range(KEPT_PER_INSTANCE + 5):
+        events.note([replace(VIEW, state=(State.RUNNING, State.STOPPED)[number % 2], reason=str(number))])
+    assert len(events.history("a")) == KEPT_PER_INSTANCE
+    assert events.history("a")[-1].reason == str(KEPT_PER_INSTANCE + 4)
+    events.note([])
+    assert events.history("a") == []
+
+
+def test_the_ring_keeps_the_latest_and_numbers_go_on() -> None:
+    events = EventLog(kept=3)
+    events.note([])
+    for state in (State.STARTING, State.RUNNING, State.STOPPED, State.STARTING):
+        events.note([replace(VIEW, state=state)])
+    assert [each.id for each in events.since(0)] == [3, 4, 5]
+    assert events.latest == 5
+
+
+async def test_a_follower_hears_what_was_and_what_comes_until_the_end() -> None:
+    events = began()
+    events.note([VIEW])
+    heard: list[str] = []
+
+    async def follow() -> None:
+        async for each in events.follow(1):
+            heard.append(each.event)  # noqa: PERF401  in time, not at the end
+
+    task = asyncio.create_task(follow())
+    await eventually(lambda: heard)
+    events.note([replace(VIEW, state=State.RUNNING)])
+    await eventually(lambda: len(heard) == 2)
+    events.close()
+    await asyncio.wait_for(task, LIMIT_S)
+    assert heard == ["starting", "running"]
+
+
+def test_the_change_of_one_instance_is_found_without_the_others() -> None:
+    events = EventLog()
+    events.note([VIEW])
+
+    events.note_one("new", replace(VIEW, spec=replace(VIEW.spec, name="new")))
+    events.note_one(VIEW.spec.name, replace(VIEW, state=State.RUNNING))
+    events.note_one(VIEW.spec.name, None)
+    events.note_one("unknown", None)
+
+    found = [(event.instance, event.event) for event in events.since(0)]
+    assert found == [
+        ("new", "created"),
+        ("new", VIEW.state.value),
+        (VIEW.spec.name, "running"),
+        (VIEW.spec.name, "deleted"),
+    ]

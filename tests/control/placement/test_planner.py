@@ -1,0 +1,317 @@
+"""Where instances run: cards, threads, cores, tokens of a batch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from teimgr.config.settings import Settings
+from teimgr.control.placement.planner import (
+    CPU_TOKENS,
+    LOADING_BYTES,
+    Gpu,
+    GpuInventory,
+    Inventory,
+    Others,
+    Planner,
+    cgroup_free_bytes,
+    fair_share,
+    only_visible,
+    place,
+    replica_count,
+    usable_cores,
+    with_batch_tokens,
+    worker_spec,
+)
+from teimgr.errors import InvalidGpuId
+from teimgr.spec import InstanceSpec, WorkerSpec
+
+GIB = 1 << 30
+
+
+def card(index: int, free_gib: float, uuid: str = "") -> Gpu:
+    return Gpu(index, uuid or f"GPU-{index}", int(free_gib * GIB))
+
+
+TWO = Inventory((card(0, 10), card(1, 20)))
+NONE = Inventory(reason="no NVIDIA driver: Library Not Found")
+
+
+def spec(name: str = "a", *, gpu_id: int | None = None, threads: int | None = None) -> InstanceSpec:
+    return InstanceSpec(name=name, model_id="m", gpu_id=gpu_id, threads=threads)
+
+
+@pytest.mark.clause("D-placement")
+def test_without_a_card_an_instance_runs_on_the_cpu() -> None:
+    assert place(spec(), NONE) is None
+
+
+@pytest.mark.clause("D-placement")
+def test_the_card_with_most_free_memory_wins() -> None:
+    assert place(spec(), TWO) == TWO.gpus[1]
+
+
+def test_workers_that_are_still_loading_count_as_memory_taken() -> None:
+    loading = {"GPU-1": (11 * GIB) // LOADING_BYTES + 1}
+
+    assert place(spec(), TWO, Others(loading=loading)) == TWO.gpus[0]
+
+
+def test_cards_that_tell_no_memory_are_taken_in_turn() -> None:
+    silent = Inventory((card(0, 0), card(1, 0)))
+
+    assert place(spec(), silent) == silent.gpus[0]
+    assert place(spec(), silent, Others(loading={"GPU-0": 1})) == silent.gpus[1]
+
+
+@pytest.mark.clause("M5.2-gpu")
+def test_an_explicit_card_wins_over_a_better_one() -> None:
+    assert place(spec(gpu_id=0), TWO) == TWO.gpus[0]
+
+
+@pytest.mark.clause("M2.4-gpu")
+@pytest.mark.parametrize(
+    ("inventory", "message"),
+    [
+        (TWO, "Invalid GPU ID 7: Available GPUs: [0, 1]"),
+        (NONE, "Invalid GPU ID 7: Available GPUs: [] (no NVIDIA driver: Library Not Found)"),
+    ],
+)
+def test_a_card_that_is_not_there_is_refused_with_what_there_is(inventory: Inventory, message: str) -> None:
+    with pytest.raises(InvalidGpuId) as caught:
+        place(spec(gpu_id=7), inventory)
+
+    assert caught.value.message == message
+
+
+def test_threads_are_shared_equally_and_never_below_one() -> None:
+    assert fair_share(8, 3) == 2
+    assert fair_share(2, 3) == 1
+    assert fair_share(8, 0) == 8
+
+
+async def test_an_explicit_number_of_threads_wins() -> None:
+    both = [spec("a", threads=7), spec("b")]
+    plans = await planner(NONE)
+
+    assert [plans.plan(each, 0, Others({"": 2})).threads for each in both] == [7, 4]
+
+
+@pytest.mark.parametrize(
+    ("visible", "indexes"), [(None, [0, 1]), ("1", [1]), ("GPU-0", [0]), (" 0, 1", [0, 1]), ("", []), ("9", [])]
+)
+def test_the_daemons_own_visible_devices_limit_the_cards(visible: str | None, indexes: list[int]) -> None:
+    shown = only_visible(TWO, visible)
+
+    assert shown.indexes == indexes
+    assert bool(shown.reason) == (not indexes)
+
+
+@pytest.mark.parametrize(
+    ("visible", "is_missed"),
+    [("MIG-6fd1b2c0-1", True), ("9", True), ("GPU-9", True), ("", False), ("-1", False), ("NoDevFiles", False)],
+)
+def test_cards_that_are_named_and_not_there_are_a_mistake(visible: str, is_missed: bool) -> None:
+    shown = only_visible(TWO, visible)
+
+    assert shown.misses_cards is is_missed
+    assert ("partitions of a card (MIG) are not supported" in shown.reason) is visible.startswith("MIG-")
+
+
+async def test_a_missing_driver_is_no_error_and_says_so() -> None:
+    inventory = await GpuInventory({}).read()
+
+    assert inventory.gpus or inventory.reason
+
+
+async def test_a_failed_reading_is_kept_for_a_while() -> None:
+    readings: list[int] = []
+
+    def read() -> Inventory:
+        readings.append(1)
+        return NONE
+
+    gpus = GpuInventory({}, read)
+    assert await gpus.read() == await gpus.read() == NONE
+    assert len(readings) == 1
+
+
+@pytest.mark.parametrize(("quota", "cores"), [("max 100000", None), ("100000 100000", 1), ("50000 100000", 1)])
+def test_a_containers_quota_limits_the_cores(tmp_path: Path, quota: str, cores: int | None) -> None:
+    (tmp_path / "cpu.max").write_text(quota)
+
+    assert usable_cores(tmp_path / "cpu.max") == (cores or usable_cores(tmp_path / "absent"))
+
+
+# The planner
+
+
+async def planner(inventory: Inventory) -> Planner:
+    made = Planner(Settings(), GpuInventory({}, lambda: inventory), cores=8)
+    await made.refresh()
+    return made
+
+
+async def test_orders_name_the_card_by_uuid_and_spread_what_is_loading() -> None:
+    plans = await planner(Inventory((card(0, 10), card(1, 10))))
+    specs = [spec(name) for name in "abc"]
+    orders: list[WorkerSpec] = []
+    for each in specs:
+        loading = Counter(order.gpu for order in orders if order.gpu)
+        orders.append(plans.plan(each, 0, Others({"": len(specs)}, loading)))
+
+    assert [order.gpu for order in orders] == ["GPU-0", "GPU-1", "GPU-0"]
+    assert [order.threads for order in orders] == [2, 2, 2]
+    assert {order.nice for order in orders} == {0}
+
+
+async def test_replicas_are_spread_before_memory_is_looked_at() -> None:
+    plans = await planner(Inventory((card(0, 10), card(1, 70))))
+    wanted = replace(spec(), replicas="per-gpu")
+    orders: list[WorkerSpec] = []
+    for number in range(plans.replicas(wanted)):
+        beside = Counter(order.gpu for order in orders if order.gpu)
+        orders.append(plans.plan(wanted, number, Others({"": 2}, {}, beside)))
+
+    assert [(order.gpu, order.replica, order.threads) for order in orders] == [("GPU-1", 0, 4), ("GPU-0", 1, 4)]
+    assert all(plans.accepts(wanted, order) for order in orders)
+    assert not plans.accepts(wanted, replace(orders[0], replica=2))
+
+
+def test_one_replica_per_card_is_one_where_there_is_no_card() -> None:
+    wanted = replace(spec(), replicas="per-gpu")
+
+    assert (
+        replica_count(wanted, NONE),
+        replica_count(wanted, TWO),
+        replica_count(replace(spec(), replicas=5), TWO),
+    ) == (1, 2, 5)
+
+
+async def test_a_worker_on_the_cpu_is_nicer() -> None:
+    order = (await planner(NONE)).plan(spec(), 0, Others({"": 1}))
+
+    assert (order.gpu, order.nice, order.threads) == (None, Settings().cpu_worker_nice, 8)
+
+
+async def test_a_live_worker_is_accepted_where_it_was_placed_if_it_was_told_the_same() -> None:
+    plans = await planner(TWO)
+    order = plans.plan(spec(), 0, Others({"": 1}))
+
+    assert plans.accepts(spec(), replace(order, threads=1))
+    assert plans.accepts(spec(gpu_id=1), order)
+    assert not plans.accepts(spec(gpu_id=0), order)
+    assert not plans.accepts(spec(gpu_id=5), order)
+    assert not plans.accepts(replace(spec(), pooling="cls"), order)
+    plans.inventory = Inventory((card(0, 1),))
+    assert not plans.accepts(spec(), order)
+
+
+async def test_extra_arguments_win_over_fields_and_settings() -> None:
+    flags = ("--pooling", "cls", "--max-client-batch-size=9", "--trust-remote-code")
+    wanted = replace(spec(), pooling="mean", kind="embedding", extra_args=flags)
+
+    order = (await planner(NONE)).plan(wanted, 0, Others({"": 1}))
+
+    assert (order.pooling, order.max_client_batch_size) == ("cls", 9)
+    assert (order.kind, order.trust_remote_code) == ("embedding", True)
+
+
+SIZED = Inventory((Gpu(0, "GPU-0", 20 * GIB), Gpu(1, "GPU-1", 10 * GIB + GIB // 2)))
+AUTO = {"name": "a", "model_id": "m", "max_batch_tokens": 0}
+
+
+@pytest.mark.clause("N-auto-tokens")
+@pytest.mark.parametrize(
+    ("keys", "inventory", "tokens"),
+    [
+        ({"max_batch_tokens": 7}, SIZED, 7),
+        ({}, SIZED, 32768),
+        ({"gpu_id": 1}, SIZED, 21504),
+        ({"replicas": "per-gpu"}, SIZED, 21504),
+        ({"replicas": 2}, SIZED, 21504),
+        ({}, Inventory((Gpu(0, "GPU-0", GIB // 2),)), 2048),
+        ({}, Inventory((Gpu(0, "GPU-0", 0),)), CPU_TOKENS),
+        ({}, Inventory(), CPU_TOKENS),
+    ],
+)
+def test_tokens_go_by_what_is_free(keys: dict[str, object], inventory: Inventory, tokens: int) -> None:
+    spec = InstanceSpec(**{**AUTO, **keys})  # type: ignore[arg-type]
+    assert with_batch_tokens(spec, inventory, 2048).max_batch_tokens == tokens
+
+
+def test_a_card_that_is_not_there_is_refused() -> None:
+    with pytest.raises(InvalidGpuId):
+        with_batch_tokens(InstanceSpec(**AUTO, gpu_id=5), SIZED, 2048)  # type: ignore[arg-type]
+
+
+async def test_the_number_of_load_slots_follows_cores_and_free_memory() -> None:
+    plans = await planner(Inventory((card(0, 5, "GPU-a"),)))
+
+    assert plans.load_limit("GPU-a") == 2
+    assert 0 <= plans.load_limit(None) <= 8
+
+
+def test_pickled_weights_are_off_where_the_settings_forbid_them() -> None:
+    spec = InstanceSpec(name="a", model_id="org/m")
+    assert worker_spec(spec, Settings(allow_pickled_weights=False)).safetensors_only
+    assert not worker_spec(spec, Settings()).safetensors_only
+
+
+V2 = ("", "memory.max", "memory.current", "inactive_file")
+V1 = ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+
+def group(folder: Path, files: tuple[str, ...], limit: str, use: int, cache: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / files[1]).write_text(f"{limit}\n")
+    (folder / files[2]).write_text(f"{use}\n")
+    (folder / "memory.stat").write_text(f"anon 5\n{files[3]} {cache}\n")
+
+
+@pytest.mark.parametrize(("files", "line"), [(V2, "0::{}\n"), (V1, "4:memory:{}\n1:cpu:/other\n0::/\n")])
+def test_the_least_that_a_limit_leaves_counts(tmp_path: Path, files: tuple[str, ...], line: str) -> None:
+    root, own = tmp_path / "cgroup", tmp_path / "own"
+    base = root / files[0]
+    group(base / "slice", files, "1000", 700, 100)
+    group(base / "slice" / "unit", files, "max" if files is V2 else str(2**63 - 4096), 300, 0)
+    own.write_text(line.format("/slice/unit"))
+    assert cgroup_free_bytes(root, own) == 400
+
+    group(base, files, "500", 600, 0)  # a container: the path is that of the host, our limit is at the mount point
+    own.write_text(line.format("/docker/0123"))
+    assert cgroup_free_bytes(root, own) == 0
+
+
+def test_without_a_limit_nothing_is_known(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    assert cgroup_free_bytes(tmp_path, own) is None
+    own.write_text("0::/\n")
+    assert cgroup_free_bytes(tmp_path, own) is None
+
+
+@pytest.fixture
+def limited() -> Iterator[Path]:
+    """A cgroup of this host with a limit of 256 MiB."""
+    made = Path("/sys/fs/cgroup/memory/teimgr-test")
+    try:
+        made.mkdir(exist_ok=True)
+        (made / "memory.limit_in_bytes").write_text(str(256 << 20))
+    except OSError:
+        pytest.skip("cgroups of version 1 cannot be made here")
+    yield made
+    made.rmdir()
+
+
+def test_the_limit_of_a_real_cgroup_is_seen_by_the_planner(limited: Path) -> None:
+    code = "from teimgr.control.placement.planner import free_memory_bytes as free; print(free())"
+    inside = ["sh", "-c", f'echo $$ > {limited}/cgroup.procs && exec "$@"', "sh", sys.executable, "-c", code]
+    done = subprocess.run(inside, capture_output=True, text=True, check=True)
+
+    assert 0 < int(done.stdout) <= 256 << 20

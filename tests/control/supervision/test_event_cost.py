@@ -1,0 +1,89 @@
+"""The work of the daemon for one worker event does not depend on the number of instances."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from types import FrameType
+from typing import Any
+
+from tests.support.fleet import Fleet
+
+from teimgr.control.events.fleet_events import EventLog
+from teimgr.control.supervision.lifecycle import Phase
+from teimgr.http.auth.policy import Policy, PolicyInForce
+from teimgr.mux.handlers import MuxHealth
+from teimgr.spec import InstanceSpec
+from teimgr.wire.routing.router import Router
+
+Fleets = Callable[..., Fleet]
+
+
+@contextmanager
+def counted_lines() -> Iterator[Counter[str]]:
+    """Counts the lines of the product that this thread executes, each turn of a loop anew, by function."""
+    counts: Counter[str] = Counter()
+
+    def on_line(frame: FrameType, event: str, argument: Any) -> Any:
+        if event == "line":
+            counts[frame.f_code.co_qualname] += 1
+        return on_line
+
+    def on_call(frame: FrameType, event: str, argument: Any) -> Any:
+        return on_line if "/teimgr/" in frame.f_code.co_filename else None
+
+    sys.settrace(on_call)
+    try:
+        yield counts
+    finally:
+        sys.settrace(None)
+
+
+async def lines_of_a_restart(fleet: Fleet, others: int) -> Counter[str]:
+    """From the end of a worker to its successor's first answer, beside so many running instances."""
+    fleet.store.open()
+    fleet.store.save(
+        InstanceSpec(name=f"i{n}", model_id="fake", port=24000 + n, prometheus_port=26000 + n, wanted_running=False)
+        for n in range(others)
+    )
+    fleet.store.close()
+    manager, router, events = fleet.manager, Router(), EventLog()
+    await manager.boot()
+    router.update(fleet.directory.snapshot())
+    health = MuxHealth(PolicyInForce(Policy()))
+    for follow in (router.apply, health.apply):
+        fleet.directory.subscribe(follow)
+    events.note(manager.list())
+    manager.on_view_changed = events.note_one
+    beside = [manager._instances[f"i{n}"] for n in range(others)]
+    for each in beside:  # without processes, which this machine has no room for
+        for worker in each.workers:
+            worker._replica = replace(worker._replica, phase=Phase.RUNNING)
+        each.on_state_changed()
+    await fleet.create()
+    pid = (await fleet.running()).pid
+    assert pid is not None
+    with counted_lines() as counts:
+        os.kill(pid, signal.SIGKILL)
+        await fleet.running(not_pid=pid)
+    for each in beside:
+        for worker in each.workers:
+            worker._replica = replace(worker._replica, phase=Phase.STOPPED)
+        each.on_state_changed()
+    assert "crashed" in {event.event for event in events.history("a")}
+    await router.close()
+    await fleet.end()
+    return counts
+
+
+async def test_the_cost_of_a_restart_is_independent_of_the_number_of_instances(fleets: Fleets) -> None:
+    few = await lines_of_a_restart(fleets(), 10)
+    many = await lines_of_a_restart(fleets(), 1000)
+
+    grown = {name: count - few[name] for name, count in many.items() if count - few[name] > 500}
+    assert not grown, f"{few.total()} lines beside 10 instances, {many.total()} beside 1,000"

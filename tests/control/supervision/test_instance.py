@@ -1,0 +1,477 @@
+"""Changes of an instance without a gap, and its replicas: scripted workers of a real nursery."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.fakes.worker import fake_id
+from tests.support.fleet import LIMIT_S, Fleet
+from tests.support.polling import eventually
+
+from teimgr.control.launch.process_handle import look_up
+from teimgr.errors import InstanceNotFound, InvalidGpuId, TeimgrError, UpdateFailed, UpdateInProgress, ValidationError
+from teimgr.spec import InstanceSpec, InstanceView, RouteEntry, State
+
+Fleets = Callable[..., Fleet]
+
+
+class Watch:
+    """Every entry of `a` that the directory published."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.entries: list[RouteEntry] = []
+        fleet.directory.subscribe(self._look)
+
+        self.entries += [entry for entry in fleet.directory.snapshot().entries if entry.name == "a"]
+
+    def _look(self, name: str, entry: RouteEntry | None) -> None:
+        if entry is not None and name == "a":
+            self.entries.append(entry)
+
+    def assert_no_gap(self) -> None:
+        assert all(entry.endpoints and entry.state is State.RUNNING for entry in self.entries)
+
+
+async def gone(pid: int | None) -> None:
+    assert pid is not None
+    await eventually(lambda: look_up(pid) is None)
+
+
+def pids(view: InstanceView) -> list[int | None]:
+    return [worker.pid for worker in view.workers if worker.role == "serving"]
+
+
+async def replicas_running(fleet: Fleet, replicas: int, flags: str = "", **values: Any) -> InstanceView:
+    """An instance of so many replicas, all of which run."""
+    await fleet.create(flags, replicas=replicas, **values)
+    await fleet.until(lambda entry: len(entry.endpoints) == replicas)
+    view = fleet.manager.get("a")
+    fleet.pids.update(pid for pid in pids(view) if pid)
+    return view
+
+
+# Rolling
+
+
+@pytest.mark.clause("D-update")
+async def test_a_change_starts_the_new_worker_beside_the_old_one_and_then_ends_that(fleet: Fleet) -> None:
+    await fleet.create()
+    old = (await fleet.running()).pid
+    watch = Watch(fleet)
+
+    view = await fleet.manager.update("a", {"model_id": "fake/busy"})
+    assert view.update is not None
+    assert (view.update.state, view.update.changes, view.pid) == ("rolling", ("model_id",), old)
+    new = (await fleet.running(not_pid=old)).pid
+
+    await gone(old)
+    await eventually(lambda: fleet.manager.get("a").update.state == "done")  # type: ignore[union-attr]
+    view = fleet.manager.get("a")
+    assert (view.spec.model_id, view.pid, view.restarts) == ("fake/busy", new, 0)
+    await eventually(lambda: len(fleet.manager.get("a").workers) == 1)
+    watch.assert_no_gap()
+
+
+async def test_wait_returns_when_the_new_worker_serves(fleet: Fleet) -> None:
+    await fleet.create()
+    old = (await fleet.running()).pid
+
+    view = await fleet.manager.update("a", {"dtype": "float16"}, wait=True)
+
+    assert view.pid != old
+    assert fleet.store.load().specs[0].dtype == "float16"
+    await gone(old)
+
+
+@pytest.mark.clause("D-update")
+@pytest.mark.parametrize("flags", ["fail-permanent", "fail-transient", "exit-at-once=7", "never-ready"])
+async def test_a_new_worker_that_fails_changes_nothing(fleet: Fleet, flags: str) -> None:
+    await fleet.create(startup_timeout_secs=2)
+    before = await fleet.running()
+    watch = Watch(fleet)
+
+    with pytest.raises(UpdateFailed, match="is as it was") as caught:
+        await fleet.manager.update("a", {"model_id": fake_id(flags)}, wait=True)
+
+    view = fleet.manager.get("a")
+    assert (view.spec, view.pid, view.state) == (before.spec, before.pid, State.RUNNING)
+    assert view.update is not None
+    assert view.update.state == "failed"
+    assert str(view.update.reason) in caught.value.message
+    assert fleet.store.load().specs == (before.spec,)
+    assert len(view.workers) == len(list(fleet.settings.run_dir.glob("*.json"))) == 1
+    watch.assert_no_gap()
+
+
+async def test_what_no_worker_is_told_is_changed_at_once(fleet: Fleet) -> None:
+    await fleet.create()
+    before = await fleet.running()
+
+    view = await fleet.manager.update("a", {"startup_timeout_secs": 77})
+
+    assert view.update is not None
+    assert (view.update.state, view.pid, view.spec.startup_timeout_secs) == ("done", before.pid, 77)
+    assert fleet.store.load().specs[0].startup_timeout_secs == 77
+
+
+async def test_none_takes_a_key_back_to_its_default(fleet: Fleet) -> None:
+    await fleet.create(dtype="float16", threads=3)
+    await fleet.running()
+
+    view = await fleet.manager.update("a", {"dtype": None, "threads": None}, wait=True)
+
+    assert (view.spec.dtype, view.spec.threads) == ("auto", None)
+
+
+@pytest.mark.parametrize(
+    ("error", "changes"),
+    [
+        (ValidationError, {"dtype": "int3"}),
+        (ValidationError, {"model_id": ""}),
+        (InvalidGpuId, {"gpu_id": 4}),
+        (ValidationError, {"replicas": 0}),
+    ],
+)
+async def test_wrong_changes_are_refused_before_anything_happens(
+    fleet: Fleet, error: type[TeimgrError], changes: dict[str, Any]
+) -> None:
+    await fleet.create()
+    before = await fleet.running()
+
+    with pytest.raises(error):
+        await fleet.manager.update("a", changes)
+
+    assert (fleet.manager.get("a").spec, fleet.manager.get("a").update) == (before.spec, None)
+
+
+async def test_a_rolling_restart_has_no_gap_and_counts(fleet: Fleet) -> None:
+    await fleet.create()
+    old = (await fleet.running()).pid
+    watch = Watch(fleet)
+
+    view = await fleet.manager.restart("a", rolling=True, wait=True)
+
+    assert (view.pid != old, view.restarts) == (True, 1)
+    watch.assert_no_gap()
+    await gone(old)
+
+
+async def test_a_second_change_has_to_wait(fleet: Fleet) -> None:
+    await fleet.create()
+    await fleet.running()
+    await fleet.manager.update("a", {"model_id": "fake/slow-start_60"})
+
+    with pytest.raises(UpdateInProgress):
+        await fleet.manager.update("a", {"dtype": "float16"})
+
+
+@pytest.mark.parametrize("verb", ["stop", "restart", "delete"])
+async def test_other_commands_give_a_change_up(fleet: Fleet, verb: str) -> None:
+    await fleet.create()
+    old = (await fleet.running()).pid
+    await fleet.manager.update("a", {"model_id": "fake/never-ready"})
+    await eventually(lambda: len(list(fleet.settings.run_dir.glob("*.json"))) == 2)
+
+    view = await getattr(fleet.manager, verb)("a")
+
+    assert view.spec.model_id == "fake"
+    await gone(old)
+    if verb == "restart":
+        await fleet.running(not_pid=old)
+    assert len(list(fleet.settings.run_dir.glob("*.json"))) == (verb == "restart")
+    assert [spec.model_id for spec in fleet.store.load().specs] == ["fake"] * (verb != "delete")
+
+
+async def test_a_change_that_is_on_its_way_to_the_disk_goes_to_its_end(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await replicas_running(fleet, 2)
+    writing, go_on = threading.Event(), threading.Event()
+    save = fleet.store.save
+
+    def save_slowly(specs: Iterable[InstanceSpec]) -> None:
+        kept = list(specs)
+        if kept[0].model_id == "fake/busy":  # the commit, not the note that the change was accepted
+            writing.set()
+            assert go_on.wait(LIMIT_S)
+        save(kept)
+
+    monkeypatch.setattr(fleet.store, "save", save_slowly)
+    await fleet.manager.update("a", {"model_id": "fake/busy"})
+    await eventually(writing.is_set)
+    stopping = asyncio.create_task(fleet.manager.stop("a"))
+    for _ in range(5):
+        await asyncio.sleep(0)  # until it waits for the change
+    go_on.set()
+
+    view = await stopping
+
+    assert view.update is not None
+    assert (view.state, view.spec.model_id, view.update.state) == (State.STOPPED, "fake/busy", "done")
+    assert [spec.model_id for spec in fleet.store.load().specs] == ["fake/busy"]
+    assert fleet.left_over() == set()
+
+
+async def test_an_instance_that_is_being_deleted_is_not_changed(fleets: Fleets) -> None:
+    fleet = fleets(graceful_shutdown_timeout_secs=1)
+    await fleet.manager.boot()
+    await fleet.create("ignore-term")
+    await fleet.running()
+    deleting = asyncio.create_task(fleet.manager.delete("a"))
+    await fleet.until(lambda entry: entry.state is State.STOPPING)
+
+    for change in (fleet.manager.update("a", {"model_id": "fake"}), fleet.manager.restart("a", rolling=True)):
+        with pytest.raises(InstanceNotFound):
+            await change
+
+    await deleting
+    assert (fleet.manager.list(), fleet.left_over()) == ([], set())
+
+
+async def test_a_rolling_restart_starts_what_does_not_run(fleet: Fleet) -> None:
+    await fleet.create()
+    await fleet.running()
+    await fleet.manager.stop("a")
+
+    view = await fleet.manager.restart("a", rolling=True)
+
+    assert (view.update, view.spec.wanted_running) == (None, True)
+    await fleet.running()
+
+
+async def test_a_stopped_instance_is_changed_without_being_started(fleet: Fleet) -> None:
+    await fleet.create()
+    await fleet.running()
+    await fleet.manager.stop("a")
+
+    view = await fleet.manager.update("a", {"model_id": "fake/busy"})
+
+    assert (view.state, view.spec.model_id, fleet.left_over()) == (State.STOPPED, "fake/busy", set())
+    await fleet.manager.start("a")
+    await fleet.running()
+
+
+async def test_workers_of_an_update_are_counted_from_its_acceptance(fleet: Fleet) -> None:
+    await replicas_running(fleet, 1)
+    assert fleet.manager.planned_workers("a") == 1
+
+    view = await fleet.manager.update("a", {"model_id": "fake/busy", "replicas": 3}, recreate=True)
+
+    assert view.update is not None
+    assert (view.update.state, view.spec.replicas) == ("rolling", 1)
+    assert fleet.manager.planned_workers("a") == 3
+    await fleet.manager.stop("a")  # which gives the update up
+    assert fleet.manager.get("a").spec.replicas == fleet.manager.planned_workers("a")
+
+
+async def test_recreate_ends_the_old_worker_first_and_brings_it_back_when_the_new_one_fails(fleet: Fleet) -> None:
+    await fleet.create()
+    old = (await fleet.running()).pid
+    view = await fleet.manager.update("a", {"model_id": "fake/busy"}, recreate=True, wait=True)
+    assert old is not None
+    assert (look_up(old), view.spec.model_id) == (None, "fake/busy")
+
+    with pytest.raises(UpdateFailed):
+        await fleet.manager.update("a", {"model_id": "fake/fail-permanent"}, recreate=True, wait=True)
+
+    assert (await fleet.running(not_pid=view.pid)).spec.model_id == "fake/busy"
+
+
+# Replicas
+
+
+@pytest.mark.clause("D-replicas")
+async def test_replicas_serve_side_by_side_and_share_the_cores(fleet: Fleet) -> None:
+    view = await replicas_running(fleet, 2)
+
+    assert [(worker.replica, worker.role) for worker in view.workers] == [(0, "serving"), (1, "serving")]
+    assert len({worker.incarnation for worker in view.workers}) == 2
+    assert (len(fleet.entry().endpoints), view.threads) == (2, 2)
+
+
+async def test_a_crash_of_one_replica_is_no_matter_of_the_other(fleet: Fleet) -> None:
+    before = pids(await replicas_running(fleet, 2))
+    watch = Watch(fleet)
+    assert before[0] is not None
+    os.kill(before[0], signal.SIGKILL)
+
+    await fleet.until(lambda entry: len(entry.endpoints) == 1)
+    assert fleet.manager.get("a").state is State.RUNNING
+    await fleet.until(lambda entry: len(entry.endpoints) == 2)
+
+    view = fleet.manager.get("a")
+    fleet.pids.update(pid for pid in pids(view) if pid)
+    assert (pids(view)[1], [worker.restarts for worker in view.workers], view.restarts) == (before[1], [1, 0], 1)
+    watch.assert_no_gap()
+
+
+@pytest.mark.clause("D-replicas")
+async def test_replicas_come_and_go_while_the_others_stay(fleet: Fleet) -> None:
+    await fleet.create()
+    first = (await fleet.running()).pid
+    watch = Watch(fleet)
+
+    view = await fleet.manager.update("a", {"replicas": 3}, wait=True)
+    assert (len(pids(view)), pids(view)[0], view.spec.replicas) == (3, first, 3)
+    surplus = pids(view)[1:]
+
+    view = await fleet.manager.update("a", {"replicas": 1}, wait=True)
+    assert pids(view) == [first]
+    for pid in surplus:
+        await gone(pid)
+    watch.assert_no_gap()
+
+
+async def test_a_change_replaces_every_replica_at_once(fleet: Fleet) -> None:
+    before = pids(await replicas_running(fleet, 2))
+    watch = Watch(fleet)
+
+    view = await fleet.manager.update("a", {"model_id": "fake/busy", "replicas": 3}, wait=True)
+
+    assert len(pids(view)) == 3
+    assert not set(pids(view)) & set(before)
+    for pid in before:
+        await gone(pid)
+    watch.assert_no_gap()
+    assert {entry.model_id: len(entry.endpoints) for entry in watch.entries} == {"fake": 2, "fake/busy": 3}
+
+
+async def test_stop_and_delete_end_every_replica(fleet: Fleet) -> None:
+    await replicas_running(fleet, 3)
+
+    assert (await fleet.manager.stop("a")).state is State.STOPPED
+    assert fleet.left_over() == set()
+    await fleet.manager.start("a")
+    await fleet.until(lambda entry: len(entry.endpoints) == 3)
+    await fleet.manager.delete("a")
+    assert fleet.left_over() == set()
+
+
+# A crash of the daemon
+
+
+@pytest.fixture
+def crash(folder: Path) -> Callable[..., None]:
+    """Runs a daemon with `a` until that many workers are there, perhaps after the beginning of a change; kills it."""
+
+    def run(*, replicas: int = 1, change: str = "", workers: int) -> None:
+        flags = "slow-successor=30" if change == "restart" else "first-only"  # else the change has its own
+        options = [f"a={flags}", "--replicas", str(replicas), "--change", change]
+        command = [sys.executable, "-m", "tests.support.fakes.daemon", str(folder), *options]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as daemon:
+            try:
+                assert daemon.stdout is not None
+                assert json.loads(daemon.stdout.readline()).keys() == {"a"}
+                while len(list((folder / "run").glob("????????????.json"))) < workers:
+                    assert daemon.poll() is None
+            finally:
+                daemon.kill()  # the block waits for its end
+
+    return run
+
+
+async def test_every_replica_is_adopted(crash: Callable[..., None], fleets: Fleets) -> None:
+    crash(replicas=3, workers=3)
+    fleet = fleets()
+    await fleet.manager.boot()
+
+    view = fleet.manager.get("a")
+    assert [worker.replica for worker in view.workers if worker.state is State.RUNNING] == [0, 1, 2]
+    assert len(list(fleet.settings.run_dir.glob("*.json"))) == 3
+    assert view.restarts == 0
+
+
+@pytest.mark.parametrize("change", ["fake/slow-start_30", "restart"])
+async def test_a_crash_in_the_midst_of_a_change_keeps_the_old_worker_and_ends_the_new_one(
+    crash: Callable[..., None], fleets: Fleets, change: str
+) -> None:
+    crash(change=change, workers=2)
+    fleet = fleets()
+    before = [
+        path.stem for path in sorted(fleet.settings.run_dir.glob("*.json"), key=lambda path: path.stat().st_mtime)
+    ]
+    await fleet.manager.boot()
+
+    view = fleet.manager.get("a")
+    assert (view.state, view.restarts) == (State.RUNNING, 0)
+    assert view.spec.model_id == ("fake/slow-successor_30" if change == "restart" else "fake/first-only")
+    assert [worker.incarnation for worker in view.workers if worker.role == "serving"] == before[:1]
+    await eventually(lambda: before[1] not in {path.stem for path in fleet.settings.run_dir.glob("*.json")})
+
+
+async def test_a_change_in_whose_midst_the_daemon_died_is_completed_by_the_next(
+    crash: Callable[..., None], fleets: Fleets
+) -> None:
+    change = "fake/slow-start_1"
+    crash(change=change, workers=2)
+    fleet = fleets()
+    stored = fleet.store.load().specs[0]
+    assert (stored.model_id, change in (stored.pending_update or "")) == ("fake/first-only", True)
+    await fleet.manager.boot()
+
+    await eventually(lambda: fleet.manager.get("a").spec.model_id == change)
+    view = fleet.manager.get("a")
+    assert view.update is not None
+    assert (view.update.changes, view.spec.pending_update) == (("model_id",), None)
+    await eventually(lambda: fleet.store.load().specs[0].pending_update is None)
+    assert fleet.store.load().specs[0].model_id == change
+    assert fleet.manager.store_alarm is None
+    await fleet.manager.stop("a")
+
+
+async def test_a_change_that_the_daemon_survives_too_seldom_is_given_up(
+    crash: Callable[..., None], fleets: Fleets
+) -> None:
+    crash(change="fake/slow-start_30", workers=2)
+    fleet = fleets()
+    [stored] = fleet.store.load().specs
+    assert stored.pending_update is not None
+    tried = stored.pending_update.replace('"tries": 1', '"tries": 5')
+    fleet.store.save([replace(stored, pending_update=tried)])
+    await fleet.manager.boot()
+
+    await eventually(lambda: "is given up" in (fleet.manager.store_alarm or ""))
+    await eventually(lambda: fleet.store.load().specs[0].pending_update is None)
+    assert fleet.manager.get("a").update is None
+    await fleet.manager.stop("a")
+
+
+async def test_a_change_that_ends_by_itself_is_forgotten_and_one_cut_short_by_a_stop_of_the_daemon_is_not(
+    fleet: Fleet,
+) -> None:
+    await fleet.create()
+    await fleet.running()
+    for model_id, state in (("fake/busy", "done"), ("fake/fail-permanent_11", "failed")):
+        with suppress(UpdateFailed):
+            await fleet.manager.update("a", {"model_id": model_id}, wait=True)
+        assert fleet.manager.get("a").update.state == state  # type: ignore[union-attr]
+        await eventually(lambda: fleet.store.load().specs[0].pending_update is None)
+    await fleet.manager.update("a", {"model_id": "fake/never-ready"})
+    assert fleet.store.load().specs[0].pending_update is not None
+    await fleet.manager.shutdown(at_once=True)
+    assert fleet.store.load().specs[0].pending_update is not None
+
+
+async def test_the_end_of_the_daemon_in_the_midst_of_a_change_leaves_nothing(fleet: Fleet) -> None:
+    await fleet.create()
+    await fleet.running()
+    await fleet.manager.update("a", {"model_id": "fake/never-ready"})
+    await eventually(lambda: len(list(fleet.settings.run_dir.glob("*.json"))) == 2)
+
+    with suppress(TimeoutError):
+        await asyncio.wait_for(fleet.manager.shutdown(), LIMIT_S)
+
+    assert fleet.left_over() == set()
+    assert fleet.store.load().specs[0].model_id == "fake"

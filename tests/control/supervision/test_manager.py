@@ -1,0 +1,467 @@
+"""Adoption of a killed daemon's workers; changes of wanted state when the disk refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.fleet import LIMIT_S, Fleet, settings_for
+from tests.support.polling import eventually
+
+from teimgr.control.events.fleet_events import EventLog
+from teimgr.control.launch.process_handle import look_up
+from teimgr.control.placement.hosts import Host
+from teimgr.control.placement.planner import Inventory
+from teimgr.control.supervision.crash_reports import CrashReports
+from teimgr.control.supervision.store import parse
+from teimgr.errors import StateNotSaved, ValidationError
+from teimgr.spec import InstanceSpec, State, UpdateView
+from teimgr.wire.routing.router import Router
+
+Fleets = Callable[..., Fleet]
+
+
+@pytest.fixture
+def crash(folder: Path) -> Callable[..., dict[str, int]]:
+    """Runs a daemon until its instances run, kills it, and prints the pids of the workers it leaves."""
+
+    def run(*instances: str) -> dict[str, int]:
+        command = [sys.executable, "-m", "tests.support.fakes.daemon", str(folder), *instances]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as daemon:
+            assert daemon.stdout is not None
+            pids: dict[str, int] = json.loads(daemon.stdout.readline())
+            daemon.kill()
+        return pids
+
+    return run
+
+
+async def test_live_workers_are_adopted_without_a_gap_in_the_directory(
+    crash: Callable[..., dict[str, int]], fleets: Fleets
+) -> None:
+    pids = crash("a", "b")
+    fleet = fleets()
+    fleet.pids.update(pids.values())
+
+    await fleet.manager.boot()
+    entries = fleet.directory.snapshot().entries
+
+    assert {view.spec.name: view.pid for view in fleet.manager.list()} == pids
+    assert [entry.state for entry in entries] == [State.RUNNING] * 2
+    assert all(entry.dimension == 4 for entry in entries)
+    assert {view.restarts for view in fleet.manager.list()} == {0}
+
+
+async def test_a_hung_worker_keeps_no_other_from_being_adopted(
+    crash: Callable[..., dict[str, int]], fleets: Fleets, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("teimgr.control.launch.launcher.IDENTITY_LIMIT_S", 2 * LIMIT_S)
+    monkeypatch.setattr("teimgr.control.supervision.manager.ADOPTION_LIMIT_S", 0.2)
+    pids = crash("a", "b")
+    fleet = fleets()
+    fleet.pids.update(pids.values())
+    await fleet.manager.restore()
+    assert {entry.state for entry in fleet.directory.snapshot().entries} == {State.STARTING}
+    os.kill(pids["a"], signal.SIGSTOP)
+
+    async with asyncio.timeout(LIMIT_S):
+        await fleet.manager.boot()
+
+    assert (fleet.entry("a").state, fleet.entry("b").state) == (State.STARTING, State.RUNNING)
+    over = asyncio.create_task(fleet.manager.adoption_over())
+    stopping = asyncio.create_task(fleet.manager.stop("a"))  # waits for the adoption
+    assert (await fleet.manager.stop("b")).state is State.STOPPED
+    assert not over.done(), "muxes would lose a worker that may still answer"
+    os.kill(pids["a"], signal.SIGCONT)
+    await over
+    assert (await stopping).state is State.STOPPED
+    assert look_up(pids["a"]) is None
+
+
+async def test_an_adopted_worker_is_supervised_as_any_other(
+    crash: Callable[..., dict[str, int]], fleets: Fleets
+) -> None:
+    pid = crash("a")["a"]
+    fleet = fleets()
+    await fleet.manager.boot()
+
+    await eventually(lambda: fleet.manager.get("a").last_health_check)
+    os.kill(pid, signal.SIGKILL)
+    view = await fleet.running(not_pid=pid)
+    assert view.restarts == 1
+
+    await fleet.manager.stop("a")
+    assert fleet.left_over() == set()
+
+
+async def test_a_worker_that_died_meanwhile_is_launched_anew(
+    crash: Callable[..., dict[str, int]], fleets: Fleets
+) -> None:
+    pid = crash("a")["a"]
+    os.kill(pid, signal.SIGKILL)
+    fleet = fleets()
+    await fleet.manager.boot()
+
+    await fleet.running(not_pid=pid)
+    assert len(list(fleet.settings.run_dir.glob("*.sock"))) == 1
+
+
+async def test_a_worker_of_another_spec_is_replaced(crash: Callable[..., dict[str, int]], fleets: Fleets) -> None:
+    pid = crash("a")["a"]
+    fleet = fleets(max_client_batch_size=7)
+    await fleet.manager.boot()
+
+    await fleet.running(not_pid=pid)
+    assert look_up(pid) is None
+
+
+async def test_a_worker_whose_instance_is_not_wanted_is_ended(
+    crash: Callable[..., dict[str, int]], folder: Path, fleets: Fleets
+) -> None:
+    pids = crash("a", "gone")
+    fleet = fleets()
+    store = fleet.store
+    specs = {spec.name: spec for spec in store.load().specs}
+    store.save([replace(specs["a"], wanted_running=False)])
+
+    await fleet.manager.boot()
+
+    assert [(view.spec.name, view.state) for view in fleet.manager.list()] == [("a", State.STOPPED)]
+    assert [look_up(pid) for pid in pids.values()] == [None, None]
+    assert fleet.left_over() == set()
+
+
+async def test_a_seed_keeps_its_worker_though_the_state_is_not_restored(
+    crash: Callable[..., dict[str, int]], fleets: Fleets
+) -> None:
+    pid = crash("a")["a"]
+    seed = InstanceSpec(name="a", model_id="fake")
+    fleet = fleets(auto_restore_on_restart=False, instances=(seed,))
+    fleet.pids.add(pid)
+
+    await fleet.manager.boot()
+
+    assert fleet.manager.get("a").pid == pid
+
+
+async def test_a_stop_survives_the_crash(crash: Callable[..., dict[str, int]], fleets: Fleets) -> None:
+    crash("a")
+    first = fleets()
+    await first.manager.boot()
+    await first.manager.stop("a")
+    await first.end()
+
+    second = fleets()
+    await second.manager.boot()
+
+    assert second.manager.get("a").state is State.STOPPED
+
+
+@pytest.mark.clause("M4-corrupt")
+async def test_a_damaged_state_file_is_an_alarm_and_the_fleet_goes_on(
+    crash: Callable[..., dict[str, int]], folder: Path, fleets: Fleets
+) -> None:
+    pids = crash("a", "b")
+    (folder / "state.toml").unlink()
+    (folder / "state.toml").write_text("junk")
+    fleet = fleets()
+    fleet.pids.update(pids.values())
+
+    await fleet.manager.boot()
+
+    assert "cannot be read" in str(fleet.manager.store_alarm)
+    assert fleet.manager.get("a").pid == pids["a"], "the generation before knew the first"
+    assert len(list(folder.glob("state.toml.corrupt-*"))) == 1
+
+
+@pytest.mark.clause("M4-restore")
+async def test_instances_that_cannot_be_had_are_shown_as_failed_not_lost(fleets: Fleets, folder: Path) -> None:
+    (folder / "state.toml").write_text(
+        'last_updated = "x"\n'
+        + "".join(f'[[instances]]\nname = "{name}"\nmodel_id = "fake"\nport = 23001\n' for name in ("a", "b"))
+    )
+    fleet = fleets()
+
+    await fleet.manager.boot()
+
+    await fleet.running("a")
+    view = fleet.manager.get("b")
+    assert (view.state, view.reason) == (State.FAILED, "Port 23001 already in use by instance 'a'")
+    assert view.spec.wanted_running
+
+
+async def test_a_worker_that_was_killed_while_no_daemon_ran_leaves_a_report(
+    crash: Callable[..., dict[str, int]], fleets: Fleets
+) -> None:
+    pid = crash("a")["a"]
+    os.kill(pid, signal.SIGKILL)
+    await eventually(lambda: look_up(pid) is None)
+    fleet, events = fleets(), EventLog()
+    await fleet.manager.restore()
+    events.note(fleet.manager.list())
+    fleet.manager.on_view_changed, fleet.manager.history = events.note_one, events.history
+
+    await fleet.manager.boot()
+    (crashed,) = [event for event in events.history("a") if event.event == "crashed"]
+    report = fleet.settings.log_dir / "crashes" / str(crashed.crash_report)
+    await eventually(report.exists)
+
+    assert crashed.reason.startswith("while no daemon ran the worker ended")
+    assert (json.loads(report.read_text())["pid"], look_up(pid)) == (pid, None)
+    await fleet.running("a", not_pid=pid)
+
+
+async def test_a_daemon_that_ends_completes_its_crash_reports(
+    crash: Callable[..., dict[str, int]], fleets: Fleets, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pid = crash("a")["a"]
+    os.kill(pid, signal.SIGKILL)
+    await eventually(lambda: look_up(pid) is None)
+    fleet, may_write, write = fleets(), threading.Event(), CrashReports.write
+
+    def write_late(*arguments: Any) -> None:
+        may_write.wait(LIMIT_S)
+        write(*arguments)
+
+    monkeypatch.setattr(CrashReports, "write", write_late)
+    await fleet.manager.boot()
+
+    threading.Timer(0.3, may_write.set).start()
+    await fleet.manager.shutdown(at_once=True)
+
+    assert len(list((fleet.settings.log_dir / "crashes").glob("a-0-*.json"))) == 1
+
+
+async def test_a_worker_that_ended_in_order_while_no_daemon_ran_leaves_none(
+    crash: Callable[..., dict[str, int]], fleets: Fleets
+) -> None:
+    pid = crash("a=exit-when-alone")["a"]
+    await eventually(lambda: look_up(pid) is None)
+    fleet, events = fleets(), EventLog()
+    await fleet.manager.restore()
+    events.note(fleet.manager.list())
+    fleet.manager.on_view_changed, fleet.manager.history = events.note_one, events.history
+
+    await fleet.manager.boot()
+
+    assert [event for event in events.history("a") if event.event == "crashed"] == []
+    await fleet.running("a", not_pid=pid)
+
+
+async def test_the_nursery_ends_with_its_daemon(crash: Callable[..., dict[str, int]], folder: Path) -> None:
+    pid = crash("a")["a"]
+    log = str(folder / "run" / "nursery.log")
+
+    def writers() -> list[str]:
+        found = [path for path in Path("/proc").glob("[0-9]*/fd/1") if os.path.realpath(path) == log]
+        return [path.parts[2] for path in found]
+
+    await eventually(lambda: not writers())
+    assert look_up(pid) is not None
+    os.kill(pid, signal.SIGKILL)
+
+
+async def test_orphans_end_by_themselves(crash: Callable[..., dict[str, int]], fleets: Fleets) -> None:
+    """The scripted worker's own clock; the daemon never comes back."""
+    pid = crash("a=exit-when-alone")["a"]
+
+    await eventually(lambda: look_up(pid) is None)
+
+
+# A disk that refuses
+
+
+async def _with_one_stopped(fleet: Fleet) -> None:
+    await fleet.create()
+    await fleet.running()
+    await fleet.create(name="quiet")
+    await fleet.running("quiet")
+    await fleet.manager.stop("quiet")
+
+
+@pytest.fixture
+def broken_disk(folder: Path) -> Path:
+    """A folder where the store writes its temporary file: every save fails until it is removed."""
+    return folder / "state.toml.tmp"
+
+
+COMMANDS: dict[str, Callable[[Fleet], Awaitable[object]]] = {
+    "create": lambda fleet: fleet.create(name="new"),
+    "delete": lambda fleet: fleet.manager.delete("a"),
+    "stop": lambda fleet: fleet.manager.stop("a"),
+    "start": lambda fleet: fleet.manager.start("quiet"),
+    "update in place": lambda fleet: fleet.manager.update("a", {"tags": {"team": "search"}}),
+    "update with new workers": lambda fleet: fleet.manager.update("a", {"dtype": "float32"}, wait=True),
+    "scaling": lambda fleet: fleet.manager.update("a", {"replicas": 2}, wait=True),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+async def test_a_change_that_cannot_be_saved_is_refused_and_not_made(
+    fleet: Fleet, broken_disk: Path, command: str
+) -> None:
+    await _with_one_stopped(fleet)
+    before = [(view.spec, view.state, view.pid) for view in fleet.manager.list()]
+    saved = parse((fleet.settings.state_file).read_bytes()).specs
+    broken_disk.mkdir()
+
+    for _ in range(2):  # newly refused, and known to be refused
+        with pytest.raises(StateNotSaved, match="the state cannot be saved"):
+            await COMMANDS[command](fleet)
+
+    assert [(view.spec, view.state, view.pid) for view in fleet.manager.list()] == before
+    assert parse((fleet.settings.state_file).read_bytes()).specs == saved
+    assert "cannot be saved" in str(fleet.manager.store_alarm)
+
+
+async def test_commands_work_again_when_the_disk_does(fleet: Fleet, broken_disk: Path) -> None:
+    broken_disk.mkdir()
+    with pytest.raises(StateNotSaved):
+        await fleet.create()
+    broken_disk.rmdir()
+
+    await fleet.create()
+    await fleet.running()
+
+    assert fleet.manager.store_alarm is None
+    assert [spec.name for spec in parse(fleet.settings.state_file.read_bytes()).specs] == ["a"]
+
+
+async def test_a_state_that_could_not_be_saved_at_the_start_is_saved_at_the_end(
+    fleets: Fleets, folder: Path, broken_disk: Path
+) -> None:
+    broken_disk.mkdir()
+    fleet = fleets(instances=(InstanceSpec(name="seed", model_id="fake", seeded=True),))
+    await fleet.manager.boot()
+    await fleet.running("seed")
+    assert "cannot be saved" in str(fleet.manager.store_alarm)
+    broken_disk.rmdir()
+
+    await fleet.end()
+
+    assert [spec.name for spec in parse((folder / "state.toml").read_bytes()).specs] == ["seed"]
+
+
+async def test_a_create_is_on_disk_before_its_worker_starts(fleet: Fleet) -> None:
+    creating = asyncio.create_task(fleet.create())
+    await fleet.until(lambda entry: entry.state is State.STARTING)
+
+    assert [spec.name for spec in parse(fleet.settings.state_file.read_bytes()).specs] == ["a"]
+    await creating
+    await fleet.running()
+
+
+async def test_what_the_settings_forbid_is_neither_created_nor_made_of_an_instance(fleets: Fleets) -> None:
+    fleet = fleets(allow_pickled_weights=False)
+    await fleet.manager.boot()
+    with pytest.raises(ValidationError, match="allow_remote_code = true"):
+        await fleet.create(trust_remote_code=True)
+    assert fleet.manager.list() == []
+    await fleet.create()
+    with pytest.raises(ValidationError, match="allow_remote_code = true"):
+        await fleet.manager.update("a", {"extra_args": ("--trust-remote-code",)})
+    await fleet.running()
+    await fleet.manager.stop("a")
+
+
+async def cost_of_an_event(fleet: Fleet, count: int) -> int:
+    """How many functions run when one of `count` instances changes."""
+    idle = InstanceSpec(name="idle", model_id="fake", wanted_running=False, prometheus_port=0)
+    fleet.store.save([replace(idle, name=f"idle-{number}", port=30000 + number) for number in range(count)])
+    log, router = EventLog(), Router()
+    await fleet.manager.boot()
+    log.note(fleet.manager.list())
+    fleet.manager.on_view_changed = log.note_one
+    fleet.directory.subscribe(router.apply)
+    instance = fleet.manager._instances["idle-0"]
+    worker = instance.workers[0]
+    worker._replica = replace(worker._replica, reason="changed")
+    calls = 0
+
+    def counted(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(counted)
+    instance.on_state_changed()
+    sys.setprofile(None)
+    assert router.snapshot.entries[0].reason == "changed"
+    return calls
+
+
+async def test_the_cost_of_an_event_does_not_grow_with_the_fleet(folder: Path, fleets: Fleets) -> None:
+    few = fleets()
+    cost = await cost_of_an_event(few, 3)
+    await few.end()
+
+    assert await cost_of_an_event(fleets(), 200) == cost < 500
+
+
+class TwoHosts:
+    """An inventory of two hosts; the second one may have a problem."""
+
+    problem = ""
+
+    async def read(self) -> Inventory:
+        return Inventory(hosts=(Host(name="one"), Host(name="two", problem=self.problem)))
+
+
+async def test_a_worker_pinned_to_a_removed_host_ends_and_the_reason_is_shown(folder: Path) -> None:
+    hosts = TwoHosts()
+    fleet = Fleet(folder, settings_for(folder), inventory=hosts)
+    events = EventLog()
+    fleet.manager.on_view_changed = events.note_one
+    try:
+        await fleet.manager.boot()
+        events.note([])
+        await fleet.create(node="two")
+        before = await fleet.running()
+
+        hosts.problem = "it was removed from the fleet"
+        fleet.manager.leave_host("two", was_removed=True)
+
+        reason = "no host for 'a' (one: node = 'two'; two: it was removed from the fleet)"
+        await eventually(lambda: fleet.manager.get("a").reason == reason, LIMIT_S)
+        assert fleet.manager.get("a").state is State.STARTING
+        assert fleet.entry().endpoints == ()
+        assert before.pid is not None
+        assert not look_up(before.pid)
+        (told,) = [event.reason for event in events.history("a") if event.event == "no_host"]
+        assert told == f"host 'two' was removed from the fleet, and its workers are ended: {reason}"
+
+        hosts.problem = ""  # it has joined again
+
+        await fleet.running(not_pid=before.pid)
+    finally:
+        await fleet.end()
+
+
+async def test_a_worker_that_no_other_host_takes_serves_on_while_its_host_is_about_to_leave(folder: Path) -> None:
+    hosts = TwoHosts()
+    fleet = Fleet(folder, settings_for(folder), inventory=hosts)
+    try:
+        await fleet.manager.boot()
+        await fleet.create(node="two")
+        before = await fleet.running()
+
+        hosts.problem = "it is leaving"
+        fleet.manager.leave_host("two")
+
+        def update() -> UpdateView | None:
+            return fleet.manager.get("a").update
+
+        await eventually(lambda: (found := update()) is not None and found.state == "failed", LIMIT_S)
+        after = fleet.manager.get("a")
+        assert (after.state, after.pid) == (State.RUNNING, before.pid)
+    finally:
+        await fleet.end()

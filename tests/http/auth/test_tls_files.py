@@ -1,0 +1,46 @@
+"""Certificate files that cannot be used are refused in a sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.support.authority import Authority, needs_openssl, put
+
+from teimgr.api.rest.app import RestTls
+from teimgr.errors import InvalidConfig
+
+pytestmark = needs_openssl
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("server.pem", "no certificate", "no PEM"),
+        ("server.key", "", "no PEM"),
+        ("ca.pem", "nothing", "no certificate in it"),
+        ("server.key", "another", "the private key is not that of the certificate"),
+        ("server.key", "encrypted", "the private key is encrypted"),
+        ("server.pem", None, "cannot be read: No such file or directory"),
+    ],
+)
+def test_files_that_cannot_be_used_are_refused_in_a_sentence(
+    tmp_path: Path, file: str, content: str | None, message: str
+) -> None:
+    ours = Authority(tmp_path / "ours")
+    files = ours.server()
+    target = ours.folder / file
+    if content is None:
+        target.unlink()
+    elif content == "another":
+        put(ours.sign("other")[1], target)
+    elif content == "encrypted":
+        from tests.support.authority import openssl
+
+        openssl("ec", "-in", files.key, "-aes256", "-passout", "pass:secret", "-out", ours.folder / "locked.key")
+        put(ours.folder / "locked.key", target)
+    else:
+        target.write_text(content)
+    with pytest.raises(InvalidConfig, match=message) as caught:
+        RestTls(files)
+    assert str(target) in caught.value.message

@@ -1,0 +1,291 @@
+"""Requests that are answered without ASGI: which ones are, what clients get, and what happens when they leave."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from teimgr.http import http1 as http_protocol
+from teimgr.http.direct import MAX_BODY_BYTES, PART_BYTES, Answer, DirectReply, DirectRequest
+from teimgr.http.http1 import HttpProtocol
+from teimgr.http.server import Listener, bind, serving
+from tests.support.polling import eventually
+
+WAIT_S = 30.0
+HUGE = 2**25  # more than the buffers of a connection hold
+
+
+@dataclass
+class Echo:
+    """Answers POST /echo with its body, and counts who was cancelled; other targets are left to ASGI."""
+
+    seen: list[DirectRequest] = field(default_factory=list)
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
+    left: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __call__(self, request: DirectRequest) -> Answer | None:
+        if request.target != b"/echo":
+            return None
+        self.seen.append(request)
+
+        async def answer() -> DirectReply:
+            if request.body == b"hang":
+                self.begun.set()
+                try:
+                    await asyncio.sleep(WAIT_S)
+                except asyncio.CancelledError:
+                    self.left.set()
+                    raise
+            if request.body == b"raise":
+                raise RuntimeError("a defect")
+            if request.body == b"split":
+                return DirectReply(200, {"x-a": "b\r\nx-c: d"}, b"")
+            if request.body == b"huge":
+                return DirectReply(200, {}, b"x" * HUGE)
+            if request.body == b"large":
+                return DirectReply(200, {}, b"x" * (2 * PART_BYTES + 1))
+            return DirectReply(200, {"content-type": "text/plain"}, request.body)
+
+        return answer
+
+
+async def application(scope: Any, receive: Any, send: Any) -> None:
+    body = b""
+    while True:
+        message = await receive()
+        body += message.get("body", b"")
+        if not message.get("more_body"):
+            break
+    await send(
+        {"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % (5 + len(body)))]}
+    )
+    await send({"type": "http.response.body", "body": b"asgi " + body})
+
+
+class Reads:
+    """Counts the bytes that clients sent, and that the server has processed, while the block runs."""
+
+    def __init__(self) -> None:
+        self.sent = 0
+        self._count = 0
+        self._changed = asyncio.Condition()
+
+    async def reach(self, count: int) -> None:
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._count >= count)
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        process = HttpProtocol.data_received
+
+        def counting(protocol: HttpProtocol, data: bytes) -> None:
+            process(protocol, data)
+            self._count += len(data)
+            self._tasks = asyncio.ensure_future(self._notify())
+
+        with patch.object(HttpProtocol, "data_received", counting):
+            yield
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+
+class Connection:
+    """A client's connection, which sends bytes as they are given."""
+
+    def __init__(self, reads: Reads, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+        self._reads = reads
+
+    async def send(self, *parts: bytes) -> None:
+        """Send the parts one by one; the server has read one before the next comes."""
+        for part in parts:
+            self._reads.sent += len(part)
+            self.writer.write(part)
+            await self._reads.reach(self._reads.sent)
+
+    async def response(self) -> tuple[bytes, bytes]:
+        """Head and body of the next response."""
+        head = await self.reader.readuntil(b"\r\n\r\n")
+        length = next(int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.startswith(b"content-length"))
+        return head, await self.reader.readexactly(length)
+
+
+@dataclass
+class Served:
+    """A server with `Echo` before `application`, and a connection to it."""
+
+    echo: Echo
+    connection: Connection
+    listener: Listener
+    address: tuple[str, int]
+
+    async def another(self) -> Connection:
+        """One more connection to it, which reads nothing by itself."""
+        reader, writer = await asyncio.open_connection(*self.address, limit=2**16)
+        return Connection(self.connection._reads, reader, writer)
+
+
+@asynccontextmanager
+async def served() -> AsyncIterator[Served]:
+    echo, sock, reads = Echo(), bind("127.0.0.1", 0), Reads()
+    async with asyncio.timeout(WAIT_S), serving(application, sock, direct=echo) as listener:
+        reader, writer = await asyncio.open_connection(*sock.getsockname())
+        with reads.counted():
+            yield Served(echo, Connection(reads, reader, writer), listener, sock.getsockname())
+        writer.close()
+
+
+def post(body: bytes, target: bytes = b"/echo", more: bytes = b"") -> bytes:
+    return b"POST %s HTTP/1.1\r\nhost: a\r\n%scontent-length: %d\r\n\r\n%s" % (target, more, len(body), body)
+
+
+async def test_a_request_is_answered_with_date_length_and_the_headers_of_the_answer() -> None:
+    async with served() as there:
+        await there.connection.send(post(b"hello", more=b"X-Key: first\r\nx-key: second\r\n"))
+        head, body = await there.connection.response()
+
+    assert body == b"hello"
+    lines = head.split(b"\r\n")
+    assert lines[0] == b"HTTP/1.1 200 OK"
+    assert {line.partition(b":")[0] for line in lines[1:] if line} == {b"date", b"content-type", b"content-length"}
+    assert there.echo.seen[0].headers[b"x-key"] == b"first"
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        (post(b"hello")[:-5], b"hello"),
+        (post(b"hello")[:-3], b"l", b"lo"),
+        (b"POST /echo HTTP/1.1\r\n", post(b"hello").partition(b"\r\n")[2]),
+        (b"POST /echo HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n",),
+    ],
+)
+async def test_a_body_may_come_in_parts(parts: tuple[bytes, ...]) -> None:
+    async with served() as there:
+        for _ in range(2):
+            await there.connection.send(*parts)
+            assert (await there.connection.response())[1] == b"hello"
+    assert len(there.echo.seen) == 2
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "body"),
+    [
+        (post(b"hello", b"/other"), b"hello"),
+        (post(b"x" * (MAX_BODY_BYTES + 1)), b"x" * (MAX_BODY_BYTES + 1)),
+        (b"PUT" + post(b"hello")[4:], b"hello"),
+        (post(b"hello").replace(b"HTTP/1.1", b"HTTP/1.0"), b"hello"),
+        (post(b"hello", more=b"connection: upgrade\r\nupgrade: h2c\r\n"), b"hello"),
+    ],
+)
+async def test_other_requests_are_served_by_asgi(request_bytes: bytes, body: bytes) -> None:
+    async with served() as there:
+        await there.connection.send(request_bytes)
+        assert (await there.connection.response())[1] == b"asgi " + body
+    assert there.echo.seen == []
+
+
+async def test_a_body_that_does_not_come_at_once_is_awaited_by_asgi(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "HOLD_S", 0.0)
+    async with served() as there:
+        whole = post(b"hello")
+        await there.connection.send(whole[:-3], whole[-3:])
+        assert (await there.connection.response())[1] == b"asgi hello"
+
+
+async def test_a_client_that_awaits_100_continue_gets_it() -> None:
+    async with served() as there:
+        whole = post(b"hello", more=b"expect: 100-continue\r\n")
+        await there.connection.send(whole[:-5])
+        assert await there.connection.reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        await there.connection.send(b"hello")
+        assert (await there.connection.response())[1] == b"asgi hello"
+
+
+async def test_pipelined_requests_are_answered_in_their_order() -> None:
+    async with served() as there:
+        await there.connection.send(post(b"one") + post(b"two") + post(b"three", b"/other"))
+        bodies = [(await there.connection.response())[1] for _ in range(3)]
+    assert [body.removeprefix(b"asgi ") for body in bodies] == [b"one", b"two", b"three"]
+
+
+async def test_the_answering_of_a_client_that_left_is_cancelled() -> None:
+    async with served() as there:
+        await there.connection.send(post(b"hang"))
+        await there.echo.begun.wait()
+        there.connection.writer.close()
+        await there.echo.left.wait()
+
+
+async def test_a_defect_and_a_split_header_are_500_and_end_the_connection() -> None:
+    async with served() as there:
+        await there.connection.send(post(b"raise"))
+        head, body = await there.connection.response()
+        assert (head.split()[1], b"connection: close" in head, body) == (b"500", True, b"Internal Server Error")
+        assert await there.connection.reader.read() == b""
+    async with served() as there:
+        await there.connection.send(post(b"split"))
+        assert await there.connection.reader.read() == b""
+
+
+async def test_a_long_response_is_whole() -> None:
+    async with served() as there:
+        await there.connection.send(post(b"large"))
+        assert len((await there.connection.response())[1]) == 2 * PART_BYTES + 1
+
+
+async def test_long_responses_that_are_not_read_are_bounded() -> None:
+    """Whatever their number of connections: beyond the limit ASGI serves requests, within its budgets."""
+    async with served() as there:
+        unread = there.listener._server.server_state.unread_replies
+        unread.limit_bytes = HUGE
+        first, second, third = [await there.another() for _ in range(3)]
+        await first.send(post(b"huge"))
+        await eventually(lambda: unread.taken_bytes == HUGE)
+        await second.send(post(b"huge"))  # at the limit, not beyond it
+        await eventually(lambda: unread.taken_bytes == 2 * HUGE)
+        await third.send(post(b"huge"))
+        assert (await third.response())[1] == b"asgi huge"
+
+        assert len((await first.response())[1]) == HUGE
+        await eventually(lambda: unread.taken_bytes == HUGE)
+        await third.send(post(b"hello"))
+        assert (await third.response())[1] == b"hello"
+        second.writer.transport.abort()
+        await eventually(lambda: unread.taken_bytes == 0)
+        for each in (first, second, third):
+            each.writer.close()
+
+
+async def test_connection_close_is_obeyed_and_sent_by_a_server_that_leaves() -> None:
+    async with served() as there:
+        await there.connection.send(post(b"hello", more=b"connection: close\r\n"))
+        head, _ = await there.connection.response()
+        assert b"connection: close" in head
+        assert await there.connection.reader.read() == b""
+    async with served() as there:
+        await there.connection.send(post(b"hello"))
+        await there.connection.response()
+        there.listener.leave()
+        await there.connection.send(post(b"hello"))
+        assert (await there.connection.response())[0].count(b"connection: close") == 1
+        assert await there.connection.reader.read() == b""
+
+
+async def test_a_server_that_ends_answers_a_request_whose_body_is_on_its_way() -> None:
+    whole = post(b"hello")
+    async with served() as there:
+        await there.connection.send(whole[:-3])
+        for each in tuple(there.listener._server.server_state.connections):
+            each.shutdown()
+        await there.connection.send(whole[-3:])
+        assert (await there.connection.response())[1] == b"asgi hello"

@@ -1,0 +1,675 @@
+"""The protocol of the HTTP server over real connections: HTTP/2 detection, upgrades, limits, request bodies."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+import time
+from contextlib import suppress
+from itertools import pairwise
+from typing import Any, cast
+
+import pytest
+from starlette.requests import Request
+from starlette.responses import Response
+
+from teimgr.errors import Overloaded
+from teimgr.http import bodies as http_bodies
+from teimgr.http import connection_gate
+from teimgr.http import http1 as http_protocol
+from teimgr.http.bodies import HeldResponse, SlowClient, read_body
+from teimgr.http.byte_budget import ByteBudget, Charge
+from teimgr.http.connection_gate import ConnectionGate, Phase
+from teimgr.http.server import bind, serving
+from tests.support.http_connections import Echo, answered, connected, hello, within
+from tests.support.polling import eventually
+
+MAX_HEAD_BYTES = http_protocol._MAX_HEAD_BYTES
+
+
+async def upload_all(scope: Any, receive: Any, send: Any) -> None:
+    """Reads the whole body, and answers with its length."""
+    if scope["type"] == "http":
+        size, more = 0, True
+        while more:
+            message = await receive()
+            if message["type"] != "http.request":
+                return
+            size, more = size + len(message["body"]), message["more_body"]
+        await Response(str(size))(scope, receive, send)
+
+
+async def until_closed(reader: asyncio.StreamReader) -> bytes:
+    """What comes until the server closes, or resets since it has not read all that was sent."""
+    received = b""
+    with suppress(ConnectionError):
+        while data := await reader.read(65536):
+            received += data
+    return received
+
+
+async def test_an_offer_of_h2c_is_not_heard_and_the_body_arrives() -> None:
+    """Java's HttpClient makes this offer with every request on plain HTTP."""
+    seen: list[bytes] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            seen.append((await receive())["body"])
+            await send({"type": "http.response.start", "status": 204, "headers": []})
+            await send({"type": "http.response.body"})
+
+    sock = bind("127.0.0.1", 0)
+    port = sock.getsockname()[1]
+    async with serving(app, sock), asyncio.timeout(10):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        head = b"POST / HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n"
+        writer.write(head + b"HTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAAAAUAAEAA\r\nContent-Length: 2\r\n\r\n{}")
+        status = await reader.readline()
+        writer.close()
+
+    assert status.startswith(b"HTTP/1.1 204")
+    assert seen == [b"{}"]
+
+
+SMUGGLED = b"POST /smuggled HTTP/1.1\r\nupgrade: h2c\r\ncontent-length: 3\r\n\r\nabc"
+UPGRADE = b"Connection: Upgrade\r\nUpgrade: %s\r\n"
+LENGTH, CHUNKED = b"Content-Length: %d\r\n\r\n%s", b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n"
+
+
+def requests(rng: random.Random, count: int) -> tuple[list[tuple[str, bytes]], bytes]:
+    """Path and body of pipelined requests, and their bytes: offers of an upgrade, bodies that look like requests."""
+    expected, sent = [], []
+    for number in range(count):
+        body = rng.choice([b"", b"{}", SMUGGLED, SMUGGLED * 3, b"\r\nupgrade: h2c\r\n\r\n"])
+        offer = rng.choice([b"", UPGRADE % b"h2c", UPGRADE % b"websocket", UPGRADE % b"x, h2c", b"upgrade: h2c\r\n"])
+        framed = rng.choice([LENGTH, CHUNKED]) % (len(body), body) if body else rng.choice([b"\r\n", LENGTH % (0, b"")])
+        expected.append((f"/{number}", body))
+        sent.append(b"POST /%d HTTP/1.1\r\nHost: x\r\n%s%s" % (number, offer, framed))
+    sent.append(b"GET /last HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    return [*expected, ("/last", b"")], b"".join(sent)
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_no_body_is_taken_for_a_request_or_edited_whatever_upgrade_its_head_offers(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Request smuggling: behind a proxy, bytes of one client's body would become the next client's request."""
+    seen: list[tuple[str, bytes]] = []
+    arrived = asyncio.Queue[int]()
+    received = http_protocol.HttpProtocol.data_received
+
+    def counted(self: http_protocol.HttpProtocol, data: bytes) -> None:
+        received(self, data)
+        arrived.put_nowait(len(data))
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            body, more = b"", True
+            while more:
+                message = await receive()
+                body, more = body + message["body"], message["more_body"]
+            seen.append((scope["path"], body))
+            await hello(scope, receive, send)
+
+    monkeypatch.setattr(http_protocol.HttpProtocol, "data_received", counted)
+    rng = random.Random(seed)
+    expected, data = requests(rng, 12)
+    borders = sorted(rng.sample(range(1, len(data)), rng.choice([0, 5, 40])))
+    sock = bind("127.0.0.1", 0)
+    async with serving(app, sock), asyncio.timeout(20):
+        reader, writer = await connected(sock)
+        for start, end in pairwise([0, *borders, len(data)]):
+            writer.write(data[start:end])
+            left = end - start
+            while left:
+                left -= await arrived.get()
+        answered = await reader.read()
+        writer.close()
+
+    assert seen == expected
+    assert answered.count(b"HTTP/1.1 200") == len(expected)
+
+
+async def test_connect_is_refused() -> None:
+    sock = bind("127.0.0.1", 0)
+    async with serving(hello, sock), asyncio.timeout(10):
+        reader, writer = await connected(sock)
+        writer.write(b"CONNECT x:1 HTTP/1.1\r\nHost: x\r\n\r\nGET / HTTP/1.1\r\nHost: x\r\n\r\n")
+
+        answered = await reader.read()
+
+        assert answered.startswith(b"HTTP/1.1 400")
+        assert answered.count(b"HTTP/1.1") == 1
+        writer.close()
+
+
+@pytest.mark.parametrize("pieces", [[b"PRI * HTTP/2.0\r\n\r\n"], [b"P", b"RI *", b" HTTP/2.", b"0\r\n\r\n"]])
+async def test_what_begins_as_http2_is_handed_over_with_every_byte(pieces: list[bytes]) -> None:
+    sock = bind("127.0.0.1", 0)
+    async with serving(hello, sock, Echo), asyncio.timeout(30):
+        reader, writer = await connected(sock)
+        for piece in pieces:
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(0.005)
+
+        assert await reader.readexactly(18) == b"PRI * HTTP/2.0\r\n\r\n"
+        writer.write(b"more")
+        assert await reader.readexactly(4) == b"more"
+
+    assert await reader.read() == b""  # the end of the server is the end of the connection
+    writer.close()
+
+
+@pytest.mark.parametrize("first", [b"P", b"PR", b"PRI * HTTP/2", b"G"])
+async def test_what_does_not_begin_as_http2_is_http(first: bytes) -> None:
+    sock = bind("127.0.0.1", 0)
+    async with serving(hello, sock, Echo), asyncio.timeout(30):
+        reader, writer = await connected(sock)
+        writer.write(first)
+        await writer.drain()
+        await asyncio.sleep(0.005)
+        writer.write(b"X / HTTP/1.1\r\nhost: x\r\n\r\n" if first != b"G" else b"ET / HTTP/1.1\r\nhost: x\r\n\r\n")
+
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200" if first == b"G" else b"HTTP/1.1 400")
+        writer.close()
+
+
+@pytest.mark.parametrize("said", [b"", b"PRI *"])
+async def test_a_connection_that_does_not_say_what_it_wants_is_closed(said: bytes) -> None:
+    sock = bind("127.0.0.1", 0)
+    async with serving(hello, sock, Echo, gate=within({Phase.HEAD: 0.05})), asyncio.timeout(30):
+        reader, writer = await connected(sock)
+        writer.write(said)
+
+        assert await reader.read() == b""
+        writer.close()
+
+
+@pytest.mark.parametrize("h2", [None, lambda *_: asyncio.Protocol()])
+async def test_a_connection_too_many_is_closed_and_leaves_room_when_another_is_answered(h2: Any) -> None:
+    release = asyncio.Event()
+
+    async def slow(scope: dict[str, Any], receive: Any, send: Any) -> None:
+        if scope.get("path") == "/slow":
+            await release.wait()
+        await hello(scope, receive, send)
+
+    sock = bind("127.0.0.1", 0)
+    port = sock.getsockname()[1]
+    async with serving(slow, sock, h2, gate=ConnectionGate(2)), asyncio.timeout(30):
+        inside = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+        for _, writer in inside:
+            writer.write(b"GET /slow HTTP/1.1\r\nhost: x\r\n\r\n")
+        while await answered(port):  # until both are being answered
+            pass
+
+        release.set()
+        for reader, _ in inside:
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+        assert await answered(port)  # instead of the one that was idle for longest
+        for _, writer in inside:
+            writer.close()
+
+
+@pytest.mark.parametrize("h2", [None, Echo])
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        b"GET / HTTP/1.1\r\nhost: x\r\nx-slow: ",
+        b"GET / HTTP/1.1\r\nhost: x\r\n\r\n" + b"GET / HTTP/1.1\r\nhost: x\r\n",
+    ],
+)
+async def test_a_request_head_that_does_not_end_closes_the_connection(sent: bytes, h2: Any) -> None:
+    sock = bind("127.0.0.1", 0)
+    async with serving(hello, sock, h2, gate=within({Phase.HEAD: 0.05})), asyncio.timeout(3):
+        reader, writer = await connected(sock)
+        writer.write(sent)
+
+        assert (await reader.read()).count(b"HTTP/1.1 200") == sent.count(b"\r\n\r\n")
+        writer.close()
+
+
+async def test_a_request_head_that_grows_without_end_is_refused() -> None:
+    sock = bind("127.0.0.1", 0)
+    async with serving(hello, sock), asyncio.timeout(10):
+        reader, writer = await connected(sock)
+        head = b"GET / HTTP/1.1\r\nhost: x\r\nx: "
+        # One byte too many: bytes that the server has not read as it closes would reset the connection.
+        writer.write(head + b"y" * (http_protocol._MAX_HEAD_BYTES + 1 - len(head)))
+
+        assert (await reader.read()).startswith(b"HTTP/1.1 400")
+        writer.close()
+
+
+CHUNKED_POST = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+READS_BODY, ANSWERS_AT_ONCE = upload_all, hello
+
+
+@pytest.mark.parametrize("app", [READS_BODY, ANSWERS_AT_ONCE])
+@pytest.mark.parametrize("line", [b"a: b\r\n", b"c" * 4096, b"d: " + b"e" * 4096])
+async def test_trailers_are_dropped_and_bounded_like_a_head(app: Any, line: bytes) -> None:
+    """They were collected without a limit, and appended to the headers of a request that had passed authentication."""
+    sock = bind("127.0.0.1", 0)
+    async with serving(app, sock) as listener, asyncio.timeout(20):
+        reader, writer = await connected(sock)
+        writer.write(CHUNKED_POST + b"2\r\nhi\r\n0\r\n")
+        sent = 0
+        while sent < 2 * MAX_HEAD_BYTES:
+            writer.write(line)
+            sent += len(line)
+        answer = await until_closed(reader)
+
+        assert answer.endswith(b"The head of the request is over %d bytes." % MAX_HEAD_BYTES) or not answer
+        await eventually(lambda: listener.connections == 0)
+        writer.close()
+
+
+async def test_short_trailers_end_a_request_and_are_no_headers_of_it() -> None:
+    seen: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            while (await receive())["more_body"]:
+                pass
+            seen.append(dict(scope["headers"]))
+            await hello(scope, receive, send)
+
+    sock = bind("127.0.0.1", 0)
+    async with serving(app, sock), asyncio.timeout(20):
+        reader, writer = await connected(sock)
+        for piece in (CHUNKED_POST + b"2\r\nhi\r\n0\r\nAuthorization: Bearer k\r\n", b"x: y\r\n\r", b"\n"):
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(0.005)
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+        writer.write(b"GET / HTTP/1.1\r\nhost: y\r\nconnection: close\r\n\r\n")
+        assert (await reader.read()).startswith(b"HTTP/1.1 200")
+        writer.close()
+
+    assert seen == [{b"host": b"x", b"transfer-encoding": b"chunked"}, {b"host": b"y", b"connection": b"close"}]
+
+
+@pytest.mark.parametrize("rest", [b"0\r\n", b"0\r\nx: y\r\n", b"2\r\nhi\r\n0\r\nx"])
+async def test_trailers_that_do_not_end_close_the_connection(rest: bytes) -> None:
+    sock = bind("127.0.0.1", 0)
+    async with serving(upload_all, sock, gate=within({Phase.HEAD: 0.1})), asyncio.timeout(10):
+        reader, writer = await connected(sock)
+        writer.write(CHUNKED_POST + rest)
+
+        assert await until_closed(reader) == b""
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    "sent", [b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\nx", CHUNKED_POST + b"5\r\nab"]
+)
+async def test_what_an_answered_client_still_sends_is_discarded_within_a_time(sent: bytes) -> None:
+    """A byte of the body behind the answer switched off the only timer of the connection."""
+    sock = bind("127.0.0.1", 0)
+    async with serving(hello, sock, gate=within({Phase.DISCARD: 0.3})) as listener, asyncio.timeout(10):
+        reader, writer = await connected(sock)
+        writer.write(sent)
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+        writer.write(b"c")
+
+        assert await until_closed(reader) == b""
+        await eventually(lambda: listener.connections == 0)
+        writer.close()
+
+
+async def test_what_an_answered_client_still_sends_is_discarded_within_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "_MAX_DISCARDED_BYTES", 2**20)
+    sock = bind("127.0.0.1", 0)
+    async with serving(hello, sock), asyncio.timeout(10):
+        reader, writer = await connected(sock)
+        writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 100000000\r\n\r\n")
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+        with suppress(ConnectionError):
+            for _ in range(50):
+                writer.write(bytes(2**20))
+                await writer.drain()
+
+        assert await until_closed(reader) == b""
+        writer.close()
+
+
+async def test_the_rest_of_an_answered_request_may_come_and_another_one_behind_it() -> None:
+    sock = bind("127.0.0.1", 0)
+    async with serving(hello, sock, gate=within({Phase.DISCARD: 60.0})), asyncio.timeout(10):
+        reader, writer = await connected(sock)
+        writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n")
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+        writer.write(b"x" * 100 + b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+
+        assert (await reader.read()).startswith(b"HTTP/1.1 200")
+        writer.close()
+
+
+async def test_answered_clients_that_still_send_make_room_on_a_full_port() -> None:
+    sock, gate = bind("127.0.0.1", 0), ConnectionGate(20)
+    async with serving(hello, sock, gate=gate), asyncio.timeout(10):
+        pairs = [await connected(sock) for _ in range(50)]
+        for _, writer in pairs:
+            writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nx")
+        await eventually(lambda: len(gate.lines[Phase.DISCARD].tickets) == 20)
+
+        assert await answered(sock.getsockname()[1])
+        for _, writer in pairs:
+            writer.close()
+
+
+async def test_few_pipelined_requests_wait_and_the_rest_is_not_parsed_before() -> None:
+    """Each took 2 KiB, so that 256 KiB of them in one read took 30 MiB."""
+    release, waiting = asyncio.Event(), list[int]()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            await release.wait()
+            (protocol,) = running._server.server_state.connections
+            waiting.append(len(cast(http_protocol.HttpProtocol, protocol).pipeline))
+            await hello(scope, receive, send)
+
+    count = 5000
+    sock = bind("127.0.0.1", 0)
+    gate = ConnectionGate()
+    async with serving(app, sock, gate=gate) as running, asyncio.timeout(60):
+        reader, writer = await connected(sock)
+        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n" * count)
+        await eventually(lambda: gate.held_bytes > 50_000)
+        release.set()
+        for _ in range(count):
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+        assert len(waiting) == count
+        assert max(waiting) <= 4
+        assert gate.held_bytes == 0
+        writer.close()
+
+
+async def test_bytes_that_wait_are_bounded_over_all_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_gate, "HELD_BYTES", 100_000)
+    gate = ConnectionGate()
+    sock = bind("127.0.0.1", 0)
+    async with serving(hello, sock, gate=gate), asyncio.timeout(20):
+        slow = [await connected(sock) for _ in range(8)]
+        for _, writer in slow:
+            writer.write(b"GET / HTTP/1.1\r\nx: " + b"y" * 30_000)
+        await eventually(lambda: gate.count == 3)
+
+        assert 0 < gate.held_bytes <= 100_000
+        assert await answered(sock.getsockname()[1])
+        for _, writer in slow:
+            writer.close()
+
+
+async def test_one_byte_chunks_and_many_heads_leave_turns_to_others() -> None:
+    """A read of 256 KiB of them is parsed in turns of some milliseconds."""
+    sock = bind("127.0.0.1", 0)
+    async with serving(upload_all, sock), asyncio.timeout(60):
+        loop = asyncio.get_running_loop()
+        reader, writer = await connected(sock)
+        writer.write(CHUNKED_POST)
+        longest, last, turns = 0.0, loop.time(), 0
+        writer.write(b"1\r\na\r\n" * 400_000 + b"0\r\n\r\n")
+        answer = asyncio.ensure_future(reader.readuntil(b"400000"))
+        while not answer.done():
+            await asyncio.sleep(0)
+            turns += 1
+            longest, last = max(longest, time.perf_counter() - last) if turns > 1 else 0.0, time.perf_counter()
+        assert longest < 0.1
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        *(b"Host: %s\r\n" % host for host in (b"[", b"[]", b"[::g]", b"]", b"a@b", b"a/b", b"a b", b"x:y", b"x:65536")),
+        b"Host: x\r\nHost: y\r\n",
+        b"Host: x\r\nAuthorization: Bearer a\r\nauthorization: Bearer b\r\n",
+        b"Host: x\r\nX-API-Key: a\r\nX-API-Key: a\r\n",
+    ],
+)
+async def test_a_head_that_parts_of_a_server_could_read_differently_is_refused(head: bytes) -> None:
+    """`Host: [` was answered 500; of two keys one port read the first, another the last."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            await Response(Request(scope).url.path)(scope, receive, send)
+
+    sock = bind("127.0.0.1", 0)
+    async with serving(app, sock), asyncio.timeout(10):
+        reader, writer = await connected(sock)
+        writer.write(b"GET / HTTP/1.1\r\n" + head + b"\r\n")
+
+        assert (await reader.readline()).startswith(b"HTTP/1.1 400")
+        writer.close()
+
+
+@pytest.mark.parametrize("host", [b"", b"x", b"x_y.example:80", b"[::1]", b"[fe80::1%25eth0]:9000", b"127.0.0.1:"])
+async def test_hosts_with_and_without_a_port_are_served(host: bytes) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            await Response(Request(scope).url.path)(scope, receive, send)
+
+    sock = bind("127.0.0.1", 0)
+    async with serving(app, sock), asyncio.timeout(10):
+        reader, writer = await connected(sock)
+        writer.write(b"GET / HTTP/1.1\r\nHost: %s\r\n\r\n" % host)
+
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    ("head", "is_refused"),
+    [(b"x: y\r\n" * 200, False), (b"x: y\r\n" * 300, True)],
+)
+async def test_the_number_of_headers_is_bounded(head: bytes, is_refused: bool) -> None:
+    sock = bind("127.0.0.1", 0)
+    async with serving(hello, sock), asyncio.timeout(10):
+        reader, writer = await connected(sock)
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n" + head + b"\r\n")
+
+        assert (await reader.readline()).startswith(b"HTTP/1.1 400" if is_refused else b"HTTP/1.1 200")
+        writer.close()
+
+
+async def test_a_head_behind_a_slow_answer_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    late, release = asyncio.Semaphore(0), asyncio.Event()
+    on_expired = http_protocol.HttpProtocol.on_expired
+
+    def noted(protocol: http_protocol.HttpProtocol, phase: Phase) -> None:
+        assert phase is Phase.ANSWER
+        on_expired(protocol, phase)
+        late.release()
+
+    async def slow(scope: dict[str, Any], receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            await release.wait()
+        await hello(scope, receive, send)
+
+    monkeypatch.setattr(http_protocol.HttpProtocol, "on_expired", noted)
+    sock = bind("127.0.0.1", 0)
+    async with serving(slow, sock, gate=within({Phase.HEAD: 0.02, Phase.ANSWER: 0.02})), asyncio.timeout(10):
+        reader, writer = await connected(sock)
+        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\nGET / HTTP/1.1\r\n")
+        for _ in range(3):
+            await late.acquire()
+        writer.write(b"host: x\r\nconnection: close\r\n\r\n")
+        await writer.drain()
+        release.set()
+
+        assert (await reader.read()).count(b"HTTP/1.1 200") == 2
+        writer.close()
+
+
+class Body:
+    """An endpoint that answers with `size` bytes."""
+
+    def __init__(self, size: int, budget: ByteBudget) -> None:
+        self._size, self._budget = size, budget
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            await HeldResponse(bytes(self._size), 200, {}, self._budget)(scope, receive, send)
+
+
+async def asked(sock: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection with a small receive buffer, on which GET was sent and nothing is read."""
+    own = socket.socket()
+    own.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    own.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(own, sock.getsockname())
+    reader, writer = await asyncio.open_connection(sock=own, limit=4096)
+    writer.write(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    return reader, writer
+
+
+async def test_a_client_that_does_not_read_is_cut_off_and_its_reply_charged_until_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connection_gate, "STALL_S", 0.2)
+    budget = ByteBudget(1)
+    sock = bind("127.0.0.1", 0)
+    async with serving(Body(50 * 2**20, budget), sock):
+        reader, writer = await asked(sock)
+        await eventually(lambda: budget.taken_bytes == 50 * 2**20)
+
+        await eventually(lambda: budget.taken_bytes == 0)
+
+        with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+            await reader.readexactly(50 * 2**20)
+        writer.close()
+
+
+async def test_a_client_that_reads_slowly_gets_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_gate, "STALL_S", 0.3)
+    monkeypatch.setattr(connection_gate, "LEAST_READ_BYTES", 1)
+    size = 8 * 2**20
+    sock = bind("127.0.0.1", 0)
+    async with serving(Body(size, ByteBudget(1)), sock), asyncio.timeout(30):
+        reader, writer = await connected(sock)
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        await reader.readuntil(b"\r\n\r\n")
+        received = 0
+        while received < size:
+            received += len(await reader.read(size // 64))
+            await asyncio.sleep(0.01)
+        writer.close()
+
+    assert received == size
+
+
+def upload(budget: ByteBudget, limit: int) -> Any:
+    """An application that reads a body and answers with its length, or with what went wrong."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return
+        charge = Charge(budget)
+        try:
+            body = await read_body(Request(scope, receive), limit, charge)
+            text = "too large" if body is None else str(len(body))
+        except (SlowClient, Overloaded) as error:
+            text = type(error).__name__
+        finally:
+            charge.release()
+        await Response(text)(scope, receive, send)
+
+    return app
+
+
+UPLOAD = b"POST / HTTP/1.1\r\nHost: x\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+async def test_a_body_without_a_length_is_charged_as_it_comes() -> None:
+    budget = ByteBudget(1000)
+    sock = bind("127.0.0.1", 0)
+    async with serving(upload(budget, 900), sock), asyncio.timeout(20):
+        reader, writer = await asyncio.open_connection(*sock.getsockname())
+        writer.write(UPLOAD + b"64\r\n" + b"x" * 100 + b"\r\n")
+        await eventually(lambda: budget.taken_bytes == 100)
+        writer.write(b"0\r\n\r\n")
+
+        assert (await reader.read()).endswith(b"100")
+        assert budget.taken_bytes == 0
+        writer.close()
+
+
+async def test_a_body_that_finds_no_room_is_refused_and_one_that_does_not_come_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http_bodies, "_BUDGET_WAIT_S", 0.1)
+    monkeypatch.setattr(http_bodies, "BODY_TIMEOUT_S", 0.3)
+    budget = ByteBudget(1000)
+    sock = bind("127.0.0.1", 0)
+    async with serving(upload(budget, 900), sock), asyncio.timeout(20):
+        slow, slow_writer = await asyncio.open_connection(*sock.getsockname())
+        slow_writer.write(UPLOAD.replace(b"Transfer-Encoding: chunked", b"Content-Length: 900") + b"x" * 700)
+        await eventually(lambda: budget.taken_bytes == 700)
+        other, other_writer = await asyncio.open_connection(*sock.getsockname())
+        other_writer.write(UPLOAD + b"190\r\n" + b"x" * 400 + b"\r\n0\r\n\r\n")
+
+        assert (await other.read()).endswith(b"Overloaded")
+        assert (await slow.read()).endswith(b"SlowClient")
+        assert budget.taken_bytes == 0
+        slow_writer.close()
+        other_writer.close()
+
+
+async def test_announced_lengths_alone_hold_nothing() -> None:
+    """492 kB of requests that announced bodies and sent none held the whole budget for 30 s."""
+    announced = UPLOAD.replace(b"Transfer-Encoding: chunked", b"Content-Length: 100000000")
+    budget = ByteBudget(10 * 2**20)
+    sock = bind("127.0.0.1", 0)
+    async with serving(upload(budget, 10**9), sock), asyncio.timeout(20):
+        silent = [await asyncio.open_connection(*sock.getsockname()) for _ in range(20)]
+        for _, writer in silent:
+            writer.write(announced + b"x" * 10)
+        await eventually(lambda: budget.taken_bytes == 200)
+        reader, writer = await asyncio.open_connection(*sock.getsockname())
+        size = 9 * 2**20
+        writer.write(UPLOAD.replace(b"Transfer-Encoding: chunked", b"Content-Length: %d" % size) + b"x" * size)
+
+        assert (await reader.read()).endswith(b"%d" % size)
+        for _, each in [*silent, (reader, writer)]:
+            each.close()
+
+
+async def test_bodies_that_come_slowly_do_not_keep_what_is_reserved_for_them() -> None:
+    budget, size = ByteBudget(10 * 2**20), 9 * 2**20
+    sized = UPLOAD.replace(b"Transfer-Encoding: chunked", b"Content-Length: %d" % size)
+    sock = bind("127.0.0.1", 0)
+    async with serving(upload(budget, 10**9), sock), asyncio.timeout(20):
+        slow, slow_writer = await asyncio.open_connection(*sock.getsockname())
+        slow_writer.write(sized + b"x" * 2**17)
+        await eventually(lambda: budget.taken_bytes >= 2**17)
+        reader, writer = await asyncio.open_connection(*sock.getsockname())
+        writer.write(sized + b"x" * size)
+
+        assert (await reader.read()).endswith(b"%d" % size)
+        slow_writer.write(b"x" * (size - 2**17))  # and is read to its end all the same
+        assert (await slow.read()).endswith(b"%d" % size)
+        assert budget.taken_bytes == 0
+        for each in (slow_writer, writer):
+            each.close()
+
+
+async def test_more_bodies_than_fit_are_read_one_after_the_other() -> None:
+    """Charged as they come alone, all would be read in part, and wait for each other."""
+    budget, size = ByteBudget(3 * 2**20), 2 * 2**20
+    sized = UPLOAD.replace(b"Transfer-Encoding: chunked", b"Content-Length: %d" % size)
+    sock = bind("127.0.0.1", 0)
+    async with serving(upload(budget, 10**9), sock), asyncio.timeout(30):
+
+        async def sent() -> bytes:
+            reader, writer = await asyncio.open_connection(*sock.getsockname())
+            writer.write(sized + b"x" * size)
+            answer = await reader.read()
+            writer.close()
+            return answer
+
+        assert all(answer.endswith(b"%d" % size) for answer in await asyncio.gather(*(sent() for _ in range(12))))
+        assert budget.taken_bytes == 0

@@ -1,0 +1,238 @@
+"""Binding, TLS files, and leaving the address of the HTTP server."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import ssl
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from teimgr.errors import InvalidConfig, PortConflict
+from teimgr.http import server as http_server
+from teimgr.http.connection_gate import ConnectionGate, Phase
+from teimgr.http.direct import Answer, DirectReply, DirectRequest
+from teimgr.http.http2.requests import protocol
+from teimgr.http.server import bind, serving
+from teimgr.http.unix_listener import bind_unix
+from tests.support.authority import Authority, needs_openssl
+from tests.support.garbage import left_in_cycles
+from tests.support.http_connections import Echo, answered, answered_at, connected, hello
+from tests.support.loops import on_uvloop
+from tests.support.polling import eventually
+
+
+async def test_connections_are_taken_from_the_first_line_of_the_body() -> None:
+    sock = bind("127.0.0.1", 0)
+    port = sock.getsockname()[1]
+
+    async with serving(hello, sock), asyncio.timeout(30):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        assert (await reader.read()).startswith(b"HTTP/1.1 200")
+        writer.close()
+        await writer.wait_closed()
+
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.open_connection("127.0.0.1", port)
+
+
+async def test_a_unix_socket_is_served_beside_the_port(tmp_path: Path) -> None:
+    path, sock = tmp_path / "api.sock", bind("127.0.0.1", 0)
+    port = sock.getsockname()[1]
+    listener = bind_unix(path, 0o600, "api_socket")
+    waiting = asyncio.create_task(answered_at(path))  # until connections are accepted
+
+    async with serving(hello, sock, unix=listener) as running, asyncio.timeout(30):
+        assert (await waiting).startswith(b"HTTP/1.1 200")
+        assert await answered(port)
+        kept = await asyncio.open_unix_connection(path)
+        await eventually(lambda: running.connections == 1)
+    assert await kept[0].read() == b""
+    kept[1].close()
+
+    assert not path.exists()
+    assert listener.sock.fileno() == -1
+
+
+async def test_a_taken_port_is_a_conflict() -> None:
+    owner = rf"in use by process {os.getpid()} \(.+\); choose another `api_port`"
+    with socket.create_server(("127.0.0.1", 0)) as stranger, pytest.raises(PortConflict, match=owner):
+        bind("127.0.0.1", stranger.getsockname()[1], "api_port")
+
+
+async def test_a_port_taken_after_it_was_bound_is_a_conflict_too() -> None:
+    """Two sockets may be bound to one address while neither listens."""
+    sock = bind("127.0.0.1", 0)
+    with bind("127.0.0.1", sock.getsockname()[1]) as stranger:
+        stranger.listen()
+        with pytest.raises(PortConflict):
+            async with serving(hello, sock):
+                pytest.fail("the body must not run")
+
+    assert sock.fileno() == -1
+
+
+async def test_certificates_that_cannot_be_used_are_told(tmp_path: Path) -> None:
+    (tmp_path / "bad.pem").write_text("no certificate")
+    bad = str(tmp_path / "bad.pem")
+
+    with pytest.raises(OSError, match=r"PEM|SSL"):
+        async with serving(hello, bind("127.0.0.1", 0), ssl_certfile=bad, ssl_keyfile=bad):
+            pytest.fail("the body must not run")
+
+
+def test_an_address_that_is_not_ours_is_no_conflict() -> None:
+    with pytest.raises(InvalidConfig, match=r"cannot listen on 192\.0\.2\.1:4"):
+        bind("192.0.2.1", 4000)
+
+
+async def test_who_leaves_ends_connections_with_their_next_answer_and_others_take_the_new_ones() -> None:
+    sock = bind("127.0.0.1", 0)
+    async with serving(hello, sock.dup(), Echo) as stays, asyncio.timeout(30):
+        async with serving(hello, sock.dup(), Echo) as leaves:
+            kept = [await connected(sock) for _ in range(8)]
+            while stays.connections + leaves.connections < len(kept):  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            leaves.leave()
+            for reader, writer in kept:
+                writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+                head = await reader.readuntil(b"\r\n\r\n")
+                assert head.startswith(b"HTTP/1.1 200")
+                if b"connection: close" in head:
+                    assert await reader.read() == b""
+            while leaves.connections:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            fresh = [await connected(sock) for _ in range(8)]
+            for reader, writer in fresh:
+                writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+                assert b"connection: close" not in await reader.readuntil(b"\r\n\r\n")
+            assert leaves.connections == 0
+        for _, writer in (*kept, *fresh):
+            writer.close()
+    sock.close()
+
+
+async def test_who_leaves_passes_on_connections_without_a_request_and_the_others_end_with_theirs() -> None:
+    release, waiting = asyncio.Event(), asyncio.Event()
+
+    def app(name: bytes) -> http_server.AsgiApp:
+        async def answer(scope: dict[str, Any], receive: Any, send: Any) -> None:
+            if scope["type"] == "http":
+                if scope["path"] == "/slow":
+                    waiting.set()
+                    await release.wait()
+                await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"1")]})
+                await send({"type": "http.response.body", "body": name})
+
+        return answer
+
+    async def ask(pair: tuple[asyncio.StreamReader, asyncio.StreamWriter], path: bytes = b"/") -> tuple[bool, bytes]:
+        """Whether the connection ends, and who answered."""
+        reader, writer = pair
+        writer.write(b"GET %s HTTP/1.1\r\nhost: x\r\n\r\n" % path)
+        head = await reader.readuntil(b"\r\n\r\n")
+        return b"connection: close" in head, await reader.readexactly(1)
+
+    sock = bind("127.0.0.1", 0)
+    async with serving(app(b"A"), sock.dup(), Echo) as leaves, asyncio.timeout(30):
+        kept, silent, slow = [await connected(sock) for _ in range(20)], await connected(sock), await connected(sock)
+        assert [await ask(each) for each in kept] == [(False, b"A")] * len(kept)
+        answer = asyncio.create_task(ask(slow, b"/slow"))
+        await waiting.wait()
+        await eventually(lambda: leaves.connections == 22)
+        async with serving(app(b"B"), sock.dup(), Echo) as stays:
+            leaves.leave(stays.take)
+
+            assert [await ask(each) for each in (*kept, silent)] == [(False, b"B")] * 21
+            release.set()
+            assert await answer == (True, b"A"), "a call that began before is answered, and the client told to move"
+            assert await slow[0].read() == b""
+            assert [await ask(each) for each in kept] == [(False, b"B")] * len(kept), "they go on"
+            assert (leaves.connections, stays.connections) == (0, 21)
+    for _, writer in (*kept, silent, slow):
+        writer.close()
+    sock.close()
+
+
+def test_the_kernel_probes_accepted_connections() -> None:
+    with bind("127.0.0.1", 0) as listener:
+        listener.listen()
+        with socket.create_connection(listener.getsockname()), listener.accept()[0] as accepted:
+            assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 300
+
+
+CLIENTS = 20
+GET = b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n"
+POST = b"POST / HTTP/1.1\r\nhost: localhost\r\ncontent-length: "
+H2_START = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0"
+REQUESTS = {
+    "silent": (b"", Phase.HEAD),
+    "half a head": (b"GET / HT", Phase.HEAD),
+    "answered": (GET, Phase.IDLE),
+    "several": (GET * 3, Phase.IDLE),
+    "answered before its body": (POST + b"1000000\r\n\r\n{", Phase.DISCARD),
+    "malformed": (b"\0\0\r\n\r\n", None),
+    "answered directly": (POST + b"2\r\n\r\n{}", Phase.IDLE),
+    "lost while answered directly": (POST + b"5\r\n\r\nnever", Phase.ANSWER),
+    "lost in a body": (POST + b"5\r\n\r\nne", Phase.BODY),
+    "half of HTTP/2's preface": (H2_START[:9], Phase.HEAD),
+    "HTTP/2": (H2_START, Phase.HEAD),
+    "HTTP/2, answered": (H2_START + b"\0\0\6\1\5\0\0\0\1\x82\x84\x86\x41\1x", Phase.IDLE),
+    "HTTP/2, answered before its body": (H2_START + b"\0\0\6\1\4\0\0\0\1\x83\x84\x86\x41\1x", Phase.IDLE),
+    "HTTP/2, malformed": (H2_START + b"\0\0\1\1\5\0\0\0\1\x82", Phase.IDLE),
+}
+"""What clients send before they close, and the phase in which they close; None if the server closes."""
+
+
+def direct(request: DirectRequest) -> Answer | None:
+    async def answer() -> DirectReply:
+        if request.body == b"never":
+            await asyncio.Event().wait()
+        return DirectReply(200, {}, b"")
+
+    return answer
+
+
+async def check_freed(sent: bytes, phase: Phase | None, client: ssl.SSLContext | None, **tls: Any) -> None:
+    gate, sock = ConnectionGate(), bind("127.0.0.1", 0)
+    port = sock.getsockname()[1]
+
+    async def connect_and_close() -> None:
+        opened = [await asyncio.open_connection("127.0.0.1", port, ssl=client) for _ in range(CLIENTS)]
+        for _, writer in opened:
+            writer.write(sent)
+        if phase is not None:
+            await eventually(lambda: len(gate.lines[phase].tickets) == CLIENTS)
+        else:
+            for reader, _ in opened:
+                await reader.read()
+        for _, writer in opened:
+            writer.close()
+
+    async with serving(hello, sock, h2=protocol, gate=gate, direct=direct, **tls), asyncio.timeout(30):
+        left = await left_in_cycles(connect_and_close, lambda: eventually(lambda: gate.count == 0))
+
+    assert not left
+
+
+@pytest.mark.parametrize(("sent", "phase"), REQUESTS.values(), ids=REQUESTS)
+@on_uvloop
+async def test_closed_connections_are_freed_without_a_garbage_collection(sent: bytes, phase: Phase | None) -> None:
+    """A collection over the objects of ten thousand connections would hold the event loop for all of its time."""
+    await check_freed(sent, phase, None)
+
+
+@needs_openssl
+@on_uvloop
+async def test_closed_tls_connections_are_freed_without_a_garbage_collection(tmp_path: Path) -> None:
+    authority = Authority(tmp_path / "authority")
+    cert, key = authority.sign("server")
+    client = ssl.create_default_context(cafile=authority.ca)
+    for name in ("answered", "answered before its body", "HTTP/2, answered"):
+        await check_freed(*REQUESTS[name], client, ssl_certfile=cert, ssl_keyfile=key)
+    await check_freed(GET, None, None, ssl_certfile=cert, ssl_keyfile=key)  # no handshake

@@ -1,0 +1,46 @@
+"""JSON files of a model: lengths, positions, broken files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from teimgr.errors import ModelLoadFailed
+from teimgr.models.reading import read_layout
+from tests.support.models import build, edit
+
+
+@pytest.fixture
+def bert(tmp_path: Path) -> Path:
+    return build("bert", tmp_path / "model")
+
+
+def test_the_length_limit_never_exceeds_the_positions(bert: Path) -> None:
+    edit(bert / "sentence_bert_config.json", max_seq_length=4000)
+    assert read_layout(bert).max_length == 128
+
+    edit(bert / "config.json", model_type="roberta", pad_token_id=1)
+    assert read_layout(bert).max_length == 126
+
+
+def test_without_a_saved_length_the_tokenizer_and_the_positions_decide(bert: Path) -> None:
+    (bert / "sentence_bert_config.json").unlink()
+    assert read_layout(bert).max_length == 128
+
+    edit(bert / "tokenizer_config.json", model_max_length=77)
+    assert read_layout(bert).max_length == 77
+
+
+def test_mpnet_has_two_positions_less_than_its_table(tmp_path: Path) -> None:
+    path = build("mpnet", tmp_path)
+    (path / "sentence_bert_config.json").unlink()
+
+    assert (read_layout(path).max_length, read_layout(path).position_offset) == (128, 2)
+
+
+def test_broken_json_names_the_file(bert: Path) -> None:
+    (bert / "config.json").write_text("{")
+
+    with pytest.raises(ModelLoadFailed, match=r"config\.json is not valid JSON"):
+        read_layout(bert)

@@ -1,0 +1,181 @@
+"""Activations, labels and templates of rerankers and classifiers, from their files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from tokenizers import Tokenizer
+
+from teimgr.errors import InvalidConfig, ModelLoadFailed
+from teimgr.models.reading import read_layout
+from tests.support.models import (
+    build_classifier,
+    build_cross_encoder,
+    build_prompted_reranker,
+    build_yes_no_reranker,
+    edit,
+    write,
+)
+
+
+@pytest.mark.parametrize("layout", ["plain", "version-4", "saved"])
+def test_the_activation_of_a_cross_encoder_is_its_authors(
+    tmp_path: Path, layout: Literal["plain", "version-4", "saved"]
+) -> None:
+    path = build_cross_encoder("bert", tmp_path, layout=layout, activation="torch.nn.modules.linear.Identity")
+    scoring = read_layout(path).scoring
+
+    assert scoring is not None
+    assert (scoring.labels, scoring.activation, scoring.causal) == (("LABEL_0",), "identity", None)
+
+
+@pytest.mark.parametrize(
+    ("labels", "multi_label", "own", "activation"),
+    [
+        (("yes",), False, None, "sigmoid"),
+        (("a", "b"), False, None, "softmax"),
+        (("a", "b"), True, None, "sigmoid"),
+        (("a", "b"), False, "torch.nn.modules.activation.ReLU", "torch.nn.modules.activation.ReLU"),
+        (("a", "b"), False, "own_code.Activation", "softmax"),
+    ],
+)
+def test_where_the_authors_name_no_activation_the_labels_decide(
+    tmp_path: Path, labels: tuple[str, ...], multi_label: bool, own: str | None, activation: str
+) -> None:
+    path = build_classifier("bert", tmp_path, labels=labels, multi_label=multi_label)
+    edit(path / "config.json", sbert_ce_default_activation_function=own)
+    if labels == ("a", "b"):
+        edit(path / "config.json", id2label={"1": "b", "0": "a"})  # their order in the file means nothing
+    scoring = read_layout(path).scoring
+
+    assert scoring is not None
+    assert (scoring.labels, scoring.activation) == (labels, activation)
+
+
+def test_labels_without_names_are_numbered_as_the_library_does(tmp_path: Path) -> None:
+    path = build_classifier("bert", tmp_path, labels=("a", "b"))
+    edit(path / "config.json", id2label=None, label2id=None)
+    scoring = read_layout(path).scoring
+
+    assert scoring is not None
+    assert scoring.labels == ("LABEL_0", "LABEL_1")
+
+
+@pytest.mark.parametrize(
+    ("labels", "reason"),
+    [
+        ({"1": "a", "2": "b"}, "number the labels from 0, and has: 1, 2"),
+        ({"first": "a", "second": "b"}, "number the labels from 0"),
+    ],
+)
+def test_labels_that_cannot_be_told_are_refused(tmp_path: Path, labels: Any, reason: str) -> None:
+    path = build_classifier("bert", tmp_path)
+    edit(path / "config.json", id2label=labels)
+
+    with pytest.raises(ModelLoadFailed, match=reason):
+        read_layout(path)
+
+
+@pytest.mark.parametrize(
+    ("family", "typed"), [("bert", True), ("roberta", False), ("distilbert", False), ("deberta_v2", False)]
+)
+def test_pairs_have_token_types_where_tokenizer_and_model_do(tmp_path: Path, family: str, typed: bool) -> None:
+    path = build_cross_encoder(family, tmp_path)
+    assert read_layout(path).type_ids is typed
+
+    edit(path / "tokenizer_config.json", model_input_names=None, tokenizer_class="BertTokenizerFast")
+    assert read_layout(path).type_ids is typed
+    edit(path / "tokenizer_config.json", tokenizer_class="RobertaTokenizer")
+    assert read_layout(path).type_ids is False
+
+
+def test_the_card_of_qwen3_reranker_is_followed(tmp_path: Path) -> None:
+    path = build_yes_no_reranker(tmp_path)
+    tokens = Tokenizer.from_file(str(path / "tokenizer.json"))
+    scoring = read_layout(path).scoring
+
+    assert scoring is not None
+    assert scoring.causal is not None
+    assert (scoring.activation, scoring.labels) == ("sigmoid", ("LABEL_0",))
+    assert scoring.causal.true_token_id == tokens.token_to_id("yes")
+    assert scoring.causal.false_token_id == tokens.token_to_id("no")
+    assert scoring.template is not None
+    assert scoring.template.prefix.endswith('can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n')
+    assert scoring.template.body.endswith("<Query>: {query}\n<Document>: {document}")
+    assert scoring.template.suffix == "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+
+
+def test_a_chat_template_is_rendered_around_query_and_document(tmp_path: Path) -> None:
+    path = build_yes_no_reranker(tmp_path, layout="saved")
+    layout = read_layout(path)
+    assert layout.scoring is not None
+    template = layout.scoring.template
+
+    assert template is not None
+    assert template.prefix.endswith("<Instruct>: Find what answers the query\n<Query>: ")
+    assert template.body == "{query}\n<Document>: {document}"
+    assert template.suffix.startswith("<|im_end|>\n<|im_start|>assistant")
+    assert (layout.prompts, layout.default_prompt_name) == ({}, None)  # the instruction is in the template already
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ messages[0].content }}", "query once and then the document once"),
+        ("{{ raise_error() }}", "cannot be used for query and document"),
+        ("{% for message in messages %}", "cannot be used for query and document"),
+        ("{{ 1 / 0 }}", "cannot be used for query and document"),
+        ("{{ 'a' * 10 ** 15 }}", "cannot be used for query and document"),
+        ("{{ 'a'.encode('nothing') }}", "cannot be used for query and document"),
+        ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "cannot be used for query and document"),
+    ],
+)
+def test_a_chat_template_without_places_for_both_is_refused(tmp_path: Path, template: str, reason: str) -> None:
+    path = build_yes_no_reranker(tmp_path, layout="saved")
+    (path / "chat_template.jinja").write_text(template)
+
+    with pytest.raises(ModelLoadFailed, match=reason):
+        read_layout(path)
+    assert read_layout(path, render=False).scoring is not None  # the daemon runs no template
+
+
+def test_a_reranker_without_yes_and_no_is_refused(tmp_path: Path) -> None:
+    path = build_yes_no_reranker(tmp_path)
+    write(path / "tokenizer.json", {"model": {"vocab": {"yes": 0}}})
+
+    with pytest.raises(ModelLoadFailed, match=r'"yes" and "no" of Qwen3-Reranker.s prompt are no tokens'):
+        read_layout(path)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma"])
+def test_a_reranker_whose_card_does_not_name_it_is_served_by_request_with_a_warning(
+    tmp_path: Path, family: Literal["qwen2", "gemma"]
+) -> None:
+    path = build_prompted_reranker(tmp_path, family, card="\n# Ours\n")
+    if family == "gemma":  # the card's tag says nothing about pairs
+        with pytest.raises(InvalidConfig, match="set the pooling"):
+            read_layout(path)
+    layout = read_layout(path, kind="reranker")
+
+    assert [warning.partition(":")[0] for warning in layout.warnings] == ["the files do not say how pairs are scored"]
+    with pytest.raises(ModelLoadFailed, match="strict_model_files"):
+        read_layout(path, kind="reranker", strict=True)
+
+
+def test_a_reranker_with_another_way_to_score_is_refused_by_name(tmp_path: Path) -> None:
+    path = build_prompted_reranker(tmp_path, "qwen2", card="\n# ContextualAI/ctxl-rerank-v2\n")
+
+    with pytest.raises(ModelLoadFailed, match="ctxl-rerank"):
+        read_layout(path)
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_a_listwise_reranker_is_refused_by_what_it_does(tmp_path: Path, trusted: bool) -> None:
+    """jina-reranker-v3: a score depends on all documents of the request."""
+    path = build_yes_no_reranker(tmp_path)
+    edit(path / "config.json", architectures=["JinaForRanking"], auto_map={"AutoModel": "modeling.JinaForRanking"})
+
+    with pytest.raises(ModelLoadFailed, match="jina-reranker-v3 scores all documents of a request together"):
+        read_layout(path, trust_remote_code=trusted)

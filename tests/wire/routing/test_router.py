@@ -1,0 +1,140 @@
+"""The replica that a target gets, or the error. Links are opened in tests/wire/routing/test_links.py."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from teimgr.errors import InstanceNotFound, InvalidInput, ModelNotFound, TeimgrError, Unavailable
+from teimgr.spec import RouteEntry, RoutingSnapshot, State, WorkerEndpoint
+from teimgr.wire.protobuf import Target
+from teimgr.wire.routing.router import Lease, Router
+
+
+def entry(
+    name: str, *endpoints: str, model_id: str = "m", state: State = State.RUNNING, reason: str | None = None
+) -> RouteEntry:
+    return RouteEntry(
+        name, model_id, state, reason, 4, tuple(WorkerEndpoint(f"/nowhere/{each}", each) for each in endpoints)
+    )
+
+
+def router(*entries: RouteEntry) -> Router:
+    made = Router()
+    made.update(RoutingSnapshot(entries))
+    return made
+
+
+def served_by(lease: Lease) -> str:
+    return lease._replica.endpoint.incarnation
+
+
+@pytest.mark.clause("M1.5-not-running")
+@pytest.mark.parametrize(
+    ("target", "kind", "message"),
+    [
+        (Target(), InvalidInput, "No routing specified"),
+        (Target(instance_name=""), InvalidInput, "Instance name cannot be empty"),
+        (Target(model_id=""), InvalidInput, "Model id cannot be empty"),
+        (Target(instance_name="A"), InstanceNotFound, "Instance 'A' not found"),
+        (Target(model_id="other"), ModelNotFound, "No running instance of model 'other' found"),
+        (Target(model_id="stopped-model"), ModelNotFound, "No running instance of model 'stopped-model' found"),
+        (Target(instance_index=9), InstanceNotFound, "Instance index 9 not found: there are 4 instances"),
+        (Target(instance_name="off"), Unavailable, "Instance 'off' is not running (status: stopped)"),
+        (Target(instance_index=1), Unavailable, "Instance 'off' is not running (status: stopped)"),
+        (Target(instance_name="bad"), Unavailable, "Instance 'bad' is not running (status: failed): no such model"),
+    ],
+)
+def test_a_target_without_a_worker_is_told_why(target: Target, kind: type[TeimgrError], message: str) -> None:
+    fleet = router(
+        entry("a", "1"),
+        entry("off", state=State.STOPPED, model_id="stopped-model"),
+        entry("bad", state=State.FAILED, reason="no such model"),
+        entry("b", "2"),
+    )
+
+    with pytest.raises(kind, match=f"^{re.escape(message)}$"):
+        fleet.lease(target)
+
+
+@pytest.mark.clause("M1.5-model-and-index")
+def test_name_and_index_lead_to_the_instance() -> None:
+    fleet = router(entry("a", "1"), entry("b", "2"))
+
+    assert served_by(fleet.lease(Target(instance_name="b"))) == "2"
+    assert served_by(fleet.lease(Target(instance_index=0))) == "1"
+
+
+@pytest.mark.clause("M1.5-model-and-index", "N-model-id")
+def test_a_model_id_leads_to_any_running_instance_of_it() -> None:
+    fleet = router(entry("a", "1"), entry("b", state=State.STARTING), entry("c", "3"), entry("d", "4", model_id="n"))
+
+    with fleet.lease(Target(model_id="m")) as first, fleet.lease(Target(model_id="m")) as second:
+        assert {served_by(first), served_by(second)} == {"1", "3"}
+        assert {first.instance, second.instance} == {"a", "c"}
+
+
+@pytest.mark.clause("D-replicas")
+def test_the_replica_with_the_fewest_bytes_under_way_wins() -> None:
+    fleet = router(entry("a", "1", "2", "3"))
+    busy = dict(zip("123", (300, 20, 100), strict=True))
+    for replica in next(iter(fleet._by_name.values())).replicas:
+        replica.outstanding_bytes = busy[replica.endpoint.incarnation]
+
+    assert served_by(fleet.lease(Target(instance_name="a"))) == "2"
+
+
+def test_open_leases_spread_over_replicas_at_rest() -> None:
+    fleet = router(entry("a", "1", "2"))
+
+    with fleet.lease(Target(instance_name="a")) as first, fleet.lease(Target(instance_name="a")) as second:
+        assert served_by(first) != served_by(second)
+        with fleet.lease(Target(instance_name="a")):
+            pass
+
+    assert served_by(fleet.lease(Target(instance_name="a"))) == "1"
+
+
+def test_a_worker_that_stays_in_the_directory_keeps_its_links() -> None:
+    fleet = router(entry("a", "1"))
+    before = fleet.lease(Target(instance_name="a"))
+
+    fleet.update(RoutingSnapshot((entry("new", "9"), entry("a", "1", "2"))))
+
+    assert not before.is_over
+    assert fleet.lease(Target(instance_index=0)).instance == "new"
+
+
+def test_a_lease_is_over_when_its_worker_leaves_the_directory() -> None:
+    fleet = router(entry("a", "1"))
+    lease = fleet.lease(Target(instance_name="a"))
+
+    fleet.update(RoutingSnapshot((entry("a", "2"),)))
+
+    assert lease.is_over
+    assert served_by(fleet.lease(Target(instance_name="a"))) == "2"
+
+
+async def test_an_instance_whose_every_worker_was_lost_is_unavailable_until_another_incarnation_comes() -> None:
+    fleet = router(entry("a", "1"))
+    next(iter(fleet._by_name.values())).replicas[0].lost = True
+
+    fleet.update(RoutingSnapshot((entry("a", "1"), entry("b", "5"))))
+    with pytest.raises(Unavailable, match=r"^Instance 'a' is not running \(status: restarting\): its worker is gone$"):
+        fleet.lease(Target(instance_name="a"))
+
+    fleet.update(RoutingSnapshot((entry("a", "2"),)))
+    assert served_by(fleet.lease(Target(instance_name="a"))) == "2"
+    await fleet.close()
+
+
+async def test_a_worker_that_nobody_can_reach_is_taken_out() -> None:
+    fleet = router(entry("a", "1"))
+    lease = fleet.lease(Target(instance_name="a"))
+
+    with pytest.raises(Unavailable, match=r"^Failed to connect to backend: "):
+        await lease.call(2, b"")  # type: ignore[arg-type]
+
+    assert lease.is_over
+    await fleet.close()
