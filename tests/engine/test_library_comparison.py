@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.models import MAX_LENGTH, build, build_cross_encoder, build_splade
+from tests.support.models import MAX_LENGTH, build, build_cross_encoder, build_splade, build_static
 from tests.support.models.scoring import build_token_classifier
 
 from teimgr.engine.engine import Engine, EngineOptions
@@ -81,3 +81,14 @@ def test_scores_sparse_vectors_and_labels_of_tokens_are_compared(tmp_path: Path)
     assert (sparse.compared_with, sparse.agrees) == (ST, True), sparse
     ner = compared(build_token_classifier("bert", tmp_path / "ner"))
     assert (ner.compared_with, ner.agrees) == (TRANSFORMERS, True), ner
+
+
+def test_a_pair_with_an_empty_text_is_a_pair_for_the_library_too(tmp_path: Path) -> None:
+    ranker = compared(build_cross_encoder("mpnet", tmp_path / "ranker"))
+    assert (ranker.compared_with, ranker.agrees) == (TRANSFORMERS, True), ranker
+
+
+def test_model2vec_is_not_compared_with_a_library_that_counts_unknown_tokens(tmp_path: Path) -> None:
+    table = compared(build_static(tmp_path / "table", layout="model2vec"))
+    assert (table.compared_with, table.agrees) == (OWN_FORWARD, True), table
+    assert "unknown tokens" in str(table.not_compared)

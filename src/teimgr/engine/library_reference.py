@@ -72,6 +72,8 @@ def _refuse_what_libraries_read_otherwise(layout: Layout) -> None:
         raise NoReferenceError("its own code, which is known here, is not run without trust_remote_code")
     if layout.weight_names is not None and not layout.trust_remote_code:
         raise NoReferenceError("its weights have names that the library does not read")
+    if layout.skips_unknown:
+        raise NoReferenceError("Model2Vec leaves out unknown tokens, which sentence-transformers does not")
     if layout.end_token is not None:
         raise NoReferenceError(f"its authors put {layout.end_token} behind every text, which the library does not")
     if layout.scoring is not None and layout.scoring.template is not None and not _has_modules(layout):
@@ -157,7 +159,8 @@ def _bare(layout: Layout) -> LibraryReference:
 
     def compute(one: Input, prompt: Prompt) -> Matrix:
         before = prompt.get("prompt", "")
-        texts = (before + one.first, one.second) if isinstance(one, Pair) else (before + str(one),)
+        # Lists: a single pair whose second text is empty would be taken for one text.
+        texts = ([before + one.first], [one.second]) if isinstance(one, Pair) else ([before + str(one)],)
         with torch.inference_mode():
             encoded = tokenizer(*texts, truncation=True, max_length=layout.max_length, return_tensors="pt")
             return _matrix(shape(model(**encoded)).float())
