@@ -38,9 +38,9 @@ shape of [Errors](errors.md).
 _INFERENCE_HEAD = f"""## Inference
 
 Where several products share a path, the first dialect is the default; the header `{DIALECT_HEADER}: NAME` chooses
-another one, or the prefix `/jina`, `/vllm`, `/infinity` or `/voyage` of the path. `model` in the body is an instance,
-an alias or a model id, except where the path has it. All need the right `inference`; lists of models need `inference`
-or `read`.
+another one, or the prefix `/jina`, `/vllm`, `/infinity`, `/voyage` or `/cohere` of the path. `model` in the body is an
+instance, an alias or a model id, except where the path has it. All need the right `inference`; lists of models need
+`inference` or `read`.
 
 An instance's own port (8080 and up) has TEI's routes without the prefix `/instances/{{name}}`.
 """

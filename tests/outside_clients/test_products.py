@@ -197,16 +197,31 @@ def test_weaviate(page: Page, truth: Truth, scores: Any) -> None:
     same(GO.post(settings["endpointURL"], one).json, truth.vectors[:1])
 
 
-def test_weaviates_own_containers_are_not_imitated(page: Page, ports: dict[str, int]) -> None:
-    """weaviate/weaviate 6dba3426: modulecomponents/clients/transformers; f90bfd0f: modules/reranker-transformers.
-    Weaviate waits for readiness and then gives up, rather than store or rank by something else."""
-    settings = page("weaviate", "Collection").tree["moduleConfig"]["text2vec-openai"]
+def test_weaviates_own_containers(page: Page, truth: Truth, scores: Any) -> None:
+    """weaviate/weaviate 6dba3426: modulecomponents/clients/transformers; f90bfd0f: modules/reranker-transformers."""
+    settings = page("weaviate", "The transformers modules").fields
+    url = settings["TRANSFORMERS_INFERENCE_API"]
+    unnamed = url.removesuffix("/embedding")
+    for path in (f"{url}/.well-known/ready", f"{unnamed}/.well-known/live"):
+        assert GO.get(path).status == 204
+    assert isinstance(GO.get(f"{url}/meta").json, dict)
     asked = {"text": TEXTS[0], "dims": 0, "vector": None, "error": "", "config": {"pooling_strategy": "masked_mean"}}
-    for url in (settings["baseURL"], f"http://127.0.0.1:{ports['embedding']}"):
-        assert GO.get(f"{url}/.well-known/ready").status == 404
-        assert GO.post(f"{url}/vectors", asked).status == 404
-    ranked = {"query": QUERY, "documents": TEXTS, "property": ""}
-    assert GO.post(f"http://127.0.0.1:{ports['reranker']}/rerank", ranked).status == 422
+    for path in (f"{url}/vectors", f"{url}/vectors/", f"{unnamed}/vectors"):
+        told = GO.post(path, asked).json
+        same([told["vector"]], truth.vectors[:1])
+        assert (told["text"], told["dim"]) == (TEXTS[0], truth.vectors.shape[1])
+    query = GO.post(f"{url}/vectors", asked | {"config": {"task_type": "query"}}).json
+    same([query["vector"]], truth.embedded(prompt_name="query")[:1])
+    refused = GO.post(f"{url}/vectors", asked | {"config": {"pooling_strategy": "last"}})
+    assert (refused.status, list(refused.error)) == (400, ["error"])
+    unknown = GO.get(f"{unnamed}/nothing/.well-known/ready")
+    assert (unknown.status, list(unknown.error)) == (404, ["error"])
+
+    url = settings["RERANKER_INFERENCE_API"]
+    told = GO.post(f"{url}/rerank", {"query": QUERY, "documents": TEXTS, "property": ""}).json
+    assert (told["query"], [row["document"] for row in told["scores"]]) == (QUERY, TEXTS)
+    assert [row["score"] for row in told["scores"]] == scores
+    assert GO.post(f"{url}/rerank", {"query": QUERY, "property": TEXTS[0]}).json["score"] == told["scores"][0]["score"]
 
 
 def test_milvus(page: Page, truth: Truth, scores: Any) -> None:

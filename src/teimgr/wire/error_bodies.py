@@ -16,7 +16,7 @@ from teimgr.wire.frames import HttpReply
 from teimgr.wire.status import INPUT_INDEX, RETRY_AFTER_S, STATUS, TRY_AGAIN, retry_after_s
 
 TEI, TEI_OPENAI, OPENAI, COHERE, JINA = "tei", "tei-openai", "openai", "cohere", "jina"
-VLLM, INFINITY, SIE, VOYAGE = "vllm", "infinity", "sie", "voyage"
+VLLM, INFINITY, SIE, VOYAGE, WEAVIATE = "vllm", "infinity", "sie", "voyage", "weaviate"
 
 JSON_TYPE = {"content-type": "application/json"}
 _SIE_LOADING_S = 5
@@ -172,6 +172,7 @@ _BODIES: Mapping[str, Callable[[ErrorDetails], object]] = {
     INFINITY: lambda one: {"error": {"message": one.message, "type": None, "param": one.param, "code": one.status}},
     SIE: _sie,
     VOYAGE: lambda one: {"detail": one.message},
+    WEAVIATE: lambda one: {"error": one.message},
 }
 # Codes of refusals, which have none of their own; 400 and 422 are inputs that break a rule.
 _CODE_OF_STATUS = {413: Code.MESSAGE_TOO_LARGE, 429: Code.OVERLOADED, 408: Code.TIMEOUT}

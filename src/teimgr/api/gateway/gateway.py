@@ -25,11 +25,14 @@ from teimgr.api.gateway.model_cards import (
     INFINITY_HEALTH,
     VLLM_HEALTH,
     VLLM_VERSION,
+    WEAVIATE_META,
+    WEAVIATE_PROBES,
     ModelCards,
     cohere_check_key,
     infinity_health,
     vllm_health,
     vllm_version,
+    weaviate_meta,
 )
 from teimgr.api.gateway.routes import (
     DIALECT_HEADER,
@@ -64,7 +67,7 @@ from teimgr.observability import catalogue
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.spec import LANE_KEY, InstanceView, State
 from teimgr.wire import error_bodies
-from teimgr.wire.error_bodies import INFINITY, JSON_TYPE, OPENAI, VLLM
+from teimgr.wire.error_bodies import INFINITY, JSON_TYPE, OPENAI, VLLM, WEAVIATE
 from teimgr.wire.fleet_tls import FleetIdentity
 from teimgr.wire.frames import (
     MAX_HEAD_BYTES,
@@ -123,6 +126,8 @@ class Gateway:
             *(Route(path, infinity_health) for path in INFINITY_HEALTH),
             *(Route(path, vllm_health) for path in VLLM_HEALTH),
             Route(VLLM_VERSION, vllm_version),
+            *(Route(path, self._weaviate_ready) for path in WEAVIATE_PROBES),
+            *(Route(path, weaviate_meta) for path in WEAVIATE_META),
             *(Route(path, cohere_check_key, methods=["POST"]) for path in COHERE_CHECKS),
             *(Route(one.path, partial(self._endpoint, one), methods=[one.method]) for one in paths()),
         ]
@@ -258,6 +263,17 @@ class Gateway:
         listed = {"object": "list", "data": [cards(name) for name in names.names()]}
         listed["models"] = listed["data"]
         return Response(orjson.dumps(listed), headers=dict(JSON_TYPE))
+
+    async def _weaviate_ready(self, request: Request) -> Response:
+        """204 while the daemon routes, and below an instance's name while that takes calls."""
+        try:
+            if "name" in request.path_params:
+                with self._names_for(caller_of(request.scope)).lease_instance(request.path_params["name"]):
+                    pass
+        except TeimgrError as error:
+            reply = error_bodies.failure(WEAVIATE, error)
+            return Response(reply.body, reply.status, dict(reply.headers))
+        return Response(status_code=204)
 
     def _cards(self, request: Request) -> Callable[[str], dict[str, Any]]:
         """The card of a name that the caller may use."""

@@ -1,7 +1,7 @@
 """`GET /v1/models`: one list that the clients of OpenAI, vLLM, SIE, Infinity, Xinference and Cohere can read.
 
 A card is the union of their model objects, and the list is under `data` and under `models`. Beside it: Infinity's
-health, vLLM's health and version, and Cohere's check of an API key.
+health, vLLM's health and version, Cohere's check of an API key, and the probes of Weaviate.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from teimgr import __version__
+from teimgr.api.gateway.routes import WEAVIATE_BASES
 from teimgr.http.auth.policy import caller_of
 from teimgr.models.source import shown_id
 from teimgr.spec import InstanceView, Kind, LoadedModel, State
@@ -24,6 +25,8 @@ from teimgr.wire.error_bodies import JSON_TYPE
 INFINITY_HEALTH = ("/v1/health", "/infinity/health", "/infinity/v1/health")
 VLLM_HEALTH = ("/vllm/health", "/vllm/ping")
 VLLM_VERSION = "/vllm/version"
+WEAVIATE_PROBES = tuple(f"{base}/.well-known/{name}" for base in WEAVIATE_BASES for name in ("live", "ready"))
+WEAVIATE_META = tuple(f"{base}/meta" for base in WEAVIATE_BASES)
 COHERE_CHECKS = ("/v1/check-api-key", "/cohere/v1/check-api-key")
 
 # SIE's words.
@@ -134,6 +137,11 @@ async def vllm_health(request: Request) -> Response:
 
 async def vllm_version(request: Request) -> Response:
     return Response(orjson.dumps({"version": __version__}), headers=dict(JSON_TYPE))
+
+
+async def weaviate_meta(request: Request) -> Response:
+    """What Weaviate shows of a module's container; it reads no field of it."""
+    return Response(orjson.dumps({"server": "teimgr", "version": __version__}), headers=dict(JSON_TYPE))
 
 
 async def cohere_check_key(request: Request) -> Response:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import orjson
 
 from teimgr.spec import Kind
-from teimgr.wire.error_bodies import COHERE, INFINITY, JINA, OPENAI, SIE, TEI, TEI_OPENAI, VLLM, VOYAGE
+from teimgr.wire.error_bodies import COHERE, INFINITY, JINA, OPENAI, SIE, TEI, TEI_OPENAI, VLLM, VOYAGE, WEAVIATE
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -43,11 +43,14 @@ PREFIXED = (JINA, VLLM, INFINITY, VOYAGE, COHERE)
 MODEL_LISTS = ("/v1/models", "/infinity/models", *(f"/{dialect}/v1/models" for dialect in PREFIXED))
 MODEL_CARDS = tuple(f"{path}/{{model:path}}" for path in MODEL_LISTS if path.endswith("/v1/models"))
 
+# Its requests name no model: an instance may be in the path.
+WEAVIATE_BASES = ("/weaviate", "/weaviate/{name}")
+
 
 def dialect_of(path: str) -> str | None:
     """The dialect whose clients call paths such as this one, also where there is no route; None for teimgr's own."""
     first = path[1:].partition("/")[0]
-    if first in PREFIXED:
+    if first in PREFIXED or first == WEAVIATE:
         return first
     return OPENAI if path.startswith(("/v1/", "/v2/")) else None
 
@@ -73,6 +76,7 @@ _DIALECTS_OF_PATH: dict[str, tuple[str, ...]] = {
 _EMBEDDING, _RERANKING = (Kind.EMBEDDING.value, Kind.MULTI_VECTOR.value), (Kind.RERANKER.value,)
 _KINDS_OF_PATH: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("/v1/embeddings", "/v1/embed", "/v2/embed", "/embeddings"), _EMBEDDING),
+    "/vectors": (Kind.EMBEDDING.value,),
     **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), _RERANKING),
     **dict.fromkeys(("/classify", "/v1/classify"), (Kind.CLASSIFIER.value, Kind.RERANKER.value)),
     **dict.fromkeys(("/score", "/v1/score"), (*_RERANKING, *_EMBEDDING, Kind.SPARSE.value)),
@@ -92,12 +96,15 @@ _TEI = (
 
 
 def paths() -> Iterator[DialectPath]:
-    """Every route: shared paths, dialect-prefixed paths, SIE, TEI under /instances/{name}."""
+    """Every route: shared paths, dialect-prefixed paths, Weaviate, SIE, TEI under /instances/{name}."""
     for path, (first, *others) in _DIALECTS_OF_PATH.items():
         yield DialectPath(path, first, path, others=tuple(others))
         for dialect in (first, *others):
             if dialect in PREFIXED:
                 yield DialectPath(f"/{dialect}{path}", dialect, path)
+    for below in WEAVIATE_BASES:
+        for path, inner in (("/vectors", "/vectors"), ("/vectors/", "/vectors"), ("/rerank", "/rerank")):
+            yield DialectPath(below + path, WEAVIATE, inner)
     for inner in ("/v1/encode", "/v1/score", "/v1/extract"):
         yield DialectPath(inner + "/{model:path}", SIE, inner)
     for inner in _TEI:

@@ -23,7 +23,14 @@ from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from teimgr.api.gateway.gateway import Gateway
-from teimgr.api.gateway.model_cards import COHERE_CHECKS, INFINITY_HEALTH, VLLM_HEALTH, VLLM_VERSION
+from teimgr.api.gateway.model_cards import (
+    COHERE_CHECKS,
+    INFINITY_HEALTH,
+    VLLM_HEALTH,
+    VLLM_VERSION,
+    WEAVIATE_META,
+    WEAVIATE_PROBES,
+)
 from teimgr.api.gateway.routes import MODEL_CARDS, MODEL_LISTS, DialectPath, dialect_of, paths
 from teimgr.api.rest.error_answers import VERBS, error_response
 from teimgr.config.settings import Settings
@@ -246,7 +253,8 @@ PERMISSIONS: dict[str, Permission] = {
     "GET /models/{model_id:path}/download/events": READ_ALL,
     "POST /models/{model_id:path}/download": ADMIN_ALL,
     "POST /models/{model_id:path}/load": ADMIN_ALL,
-    **{f"GET {path}": EITHER for path in (*MODEL_LISTS, *MODEL_CARDS, VLLM_VERSION)},
+    **{f"GET {path}": EITHER for path in (*MODEL_LISTS, *MODEL_CARDS, VLLM_VERSION, *WEAVIATE_META)},
+    **{f"GET {path}": EITHER if "{" in path else PUBLIC for path in WEAVIATE_PROBES},
     **{f"GET {path}": PUBLIC for path in (*INFINITY_HEALTH, *VLLM_HEALTH)},
     **{f"POST {path}": EITHER for path in COHERE_CHECKS},
     # Files and batches are those of the caller's key; a batch may use what the key may use while it runs.

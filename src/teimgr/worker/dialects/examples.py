@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from teimgr.wire.error_bodies import COHERE, INFINITY, JINA, OPENAI, SIE, TEI, TEI_OPENAI, VLLM, VOYAGE
+from teimgr.wire.error_bodies import COHERE, INFINITY, JINA, OPENAI, SIE, TEI, TEI_OPENAI, VLLM, VOYAGE, WEAVIATE
 
 _TEXTS = ["What is deep learning?", "A harbour in the fog"]
 _EMBED = {"model": "mini", "input": _TEXTS}
@@ -43,6 +43,8 @@ EXAMPLES: Mapping[tuple[str, str], dict[str, Any]] = {
     (VLLM, "/detokenize"): {"model": "mini", "tokens": _IDS},
     (COHERE, "/v1/tokenize"): {"model": "mini", "text": _TEXTS[0]},
     (COHERE, "/v1/detokenize"): {"model": "mini", "tokens": _IDS},
+    (WEAVIATE, "/vectors"): {"text": _TEXTS[0], "config": {"pooling_strategy": "masked_mean", "task_type": "query"}},
+    (WEAVIATE, "/rerank"): {"query": _TEXTS[0], "documents": _TEXTS},
     (SIE, "/v1/encode"): {"items": _ITEMS, "params": {"output_types": ["dense"], "output_dtype": "float32"}},
     (SIE, "/v1/score"): {"query": {"text": "What is deep learning?"}, "items": _ITEMS},
     (SIE, "/v1/extract"): {"items": _ITEMS, "params": {"options": {"threshold": 0.5}}},

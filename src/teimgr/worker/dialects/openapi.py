@@ -19,9 +19,9 @@ from pydantic_core import core_schema
 from typing_extensions import TypeAliasType
 
 from teimgr import __version__
-from teimgr.wire.error_bodies import COHERE, INFINITY, JINA, OPENAI, SIE, TEI, TEI_OPENAI, VLLM, VOYAGE
+from teimgr.wire.error_bodies import COHERE, INFINITY, JINA, OPENAI, SIE, TEI, TEI_OPENAI, VLLM, VOYAGE, WEAVIATE
 from teimgr.wire.status import STATUS
-from teimgr.worker.dialects import cohere, infinity, openai, rerank, sie, tei, tokens, vllm
+from teimgr.worker.dialects import cohere, infinity, openai, rerank, sie, tei, tokens, vllm, weaviate
 from teimgr.worker.dialects.examples import EXAMPLES
 
 _TAG = "Text Embeddings Inference"
@@ -291,7 +291,7 @@ def _json(kind: type[BaseModel], example: Any = None) -> dict[str, Any]:
 
 def _schema_name(class_name: str) -> str:
     """The client-visible name: a class without the prefix of its dialect (OpenAICompat… is TEI's own)."""
-    return re.sub("^(Tei|Cohere|Infinity|Vllm|Sie|OpenAI(?!Compat))", "", class_name)
+    return re.sub("^(Tei|Cohere|Infinity|Vllm|Sie|Weaviate|OpenAI(?!Compat))", "", class_name)
 
 
 class _SchemaNames(GenerateJsonSchema):
@@ -351,6 +351,8 @@ _OPERATIONS: Mapping[tuple[str, str], tuple[str, type[BaseModel]]] = {
     (VLLM, "/classify"): ("Probabilities of labels", vllm.VllmClassifyRequest),
     (VLLM, "/pooling"): ("Pooled outputs of the model", vllm.VllmPoolingRequest),
     (INFINITY, "/classify"): ("All labels with their scores", infinity.InfinityClassifyRequest),
+    (WEAVIATE, "/vectors"): ("The vector of a text", weaviate.WeaviateVectorRequest),
+    (WEAVIATE, "/rerank"): ("A score for each document", weaviate.WeaviateRerankRequest),
     (SIE, "/v1/encode"): ("Vectors of several kinds in one call", sie.SieEncodeRequest),
     (SIE, "/v1/score"): ("Items by how well they answer a query", sie.SieScoreRequest),
     (SIE, "/v1/extract"): ("Entities of a token classifier, or classes of a classifier", sie.SieExtractRequest),
