@@ -30,6 +30,15 @@ class ByteBudget:
         self._arriving: dict[Charge, None] = parent._arriving if parent is not None else {}
         self._timer: asyncio.TimerHandle | None = None  # set while calls wait
 
+    @property
+    def is_over(self) -> bool:
+        """Whether more is taken than the limit, or than that of a parent."""
+        return self.taken_bytes > self.limit_bytes or (self._parent is not None and self._parent.is_over)
+
+    def fits(self, count: int) -> bool:
+        """Whether `count` bytes more are within the limit and those of its parents, or nothing else is taken."""
+        return self._fits(count) and (self._parent is None or self._parent.fits(count))
+
     def try_take(self, count: int) -> bool:
         """Take `count` bytes if they fit now and nothing waits."""
         if self._waiting or not self._fits(count):
@@ -157,7 +166,7 @@ class UnreadReplies(ByteBudget):
     @property
     def has_room(self) -> bool:
         """Whether another call may begin: its client has read all, or these and those of all connections fit."""
-        return self.taken_bytes == 0 or (self._fits(0) and self._of_all._fits(0))
+        return self.taken_bytes == 0 or not self.is_over
 
     async def room(self, wait_s: float) -> None:
         """Wait at most `wait_s` until `has_room`; where those of all exceed their limit, until the client has read all.
@@ -165,7 +174,7 @@ class UnreadReplies(ByteBudget):
         Raises:
             Overloaded: the client did not read.
         """
-        count = 0 if self._of_all._fits(0) else self.limit_bytes
+        count = self.limit_bytes if self._of_all.is_over else 0
         try:
             async with asyncio.timeout(wait_s):
                 await self._take_own(count)

@@ -16,9 +16,10 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from teimgr.http.bodies import SINGLE_HEADERS, is_host
-from teimgr.http.byte_budget import ByteBudget
+from teimgr.http.byte_budget import Charge
 from teimgr.http.connection_gate import LIMITS, Phase, StallGuard, Ticket
 from teimgr.http.direct import HOLD_S, MAX_BODY_BYTES, Direct, DirectExchange, DirectRequest
+from teimgr.http.replies import UNREAD, UnreadOfPort
 
 _FLUSH_POLL_S = 0.01
 
@@ -34,7 +35,6 @@ _MAX_PIPELINED = 4
 # A chunked body is parsed in pieces of this size. After this time other connections have their turn.
 _PIECE_BYTES = 8 * 2**10
 _TURN_S = 0.005
-_UNREAD_REPLIES_BYTES = 64 * 2**20
 _FRAMING = (b"content-length", b"transfer-encoding")
 
 
@@ -73,8 +73,7 @@ class ServerConnections(ListenerState):
         config: With the application.
         pass_on: Where a server that leaves passes connections on to.
         direct: What answers requests without ASGI.
-        unread_replies: The bytes of such answers that clients have not read. Beyond the limit ASGI serves all requests,
-            within its budgets.
+        unread_replies: The bytes of replies that clients have not read. Beyond the limit ASGI serves all requests.
     """
 
     pass_on: PassOn | None = None
@@ -83,7 +82,7 @@ class ServerConnections(ListenerState):
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.config = config
-        self.unread_replies = ByteBudget(_UNREAD_REPLIES_BYTES)
+        self.unread_replies = UnreadOfPort()
 
 
 def _detach(transport: asyncio.Transport) -> socket.socket:
@@ -157,6 +156,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._make_parser()
         self.flow = self._flow = _Flow(transport)
         self._stall_guard = StallGuard(transport)
+        self._unread = self.server_state.unread_replies.of_connection(self._ticket.client)
+        self._buffered = Charge(self._unread)  # written, and not taken by the kernel
         if not self._ticket.hand_to(self):
             transport.abort()
         elif self._ticket.phase is not Phase.IDLE:
@@ -165,6 +166,7 @@ class HttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._ticket.leave()
         self._stall_guard.resumed()
+        self._buffered.release()
         self._end_hold()
         self._rest = b""
         if self._exchange is not None:
@@ -206,8 +208,10 @@ class HttpProtocol(HttpToolsProtocol):
     def pause_writing(self) -> None:
         super().pause_writing()
         self._stall_guard.paused()
+        self._buffered.add(self.transport.get_write_buffer_size())
 
     def resume_writing(self) -> None:
+        self._buffered.release()
         super().resume_writing()
         self._stall_guard.resumed()
 
@@ -337,6 +341,7 @@ class HttpProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         self._is_in_message = self._is_in_head = True
         super().on_message_begin()
+        cast(dict[str, Any], self.scope)[UNREAD] = self._unread
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._is_in_head:  # a trailer
@@ -401,18 +406,15 @@ class HttpProtocol(HttpToolsProtocol):
     def _answer_directly(self, held: list[bytes]) -> bool:
         """Answer a request that came whole without ASGI; False where ASGI is to serve it."""
         body = held[0] if len(held) == 1 else b"".join(held)
-        direct, unread = self.server_state.direct, self.server_state.unread_replies
-        answer = None
-        if direct is not None and len(body) <= MAX_BODY_BYTES and unread.taken_bytes <= unread.limit_bytes:
+        direct, answer = self.server_state.direct, None
+        if direct is not None and len(body) <= MAX_BODY_BYTES and not self._unread.is_over:
             scope = cast(dict[str, Any], self.scope)
             answer = direct(DirectRequest(self.url, self._fields, body, scope))
         if answer is None:
             self._to_asgi()
             return False
         self._end_hold()
-        self._exchange = exchange = DirectExchange(
-            self, answer, self.parser.should_keep_alive(), self.server_state.unread_replies
-        )
+        self._exchange = exchange = DirectExchange(self, answer, self.parser.should_keep_alive(), self._unread)
         self.cycle = cast(Any, exchange)
         self.tasks.add(exchange.task)
         exchange.task.add_done_callback(self.tasks.discard)

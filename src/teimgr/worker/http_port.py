@@ -27,6 +27,7 @@ from teimgr.http.bodies import (
 from teimgr.http.byte_budget import Charge
 from teimgr.http.direct import Answer, DirectReply, DirectRequest
 from teimgr.http.docs_page import HEADERS, page
+from teimgr.http.replies import BoundedReplies
 from teimgr.observability.request_context import (
     CURRENT,
     REQUEST_ID,
@@ -95,7 +96,7 @@ class PortMiddleware:
             app = Response(status_code=401)
         elif page := self._foreign_page(scope["method"], headers):
             refused = Forbidden(f"a web page ({page}) may only read here: its origin is not in --cors-allow-origin")
-            app = _response(failure(TEI_OPENAI if scope["path"] in tei.OPENAI_PATHS else TEI, refused))
+            app = _refusal(scope, refused)
         with use_context(context):
             await app(scope, receive, send_with_headers)
 
@@ -271,7 +272,7 @@ def create_app(port: InstancePort, spec: WorkerSpec) -> ASGIApp:
         exception_handlers={HTTPException: _without_a_body},
     )
     app.router.redirect_slashes = False
-    return PortMiddleware(app, spec)
+    return PortMiddleware(BoundedReplies(app, _refusal), spec)
 
 
 def metrics_app(metrics: TeiMetrics) -> ASGIApp:
@@ -280,7 +281,11 @@ def metrics_app(metrics: TeiMetrics) -> ASGIApp:
     async def answer(request: Request) -> Response:
         return Response("OK" if request.url.path == "/health" else metrics.render(), media_type=_TEXT)
 
-    return Starlette(routes=[Route("/{path:path}", answer)])
+    return BoundedReplies(Starlette(routes=[Route("/{path:path}", answer)]), _refusal)
+
+
+def _refusal(scope: Scope, error: TeimgrError) -> ASGIApp:
+    return _response(failure(TEI_OPENAI if scope["path"] in tei.OPENAI_PATHS else TEI, error))
 
 
 async def _without_a_body(request: Request, error: Exception) -> Response:

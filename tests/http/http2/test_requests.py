@@ -215,7 +215,7 @@ async def test_a_response_is_charged_until_it_is_read() -> None:
 async def test_direct_answers_that_are_not_read_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     async with served() as there:
         unread = there.listener._server.server_state.unread_replies
-        unread.limit_bytes = LARGE
+        unread.limit_bytes = 4 * LARGE  # of which one connection has a quarter
         streams = []
         for _ in range(3):
             stream = there.peer.open(request("/direct", "POST"))

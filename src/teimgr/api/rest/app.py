@@ -69,6 +69,7 @@ from teimgr.http.direct import Direct
 from teimgr.http.docs_page import HEADERS, page
 from teimgr.http.http1 import HttpProtocol
 from teimgr.http.http2.requests import protocol as http2_protocol
+from teimgr.http.replies import BoundedReplies
 from teimgr.http.server import AsgiApp, Listener, serving
 from teimgr.http.unix_listener import UnixListener
 from teimgr.observability.log_source import FleetLogs, LocalLogs
@@ -212,6 +213,7 @@ def create_app(
         sessions=page and page.sessions,
         refusal=page and page.refusal,
     )
+    app.add_middleware(BoundedReplies, refuse=lambda scope, error: error_answers.in_dialect(scope["path"], error))
     app.add_middleware(
         CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"], expose_headers=["*"]
     )

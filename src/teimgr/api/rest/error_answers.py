@@ -71,12 +71,12 @@ async def _on_domain_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, TeimgrError)
     if isinstance(error, Broken):
         log.error("request failed", extra={"path": request.url.path, "code": error.code.name, "error": error.message})
-    return _in_dialect(request, error)
+    return in_dialect(request.url.path, error)
 
 
-def _in_dialect(request: Request, error: TeimgrError) -> Response:
+def in_dialect(path: str, error: TeimgrError) -> Response:
     """The error in the shape that clients of the path expect."""
-    dialect = dialect_of(request.url.path)
+    dialect = dialect_of(path)
     if dialect is None:
         return error_response(error)
     reply = failure(dialect, error)
@@ -116,7 +116,7 @@ async def _on_invalid_parameters(request: Request, error: Exception) -> Response
     assert isinstance(error, RequestValidationError)
     places = ((".".join(map(str, problem["loc"][1:])), problem["msg"]) for problem in error.errors())
     problems = "; ".join(f"{place}: {in_own_words(message)}" for place, message in places)
-    return _in_dialect(request, ValidationError(problems))
+    return in_dialect(request.url.path, ValidationError(problems))
 
 
 async def _on_disconnect(request: Request, error: Exception) -> Response:

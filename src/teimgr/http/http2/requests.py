@@ -12,7 +12,7 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HEADER_RE, HEADER_VALUE_RE
 from uvicorn.protocols.utils import get_local_addr, get_remote_addr, is_ssl
 
-from teimgr.http.byte_budget import Charge
+from teimgr.http.byte_budget import Charge, UnreadReplies
 from teimgr.http.connection_gate import Ticket
 from teimgr.http.direct import FAILED, HOLD_S, MAX_BODY_BYTES, DirectReply, DirectRequest
 from teimgr.http.http1 import ServerConnections
@@ -20,6 +20,7 @@ from teimgr.http.http2.connection import Connection
 from teimgr.http.http2.frame_types import ErrorCode
 from teimgr.http.http2.request_head import InvalidHead, RequestHead
 from teimgr.http.http2.stream import Stalled, Stream, StreamLost
+from teimgr.http.replies import UNREAD
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ class HttpStreams:
         self._state = state
         self._peer_scope = peer_scope
         self._of_connection: dict[str, Any] = {}
+        self._unread: UnreadReplies
 
     async def serve(self, stream: Stream) -> None:
         """Answer the request of one stream."""
@@ -61,12 +63,15 @@ class HttpStreams:
         config = self._state.config
         if not self._of_connection:
             transport = stream.connection.transport
+            client = get_remote_addr(transport)
+            self._unread = self._state.unread_replies.of_connection(client[0] if client else "")
             self._of_connection = {
                 "type": "http",
+                UNREAD: self._unread,
                 "asgi": {"version": config.asgi_version, "spec_version": "2.3"},
                 "http_version": "2",
                 "server": get_local_addr(transport),
-                "client": get_remote_addr(transport),
+                "client": client,
                 "scheme": "https" if is_ssl(transport) else "http",
                 "root_path": "",
             } | (self._peer_scope(transport) if self._peer_scope else {})
@@ -75,8 +80,8 @@ class HttpStreams:
 
     async def _answer_directly(self, stream: Stream, head: RequestHead, scope: dict[str, Any]) -> bool:
         """Answer a small request that comes at once without ASGI; False where ASGI is to serve it."""
-        direct, received, unread = self._state.direct, stream.received, self._state.unread_replies
-        if direct is None or head.method != b"POST" or unread.taken_bytes > unread.limit_bytes:
+        direct, received = self._state.direct, stream.received
+        if direct is None or head.method != b"POST" or self._unread.is_over:
             return False
         if not received.has_ended:
             if head.expects_continue or (head.length or 0) > MAX_BODY_BYTES:
@@ -102,7 +107,7 @@ class HttpStreams:
     async def _reply(self, stream: Stream, reply: DirectReply) -> None:
         given = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in reply.headers.items()]
         fields = [*self.head(reply.status, given), (b"content-length", b"%d" % len(reply.body))]
-        charge = Charge(self._state.unread_replies)
+        charge = Charge(self._unread)
         charge.add(len(reply.body))
         try:
             await stream.send_headers(fields, end=not reply.body)
