@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from datetime import UTC, datetime, timedelta
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from teimgr.errors import Unavailable
+from teimgr.errors import Overloaded, Unavailable
 from teimgr.observability import log_source
 from teimgr.observability.log_files import Gap
 from teimgr.observability.log_filter import LogFilter
@@ -192,3 +193,36 @@ async def test_many_lines_of_many_hosts_come_in_order(tmp_path: Path) -> None:
     whole = [line(second, "x") for second in range(6000)]
     assert await past(log, 0, 6000) == whole
     assert await past(log, 5990, 6000) == list(islice(whole, 5990, 6000))
+
+
+async def test_few_logs_are_opened_at_a_time_and_too_many_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To open one reads all of it, on threads that others need."""
+    goes_on, reading, most = threading.Event(), 0, 0
+    read, lock = LocalLog.read, threading.Lock()
+
+    def slow(*args: Any, **keys: Any) -> LocalLog | None:
+        nonlocal reading, most
+        with lock:
+            reading += 1
+            most = max(most, reading)
+        goes_on.wait(LIMIT_S)
+        with lock:
+            reading -= 1
+        return read(*args, **keys)
+
+    write(tmp_path, line(1, "a"))
+    monkeypatch.setattr(LocalLog, "read", slow)
+    logs = LocalLogs(tmp_path)
+    asked = [asyncio.create_task(logs.open("a", ALL, follow=False)) for _ in range(100)]
+    done, waiting = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+    goes_on.set()
+    await asyncio.wait(asked)
+    refused = [task for task in asked if task.exception() is not None]
+    assert done
+    assert len(waiting) >= 36
+    assert len(refused) == 100 - 36
+    assert all(isinstance(task.exception(), Overloaded) for task in refused)
+    assert 0 < most <= 4
+    assert await logs.open("a", ALL, follow=False) is not None

@@ -16,7 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
-from teimgr.errors import TeimgrError, Unavailable
+from teimgr.errors import Overloaded, TeimgrError, Unavailable
 from teimgr.observability.log_files import Follower, Gap, Piece, pieces, read_lines
 from teimgr.observability.log_filter import LogFilter, event_of, time_of
 
@@ -29,6 +29,9 @@ OPEN_LIMIT_S = 10.0
 """A host that has not opened its log by then is left out."""
 MOST_AT_A_TIME = 32
 _QUEUED_BATCHES = 4
+# To open a log reads all of it, on a thread of a pool that others need: so many at a time, and so many that wait.
+_OPENING = 4
+_MOST_WAITING = 32
 _LOOK_S = 3.0
 _LATE_LINES = 10
 _EARLIEST = datetime.min.replace(tzinfo=UTC)
@@ -74,10 +77,24 @@ class LocalLogs:
     def __init__(self, folder: Path, host: str = "") -> None:
         self.host = host
         self._folder = folder
+        self._opening = asyncio.Semaphore(_OPENING)
+        self._asked = 0
 
     async def open(self, name: str, filter: LogFilter, *, follow: bool) -> LocalLog | None:
+        """As `LogSource.open`.
+
+        Raises:
+            Overloaded: too many logs are being opened.
+        """
+        if self._asked >= _OPENING + _MOST_WAITING:
+            raise Overloaded("Too many logs are being read; try again later")
         path = self._folder / f"{name}.log"
-        return await asyncio.to_thread(LocalLog.read, path, filter, follow=follow)
+        self._asked += 1
+        try:
+            async with self._opening:
+                return await asyncio.to_thread(LocalLog.read, path, filter, follow=follow)
+        finally:
+            self._asked -= 1
 
 
 class LocalLog:
