@@ -35,6 +35,7 @@ def ports() -> Iterator[Mapping[str, int]]:
         yield {model: client.get(model).port for model in recording.MODELS}
 
 
+@pytest.mark.timeout(400)
 def test_every_line_is_answered_as_by_the_real_one(ports: Mapping[str, int]) -> None:
     with closing(recording.Replay(ports)) as replay:
         found = [(line, recording.level(line, replay.answer(line))) for line in recording.lines()]
