@@ -28,11 +28,11 @@ def _install(folder: str) -> None:
             return
         path, function = frame.f_code.co_filename, frame.f_code.co_qualname
         key = (window[0], os.getpid(), path, function)
-        if "/teimgr/" not in path or seen[key] == _CALLS_KEPT or function == "<module>":
+        if "/src/teimgr/" not in path or seen[key] == _CALLS_KEPT or function == "<module>":
             return
         seen[key] += 1
         descriptor = os.open(f"{folder}/{key[0]}.{key[1]}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.write(descriptor, f"{path.rpartition('/teimgr/')[2]}:{function}\n".encode())
+        os.write(descriptor, f"{path.rpartition('/src/teimgr/')[2]}:{function}\n".encode())
         os.close(descriptor)
 
     threading.setprofile(note)
