@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 import urllib.request
 import zipfile
 from pathlib import Path
@@ -97,3 +98,11 @@ def test_a_daemon_of_that_wheel_serves_by_torchs_operators_and_says_so(
     assert info["fidelity"]["min_cosine"] > 0.99999
     first = np.asarray(vectors)[0, :128]
     np.testing.assert_allclose(first[:8] / np.linalg.norm(first), PUBLISHED, atol=2e-3)
+
+
+def test_every_pattern_of_the_packages_data_has_files() -> None:
+    """A pattern without files is no error for setuptools: what it named would be missing in an installed package."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    patterns = project["tool"]["setuptools"]["package-data"]["teimgr"]
+
+    assert [pattern for pattern in patterns if not any((ROOT / "src" / "teimgr").glob(pattern))] == []

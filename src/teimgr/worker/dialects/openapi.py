@@ -1,8 +1,8 @@
 """OpenAPI: the document of an instance's port, and the dialects' part of the daemon's document.
 
 Requests are described by the classes that read them. The daemon does not import a worker's modules, so it reads its
-part from `gateway/openapi.json`, which `python -m teimgr.worker.dialects.openapi` prints; a test checks that the file
-is fresh.
+part from `api/gateway/openapi.json`, which `python -m teimgr.worker.dialects.openapi` prints; a test checks that the
+file is fresh.
 """
 
 from __future__ import annotations
