@@ -5,7 +5,7 @@
     python3.11 dev.py test     make .venv and .venv-clients, install, run the tests (-m long: those left out)
     python3.11 dev.py check    format, lint, types, import layers, freshness of generated code
     python3.11 dev.py fix      format and safe fixes
-    python3.11 dev.py proto    regenerate src/teimgr/pb
+    python3.11 dev.py proto    regenerate src/teimgr/wire/pb
     python3.11 dev.py bench X  run the benchmark X; `bench guard` is that of the gate, `bench all` makes the report
     python3.11 dev.py gpu      all about a card in ten minutes (bench/card.py), with torch's own interpreter where this
                                is one; `gpu --carry DIR` packs what a machine without a network lacks

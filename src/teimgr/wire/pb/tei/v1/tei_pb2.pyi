@@ -17,7 +17,6 @@ class TruncationDirection(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     TRUNCATION_DIRECTION_RIGHT: _ClassVar[TruncationDirection]
     TRUNCATION_DIRECTION_LEFT: _ClassVar[TruncationDirection]
-
 MODEL_TYPE_EMBEDDING: ModelType
 MODEL_TYPE_CLASSIFIER: ModelType
 MODEL_TYPE_RERANKER: ModelType
@@ -29,21 +28,7 @@ class InfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class InfoResponse(_message.Message):
-    __slots__ = (
-        "version",
-        "sha",
-        "docker_label",
-        "model_id",
-        "model_sha",
-        "model_dtype",
-        "model_type",
-        "max_concurrent_requests",
-        "max_input_length",
-        "max_batch_tokens",
-        "max_batch_requests",
-        "max_client_batch_size",
-        "tokenization_workers",
-    )
+    __slots__ = ("version", "sha", "docker_label", "model_id", "model_sha", "model_dtype", "model_type", "max_concurrent_requests", "max_input_length", "max_batch_tokens", "max_batch_requests", "max_client_batch_size", "tokenization_workers")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     SHA_FIELD_NUMBER: _ClassVar[int]
     DOCKER_LABEL_FIELD_NUMBER: _ClassVar[int]
@@ -70,32 +55,10 @@ class InfoResponse(_message.Message):
     max_batch_requests: int
     max_client_batch_size: int
     tokenization_workers: int
-    def __init__(
-        self,
-        version: _Optional[str] = ...,
-        sha: _Optional[str] = ...,
-        docker_label: _Optional[str] = ...,
-        model_id: _Optional[str] = ...,
-        model_sha: _Optional[str] = ...,
-        model_dtype: _Optional[str] = ...,
-        model_type: _Optional[_Union[ModelType, str]] = ...,
-        max_concurrent_requests: _Optional[int] = ...,
-        max_input_length: _Optional[int] = ...,
-        max_batch_tokens: _Optional[int] = ...,
-        max_batch_requests: _Optional[int] = ...,
-        max_client_batch_size: _Optional[int] = ...,
-        tokenization_workers: _Optional[int] = ...,
-    ) -> None: ...
+    def __init__(self, version: _Optional[str] = ..., sha: _Optional[str] = ..., docker_label: _Optional[str] = ..., model_id: _Optional[str] = ..., model_sha: _Optional[str] = ..., model_dtype: _Optional[str] = ..., model_type: _Optional[_Union[ModelType, str]] = ..., max_concurrent_requests: _Optional[int] = ..., max_input_length: _Optional[int] = ..., max_batch_tokens: _Optional[int] = ..., max_batch_requests: _Optional[int] = ..., max_client_batch_size: _Optional[int] = ..., tokenization_workers: _Optional[int] = ...) -> None: ...
 
 class Metadata(_message.Message):
-    __slots__ = (
-        "compute_chars",
-        "compute_tokens",
-        "total_time_ns",
-        "tokenization_time_ns",
-        "queue_time_ns",
-        "inference_time_ns",
-    )
+    __slots__ = ("compute_chars", "compute_tokens", "total_time_ns", "tokenization_time_ns", "queue_time_ns", "inference_time_ns")
     COMPUTE_CHARS_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TOTAL_TIME_NS_FIELD_NUMBER: _ClassVar[int]
@@ -108,15 +71,7 @@ class Metadata(_message.Message):
     tokenization_time_ns: int
     queue_time_ns: int
     inference_time_ns: int
-    def __init__(
-        self,
-        compute_chars: _Optional[int] = ...,
-        compute_tokens: _Optional[int] = ...,
-        total_time_ns: _Optional[int] = ...,
-        tokenization_time_ns: _Optional[int] = ...,
-        queue_time_ns: _Optional[int] = ...,
-        inference_time_ns: _Optional[int] = ...,
-    ) -> None: ...
+    def __init__(self, compute_chars: _Optional[int] = ..., compute_tokens: _Optional[int] = ..., total_time_ns: _Optional[int] = ..., tokenization_time_ns: _Optional[int] = ..., queue_time_ns: _Optional[int] = ..., inference_time_ns: _Optional[int] = ...) -> None: ...
 
 class EmbedRequest(_message.Message):
     __slots__ = ("inputs", "truncate", "normalize", "truncation_direction", "prompt_name", "dimensions")
@@ -132,15 +87,7 @@ class EmbedRequest(_message.Message):
     truncation_direction: TruncationDirection
     prompt_name: str
     dimensions: int
-    def __init__(
-        self,
-        inputs: _Optional[str] = ...,
-        truncate: _Optional[bool] = ...,
-        normalize: _Optional[bool] = ...,
-        truncation_direction: _Optional[_Union[TruncationDirection, str]] = ...,
-        prompt_name: _Optional[str] = ...,
-        dimensions: _Optional[int] = ...,
-    ) -> None: ...
+    def __init__(self, inputs: _Optional[str] = ..., truncate: _Optional[bool] = ..., normalize: _Optional[bool] = ..., truncation_direction: _Optional[_Union[TruncationDirection, str]] = ..., prompt_name: _Optional[str] = ..., dimensions: _Optional[int] = ...) -> None: ...
 
 class EmbedResponse(_message.Message):
     __slots__ = ("embeddings", "metadata")
@@ -148,9 +95,7 @@ class EmbedResponse(_message.Message):
     METADATA_FIELD_NUMBER: _ClassVar[int]
     embeddings: _containers.RepeatedScalarFieldContainer[float]
     metadata: Metadata
-    def __init__(
-        self, embeddings: _Optional[_Iterable[float]] = ..., metadata: _Optional[_Union[Metadata, _Mapping]] = ...
-    ) -> None: ...
+    def __init__(self, embeddings: _Optional[_Iterable[float]] = ..., metadata: _Optional[_Union[Metadata, _Mapping]] = ...) -> None: ...
 
 class EmbedSparseRequest(_message.Message):
     __slots__ = ("inputs", "truncate", "truncation_direction", "prompt_name")
@@ -162,13 +107,7 @@ class EmbedSparseRequest(_message.Message):
     truncate: bool
     truncation_direction: TruncationDirection
     prompt_name: str
-    def __init__(
-        self,
-        inputs: _Optional[str] = ...,
-        truncate: _Optional[bool] = ...,
-        truncation_direction: _Optional[_Union[TruncationDirection, str]] = ...,
-        prompt_name: _Optional[str] = ...,
-    ) -> None: ...
+    def __init__(self, inputs: _Optional[str] = ..., truncate: _Optional[bool] = ..., truncation_direction: _Optional[_Union[TruncationDirection, str]] = ..., prompt_name: _Optional[str] = ...) -> None: ...
 
 class SparseValue(_message.Message):
     __slots__ = ("index", "value")
@@ -184,11 +123,7 @@ class EmbedSparseResponse(_message.Message):
     METADATA_FIELD_NUMBER: _ClassVar[int]
     sparse_embeddings: _containers.RepeatedCompositeFieldContainer[SparseValue]
     metadata: Metadata
-    def __init__(
-        self,
-        sparse_embeddings: _Optional[_Iterable[_Union[SparseValue, _Mapping]]] = ...,
-        metadata: _Optional[_Union[Metadata, _Mapping]] = ...,
-    ) -> None: ...
+    def __init__(self, sparse_embeddings: _Optional[_Iterable[_Union[SparseValue, _Mapping]]] = ..., metadata: _Optional[_Union[Metadata, _Mapping]] = ...) -> None: ...
 
 class EmbedAllRequest(_message.Message):
     __slots__ = ("inputs", "truncate", "truncation_direction", "prompt_name")
@@ -200,13 +135,7 @@ class EmbedAllRequest(_message.Message):
     truncate: bool
     truncation_direction: TruncationDirection
     prompt_name: str
-    def __init__(
-        self,
-        inputs: _Optional[str] = ...,
-        truncate: _Optional[bool] = ...,
-        truncation_direction: _Optional[_Union[TruncationDirection, str]] = ...,
-        prompt_name: _Optional[str] = ...,
-    ) -> None: ...
+    def __init__(self, inputs: _Optional[str] = ..., truncate: _Optional[bool] = ..., truncation_direction: _Optional[_Union[TruncationDirection, str]] = ..., prompt_name: _Optional[str] = ...) -> None: ...
 
 class TokenEmbedding(_message.Message):
     __slots__ = ("embeddings",)
@@ -220,11 +149,7 @@ class EmbedAllResponse(_message.Message):
     METADATA_FIELD_NUMBER: _ClassVar[int]
     token_embeddings: _containers.RepeatedCompositeFieldContainer[TokenEmbedding]
     metadata: Metadata
-    def __init__(
-        self,
-        token_embeddings: _Optional[_Iterable[_Union[TokenEmbedding, _Mapping]]] = ...,
-        metadata: _Optional[_Union[Metadata, _Mapping]] = ...,
-    ) -> None: ...
+    def __init__(self, token_embeddings: _Optional[_Iterable[_Union[TokenEmbedding, _Mapping]]] = ..., metadata: _Optional[_Union[Metadata, _Mapping]] = ...) -> None: ...
 
 class PredictRequest(_message.Message):
     __slots__ = ("inputs", "truncate", "raw_scores", "truncation_direction")
@@ -236,13 +161,7 @@ class PredictRequest(_message.Message):
     truncate: bool
     raw_scores: bool
     truncation_direction: TruncationDirection
-    def __init__(
-        self,
-        inputs: _Optional[str] = ...,
-        truncate: _Optional[bool] = ...,
-        raw_scores: _Optional[bool] = ...,
-        truncation_direction: _Optional[_Union[TruncationDirection, str]] = ...,
-    ) -> None: ...
+    def __init__(self, inputs: _Optional[str] = ..., truncate: _Optional[bool] = ..., raw_scores: _Optional[bool] = ..., truncation_direction: _Optional[_Union[TruncationDirection, str]] = ...) -> None: ...
 
 class PredictPairRequest(_message.Message):
     __slots__ = ("inputs", "truncate", "raw_scores", "truncation_direction")
@@ -254,13 +173,7 @@ class PredictPairRequest(_message.Message):
     truncate: bool
     raw_scores: bool
     truncation_direction: TruncationDirection
-    def __init__(
-        self,
-        inputs: _Optional[_Iterable[str]] = ...,
-        truncate: _Optional[bool] = ...,
-        raw_scores: _Optional[bool] = ...,
-        truncation_direction: _Optional[_Union[TruncationDirection, str]] = ...,
-    ) -> None: ...
+    def __init__(self, inputs: _Optional[_Iterable[str]] = ..., truncate: _Optional[bool] = ..., raw_scores: _Optional[bool] = ..., truncation_direction: _Optional[_Union[TruncationDirection, str]] = ...) -> None: ...
 
 class Prediction(_message.Message):
     __slots__ = ("score", "label")
@@ -276,11 +189,7 @@ class PredictResponse(_message.Message):
     METADATA_FIELD_NUMBER: _ClassVar[int]
     predictions: _containers.RepeatedCompositeFieldContainer[Prediction]
     metadata: Metadata
-    def __init__(
-        self,
-        predictions: _Optional[_Iterable[_Union[Prediction, _Mapping]]] = ...,
-        metadata: _Optional[_Union[Metadata, _Mapping]] = ...,
-    ) -> None: ...
+    def __init__(self, predictions: _Optional[_Iterable[_Union[Prediction, _Mapping]]] = ..., metadata: _Optional[_Union[Metadata, _Mapping]] = ...) -> None: ...
 
 class RerankRequest(_message.Message):
     __slots__ = ("query", "texts", "truncate", "raw_scores", "return_text", "truncation_direction")
@@ -296,15 +205,7 @@ class RerankRequest(_message.Message):
     raw_scores: bool
     return_text: bool
     truncation_direction: TruncationDirection
-    def __init__(
-        self,
-        query: _Optional[str] = ...,
-        texts: _Optional[_Iterable[str]] = ...,
-        truncate: _Optional[bool] = ...,
-        raw_scores: _Optional[bool] = ...,
-        return_text: _Optional[bool] = ...,
-        truncation_direction: _Optional[_Union[TruncationDirection, str]] = ...,
-    ) -> None: ...
+    def __init__(self, query: _Optional[str] = ..., texts: _Optional[_Iterable[str]] = ..., truncate: _Optional[bool] = ..., raw_scores: _Optional[bool] = ..., return_text: _Optional[bool] = ..., truncation_direction: _Optional[_Union[TruncationDirection, str]] = ...) -> None: ...
 
 class RerankStreamRequest(_message.Message):
     __slots__ = ("query", "text", "truncate", "raw_scores", "return_text", "truncation_direction")
@@ -320,15 +221,7 @@ class RerankStreamRequest(_message.Message):
     raw_scores: bool
     return_text: bool
     truncation_direction: TruncationDirection
-    def __init__(
-        self,
-        query: _Optional[str] = ...,
-        text: _Optional[str] = ...,
-        truncate: _Optional[bool] = ...,
-        raw_scores: _Optional[bool] = ...,
-        return_text: _Optional[bool] = ...,
-        truncation_direction: _Optional[_Union[TruncationDirection, str]] = ...,
-    ) -> None: ...
+    def __init__(self, query: _Optional[str] = ..., text: _Optional[str] = ..., truncate: _Optional[bool] = ..., raw_scores: _Optional[bool] = ..., return_text: _Optional[bool] = ..., truncation_direction: _Optional[_Union[TruncationDirection, str]] = ...) -> None: ...
 
 class Rank(_message.Message):
     __slots__ = ("index", "text", "score")
@@ -338,9 +231,7 @@ class Rank(_message.Message):
     index: int
     text: str
     score: float
-    def __init__(
-        self, index: _Optional[int] = ..., text: _Optional[str] = ..., score: _Optional[float] = ...
-    ) -> None: ...
+    def __init__(self, index: _Optional[int] = ..., text: _Optional[str] = ..., score: _Optional[float] = ...) -> None: ...
 
 class RerankResponse(_message.Message):
     __slots__ = ("ranks", "metadata")
@@ -348,11 +239,7 @@ class RerankResponse(_message.Message):
     METADATA_FIELD_NUMBER: _ClassVar[int]
     ranks: _containers.RepeatedCompositeFieldContainer[Rank]
     metadata: Metadata
-    def __init__(
-        self,
-        ranks: _Optional[_Iterable[_Union[Rank, _Mapping]]] = ...,
-        metadata: _Optional[_Union[Metadata, _Mapping]] = ...,
-    ) -> None: ...
+    def __init__(self, ranks: _Optional[_Iterable[_Union[Rank, _Mapping]]] = ..., metadata: _Optional[_Union[Metadata, _Mapping]] = ...) -> None: ...
 
 class EncodeRequest(_message.Message):
     __slots__ = ("inputs", "add_special_tokens", "prompt_name")
@@ -362,9 +249,7 @@ class EncodeRequest(_message.Message):
     inputs: str
     add_special_tokens: bool
     prompt_name: str
-    def __init__(
-        self, inputs: _Optional[str] = ..., add_special_tokens: _Optional[bool] = ..., prompt_name: _Optional[str] = ...
-    ) -> None: ...
+    def __init__(self, inputs: _Optional[str] = ..., add_special_tokens: _Optional[bool] = ..., prompt_name: _Optional[str] = ...) -> None: ...
 
 class SimpleToken(_message.Message):
     __slots__ = ("id", "text", "special", "start", "stop")
@@ -378,14 +263,7 @@ class SimpleToken(_message.Message):
     special: bool
     start: int
     stop: int
-    def __init__(
-        self,
-        id: _Optional[int] = ...,
-        text: _Optional[str] = ...,
-        special: _Optional[bool] = ...,
-        start: _Optional[int] = ...,
-        stop: _Optional[int] = ...,
-    ) -> None: ...
+    def __init__(self, id: _Optional[int] = ..., text: _Optional[str] = ..., special: _Optional[bool] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ...) -> None: ...
 
 class EncodeResponse(_message.Message):
     __slots__ = ("tokens",)

@@ -4,15 +4,18 @@
 # source: tei_multiplexer/v1/multiplexer.proto
 # Protobuf Python Version: 7.35.1
 """Generated protocol buffer code."""
-
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import descriptor_pool as _descriptor_pool
 from google.protobuf import runtime_version as _runtime_version
 from google.protobuf import symbol_database as _symbol_database
 from google.protobuf.internal import builder as _builder
-
 _runtime_version.ValidateProtobufRuntimeVersion(
-    _runtime_version.Domain.PUBLIC, 7, 35, 1, "", "tei_multiplexer/v1/multiplexer.proto"
+    _runtime_version.Domain.PUBLIC,
+    7,
+    35,
+    1,
+    '',
+    'tei_multiplexer/v1/multiplexer.proto'
 )
 # @@protoc_insertion_point(imports)
 
@@ -22,49 +25,47 @@ _sym_db = _symbol_database.Default()
 from teimgr.wire.pb.tei.v1 import tei_pb2 as tei_dot_v1_dot_tei__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(
-    b'\n$tei_multiplexer/v1/multiplexer.proto\x12\x12tei_multiplexer.v1\x1a\x10tei/v1/tei.proto"Z\n\x06Target\x12\x17\n\rinstance_name\x18\x01 \x01(\tH\x00\x12\x12\n\x08model_id\x18\x02 \x01(\tH\x00\x12\x18\n\x0einstance_index\x18\x03 \x01(\rH\x00\x42\t\n\x07routing"9\n\x0bInfoRequest\x12*\n\x06target\x18\x01 \x01(\x0b\x32\x1a.tei_multiplexer.v1.Target"a\n\x0c\x45mbedRequest\x12*\n\x06target\x18\x01 \x01(\x0b\x32\x1a.tei_multiplexer.v1.Target\x12%\n\x07request\x18\x02 \x01(\x0b\x32\x14.tei.v1.EmbedRequest"m\n\x12\x45mbedSparseRequest\x12*\n\x06target\x18\x01 \x01(\x0b\x32\x1a.tei_multiplexer.v1.Target\x12+\n\x07request\x18\x02 \x01(\x0b\x32\x1a.tei.v1.EmbedSparseRequest"g\n\x0f\x45mbedAllRequest\x12*\n\x06target\x18\x01 \x01(\x0b\x32\x1a.tei_multiplexer.v1.Target\x12(\n\x07request\x18\x02 \x01(\x0b\x32\x17.tei.v1.EmbedAllRequest"e\n\x0ePredictRequest\x12*\n\x06target\x18\x01 \x01(\x0b\x32\x1a.tei_multiplexer.v1.Target\x12\'\n\x07request\x18\x02 \x01(\x0b\x32\x16.tei.v1.PredictRequest"m\n\x12PredictPairRequest\x12*\n\x06target\x18\x01 \x01(\x0b\x32\x1a.tei_multiplexer.v1.Target\x12+\n\x07request\x18\x02 \x01(\x0b\x32\x1a.tei.v1.PredictPairRequest"c\n\rRerankRequest\x12*\n\x06target\x18\x01 \x01(\x0b\x32\x1a.tei_multiplexer.v1.Target\x12&\n\x07request\x18\x02 \x01(\x0b\x32\x15.tei.v1.RerankRequest"o\n\x13RerankStreamRequest\x12*\n\x06target\x18\x01 \x01(\x0b\x32\x1a.tei_multiplexer.v1.Target\x12,\n\x07request\x18\x02 \x01(\x0b\x32\x1b.tei.v1.RerankStreamRequest"c\n\rEncodeRequest\x12*\n\x06target\x18\x01 \x01(\x0b\x32\x1a.tei_multiplexer.v1.Target\x12&\n\x07request\x18\x02 \x01(\x0b\x32\x15.tei.v1.EncodeRequest"c\n\rDecodeRequest\x12*\n\x06target\x18\x01 \x01(\x0b\x32\x1a.tei_multiplexer.v1.Target\x12&\n\x07request\x18\x02 \x01(\x0b\x32\x15.tei.v1.DecodeRequest"\x84\x03\n\x11\x45mbedArrowRequest\x12*\n\x06target\x18\x01 \x01(\x0b\x32\x1a.tei_multiplexer.v1.Target\x12\x11\n\tarrow_ipc\x18\x02 \x01(\x0c\x12\x10\n\x08truncate\x18\x03 \x01(\x08\x12\x11\n\tnormalize\x18\x04 \x01(\x08\x12\x0c\n\x04noop\x18\x05 \x01(\x08\x12\x39\n\x14truncation_direction\x18\x06 \x01(\x0e\x32\x1b.tei.v1.TruncationDirection\x12\x18\n\x0bprompt_name\x18\x07 \x01(\tH\x00\x88\x01\x01\x12\x17\n\ndimensions\x18\x08 \x01(\rH\x01\x88\x01\x01\x12\x39\n\x0b\x63ompression\x18\t \x01(\x0e\x32$.tei_multiplexer.v1.ArrowCompression\x12\x35\n\x0coutput_dtype\x18\n \x01(\x0e\x32\x1f.tei_multiplexer.v1.OutputDtypeB\x0e\n\x0c_prompt_nameB\r\n\x0b_dimensions"\'\n\x12\x45mbedArrowResponse\x12\x11\n\tarrow_ipc\x18\x01 \x01(\x0c"\x98\x02\n\x17\x45mbedSparseArrowRequest\x12*\n\x06target\x18\x01 \x01(\x0b\x32\x1a.tei_multiplexer.v1.Target\x12\x11\n\tarrow_ipc\x18\x02 \x01(\x0c\x12\x10\n\x08truncate\x18\x03 \x01(\x08\x12\x0c\n\x04noop\x18\x04 \x01(\x08\x12\x39\n\x14truncation_direction\x18\x05 \x01(\x0e\x32\x1b.tei.v1.TruncationDirection\x12\x18\n\x0bprompt_name\x18\x06 \x01(\tH\x00\x88\x01\x01\x12\x39\n\x0b\x63ompression\x18\x07 \x01(\x0e\x32$.tei_multiplexer.v1.ArrowCompressionB\x0e\n\x0c_prompt_name"-\n\x18\x45mbedSparseArrowResponse\x12\x11\n\tarrow_ipc\x18\x01 \x01(\x0c*I\n\x10\x41rrowCompression\x12\x1a\n\x16\x41RROW_COMPRESSION_NONE\x10\x00\x12\x19\n\x15\x41RROW_COMPRESSION_LZ4\x10\x01*W\n\x0bOutputDtype\x12\x1c\n\x18OUTPUT_DTYPE_UNSPECIFIED\x10\x00\x12\x14\n\x10OUTPUT_DTYPE_F32\x10\x01\x12\x14\n\x10OUTPUT_DTYPE_F16\x10\x02\x32\xea\x0c\n\x0eTeiMultiplexer\x12=\n\x04Info\x12\x1f.tei_multiplexer.v1.InfoRequest\x1a\x14.tei.v1.InfoResponse\x12@\n\x05\x45mbed\x12 .tei_multiplexer.v1.EmbedRequest\x1a\x15.tei.v1.EmbedResponse\x12J\n\x0b\x45mbedStream\x12 .tei_multiplexer.v1.EmbedRequest\x1a\x15.tei.v1.EmbedResponse(\x01\x30\x01\x12R\n\x0b\x45mbedSparse\x12&.tei_multiplexer.v1.EmbedSparseRequest\x1a\x1b.tei.v1.EmbedSparseResponse\x12\\\n\x11\x45mbedSparseStream\x12&.tei_multiplexer.v1.EmbedSparseRequest\x1a\x1b.tei.v1.EmbedSparseResponse(\x01\x30\x01\x12I\n\x08\x45mbedAll\x12#.tei_multiplexer.v1.EmbedAllRequest\x1a\x18.tei.v1.EmbedAllResponse\x12S\n\x0e\x45mbedAllStream\x12#.tei_multiplexer.v1.EmbedAllRequest\x1a\x18.tei.v1.EmbedAllResponse(\x01\x30\x01\x12[\n\nEmbedArrow\x12%.tei_multiplexer.v1.EmbedArrowRequest\x1a&.tei_multiplexer.v1.EmbedArrowResponse\x12\x65\n\x10\x45mbedArrowStream\x12%.tei_multiplexer.v1.EmbedArrowRequest\x1a&.tei_multiplexer.v1.EmbedArrowResponse(\x01\x30\x01\x12m\n\x10\x45mbedSparseArrow\x12+.tei_multiplexer.v1.EmbedSparseArrowRequest\x1a,.tei_multiplexer.v1.EmbedSparseArrowResponse\x12\x46\n\x07Predict\x12".tei_multiplexer.v1.PredictRequest\x1a\x17.tei.v1.PredictResponse\x12N\n\x0bPredictPair\x12&.tei_multiplexer.v1.PredictPairRequest\x1a\x17.tei.v1.PredictResponse\x12P\n\rPredictStream\x12".tei_multiplexer.v1.PredictRequest\x1a\x17.tei.v1.PredictResponse(\x01\x30\x01\x12X\n\x11PredictPairStream\x12&.tei_multiplexer.v1.PredictPairRequest\x1a\x17.tei.v1.PredictResponse(\x01\x30\x01\x12\x43\n\x06Rerank\x12!.tei_multiplexer.v1.RerankRequest\x1a\x16.tei.v1.RerankResponse\x12Q\n\x0cRerankStream\x12\'.tei_multiplexer.v1.RerankStreamRequest\x1a\x16.tei.v1.RerankResponse(\x01\x12\x45\n\x08Tokenize\x12!.tei_multiplexer.v1.EncodeRequest\x1a\x16.tei.v1.EncodeResponse\x12O\n\x0eTokenizeStream\x12!.tei_multiplexer.v1.EncodeRequest\x1a\x16.tei.v1.EncodeResponse(\x01\x30\x01\x12\x43\n\x06\x44\x65\x63ode\x12!.tei_multiplexer.v1.DecodeRequest\x1a\x16.tei.v1.DecodeResponse\x12M\n\x0c\x44\x65\x63odeStream\x12!.tei_multiplexer.v1.DecodeRequest\x1a\x16.tei.v1.DecodeResponse(\x01\x30\x01\x62\x06proto3'
-)
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$tei_multiplexer/v1/multiplexer.proto\x12\x12tei_multiplexer.v1\x1a\x10tei/v1/tei.proto\"Z\n\x06Target\x12\x17\n\rinstance_name\x18\x01 \x01(\tH\x00\x12\x12\n\x08model_id\x18\x02 \x01(\tH\x00\x12\x18\n\x0einstance_index\x18\x03 \x01(\rH\x00\x42\t\n\x07routing\"9\n\x0bInfoRequest\x12*\n\x06target\x18\x01 \x01(\x0b\x32\x1a.tei_multiplexer.v1.Target\"a\n\x0c\x45mbedRequest\x12*\n\x06target\x18\x01 \x01(\x0b\x32\x1a.tei_multiplexer.v1.Target\x12%\n\x07request\x18\x02 \x01(\x0b\x32\x14.tei.v1.EmbedRequest\"m\n\x12\x45mbedSparseRequest\x12*\n\x06target\x18\x01 \x01(\x0b\x32\x1a.tei_multiplexer.v1.Target\x12+\n\x07request\x18\x02 \x01(\x0b\x32\x1a.tei.v1.EmbedSparseRequest\"g\n\x0f\x45mbedAllRequest\x12*\n\x06target\x18\x01 \x01(\x0b\x32\x1a.tei_multiplexer.v1.Target\x12(\n\x07request\x18\x02 \x01(\x0b\x32\x17.tei.v1.EmbedAllRequest\"e\n\x0ePredictRequest\x12*\n\x06target\x18\x01 \x01(\x0b\x32\x1a.tei_multiplexer.v1.Target\x12\'\n\x07request\x18\x02 \x01(\x0b\x32\x16.tei.v1.PredictRequest\"m\n\x12PredictPairRequest\x12*\n\x06target\x18\x01 \x01(\x0b\x32\x1a.tei_multiplexer.v1.Target\x12+\n\x07request\x18\x02 \x01(\x0b\x32\x1a.tei.v1.PredictPairRequest\"c\n\rRerankRequest\x12*\n\x06target\x18\x01 \x01(\x0b\x32\x1a.tei_multiplexer.v1.Target\x12&\n\x07request\x18\x02 \x01(\x0b\x32\x15.tei.v1.RerankRequest\"o\n\x13RerankStreamRequest\x12*\n\x06target\x18\x01 \x01(\x0b\x32\x1a.tei_multiplexer.v1.Target\x12,\n\x07request\x18\x02 \x01(\x0b\x32\x1b.tei.v1.RerankStreamRequest\"c\n\rEncodeRequest\x12*\n\x06target\x18\x01 \x01(\x0b\x32\x1a.tei_multiplexer.v1.Target\x12&\n\x07request\x18\x02 \x01(\x0b\x32\x15.tei.v1.EncodeRequest\"c\n\rDecodeRequest\x12*\n\x06target\x18\x01 \x01(\x0b\x32\x1a.tei_multiplexer.v1.Target\x12&\n\x07request\x18\x02 \x01(\x0b\x32\x15.tei.v1.DecodeRequest\"\x84\x03\n\x11\x45mbedArrowRequest\x12*\n\x06target\x18\x01 \x01(\x0b\x32\x1a.tei_multiplexer.v1.Target\x12\x11\n\tarrow_ipc\x18\x02 \x01(\x0c\x12\x10\n\x08truncate\x18\x03 \x01(\x08\x12\x11\n\tnormalize\x18\x04 \x01(\x08\x12\x0c\n\x04noop\x18\x05 \x01(\x08\x12\x39\n\x14truncation_direction\x18\x06 \x01(\x0e\x32\x1b.tei.v1.TruncationDirection\x12\x18\n\x0bprompt_name\x18\x07 \x01(\tH\x00\x88\x01\x01\x12\x17\n\ndimensions\x18\x08 \x01(\rH\x01\x88\x01\x01\x12\x39\n\x0b\x63ompression\x18\t \x01(\x0e\x32$.tei_multiplexer.v1.ArrowCompression\x12\x35\n\x0coutput_dtype\x18\n \x01(\x0e\x32\x1f.tei_multiplexer.v1.OutputDtypeB\x0e\n\x0c_prompt_nameB\r\n\x0b_dimensions\"\'\n\x12\x45mbedArrowResponse\x12\x11\n\tarrow_ipc\x18\x01 \x01(\x0c\"\x98\x02\n\x17\x45mbedSparseArrowRequest\x12*\n\x06target\x18\x01 \x01(\x0b\x32\x1a.tei_multiplexer.v1.Target\x12\x11\n\tarrow_ipc\x18\x02 \x01(\x0c\x12\x10\n\x08truncate\x18\x03 \x01(\x08\x12\x0c\n\x04noop\x18\x04 \x01(\x08\x12\x39\n\x14truncation_direction\x18\x05 \x01(\x0e\x32\x1b.tei.v1.TruncationDirection\x12\x18\n\x0bprompt_name\x18\x06 \x01(\tH\x00\x88\x01\x01\x12\x39\n\x0b\x63ompression\x18\x07 \x01(\x0e\x32$.tei_multiplexer.v1.ArrowCompressionB\x0e\n\x0c_prompt_name\"-\n\x18\x45mbedSparseArrowResponse\x12\x11\n\tarrow_ipc\x18\x01 \x01(\x0c*I\n\x10\x41rrowCompression\x12\x1a\n\x16\x41RROW_COMPRESSION_NONE\x10\x00\x12\x19\n\x15\x41RROW_COMPRESSION_LZ4\x10\x01*W\n\x0bOutputDtype\x12\x1c\n\x18OUTPUT_DTYPE_UNSPECIFIED\x10\x00\x12\x14\n\x10OUTPUT_DTYPE_F32\x10\x01\x12\x14\n\x10OUTPUT_DTYPE_F16\x10\x02\x32\xea\x0c\n\x0eTeiMultiplexer\x12=\n\x04Info\x12\x1f.tei_multiplexer.v1.InfoRequest\x1a\x14.tei.v1.InfoResponse\x12@\n\x05\x45mbed\x12 .tei_multiplexer.v1.EmbedRequest\x1a\x15.tei.v1.EmbedResponse\x12J\n\x0b\x45mbedStream\x12 .tei_multiplexer.v1.EmbedRequest\x1a\x15.tei.v1.EmbedResponse(\x01\x30\x01\x12R\n\x0b\x45mbedSparse\x12&.tei_multiplexer.v1.EmbedSparseRequest\x1a\x1b.tei.v1.EmbedSparseResponse\x12\\\n\x11\x45mbedSparseStream\x12&.tei_multiplexer.v1.EmbedSparseRequest\x1a\x1b.tei.v1.EmbedSparseResponse(\x01\x30\x01\x12I\n\x08\x45mbedAll\x12#.tei_multiplexer.v1.EmbedAllRequest\x1a\x18.tei.v1.EmbedAllResponse\x12S\n\x0e\x45mbedAllStream\x12#.tei_multiplexer.v1.EmbedAllRequest\x1a\x18.tei.v1.EmbedAllResponse(\x01\x30\x01\x12[\n\nEmbedArrow\x12%.tei_multiplexer.v1.EmbedArrowRequest\x1a&.tei_multiplexer.v1.EmbedArrowResponse\x12\x65\n\x10\x45mbedArrowStream\x12%.tei_multiplexer.v1.EmbedArrowRequest\x1a&.tei_multiplexer.v1.EmbedArrowResponse(\x01\x30\x01\x12m\n\x10\x45mbedSparseArrow\x12+.tei_multiplexer.v1.EmbedSparseArrowRequest\x1a,.tei_multiplexer.v1.EmbedSparseArrowResponse\x12\x46\n\x07Predict\x12\".tei_multiplexer.v1.PredictRequest\x1a\x17.tei.v1.PredictResponse\x12N\n\x0bPredictPair\x12&.tei_multiplexer.v1.PredictPairRequest\x1a\x17.tei.v1.PredictResponse\x12P\n\rPredictStream\x12\".tei_multiplexer.v1.PredictRequest\x1a\x17.tei.v1.PredictResponse(\x01\x30\x01\x12X\n\x11PredictPairStream\x12&.tei_multiplexer.v1.PredictPairRequest\x1a\x17.tei.v1.PredictResponse(\x01\x30\x01\x12\x43\n\x06Rerank\x12!.tei_multiplexer.v1.RerankRequest\x1a\x16.tei.v1.RerankResponse\x12Q\n\x0cRerankStream\x12\'.tei_multiplexer.v1.RerankStreamRequest\x1a\x16.tei.v1.RerankResponse(\x01\x12\x45\n\x08Tokenize\x12!.tei_multiplexer.v1.EncodeRequest\x1a\x16.tei.v1.EncodeResponse\x12O\n\x0eTokenizeStream\x12!.tei_multiplexer.v1.EncodeRequest\x1a\x16.tei.v1.EncodeResponse(\x01\x30\x01\x12\x43\n\x06\x44\x65\x63ode\x12!.tei_multiplexer.v1.DecodeRequest\x1a\x16.tei.v1.DecodeResponse\x12M\n\x0c\x44\x65\x63odeStream\x12!.tei_multiplexer.v1.DecodeRequest\x1a\x16.tei.v1.DecodeResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
-_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, "tei_multiplexer.v1.multiplexer_pb2", _globals)
+_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tei_multiplexer.v1.multiplexer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-    DESCRIPTOR._loaded_options = None
-    _globals["_ARROWCOMPRESSION"]._serialized_start = 1936
-    _globals["_ARROWCOMPRESSION"]._serialized_end = 2009
-    _globals["_OUTPUTDTYPE"]._serialized_start = 2011
-    _globals["_OUTPUTDTYPE"]._serialized_end = 2098
-    _globals["_TARGET"]._serialized_start = 78
-    _globals["_TARGET"]._serialized_end = 168
-    _globals["_INFOREQUEST"]._serialized_start = 170
-    _globals["_INFOREQUEST"]._serialized_end = 227
-    _globals["_EMBEDREQUEST"]._serialized_start = 229
-    _globals["_EMBEDREQUEST"]._serialized_end = 326
-    _globals["_EMBEDSPARSEREQUEST"]._serialized_start = 328
-    _globals["_EMBEDSPARSEREQUEST"]._serialized_end = 437
-    _globals["_EMBEDALLREQUEST"]._serialized_start = 439
-    _globals["_EMBEDALLREQUEST"]._serialized_end = 542
-    _globals["_PREDICTREQUEST"]._serialized_start = 544
-    _globals["_PREDICTREQUEST"]._serialized_end = 645
-    _globals["_PREDICTPAIRREQUEST"]._serialized_start = 647
-    _globals["_PREDICTPAIRREQUEST"]._serialized_end = 756
-    _globals["_RERANKREQUEST"]._serialized_start = 758
-    _globals["_RERANKREQUEST"]._serialized_end = 857
-    _globals["_RERANKSTREAMREQUEST"]._serialized_start = 859
-    _globals["_RERANKSTREAMREQUEST"]._serialized_end = 970
-    _globals["_ENCODEREQUEST"]._serialized_start = 972
-    _globals["_ENCODEREQUEST"]._serialized_end = 1071
-    _globals["_DECODEREQUEST"]._serialized_start = 1073
-    _globals["_DECODEREQUEST"]._serialized_end = 1172
-    _globals["_EMBEDARROWREQUEST"]._serialized_start = 1175
-    _globals["_EMBEDARROWREQUEST"]._serialized_end = 1563
-    _globals["_EMBEDARROWRESPONSE"]._serialized_start = 1565
-    _globals["_EMBEDARROWRESPONSE"]._serialized_end = 1604
-    _globals["_EMBEDSPARSEARROWREQUEST"]._serialized_start = 1607
-    _globals["_EMBEDSPARSEARROWREQUEST"]._serialized_end = 1887
-    _globals["_EMBEDSPARSEARROWRESPONSE"]._serialized_start = 1889
-    _globals["_EMBEDSPARSEARROWRESPONSE"]._serialized_end = 1934
-    _globals["_TEIMULTIPLEXER"]._serialized_start = 2101
-    _globals["_TEIMULTIPLEXER"]._serialized_end = 3743
+  DESCRIPTOR._loaded_options = None
+  _globals['_ARROWCOMPRESSION']._serialized_start=1936
+  _globals['_ARROWCOMPRESSION']._serialized_end=2009
+  _globals['_OUTPUTDTYPE']._serialized_start=2011
+  _globals['_OUTPUTDTYPE']._serialized_end=2098
+  _globals['_TARGET']._serialized_start=78
+  _globals['_TARGET']._serialized_end=168
+  _globals['_INFOREQUEST']._serialized_start=170
+  _globals['_INFOREQUEST']._serialized_end=227
+  _globals['_EMBEDREQUEST']._serialized_start=229
+  _globals['_EMBEDREQUEST']._serialized_end=326
+  _globals['_EMBEDSPARSEREQUEST']._serialized_start=328
+  _globals['_EMBEDSPARSEREQUEST']._serialized_end=437
+  _globals['_EMBEDALLREQUEST']._serialized_start=439
+  _globals['_EMBEDALLREQUEST']._serialized_end=542
+  _globals['_PREDICTREQUEST']._serialized_start=544
+  _globals['_PREDICTREQUEST']._serialized_end=645
+  _globals['_PREDICTPAIRREQUEST']._serialized_start=647
+  _globals['_PREDICTPAIRREQUEST']._serialized_end=756
+  _globals['_RERANKREQUEST']._serialized_start=758
+  _globals['_RERANKREQUEST']._serialized_end=857
+  _globals['_RERANKSTREAMREQUEST']._serialized_start=859
+  _globals['_RERANKSTREAMREQUEST']._serialized_end=970
+  _globals['_ENCODEREQUEST']._serialized_start=972
+  _globals['_ENCODEREQUEST']._serialized_end=1071
+  _globals['_DECODEREQUEST']._serialized_start=1073
+  _globals['_DECODEREQUEST']._serialized_end=1172
+  _globals['_EMBEDARROWREQUEST']._serialized_start=1175
+  _globals['_EMBEDARROWREQUEST']._serialized_end=1563
+  _globals['_EMBEDARROWRESPONSE']._serialized_start=1565
+  _globals['_EMBEDARROWRESPONSE']._serialized_end=1604
+  _globals['_EMBEDSPARSEARROWREQUEST']._serialized_start=1607
+  _globals['_EMBEDSPARSEARROWREQUEST']._serialized_end=1887
+  _globals['_EMBEDSPARSEARROWRESPONSE']._serialized_start=1889
+  _globals['_EMBEDSPARSEARROWRESPONSE']._serialized_end=1934
+  _globals['_TEIMULTIPLEXER']._serialized_start=2101
+  _globals['_TEIMULTIPLEXER']._serialized_end=3743
 # @@protoc_insertion_point(module_scope)

@@ -17,7 +17,6 @@ class OutputDtype(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     OUTPUT_DTYPE_UNSPECIFIED: _ClassVar[OutputDtype]
     OUTPUT_DTYPE_F32: _ClassVar[OutputDtype]
     OUTPUT_DTYPE_F16: _ClassVar[OutputDtype]
-
 ARROW_COMPRESSION_NONE: ArrowCompression
 ARROW_COMPRESSION_LZ4: ArrowCompression
 OUTPUT_DTYPE_UNSPECIFIED: OutputDtype
@@ -32,9 +31,7 @@ class Target(_message.Message):
     instance_name: str
     model_id: str
     instance_index: int
-    def __init__(
-        self, instance_name: _Optional[str] = ..., model_id: _Optional[str] = ..., instance_index: _Optional[int] = ...
-    ) -> None: ...
+    def __init__(self, instance_name: _Optional[str] = ..., model_id: _Optional[str] = ..., instance_index: _Optional[int] = ...) -> None: ...
 
 class InfoRequest(_message.Message):
     __slots__ = ("target",)
@@ -48,11 +45,7 @@ class EmbedRequest(_message.Message):
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     target: Target
     request: _tei_pb2.EmbedRequest
-    def __init__(
-        self,
-        target: _Optional[_Union[Target, _Mapping]] = ...,
-        request: _Optional[_Union[_tei_pb2.EmbedRequest, _Mapping]] = ...,
-    ) -> None: ...
+    def __init__(self, target: _Optional[_Union[Target, _Mapping]] = ..., request: _Optional[_Union[_tei_pb2.EmbedRequest, _Mapping]] = ...) -> None: ...
 
 class EmbedSparseRequest(_message.Message):
     __slots__ = ("target", "request")
@@ -60,11 +53,7 @@ class EmbedSparseRequest(_message.Message):
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     target: Target
     request: _tei_pb2.EmbedSparseRequest
-    def __init__(
-        self,
-        target: _Optional[_Union[Target, _Mapping]] = ...,
-        request: _Optional[_Union[_tei_pb2.EmbedSparseRequest, _Mapping]] = ...,
-    ) -> None: ...
+    def __init__(self, target: _Optional[_Union[Target, _Mapping]] = ..., request: _Optional[_Union[_tei_pb2.EmbedSparseRequest, _Mapping]] = ...) -> None: ...
 
 class EmbedAllRequest(_message.Message):
     __slots__ = ("target", "request")
@@ -72,11 +61,7 @@ class EmbedAllRequest(_message.Message):
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     target: Target
     request: _tei_pb2.EmbedAllRequest
-    def __init__(
-        self,
-        target: _Optional[_Union[Target, _Mapping]] = ...,
-        request: _Optional[_Union[_tei_pb2.EmbedAllRequest, _Mapping]] = ...,
-    ) -> None: ...
+    def __init__(self, target: _Optional[_Union[Target, _Mapping]] = ..., request: _Optional[_Union[_tei_pb2.EmbedAllRequest, _Mapping]] = ...) -> None: ...
 
 class PredictRequest(_message.Message):
     __slots__ = ("target", "request")
@@ -84,11 +69,7 @@ class PredictRequest(_message.Message):
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     target: Target
     request: _tei_pb2.PredictRequest
-    def __init__(
-        self,
-        target: _Optional[_Union[Target, _Mapping]] = ...,
-        request: _Optional[_Union[_tei_pb2.PredictRequest, _Mapping]] = ...,
-    ) -> None: ...
+    def __init__(self, target: _Optional[_Union[Target, _Mapping]] = ..., request: _Optional[_Union[_tei_pb2.PredictRequest, _Mapping]] = ...) -> None: ...
 
 class PredictPairRequest(_message.Message):
     __slots__ = ("target", "request")
@@ -96,11 +77,7 @@ class PredictPairRequest(_message.Message):
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     target: Target
     request: _tei_pb2.PredictPairRequest
-    def __init__(
-        self,
-        target: _Optional[_Union[Target, _Mapping]] = ...,
-        request: _Optional[_Union[_tei_pb2.PredictPairRequest, _Mapping]] = ...,
-    ) -> None: ...
+    def __init__(self, target: _Optional[_Union[Target, _Mapping]] = ..., request: _Optional[_Union[_tei_pb2.PredictPairRequest, _Mapping]] = ...) -> None: ...
 
 class RerankRequest(_message.Message):
     __slots__ = ("target", "request")
@@ -108,11 +85,7 @@ class RerankRequest(_message.Message):
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     target: Target
     request: _tei_pb2.RerankRequest
-    def __init__(
-        self,
-        target: _Optional[_Union[Target, _Mapping]] = ...,
-        request: _Optional[_Union[_tei_pb2.RerankRequest, _Mapping]] = ...,
-    ) -> None: ...
+    def __init__(self, target: _Optional[_Union[Target, _Mapping]] = ..., request: _Optional[_Union[_tei_pb2.RerankRequest, _Mapping]] = ...) -> None: ...
 
 class RerankStreamRequest(_message.Message):
     __slots__ = ("target", "request")
@@ -120,11 +93,7 @@ class RerankStreamRequest(_message.Message):
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     target: Target
     request: _tei_pb2.RerankStreamRequest
-    def __init__(
-        self,
-        target: _Optional[_Union[Target, _Mapping]] = ...,
-        request: _Optional[_Union[_tei_pb2.RerankStreamRequest, _Mapping]] = ...,
-    ) -> None: ...
+    def __init__(self, target: _Optional[_Union[Target, _Mapping]] = ..., request: _Optional[_Union[_tei_pb2.RerankStreamRequest, _Mapping]] = ...) -> None: ...
 
 class EncodeRequest(_message.Message):
     __slots__ = ("target", "request")
@@ -132,11 +101,7 @@ class EncodeRequest(_message.Message):
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     target: Target
     request: _tei_pb2.EncodeRequest
-    def __init__(
-        self,
-        target: _Optional[_Union[Target, _Mapping]] = ...,
-        request: _Optional[_Union[_tei_pb2.EncodeRequest, _Mapping]] = ...,
-    ) -> None: ...
+    def __init__(self, target: _Optional[_Union[Target, _Mapping]] = ..., request: _Optional[_Union[_tei_pb2.EncodeRequest, _Mapping]] = ...) -> None: ...
 
 class DecodeRequest(_message.Message):
     __slots__ = ("target", "request")
@@ -144,25 +109,10 @@ class DecodeRequest(_message.Message):
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     target: Target
     request: _tei_pb2.DecodeRequest
-    def __init__(
-        self,
-        target: _Optional[_Union[Target, _Mapping]] = ...,
-        request: _Optional[_Union[_tei_pb2.DecodeRequest, _Mapping]] = ...,
-    ) -> None: ...
+    def __init__(self, target: _Optional[_Union[Target, _Mapping]] = ..., request: _Optional[_Union[_tei_pb2.DecodeRequest, _Mapping]] = ...) -> None: ...
 
 class EmbedArrowRequest(_message.Message):
-    __slots__ = (
-        "target",
-        "arrow_ipc",
-        "truncate",
-        "normalize",
-        "noop",
-        "truncation_direction",
-        "prompt_name",
-        "dimensions",
-        "compression",
-        "output_dtype",
-    )
+    __slots__ = ("target", "arrow_ipc", "truncate", "normalize", "noop", "truncation_direction", "prompt_name", "dimensions", "compression", "output_dtype")
     TARGET_FIELD_NUMBER: _ClassVar[int]
     ARROW_IPC_FIELD_NUMBER: _ClassVar[int]
     TRUNCATE_FIELD_NUMBER: _ClassVar[int]
@@ -183,19 +133,7 @@ class EmbedArrowRequest(_message.Message):
     dimensions: int
     compression: ArrowCompression
     output_dtype: OutputDtype
-    def __init__(
-        self,
-        target: _Optional[_Union[Target, _Mapping]] = ...,
-        arrow_ipc: _Optional[bytes] = ...,
-        truncate: _Optional[bool] = ...,
-        normalize: _Optional[bool] = ...,
-        noop: _Optional[bool] = ...,
-        truncation_direction: _Optional[_Union[_tei_pb2.TruncationDirection, str]] = ...,
-        prompt_name: _Optional[str] = ...,
-        dimensions: _Optional[int] = ...,
-        compression: _Optional[_Union[ArrowCompression, str]] = ...,
-        output_dtype: _Optional[_Union[OutputDtype, str]] = ...,
-    ) -> None: ...
+    def __init__(self, target: _Optional[_Union[Target, _Mapping]] = ..., arrow_ipc: _Optional[bytes] = ..., truncate: _Optional[bool] = ..., normalize: _Optional[bool] = ..., noop: _Optional[bool] = ..., truncation_direction: _Optional[_Union[_tei_pb2.TruncationDirection, str]] = ..., prompt_name: _Optional[str] = ..., dimensions: _Optional[int] = ..., compression: _Optional[_Union[ArrowCompression, str]] = ..., output_dtype: _Optional[_Union[OutputDtype, str]] = ...) -> None: ...
 
 class EmbedArrowResponse(_message.Message):
     __slots__ = ("arrow_ipc",)
@@ -219,16 +157,7 @@ class EmbedSparseArrowRequest(_message.Message):
     truncation_direction: _tei_pb2.TruncationDirection
     prompt_name: str
     compression: ArrowCompression
-    def __init__(
-        self,
-        target: _Optional[_Union[Target, _Mapping]] = ...,
-        arrow_ipc: _Optional[bytes] = ...,
-        truncate: _Optional[bool] = ...,
-        noop: _Optional[bool] = ...,
-        truncation_direction: _Optional[_Union[_tei_pb2.TruncationDirection, str]] = ...,
-        prompt_name: _Optional[str] = ...,
-        compression: _Optional[_Union[ArrowCompression, str]] = ...,
-    ) -> None: ...
+    def __init__(self, target: _Optional[_Union[Target, _Mapping]] = ..., arrow_ipc: _Optional[bytes] = ..., truncate: _Optional[bool] = ..., noop: _Optional[bool] = ..., truncation_direction: _Optional[_Union[_tei_pb2.TruncationDirection, str]] = ..., prompt_name: _Optional[str] = ..., compression: _Optional[_Union[ArrowCompression, str]] = ...) -> None: ...
 
 class EmbedSparseArrowResponse(_message.Message):
     __slots__ = ("arrow_ipc",)

@@ -4,14 +4,19 @@
 # source: teimgr/v1/frames.proto
 # Protobuf Python Version: 7.35.1
 """Generated protocol buffer code."""
-
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import descriptor_pool as _descriptor_pool
 from google.protobuf import runtime_version as _runtime_version
 from google.protobuf import symbol_database as _symbol_database
 from google.protobuf.internal import builder as _builder
-
-_runtime_version.ValidateProtobufRuntimeVersion(_runtime_version.Domain.PUBLIC, 7, 35, 1, "", "teimgr/v1/frames.proto")
+_runtime_version.ValidateProtobufRuntimeVersion(
+    _runtime_version.Domain.PUBLIC,
+    7,
+    35,
+    1,
+    '',
+    'teimgr/v1/frames.proto'
+)
 # @@protoc_insertion_point(imports)
 
 _sym_db = _symbol_database.Default()
@@ -20,15 +25,13 @@ _sym_db = _symbol_database.Default()
 from teimgr.wire.pb.tei.v1 import tei_pb2 as tei_dot_v1_dot_tei__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(
-    b'\n\x16teimgr/v1/frames.proto\x12\tteimgr.v1\x1a\x10tei/v1/tei.proto"<\n\x0bRerankPairs\x12-\n\x08requests\x18\x01 \x03(\x0b\x32\x1b.tei.v1.RerankStreamRequestb\x06proto3'
-)
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16teimgr/v1/frames.proto\x12\tteimgr.v1\x1a\x10tei/v1/tei.proto\"<\n\x0bRerankPairs\x12-\n\x08requests\x18\x01 \x03(\x0b\x32\x1b.tei.v1.RerankStreamRequestb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
-_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, "teimgr.v1.frames_pb2", _globals)
+_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'teimgr.v1.frames_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-    DESCRIPTOR._loaded_options = None
-    _globals["_RERANKPAIRS"]._serialized_start = 55
-    _globals["_RERANKPAIRS"]._serialized_end = 115
+  DESCRIPTOR._loaded_options = None
+  _globals['_RERANKPAIRS']._serialized_start=55
+  _globals['_RERANKPAIRS']._serialized_end=115
 # @@protoc_insertion_point(module_scope)
