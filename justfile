@@ -26,7 +26,7 @@ check:
 fix:
     {{python}} dev.py fix
 
-# regenerate src/teimgr/pb from proto/
+# regenerate src/teimgr/wire/pb from proto/
 proto:
     {{python}} dev.py proto
 
