@@ -7,7 +7,7 @@ from functools import partial
 
 from teimgr.cli.main import main
 from teimgr.control.launch.launcher import LocalOptions
-from teimgr.daemon.process import process as daemon
+from teimgr.daemon import process as daemon
 
 if __name__ == "__main__":
     daemon.LocalOptions = partial(LocalOptions, entry="tests.support.fakes.worker:main", preload=())  # type: ignore
