@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from functools import cache
+from json import JSONDecodeError
 from typing import Any, NamedTuple, TypeVar
 
 import orjson
@@ -212,6 +213,29 @@ _BACKSLASH, _COMMA = b"\\,"
 _CLOSED_BY = {list: b"]"[0], dict: b"}"[0]}
 
 
+class DepthExceededError(ValueError):
+    """Lists and objects are nested in each other too deeply."""
+
+
+class Reading(NamedTuple):
+    """How a text is decoded: its limits, and what decodes a piece of it and puts a member into an object.
+
+    Without `max_values` the caller has counted values and containers. `decode` gets a whole JSON text, and raises
+    `json.JSONDecodeError` where it is none. `put` decides about a key that is in the object already; a list or an
+    object of its own is put there before its elements are read.
+    """
+
+    max_values: int | None = MAX_VALUES
+    max_text_bytes: int = MAX_TEXT_BYTES
+    decode: Callable[[bytes], Any] = orjson.loads
+    put: Callable[[dict[str, Any], str, Any], None] | None = None
+
+
+def read(text: AnyText, reading: Reading) -> Any:
+    """As `loads`, in another way. Raises DepthExceededError too, and what `reading.decode` and `reading.put` raise."""
+    return completed(_Decoder(text, reading).value())
+
+
 def loads(text: AnyText, max_values: int = MAX_VALUES) -> Any:
     """The value of a JSON text as `orjson.loads` gives it, by calls of orjson for 64 KiB at most.
 
@@ -227,7 +251,7 @@ def loads(text: AnyText, max_values: int = MAX_VALUES) -> Any:
 
 def decoded(text: AnyText, max_values: int = MAX_VALUES) -> Steps[Any]:
     """`loads` in steps."""
-    return (yield from _Decoder(text, max_values).value())
+    return (yield from _Decoder(text, Reading(max_values)).value())
 
 
 def too_many_containers() -> InvalidInput:
@@ -247,11 +271,12 @@ def too_long_text() -> InvalidInput:
 
 
 class _Decoder:
-    """Lists and objects that are small are decoded by orjson, many at a time; those around them are kept on a stack."""
+    """Decodes lists and objects that are small many at a time; those around them are kept on a stack."""
 
-    def __init__(self, text: AnyText, max_values: int) -> None:
+    def __init__(self, text: AnyText, reading: Reading) -> None:
         self._text = text
-        self._max_values = max_values
+        self._reading = reading
+        self._max_values = reading.max_values
         self._containers = self._values = 0
         self._open: list[tuple[list[Any] | dict[str, Any], str]] = []  # each with the key of the member being read
 
@@ -291,18 +316,22 @@ class _Decoder:
     def _add(self, container: list[Any] | dict[str, Any], start: int, end: int) -> bool:
         """Add the elements or members between two positions; False if there are none."""
         piece = self._text[start:end]
-        has_nested = self._count(piece)
+        has_nested = self._max_values is not None and self._count(piece)
         opening, closing = (b"[", b"]") if isinstance(container, list) else (b"{", b"}")
         try:
-            found = orjson.loads(b"".join((opening, piece, closing)))
-        except orjson.JSONDecodeError as error:
+            found = self._reading.decode(b"".join((opening, piece, closing)))
+        except JSONDecodeError as error:
             raise _malformed(error.msg.partition(": line ")[0], start + max(error.pos - 1, 0)) from None
         self._counted_values(_values_in(found) if has_nested else len(found))
         if isinstance(container, list):
             container.extend(found)
         else:
-            container.update(found)
-            if len(container) > MAX_CONTAINERS:
+            if self._reading.put is None:
+                container.update(found)
+            else:
+                for key, value in found.items():
+                    self._reading.put(container, key, value)
+            if self._max_values is not None and len(container) > MAX_CONTAINERS:
                 raise too_many_members()
         return bool(found)
 
@@ -317,12 +346,12 @@ class _Decoder:
 
     def _counted(self, more: int) -> None:
         self._containers += more
-        if self._containers > MAX_CONTAINERS:
+        if self._max_values is not None and self._containers > MAX_CONTAINERS:
             raise too_many_containers()
 
     def _counted_values(self, more: int) -> None:
         self._values += more
-        if self._values > self._max_values:
+        if self._max_values is not None and self._values > self._max_values:
             raise too_many_values(self._max_values)
 
     def _large_element(self, container: list[Any] | dict[str, Any], at: int) -> Steps[tuple[int, Any]]:
@@ -348,7 +377,7 @@ class _Decoder:
         if at < len(text) and text[at] in _OPENING:
             self._counted(1)
             if len(self._open) >= _MAX_DEPTH:
-                raise _malformed("depth limit exceeded", at)
+                raise DepthExceededError(f"depth limit exceeded: byte {at}")
             opened: list[Any] | dict[str, Any] = {} if text[at] == _BRACE else []
             if self._open:
                 self._store(opened)
@@ -358,8 +387,8 @@ class _Decoder:
         if end - at >= WINDOW_BYTES:
             raise _malformed("a number is too long", at)
         try:
-            return end, orjson.loads(text[at:end])
-        except orjson.JSONDecodeError:
+            return end, self._reading.decode(bytes(text[at:end]))
+        except JSONDecodeError:
             raise _malformed("a JSON value was expected", at) from None
 
     def _store(self, value: Any) -> None:
@@ -367,8 +396,10 @@ class _Decoder:
         container, key = self._open[-1]
         if isinstance(container, list):
             container.append(value)
-        else:
+        elif self._reading.put is None:
             container[key] = value
+        else:
+            self._reading.put(container, key, value)
 
     def _after_value(self, at: int) -> Steps[tuple[int, bool]]:
         """The position of the next element, and whether there is one: what closes its containers is passed over."""
@@ -389,15 +420,15 @@ class _Decoder:
         end = yield from _end_of_string(text, at + 1)
         if end > len(text):
             raise _malformed("unexpected end of data", len(text))
-        if end - at > MAX_TEXT_BYTES:
+        if end - at > self._reading.max_text_bytes:
             raise too_long_text()
         pieces: list[str] = []
         at += 1
         while at < end - 1:
             cut = _whole_characters(text, at, end - 1)
             try:
-                pieces.append(orjson.loads(b"".join((b'"', text[at:cut], b'"'))))
-            except orjson.JSONDecodeError as error:
+                pieces.append(self._reading.decode(b"".join((b'"', text[at:cut], b'"'))))
+            except JSONDecodeError as error:
                 raise _malformed(error.msg.partition(": line ")[0], at) from None
             at = cut
             yield
