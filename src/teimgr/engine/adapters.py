@@ -75,10 +75,15 @@ def matrices_of(adapter: Adapter) -> Iterator[tuple[str, Tensor, Tensor]]:
     if not halves or adapter.transposed:
         raise ModelLoadFailed(f"{adapter.weights} has no LoRA weights of linear layers")
     for layer, given in halves.items():
-        a, b = given.get("lora_A"), given.get("lora_B")
-        if a is None or b is None or a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1]:
-            raise ModelLoadFailed(f"the adapter of {layer} has no matrices A and B that fit together")
+        a, b = _pair(layer, given.get("lora_A"), given.get("lora_B"))
         yield layer, a, _scale(adapter, layer, len(a)) * b
+
+
+def _pair(layer: str, a: Tensor | None, b: Tensor | None) -> tuple[Tensor, Tensor]:
+    """A [r, in] and B [out, r] of one layer; raises ModelLoadFailed where one is missing or of another shape."""
+    if a is None or b is None or a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1]:
+        raise ModelLoadFailed(f"the adapter of {layer} has no matrices A and B that fit together")
+    return a, b
 
 
 def _scale(adapter: Adapter, layer: str, rank: int) -> float:
@@ -88,9 +93,7 @@ def _scale(adapter: Adapter, layer: str, rank: int) -> float:
 def _merge(module: nn.Module, layer: str, parts: dict[str, Tensor], adapter: Adapter, prefix: str) -> None:
     weight = _parameter(module, f"{layer}.weight", prefix)
     is_table = "lora_embedding_A.weight" in parts
-    a, b = (parts.pop(f"lora_{'embedding_' if is_table else ''}{half}.weight", None) for half in "AB")
-    if a is None or b is None or a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1]:
-        raise ModelLoadFailed(f"the adapter of {layer} has no matrices A and B that fit together")
+    a, b = _pair(layer, *(parts.pop(f"lora_{'embedding_' if is_table else ''}{half}.weight", None) for half in "AB"))
     scale = _scale(adapter, layer, a.shape[0])
     change = scale * (b @ a)
     if adapter.transposed or is_table:

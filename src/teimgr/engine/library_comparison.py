@@ -152,7 +152,7 @@ def _probes(engine: Engine) -> Sequence[_Probe]:
 
 
 def _prompt(engine: Engine, probe: _Probe, reference: LibraryReference) -> dict[str, str]:
-    """The prompt as the library is told of it: sentence-transformers knows the default and the names itself."""
+    """The keyword arguments for the prompt; sentence-transformers reads its default and its names from the files."""
     if probe.prompt is not None:
         return {"prompt": probe.prompt}
     if reference.library == TRANSFORMERS:

@@ -62,7 +62,7 @@ def load_reference(layout: Layout) -> LibraryReference:
         Exception: of any kind, where the library cannot load it.
     """
     _refuse_what_libraries_read_otherwise(layout)
-    if (layout.root / "modules.json").is_file():
+    if _has_modules(layout):
         return _by_modules(layout)
     return _bare(layout)
 

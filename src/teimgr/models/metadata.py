@@ -35,11 +35,10 @@ class ModelMetadata:
     `transformer_dir` is the directory of the first module: its config.json is `config`, as the library is to read it
     (`config_is_changed`: not as it is in the file; `weight_names`: whose names the weights have), its
     sentence_bert_config.json `settings`. `saved` is config_sentence_transformers.json. `own_tokenizer`: it is code of
-    the model's own, and trusted. `end_token` is what the model's
-    own tokenizer puts behind every text. `notes` are for the log, `warnings` about the files. `own` is
-    what is known of code of the model's own: its prompts, tasks and pooling. `task_adapters` are PEFT's, by task.
-    `weights_dir` is the
-    directory of the weights: that of the base model where there are `adapters`, which may have the tokenizer as well.
+    the model's own, and trusted. `end_token` is what the model's own tokenizer puts behind every text. `notes` are for
+    the log, `warnings` about the files. `own` is what is known of code of the model's own: its prompts, tasks and
+    pooling. `task_adapters` are PEFT's, by task. `weights_dir` is the directory of the weights: that of the base model
+    where there are `adapters`, which may have the tokenizer as well.
     """
 
     root: Path

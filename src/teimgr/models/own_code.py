@@ -11,10 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from teimgr.errors import ModelLoadFailed
 from teimgr.models import jina_code
+from teimgr.models.bounded_json import read_object
+from teimgr.models.directory import configuration_folder
 from teimgr.models.served_config import (
     HEADS,
     Config,
@@ -390,6 +393,12 @@ def code_repositories(config: Config, tokenizer: Config) -> list[str]:
     found = [] if known else [where for where, _ in classes]
     found += [where for where, _ in references(tokenizer)] if has_own_tokenizer(tokenizer) else []
     return sorted({where for where in found if where})
+
+
+def code_repositories_of(model: Path) -> list[str]:
+    """`code_repositories` of a model's directory. Raises ModelLoadFailed: a file cannot be read."""
+    folder = configuration_folder(model)
+    return code_repositories(*(read_object(folder / name) or {} for name in ("config.json", "tokenizer_config.json")))
 
 
 def _end_of(tokenizer: Config) -> str | None:

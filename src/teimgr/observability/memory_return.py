@@ -1,8 +1,7 @@
 """Gives freed memory back to the kernel once a process is idle after a peak: `malloc_trim`, on a thread of its own.
 
-The allocator keeps what many connections or large calls took, a mux on purpose
-(`control/launch/mux_launcher.py`): given back
-during a load it would only be taken again.
+The allocator keeps what many connections or large calls took, a mux on purpose (`control/launch/mux_launcher.py`):
+given back during a load it would only be taken again.
 """
 
 from __future__ import annotations

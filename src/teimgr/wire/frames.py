@@ -52,7 +52,7 @@ _NS_PER_MS = 1_000_000
 Buffer = bytes | bytearray | memoryview
 Payload = Buffer
 # A payload that was received; large ones are no `bytes`, which could be made by a copy alone: a millisecond per MB.
-Received = bytes | bytearray | memoryview
+Received = Buffer
 
 
 class FrameType(IntEnum):

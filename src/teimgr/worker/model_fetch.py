@@ -5,9 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from teimgr.models import hub
-from teimgr.models.bounded_json import read_object
-from teimgr.models.directory import configuration_folder
-from teimgr.models.own_code import code_repositories
+from teimgr.models.own_code import code_repositories_of
 from teimgr.spec import WorkerSpec
 
 _MOST_CODE_FILES = 32  # that are named
@@ -20,10 +18,8 @@ def fetched(spec: WorkerSpec, neighbours: hub.Neighbours | None) -> tuple[hub.Mo
     source = hub.resolve(spec.model_id, spec.revision, neighbours, spec.model_roots)
     if not spec.trust_remote_code:
         return source, []
-    folder = configuration_folder(source.path)
-    files = (read_object(folder / name) or {} for name in ("config.json", "tokenizer_config.json"))
     code = [code_of(source.path, spec.model_id, source.sha)]
-    for repository in code_repositories(*files):
+    for repository in code_repositories_of(source.path):
         found = hub.resolve_code(repository, spec.code_revision)
         code.append(code_of(found.path, repository, found.sha))
     return source, [each for each in code if each]

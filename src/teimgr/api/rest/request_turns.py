@@ -65,7 +65,7 @@ class RequestTurns:
 
 
 def _caller(scope: Scope) -> Hashable:
-    """Whose request it is, as far as can be told before its key is checked."""
+    """The caller, whose key is not checked yet: by the credentials in the headers, else by the client's address."""
     given: bytes | None = next((value for name, value in scope["headers"] if name in _KEY_HEADERS), None)
     client: tuple[str, int] | None = scope.get("client")
     return given or (client[0] if client else None)

@@ -30,9 +30,8 @@ from typing import Any
 from teimgr.control.registry.cache import HubCache
 from teimgr.errors import ModelDownloadFailed, TeimgrError, Unavailable
 from teimgr.models import hub
-from teimgr.models.bounded_json import read_object
-from teimgr.models.directory import configuration_folder, needed
-from teimgr.models.own_code import code_repositories
+from teimgr.models.directory import needed
+from teimgr.models.own_code import code_repositories_of
 from teimgr.models.source import stays_below
 
 PARALLEL_FILES = 4
@@ -333,9 +332,7 @@ def main(arguments: list[str]) -> int:
 
 def fetch_code(model: Path) -> None:
     """Fetch the code of other repositories that a model names, as `hub.resolve_code`, which raises."""
-    folder = configuration_folder(model)
-    files = (read_object(folder / name) or {} for name in ("config.json", "tokenizer_config.json"))
-    for repository in code_repositories(*files):
+    for repository in code_repositories_of(model):
         hub.resolve_code(repository)
 
 

@@ -5,8 +5,8 @@ rerank, tokens, binary_vectors, truncation          what several dialects share
 openapi, examples                                   their OpenAPI documents, a request for each route
 
 A new dialect needs a module here, a line in `ROUTES`, its name and error body in `wire/error_bodies.py`, its paths in
-`api/gateway/routes.py`, its requests in `openapi.py`, and `gateway/openapi.json` generated again by
-`python -m teimgr.worker.dialects.openapi`.
+`api/gateway/routes.py`, its requests in `openapi.py`, and `api/gateway/openapi.json` generated again
+by `python -m teimgr.worker.dialects.openapi`.
 """
 
 from __future__ import annotations

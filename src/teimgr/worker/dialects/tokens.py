@@ -74,8 +74,8 @@ def pieces(text: str, tokens: list[TokenSpan]) -> list[str]:
     """One part of `text` per token, in order; joined they are `text`, since clients cut a text by them.
 
     What the tokenizer drops, such as spaces, belongs to the token after it, and to the last token at the end; of a text
-    without tokens it is the only part. Of tokens that are parts of one character, as byte-level tokenizers make them,
-    the first one gets it. A special token around the text is told by its name.
+    without tokens it is the only part. A character of several tokens, as byte-level tokenizers make them, belongs to
+    the first of them. The part of a special token around the text is its name.
     """
     encoded, parts, begin = text.encode(), [], 0
     last = max((place for place, token in enumerate(tokens) if not token.special), default=-1)

@@ -16,7 +16,7 @@ from teimgr.worker import http_inference as http
 from teimgr.worker import input_checks
 
 _PROMPTS = {"query": http.QUERY_PROMPTS, "passage": http.DOCUMENT_PROMPTS}
-_ANY_MODEL = "masked_mean"  # what Weaviate sends unless a collection says otherwise
+_ANY_MODEL = "masked_mean"  # the default of Weaviate's modules
 
 
 class WeaviateVectorConfig(http.LenientBody):
