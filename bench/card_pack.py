@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON = "3.12"
 """The version of Python on the lent cards' image."""
-MOST_BYTES = 60_000_000
+MAX_BYTES = 60_000_000
 """Of a pack; less where the checkout leaves less of what travels."""
 _TRAVELS_BYTES = (64 << 20) - (256 << 10)  # the limit, and what archives add
 # What computes is the card's own: another torch would not fit, and the others fit that one.
@@ -63,7 +63,7 @@ def make(folder: Path, model: Path, python: str = PYTHON) -> dict[str, Any]:
     folder.mkdir(parents=True)
     _write_half(model, folder / "minilm")
     has_native = _write_native(folder / _NATIVE)
-    used, most = _size(folder), min(MOST_BYTES, _TRAVELS_BYTES - _tree_size())
+    used, most = _size(folder), min(MAX_BYTES, _TRAVELS_BYTES - _tree_size())
     if used > most:
         raise RuntimeError(f"{used / 1e6:.1f} MB without wheels are more than the {most / 1e6:.1f} MB that travel")
     with tempfile.TemporaryDirectory() as fetched:

@@ -137,7 +137,7 @@ def forward(device: str, model: Path) -> None:
 
     from teimgr.engine.backbone import Batching, Transformer
     from teimgr.engine.batch import Encoded, pack
-    from teimgr.engine.forward_graphs import MOST_TOKENS, CudaCapture
+    from teimgr.engine.forward_graphs import MAX_TOKENS, CudaCapture
     from teimgr.engine.gpu_fusion import fuse
     from teimgr.engine.norm_kernel import Norms, norm_kernel
 
@@ -166,7 +166,7 @@ def forward(device: str, model: Path) -> None:
             transformer.use_graphs(CudaCapture())
         for tokens in sizes:
             for length in (16, 50, 512, 0):
-                if length > tokens or (way == "graphs" and tokens > MOST_TOKENS):
+                if length > tokens or (way == "graphs" and tokens > MAX_TOKENS):
                     continue
                 lengths = [length] * (tokens // length) if length else _mixed(tokens)
                 batch = pack([Encoded(ids[:size]) for size in lengths])

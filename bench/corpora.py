@@ -21,7 +21,7 @@ _MIXED = (8, 512)
 _SHORT = (5, 20)
 _SEED = 21
 _STREAM_TEXTS = 400  # at least, of the prose that short and long texts are cut from
-_MOST_TRIES = 50  # windows that are looked at, for each that is wanted
+_MAX_TRIES = 50  # windows that are looked at, for each that is wanted
 
 
 def names(model: Path) -> tuple[str, ...]:
@@ -71,7 +71,7 @@ def _windows(tokenizer: Any, count: int, low: int, high: int) -> list[str]:
     chooser = random.Random(f"{_SEED} {low} {high}")
     stream = _Stream.of(tokenizer, max(_STREAM_TEXTS, count if high < 100 else 0))
     found: dict[str, None] = {}
-    for _ in range(_MOST_TRIES * count):
+    for _ in range(_MAX_TRIES * count):
         length = chooser.randint(low, high)
         text = stream.window(chooser.randrange(len(stream.words)), length)
         if text and len(tokenizer.encode(text).ids) == length:

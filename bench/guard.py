@@ -37,7 +37,7 @@ _TEXTS, _QUERIES = 24, 400
 _CALLERS = 32
 _LOAD_S = 1.0
 # With fewer calls in a pass the machine is too busy to tell: what the processes do by themselves would be counted.
-_LEAST_CALLS = 400
+_MIN_CALLS = 400
 # Of a call that is answered by a model: so many calls of a bare server, to have ratios near 1.
 _BARE_CALLS = 10
 _SERVED = {
@@ -158,7 +158,7 @@ def _servers(texts: Sequence[str], rounds: int) -> dict[str, float]:
             for load_name in _SERVED.values():
                 answer = target.measure(Load(load_name, _CALLERS), _LOAD_S)
                 spent_s = sum(answer[f"{process}_cpu_s"] for process in ("daemon", "mux", "worker"))
-                if answer["all_calls"] >= _LEAST_CALLS:
+                if answer["all_calls"] >= _MIN_CALLS:
                     costs.setdefault(load_name, []).append(spent_s / answer["all_calls"])
                 else:
                     say(f"  {load_name}: only {answer['all_calls']:.0f} calls, which does not count")

@@ -22,8 +22,8 @@ from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2
 MUX_SERVICE = "/tei_multiplexer.v1.TeiMultiplexer/"
 _SEED = 27
 # What the sender must hold in memory is bounded too.
-_MOST_ROWS = 2**25
-_MOST_EXPANDED = 2**29
+_MAX_ROWS = 2**25
+_MAX_EXPANDED = 2**29
 
 
 def _repeated(piece: str, size: int) -> str:
@@ -232,7 +232,7 @@ def _columns(size: int) -> bytes:
 
 
 def _dictionary(value: str, rows: int, compression: str | None) -> bytes:
-    indices = pa.array(np.zeros(min(rows, _MOST_ROWS), np.int32))
+    indices = pa.array(np.zeros(min(rows, _MAX_ROWS), np.int32))
     column = pa.DictionaryArray.from_arrays(indices, pa.array([value]))
     return arrow_stream(pa.record_batch({"text": column}), compression=compression)
 
@@ -262,7 +262,7 @@ ARROW: Mapping[str, Callable[[int], bytes]] = {
     "metadata": _metadata,
     "one long text": lambda size: arrow_stream(_texts_batch(["." * size])),
     "one long text, LZ4": lambda size: arrow_stream(
-        _texts_batch(["." * min(size * 100, _MOST_EXPANDED)]), compression="lz4"
+        _texts_batch(["." * min(size * 100, _MAX_EXPANDED)]), compression="lz4"
     ),
 }
 """IPC streams of about a size; those that are compressed expand to far more."""

@@ -34,10 +34,10 @@ HEADER = (
     *("idle p50 ms", "idle p99 ms", "p99 ÷ idle", "probes missed", "replaced"),
 )
 _INSTANCE, _RANKER = "bench", "ranker"
-_REST_MOST, _PORT_MOST, _GRPC_MOST = 32 * 2**20 - 4096, 2_000_000 - 4096, 40 * 2**20 - 4096
+_REST_MAX, _MAX_PORT, _GRPC_MAX = 32 * 2**20 - 4096, 2_000_000 - 4096, 40 * 2**20 - 4096
 _EMBED = f"{inputs.MUX_SERVICE}Embed"
 _LIMIT_S = 60.0
-_LEAST_S = 2.0  # of a window, so that there are queries in it
+_MIN_S = 2.0  # of a window, so that there are queries in it
 _KEEP_IDLE_S = 1.0
 _QUERY = "how long does the harbour stay open"
 
@@ -96,14 +96,14 @@ def _texts(name: str, text: Callable[[int], str]) -> Iterator[Monster]:
 
 
 def _http(name: str, call: str, make: Callable[[int], tuple[str, bytes]]) -> Monster:
-    return Monster(name, f"REST {call}", "http", "api", _REST_MOST, make)
+    return Monster(name, f"REST {call}", "http", "api", _REST_MAX, make)
 
 
 def _port(name: str, call: str, make: Callable[[int], tuple[str, bytes]]) -> Monster:
-    return Monster(name, f"instance port {call}", "http", "instance", _PORT_MOST, make)
+    return Monster(name, f"instance port {call}", "http", "instance", _MAX_PORT, make)
 
 
-def _grpc(name: str, call: str, make: Callable[[int], tuple[str, bytes]], most: int = _GRPC_MOST) -> Monster:
+def _grpc(name: str, call: str, make: Callable[[int], tuple[str, bytes]], most: int = _GRPC_MAX) -> Monster:
     return Monster(name, f"mux {call}", "grpc", "mux", most, make)
 
 
@@ -204,7 +204,7 @@ class Served:
         send = _grpc_call if monster.kind == "grpc" else _http_call
         got = asyncio.run(send(self._ports[monster.port], path, body))
         seconds = time.monotonic() - began
-        time.sleep(max(0.2, _LEAST_S - seconds))
+        time.sleep(max(0.2, _MIN_S - seconds))
         calls = self._taken(began, time.monotonic())
         found = Found(got, seconds, len(body) / 2**20, [latency_ms for _, latency_ms, _ in calls])
         found.failed = [f"{name} {outcome}" for name, _, outcome in calls if outcome != OK]

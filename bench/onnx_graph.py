@@ -15,7 +15,7 @@ import numpy as np
 from bench.encoders import Task
 from bench.exported import Exported
 
-_LEAST_COSINE = 0.9999  # of the fused graph's results to those of the plain one
+_MIN_COSINE = 0.9999  # of the fused graph's results to those of the plain one
 _TRIED = ((4, 64), (16, 16))  # texts and tokens of the batches by which two graphs are compared
 _TRIES = 3
 _INPUTS = ("input_ids", "attention_mask")
@@ -123,7 +123,7 @@ def _check_same(plain: Any, fused: Any) -> None:
         else:
             lengths = np.linalg.norm(ours, axis=1) * np.linalg.norm(theirs, axis=1)
             closeness = float(((ours * theirs).sum(axis=1) / lengths).min())
-        if not closeness >= _LEAST_COSINE:
+        if not closeness >= _MIN_COSINE:
             raise RuntimeError(f"the fused graph gives other results, {closeness:.5f}")
 
 

@@ -21,10 +21,10 @@ from teimgr.engine.engine import Engine, EngineOptions
 from teimgr.engine.job import InferOptions, Output
 from teimgr.errors import EmptyInput, TeimgrError
 
-LEAST_COSINE = 0.99999
-MOST_DIFFERENCE = 1e-4
+MIN_COSINE = 0.99999
+MAX_DIFFERENCE = 1e-4
 """Of scores, relative to the largest where that is above 1; between a text alone and in a batch, 1e-5."""
-_MOST_ALONE = 1e-5
+_MAX_ALONE = 1e-5
 _PROMPT = "query: "
 
 
@@ -90,10 +90,10 @@ def _compared(row: Row, folder: Path, options: InferOptions, reference: Referenc
     finally:
         asker.engine.close(1.0)
     cosine, difference = _distance(row, together, theirs)
-    is_exact = difference <= MOST_DIFFERENCE if cosine is None else cosine >= LEAST_COSINE
+    is_exact = difference <= MAX_DIFFERENCE if cosine is None else cosine >= MIN_COSINE
     apart = max(_apart(one, other) for one, other in zip(together, alone, strict=True))
     words = "" if is_exact else "differs from its reference"
-    if apart > _MOST_ALONE:
+    if apart > _MAX_ALONE:
         words = f"a text alone differs from itself in a batch by {apart:.1e}"
     return Outcome("exact" if not words else "wrong", how, cosine, difference, apart, len(inputs), words)
 

@@ -378,7 +378,7 @@ async def test_only_a_replica_here_is_no_business_of_the_head(tmp_path: Path) ->
 async def test_connections_over_the_limit_are_reset_and_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(port_forwarding, "MOST_OF_INSTANCE", 2)
+    monkeypatch.setattr(port_forwarding, "MAX_OF_INSTANCE", 2)
     async with forwarding(tmp_path, "two") as fleet:
         fleet.route("two")
         await fleet.listening()
@@ -398,7 +398,7 @@ async def test_connections_over_the_limit_are_reset_and_the_others_go_on(
 async def test_silent_clients_cost_other_hosts_nothing_and_make_room_for_one_that_speaks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(port_forwarding, "MOST_OF_INSTANCE", 3)
+    monkeypatch.setattr(port_forwarding, "MAX_OF_INSTANCE", 3)
     async with forwarding(tmp_path, "two") as fleet:
         fleet.route("two")
         await fleet.listening()

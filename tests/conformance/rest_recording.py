@@ -108,7 +108,7 @@ def _is_within(real: Any, found: Any) -> bool:
 
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_LEAST_ONE = ("max_batch_tokens", "max_concurrent_requests", "startup_timeout_secs")
+_MIN_ONE = ("max_batch_tokens", "max_concurrent_requests", "startup_timeout_secs")
 _POOLING = (None, "cls", "mean", "max", "last-token", "splade")
 
 
@@ -136,7 +136,7 @@ DECIDED: Mapping[str, Callable[[Call], bool]] = {
         _fields(call).get("model_id") == "" or (call.path == "/models" and _fields(call).get("model_id") in _NO_MODELS)
     ),
     "What no worker can start with, such as a limit of 0 or an unknown `pooling`, is refused at once": lambda call: (
-        any(_fields(call).get(name) == 0 for name in _LEAST_ONE) or _fields(call).get("pooling") not in _POOLING
+        any(_fields(call).get(name) == 0 for name in _MIN_ONE) or _fields(call).get("pooling") not in _POOLING
     ),
     "A name that exists is 409 `INSTANCE_EXISTS`, a port that is taken 422 `PORT_CONFLICT`": lambda call: (
         call.why == "conflict" and call.status == 400

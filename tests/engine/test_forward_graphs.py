@@ -20,7 +20,7 @@ from tests.support.models import TEXTS, build_classifier
 from teimgr.engine import forward_graphs
 from teimgr.engine.backbone import Batching, Transformer
 from teimgr.engine.batch import Encoded, PackedBatch, pack
-from teimgr.engine.forward_graphs import MOST_TOKENS, ForwardGraphs, RowInputs, bucket_of, host_row, shortened
+from teimgr.engine.forward_graphs import MAX_TOKENS, ForwardGraphs, RowInputs, bucket_of, host_row, shortened
 from teimgr.engine.loading import EngineOptions, load_parts
 from teimgr.engine.model import load_model
 from teimgr.models.reading import read_layout
@@ -47,7 +47,7 @@ def texts_of(lengths: list[int], typed: bool = False, seed: int = 0) -> PackedBa
 def test_a_bucket_holds_its_batch_and_the_rest_is_empty(lengths: list[int], typed: bool) -> None:
     batch = texts_of(lengths, typed)
     bucket = bucket_of(batch)
-    if batch.tokens > MOST_TOKENS:
+    if batch.tokens > MAX_TOKENS:
         assert bucket is None
         return
     assert bucket is not None
@@ -228,7 +228,7 @@ def test_the_engines_thread_does_not_wait_for_a_capture(graphs_of: Make) -> None
 
 
 def test_there_are_so_many_graphs_at_most(graphs_of: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forward_graphs, "_MOST_GRAPHS", 2)
+    monkeypatch.setattr(forward_graphs, "_MAX_GRAPHS", 2)
     graphs, forward = graphs_of()
 
     for length in (6, 20, 40, 80):

@@ -19,7 +19,7 @@ from teimgr.engine.forward_kernel import ForwardKernel
 from teimgr.engine.job import Output
 from teimgr.engine.loading import EngineOptions, EngineParts, load_parts
 from teimgr.engine.native_library import LEVELS, native_library
-from teimgr.engine.reference_cache import MOST_BYTES, MOST_FILES, KnownReference, ReferenceCache, reference_key
+from teimgr.engine.reference_cache import MAX_BYTES, MAX_FILES, KnownReference, ReferenceCache, reference_key
 from teimgr.models.reading import read_layout
 
 INPUT = Encoded(np.array([2, 7, 5, 3], dtype=np.int32))
@@ -208,7 +208,7 @@ DAMAGES: list[Callable[[Path], object]] = [
     lambda path: path.write_bytes(b'{"digest": 1}\n'),
     lambda path: path.write_bytes(b"[]\n"),
     lambda path: path.write_bytes(b"\x80\x04K\x01."),
-    lambda path: path.write_bytes(bytes(MOST_BYTES + 1)),
+    lambda path: path.write_bytes(bytes(MAX_BYTES + 1)),
     lambda path: path.chmod(0o620),
     lambda path: path.parent.chmod(0o770),
 ]
@@ -243,16 +243,16 @@ def test_a_damaged_file_is_made_again(model_dir: Callable[..., Path], tmp_path: 
 
 def test_files_are_private_and_bounded_in_number_and_size(tmp_path: Path) -> None:
     folder = tmp_path / "r"
-    for number in range(MOST_FILES + 3):
+    for number in range(MAX_FILES + 3):
         ReferenceCache(folder, f"{number}").write(KnownReference([{Output.DENSE: torch.ones(1, 3)}], None))
         os.utime(folder / f"{number}.reference", (number, number))
         if number == 10:
             os.utime(folder / "0.reference", (1000, 1000))  # as a load does that uses it
-    ReferenceCache(folder, "large").write(KnownReference([{Output.DENSE: torch.ones(1, MOST_BYTES // 4)}], None))
+    ReferenceCache(folder, "large").write(KnownReference([{Output.DENSE: torch.ones(1, MAX_BYTES // 4)}], None))
 
     names = {path.name for path in folder.iterdir()}
-    assert len(names) == MOST_FILES
-    assert {"0.reference", f"{MOST_FILES + 2}.reference"} <= names
+    assert len(names) == MAX_FILES
+    assert {"0.reference", f"{MAX_FILES + 2}.reference"} <= names
     assert {folder.stat().st_mode & 0o777, *(path.stat().st_mode & 0o777 for path in folder.iterdir())} == {
         0o700,
         0o600,

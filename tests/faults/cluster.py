@@ -41,7 +41,7 @@ from tests.support.polling import eventually
 from tests.support.results import markdown, write
 
 _HEALS_WITHIN_S = 120.0
-_TAKES_AT_MOST_S = 600.0
+_MAX_S = 600.0
 _SERVED_WITHIN_S = 60.0
 _OTHER = "99.0"
 AHEAD_S, LATE_S, TOO_LATE_S = 7200, -1800, -7200
@@ -269,7 +269,7 @@ def _kind(
     *,
     spares_neighbour: bool = True,
     spares_all: bool = False,
-    takes_at_most_s: float = _TAKES_AT_MOST_S,
+    takes_at_most_s: float = _MAX_S,
 ) -> Kind[ClusterWorld]:
     return Kind(failure, spares_neighbour, _HEALS_WITHIN_S, 1, spares_all, takes_at_most_s, _SERVED_WITHIN_S)
 
@@ -285,7 +285,7 @@ FAILURES: dict[str, Kind[ClusterWorld]] = {
     "all processes of a host killed": _kind(host_lost, spares_neighbour=False),
     "host of another version": _kind(version_refused, spares_all=True),
     "daemon of another version": _kind(daemon_of_another_version, spares_neighbour=False),
-    "clock of a host hours apart": _kind(clocks_apart, takes_at_most_s=3 * _TAKES_AT_MOST_S),
+    "clock of a host hours apart": _kind(clocks_apart, takes_at_most_s=3 * _MAX_S),
     "Ray of the head killed": _kind(ray_of_the_head_killed, spares_neighbour=False),
     "head lost, another one with its address": _kind(head_lost, spares_neighbour=False),
     "head lost, another one with another address": _kind(head_lost_for_another_address, spares_neighbour=False),

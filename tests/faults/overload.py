@@ -55,8 +55,8 @@ TEXTS = 16
 _TEXT = " ".join(("rain", "harbour", "fog", "wind") * 16)
 _REFUSED = (429, 503)
 _serials = itertools.count()
-_MOST_REFUSAL_MS = 1000.0
-_MOST_GROWTH_MIB = 600.0  # beside the bytes in flight that are configured
+_MAX_REFUSAL_MS = 1000.0
+_MAX_GROWTH_MIB = 600.0  # beside the bytes in flight that are configured
 _BACK_WITHIN_S = 10.0
 
 
@@ -288,7 +288,7 @@ def _shortfalls(best: Load, found: Load, back_s: float, before: dict[str, float]
         short.append(f"goodput {found.goodput:.1f} of {best.goodput:.1f} calls a second")
     if found.untold:
         short.append(f"refusals without a time to come back: {dict(found.untold)}")
-    if (late := _at(found.latency_ms["refused"], 0.99)) > _MOST_REFUSAL_MS:
+    if (late := _at(found.latency_ms["refused"], 0.99)) > _MAX_REFUSAL_MS:
         short.append(f"refusals took up to {late:.0f} ms (p99)")
     if others := {each: n for each, n in found.outcomes.items() if each not in ("answered", "refused", "deadline")}:
         short.append(f"failures without a type: {others}")
@@ -297,7 +297,7 @@ def _shortfalls(best: Load, found: Load, back_s: float, before: dict[str, float]
     short += [
         f"{name} grew from {mib:.0f} to {peak[name]:.0f} MiB"
         for name, mib in before.items()
-        if peak[name] > mib + _MOST_GROWTH_MIB
+        if peak[name] > mib + _MAX_GROWTH_MIB
     ]
     return short
 

@@ -32,7 +32,7 @@ from tests.support.memory import resident_mib
 from tests.support.results import markdown, write
 
 CALLERS = 2  # of each surface and instance
-MOST_GROWTH = 0.02
+MAX_GROWTH = 0.02
 # Growth is counted from the first sample after this share of the run, in medians over windows of this share.
 WARM_UP, WINDOW = 0.2, 0.1
 _SAMPLE_S = 5.0
@@ -64,7 +64,7 @@ class Run:
 
     def check(self) -> None:
         for name, (before, after) in self.growth().items():
-            if after > before * (1 + MOST_GROWTH):
+            if after > before * (1 + MAX_GROWTH):
                 self.breaches.append(f"{name} grew from {before:.1f} to {after:.1f} MiB")
 
 

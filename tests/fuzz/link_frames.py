@@ -32,7 +32,7 @@ from tests.fuzz.target import SEED, Target
 
 # Orders of the daemon, which a worker obeys; all other methods are sent.
 _ORDERS = (Method.DRAIN,)
-_MOST_BYTES = 1 << 20
+_MAX_BYTES = 1 << 20
 _NO_METHOD = "No method has the number"
 
 
@@ -114,7 +114,7 @@ class _Received(FrameProtocol):
     """Takes bytes in chunks and keeps the frames."""
 
     def __init__(self) -> None:
-        super().__init__(_MOST_BYTES)
+        super().__init__(_MAX_BYTES)
         self.frames: list[tuple[Header, bytes]] = []
         self.is_broken = False
 

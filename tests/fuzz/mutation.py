@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 
 _LONGEST_PART = 24
-_MOST_STEPS = 5
+_MAX_STEPS = 5
 _EDGES = (b"\x00", b"\x7f", b"\x80", b"\xff", b"\xff\xff\xff\xff", b"\x00\x00\x00\x00", b"\xff\xff\xff\x7f")
 
 
@@ -42,7 +42,7 @@ class Mutator:
             if chance.random() < 0.5:
                 return raw
         found = bytearray(raw)
-        for _ in range(chance.randint(1, _MOST_STEPS)):
+        for _ in range(chance.randint(1, _MAX_STEPS)):
             self._change(found)
         return bytes(found)
 

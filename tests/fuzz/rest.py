@@ -28,7 +28,7 @@ CHECKS = (
     "response_schema_conformance",
 )
 ROUND_CASES = 2_000
-MOST_ROUNDS = 50  # of a document with so little input that no round makes its number of cases
+MAX_ROUNDS = 50  # of a document with so little input that no round makes its number of cases
 BOUNDARIES = "examples,coverage"
 FUZZING = "fuzzing"
 _serials = count()
@@ -78,7 +78,7 @@ def run(target: Target, cases: int, folder: Path, boundaries: bool = True, first
 def _fuzz(document: _Document, report: Report, until: int, folder: Path, first_seed: int) -> None:
     """Rounds of different seeds, until the report has so many cases."""
     operations = document.operations_with_input()
-    for serial in range(MOST_ROUNDS):
+    for serial in range(MAX_ROUNDS):
         missing = min(until - report.cases, ROUND_CASES)
         if missing <= 0 or report.failures:
             break

@@ -18,8 +18,8 @@ import uvloop
 AT_ONCE = 128
 _QUIET_S = 0.03
 _CLOSED_WITHIN_S = 30.0
-_MOST_READ = 64 * 1024
-_MOST_FAILURES = 10
+_MAX_READ = 64 * 1024
+_MAX_FAILURES = 10
 _RESET = struct.pack("ii", 1, 0)
 _VANISHING = 0.05
 
@@ -43,7 +43,7 @@ class Report:
         self.outcomes[outcome] += 1
 
     def fail(self, what: str, case: bytes = b"") -> None:
-        if len(self.failures) < _MOST_FAILURES:
+        if len(self.failures) < _MAX_FAILURES:
             self.failures.append(f"{what}: {case[:2000]!r}" if case else what)
 
 
@@ -127,7 +127,7 @@ class _Peer(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._spoke = time.monotonic()
-        if len(self.received) < _MOST_READ:
+        if len(self.received) < _MAX_READ:
             self.received += data
 
     def eof_received(self) -> bool:

@@ -18,7 +18,7 @@ from tests.support.daemon_process import DaemonProcess, free_ports
 
 SEED = 20261121
 STARTING_LIMIT_S = 100.0
-MOST_TOKENS = 300
+MAX_TOKENS = 300
 CALL_LIMIT_S = 30.0
 SENTENCE = "rain on the harbour"
 
@@ -54,7 +54,7 @@ class Target:
 
         It is some 70 MiB when full. Filled during a run it would look like a leak, or hide one.
         """
-        for tokens in range(1, MOST_TOKENS):
+        for tokens in range(1, MAX_TOKENS):
             # Unequal ones, as equal texts are computed once; the models take 128 tokens.
             lengths = [100 - number for number in range(tokens // 100)] + [tokens % 100]
             texts = ["rain " * (words + 1) for words in lengths]

@@ -546,7 +546,7 @@ async def test_a_client_that_does_not_read_is_cut_off_and_its_reply_charged_unti
 
 async def test_a_client_that_reads_slowly_gets_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection_gate, "STALL_S", 0.3)
-    monkeypatch.setattr(connection_gate, "LEAST_READ_BYTES", 1)
+    monkeypatch.setattr(connection_gate, "MIN_READ_BYTES", 1)
     size = 8 * 2**20
     sock = bind("127.0.0.1", 0)
     async with serving(Body(size, ByteBudget(1)), sock), asyncio.timeout(30):

@@ -28,14 +28,14 @@ def nested(levels: int) -> bytes:
 
 
 def test_depth_is_limited_to_the_level() -> None:
-    assert model_json.parse(nested(model_json.MOST_DEPTH), "a.json")
-    for levels in (model_json.MOST_DEPTH + 1, 900, 90_000):
+    assert model_json.parse(nested(model_json.MAX_DEPTH), "a.json")
+    for levels in (model_json.MAX_DEPTH + 1, 900, 90_000):
         with pytest.raises(ModelLoadFailed, match=r"a\.json is nested more than 64 levels deep"):
             model_json.parse(nested(levels), "a.json")
 
 
 def test_values_are_counted_before_any_is_made() -> None:
-    many = b"[" + b"{}," * model_json.MOST_VALUES + b"{}]"
+    many = b"[" + b"{}," * model_json.MAX_VALUES + b"{}]"
 
     with pytest.raises(ModelLoadFailed, match="has more than 4,000,000 values"):
         model_json.parse(many, "tokenizer.json")

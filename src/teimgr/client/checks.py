@@ -14,7 +14,7 @@ from teimgr.config.schema import ConfigFaults, convert, quoted, unknown
 from teimgr.errors import ValidationError
 from teimgr.spec import FIXED, KEYS, InstanceSpec
 
-_MOST = 2**32 - 1  # protobuf's uint32
+_MAX = 2**32 - 1  # protobuf's uint32
 _HINTS = get_type_hints(InstanceSpec)
 _types_of = cache(get_type_hints)
 
@@ -80,8 +80,8 @@ def check_texts(name: str, values: object) -> None:
 
 
 def check_count(name: str, value: object) -> None:
-    if not isinstance(value, Integral) or isinstance(value, bool) or not 0 <= int(value) <= _MOST:
-        raise _not(name, f"an integer from 0 to {_MOST}", value)
+    if not isinstance(value, Integral) or isinstance(value, bool) or not 0 <= int(value) <= _MAX:
+        raise _not(name, f"an integer from 0 to {_MAX}", value)
 
 
 def check_limit(name: str, value: object) -> None:

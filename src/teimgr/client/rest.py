@@ -16,7 +16,7 @@ from teimgr.errors import DeadlineExceeded, ModelLoadFailed, NotRunning, Unavail
 from teimgr.spec import KEYS, State, check_name, updatable
 
 _POLL_FIRST_S = 0.02
-_POLL_MOST_S = 0.5
+_POLL_MAX_S = 0.5
 
 
 class InstanceKeys(TypedDict, total=False):
@@ -204,7 +204,7 @@ class InstanceCalls(RestCalls):
             if left_s <= 0:
                 raise DeadlineExceeded(f"Instance '{name}' is {instance.status.value} after {deadline_s:g} s")
             await self._http.pause(min(pause_s, left_s))
-            pause_s = min(pause_s * 1.5, _POLL_MOST_S)
+            pause_s = min(pause_s * 1.5, _POLL_MAX_S)
         return instance
 
     async def list(self) -> Sequence[Instance]:

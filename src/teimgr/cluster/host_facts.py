@@ -19,7 +19,7 @@ from teimgr.control.placement.planner import GpuInventory, free_memory_bytes, ho
 from teimgr.errors import InvalidConfig, ValidationError
 from teimgr.wire.fleet_tls import check_node_name
 
-LEAST_FREE_BYTES = 4 << 20
+MIN_FREE_BYTES = 4 << 20
 """Of a folder where a worker has its socket, run file and log. With less on its disk a host starts none."""
 
 
@@ -67,8 +67,8 @@ def disk_problem(folders: Sequence[Path]) -> str:
     """Which of the folders lies on a full disk, with how much is free there; empty where none does. Blocking."""
     for folder in folders:
         free = _free_bytes(folder)
-        if free is not None and free < LEAST_FREE_BYTES:
-            return f"its disk is full: {free >> 10} KiB are free in {folder}, {LEAST_FREE_BYTES >> 10} are needed"
+        if free is not None and free < MIN_FREE_BYTES:
+            return f"its disk is full: {free >> 10} KiB are free in {folder}, {MIN_FREE_BYTES >> 10} are needed"
     return ""
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from teimgr.errors import Unauthenticated, Unavailable
-from teimgr.http.connection_gate import LEAST_READ_BYTES
+from teimgr.http.connection_gate import MIN_READ_BYTES
 from teimgr.wire.fleet_tls import DAEMON, HANDSHAKE_LIMIT_S, FleetIdentity, FleetName, peer_of
 from teimgr.wire.host_messages import LENGTH_BYTES, pack, reported_error, unpack, unpack_length
 from teimgr.wire.remote_frames import set_tcp_limits
@@ -147,7 +147,7 @@ async def drained(writer: asyncio.StreamWriter, limit_s: float, *, whole: bool =
     `limit_s`.
 
     Raises:
-        TimeoutError: it took less than `LEAST_READ_BYTES`.
+        TimeoutError: it took less than `MIN_READ_BYTES`.
         OSError: the connection is lost.
     """
     if whole and not writer.is_closing():
@@ -158,7 +158,7 @@ async def drained(writer: asyncio.StreamWriter, limit_s: float, *, whole: bool =
             async with asyncio.timeout(limit_s):
                 return await writer.drain()
         except TimeoutError:
-            if waiting - writer.transport.get_write_buffer_size() < LEAST_READ_BYTES:
+            if waiting - writer.transport.get_write_buffer_size() < MIN_READ_BYTES:
                 raise
 
 

@@ -36,7 +36,7 @@ _RENEW_AT = 1 / 3
 _RETRY_S = 60.0
 _NOT_VALID_NOW = (9, 10)
 """X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_EXPIRED of OpenSSL's x509_vfy.h; `ssl` does not name them."""
-_LEAST_PAUSE_S = 60.0
+_MIN_PAUSE_S = 60.0
 """Between two renewals, also where this host's clock is so far ahead that each certificate looks old at once."""
 
 
@@ -112,7 +112,7 @@ async def keep_renewed(host: str, port: int, identity: FleetIdentity) -> None:
         while pause_s <= 0:
             try:
                 await renew(host, port, identity)
-                pause_s = _LEAST_PAUSE_S
+                pause_s = _MIN_PAUSE_S
             except (TeimgrError, OSError) as error:
                 log.warning("the node's certificate was not renewed", extra={"reason": str(error)})
                 await asyncio.sleep(_RETRY_S)

@@ -37,7 +37,7 @@ from teimgr.spec import RouteEntry, State, WorkerSpec
 from teimgr.wire.fleet_tls import FleetIdentity
 from teimgr.wire.routing.router import Directory
 
-MOST_OF_INSTANCE = 1024
+MAX_OF_INSTANCE = 1024
 """The most connections to one instance; over all of them it is `most_forwarded`."""
 CONNECT_LIMIT_S = 3.0
 """For a host to answer, and again to connect to the port there."""
@@ -158,7 +158,7 @@ class _Port:
         self._number = 0
         self._has_local = False
         self._joined: JoinedPort | None = None
-        self._gate = ConnectionGate(min(MOST_OF_INSTANCE, owner.shared_limit.connections), shared=owner.shared_limit)
+        self._gate = ConnectionGate(min(MAX_OF_INSTANCE, owner.shared_limit.connections), shared=owner.shared_limit)
         self._acceptor: Acceptor | None = None
         self._is_over = False
         self._changed = asyncio.Event()

@@ -19,13 +19,13 @@ LINGER_S = 30.0
 _READ_BYTES = 64 << 10
 STREAM_BYTES = _READ_BYTES // 2
 """Limit of a connection's stream reader, which holds twice as much."""
-_MOST = 2048
+_MAX = 2048
 _RESET = struct.pack("ii", 1, 0)  # lingering for no time: the peer gets a reset, and takes what it has for incomplete
 
 
 def most_forwarded() -> int:
     """The most connections that a host forwards in all; each has two sockets."""
-    return min(_MOST, max_connections() // 2)
+    return min(_MAX, max_connections() // 2)
 
 
 class NearEnd:

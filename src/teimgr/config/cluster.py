@@ -14,8 +14,8 @@ from teimgr.config.schema import ConfigFault
 from teimgr.models.hub import ModelsFrom
 from teimgr.spec import U16, U32, key
 
-MOST_LABELS = 64
-LEAST_RAY_PORTS = 16
+MAX_LABELS = 64
+MIN_RAY_PORTS = 16
 """Six of Ray's servers; each worker and Ray's own processes have one each."""
 _UNPRIVILEGED_PORT = 1024
 
@@ -89,8 +89,8 @@ def faults(cluster: ClusterSettings) -> Iterator[ConfigFault]:
         yield ConfigFault("cluster.ray_port_start", f"the ports contain that of enrolment, {cluster.enrolment}")
     if problem := ray_ports_problem(cluster.ray_ports):
         yield ConfigFault("cluster.ray_port_end", problem)
-    if len(cluster.labels) > MOST_LABELS:
-        yield ConfigFault("cluster.labels", f"has {len(cluster.labels)} labels, over {MOST_LABELS}")
+    if len(cluster.labels) > MAX_LABELS:
+        yield ConfigFault("cluster.labels", f"has {len(cluster.labels)} labels, over {MAX_LABELS}")
 
 
 def ray_ports_problem(ports: range) -> str | None:
@@ -99,8 +99,8 @@ def ray_ports_problem(ports: range) -> str | None:
         return None
     if ports.start < _UNPRIVILEGED_PORT:
         return f"ray_port_start must be at least {_UNPRIVILEGED_PORT} (got {ports.start})"
-    if len(ports) < LEAST_RAY_PORTS:
-        return f"must be at least {LEAST_RAY_PORTS} above ray_port_start (got {ports.start} and {ports.stop})"
+    if len(ports) < MIN_RAY_PORTS:
+        return f"must be at least {MIN_RAY_PORTS} above ray_port_start (got {ports.start} and {ports.stop})"
     return None
 
 

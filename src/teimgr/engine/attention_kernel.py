@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from teimgr.engine.native_library import LEVELS, MOST_HEAD_SIZE, NO_MEMORY, NativeLibrary, native_library
+from teimgr.engine.native_library import LEVELS, MAX_HEAD_SIZE, NO_MEMORY, NativeLibrary, native_library
 
 DTYPES = (torch.float32, torch.bfloat16)
 _ERRORS = {1: NO_MEMORY, 4: "a size, stride or border that is outside of what it is of"}
@@ -101,8 +101,8 @@ class AttentionKernel:
         if key.shape != (tokens, key_heads, size) or key.shape != value.shape or not key_heads or heads % key_heads:
             shapes = ", ".join(str(tuple(rows.shape)) for rows in (query, key, value))
             raise ValueError(f"attention kernel: queries, keys and values of {shapes} do not belong together")
-        if not 0 < size <= MOST_HEAD_SIZE:
-            raise ValueError(f"attention kernel: heads of {size} columns, and at most {MOST_HEAD_SIZE} are computed")
+        if not 0 < size <= MAX_HEAD_SIZE:
+            raise ValueError(f"attention kernel: heads of {size} columns, and at most {MAX_HEAD_SIZE} are computed")
         if keys is not None and len(keys) != len(begins) - 1:
             raise ValueError(f"attention kernel: numbers of keys for {len(keys)} of {len(begins) - 1} texts")
         if slopes is not None and (slopes.shape != (heads,) or slopes.dtype is not torch.float32):

@@ -60,8 +60,8 @@ class Encoded:
         return replace(self, ids=self.ids[which], type_ids=None if self.type_ids is None else self.type_ids[which])
 
 
-_LEAST_GROUPED = 16  # inputs: fewer are not worth sorting by length
-_PLACES = np.arange(_LEAST_GROUPED)
+_MIN_GROUPED = 16  # inputs: fewer are not worth sorting by length
+_PLACES = np.arange(_MIN_GROUPED)
 _PLACES.flags.writeable = False  # shared by all entries of one row
 
 
@@ -127,7 +127,7 @@ class TokenizedTexts:
 
         Each comes with the places of its inputs, counted from `begin`; a failed input by itself.
         """
-        if stop - begin < _LEAST_GROUPED:
+        if stop - begin < _MIN_GROUPED:
             for i in range(begin, stop):
                 yield _PLACES[i - begin : i - begin + 1], self[i]
             return

@@ -13,7 +13,7 @@ from teimgr.engine.batch import Encoded, PackedBatch, pack
 from teimgr.engine.job import Output
 from teimgr.engine.model import Model
 from teimgr.engine.runner import MAX_RESULT_BYTES
-from teimgr.engine.token_cap import LEAST_TOKENS
+from teimgr.engine.token_cap import MIN_TOKENS
 from teimgr.errors import OutOfDeviceMemory
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ def proven_tokens(model: Model, known: Sequence[Encoded], most: int, longest: in
     Torch's allocator keeps what they took, so later batches of that size find it. The ids are those of `known`.
 
     Raises:
-        OutOfDeviceMemory: not even `LEAST_TOKENS` fit.
+        OutOfDeviceMemory: not even `MIN_TOKENS` fit.
         RuntimeError: torch's own, for another failure.
     """
     ids = np.concatenate([text.ids for text in known])
@@ -41,9 +41,9 @@ def proven_tokens(model: Model, known: Sequence[Encoded], most: int, longest: in
                 log.warning("batches of %d tokens do not fit the device's memory: %d from now on", most, tokens)
             return tokens
         gpu.free_cached_memory(device)
-        if tokens <= LEAST_TOKENS:
+        if tokens <= MIN_TOKENS:
             raise OutOfDeviceMemory(f"a batch of {tokens} tokens does not fit the device: {why}")
-        tokens = max(LEAST_TOKENS, tokens // 2)
+        tokens = max(MIN_TOKENS, tokens // 2)
 
 
 def _failure(model: Model, device: torch.device, output: Output, batches: Sequence[PackedBatch]) -> str | None:

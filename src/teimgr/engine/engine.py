@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 _RECENT_BATCH_S = 2.0  # a batch finished this lately stands for a self-test
 _FIRST_SELF_TEST_S = 600.0
-_MOST_OPTIONS = 256  # of which a check is kept
+_MAX_OPTIONS = 256  # of which a check is kept
 _LAST_BATCH_S = 2.0  # extra time for the batch that runs when the grace period is over
 _LAST_ANSWERS_S = 1.0
 # The largest difference between the results of two self-tests: of vectors of length 1, else relative to the largest
@@ -188,7 +188,7 @@ class Engine:
             return
         check_supported(self.info, options)
         self.prompts.text(options.prompt_name)
-        if len(self._supported) < _MOST_OPTIONS and options.prompt is None:
+        if len(self._supported) < _MAX_OPTIONS and options.prompt is None:
             self._supported.add(options)
 
     def tokenize(self, text: str, add_special_tokens: bool, prompt_name: str | None) -> list[TokenSpan]:

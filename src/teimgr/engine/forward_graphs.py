@@ -32,12 +32,12 @@ from teimgr.engine.batch import Encoded, PackedBatch, copy_to, pack
 
 log = logging.getLogger(__name__)
 
-MOST_TOKENS = 4096
+MAX_TOKENS = 4096
 """From here on the launches of a forward are hidden behind its kernels."""
-_LEAST_TOKENS = 16
-_LEAST_LONGEST = 64
+_MIN_TOKENS = 16
+_MIN_LONGEST = 64
 _CAPTURED_AT = 3  # the use of a bucket
-_MOST_GRAPHS = 64
+_MAX_GRAPHS = 64
 _LOWEST_COSINE, _LOWEST_MEAN_COSINE = 0.99, 0.999  # of tokens' hidden states; a row's length changes the order of sums
 
 _Row = TypeVar("_Row", Tensor, NDArray[np.int64])
@@ -100,9 +100,9 @@ class CudaCapture:
 
 def bucket_of(batch: PackedBatch) -> Bucket | None:
     """The smallest bucket for a batch; None for one that is large, or whose texts do not see all their tokens."""
-    if batch.keys is not None or batch.tokens > MOST_TOKENS:
+    if batch.keys is not None or batch.tokens > MAX_TOKENS:
         return None
-    tokens, longest = _rounded(batch.tokens, _LEAST_TOKENS), _power(batch.max_seqlen, _LEAST_LONGEST)
+    tokens, longest = _rounded(batch.tokens, _MIN_TOKENS), _power(batch.max_seqlen, _MIN_LONGEST)
     return Bucket(tokens, _power(batch.texts), longest, batch.type_ids is not None)
 
 
@@ -156,7 +156,7 @@ class ForwardGraphs:
         if (graph := self._graphs.get(bucket)) is not None:
             return graph.run(batch, self._offset)
         self._uses[bucket] += 1
-        if self._uses[bucket] == _CAPTURED_AT and self._asked < _MOST_GRAPHS:
+        if self._uses[bucket] == _CAPTURED_AT and self._asked < _MAX_GRAPHS:
             self._ask_for(bucket, batch)
         return None
 

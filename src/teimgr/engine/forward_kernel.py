@@ -29,7 +29,7 @@ _KINDS = ("embed", "linear", "attend", "norm", "add", "activate", "gate", "rotat
 _ACTIVATIONS = ("none", "gelu", "gelu_tanh", "relu", "silu", "tanh")
 _NORMS = ("layer", "rms")
 _INDICES = ("ids", "positions", "types")
-_MOST_TABLES = 4
+_MAX_TABLES = 4
 _NO_SLOT = -1
 # A row of a slot is a multiple of so many elements, the columns of the widest panel; a quantised one of so many bytes.
 _SLOT_UNIT = 64
@@ -78,9 +78,9 @@ class _Step(ctypes.Structure):
         ("bias_size", ctypes.c_int64),
         ("scales_size", ctypes.c_int64),
         ("sums_size", ctypes.c_int64),
-        ("tables", ctypes.c_void_p * _MOST_TABLES),
-        ("table_size", ctypes.c_int64 * _MOST_TABLES),
-        ("index", ctypes.c_int32 * _MOST_TABLES),
+        ("tables", ctypes.c_void_p * _MAX_TABLES),
+        ("table_size", ctypes.c_int64 * _MAX_TABLES),
+        ("index", ctypes.c_int32 * _MAX_TABLES),
         ("table_count", ctypes.c_int64),
         ("heads", ctypes.c_int64),
         ("key_heads", ctypes.c_int64),
@@ -321,7 +321,7 @@ class ForwardKernel:
             scale=_scale(step),
             epsilon=step.epsilon,
         )
-        if len(step.tables) > _MOST_TABLES:
+        if len(step.tables) > _MAX_TABLES:
             raise CannotLowerError(f"a sum of {len(step.tables)} embeddings")
         for name in ("x", "with_", "third"):
             setattr(made, name, _Operand(_NO_SLOT, 0))

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 
 _HELD_UP_S = 0.001  # a batch that waited for longer was held up
-_LATEST, _MOST_HELD_UP = 8, 2  # of so many batches, more than so many
+_LATEST, _MAX_HELD_UP = 8, 2  # of so many batches, more than so many
 _ALONE_S = 1.0
 
 
@@ -33,6 +33,6 @@ class HelperWaits:
         """A batch on several threads has waited so long for them."""
         with self._lock:
             self._latest.append(waited_s > _HELD_UP_S)
-            if sum(self._latest) > _MOST_HELD_UP:
+            if sum(self._latest) > _MAX_HELD_UP:
                 self._latest.clear()
                 self._alone_until = self._clock() + _ALONE_S

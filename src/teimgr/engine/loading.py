@@ -51,14 +51,14 @@ _CPU_BATCH_TOKENS = 2048
 _TABLE_BATCH_TOKENS = 8192  # of a look-up table: a batch costs more than its tokens do
 _CPU_TEMPORARY_BYTES = 25_000_000
 _CPU_BULK_TOKENS_BESIDE_INTERACTIVE = 512
-_LEAST_BATCH_TOKENS = 256
+_MIN_BATCH_TOKENS = 256
 # A batch with fewer multiplications per layer is computed by one thread: each operation would wake the others, which
 # takes as long as they save. The native forward wakes them once.
 _SERIAL_MULTIPLICATIONS = 113_000_000
 _SERIAL_MULTIPLICATIONS_NATIVE = 14_000_000
 # Of a bulk batch on a GPU while queries come: fewer do not fill it, and a query waits for one such batch.
-_LEAST_BULK_TOKENS_BESIDE_INTERACTIVE = 2048
-_MOST_BULK_TOKENS_BESIDE_INTERACTIVE = 4096
+_MIN_BULK_TOKENS_BESIDE_INTERACTIVE = 2048
+_MAX_BULK_TOKENS_BESIDE_INTERACTIVE = 4096
 _VECTORS = (Output.DENSE, Output.SPARSE, Output.MULTI_VECTOR)  # the first that a model has gives its dimension
 
 
@@ -266,10 +266,10 @@ def _check_room(layout: Layout, options: EngineOptions, least: int) -> None:
 
 def _limits(options: EngineOptions, model: Model) -> BatchLimits:
     if gpu.is_gpu(torch.device(options.device)):
-        beside = max(_LEAST_BULK_TOKENS_BESIDE_INTERACTIVE, options.max_batch_tokens // 4)
-        beside = min(beside, _MOST_BULK_TOKENS_BESIDE_INTERACTIVE)
+        beside = max(_MIN_BULK_TOKENS_BESIDE_INTERACTIVE, options.max_batch_tokens // 4)
+        beside = min(beside, _MAX_BULK_TOKENS_BESIDE_INTERACTIVE)
         return BatchLimits(options.max_batch_tokens, min(beside, options.max_batch_tokens), options.max_batch_requests)
-    affordable = max(_LEAST_BATCH_TOKENS, _CPU_TEMPORARY_BYTES // (4 * _widths(model)[1]))
+    affordable = max(_MIN_BATCH_TOKENS, _CPU_TEMPORARY_BYTES // (4 * _widths(model)[1]))
     few = _TABLE_BATCH_TOKENS if isinstance(model.backbone, StaticTable) else _CPU_BATCH_TOKENS
     tokens = min(options.max_batch_tokens, few, affordable)
     beside = min(tokens, _CPU_BULK_TOKENS_BESIDE_INTERACTIVE)

@@ -43,12 +43,12 @@ from teimgr.engine.lowered_values import (
     sum_lookups,
     viewed,
 )
-from teimgr.engine.native_library import MOST_HEAD_SIZE, MOST_HEADS
+from teimgr.engine.native_library import MAX_HEAD_SIZE, MAX_HEADS
 
 log = logging.getLogger(__name__)
 
 _COLUMNS = 16  # columns of every value are a multiple of this, the float32 numbers of the widest register
-_MOST_REACH = 2**31 - 1  # tokens: a wider window has all of a text in it
+_MAX_REACH = 2**31 - 1  # tokens: a wider window has all of a text in it
 _PAIR = 2  # a linear layer reads a multiple of this: panels of bfloat16 have the weights of two columns side by side
 _aten = torch.ops.aten
 
@@ -242,15 +242,15 @@ class _Lowering:
         key_heads = key.places.shape[1]
         if key.places.shape[3] != size or value.places.shape[3] != size or value.places.shape[1] != key_heads:
             raise CannotLowerError("queries, keys and values of different shapes")
-        if not 0 < size <= MOST_HEAD_SIZE or not 0 < heads <= MOST_HEADS:
-            raise CannotLowerError(f"{heads} heads of {size} columns, beyond {MOST_HEADS} of {MOST_HEAD_SIZE}")
+        if not 0 < size <= MAX_HEAD_SIZE or not 0 < heads <= MAX_HEADS:
+            raise CannotLowerError(f"{heads} heads of {size} columns, beyond {MAX_HEADS} of {MAX_HEAD_SIZE}")
         if not key_heads or heads % key_heads:
             raise CannotLowerError(f"{heads} heads of queries for {key_heads} of keys")
         if window is not None and window < 1:
             raise CannotLowerError(f"a window of {window} tokens")
         if slopes is not None and (not isinstance(slopes, Tensor) or slopes.shape != (heads,)):
             raise CannotLowerError("slopes of attention that are computed, or of another number of heads")
-        reach = None if window is None or window > _MOST_REACH else window - 1
+        reach = None if window is None or window > _MAX_REACH else window - 1
         fields = {"heads": (heads, key_heads, size), "scale": scale, "causal": causal, "reach": reach, "bias": slopes}
         rows = self._add("attend", heads * size, x=q, with_=k, third=v, **fields)
         return replace(rows, places=rows.places.view(1, TRACED_TOKENS, heads, size))

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 log = logging.getLogger(__name__)
 
 LEVELS = ("baseline", "avx2", "avx512", "avx512_bf16")  # `attention_level` of library.h
-MOST_HEAD_SIZE, MOST_HEADS = 1024, 1 << 16  # of library.h: what its buffers take
+MAX_HEAD_SIZE, MAX_HEADS = 1024, 1 << 16  # of library.h: what its buffers take
 NO_MEMORY = "can't allocate memory"  # torch's words too: by them `runner` sees that a batch was too large
 # "0": the library is not used. "attention": only its attention is, within the model's own forward.
 _SWITCH = "TEIMGR_NATIVE"

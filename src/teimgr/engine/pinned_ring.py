@@ -12,8 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-_LEAST_BYTES = 4096
-_MOST_BYTES = 32 << 20  # of one buffer that is kept
+_MIN_BYTES = 4096
+_MAX_BYTES = 32 << 20  # of one buffer that is kept
 
 
 class Event(Protocol):
@@ -104,7 +104,7 @@ class PinnedRing:
         Raises:
             RuntimeError: torch's own, where there is none.
         """
-        buffer = self._free_buffer(size) if size <= _MOST_BYTES else None
+        buffer = self._free_buffer(size) if size <= _MAX_BYTES else None
         memory = self._memory(size) if buffer is None else buffer.memory[:size]
         return Loan(memory, buffer, self._events)
 
@@ -121,7 +121,7 @@ class PinnedRing:
                 if not free:
                     return None
                 self._buffers.remove(free[0])
-            made = _Buffer(self._memory(max(_LEAST_BYTES, 1 << (size - 1).bit_length())))
+            made = _Buffer(self._memory(max(_MIN_BYTES, 1 << (size - 1).bit_length())))
             self._buffers.append(made)
             return made
 

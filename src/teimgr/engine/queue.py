@@ -33,10 +33,10 @@ from teimgr.engine.token_cap import TokenCap
 
 _SAMPLE_S = 0.1  # batches shorter than this are counted together
 _SAMPLES = 32
-_MOST_AGE_S = 30.0
+_MAX_AGE_S = 30.0
 _KNOWN_S = 0.05  # computing a throughput for every call would cost each some percent
 # Fewer are no estimate: the first batches after a start are slow, and one slow text would stand for all.
-_LEAST_SAMPLES = 4
+_MIN_SAMPLES = 4
 
 
 @dataclass(slots=True, eq=False)
@@ -264,8 +264,8 @@ class LaneThroughput:
         return known[1]
 
     def _computed(self, lane: Lane, now: float) -> float | None:
-        recent = [one for one in self._samples[lane] if one.seconds >= _SAMPLE_S and now - one.at < _MOST_AGE_S]
-        if len(recent) < _LEAST_SAMPLES:
+        recent = [one for one in self._samples[lane] if one.seconds >= _SAMPLE_S and now - one.at < _MAX_AGE_S]
+        if len(recent) < _MIN_SAMPLES:
             return None
         slowest = min(recent, key=lambda one: one.tokens / one.seconds)
         counted = [one for one in recent if one is not slowest]

@@ -34,10 +34,10 @@ from teimgr.models.layout import Layout
 
 log = logging.getLogger(__name__)
 
-MOST_FILES = 32
-MOST_BYTES = 2 * 1024 * 1024
+MAX_FILES = 32
+MAX_BYTES = 2 * 1024 * 1024
 """Of a file; larger results are not kept."""
-_MOST_MODEL_FILES = 1000  # a folder with more is not a model's alone, and looking at all takes too long
+_MAX_MODEL_FILES = 1000  # a folder with more is not a model's alone, and looking at all takes too long
 _FORMAT = 1
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _SUFFIX = ".reference"
@@ -80,7 +80,7 @@ class ReferenceCache:
 
     def write(self, known: KnownReference) -> None:
         content = _content(known)
-        if len(content) > MOST_BYTES:
+        if len(content) > MAX_BYTES:
             return
         try:
             self._folder.mkdir(mode=0o700, exist_ok=True)
@@ -95,9 +95,9 @@ class ReferenceCache:
             self._path.unlink(missing_ok=True)
 
     def _remove_oldest(self) -> None:
-        """Keep the `MOST_FILES` files that were used last; a half-written one counts too."""
+        """Keep the `MAX_FILES` files that were used last; a half-written one counts too."""
         files = [(entry.stat().st_mtime_ns, entry.path) for entry in os.scandir(self._folder)]
-        for _, path in sorted(files, reverse=True)[MOST_FILES:]:
+        for _, path in sorted(files, reverse=True)[MAX_FILES:]:
             Path(path).unlink(missing_ok=True)
 
 
@@ -116,7 +116,7 @@ def reference_key(layout: Layout, dtype: str, inputs: Sequence[Encoded]) -> str 
     try:
         for folder in sorted(folders):
             for path in _files(folder):
-                if len(found) == _MOST_MODEL_FILES:
+                if len(found) == _MAX_MODEL_FILES:
                     return None
                 found.append(_identity(path))
         engine = [_identity(path) for path in _files(Path(__file__).parent) if not path.endswith(".pyc")]
@@ -157,9 +157,9 @@ def _read_own(folder: Path, path: Path) -> bytes:
     with os.fdopen(descriptor, "rb") as file:
         found = os.fstat(descriptor)
         _check_own(found, path)
-        if not stat.S_ISREG(found.st_mode) or found.st_size > MOST_BYTES:
-            raise OSError(f"{path} is no file of at most {MOST_BYTES} bytes")
-        return file.read(MOST_BYTES)
+        if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_BYTES:
+            raise OSError(f"{path} is no file of at most {MAX_BYTES} bytes")
+        return file.read(MAX_BYTES)
 
 
 def _check_own(found: os.stat_result, path: Path) -> None:

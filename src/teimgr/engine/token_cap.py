@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-LEAST_TOKENS = 256
+MIN_TOKENS = 256
 _RAISE_AFTER_S = 60.0
 
 
@@ -31,5 +31,5 @@ class TokenCap:
 
     def did_not_fit(self, tokens: int) -> None:
         """A batch of so many tokens ran out of memory."""
-        self._tokens = min(self._tokens, max(LEAST_TOKENS, tokens // 2))
+        self._tokens = min(self._tokens, max(MIN_TOKENS, tokens // 2))
         self._changed_at = self._clock()

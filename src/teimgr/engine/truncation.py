@@ -17,7 +17,7 @@ Text = str | tuple[str, str]
 
 # Characters per token of the first attempt: languages have some four, and code or numbers fewer.
 FIRST_PER_TOKEN = 16
-_FIRST_AT_LEAST = 4096
+_MIN_FIRST = 4096
 # A text that must not be truncated is counted in full up to this many characters; of a longer one, a part with too many
 # tokens is enough.
 COUNTED_CHARACTERS = 2**16
@@ -92,7 +92,7 @@ class Shortener:
 
     def __init__(self, boundaries: Boundaries, tokens: int) -> None:
         self._boundaries = boundaries
-        self.first = min(max(tokens * FIRST_PER_TOKEN, _FIRST_AT_LEAST), MAX_CHARACTERS)
+        self.first = min(max(tokens * FIRST_PER_TOKEN, _MIN_FIRST), MAX_CHARACTERS)
 
     def sizes(self, text: Text, first: int | None = None) -> Iterator[int]:
         """Characters to cut a text to if `first` did not decide, up to the whole of it or the bound."""

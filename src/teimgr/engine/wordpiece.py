@@ -23,7 +23,7 @@ from teimgr.wire.text_column import TextColumn
 _NORMALIZERS = {"BertNormalizer", "Lowercase", "StripAccents", "NFC", "NFD", "NFKC", "NFKD"}
 _DROPPED, _SPACE, _ISOLATED, _LETTER = range(4)  # of wordpiece.c
 _LONGEST_WORD = 256
-_LEAST_SLOTS_PER_PIECE = 2
+_MIN_SLOTS_PER_PIECE = 2
 _Offsets = ctypes.c_int64 * 2
 
 
@@ -70,7 +70,7 @@ class WordPiece:
         vocabulary, prefix = model["vocab"], model["continuing_subword_prefix"].encode()
         ids = np.fromiter(vocabulary.values(), np.int32, len(vocabulary))
         pieces = (_Piece * len(vocabulary))()
-        slots = 1 << (len(vocabulary) * _LEAST_SLOTS_PER_PIECE).bit_length()
+        slots = 1 << (len(vocabulary) * _MIN_SLOTS_PER_PIECE).bit_length()
         table = np.empty(slots, np.int32)
         kinds, mapped = _byte_kinds(tokenizer)
         around = tokenizer.encode("a", add_special_tokens=specials)

@@ -82,7 +82,7 @@ HELD_BYTES = 64 * 2**20
 BACKLOG = 4096
 # A client that reads less than this in this time, while its connection's write buffer is full, is cut off.
 STALL_S = 30.0
-LEAST_READ_BYTES = 16 * 1024
+MIN_READ_BYTES = 16 * 1024
 # The phases of connections that make room on a full port, in this order.
 _DISPLACED = (Phase.CLOSING, Phase.DISCARD, Phase.SILENT, Phase.HANDSHAKE, Phase.HEAD, Phase.IDLE)
 # Expired connections that are closed in one turn of the event loop, and the pause before the next ones.
@@ -112,7 +112,7 @@ class StallGuard:
             self._timer = None
 
     def _check(self) -> None:
-        if self._left - self._transport.get_write_buffer_size() < LEAST_READ_BYTES:
+        if self._left - self._transport.get_write_buffer_size() < MIN_READ_BYTES:
             self._transport.abort()
         else:
             self.paused()

@@ -17,19 +17,19 @@ from teimgr.wire import json_scan
 
 _MIB = 1 << 20
 # Of any file, and of the kinds that are larger: the largest known are 33, 9 and 9 MB.
-_MOST_BYTES = 4 * _MIB
-_MOST_BYTES_OF = {
+_MAX_BYTES = 4 * _MIB
+_MAX_BYTES_OF = {
     "tokenizer.json": 64 * _MIB,
     "vocab.json": 64 * _MIB,
     "tokenizer_config.json": 16 * _MIB,
     "model.safetensors.index.json": 16 * _MIB,
     "pytorch_model.bin.index.json": 16 * _MIB,
 }
-MOST_VALUES = 4_000_000
+MAX_VALUES = 4_000_000
 """Of a vocabulary. A value takes some 60 bytes once it is parsed, so that a file takes 250 MB at most."""
-_MOST_VALUES_OF_OTHERS = 1_000_000
+_MAX_VALUES_OF_OTHERS = 1_000_000
 # Objects and lists: freeing a million of them holds the GIL for 0.1 s. The largest known file has 60,000.
-_MOST_CONTAINERS_OF_OTHERS = 100_000
+_MAX_CONTAINERS_OF_OTHERS = 100_000
 _VOCABULARIES = ("tokenizer.json", "vocab.json")
 POINTER = b"version https://git-lfs.github.com/spec/"
 """How a file begins that git checks out in place of a large one where git-lfs is not installed."""
@@ -38,7 +38,7 @@ _SHOWN_CHARS = 80
 # A call of the library's decoder holds the GIL to its end, some 0.1 s for a million lists: a longer text is decoded in
 # pieces.
 _WHOLE_BYTES = 64 * 1024
-MOST_DEPTH = 64
+MAX_DEPTH = 64
 """Objects and lists within each other; known files have ten."""
 
 
@@ -84,33 +84,33 @@ def check_size(path: Path) -> None:
 
 def most_bytes(name: str) -> int:
     """How many bytes of a file of this name are read at most."""
-    return _MOST_BYTES_OF.get(name, _MOST_BYTES)
+    return _MAX_BYTES_OF.get(name, _MAX_BYTES)
 
 
 def parse(content: bytes, name: str) -> Any:
     """The value of a JSON text; `name` is that of its file, for messages.
 
     Raises:
-        ModelLoadFailed: it is not valid JSON in UTF-8, has more than `MOST_DEPTH` levels, or more values or
+        ModelLoadFailed: it is not valid JSON in UTF-8, has more than `MAX_DEPTH` levels, or more values or
             containers than a file of this name may have.
     """
     if content.startswith(POINTER):
         raise ModelLoadFailed(f"{name} {IS_POINTER}")
     # An upper bound, counted in the text before anything is built: each value but the first is behind one of these.
     values = sum(content.count(mark) for mark in (b",", b":", b"[", b"{"))
-    limit = MOST_VALUES if name in _VOCABULARIES else _MOST_VALUES_OF_OTHERS
+    limit = MAX_VALUES if name in _VOCABULARIES else _MAX_VALUES_OF_OTHERS
     if values > limit:
         raise ModelLoadFailed(f"{name} has more than {limit:,} values")
-    if name not in _VOCABULARIES and content.count(b"[") + content.count(b"{") > _MOST_CONTAINERS_OF_OTHERS:
-        raise ModelLoadFailed(f"{name} has more than {_MOST_CONTAINERS_OF_OTHERS:,} objects and lists")
+    if name not in _VOCABULARIES and content.count(b"[") + content.count(b"{") > _MAX_CONTAINERS_OF_OTHERS:
+        raise ModelLoadFailed(f"{name} has more than {_MAX_CONTAINERS_OF_OTHERS:,} objects and lists")
     try:
         value = _decoded(content) if len(content) <= _WHOLE_BYTES else json_scan.read(content, _IN_PIECES)
     except (RecursionError, json_scan.DepthExceededError) as error:
-        raise ModelLoadFailed(f"{name} is nested more than {MOST_DEPTH} levels deep") from error
+        raise ModelLoadFailed(f"{name} is nested more than {MAX_DEPTH} levels deep") from error
     except ValueError as error:
         raise ModelLoadFailed(f"{name} is not valid JSON: {error}") from error
     if _is_deep(value):
-        raise ModelLoadFailed(f"{name} is nested more than {MOST_DEPTH} levels deep")
+        raise ModelLoadFailed(f"{name} is nested more than {MAX_DEPTH} levels deep")
     return value
 
 
@@ -152,12 +152,12 @@ def _decoded(content: bytes) -> Any:
     return _DECODER.decode(content.decode())
 
 
-_IN_PIECES = json_scan.Reading(None, max(_MOST_BYTES_OF.values()), _decoded, _add)
+_IN_PIECES = json_scan.Reading(None, max(_MAX_BYTES_OF.values()), _decoded, _add)
 
 
 def _is_deep(value: Any) -> bool:
     level = [value]
-    for _ in range(MOST_DEPTH):
+    for _ in range(MAX_DEPTH):
         level = [
             child
             for one in level

@@ -54,9 +54,9 @@ TASK_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}")
 
 # Folders that files are read of without being a module's.
 _READ_BESIDE = ("1_Pooling", "additional_chat_templates")
-_MOST_FILES = 10_000
-_MOST_HEAD_BYTES = 16 * 2**20  # of a safetensors file that is looked into; known ones have 1 MB
-_MOST_POINTER_BYTES = 1024  # git-lfs takes no larger file for one
+_MAX_FILES = 10_000
+_MAX_HEAD_BYTES = 16 * 2**20  # of a safetensors file that is looked into; known ones have 1 MB
+_MAX_POINTER_BYTES = 1024  # git-lfs takes no larger file for one
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,11 +194,11 @@ def check_links(root: Path, roots: Iterable[str]) -> None:
     folders += task_folders(root)
     for folder in dict.fromkeys(folders):
         try:
-            files = list(islice(folder.iterdir(), _MOST_FILES + 1))
+            files = list(islice(folder.iterdir(), _MAX_FILES + 1))
         except (FileNotFoundError, NotADirectoryError):
             continue
-        if len(files) > _MOST_FILES:
-            raise InvalidConfig(f"model_id: {_shown(root, folder)} has more than {_MOST_FILES:,} files")
+        if len(files) > _MAX_FILES:
+            raise InvalidConfig(f"model_id: {_shown(root, folder)} has more than {_MAX_FILES:,} files")
         for path in (folder, *files):
             if path.is_symlink() and not is_inside(path, *homes):
                 raise InvalidConfig(f"model_id: {_shown(root, path)} is a link out of the model's directory")
@@ -359,7 +359,7 @@ def fault_of(path: Path) -> str | None:
 def is_pointer(path: Path) -> bool:
     """Whether a file is what git checks out in place of a large file where git-lfs is not installed."""
     try:
-        if path.stat().st_size > _MOST_POINTER_BYTES:
+        if path.stat().st_size > _MAX_POINTER_BYTES:
             return False
         with path.open("rb") as file:
             return file.read(len(model_json.POINTER)) == model_json.POINTER
@@ -374,7 +374,7 @@ def is_cut_short(weights: Path) -> bool:
     try:
         with weights.open("rb") as file:
             head_bytes, whole = int.from_bytes(file.read(8), "little"), weights.stat().st_size
-            if whole < 8 or not 0 < head_bytes <= _MOST_HEAD_BYTES:
+            if whole < 8 or not 0 < head_bytes <= _MAX_HEAD_BYTES:
                 return False  # no safetensors at all
             if whole < 8 + head_bytes:
                 return True
@@ -390,7 +390,7 @@ def files_below(root: Path, depth: int = 8) -> Iterator[Path]:
 
     At most 10,000 of them; dangling links and directories that cannot be read are left out.
     """
-    left = [_MOST_FILES]
+    left = [_MAX_FILES]
 
     def walk(folder: Path, levels: int, above: tuple[Path, ...]) -> Iterator[Path]:
         try:

@@ -15,7 +15,7 @@ from typing import Any
 from teimgr.errors import ModelLoadFailed
 from teimgr.models.library_code import declared_keys
 
-_MOST_SHOWN = 80  # characters of a value in a message
+_MAX_SHOWN = 80  # characters of a value in a message
 _OFF: tuple[Any, ...] = (None, False, "", [], {})
 
 
@@ -52,7 +52,7 @@ def _same(value: Any, allowed: Any) -> bool:
 
 def _shown(value: Any) -> str:
     text = repr(value)
-    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
 
 
 def _words(text: str) -> frozenset[str]:

@@ -46,14 +46,14 @@ MAX_FILES = 2000
 CONNECT_LIMIT_S = 5.0
 ANSWER_LIMIT_S = 60.0
 SILENCE_LIMIT_S = 30.0
-"""A host that sends fewer than `_LEAST_BYTES` of a file in so long is given up."""
+"""A host that sends fewer than `_MIN_BYTES` of a file in so long is given up."""
 BUSY_LIMIT_S = 900.0
 """So long hosts that send to others already are waited for."""
 FRUITLESS_ROUNDS = 3
 PAUSE_S = 1.0
 _AGENT_LIMIT_S = 15.0
 _AGENT_ANSWER_BYTES = 1 << 20
-_LEAST_BYTES = 64 << 10
+_MIN_BYTES = 64 << 10
 _READ_BYTES = 256 << 10
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
@@ -248,8 +248,8 @@ class _HostConnection:
                 size -= len(piece)
                 yield piece
                 if (now := time.monotonic()) - began > SILENCE_LIMIT_S:
-                    if before - size < _LEAST_BYTES:
-                        raise TimeoutError(f"fewer than {_LEAST_BYTES:,} bytes came in {SILENCE_LIMIT_S:g} s")
+                    if before - size < _MIN_BYTES:
+                        raise TimeoutError(f"fewer than {_MIN_BYTES:,} bytes came in {SILENCE_LIMIT_S:g} s")
                     began, before = now, size
         except OSError as error:
             raise Unavailable(f"{self.host}: the connection was lost: {error}") from error

@@ -18,7 +18,7 @@ _SHORT = {
 }
 
 
-_MOST_LABELS = 1_000_000
+_MAX_LABELS = 1_000_000
 _DEFAULT_LABELS = 2  # of the library, where config.json names none
 
 
@@ -111,7 +111,7 @@ def _labels(config: dict[str, Any]) -> tuple[str, ...]:
 def _default_labels(config: dict[str, Any]) -> dict[str, str]:
     """`id2label` as the library fills it in where config.json has none."""
     count = config.get("num_labels", _DEFAULT_LABELS)
-    if isinstance(count, bool) or not isinstance(count, int) or not 0 < count <= _MOST_LABELS:
+    if isinstance(count, bool) or not isinstance(count, int) or not 0 < count <= _MAX_LABELS:
         raise ModelLoadFailed(f"config.json has num_labels = {count!r}, which should be a number above 0")
     return {str(index): f"LABEL_{index}" for index in range(count)}
 

@@ -65,14 +65,14 @@ def text(page: Page, *, helps: bool = True) -> str:
 
 
 MAY_BE_ABSENT = frozenset((*EMBEDDINGS.durations, *PREDICTIONS.durations))
-MOST_BUCKETS = 15
+MAX_BUCKETS = 15
 _KEPT_EVERY = 3
 
 
 def condensed(page: Page) -> Page:
     """The page with fewer series: for Prometheus stores each bucket of each instance as a series of its own.
 
-    Of histograms of workers with more than `MOST_BUCKETS` buckets every third is kept, and +Inf; those of embedded and
+    Of histograms of workers with more than `MAX_BUCKETS` buckets every third is kept, and +Inf; those of embedded and
     of classified inputs are left out as long as there were none.
     """
     return {family: list(_condensed(family, samples)) for family, samples in page.items()}
@@ -91,7 +91,7 @@ def _condensed(family: Family, samples: Sequence[Sample]) -> Iterator[Sample]:
 
 
 def _kept_limits(family: Family) -> frozenset[str]:
-    step = _KEPT_EVERY if len(family.bounds) > MOST_BUCKETS else 1
+    step = _KEPT_EVERY if len(family.bounds) > MAX_BUCKETS else 1
     return frozenset(repr(float(bound)) for bound in family.bounds[step - 1 :: step]) | {"+Inf"}
 
 

@@ -27,11 +27,11 @@ _BATCH_CHARS = 128 * 2**10
 POLL_S = 0.25
 OPEN_LIMIT_S = 10.0
 """A host that has not opened its log by then is left out."""
-MOST_AT_A_TIME = 32
+MAX_AT_A_TIME = 32
 _QUEUED_BATCHES = 4
 # To open a log reads all of it, on a thread of a pool that others need: so many at a time, and so many that wait.
 _OPENING = 4
-_MOST_WAITING = 32
+_MAX_WAITING = 32
 _LOOK_S = 3.0
 _LATE_LINES = 10
 _EARLIEST = datetime.min.replace(tzinfo=UTC)
@@ -86,7 +86,7 @@ class LocalLogs:
         Raises:
             Overloaded: too many logs are being opened.
         """
-        if self._asked >= _OPENING + _MOST_WAITING:
+        if self._asked >= _OPENING + _MAX_WAITING:
             raise Overloaded("Too many logs are being read; try again later")
         path = self._folder / f"{name}.log"
         self._asked += 1
@@ -197,7 +197,7 @@ class MergedLog:
         self._follow = follow
         self._logs: dict[str, OpenLog] = {}
         self._seen: set[str] = set()
-        self._asking = asyncio.Semaphore(MOST_AT_A_TIME)
+        self._asking = asyncio.Semaphore(MAX_AT_A_TIME)
 
     @property
     def unread(self) -> Sequence[str]:

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 _HTTP_PORT = 4318
 _FLUSH_MS = 3000
 # A stream may have a million messages: only the first ones get spans of their own, the row counts cover all.
-_MOST_WORKER_SPANS = 32
+_MAX_WORKER_SPANS = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +117,7 @@ class TracedContext(RequestContext):
         self._rows += stats.rows
         self._rows_failed += stats.rows_failed
         self.span.set_attributes({"tei.instance": instance, "tei.output_dtype": stats.output_dtype})
-        if self._worker_spans < _MOST_WORKER_SPANS:
+        if self._worker_spans < _MAX_WORKER_SPANS:
             self._worker_spans += 1
             _trace_worker(self._tracer, self.span, stats)
 

@@ -214,7 +214,7 @@ _SHARED_BUFFER_BYTES = 256 * 1024
 _LINGER_S = 0.001  # longest wait of a frame that may linger
 # Parts, two per frame, that are written at once: were all frames of a busy turn written at its end, the processes on
 # both sides would work by turns, each while the other one waits.
-_MOST_QUEUED_PARTS = 32
+_MAX_QUEUED_PARTS = 32
 
 
 class FrameProtocol(asyncio.BufferedProtocol):
@@ -281,7 +281,7 @@ class FrameProtocol(asyncio.BufferedProtocol):
         self._outgoing.append(b"".join((head, context, before)))
         if payload:
             self._outgoing.append(payload)
-        if len(self._outgoing) >= _MOST_QUEUED_PARTS:
+        if len(self._outgoing) >= _MAX_QUEUED_PARTS:
             self._flush()
         elif linger:
             if self._linger is None and not self._flush_scheduled:

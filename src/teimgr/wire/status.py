@@ -15,7 +15,7 @@ INPUT_INDEX = "x-teimgr-input"
 PUSHBACK_KEY = "grpc-retry-pushback-ms"
 RETRY_AFTER_S = 1
 # Bound of an estimate: after that long others may have stopped calling.
-_MOST_RETRY_AFTER_S = 30
+_MAX_RETRY_AFTER_S = 30
 TRY_AGAIN = (429, 503)
 # Status messages travel in trailers, which clients bound at a few kilobytes.
 MAX_MESSAGE_CHARS = 2000
@@ -107,7 +107,7 @@ STATUS: dict[Code, StatusMapping] = {
 def retry_after_s(error: TeimgrError) -> int:
     """Whole seconds, 1 to 30, after which a caller may try again."""
     estimate = error.retry_after_s or RETRY_AFTER_S
-    return math.ceil(min(max(estimate, RETRY_AFTER_S), _MOST_RETRY_AFTER_S))
+    return math.ceil(min(max(estimate, RETRY_AFTER_S), _MAX_RETRY_AFTER_S))
 
 
 class GrpcStatus(NamedTuple):

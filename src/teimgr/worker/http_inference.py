@@ -51,7 +51,7 @@ if TYPE_CHECKING:  # importing the tokenizer imports torch
 JSON = "application/json"
 
 # Batch limit of the dialects that document none.
-MOST_INPUTS = 10_000
+MAX_INPUTS = 10_000
 _IDS_AT_ONCE = 2**16
 # Jobs of one request that begin in one turn of the event loop: some milliseconds.
 _JOBS_AT_ONCE = 32
@@ -248,7 +248,7 @@ def _is_id(value: object) -> bool:
     return type(value) is int and 0 <= value <= _U32_MAX
 
 
-def engine_inputs(inputs: str | Sequence[Any], limit: int = MOST_INPUTS) -> list[EngineInput]:
+def engine_inputs(inputs: str | Sequence[Any], limit: int = MAX_INPUTS) -> list[EngineInput]:
     """An `Input` as the engine takes it: a text or one list of ids is a single input, everything else a batch.
 
     Raises:
@@ -268,7 +268,7 @@ class TooManyInputs(InvalidInput):
         self.given = given
 
 
-def check_count(count: int, limit: int = MOST_INPUTS) -> None:
+def check_count(count: int, limit: int = MAX_INPUTS) -> None:
     """Raises TooManyInputs; to be called before anything is done for each input."""
     if (message := over_limit(count, limit)) is not None:
         raise TooManyInputs(count, message)
@@ -362,7 +362,7 @@ class JobSpec:
     inputs: Sequence[EngineInput]
     options: InferOptions
     encode: Callable[[Job], bytes] | None = None
-    limit: int = MOST_INPUTS
+    limit: int = MAX_INPUTS
     is_slow: bool = False
 
 
@@ -425,12 +425,12 @@ class HttpInference:
             reparsed = _reparse(kind, request.body, body_format)
         return reparsed
 
-    def inputs(self, given: str | Sequence[Any], limit: int = MOST_INPUTS) -> list[EngineInput]:
+    def inputs(self, given: str | Sequence[Any], limit: int = MAX_INPUTS) -> list[EngineInput]:
         """Like `engine_inputs`, and counts what is refused."""
         self.check_count(1 if isinstance(given, str) or not given or isinstance(given[0], int) else len(given), limit)
         return engine_inputs(given, limit)
 
-    def check_count(self, count: int, limit: int = MOST_INPUTS) -> None:
+    def check_count(self, count: int, limit: int = MAX_INPUTS) -> None:
         """Raises InvalidInput for more inputs than a client may send; to be called before they are looked at."""
         if count > limit:
             self.dispatcher.metrics.received(count)

@@ -8,7 +8,7 @@ from teimgr.models import hub
 from teimgr.models.own_code import code_repositories_of
 from teimgr.spec import WorkerSpec
 
-_MOST_CODE_FILES = 32  # that are named
+_MAX_CODE_FILES = 32  # that are named
 
 
 def fetched(spec: WorkerSpec, neighbours: hub.Neighbours | None) -> tuple[hub.ModelSource, list[str]]:
@@ -28,6 +28,6 @@ def fetched(spec: WorkerSpec, neighbours: hub.Neighbours | None) -> tuple[hub.Mo
 def code_of(folder: Path, name: str, commit: str | None) -> str:
     """A repository with its commit and its files of code; "" where it has none."""
     files = sorted(path.relative_to(folder).as_posix() for path in (*folder.glob("*.py"), *folder.glob("*/*.py")))
-    shown = files[:_MOST_CODE_FILES] + (["…"] if len(files) > _MOST_CODE_FILES else [])
+    shown = files[:_MAX_CODE_FILES] + (["…"] if len(files) > _MAX_CODE_FILES else [])
     at = "" if commit is None else f"@{commit}"
     return f"{name}{at}: {', '.join(shown)}" if files else ""

@@ -62,7 +62,7 @@ class Histogram:
         return [*exposition.histogram(self._bounds, self._counts, self._sum)] if any(self._counts) else []
 
 
-_MOST_UNCOUNTED = 256
+_MAX_UNCOUNTED = 256
 
 
 class DurationHistograms:
@@ -77,7 +77,7 @@ class DurationHistograms:
 
     def observe(self, timings: Timings, times: int = 1) -> None:
         self._uncounted.append((timings, times))
-        if len(self._uncounted) >= _MOST_UNCOUNTED:
+        if len(self._uncounted) >= _MAX_UNCOUNTED:
             self._count()
 
     def _count(self) -> None:

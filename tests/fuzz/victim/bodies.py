@@ -12,8 +12,8 @@ from teimgr.wire.pb.tei.v1 import tei_pb2
 from tests.fuzz.victim.attack import Attack, Strike, call, post
 from tests.fuzz.victim.target import RANKER, READER, SHARED, Target
 
-_PORT_MOST = 2_000_000 - 1000  # the bodies of an instance's own port
-_GRPC_MOST = 40 * 2**20 - 64 * 1024
+_MAX_PORT = 2_000_000 - 1000  # the bodies of an instance's own port
+_GRPC_MAX = 40 * 2**20 - 64 * 1024
 _ROUTES = ("/v1/embeddings", f"/instances/{SHARED}/embed", "/v2/embed", "/v1/rerank", "/vllm/tokenize", "/v1/chat/none")
 _INSTANCES = (SHARED, SHARED, READER)
 
@@ -22,17 +22,17 @@ def attacks() -> Iterator[Attack]:
     """Every one of them."""
     for name, broken in inputs.BROKEN_JSON.items():
         yield Attack("json", f"broken, {name}", partial(_broken, broken))
-        yield Attack("json", f"broken, {name}, instance port", partial(_broken_port, broken), most=_PORT_MOST)
+        yield Attack("json", f"broken, {name}, instance port", partial(_broken_port, broken), most=_MAX_PORT)
     for name, odd in inputs.ODD_JSON.items():
         yield Attack("json", f"odd, {name}", partial(_odd, odd))
     for name, text in inputs.TEXTS.items():
         yield Attack("text", f"{name}, REST", partial(_rest_text, text))
-        yield Attack("text", f"{name}, instance port", partial(_port_text, text), most=_PORT_MOST)
-        yield Attack("text", f"{name}, mux", partial(_mux_text, text), most=_GRPC_MOST)
-        yield Attack("text", f"{name}, gRPC of the instance port", partial(_port_grpc_text, text), most=_PORT_MOST)
+        yield Attack("text", f"{name}, instance port", partial(_port_text, text), most=_MAX_PORT)
+        yield Attack("text", f"{name}, mux", partial(_mux_text, text), most=_GRPC_MAX)
+        yield Attack("text", f"{name}, gRPC of the instance port", partial(_port_grpc_text, text), most=_MAX_PORT)
         yield Attack("text", f"{name}, reranker", partial(_ranked_text, text))
     for name, fields in inputs.FIELDS.items():
-        yield Attack("protobuf", name, partial(_fields, fields), most=_GRPC_MOST)
+        yield Attack("protobuf", name, partial(_fields, fields), most=_GRPC_MAX)
     for name, stream in inputs.ARROW.items():
         yield Attack("arrow", name, partial(_arrow, stream), most=16 * 2**20)
 

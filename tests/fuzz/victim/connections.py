@@ -12,7 +12,7 @@ from tests.fuzz.victim.attack import Attack, Strike, Wire, head, together, wire
 from tests.fuzz.victim.target import SHARED, Target
 
 _HELD_S = 3.0
-_MOST_CONNECTIONS = 4000
+_MAX_CONNECTIONS = 4000
 _CHUNKED = ("content-type: application/json", "transfer-encoding: chunked")
 
 Talk = Callable[[Wire, random.Random, int], Awaitable[str]]
@@ -26,11 +26,11 @@ def attacks() -> Iterator[Attack]:
     for name, opening in _OPENINGS.items():
         for place, port in _PORTS.items():
             made = partial(_many, opening, port)
-            yield Attack("http1", f"{name}, {place}", made, 50, _MOST_CONNECTIONS, "connections")
+            yield Attack("http1", f"{name}, {place}", made, 50, _MAX_CONNECTIONS, "connections")
     for name, opening in _HANDSHAKES.items():
         for place, port in (("REST", _api), ("mux", _mux)):
             yield Attack(
-                "tls", f"{name}, {place}", partial(_silent, opening, port), 50, _MOST_CONNECTIONS, "connections"
+                "tls", f"{name}, {place}", partial(_silent, opening, port), 50, _MAX_CONNECTIONS, "connections"
             )
 
 

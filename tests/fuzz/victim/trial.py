@@ -20,11 +20,11 @@ from tests.fuzz.victim.target import Target
 # twice the idle p99 of the same minutes, is slow.
 FLOOR_MS = 250.0
 # p99 of some sixty calls is in the bound where at most one is slow.
-MOST_SLOW = 1
+MAX_SLOW = 1
 # Beyond this a process is said to have kept memory: allocators round up, and caches of a fixed size fill.
 GROWTH_SHARE, GROWTH_MIB = 0.1, 48.0
 BACK_WITHIN_S = 20.0
-_LEAST_WINDOW_S = 1.0
+_MIN_WINDOW_S = 1.0
 _QUIET_S = 0.5
 _IDLE_SAMPLES = 400
 _TRIES = 3
@@ -111,7 +111,7 @@ class Trial:
             if isinstance(error, AssertionError):
                 broken.append(outcome)
         seconds = time.monotonic() - began
-        await asyncio.sleep(max(_QUIET_S, _LEAST_WINDOW_S - seconds))
+        await asyncio.sleep(max(_QUIET_S, _MIN_WINDOW_S - seconds))
         calls = await self._calls(began, time.monotonic())
         broken += self._felt(calls) + await self._harm()
         worst_ms = max((latency_ms for _, latency_ms, _ in calls), default=0.0)
@@ -181,7 +181,7 @@ class Trial:
         failed = sorted({f"{name} {outcome}" for name, _, outcome in calls if outcome != OK})
         slow = [(latency_ms, name) for name, latency_ms, _ in calls if latency_ms > self.bound_ms(name)]
         found = [f"failed: {', '.join(failed)[:300]}"] if failed else []
-        if len(slow) > MOST_SLOW:
+        if len(slow) > MAX_SLOW:
             worst_ms, name = max(slow)
             names = ", ".join(sorted({name for _, name in slow}))
             found.append(f"slow: {len(slow)} of {len(calls)} calls, {name} {worst_ms:.0f} ms ({names})")

@@ -160,7 +160,7 @@ async def test_a_frame_that_comes_slowly_but_steadily_is_awaited(
     address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "_FRAME_S", 0.2)
-    monkeypatch.setattr(connection, "LEAST_READ_BYTES", 1)
+    monkeypatch.setattr(connection, "MIN_READ_BYTES", 1)
     async with connecting(*address) as connect:
         peer = await connect()
         stream = peer.open(request("/large", "POST"))
@@ -381,7 +381,7 @@ async def test_a_client_that_reads_slowly_but_steadily_is_served(
     connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sender, "STALL_S", 0.5)
-    monkeypatch.setattr(sender, "LEAST_READ_BYTES", 1)
+    monkeypatch.setattr(sender, "MIN_READ_BYTES", 1)
     peer = await connect()
     peer.open(request("/large"), end=True)
     read = 0

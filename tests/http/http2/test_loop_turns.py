@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import asyncio
 
-from teimgr.http.http2.loop_turns import LEAST_UNITS, TURN_UNITS, LoopTurns
+from teimgr.http.http2.loop_turns import MIN_UNITS, TURN_UNITS, LoopTurns
 
 
 async def test_what_is_spent_is_missing_until_the_next_turn_but_for_the_least_part() -> None:
     turns = LoopTurns()
-    turns.spend(LEAST_UNITS)
+    turns.spend(MIN_UNITS)
     assert turns.units == TURN_UNITS, "small calls cost nothing"
 
     turns.spend(TURN_UNITS - 100)
     assert turns.units == 100
     turns.spend(100)
-    assert turns.units == LEAST_UNITS
+    assert turns.units == MIN_UNITS
     await asyncio.sleep(0)
     assert turns.units == TURN_UNITS
 

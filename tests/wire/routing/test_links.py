@@ -514,7 +514,7 @@ async def test_a_replica_that_fails_several_calls_in_a_row_is_avoided_until_it_p
     route: Any, start_worker: Any, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     """One that hangs has nothing under way after its calls timed out, and looks the least busy."""
-    monkeypatch.setattr(links, "_LEAST_FAILURE_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(links, "_MIN_FAILURE_TIMEOUT_S", 0.0)
     monkeypatch.setattr(links, "_CHECK_FIRST_PAUSE_S", 0.001)
     healed = asyncio.Event()
     embeds: list[str] = []

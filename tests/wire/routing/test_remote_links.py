@@ -278,7 +278,7 @@ async def test_a_peer_that_never_answers_the_handshake_is_given_up_in_time(route
 async def test_links_are_replaced_before_they_expire_and_no_call_fails(
     route: Route, endpoint: WorkerEndpoint, nodes: FleetNodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in {"_LEAST_RENEWAL_S": 0.1, "_LEAVE_POLL_S": 0.05, "_RENEW_AT": 0.1}.items():
+    for name, value in {"_MIN_RENEWAL_S": 0.1, "_LEAVE_POLL_S": 0.05, "_RENEW_AT": 0.1}.items():
         monkeypatch.setattr(remote_links, name, value)
     identity = nodes.identity("short", valid_s=8)
     identity.node = "head"

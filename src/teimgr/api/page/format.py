@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _SPARK_WIDTH, _SPARK_HEIGHT = 96, 24
-_SPARK_LEAST = 100.0
+_SPARK_MIN = 100.0
 NOTHING = "–"
 
 
@@ -55,12 +55,12 @@ def duration(seconds: float | None) -> str:
 def spark(values: Sequence[float | None]) -> str:
     """The `points` of a polyline of the values, in a box of 96 by 24; empty for fewer than two.
 
-    Below `_SPARK_LEAST` the line stays low: the self-tests of an idle instance are no load.
+    Below `_SPARK_MIN` the line stays low: the self-tests of an idle instance are no load.
     """
     known = [value or 0.0 for value in values]
     if len(known) < 2:
         return ""
-    top = max(*known, _SPARK_LEAST)
+    top = max(*known, _SPARK_MIN)
     step = _SPARK_WIDTH / (len(known) - 1)
     return " ".join(
         f"{index * step:.1f},{_SPARK_HEIGHT - 2 - value / top * (_SPARK_HEIGHT - 4):.1f}"

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from teimgr.api.batches import Batches
 from teimgr.api.batches.service import BatchRequest
-from teimgr.api.rest.files import LEAST_LIFETIME_S, LONGEST_LIFETIME_S, After
+from teimgr.api.rest.files import LONGEST_LIFETIME_S, MIN_LIFETIME_S, After
 from teimgr.api.rest.paging import page_of
 from teimgr.api.rest.schemas import CLIENT_FAILURE, StrictQueryRoute, answer, json_body, read_json
 from teimgr.http.auth.policy import caller_of
@@ -31,7 +31,7 @@ class OutputExpiry(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
     anchor: Literal["created_at"] = Field(description="the creation of the results")
-    seconds: int = Field(ge=LEAST_LIFETIME_S, le=LONGEST_LIFETIME_S)
+    seconds: int = Field(ge=MIN_LIFETIME_S, le=LONGEST_LIFETIME_S)
 
 
 class CreateBatch(BaseModel):

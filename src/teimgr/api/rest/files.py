@@ -16,7 +16,7 @@ from teimgr.api.rest.schemas import CLIENT_FAILURE, StrictQueryRoute, answer
 from teimgr.errors import ValidationError
 from teimgr.http.auth.policy import caller_of
 
-LEAST_LIFETIME_S, LONGEST_LIFETIME_S = 3600, 30 * 86_400
+MIN_LIFETIME_S, LONGEST_LIFETIME_S = 3600, 30 * 86_400
 _FILENAME_CHARS = 255
 _ANCHOR, _SECONDS = "expires_after[anchor]", "expires_after[seconds]"
 
@@ -65,7 +65,7 @@ _FORM = {
                         "file": {"type": "string", "format": "binary", "description": "lines of JSON, one per request"},
                         "purpose": {"const": BATCH},
                         _ANCHOR: {"const": "created_at"},
-                        _SECONDS: {"type": "integer", "minimum": LEAST_LIFETIME_S, "maximum": LONGEST_LIFETIME_S},
+                        _SECONDS: {"type": "integer", "minimum": MIN_LIFETIME_S, "maximum": LONGEST_LIFETIME_S},
                     },
                 }
             }
@@ -142,7 +142,7 @@ def _lifetime_s(form: FileForm) -> int | None:
         return None
     if anchor != "created_at":
         raise ValidationError(f"{_ANCHOR}: must be 'created_at' (got {(anchor or '')[:80]!r})")
-    if not (seconds or "").isdecimal() or not LEAST_LIFETIME_S <= int(seconds or 0) <= LONGEST_LIFETIME_S:
-        limits = f"a whole number from {LEAST_LIFETIME_S} to {LONGEST_LIFETIME_S}"
+    if not (seconds or "").isdecimal() or not MIN_LIFETIME_S <= int(seconds or 0) <= LONGEST_LIFETIME_S:
+        limits = f"a whole number from {MIN_LIFETIME_S} to {LONGEST_LIFETIME_S}"
         raise ValidationError(f"{_SECONDS}: must be {limits} (got {(seconds or '')[:80]!r})")
     return int(seconds or 0)

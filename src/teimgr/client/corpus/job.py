@@ -30,7 +30,7 @@ _FIRST_ROWS = 64
 _QUICK_REPLY_S = 0.5
 _SLOW_REPLY_S = 4.0
 _RETRY_FIRST_S = 0.25
-_RETRY_MOST_S = 10.0
+_RETRY_MAX_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +163,8 @@ class _Work:
                 if now - last_progress > self._retry_s:
                     raise
                 self._report(waiting=error.message)
-                time.sleep(max(pause_s, min(error.retry_after_s or 0.0, _RETRY_MOST_S)))
-                pause_s = min(pause_s * 2, _RETRY_MOST_S)
+                time.sleep(max(pause_s, min(error.retry_after_s or 0.0, _RETRY_MAX_S)))
+                pause_s = min(pause_s * 2, _RETRY_MAX_S)
 
     def _stream(self) -> None:
         """Embed from the first row that is not done to the end, over one stream."""

@@ -166,7 +166,7 @@ def _text(value: str | bytes) -> str:
 LOADING_BYTES = 2 << 30
 """The memory that a loading worker is assumed to need, on a card as NVML does not show it yet."""
 _LOADS_PER_CARD = 4  # more only compete for the disk and the bus
-GPU_TOKENS_MOST = 32768
+GPU_TOKENS_MAX = 32768
 """Batch tokens on a card by its memory: more gain nothing, and a query waits for a batch."""
 CPU_TOKENS = 16384
 """Batch tokens on the CPU, where larger batches gain nothing, and on a card with unknown free memory."""
@@ -474,7 +474,7 @@ def fair_share(cores: int, workers: int) -> int:
 def with_batch_tokens(spec: InstanceSpec, inventory: Inventory, per_gib: int) -> InstanceSpec:
     """Set `max_batch_tokens`, where it is 0, to `per_gib` tokens for each free GiB of the card it would be placed on.
 
-    With several replicas the fullest card decides. At least one GiB's worth, at most `GPU_TOKENS_MOST` or that.
+    With several replicas the fullest card decides. At least one GiB's worth, at most `GPU_TOKENS_MAX` or that.
 
     Raises:
         InvalidGpuId: `gpu_id` is none of the cards.
@@ -490,7 +490,7 @@ def with_batch_tokens(spec: InstanceSpec, inventory: Inventory, per_gib: int) ->
             card = None
         cards = [card] if card else []
     free_bytes = min((card.memory_free_bytes for card in cards), default=0)
-    by_memory = min(free_bytes * per_gib // _GIB, GPU_TOKENS_MOST)
+    by_memory = min(free_bytes * per_gib // _GIB, GPU_TOKENS_MAX)
     tokens = max(per_gib, by_memory) if free_bytes else CPU_TOKENS
     return replace(spec, max_batch_tokens=tokens)
 

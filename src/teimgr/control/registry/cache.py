@@ -24,9 +24,9 @@ from teimgr.models.source import Directory, WrongSourceError, decide, file_probl
 log = logging.getLogger(__name__)
 
 _FILES_SHOWN = 10_000
-_MOST_WORD_CHARS = 255
-_MOST_REF_CHARS = 256
-_MOST_NUMBER = 2**53  # what every reader of JSON takes
+_MAX_WORD_CHARS = 255
+_MAX_REF_CHARS = 256
+_MAX_NUMBER = 2**53  # what every reader of JSON takes
 # Our key → its names in config.json.
 _METADATA: Mapping[str, tuple[str, ...]] = {
     "model_type": ("model_type",),
@@ -206,11 +206,11 @@ def _metadata_of(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _is_word(value: object) -> bool:
-    return isinstance(value, str) and len(value) <= _MOST_WORD_CHARS and value.isprintable()
+    return isinstance(value, str) and len(value) <= _MAX_WORD_CHARS and value.isprintable()
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= _MOST_NUMBER
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= _MAX_NUMBER
 
 
 def _shown(name: str) -> str:
@@ -225,7 +225,7 @@ def _refs(folder: Path) -> Iterator[tuple[str, str]]:
             if (problem := file_problem(path)) is not None:
                 raise OSError(problem)
             with path.open(encoding="utf-8") as ref:
-                yield _shown(path.relative_to(folder).as_posix()), ref.read(_MOST_REF_CHARS).strip()
+                yield _shown(path.relative_to(folder).as_posix()), ref.read(_MAX_REF_CHARS).strip()
         except (OSError, UnicodeDecodeError) as error:
             log.warning("unreadable ref in the hub cache", extra={"path": str(path), "reason": str(error)})
 

@@ -271,7 +271,7 @@ static TARGET void LEVEL(attend_rows)(
         if (!is_last) scratch->maximum[at] = maximum[r], scratch->sum[at] = sum[r];
     }
 
-    float out[ROWS * MOST_HEAD_SIZE];
+    float out[ROWS * MAX_HEAD_SIZE];
 #if PAIRS
     const struct range pairs = {all.begin / 2, (round_up(all.end, 2)) / 2};
     LEVEL(multiply_all_values)(scratch->weights, pitch / 2, scratch->values, width, pairs, out);

@@ -14,7 +14,7 @@ enum {
     SHARED_GROUP_TOKENS = 512,  // of texts that all threads take together
     SLACK = 256,                // bytes behind a thread's memory: a panel may be wider than what is left of a row
     FEW_GROUPS = 8,             // for each thread: more are balanced by taking them one by one
-    MOST_BALANCED = 64,         // threads
+    MAX_BALANCED = 64,         // threads
     SHARING_COST = 16,          // steps that are shared take a sixteenth longer: threads wait for each other
     SPINS = 20000,              // before a thread that waits for another offers its core
 };
@@ -28,7 +28,7 @@ static inline int64_t ceiling(int64_t value, int64_t divisor) { return (value + 
 #include <time.h>
 
 enum {
-    MOST_ROWS = 6,       // that share a load of the weights
+    MAX_ROWS = 6,       // that share a load of the weights
     FETCHED_AHEAD = 32,  // elements of a row of weights, from memory: of 64 columns 8 KiB
     TAKEN_AHEAD = 12,    // the same, from the second-level cache
 };
@@ -39,7 +39,7 @@ enum {
 #define IN_BLOCKS(multiply)                                                                             \
     const int64_t tiles = (group->tokens + ROW_TILE - 1) / ROW_TILE, panel = unit / tiles;              \
     const int64_t first = unit % tiles * ROW_TILE, last = lesser(first + ROW_TILE, group->tokens);      \
-    const int64_t blocks = (last - first + MOST_ROWS - 1) / MOST_ROWS;                                  \
+    const int64_t blocks = (last - first + MAX_ROWS - 1) / MAX_ROWS;                                  \
     for (int64_t i = 0, row = first; i < blocks; i++) {                                                 \
         const int64_t rows = (last - row + blocks - i - 1) / (blocks - i);                              \
         switch (rows) {                                                                                 \
@@ -296,10 +296,10 @@ static int indices_are_valid(const struct forward *call) {
 // How many of the smallest groups all threads had better share step by step, once each has taken its part of the others:
 // of five equal groups one thread of two would have three. Groups are in ascending order of their tokens.
 static int64_t shared_groups(const struct group *groups, int64_t count, int64_t threads) {
-    if (count > FEW_GROUPS * threads || threads > MOST_BALANCED) return 0;
+    if (count > FEW_GROUPS * threads || threads > MAX_BALANCED) return 0;
     int64_t best = 0, best_cost = INT64_MAX, shared_tokens = 0;
     for (int64_t shared = 0; shared < threads && shared < count; shared++) {
-        int64_t loads[MOST_BALANCED] = {0}, most = 0;
+        int64_t loads[MAX_BALANCED] = {0}, most = 0;
         for (int64_t i = count - 1; i >= shared; i--) {
             int64_t least = 0;
             for (int64_t thread = 1; thread < threads; thread++)

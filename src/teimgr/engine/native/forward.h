@@ -8,7 +8,7 @@ enum step_kind { EMBED, LINEAR, ATTEND, NORM, ADD, ACTIVATE, GATE, ROTATE, QUANT
 enum activation { NO_ACTIVATION, GELU, GELU_TANH, RELU, SILU, TANH };
 enum norm { LAYER_NORM, RMS_NORM };
 enum index { IDS, POSITIONS, TYPES };
-enum { INDICES = 3, MOST_TABLES = 4, NO_SLOT = -1 };
+enum { INDICES = 3, MAX_TABLES = 4, NO_SLOT = -1 };
 
 // A value of every token in a thread's memory: `stride` bytes a token, from `offset` bytes a token on.
 struct slot {
@@ -48,9 +48,9 @@ struct step {
     const float *scales;                       // of the columns of W as bytes
     const int32_t *sums;                       // of the bytes of each column of W
     int64_t weights_size, bias_size, scales_size, sums_size;
-    const float *tables[MOST_TABLES];
-    int64_t table_size[MOST_TABLES];
-    int32_t index[MOST_TABLES];
+    const float *tables[MAX_TABLES];
+    int64_t table_size[MAX_TABLES];
+    int32_t index[MAX_TABLES];
     int64_t table_count;
     int64_t heads, key_heads, head_size, reach;
     float scale, epsilon;

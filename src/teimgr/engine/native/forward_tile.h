@@ -153,8 +153,8 @@ INLINE void LEVEL(add_products)(
 // `rows` rows times one panel.
 INLINE void LEVEL(multiply_panel)(const struct step *step, const struct group *group, int64_t row, int rows, int64_t panel) {
     const int64_t elements = step->inner / (1 + PAIRS);
-    const ELEMENT *weights = (const ELEMENT *)step->weights + panel * elements * PANEL, *x[MOST_ROWS];
-    FLOATS sums[MOST_ROWS][COLUMNS];
+    const ELEMENT *weights = (const ELEMENT *)step->weights + panel * elements * PANEL, *x[MAX_ROWS];
+    FLOATS sums[MAX_ROWS][COLUMNS];
     for (int r = 0; r < rows; r++) {
         x[r] = (const ELEMENT *)(LEVEL(operands_of)(group, step->x.slot, row + r) + step->x.column);
         for (int c = 0; c < COLUMNS; c++) sums[r][c] = (FLOATS){};
@@ -183,8 +183,8 @@ INLINE_BYTES INTS LEVEL(multiply_add_bytes)(int32_t a, const int32_t *b, INTS su
 INLINE_BYTES void LEVEL(multiply_byte_panel)(
     const struct step *step, const struct group *group, int64_t row, int rows, int64_t panel) {
     const int64_t fours = step->inner / 4;
-    const int32_t *weights = (const int32_t *)step->weights + panel * fours * PANEL, *x[MOST_ROWS];
-    INTS sums[MOST_ROWS][COLUMNS];
+    const int32_t *weights = (const int32_t *)step->weights + panel * fours * PANEL, *x[MAX_ROWS];
+    INTS sums[MAX_ROWS][COLUMNS];
     for (int r = 0; r < rows; r++) {
         x[r] = (const int32_t *)LEVEL(row)(group, step->x.slot, row + r);
         for (int c = 0; c < COLUMNS; c++) sums[r][c] = (INTS){};
@@ -195,7 +195,7 @@ INLINE_BYTES void LEVEL(multiply_byte_panel)(
             for (int c = 0; c < COLUMNS; c++)
                 sums[r][c] = LEVEL(multiply_add_bytes)(x[r][e], weights + c * WIDTH, sums[r][c]);
     }
-    FLOATS results[MOST_ROWS][COLUMNS];
+    FLOATS results[MAX_ROWS][COLUMNS];
     for (int r = 0; r < rows; r++) {
         const struct row_scale *of_row = (const struct row_scale *)(x[r] + fours);
         for (int c = 0; c < COLUMNS; c++) {
@@ -247,7 +247,7 @@ static TARGET void LEVEL(quantise)(const struct step *step, const struct group *
 static TARGET void LEVEL(embed)(const struct step *step, const struct group *group, int64_t row) {
     const struct forward *call = group->call;
     const int64_t *indices[] = {call->ids, call->positions, call->types}, token = group->first + row;
-    const float *tables[MOST_TABLES];
+    const float *tables[MAX_TABLES];
     for (int64_t i = 0; i < step->table_count; i++) {
         const int64_t *from = indices[step->index[i]];
         tables[i] = step->tables[i] + (from == NULL ? 0 : from[token]) * step->width;

@@ -38,7 +38,7 @@ struct attention {
 enum { BASELINE, AVX2, AVX512, AVX512_BF16 };
 enum { DONE, NO_MEMORY, UNSUPPORTED, BAD_INDEX, BAD_CALL };
 
-enum { MOST_HEAD_SIZE = 1024, MOST_HEADS = 1 << 16 };
+enum { MAX_HEAD_SIZE = 1024, MAX_HEADS = 1 << 16 };
 
 enum { ALIGNMENT = 64 };
 

@@ -18,7 +18,7 @@
 #include <unistd.h>
 
 enum {
-    MOST_HELPERS = 255,
+    MAX_HELPERS = 255,
     SPINS = 2000,  // of a caller, before it sleeps until its helpers are done
     TOLD_APART = 32,  // the helpers that can be woken one by one; those behind them wake together
 };
@@ -31,7 +31,7 @@ struct team {
     struct helper {
         struct team *team;
         pthread_t thread;
-    } members[MOST_HELPERS];
+    } members[MAX_HELPERS];
     void (*body)(void *);
     void *data;
     _Alignas(64) atomic_uint call;  // number of the last call; helpers sleep while it stays
@@ -93,7 +93,7 @@ static void end_team(void *data) {
     if (team->process != getpid()) return;  // of the process that forked this one
     atomic_store(&team->stops, 1);
     atomic_fetch_add(&team->call, 1);
-    futex_wake(&team->call, MOST_HELPERS, ~0u);
+    futex_wake(&team->call, MAX_HELPERS, ~0u);
     for (unsigned i = 0; i < team->helpers; i++) pthread_join(team->members[i].thread, NULL);
     free(team);
 }
@@ -144,7 +144,7 @@ static void place_helpers(struct team *team, unsigned count) {
 
 void run_threads(void (*body)(void *), void *data, unsigned threads, unsigned flags) {
     (void)flags;
-    const unsigned wanted = (unsigned)lesser(threads, MOST_HELPERS + 1) - 1;
+    const unsigned wanted = (unsigned)lesser(threads, MAX_HELPERS + 1) - 1;
     struct team *team = threads < 2 ? NULL : team_of(wanted);
     if (team == NULL || team->helpers == 0) {
         body(data);

@@ -6,12 +6,12 @@
 #include "forward.h"
 
 enum {
-    MOST_COLUMNS = 1 << 24,      // of a row
-    MOST_TOKEN_BYTES = 1 << 30,  // of all slots
-    MOST_STEPS = 1 << 20,
+    MAX_COLUMNS = 1 << 24,      // of a row
+    MAX_TOKEN_BYTES = 1 << 30,  // of all slots
+    MAX_STEPS = 1 << 20,
     COLUMN_UNIT = 16,            // columns of rows that are computed by whole registers
 };
-static const int64_t MOST_STRIDE = (int64_t)1 << 31;
+static const int64_t MAX_STRIDE = (int64_t)1 << 31;
 
 int64_t struct_size(int32_t which) {
     const int64_t sizes[] = {
@@ -36,13 +36,13 @@ static int texts_are_valid(const int32_t *begins, const int32_t *keys, int64_t t
 }
 
 static int heads_are_valid(int64_t heads, int64_t key_heads, int64_t head_size, int64_t reach) {
-    return within(heads, 1, MOST_HEADS) && within(key_heads, 1, heads) && heads % key_heads == 0 &&
-           within(head_size, 1, MOST_HEAD_SIZE) && within(reach, -1, INT32_MAX);
+    return within(heads, 1, MAX_HEADS) && within(key_heads, 1, heads) && heads % key_heads == 0 &&
+           within(head_size, 1, MAX_HEAD_SIZE) && within(reach, -1, INT32_MAX);
 }
 
 static int rows_fit(const void *rows, const int64_t *stride, int64_t tokens, int64_t heads, int64_t size, int64_t given) {
     if (tokens == 0) return 1;
-    if (rows == NULL || !within(stride[0], 0, MOST_STRIDE) || !within(stride[1], 0, MOST_STRIDE)) return 0;
+    if (rows == NULL || !within(stride[0], 0, MAX_STRIDE) || !within(stride[1], 0, MAX_STRIDE)) return 0;
     return (tokens - 1) * stride[0] + (heads - 1) * stride[1] + size <= given;
 }
 
@@ -64,8 +64,8 @@ int attention_is_valid(const struct attention *call) {
 
 // Whether a slot has `columns` columns from `column` on, of `size` bytes each.
 static int holds(const struct program *program, int32_t slot, int64_t column, int64_t columns, int64_t size) {
-    return within(slot, 0, program->slot_count - 1) && within(column, 0, MOST_COLUMNS) &&
-           within(columns, 1, MOST_COLUMNS) && (column + columns) * size <= program->slots[slot].stride;
+    return within(slot, 0, program->slot_count - 1) && within(column, 0, MAX_COLUMNS) &&
+           within(columns, 1, MAX_COLUMNS) && (column + columns) * size <= program->slots[slot].stride;
 }
 
 static int operand_holds(const struct program *program, const struct operand *from, int64_t columns, int64_t size) {
@@ -84,7 +84,7 @@ static int linear_is_valid(const struct program *program, const struct step *ste
     const int64_t panel = panel_width(program->level), columns = round_up(step->width, panel), inner = step->inner;
     const int is_bytes = step->scales != NULL;
     const int64_t size = is_bytes ? 1 : program->bfloat16 ? 2 : 4;
-    if (!within(inner, 1, MOST_COLUMNS) || step->weights == NULL || step->weights_size < columns * inner * size) return 0;
+    if (!within(inner, 1, MAX_COLUMNS) || step->weights == NULL || step->weights_size < columns * inner * size) return 0;
     if (is_bytes) {
         const int64_t row = inner + (int64_t)sizeof(struct row_scale);
         if (program->level < AVX512 || !multiplies_bytes() || inner % 4 || step->x.column != 0) return 0;
@@ -99,7 +99,7 @@ static int linear_is_valid(const struct program *program, const struct step *ste
 }
 
 static int tables_are_valid(const struct program *program, const struct step *step, int64_t least) {
-    if (!within(step->table_count, least, MOST_TABLES)) return 0;
+    if (!within(step->table_count, least, MAX_TABLES)) return 0;
     for (int64_t i = 0; i < step->table_count; i++) {
         if (step->tables[i] == NULL || !within(step->index[i], 0, INDICES - 1)) return 0;
         const int64_t rows = program->rows[step->index[i]];
@@ -120,12 +120,12 @@ static int attend_is_valid(const struct program *program, const struct step *ste
 static int step_is_valid(const struct program *program, const struct step *step) {
     const int64_t width = step->width, groups = step->groups, size = program->bfloat16 ? 2 : 4;
     if (!within(step->activation, NO_ACTIVATION, TANH) || !within(step->norm, LAYER_NORM, RMS_NORM)) return 0;
-    if (!within(width, 1, MOST_COLUMNS) || !within(groups, 1, MOST_HEADS) || width * groups > MOST_COLUMNS) return 0;
+    if (!within(width, 1, MAX_COLUMNS) || !within(groups, 1, MAX_HEADS) || width * groups > MAX_COLUMNS) return 0;
     switch (step->kind) {
     case LINEAR: return linear_is_valid(program, step);
     case ATTEND: return attend_is_valid(program, step);
     case QUANTISE:
-        return program->level >= AVX512 && within(step->inner, 1, MOST_COLUMNS) && step->inner % COLUMN_UNIT == 0 &&
+        return program->level >= AVX512 && within(step->inner, 1, MAX_COLUMNS) && step->inner % COLUMN_UNIT == 0 &&
                operand_holds(program, &step->x, step->inner, size) &&
                holds(program, step->operands, 0, step->inner + (int64_t)sizeof(struct row_scale), 1);
     case ROTATE:
@@ -154,8 +154,8 @@ int program_is_valid(const struct program *program) {
     if (program->steps == NULL || program->slots == NULL) return 0;
     if (!within(program->level, AVX2, attention_level()) || !within(program->bfloat16, 0, 1)) return 0;
     if (program->bfloat16 && program->level < AVX512_BF16) return 0;
-    if (!within(program->step_count, 1, MOST_STEPS) || !within(program->slot_count, 1, 3 * MOST_STEPS)) return 0;
-    if (!within(program->bytes, 1, MOST_TOKEN_BYTES)) return 0;
+    if (!within(program->step_count, 1, MAX_STEPS) || !within(program->slot_count, 1, 3 * MAX_STEPS)) return 0;
+    if (!within(program->bytes, 1, MAX_TOKEN_BYTES)) return 0;
     for (int64_t i = 0; i < program->slot_count; i++) {
         const struct slot *slot = program->slots + i;
         if (slot->offset % ALIGNMENT || slot->stride % ALIGNMENT) return 0;

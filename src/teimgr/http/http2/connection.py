@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, cast
 
 from teimgr.http.byte_budget import ByteBudget
-from teimgr.http.connection_gate import LEAST_READ_BYTES, LIMITS, ConnectionGate, Phase, StallGuard, Ticket
+from teimgr.http.connection_gate import LIMITS, MIN_READ_BYTES, ConnectionGate, Phase, StallGuard, Ticket
 from teimgr.http.http1 import ListenerState
 from teimgr.http.http2.frame_types import ConnectionBroken, ErrorCode, Payload
 from teimgr.http.http2.framing import Framing
@@ -42,7 +42,7 @@ _AHEAD_SHARE = 4
 _CONTROL_BURST = 2000
 _CONTROL_PER_S = 500.0
 _STREAMS_PER_CONTROL = 64
-# A client that has begun a frame or a header block ends it within this time, or sends `LEAST_READ_BYTES` of it.
+# A client that has begun a frame or a header block ends it within this time, or sends `MIN_READ_BYTES` of it.
 _FRAME_S = LIMITS[Phase.HEAD].seconds
 # A connection that stays open is closed after so long without a stream, PING or not; one that never had any after the
 # limit of `Phase.IDLE`.
@@ -189,7 +189,7 @@ class Connection(asyncio.Protocol):
         self._frame_timer = None
         if not self._framing.is_inside or self.transport.is_closing():
             return
-        is_slow = self._framing.frames == frames and self._received_bytes - received_bytes < LEAST_READ_BYTES
+        is_slow = self._framing.frames == frames and self._received_bytes - received_bytes < MIN_READ_BYTES
         if is_slow and self._is_reading:
             self._break(ConnectionBroken(ErrorCode.PROTOCOL_ERROR, f"a frame did not end within {_FRAME_S:g} s"))
         else:

@@ -10,11 +10,11 @@ from collections.abc import Callable
 # 8 ms at most, the time of a header block of Huffman strings that is as long as one may be.
 TURN_UNITS = 600
 # What every connection may have processed in a turn in any case: a few small calls.
-LEAST_UNITS = 64
+MIN_UNITS = 64
 
 
 class LoopTurns:
-    """Units of work for the connections of one event loop: each has `LEAST_UNITS` a turn, all share `TURN_UNITS`.
+    """Units of work for the connections of one event loop: each has `MIN_UNITS` a turn, all share `TURN_UNITS`.
 
     Connections that need more wait for later turns, in order.
     """
@@ -27,11 +27,11 @@ class LoopTurns:
     @property
     def units(self) -> int:
         """What a connection may have processed now."""
-        return max(self._left, LEAST_UNITS)
+        return max(self._left, MIN_UNITS)
 
     def spend(self, units: float) -> None:
         """Count what was processed for a connection; its least part is free."""
-        if units > LEAST_UNITS:
+        if units > MIN_UNITS:
             self._left -= int(units)
             self._schedule()
 

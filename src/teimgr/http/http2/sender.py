@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-from teimgr.http.connection_gate import LEAST_READ_BYTES, STALL_S
+from teimgr.http.connection_gate import MIN_READ_BYTES, STALL_S
 from teimgr.http.http2.framing import Framing
 from teimgr.http.http2.header_decoder import Headers
 from teimgr.http.http2.stream import Stalled, Stream, StreamLost
@@ -142,7 +142,7 @@ class Sender:
 
     def _is_stalled(self, stream: Stream, left: int, sent_before: int) -> bool:
         """Whether the client keeps the window of a stream closed, or reads too little of the connection."""
-        if left - len(stream.unsent) >= LEAST_READ_BYTES:
+        if left - len(stream.unsent) >= MIN_READ_BYTES:
             return False
         is_own_window = self._framing.window_of(stream.number) <= 0 < self._framing.send_window
-        return is_own_window or self._data_sent - sent_before < LEAST_READ_BYTES
+        return is_own_window or self._data_sent - sent_before < MIN_READ_BYTES

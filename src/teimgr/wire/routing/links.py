@@ -38,7 +38,7 @@ RECONNECT_MAX_S = 5.0
 # After so many failures in a row a replica is avoided until it passes a health check. A timeout shorter than a second
 # counts as no failure.
 _MAX_FAILURES = 3
-_LEAST_FAILURE_TIMEOUT_S = 1.0
+_MIN_FAILURE_TIMEOUT_S = 1.0
 _CHECK_TIMEOUT_S = 5.0
 _CHECK_FIRST_PAUSE_S = 0.2
 # Sizes and deadlines of equal calls differ by what a client adds and by how long they took to come.
@@ -126,7 +126,7 @@ class PendingCall:
     def _expire(self) -> None:
         if self.link.cancel(self):
             self.link.stats.expired += 1
-            if (self._timeout_s or 0.0) >= _LEAST_FAILURE_TIMEOUT_S:
+            if (self._timeout_s or 0.0) >= _MIN_FAILURE_TIMEOUT_S:
                 self.link.owner.call_failed()
             self.finish(DeadlineExceeded())
 

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 _RENEW_AT = 0.75
 """The part of a link's validity after which it is replaced."""
 _RENEW_RETRY_S = 5.0
-_LEAST_RENEWAL_S = 1.0
+_MIN_RENEWAL_S = 1.0
 _LEAVE_POLL_S = 1.0
 
 
@@ -91,7 +91,7 @@ class RemoteReplica(Replica):
         self._problem = ""
         self._connected_at = loop.time()
         self.stats.connects += 1
-        pause_s = max(_LEAST_RENEWAL_S, link.valid_s * _RENEW_AT)
+        pause_s = max(_MIN_RENEWAL_S, link.valid_s * _RENEW_AT)
         self._renewals[link] = loop.call_later(pause_s, self._begin_renewal, link)
         return link
 

@@ -37,7 +37,7 @@ from teimgr.wire.routing.remote_links import RemoteReplica
 
 # A refusal is kept for this part of the time that the worker named, if that was long enough.
 _REFUSAL_SHARE = 0.1
-_LEAST_RETRY_AFTER_S = 1.0
+_MIN_RETRY_AFTER_S = 1.0
 # Names in an error's text, which clients bound.
 _MAX_NAMES = 20
 _UNSET = Target()
@@ -118,7 +118,7 @@ class Lease:
         So an overloaded worker has to read few of the calls that it would refuse. With a second or more of work ahead
         it does not run out of it meanwhile; a shorter wait is not worth keeping.
         """
-        if retry_after_s >= _LEAST_RETRY_AFTER_S:
+        if retry_after_s >= _MIN_RETRY_AFTER_S:
             now = asyncio.get_running_loop().time()
             until = now + retry_after_s * _REFUSAL_SHARE
             self._replica.refusals[call_class] = Refusal(size, timeout_s, until, now + retry_after_s)

@@ -22,7 +22,7 @@ Endianness = Literal["native", "little", "big"]
 BINARY_FORMATS = ("bytes", "bytes_only")
 
 # Clients bound a header at some kilobytes.
-MOST_DESCRIBED = 64
+MAX_DESCRIBED = 64
 
 
 def binary_reply(
@@ -35,10 +35,10 @@ def binary_reply(
     """The reply with `rows`, float32 of any shape; `head` is what the metadata begins with. Blocking.
 
     Raises:
-        BadRequest: `bytes` with more than `MOST_DESCRIBED` rows.
+        BadRequest: `bytes` with more than `MAX_DESCRIBED` rows.
     """
-    if encoding_format == "bytes" and len(rows) > MOST_DESCRIBED:
-        message = f"encoding_format: bytes describes at most {MOST_DESCRIBED} inputs in a header; use bytes_only"
+    if encoding_format == "bytes" and len(rows) > MAX_DESCRIBED:
+        message = f"encoding_format: bytes describes at most {MAX_DESCRIBED} inputs in a header; use bytes_only"
         raise http.BadRequest(400, message, "encoding_format")
     precision = Precision(embed_dtype)
     dtype = precision.dtype.newbyteorder(endianness)

@@ -38,7 +38,7 @@ _OUTPUTS = {"dense": Output.DENSE, "sparse": Output.SPARSE, "multivector": Outpu
 _PRECISIONS = {name: Precision(name) for name in ("float32", "float16", "int8", "uint8")} | {
     "binary": Precision.UBINARY
 }
-MOST_INSTRUCTION = 4096
+MAX_INSTRUCTION = 4096
 # Options that would change the vectors and are not implemented.
 _NOT_SERVED = ("lora_id", "muvera", "pooling", "query_template", "doc_template")
 
@@ -60,7 +60,7 @@ class EncodeParams(http.Body):
     output_types: list[OutputType] | None = None
     output_dtype: OutputDtype | None = None
     instruction: Annotated[
-        str | None, Field(max_length=MOST_INSTRUCTION, description="the name of one of the model's prompts, or a text")
+        str | None, Field(max_length=MAX_INSTRUCTION, description="the name of one of the model's prompts, or a text")
     ] = None
     options: Annotated[dict[str, Any] | None, Field(description="is_query, normalize, output_dtype")] = None
 
@@ -147,7 +147,7 @@ def _extract_job(body: SieExtractRequest, served: http.ServedModel) -> http.JobS
         raise WrongModelKind("the model finds no entities and has no classes: it is no classifier")
     known = {_kind_of(model, label) for label in model.labels if label != OUTSIDE or not _has_entities(model)}
     if unknown := [label for label in params.labels or () if label not in known]:
-        shown = ", ".join(sorted(known)[:_MOST_SHOWN_LABELS])
+        shown = ", ".join(sorted(known)[:_MAX_SHOWN_LABELS])
         raise http.BadRequest(400, f"labels: {unknown[0][:80]!r} is none of the model's: {shown}", "labels")
     _threshold(params)
     texts = [_text(item, f"items.{row}") for row, item in enumerate(body.items)]
@@ -157,7 +157,7 @@ def _extract_job(body: SieExtractRequest, served: http.ServedModel) -> http.JobS
 
 
 _EXTRACTING = {Kind.TOKEN_CLASSIFIER: Output.TOKENS, Kind.CLASSIFIER: Output.SCORES}
-_MOST_SHOWN_LABELS = 50
+_MAX_SHOWN_LABELS = 50
 
 
 def _kind_of(model: LoadedModel, label: str) -> str:
