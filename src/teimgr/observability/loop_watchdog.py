@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Iterator
-from pathlib import Path
 from types import FrameType
 
 log = logging.getLogger(__name__)
@@ -26,6 +26,7 @@ _BUSY_PART = 0.8
 _ALARM_S = 600.0
 """How long a held loop is an alarm."""
 _SHOWN_CHARS = 80
+_COUNTS_BYTES = 96  # of three numbers
 
 
 class LoopWatchdog:
@@ -37,8 +38,7 @@ class LoopWatchdog:
         self._name = name
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
-        self._counts = _counts_of(threading.get_native_id())
-        self._own_counts = self._counts  # of the watchdog's thread, once it runs
+        self._loop_times = _ThreadTimes()
         self._last: tuple[float, str] | None = None
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="loop-watchdog", daemon=True)
@@ -54,10 +54,17 @@ class LoopWatchdog:
         return [self._last[1]]
 
     def _run(self) -> None:
-        self._own_counts = _counts_of(threading.get_native_id())
-        looks, ran_s = 0, self._times()[0]
+        self._own_times = _ThreadTimes()
+        try:
+            self._watch()
+        finally:
+            self._own_times.close()
+            self._loop_times.close()
+
+    def _watch(self) -> None:
+        looks, ran_s = 0, self._loop_times.ran_s()
         while not self._stops_within(_LOOK_S):
-            looks, ran_before_s, ran_s = looks + 1, ran_s, self._times()[0]
+            looks, ran_before_s, ran_s = looks + 1, ran_s, self._loop_times.ran_s()
             if looks < _LOOKS and ran_s - ran_before_s < _BUSY_PART * _LOOK_S:
                 continue
             looks = 0
@@ -71,11 +78,11 @@ class LoopWatchdog:
         return self._on_time(self._stopped, seconds)
 
     def _on_time(self, event: threading.Event, limit_s: float) -> bool:
-        began, used_s, waited_s = time.monotonic(), time.process_time(), _times_in(self._own_counts)[1]
+        began, used_s, waited_s = time.monotonic(), time.process_time(), self._own_times.waited_s()
         is_set = event.wait(limit_s)
         late_s = time.monotonic() - began - limit_s
         if late_s > HELD_S:
-            late_s -= _times_in(self._own_counts)[1] - waited_s
+            late_s -= self._own_times.waited_s() - waited_s
             worked_s = min(late_s, time.process_time() - used_s)
             if worked_s > HELD_S:  # else the machine had no processor for the thread that had the GIL
                 self._record(late_s, worked_s, self._holder(runs_itself=False))
@@ -83,19 +90,19 @@ class LoopWatchdog:
 
     def _check(self) -> None:
         beat, began, used_s = threading.Event(), time.monotonic(), time.process_time()
-        ran_s, waited_s = self._times()
+        ran_s, waited_s = self._loop_times.ran_s(), self._loop_times.waited_s()
         self._loop.call_soon_threadsafe(beat.set)
         if self._on_time(beat, HELD_S):
             return
         is_late = time.monotonic() - began > 2 * HELD_S  # this thread was held up too: by the GIL, or by the machine
-        runs_itself = self._times()[0] - ran_s > HELD_S / 4  # else it waits: for the GIL, for a disk
+        runs_itself = self._loop_times.ran_s() - ran_s > HELD_S / 4  # else it waits: for the GIL, for a disk
         doing, stack = _doing(frame := self._holder(runs_itself=runs_itself)), _stack(frame)
         del frame
         while not beat.wait(HELD_S):
             if self._stopped.is_set() or self._loop.is_closed():
                 return
         seconds = time.monotonic() - began
-        ran_now_s, waited_now_s = self._times()
+        ran_now_s, waited_now_s = self._loop_times.ran_s(), self._loop_times.waited_s()
         starved = ran_now_s - ran_s < HELD_S and waited_now_s - waited_s > seconds / 2
         idle = is_late and time.process_time() - used_s < seconds / 2  # the process was stopped
         if starved or idle:
@@ -124,21 +131,39 @@ class LoopWatchdog:
             return own
         return next((frame for frame in frames.values() if _request_in(frame)), own)
 
-    def _times(self) -> tuple[float, float]:
-        return _times_in(self._counts)
 
+class _ThreadTimes:
+    """How long the thread that makes this has run, and waited for a processor; for any thread, until `close`.
 
-def _counts_of(thread: int) -> Path:
-    return Path(f"/proc/self/task/{thread}/schedstat")
+    Asked ten times a second in every process: the clock is read with the GIL, and the file that stays open in one call,
+    as each call that gives the GIL away has to wait for it again.
+    """
 
+    def __init__(self) -> None:
+        self._clock = time.pthread_getcpuclockid(threading.get_ident())
+        try:
+            self._counts = os.open(f"/proc/self/task/{threading.get_native_id()}/schedstat", os.O_RDONLY)
+        except OSError:
+            self._counts = -1
 
-def _times_in(counts: Path) -> tuple[float, float]:
-    """Seconds that a thread has run, and waited for a processor; 0 if the kernel does not count them."""
-    try:
-        ran, waited, _ = counts.read_text().split()
-        return int(ran) / 1e9, int(waited) / 1e9
-    except (OSError, ValueError):
-        return 0.0, 0.0
+    def close(self) -> None:
+        if self._counts >= 0:
+            os.close(self._counts)
+            self._counts = -1
+
+    def ran_s(self) -> float:
+        """Seconds; 0 once the thread has ended."""
+        try:
+            return time.clock_gettime(self._clock)
+        except OSError:
+            return 0.0
+
+    def waited_s(self) -> float:
+        """Seconds; 0 if the kernel does not count them."""
+        try:
+            return int(os.pread(self._counts, _COUNTS_BYTES, 0).split()[1]) / 1e9
+        except (OSError, ValueError, IndexError):
+            return 0.0
 
 
 def _stack(frame: FrameType | None) -> str:
