@@ -39,6 +39,7 @@ class LoopWatchdog:
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
         self._loop_times = _ThreadTimes()
+        self._own_times = self._loop_times  # of the watchdog's thread, once it runs
         self._last: tuple[float, str] | None = None
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="loop-watchdog", daemon=True)
