@@ -92,7 +92,7 @@ def duplicate(path: Path, name: Path) -> None:
 def lock_file(path: Path) -> int | None:
     """Lock `path` until this process ends or closes the descriptor, which is the result.
 
-    None where another process holds the lock.
+    None if another process holds the lock.
 
     Raises:
         OSError: The file cannot be opened for writing.

@@ -1,4 +1,4 @@
-"""Specs and views: what is wanted, what a worker is launched with, what is shown. Every part of teimgr shares them.
+"""Specs and views: what should run, what a worker is launched with, what is shown. Every part of teimgr shares them.
 
 `InstanceSpec` declares the keys of an instance, one line each. REST bodies, seeds and templates of the configuration,
 the state file, flags of `extra_args`, the client's checks and what a change needs are derived from it.
@@ -184,7 +184,7 @@ class InstanceKey(DeclaredKey):
     in_config: bool = True
 
     def not_a_word(self, value: object) -> str | None:
-        """The sentence that refuses a value that is none of `words`."""
+        """The sentence that refuses a value that is not one of `words`."""
         if not self.words or value is None or value in self.words:
             return None
         return f"must be one of {', '.join(self.words)} (got {value!r})"
@@ -224,7 +224,7 @@ _key = partial(key, kind=InstanceKey)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceSpec:
-    """What is wanted under one name, by the contract's keys and our own. An update makes a new spec.
+    """What should run under one name, by the contract's keys and our own. An update makes a new spec.
 
     Values that are left open are resolved before a spec is stored.
     """
@@ -454,7 +454,7 @@ class LoadedModel:
     have `labels` by index. `model_sha` is the requested revision, `commit` the commit it resolved to. `batching` is
     "packed" where one padding-free row passed the load-time probe, else "equal-length". `attention` of a packed row is
     "varlen" (one call of a kernel for all texts) or "by-run" (one call per run of equal lengths), else "library"; a
-    look-up table has "none".
+    embedding table has "none".
     `forward` is "native" where our C library computes all layers in one call, else "library". `mean_cosine` and
     `min_cosine` are those of the results to float32 on known texts, 1.0 for models with scores only. `most_dimensions`
     may be asked of a dense vector where its files cut it to fewer, `dimension`; else 0. `warnings` are about the

@@ -120,7 +120,7 @@ class CommandOutput:
         shapes.print_table(columns, rows, on_terminal=self.is_terminal)
 
     def note(self, text: str) -> None:
-        """A sentence for a person, on stderr, unless JSON is wanted."""
+        """A sentence for a person, on stderr, unless JSON is asked for."""
         if not self.as_json:
             say(text, file=sys.stderr, flush=True)
 

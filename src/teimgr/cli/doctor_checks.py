@@ -208,7 +208,7 @@ def _models(settings: Settings) -> Iterator[Finding]:
 
 
 def weight_bytes(model_id: str, revision: str | None = None) -> int | None:
-    """The size of the weight files that a worker would load, as they are stored; None where the model is not here."""
+    """The size of the weight files that a worker would load, as they are stored; None if the model is not here."""
     from teimgr.models import hub
 
     try:

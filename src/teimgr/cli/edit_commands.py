@@ -31,7 +31,7 @@ _TABLES = {"tags": "--tag", "labels": "--label"}
 
 
 def _types() -> dict[str, Literal["int", "bool", "text"]]:
-    """What each key's text is converted to; a key that also has words stays a text where it is no number."""
+    """What each key's text is converted to; a key that also has words stays a text where it is not a number."""
     from dataclasses import fields
 
     from teimgr.spec import InstanceSpec

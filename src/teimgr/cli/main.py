@@ -85,7 +85,7 @@ GROUPS = MappingProxyType(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command of `arguments` (default: `sys.argv`); returns the exit status."""
     given = _compatible(list(sys.argv[1:] if arguments is None else arguments))
-    if given[:1] != ["serve"]:  # the daemon has a folder of its own for this
+    if given[:1] != ["serve"]:  # the daemon has its own folder for this
         ensure_home(Path("/"))  # as container runtimes do
     try:
         app(given)(given, prog_name=PROGRAM)

@@ -117,7 +117,7 @@ class BlockingHttpChannel(RestChannel):
         return http.client.HTTPConnection(self._address.host, self._address.port, timeout=_CONNECT_S)
 
     def _connect(self, connection: http.client.HTTPConnection) -> socket.socket:
-        """Connect within a limit of its own; over TLS, verify the name that the files of `tls` ask for."""
+        """Connect within its own limit; over TLS, verify the name that the files of `tls` ask for."""
         context = self._ssl_context() if self._address.secure else None
         try:
             if self._address.path:

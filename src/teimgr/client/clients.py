@@ -1,4 +1,4 @@
-"""The asynchronous client, and the blocking one, which runs it on an event loop in a thread of its own."""
+"""The asynchronous client, and the blocking one, which runs it on an event loop in its own thread."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ _CANCEL_LIMIT_S = 5.0
 
 
 class LoopThread:
-    """An event loop on a thread of its own, from construction to `close`."""
+    """An event loop on its own thread, from construction to `close`."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()

@@ -206,7 +206,7 @@ class Contexts:
         """The values of a context.
 
         Raises:
-            InvalidConfig: there is none of this name.
+            InvalidConfig: no context has this name.
         """
         if name not in self.tables:
             known = ", ".join(self.tables) or "none"

@@ -107,7 +107,7 @@ class EventParser:
         self._pending = bytearray()
 
     def feed(self, chunk: bytes) -> Iterator[ServerSentEvent]:
-        """The events that a chunk ends. Raises Internal: it is none of a daemon, or one of them is too long."""
+        """The events that a chunk ends. Raises Internal: it is not one of a daemon, or one of them is too long."""
         known = max(0, len(self._pending) - 1)
         self._pending += chunk
         if self._pending.find(b"\n\n", known) < 0:

@@ -72,10 +72,10 @@ class RpcCalls:
     async def _each_text(
         self, texts: str | Sequence[str], in_flight: int, call: Callable[[str], Coroutine[Any, Any, ResultT]]
     ) -> list[ResultT]:
-        """As `_each`, for texts; one text is a sequence of one.
+        """Like `_each`, for texts; one text is a sequence of one.
 
         Raises:
-            ValidationError: `texts` is no sequence, or an item is no text.
+            ValidationError: `texts` is not a sequence, or an item is not a text.
         """
         several = [texts] if isinstance(texts, str) else texts
         check_sequence("texts", several)
@@ -111,7 +111,7 @@ class RpcCalls:
                 for _ in range(min(in_flight, len(items))):
                     group.create_task(work())
         except BaseExceptionGroup as failures:
-            # Raise the first failure by itself: the others are its consequences.
+            # Raise the first failure on its own: the others are its consequences.
             error: BaseException = failures
             while isinstance(error, BaseExceptionGroup):
                 error = error.exceptions[0]
@@ -177,7 +177,7 @@ class InferenceCalls(RpcCalls):
     ) -> Vectors:
         """One vector per text, float32 [n, dim]; one text gives one row, no text none ([0, 0]).
 
-        Each text is a call of its own, `in_flight` at a time; for thousands of texts `embed_arrow` is faster.
+        Each text is its own call, `in_flight` at a time; for thousands of texts `embed_arrow` is faster.
         The first failure cancels the rest.
         """
         check_options(options, EmbedOptions)

@@ -101,7 +101,7 @@ def lane_metadata(options: Routing) -> tuple[tuple[str, str], ...]:
     """The metadata by which a caller chooses the lane.
 
     Raises:
-        ValidationError: `lane` is no lane.
+        ValidationError: `lane` is not a lane.
     """
     lane = options.get("lane")
     if lane is None:
@@ -224,7 +224,7 @@ def slices(texts: Texts, batch_rows: int) -> Iterator[Texts]:
     """`texts` in slices of `batch_rows`, the last one shorter; no texts give one empty slice.
 
     Raises:
-        ValidationError: `texts` is no sequence, or `batch_rows` is below 1.
+        ValidationError: `texts` is not a sequence, or `batch_rows` is below 1.
     """
     check_limit("batch_rows", batch_rows)
     check_sequence("texts", texts)
@@ -238,7 +238,7 @@ def pack_texts(
     """An IPC stream of one batch with the column `text`; the field is nullable only where a text is null.
 
     Raises:
-        ValidationError: an item of `texts` is no string; the message has `name` and the row, counted from `first_row`.
+        ValidationError: an item of `texts` is not a string; the message has `name` and the row, from `first_row`.
     """
     column = _column(texts, name, first_row)
     schema = pa.schema([pa.field("text", column.type, nullable=bool(column.null_count))])
@@ -249,7 +249,7 @@ def pack_table(table: pa.Table, compression: Compression | None) -> bytes:
     """An IPC stream of the table, with one batch where it has no rows.
 
     Raises:
-        ValidationError: `compression` is no codec of Arrow IPC.
+        ValidationError: `compression` is not a codec of Arrow IPC.
     """
     if compression not in _COMPRESSIONS:
         raise ValidationError(f"compression must be 'lz4', 'zstd' or None, not {quoted(compression)}")

@@ -53,7 +53,7 @@ class ScoringCalls(RpcCalls):
     async def predict_pair(
         self, pairs: Sequence[tuple[str, str]], *, in_flight: int = 64, **options: Unpack[ScoreOptions]
     ) -> Sequence[Sequence[Prediction]]:
-        """As `predict`, for two texts that the model reads together."""
+        """Like `predict`, for two texts that the model reads together."""
         check_options(options, ScoreOptions)
         check_sequence("pairs", pairs)
 
@@ -85,7 +85,7 @@ class ScoringCalls(RpcCalls):
         return_text: bool = False,
         **options: Unpack[ScoreOptions],
     ) -> Sequence[Rank]:
-        """As `rerank`, with texts that are sent while they are read: more than one message may hold."""
+        """Like `rerank`, with texts that are sent while they are read: more than one message may hold."""
         check_options(options, ScoreOptions)
         check_text("query", query)
         check_source("texts", texts)

@@ -108,7 +108,7 @@ class ServerAddress:
         The path of a socket is absolute, taken as it is written, and may follow `unix://`.
 
         Raises:
-            InvalidConfig: it is none of these.
+            InvalidConfig: it is not one of these.
         """
         if match := _UNIX.fullmatch(url):
             secure = match[1] is not None

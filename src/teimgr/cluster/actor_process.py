@@ -26,7 +26,7 @@ _ACTIVITY_LIMIT_S = 2.0
 _RETRY_PAUSE_S = 0.25
 _LEFT_TO_RAY = 2 / 3
 """The last part of a placement's time, in which actors of the replica that cannot be reached are removed; before it Ray
-may find out by itself that their host is gone."""
+may find out on its own that their host is gone."""
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class ActorProcess:
         sending.add_done_callback(self._tasks.discard)
 
     async def activity_s(self) -> float | None:
-        """As the protocol, from the host of the process; None where that does not answer soon."""
+        """Like the protocol, from the host of the process; None if that does not answer soon."""
         try:
             found: float | None = await self._ask("activity_s", limit_s=_ACTIVITY_LIMIT_S)
         except (*LOST, *NO_ANSWER):

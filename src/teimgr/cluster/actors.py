@@ -76,7 +76,7 @@ class WorkerActor:
         return await asyncio.shield(self._exit)
 
     async def stop(self, grace_s: float, sigterm: bool) -> str | None:
-        """As `WorkerHandle.stop`; the result is the reason of a failure."""
+        """Like `WorkerHandle.stop`; the result is the reason of a failure."""
         if self._process is not None:
             try:
                 await self._process.stop(grace_s, sigterm=sigterm)
@@ -89,7 +89,7 @@ class WorkerActor:
             self._process.send_signal(signal.Signals(number))
 
     async def activity_s(self) -> float | None:
-        """As `WorkerHandle.activity_s`."""
+        """Like `WorkerHandle.activity_s`."""
         return None if self._process is None else await self._process.activity_s()
 
     async def _watch(self, held: HeldWorker, link: Link | None) -> dict[str, Any]:

@@ -107,7 +107,7 @@ class Agent:
         return sum(isinstance(each, LocalWorker) for each in (*self._held, *self._unclaimed.values()))
 
     def port_of(self, incarnation: str) -> tuple[str, int] | None:
-        """Where the instance's port of a worker here is reached on this host; None where there is no such worker."""
+        """Where the instance's port of a worker here is reached on this host; None if there is no such worker."""
         for each in (*self._held, *self._unclaimed.values()):
             if isinstance(each, LocalWorker) and each.incarnation == incarnation:
                 host = each.spec.port_host or each.spec.instance_host

@@ -43,7 +43,7 @@ class BridgeError(Exception):
 
 
 class BridgeProcess:
-    """Answers requests, each in a task of its own."""
+    """Answers requests, each in its own task."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader

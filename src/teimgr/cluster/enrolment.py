@@ -49,7 +49,7 @@ class JoinToken(NamedTuple):
         """The inverse of `str`.
 
         Raises:
-            ValidationError: it is no join token.
+            ValidationError: it is not a join token.
         """
         prefix, *parts = text.strip().split(".") if len(text) <= _MAX_TOKEN_CHARS else [""]
         if prefix != _PREFIX or len(parts) != 3 or not all(part.isascii() and part for part in parts):
@@ -142,7 +142,7 @@ class Enrolment:
             Unauthenticated: the token is unknown, expired, or was used.
             Forbidden: it is for another node, or a node of this name is in the fleet and the token is not for it, or
                 it is the daemon's own.
-            ValidationError: `node` is no name of a node, or the fleet has as many as it may.
+            ValidationError: `node` is not a name of a node, or the fleet has as many as it may.
         """
         check_node_name(node)
         record = self._tokens.get(token.id)

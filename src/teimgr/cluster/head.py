@@ -160,7 +160,7 @@ class ClusterHead:
             raise Unavailable(f"Ray does not answer at {address} for {limit_s:g} s: {self._disconnection}") from None
 
     async def refreshed(self) -> None:
-        """Return when the list of hosts was read anew."""
+        """Return when the list of hosts was read again."""
         await self._refreshed.wait()
 
     def alarms(self) -> list[str]:
@@ -175,7 +175,7 @@ class ClusterHead:
         return (self._ray.problem if self._ray else "") or self.bridge.problem
 
     async def refresh(self) -> None:
-        """Read the list of hosts anew. Raises Unavailable, AnswerLate."""
+        """Read the list of hosts again. Raises Unavailable, AnswerLate."""
         found = await self.bridge.call("hosts", fleet=self._fleet().to_dict())
         known = {member.ray_id: member for member in self.members.values()}
         before, self.members = self.members, self._admitted([_member(each, known) for each in found])
@@ -199,7 +199,7 @@ class ClusterHead:
 
     def _has_own_ports(self, member: Member) -> bool:
         """Whether a host other than this one can be reached, and its instance ports are not those of this one: hosts on
-        one machine have the same, unless each has an address of its own.
+        one machine have the same, unless each has its own address.
         """
         if member.name == self.host.name or member.facts is None or not member.facts.service:
             return False

@@ -27,7 +27,7 @@ class HostDescription:
     """Describes this host. `name` is its name in the fleet, or empty for its host name; `folders` those of workers.
 
     Raises:
-        InvalidConfig: the name is no node name, as `fleet_tls` has them.
+        InvalidConfig: the name is not a node name, as `fleet_tls` has them.
     """
 
     def __init__(self, name: str, labels: Mapping[str, str], cards: GpuInventory, folders: Sequence[Path] = ()) -> None:
@@ -64,7 +64,7 @@ class HostDescription:
 
 
 def disk_problem(folders: Sequence[Path]) -> str:
-    """Which of the folders lies on a full disk, with how much is free there; empty where none does. Blocking."""
+    """Which of the folders is on a full disk, with how much is free there; empty where none does. Blocking."""
     for folder in folders:
         free = _free_bytes(folder)
         if free is not None and free < MIN_FREE_BYTES:
@@ -73,14 +73,14 @@ def disk_problem(folders: Sequence[Path]) -> str:
 
 
 def _free_for_models() -> int | None:
-    """Bytes that are free in the hub's cache; None where the file system cannot be read."""
+    """Bytes that are free in the hub's cache; None if the file system cannot be read."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     return _free_bytes(Path(HF_HUB_CACHE))
 
 
 def _free_bytes(folder: Path) -> int | None:
-    """Bytes that are free where a folder is, or will be; None where the file system cannot be read."""
+    """Bytes that are free where a folder is, or will be; None if the file system cannot be read."""
     path = folder.absolute()
     try:
         return shutil.disk_usage(next(each for each in (path, *path.parents) if each.exists())).free

@@ -115,7 +115,7 @@ class HostService:
             raise Forbidden("instance ports are forwarded for the daemon alone")
         if self._forwarded >= most_forwarded():
             raise Unavailable(f"this host has {self._forwarded} forwarded connections already")
-        self._links -= 1  # these have a limit of their own
+        self._links -= 1  # these have their own limit
         self._forwarded += 1
         try:
             near = await self._connect_port([str(each) for each in request["workers"]])

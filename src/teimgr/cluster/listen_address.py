@@ -19,7 +19,7 @@ _PRELOADED = "LD_PRELOAD"
 
 
 def library() -> Path | None:
-    """The compiled library; None where the package was built without a compiler."""
+    """The compiled library; None if the package was built without a compiler."""
     folder = Path(__file__).parent
     for suffix in importlib.machinery.EXTENSION_SUFFIXES:
         if (path := folder / f"_listen_address{suffix}").exists():

@@ -91,7 +91,7 @@ async def join(host: str, port: int, token: str, identity: FleetIdentity, versio
 
 
 async def enter(host: str, port: int, identity: FleetIdentity, versions: Versions) -> str:
-    """As `join`, by the right of the present certificate."""
+    """Like `join`, by the right of the present certificate."""
     message = {"op": "enter", **_about_this_host(versions)}
     return _ray_token(await _take(host, port, identity.client_context(), message, identity.folder))
 

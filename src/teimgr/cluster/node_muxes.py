@@ -57,7 +57,7 @@ class NodeMux:
         return exit
 
     async def stop(self, grace_s: float, *, sigterm: bool = True) -> Exit:
-        """As `ProcessHandle.stop`."""
+        """Like `ProcessHandle.stop`."""
         await self._process.stop(grace_s, sigterm=sigterm)
         return await self.wait()
 

@@ -1,6 +1,6 @@
 """Launcher of a cluster: each worker is owned by a detached, named actor of Ray on the host that it was placed on.
 
-The name of the actor is the mutex of a replica: whoever wants to start the same one, such as a second daemon, finds it
+The name of the actor is the mutex of a replica: another starter of the same one, such as a second daemon, finds it
 taken. A replica has two names, because in an update the new worker starts beside the old one.
 """
 
@@ -134,7 +134,7 @@ class RayLauncher:
         await self._head.close()
 
     async def release(self) -> None:
-        """As `close`, but Ray goes on."""
+        """Like `close`, but Ray goes on."""
         for worker in tuple(self._workers.values()):
             await worker.release()
         self._workers.clear()

@@ -113,7 +113,7 @@ class RayMuxHosts:
         return {each.name: each for those in self._launchers.values() for each in those}
 
     async def changed(self) -> None:
-        """Return when the list of hosts was read anew."""
+        """Return when the list of hosts was read again."""
         await self._head.refreshed()
 
     async def end_surplus(self) -> None:

@@ -1,4 +1,4 @@
-"""Ray's own processes on one host: `ray start --block` in a session of its own, kept running, adopted, ended by pid.
+"""Ray's own processes on one host: `ray start --block` in its own session, kept running, adopted, ended by pid.
 
 The command ends all that it started when it ends, even when it is killed. It survives the daemon or node agent that
 started it; the next one finds it by its run file.

@@ -9,7 +9,7 @@ from teimgr.spec import U32, key
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSettings:
-    """Sizes are MiB or KiB as the names state. They lie in the folder `batches` beside the state file."""
+    """Sizes are MiB or KiB as the names state. They are in the folder `batches` beside the state file."""
 
     enabled: bool = key(True, "serve /v1/files and /v1/batches")
     max_file_mb: int = key(200, "largest uploaded file, MiB", low=1, high=U32)

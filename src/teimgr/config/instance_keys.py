@@ -1,4 +1,4 @@
-"""Validation of an instance's keys by themselves.
+"""Validation of an instance's keys on their own.
 
 `extra_args` are flags of TEI's router (1.x), parsed into fields of `WorkerSpec`.
 """

@@ -48,7 +48,7 @@ def build(kind: type[T], table: object, path: str = "", *, hidden: Collection[st
     """A whole `kind` from a table.
 
     Raises:
-        ConfigFaults: As `read`, and where a key without a default is absent.
+        ConfigFaults: Like `read`, and where a key without a default is absent.
     """
     faults: list[ConfigFault] = []
     values: Mapping[str, Any] = table if isinstance(table, Mapping) else {}

@@ -43,7 +43,7 @@ from teimgr.spec import (
 )
 
 UNPRIVILEGED_PORT = 1024
-# A mux binds its socket under a name of its own, with its process id behind a dot, and moves it to the path.
+# A mux binds its socket under its own name, with its process id behind a dot, and moves it to the path.
 GRPC_SOCKET_BYTES = SOCKET_PATH_BYTES - len(".4194304")
 # A browser's Origin header has no path and no default port.
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^\s/]+", re.IGNORECASE)
@@ -74,7 +74,7 @@ class Webhook:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The daemon's settings. `run_dir` and `log_dir` lie beside the state file unless given."""
+    """The daemon's settings. `run_dir` and `log_dir` are beside the state file unless given."""
 
     api_host: str = key("127.0.0.1", "address of the REST listener")
     api_port: int = key(

@@ -2,7 +2,7 @@
 
 A scalar key `k` is read from the environment as `TEIMGR_K`, and under tei-manager's name where it had one; `TEIMGR_`
 wins. All faults of a file are reported together, each with its line, its path and the nearest known key. The rules
-between keys are checked once each key is valid by itself.
+between keys are checked once each key is valid on its own.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, sign
 def leave_pid_1() -> None:
     """Where this process is PID 1, go on in a child; PID 1 itself stays in here and exits with the child's status.
 
-    Call it before the first thread. The child has a session of its own: a Ctrl-C in the terminal would else reach it
+    Call it before the first thread. The child has its own session: a Ctrl-C in the terminal would else reach it
     twice, which is the order to stop without grace.
     """
     if os.getpid() != 1:

@@ -55,7 +55,7 @@ class Packing:
 
     `cu_seqlens` (int32 [N + 1] on the device) is set where the device has a kernel for texts of unequal length; else
     attention goes run by run. `keys` has for every run the number of leading tokens that are keys, int32 [texts], or
-    None where all are; `text_keys` has it for every text, int32 [N]. `visible` is for the kernel of a GPU.
+    None if all are; `text_keys` has it for every text, int32 [N]. `visible` is for the kernel of a GPU.
     """
 
     runs: tuple[Run, ...]
@@ -75,7 +75,7 @@ class Packing:
         return cls(batch.runs, keys, batch.max_seqlen, cu_seqlens, batch.keys, visible)
 
     def window(self, length: int, reach: int, causal: bool, device: torch.device) -> Tensor | None:
-        """The mask of a sliding window of `reach` tokens to each side; None where it covers all `length` tokens."""
+        """The mask of a sliding window of `reach` tokens to each side; None if it covers all `length` tokens."""
         if length <= reach + 1:
             return None
         key = (length, reach, causal)
@@ -89,7 +89,7 @@ class Packing:
     def mask(self, index: int, reach: int | None, causal: bool, device: torch.device) -> Tensor | None:
         """The mask of run `index`: [length, length], or [texts, 1, 1 or length, length] where not all keys are visible.
 
-        None where no mask is needed: full attention, or plain causal attention.
+        None if no mask is needed: full attention, or plain causal attention.
         """
         run, keys = self.runs[index], self.keys[index]
         window = None if reach is None else self.window(run.length, reach, causal, device)

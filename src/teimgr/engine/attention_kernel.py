@@ -160,6 +160,6 @@ def _numbers_from(rows: Tensor) -> int:
 
 @functools.cache
 def attention_kernel() -> AttentionKernel | None:
-    """The kernel, or None where there is no library."""
+    """The kernel, or None if there is no library."""
     library = native_library()
     return AttentionKernel(library) if library is not None and library.knows(attention=_Call) else None

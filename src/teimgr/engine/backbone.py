@@ -149,7 +149,7 @@ class Transformer:
         return self._hidden(batch)
 
     def _hidden_by_task(self, batch: PackedBatch, task: Task) -> Tensor:
-        """As `hidden`, each text by the weights of its task; a batch of several tasks run by run."""
+        """Like `hidden`, each text by the weights of its task; a batch of several tasks run by run."""
         assert batch.tasks is not None
         if (batch.tasks == batch.tasks[0]).all():
             with task.set(int(batch.tasks[0])):

@@ -125,7 +125,7 @@ class TokenizedTexts:
     def by_length(self, begin: int, stop: int) -> Iterator[tuple[NDArray[np.intp], Encoded | TeimgrError]]:
         """The inputs `begin` to `stop` in groups of equal length, those that begin first before others.
 
-        Each comes with the places of its inputs, counted from `begin`; a failed input by itself.
+        Each comes with the places of its inputs, counted from `begin`; a failed input on its own.
         """
         if stop - begin < _MIN_GROUPED:
             for i in range(begin, stop):
@@ -150,7 +150,7 @@ class PackedBatch:
 
     `ids` and `position_ids` are int64 [T]; positions restart at 0 with every text. Text i of the batch is input
     `order[i]` of those given to `pack`, and its tokens are `cu_seqlens[i]` to `cu_seqlens[i + 1]` (int32 [N + 1]).
-    The others are None where no text needs them: `prompt_lens` (int32 [N], leading tokens that pooling leaves out),
+    The others are None if no text needs them: `prompt_lens` (int32 [N], leading tokens that pooling leaves out),
     `type_ids` (int64 [T]), `keys` (int32 [N], the leading tokens of a text that its tokens attend to), `queries`
     (bool [N], the role on models with roles), `tasks` (int32 [N]: a run has one task alone).
     """
@@ -204,7 +204,7 @@ class PackedBatch:
         )
 
     def keys_of(self, run: Run) -> NDArray[np.int32] | None:
-        """The `keys` of the texts of one run, int32 [texts]; None where all tokens attend to all."""
+        """The `keys` of the texts of one run, int32 [texts]; None if all tokens attend to all."""
         if self.keys is None or run.start >= self.tokens:
             return None
         first = int(np.searchsorted(self.cu_seqlens, run.start))
@@ -232,7 +232,7 @@ class PackedBatch:
 
 
 def pack_as_given(inputs: Sequence[Encoded]) -> PackedBatch:
-    """For look-up tables: the texts in their own order, with neither positions nor runs of equal length."""
+    """For embedding tables: the texts in their own order, with neither positions nor runs of equal length."""
     lengths = _lengths(inputs)
     cu_seqlens = np.zeros(len(lengths) + 1, dtype=np.int32)
     np.cumsum(lengths, out=cu_seqlens[1:])
@@ -281,7 +281,7 @@ def pack(inputs: Sequence[Encoded]) -> PackedBatch:
 
 
 def _pack_one(one: Encoded) -> PackedBatch:
-    """As `pack` of one text, without what sorts and groups several: a query's time is made of such steps."""
+    """Like `pack` of one text, without what sorts and groups several: a query's time is made of such steps."""
     length = one.length
     return PackedBatch(
         ids=one.ids.reshape(-1).astype(np.int64),

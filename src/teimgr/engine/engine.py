@@ -159,7 +159,7 @@ class Engine:
     def expected_s(self, lane: Lane, jobs: Sequence[Job] = ()) -> float | None:
         """Expected time until what waits in `lane`, and `jobs` behind it, is done, by the throughput of late.
 
-        0 where nothing waits; None where the lane had no backlog of late, so that its throughput is unknown.
+        0 where nothing waits; None if the lane had no backlog of late, so that its throughput is unknown.
         """
         if not (ahead := self._queued_tokens(lane)):
             return 0.0

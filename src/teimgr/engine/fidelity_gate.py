@@ -215,12 +215,12 @@ def choose(
 ) -> tuple[Model, Choice]:
     """Load a model and choose its dtype and batching; `wanted` None is the fastest dtype that is close enough.
 
-    For CPUs, and for look-up tables on any device; other models on a GPU: `gpu_choice`. `cache` may have the reference
+    For CPUs, and for embedding tables on any device; others on a GPU: `gpu_choice`. `cache` may have the reference
     from an earlier load, else it gets it; only of a model whose forward is native.
 
     Raises:
         ModelLoadFailed: no way of batching gives the library's own results.
-        InvalidConfig: int8 is wanted, and the model or the CPU cannot compute in it.
+        InvalidConfig: int8 is requested, and the model or the CPU cannot compute in it.
     """
     if cache is not None and (known := cache.read()) is not None:
         if (found := _choose_known(load(), wanted, inputs, known)) is not None:
@@ -258,7 +258,7 @@ def choose(
 def _choose_known(
     model: Model, wanted: torch.dtype | None, inputs: Sequence[Encoded], known: KnownReference
 ) -> tuple[Model, Choice] | None:
-    """The native forward, compared with the reference of an earlier load; None where it does not match that."""
+    """The native forward, compared with the reference of an earlier load; None if it does not match that."""
     if len(known.results) != len(inputs) or any(result.keys() != model.outputs for result in known.results):
         return None
     dtype = wanted or known.dtype or _fastest(model)
@@ -273,7 +273,7 @@ def _choose_known(
 def _choose_native(
     model: Model, dtype: torch.dtype, inputs: Sequence[Encoded], reference: Sequence[ProbeResult], requested: bool
 ) -> Choice | None:
-    """The forward as one call of our library; None where its results do not match the reference.
+    """The forward as one call of our library; None if its results do not match the reference.
 
     Raises:
         CannotLowerError: the model has none.
@@ -289,7 +289,7 @@ def _choose_native(
 def _choose_batching(
     model: Model, dtype: torch.dtype, inputs: Sequence[Encoded], reference: Sequence[ProbeResult], requested: bool
 ) -> Choice | None:
-    """The first other batching whose results match the reference; None where none do. Converts the model to `dtype`."""
+    """The first other batching whose results match the reference; None if none do. Converts the model to `dtype`."""
     model.backbone.convert(dtype)
     return first_batching(model, dtype, inputs, reference, requested)
 
@@ -297,7 +297,7 @@ def _choose_batching(
 def first_batching(
     model: Model, dtype: torch.dtype, inputs: Sequence[Encoded], reference: Sequence[ProbeResult], requested: bool
 ) -> Choice | None:
-    """The first batching but NATIVE whose results in `dtype`, that of the model, match the reference; None where none
+    """The first batching but NATIVE whose results in `dtype`, that of the model, match the reference; None if none
     do.
 
     Raises:

@@ -1,6 +1,6 @@
 """The finisher: results of a batch become rows of its jobs, and complete jobs are delivered.
 
-It has a thread of its own. An engine thread that has nothing else to do finishes its batch itself, which takes less
+It has its own thread. An engine thread that has nothing else to do finishes its batch itself, which takes less
 time than to wake up another thread. One of them at a time writes results, so a job needs no lock.
 """
 
@@ -424,7 +424,7 @@ def failed_rows(entries: Sequence[QueueEntry], error: TeimgrError) -> list[tuple
 def _written(
     results: BatchResults, job: Job, texts: NDArray[np.intp], rows: NDArray[np.intp]
 ) -> dict[int, InferenceFailed]:
-    """As `BatchResults.write`; where it raises, an overflow in an activation for one, only the texts at fault fail."""
+    """Like `BatchResults.write`; where it raises, by an overflow for example, only the texts at fault fail."""
     try:
         return results.write(job, texts, rows)
     except Exception as error:

@@ -44,7 +44,7 @@ def choose_on_gpu(model: Model, device: torch.device, wanted: torch.dtype | None
 
     Raises:
         ModelLoadFailed: no way of batching gives the library's own results.
-        InvalidConfig: int8 is wanted.
+        InvalidConfig: int8 is requested.
         OutOfDeviceMemory, DeviceFailed: the device is at fault.
     """
     if wanted is torch.int8:

@@ -92,7 +92,7 @@ class _Chunk:
 
 
 class QueryRunner(Protocol):
-    """What computes queries, on a thread of its own or, where it can, on the one that brings them."""
+    """What computes queries, on its own thread or, where it can, on the one that brings them."""
 
     def is_idle(self) -> bool:
         """Whether nothing is computed and no query is in the queue."""
@@ -402,7 +402,7 @@ class Intake:
         return entries, failures
 
     def _tokenized(self, inputs: Sequence[Input], options: TokenizeOptions) -> TokenizedTexts:
-        """As `TextTokenizer.encode_all`; where that raises, only the inputs at fault fail."""
+        """Like `TextTokenizer.encode_all`; where that raises, only the inputs at fault fail."""
         try:
             return self._tokenizer.encode_all(inputs, options)
         except Exception as error:
@@ -423,7 +423,7 @@ _Parts = Sequence[tuple[Job, range]]
 
 
 def _tokenized_together(parts: _Parts) -> Iterator[_Parts]:
-    """The parts by call of the tokenizer: a column of texts is one by itself."""
+    """The parts by call of the tokenizer: a column of texts is one on its own."""
     if lists := [part for part in parts if not isinstance(part[0].inputs, TextColumn)]:
         yield lists
     if len(lists) < len(parts):

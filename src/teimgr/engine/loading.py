@@ -48,7 +48,7 @@ _MAY_PASS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.ESTALE, 
 _HOST = torch.device("cpu")
 # On a CPU temporaries above some 25 MB are mapped and unmapped by every operation; more tokens gain nothing.
 _CPU_BATCH_TOKENS = 2048
-_TABLE_BATCH_TOKENS = 8192  # of a look-up table: a batch costs more than its tokens do
+_TABLE_BATCH_TOKENS = 8192  # of an embedding table: a batch costs more than its tokens do
 _CPU_TEMPORARY_BYTES = 25_000_000
 _CPU_BULK_TOKENS_BESIDE_INTERACTIVE = 512
 _MIN_BATCH_TOKENS = 256
@@ -278,7 +278,7 @@ def _limits(options: EngineOptions, model: Model) -> BatchLimits:
 
 
 def _serial_tokens(model: Model) -> int:
-    """The largest batch to compute with one CPU thread, in tokens; any batch of a look-up table."""
+    """The largest batch to compute with one CPU thread, in tokens; any batch of an embedding table."""
     if isinstance(model.backbone, StaticTable):
         return sys.maxsize
     hidden, widest = _widths(model)

@@ -179,7 +179,7 @@ def _as_lookups(value: Any) -> Lookups | None:
 
 
 def sum_lookups(a: Any, b: Any) -> Lookups | None:
-    """The sum of two sums of lookups; None where one of them is something else."""
+    """The sum of two sums of lookups; None if one of them is something else."""
     one, other = _as_lookups(a), _as_lookups(b)
     if one is None or other is None or one.scale != 1.0 or other.scale != 1.0:
         return None

@@ -214,7 +214,7 @@ def _heads_over_logits(layout: Layout, module: Any) -> dict[Output, Head]:
 
 
 def _library_heads(layout: Layout, library: LibraryHead) -> dict[Output, Head] | None:
-    """Heads that give the whole model's logits; None where the head cannot be run separately."""
+    """Heads that give the whole model's logits; None if the head cannot be run separately."""
     if layout.backbone is Backbone.SEQUENCE_CLASSIFICATION:
         head = sequence_head(library)
         return None if head is None else {Output.SCORES: head}
@@ -259,7 +259,7 @@ def _query_weights(table: QueryTable, vocabulary: int, device: torch.device) -> 
 
 
 def tensor_bytes(root: object) -> int:
-    """Bytes of all tensors that `root` holds; shared storages count once, prepacked weights each by itself."""
+    """Bytes of all tensors that `root` holds; shared storages count once, prepacked weights each on its own."""
     storages: dict[int, int] = {}
     packed = 0
     for tensor in tensors_of(root):

@@ -42,7 +42,7 @@ class NativeLibrary:
     """The loaded library; `level` is the index in `LEVELS` of the best instructions that this CPU has, and
     `multiplies_bytes` whether int8 is among them.
 
-    `parallel` is the address of GOMP_parallel in the OpenMP that torch has loaded; None where there is none: then
+    `parallel` is the address of GOMP_parallel in the OpenMP that torch has loaded; None if there is none: then
     it runs on the calling thread. `run_threads` is the address of the function that does the same on own threads.
     """
 
@@ -82,7 +82,7 @@ def _refused(status: int, *_: Any) -> None:
 
 @functools.cache
 def native_library() -> NativeLibrary | None:
-    """The library, or None where the package was built without a compiler or the environment forbids it."""
+    """The library, or None if the package was built without a compiler or the environment forbids it."""
     if _switch() == "0":
         return None
     folder = Path(__file__).parent

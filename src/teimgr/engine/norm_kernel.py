@@ -72,7 +72,7 @@ if triton is not None:
 def norm_rows(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, is_rms: bool
 ) -> Tensor:
-    """As `NormRows`, by Triton.
+    """Like `NormRows`, by Triton.
 
     Raises:
         RuntimeError: rows are too wide.
@@ -97,7 +97,7 @@ def norm_rows(
 def eager_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, is_rms: bool
 ) -> Tensor:
-    """As `NormRows`, by torch's operators in float32: what the kernel is compared with."""
+    """Like `NormRows`, by torch's operators in float32: what the kernel is compared with."""
     values = x.float() if residual is None else x.float() + residual.float()
     parts = weight.float(), None if bias is None else bias.float()
     if not is_rms:
@@ -145,5 +145,5 @@ class Norms:
 
 @functools.cache
 def norm_kernel() -> NormRows | None:
-    """The kernel, or None where Triton is not installed."""
+    """The kernel, or None if Triton is not installed."""
     return None if triton is None else norm_rows

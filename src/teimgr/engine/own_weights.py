@@ -19,7 +19,7 @@ Weights = dict[str, Tensor]
 
 
 def own_weights(layout: Layout) -> tuple[Weights | None, Weights]:
-    """All weights of the transformer by the library's names, None where the library reads the files itself; and those
+    """All weights of the transformer by the library's names, None if the library reads the files itself; and those
     by task, by their names in the files.
 
     Raises:

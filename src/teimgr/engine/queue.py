@@ -11,7 +11,7 @@ equal length, so texts in bulk cost nothing each. The rules of `next_batch`:
    starves, and texts of equal length are batched together.
 4. Bulk batches are small while interactive entries arrived lately: the next query waits for at most one such batch.
 
-Where each lane has a thread of its own (`BatchLimits.own_threads`), 2 and 4 do not apply: a query waits for no batch of
+Where each lane has its own thread (`BatchLimits.own_threads`), 2 and 4 do not apply: a query waits for no batch of
 bulk, and the scheduler of the system divides the processor between the lanes.
 """
 
@@ -201,7 +201,7 @@ class LengthBuckets:
 
 
 # Texts and tokens of a lane that are tokenized ahead of the device, at least that many batches: a text that is an entry
-# by itself takes some hundred bytes more than its characters.
+# on its own takes some hundred bytes more than its characters.
 _AHEAD_TEXTS = 32_768
 _AHEAD_TOKENS = 2**20
 _AHEAD_BATCHES = 4
@@ -212,9 +212,9 @@ BATCH_OVERHEAD_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """The bounds of a batch. A text longer than a token bound is a batch by itself.
+    """The bounds of a batch. A text longer than a token bound is a batch on its own.
 
-    `own_threads`: each lane is served by a thread of its own, at the same time.
+    `own_threads`: each lane is served by its own thread, at the same time.
     """
 
     tokens: int
@@ -257,7 +257,7 @@ class LaneThroughput:
         self._last = None
 
     def tokens_per_s(self, lane: Lane, now: float) -> float | None:
-        """None where the lane had no backlog of late. The slowest sample does not count."""
+        """None if the lane had no backlog of late. The slowest sample does not count."""
         known = self._known.get(lane)
         if known is None or now - known[0] > _KNOWN_S:
             known = self._known[lane] = now, self._computed(lane, now)
@@ -348,7 +348,7 @@ class EntryQueue:
         return self._lanes[lane].texts
 
     def tokens_per_s(self, lane: Lane) -> float | None:
-        """Throughput of a lane that has a backlog; None where it had none of late."""
+        """Throughput of a lane that has a backlog; None if it had none of late."""
         with self._changed:
             return self._throughput.tokens_per_s(lane, self._clock())
 

@@ -45,7 +45,7 @@ _SUFFIX = ".reference"
 
 @dataclass(frozen=True, slots=True)
 class KnownReference:
-    """The reference results, by input; `dtype` is what `auto` came to, None where it must be measured again."""
+    """The reference results, by input; `dtype` is what `auto` came to, None if it must be measured again."""
 
     results: list[dict[Output, Tensor]]
     dtype: torch.dtype | None
@@ -106,7 +106,7 @@ def reference_key(layout: Layout, dtype: str, inputs: Sequence[Encoded]) -> str 
     requested, versions of this engine, torch and transformers, and the instructions of the CPU.
 
     Files are identified as `make` does, by size, times and inode, as reading all weights takes longer than the results
-    do. None where the results may depend on more: with code that comes with the model, or with too many files.
+    do. None if the results may depend on more: with code that comes with the model, or with too many files.
     """
     if layout.trust_remote_code:
         return None

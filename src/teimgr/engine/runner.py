@@ -55,7 +55,7 @@ MAX_RESULT_BYTES = 128 << 20
 _BULK_NICENESS = 6
 _TOKENS_OF_A_THREAD = 256
 # A small batch is computed on the caller's thread, an event loop, where it is expected to take no longer than this: a
-# short query of BERT with six small layers does, and a dozen of a look-up table's; one of BERT-base does not.
+# short query of BERT with six small layers does, and a dozen of an embedding table's; one of BERT-base does not.
 _ON_CALLER_S = 0.004
 _SMALL_TOKENS = 512  # batches up to this size give the time per token
 _LATEST = 0.125  # weight of the latest of them in its mean
@@ -229,7 +229,7 @@ class Runner:
     def serve_queries(self, entries: list[QueueEntry]) -> bool:
         """Compute and deliver a small batch on the calling thread.
 
-        False, and nothing done, where it would take longer than a few milliseconds or the model is no light one: a GPU
+        False, and nothing done, if it would take longer than a few milliseconds or the model is not a light one: a GPU
         and OpenMP's threads belong to the own thread.
         """
         texts, tokens = sum([entry.texts for entry in entries]), sum([entry.tokens for entry in entries])
@@ -280,7 +280,7 @@ class Runner:
     def _distinct_inputs(self, entries: Sequence[QueueEntry]) -> tuple[list[Encoded], NDArray[np.intp]]:
         """What to compute for a batch, and the text of it for each text of `entries`: equal ones are computed once.
 
-        Not for a look-up table: to find them would take longer than their vectors do.
+        Not for an embedding table: to find them would take longer than their vectors do.
         """
         if isinstance(self._model.backbone, StaticTable):
             return [entry.encoded for entry in entries], np.arange(sum([entry.texts for entry in entries]))

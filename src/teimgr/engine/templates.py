@@ -186,7 +186,7 @@ class PiecedTemplate:
         return self._limit - self._room + sum(len(encoding.ids) for encoding in self._tokenize(self._heads))
 
     def encode(self, pairs: Sequence[Pair], truncate: bool, left: bool) -> list[NDArray[np.int32] | InvalidInput]:
-        """As `CausalTemplate.encode`.
+        """Like `CausalTemplate.encode`.
 
         Raises:
             TokenizerFailed: the library refused one of them.

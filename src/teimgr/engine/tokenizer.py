@@ -81,7 +81,7 @@ class Prompts:
     """The prompts of a model by name, and the default one: named at start, given as text at start, or the model's own.
 
     On late-interaction models their names are the two roles, with or without a text; a sparse model with routes has
-    both roles among them. `default_name` is None where the default is no prompt, or was given as text.
+    both roles among them. `default_name` is None if the default is not a prompt, or was given as text.
     """
 
     def __init__(self, layout: Layout, default_name: str | None = None, default_text: str | None = None) -> None:
@@ -158,7 +158,7 @@ class TextTokenizer:
     """The tokenizer of one model. Safe from any thread.
 
     `max_length` is in tokens, including the `special_tokens` of the model's template around a text. Queries of a sparse
-    model with routes are tokenized by a tokenizer of their own.
+    model with routes are tokenized by their own tokenizer.
     """
 
     def __init__(self, layout: Layout, max_length: int) -> None:
@@ -216,7 +216,7 @@ class TextTokenizer:
         return self._prompt_lens[prompt]
 
     def check(self, item: Input, options: TokenizeOptions) -> TeimgrError | None:
-        """Validate an input before tokenization; None where it is valid."""
+        """Validate an input before tokenization; None if it is valid."""
         if item is None:
             return InvalidInput("Input validation error: `inputs` cannot be null")
         if not any(map(len, item)) if isinstance(item, Pair) else not len(item):
@@ -228,7 +228,7 @@ class TextTokenizer:
         return None if options.truncate else self._check_characters(characters(item))
 
     def encode(self, inputs: Sequence[Input], options: TokenizeOptions) -> list[Encoded | TeimgrError]:
-        """As `encode_all`, one by one."""
+        """Like `encode_all`, one by one."""
         tokenized = self.encode_all(inputs, options)
         return [tokenized[row] for row in range(len(inputs))]
 
@@ -364,7 +364,7 @@ class TextTokenizer:
         )
 
     def _without_tokenizer(self, item: Input, options: TokenizeOptions) -> Encoded | TeimgrError | None:
-        """The result of an invalid input, or of ids; None where the item must be tokenized."""
+        """The result of an invalid input, or of ids; None if the item must be tokenized."""
         if (error := self.check(item, options)) is not None:
             return error
         if not isinstance(item, np.ndarray) or (options.prompt and self._causal is None):
@@ -422,7 +422,7 @@ class TextTokenizer:
     def _by_wordpiece(
         self, inputs: Sequence[Input], options: TokenizeOptions, truncation: Truncation | None
     ) -> TokenizedTexts | None:
-        """The ids of `inputs` by the native WordPiece, without those it does not cover; None where it is not used."""
+        """The ids of `inputs` by the native WordPiece, without those it does not cover; None if it is not used."""
         prompt = options.prompt
         if (native := self._wordpiece) is None or not prompt.isascii():
             return None
@@ -454,7 +454,7 @@ class TextTokenizer:
         truncation: Truncation | None,
         longest: int,
     ) -> TokenizedTexts | None:
-        """As `_by_wordpiece`, of one input; None where it is not covered."""
+        """Like `_by_wordpiece`, of one input; None if it is not covered."""
         if not (isinstance(item, str) and item and item.isascii()):
             return None
         if (ids := native.encode_one(options.prompt + item, truncation, longest)) is None:

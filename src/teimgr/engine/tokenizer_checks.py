@@ -31,7 +31,7 @@ def contradictions(layout: Layout, tokenizer: Tokenizer) -> tuple[str, ...]:
 def _compared(
     layout: Layout, config: dict[str, Any], tokenizer: Tokenizer
 ) -> Iterator[tuple[str, object, bool | None]]:
-    """Key, value in the file, and what the tokenizer does; None where it has no such step."""
+    """Key, value in the file, and what the tokenizer does; None if it has no such step."""
     own = str(config.get("tokenizer_class") or "").removesuffix("Fast").removesuffix("Tokenizer")
     if own in _CASED and tokenizer.normalizer is not None:
         normalized = tokenizer.normalizer.normalize_str

@@ -47,7 +47,7 @@ class TokenizerLibrary:
             return encode(list(texts), add_special_tokens=specials)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """Raises TokenizerFailed where an id is no token id."""
+        """Raises TokenizerFailed where an id is not a token id."""
         with library_errors():
             if len(ids) <= _FEW_IDS:
                 return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
@@ -123,10 +123,10 @@ def _loaded(layout: Layout) -> Tokenizer:
 
 
 def _append(tokenizer: Tokenizer, token: str) -> None:
-    """Put `token` behind every text, and behind each half of a pair, unless the tokenizer does so by itself.
+    """Put `token` behind every text, and behind each half of a pair, unless the tokenizer does so on its own.
 
     Raises:
-        ModelLoadFailed: it is none of its tokens.
+        ModelLoadFailed: it is not one of its tokens.
     """
     id = tokenizer.token_to_id(token)
     if id is None:
@@ -146,7 +146,7 @@ def _lower_cases(tokenizer: Tokenizer) -> bool:
 
 
 def unknown_id(tokenizer: Tokenizer) -> int | None:
-    """The id of the unknown token; None where the vocabulary covers all text."""
+    """The id of the unknown token; None if the vocabulary covers all text."""
     model = json.loads(tokenizer.to_str())["model"]
     if "unk_id" in model:  # Unigram
         return None if model["unk_id"] is None else int(model["unk_id"])

@@ -36,7 +36,7 @@ class Truncation(NamedTuple):
     left: bool
 
     def kept(self, encoding: Encoding) -> NDArray[np.intp] | None:
-        """The positions of the tokens that stay, special ones always; None where all do."""
+        """The positions of the tokens that stay, special ones always; None if all do."""
         if len(encoding) <= self.limit:
             return None
         half_of = _halves(encoding)

@@ -58,7 +58,7 @@ class VarlenKernel:
         [T, key heads, d]. `reach` is a window of so many tokens to each side. Undefined behind the last text.
 
         Raises:
-            RuntimeError: the head size is no multiple of 8, or above 256.
+            RuntimeError: the head size is not a multiple of 8, or above 256.
         """
         size = query.shape[2]
         if size % _HEAD_SIZE_STEP or size > _LARGEST_HEAD_SIZE:
@@ -86,7 +86,7 @@ class VarlenKernel:
 
 @functools.cache
 def varlen_kernel() -> VarlenKernel | None:
-    """The kernel, or None where this torch has none of that form."""
+    """The kernel, or None if this torch has none of that form."""
     operator = getattr(getattr(torch.ops.aten, "_flash_attention_forward", None), "default", None)
     try:
         return None if operator is None else VarlenKernel(operator)

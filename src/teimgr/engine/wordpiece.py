@@ -130,7 +130,7 @@ class WordPiece:
         return ids[:total].copy(), ends  # a copy: some four bytes of five are free
 
     def encode_one(self, text: str, truncation: Truncation | None, longest: int) -> NDArray[np.int32] | None:
-        """The ids of an ASCII text, int32 [T]; None where `encode` has none. Without the arrays of a column."""
+        """The ids of an ASCII text, int32 [T]; None if `encode` has none. Without the arrays of a column."""
         data = text.encode()
         ids, end = np.empty(len(data) + self._special_tokens, np.int32), ctypes.c_int64()
         bounds = (0, False) if truncation is None else (truncation.limit, truncation.left)
@@ -143,7 +143,7 @@ class WordPiece:
 
 
 def wordpiece(tokenizer: Tokenizer, specials: bool) -> WordPiece | None:
-    """The native form of `tokenizer`, with its special tokens where `specials`; None where there is none."""
+    """The native form of `tokenizer`, with its special tokens where `specials`; None if there is none."""
     library = native_library()
     if library is None or not library.knows(wordpiece=_Vocabulary) or not native_forward_allowed():
         return None

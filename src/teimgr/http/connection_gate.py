@@ -250,7 +250,7 @@ class _Line:
 
 
 class SharedLimit:
-    """The most connections of several ports together; each port has a gate of its own."""
+    """The most connections of several ports together; each port has its own gate."""
 
     def __init__(self, connections: int) -> None:
         self.connections = connections

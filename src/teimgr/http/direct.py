@@ -56,7 +56,7 @@ Answer = Callable[[], Coroutine[Any, Any, DirectReply]]
 """Answers one request; cancelled if the client disconnects."""
 
 Direct = Callable[[DirectRequest], Answer | None]
-"""What answers a request; None where ASGI is to serve it."""
+"""What answers a request; None if ASGI is to serve it."""
 
 FAILED = DirectReply(500, {"content-type": "text/plain; charset=utf-8"}, b"Internal Server Error")
 

@@ -100,6 +100,6 @@ class BoundedReplies:
 
 
 def _length(message: Message) -> int | None:
-    """The length of a reply that begins; None where it is not known yet."""
+    """The length of a reply that begins; None if it is not known yet."""
     found = next((value for name, value in message.get("headers", ()) if name.lower() == b"content-length"), None)
     return None if found is None else int(found)

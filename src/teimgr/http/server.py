@@ -45,7 +45,7 @@ def bind(host: str, port: int, setting: str = "", *, is_shared: bool = False) ->
 
     Raises:
         PortConflict: the address is in use; the message has the process that listens there, if it may be seen.
-        InvalidConfig: it is no address of this host.
+        InvalidConfig: it is not an address of this host.
     """
     # With the protocol named, asyncio sets TCP_NODELAY on accepted connections, as uvloop always does.
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -82,7 +82,7 @@ def address_of_peer(sock: socket.socket) -> str:
 def listening_process(port: int) -> str | None:
     """The process that listens on a TCP port of this host, as `process 71 (python -m http.server)`.
 
-    None where that cannot be seen: another user's process, another container, or a system without /proc.
+    None if that cannot be seen: another user's process, another container, or a system without /proc.
     """
     sockets = set()
     for table in ("tcp", "tcp6"):

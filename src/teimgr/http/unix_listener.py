@@ -123,7 +123,7 @@ def _failures(path: Path, setting: str) -> Iterator[None]:
 def _locked(folder: Path) -> Iterator[None]:
     """Hold the lock of a folder; OSError where another process has it for longer than such changes take.
 
-    It is a file of this user, which stays: whoever may read a folder could lock that, and so stop every start.
+    It is a file of this user, which stays: anyone who may read a folder could lock that, and so stop every start.
     """
     path = folder / f".teimgr-{os.geteuid()}.lock"
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -157,7 +157,7 @@ def _free(path: Path, setting: str) -> None:
 
 
 def _listening_pid(path: Path) -> int | None:
-    """The process that listens at `path`, 0 for an unknown one; None where none does.
+    """The process that listens at `path`, 0 for an unknown one; None if none does.
 
     Raises:
         OSError: this user may not connect, or it is a socket of another type.

@@ -1,6 +1,6 @@
 """Reading the JSON files of models, with limits of size, number of values and depth.
 
-A model's files come from whoever uploaded it. Everything here that parses one of them (the daemon for `/models` and
+A model's files come from anyone who uploaded it. Everything here that parses one of them (the daemon for `/models` and
 for new instances, the fetcher, the worker) does it through this module, so that no file is larger, deeper or of
 another shape than what reads it can take.
 """
@@ -43,7 +43,7 @@ MAX_DEPTH = 64
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file; None where there is no such file.
+    """The object in a JSON file; None if there is no such file.
 
     Raises:
         ModelLoadFailed: it cannot be read, is not valid JSON, exceeds a limit, or holds no object.

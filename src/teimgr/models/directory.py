@@ -1,7 +1,7 @@
 """Which files of a model directory are needed: by module, its weights and what is read beside them.
 
 What is downloaded (`needed`), what makes a copy complete (`missing_file`), what is shown in `/models` and which weights
-are opened (`weight_files`) all follow from the same rules here, for each directory by itself: safetensors before
+are opened (`weight_files`) all follow from the same rules here, for each directory on its own: safetensors before
 pickled files, one file before an index of shards, as the transformers library chooses.
 """
 
@@ -238,7 +238,7 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
 
 
 def missing_file(root: Path) -> str | None:
-    """What a model directory lacks to be complete, relative to it; None where nothing is missing.
+    """What a model directory lacks to be complete, relative to it; None if nothing is missing.
 
     A file that is cut short, or is only the pointer of git-lfs to it, is missing.
 
@@ -306,7 +306,7 @@ def _is_unused(name: str, present: set[str]) -> bool:
 
 
 def shards_of(index: Path) -> list[str] | None:
-    """The files that an index of shards names, in the index's own folder; None where there is no index.
+    """The files that an index of shards names, in the index's own folder; None if there is no index.
 
     Raises:
         ModelLoadFailed: the index cannot be read, or names a file outside of its folder.
@@ -325,7 +325,7 @@ def shards_of(index: Path) -> list[str] | None:
 
 def broken_file(root: Path) -> str | None:
     """The first needed file of a model directory that is not whole, and why, as "2_Dense/model.safetensors ends too
-    soon"; None where all are whole.
+    soon"; None if all are whole.
     """
     return next((f"{name} {fault}" for name, path in _needed_below(root) if (fault := fault_of(path))), None)
 
@@ -348,7 +348,7 @@ def _needed_below(root: Path) -> Iterator[tuple[str, Path]]:
 
 
 def fault_of(path: Path) -> str | None:
-    """Why a file is not what its name says, as the end of a sentence about it; None where nothing is wrong with it."""
+    """Why a file is not what its name says, as the end of a sentence about it; None if nothing is wrong with it."""
     if problem := file_problem(path):
         return problem
     if is_pointer(path):

@@ -218,7 +218,7 @@ def decided(model_id: str, revision: str | None, roots: Sequence[str] | None = N
 
 
 def check_id(model_id: str, revision: str | None) -> None:
-    """Raise ModelNotFound for what is no model id of the hub, or no revision."""
+    """Raise ModelNotFound for what is not a model id of the hub, or no revision."""
     try:
         hub_model(model_id, revision)
     except WrongSourceError as error:
@@ -284,7 +284,7 @@ def folder_name(model_id: str) -> str:
 
 
 def id_of_folder(name: str) -> str | None:
-    """The model id of a folder in the hub cache; None where it is no model's."""
+    """The model id of a folder in the hub cache; None if it is not a model's."""
     return name.removeprefix(_FOLDER_PREFIX).replace("--", "/", 1) if name.startswith(_FOLDER_PREFIX) else None
 
 
@@ -295,7 +295,7 @@ def find_cached(model_id: str, revision: str | None = None, cache: Path | None =
 
 
 def _find_snapshot(model_id: str, revision: str | None, cache: Path | None = None) -> ModelSource | None:
-    """As `find_cached`, complete or not."""
+    """Like `find_cached`, complete or not."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -487,7 +487,7 @@ _NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EE
 
 
 def _status(error: BaseException) -> int | None:
-    """The status of the hub's answer; None where there was none."""
+    """The status of the hub's answer; None if there was none."""
     status: int | None = getattr(getattr(error, "response", None), "status_code", None)
     return status
 

@@ -149,7 +149,7 @@ def max_length(config: dict[str, Any], settings: dict[str, Any], tokenizer: dict
 
 
 def checked_length(given: Any, file: str) -> int:
-    """A length limit of `file`, at most `ENDLESS`; raises ModelLoadFailed where it is no number of at least 1."""
+    """A length limit of `file`, at most `ENDLESS`; raises ModelLoadFailed where it is not a number of at least 1."""
     is_number = isinstance(given, (int, float)) and not isinstance(given, bool)
     if not is_number or not given >= 1 or (given < ENDLESS and given != int(given)):
         raise ModelLoadFailed(f"{file} has the length limit {given!r}, which should be a whole number above 0")

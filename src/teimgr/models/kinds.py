@@ -89,7 +89,7 @@ def _splade(metadata: ModelMetadata, own: Kind, configured: str | None) -> Kind:
 
 
 def _obstacle(metadata: ModelMetadata, own: Kind, wanted: Kind) -> str | None:
-    """Why a model of kind `own` cannot be served as `wanted`; None where it can."""
+    """Why a model of kind `own` cannot be served as `wanted`; None if it can."""
     if wanted is Kind.EMBEDDING:
         return "they describe a vector per token and no pooling" if own is Kind.MULTI_VECTOR else None
     if wanted is Kind.SPARSE:

@@ -135,7 +135,7 @@ class PairTemplate:
     """The text that a language model is given of a pair.
 
     It is `prefix` + `body` (with {query} and {document} in it) + `suffix`; only the body is truncated. Where there are
-    `pieces`, it is these, each tokenized by itself, two of which end in {query} and {document}.
+    `pieces`, it is these, each tokenized on its own, two of which end in {query} and {document}.
     """
 
     prefix: str = ""
@@ -262,7 +262,7 @@ class Layout:
 
     @property
     def vocabulary(self) -> int | None:
-        """The number of token ids with weights; None where config.json has none."""
+        """The number of token ids with weights; None if config.json has none."""
         nested = self.config.get("text_config") or {}
         return self.config.get("vocab_size") or nested.get("vocab_size")
 

@@ -52,7 +52,7 @@ def setting(config: dict[str, Any], key: str) -> Any:
 
 @functools.lru_cache(maxsize=512)
 def declared_keys(model_type: str) -> DeclaredKeys | None:
-    """What the configuration class of a model type declares; None where there is no such class."""
+    """What the configuration class of a model type declares; None if there is no such class."""
     path = _configuration_file(model_type)
     if path is None:
         return None

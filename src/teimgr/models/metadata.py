@@ -203,7 +203,7 @@ def _weight_names(folder: Path, own: str | None) -> str | None:
     return own if graph is None else ONNX
 
 
-# What is no text embedding model at all, by model type: what to say of it.
+# What is not a text embedding model at all, by model type: what to say of it.
 _OTHER_MODELS = {
     **dict.fromkeys(
         ("clip", "siglip", "siglip2", "align", "altclip", "chinese_clip", "blip", "flava"), "images and text"

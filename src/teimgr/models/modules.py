@@ -221,7 +221,7 @@ def read_projections(
     which writes `gives`.
 
     Raises:
-        ModelLoadFailed: one is no projection, or works on another input.
+        ModelLoadFailed: one is not a projection, or works on another input.
     """
     outputs = [*[works_on] * (len(modules) - 1), gives or works_on]
     return tuple(_projection(module, works_on, output) for module, output in zip(modules, outputs, strict=False))

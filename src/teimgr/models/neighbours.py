@@ -84,7 +84,7 @@ class ModelFile:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Raises ValueError, TypeError and KeyError where a name leads out of the model's folder, or a value is none of
+        """Raises ValueError, TypeError and KeyError if a name leads out of the model's folder, or a value is not one of
         its kind.
         """
         file = cls(str(values["name"]), int(values["size_bytes"]), str(values["blob"]), str(values["sha256"]))
@@ -154,7 +154,7 @@ class FleetNeighbours:
             return "hub-first"
 
     def fetch(self, model_id: str, revision: str | None) -> hub.ModelSource:
-        """As `hub.Neighbours`."""
+        """Like `hub.Neighbours`."""
         cache = self._cache or hub.default_cache_folder()
         fetch = _Fetch(model_id, revision, cache, self._other_hosts, self._identity, self.progress)
         try:
@@ -297,7 +297,7 @@ class _Fetch:
         self._reasons: dict[str, str] = {}
 
     def run(self) -> hub.ModelSource:
-        """As `FleetNeighbours.fetch`; raises OSError besides."""
+        """Like `FleetNeighbours.fetch`; raises OSError besides."""
         hub.check_id(self._model_id, self._revision)
         if not self._hosts():
             raise ModelNotFound(f"no other host is in the fleet that could have model '{self._model_id}'")
@@ -394,7 +394,7 @@ class _Fetch:
                     self._fetch(link, theirs)
 
     def _fetch(self, link: _HostConnection, file: ModelFile) -> None:
-        """Fetch a blob and verify it; a continued one may be wrong by its beginning, so it is then fetched anew."""
+        """Fetch a blob and verify it; a continued one may be wrong by its beginning, so it is then fetched again."""
         partial = self._partial(file)
         for _ in range(2):
             have = _size(partial)

@@ -73,7 +73,7 @@ def read_splade(metadata: ModelMetadata) -> Splade:
 
 
 def read_query_table(metadata: ModelMetadata) -> QueryTable | None:
-    """The table of queries of a model with routes; None where queries are computed as documents are.
+    """The table of queries of a model with routes; None if queries are computed as documents are.
 
     Raises:
         ModelLoadFailed: the length of its tokenizer is not a number above 0.
@@ -86,7 +86,7 @@ def read_query_table(metadata: ModelMetadata) -> QueryTable | None:
 
 
 def _positive(metadata: ModelMetadata, key: str) -> int | None:
-    """A number of config_sentence_transformers.json; None where it is not set."""
+    """A number of config_sentence_transformers.json; None if it is not set."""
     given = metadata.saved.get(key)
     if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
         raise ModelLoadFailed(f"config_sentence_transformers.json has {key} = {given!r}, which should be above 0")

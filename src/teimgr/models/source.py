@@ -84,7 +84,7 @@ def decide(model_id: str, revision: str | None = None, roots: Sequence[str] | No
 
 
 def hub_model(model_id: str, revision: str | None = None) -> HubModel:
-    """As `decide`, where only a model of the hub will do.
+    """Like `decide`, where only a model of the hub will do.
 
     Raises:
         WrongSourceError: no id that the hub could have, or no revision.
@@ -113,7 +113,7 @@ def shown_id(model_id: str) -> str:
 
 
 def revision_problem(revision: str | None) -> str | None:
-    """Why a text is no revision; None for the name of a branch or tag, by git's rules, or a commit, and for None.
+    """Why a text is not a revision; None for the name of a branch or tag, by git's rules, or a commit, and for None.
 
     The hub library joins a revision to the path of the cache's refs, and what it finds there to that of the snapshots.
     """
@@ -165,7 +165,7 @@ def resolved_roots(roots: Iterable[str]) -> tuple[Path, ...]:
 
 
 def file_problem(path: Path) -> str | None:
-    """Why a path is no file that may be read, as the end of a sentence about it; None for a file, and for nothing.
+    """Why a path is not a file that may be read, as the end of a sentence about it; None for a file, and for nothing.
 
     To open a FIFO waits for its writer, and a device has no end.
     """
@@ -181,7 +181,7 @@ def file_problem(path: Path) -> str | None:
 
 
 def ref_problem(folder: Path, revision: str) -> str | None:
-    """Why the hub library should not read the ref of a revision in the cache folder of a model; None where it may."""
+    """Why the hub library should not read the ref of a revision in the cache folder of a model; None if it may."""
     ref = folder / "refs" / revision
     if problem := file_problem(ref):
         return problem

@@ -258,7 +258,7 @@ class CallRecord:
         self.began_s = time.perf_counter()
 
     def restart(self) -> None:
-        """Count the time from now on: a client's upload is no latency of ours."""
+        """Count the time from now on: a client's upload is not a latency of ours."""
         self.began_s = time.perf_counter()
 
 

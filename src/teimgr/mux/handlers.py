@@ -85,7 +85,7 @@ class MessageReader:
         self._waiting = 0
 
     async def next(self, call: RpcStream) -> Octets | None:
-        """The call's next message, None where the client has half-closed.
+        """The call's next message, None if the client has half-closed.
 
         Raises:
             Overloaded: too many calls wait for theirs.
@@ -162,7 +162,7 @@ class InferenceCall(RpcStream):
         return self.metadata.get(LANE_KEY)
 
     def named_target(self, router: RouterView) -> Target | None:
-        """The target in the metadata; None where the messages have targets."""
+        """The target in the metadata; None if the messages have targets."""
         if self.rpc.has_target:
             return None
         return named_target(router, self.metadata.get(INSTANCE_KEY), self.rpc.kinds)

@@ -113,7 +113,7 @@ def tls_context(files: TlsFiles) -> ssl.SSLContext:
 
 
 def tls_context_of(pems: Pems) -> ssl.SSLContext:
-    """As `tls_context`, of certificates that are in no file."""
+    """Like `tls_context`, of certificates that are in no file."""
     with _in_memory(pems.cert) as cert, _in_memory(pems.key) as key, _in_memory(pems.ca or b"") as ca:
         return tls_context(TlsFiles(cert, key, ca if pems.ca is not None else None))
 

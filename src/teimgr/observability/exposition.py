@@ -70,7 +70,7 @@ _KEPT_EVERY = 3
 
 
 def condensed(page: Page) -> Page:
-    """The page with fewer series: for Prometheus stores each bucket of each instance as a series of its own.
+    """The page with fewer series: for Prometheus stores each bucket of each instance as its own series.
 
     Of histograms of workers with more than `MAX_BUCKETS` buckets every third is kept, and +Inf; those of embedded and
     of classified inputs are left out as long as there were none.

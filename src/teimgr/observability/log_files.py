@@ -50,7 +50,7 @@ def read_lines(parts: list[Piece], start: int, end: int) -> Iterator[str]:
 
 
 def _scan(path: Path) -> Piece | None:
-    """None where the file does not exist, as just after a rotation."""
+    """None if the file does not exist, as just after a rotation."""
     lines = complete_bytes = size = 0
     try:
         with path.open("rb") as file:
@@ -133,7 +133,7 @@ class Follower:
         return [*found, *self._lines(chunk)]
 
     def _read_on(self, path: Path) -> bytes | None:
-        """What follows in the file at `path`; None where that is not the current one any more."""
+        """What follows in the file at `path`; None if that is not the current one any more."""
         try:
             with path.open("rb") as file:
                 if file.read(len(self._head)) != self._head:

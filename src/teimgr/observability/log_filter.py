@@ -66,7 +66,7 @@ class LogFilter:
 
 
 def event_of(line: str) -> dict[str, Any] | None:
-    """The event of a line; None where it is none in JSON."""
+    """The event of a line; None if it is none in JSON."""
     try:
         event = orjson.loads(line) if line.startswith("{") else {}
     except ValueError:

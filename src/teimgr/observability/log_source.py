@@ -64,7 +64,7 @@ class LogSource(Protocol):
     host: str
 
     async def open(self, name: str, filter: LogFilter, *, follow: bool) -> OpenLog | None:
-        """The log of an instance, for `live` too with `follow`; None where the host has none.
+        """The log of an instance, for `live` too with `follow`; None if the host has none.
 
         Raises:
             TeimgrError, OSError: the host cannot be asked now.
@@ -81,7 +81,7 @@ class LocalLogs:
         self._asked = 0
 
     async def open(self, name: str, filter: LogFilter, *, follow: bool) -> LocalLog | None:
-        """As `LogSource.open`.
+        """Like `LogSource.open`.
 
         Raises:
             Overloaded: too many logs are being opened.
@@ -110,7 +110,7 @@ class LocalLog:
 
     @classmethod
     def read(cls, path: Path, filter: LogFilter, *, follow: bool) -> LocalLog | None:
-        """The log at `path`; None where there is none. Blocking, as it counts the lines."""
+        """The log at `path`; None if there is none. Blocking, as it counts the lines."""
         parts, size = pieces(path), 0
         if not parts:
             return None
@@ -161,14 +161,14 @@ def _batch(lines: Iterator[str]) -> Batch:
 
 
 class FleetLogs:
-    """The logs of all hosts: those of this one, and of `others`, which are asked anew for each log."""
+    """The logs of all hosts: those of this one, and of `others`, which are asked again for each log."""
 
     def __init__(self, local: LogSource, others: Callable[[], Sequence[LogSource]] = tuple) -> None:
         self._local = local
         self._others = others
 
     async def open(self, name: str, filter: LogFilter, *, follow: bool) -> OpenLog | None:
-        """The log of an instance on all hosts that have one; None where none does.
+        """The log of an instance on all hosts that have one; None if none does.
 
         Raises:
             Unavailable: none has one, and some did not answer.

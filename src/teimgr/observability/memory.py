@@ -19,7 +19,7 @@ def resident_bytes() -> int:
 
 
 def resident_bytes_of(pid: int) -> int | None:
-    """Resident memory of a process, shared parts included, as `resident_bytes`; None where it cannot be read."""
+    """Resident memory of a process, shared parts included, as `resident_bytes`; None if it cannot be read."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES
     except (OSError, IndexError):
@@ -40,7 +40,7 @@ def proc_sizes(pid: int | str, file: str) -> dict[str, int]:
 
 
 def private_bytes(sizes: dict[str, int]) -> int | None:
-    """Memory that only this process uses, from its `smaps_rollup`; None where the kernel does not report it."""
+    """Memory that only this process uses, from its `smaps_rollup`; None if the kernel does not report it."""
     known = [sizes[key] for key in ("Private_Clean", "Private_Dirty") if key in sizes]
     return sum(known) if known else None
 

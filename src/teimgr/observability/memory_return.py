@@ -1,4 +1,4 @@
-"""Gives freed memory back to the kernel once a process is idle after a peak: `malloc_trim`, on a thread of its own.
+"""Gives freed memory back to the kernel once a process is idle after a peak: `malloc_trim`, on its own thread.
 
 The allocator keeps what many connections or large calls took, a mux on purpose (`control/launch/mux_launcher.py`):
 given back during a load it would only be taken again.

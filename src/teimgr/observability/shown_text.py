@@ -19,7 +19,7 @@ def one_line(text: str) -> str:
 
 
 def several_lines(text: str) -> str:
-    """As `one_line`, but line feeds stay."""
+    """Like `one_line`, but line feeds stay."""
     return text if _UNSAFE.search(text) is None else _UNSAFE.sub(lambda found: _shown(found[0], _LINES), text)
 
 

@@ -19,7 +19,7 @@ from teimgr.wire.arrow_tables import Keys
 from teimgr.wire.text_column import SharedTexts, TextColumn
 
 GoOn = Callable[[], None]
-"""Called between steps of milliseconds; raises where nobody waits for the result any more."""
+"""Called between steps of milliseconds; raises where no one waits for the result any more."""
 
 
 # What a reader reads again for every batch, dictionaries above all, as a multiple of what may be in memory: 2.5 GB.

@@ -194,6 +194,6 @@ def write_sparse(
     lz4: bool = False,
     head: Head = _no_head,
 ) -> memoryview:
-    """The IPC stream of sparse `vectors` (ascending indices, values; None where the row failed); `head` as above."""
+    """The IPC stream of sparse `vectors` (ascending indices, values; None if the row failed); `head` as above."""
     columns = [sparse_column("sparse_embeddings", vectors), error_column(len(vectors), errors)]
     return write_table(columns, rows, lz4=lz4, head=head)

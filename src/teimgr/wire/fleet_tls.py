@@ -73,7 +73,7 @@ class FleetName(NamedTuple):
 
     @classmethod
     def parse(cls, uri: str) -> FleetName | None:
-        """The name in a URI of a certificate; None where it is no such name."""
+        """The name in a URI of a certificate; None if it is no such name."""
         kind, _, node = uri.removeprefix(_TRUST_DOMAIN).partition("/")
         if uri.startswith(_TRUST_DOMAIN) and kind == "daemon" and not node:
             return cls()
@@ -173,7 +173,7 @@ class FleetIdentity:
         return self._contexts
 
     def _read_stamp(self) -> Stamp | None:
-        """A value that changes when a file is replaced; None where one is missing."""
+        """A value that changes when a file is replaced; None if one is missing."""
         return _stamp_of(self.folder / IDENTITY_FILE, self.folder / AUTHORITIES_FILE)
 
     def context(self, protocol: Any) -> ssl.SSLContext:
@@ -193,10 +193,10 @@ def _stamp_of(*paths: Path) -> Stamp | None:
 
 
 def new_context(protocol: Any) -> ssl.SSLContext:
-    """A context of TLS 1.3 that demands a certificate of its peer, without authorities or a certificate of its own.
+    """A context of TLS 1.3 that demands a certificate of its peer, without authorities or its own certificate.
 
     Host names are not checked: certificates name nodes. Sessions are not resumed: each connection proves the
-    certificate anew.
+    certificate again.
     """
     context = ssl.SSLContext(protocol)
     context.check_hostname = False

@@ -208,7 +208,7 @@ def unpack_error(payload: Received, retry_after_ms: int = 0) -> TeimgrError:
 
 _INDEX = re.compile("[0-9]{1,9}")
 
-# A payload above this size is received straight into a buffer of its own instead of through the shared one.
+# A payload above this size is received straight into its own buffer instead of through the shared one.
 _OWN_BUFFER_BYTES = 64 * 1024
 _SHARED_BUFFER_BYTES = 256 * 1024
 _LINGER_S = 0.001  # longest wait of a frame that may linger

@@ -232,7 +232,7 @@ class Reading(NamedTuple):
 
 
 def read(text: AnyText, reading: Reading) -> Any:
-    """As `loads`, in another way. Raises DepthExceededError too, and what `reading.decode` and `reading.put` raise."""
+    """Like `loads`, in another way. Also raises DepthExceededError, and what `reading.decode` and `put` raise."""
     return completed(_Decoder(text, reading).value())
 
 

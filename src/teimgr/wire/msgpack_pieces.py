@@ -36,7 +36,7 @@ def loads(body: bytes | bytearray | memoryview) -> Any:
     """The value of a msgpack text as `msgpack.unpackb(body, raw=False, strict_map_key=False)` gives it.
 
     Raises:
-        ValueError: it is no msgpack, or lists and maps announce more elements than the body has bytes.
+        ValueError: it is not msgpack, or lists and maps announce more elements than the body has bytes.
         InvalidInput: it has more than `MAX_CONTAINERS` lists and maps or members of one map, more than `MAX_VALUES`
             values, or a text of more than `MAX_TEXT_BYTES`.
     """

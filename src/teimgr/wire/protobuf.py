@@ -40,7 +40,7 @@ class Target(NamedTuple):
 
 
 class Envelope(NamedTuple):
-    """The two parts of a multiplexer message, None where absent. Small parts are bytes, large ones views."""
+    """The two parts of a multiplexer message, None if absent. Small parts are bytes, large ones views."""
 
     target: Slice | None
     inner: Slice | None

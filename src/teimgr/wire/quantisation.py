@@ -1,4 +1,4 @@
-"""Quantisation of vectors to fewer bits, each number by itself, so a vector never depends on its batch.
+"""Quantisation of vectors to fewer bits, each number on its own, so a vector never depends on its batch.
 
 Definitions of sentence-transformers' `quantize_embeddings`, except that int8 and uint8 always span -1 to 1, the range
 of unit vectors, instead of the range of the batch or of a calibration set.

@@ -138,7 +138,7 @@ class WorkerCall:
 class MethodCall(WorkerCall):
     """A call of a method of `wire/frames.py`; `payload` is its serialised message, `size_bytes` long.
 
-    `flags` are those of a request's frame; `fixed_lane` is the lane that they name, None where they leave it open.
+    `flags` are those of a request's frame; `fixed_lane` is the lane that they name, None if they leave it open.
     """
 
     __slots__ = ("fixed_lane", "method", "payload")

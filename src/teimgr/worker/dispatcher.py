@@ -224,7 +224,7 @@ class Dispatcher:
             raise Overloaded(retry_after_s=expected_s)
 
     def admit_async(self, call: WorkerCall, proceed: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """As `admit`, for a coroutine, which ends with `submit` or `answer`."""
+        """Like `admit`, for a coroutine, which ends with `submit` or `answer`."""
         self.admit(call, lambda: self._spawn(call, proceed()))
 
     def run(self, call: WorkerCall, answering: Coroutine[Any, Any, None]) -> None:

@@ -204,7 +204,7 @@ def decoded(kind: type[BodyT], body: Buffer, body_format: BodyFormat) -> BodyT:
 
 
 def _parse_quickly(kind: type[BodyT], body: Buffer, body_format: BodyFormat) -> BodyT | None:
-    """The body by `parse`; None if the format has a parser of its own that has to decide about it."""
+    """The body by `parse`; None if the format has its own parser that has to decide about it."""
     if body_format.reparse is None:
         return decoded(kind, body, body_format)
     try:
@@ -355,7 +355,7 @@ class ServedModel:
 class JobSpec:
     """Inputs and options of an engine job, and the encoder of its answer when no input failed.
 
-    `limit` is how many inputs the dialect lets a client send at once. `encode` is None where the answer is made of
+    `limit` is how many inputs the dialect lets a client send at once. `encode` is None if the answer is made of
     several jobs (`HttpInference.jobs`); `is_slow`: it takes longer than the numbers in the answer let expect.
     """
 

@@ -213,7 +213,7 @@ class InstancePort:
         return DirectReply(reply.status, {**reply.headers, **self._cors, REQUEST_ID: context.request_id}, reply.body)
 
     def _inference_in(self, lane: str) -> HttpInference:
-        """Inference in the lane that the caller chose; raises InvalidInput for a word that is no lane."""
+        """Inference in the lane that the caller chose; raises InvalidInput for a word that is not a lane."""
         if not lane:
             return self._inference
         in_lane(Flag.NONE, lane)
@@ -226,7 +226,7 @@ class InstancePort:
         read: Callable[[Charge], Awaitable[Buffer | None]],
         infer: Callable[[HttpInference, HttpRequest], Awaitable[HttpReply]],
     ) -> HttpReply:
-        """The reply to a request with the `headers` of `_READ`, whose body is what `read` gives, or None where that is
+        """The reply to a request with the `headers` of `_READ`, whose body is what `read` gives, or None if that is
         too long."""
         dialect = TEI_OPENAI if path in tei.OPENAI_PATHS else TEI
         charge = Charge(self._dispatcher.port_budget)

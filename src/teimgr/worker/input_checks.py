@@ -38,7 +38,7 @@ def need_kind(model: LoadedModel, kinds: Sequence[str], doing: str) -> None:
 
 
 def text_of_parts(parts: list[Any]) -> str | None:
-    """The text of a content given in parts; None where one of them is not text."""
+    """The text of a content given in parts; None if one of them is not text."""
     texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type", "text") == "text"]
     whole = [text for text in texts if isinstance(text, str)]
     return "\n".join(whole) if len(whole) == len(parts) else None

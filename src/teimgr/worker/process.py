@@ -78,7 +78,7 @@ _HANG_CHECK_S = 0.5
 _CORE_LOAD_FILE = "cores"  # in the run directory, which the workers of a daemon share
 _REFERENCES_FOLDER = "references"  # likewise
 _MAX_REASON_CHARS = 4096  # a status is one frame of the daemon's control link, which is bounded
-# Failures to load that the same files and flags will cause again, and those subclasses that may pass by themselves.
+# Failures to load that the same files and flags will cause again, and those subclasses that may pass on their own.
 _PERMANENT = (Refused, Broken, OutOfDeviceMemory)
 _TRANSIENT = (PortConflict, Internal, ModelDownloadFailed)
 

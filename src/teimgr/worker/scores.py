@@ -46,13 +46,13 @@ def _best_first(scores: NDArray[np.float32]) -> list[int]:
 
 
 def need_reranker_http(model: LoadedModel) -> None:
-    """Raises WrongModelKind where the model is no reranker, for a request over HTTP."""
+    """Raises WrongModelKind where the model is not a reranker, for a request over HTTP."""
     if model.kind != Kind.RERANKER:
         raise WrongModelKind("Backend error: model is not a re-ranker model")
 
 
 def need_reranker_grpc(model: LoadedModel) -> None:
-    """Raises WrongModelKind where the model is no reranker, for a request over gRPC."""
+    """Raises WrongModelKind where the model is not a reranker, for a request over gRPC."""
     if model.kind != Kind.RERANKER:
         is_classifier = model.kind == Kind.CLASSIFIER
         raise WrongModelKind(f"model is not a {'re-ranker' if is_classifier else 'classifier'} model")

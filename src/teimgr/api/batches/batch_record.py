@@ -203,7 +203,7 @@ def window_s(window: str) -> int:
     """The seconds of a completion window such as `24h`.
 
     Raises:
-        ValidationError: it is no whole number of s, m, h or d, or longer than seven days.
+        ValidationError: it is not a whole number of s, m, h or d, or longer than seven days.
     """
     match = _WINDOW.fullmatch(window)
     seconds = int(match[1]) * _UNIT_S[match[2]] if match else 0

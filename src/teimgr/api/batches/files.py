@@ -189,7 +189,7 @@ class FileStore:
             await self.disk.run(self.remove_data, id)
 
     def remove_data(self, id: str) -> None:
-        """Delete what lies on the disk; blocks."""
+        """Delete what is on the disk; blocks."""
         self._facts(id).unlink(missing_ok=True)
         self.path(id).unlink(missing_ok=True)
 

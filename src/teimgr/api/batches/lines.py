@@ -1,4 +1,4 @@
-"""Lines of an input file: read in chunks, each one checked by itself, in threads.
+"""Lines of an input file: read in chunks, each one checked on its own, in threads.
 
 A line is `{"custom_id": …, "method": "POST", "url": …, "body": {…}}`; blank lines are passed over.
 """

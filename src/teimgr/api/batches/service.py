@@ -82,7 +82,7 @@ class Batches:
         self._runs: dict[str, BatchRun] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._is_running = False
-        self._broken: set[str] = set()  # batches whose run ended by a failure of its own
+        self._broken: set[str] = set()  # batches whose run ended by its own failure
 
     async def load(self) -> None:
         """Read what an earlier daemon left.

@@ -166,7 +166,7 @@ class Gateway:
         return await self._count(path, head.dialect, call_worker())
 
     async def answer_bulk(self, path: DialectPath, body: bytes, caller: Caller) -> HttpReply:
-        """As `answer`, in the bulk lane, of a JSON body that no client waits for (`batches/`).
+        """Like `answer`, in the bulk lane, of a JSON body that no client waits for (`batches/`).
 
         Raises:
             TeimgrError: no worker answered. Refusals by a worker are replies.
@@ -361,7 +361,7 @@ def _parses_quickly(body: bytes | bytearray, start: int) -> bool:
     return not is_escaped and body.find(_KEY, start) == body.rfind(_KEY, start)
 
 
-# Bodies up to this size have a budget of their own, so that interactive requests never wait for bulk ones.
+# Bodies up to this size have their own budget, so that interactive requests never wait for bulk ones.
 SMALL_BYTES = 64 * 1024
 _SMALL_BODIES_BYTES = 64 * 2**20
 _LARGE_BODIES_BYTES = 256 * 2**20
@@ -427,7 +427,7 @@ class Bodies:
             yield ReadBody(buffer, len(head), charge.bytes, budget)
 
     async def hold(self, head: bytes, body: bytes, budget: ByteBudget | None = None) -> tuple[ReadBody, Charge]:
-        """As `read`, of a body that is there, a small one unless a budget is given; the caller releases the charge.
+        """Like `read`, of a body that is there, a small one unless a budget is given; the caller releases the charge.
 
         Raises:
             Overloaded: too many replies wait for their clients, or the budget stayed exhausted for too long.

@@ -260,7 +260,7 @@ class Page:
                 await asyncio.sleep(_LOOK_S)
 
     def _state(self, request: Request) -> object:
-        """Something that changes whenever a stream has news; None where every look may bring some."""
+        """Something that changes whenever a stream has news; None if every look may bring some."""
         event_log = request.app.state.events
         return None if event_log is None else (self._sampler.version, event_log.latest)
 

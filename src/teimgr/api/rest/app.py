@@ -192,7 +192,7 @@ def create_app(
         (batch_routes.router, batches is not None),
     ):
         if is_there:
-            # Not `include_router`, which makes every route anew at the first request: 0.2 s that this caller waits.
+            # Not `include_router`, which makes every route again at the first request: 0.2 s that this caller waits.
             app.router.routes.extend(router.routes)
     if gateway is not None:
         app.router.routes.extend(gateway.routes())
@@ -273,7 +273,7 @@ class RestTls:
     async def serving(
         self, app: AsgiApp, sock: socket.socket, direct: Direct | None = None, unix: UnixListener | None = None
     ) -> AsyncIterator[Listener]:
-        """As `http_server.serving`, with these certificates."""
+        """Like `http_server.serving`, with these certificates."""
         h2 = partial(http2_protocol, peer_scope=certificate_scope)
         async with serving(app, sock, h2, direct, unix, **uvicorn_options(self._context)) as listener:
             if self._files is None:

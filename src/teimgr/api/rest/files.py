@@ -136,7 +136,7 @@ def _batches(request: Request) -> Batches:
 
 
 def _lifetime_s(form: FileForm) -> int | None:
-    """The seconds of `expires_after`; None where the form has none."""
+    """The seconds of `expires_after`; None if the form has none."""
     anchor, seconds = form.fields.get(_ANCHOR), form.fields.get(_SECONDS)
     if anchor is None and seconds is None:
         return None

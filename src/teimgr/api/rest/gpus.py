@@ -140,7 +140,7 @@ def _pids(view: InstanceView, gpu: Gpu) -> list[int]:
 
 
 def _memory(view: InstanceView, gpu: Gpu) -> int | None:
-    """GPU memory of all workers of an instance, in bytes; None where the driver does not report it."""
+    """GPU memory of all workers of an instance, in bytes; None if the driver does not report it."""
     known = [gpu.memory_of[pid] for pid in _pids(view, gpu) if pid in gpu.memory_of]
     return sum(known) if known else None
 

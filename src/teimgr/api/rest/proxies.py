@@ -20,7 +20,7 @@ _LINKS = (b"location", b"link")
 
 
 class ProxyHeaders:
-    """Believes `X-Forwarded-For`, `-Proto` and `-Prefix` of `trusted_proxies`, and nobody else's.
+    """Believes `X-Forwarded-For`, `-Proto` and `-Prefix` of `trusted_proxies`, and no others.
 
     The prefix, else `root_path`, is in the scope, where pages and documents find it (`path_prefix_of`); headers of
     replies that lead to a path of this server get it here. Proxies in a row append theirs: `/ai, /teimgr` is

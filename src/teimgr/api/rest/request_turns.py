@@ -1,7 +1,7 @@
 """Begins a few requests in each turn of the event loop, those of all callers by turns.
 
 A request of REST costs the loop some milliseconds, and one connection of HTTP/2 may open a thousand at once: begun
-together they would hold the loop for seconds, and whoever asks then would wait for all of them.
+together they would hold the loop for seconds, and anyone who asks then would wait for all of them.
 """
 
 from __future__ import annotations

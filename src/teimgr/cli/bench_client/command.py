@@ -333,7 +333,7 @@ async def rerank(channel: GrpcChannel, load: Load, texts: Sequence[str], progres
     """`Rerank` of `load.batch_size` texts for one query, one call after the other.
 
     Raises:
-        Internal: a reply is no list of ranks.
+        Internal: a reply is not a list of ranks.
     """
 
     def request(piece: Any) -> bytes:

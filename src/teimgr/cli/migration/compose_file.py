@@ -1,6 +1,6 @@
 """Reading of docker compose files: YAML within limits, variables, and the parts of a service as plain values.
 
-Scalars are read as text, as YAML's later versions and docker do: `8080:30` is no number, `yes` no boolean.
+Scalars are read as text, as YAML's later versions and docker do: `8080:30` is not a number, `yes` no boolean.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:merge", re.compile(r"^<<$"), ["
 
 @dataclass(frozen=True, slots=True)
 class PublishedPort:
-    """A port of a container, and the host's: None where docker chooses it. `host` is empty for all addresses."""
+    """A port of a container, and the host's: None if docker chooses it. `host` is empty for all addresses."""
 
     target: int
     published: int | None
@@ -95,7 +95,7 @@ class Service:
         return self.image.split("@")[0].rpartition("/")[2].partition(":")[2]
 
     def on_host(self, path: str) -> str | None:
-        """The host's directory for an absolute path of the container; None where no directory is mounted there."""
+        """The host's directory for an absolute path of the container; None if no directory is mounted there."""
         best: tuple[int, str] | None = None
         for volume in self.volumes:
             target = volume.target.rstrip("/") or "/"

@@ -140,7 +140,7 @@ def put_gpu(instance: InstanceDraft, service: Service) -> None:
 
 
 def _devices(service: Service) -> tuple[list[str] | None, str]:
-    """Ids of the reserved GPUs, None where any will do; the key that reserves them, empty where none does."""
+    """Ids of the reserved GPUs, None if any will do; the key that reserves them, empty where none does."""
     deploy = _table(_table(service.table.get("deploy")).get("resources"))
     reserved = _table(deploy.get("reservations")).get("devices")
     gpus = service.table.get("gpus")

@@ -99,7 +99,7 @@ def read_env_file(path: Path, environ: Mapping[str, str]) -> dict[str, str]:
     """The variables of a file of `NAME=value` lines; values without single quotes may use earlier ones and `environ`.
 
     Raises:
-        InvalidConfig: It cannot be read, has more than `MAX_ENV_FILE_BYTES` bytes, or a line that is no assignment.
+        InvalidConfig: It cannot be read, has more than `MAX_ENV_FILE_BYTES` bytes, or a line that is not an assignment.
     """
     values: dict[str, str] = {}
     for number, line in enumerate(read_text(path, MAX_ENV_FILE_BYTES).splitlines(), 1):

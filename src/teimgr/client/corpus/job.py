@@ -49,7 +49,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddedFile:
-    """What came of it. `resumed_at`: rows that an earlier run had done. `failures` is None where no row failed."""
+    """What came of it. `resumed_at`: rows that an earlier run had done. `failures` is None if no row failed."""
 
     output: Path
     rows: int

@@ -34,7 +34,7 @@ class TextSource(ABC):
 
     Attributes:
         kept: Names and types of the columns that are copied to the output.
-        rows: How many rows there are; None where only reading it all would show.
+        rows: How many rows there are; None if only reading it all would show.
     """
 
     kept: pa.Schema

@@ -144,7 +144,7 @@ class Launcher(Protocol):
     async def adopt(self, workers: Sequence[WorkerHandle], accepts: Callable[[WorkerSpec], bool]) -> list[Adopted]:
         """Of these workers, which `find` found, those that answer and whose spec `accepts`, at most one per replica.
 
-        All others are ended; those of an instance that has one of these leave it their ports and end by themselves.
+        All others are ended; those of an instance that has one of these leave it their ports and end on their own.
         """
 
     async def strays(self, owned: Collection[str]) -> Sequence[Stray]:
@@ -171,7 +171,7 @@ class LocalOptions:
 
 
 class LocalWorker(ProcessHandle):
-    """`WorkerHandle` of a process on this host. `status` is the exit status from the nursery, None where adopted."""
+    """`WorkerHandle` of a process on this host. `status` is the exit status from the nursery, None if adopted."""
 
     def __init__(
         self,
@@ -499,7 +499,7 @@ async def _stop(worker: WorkerHandle, grace_s: float, *, sigterm: bool) -> None:
 
 
 def _listen_for_other_hosts(address: str) -> socket.socket:
-    """A listening socket at a free port of a numeric address. Raises InvalidConfig: it is none of this host's."""
+    """A listening socket at a free port of a numeric address. Raises InvalidConfig: it is not one of this host's."""
     listener = bind(address, 0, "link_address")
     listener.listen(_BACKLOG)
     return listener

@@ -53,20 +53,20 @@ class MuxHandle(Protocol):
         """Return when the process is gone. Any number may wait."""
 
     async def stop(self, grace_s: float, *, sigterm: bool = True) -> Exit:
-        """As `WorkerHandle.stop`."""
+        """Like `WorkerHandle.stop`."""
 
     def send_signal(self, number: signal.Signals) -> None:
         """No effect once it is gone."""
 
     async def activity_s(self) -> float | None:
-        """As `WorkerHandle.activity_s`."""
+        """Like `WorkerHandle.activity_s`."""
 
 
 class MuxLauncher(Protocol):
     """Starts one mux, again and again, on one host.
 
     `name` is unique in the fleet, `number` on the host, whose name is `host`. `log_name` is where people find its log.
-    `tls` are files of this host whose content the mux gets over its control link; None where it has none, or reads them
+    `tls` are files of this host whose content the mux gets over its control link; None if it has none, or reads them
     itself.
     """
 

@@ -17,9 +17,9 @@ per message:
 
 A worker's run file is written before the answer and before the child continues, so that no worker is lost whenever the
 daemon or the nursery dies. None continues for a daemon that is gone by then: the next one may have ended its adoption.
-The nursery ends when the control socket closes. The workers, each in a session of its own, continue.
+The nursery ends when the control socket closes. The workers, each in its own session, continue.
 
-A standby is a fork of the nursery with the same imports, whose memory it shares, and with a control socket of its own.
+A standby is a fork of the nursery with the same imports, whose memory it shares, and with its own control socket.
 It serves that socket as its parent does the first: so it is the nursery from its first request on, when its parent is
 dead, and no import is repeated. It holds no descriptor of its parent, whose end the daemon would else not see.
 """

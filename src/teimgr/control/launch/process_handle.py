@@ -56,7 +56,7 @@ class ExitReport:
 class Exit:
     """How a process ended.
 
-    `status` is the exit status, negative for a signal, None where it is unknown (an adopted process is not our child).
+    `status` is the exit status, negative for a signal, None if it is unknown (an adopted process is not our child).
     `log_tail` is the last line of the worker's log where that may explain the exit, `log` the part of its time.
     """
 
@@ -161,7 +161,7 @@ class RunFile:
 class ProcessHandle:
     """Waits for one process and stops it. The pidfd is closed when the process has ended, or by `release`.
 
-    The process leads a process group of its own, which ends with it.
+    The process leads its own process group, which ends with it.
     """
 
     def __init__(self, pid: int, pidfd: int, child: subprocess.Popen[bytes] | None = None) -> None:
@@ -233,7 +233,7 @@ class ProcessHandle:
         await asyncio.wait({self._exit})
 
     async def exit_status(self) -> int | None:
-        """The exit status of a process that has ended, None where it is not our child."""
+        """The exit status of a process that has ended, None if it is not our child."""
         return self._child.poll() if self._child is not None else reap(self.pid)
 
     def describe_exit(self, status: int | None) -> Exit:

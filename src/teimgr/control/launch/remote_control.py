@@ -26,7 +26,7 @@ _RETRY_PAUSE_S = 0.25
 
 
 class RemoteControlLink(RemoteFrames, ControlLink):
-    """As `ControlLink`; a worker of another host that is silent is given up within seconds."""
+    """Like `ControlLink`; a worker of another host that is silent is given up within seconds."""
 
     ends_when_revoked = False  # the workers of a removed host are ended over it
 

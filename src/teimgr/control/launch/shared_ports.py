@@ -22,7 +22,7 @@ _SHARE_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class JoinedPort:
-    """The port of an instance in a process that is none of its workers, with the queue of connections of these."""
+    """The port of an instance in a process that is not one of its workers, with the queue of connections of these."""
 
     listener: socket.socket
     queue: ConnectionQueue

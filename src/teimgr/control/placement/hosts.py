@@ -16,7 +16,7 @@ from teimgr.spec import InstanceSpec
 class Host:
     """One host. `problem` is why it takes no workers now, empty where it does; `versions` are those of packages.
 
-    `disk_free_bytes` are free for models; `clock_ahead_s` is its clock less that of the head, None where unknown.
+    `disk_free_bytes` are free for models; `clock_ahead_s` is its clock less that of the head, None if unknown.
     """
 
     name: str

@@ -107,7 +107,7 @@ def read_nvml() -> Inventory:
 def only_visible(inventory: Inventory, visible: str | None) -> Inventory:
     """The cards in `visible`, the daemon's CUDA_VISIBLE_DEVICES, by index or by the start of their UUID.
 
-    Partitions of a card (MIG) are none of them.
+    Partitions of a card (MIG) are not among them.
     """
     if visible is None or not inventory.gpus:
         return inventory
@@ -152,7 +152,7 @@ def _card(index: int) -> Gpu:
 
 
 def _supported(query: Callable[[], Any]) -> Any:
-    """The result of an NVML query; None where it is not supported, as under MIG or with unified memory."""
+    """The result of an NVML query; None if it is not supported, as under MIG or with unified memory."""
     try:
         return query()
     except pynvml.NVMLError:
@@ -207,7 +207,7 @@ class FleetCounts:
         return self._instances.keys()
 
     def set(self, name: str, alive: Counter[str], loading: Counter[str]) -> None:
-        """Count the workers of an instance anew."""
+        """Count the workers of an instance again."""
         before, were_loading = self._instances.pop(name, (Counter[str](), Counter[str]()))
         self.alive.update(alive)
         self.alive.subtract(before)
@@ -238,7 +238,7 @@ class Planner:
         """The spec for one launch.
 
         Raises:
-            InvalidGpuId: `gpu_id` is none of the cards.
+            InvalidGpuId: `gpu_id` is not one of the cards.
             NoHost: none of the hosts fits.
             InvalidConfig: an extra argument cannot be parsed.
         """
@@ -297,7 +297,7 @@ class Planner:
 
     def _host(self, name: str) -> Host | None:
         hosts, by_name = self._hosts
-        if hosts is not self.inventory.hosts:  # read anew: looked up for each host at every change of a worker
+        if hosts is not self.inventory.hosts:  # read again: looked up for each host at every change of a worker
             hosts, by_name = self._hosts = self.inventory.hosts, {host.name: host for host in self.inventory.hosts}
         return by_name.get(name)
 
@@ -313,7 +313,7 @@ _CGROUP_FILES = (
 
 
 def free_memory_bytes() -> int | None:
-    """Memory that new processes may take, of this host or by our cgroup's limit; None where neither is reported."""
+    """Memory that new processes may take, of this host or by our cgroup's limit; None if neither is reported."""
     known = (_meminfo_bytes("MemAvailable"), cgroup_free_bytes())
     return min((size for size in known if size is not None), default=None)
 
@@ -417,7 +417,7 @@ def place(spec: InstanceSpec, inventory: Inventory, others: Others | None = None
     and the fullest card that has room for a loading worker.
 
     Raises:
-        InvalidGpuId: `gpu_id` is none of the cards.
+        InvalidGpuId: `gpu_id` is not one of the cards.
         NoHost: none of the hosts fits.
         ValidationError: it names a host or labels in a fleet of one host.
     """
@@ -477,7 +477,7 @@ def with_batch_tokens(spec: InstanceSpec, inventory: Inventory, per_gib: int) ->
     With several replicas the fullest card decides. At least one GiB's worth, at most `GPU_TOKENS_MAX` or that.
 
     Raises:
-        InvalidGpuId: `gpu_id` is none of the cards.
+        InvalidGpuId: `gpu_id` is not one of the cards.
     """
     if spec.max_batch_tokens:
         return spec

@@ -67,7 +67,7 @@ class Snapshot:
         return sum(file.size_bytes for file in self.files)
 
     def metadata(self) -> dict[str, Any] | None:
-        """Some keys of config.json; None where it cannot be read or one of them has another type."""
+        """Some keys of config.json; None if it cannot be read or one of them has another type."""
         try:
             config = model_json.read_object(configuration_folder(self.path) / "config.json")
             return None if config is None else dict(_metadata_of(config))

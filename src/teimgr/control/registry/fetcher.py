@@ -7,7 +7,7 @@ to stdout, one JSON object per line, also when nothing moves, so that a broken p
     {"bytes_done": …, "bytes_received": …, "files_done": …}            periodically
     {"path": …, "commit": …}   or   {"code": …, "message": …}          the result
 
-Blobs are fetched here, because the hub's library starts a broken file anew: `<blob>.incomplete` is continued with a
+Blobs are fetched here, because the hub's library starts a broken file again: `<blob>.incomplete` is continued with a
 range request, checked by size and hash, then renamed. Links and refs are left to the library.
 """
 
@@ -246,7 +246,7 @@ class Fetch:
         return _is_fetched_here(file)
 
     def _fetch_checked(self, file: RemoteFile) -> None:
-        """Fetch a blob and check it. The continuation of a partial file may be wrong, so a second try starts anew."""
+        """Fetch a blob and check it. The continuation of a partial file may be wrong, so a second try starts again."""
         blob = self._blobs() / file.blob
         partial_file = blob.with_name(f"{file.blob}.incomplete")
         for last in (False, True):

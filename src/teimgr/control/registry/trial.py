@@ -1,7 +1,7 @@
 """Trial of a model: load it in a temporary worker, send requests for a second, measure memory and speed.
 
 The launcher of the daemon's host starts the worker, also in a cluster, and it is stopped in any case. If the daemon is
-killed meanwhile, its successor ends the unknown worker, and an orphan ends by itself.
+killed meanwhile, its successor ends the unknown worker, and an orphan ends on its own.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def _distance(found: dict[str, Any]) -> str:
 
 
 def driver_bytes(pid: int, gpu_uuid: str) -> int | None:
-    """GPU memory that the driver reports for a process; None where it cannot, as inside some containers."""
+    """GPU memory that the driver reports for a process; None if it cannot, as inside some containers."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:

@@ -397,7 +397,7 @@ class ManagedInstance:
 
     async def _send(self, workers: Iterable[Supervisor], command: Command) -> None:
         for each in workers:
-            with suppress(TeimgrError):  # refused where the replica is in the wanted state already
+            with suppress(TeimgrError):  # refused where the replica is in the desired state already
                 await each.accept(command)
 
     async def _cancel_update(self) -> None:

@@ -20,7 +20,7 @@ from teimgr.control.launch.process_handle import Exit
 from teimgr.errors import Code
 from teimgr.spec import State
 
-# Failures of which a cause outside of the model ends by itself or by someone else: a full device, a full disk.
+# Failures of which a cause outside of the model ends on its own or by someone else: a full device, a full disk.
 _MAY_PASS = (Code.OUT_OF_DEVICE_MEMORY, Code.STORAGE_FULL)
 _SIGNALS = {number.value: number.name for number in signal.Signals}
 
@@ -132,7 +132,7 @@ class Effect(Enum):
 
 
 def explain(exit: Exit) -> FailureCause:
-    """Why a worker exited by itself: its own report, else the exit status and the last line of its log."""
+    """Why a worker exited on its own: its own report, else the exit status and the last line of its log."""
     if exit.report is not None:
         return FailureCause.reported(exit.report.message, exit.report.code, exit.report.permanent)
     if exit.status is None:

@@ -185,7 +185,7 @@ class Manager:
 
     async def _take_over(self, name: str, workers: Sequence[WorkerHandle]) -> None:
         """Adopt the workers of one instance, start those that are missing, end the others."""
-        instance = self._instances.get(name)  # now: one that is created during the adoption begins by itself
+        instance = self._instances.get(name)  # now: one that is created during the adoption begins on its own
         try:
             adopted = await self._launcher.adopt(workers, self._accepts)
         except Exception:  # the sweep ends the workers that nothing has adopted
@@ -196,7 +196,7 @@ class Manager:
             await instance.begin({each.handle.spec.replica: each for each in adopted}, start=start)
 
     async def shutdown(self, *, within_s: float | None = None, at_once: bool = False) -> None:
-        """Stop every worker in parallel; the wanted state on disk stays. Also works after a failed boot.
+        """Stop every worker in parallel; the desired state on disk stays. Also works after a failed boot.
 
         `within_s` shortens the grace; `at_once` kills them without any, even where an earlier call allowed some.
         """
@@ -344,7 +344,7 @@ class Manager:
             await self._state.end_update(instance.spec.name, record)
 
     async def _resume_update(self, name: str, instance: ManagedInstance | None) -> None:
-        """Begin again an update in whose midst an earlier daemon ended; given up where that happened too often."""
+        """Begin again an update that an earlier daemon's end interrupted; given up where that happened too often."""
         try:
             async with self._state.resuming(name) as (changes, recreate):
                 log.info("an update is begun again", extra={"instance": name, "changes": sorted(changes)})
@@ -374,7 +374,7 @@ class Manager:
     async def restart(self, name: str, *, rolling: bool = False, wait: bool = False) -> InstanceView:
         """Replace the workers; returns when the old ones are gone and the new ones are starting.
 
-        With `rolling`, as an `update` without changes, if the instance is wanted running.
+        With `rolling`, as an `update` without changes, if the instance should run.
 
         Raises:
             InstanceNotFound.
@@ -424,7 +424,7 @@ class Manager:
         self._shares.count(name, Counter(), Counter())
 
     def leave_host(self, host: str, *, was_removed: bool = False) -> None:
-        """As `HostDepartures.begin`; no effect while the daemon ends."""
+        """Like `HostDepartures.begin`; no effect while the daemon ends."""
         if not self._is_shutting_down:
             self._departures.begin(host, was_removed=was_removed)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 READINGS = 3
-"""In a row, with the health probes: a peak of one large batch is no leak."""
+"""In a row, with the health probes: a peak of one large batch is not a leak."""
 PAUSE_S = 600.0
 """Between two replacements of a replica: each costs the loading of a model, and memory for two."""
 _MIB = 2**20

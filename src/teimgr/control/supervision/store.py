@@ -274,7 +274,7 @@ class WantedState:
         self._creating: dict[str, InstanceSpec] = {}
         self._planned: dict[str, Callable[[InstanceSpec], InstanceSpec | None]] = {}
         self._committing: dict[str, InstanceSpec] = {}
-        self._unfinished: dict[str, str] = {}  # updates in whose midst an earlier daemon ended, as JSON
+        self._unfinished: dict[str, str] = {}  # updates that an earlier daemon's end interrupted, as JSON
         self._pending: dict[str, str] = {}  # updates under way, as JSON
         self._tries: dict[str, int] = {}  # how often the update under way was begun by earlier daemons
         self._saving = asyncio.Lock()
@@ -386,7 +386,7 @@ class WantedState:
 
     @property
     def unfinished(self) -> tuple[str, ...]:
-        """Instances in the midst of whose update an earlier daemon ended."""
+        """Instances whose update an earlier daemon's end interrupted."""
         return tuple(self._unfinished)
 
     async def begin_update(self, name: str, changes: Mapping[str, Any], *, recreate: bool) -> str:
@@ -484,7 +484,7 @@ class WantedState:
             self._save_alarm = None
 
     async def write_quietly(self) -> None:
-        """As `write`; a refusal is an alarm alone, for what was changed cannot be refused any more."""
+        """Like `write`; a refusal is an alarm alone, for what was changed cannot be refused any more."""
         with suppress(StateNotSaved):
             await self.write()
 

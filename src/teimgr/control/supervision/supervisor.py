@@ -66,7 +66,7 @@ log = logging.getLogger(__name__)
 class SupervisorContext:
     """What all instances and supervisors share. `grace_s` is how long a stopped worker may finish its calls.
 
-    `fleet` counts the workers of all instances. `save_spec` writes the wanted state with this spec of its instance
+    `fleet` counts the workers of all instances. `save_spec` writes the desired state with this spec of its instance
     to disk, or raises `StateNotSaved`. `routes_confirmed` returns when every mux routes by the directory as it is now.
     `on_instance_changed` is called after every change of an instance's state.
     `history` gives the last events of an instance.

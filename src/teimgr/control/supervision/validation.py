@@ -193,7 +193,7 @@ class InstanceValidator:
         return self._with_ports(replace(request, port=port or 0), present)
 
     def readmit(self, spec: InstanceSpec, present: Sequence[InstanceSpec]) -> InstanceSpec:
-        """As `admit`, for an instance of an earlier start: its own live worker may hold its port."""
+        """Like `admit`, for an instance of an earlier start: its own live worker may hold its port."""
         self._check(spec, present)
         for port in filter(None, (spec.port, spec.prometheus_port)):
             self._ports.check_holders(port, _holders(present))

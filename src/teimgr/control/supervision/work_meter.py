@@ -15,7 +15,7 @@ class Process(Protocol):
     """A worker or mux, on this host or another."""
 
     def activity_s(self) -> Awaitable[float | None]:
-        """As `WorkerHandle.activity_s`."""
+        """Like `WorkerHandle.activity_s`."""
 
 
 class WorkMeter:

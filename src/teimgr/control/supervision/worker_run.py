@@ -409,7 +409,7 @@ class ProbeResult:
 
 
 class FleetProber:
-    """Probes the workers that the directory lists, each over a control link of its own."""
+    """Probes the workers that the directory lists, each over its own control link."""
 
     def __init__(self, directory: Directory, timeout_s: float, identity: FleetIdentity | None = None) -> None:
         self._directory = directory

@@ -58,7 +58,7 @@ class LibraryHead:
         return self.texts(functional.pad(rows, (0, 0, 0, idle)).unsqueeze(1))[: len(rows)]
 
     def tokens(self, hidden: Tensor) -> Tensor:
-        """[T, H] → [T, vocabulary] in the model's dtype, each token by itself."""
+        """[T, H] → [T, vocabulary] in the model's dtype, each token on its own."""
         ids = torch.zeros((1, len(hidden)), dtype=torch.int64, device=hidden.device)
         with self._stubbed_backbone(hidden.unsqueeze(0)):
             return self.module(input_ids=ids).logits[0]  # type: ignore[no-any-return]
@@ -125,7 +125,7 @@ class HeadTrial:
         return cls(batch, torch.cat(hidden), tuple(logits))
 
     def is_token_wise(self, head: LibraryHead) -> bool:
-        """Whether the head maps each token by itself, so that it can run on a packed row."""
+        """Whether the head maps each token on its own, so that it can run on a packed row."""
         return self.matches(head.tokens(self.hidden).float(), torch.cat(self.logits))
 
     def matches(self, logits: Tensor, reference: Tensor) -> bool:

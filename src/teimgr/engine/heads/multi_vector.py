@@ -38,7 +38,7 @@ class MultiVectorHead:
         return Rows(vectors, to_device(offsets(kept, batch), hidden.device))
 
     def _kept(self, batch: PackedBatch) -> NDArray[np.bool_] | None:
-        """Which tokens have a vector, bool [T]; None where all have."""
+        """Which tokens have a vector, bool [T]; None if all have."""
         if len(self._skipped) == 0:
             return None
         kept = ~np.isin(batch.ids, self._skipped)

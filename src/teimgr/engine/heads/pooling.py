@@ -141,7 +141,7 @@ def finish(
 
 @torch.inference_mode()
 def finish_on_device(vectors: Tensor, dimensions: int | None, normalize: bool, rounded: bool = False) -> Tensor:
-    """As `finish`, where the vectors are: cut before they are copied, and nothing is left to the host."""
+    """Like `finish`, where the vectors are: cut before they are copied, and nothing is left to the host."""
     cut = vectors if dimensions is None else vectors[:, :dimensions]
     if rounded:
         cut = (cut.float().tanh() * 127.0).round()

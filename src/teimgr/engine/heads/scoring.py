@@ -114,7 +114,7 @@ class SequenceHead:
 
 
 def sequence_head(library: LibraryHead) -> SequenceHead | None:
-    """The library head on the fewest hidden states that still give the whole model's logits; None where none do.
+    """The library head on the fewest hidden states that still give the whole model's logits; None if none do.
 
     One row per text is enough for nearly all: the first, the last, or the mean of all. Others get all tokens, run by
     run.
@@ -165,7 +165,7 @@ def activate(logits: NDArray[np.float32], activation: str) -> NDArray[np.float32
     """Scores from logits [N, labels]: `sigmoid`, `softmax` over the labels, `identity`, or a torch class by name.
 
     Raises:
-        ModelLoadFailed: `activation` is none of these.
+        ModelLoadFailed: `activation` is not one of these.
     """
     name = activation.rsplit(".", 1)[-1].lower()
     if name == "identity":

@@ -1,4 +1,4 @@
-"""Mean of the rows of a look-up table: a static model's vectors without the rows of its tokens in between."""
+"""Mean of the rows of an embedding table: a static model's vectors without the rows of its tokens in between."""
 
 from __future__ import annotations
 

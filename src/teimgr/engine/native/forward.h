@@ -104,7 +104,7 @@ int program_is_valid(const struct program *program);
 int forward_is_valid(const struct forward *call);
 
 // Computes `call->out` and `call->waited`. Returns DONE, NO_MEMORY (`out` is then incomplete), UNSUPPORTED, BAD_CALL where
-// the call is not valid, or BAD_INDEX where an id, a position or a type is no row of its tables.
+// the call is not valid, or BAD_INDEX where an id, a position or a type is not a row of its tables.
 int forward(struct forward *call);
 
 enum { ROW_TILE = 64, ROWS_AT_A_TIME = 8 };

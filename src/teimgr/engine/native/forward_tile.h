@@ -130,7 +130,7 @@ INLINE void LEVEL(finish)(FINISH_ARGUMENTS) {
 }
 
 // Reads the weights of a panel that are needed `elements` later, 64 bytes for each line of the cache: the processor's own
-// prefetching begins anew with every page and every panel.
+// prefetching begins again with every page and every panel.
 INLINE void LEVEL(fetch_ahead)(const void *weights, int elements) {
     const char *ahead = (const char *)weights + elements * PANEL * 4;
     for (int byte = 0; byte < PANEL * 4; byte += 64) __builtin_prefetch(ahead + byte);

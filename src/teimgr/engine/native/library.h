@@ -10,7 +10,7 @@
 // Runs `body(data)` on `threads` threads (0: as many as OpenMP would), as libgomp's GOMP_parallel does.
 typedef void (*parallel_function)(void (*body)(void *), void *data, unsigned threads, unsigned flags);
 
-// As `parallel_function`, on threads of the calling thread; on Linux alone.
+// Like `parallel_function`, on threads of the calling thread; on Linux alone.
 void run_threads(void (*body)(void *), void *data, unsigned threads, unsigned flags);
 
 // Strides are in elements; within a head the elements are contiguous. Text i has the tokens begins[i] to begins[i + 1].

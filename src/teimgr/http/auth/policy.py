@@ -169,7 +169,7 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Which callers the listeners accept. `keys` is None where no key is required; an empty tuple accepts no caller.
+    """Which callers the listeners accept. `keys` is None if no key is required; an empty tuple accepts no caller.
 
     With both certificate rules and keys, both must hold: the certificate identifies the machine, the key its rights.
     `is_certified` is true where the handshake requires a certificate of our authority.
@@ -196,7 +196,7 @@ class Policy:
         return self.authenticate_digest(certificate, digest(key) if key else None)
 
     def authenticate_digest(self, certificate: CertificateNames, sha256: str | None) -> Caller:
-        """As `authenticate`, with the hex SHA-256 of the key, as a session has it."""
+        """Like `authenticate`, with the hex SHA-256 of the key, as a session has it."""
         if not self.certificates.allow(certificate):
             raise Unauthenticated("the subject and names of the client certificate match none of the allowed ones")
         if self.keys is None:

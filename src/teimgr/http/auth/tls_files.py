@@ -29,7 +29,7 @@ _REASONS = {
 
 @dataclass(frozen=True, slots=True)
 class Pems:
-    """The content of the files at one moment; `ca` is None where clients need no certificate."""
+    """The content of the files at one moment; `ca` is None if clients need no certificate."""
 
     cert: bytes
     key: bytes
@@ -48,7 +48,7 @@ class TlsFiles:
         return (self.cert, self.key) if self.ca is None else (self.cert, self.key, self.ca)
 
     def stamp(self) -> Stamp | None:
-        """A value that changes when a file is replaced or written; None where one is missing."""
+        """A value that changes when a file is replaced or written; None if one is missing."""
         try:
             found = [path.stat() for path in self.paths()]
         except OSError:

@@ -77,7 +77,7 @@ class Connection(asyncio.Protocol):
 
     A malformed request is answered 400 and its stream reset; `serve` does not see it. A connection without streams is
     closed after a time, by GOAWAY; one that `stays_open` after a longer time, once it has had a stream. `ticket` counts
-    it; without one it is the only connection of a gate of its own.
+    it; without one it is the only connection of its own gate.
 
     What it receives is processed in parts, as `LoopTurns` gives the time; meanwhile it is hardly read.
     """
@@ -306,7 +306,7 @@ class Connection(asyncio.Protocol):
         return True
 
     def _head_of(self, headers: Headers) -> RequestHead:
-        """As `read_head`, which most requests of a client need not repeat: their headers are of the decoder's cache."""
+        """Like `read_head`, which most requests of a client need not repeat: the decoder's cache has their headers."""
         if headers is not self._known_headers:
             self._known_head, self._known_headers = read_head(headers), headers
         return self._known_head

@@ -152,7 +152,7 @@ class ReceiveBuffer:
 
 
 class Stream:
-    """A stream, opened by its client with `headers`; `head` is None where these are malformed.
+    """A stream, opened by its client with `headers`; `head` is None if these are malformed.
 
     Attributes:
         received: What the client sends.

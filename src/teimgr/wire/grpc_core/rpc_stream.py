@@ -49,7 +49,7 @@ _CUT_ESCAPE = re.compile(r"%.?\Z")
 
 
 class RpcStatusError(Exception):
-    """Ends the call with a gRPC status that is none of our error codes."""
+    """Ends the call with a gRPC status that is not one of our error codes."""
 
     def __init__(self, number: int, message: str) -> None:
         super().__init__(message)

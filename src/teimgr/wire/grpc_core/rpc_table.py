@@ -1,4 +1,4 @@
-"""Table of all RPCs, read from the service descriptors: an RPC added to a proto appears here by itself."""
+"""Table of all RPCs, read from the service descriptors: an RPC added to a proto appears here on its own."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Rpc:
         name: As in the proto, e.g. `EmbedSparseStream`.
         path: The HTTP/2 path.
         shape: Which side streams.
-        method: The worker's method; None where no frame exists for it.
+        method: The worker's method; None if no frame exists for it.
         has_target: Whether its messages carry their target; else the call's metadata may.
         payload: Part of a message that the worker gets.
         inner_field: Number of the field `request`; 0 where the message has none.
@@ -79,7 +79,7 @@ class Rpc:
         return self.method
 
     def open(self, message: Octets) -> Envelope:
-        """Split a message into its target and the worker's payload; each is None where missing.
+        """Split a message into its target and the worker's payload; each is None if missing.
 
         Raises:
             InvalidInput: the bytes are not a protobuf message.

@@ -80,7 +80,7 @@ class LinkLimits:
 
 
 class WorkerReply(NamedTuple):
-    """A worker's reply. `timings` is None where the method has none."""
+    """A worker's reply. `timings` is None if the method has none."""
 
     payload: Received
     timings: Timings | None
@@ -195,7 +195,7 @@ class WorkerLink(FrameProtocol):
         return True
 
     def cancel(self, call: PendingCall) -> bool:
-        """As `forget`, and send CANCEL to the worker."""
+        """Like `forget`, and send CANCEL to the worker."""
         is_in_flight = self.forget(call)
         if is_in_flight:
             self.send(FrameType.CANCEL, call.method, call.id)

@@ -59,7 +59,7 @@ class Lease:
 
     @property
     def is_over(self) -> bool:
-        """Whether the worker takes no more calls; lease anew."""
+        """Whether the worker takes no more calls; lease again."""
         return not self._replica.usable
 
     async def start(
@@ -166,7 +166,7 @@ class RouterView(Protocol):
         """A visible instance by its name."""
 
     def lease(self, target: Target) -> Lease:
-        """As `Router.lease`."""
+        """Like `Router.lease`."""
 
     def unnamed(self, kinds: Sequence[str] = ()) -> Target:
         """Like `Router.unnamed`."""
@@ -365,7 +365,7 @@ class _RestrictedRouter:
         return self._router.find(name) if self._caller.covers(name) else None
 
     def lease(self, target: Target) -> Lease:
-        """As `Router.lease`.
+        """Like `Router.lease`.
 
         Raises:
             Forbidden: the caller's key does not cover the instance, or no running instance of the model. Whether there
@@ -474,7 +474,7 @@ def _load(candidate: tuple[str, Replica]) -> tuple[bool, int, bool, int, int]:
 
 
 RouteListener = Callable[[str, RouteEntry | None], None]
-"""Gets the name of an instance and its new entry; None where it was deleted."""
+"""Gets the name of an instance and its new entry; None if it was deleted."""
 
 
 class Directory:

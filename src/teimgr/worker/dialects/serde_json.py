@@ -323,7 +323,7 @@ class Reader:
         return len(match.group())
 
     def wrong_type(self, expected: str) -> Fault:
-        """The fault of the next value, which was to be another one; a fault of its own syntax comes first."""
+        """The fault of the next value, which was to be another one; its own fault syntax comes first."""
         first = self.peek()
         if first in _IDENTS:
             found = shown(self.ident(first))
@@ -390,7 +390,7 @@ class Reader:
             raise
 
     def skip(self, path: Path) -> None:
-        """Skip a value that nobody reads: its syntax counts, its strings and numbers may have any value."""
+        """Skip a value that no one reads: its syntax counts, its strings and numbers may have any value."""
         with self.within(path):
             self._skip()
 

@@ -156,7 +156,7 @@ class _AnyReader:
 
 
 class Unread:
-    """A field that TEI does not have: what it would skip is no fault, and such a value is its own text."""
+    """A field that TEI does not have: what it would skip is not a fault, and such a value is its own text."""
 
     _LONGEST = 64
 

@@ -300,7 +300,7 @@ def _of_instance(instance: Any, model: LoadedModel) -> http.InferenceRequest:
     """An instance that is not a plain object as TEI's parser takes it.
 
     Raises:
-        InvalidInput: it is no request of the model's kind; with the words of the parser.
+        InvalidInput: it is not a request of the model's kind; with the words of the parser.
     """
     with suppress(Fault):
         return TeiRerankRequest.model_validate(tei_types.RERANK.of_value(instance))
@@ -518,7 +518,7 @@ def _tokenizer(kind: type[TokenizeRequest | DecodeRequest]) -> http.HttpHandler:
 
 
 async def _vertex(inference: http.HttpInference, request: HttpRequest) -> HttpReply:
-    """`/vertex`: any number of jobs, each with a permit of its own."""
+    """`/vertex`: any number of jobs, each with its own permit."""
     body = await inference.read(request, TeiVertexRequest, TEI_BODY)
     inference.check_count(len(body.instances))
     requests = await inference.dispatcher.off_loop(body.requests, inference.served.model)

@@ -21,7 +21,7 @@ Side = Literal["left", "right"] | None
 
 
 def token_limit(tokens: int | None, served: http.ServedModel) -> int | None:
-    """The tokens that texts are cut to before the engine's own truncation; None where that suffices.
+    """The tokens that texts are cut to before the engine's own truncation; None if that suffices.
 
     Raises:
         BadRequest: it is 0.
