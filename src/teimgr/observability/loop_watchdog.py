@@ -15,6 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
+from contextlib import suppress
 from types import FrameType
 
 log = logging.getLogger(__name__)
@@ -41,12 +42,14 @@ class LoopWatchdog:
         self._loop_times = _ThreadTimes()
         self._own_times = self._loop_times  # of the watchdog's thread, once it runs
         self._last: tuple[float, str] | None = None
-        self._stopped = threading.Event()
+        self._running = threading.Lock()  # held until `stop`: one call waits for it, where an event takes fifteen
+        self._running.acquire()
         self._thread = threading.Thread(target=self._run, name="loop-watchdog", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        self._stopped.set()
+        with suppress(RuntimeError):  # stopped before
+            self._running.release()
 
     def alarms(self) -> list[str]:
         """A sentence about the last time the loop was held, for ten minutes."""
@@ -63,31 +66,41 @@ class LoopWatchdog:
             self._loop_times.close()
 
     def _watch(self) -> None:
-        looks, ran_s = 0, self._loop_times.ran_s()
-        while not self._stops_within(_LOOK_S):
+        looks, ran_s, waited_s = 0, self._loop_times.ran_s(), self._own_times.waited_s()
+        while not self._stops_within(_LOOK_S, waited_s):
             looks, ran_before_s, ran_s = looks + 1, ran_s, self._loop_times.ran_s()
             if looks < _LOOKS and ran_s - ran_before_s < _BUSY_PART * _LOOK_S:
                 continue
-            looks = 0
+            looks, waited_s = 0, self._own_times.waited_s()
             try:
                 self._check()
             except RuntimeError:  # the loop is closed
                 return
 
-    def _stops_within(self, seconds: float) -> bool:
-        """Wait for `stop`. A late end of the wait means that a thread had the GIL, which the loop waited for too."""
-        return self._on_time(self._stopped, seconds)
+    def _stops_within(self, seconds: float, waited_s: float) -> bool:
+        """Wait for `stop`. A late end of the wait means that a thread had the GIL, which the loop waited for too.
+
+        `waited_s` is how long this thread had waited for a processor at most half a second ago.
+        """
+        began, used_s = time.monotonic(), time.process_time()
+        is_stopped = self._running.acquire(timeout=seconds)
+        self._check_end(began + seconds, used_s, waited_s)
+        return is_stopped
 
     def _on_time(self, event: threading.Event, limit_s: float) -> bool:
         began, used_s, waited_s = time.monotonic(), time.process_time(), self._own_times.waited_s()
         is_set = event.wait(limit_s)
-        late_s = time.monotonic() - began - limit_s
+        self._check_end(began + limit_s, used_s, waited_s)
+        return is_set
+
+    def _check_end(self, due: float, used_s: float, waited_s: float) -> None:
+        """Record what kept this thread from going on at `due`, if it was late and not for want of a processor."""
+        late_s = time.monotonic() - due
         if late_s > HELD_S:
             late_s -= self._own_times.waited_s() - waited_s
             worked_s = min(late_s, time.process_time() - used_s)
             if worked_s > HELD_S:  # else the machine had no processor for the thread that had the GIL
                 self._record(late_s, worked_s, self._holder(runs_itself=False))
-        return is_set
 
     def _check(self) -> None:
         beat, began, used_s = threading.Event(), time.monotonic(), time.process_time()
@@ -100,7 +113,7 @@ class LoopWatchdog:
         doing, stack = _doing(frame := self._holder(runs_itself=runs_itself)), _stack(frame)
         del frame
         while not beat.wait(HELD_S):
-            if self._stopped.is_set() or self._loop.is_closed():
+            if not self._running.locked() or self._loop.is_closed():
                 return
         seconds = time.monotonic() - began
         ran_now_s, waited_now_s = self._loop_times.ran_s(), self._loop_times.waited_s()
