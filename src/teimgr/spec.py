@@ -97,7 +97,7 @@ def path_prefix(text: str) -> str:
     Its segments have A-Z a-z 0-9 . _ ~ - and nothing else, because it is written into pages and headers.
 
     Raises:
-        InvalidConfig: it is none.
+        InvalidConfig: it is not valid.
     """
     if len(text) > _MAX_PATH_PREFIX or not _PATH_PREFIX.fullmatch(text):
         raise InvalidConfig(

@@ -81,7 +81,7 @@ def test_a_broken_file_is_named(content: bytes, tmp_path: Path) -> None:
 def test_external_weights_stay_in_the_folder(tmp_path: Path) -> None:
     path = move_to_onnx(build("bert", tmp_path / "model"), extra=tensor("a.b", torch.ones(2), ("../x", 0)))
 
-    with pytest.raises(ModelLoadFailed, match=r"'\.\./x', which is no file of its folder"):
+    with pytest.raises(ModelLoadFailed, match=r"'\.\./x', which is not a file of its folder"):
         onnx_weights(path / "onnx" / "model.onnx")
 
 

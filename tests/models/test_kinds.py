@@ -98,8 +98,8 @@ def test_a_language_model_is_a_reranker_where_its_card_or_the_instance_says_so(t
 @pytest.mark.parametrize(
     ("make", "pooling", "kind", "reason"),
     [
-        (lambda folder: build("bert", folder), None, "bi-encoder", "kind 'bi-encoder' is none of embedding, sparse"),
-        (lambda folder: build("bert", folder), "middle", None, "pooling 'middle' is none of cls"),
+        (lambda folder: build("bert", folder), None, "bi-encoder", "kind 'bi-encoder' is not one of embedding, sparse"),
+        (lambda folder: build("bert", folder), "middle", None, "pooling 'middle' is not one of cls"),
         (lambda folder: build("bert", folder), "splade", None, "needs a masked-LM head, and the model is BertModel"),
         (lambda folder: build("bert", folder), None, "sparse", "no masked-LM head in BertModel"),
         (lambda folder: build("bert", folder), None, "reranker", "no head in BertModel that scores texts"),
@@ -135,7 +135,7 @@ def test_a_pooling_that_means_nothing_is_a_warning(tmp_path: Path, make: Make) -
 
     assert "cls" not in layout.poolings
     kind = layout.kind.value
-    assert f"pooling = 'cls' is not used: a model of the kind {kind} has a way of its own" in layout.warnings
+    assert f"pooling = 'cls' is not used: a model of the kind {kind} has its own way" in layout.warnings
     with pytest.raises(ModelLoadFailed, match="strict_model_files"):
         read_layout(tmp_path, "cls", strict=True)
 

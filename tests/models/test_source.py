@@ -151,5 +151,5 @@ def test_only_regular_files_are_read(tmp_path: Path) -> None:
     (tmp_path / "refs" / "main").symlink_to(tmp_path / "fifo")
     assert ref_problem(tmp_path, "main") == "is a FIFO, not a file"
     (tmp_path / "refs" / "long").write_text("x" * 300)
-    assert ref_problem(tmp_path, "long") == "is no ref: it is too long"
+    assert ref_problem(tmp_path, "long") == "is not a ref: it is too long"
     assert ref_problem(tmp_path, "absent") is None

@@ -41,7 +41,7 @@ def examine(file: Path | None, flags: ConnectionValues | None = None) -> Iterato
         if settings.tls_files is not None:
             settings.tls_files.context()
     except TeimgrError as error:
-        yield Finding("config", "fail", error.message, "mend the file; `teimgr config check FILE` names every fault")
+        yield Finding("config", "fail", error.message, "fix the file; `teimgr config check FILE` names every fault")
         settings = Settings()
     else:
         yield Finding("config", "ok", f"{file or 'defaults'}: {len(settings.instances)} seeds")

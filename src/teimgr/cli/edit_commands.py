@@ -177,7 +177,7 @@ def _edited(name: str, instance: Instance) -> dict[str, Any]:
     """What a person changed in an editor.
 
     Raises:
-        UsageError: there is no terminal or editor, or the text is no TOML any more.
+        UsageError: there is no terminal or editor, or the text is not TOML any more.
     """
     import tomli_w
 

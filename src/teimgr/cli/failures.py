@@ -58,7 +58,7 @@ _TO_DO = {
     Code.INSTANCE_NOT_FOUND: "`teimgr ps` lists the instances",
     Code.MODEL_NOT_FOUND: "`teimgr models list` lists the models of the daemon's host",
     Code.INSTANCE_EXISTS: "`teimgr edit` changes it without a gap, `teimgr rm` deletes it",
-    Code.ALREADY_RUNNING: "`teimgr restart` starts it anew, `teimgr wait` waits until it serves",
+    Code.ALREADY_RUNNING: "`teimgr restart` starts it again, `teimgr wait` waits until it serves",
     Code.NOT_RUNNING: "`teimgr start` starts it",
     Code.BACKEND_UNAVAILABLE: "`teimgr ps` shows its state, `teimgr start` starts it, `teimgr logs` has its log",
     Code.MODEL_LOAD_FAILED: "`teimgr logs NAME` has the details; `teimgr models check MODEL` loads a model on trial",

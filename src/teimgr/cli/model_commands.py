@@ -100,7 +100,7 @@ def check(
     if code_revision is not None:
         trial["code_revision"] = code_revision
     rest = server.rest
-    with spinner(f"loading {model} in a worker of its own"):
+    with spinner(f"loading {model} in its own worker"):
         rest.add_model(model)  # it may be a directory that is new to the daemon
         found = rest.try_model(model, **trial)
     if output.as_json:

@@ -49,7 +49,7 @@ class ConnectionValues:
         The credentials of `other` are left out where these values have another address than `other`.
 
         Raises:
-            InvalidConfig: an address is none.
+            InvalidConfig: an address is not valid.
         """
         given = {item.name: value for item in fields(self) if (value := getattr(self, item.name)) is not None}
         if "api_key" in given or "api_key_file" in given:
@@ -61,7 +61,7 @@ class ConnectionValues:
         return replace(other, **given)
 
     def _leads_elsewhere(self, other: ConnectionValues) -> bool:
-        """Whether these values have a REST address that `other` has not, or without one, gRPC on another host."""
+        """Whether these values have a REST address that `other` lacks, or without one, gRPC on another host."""
         known = [ServerAddress.parse(url) for url in (other.url, other.grpc_url) if url is not None]
         if not known:
             return False
@@ -100,7 +100,7 @@ class DaemonConnection:
         """The connection by flags, then `context`, else the environment, else the current context, else the default.
 
         Raises:
-            InvalidConfig: an unknown context, a file that cannot be read, or an address that is none.
+            InvalidConfig: an unknown context, a file that cannot be read, or an invalid address.
         """
         flags = flags or ConnectionValues()
         variables = ConnectionValues(**{name: environ.get(variable) or None for name, variable in VARIABLES.items()})

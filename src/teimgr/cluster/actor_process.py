@@ -88,7 +88,7 @@ class ActorProcess:
         return await self._bridge.call("ask", name=self.name, method=method, arguments=arguments, limit_s=limit_s)
 
     async def _unless_ended(self, asking: Coroutine[Any, Any, Any]) -> Any:
-        """The answer; None when the process ends first, or there is none."""
+        """The answer; None if the process ends first or has no answer."""
         task = asyncio.ensure_future(asking)
         await asyncio.wait({task, self._exit}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():

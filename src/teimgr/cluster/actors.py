@@ -28,7 +28,7 @@ from teimgr.observability.logs import LogSpan, last_warning, log_size
 
 CONNECT_LIMIT_S = 5.0
 AGENT_ABSENCE_S = 10.0
-"""How long after a worker's end its agent is waited for, which may be restarting, to say how it ended."""
+"""How long after a worker's end its agent is waited for, which may be restarting, for the reason that it ended."""
 _RETRY_PAUSE_S = 0.25
 
 Link = tuple[asyncio.StreamReader, asyncio.StreamWriter]

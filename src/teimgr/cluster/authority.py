@@ -52,7 +52,7 @@ class _Generation:
 
 
 class FleetAuthority:
-    """The fleet CA in `folder`, which is created with the first key where there is none. Used by one process.
+    """The fleet CA in `folder`, which is created with the first key if it is missing. Used by one process.
 
     Raises:
         InvalidConfig: a file of it cannot be read or written, or others than its owner may read it.

@@ -67,7 +67,7 @@ class Bridge:
     def __init__(self, address: str, node_ip: str, environ: Mapping[str, str], log_path: Path) -> None:
         self.connected = asyncio.Event()
         self.problem = "not connected yet"
-        """Why there is no connection, while there is none."""
+        """Why Ray cannot be reached, while that is so."""
         self._arguments = (address, node_ip)
         self._environ = environ
         self._log_path = log_path

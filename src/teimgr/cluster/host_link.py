@@ -123,7 +123,7 @@ class HostLink:
         self._writer.transport.abort()
 
     async def finish(self, limit_s: float = 1.0) -> None:
-        """Close when what waits is sent, at most so much later."""
+        """Close when what waits is sent, at the latest after this time."""
         self._writer.close()
         try:
             async with asyncio.timeout(limit_s):

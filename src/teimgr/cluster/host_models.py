@@ -2,7 +2,7 @@
 
 {"op": "model", "model_id", "revision"}      is answered by
     {"commit", "files"}, each as `neighbours.ModelFile`, or {"absent": true}, or {"busy": true}, and is followed by the
-    client's {"file", "start"}, as often as it wants one, each answered by {"size"} and so many bytes; {"end": true}
+    client's {"file", "start"}, as often as it wants one, each answered by {"size"} and that many bytes; {"end": true}
 
 Only files that the engine needs are in the list, and only files of the list are sent.
 """
@@ -59,7 +59,7 @@ class HostModels:
         """Answer one request, and those for files that follow it.
 
         Raises:
-            ModelNotFound, InvalidInput: the model id, revision or file is none.
+            ModelNotFound, InvalidInput: the model id, revision or file is not valid.
             Forbidden: the snapshot leads out of the cache.
             Unavailable: the client is gone or silent.
         """

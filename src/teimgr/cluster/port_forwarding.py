@@ -166,7 +166,7 @@ class _Port:
         self._taken: Counter[str] = Counter()
         self._failed_at: dict[str, float] = {}
         self._is_full = False
-        # Contexts of their own, without the request that happened to start them.
+        # Their own contexts, without the request that happened to start them.
         self._joining = asyncio.create_task(self._join(), name=f"port of {name}", context=Context())
 
     @property
@@ -300,7 +300,7 @@ class _Port:
             await link.close()
 
     async def _connect(self) -> HostLink:
-        """A link to a host that is connected to the port there. Raises Unavailable: there is none."""
+        """A link to a host that is connected to the port there. Raises Unavailable."""
         task = asyncio.current_task()
         assert task is not None
         try:

@@ -224,7 +224,7 @@ class RayProcess:
 
 
 def ensure_token(path: Path) -> None:
-    """Make Ray's token where there is none; only its owner can read it.
+    """Make Ray's token if it is missing; only its owner can read it.
 
     Raises:
         InvalidConfig: the file cannot be made, or others can read it.

@@ -96,7 +96,7 @@ class ApiKeyEntry:
             except OSError as error:
                 raise InvalidConfig(f"{source} cannot be read: {error.strerror}") from error
             except ValueError as error:
-                raise InvalidConfig(f"{source} is no text") from error
+                raise InvalidConfig(f"{source} is not text") from error
         elif self.key_env is not None:
             source, found = f"key_env: the environment variable {self.key_env}", environ.get(self.key_env, "").strip()
         else:
@@ -114,7 +114,7 @@ class Auth:
     providers: tuple[str, ...] = _key((), "'mtls', 'api_keys' or both")
     require_cert_headers: bool = _key(False, "must stay false: a certificate in a header proves nothing")
     mtls: Mtls | None = _key(None, "the table of the provider mtls")
-    tls: ServerTls | None = _key(None, "TLS without certificates of clients, where mtls is no provider")
+    tls: ServerTls | None = _key(None, "TLS without client certificates, if mtls is not a provider")
     api_keys: tuple[ApiKeyEntry, ...] = _key((), "the keys of the provider api_keys")
 
     def requires(self, provider: str) -> bool:
@@ -138,7 +138,7 @@ class Auth:
         if self.requires(API_KEYS):
             yield (
                 "the instances' own ports require none of auth.api_keys: keep instance_host on this machine, or give "
-                "instances a key of their own (extra_args --api-key)"
+                "instances their own key (extra_args --api-key)"
             )
 
 

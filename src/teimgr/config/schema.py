@@ -66,7 +66,7 @@ def build(kind: type[T], table: object, path: str = "", *, hidden: Collection[st
 
 
 def read(kind: type[Any], table: object, path: str = "", *, hidden: Collection[str] = ()) -> dict[str, Any]:
-    """The keys in `table`, typed as the fields of `kind`; absent keys stay absent, `hidden` fields are no keys.
+    """The keys in `table`, typed as the fields of `kind`; absent keys stay absent, `hidden` fields are not keys.
 
     Raises:
         ConfigFaults: Unknown keys, wrong types, numbers outside their limits.
@@ -184,7 +184,7 @@ def unknown(name: str, value: object, known: Collection[str]) -> str:
 
 def unknown_word(word: str, known: Collection[str]) -> str:
     """The sentence that refuses one word of several and offers the nearest."""
-    return f"unknown {word!r}; {nearest(word, known) if known else 'there are none'}"
+    return f"unknown {word!r}; {nearest(word, known) if known else 'none is known'}"
 
 
 def nearest(name: str, known: Collection[str]) -> str:

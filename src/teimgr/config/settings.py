@@ -129,7 +129,7 @@ class Settings:
     )
     trusted_proxies: tuple[str, ...] = key(
         ("127.0.0.1", "::1"),
-        "addresses and networks of proxies whose X-Forwarded-For, -Proto and -Prefix are believed; 'unix': whoever "
+        "addresses and networks of proxies whose X-Forwarded-For, -Proto and -Prefix are believed; 'unix': anyone who "
         "connects to api_socket; '*': everyone",
         live=True,
     )
@@ -156,7 +156,7 @@ class Settings:
     state_dir: Path = key(Path("state"), "folder of the state file, logs and run files, unless those are given")
     state_file: Path = key(
         None,
-        "wanted instances, written at every change; default: state.toml in state_dir",
+        "desired instances, written at every change; default: state.toml in state_dir",
         also="TEI_MANAGER_STATE_FILE",
     )
     run_dir: Path = key(None, "sockets and run files of live workers; default: run/ beside the state file")
@@ -264,12 +264,12 @@ class Settings:
             host = getattr(self, name)
             # TLS covers the two shared listeners, never the instances' own ports.
             if not is_loopback(host) and (not verified or name == "instance_host"):
-                yield f"{name} = {host!r}: whoever reaches this address may call, without authentication"
+                yield f"{name} = {host!r}: anyone who reaches this address may call, without authentication"
             elif not is_loopback(host) and self.tls_files is None:
                 yield f"{name} = {host!r}: API keys travel in the clear; give [auth.tls], or put TLS in front"
 
     def missing_models(self) -> Iterator[ConfigFault]:
-        """Seeds whose model can only be a directory, and there is none: a fault now, though it may be mounted later."""
+        """Seeds whose model can only be a directory, which is missing: a fault now, though it may be mounted later."""
         for index, seed in enumerate(self.instances):
             try:
                 hub.check_directory(seed.model_id)

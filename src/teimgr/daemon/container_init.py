@@ -2,7 +2,7 @@
 
 The kernel gives PID 1 the orphans of the whole container, whose zombies it must reap, and no default actions for
 signals: SIGTERM would be lost until the daemon has its handlers. A parent that does nothing else is simpler to keep
-right than a daemon that reaps beside libraries that wait for children of their own.
+right than a daemon that reaps beside libraries that wait for their own children.
 """
 
 from __future__ import annotations

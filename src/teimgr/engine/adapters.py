@@ -51,7 +51,7 @@ def merge_adapter(module: nn.Module, adapter: Adapter, prefix: str) -> None:
             # A trained bias of a layer that has an adapter is that of its `base_layer`.
             whole[f"{found['name'].removesuffix('.base_layer')}.{found['kind']}"] = tensor.float()
         else:
-            raise ModelLoadFailed(f"{adapter.weights.name} has the weight {name}, which is none of a LoRA adapter")
+            raise ModelLoadFailed(f"{adapter.weights.name} has {name}, which is not a weight of a LoRA adapter")
     if not layers:
         raise ModelLoadFailed(f"{adapter.weights.name} has no LoRA weights")
     for name, tensor in whole.items():

@@ -88,7 +88,7 @@ class AttentionKernel:
         [T, key heads, d], in their dtype, one of `DTYPES`.
 
         Text i has the tokens `begins[i]` to `begins[i + 1]`, at most `longest`, of which the first `keys[i]` are keys.
-        `reach` is a window of so many tokens to each side. The scores of head h lose `slopes[h]` · |i − j| (ALiBi),
+        `reach` is a window of that many tokens to each side. The scores of head h lose `slopes[h]` · |i − j| (ALiBi),
         float32 [heads]. The result is 0 behind the last text, and for a token whose window has no key. `level` selects
         other instructions than the best of this CPU.
 

@@ -223,12 +223,12 @@ class WholeModel(Transformer):
 
     def make_native(self, dtype: torch.dtype) -> None:
         """Raises CannotLowerError always."""
-        raise CannotLowerError("the head of this model cannot be run by itself")
+        raise CannotLowerError("the head of this model cannot be run on its own")
 
     def use(self, batching: Batching) -> None:
         """Raises ValueError for any batching but EQUAL_LENGTH."""
         if batching is not Batching.EQUAL_LENGTH:
-            raise ValueError("the head of this model cannot be run by itself")
+            raise ValueError("the head of this model cannot be run on its own")
 
     def _forward(self, **inputs: Any) -> Tensor:
         ids = inputs["input_ids"]
@@ -272,7 +272,7 @@ class StaticTable:
 
     def make_native(self, dtype: torch.dtype) -> None:
         """Raises CannotLowerError always: a look-up has no layers."""
-        raise CannotLowerError("a look-up table")
+        raise CannotLowerError("an embedding table")
 
     @property
     def is_float32_on_cpu(self) -> bool:

@@ -35,7 +35,7 @@ class Encoded:
     `ids` are int32 [length], or [texts, length] and contiguous; never empty. `type_ids` (uint8, of that shape) are the
     token types of pairs, None for models without them. Where `keys` is set, every token attends only to the first
     `keys` ones. The first `prompt_tokens` belong to a prompt that pooling leaves out. `query` is the role on
-    models with roles, `task` that of models with weights by task (from 1; 0 is none).
+    models with roles, `task` that of models with weights by task (from 1; 0 means no task).
     """
 
     ids: NDArray[np.int32]
@@ -70,7 +70,7 @@ class TokenizedTexts:
     """N tokenized inputs in arrays: of input i the `lengths[i]` ids from `begins[i]` on (int64 [N] each) in `ids`.
 
     `ids` is int32 [T], `type_ids` uint8 [T] or None; `prompt_tokens` and `task` are as in `Encoded`. Inputs in `others`
-    are not in the arrays: they have settings of their own, or failed; their length is 0.
+    are not in the arrays: they have their own settings, or failed; their length is 0.
     """
 
     ids: NDArray[np.int32]

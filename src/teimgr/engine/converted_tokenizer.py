@@ -64,7 +64,7 @@ def _own(layout: Layout) -> Tokenizer:
     own = _instance(layout.transformer_dir, layout.code_revision)
     name, backend = type(own).__name__, getattr(own, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer):
-        raise ModelLoadFailed(f"the tokenizer's own code, {name}, is no fast tokenizer, which is not served")
+        raise ModelLoadFailed(f"the tokenizer's own code, {name}, is not a fast tokenizer: not served")
     for text in _PROBES:
         if own(text)["input_ids"] != backend.encode(text).ids:
             raise ModelLoadFailed(f"the tokenizer's own code, {name}, does more than its fast form with {text!r}")

@@ -25,7 +25,7 @@ _RUNNING, _SINCE, _LOAD, _WRITTEN = range(4)
 _FIELDS = 4
 _BYTES = _SLOTS * _FIELDS * 8
 
-_WINDOW_S = 0.2  # seconds that a load is averaged over, at least: a single query is none
+_WINDOW_S = 0.2  # seconds that a load is averaged over, at least: a single query does not count as load
 _FRESH_S = 0.5  # a load that was written longer ago, in seconds, counts as 0: its worker is idle or gone
 _READ_EVERY_S = 0.02  # seconds between two reads of the other slots, which take a part of a small batch's time
 _BUSY_CORES = 0.1  # a worker with a smaller load, in cores, is not among those that the cores are divided by
@@ -81,7 +81,7 @@ class CoreLoad:
 
     @contextmanager
     def computing(self, threads: int) -> Iterator[None]:
-        """Note that a batch of the calling thread runs on so many threads."""
+        """Note on how many threads a batch of the calling thread runs."""
         caller, began = threading.get_ident(), time.monotonic()
         with self._lock:
             self._computing[caller] = began, threads

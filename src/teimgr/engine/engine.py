@@ -46,7 +46,7 @@ _LAST_ANSWERS_S = 1.0
 # weight or logit where that is above 1. Far above the effect of a batch's shape, far below another input's result.
 _SELF_TEST_TOLERANCE = 2e-2
 _BAD_RESULT_PAUSE_S = 1.0  # between self-tests that bad results cause: texts that always fail must not fill the device
-# A forward is hung when it takes longer than ten times what the slowest one of late would have taken for its size, and
+# A forward is hung when it takes longer than ten times what the slowest recent one would have taken for its size, and
 # longer than five seconds, in which kernels of a new shape may be loaded.
 _HANG_FLOOR_S = 5.0
 _HANG_FACTOR = 10.0
@@ -157,9 +157,9 @@ class Engine:
         self._intake.start()
 
     def expected_s(self, lane: Lane, jobs: Sequence[Job] = ()) -> float | None:
-        """Expected time until what waits in `lane`, and `jobs` behind it, is done, by the throughput of late.
+        """Expected time until what waits in `lane`, and `jobs` behind it, is done, by the recent throughput.
 
-        0 where nothing waits; None if the lane had no backlog of late, so that its throughput is unknown.
+        0 where nothing waits; None if the lane had no recent backlog, so that its throughput is unknown.
         """
         if not (ahead := self._queued_tokens(lane)):
             return 0.0
@@ -359,7 +359,7 @@ class Engine:
 
 @dataclass(slots=True)
 class Stall:
-    """For how many seconds no batch has left since there were so many `departures`."""
+    """Seconds without a finished batch, and the count of `departures` when it stalled."""
 
     departures: int
     seconds: float = 0.0

@@ -136,7 +136,7 @@ class HostRows:
 
 
 def _nothing() -> None:
-    """Results in memory of their own need not be given back."""
+    """Results in their own memory need not be given back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +255,7 @@ class Finisher:
         self.stats = EngineStats()
         self.fault: str | None = None  # a lasting one of the device: no batch succeeds any more
         self.finished_at = -math.inf  # of the last batch, a monotonic moment in seconds
-        # Per token of a batch (`BATCH_OVERHEAD_TOKENS` added): the slowest and the quickest batch of late.
+        # Per token of a batch (`BATCH_OVERHEAD_TOKENS` added): the slowest and the quickest recent batch.
         self.slowest_s = 0.0
         self.quickest_s = math.inf
 
@@ -322,7 +322,7 @@ class Finisher:
             self.abandon()
 
     def _finish_next(self) -> bool:
-        """Wait for the next item and finish it; False at the end. A call of its own: while the thread waits, no
+        """Wait for the next item and finish it; False at the end. Its own call: while the thread waits, no
         variable keeps the job before in memory."""
         if (work := self._inbox.get()) is None:
             return False
@@ -404,7 +404,7 @@ class Finisher:
         self.finished_at = time.monotonic()
 
     def least_token_s(self) -> float:
-        """Seconds that a token takes at least: half of those in the quickest batch of late, 0 where there was none.
+        """Seconds that a token takes at least: half of those in the quickest recent batch, 0 without one.
 
         Half, since a batch may get more threads or a core for itself; without the overhead of a batch, shared by texts.
         """
@@ -412,7 +412,7 @@ class Finisher:
         return self.quickest_s / 2 if is_known else 0.0
 
     def forward_limit_s(self, tokens: int, floor_s: float, factor: float) -> float:
-        """How long batches of `tokens` in flight may take: `factor` times what the slowest of late would have taken."""
+        """How long batches of `tokens` in flight may take: `factor` times what the slowest recent one took."""
         return max(floor_s, factor * self.slowest_s * (tokens + _BATCHES_IN_FLIGHT * BATCH_OVERHEAD_TOKENS))
 
 

@@ -44,7 +44,7 @@ _Row = TypeVar("_Row", Tensor, NDArray[np.int64])
 
 
 class Bucket(NamedTuple):
-    """The shape of a graph: batches have at most so many `tokens` and `texts`, none longer than `longest`; `typed` ones
+    """The shape of a graph: batches have at most `tokens` and `texts`, none longer than `longest`; `typed` ones
     have token types."""
 
     tokens: int
@@ -143,7 +143,7 @@ class ForwardGraphs:
         return len(self._graphs)
 
     def hidden(self, batch: PackedBatch) -> Tensor | None:
-        """Hidden states [T, H] by a graph; None if there is none for this batch.
+        """Hidden states [T, H] by a graph; None if no graph fits this batch.
 
         Raises:
             RuntimeError: torch's own, where the device has failed for good during a capture.

@@ -31,7 +31,7 @@ _NORMS = ("layer", "rms")
 _INDICES = ("ids", "positions", "types")
 _MAX_TABLES = 4
 _NO_SLOT = -1
-# A row of a slot is a multiple of so many elements, the columns of the widest panel; a quantised one of so many bytes.
+# A row of a slot is a multiple of this many elements, the columns of the widest panel; a quantised one, of bytes.
 _SLOT_UNIT = 64
 _BAD_INDEX, _BAD_CALL = 3, 4
 _ERRORS = {
@@ -165,7 +165,7 @@ class ForwardKernel:
     """A program with its weights in `dtype`: float32, bfloat16, or int8, which has a scale for each column of a layer
     and for each token's row; between the layers it computes in bfloat16 where the CPU has it, else in float32.
 
-    Tables of positions are those of texts of up to `trained` tokens; longer texts have tables of their own length, so
+    Tables of positions are those of texts of up to `trained` tokens; longer texts have tables of that length, so
     that a batch with one has texts of its length alone.
 
     Raises:
@@ -263,7 +263,7 @@ class ForwardKernel:
         return out
 
     def _grown(self, positions: int) -> _SizedProgram:
-        """The program with so many positions at least, for all later calls; the former is freed with its last call."""
+        """The program with at least `positions` rows, for all later calls; the old one is freed after its last call."""
         with self._growing:
             if positions > self._sized.positions:
                 self._sized = self._of_positions(min(positions, self._trained))
@@ -277,7 +277,7 @@ class ForwardKernel:
             return self._longer
 
     def _of_positions(self, positions: int) -> _SizedProgram:
-        """A copy of the program with tables of so many positions. Steps share tables with equal rows: the layers of a
+        """A copy of the program with tables of `positions` rows. Steps share tables with equal rows: the layers of a
         model rotate by one pair of tables or two, though each computes its own.
         """
         steps = type(self._steps).from_buffer_copy(self._steps)

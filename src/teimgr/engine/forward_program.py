@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-_BYTE_COLUMNS = 16  # a row of bytes is made of so many numbers at a time
+_BYTE_COLUMNS = 16  # numbers per step when a row of bytes is made
 # The fields of a step, by its kind, that matrix products read.
 _OPERAND_FIELDS = {"linear": ("x",), "quantise": ("x",), "attend": ("x", "with_", "third")}
 

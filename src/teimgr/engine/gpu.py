@@ -57,7 +57,7 @@ def fault_of(error: BaseException, device: torch.device) -> str | None:
     """Why `device` can no longer be used, after a forward on it raised `error`; None if it still can.
 
     A fault of a kernel (an assertion, an illegal address) breaks the process's context for good: every later call
-    reports it again, so waiting for the device shows whether `error` was one. Words of an error are no sign of it.
+    reports it again, so waiting for the device shows whether `error` was one. The error's text does not tell.
     """
     if not is_gpu(device) or not isinstance(error, RuntimeError) or is_out_of_memory(error):
         return None

@@ -73,7 +73,7 @@ def choose_on_gpu(model: Model, device: torch.device, wanted: torch.dtype | None
 def _fused(
     model: Model, dtype: torch.dtype, inputs: Sequence[Encoded], reference: Sequence[ProbeResult], requested: bool
 ) -> Choice | None:
-    """The choice for the model with fused layers; None, and the model as it was, where there is none.
+    """The choice for the model with fused layers; None, and the model as it was, if nothing could be fused.
 
     Raises:
         DeviceFailed, OutOfDeviceMemory

@@ -127,7 +127,7 @@ class SharedProjection(nn.Module):
     """Linear layers of one input as one product; each part is a view of its columns.
 
     The product is kept from the first part that is asked for to the last, and made again for another input. Threads
-    that run the model at the same time have products of their own.
+    that run the model at the same time have their own products.
     """
 
     def __init__(self, linears: list[nn.Linear]) -> None:

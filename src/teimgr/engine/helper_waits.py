@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 
 _HELD_UP_S = 0.001  # a batch that waited for longer was held up
-_LATEST, _MAX_HELD_UP = 8, 2  # of so many batches, more than so many
+_LATEST, _MAX_HELD_UP = 8, 2  # window of batches; slow if more than `_MAX_HELD_UP` of them waited
 _ALONE_S = 1.0
 
 

@@ -183,7 +183,7 @@ class Intake:
             pass
 
     def _tokenize_next(self) -> bool:
-        """Wait for the next chunk, tokenize it and pass it on; False at the end. A call of its own: while the thread
+        """Wait for the next chunk, tokenize it and pass it on; False at the end. Its own call: while the thread
         waits, no variable keeps the jobs before in memory."""
         if (chunk := self._next_chunk()) is None:
             return False

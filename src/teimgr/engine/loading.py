@@ -137,7 +137,7 @@ def load_parts(options: EngineOptions) -> EngineParts:
 def _load(options: EngineOptions) -> EngineParts:
     began = time.monotonic()
     if options.dtype not in _DTYPES:
-        raise InvalidConfig(f"dtype {options.dtype!r} is none of {', '.join(_DTYPES)}")
+        raise InvalidConfig(f"dtype {options.dtype!r} is not one of {', '.join(_DTYPES)}")
     device = torch.device(options.device)
     # Set before any tensor operation, as a forked child has no thread pool yet. On a CPU one thread: the few probe
     # inputs gain nothing from a second one, while on a busy machine every step would wait for it. For a GPU the host

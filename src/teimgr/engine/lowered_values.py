@@ -99,7 +99,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def recognise_activation(run: Callable[[Tensor], Tensor]) -> str:
-    """The name of the known activation that has the values of `run`; raises CannotLowerError where there is none."""
+    """The name of the known activation that has the values of `run`. Raises CannotLowerError if it is unknown."""
     grid = torch.linspace(-8, 8, 1001)
     values = run(grid)
     for name, known in _ACTIVATIONS.items():

@@ -194,10 +194,10 @@ def _with_library_head(layout: Layout, module: Any, device: torch.device) -> Mod
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, NotImplementedError) as refusal:
-        log.info("the head does not run by itself: %s", refusal)
+        log.info("the head does not run on its own: %s", refusal)
         heads = None
     if heads is None:
-        log.warning("the whole model runs for every run of equal lengths: its head does not run by itself")
+        log.warning("the whole model runs for every run of equal lengths: its head does not run on its own")
         return Model(whole, over_logits)
     backbone = Transformer(library.backbone, layout.position_offset, device, owner=module)
     return Model(backbone, heads, (whole, over_logits))

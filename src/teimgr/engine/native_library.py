@@ -1,7 +1,7 @@
 """The C library of `native/`, if the package was built with a compiler: where it is, and what this CPU can run of it.
 
 It is an extension without a Python module, loaded through ctypes, which releases the GIL for its calls. Attention
-within a model's own forward runs on torch's OpenMP threads, the native forward on threads of its own.
+within a model's own forward runs on torch's OpenMP threads, the native forward on its own threads.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class NativeLibrary:
     """The loaded library; `level` is the index in `LEVELS` of the best instructions that this CPU has, and
     `multiplies_bytes` whether int8 is among them.
 
-    `parallel` is the address of GOMP_parallel in the OpenMP that torch has loaded; None if there is none: then
+    `parallel` is the address of GOMP_parallel in the OpenMP that torch has loaded; None without one: then
     it runs on the calling thread. `run_threads` is the address of the function that does the same on own threads.
     """
 

@@ -150,7 +150,7 @@ def _external(place: dict[str, str], folder: Path) -> memoryview:
     """The bytes of a tensor in a file beside the graph's."""
     location = place.get("location", "")
     if not stays_below(location):
-        raise ModelLoadFailed(f"the graph's weights are in {location!r}, which is no file of its folder")
+        raise ModelLoadFailed(f"the graph's weights are in {location!r}, which is not a file of its folder")
     with (folder / location).open("rb") as opened:
         opened.seek(int(place.get("offset", "0")))
         return memoryview(opened.read(int(place["length"]) if "length" in place else -1))

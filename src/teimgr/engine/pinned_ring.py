@@ -76,7 +76,7 @@ class Loan:
 
 
 class PinnedRing:
-    """At most `buffers` pieces of pinned memory; for more at a time, or larger ones, there is memory of their own.
+    """At most `buffers` pieces of pinned memory; for more at a time, or larger ones, memory is allocated for each.
 
     Safe from any thread; never waits for the device.
     """
@@ -102,7 +102,7 @@ class PinnedRing:
         """Memory of `size` bytes that no copy uses.
 
         Raises:
-            RuntimeError: torch's own, where there is none.
+            RuntimeError: torch's own, if memory runs out.
         """
         buffer = self._free_buffer(size) if size <= _MAX_BYTES else None
         memory = self._memory(size) if buffer is None else buffer.memory[:size]

@@ -35,7 +35,7 @@ _SAMPLE_S = 0.1  # batches shorter than this are counted together
 _SAMPLES = 32
 _MAX_AGE_S = 30.0
 _KNOWN_S = 0.05  # computing a throughput for every call would cost each some percent
-# Fewer are no estimate: the first batches after a start are slow, and one slow text would stand for all.
+# Fewer give no estimate: the first batches after a start are slow, and one slow text would stand for all.
 _MIN_SAMPLES = 4
 
 
@@ -67,7 +67,7 @@ class QueueEntry:
         return self.job.deadline is not None and now + token_s * self.length > self.job.deadline
 
     def split(self, texts: int) -> QueueEntry:
-        """Take the first rows from this entry, fewer than it has, into one of their own."""
+        """Take the first rows from this entry, fewer than it has, into another one."""
         first = QueueEntry(self.job, self.rows[:texts], self.encoded.part(slice(texts)), self.enqueued_ns)
         self.rows, self.encoded = self.rows[texts:], self.encoded.part(slice(texts, None))
         self.texts -= texts
@@ -257,7 +257,7 @@ class LaneThroughput:
         self._last = None
 
     def tokens_per_s(self, lane: Lane, now: float) -> float | None:
-        """None if the lane had no backlog of late. The slowest sample does not count."""
+        """None if the lane had no recent backlog. The slowest sample does not count."""
         known = self._known.get(lane)
         if known is None or now - known[0] > _KNOWN_S:
             known = self._known[lane] = now, self._computed(lane, now)
@@ -315,7 +315,7 @@ class EntryQueue:
                     self._changed.notify()
 
     def fits_batch(self, texts: int, tokens: int) -> bool:
-        """Whether so much is within the bounds of one batch."""
+        """Whether this is within the bounds of one batch."""
         return tokens <= self.token_cap.tokens and (self._limits.texts is None or texts <= self._limits.texts)
 
     def queries_were_served(self) -> None:
@@ -348,7 +348,7 @@ class EntryQueue:
         return self._lanes[lane].texts
 
     def tokens_per_s(self, lane: Lane) -> float | None:
-        """Throughput of a lane that has a backlog; None if it had none of late."""
+        """Throughput of a lane that has a backlog; None if it had no recent one."""
         with self._changed:
             return self._throughput.tokens_per_s(lane, self._clock())
 

@@ -151,14 +151,14 @@ def _identity(path: str) -> tuple[object, ...]:
 
 
 def _read_own(folder: Path, path: Path) -> bytes:
-    """Raises OSError: there is none, or someone else may have written it, or it is too large."""
+    """Raises OSError: it is missing, or someone else may have written it, or it is too large."""
     _check_own(folder.lstat(), folder)
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     with os.fdopen(descriptor, "rb") as file:
         found = os.fstat(descriptor)
         _check_own(found, path)
         if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_BYTES:
-            raise OSError(f"{path} is no file of at most {MAX_BYTES} bytes")
+            raise OSError(f"{path} is not a file of at most {MAX_BYTES} bytes")
         return file.read(MAX_BYTES)
 
 

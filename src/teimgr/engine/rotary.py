@@ -1,7 +1,7 @@
 """Rotary positions whose frequencies depend on the length of the text (dynamic NTK), right for every text of a batch.
 
 The library's own module takes the length of the longest text of a batch for all, and keeps the frequencies of the
-longest text that it has seen. Here each text has those of its own length, padding-free rows included.
+longest text that it has seen. Here each text has those for its length, padding-free rows included.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def put_own_rotary(module: nn.Module) -> None:
     """Put a `DynamicRotary` in the place of the library's module of rope type "dynamic".
 
     Raises:
-        ModelLoadFailed: each type of layer has frequencies of its own.
+        ModelLoadFailed: each type of layer has its own frequencies.
     """
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):

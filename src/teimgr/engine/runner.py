@@ -169,7 +169,7 @@ class Runner:
         elif fault.out_of_memory:
             self._fail(entries, OutOfDeviceMemory(f"A text of {entries[0].length} tokens does not fit the device"))
         else:
-            log.error("a text failed by itself: %s", fault.traceback)
+            log.error("a text failed on its own: %s", fault.traceback)
             self._fail(entries, InferenceFailed(f"Backend error: {fault.text}"))
 
     def _execute_halves(self, entries: list[QueueEntry]) -> None:

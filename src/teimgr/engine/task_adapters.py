@@ -20,7 +20,7 @@ _PART = re.compile(r"(?P<layer>.+)\.parametrizations\.weight\.0\.lora_(?P<half>[
 
 
 class Task:
-    """The task of the texts that a model computes now; `number` 0 is none, others count from 1."""
+    """The task of the texts that a model computes now; `number` 0 means no task, others count from 1."""
 
     def __init__(self) -> None:
         self.number = 0

@@ -34,7 +34,7 @@ class Role:
     """Query or document: `limit` is tokens, all included; `prefix` ids (int32) go behind the leading special tokens.
 
     Where `expansion_id` is set, an input is expanded with that id up to the limit (ColBERT's query augmentation), and
-    unless `attend` no token attends to the expansion tokens, which still have vectors of their own.
+    unless `attend` no token attends to the expansion tokens, which still have their own vectors.
     """
 
     query: bool

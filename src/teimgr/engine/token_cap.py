@@ -30,6 +30,6 @@ class TokenCap:
         return self._tokens
 
     def did_not_fit(self, tokens: int) -> None:
-        """A batch of so many tokens ran out of memory."""
+        """A batch of this many tokens ran out of memory."""
         self._tokens = min(self._tokens, max(MIN_TOKENS, tokens // 2))
         self._changed_at = self._clock()

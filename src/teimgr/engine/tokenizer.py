@@ -233,7 +233,7 @@ class TextTokenizer:
         return [tokenized[row] for row in range(len(inputs))]
 
     def encode_all(self, inputs: Sequence[Input], options: TokenizeOptions) -> TokenizedTexts:
-        """The model's input for each of `inputs`, or why there is none.
+        """The model's input for each of `inputs`, or why it cannot be made.
 
         Ids are taken as they are, unless there is a prompt: then they are decoded and tokenized again behind it.
         """
@@ -543,7 +543,7 @@ class TextTokenizer:
     def _input(
         self, ids: NDArray[np.int32], types: NDArray[np.uint8] | None, options: TokenizeOptions
     ) -> Encoded | TeimgrError:
-        """The model's input of the ids of one text, or why there is none."""
+        """The model's input of the ids of one text, or why it cannot be made."""
         role = None if self._roles is None else self._roles[options.query]
         length = len(ids) + (0 if role is None else len(role.prefix))
         if length > (limit := self._limit(options)):

@@ -80,7 +80,7 @@ def load_tokenizer(layout: Layout) -> Tokenizer:
     """The model's fast tokenizer, without the padding and truncation that its file may configure.
 
     Raises:
-        ModelLoadFailed: there is none, or it cannot be read.
+        ModelLoadFailed: it is missing or cannot be read.
     """
     with tokenizer_faults(layout):
         return _loaded(layout)
@@ -130,7 +130,7 @@ def _append(tokenizer: Tokenizer, token: str) -> None:
     """
     id = tokenizer.token_to_id(token)
     if id is None:
-        raise ModelLoadFailed(f"the end token {token} is none of the tokenizer's")
+        raise ModelLoadFailed(f"the end token {token} is not a token of the tokenizer")
     if tokenizer.encode("a").ids[-1:] == [id]:
         return
     own = tokenizer.post_processor

@@ -55,7 +55,7 @@ class VarlenKernel:
         reach: int | None = None,
     ) -> Tensor:
         """softmax(scale · q kᵀ) v within each text, [T, heads, d] from queries [T, heads, d] and keys and values
-        [T, key heads, d]. `reach` is a window of so many tokens to each side. Undefined behind the last text.
+        [T, key heads, d]. `reach` is a window of that many tokens to each side. Undefined behind the last text.
 
         Raises:
             RuntimeError: the head size is not a multiple of 8, or above 256.

@@ -143,7 +143,7 @@ class WordPiece:
 
 
 def wordpiece(tokenizer: Tokenizer, specials: bool) -> WordPiece | None:
-    """The native form of `tokenizer`, with its special tokens where `specials`; None if there is none."""
+    """The native form of `tokenizer`, with its special tokens if `specials`; None if it is not covered."""
     library = native_library()
     if library is None or not library.knows(wordpiece=_Vocabulary) or not native_forward_allowed():
         return None

@@ -23,7 +23,7 @@ from teimgr.http.direct import PART_BYTES
 # holds), and on the time in which its client sends it.
 _BUDGET_WAIT_S = 30.0
 _GROWTH_WAIT_S = 5.0
-# Once so much of a body has come, the rest of its announced length is reserved.
+# Once this much of a body has come, the rest of its announced length is reserved.
 _UNRESERVED_BYTES = 64 * 1024
 _LENGTH_DIGITS = 19
 BODY_TIMEOUT_S = LIMITS[Phase.BODY].seconds

@@ -227,7 +227,7 @@ class Charge:
         self.bytes += count
 
     async def reserve(self, count: int, wait_s: float) -> None:
-        """Take `count` bytes that are still to arrive; while they come slowly, others get what has not.
+        """Take `count` bytes that are still to arrive; while they come slowly, others get the rest.
 
         Raises:
             Overloaded: the budget stayed exhausted.

@@ -150,7 +150,7 @@ def _free(path: Path, setting: str) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(kind):
-        raise InvalidConfig(f"{setting}: cannot listen on {path}: a file that is no socket is there")
+        raise InvalidConfig(f"{setting}: cannot listen on {path}: a file that is not a socket is there")
     if (pid := _listening_pid(path)) is not None:
         raise PortConflict(path, f"{f'process {pid}' if pid else 'another process'}; choose another `{setting}`")
     path.unlink()

@@ -68,7 +68,7 @@ class ModulePlace:
 
 
 def onnx_file(folder: Path) -> Path | None:
-    """The graph for ONNX whose weights are read; None if there is none, or if a directory has weights beside it."""
+    """The graph for ONNX whose weights are read; None without one, or if a directory has weights beside it."""
     if weight_files(folder):
         return None
     return next((folder / name for name in _ONNX if (folder / name).is_file()), None)
@@ -121,7 +121,7 @@ def has_configuration(path: Path) -> bool:
 
 
 def adapter_weights(folder: Path) -> Path | None:
-    """The file of an adapter's weights; None if there is none."""
+    """The file of an adapter's weights, or None."""
     return next((folder / name for name in _ADAPTER_WEIGHTS if (folder / name).is_file()), None)
 
 
@@ -223,7 +223,7 @@ def check_safetensors(root: Path, opened: Iterable[Path]) -> None:
 
 def weight_files(folder: Path) -> tuple[Path, ...]:
     """The files of weights that are loaded of one directory, in shards or not, whether they exist or an index names
-    them; () where there are none.
+    them; () without any.
 
     Raises:
         ModelLoadFailed: an index of shards is not what it should be.
@@ -319,7 +319,7 @@ def shards_of(index: Path) -> list[str] | None:
         raise ModelLoadFailed(f"{index.name} has no weight_map")
     shards = {shard if isinstance(shard, str) else "" for shard in named.values()}
     if wrong := [shard for shard in shards if not stays_below(shard)]:
-        raise ModelLoadFailed(f"{index.name} names the file {wrong[0][:MAX_PATH_CHARS]!r}, which is none of its folder")
+        raise ModelLoadFailed(f"{index.name} names the file {wrong[0][:MAX_PATH_CHARS]!r}, which is not in its folder")
     return sorted(shards)
 
 

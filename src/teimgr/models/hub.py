@@ -160,7 +160,7 @@ def _at(revision: str | None) -> str:
 
 
 def _base_of(folder: Path) -> tuple[str, str | None] | None:
-    """The base model that an adapter names; a directory counts only of adapters that are no model of the hub."""
+    """The base model that an adapter names; a directory counts only of adapters that are not a model of the hub."""
     base = adapter_base(configuration_folder(folder))
     return None if base is None or (names_a_path(base[0]) and is_in_cache(folder)) else base
 

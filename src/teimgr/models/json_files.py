@@ -37,7 +37,7 @@ class TokenFiles:
         return text if isinstance(text, str) else ""
 
     def frame(self) -> tuple[str, str]:
-        """The special tokens before and behind a text by the template of tokenizer.json; "" where there is none."""
+        """The special tokens before and behind a text by the template of tokenizer.json; "" without one."""
         own = self._file.get("post_processor") or {}
         steps = own.get("processors") or [own]
         parts: list[dict[str, Any]] = next(
@@ -100,7 +100,7 @@ _SETTINGS = tuple(
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """sentence_bert_config.json or an older file of its kind; {} where there is none."""
+    """sentence_bert_config.json or an older file of its kind; {} if it is missing."""
     return next((content for name in _SETTINGS if (content := read_object(folder / name)) is not None), {})
 
 
@@ -108,7 +108,7 @@ def position_offset(config: dict[str, Any]) -> int:
     """The first position id of a text.
 
     Raises:
-        ModelLoadFailed: positions begin behind the padding token's id, and config.json says that there is none.
+        ModelLoadFailed: positions begin behind the padding token's id, and config.json has a null there.
     """
     if config["model_type"] == "mpnet":  # whatever its padding token is
         return 2
@@ -157,7 +157,7 @@ def checked_length(given: Any, file: str) -> int:
 
 
 def _has_position_table(config: dict[str, Any]) -> bool:
-    """Whether each position has a row of weights, so that there is none behind the last."""
+    """Whether each position has a row of weights, so that no position is beyond the last row."""
     if config.get("position_embedding_type") == "alibi":
         return False
     if config["model_type"] in ("deberta", "deberta-v2"):

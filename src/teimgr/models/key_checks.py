@@ -56,7 +56,7 @@ def check_files(metadata: ModelMetadata) -> tuple[str, ...]:
 
 def _config(metadata: ModelMetadata) -> list[str]:
     config = metadata.config
-    if config.get("auto_map"):  # code of its own, which reads what it likes
+    if config.get("auto_map"):  # its own code, which reads what it likes
         return []
     if (quantised := config.get("quantization_config")) is not None:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised

@@ -19,7 +19,7 @@ def choose_kind(metadata: ModelMetadata, configured: str | None, pooling: str | 
         ModelLoadFailed: the files describe an unsupported kind.
     """
     if configured is not None and configured not in KINDS:
-        raise InvalidConfig(f"kind {configured!r} is none of {', '.join(KINDS)}")
+        raise InvalidConfig(f"kind {configured!r} is not one of {', '.join(KINDS)}")
     own = _own_kind(metadata)
     wanted = Kind(configured) if configured is not None else own
     if pooling == "splade" and wanted not in _SCORING:  # of these TEI ignores any pooling

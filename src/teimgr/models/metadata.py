@@ -70,7 +70,7 @@ class ModelMetadata:
 
     @property
     def card(self) -> str:
-        """The beginning of the model card in lower case; "" if there is none."""
+        """The beginning of the model card in lower case; "" without one."""
         path = self.root / "README.md"
         if not path.is_file():
             return ""
@@ -102,7 +102,7 @@ def read_metadata(root: Path, trust_remote_code: bool) -> ModelMetadata:
     if (root / "gliner_config.json").is_file():
         raise ModelLoadFailed(
             "the model is a GLiNER (gliner_config.json), which finds entities of kinds that a request names; "
-            "it is not served. Token classifiers with labels of their own are"
+            "it is not served. Token classifiers with their own labels are"
         )
     chain = read_chain(root, trust_remote_code)
     transformer = chain.modules[0].path if chain.modules else root
@@ -198,7 +198,7 @@ def _weight_names(folder: Path, own: str | None) -> str | None:
     graph = onnx_file(folder)
     if graph is not None and own is not None:
         raise ModelLoadFailed(
-            f"the weights are in {graph.name} alone, which is not read for models with code of their own"
+            f"the weights are in {graph.name} alone, which is not read for models with their own code"
         )
     return own if graph is None else ONNX
 

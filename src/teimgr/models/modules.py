@@ -35,8 +35,8 @@ _NOT_SERVED = {
     "SparseStaticEmbedding": "it weighs the words of a query without a model, outside of a Router",
     "TokenPooling": "it merges the token vectors of a text",
     "WeightedLayerPooling": "it mixes the layers of the transformer",
-    "WordEmbeddings": "it looks words up in a table of its own and has no tokenizer file",
-    "WordWeights": "it weighs words by a table of its own",
+    "WordEmbeddings": "it looks words up in its own table and has no tokenizer file",
+    "WordWeights": "it weighs words by its own table",
 }
 _SERVED = {
     *("Transformer", "MLMTransformer", "StaticEmbedding", "Pooling", "SpladePooling", "MultiVectorMask", "LogitScore"),
@@ -106,7 +106,7 @@ class Chain:
         """The modules before, at and behind the one called `name`.
 
         Raises:
-            ModelLoadFailed: there is none, or more than one.
+            ModelLoadFailed: it is missing, or there are several.
         """
         found = [index for index, module in enumerate(self.modules) if module.name == name]
         if len(found) != 1:
@@ -167,7 +167,7 @@ def _read_routes(root: Path, row: dict[str, Any]) -> Chain:
     if default is None and parameters.get("allow_empty_key", True):
         default = next(iter(structure))
     if default not in names:
-        raise ModelLoadFailed(f"router_config.json has the default_route {default!r}, which is none of its routes")
+        raise ModelLoadFailed(f"router_config.json has the default_route {default!r}, which is not one of its routes")
     return Chain(tuple(modules["document"]), modules["query"][0], default == "query")
 
 
@@ -295,7 +295,7 @@ GUESSED_CLS = "no pooling configuration found; `cls` is used. Set the pooling to
 def check_pooling(chosen: str | None) -> None:
     """Raise InvalidConfig for an unknown pooling; the message lists the known ones."""
     if chosen is not None and chosen not in POOLINGS:
-        raise InvalidConfig(f"pooling {chosen!r} is none of {', '.join(sorted(POOLINGS))}")
+        raise InvalidConfig(f"pooling {chosen!r} is not one of {', '.join(sorted(POOLINGS))}")
 
 
 def read_poolings(
@@ -303,7 +303,7 @@ def read_poolings(
 ) -> tuple[tuple[str, ...], bool, tuple[str, ...]]:
     """The poolings, whether prompts are pooled, and warnings for the log.
 
-    `module` is the Pooling of modules.json; where there is none, `folder` may have its file. `chosen` is the user's
+    `module` is the Pooling of modules.json; without one, `folder` may have its file. `chosen` is the user's
     choice.
 
     Raises:

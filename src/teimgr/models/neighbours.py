@@ -89,7 +89,7 @@ class ModelFile:
         """
         file = cls(str(values["name"]), int(values["size_bytes"]), str(values["blob"]), str(values["sha256"]))
         if not stays_below(file.name):
-            raise ValueError(f"{file.name[:80]!r} is no name of a file")
+            raise ValueError(f"{file.name[:80]!r} is not a file name")
         if file.size_bytes < 0 or not is_blob(file.blob) or not _SHA256.fullmatch(file.sha256):
             raise ValueError(f"{file.name}: no size or digest")
         return file
@@ -494,7 +494,7 @@ class _Fetch:
 
 
 def _offer(answer: Mapping[str, Any]) -> tuple[str, dict[str, ModelFile]]:
-    """The commit, and the files by name. Raises ValueError, TypeError and KeyError where the answer has them not."""
+    """The commit, and the files by name. Raises ValueError, TypeError and KeyError if the answer lacks them."""
     commit, files = str(answer["commit"]), [ModelFile.from_dict(each) for each in answer["files"]]
     if not is_commit(commit) or not 0 < len(files) <= MAX_FILES:
         raise ValueError(f"{len(files)} files of the commit {commit[:80]!r}")

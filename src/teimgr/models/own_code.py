@@ -1,4 +1,4 @@
-"""Models whose repository brings code of its own: which of it is known, and the config.json by which the library
+"""Models whose repository brings its own code: which of it is known, and the config.json by which the library
 computes the same.
 
 Code is known by its file and class (`_CODE`), and by its repository where config.json names another one; never by the
@@ -69,7 +69,7 @@ def served_config(config: Config, trust_remote_code: bool) -> ServedConfig:
     if classes and not trust_remote_code:
         names = ", ".join(sorted({name for _, name in classes}))
         raise ModelLoadFailed(
-            f"the model brings its own code ({names}), which is none that is known to be the same as the library's: "
+            f"the model brings its own code ({names}), which is not known to be the same as the library's: "
             "it is run only where the instance sets trust_remote_code = true"
         )
     return ServedConfig(config) if classes else _without_code(config)
@@ -138,7 +138,7 @@ def _qwen2(config: Config) -> ServedConfig:
     """Alibaba's gte-Qwen and NovaSearch's stella: `is_causal` is false by default in the forward of their class."""
     given = config.get("is_causal")
     causal = bool(given)
-    how = "config.json says so" if given is not None else "their class does so by default"
+    how = "by config.json" if given is not None else "it is their class's default"
     reach = "to those before them" if causal else "in both directions"
     note = f"modeling_qwen.Qwen2Model: tokens attend {reach} ({how}); `is_causal` in config.json decides otherwise"
     return ServedConfig({**config, "is_causal": causal}, notes=(note,))
@@ -363,7 +363,7 @@ def added_end(tokenizer: Config, model_type: str, trust_remote_code: bool) -> st
     measured them so: their tokenizer_config.json has `add_eos_token`.
 
     Raises:
-        ModelLoadFailed: the tokenizer has code of its own that is not known, and that the instance does not trust.
+        ModelLoadFailed: the tokenizer has its own code that is not known, and that the instance does not trust.
     """
     classes = references(tokenizer)
     if not classes:

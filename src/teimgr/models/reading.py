@@ -220,7 +220,7 @@ def _read(root: Path, pooling: str | None, kind: str | None, trust_remote_code: 
     warnings = (*layout.warnings, *metadata.warnings, *check_files(metadata), *_own_activations(metadata, layout))
     layout = replace(layout, warnings=warnings)
     if pooling is not None and layout.pooling != pooling.replace("-", "_"):
-        unused = f"pooling = {pooling!r} is not used: a model of the kind {layout.kind.value} has a way of its own"
+        unused = f"pooling = {pooling!r} is not used: a model of the kind {layout.kind.value} has its own way"
         layout = replace(layout, warnings=(*layout.warnings, unused))
     return layout
 

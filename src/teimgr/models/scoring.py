@@ -255,7 +255,7 @@ def read_causal_rerank(metadata: ModelMetadata, *, render: bool) -> tuple[Causal
     empty.
 
     Raises:
-        ModelLoadFailed: the labels are no tokens, or the template has no place for query and document.
+        ModelLoadFailed: the labels are not tokens, or the template has no place for query and document.
     """
     if not metadata.chain.modules:
         return _by_recipe(metadata)
@@ -325,13 +325,11 @@ def _by_recipe(metadata: ModelMetadata) -> tuple[CausalRerank, PairTemplate]:
             f"of those without sentence-transformers' files {known} are served"
         )
     if not _is_named(recipe, metadata) and (other := next((o for o in _OTHER_RERANKERS if o in metadata.card), None)):
-        raise ModelLoadFailed(
-            f"the model card names {other}, which scores pairs in a way of its own that is not served"
-        )
+        raise ModelLoadFailed(f"the model card names {other}, which scores pairs in its own way, which is not served")
     yes, no = metadata.tokens.id(recipe.yes), None if recipe.no is None else metadata.tokens.id(recipe.no)
     if yes is None or (no is None and recipe.no is not None):
         words = " and ".join(f'"{word}"' for word in (recipe.yes, recipe.no) if word is not None)
-        raise ModelLoadFailed(f"{words} of {recipe.name}'s prompt are no tokens of this model, so it has no score")
+        raise ModelLoadFailed(f"{words} of {recipe.name}'s prompt are not tokens of this model, so it has no score")
     pieces = recipe.pieces
     if recipe.begins_with_bos and metadata.tokens.special("bos_token") != metadata.tokens.special("pad_token"):
         pieces = (metadata.tokens.text("bos_token"), *pieces)

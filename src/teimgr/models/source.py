@@ -75,7 +75,7 @@ def decide(model_id: str, revision: str | None = None, roots: Sequence[str] | No
         raise WrongSourceError("model_id", f"{shown!r} is neither a directory nor a hub id")
     if names_a_path(model_id) or _is_there(model_id):
         if roots is not None and not _is_below(model_id, roots):
-            allowed = ", ".join(roots) or "there are none"
+            allowed = ", ".join(roots) or "no folder"
             raise WrongSourceError(
                 "model_id", f"{shown!r} is outside of local_model_roots ({allowed})", is_outside=True
             )
@@ -187,7 +187,7 @@ def ref_problem(folder: Path, revision: str) -> str | None:
         return problem
     try:
         if ref.stat().st_size > _MAX_REF_BYTES:
-            return "is no ref: it is too long"
+            return "is not a ref: it is too long"
     except OSError:
         return None
     return None

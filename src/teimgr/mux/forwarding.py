@@ -221,7 +221,7 @@ def _target_of(envelope: Envelope) -> Target:
 
 
 def _lease_for(rpc: Rpc, router: RouterView, target: Target, message: Octets) -> Lease:
-    """A lease for `message`. Where there is none, invalid Arrow is reported first: no other target would accept it."""
+    """A lease for `message`. Without one, invalid Arrow is reported first: no other target would accept it."""
     try:
         return router.lease(target)
     except TeimgrError:

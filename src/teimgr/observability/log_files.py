@@ -35,7 +35,7 @@ def rotated(log: Path) -> Iterator[Path]:
 
 
 def pieces(log: Path) -> list[Piece]:
-    """The files of a log, oldest first; empty when there is none."""
+    """The files of a log, oldest first; empty without any."""
     return [piece for path in reversed((log, *rotated(log))) if (piece := _scan(path)) is not None]
 
 
@@ -116,7 +116,7 @@ class Follower:
         self._skipping = False
 
     def read(self) -> list[str | Gap]:
-        """The lines completed since the last call, at most a chunk; empty when there are none."""
+        """The lines completed since the last call, at most a chunk; possibly empty."""
         found: list[str | Gap] = []
         files = [*reversed([*rotated(self._log)]), self._log]
         at = self._find(files)

@@ -41,7 +41,7 @@ class LogFilter:
         return self.level is None and self.since is None
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values, for another host."""
+        """Plain values, for another host."""
         return {"level": self.level, "since": self.since.isoformat() if self.since else None}
 
     @classmethod
@@ -66,7 +66,7 @@ class LogFilter:
 
 
 def event_of(line: str) -> dict[str, Any] | None:
-    """The event of a line; None if it is none in JSON."""
+    """The event of a line; None if the line is not JSON."""
     try:
         event = orjson.loads(line) if line.startswith("{") else {}
     except ValueError:

@@ -29,7 +29,7 @@ OPEN_LIMIT_S = 10.0
 """A host that has not opened its log by then is left out."""
 MAX_AT_A_TIME = 32
 _QUEUED_BATCHES = 4
-# To open a log reads all of it, on a thread of a pool that others need: so many at a time, and so many that wait.
+# To open a log reads all of it on a thread of a shared pool. At most this many at a time, and this many waiting.
 _OPENING = 4
 _MAX_WAITING = 32
 _LOOK_S = 3.0
@@ -110,7 +110,7 @@ class LocalLog:
 
     @classmethod
     def read(cls, path: Path, filter: LogFilter, *, follow: bool) -> LocalLog | None:
-        """The log at `path`; None if there is none. Blocking, as it counts the lines."""
+        """The log at `path`, or None. Blocking, as it counts the lines."""
         parts, size = pieces(path), 0
         if not parts:
             return None

@@ -145,7 +145,7 @@ def _plain(text: str, style: str) -> str:
 
 
 class PrettyFormatter(logging.Formatter):
-    """Aligned columns: date and local time, level, message, fields, logger; a traceback follows on lines of its own."""
+    """Aligned columns: date and local time, level, message, fields, logger; a traceback follows on its own lines."""
 
     def __init__(self, paint: Paint = _plain) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ def _columns(
 
 
 class _Handler(logging.StreamHandler[TextIO]):
-    """The handler that `setup` installs; `directed` are the loggers that it gave levels of their own."""
+    """The handler that `setup` installs; `directed` are the loggers that it gave their own levels."""
 
     directed: tuple[str, ...] = ()
 
@@ -208,7 +208,7 @@ class LogSpan:
     end: int
 
     def read(self, limit_bytes: int) -> list[str]:
-        """The last lines, at most so many bytes; a log that was truncated meanwhile counts from its beginning."""
+        """The last lines, at most `limit_bytes` bytes; a log that was truncated meanwhile counts from its beginning."""
         start = self.start if self.start <= self.end else 0
         try:
             with self.path.open("rb") as file:
@@ -226,7 +226,7 @@ class LogLines:
     lines: tuple[str, ...]
 
     def read(self, limit_bytes: int) -> list[str]:
-        """The last lines, at most about so many bytes."""
+        """The last lines, at most about `limit_bytes` bytes."""
         kept, size = 0, 0
         for line in reversed(self.lines):
             size += len(line.encode()) + 1

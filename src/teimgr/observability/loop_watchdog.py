@@ -196,7 +196,7 @@ def _doing(frame: FrameType | None) -> str:
 
 
 def _request_in(frame: FrameType) -> str:
-    """The innermost request, call or body that is parsed, with its size; empty if there is none."""
+    """The innermost request, call or body that is parsed, with its size; may be empty."""
     for one in _outwards(frame):
         values = one.f_locals
         for name in ("request", "call"):

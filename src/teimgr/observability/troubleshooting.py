@@ -114,7 +114,7 @@ ADVICE: Mapping[Code, Advice] = MappingProxyType(
         ),
         Code.MODEL_NOT_FOUND: Advice(
             (
-                "The path is no directory on the daemon's host, or holds no model.",
+                "The path is not a directory on the daemon's host, or holds no model.",
                 "The hub has no such model or revision, or it is private.",
                 "The hub cannot be reached and the model is not in the cache, nor in that of another host.",
                 "No running instance serves the model id of a call.",
@@ -143,7 +143,7 @@ ADVICE: Mapping[Code, Advice] = MappingProxyType(
         ),
         Code.ALREADY_RUNNING: Advice(
             ("Start of an instance that runs or is starting.",),
-            ("`teimgr restart` starts it anew, `teimgr wait` waits for it.",),
+            ("`teimgr restart` starts it again, `teimgr wait` waits for it.",),
         ),
         Code.NOT_RUNNING: Advice(
             ("Stop of an instance, or a wait for one, that is stopped.",),
@@ -257,7 +257,7 @@ ADVICE: Mapping[Code, Advice] = MappingProxyType(
             ),
             (
                 "`teimgr ps` shows the state, `teimgr start NAME --wait` starts a stopped instance.",
-                "A worker that died is started again by itself; repeat the call after `Retry-After`.",
+                "A worker that died is restarted automatically; repeat the call after `Retry-After`.",
                 _SHOW_LOG,
             ),
         ),
@@ -278,7 +278,7 @@ ADVICE: Mapping[Code, Advice] = MappingProxyType(
         Code.STATE_NOT_SAVED: Advice(
             ("The state file cannot be written: the disk is full, or the folder is read-only or another user's.",),
             (
-                "Make room or mend the permissions of `state_dir`; the first line of the daemon's log has its path.",
+                "Make room or fix the permissions of `state_dir`; the first line of the daemon's log has its path.",
                 "`teimgr doctor` checks the folders. The change was not made: repeat it.",
             ),
         ),
@@ -289,8 +289,8 @@ ADVICE: Mapping[Code, Advice] = MappingProxyType(
                 " and the missing bytes.",
             ),
             (
-                "Make room, or delete files by `DELETE /v1/files/{id}`. A running batch goes on by itself then.",
-                "`GET /hosts` has what is free for models on each host; the worker is tried again by itself.",
+                "Make room, or delete files by `DELETE /v1/files/{id}`. A running batch then continues automatically.",
+                "`GET /hosts` has what is free for models on each host; the worker is retried automatically.",
             ),
         ),
         Code.NO_HOST: Advice(
@@ -314,7 +314,7 @@ ADVICE: Mapping[Code, Advice] = MappingProxyType(
             (
                 "`teimgr models check MODEL` loads it on trial and shows the reason.",
                 "Delete and fetch it again: `teimgr models rm MODEL`, `teimgr models pull MODEL`.",
-                "For code of its own: `allow_remote_code` of the daemon and `trust_remote_code` of the instance.",
+                "For its own code: `allow_remote_code` of the daemon and `trust_remote_code` of the instance.",
             ),
         ),
         Code.INFERENCE_FAILED: Advice(

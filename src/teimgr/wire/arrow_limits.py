@@ -67,7 +67,7 @@ def read_outline(stream: bytes | bytearray | memoryview) -> Outline:
 
 class StreamSize(NamedTuple):
     """What an IPC stream holds: rows and batches, the bytes of all buffers after decompression, and `read_bytes`, which
-    counts dictionaries again for each batch: so much is validated, and copied where they grow."""
+    counts dictionaries again for each batch: that is validated, and copied where they grow."""
 
     rows: int
     batches: int

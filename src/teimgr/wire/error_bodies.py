@@ -174,5 +174,5 @@ _BODIES: Mapping[str, Callable[[ErrorDetails], object]] = {
     VOYAGE: lambda one: {"detail": one.message},
     WEAVIATE: lambda one: {"error": one.message},
 }
-# Codes of refusals, which have none of their own; 400 and 422 are inputs that break a rule.
+# Codes of refusals without a code of theirs; 400 and 422 are inputs that break a rule.
 _CODE_OF_STATUS = {413: Code.MESSAGE_TOO_LARGE, 429: Code.OVERLOADED, 408: Code.TIMEOUT}

@@ -34,7 +34,7 @@ AUTHORITIES_FILE = "ca.pem"
 REMOVED_FILE = "removed.json"
 """Nodes with revoked certificates: by name the time, in seconds since the epoch, before which they were issued."""
 CLOCKS_APART_S = 3600.0
-"""Certificates begin so much before they are issued, for nodes whose clocks are late."""
+"""Backdate `not_before` by this much to tolerate clock skew."""
 HANDSHAKE_LIMIT_S = 5.0
 MAX_NODE_NAME = 63
 
@@ -52,7 +52,7 @@ def check_node_name(name: str) -> str:
     """
     if len(name) > MAX_NODE_NAME or not _NODE_NAME.fullmatch(name):
         raise ValidationError(
-            f"node: {name[:MAX_NODE_NAME]!r} is no name of up to {MAX_NODE_NAME} of a-z 0-9 . - that begins and ends "
+            f"node: {name[:MAX_NODE_NAME]!r} is not up to {MAX_NODE_NAME} of a-z 0-9 . - that begins and ends "
             "with a letter or digit"
         )
     return name
@@ -104,7 +104,7 @@ def peer_of(ssl_object: Any) -> Peer:
     """The peer of an established connection, by its certificate.
 
     Raises:
-        Unauthenticated: there is no certificate, or it has not exactly one name of the fleet.
+        Unauthenticated: there is no certificate, or not exactly one name of the fleet in it.
     """
     certificate: dict[str, Any] = (ssl_object.getpeercert() if ssl_object is not None else None) or {}
     uris = [value for kind, value in certificate.get("subjectAltName", ()) if kind == "URI"]

@@ -153,7 +153,7 @@ def _pieces(value: Any) -> Iterator[bytes]:
 
 
 def _rows(values: list[Any] | tuple[Any, ...]) -> Iterator[bytes]:
-    """A list: its small elements many at a time, each large one in pieces of its own."""
+    """A list: its small elements many at a time, each large one in its own pieces."""
     few: list[Any] = []
     before, numbers = b"[", 0
     for value in values:

@@ -38,7 +38,7 @@ _OPENED = re.compile(rb"[\[{]++")
 _CLOSED = re.compile(rb"[\]}]++")
 _QUOTE, _COLON, _BRACE = b'":{'
 _OPENING, _CLOSING = frozenset(b"[{"), frozenset(b"]}")
-# A text of a member is read up to here: longer ones are no names, and only their beginning is shown.
+# A text of a member is read up to here: longer ones are not names, and only their beginning is shown.
 _MAX_VALUE_BYTES = 16 * 1024
 _LONGEST_CUT = 12  # bytes of a character that the limit cuts: two escapes
 
@@ -171,7 +171,7 @@ def _decoded(literal: Text) -> str | None:
 
 
 def _string(text: Text, at: int) -> Steps[str | None]:
-    """The text of the string literal at `at`; None if it is none."""
+    """The text of the string literal at `at`, or None."""
     end = yield from _end_of_string(text, at + 1)
     if end > len(text):
         return None
@@ -221,8 +221,8 @@ class Reading(NamedTuple):
     """How a text is decoded: its limits, and what decodes a piece of it and puts a member into an object.
 
     Without `max_values` the caller has counted values and containers. `decode` gets a whole JSON text, and raises
-    `json.JSONDecodeError` where it is none. `put` decides about a key that is in the object already; a list or an
-    object of its own is put there before its elements are read.
+    `json.JSONDecodeError` if it is invalid. `put` decides about a key that is in the object already; a list or an
+    new object is put there before its elements are read.
     """
 
     max_values: int | None = MAX_VALUES
@@ -314,7 +314,7 @@ class _Decoder:
         return result
 
     def _add(self, container: list[Any] | dict[str, Any], start: int, end: int) -> bool:
-        """Add the elements or members between two positions; False if there are none."""
+        """Add the elements or members between two positions; False without any."""
         piece = self._text[start:end]
         has_nested = self._max_values is not None and self._count(piece)
         opening, closing = (b"[", b"]") if isinstance(container, list) else (b"{", b"}")
@@ -336,7 +336,7 @@ class _Decoder:
         return bool(found)
 
     def _count(self, piece: AnyText) -> bool:
-        """Count the lists and objects of a piece; False if there are none."""
+        """Count the lists and objects of a piece; False without any."""
         raw = bytes(piece)
         found = raw.count(b"[") + raw.count(b"{")
         if found > _FEW_BRACKETS and b'"' in raw:

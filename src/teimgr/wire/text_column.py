@@ -15,7 +15,7 @@ _COUNTED_BYTES = 2**20  # at a time: counting makes temporaries of this size
 class TextColumn(Sequence[str | None]):
     """N texts: `data` is uint8, and text i its bytes from `offsets[i]` to `offsets[i + 1]` (int64 [N + 1], ascending).
 
-    `nulls` (bool [N], or None if there is none) are rows without a text; their length is 0. The bytes must be valid
+    `nulls` (bool [N], or None without any) are rows without a text; their length is 0. The bytes must be valid
     UTF-8. Immutable; a slice shares the bytes.
     """
 

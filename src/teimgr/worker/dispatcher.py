@@ -228,7 +228,7 @@ class Dispatcher:
         self.admit(call, lambda: self._spawn(call, proceed()))
 
     def run(self, call: WorkerCall, answering: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine that answers `call` by calls of its own; only those are admitted. `cancel` cancels it."""
+        """Run a coroutine that answers `call` by its own calls; only those are admitted. `cancel` cancels it."""
         self._idle.clear()
 
         def forget(_: asyncio.Task[None]) -> None:

@@ -1,6 +1,6 @@
 """gRPC on the instance port: dispatch of each RPC by its shape, statuses, API key, health and reflection.
 
-It is imported after the fork only, which keeps the fork server small; grpcio, which starts threads of its own, is not
+It is imported after the fork only, which keeps the fork server small; grpcio, which starts its own threads, is not
 loaded in workers.
 """
 

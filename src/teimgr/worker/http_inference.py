@@ -347,7 +347,7 @@ class ServedModel:
 
     @property
     def tei_name(self) -> str:
-        """As TEI has it: the model as the instance was created with."""
+        """TEI's form: the model as the instance was created with."""
         return self.spec.served_model_name or self.model.model_id
 
 

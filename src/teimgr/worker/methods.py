@@ -284,7 +284,7 @@ async def _answer_http(inference: HttpInference, call: MethodCall, request: Http
     try:
         route = ROUTES.get(request.dialect, {}).get((request.method, request.path))
         if route is None:
-            raise error_from_code(Code.UNIMPLEMENTED, f"{request.method} {request.path} is no route of a worker")
+            raise error_from_code(Code.UNIMPLEMENTED, f"{request.method} {request.path} is not a route of a worker")
         try:
             reply = await route(inference, request)
         except BadRequest as error:

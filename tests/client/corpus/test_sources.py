@@ -126,7 +126,7 @@ def test_headings_of_csv_that_cannot_be_read_are_refused(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("name", "content", "options", "says"),
     [
-        ("a.pdf", b"", {}, r"a\.pdf: the suffix is none of \.parquet"),
+        ("a.pdf", b"", {}, r"a\.pdf: the suffix is not one of \.parquet"),
         ("a.csv", b"id,body\n", {}, "no column 'text'; there are id, body"),
         ("a.csv", b"id,text\n", {"keep": ["lang"]}, "no column 'lang'"),
         ("a.jsonl", b'{"body": "a"}\n', {}, "no key 'text' in its first lines; there are body"),

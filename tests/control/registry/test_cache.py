@@ -249,7 +249,7 @@ DEEP = b"[" * 90_000 + b"]" * 90_000
         ("config.json", b'{"model_type": ' + DEEP + b"}", "config.json is nested more than 64 levels deep"),
         ("model.safetensors.index.json", DEEP, "model.safetensors.index.json is nested more than 64 levels deep"),
         ("model.safetensors.index.json", b'{"weight_map": 5}', "model.safetensors.index.json has no weight_map"),
-        ("model.safetensors.index.json", b'{"weight_map": {"a": "../../b"}}', "'../../b', which is none of its folder"),
+        ("model.safetensors.index.json", b'{"weight_map": {"a": "../../b"}}', "'../../b', which is not in its folder"),
     ],
 )
 def test_a_model_with_a_bad_file_is_listed_as_failed(name: str, content: bytes, reason: str, tmp_path: Path) -> None:

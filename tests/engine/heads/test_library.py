@@ -1,4 +1,4 @@
-"""A sequence head run by itself gives the logits of the whole model, whichever hidden states it needs."""
+"""A sequence head run on its own gives the logits of the whole model, whichever hidden states it needs."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class BatchStore:
         """A batch of `owner`.
 
         Raises:
-            ObjectNotFound: there is none.
+            ObjectNotFound: it does not exist.
         """
         batch = self._batches.get(id)
         if batch is None or batch.owner != owner:

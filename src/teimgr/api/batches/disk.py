@@ -1,4 +1,4 @@
-"""File work of this package on threads of its own, and the error of a full disk."""
+"""File work of this package on its own threads, and the error of a full disk."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ class FileStore:
         """A file of `owner` that has not expired.
 
         Raises:
-            ObjectNotFound: there is none.
+            ObjectNotFound: it does not exist.
         """
         file = self._files.get(id)
         if file is None or file.owner != owner or file.expires <= self.clock():

@@ -91,7 +91,7 @@ async def answered(batch_id: str, request: InputRequest, dialect: str, send: Sen
 
 
 def pause_s(attempts: int, named_s: float, jitter: float) -> float:
-    """The pause after so many attempts (>= 1): doubled each time, or `named_s`, the worker's own, where that is longer.
+    """The pause after attempt `attempts` (>= 1): doubled each time, or the worker's `named_s` if that is longer.
 
     It is shortened by up to a half for a jitter in [0, 1], and bounded: the queue that a worker names is mostly of this
     batch, and shorter by the time that another request is done.

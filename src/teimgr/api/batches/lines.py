@@ -75,7 +75,7 @@ class _Reader:
         self._number = self._row = 0
 
     def chunk(self) -> list[Parsed] | None:
-        """The next lines that are not blank, which may be none; None at the end of the file."""
+        """The next lines that are not blank, possibly an empty list; None at the end of the file."""
         found: list[Parsed] = []
         end = self._file.tell() + _CHUNK_BYTES
         while len(found) < _CHUNK_LINES and self._file.tell() < end:

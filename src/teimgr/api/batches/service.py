@@ -225,7 +225,7 @@ class Batches:
             send, check = partial(self._send, batch), partial(self._check_model, batch)
             to = Destination(ENDPOINTS[batch.endpoint], send, check)
             run = self._runs[batch.id] = BatchRun(batch, to, self._tools)
-            # A context of its own, without the request that happened to start it.
+            # Its own context, without the request that happened to start it.
             task = self._tasks[batch.id] = asyncio.create_task(run.run(), name=batch.id, context=Context())
             task.add_done_callback(partial(self._run_ended, batch))
 

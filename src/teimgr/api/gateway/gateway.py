@@ -325,7 +325,7 @@ _ESCAPED_LETTER = b"\\u006"  # of "model"; no encoder escapes ASCII letters
 
 
 async def model_of(body: bytes | bytearray, start: int = 0) -> str | None:
-    """The text under `model` in the JSON object that begins at `start`; None if there is none.
+    """The text under `model` in the JSON object that begins at `start`, or None.
 
     The first of several wins. Malformed JSON may have an answer too: the worker, which parses the whole, refuses it.
 
@@ -589,7 +589,7 @@ def _nearest(name: str, candidates: list[str]) -> str:
     nearest = list(dict.fromkeys(one for key in similar for one in sorted(by_spelling[key], key=len)))[:_NEAREST]
     if nearest:
         return f"; did you mean {' or '.join(map(repr, nearest))}?"
-    return f"; there are {', '.join(map(repr, candidates[:_NEAREST]))}" if candidates else "; there are none"
+    return f"; there are {', '.join(map(repr, candidates[:_NEAREST]))}" if candidates else "; no model is running"
 
 
 def _comparable(given: str, names: Iterable[str]) -> Iterator[str]:

@@ -63,7 +63,7 @@ class Assets:
         return f"/ui/static/{self.digest}/{self._files[name] and name}"
 
     def respond(self, request: Request) -> Response | None:
-        """The answer to a request of a file; None if there is none. A page of another version gets today's file."""
+        """The answer to a request for a file, or None. An unknown version hash is served the current file."""
         asset = self._files.get(request.path_params["name"])
         if asset is None:
             return None

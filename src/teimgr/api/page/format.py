@@ -55,7 +55,7 @@ def duration(seconds: float | None) -> str:
 def spark(values: Sequence[float | None]) -> str:
     """The `points` of a polyline of the values, in a box of 96 by 24; empty for fewer than two.
 
-    Below `_SPARK_MIN` the line stays low: the self-tests of an idle instance are no load.
+    Below `_SPARK_MIN` the line stays low: the self-tests of an idle instance are not load.
     """
     known = [value or 0.0 for value in values]
     if len(known) < 2:

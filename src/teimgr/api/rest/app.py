@@ -156,7 +156,7 @@ def create_app(
         telemetry: Traces requests that change something.
         batches: Routes of /v1/files and /v1/batches.
         page: The web page.
-        enrolment: Who may join the cluster; its routes refuse where there is none.
+        enrolment: Who may join the cluster; without it its routes refuse.
         log_sources: Logs of instances; without them those in `log_dir`.
     """
     app = FastAPI(

@@ -175,7 +175,7 @@ async def add_model(request: Request, models: RegistryDep) -> Response:
 
 @router.get("/models/{model_id:path}/download/events", responses=EVENTS | UNKNOWN)
 async def download_events(model_id: ModelIdModels, models: RegistryDep) -> Response:
-    """Follow the download of a model as server-sent events; one event `model` where there is none."""
+    """Follow the download of a model as server-sent events; a single event `model` if nothing is downloading."""
     await models.get(model_id)  # 404 before the stream begins
     return event_stream(_events_of(models, model_id, models.task(model_id)))
 

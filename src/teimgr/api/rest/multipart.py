@@ -17,7 +17,7 @@ _PART_S, _WHOLE_S = 30.0, 3600.0
 _MAX_FIELDS, _MAX_FIELD_BYTES = 32, 4096
 # Parameters of a Content-Type or Content-Disposition: the library takes microseconds for each, on the event loop.
 _MAX_PARAMETERS = 64
-# Of a form that was refused, so much more is read and thrown away: a client that still sends would not read the answer.
+# After refusing a form, drain up to this many bytes, so that a client that still sends reads the error.
 _MAX_DISCARDED_BYTES = 64 * 2**20
 
 Write = Callable[[bytes], Awaitable[None]]

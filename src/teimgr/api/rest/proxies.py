@@ -77,7 +77,7 @@ def _prefixed(name: bytes, value: bytes, prefix: bytes) -> tuple[bytes, bytes]:
 
 
 def _with_mapped(proxies: Sequence[str]) -> list[str] | str:
-    """As uvicorn takes them; IPv4 also as IPv6 sockets show it, `::ffff:10.0.0.1`."""
+    """In uvicorn's form; IPv4 also as IPv6 sockets show it, `::ffff:10.0.0.1`."""
     if "*" in proxies:
         return "*"
     networks = [ipaddress.ip_network(entry) for entry in proxies if entry != _UNIX]

@@ -114,7 +114,7 @@ def parsed_json(text: bytes, kind: type[Body], misshapen_status: int = 422) -> B
 class StrictQueryRoute(APIRoute):
     """A route of FastAPI whose query parameters are those that it declares; another one is 400, naming the nearest.
 
-    Not for probes: load balancers and scrapers add parameters of their own.
+    Not for probes: load balancers and scrapers add their own parameters.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -264,7 +264,7 @@ class CreateInstance(_Create):  # type: ignore[misc]
             except ConfigFaults as error:
                 raise ValidationError(error.message) from error
             if not keys.get("model_id"):
-                raise ValidationError(f"missing field `model_id`, which the template {self.template!r} has not either")
+                raise ValidationError(f"missing field `model_id`, and the template {self.template!r} does not set it")
         return InstanceSpec(**keys | {"extra_args": tuple(keys.get("extra_args", ()))})
 
 

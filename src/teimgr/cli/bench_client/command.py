@@ -384,7 +384,7 @@ def _count_ranks(outcome: Outcome, reply: bytes, rows: int) -> None:
     try:
         ranked = len(tei_pb2.RerankResponse.FromString(reply).ranks)
     except DecodeError as error:
-        raise Internal(f"the reply is no list of ranks: {error}") from error
+        raise Internal(f"the reply is not a list of ranks: {error}") from error
     outcome.successful += min(ranked, rows)
     outcome.failed += rows - min(ranked, rows)
     outcome.reasons.update({"no rank in the reply": rows - min(ranked, rows)})

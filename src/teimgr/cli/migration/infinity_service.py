@@ -202,7 +202,7 @@ def _instance(
         note = "Infinity's type on CPUs; without it `auto` may be a faster 16-bit type, cosine 0.9995 or more"
         instance.put("dtype", "float32", "image (no --dtype)", note)
     if "--trust-remote-code" not in options:
-        note = "Infinity's default is true; a model with code of its own needs trust_remote_code and allow_remote_code"
+        note = "Infinity's default is true; a model with its own code needs trust_remote_code and allow_remote_code"
         place.found("command --trust-remote-code", KeyOutcome.NONE, note=note)
     if "--device-id" not in options or not options["--device-id"].value:
         put_gpu(instance, service)

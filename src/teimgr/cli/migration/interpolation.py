@@ -63,7 +63,7 @@ class Interpolation:
         name = _NAME.match(inner)
         operator = _OPERATOR.match(inner, name.end()) if name else None
         if name is None or (operator is None and name.end() != len(inner)):
-            raise InvalidConfig(f"{place}: ${{…}} that is no variable with an optional :-, -, :?, ?, :+ or +")
+            raise InvalidConfig(f"{place}: ${{…}} that is not a variable with an optional :-, -, :?, ?, :+ or +")
         if operator is None:
             return self._value(name[0])
         value, word = self._values.get(name[0]), inner[operator.end() :]
@@ -83,7 +83,7 @@ class Interpolation:
 
 
 def _closing_brace(text: str, start: int) -> int:
-    """The index of the brace that closes the one before `start`; -1 where there is none."""
+    """The index of the brace that closes the one before `start`; -1 if it is not closed."""
     depth = 1
     for at in range(start, len(text)):
         if text[at] == "}":
@@ -138,6 +138,6 @@ def read_text(path: Path, most_bytes: int) -> str:
     except OSError as error:
         raise InvalidConfig(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise InvalidConfig(f"{path}: is no text in UTF-8") from error
+        raise InvalidConfig(f"{path}: is not UTF-8 text") from error
     except ValueError as error:  # a null byte
         raise InvalidConfig(f"{str(path)!r}: cannot be read: no name of a file") from error

@@ -18,7 +18,7 @@ MAX_FILE_BYTES = 256 * 1024
 _HOSTS = ("api_host", "grpc_host", "instance_host")
 _TABLES = ("instances", "auth", "otel", "models")
 _NOT_CARRIED = {
-    "state_file": "teimgr keeps a state of its own in state_dir; name tei-manager's as a second FILE of the import",
+    "state_file": "teimgr keeps its own state in state_dir; name tei-manager's as a second FILE of the import",
     "tei_binary_path": "teimgr's workers run the models, no binary is started",
 }
 # tei-manager's defaults that are not teimgr's.

@@ -29,7 +29,7 @@ _CACHE_OF_IMAGE = "/data"
 _CACHE_FLAG = "--huggingface-hub-cache"
 _OF_TEIMGR = ("--kind",)  # in FLAGS, but not TEI's
 _SHORT = {"-p": "--port", "-r": "--revision"}
-# Variables that are no flag of TEI's router.
+# Variables that are not flags of TEI's router.
 _OTHER_VARIABLES = {
     "LOG_LEVEL": "log_level of the settings is that of the daemon and its workers",
     "RUST_LOG": "log_level of the settings is that of the daemon and its workers",

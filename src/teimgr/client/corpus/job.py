@@ -90,7 +90,7 @@ def embed_file(
         TryLater: the server did not serve for `retry_s` without progress.
     """
     if output.suffix.lower() not in outputs.SUFFIXES:
-        raise InvalidConfig(f"{output}: the suffix is none of {', '.join(outputs.SUFFIXES)}")
+        raise InvalidConfig(f"{output}: the suffix is not one of {', '.join(outputs.SUFFIXES)}")
     texts = open_source(source, text_column, keep)
     failures = output.with_name(f"{output.name}.failed.jsonl")
     if restart:

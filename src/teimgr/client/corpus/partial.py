@@ -118,12 +118,12 @@ class PartialOutput:
         except FileNotFoundError:
             return {}
         except ValueError as error:
-            raise InvalidConfig(f"{self.journal_path}: no JSON: {error}; delete it to begin anew") from error
+            raise InvalidConfig(f"{self.journal_path}: no JSON: {error}; delete it to start over") from error
         if done.get("version") != _VERSION or done["job"] != self._job:
             keys = sorted(key for key in {*done["job"], *self._job} if done["job"].get(key) != self._job.get(key))
             raise Refused(
                 f"{self.journal_path}: an unfinished run of another job ({', '.join(keys)} differ); finish that one,"
-                " or begin anew with --restart"
+                " or start over with --restart"
             )
         return done
 

@@ -92,7 +92,7 @@ def open_source(path: Path, text_column: str | None = None, keep: Sequence[str] 
     """
     kind = _KINDS.get(path.suffix.lower())
     if kind is None:
-        raise InvalidConfig(f"{path}: the suffix is none of {', '.join(SUFFIXES)}")
+        raise InvalidConfig(f"{path}: the suffix is not one of {', '.join(SUFFIXES)}")
     if not path.is_file():
         raise InvalidConfig(f"{path}: no such file")
     try:
@@ -343,7 +343,7 @@ def _text_of(row: dict[str, Any] | None, column: str, fault: str | None) -> tupl
         return None, fault
     text = row.get(column)
     if not isinstance(text, str):
-        return None, f"no key {column!r}" if column not in row else f"{column!r} is no string"
+        return None, f"no key {column!r}" if column not in row else f"{column!r} is not a string"
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -47,7 +47,7 @@ class MuxHandle(Protocol):
     is_current: bool
 
     async def connect(self, limit_s: float) -> MuxLink:
-        """A control link. Raises MuxLost: there is none within the limit."""
+        """A control link. Raises MuxLost if none is made within the limit."""
 
     async def wait(self) -> Exit:
         """Return when the process is gone. Any number may wait."""

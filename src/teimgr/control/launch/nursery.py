@@ -171,7 +171,7 @@ class Nursery:
         """Answer requests and report exits until the daemon closes the control socket or is gone; then return None.
 
         A standby is forked inside this call, so in the standby's process it returns too: with the control socket for
-        which that process then makes a `Nursery` of its own. `missing` are the modules that `preload` could not import.
+        which that process then makes its own `Nursery`. `missing` are the modules that `preload` could not import.
         """
         with suppress(BrokenPipeError, ConnectionResetError):
             self._send({"threads": self._threads, "missing": missing, "torch": asdict(TorchBuild.imported())})

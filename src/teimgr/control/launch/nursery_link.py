@@ -76,7 +76,7 @@ class NurseryLink:
         return self._standby.pid if self._standby else None
 
     def start(self) -> None:
-        """Start the nursery, if there is none; does not wait for its imports.
+        """Start the nursery unless it runs; does not wait for its imports.
 
         Raises:
             LaunchFailed: the process cannot be started.

@@ -80,7 +80,7 @@ class ProcessId:
 
 
 def look_up(pid: int) -> ProcessId | None:
-    """The process that has this pid now; None when there is none, or only a zombie."""
+    """The process that has this pid now; None if it is gone or a zombie."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -90,7 +90,7 @@ def look_up(pid: int) -> ProcessId | None:
 
 
 def children_of(*pids: int | None) -> list[ProcessId]:
-    """The live children of processes; of those that are gone there are none."""
+    """The live children of processes; those that are gone have no children."""
     found: list[ProcessId] = []
     for pid in filter(None, pids):
         with suppress(OSError):  # it has ended, or the kernel does not list children
@@ -199,7 +199,7 @@ class ProcessHandle:
     async def stop(self, grace_s: float, *, sigterm: bool = True) -> Exit:
         """Send SIGTERM, wait `grace_s`, kill the process group, wait `KILL_LIMIT_S`.
 
-        Without `sigterm`, or without grace, there is none. A later call with less grace cuts an earlier one short.
+        Without `sigterm`, or without grace, it is skipped. A later call with less grace cuts an earlier one short.
 
         Raises:
             LaunchFailed: the process is still there after all that.

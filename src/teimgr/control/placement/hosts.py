@@ -35,7 +35,7 @@ def candidates(spec: InstanceSpec, hosts: Sequence[Host]) -> list[Host]:
     """The hosts that `node` and `labels` allow and that take workers.
 
     Raises:
-        NoHost: there is none; the message has the reason for each.
+        NoHost: no host fits; the message has the reason for each.
     """
     refused = {host.name: _refusal(spec, host) for host in hosts}
     fitting = [host for host in hosts if not refused[host.name]]

@@ -280,7 +280,7 @@ class Planner:
         return replica_count(spec, self.inventory)
 
     def share(self, workers: int, host: str = "") -> CpuThreads:
-        """CPU threads for each of so many workers of a host."""
+        """CPU threads for each of `workers` workers of a host."""
         found = self._host(host)
         cores = found.cores if found else self._cores
         return CpuThreads(fair_share(cores, workers), cores)
@@ -467,7 +467,7 @@ def replica_count(spec: InstanceSpec, inventory: Inventory) -> int:
 
 
 def fair_share(cores: int, workers: int) -> int:
-    """CPU threads for each of so many workers: an equal share of the cores, at least one."""
+    """CPU threads for each worker: an equal share of the cores, at least one."""
     return max(1, cores // max(1, workers))
 
 

@@ -167,7 +167,7 @@ def is_directory(model_id: str) -> bool:
 
 
 def find_directory(model_id: str) -> Snapshot | None:
-    """The model in a directory; None when there is none.
+    """The model in a directory, or None.
 
     Only the directory and its direct subfolders are read: anything may be below.
     """

@@ -206,7 +206,7 @@ class Fetch:
         self._named(file.blob, "blob")
         if not stays_below(file.name) or "\0" in file.name:
             raise ModelDownloadFailed(
-                self._order.model_id, f"the hub names the file {file.name[:80]!r}, which is none of a repository"
+                self._order.model_id, f"the hub names the file {file.name[:80]!r}, which is not a name in a repository"
             )
         if type(file.size_bytes) is not int or file.size_bytes < 0:
             raise ModelDownloadFailed(self._order.model_id, f"{file.name[:80]} has no size")

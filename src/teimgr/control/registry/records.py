@@ -60,7 +60,7 @@ class ModelRecords:
         return iter(self._records)
 
     def of(self, model_id: str) -> ModelRecord:
-        """The record of a model; an empty one where there is none."""
+        """The record of a model, empty by default."""
         return self._records.get(model_id, ModelRecord())
 
     def note(self, model_id: str, **change: Any) -> None:
@@ -123,7 +123,7 @@ def parse(content: bytes) -> dict[str, ModelRecord]:
     except (ModelLoadFailed, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"not the registry's: {getattr(error, 'message', repr(error))}") from error
     if not all(isinstance(entry, dict) for _, entry in entries):
-        raise ValueError("not the registry's: a model's record is no object")
+        raise ValueError("not the registry's: a model's record is not an object")
     return {model_id: _record(entry) for model_id, entry in entries}
 
 

@@ -57,7 +57,7 @@ class TrialOptions:
 class Registry:
     """The models of this host. Files are read from the disk each time; results of trials and downloads are recorded.
 
-    No trial begins before `booted`: the boot ends all workers that are no instance's.
+    No trial begins before `booted`: the boot ends all workers that belong to no instance.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class Registry:
             raise ModelInUse(model_id, users)
         self._tasks.check_idle(model_id)
         if view.snapshot is not None and view.snapshot.fault is None and disk.is_directory(model_id):
-            raise ValidationError(f"'{model_id}' is a directory: only what lies in the hub's cache is deleted")
+            raise ValidationError(f"'{model_id}' is a directory: only what is in the hub's cache is deleted")
         if await asyncio.to_thread(self._cache.has_folder, model_id):
             await self._tasks.begin(model_id, ModelTask(None), lambda: self._remove(model_id)).finished()
         self._records.forget(model_id)

@@ -45,7 +45,7 @@ class CommandTurns:
             raise Unavailable("the daemon is ending")
 
     def close(self) -> None:
-        """Refuse what has not had its turn yet."""
+        """Refuse what still waits for its turn."""
         self._is_over = True
 
     async def ended(self, limit_s: float) -> None:

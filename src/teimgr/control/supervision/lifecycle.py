@@ -210,7 +210,7 @@ class WorkerHealth(Enum):
 def is_routable(health: WorkerHealth, all_health: Iterable[WorkerHealth]) -> bool:
     """Whether a worker gets calls; `all_health` is that of all running workers of its instance, itself included.
 
-    At its first missed probe it leaves the routes to those in good health. Where there are none it stays: one late
+    At its first missed probe it leaves the routes to healthy ones. Without any it stays: one late
     answer on a loaded machine is more likely than a worker that hangs, and without routes every call fails.
     """
     return health is WorkerHealth.GOOD or (health is WorkerHealth.DOUBTFUL and WorkerHealth.GOOD not in all_health)
@@ -229,7 +229,7 @@ class Backoff:
     stable_after_s: float = 30.0
 
     def delay_s(self, failures: int, jitter: float = 0.0) -> float:
-        """The pause after so many failures in a row (>= 1), shortened by up to a half for a jitter in [0, 1)."""
+        """The pause after `failures` failures in a row (>= 1), shortened by up to a half for a jitter in [0, 1)."""
         return min(self.max_s, self.first_s * 2.0 ** min(failures - 1, 40)) * (1 - jitter / 2)
 
 

@@ -68,7 +68,7 @@ class Manager:
     each is carried out even if its caller leaves. So a name has one instance, whose supervisors end with it.
 
     `booted` is set when workers of an earlier daemon are adopted, or after `ADOPTION_LIMIT_S`; commands wait for it,
-    and for late workers of their own instance. `on_view_changed` is called with a view after every change; `history`
+    and for late workers of the same instance. `on_view_changed` is called with a view after every change; `history`
     gives the events of an instance. `tokens_per_gib` is changed by a reload.
     """
 
@@ -443,7 +443,7 @@ class Manager:
         """The view of an instance once it is no longer starting, or as it is when its time to start is over.
 
         Raises:
-            InstanceNotFound: there is none, or it was deleted meanwhile.
+            InstanceNotFound: it does not exist, or was deleted meanwhile.
         """
         limit_s = self._find(name).spec.startup_timeout_secs or self._settings.startup_timeout_secs
         with self._watchers.watching(name) as changed, suppress(TimeoutError):
@@ -513,7 +513,7 @@ class Manager:
         """The instance, once its workers of an earlier daemon are adopted.
 
         Raises:
-            InstanceNotFound: there is none, or it is being deleted (not with `also_deleted`).
+            InstanceNotFound: it does not exist, or is being deleted (not with `also_deleted`).
         """
         await self.booted.wait()
         instance = self._find(name)

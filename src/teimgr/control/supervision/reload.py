@@ -30,7 +30,7 @@ LIVE = frozenset(item.name for item in fields(Settings) if key_of(item).live)
 
 @dataclass(frozen=True, slots=True)
 class SettingChange:
-    """One key with another value; null where there is none."""
+    """One key with another value; null for a missing one."""
 
     key: str
     before: Any

@@ -63,7 +63,7 @@ class Loaded:
 
 
 class Unreadable(Exception):
-    """The bytes are no state file; the text is the reason."""
+    """The bytes are not a state file; the text is the reason."""
 
 
 class Store:
@@ -130,7 +130,7 @@ class Store:
         self._is_damaged = False
 
     def set_aside(self, kind: str) -> Path | None:
-        """Keep the present content as `<file>.{kind}-<time>`, with a few older ones; None when there is no file."""
+        """Keep the present content as `<file>.{kind}-<time>`, with a few older ones; None if the file is missing."""
         aside = self._path.with_name(f"{self._path.name}.{kind}-{_now()}")
         try:
             duplicate(self._path, aside)
@@ -427,7 +427,7 @@ class WantedState:
         """The changes and `recreate` of an unfinished update, which the body begins again.
 
         Raises:
-            UpdateFailed: the daemon ended too often in its midst, or the record cannot be read.
+            UpdateFailed: the daemon ended too often during it, or the record cannot be read.
         """
         try:
             try:
@@ -438,7 +438,7 @@ class WantedState:
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise UpdateFailed(f"its record cannot be read: {error}") from error
             if self._tries[name] >= _UPDATE_TRIES:
-                raise UpdateFailed(f"the daemon ended {self._tries[name]} times in its midst")
+                raise UpdateFailed(f"the daemon ended {self._tries[name]} times during this update")
             yield changes, recreate
         finally:
             self._unfinished.pop(name, None)

@@ -101,7 +101,7 @@ class Owner(Protocol):
         """A worker has crashed."""
 
     def on_memory(self, supervisor: Supervisor, resident_bytes: int, fresh: bool) -> None:
-        """The worker has so much resident memory; `fresh`: it has just become ready."""
+        """The worker's resident memory in bytes; `fresh`: it has just become ready."""
 
 
 @dataclass(frozen=True, slots=True)

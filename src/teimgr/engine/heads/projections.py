@@ -171,7 +171,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     """The tensors of a directory's weights (`model_directory.weight_files`), on the CPU.
 
     Raises:
-        ModelLoadFailed: there are none, or a file cannot be read.
+        ModelLoadFailed: the weights are missing, or a file cannot be read.
     """
     files = weight_files(folder)
     if not files:

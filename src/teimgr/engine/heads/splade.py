@@ -111,7 +111,7 @@ class RoutedWeights:
         return batch.queries is None or not batch.queries.all()
 
     def groups(self, hidden: Tensor, batch: PackedBatch) -> Iterator[Tensor]:
-        """As those of `SpladeWeights`."""
+        """Like those of `SpladeWeights`."""
         if batch.queries is None:
             yield from self._documents.groups(hidden, batch)
             return

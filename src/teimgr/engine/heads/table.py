@@ -10,7 +10,7 @@ from teimgr.engine.heads import Rows
 
 
 class TableMeanHead:
-    """As pooling by mean and `projections`, in float32; rows of tokens are never written out, so `hidden` is unused.
+    """Like mean pooling and `projections`, in float32; rows of tokens are never written out, so `hidden` is unused.
 
     `mapping` and `weights` are those of `StaticTable`.
     """

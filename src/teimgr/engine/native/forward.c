@@ -226,7 +226,7 @@ static int64_t now(void) {
     return time.tv_sec * 1000000000LL + time.tv_nsec;
 }
 
-// Waits until so many units are done; returns the nanoseconds that it took beyond SPINS.
+// Waits until `units` units are done; returns the nanoseconds that it took beyond SPINS.
 static int64_t wait_for(atomic_llong *done, int64_t units) {
     int64_t began = 0;
     for (int64_t i = 0; atomic_load_explicit(done, memory_order_acquire) < units; i++) {

@@ -67,7 +67,7 @@ struct program {
     int64_t step_count, slot_count;
     int64_t bytes;                             // of all slots, a token
     int64_t width;                             // of the result
-    int64_t rows[INDICES];                     // of the smallest table that is read by an index; INT64_MAX: there is none
+    int64_t rows[INDICES];                     // of the smallest table that is read by an index; INT64_MAX: no table
     int32_t result;                            // its slot, of float32
     int32_t bfloat16;                          // operands: 1: bfloat16, 0: float32
     int32_t level;                             // of `attention_level`

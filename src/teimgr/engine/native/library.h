@@ -27,7 +27,7 @@ struct attention {
     int64_t query_size, key_size, value_size, out_size;  // elements from the first on that each may touch
     int64_t slopes_size;                               // numbers in `slopes`
     int64_t heads, key_heads, head_size;               // key_heads divides heads
-    int64_t reach;                                     // a window of so many tokens to each side; -1: no window
+    int64_t reach;                                     // window, tokens to each side; -1: no window
     int32_t causal;
     int32_t bfloat16;                                  // 1: bfloat16 in and out; 0: float32
     int32_t level;                                     // of `attention_level`, or a lower one

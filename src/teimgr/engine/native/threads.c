@@ -2,7 +2,7 @@
 //
 // Linux tends to wake a thread on the CPU of the one that wakes it, where it would wait until that is done: a query after
 // a pause had one thread of two. So helpers are kept off the CPU that their caller runs on. And a caller waits for
-// helpers that have begun, not for those that have not woken up yet.
+// helpers that have begun, not for those still asleep.
 
 #define _GNU_SOURCE
 

@@ -1,4 +1,4 @@
-// What becomes of hidden states: means of texts, rows of length 1, rows that are no numbers. Each row's result depends on
+// What becomes of hidden states: means of texts, rows of length 1, rows that are not numbers. Each row's result depends on
 // that row alone, and sums are in one order.
 
 #include <math.h>

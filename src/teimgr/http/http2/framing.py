@@ -125,7 +125,7 @@ class Framing(FrameReader):
         self._reset_windows: dict[int, int] = {}  # what clients may still have sent on streams that were reset here
         self._skipped: list[range] = []
         self._free_updates = 0
-        self._reduces_table = False  # the client's HPACK table became smaller; the next block has to say so
+        self._reduces_table = False  # the client's HPACK table became smaller; the next block has to announce it
         self._has_sent = False  # HEADERS or DATA since the last PING
         self._block = bytearray()  # of headers whose end has not come
         self._block_flags = 0

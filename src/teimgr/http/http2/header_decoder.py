@@ -60,7 +60,7 @@ class HeaderDecoder:
         try:
             headers = tuple(self._decode(block))
         except IndexError:
-            raise InvalidBlock("a header block is cut off, or names a field that the table has not") from None
+            raise InvalidBlock("a header block is cut off, or names a field that is not in the table") from None
         except HPACKError as error:
             raise InvalidBlock(str(error)) from error
         if before != self._changes:

@@ -54,7 +54,7 @@ class RequestHead(NamedTuple):
         try:
             url = httptools.parse_url(self.target)
         except httptools.HttpParserError:
-            raise InvalidHead(f":path is no path: {_shown(self.target)}") from None
+            raise InvalidHead(f":path is not a path: {_shown(self.target)}") from None
         raw = url.path or b""
         path = raw.decode("ascii")
         return {
@@ -138,7 +138,7 @@ def _problem_of_pseudo(name: bytes, value: bytes) -> str:
         case b":scheme" if value not in (b"http", b"https"):
             return ":scheme is neither http nor https"
         case b":path" if _TARGET.fullmatch(value) is None:
-            return f":path is no path: {_shown(value)}"
+            return f":path is not a path: {_shown(value)}"
         case b":authority" if not is_host(value):
             return f":authority is not a host: {_shown(value)}"
         case b":method" | b":scheme" | b":path" | b":authority":

@@ -24,7 +24,7 @@ from teimgr.http.replies import UNREAD
 
 log = logging.getLogger(__name__)
 
-# Headers of HTTP/1.1's connections, which HTTP/2 has not.
+# Connection headers of HTTP/1.1, which HTTP/2 does not have.
 _OF_CONNECTIONS = frozenset((b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade"))
 _WITHOUT_BODY = (204, 304)
 _TEXT = {"content-type": "text/plain; charset=utf-8"}
@@ -129,7 +129,7 @@ class HttpStreams:
             await self._reply(stream, FAILED)
 
     def head(self, status: int, fields: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-        """The headers of a response: the server's own and those given, without what HTTP/2 has not.
+        """The headers of a response: the server's own and those given, without what HTTP/2 does not have.
 
         Raises:
             ValueError: a name or a value has a character that it may not have.

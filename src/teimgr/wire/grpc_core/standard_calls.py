@@ -51,7 +51,7 @@ class StandardCalls:
         """For the body of a call: it is counted if it has not ended by the next turn of the event loop.
 
         Raises:
-            Overloaded: it has not, and `MAX_OPEN` others are open.
+            Overloaded: it is not open, and `MAX_OPEN` others are.
         """
         loop, is_counted = asyncio.get_running_loop(), False
 

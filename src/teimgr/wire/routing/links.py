@@ -35,7 +35,7 @@ CALL_BYTES = 512
 _BUSY_CALLS = 8
 RECONNECT_FIRST_S = 0.05
 RECONNECT_MAX_S = 5.0
-# After so many failures in a row a replica is avoided until it passes a health check. A timeout shorter than a second
+# After this many failures in a row a replica is avoided until it passes a health check. A timeout shorter than a second
 # counts as no failure.
 _MAX_FAILURES = 3
 _MIN_FAILURE_TIMEOUT_S = 1.0
@@ -254,7 +254,7 @@ class Refusal(NamedTuple):
     again_at: float
 
     def holds_for(self, size: int, timeout_s: float | None) -> bool:
-        """Whether a call of this size with so much time asks for no less: deadlines and sizes of equal calls jitter."""
+        """True if the call is at least as demanding as this one, allowing for jitter of sizes and deadlines."""
         if (timeout_s is None) is not (self.timeout_s is None) or size < self.size * _ALIKE:
             return False
         return timeout_s is None or self.timeout_s is None or timeout_s * _ALIKE <= self.timeout_s
@@ -289,7 +289,7 @@ class Replica:
         self.calls = 0
         self.leases = 0
         self.failures = 0  # calls in a row
-        self.refusals: dict[object, Refusal] = {}  # of late, by class of call
+        self.refusals: dict[object, Refusal] = {}  # recent ones, by class of call
         self.suspended = False
         self.lost = False
         self.retired = False

@@ -131,7 +131,7 @@ class Lease:
             call.cancel()
 
     def _move(self) -> bool:
-        """Move to the least busy other replica that takes calls; False where there is none."""
+        """Move to the least busy other replica that takes calls; False without one."""
         others = [each for each in self._candidates if each[1] is not self._replica and each[1].usable]
         if not others:
             return False

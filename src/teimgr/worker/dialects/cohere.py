@@ -42,7 +42,7 @@ class CohereEmbedRequest(http.LenientBody):
     ] = None
     embedding_types: list[EmbeddingType] | None = None
     output_dimension: http.U32 | None = None
-    max_tokens: Annotated[int | None, Field(ge=1, description="texts are cut to so many tokens")] = None
+    max_tokens: Annotated[int | None, Field(ge=1, description="texts are cut to this many tokens")] = None
     truncate: Literal["NONE", "START", "END", "none", "start", "end"] | None = None
 
     @property

@@ -184,7 +184,7 @@ def _prompt_of_input_type(name: str | None, model: LoadedModel) -> str | None:
 
 
 def _task(name: str | None, model: LoadedModel) -> str | None:
-    """The same for Jina's `task`, which has weights of its own in jina-embeddings-v3.
+    """The same for Jina's `task`, which has its own weights in jina-embeddings-v3.
 
     Raises:
         BadRequest: the model has weights by task, and none for this one.

@@ -158,7 +158,7 @@ class ModelType(BaseModel):
 
 
 class TeiInfo(BaseModel):
-    """The model and the limits; teimgr adds facts of its own."""
+    """The model and the limits; teimgr adds its own facts."""
 
     model_id: str
     model_sha: str | None

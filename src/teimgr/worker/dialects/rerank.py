@@ -47,7 +47,7 @@ class RerankRequest(http.LenientBody):
     top_n: Annotated[http.U32 | None, Field(description="how many to answer with; absent or 0: all")] = None
     return_documents: bool | None = None
     rank_fields: Annotated[list[str] | None, Field(description="fields of a document that make its text")] = None
-    max_tokens_per_doc: Annotated[int | None, Field(ge=1, description="documents are cut to so many tokens")] = None
+    max_tokens_per_doc: Annotated[int | None, Field(ge=1, description="documents are cut to this many tokens")] = None
     raw_scores: Annotated[bool | None, Field(description="logits instead of scores")] = None
     use_activation: Annotated[bool | None, Field(description="vLLM's: false for logits")] = None
     truncation: Annotated[bool | None, Field(description="false: what is too long is refused")] = None

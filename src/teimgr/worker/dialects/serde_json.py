@@ -476,7 +476,7 @@ def shown(value: Any) -> str:
 
 
 def _float(value: float) -> str:
-    """As ryu prints it: without a plus or leading zeros in the exponent, which begins at 1e16 and at 1e-6."""
+    """The form that ryu prints: without a plus or leading zeros in the exponent, which begins at 1e16 and at 1e-6."""
     text = repr(value)
     mantissa, _, exponent = text.partition("e")
     if not exponent:

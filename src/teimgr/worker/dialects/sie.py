@@ -144,11 +144,11 @@ def _extract_job(body: SieExtractRequest, served: http.ServedModel) -> http.JobS
             raise http.BadRequest(400, f"{name}: is not supported", name)
     model = served.model
     if model.kind not in _EXTRACTING:
-        raise WrongModelKind("the model finds no entities and has no classes: it is no classifier")
+        raise WrongModelKind("the model finds no entities and has no classes: it is not a classifier")
     known = {_kind_of(model, label) for label in model.labels if label != OUTSIDE or not _has_entities(model)}
     if unknown := [label for label in params.labels or () if label not in known]:
         shown = ", ".join(sorted(known)[:_MAX_SHOWN_LABELS])
-        raise http.BadRequest(400, f"labels: {unknown[0][:80]!r} is none of the model's: {shown}", "labels")
+        raise http.BadRequest(400, f"labels: {unknown[0][:80]!r} is not one of the model's: {shown}", "labels")
     _threshold(params)
     texts = [_text(item, f"items.{row}") for row, item in enumerate(body.items)]
     input_checks.need_texts(texts, "items")
@@ -297,7 +297,7 @@ def _is_msgpack(content_type: str) -> bool:
 
 
 _MSGPACK_BODY = http.BodyFormat(
-    msgpack_pieces.loads_small, msgpack_pieces.loads, accepts=_is_msgpack, undecodable="The body is no msgpack: {}"
+    msgpack_pieces.loads_small, msgpack_pieces.loads, accepts=_is_msgpack, undecodable="The body is not msgpack: {}"
 )
 
 

@@ -15,7 +15,7 @@ _PAIR_TOKENS = 2  # the most special tokens that join two texts beyond those of 
 
 FIELD = "truncate_prompt_tokens"
 Tokens = Annotated[
-    int | None, Field(ge=-1, description="cut to so many tokens, -1: to what the model takes; absent: no such cut")
+    int | None, Field(ge=-1, description="cut to this many tokens, -1: to what the model takes; absent: no such cut")
 ]
 Side = Literal["left", "right"] | None
 
