@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from docsite.markdown import MADE_BY, code, document, table
 from teimgr.api.gateway.routes import DIALECT_HEADER, describe, paths
 from teimgr.api.rest import batches, config, events, files, fleet, gpus, hosts, instances, logs, models, probes
-from teimgr.api.rest.middleware import PERMISSIONS
+from teimgr.api.rest.access import PERMISSIONS
 
 _INFERENCE = "inference"
 _TITLES = {

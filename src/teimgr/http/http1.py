@@ -362,6 +362,7 @@ class HttpProtocol(HttpToolsProtocol):
             raise ValueError("CONNECT is not served")
         if self._may_be_direct():
             self._held = []
+            self.scope["method"] = "POST"
         else:
             super().on_headers_complete()
 

@@ -23,8 +23,8 @@ from tests.support.rest_listener import Front, listening
 from teimgr.api.gateway.gateway import Gateway
 from teimgr.api.gateway.routes import paths
 from teimgr.api.page.page import Page
+from teimgr.api.rest.access import ADMIN_ALL, PERMISSIONS, Permission, RoutePermissions, flat
 from teimgr.api.rest.app import create_app
-from teimgr.api.rest.middleware import ADMIN_ALL, PERMISSIONS, Permission, RoutePermissions, flat
 from teimgr.config.auth import Auth, policy_of
 from teimgr.config.settings import Settings
 from teimgr.control.events.fleet_events import EventLog

@@ -24,9 +24,9 @@ from teimgr.api.page.assets import assets, html_response
 from teimgr.api.page.figures import Sampler
 from teimgr.api.page.forms import ESSENTIAL, groups
 from teimgr.api.page.views import EVENTS_SHOWN, Values
+from teimgr.api.rest.access import own_names
 from teimgr.api.rest.app import PageRoutes
 from teimgr.api.rest.events import Event, event_stream
-from teimgr.api.rest.middleware import own_names
 from teimgr.api.rest.models import ModelInfo
 from teimgr.api.rest.probes import Scraper, all_alarms
 from teimgr.api.rest.schemas import instance_info

@@ -40,6 +40,7 @@ from teimgr.api.rest import (
     models,
     probes,
 )
+from teimgr.api.rest.access import Access
 from teimgr.api.rest.gpus import GpuReport
 from teimgr.api.rest.hosts import HostEnrolment
 from teimgr.api.rest.middleware import (
@@ -206,13 +207,8 @@ def create_app(
     app.add_middleware(RejectEncodedSeparators)
     policy = policy or PolicyInForce(policy_of(settings.auth))
     app.state.policy = policy
-    app.add_middleware(
-        Authentication,
-        policy=policy,
-        routes=app.router.routes,
-        sessions=page and page.sessions,
-        refusal=page and page.refusal,
-    )
+    access = Access(policy, lambda: app.state.settings, app.router.routes, page and page.sessions)
+    app.add_middleware(Authentication, access=access, refusal=page and page.refusal)
     app.add_middleware(BoundedReplies, refuse=lambda scope, error: error_answers.in_dialect(scope["path"], error))
     app.add_middleware(
         CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"], expose_headers=["*"]
@@ -221,7 +217,7 @@ def create_app(
     app.add_middleware(Observe, metrics=metrics, telemetry=telemetry)
     app.add_middleware(ProxyHeaders, settings=settings)
     if gateway is not None:
-        app.state.direct = DirectInference(gateway, Observe(app, metrics, telemetry), policy)
+        app.state.direct = DirectInference(gateway, Observe(app, metrics, telemetry), access)
     return app
 
 

@@ -243,13 +243,12 @@ def caller_of(scope: Scope) -> Caller:
     return caller
 
 
-def authenticate_request(policy: Policy, scope: Scope) -> Caller:
-    """Authenticate an HTTP request by its ASGI scope.
+def authenticate_request(policy: Policy, scope: Scope, headers: Mapping[bytes, bytes]) -> Caller:
+    """Authenticate an HTTP request by its ASGI scope and its headers, the first of several values.
 
     Raises:
         Unauthenticated: the certificate is not allowed, or the key is unknown.
     """
-    headers = dict(reversed(scope["headers"]))  # the first of several
     authorization, x_api_key = (
         None if (value := headers.get(name)) is None else value.decode("latin-1")
         for name in (b"authorization", b"x-api-key")

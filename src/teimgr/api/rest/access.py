@@ -1,0 +1,276 @@
+"""Who may make which request: the right that each route requires, and the decision about a caller.
+
+One decision for all requests of REST: the middleware applies it to those of the application, `Inference` to its own.
+A route that is missing in `PERMISSIONS` requires the right to administer, so an omission is safe; a test compares the
+table with the application's routes.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from starlette.routing import BaseRoute, Match
+from starlette.types import Scope
+
+from teimgr.api.gateway.model_cards import (
+    COHERE_CHECKS,
+    INFINITY_HEALTH,
+    VLLM_HEALTH,
+    VLLM_VERSION,
+    WEAVIATE_META,
+    WEAVIATE_PROBES,
+)
+from teimgr.api.gateway.routes import MODEL_CARDS, MODEL_LISTS, paths
+from teimgr.config.settings import Settings
+from teimgr.errors import Forbidden
+from teimgr.http.auth.policy import (
+    ANONYMOUS,
+    CERTIFICATE,
+    NO_CERTIFICATE,
+    Caller,
+    Policy,
+    PolicyInForce,
+    Right,
+    authenticate_request,
+)
+from teimgr.http.auth.sessions import Sessions, is_same_origin
+from teimgr.http.bodies import foreign_page
+
+READS = ("GET", "HEAD", "OPTIONS")
+# Longer paths are not cached, so that callers cannot fill the memory with them.
+_CACHED_PATHS, _CACHED_CHARS = 4096, 256
+# Every request of a web page that changes something has one of these.
+_OF_PAGES = frozenset((b"origin", b"sec-fetch-site"))
+_KEY_HEADERS = frozenset((b"authorization", b"x-api-key"))
+_HOST_NAME = socket.gethostname()
+
+
+class Permission(NamedTuple):
+    """What a route requires of its caller.
+
+    Attributes:
+        rights: One of these; empty requires a known caller and no right.
+        is_public: No authentication.
+        is_fleet_wide: The route concerns more than one instance, so keys for some instances only are rejected. Where it
+            is False and the path has no `{name}`, the route itself checks the instances of the caller's key.
+    """
+
+    rights: frozenset[Right] = frozenset()
+    is_public: bool = False
+    is_fleet_wide: bool = False
+
+
+class MatchedRoute(NamedTuple):
+    """What a request requires: the permission of its route, the instance in its path, and the route's template."""
+
+    permission: Permission
+    instance: str | None = None
+    template: str | None = None
+
+    def check(self, caller: Caller) -> None:
+        """Authorise a caller.
+
+        Raises:
+            Forbidden: the key lacks the right, or is not for this instance.
+        """
+        caller.require(self.permission.rights)
+        if self.instance is not None:
+            caller.require_instance(self.instance)
+        elif self.permission.is_fleet_wide and caller.is_restricted:
+            raise Forbidden(f"The key '{caller.name}' is for some instances only, and this is about all")
+
+
+PUBLIC = Permission(is_public=True)
+KNOWN = Permission()
+READ = Permission(frozenset({Right.READ}))
+READ_ALL = READ._replace(is_fleet_wide=True)
+ADMIN = Permission(frozenset({Right.ADMIN}))
+ADMIN_ALL = ADMIN._replace(is_fleet_wide=True)
+INFERENCE = Permission(frozenset({Right.INFERENCE}))
+# What clients of inference look up before they send a request.
+EITHER = Permission(frozenset({Right.INFERENCE, Right.READ}))
+
+PERMISSIONS: dict[str, Permission] = {
+    "GET /health": PUBLIC,
+    "GET /health/ready": PUBLIC,
+    "GET /ready": READ_ALL,
+    "GET /metrics": READ_ALL,
+    "GET /docs": KNOWN,
+    "GET /docs/errors": PUBLIC,  # explains a refused key too
+    "GET /openapi.json": KNOWN,
+    "GET /instances": READ,
+    "POST /instances": ADMIN,
+    "GET /instances/{name}": READ,
+    "PATCH /instances/{name}": ADMIN,
+    "DELETE /instances/{name}": ADMIN,
+    "POST /instances/{name}/start": ADMIN,
+    "POST /instances/{name}/stop": ADMIN,
+    "POST /instances/{name}/restart": ADMIN,
+    "GET /instances/{name}/logs": READ,
+    "GET /instances/{name}/events": READ,
+    "GET /instances/{name}/health": EITHER,
+    "POST /instances/actions": ADMIN_ALL,
+    "GET /health/all": READ_ALL,
+    "GET /templates": READ_ALL,
+    "GET /events": READ_ALL,
+    "GET /config": ADMIN_ALL,
+    "POST /config/reload": ADMIN_ALL,
+    "GET /gpus": READ_ALL,
+    "GET /hosts": READ_ALL,
+    "POST /hosts/tokens": ADMIN_ALL,
+    "DELETE /hosts/{name}": ADMIN_ALL,
+    "GET /models": READ_ALL,
+    "POST /models": ADMIN_ALL,
+    "GET /models/{model_id:path}": READ_ALL,
+    "DELETE /models/{model_id:path}": ADMIN_ALL,
+    "GET /models/{model_id:path}/download/events": READ_ALL,
+    "POST /models/{model_id:path}/download": ADMIN_ALL,
+    "POST /models/{model_id:path}/load": ADMIN_ALL,
+    **{f"GET {path}": EITHER for path in (*MODEL_LISTS, *MODEL_CARDS, VLLM_VERSION, *WEAVIATE_META)},
+    **{f"GET {path}": EITHER if "{" in path else PUBLIC for path in WEAVIATE_PROBES},
+    **{f"GET {path}": PUBLIC for path in (*INFINITY_HEALTH, *VLLM_HEALTH)},
+    **{f"POST {path}": EITHER for path in COHERE_CHECKS},
+    # Files and batches are those of the caller's key; a batch may use what the key may use while it runs.
+    "POST /v1/files": INFERENCE,
+    "GET /v1/files": INFERENCE,
+    "GET /v1/files/{id}": INFERENCE,
+    "GET /v1/files/{id}/content": INFERENCE,
+    "DELETE /v1/files/{id}": INFERENCE,
+    "POST /v1/batches": INFERENCE,
+    "GET /v1/batches": INFERENCE,
+    "GET /v1/batches/{id}": INFERENCE,
+    "POST /v1/batches/{id}/cancel": INFERENCE,
+    # The page. It changes nothing itself: its scripts call the routes above.
+    "GET /": KNOWN,  # the first view that the caller's rights allow
+    "GET /ui/static/{digest}/{name}": PUBLIC,
+    "GET /ui/sign-in": PUBLIC,
+    "POST /ui/sign-in": PUBLIC,
+    "POST /ui/sign-out": KNOWN,
+    "GET /ui/create": ADMIN,
+    "GET /ui/fleet": READ,
+    "GET /ui/fleet/live": READ,
+    "GET /ui/instances/{name}": READ,
+    "GET /ui/instances/{name}/live": READ,
+    "GET /ui/alarms": READ,
+    "GET /ui/models": READ_ALL,
+    "GET /ui/devices": READ_ALL,
+    "GET /ui/playground": INFERENCE,
+} | {f"{path.method} {path.path}": INFERENCE if path.method == "POST" else EITHER for path in paths()}
+
+
+class RoutePermissions:
+    """Finds the permission of a request by matching it against the application's routes."""
+
+    def __init__(self, routes: Sequence[BaseRoute]) -> None:
+        self._routes = routes
+        self._cached = lru_cache(_CACHED_PATHS)(self._match)
+
+    def of(self, method: str, path: str, policy: Policy) -> MatchedRoute:
+        """What this request requires under `policy`."""
+        match = self._cached if len(path) <= _CACHED_CHARS else self._match
+        found = match("GET" if method == "HEAD" else method, path)
+        if found.template == "/metrics" and policy.is_certified:
+            # Prometheus has presented a certificate of the authority, which is enough for tei-manager too.
+            return MatchedRoute(PUBLIC)
+        return found
+
+    def _match(self, method: str, path: str) -> MatchedRoute:
+        scope: dict[str, Any] = {"type": "http", "method": method, "path": path, "root_path": "", "headers": []}
+        for route in flat(self._routes):
+            match, inner = route.matches(scope)
+            if match is Match.FULL:
+                template = str(getattr(route, "path", ""))
+                permission = PERMISSIONS.get(f"{method} {template}", ADMIN_ALL)
+                return MatchedRoute(permission, inner.get("path_params", {}).get("name"), template)
+        return MatchedRoute(KNOWN)
+
+
+def flat(routes: Iterable[BaseRoute]) -> Iterator[BaseRoute]:
+    """The routes, with included routers replaced by their routes; no router has a prefix."""
+    for route in routes:
+        included = getattr(route, "original_router", None)
+        if included is None:
+            yield route
+        else:
+            yield from flat(included.routes)
+
+
+class Access:
+    """Decides whether a request is served: by the origin of a web page, the caller's key, and the right to the route.
+
+    Where no API key is required, web pages of other origins get nothing but the public routes: a browser sends its
+    user's certificate, or uses its user's place in the network, for every page, and what is not public holds data of
+    callers or operators. A key is sent by none but a page that has it. A session cookie (`sessions`) stands for a key
+    in requests of our own page alone.
+    """
+
+    def __init__(
+        self,
+        policy: PolicyInForce,
+        settings: Callable[[], Settings],
+        routes: Sequence[BaseRoute],
+        sessions: Sessions | None = None,
+    ) -> None:
+        self.policy = policy
+        self._settings = settings
+        self._permissions = RoutePermissions(routes)
+        self._sessions = sessions
+
+    def route(self, method: str, path: str) -> MatchedRoute:
+        """What a request requires under the policy in force."""
+        return self._permissions.of(method, path, self.policy.now)
+
+    def check(self, scope: Scope, headers: Mapping[bytes, bytes], route: MatchedRoute | None = None) -> Caller:
+        """The caller of a request that is served; `headers` has the first of several values.
+
+        `route` is the request's, where that is known; without it the scope has the path.
+
+        Raises:
+            Unauthenticated: the certificate is not allowed, or the key is unknown.
+            Forbidden: a foreign page has sent it, or the caller lacks the right.
+        """
+        policy = self.policy.now
+        if policy.keys is None:
+            self._check_page(scope, headers, route)
+            if policy.is_open:
+                return ANONYMOUS
+        route = route or self.route(scope["method"], scope["path"])
+        if route.permission.is_public:
+            return ANONYMOUS
+        caller = self._authenticate(policy, scope, headers)
+        route.check(caller)
+        return caller
+
+    def _check_page(self, scope: Scope, headers: Mapping[bytes, bytes], route: MatchedRoute | None) -> None:
+        reads = scope["method"] in READS
+        if not reads and _OF_PAGES.isdisjoint(headers):
+            return
+        settings = self._settings()
+        page = foreign_page(_text(headers), settings.allowed_origins, own_names(settings), reads=reads)
+        if page is None:
+            return
+        if reads and (route or self.route(scope["method"], scope["path"])).permission.is_public:
+            return
+        raise Forbidden(f"a web page ({page}) gets no answer here: its origin is not in allowed_origins")
+
+    def _authenticate(self, policy: Policy, scope: Scope, headers: Mapping[bytes, bytes]) -> Caller:
+        """The caller by the key in the headers, else by the session of our page."""
+        has_key = not _KEY_HEADERS.isdisjoint(headers)
+        token = None if has_key or self._sessions is None else self._sessions.token_in(scope)
+        if self._sessions is None or token is None or policy.keys is None:
+            return authenticate_request(policy, scope, headers)
+        if not is_same_origin(scope["method"] in READS, _text(headers)):
+            raise Forbidden("a session is for the pages of this server alone: send an API key")
+        return policy.authenticate_digest(scope.get(CERTIFICATE, NO_CERTIFICATE), self._sessions.key_of(token))
+
+
+def own_names(settings: Settings) -> tuple[str, ...]:
+    """The names under which this server's own web pages are reached, beside addresses and localhost."""
+    return (_HOST_NAME, settings.api_host, *settings.allowed_hosts)
+
+
+def _text(headers: Mapping[bytes, bytes]) -> Mapping[str, str]:
+    return {name.decode("latin-1"): value.decode("latin-1") for name, value in headers.items()}
