@@ -135,7 +135,7 @@ def _peers() -> str:
     floats = [found for each in texts if (found := compared.of_best_peer(rows, each, "teimgr engine, float32"))]
     return _wrapped(
         "In process, without any server; peers run one traced graph with pooling on sorted texts",
-        f"({_result('peers')}). The engine by its own choice has {_between([each.times for each in ratios], '.2f')}",
+        f"({_result('peers')}). The engine's own choice has {_between([each.times for each in ratios], '.2f')}",
         f"times the rate of the fastest peer in {_dtype(rows)}, which is {_names(ratios)}, and",
         f"{_between([100 * each for each in shares], '.0f')} % of that of the matrix products alone; in float32 it has",
         f"{_between([each.times for each in floats], '.2f')} times the rate of the fastest peer, {_names(floats)}:",

@@ -104,7 +104,7 @@ def _others() -> Iterator[str]:
                     "`TEIMGR_NATIVE`",
                     "`0`: workers use nothing of the native library; `attention`: only its attention",
                 ),
-                ("`TEIMGR_CUDA_GRAPHS`", "`0`: workers on GPUs launch every kernel by itself"),
+                ("`TEIMGR_CUDA_GRAPHS`", "`0`: workers on GPUs launch every kernel separately"),
                 ("`HF_TOKEN`", "token for gated and private models, read by workers and downloads"),
                 ("`HF_HOME`, `HF_HUB_CACHE`", "where the hub cache lies"),
                 ("`HF_HUB_OFFLINE`", "`1`: no model is looked for on the hub"),

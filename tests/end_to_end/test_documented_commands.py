@@ -185,7 +185,7 @@ def grpc_calls_work_from_reflection(shell: Shell) -> None:
     assert [len(row) for row in column(table, "embeddings")] == [384, 384]
     table = shell.json(f"""{call} -d '{{{splade}, "arrow_ipc": "{ipc}"}}' {mux}/EmbedSparseArrow""")
     assert len(column(table, "sparse_embeddings")) == 2
-    nobody = '"target": {"instance_name": "nobody"}'
+    nobody = '"target": {"instance_name": "missing"}'
     refused = shell.run(f"""{call} -d '{{{nobody}, "request": {{"inputs": "x"}}}}' {mux}/Embed""", status=64 + 5)
     assert "Code: NotFound" in refused
 
@@ -207,7 +207,7 @@ def test_the_grpcurl_commands_with_certificates(tmp_path: Path) -> None:
         listed = shell.run(f"{call} localhost:9001 list").split()
         assert "tei_multiplexer.v1.TeiMultiplexer" in listed
         embed = "localhost:9001 tei_multiplexer.v1.TeiMultiplexer/Embed"
-        nobody = """'{"target": {"instance_name": "nobody"}, "request": {"inputs": "x"}}'"""
+        nobody = """'{"target": {"instance_name": "missing"}, "request": {"inputs": "x"}}'"""
         assert "Code: NotFound" in shell.run(f"{call} -d {nobody} {embed}", status=64 + 5)
         stranger = f"grpcurl -cacert {folder / 'ca.pem'}"
         assert "Code: Unavailable" in shell.run(f"{stranger} localhost:9001 list", status=64 + 14)

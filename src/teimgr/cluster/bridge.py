@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class BridgeLost(Unavailable):
-    """There is no connection to Ray now; what was asked may have been done or not."""
+    """Ray cannot be reached now; what was asked may have been done or not."""
 
 
 class ActorExists(Exception):
@@ -37,7 +37,7 @@ class ActorExists(Exception):
 
 
 class ActorAbsent(Exception):
-    """There is no actor of the name."""
+    """No actor has this name."""
 
 
 class ActorLost(Exception):

@@ -1,7 +1,7 @@
 """CUDA graphs of the forward: a batch of few tokens is one launch instead of some 170, which take longer than they run.
 
 A graph is for a `Bucket` of batches; smaller ones are filled up with idle tokens behind the last text and with empty
-texts. When its bucket is asked for the third time, it is captured by its own thread, for which the engine's thread
+texts. When its bucket is asked for the third time, it is captured by another thread, for which the engine's thread
 never waits, and serves once it has given the results of the forward itself for that batch and for another one. What
 fails before ends the use of graphs alone.
 

@@ -65,7 +65,7 @@ class InferOptions:
 
     `dimensions` keeps that many leading values of the dense vector, before `normalize` scales it to length 1; both
     concern DENSE alone; None keeps as many as the model's files say. A text that is too long loses its end, or its
-    beginning where `truncation_left`, or where the model's files say so and the request does not name a side
+    beginning where `truncation_left`, or where the model's files ask for it and the request does not name a side
     (`names_side`). `prompt` is the text of a prompt, in place of one by name. `raw_scores` skips the model's
     activation: logits. On a late-interaction model `prompt_name` "query" or "document" chooses the role, "document"
     where it is None.

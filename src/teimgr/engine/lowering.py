@@ -77,7 +77,7 @@ def lower(record: ForwardRecord) -> ForwardProgram:
     try:
         found = _Lowering(record).run()
     except (TypeError, IndexError, AttributeError, KeyError, RuntimeError) as error:
-        # Arguments that no handler takes, or a fault of a handler: the model is served by its own code either way.
+        # Arguments that no handler takes, or a fault of a handler: the model's own code serves it either way.
         log.warning("a forward cannot be lowered", exc_info=True)
         raise CannotLowerError(f"an operator that is used in another way: {error}") from error
     return fused(found)

@@ -214,7 +214,7 @@ BATCH_OVERHEAD_TOKENS = 64
 class BatchLimits:
     """The bounds of a batch. A text longer than a token bound is a batch on its own.
 
-    `own_threads`: each lane is served by its own thread, at the same time.
+    `own_threads`: each lane has its own thread; they run at the same time.
     """
 
     tokens: int

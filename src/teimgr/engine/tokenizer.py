@@ -158,7 +158,7 @@ class TextTokenizer:
     """The tokenizer of one model. Safe from any thread.
 
     `max_length` is in tokens, including the `special_tokens` of the model's template around a text. Queries of a sparse
-    model with routes are tokenized by their own tokenizer.
+    model with routes have their own tokenizer.
     """
 
     def __init__(self, layout: Layout, max_length: int) -> None:

@@ -36,7 +36,7 @@ _NOT_SERVED = {
     "TokenPooling": "it merges the token vectors of a text",
     "WeightedLayerPooling": "it mixes the layers of the transformer",
     "WordEmbeddings": "it looks words up in its own table and has no tokenizer file",
-    "WordWeights": "it weighs words by its own table",
+    "WordWeights": "it weighs words with its own table",
 }
 _SERVED = {
     *("Transformer", "MLMTransformer", "StaticEmbedding", "Pooling", "SpladePooling", "MultiVectorMask", "LogitScore"),

@@ -184,7 +184,7 @@ class FleetNeighbours:
                 raise ValueError(answer["error"])
             order, hosts = answer["models_from"], [(str(name), str(address)) for name, address in answer["hosts"]]
         except (OSError, ValueError, TypeError, KeyError) as error:
-            raise Unavailable(f"this host's agent does not say which other hosts there are: {error}") from error
+            raise Unavailable(f"this host's agent does not list the other hosts: {error}") from error
         if order not in get_args(hub.ModelsFrom):
             raise Unavailable(f"this host's agent is of another version: models_from is {order!r}")
         return order, [each for each in hosts if each[0] != self._identity.node]

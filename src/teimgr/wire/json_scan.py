@@ -489,7 +489,7 @@ class BrokenText(NamedTuple):
 
 def broken_text(text: Text) -> BrokenText | None:
     """The first text of a JSON text with half of a surrogate pair, or with bytes that are not UTF-8; None if there is
-    no such text, or its place cannot be told.
+    no such text, or its place is unknown.
 
     Takes time in proportion to the text, without holding the GIL for more than a few milliseconds.
     """

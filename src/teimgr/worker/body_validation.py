@@ -21,7 +21,7 @@ _OPAQUE = frozenset({"cls", "metadata", "serialization", "default", "function", 
 
 
 def fail_fast(schema: Any) -> None:
-    """Change every list in a core schema, in place, to report its first fault only: only that is told to clients,
+    """Change every list in a core schema, in place, to report its first fault only: clients see no other,
     and a million faults take minutes and gigabytes."""
     if isinstance(schema, dict):
         if schema.get("type") == "list":

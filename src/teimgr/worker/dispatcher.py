@@ -48,7 +48,7 @@ class Part(NamedTuple):
 
 
 def parts_of(inputs: Sequence[Input], options: Sequence[InferOptions]) -> list[Part]:
-    """As few parts as there are different options; `options` has one for each input."""
+    """One part for each different set of options; `options` has one for each input."""
     rows_of: dict[InferOptions, list[int]] = {}
     for row, option in enumerate(options):
         rows_of.setdefault(option, []).append(row)
@@ -228,7 +228,7 @@ class Dispatcher:
         self.admit(call, lambda: self._spawn(call, proceed()))
 
     def run(self, call: WorkerCall, answering: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine that answers `call` by its own calls; only those are admitted. `cancel` cancels it."""
+        """Run a coroutine that answers `call` with its own calls; only those are admitted. `cancel` cancels it."""
         self._idle.clear()
 
         def forget(_: asyncio.Task[None]) -> None:

@@ -191,8 +191,8 @@ async def update_instance(request: Request, name: str, manager: ManagerDep, wait
     """Change an instance without a gap: new workers start beside the old ones, pass a self-test, and take over.
 
     The answer is 202 meanwhile, with the progress in the instance's `update`; with `wait` it comes at the end, and is
-    409 `UPDATE_FAILED` after a rollback. Changes that need no new worker are made at once. Where the daemon ends in its
-    midst, the next daemon begins it again.
+    409 `UPDATE_FAILED` after a rollback. Changes that need no new worker are made at once. If the daemon ends
+    meanwhile, the next one starts it again.
     """
     body = await read_json(request, UpdateInstance)
     changes, recreate = body.changes(), body.strategy == "recreate"

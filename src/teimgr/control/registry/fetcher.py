@@ -44,7 +44,7 @@ _BLOB_NAME = re.compile(r"[0-9a-f]{40,64}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
 # No model of the hub has as many; a listing that does not end would fill the memory.
 _MAX_FILES = 100_000
-# The hub serves larger files by its own protocol only, which its library implements.
+# The hub serves larger files over a proprietary protocol only, which its library implements.
 _HTTP_FILE_LIMIT_BYTES = 50 * 10**9
 
 

@@ -182,7 +182,7 @@ class InstanceValidator:
 
         Raises:
             InvalidInstanceName, ValidationError, InvalidConfig, InvalidPort: It is invalid in itself.
-            InstanceExists, PortConflict, MaxInstancesReached, PortAllocationFailed: There is no room for it.
+            InstanceExists, PortConflict, MaxInstancesReached, PortAllocationFailed: It does not fit.
         """
         self._check(request, present)
         port = self._ports.check(request.port, _holders(present)) if request.port else None

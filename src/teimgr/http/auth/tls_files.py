@@ -92,7 +92,7 @@ class TlsWatch:
     """Polls the files, and passes them to `take` when they have changed.
 
     Files are replaced one after the other, so a change counts once nothing has changed for one poll. A failure of
-    `take` becomes the `alarm`, the last valid files stay in use, and every poll tries again: the cause may lie in the
+    `take` becomes the `alarm`, the last valid files stay in use, and every poll tries again: the cause may be in the
     files, or in a lack of descriptors that passes.
     """
 

@@ -437,7 +437,7 @@ def _unnamed(entries: Sequence[RouteEntry], kinds: Sequence[str]) -> Target:
     elif (found := _only([entry for entry in entries if not entry.serves])) is not None:
         return found
     fitting = [entry for entry in entries if not kinds or set(kinds) & set(entry.serves)]  # stopped ones
-    running = [entry for entry in entries if entry.state is State.RUNNING]  # a single one says why it does not fit
+    running = [entry for entry in entries if entry.state is State.RUNNING]  # a single one names why it does not fit
     for few in (fitting, running):
         if len(few) == 1:
             return Target(instance_name=few[0].name)
@@ -445,7 +445,7 @@ def _unnamed(entries: Sequence[RouteEntry], kinds: Sequence[str]) -> Target:
 
 
 def _only(entries: Sequence[RouteEntry]) -> Target | None:
-    """The only instance that runs; if none runs, the only one that is to run, whose lease says why it does not.
+    """The only instance that runs; if none runs, the only one that is to run, whose lease has the reason.
 
     None if there is no such instance.
 
