@@ -247,14 +247,14 @@ class InstanceSpec:
     )
     max_queue_wait_secs: int = _key(
         _MAX_QUEUE_WAIT_SECS,
-        "a call without a deadline (HTTP has none) that would wait for longer is refused; 0: none is",
+        "reject calls without a deadline (HTTP has none) whose expected wait exceeds this; 0: no limit",
         0,
         U32,
         change=_REPLACE,
     )
     max_queued_tokens: int = _key(
         0,
-        "tokens that may wait in a lane of a worker before single calls are refused; 0: any number",
+        "tokens that may wait in a lane of a worker before single calls are refused; 0: no limit",
         0,
         U32,
         change=_REPLACE,

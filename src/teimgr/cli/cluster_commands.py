@@ -97,7 +97,7 @@ def join(
     ] = 0,
     ray_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of Ray's sessions, a short path.")] = None,
     ray_port_start: Annotated[
-        int, typer.Option(metavar="PORT", help="First port of Ray on this host, for firewalls; 0: any that are free.")
+        int, typer.Option(metavar="PORT", help="First port of Ray on this host, for firewalls; 0: any free port.")
     ] = 0,
     ray_port_end: Annotated[int, typer.Option(metavar="PORT", help="Port after the last one of Ray.")] = 0,
     grace: Annotated[

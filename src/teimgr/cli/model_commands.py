@@ -77,7 +77,9 @@ def check(
     model: Annotated[
         str, typer.Argument(help="Id on the hub, or a directory on the daemon's host.", show_default=False)
     ],
-    gpu: Annotated[int | None, typer.Option("--gpu", help="Index of the GPU; the freest unless given.")] = None,
+    gpu: Annotated[
+        int | None, typer.Option("--gpu", help="Index of the GPU; default: the one with the most free memory.")
+    ] = None,
     cpu: Annotated[bool, typer.Option("--cpu", help="On the CPU, even if there is a GPU.")] = False,
     dtype: Annotated[Literal["auto", "float32", "float16", "bfloat16", "int8"] | None, typer.Option()] = None,
     trust_remote_code: Annotated[

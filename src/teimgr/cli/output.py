@@ -1,4 +1,4 @@
-"""Tables on a terminal, tab-separated columns in a pipe, numbers and times as people read them."""
+"""Tables on a terminal, tab-separated columns in a pipe, human-readable numbers and times."""
 
 from __future__ import annotations
 

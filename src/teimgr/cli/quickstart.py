@@ -147,7 +147,7 @@ def await_listening(client: Client, process: subprocess.Popen[bytes], log: Path)
 
 
 def _last_reasons(log: Path) -> str:
-    """The last lines of the daemon's log that matter, as people read them: warnings and above, and what is no JSON."""
+    """Recent warnings, errors and non-JSON lines of the daemon's log, formatted."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_LINES:]
     matter = [line for line in lines if not any(f'"level": "{level}"' in line for level in ("info", "debug"))]
     return "\n".join(f"  {pretty_line(line)}" for line in (matter or lines)[-_SHOWN_LINES:]) or "  (empty)"

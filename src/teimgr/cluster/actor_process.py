@@ -154,7 +154,7 @@ async def place(head: ClusterHead, replica: str, host: str, limit_s: float) -> s
             raise NoHost(f"Ray cannot place an actor on host {host!r}: {error}") from error
         else:
             return name
-    raise LaunchFailed(f"{replica} runs twice in the cluster already, and neither has ended within {limit_s:g} s")
+    raise LaunchFailed(f"two copies of {replica} are still running after {limit_s:g} s")
 
 
 async def _remove_unreachable(head: ClusterHead, name: str) -> None:

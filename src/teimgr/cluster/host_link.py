@@ -23,7 +23,7 @@ from teimgr.wire.remote_frames import set_tcp_limits
 CONNECT_LIMIT_S = 5.0
 ANSWER_LIMIT_S = 30.0
 SEND_LIMIT_S = 30.0
-"""A peer that takes nothing for so long is given up."""
+"""A peer without progress for this long is given up."""
 PIECE_BYTES = 256 << 10
 _STREAM_BUFFER_BYTES = 64 << 10
 _KEEPALIVE_S = 5
@@ -137,7 +137,7 @@ class HostLink:
                 await self._writer.drain()
         except TimeoutError:
             self._writer.transport.abort()
-            raise Unavailable(f"{self.host}: it took nothing for {SEND_LIMIT_S:g} s") from None
+            raise Unavailable(f"{self.host}: no progress sending for {SEND_LIMIT_S:g} s") from None
         except OSError as error:
             raise Unavailable(f"{self.host}: the connection was lost: {error}") from error
 

@@ -36,9 +36,7 @@ class ClusterSettings:
     ray_dir: Path | None = key(
         None, "folder of Ray's sessions, at most 40 bytes long; default: ray/ in run_dir, or one in /tmp"
     )
-    ray_port_start: int = key(
-        0, "first port of Ray beside that of address, for firewalls; 0: any that are free", 0, U16
-    )
+    ray_port_start: int = key(0, "first port of Ray beside that of address, for firewalls; 0: any free port", 0, U16)
     ray_port_end: int = key(0, "port after the last one of Ray", 0, U16 + 1)
     mux_per_host: bool = key(False, "a multiplexer on every host, on grpc_port there; else on this host alone")
     models_from: ModelsFrom = key(

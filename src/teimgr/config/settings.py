@@ -167,7 +167,7 @@ class Settings:
         "info", "level, with exceptions: 'warn,teimgr.mux=debug'; a reload changes the daemon's own", live=True
     )
     log_format: Literal["json", "pretty"] = key(
-        "json", "of the daemon's own output: JSON objects, or lines for people; files are JSON"
+        "json", "format of the daemon's stdout: JSON objects or readable lines; log files are always JSON"
     )
     log_max_bytes: int = key(10 * 2**20, "an instance's log file is rotated at this size", low=4096, high=I64)
     log_keep: int = key(3, "rotated log files kept per instance", low=0, high=100)

@@ -23,7 +23,7 @@ from teimgr.http.replies import UNREAD, UnreadOfPort
 
 _FLUSH_POLL_S = 0.01
 
-# The beginning of HTTP/2's connection preface (prior knowledge), as far as no HTTP/1 request can have it.
+# Prefix of HTTP/2's connection preface (prior knowledge) that cannot start an HTTP/1 request.
 _H2_PREFACE = b"PRI * HTTP/2.0"
 _HEAD_END = b"\r\n\r\n"
 _MAX_HEAD_BYTES = cast(int, LIMITS[Phase.HEAD].bytes)

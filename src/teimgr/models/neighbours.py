@@ -394,7 +394,7 @@ class _Fetch:
                     self._fetch(link, theirs)
 
     def _fetch(self, link: _HostConnection, file: ModelFile) -> None:
-        """Fetch a blob and verify it; a continued one may be wrong by its beginning, so it is then fetched again."""
+        """Download and verify a blob. If a resumed download fails verification, restart once from zero."""
         partial = self._partial(file)
         for _ in range(2):
             have = _size(partial)

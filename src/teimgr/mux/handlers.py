@@ -65,8 +65,8 @@ _RIGHTS = frozenset({Right.INFERENCE})
 _OPEN_CALLS = 4096
 _MESSAGE_S = 120.0
 # Of all processes that share the port: bytes of messages that are being received and of client streams that are
-# collected into one request; as many of replies that are not read; the part of them that one connection may hold (of
-# messages, a part of its key's), and the part that one key may hold.
+# collected into one request; the same limit applies to unread replies. One connection may hold a share of it (of
+# messages, a share of its key's), and one key a share.
 _HELD_BYTES = 512 * 2**20
 _CONNECTION_SHARE = 4
 _KEY_SHARE = 2

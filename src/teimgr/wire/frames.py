@@ -212,8 +212,8 @@ _INDEX = re.compile("[0-9]{1,9}")
 _OWN_BUFFER_BYTES = 64 * 1024
 _SHARED_BUFFER_BYTES = 256 * 1024
 _LINGER_S = 0.001  # longest wait of a frame that may linger
-# Parts, two per frame, that are written at once: were all frames of a busy turn written at its end, the processes on
-# both sides would work by turns, each while the other one waits.
+# Parts, two per frame, at which frames are flushed before the end of a busy turn, so that the processes on both sides
+# work in parallel.
 _MAX_QUEUED_PARTS = 32
 
 

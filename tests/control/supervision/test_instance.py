@@ -102,7 +102,7 @@ async def test_a_new_worker_that_fails_changes_nothing(fleet: Fleet, flags: str)
     before = await fleet.running()
     watch = Watch(fleet)
 
-    with pytest.raises(UpdateFailed, match="is as it was") as caught:
+    with pytest.raises(UpdateFailed, match="was rolled back") as caught:
         await fleet.manager.update("a", {"model_id": fake_id(flags)}, wait=True)
 
     view = fleet.manager.get("a")

@@ -66,7 +66,9 @@ class LoadModel(Strict):
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"device": "cpu", "dtype": "float32"}]})
 
-    gpu_id: int | None = Field(None, ge=0, le=U32, description="index of the GPU; absent: the freest one")
+    gpu_id: int | None = Field(
+        None, ge=0, le=U32, description="index of the GPU; default: the one with the most free memory"
+    )
     device: Literal["auto", "cpu"] = Field("auto", description="cpu: not on a GPU, even if there is one")
     dtype: Literal["auto", "float32", "float16", "bfloat16", "int8"] = Field("auto", description="element type")
     revision: Revision | None = None

@@ -124,7 +124,7 @@ class Webhooks:
 def public_url(url: str) -> str:
     """Scheme and host of a webhook's URL: what logs, alarms and `GET /config` may show."""
     found = _ORIGIN.match(url)
-    return found[1] + found[2] if found else "of no address"
+    return found[1] + found[2] if found else "(invalid URL)"
 
 
 def signature(secret: str, body: bytes) -> str:

@@ -290,7 +290,7 @@ class ManagedInstance:
             await asyncio.wait({self._update_task})
         self._raise_unsaved()
         if self._update is not None and self._update.state == "failed":
-            raise UpdateFailed(f"Instance '{self.spec.name}' is as it was: {self._update.reason}")
+            raise UpdateFailed(f"Update of '{self.spec.name}' failed and was rolled back: {self._update.reason}")
 
     def _raise_unsaved(self) -> None:
         if self._unsaved is not None:

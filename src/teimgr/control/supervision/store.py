@@ -269,7 +269,7 @@ class WantedState:
     def __init__(self, store: Store, instances: Callable[[], Iterable[InstanceSpec]]) -> None:
         self._store = store
         self._instances = instances
-        # Changes that are written before they are made. Each has one owner, which removes it again:
+        # Intended changes, persisted before they are applied (write-ahead). Each has one owner, which removes it again:
         # by the turns of commands (`Manager`) one plans at a time, and an instance has one update that commits.
         self._creating: dict[str, InstanceSpec] = {}
         self._planned: dict[str, Callable[[InstanceSpec], InstanceSpec | None]] = {}

@@ -97,8 +97,8 @@ class Sessions:
 def is_same_origin(method_reads: bool, headers: Mapping[str, str]) -> bool:
     """Whether a request with a session cookie comes from a page of this very origin, or from the address bar.
 
-    SameSite keeps other sites out, but other ports of this host are the same site. So whatever is not a read needs an
-    `Origin` that is the request's own Host; reads by a script of another origin are not same-origin reads.
+    SameSite keeps other sites out, but other ports of this host are the same site. So writes must carry an `Origin`
+    equal to the Host, and cross-origin reads by scripts are rejected.
     """
     site = headers.get("sec-fetch-site")
     if method_reads:

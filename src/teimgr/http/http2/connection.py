@@ -30,9 +30,8 @@ MAX_TASKS = 8192
 # Bytes that clients may send before they are read.
 _STREAM_WINDOW = 1 << 18
 _CONNECTION_WINDOW = 1 << 20
-# Once streams that are not read hold half of the connection's window, it is opened ahead of their reader, else four of
-# them would block all others of their connection. So many bytes of all connections of the process, and this part of
-# them for one connection.
+# When unread streams hold half of the connection's window, the window grows, so that they cannot block the other
+# streams. A limit for the process, and the largest share of one connection (a quarter).
 _AHEAD = ByteBudget(64 * 2**20)
 _AHEAD_SHARE = 4
 # Control frames (PING, SETTINGS, RST_STREAM, PRIORITY, CONTINUATION, WINDOW_UPDATE beyond what answers explain, empty

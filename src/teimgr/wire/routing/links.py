@@ -41,7 +41,7 @@ _MAX_FAILURES = 3
 _MIN_FAILURE_TIMEOUT_S = 1.0
 _CHECK_TIMEOUT_S = 5.0
 _CHECK_FIRST_PAUSE_S = 0.2
-# Sizes and deadlines of equal calls differ by what a client adds and by how long they took to come.
+# Equal calls vary slightly in size and remaining time: within 10 % they count as equal.
 _ALIKE = 0.9
 # Limit on the wait for a connection and for room in the byte budget, also of calls without a deadline.
 _WAIT_LIMIT_S = 300.0
