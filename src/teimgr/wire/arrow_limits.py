@@ -22,6 +22,10 @@ MAX_COLUMNS = 1024
 MAX_BATCHES = 10_000
 MAX_BUFFERS = 100_000
 
+# Compiled once: some fifty numbers of each table are read.
+_u16, _u32, _i32, _i64 = (struct.Struct(each).unpack_from for each in ("<H", "<I", "<i", "<q"))
+_marker_and_size, _two_longs = struct.Struct("<Ii").unpack_from, struct.Struct("<qq").unpack_from
+
 _CONTINUATION = 0xFFFFFFFF
 _SCHEMA = 1
 _DICTIONARY_BATCH = 2
@@ -129,7 +133,7 @@ def _check_columns(view: memoryview, schema: int) -> None:
         if not at:
             continue
         vector = _follow(view, at)
-        (fields,) = struct.unpack_from("<I", view, vector)
+        (fields,) = _u32(view, vector)
         if (count := count + fields) > MAX_COLUMNS:
             raise TooLarge(f"The Arrow schema has more than {MAX_COLUMNS} columns, their children included")
         waiting += [(_follow(view, vector + 4 + 4 * index), _FIELD_CHILDREN) for index in range(fields)]
@@ -137,14 +141,14 @@ def _check_columns(view: memoryview, schema: int) -> None:
 
 def _long(view: memoryview, table: int, number: int) -> int:
     at = _field(view, table, number)
-    return int(struct.unpack_from("<q", view, at)[0]) if at else 0
+    return int(_i64(view, at)[0]) if at else 0
 
 
 def _messages(view: memoryview) -> Iterator[tuple[int, int, int]]:
     """(start of the metadata, start of the body, size of the body) of every message."""
     offset = 0
     while offset + 8 <= len(view):
-        marker, size = struct.unpack_from("<Ii", view, offset)
+        marker, size = _marker_and_size(view, offset)
         if marker != _CONTINUATION:
             raise ValueError("not an IPC stream (no continuation marker)")
         if size == 0:
@@ -154,7 +158,7 @@ def _messages(view: memoryview) -> Iterator[tuple[int, int, int]]:
         if size < 0 or body > len(view):
             raise ValueError(f"a message claims {size} bytes of metadata, {len(view) - metadata} are there")
         length_at = _field(view, _follow(view, metadata), _MESSAGE_BODY_LENGTH)
-        (length,) = struct.unpack_from("<q", view, length_at) if length_at else (0,)
+        (length,) = _i64(view, length_at) if length_at else (0,)
         if length < 0 or body + length > len(view):
             raise ValueError(f"a message claims a body of {length} bytes, {len(view) - body} are there")
         yield metadata, body, length
@@ -174,7 +178,7 @@ def _has_text(view: memoryview, schema: int) -> bool:
     if not at:
         return False
     vector = _follow(view, at)
-    (count,) = struct.unpack_from("<I", view, vector)
+    (count,) = _u32(view, vector)
     columns = (_follow(view, vector + 4 + 4 * index) for index in range(min(count, _OUTLINE)))
     types_at = [_field(view, column, _FIELD_TYPE) for column in columns]
     return count > _OUTLINE or any(type_at and view[type_at] in _STRINGS for type_at in types_at)
@@ -185,7 +189,7 @@ def _decoded_body(view: memoryview, batch: int, body: int, size: int) -> tuple[i
     vector, count = _buffers(view, batch)
     if not _field(view, batch, _BATCH_COMPRESSION) or count > MAX_BUFFERS:
         return count, size
-    places = (struct.unpack_from("<qq", view, vector + 4 + 16 * index) for index in range(count))
+    places = (_two_longs(view, vector + 4 + 16 * index) for index in range(count))
     return count, sum(_decoded_buffer(view, body, size, offset, length) for offset, length in places)
 
 
@@ -194,7 +198,7 @@ def _decoded_buffer(view: memoryview, body: int, size: int, offset: int, length:
         return 0
     if offset < 0 or length < 8 or offset + length > size:
         raise ValueError("a buffer lies outside its message")
-    (decoded,) = struct.unpack_from("<q", view, body + offset)
+    (decoded,) = _i64(view, body + offset)
     if decoded == _STORED_UNCOMPRESSED:
         return length
     if decoded < 0:
@@ -208,7 +212,7 @@ def _buffers(view: memoryview, batch: int) -> tuple[int, int]:
     if not at:
         return 0, 0
     vector = _follow(view, at)
-    (count,) = struct.unpack_from("<I", view, vector)
+    (count,) = _u32(view, vector)
     if count * 16 > len(view) - vector:
         raise ValueError(f"a batch claims {count} buffers")
     return vector, int(count)
@@ -219,19 +223,19 @@ def _buffers(view: memoryview, batch: int) -> tuple[int, int]:
 
 
 def _follow(view: memoryview, at: int) -> int:
-    (distance,) = struct.unpack_from("<I", view, at)
+    (distance,) = _u32(view, at)
     return at + int(distance)
 
 
 def _field(view: memoryview, table: int, number: int) -> int:
     """The position of a table's field, 0 when it is absent."""
-    (back,) = struct.unpack_from("<i", view, table)
+    (back,) = _i32(view, table)
     vtable = table - back
     if vtable < 0:
         raise ValueError("a table points before the stream")
-    (vtable_size,) = struct.unpack_from("<H", view, vtable)
+    (vtable_size,) = _u16(view, vtable)
     slot = 4 + 2 * number
     if slot + 2 > vtable_size:
         return 0
-    (offset,) = struct.unpack_from("<H", view, vtable + slot)
+    (offset,) = _u16(view, vtable + slot)
     return table + int(offset) if offset else 0
