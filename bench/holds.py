@@ -92,6 +92,7 @@ def _done(case: Case, given: Any) -> None:
 def cases() -> Iterator[Case]:
     """All of them: bodies that are read, replies that are written, what a link does with both."""
     yield from _json_cases()
+    yield from _tei_cases()
     yield from _msgpack_cases()
     yield from _protobuf_cases()
     yield from _control_cases()
@@ -125,6 +126,48 @@ def _json_cases() -> Iterator[Case]:
     yield Case("JSON, documents", _REST, _documents, _rerank)
     yield Case("JSON, one document", _REST, _document, _rerank)
     yield Case("finding the model behind many keys", _REST, _many_keys, _model)
+
+
+def _tei_cases() -> Iterator[Case]:
+    """Bodies that TEI's own parser decides about, or that only look so."""
+    escaped, few = b'{"inputs":"\\u005f",', _MIB
+    spaces = lambda size: escaped + b" " * size + b'"truncate":true}'  # noqa: E731
+    yield Case("TEI's parser, spaces beside an escape", _REST, spaces, _embed_of_tei)
+    ids = lambda size: b'{"input":[' + b"100000," * (size // 7) + b'1],"user":"\\u005f"}'  # noqa: E731
+    yield Case("TEI's parser, ids beside an escape", 6 * _MIB, ids, _tei)
+    zero = lambda size: b'{"inputs":"a -0 ","truncate":true,' + b" " * size + b'"x":1}'  # noqa: E731
+    yield Case("TEI's parser, spaces beside a zero", _REST, zero, _embed_of_tei)
+    twice = lambda size: b'{"inputs":"a","inputs":"' + b"a" * (size // 4) + b'"}'  # noqa: E731
+    yield Case("TEI's parser, a long text twice", _REST, twice, _embed_of_tei)
+    for name, text in (("words", b"rain on "), ("emoji", b"\xf0\x9f\x98\x80"), ("escapes", b"\\u00e9")):
+        each = b'"' + text * (8 * _MIB // len(text) - 1) + b'"'
+        many = of(_texts_and_a_number, each)
+        yield Case(f"TEI's parser, long texts and a number: {name}", _REST, many, _embed_of_tei)
+        for place, before in (("of a wrong type", b'"truncate":'), ("of another field", b'"x":')):
+            body = b'{"inputs":"a",' + before + each + b',"truncate":1}'
+            yield Case(f"TEI's parser, a long text {place}: {name}", 8 * _MIB, lambda _, body=body: body, _embed_of_tei)
+    for name, start in (("digits", b""), ("a fraction", b"0."), ("an exponent", b"1e")):
+        for place, before in (("", b'"inputs":'), (" of another field", b'"inputs":"a","x":')):
+            head = b"{" + before + start
+            number = lambda size, head=head: head + b"9" * size + b"}"  # noqa: E731
+            yield Case(f"TEI's parser, a number{place}: {name}", _REST // 2, number, _embed_of_tei)
+    yield Case("TEI's parser, many keys", _REST, lambda size: _many_keys(size)[:-1] + b',"inputs":1}', _embed_of_tei)
+    deep = lambda size: b'{"instances":[' + b"[[0]]," * 20_000 + b'{"inputs":"a"}]}'  # noqa: E731
+    yield Case("TEI's parser, lists of Vertex", few, deep, of(_read_tei, tei.TeiVertexRequest))
+    many = lambda size: b'{"instances":[' + b"1," * 990_000 + b'"' + b"[" * 200 + b'"]}'  # noqa: E731
+    yield Case("TEI's parser, numbers of Vertex", 2 * _MIB, many, of(_read_tei, tei.TeiVertexRequest))
+
+
+def _texts_and_a_number(each: bytes, size: int) -> bytes:
+    return b'{"inputs":[' + b",".join([each] * (size // len(each))) + b",1]}"
+
+
+def _read_tei(kind: type[http.Body], body: bytes) -> object:
+    return http.parse(kind, body, tei.TEI_BODY)
+
+
+def _embed_of_tei(body: bytes) -> object:
+    return _read_tei(tei.TeiEmbedRequest, body)
 
 
 def _text_body(name: str, size: int) -> bytes:

@@ -154,7 +154,8 @@ class BodyFormat(NamedTuple):
 
     `decode_large` is for bodies that are decoded on a thread: `decode` holds the GIL until it is done.
     `reparse` reads a body as the dialect's own parser does, if that differs from `parse`: it is called with the request
-    class for bodies that `parse` refuses and for those that `is_ambiguous`. It is slow, and raises BadRequest.
+    class for bodies that `parse` refuses, with None, and for those that `is_ambiguous`, with what `parse` found. It is
+    slow, and raises BadRequest.
     """
 
     decode: Callable[[Buffer], Any] = orjson.loads
@@ -162,7 +163,7 @@ class BodyFormat(NamedTuple):
     accepts: Callable[[str], bool] = is_json
     undecodable: str = "The body is no JSON: {}"
     is_ambiguous: Callable[[type[Body], Buffer], bool] | None = None
-    reparse: Callable[[type[Any], Buffer], Any] | None = None
+    reparse: Callable[[type[Any], Buffer, Any], Any] | None = None
 
 
 def _is_json_or_unnamed(content_type: str) -> bool:
@@ -186,8 +187,8 @@ def parse(kind: type[BodyT], body: Buffer, body_format: BodyFormat = JSON_BODY) 
         BadRequest: it cannot be decoded, or is not a `kind`; with the field at fault.
         InvalidInput: a large body has more lists and objects than any client sends.
     """
-    found = _parse_quickly(kind, body, body_format)
-    return _reparse(kind, body, body_format) if found is None else found
+    found, is_sure = _parse_quickly(kind, body, body_format)
+    return found if is_sure and found is not None else _reparse(kind, body, body_format, found)
 
 
 def decoded(kind: type[BodyT], body: Buffer, body_format: BodyFormat) -> BodyT:
@@ -203,21 +204,21 @@ def decoded(kind: type[BodyT], body: Buffer, body_format: BodyFormat) -> BodyT:
         raise _refusal(error) from error
 
 
-def _parse_quickly(kind: type[BodyT], body: Buffer, body_format: BodyFormat) -> BodyT | None:
-    """The body by `parse`; None if the format has its own parser that has to decide about it."""
+def _parse_quickly(kind: type[BodyT], body: Buffer, body_format: BodyFormat) -> tuple[BodyT | None, bool]:
+    """The body by `parse`, and whether that is sure: else the format has a parser of its own that decides about it."""
     if body_format.reparse is None:
-        return decoded(kind, body, body_format)
+        return decoded(kind, body, body_format), True
     try:
         found = decoded(kind, body, body_format)
     except BadRequest:
-        return None
+        return None, False
     is_ambiguous = body_format.is_ambiguous
-    return None if is_ambiguous is not None and is_ambiguous(kind, body) else found
+    return found, is_ambiguous is None or not is_ambiguous(kind, body)
 
 
-def _reparse(kind: type[BodyT], body: Buffer, body_format: BodyFormat) -> BodyT:
+def _reparse(kind: type[BodyT], body: Buffer, body_format: BodyFormat, quick: BodyT | None) -> BodyT:
     assert body_format.reparse is not None
-    found: BodyT = body_format.reparse(kind, body)
+    found: BodyT = body_format.reparse(kind, body, quick)
     return found
 
 
@@ -416,13 +417,14 @@ class HttpInference:
         size, off_loop = len(request.body), self.dispatcher.off_loop
         if size > _LARGE_BODY_BYTES:
             return await off_loop(parse, kind, request.body, body_format)
-        if (body := _parse_quickly(kind, request.body, body_format)) is not None:
-            return body
+        quick, is_sure = _parse_quickly(kind, request.body, body_format)
+        if is_sure and quick is not None:
+            return quick
         reparsed: BodyT
         if size > _REPARSED_BYTES:
-            reparsed = await off_loop(_reparse, kind, request.body, body_format)
+            reparsed = await off_loop(_reparse, kind, request.body, body_format, quick)
         else:
-            reparsed = _reparse(kind, request.body, body_format)
+            reparsed = _reparse(kind, request.body, body_format, quick)
         return reparsed
 
     def inputs(self, given: str | Sequence[Any], limit: int = MAX_INPUTS) -> list[EngineInput]:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from random import Random
 
+import orjson
 import pytest
 
+from teimgr.errors import InvalidInput
+from teimgr.wire import json_scan
 from teimgr.worker import http_inference
-from teimgr.worker.dialects import tei, tei_types
+from teimgr.worker.dialects import serde_json, tei, tei_types
 from teimgr.worker.dialects.serde_json import Fault
 from teimgr.worker.dialects.serde_types import Optional, Struct, read_body
+from teimgr.worker.dialects.tei_ambiguity import is_ambiguous
 from teimgr.worker.http_inference import Body
 
 PAIRS = [
@@ -83,12 +88,12 @@ def test_what_is_decoded_quickly_is_what_the_real_parser_takes() -> None:
     for _ in range(3000):
         kind, struct = random.choice(PAIRS)
         body = odd_body(random, struct)
-        quick = http_inference._parse_quickly(kind, body, tei.TEI_BODY)
+        quick, is_sure = http_inference._parse_quickly(kind, body, tei.TEI_BODY)
         try:
             real = kind.model_validate(read_body(struct, body))
         except Fault:
             real = None
-        if quick is not None:
+        if is_sure:
             accepted += 1
             assert quick == real, body
     assert accepted > 200
@@ -145,3 +150,46 @@ def test_a_field_of_ours_has_no_faults_that_tei_does_not_find(value: str) -> Non
     body = f'{{"inputs":"a","aggregation_strategy":{value}}}'.encode()
     found = http_inference.parse(tei.TeiPredictRequest, body, tei.TEI_BODY)
     assert found.aggregation_strategy not in (None, "none", "simple")
+
+
+KEY_OR_ZERO = re.compile(rb'("(?:[^"\\]|\\.)*")[ \t\r\n]*(:)?|(?<![eE])-0(?![.eE\d])', re.DOTALL)
+
+
+def is_ambiguous_at_once(fields: frozenset[bytes], body: bytes) -> bool:
+    found = [match.groups() for match in KEY_OR_ZERO.finditer(body)]
+    keys = [b'"%b"' % str(orjson.loads(name)).encode() for name, colon in found if name and colon]
+    return any(name is None for name, _ in found) or any(keys.count(name) > 1 for name in fields)
+
+
+@pytest.mark.parametrize("window", [5, 40])
+def test_windows_find_what_one_search_of_the_body_finds(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A body is passed over in windows: no edge of one hides a key, an escape, a zero or a fault."""
+    random = Random(11)
+    bodies = [(kind, struct, odd_body(random, struct)) for kind, struct in PAIRS for _ in range(100)]
+    at_once = [_outcome(struct, body) for _, struct, body in bodies]
+    monkeypatch.setattr(json_scan, "WINDOW_BYTES", window)
+    monkeypatch.setattr(serde_json, "WINDOW_BYTES", window)
+    valid = 0
+    for (kind, struct, body), expected in zip(bodies, at_once, strict=True):
+        assert window < 40 or _outcome(struct, body) == expected  # a number has as many digits as a window at most
+        with suppress(orjson.JSONDecodeError):
+            orjson.loads(body)
+            fields = tei._quoted_fields(kind)
+            assert is_ambiguous(fields, body) == is_ambiguous_at_once(fields, body), body
+            valid += 1
+    assert valid > 100
+
+
+def _outcome(struct: Struct, body: bytes) -> object:
+    try:
+        return read_body(struct, body)
+    except Fault as fault:
+        return fault.sentence(body)
+
+
+@pytest.mark.parametrize("value", ["9", "0.0", "1e0"])
+def test_a_number_of_more_digits_than_a_window_is_refused(value: str) -> None:
+    value += value[-1] * 140_000
+    for body in (f'{{"inputs":"a","other":{value}}}', f'{{"inputs":{value}}}'):
+        with pytest.raises(InvalidInput, match="a number of more than 65536 digits"):
+            http_inference.parse(tei.TeiEmbedRequest, body.encode(), tei.TEI_BODY)

@@ -9,10 +9,15 @@ from __future__ import annotations
 
 import math
 import re
-import unicodedata
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
+
+import orjson
+
+from teimgr.errors import InvalidInput
+from teimgr.wire.json_scan import MAX_TEXT_BYTES, WINDOW_BYTES, too_long_text
+from teimgr.worker.dialects.serde_text import shown
 
 Path = tuple[str | int, ...]
 _UNKNOWN = "?"  # the segment of a key that was not read
@@ -24,7 +29,11 @@ _MAX_DIGITS = 21  # of an integer of 64 bits, with its sign
 _MAX_EXPONENT = 2**31 - 1
 
 _SPACE = re.compile(rb"[ \n\t\r]*+")
-_PLAIN = re.compile(rb'[^"\\\x00-\x1f]*+')
+# What a string has without a fault; of a string that is skipped, half a pair of surrogates too.
+_ESCAPE = rb'\\["\\/bfnrt]|\\u(?![dD][89a-fA-F])[0-9a-fA-F]{4}'
+_PAIR = rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+_RIGHT = re.compile(rb'(?:[^"\\\x00-\x1f]++|' + _ESCAPE + rb"|" + _PAIR + rb")*+")
+_SKIPPED = re.compile(rb'(?:[^"\\\x00-\x1f]++|' + _ESCAPE + rb"|\\u[0-9a-fA-F]{4})*+")
 _DIGITS = re.compile(rb"[0-9]*+")
 _HEX = re.compile(rb"[0-9a-fA-F]{4}")
 _ESCAPES = {ord(key): value for key, value in zip('"\\/bfnrt', b'"\\/\b\f\n\r\t', strict=True)}
@@ -96,10 +105,19 @@ class Reader:
 
     def after_space(self) -> int:
         """The next byte behind white space, -1 at the end."""
-        match = _SPACE.match(self.body, self.at)
-        assert match is not None
-        self.at = match.end()
+        self._pass(_SPACE)
         return self.peek()
+
+    def _pass(self, run: re.Pattern[bytes], limit: int | None = None) -> None:
+        """Pass over the bytes of a run, or over `limit` of them and some more, in calls of a tenth of a millisecond."""
+        start = self.at
+        while limit is None or self.at - start <= limit:
+            window = self.at + WINDOW_BYTES
+            match = run.match(self.body, self.at, window)
+            assert match is not None
+            self.at = match.end()
+            if self.at < window:
+                return
 
     def value_start(self) -> int:
         first = self.after_space()
@@ -200,46 +218,57 @@ class Reader:
         return value
 
     def string(self) -> str:
-        """The string whose quotation mark is next."""
-        self.at += 1
-        parts: list[bytes] = []
-        while True:
-            plain = _PLAIN.match(self.body, self.at)
-            assert plain is not None
-            parts.append(plain.group())
-            self.at = plain.end()
-            special = self.peek()
-            if special < 0:
-                raise self.fault(_EOF_STRING)
-            self.at += 1
-            if special == ord('"'):
-                break
-            if special != ord("\\"):
-                raise self.fault(_CONTROL)
-            parts.append(self._escape())
-        try:
-            return b"".join(parts).decode()
-        except UnicodeDecodeError:
-            raise self.fault("invalid unicode code point") from None
+        """The string whose quotation mark is next.
 
-    def _escape(self) -> bytes:
+        Raises:
+            InvalidInput: it has more than `MAX_TEXT_BYTES`.
+        """
+        self.at += 1
+        start, is_unicode = self.at, True
+        pieces: list[str] = []
+        while (end := self._end_of_right_part()) > self.at:
+            if end - start > MAX_TEXT_BYTES:
+                raise too_long_text()
+            try:
+                pieces.append(orjson.loads(b'"%b"' % self.body[self.at : end]))
+            except orjson.JSONDecodeError:
+                is_unicode = False  # a fault of syntax in the rest of the string comes first
+            self.at = end
+        special = self.peek()
+        if special < 0:
+            raise self.fault(_EOF_STRING)
+        self.at += 1
+        if special == ord("\\"):
+            raise self._fault_of_escape()
+        if special != ord('"'):
+            raise self.fault(_CONTROL)
+        if not is_unicode:
+            raise self.fault("invalid unicode code point")
+        return pieces[0] if len(pieces) == 1 else "".join(pieces)
+
+    def _end_of_right_part(self) -> int:
+        """Where a part of a string without faults ends, which a window holds: it cuts no escape and no character."""
+        window = self.at + WINDOW_BYTES
+        match = _RIGHT.match(self.body, self.at, window)
+        assert match is not None
+        end = match.end()
+        if end < window or end >= len(self.body):
+            return end
+        whole = next((at for at in range(end, end - 4, -1) if not 0x80 <= self.body[at] < 0xC0), end)
+        return whole if whole > self.at else end
+
+    def _fault_of_escape(self) -> Fault:
+        """The fault of an escape, whose backslash has been read."""
         letter = self._next_of_string()
-        if letter in _ESCAPES:
-            return bytes((_ESCAPES[letter],))
         if letter != ord("u"):
-            raise self.fault("invalid escape")
-        code = self._hex()
-        if 0xDC00 <= code <= 0xDFFF:
-            raise self.fault("lone leading surrogate in hex escape")
-        if not 0xD800 <= code <= 0xDBFF:
-            return chr(code).encode()
+            return self.fault("invalid escape")
+        if 0xDC00 <= self._hex() <= 0xDFFF:
+            return self.fault("lone leading surrogate in hex escape")
         for expected in b"\\u":
             if self._next_of_string() != expected:
-                raise self.fault("unexpected end of hex escape")
-        second = self._hex()
-        if not 0xDC00 <= second <= 0xDFFF:
-            raise self.fault("lone leading surrogate in hex escape")
-        return chr(0x10000 + ((code - 0xD800) << 10) + second - 0xDC00).encode()
+                return self.fault("unexpected end of hex escape")
+        self._hex()
+        return self.fault("lone leading surrogate in hex escape")
 
     def _next_of_string(self) -> int:
         found = self.peek()
@@ -317,10 +346,11 @@ class Reader:
                     raise self.fault("number out of range")
 
     def _digits(self) -> int:
-        match = _DIGITS.match(self.body, self.at)
-        assert match is not None
-        self.at = match.end()
-        return len(match.group())
+        start = self.at
+        self._pass(_DIGITS, WINDOW_BYTES)
+        if self.at - start > WINDOW_BYTES:
+            raise InvalidInput(f"The body has a number of more than {WINDOW_BYTES} digits")
+        return self.at - start
 
     def wrong_type(self, expected: str) -> Fault:
         """The fault of the next value, which was to be another one; its own fault syntax comes first."""
@@ -442,9 +472,7 @@ class Reader:
     def _skip_string(self) -> None:
         self.at += 1
         while True:
-            plain = _PLAIN.match(self.body, self.at)
-            assert plain is not None
-            self.at = plain.end()
+            self._pass(_SKIPPED)
             special = self.peek()
             if special < 0:
                 raise self.fault(_EOF_STRING)
@@ -458,45 +486,3 @@ class Reader:
                 self._hex()
             elif letter not in _ESCAPES:
                 raise self.fault("invalid escape")
-
-
-def shown(value: Any) -> str:
-    """A value as serde_json's faults show it: `integer `1``, `string "a"`, `map`."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return f"boolean `{str(value).lower()}`"
-    if isinstance(value, str):
-        return f"string {_quoted(value)}"
-    if isinstance(value, int):
-        return f"integer `{value}`"
-    if isinstance(value, float):
-        return f"floating point `{_float(value)}`"
-    return "sequence" if isinstance(value, list) else "map"
-
-
-def _float(value: float) -> str:
-    """The form that ryu prints: without a plus or leading zeros in the exponent, which begins at 1e16 and at 1e-6."""
-    text = repr(value)
-    mantissa, _, exponent = text.partition("e")
-    if not exponent:
-        return text
-    if exponent == "-05":
-        digits = mantissa.replace(".", "").lstrip("-")
-        return f"{'-' if value < 0 else ''}0.0000{digits}"
-    return f"{mantissa}e{int(exponent)}"
-
-
-_NAMED_ESCAPES = {"\0": "\\0", "\t": "\\t", "\n": "\\n", "\r": "\\r", '"': '\\"', "\\": "\\\\"}
-
-
-def _quoted(text: str) -> str:
-    """A string as Rust's `{:?}` writes it."""
-    return '"' + "".join(_shown_char(char, not place) for place, char in enumerate(text)) + '"'
-
-
-def _shown_char(char: str, is_first: bool) -> str:
-    if char in _NAMED_ESCAPES:
-        return _NAMED_ESCAPES[char]
-    extends = is_first and unicodedata.category(char) in ("Mn", "Me")
-    return char if char.isprintable() and not extends else f"\\u{{{ord(char):x}}}"

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple, Protocol
 
 import orjson
 
-from teimgr.worker.dialects.serde_json import EOF_OBJECT, Fault, Path, Reader, is_digit, shown
+from teimgr.worker.dialects.serde_json import EOF_OBJECT, Fault, Path, Reader, is_digit
+from teimgr.worker.dialects.serde_text import shown
 
 
 class Type(Protocol):

@@ -391,16 +391,16 @@ def _fields_within(kind: Type) -> Iterator[str]:
             yield from _fields_within(one.type)
 
 
-def _reparse(kind: type[http.BodyT], body: Buffer) -> http.BodyT:
+def _reparse(kind: type[http.BodyT], body: Buffer, quick: http.BodyT | None) -> http.BodyT:
     """The body as TEI's parser reads it; raises BadRequest in its words.
 
-    That takes up to a microsecond a byte, so one that only looked ambiguous is read as all others.
+    That takes up to a microsecond a byte, so for one that only looked ambiguous what was found quickly counts.
     """
     found = bytes(body)
-    with suppress(http.BadRequest):
-        quick = http.decoded(kind, body, TEI_BODY)
-        if not is_ambiguous(_quoted_fields(kind), found) and not (kind is TeiVertexRequest and may_be_deep(found)):
-            return quick
+    if quick is not None and not (
+        is_ambiguous(_quoted_fields(kind), found) or (kind is TeiVertexRequest and may_be_deep(found))
+    ):
+        return quick
     try:
         return kind.model_validate(read_body(_TYPES[kind], found))
     except Fault as fault:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from teimgr.worker.dialects.serde_json import Fault, Path, Reader, shown
+from teimgr.worker.dialects.serde_json import Fault, Path, Reader
+from teimgr.worker.dialects.serde_text import shown
 from teimgr.worker.dialects.serde_types import (
     AnyValue,
     Bool,
