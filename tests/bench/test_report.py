@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ from bench import absent_peers, compared, html, latency, provenance, targets
 from bench.query_targets import every_50_ms, front, one_query, times_as_fast
 from bench.reasons import reason
 from bench.verdicts import NOT_MEASURED, Form, Line, Value
+
+ROOT = Path(__file__).parents[2]
 
 _OPENVINO, _LATENCY = "OpenVINO, bfloat16", "OpenVINO, bfloat16, latency hint"
 
@@ -255,3 +258,11 @@ def test_every_missed_target_of_the_committed_results_has_a_reason() -> None:
 
     assert any(line.verdict == "met" for line in lines)
     assert [line.figure for line in missed if not reason(line.why, documents)] == []
+
+
+def test_results_are_the_newest_of_each_scenario_or_linked_from_a_document() -> None:
+    runs = sorted(path.stem for path in (ROOT / "bench" / "results").glob("*-20*.json"))
+    newest = {run[: -len("-2026-11-25")]: run for run in runs}  # later runs replace earlier ones
+    texts = "".join(path.read_text() for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+    assert newest, "bench/results has no runs"
+    assert [run for run in runs if run not in newest.values() and run not in texts] == []
