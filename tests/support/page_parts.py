@@ -11,18 +11,18 @@ from teimgr.api.page.page import Page
 from teimgr.api.rest.probes import Scraper
 from teimgr.config.settings import Settings
 from teimgr.control.events.fleet_events import EventLog
-from teimgr.control.placement.planner import GpuInventory, Inventory
+from teimgr.control.placement.planner import Gpu, GpuInventory, Inventory
 from teimgr.wire.routing.router import Directory
 
 
-def parts(settings: Settings) -> Callable[[Fleet], dict[str, Any]]:
+def parts(settings: Settings, cards: tuple[Gpu, ...] = ()) -> Callable[[Fleet], dict[str, Any]]:
     """What `create_app` takes beside the fleet: the page and an event log."""
 
     def make(fleet: Fleet) -> dict[str, Any]:
         events = EventLog()
         events.note([])
         fleet.on_views_changed = events.note
-        gpus = GpuInventory({}, lambda: Inventory(reason="none in this test"))
+        gpus = GpuInventory({}, lambda: Inventory(cards, reason="none in this test"))
         page = Page(settings, fleet, Scraper(Directory()), gpus)  # type: ignore[arg-type]
         return {"page": page.routes(), "event_log": events}
 

@@ -14,6 +14,7 @@ from tests.support.page_parts import parts
 from tests.support.rest_listener import Front, listening
 
 from teimgr.config.settings import Settings
+from teimgr.control.placement.planner import Gpu
 
 Serving = Callable[..., AbstractAsyncContextManager[Front]]
 
@@ -21,11 +22,11 @@ Serving = Callable[..., AbstractAsyncContextManager[Front]]
 @pytest.fixture
 def serving(tmp_path: Path) -> Serving:
     @asynccontextmanager
-    async def serve(**more: Any) -> AsyncIterator[Front]:
+    async def serve(cards: tuple[Gpu, ...] = (), **more: Any) -> AsyncIterator[Front]:
         settings = replace(Settings(state_file=tmp_path / "state.toml"), **more)
         jar = aiohttp.CookieJar(unsafe=True)  # cookies of an address
         async with (
-            listening(settings, parts=parts(settings)) as front,
+            listening(settings, parts=parts(settings, cards)) as front,
             aiohttp.ClientSession(front.url, cookie_jar=jar) as front.http,
         ):
             yield front

@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+from teimgr.api.page import views
 from teimgr.api.page.figures import FINE_POINTS, Figures, Point, Ring, Sampler, percentile
 from teimgr.api.rest.probes import WorkerStats
 from teimgr.control.placement.planner import GpuInventory, Inventory
@@ -127,3 +128,8 @@ async def test_a_worker_of_an_earlier_version_has_no_latencies() -> None:
     assert now is not None
     assert now.tokens > 0
     assert math.isnan(now.p99)
+
+
+def test_rows_without_a_figure_of_memory_come_last() -> None:
+    rows = [{"name": "loads", "memory": None}, {"name": "small", "memory": 1}, {"name": "large", "memory": 2}]
+    assert [row["name"] for row in views.largest_first(rows)] == ["large", "small", "loads"]

@@ -19,8 +19,10 @@ from tests.support.rest_listener import Front, listening
 
 from teimgr.config.auth import Auth, Mtls, policy_of
 from teimgr.config.settings import Settings
-from teimgr.spec import InstanceSpec
+from teimgr.control.placement.planner import Gpu
+from teimgr.spec import InstanceSpec, State, UpdateView, WorkerView
 
+CARD = Gpu(index=0, uuid="GPU-a", memory_free_bytes=0, name="a card")
 VIEWS = ("/", "/ui/fleet", "/ui/create", "/ui/models", "/ui/devices", "/ui/alarms", "/ui/playground")
 HTML = {"Accept": "text/html,*/*"}
 
@@ -71,6 +73,18 @@ async def test_every_view_is_whole_and_asks_no_other_host(serving: Serving) -> N
                 async with front.http.get(asset) as reply:
                     assert reply.status == 200, asset
                     assert "immutable" in reply.headers["Cache-Control"]
+
+
+@pytest.mark.parametrize("update", [None, UpdateView(state="rolling"), UpdateView(state="failed", reason="no memory")])
+async def test_every_view_is_drawn_in_every_state_without_figures(serving: Serving, update: UpdateView | None) -> None:
+    async with serving(cards=(CARD, replace(CARD, index=1, uuid="GPU-b"))) as front:
+        for state in State:
+            for number, card in enumerate((CARD.uuid, CARD.uuid, None, None)):  # two on each
+                worker = WorkerView(replica=0, role="serving", state=state, pid=4242, gpu=card, gpu_id=card and 0)
+                view = await front.fleet.create(InstanceSpec(name=f"{state.value}-{number}", model_id="org/model"))
+                front.fleet.put(replace(view, state=state, reason="no reason", workers=(worker,), update=update))
+        for path in (*VIEWS, *(f"/ui/instances/{state.value}-0" for state in State)):
+            assert (await text_of(front, path)).rstrip().endswith("</html>"), path
 
 
 async def test_the_fleet_shows_states_reasons_and_alarms(serving: Serving) -> None:

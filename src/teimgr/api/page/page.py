@@ -167,8 +167,8 @@ class Page:
             if not cards and view.pid is not None:
                 on_cpu.append(row | {"threads": view.threads})
         total, used = host_memory()
-        host = {"cores": usable_cores(), "total": total, "used": used, "rows": on_cpu}
-        cards_shown = [(gpu, [*on_card[gpu.uuid].values()]) for gpu in inventory.gpus]
+        host = {"cores": usable_cores(), "total": total, "used": used, "rows": views.largest_first(on_cpu)}
+        cards_shown = [(gpu, views.largest_first(on_card[gpu.uuid].values())) for gpu in inventory.gpus]
         return self._html(
             request, "devices.html", view="devices", cards=cards_shown, reason=inventory.reason, host=host
         )

@@ -56,6 +56,11 @@ def _row(view: InstanceView, figures: Figures, cards: dict[str, Gpu], host_bytes
     }
 
 
+def largest_first(rows: Iterable[Values]) -> list[Values]:
+    """The rows by their memory; those whose memory is not known yet, such as of workers that load, come last."""
+    return sorted(rows, key=lambda row: row["memory"] or 0, reverse=True)
+
+
 def _spark(figures: Figures) -> list[float]:
     """Tokens per second of the last minute, or of the last minutes where no page was open."""
     fine = figures.fine.last(SPARK_POINTS, "tokens")
