@@ -50,8 +50,9 @@ class Scale(torch.nn.Module):
         return features
 
     @staticmethod
-    def load(input_path, **kwargs):
-        return Scale(json.loads((Path(input_path) / "config.json").read_text())["factor"])
+    def load(model_name_or_path, **kwargs):
+        folder = Path(model_name_or_path) / kwargs["subfolder"]
+        return Scale(json.loads((folder / "config.json").read_text())["factor"])
 """
 TEXTS = ["fog", "Rain fell on the harbour all night."]
 
@@ -111,6 +112,17 @@ def test_trusted_code_runs_and_gives_what_it_computes(
     np.testing.assert_allclose(vectors, expected, atol=1e-5)
     assert code == [f"{coded}: own.py", f"{CODE}@{SHA}: own_code.py"]
     assert hub.asked == ["own_code.py"]
+
+
+def test_a_trial_compares_with_the_code_at_the_same_revision(daemon: DaemonProcess, coded: Path) -> None:
+    """The cache has this commit of the code and no other, by no name: without the revision no library finds it."""
+    with daemon.client() as client:
+        client.add_model(str(coded))
+        found = client.try_model(str(coded), device="cpu", dtype="float32", trust_remote_code=True, code_revision=SHA)
+    assert found["status"] == "verified", found
+    measured = found["verification"]
+    assert measured["compared_with"].startswith("sentence-transformers"), measured
+    assert measured["min_cosine"] >= 0.99999
 
 
 def test_without_trust_it_is_refused_by_name(daemon: DaemonProcess, coded: Path) -> None:

@@ -40,13 +40,16 @@ def pull(
     model: HubModel,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit.")] = None,
     update: Annotated[bool, typer.Option("--update", help="Look for a newer commit on the hub.")] = False,
+    code_revision: Annotated[
+        str | None, typer.Option(help="Branch, tag or commit of other repositories whose code it names.")
+    ] = None,
 ) -> None:
     """Download a model.
 
     Prints its directory. A download that is interrupted here goes on in the daemon.
     """
     rest = server.connection.rest_client(_DOWNLOAD_S)
-    events = rest.download_model(model, revision=revision, update=update)
+    events = rest.download_model(model, revision=revision, update=update, code_revision=code_revision)
     if sys.stderr.isatty():
         events = _with_bar(events, model)
     for event in events:

@@ -257,18 +257,20 @@ class ModelCalls(RestCalls):
         return model
 
     async def download_model(
-        self, model_id: str, *, revision: str | None = None, update: bool = False
+        self, model_id: str, *, revision: str | None = None, update: bool = False, code_revision: str | None = None
     ) -> AsyncIterator[ServerSentEvent]:
         """Download a model from the hub: events `progress` (a `DownloadProgress`), then one `done` (the model).
 
-        With `update` a newer commit of a model that is present is looked for. The download goes on when the
-        iterator is closed.
+        With `update` a newer commit of a model that is present is looked for. `code_revision` is of the code in other
+        repositories that the model names, which a daemon with `allow_remote_code` fetches with it. The download goes on
+        when the iterator is closed.
 
         Raises:
             TeimgrError: the download failed.
             Unavailable: the daemon ended the stream before the download was done.
         """
-        body = {key: value for key, value in (("revision", revision), ("update", update)) if value}
+        given = {"revision": revision, "update": update, "code_revision": code_revision}
+        body = {key: value for key, value in given.items() if value}
         async with aclosing(self._http.events("POST", _model_path(model_id, "/download"), body=body)) as events:
             async for event in events:
                 if event.event == "failed":

@@ -34,6 +34,15 @@ _POOLED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+class _Kept(dict[str, Any]):
+    """Options whose code_revision stays: sentence-transformers takes it out for the class of a module, and would read
+    the model's own class at another revision behind that.
+    """
+
+    def pop(self, key: str, *default: Any) -> Any:
+        return self.get(key, *default) if key == "code_revision" else super().pop(key, *default)
+
+
 class NoReferenceError(Exception):
     """Neither library computes what this model is served as; the text is the reason."""
 
@@ -93,11 +102,14 @@ def _by_modules(layout: Layout) -> LibraryReference:
             "pip install sentence-transformers"
         ) from None
     place = str(layout.root)
+    safe = {"use_safetensors": True} if layout.safetensors_only else {}
     options: dict[str, Any] = {
         "device": "cpu",
         "trust_remote_code": layout.trust_remote_code,
         "local_files_only": True,
-        "model_kwargs": {"dtype": torch.float32} | ({"use_safetensors": True} if layout.safetensors_only else {}),
+        "model_kwargs": _Kept({"dtype": torch.float32} | safe | _code(layout)),
+        "config_kwargs": _code(layout),
+        "processor_kwargs": _code(layout),
     }
     match layout.kind:
         case Kind.EMBEDDING:
@@ -135,6 +147,11 @@ def _by_modules(layout: Layout) -> LibraryReference:
             return _bare(layout)
 
 
+def _code(layout: Layout) -> dict[str, Any]:
+    """Where the code of other repositories is read, if the instance says so."""
+    return {} if layout.code_revision is None else {"code_revision": layout.code_revision}
+
+
 def _bare(layout: Layout) -> LibraryReference:
     """A model without modules.json, by the class of transformers that its kind needs."""
     import transformers
@@ -151,7 +168,7 @@ def _bare(layout: Layout) -> LibraryReference:
     if layout.backbone not in names or read is None:
         raise NoReferenceError("transformers does not define what it computes")
     output, shape = read
-    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": layout.trust_remote_code}
+    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": layout.trust_remote_code} | _code(layout)
     tokenizer = transformers.AutoTokenizer.from_pretrained(layout.transformer_dir, **options)
     safe = True if layout.safetensors_only else None
     kind = getattr(transformers, names[layout.backbone])

@@ -344,14 +344,34 @@ async def test_a_hub_reaches_no_file_outside_of_the_cache_and_sends_no_more_than
     assert mine.read_text() == "kept"
 
 
-def test_the_code_of_other_repositories_comes_with_a_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("revision", "missing"), [(None, ""), ("v9", "has no revision 'v9'")])
+def test_the_code_of_other_repositories_comes_with_a_model_at_its_revision(
+    tmp_path: Path, revision: str | None, missing: str
+) -> None:
     config = {"model_type": "own", "auto_map": {"AutoModel": f"{MODEL}--modeling.OwnModel"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    code = "from teimgr.control.registry.fetcher import fetch_code; fetch_code(pathlib.Path(sys.argv[1]))"
+    fetch = f"fetch_code(pathlib.Path(sys.argv[1]), {revision!r})"
+    code = f"from teimgr.control.registry.fetcher import fetch_code; {fetch}"
     script = f"import sys, pathlib; {code}"
     own = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
     with Hub(MODEL, {"modeling.py": b"code = 1", "model.safetensors": b"w"}) as hub:
         environ = own | {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")}
-        subprocess.run([sys.executable, "-c", script, str(tmp_path)], env=environ, check=True, timeout=LIMIT_S)
+        command = [sys.executable, "-c", script, str(tmp_path)]
+        done = subprocess.run(command, env=environ, timeout=LIMIT_S, capture_output=True, text=True)
 
-    assert hub.asked == ["modeling.py"]
+    assert missing in done.stderr
+    assert hub.asked == ([] if missing else ["modeling.py"])
+
+
+@pytest.mark.parametrize(
+    ("model_id", "revision", "message"),
+    [
+        (MODEL, "a..b", "code_revision: "),
+        (MODEL, "v1", "code_revision: code of models is off; allow_remote_code = true"),
+    ],
+)
+async def test_code_at_a_revision_is_not_fetched_where_code_is_off(
+    make: Make, model_id: str, revision: str, message: str
+) -> None:
+    with Hub(MODEL, FILES) as hub, pytest.raises(ValidationError, match=message):
+        await make(hub).download(model_id, code_revision=revision)

@@ -59,6 +59,7 @@ class DownloadModel(Strict):
 
     revision: Revision | None = None
     update: bool = Field(False, description="look on the hub also where the model is here: the branch may have moved")
+    code_revision: Revision | None = Field(None, description="of other repositories whose code the model names")
 
 
 class LoadModel(Strict):
@@ -203,7 +204,7 @@ async def download_model(request: Request, model_id: ModelIdModels, models: Regi
     A complete model is answered at once. A broken download is resumed; it continues when the client disconnects.
     """
     body = await _read_optional(request, DownloadModel)
-    task = await models.download(model_id, body.revision, update=body.update)
+    task = await models.download(model_id, body.revision, update=body.update, code_revision=body.code_revision)
     if wants_events(request):
         return event_stream(_events_of(models, model_id, task))
     return await _answer_to(models, model_id, task, wait)

@@ -50,11 +50,12 @@ _HTTP_FILE_LIMIT_BYTES = 50 * 10**9
 
 @dataclass(frozen=True, slots=True)
 class FetchRequest:
-    """The model to fetch; `with_code`: the code of other repositories that it names too."""
+    """The model to fetch; `with_code`: the code of other repositories that it names too, at `code_revision`."""
 
     model_id: str
     revision: str | None = None
     with_code: bool = False
+    code_revision: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,7 +317,7 @@ def main(arguments: list[str]) -> int:
         path = Fetch(order, cache, tally).run()
         hub.follow_bases(path, lambda base, at: Fetch(FetchRequest(base, at), cache, tally).run())
         if order.with_code:
-            fetch_code(path)
+            fetch_code(path, order.code_revision)
         result = {"path": str(path), "commit": path.name}
     except TeimgrError as error:
         result = {"code": int(error.code), "message": error.message}
@@ -330,10 +331,10 @@ def main(arguments: list[str]) -> int:
     return 0 if "path" in result else 1
 
 
-def fetch_code(model: Path) -> None:
+def fetch_code(model: Path, revision: str | None) -> None:
     """Fetch the code of other repositories that a model names, as `hub.resolve_code`, which raises."""
     for repository in code_repositories_of(model):
-        hub.resolve_code(repository)
+        hub.resolve_code(repository, revision)
 
 
 def send(**message: object) -> None:

@@ -32,7 +32,7 @@ from teimgr.control.registry.trial import TrialFailed, run_trial
 from teimgr.errors import InvalidConfig, ModelInUse, ModelLoadFailed, ModelNotFound, Unavailable, ValidationError
 from teimgr.models import hub
 from teimgr.models.directory import broken_file, missing_file
-from teimgr.models.source import WrongSourceError, decide
+from teimgr.models.source import WrongSourceError, decide, revision_problem
 from teimgr.observability import catalogue
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.spec import TRIAL_NAME, InstanceSpec, InstanceView, State, WorkerSpec, now_rfc3339
@@ -134,19 +134,23 @@ class Registry:
             await self._records.save()
             return await self.get(model_id), True
 
-    async def download(self, model_id: str, revision: str | None = None, *, update: bool = False) -> ModelTask:
-        """Begin to download a model, unless it is here already; `update` looks on the hub in any case.
+    async def download(
+        self, model_id: str, revision: str | None = None, *, update: bool = False, code_revision: str | None = None
+    ) -> ModelTask:
+        """Begin to download a model, unless it is here already; `update` and `code_revision`, of the code of other
+        repositories that it names, look on the hub in any case.
 
         Raises:
-            ValidationError: not a possible model id.
+            ValidationError: not a possible model id, or a `code_revision` where code of models is off.
             ModelBusy: it is being downloaded or tried.
         """
         await asyncio.to_thread(_check_id, model_id, revision)
+        self._check_code(model_id, code_revision)
         progress = Observable(DownloadProgress(phase="waiting", bytes_done=0, files_done=0))
         return self._tasks.begin(
             model_id,
             ModelTask(ModelStatus.DOWNLOADING, progress),
-            lambda: self._download(model_id, revision, update, progress),
+            lambda: self._download(model_id, revision, update or code_revision is not None, code_revision, progress),
         )
 
     async def try_out(self, model_id: str, options: TrialOptions) -> ModelTask:
@@ -215,7 +219,12 @@ class Registry:
     # Tasks
 
     async def _download(
-        self, model_id: str, revision: str | None, update: bool, progress: Observable[DownloadProgress]
+        self,
+        model_id: str,
+        revision: str | None,
+        update: bool,
+        code_revision: str | None,
+        progress: Observable[DownloadProgress],
     ) -> None:
         is_new = model_id not in self._records
         self._records.note(model_id)
@@ -225,7 +234,7 @@ class Registry:
                 if here is None:
                     raise ModelNotFound(f"Model directory '{model_id}' does not exist, or holds no model")
             elif here is None or not here.complete or update:
-                await self._fetch(model_id, revision, progress)
+                await self._fetch(model_id, revision, code_revision, progress)
             elif revision is not None:
                 self._records.note(model_id, revision=revision)
         except ModelNotFound:  # most likely a misspelt id, which is not worth a record
@@ -235,10 +244,12 @@ class Registry:
         finally:
             await self._records.save()
 
-    async def _fetch(self, model_id: str, revision: str | None, progress: Observable[DownloadProgress]) -> None:
+    async def _fetch(
+        self, model_id: str, revision: str | None, code_revision: str | None, progress: Observable[DownloadProgress]
+    ) -> None:
         wanted = self._revision_of(model_id, revision)
         async with self._download_slots:
-            order = FetchRequest(model_id, wanted, with_code=self._settings.allow_remote_code)
+            order = FetchRequest(model_id, wanted, self._settings.allow_remote_code, code_revision)
             download = Download(order, self._cache.folder, progress, self._environ)
             outcome = "failed"
             try:
@@ -267,6 +278,19 @@ class Registry:
         self._metrics.count(catalogue.TRIALS, "failed" if change["verification_error"] else "verified")
         self._records.note(model_id, tried_commit=snapshot.commit, **change)
         await self._records.save()
+
+    def _check_code(self, model_id: str, revision: str | None) -> None:
+        """Raise ValidationError where no code can be fetched at a revision."""
+        if revision is None:
+            return
+        if problem := revision_problem(revision):
+            raise ValidationError(f"code_revision: {problem}")
+        if not self._settings.allow_remote_code:
+            raise ValidationError(
+                "code_revision: code of models is off; allow_remote_code = true in the settings allows it"
+            )
+        if disk.is_directory(model_id):
+            raise ValidationError("code_revision: the code that a directory names is fetched when its instance starts")
 
     async def _remove(self, model_id: str) -> None:
         try:

@@ -147,16 +147,25 @@ def _load(projection: Projection) -> nn.Module:
     return layer
 
 
+# What sentence-transformers gives to a module's `load` besides.
+_LOADING: dict[str, Any] = {"local_files_only": True, "trust_remote_code": True}
+
+
 def _own_module(module: OwnModule) -> OwnModuleLayer:
-    """The module as sentence-transformers loads it: by its directory, or by the model's and the folder in it."""
+    """The module as sentence-transformers loads it: by its directory where `load` has one parameter, else by the
+    model's and the folder in it.
+    """
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
     try:
         kind: Any = get_class_from_dynamic_module(module.code, str(module.root), local_files_only=True)
-        if "subfolder" in inspect.signature(kind.load).parameters:
-            folder = module.path.relative_to(module.root).as_posix()
-            return OwnModuleLayer(kind.load(str(module.root), subfolder=folder, local_files_only=True))
-        return OwnModuleLayer(kind.load(str(module.path)))
+        parameters = inspect.signature(kind.load).parameters
+        if len(parameters) == 1:
+            return OwnModuleLayer(kind.load(str(module.path)))
+        given = {"subfolder": module.path.relative_to(module.root).as_posix(), **_LOADING}
+        if all(one.kind is not inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
+            given = {key: value for key, value in given.items() if key in parameters}
+        return OwnModuleLayer(kind.load(str(module.root), **given))
     except Exception as error:  # of any kind: it is the model's own code
         raise ModelLoadFailed(f"{module.code} of modules.json fails: {type(error).__name__}: {error}") from error
 
