@@ -200,3 +200,12 @@ def test_two_texts_without_any_weight_are_alike() -> None:
 
     assert compare([{Output.SPARSE: nothing}], [{Output.SPARSE: nothing}]).min_cosine == 1.0
     assert compare([{Output.SPARSE: something}], [{Output.SPARSE: nothing}]).min_cosine == 0.0
+
+
+@pytest.mark.parametrize(("family", "batching"), [("lfm2", Batching.EQUAL_LENGTH), ("qwen3", Batching.BY_RUN)])
+def test_sixteen_bits_do_not_hide_a_neighbour_in_a_packed_row(
+    model_dir: Callable[..., Path], family: str, batching: Batching
+) -> None:
+    """Convolutions of LFM2 reach over the ends of packed texts, which is within the limits of the type itself."""
+    choice = chosen(model_dir(family), torch.bfloat16)
+    assert choice.batching in (batching, Batching.VARLEN if batching is Batching.BY_RUN else batching)

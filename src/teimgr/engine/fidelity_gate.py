@@ -43,6 +43,9 @@ _REQUESTED_COSINE_16_BIT = 0.99
 _REQUESTED_SCORE_DIFFERENCE = 0.1
 _EXACT_DIFFERENCE = 2e-5  # of vectors of length 1
 _EXACT_SCORE_DIFFERENCE = 1e-5
+# A packed text may stray from itself alone by so much of what 16 bits make it stray from float32: two results that are
+# each rounded are up to twice as far from each other, and a cosine falls with the square of that.
+_OF_ROUNDING = 4.0
 _TIMED_TOKENS = 64
 _TIMED_RUNS = 8
 _MIN_SPEEDUP = 1.15
@@ -313,13 +316,34 @@ def first_batching(
             gpu.raise_if_the_devices(refusal, device)
             why = f"is not for this model: {str(refusal).partition(chr(10))[0]}"
         else:
-            if _close_enough(close, dtype, requested):
+            if not _close_enough(close, dtype, requested):
+                why = f"in {dtype} is refused: {close}"
+            elif not _keeps_texts_apart(model, dtype, inputs, reference):
+                why = f"in {dtype} is refused: a text's results depend on the texts beside it"
+            else:
                 return Choice(dtype, batching, close)
-            why = f"in {dtype} is refused: {close}"
         # On a GPU the next way takes many more launches: layers times the different lengths of a batch.
         is_slow = gpu.is_gpu(device) and batching is Batching.VARLEN
         log.log(logging.WARNING if is_slow else logging.INFO, "%s batching %s", batching.value, why)
     return None
+
+
+def _keeps_texts_apart(
+    model: Model, dtype: torch.dtype, inputs: Sequence[Encoded], reference: Sequence[ProbeResult]
+) -> bool:
+    """Whether inputs packed together have the results that each has alone, but for the rounding of a type of 16 bits.
+
+    The limits of such a type are wide enough for a little of a neighbour in each text, as of convolutions over a packed
+    row. In float32 the limits are not.
+    """
+    if dtype is torch.float32 or model.backbone.batching is Batching.EQUAL_LENGTH:
+        return True
+    alone = [batched(model, [one])[0] for one in inputs]
+    rounding, apart = compare(alone, reference), compare(batched(model, inputs), alone)
+    return (
+        1.0 - apart.min_cosine <= _OF_ROUNDING * (1.0 - rounding.min_cosine) + _EXACT_SCORE_DIFFERENCE
+        and apart.score_difference <= _OF_ROUNDING * rounding.score_difference + _EXACT_SCORE_DIFFERENCE
+    )
 
 
 def _has_varlen_kernel(device: torch.device, dtype: torch.dtype) -> bool:
