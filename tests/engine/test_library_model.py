@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.support.models import build, build_cross_encoder, build_multi_vector, build_splade, edit, read
 from tests.support.models.own_code import build_decoder
+from tests.support.models.t5gemma import build_t5gemma
 
 from teimgr.engine.library_model import load_module
 from teimgr.errors import ModelLoadFailed
@@ -18,7 +20,7 @@ from teimgr.models.reading import read_layout
 CPU = torch.device("cpu")
 
 
-def load(path: Path, **options: str) -> object:
+def load(path: Path, **options: str) -> Any:
     return load_module(read_layout(path, **options), CPU)
 
 
@@ -89,3 +91,11 @@ def test_code_of_the_library_that_fails_is_a_sentence(tmp_path: Path) -> None:
 
     with pytest.raises(ModelLoadFailed, match=r"cannot load .*no-such-function"):
         load(tmp_path)
+
+
+def test_of_t5gemmas_files_with_a_decoder_the_encoder_is_loaded(tmp_path: Path) -> None:
+    whole = load(build_t5gemma(tmp_path / "whole", whole=True)).state_dict()
+    encoder = load(build_t5gemma(tmp_path / "encoder")).state_dict()
+
+    assert whole.keys() == encoder.keys()
+    assert all(torch.equal(whole[name], encoder[name]) for name in whole)

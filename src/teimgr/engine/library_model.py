@@ -84,6 +84,8 @@ def load_module(layout: Layout, device: torch.device) -> Any:
     weights, by_task = own_weights(layout)
     try:
         config = _configuration(layout)
+        if layout.backbone is Backbone.ENCODER and config.model_type == "t5gemma":
+            config.is_encoder_decoder = False  # its encoder's class refuses the configuration of the whole
         kind = _model_class(layout, config)
         module, report = kind.from_pretrained(
             layout.weights_dir if weights is None else None,
