@@ -130,6 +130,12 @@ def read_chain(root: Path, trust_remote_code: bool = False) -> Chain:
     modules = [_module(root, row, trust_remote_code) for row in rows]
     modules = [module for module in modules if module.name != "Dropout"]
     chain = Chain(tuple(modules))
+    if modules and modules[0].code is not None:
+        raise ModelLoadFailed(
+            f"the first module of modules.json is {modules[0].name}, code in the model's own repository, which would "
+            "read texts in place of a tokenizer and a transformer: it is not run, trusted or not; modules behind the "
+            "pooling are"
+        )
     readers = [module.name for module in modules if module.name in ("Transformer", "MLMTransformer", "StaticEmbedding")]
     if modules and (len(readers) != 1 or chain.first not in readers):
         raise ModelLoadFailed(f"modules.json should start with one transformer, and names: {chain}")
