@@ -45,7 +45,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Measure, print, write; 1 where a case does not hold."""
     if options.families:
-        return command.run(options.only)
+        return command.run(options.only, options.dtype)
     found: list[tuple[Case, str, Figures | TeimgrError]] = []
     with partial():
         for case in (case for case in CASES if options.only in f"{case.row}: {case.name}"):

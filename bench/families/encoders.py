@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from tests.support.models import build
+from tests.support.models.t5gemma import build_t5gemma
 
 from bench.families import files
 from bench.families.files import Change
@@ -349,6 +350,12 @@ def _others() -> Iterator[Row]:
     )
     yield st("mt5", "mT5", "mT5 encoders", "mt5", modules=())
     yield st("umt5", "UMT5", "UMT5 encoders", "umt5", modules=())
+    for whole, hub in (
+        (False, "T5Gemma encoders saved by sentence-transformers"),
+        (True, "embedders in the files of google/t5gemma-2b-2b-ul2, decoder and all"),
+    ):
+        make = files.built(partial(build_t5gemma, whole=whole))
+        yield Row(f"t5gemma{'-whole' if whole else ''}", "T5Gemma", hub, make, by=ST, reference=st_dense)
     yield st("deberta-v3", "DeBERTa v2/v3", "embedders on microsoft/deberta-v3-base", "deberta_v2", modules=())
     yield st("deberta-v1", "DeBERTa", "embedders on microsoft/deberta-base", "deberta", modules=())
     yield st(

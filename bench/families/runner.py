@@ -16,7 +16,7 @@ LIMIT_S = 600.0
 """Of one row."""
 
 
-def measured(rows: Sequence[Row]) -> Iterator[tuple[Row, Outcome]]:
+def measured(rows: Sequence[Row], dtype: str = "float32") -> Iterator[tuple[Row, Outcome]]:
     """The outcome of each row, in their order. A server imports the libraries once, and forks a process for each."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -24,7 +24,7 @@ def measured(rows: Sequence[Row]) -> Iterator[tuple[Row, Outcome]]:
     context.set_forkserver_preload(["bench.families.trial", "bench.families.table", "sentence_transformers"])
     for row in rows:
         receive, send = context.Pipe(duplex=False)
-        process = context.Process(target=_measure, args=(row.key, send), daemon=True)
+        process = context.Process(target=_measure, args=(row.key, dtype, send), daemon=True)
         process.start()
         send.close()
         yield row, _result(receive, process)
@@ -43,10 +43,10 @@ def _result(receive: Connection, process: multiprocessing.process.BaseProcess) -
         process.kill()
 
 
-def _measure(key: str, send: Connection) -> None:
+def _measure(key: str, dtype: str, send: Connection) -> None:
     from bench.families.table import ROWS
     from bench.families.trial import tried
 
     row = next(row for row in ROWS if row.key == key)
     with tempfile.TemporaryDirectory() as folder:
-        send.send(tried(row, Path(folder) / "model"))
+        send.send(tried(row, Path(folder) / "model", dtype))

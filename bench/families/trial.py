@@ -21,8 +21,9 @@ from teimgr.engine.engine import Engine, EngineOptions
 from teimgr.engine.job import InferOptions, Output
 from teimgr.errors import EmptyInput, TeimgrError
 
-MIN_COSINE = 0.99999
-MAX_DIFFERENCE = 1e-4
+MIN_COSINE = {"float32": 0.99999, "bfloat16": 0.99, "int8": 0.98}
+"""By precision; of those below float32 what the gate at load allows of a type that a request names."""
+MAX_DIFFERENCE = {"float32": 1e-4, "bfloat16": 0.1, "int8": 0.1}
 """Of scores, relative to the largest where that is above 1; between a text alone and in a batch, 1e-5."""
 _MAX_ALONE = 1e-5
 _PROMPT = "query: "
@@ -30,8 +31,8 @@ _PROMPT = "query: "
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What was found of a row: `state` is "exact", "wrong", "refused" or "failed", `how` one of "native", "packed",
-    "torch" and "table", `reason` why it is not exact.
+    """What was found of a row: `state` is "exact" ("near" below float32), "wrong", "refused" or "failed", `how` one of
+    "native", "packed", "torch" and "table", `reason` why it is neither.
     """
 
     state: str
@@ -43,8 +44,8 @@ class Outcome:
     reason: str = ""
 
 
-def tried(row: Row, folder: Path) -> Outcome:
-    """Make the model in `folder`, serve it, and compare; never raises."""
+def tried(row: Row, folder: Path, dtype: str = "float32") -> Outcome:
+    """Make the model in `folder`, serve it in `dtype`, and compare; never raises."""
     import torch
 
     torch.set_num_threads(1)
@@ -57,19 +58,19 @@ def tried(row: Row, folder: Path) -> Outcome:
     except Exception:
         return Outcome("failed", reason=f"the layout cannot be made: {traceback.format_exc(limit=-2)}")
     try:
-        Engine.load(EngineOptions(path=folder, model_id=folder.name, threads=1, **_options(row)), list).close(1.0)
+        options = _options(row, dtype)
+        Engine.load(EngineOptions(path=folder, model_id=folder.name, threads=1, **options), list).close(1.0)
     except TeimgrError as refusal:
         return Outcome("refused", reason=refusal.message.replace(str(folder), folder.name))
     try:
-        return _worst(
-            [_compared(row, folder, InferOptions(frozenset({row.output}), **asked), truth) for asked, truth in passes]
-        )
+        outputs = frozenset({row.output})
+        return _worst([_compared(row, folder, dtype, InferOptions(outputs, **asked), truth) for asked, truth in passes])
     except Exception:
         return Outcome("failed", reason=traceback.format_exc(limit=-3))
 
 
-def _options(row: Row) -> dict[str, Any]:
-    return {"dtype": "float32", **row.engine_options}
+def _options(row: Row, dtype: str) -> dict[str, Any]:
+    return {"dtype": dtype, **row.engine_options}
 
 
 def _worst(outcomes: Sequence[Outcome]) -> Outcome:
@@ -77,10 +78,10 @@ def _worst(outcomes: Sequence[Outcome]) -> Outcome:
     return max(outcomes, key=lambda outcome: (outcome.state == "wrong", outcome.difference or 0.0))
 
 
-def _compared(row: Row, folder: Path, options: InferOptions, reference: Reference) -> Outcome:
+def _compared(row: Row, folder: Path, dtype: str, options: InferOptions, reference: Reference) -> Outcome:
     inputs = probes(row.longest, row.takes_pairs)
     theirs = reference(folder, inputs)
-    asker = Asker(folder, _options(row), width=theirs[0].shape[-1])
+    asker = Asker(folder, _options(row, dtype), width=theirs[0].shape[-1])
     try:
         if isinstance(asker.answer(inputs[-1:], options).errors.get(0), EmptyInput):
             inputs, theirs = inputs[:-1], theirs[:-1]  # no token: refused as an empty input, never served
@@ -90,12 +91,13 @@ def _compared(row: Row, folder: Path, options: InferOptions, reference: Referenc
     finally:
         asker.engine.close(1.0)
     cosine, difference = _distance(row, together, theirs)
-    is_exact = difference <= MAX_DIFFERENCE if cosine is None else cosine >= MIN_COSINE
+    is_close = difference <= MAX_DIFFERENCE[dtype] if cosine is None else cosine >= MIN_COSINE[dtype]
     apart = max(_apart(one, other) for one, other in zip(together, alone, strict=True))
-    words = "" if is_exact else "differs from its reference"
+    words = "" if is_close else "differs from its reference"
     if apart > _MAX_ALONE:
         words = f"a text alone differs from itself in a batch by {apart:.1e}"
-    return Outcome("exact" if not words else "wrong", how, cosine, difference, apart, len(inputs), words)
+    right = "exact" if dtype == "float32" else "near"
+    return Outcome("wrong" if words else right, how, cosine, difference, apart, len(inputs), words)
 
 
 def _distance(row: Row, ours: Sequence[Matrix], theirs: Sequence[Matrix]) -> tuple[float | None, float]:

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from bench.families.document import DOCUMENT, document, figures
-from bench.families.table import ROWS
+from bench.families.evidence import CLAIMS
+from bench.families.table import IN_OTHER_TYPES, ROWS
+
+REFUSED = {
+    *("refused-qwen3-vl", "refused-clip", "refused-colpali", "refused-gliner", "refused-gguf", "refused-first-module"),
+    "rerank-jina-v3",
+}
 
 
 def test_the_page_is_generated_from_the_rows_and_their_figures() -> None:
@@ -25,3 +33,26 @@ def test_no_row_is_wrong_and_few_are_refused_each_with_a_reason() -> None:
 def test_rows_have_keys_of_their_own_and_the_list_of_tei_is_whole() -> None:
     assert len({row.key for row in ROWS}) == len(ROWS)
     assert sum(row.is_in_tei_readme for row in ROWS) == 25
+
+
+def test_each_claim_of_the_issue_has_rows_that_are_exact_or_refused_and_tests_that_exist() -> None:
+    records, tests = figures()["rows"], Path(__file__).resolve().parents[1]
+    numbers = [claim.number for claim in CLAIMS]
+
+    assert numbers == [*(f"W{i}" for i in range(1, 9)), *(f"R{i}" for i in range(1, 16)), "§3"]
+    for claim in CLAIMS:
+        assert claim.tests, claim.number
+        for key in claim.keys:
+            assert records[key]["state"] == ("refused" if key in REFUSED else "exact"), (claim.number, key)
+        for test in claim.tests:
+            file, _, function = test.partition("::")
+            assert f"def {function}(" in (tests / file).read_text(), (claim.number, test)
+
+
+def test_rows_in_other_types_are_near_or_refused() -> None:
+    types = figures()["types"]
+
+    assert set(types) == {"bfloat16", "int8"}
+    for dtype, records in types.items():
+        assert set(records) == IN_OTHER_TYPES, dtype
+        assert {record["state"] for record in records.values()} <= {"near", "refused"}, dtype

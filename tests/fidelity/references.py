@@ -15,11 +15,12 @@ from tests.fidelity.figures import Matrix
 _QUIET: dict[str, Any] = {"show_progress_bar": False}
 
 
-def dense(path: Path, texts: Sequence[Input], **options: Any) -> list[Matrix]:
-    """sentence-transformers' `SentenceTransformer.encode`."""
+def dense(path: Path, texts: Sequence[Input], *, trusted: bool = False, **options: Any) -> list[Matrix]:
+    """sentence-transformers' `SentenceTransformer.encode`; `trusted`: the model's own code runs."""
     from sentence_transformers import SentenceTransformer
 
-    vectors = SentenceTransformer(str(path), device="cpu").encode(list(texts), **_QUIET, **options)
+    model = SentenceTransformer(str(path), device="cpu", trust_remote_code=trusted)
+    vectors = model.encode(list(texts), **_QUIET, **options)
     return [row[None, :] for row in np.asarray(vectors)]
 
 

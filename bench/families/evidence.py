@@ -1,0 +1,248 @@
+"""What shows each claim of issue 28: its rows by number, what is claimed, rows of the catalogue, and tests.
+
+W1 to W8 were served and silently wrong, R1 to R15 refused. A test's name is `folder/file::function` below `tests/`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """One row: `keys` are rows of the catalogue, exact or refused with a reason; `tests` are tests of the suite."""
+
+    number: str
+    words: str
+    keys: tuple[str, ...]
+    tests: tuple[str, ...]
+
+
+_OWN = "models/test_own_code.py::"
+_KEYS = "models/test_key_checks.py::"
+
+CLAIMS = (
+    Claim(
+        "W1",
+        "gte-Qwen2, stella 1.5B, GritLM, LLM2Vec: attention in both directions, the end token, code known by its files",
+        ("gte-qwen2-1.5b", "gte-qwen2-7b", "gte-qwen2-causal", "stella-1.5b", "gritlm", "llm2vec-llama"),
+        (
+            f"{_OWN}test_a_decoder_attends_as_its_own_code_does",
+            f"{_OWN}test_the_end_token_of_gte_qwens_own_tokenizer_is_behind_every_text_within_the_length",
+            f"{_OWN}test_code_is_never_known_by_the_name_of_its_class",
+            "models/test_gritlm.py::test_no_token_of_an_instruction_is_pooled",
+        ),
+    ),
+    Claim(
+        "W2",
+        "nomic-embed-text up to its own length, past the trained one",
+        ("nomic-v1", "nomic-v1.5", "nomic-coderank", "nomic-arctic-long"),
+        (f"{_OWN}test_nomic_bert_of_the_hub_is_exact_up_to_its_own_length",),
+    ),
+    Claim(
+        "W3",
+        "truncate_dim of the files",
+        ("files-truncate-dim",),
+        (f"{_KEYS}test_dimensions_of_the_files_are_the_default_and_a_request_may_ask_for_more",),
+    ),
+    Claim(
+        "W4",
+        "weights that no module takes refuse the model",
+        (),
+        (
+            "engine/test_library_model.py::test_a_weight_that_no_module_takes_refuses_the_model",
+            "engine/test_library_model.py::test_voyages_linear_layer_is_not_dropped",
+            f"{_KEYS}test_a_value_that_changes_vectors_is_refused_by_name",
+        ),
+    ),
+    Claim(
+        "W5",
+        "NomicBERT's old keys",
+        ("nomic-rotary-base", "nomic-v1.5-both-keys", "nomic-gelu"),
+        (
+            f"{_OWN}test_nomic_bert_of_the_hub_is_exact_up_to_its_own_length",
+            f"{_OWN}test_a_setting_of_nomic_bert_that_the_library_does_not_have_is_refused",
+        ),
+    ),
+    Claim(
+        "W6",
+        "an adapter beside weights is merged",
+        ("adapter-beside",),
+        ("engine/test_adapters.py::test_an_adapter_beside_weights_is_merged_into_the_model_that_it_names",),
+    ),
+    Claim(
+        "W7",
+        "use_bidirectional_attention of Qwen3",
+        ("qwen3-bidirectional",),
+        ("models/test_bidirectional_qwen3.py::test_the_linear_layer_of_voyage_is_behind_the_mean",),
+    ),
+    Claim(
+        "W8",
+        "models of images are refused as what they are",
+        ("refused-qwen3-vl", "refused-clip", "refused-colpali"),
+        (f"{_KEYS}test_a_model_of_images_or_sound_is_refused_as_what_it_is",),
+    ),
+    Claim(
+        "R1",
+        "GTE new-impl",
+        ("gte-multilingual", "gte-large-en-v1.5", "stella-400m", "gte-arctic-m-v2", "rerank-gte-multilingual"),
+        (
+            f"{_OWN}test_alibabas_new_impl_is_exact_as_the_librarys_gte",
+            f"{_OWN}test_alibabas_reranker_is_exact",
+            f"{_OWN}test_a_setting_of_new_impl_that_the_library_does_not_have_is_refused",
+        ),
+    ),
+    Claim(
+        "R2",
+        "JinaBERT v2",
+        ("jina-v2-base", "jina-v2-small", "jina-v2-code", "rerank-jina-v1", "jina-colbert-v1-query"),
+        (
+            "engine/own_models/test_jina_bert.py::test_embeddings_are_exact",
+            "engine/own_models/test_jina_bert.py::test_long_texts_are_exact",
+            "engine/own_models/test_jina_bert.py::test_jina_reranker_v1_is_exact",
+            "engine/own_models/test_jina_bert.py::test_jina_colbert_v1_is_exact",
+        ),
+    ),
+    Claim(
+        "R3",
+        "sparse models with routes",
+        ("sparse-router-root-query", "sparse-router-root-document", "sparse-router-nested-query", "sparse-router-relu"),
+        (
+            "models/test_routes.py::test_queries_and_documents_are_those_of_sentence_transformers",
+            "models/test_routes.py::test_both_roles_of_a_text_in_one_batch",
+            "models/test_routes.py::test_other_routes_are_refused_by_name",
+        ),
+    ),
+    Claim(
+        "R4",
+        "nomic-embed-text-v2-moe",
+        ("nomic-v2-moe",),
+        ("engine/own_models/test_nomic_bert_moe.py::test_embeddings_are_exact",),
+    ),
+    Claim(
+        "R5",
+        "llama_bidirec",
+        ("llama-nemotron", "rerank-nemotron"),
+        (
+            f"{_OWN}test_a_decoder_attends_as_its_own_code_does",
+            "models/test_nemotron.py::test_scores_are_those_of_the_pooled_states_divided_by_the_temperature",
+        ),
+    ),
+    Claim(
+        "R6",
+        "voyage-4-nano, pplx-embed",
+        ("voyage-4-nano", "pplx-embed"),
+        (
+            "models/test_bidirectional_qwen3.py::test_the_linear_layer_of_voyage_is_behind_the_mean",
+            "models/test_bidirectional_qwen3.py::test_vectors_of_pplx_are_integers",
+        ),
+    ),
+    Claim(
+        "R7",
+        "jina v3, v5, reranker v2, colbert v2",
+        (
+            "jina-v3-retrieval-query",
+            "jina-v5-small-query",
+            "jina-v5-nano-query",
+            "rerank-jina-v2",
+            "jina-colbert-v2-query",
+        ),
+        (
+            f"{_OWN}test_jina_embeddings_v3_is_exact_for_every_task",
+            f"{_OWN}test_jinas_xlm_roberta_is_exact",
+            f"{_OWN}test_jina_reranker_v2_is_exact",
+            f"{_OWN}test_jina_colbert_v2_is_exact",
+            "models/test_jina_v5.py::test_every_task_is_exact",
+        ),
+    ),
+    Claim(
+        "R8",
+        "rerankers that are language models",
+        ("rerank-qwen3-card", "rerank-qwen2-prompt", "rerank-gemma-prompt", "rerank-mono-t5", "rerank-jina-v3"),
+        (
+            "engine/test_model.py::test_a_language_model_scores_by_the_prompt_of_its_authors",
+            "models/test_scoring.py::test_the_card_of_qwen3_reranker_is_followed",
+            "models/test_monot5.py::test_scores_are_the_probability_of_true",
+            "models/test_scoring.py::test_a_listwise_reranker_is_refused_by_what_it_does",
+        ),
+    ),
+    Claim(
+        "R9",
+        "cross-encoders of modules",
+        ("rerank-modules-modernbert", "rerank-modules-bert"),
+        ("engine/test_model.py::test_a_cross_encoder_of_modules_scores_pairs",),
+    ),
+    Claim(
+        "R10",
+        "PyLate before 5, LFM2.5, bilingual-embedding, labels without names, chat templates, T5Gemma, DPR",
+        (
+            *("colbert-pylate-query", "lfm2.5-embedding", "bilingual", "classify-unnamed", "rerank-qwen3-seqcls-chat"),
+            *("t5gemma", "t5gemma-whole", "dpr-question"),
+        ),
+        (
+            "models/test_late_interaction.py::test_pylate_before_sentence_transformers_5_names_no_kind_of_model",
+            f"{_OWN}test_lfm2_whose_tokens_see_all_others_is_exact",
+            f"{_OWN}test_bilingual_embedding_is_xlm_roberta",
+            f"{_OWN}test_dpr_is_the_first_token_of_a_bert",
+            "models/test_scoring.py::test_labels_without_names_are_numbered_as_the_library_does",
+            "engine/test_model.py::test_a_reranker_with_a_chat_template_scores_by_it",
+            "engine/test_library_model.py::test_of_t5gemmas_files_with_a_decoder_the_encoder_is_loaded",
+        ),
+    ),
+    Claim(
+        "R11",
+        "PEFT adapters",
+        ("adapter-st", "adapter-rslora", "adapter-dora", "adapter-patterns", "adapter-table", "adapter-qwen3"),
+        (
+            "engine/test_adapters.py::test_an_adapter_saved_by_sentence_transformers_is_merged",
+            "engine/test_adapters.py::test_an_adapter_that_cannot_be_merged_is_refused_by_name",
+        ),
+    ),
+    Claim(
+        "R12",
+        "repositories with ONNX alone",
+        ("onnx-xenova", "onnx-root", "onnx-external", "onnx-classifier"),
+        (
+            "engine/test_onnx_weights.py::test_an_export_is_the_model_that_it_was_made_of",
+            "engine/test_onnx_weights.py::test_a_graph_that_is_no_plain_export_is_refused",
+        ),
+    ),
+    Claim(
+        "R13",
+        "token classifiers; GLiNER by name",
+        ("refused-gliner",),
+        (
+            "worker/test_entities.py::test_entities_are_those_of_transformers",
+            "worker/test_entities.py::test_a_gliner_is_refused_by_name",
+        ),
+    ),
+    Claim(
+        "R14",
+        "GGUF and quantised checkpoints by name",
+        ("refused-gguf",),
+        (
+            "models/test_directory.py::test_a_directory_of_llama_cpps_files_is_refused_by_name",
+            f"{_KEYS}test_a_value_that_changes_vectors_is_refused_by_name",
+        ),
+    ),
+    Claim(
+        "R15",
+        "tokenizers of SentencePiece alone",
+        ("pieces-xlmr", "pieces-t5", "pieces-camembert"),
+        (
+            "engine/test_converted_tokenizer.py::test_xlm_roberta_has_the_ids_of_fairseq",
+            "engine/test_converted_tokenizer.py::test_a_tokenizer_that_cuts_otherwise_is_refused",
+            "engine/test_converted_tokenizer.py::test_without_the_extra_the_hint_names_it",
+        ),
+    ),
+    Claim(
+        "§3",
+        "code that is trusted",
+        ("trusted-model", "trusted-module", "trusted-module-new", "refused-first-module"),
+        (
+            "end_to_end/test_trusted_code.py::test_trusted_code_runs_and_gives_what_it_computes",
+            "end_to_end/test_trusted_code.py::test_a_trial_compares_with_the_code_at_the_same_revision",
+            "end_to_end/test_trusted_code.py::test_a_revision_that_the_code_lacks_is_named",
+        ),
+    ),
+)
