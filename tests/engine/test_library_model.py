@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ from safetensors.torch import load_file, save_file
 from tests.support.models import build, build_cross_encoder, build_multi_vector, build_splade, edit, read
 from tests.support.models.own_code import build_decoder
 from tests.support.models.t5gemma import build_t5gemma
+from tests.support.plain_models import layout_of
 
 from teimgr.engine.library_model import load_module
 from teimgr.errors import ModelLoadFailed
+from teimgr.models.layout import Backbone, Kind
 from teimgr.models.reading import read_layout
 
 CPU = torch.device("cpu")
@@ -75,6 +78,25 @@ def test_a_weight_of_another_shape_is_named_with_both_shapes(tmp_path: Path) -> 
         ModelLoadFailed, match=r"intermediate\.dense\.bias is \(64,\) in the files, .* \(128,\), and \d+ more"
     ):
         load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"vocab_size": 1 << 24}, "16,777,216 × 32 (vocab_size)"),
+        ({"head_dim": 1 << 17}, "524,288 × 32 (head_dim)"),
+        ({"hidden_size": 1 << 14}, "16,384 × 16,384 (hidden_size)"),
+        ({"text_config": {"hidden_size": 64, "intermediate_size": 1 << 20}}, "× 64 (text_config.intermediate_size)"),
+    ],
+)
+def test_a_matrix_larger_than_all_weights_is_refused_before_memory_is_taken(
+    changes: dict[str, Any], what: str, tmp_path: Path
+) -> None:
+    build_decoder("qwen3", tmp_path)
+    known = {"hidden_size": 32, "vocab_size": 8, "num_attention_heads": 4}
+
+    with pytest.raises(ModelLoadFailed, match=rf"^config\.json makes a weight of .*{re.escape(what)}"):
+        load_module(layout_of(tmp_path, Backbone.ENCODER, Kind.EMBEDDING, config=known | changes), CPU)
 
 
 def test_missing_weights_are_counted_and_the_first_is_named(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -171,22 +171,30 @@ def _check_volume(layout: Layout, files: Iterable[Path]) -> None:
 
     The library would take memory for it before it compares their shapes. A weight has half a byte or more.
     """
-    config = layout.config
-    hidden = int(config.get("hidden_size") or config.get("d_model") or config.get("dim") or 0)
-    narrow = int(config.get("embedding_size") or hidden)
-    rows = {key: int(config.get(key) or 0) for key in ("vocab_size", "intermediate_size", "max_position_embeddings")}
-    if config.get("model_type") not in _POSITION_TABLES:
-        rows["max_position_embeddings"] = 0
     size_bytes = sum(file.stat().st_size for file in files if file.is_file())
-    for key, count in rows.items():
-        columns = hidden if key == "intermediate_size" else min(hidden, narrow)
-        if count * columns > 2 * size_bytes:
+    for config, where in ((layout.config, ""), (layout.config.get("text_config"), "text_config.")):
+        for key, rows, columns in _matrices(config) if isinstance(config, dict) else ():
+            if rows * columns <= 2 * size_bytes:
+                continue
             if broken := broken_file(layout.weights_dir):
                 raise ModelLoadFailed(f"{layout.weights_dir / broken}")
             raise ModelLoadFailed(
-                f"config.json makes a weight of {count:,} × {columns:,} ({key}), and all files of weights have "
+                f"config.json makes a weight of {rows:,} × {columns:,} ({where}{key}), and all files of weights have "
                 f"{size_bytes:,} bytes"
             )
+
+
+def _matrices(config: dict[str, Any]) -> Iterator[tuple[str, int, int]]:
+    """The rows and columns of the largest matrices, 0 where the family has none, each with the setting that counts."""
+    hidden = int(config.get("hidden_size") or config.get("d_model") or config.get("dim") or 0)
+    narrow = min(hidden, int(config.get("embedding_size") or hidden))
+    heads = int(config.get("num_attention_heads") or config.get("num_heads") or 0)
+    yield "vocab_size", int(config.get("vocab_size") or 0), narrow
+    yield "intermediate_size", int(config.get("intermediate_size") or config.get("d_ff") or 0), hidden
+    yield "hidden_size", hidden, hidden
+    yield "head_dim", int(config.get("head_dim") or config.get("d_kv") or 0) * heads, hidden
+    if config.get("model_type") in _POSITION_TABLES:
+        yield "max_position_embeddings", int(config.get("max_position_embeddings") or 0), narrow
 
 
 def _reason(error: Exception) -> str:
