@@ -21,6 +21,7 @@ from tests.support.daemon_process import WarmDaemonProcess
 
 from teimgr.cli.failures import ExitStatus
 from teimgr.cli.main import main
+from teimgr.client.connection import Contexts
 
 
 @dataclass(frozen=True)
@@ -256,6 +257,17 @@ def test_contexts_name_daemons(run: Run, fleet: WarmDaemonProcess, monkeypatch: 
     assert run("ps", "-q", "--context", "here").status == ExitStatus.OK
     run("context", "rm", "there")
     assert [row[1] for row in run("context", "list").rows] == ["here"]
+
+
+def test_files_of_a_context_are_kept_by_their_whole_path(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run("context", "add", "far", "https://teimgr.example:9000", "--ca", "ca.pem", "--api-key-file", "../key")
+    (told,) = [each for each in json.loads(run("context", "list", "--json").out) if each["name"] == "far"]
+    assert told["ca"] == str(tmp_path / "ca.pem")
+    assert f'"{tmp_path / ".." / "key"}"' in Contexts.load().path.read_text()
+    run("context", "rm", "far")
 
 
 def test_names_are_completed(fleet: WarmDaemonProcess) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -66,9 +67,15 @@ def add(
     if api_key_file == "-":
         api_key_file, api_key = None, typer.prompt("API key", hide_input=True, err=True).strip()
     contexts = Contexts.load()
+    api_key_file, ca, cert, key = map(_whole_path, (api_key_file, ca, cert, key))
     values = ConnectionValues(url, grpc_url, api_key, api_key_file, ca, cert, key, server_name)
     replace(contexts, current=contexts.current or name, tables={**contexts.tables, name: values}).save()
     output.note(f"{contexts.path}: {name} is {url}")
+
+
+def _whole_path(path: str | None) -> str | None:
+    """The path as commands in other folders find it; links are kept, and `~` is expanded when it is read."""
+    return path if path is None or path.startswith("~") else str(Path(path).absolute())
 
 
 def use(output: CommandOutput, name: ContextName) -> None:
