@@ -357,6 +357,19 @@ async def test_later_arrow_batches_take_the_options_of_the_first(
         assert (request.method, request.flags) == (Method.EMBED_ARROW, Flag.BULK | Flag.WAIT)
 
 
+async def test_options_that_would_make_every_message_large_are_refused(
+    control: Control, channel: Any, start_worker: Any
+) -> None:
+    await control.push(running("a", await start_worker(hold)))
+    feed = Feed()
+    feed.say(mux_pb2.EmbedArrowRequest(target=to("a"), arrow_ipc=b"batch", prompt_name="q" * 300_000))
+
+    status, message = await ending(stub(channel, "EmbedArrowStream")(feed))
+
+    assert status is Status.INVALID_ARGUMENT
+    assert message.startswith("The first message has 300004 bytes beside its target and table, more than 262144")
+
+
 @pytest.mark.clause("N-arrow-stream-failure")
 async def test_a_bad_arrow_batch_for_nobody_is_a_bad_batch(control: Control, channel: Any) -> None:
     feed = Feed()

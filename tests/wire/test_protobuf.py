@@ -152,6 +152,15 @@ def test_dropping_fields_leaves_the_others_in_order(message: bytes) -> None:
     assert list(left.f2) == []
 
 
+def test_parts_that_would_be_copied_whole_are_refused() -> None:
+    """No encoder writes a field twice; to join two parts of 20 MB holds the mux for 50 ms."""
+    half = mux_pb2.EmbedRequest(request=tei_pb2.EmbedRequest(inputs="a" * 600_000)).SerializeToString()
+
+    for join in (lambda: read_envelope(half * 2, 2), lambda: without_fields(half + b"\x28\x01" + half, 5)):
+        with pytest.raises(InvalidInput, match="in 2 pieces of more than 1048576 bytes together: send each field once"):
+            join()
+
+
 def test_options_of_the_first_arrow_request_merge_into_a_later_one() -> None:
     first = mux_pb2.EmbedArrowRequest(arrow_ipc=b"first", truncate=True, prompt_name="query", dimensions=8)
     later = mux_pb2.EmbedArrowRequest(arrow_ipc=b"later")

@@ -31,6 +31,8 @@ from teimgr.wire.routing.router import Lease, RouterView, check_target
 
 # Metadata that names the instance of a call whose messages have no target.
 INSTANCE_KEY = "x-teimgr-instance"
+# Of the options of a stream of Arrow batches, which go before each later message.
+_MAX_OPTIONS_BYTES = 256 * 1024
 
 
 def named_target(router: RouterView, name: str | None, kinds: Sequence[str] = ()) -> Target:
@@ -167,7 +169,9 @@ class StreamForwarder:
         async def receive_whole() -> Octets | None:
             message = await receive()
             if message is not None:
-                return message + self._suffix if self._suffix else message
+                if self._suffix:
+                    message += self._suffix  # a large one is a bytearray, and not copied
+                return message
             if self._target is None:
                 raise InvalidInput("Empty stream")
             return None
@@ -207,7 +211,13 @@ class StreamForwarder:
     def _with_options(self, message: Octets) -> Slice:
         """The message behind the options of the stream's first one; its own fields come later and so win."""
         if self._options is None:
-            self._options = without_fields(message, TARGET_FIELD, self._rpc.arrow_field)
+            options = without_fields(message, TARGET_FIELD, self._rpc.arrow_field)
+            if len(options) > _MAX_OPTIONS_BYTES:
+                raise InvalidInput(
+                    f"The first message has {len(options)} bytes beside its target and table, more than "
+                    f"{_MAX_OPTIONS_BYTES}: they go before each later message"
+                )
+            self._options = bytes(options)
             return message
         return b"".join((self._options, message)) if self._options else message
 
