@@ -3,7 +3,7 @@
 
     python3.11 dev.py run      make .venv, install, start a ready fleet of one real model
     python3.11 dev.py test     make .venv and .venv-clients, install, run the tests (-m long: those left out)
-    python3.11 dev.py check    format, lint, types, import layers, freshness of generated code
+    python3.11 dev.py check    format, lint, types, import layers, freshness of generated code, figures of tests.house
     python3.11 dev.py fix      format and safe fixes
     python3.11 dev.py proto    regenerate src/teimgr/wire/pb
     python3.11 dev.py bench X  run the benchmark X; `bench guard` is that of the gate, `bench all` makes the report
@@ -98,7 +98,7 @@ def test(arguments: list[str]) -> int:
 
 
 def check(arguments: list[str]) -> int:
-    """Static checks: format, lint, types, import layers, generated code. All run; the worst status is the result."""
+    """Format, lint, types, import layers, generated code, figures of the structure; the result is the worst status."""
     if status := install("test", "check"):
         return status
     steps = [
@@ -107,6 +107,7 @@ def check(arguments: list[str]) -> int:
         (PYTHON, "-m", "mypy"),
         (BIN / "lint-imports",),
         (PYTHON, __file__, "proto", "--check"),
+        (PYTHON, "-m", "tests.house", "--check"),
     ]
     running = [subprocess.Popen([str(part) for part in step], cwd=ROOT, stdout=subprocess.PIPE) for step in steps]
     statuses = []

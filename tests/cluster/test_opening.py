@@ -12,6 +12,7 @@ from teimgr.cluster import host_facts
 from teimgr.cluster.opening import open_cluster
 from teimgr.config.cluster import ClusterSettings
 from teimgr.config.settings import Settings
+from teimgr.control.placement.hosts import LeavingHosts
 from teimgr.control.placement.planner import GpuInventory
 from teimgr.errors import InvalidConfig
 from teimgr.wire.routing.router import Directory
@@ -39,5 +40,7 @@ async def test_an_address_without_the_extra_is_refused_with_the_command(
     settings = Settings(state_file=tmp_path / "s.toml", cluster=ClusterSettings(address="127.0.0.2:6379"))  # type: ignore[operator]
 
     with pytest.raises(InvalidConfig, match=r"cluster\.address: the package ray .*pip install 'teimgr\[cluster\]'"):
-        open_cluster(settings, local_launcher(settings.state_file.parent), GpuInventory({}), Directory())
+        open_cluster(
+            settings, local_launcher(settings.state_file.parent), GpuInventory({}), Directory(), LeavingHosts()
+        )
     host_facts.own_versions.cache_clear()

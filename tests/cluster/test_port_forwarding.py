@@ -255,14 +255,14 @@ async def test_a_lost_host_loses_its_connections_and_one_that_comes_back_is_forw
         streams = await fleet.connect()
         assert await asked(streams) == b"hello"
 
-        lost = fleet.known.pop("two")
-        fleet.head.hosts_changed()
+        known = fleet.known.now
+        fleet.known.set({})
         await fleet.refusing()
         assert await asked(streams) == b"hello"  # it has its route
 
         fleet.route(state=State.STARTING)
         assert await ended(streams[0]) == b"<reset>"
-        fleet.known["two"] = lost
+        fleet.known.set(known)
         fleet.route("two")
         await fleet.listening()
         assert await asked(await fleet.connect()) == b"hello"

@@ -123,12 +123,9 @@ def table(root: Path) -> dict[str, str]:
     longest = max(lines, key=lines.__getitem__)
     tests = list((root / "tests").rglob("test_*.py"))
     return {
-        "modules": f"{len(found)} ({sum(not module.is_package for module in found)} without __init__ and __main__)",
-        "lines": str(sum(lines.values())),
         "lines of a module, median": f"{median(module.lines for module in found if not module.is_package):.0f}",
         "longest module": f"{lines[longest]} ({longest})",
         "lines of a function, p50 and p95": f"{median(lengths):.0f} and {quantiles(lengths, n=20)[-1]:.0f}",
-        "modules imported by one sibling alone": str(len(imported_by_one_sibling(found))),
         "repeated base names": str(len(repeated_base_names(found))),
         "repeated names of public classes": str(len(repeated_class_names(found))),
         "modules with a test at their path": str(len(mirrored(root, found))),

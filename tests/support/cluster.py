@@ -17,6 +17,7 @@ from teimgr.cluster.head import ClusterHead
 from teimgr.cluster.ray_launcher import RayLauncher
 from teimgr.config.cluster import ClusterSettings
 from teimgr.config.settings import Settings
+from teimgr.control.placement.hosts import LeavingHosts
 from teimgr.control.placement.planner import GpuInventory, Inventory
 
 NODE_ADDRESS = "127.0.0.3"
@@ -37,7 +38,8 @@ class OneHost:
 
     def launcher(self, placement_limit_s: float = 30.0) -> tuple[ClusterHead, RayLauncher]:
         local = local_launcher(self.folder)
-        head = ClusterHead(self.settings, local, GpuInventory({}, lambda: Inventory(reason="none in this test")))
+        cards = GpuInventory({}, lambda: Inventory(reason="none in this test"))
+        head = ClusterHead(self.settings, local, cards, LeavingHosts())
         self._heads.append(head)
         return head, RayLauncher(head, local, placement_limit_s)
 

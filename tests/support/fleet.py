@@ -14,8 +14,10 @@ import pytest
 from tests.support.fakes.worker import fake_id
 
 from teimgr.config.settings import Settings
+from teimgr.control.events.fleet_events import EventLog
 from teimgr.control.launch.launcher import LocalLauncher, LocalOptions
 from teimgr.control.launch.process_handle import look_up
+from teimgr.control.placement.hosts import LeavingHosts
 from teimgr.control.placement.planner import GpuInventory, Inventory, InventorySource
 from teimgr.control.supervision.manager import Manager
 from teimgr.control.supervision.store import Store
@@ -85,12 +87,24 @@ class Fleet:
     pids: set[int] = field(default_factory=set)
     inventory: InventorySource | None = None
     """Of a cluster; without it there are no cards and no other hosts."""
+    events: EventLog = field(default_factory=EventLog)
+    leaving: LeavingHosts = field(default_factory=LeavingHosts)
 
     def __post_init__(self) -> None:
         self.launcher = local_launcher(self.folder)
         gpus = self.inventory or GpuInventory({}, lambda: Inventory(reason="none in this test"))
         self.store = Store(self.settings.state_file)
-        self.manager = Manager(self.settings, self.launcher, self.directory, self.store, gpus, self.metrics, cores=4)
+        self.manager = Manager(
+            self.settings,
+            self.launcher,
+            self.directory,
+            self.store,
+            gpus,
+            self.metrics,
+            cores=4,
+            events=self.events,
+            leaving=self.leaving,
+        )
         self._changed = asyncio.Event()
         self.directory.subscribe(self._on_change)
 

@@ -12,7 +12,7 @@ from tests.support.fleet import local_launcher
 from tests.support.fleet_nodes import HOST, FleetNodes
 from tests.support.polling import eventually
 
-from teimgr.cluster.host_link import HostAddress
+from teimgr.cluster.host_link import HostAddress, HostServices
 from teimgr.cluster.host_models import HostModels
 from teimgr.cluster.host_service import HostListener, HostService
 from teimgr.cluster.port_forwarding import PortForwarding
@@ -99,8 +99,9 @@ class Forwarding:
         self.hosts = hosts
         self.directory = Directory()
         self.local: LocalLauncher = local_launcher(folder)
-        self.known = dict(hosts)
+        self.known = HostServices()
         """Those that the head knows of."""
+        self.known.set({name: HostAddress(name, each.address) for name, each in hosts.items()})
         (self.port,) = free_ports(1)
         self.nodes = nodes
         self.writers: list[asyncio.StreamWriter] = []
@@ -112,7 +113,7 @@ class Forwarding:
             self.local,
             HOST,
             lambda incarnation: spec,
-            lambda: {name: HostAddress(name, each.address) for name, each in self.known.items()},
+            self.known,
         )
 
     def route(self, *names: str, state: State = State.RUNNING) -> None:

@@ -241,8 +241,9 @@ class StormFleet:
         self._folder, self._rng = folder, rng
         settings = settings_for(folder, restart_backoff_secs=0, restart_backoff_max_secs=0, max_instances=None)
         gpus = GpuInventory({}, lambda: Inventory(reason="none in this test"))
-        self.manager = Manager(settings, launcher, Directory(), store, gpus, DaemonMetrics(), cores=4)  # type: ignore[arg-type]
-        self.manager.routes_confirmed = self.turns.some
+        directory = Directory()
+        directory.confirm_by(self.turns.some)
+        self.manager = Manager(settings, launcher, directory, store, gpus, DaemonMetrics(), cores=4)  # type: ignore[arg-type]
 
     def problems(self) -> list[str]:
         """How the processes that live differ from those that are wanted."""

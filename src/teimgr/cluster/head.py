@@ -8,7 +8,7 @@ import asyncio
 import ipaddress
 import logging
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +17,7 @@ from teimgr.cluster.agent import Agent
 from teimgr.cluster.bridge import AnswerLate, Bridge
 from teimgr.cluster.enrolment_server import EnrolmentServer
 from teimgr.cluster.host_facts import HostDescription, own_versions
-from teimgr.cluster.host_link import HostAddress
+from teimgr.cluster.host_link import HostAddress, HostServices
 from teimgr.cluster.host_logs import RemoteLogs
 from teimgr.cluster.host_models import HostModels
 from teimgr.cluster.host_service import HostListener, HostService
@@ -28,6 +28,7 @@ from teimgr.config.cluster import address_on_host
 from teimgr.config.settings import Settings
 from teimgr.control.launch.launcher import LocalLauncher
 from teimgr.control.launch.process_handle import LaunchFailed
+from teimgr.control.placement.hosts import LeavingHosts
 from teimgr.control.placement.planner import GpuInventory, usable_cores
 from teimgr.errors import InvalidConfig, Unavailable
 from teimgr.observability.log_source import LocalLogs, LogSource
@@ -57,20 +58,19 @@ class Member:
 
 
 class ClusterHead:
-    """Starts Ray's head on this host and keeps the list of hosts. `launcher` is the one of this host."""
+    """Starts Ray's head on this host and keeps the list of hosts. `launcher` is the one of this host.
 
-    def __init__(self, settings: Settings, launcher: LocalLauncher, cards: GpuInventory) -> None:
+    Hosts that are about to leave, or were removed and still exist, are reported to `leaving`.
+    """
+
+    def __init__(self, settings: Settings, launcher: LocalLauncher, cards: GpuInventory, leaving: LeavingHosts) -> None:
         own_versions()  # refuses where Ray is not installed
         cluster = settings.cluster
         self.members: Mapping[str, Member] = {}
         """By name; hosts that Ray has lost are not among them."""
-        self.on_draining: Callable[[str], None] = lambda name: None
-        """Called with the name of a host that is about to leave, again and again until it has left."""
-        self.services: Mapping[str, HostAddress] = {}
-        """The services of the other hosts, by name, except those that have one instance port with this one."""
-        self.on_services_changed: Callable[[], None] = lambda: None
-        self.on_removed: Callable[[str], None] = lambda name: None
-        """Called with the name of a host that was removed from the fleet and is there yet, again and again."""
+        self.services = HostServices()
+        """Those of the other hosts, except hosts that have one instance port with this one."""
+        self._leaving = leaving
         self.address = cluster.host
         self.host = HostDescription(cluster.node, cluster.labels, cards, (settings.run_dir, settings.log_dir))
         self._settings = settings
@@ -185,17 +185,15 @@ class ClusterHead:
             if member.problem and (name not in before or before[name].problem != member.problem):
                 log.warning("host takes no workers", extra={"node": name, "reason": member.problem})
         services = {name: address_of(each) for name, each in self.members.items() if self._has_own_ports(each)}
-        if services != self.services:
-            self.services = services
-            self.on_services_changed()
+        self.services.set(services)
         self._changed.set()
         refreshed, self._refreshed = self._refreshed, asyncio.Event()
         refreshed.set()
         for name, member in self.members.items():
             if not self.enrolment.is_member(name):
-                self.on_removed(name)
+                self._leaving.report(name, was_removed=True)
             elif member.facts is not None and member.facts.draining:
-                self.on_draining(name)
+                self._leaving.report(name)
 
     def _has_own_ports(self, member: Member) -> bool:
         """Whether a host other than this one can be reached, and its instance ports are not those of this one: hosts on

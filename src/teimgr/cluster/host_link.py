@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +36,23 @@ class HostAddress:
 
     name: str
     address: str
+
+
+class HostServices:
+    """The services of other hosts, by name. Listeners are called after each change of `now`."""
+
+    def __init__(self) -> None:
+        self.now: Mapping[str, HostAddress] = {}
+        self._listeners: list[Callable[[], None]] = []
+
+    def set(self, services: Mapping[str, HostAddress]) -> None:
+        if services != self.now:
+            self.now = services
+            for listener in self._listeners:
+                listener()
+
+    def subscribe(self, listener: Callable[[], None]) -> None:
+        self._listeners.append(listener)
 
 
 class HostLink:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from teimgr.config.mux import MuxConfig
 from teimgr.config.settings import Settings
 from teimgr.control.launch.launcher import Launcher, LocalLauncher
+from teimgr.control.placement.hosts import LeavingHosts
 from teimgr.control.placement.planner import GpuInventory, InventorySource
 from teimgr.observability.log_source import LogSource
 from teimgr.wire.fleet_tls import FleetIdentity
@@ -40,8 +41,12 @@ class Cluster:
     """The instance ports here of workers on other hosts."""
 
 
-def open_cluster(settings: Settings, local: LocalLauncher, cards: GpuInventory, directory: Directory) -> Cluster | None:
+def open_cluster(
+    settings: Settings, local: LocalLauncher, cards: GpuInventory, directory: Directory, leaving: LeavingHosts
+) -> Cluster | None:
     """The cluster of `[cluster] address`; None without one. Nothing is started; the fleet's authority is made or read.
+
+    Hosts that leave are reported to `leaving`.
 
     Raises:
         InvalidConfig: ray is not installed, or a name or folder of `[cluster]` cannot be used.
@@ -54,7 +59,7 @@ def open_cluster(settings: Settings, local: LocalLauncher, cards: GpuInventory, 
     from teimgr.cluster.ray_launcher import RayLauncher
     from teimgr.cluster.ray_muxes import RayMuxHosts
 
-    head = ClusterHead(settings, local, cards)
+    head = ClusterHead(settings, local, cards, leaving)
     launcher = RayLauncher(head, local, settings.cluster.placement_timeout_secs)
     enrolment = head.enrolment
 
@@ -69,9 +74,8 @@ def open_cluster(settings: Settings, local: LocalLauncher, cards: GpuInventory, 
         local,
         settings.instance_host,
         launcher.spec_of,
-        lambda: head.services,
+        head.services,
     )
-    head.on_services_changed = forwarding.hosts_changed
     return Cluster(
         launcher,
         ClusterInventory(head),

@@ -22,7 +22,7 @@ from contextlib import suppress
 from contextvars import Context
 from functools import partial
 
-from teimgr.cluster.host_link import HostAddress, HostLink, connect
+from teimgr.cluster.host_link import HostLink, HostServices, connect
 from teimgr.cluster.relay import STREAM_BYTES, NearEnd, most_forwarded
 from teimgr.control.launch.launcher import LocalLauncher
 from teimgr.control.launch.process_handle import LaunchFailed
@@ -58,7 +58,7 @@ class PortForwarding:
 
     `node` is this host's name, `identity` the daemon's. `local` is the launcher of this host, `instance_host` where its
     ports listen. `spec_of` has the spec of a worker by its incarnation. `hosts` are the services of the other hosts, of
-    none whose ports are those of this one. Call `hosts_changed` after each change of them.
+    none whose ports are those of this one.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class PortForwarding:
         local: LocalLauncher,
         instance_host: str,
         spec_of: Callable[[str], WorkerSpec | None],
-        hosts: Callable[[], Mapping[str, HostAddress]],
+        hosts: HostServices,
     ) -> None:
         self.identity = identity
         self.local = local
@@ -82,6 +82,7 @@ class PortForwarding:
         self._ports: dict[str, _Port] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._unsubscribe: Callable[[], None] | None = None
+        hosts.subscribe(self._hosts_changed)
 
     @property
     def connections(self) -> int:
@@ -90,9 +91,9 @@ class PortForwarding:
 
     def start(self) -> None:
         self._unsubscribe = self._directory.subscribe(self._follow)
-        self.hosts_changed()
+        self._hosts_changed()
 
-    def hosts_changed(self) -> None:
+    def _hosts_changed(self) -> None:
         """Listen for instances whose hosts are known now; end connections to hosts that are lost."""
         if self._unsubscribe is not None:
             for entry in self._directory.snapshot().entries:
@@ -126,7 +127,7 @@ class PortForwarding:
             self._remove(name)
             return
         number, replicas = 0, dict[str, list[str]]()
-        hosts = self.hosts()
+        hosts = self.hosts.now
         for endpoint in entry.endpoints:
             if endpoint.node in hosts and (spec := self._spec_of(endpoint.incarnation)) is not None:
                 number = spec.port
@@ -320,7 +321,7 @@ class _Port:
         raise Unavailable("no host answered")
 
     async def _connect_by(self, host: str) -> HostLink:
-        address, workers = self._owner.hosts().get(host), self._replicas.get(host)
+        address, workers = self._owner.hosts.now.get(host), self._replicas.get(host)
         if address is None or not workers:
             raise Unavailable(f"{host}: it has no replica any more")
         link = await connect(address, self._owner.identity, CONNECT_LIMIT_S)

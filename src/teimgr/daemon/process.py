@@ -8,7 +8,6 @@ import logging
 import os
 import signal
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import uvloop
@@ -17,7 +16,7 @@ from teimgr import __version__
 from teimgr.api.batches import Batches
 from teimgr.api.gateway import Gateway
 from teimgr.api.page.page import Page
-from teimgr.api.rest.app import RestTls, create_app
+from teimgr.api.rest.app import RestTls, create_app, reconfigure
 from teimgr.api.rest.gpus import GpuReport
 from teimgr.api.rest.probes import Scraper
 from teimgr.cluster.opening import open_cluster
@@ -27,6 +26,7 @@ from teimgr.config.sources import Configuration, Source
 from teimgr.control.events.fleet_events import EventLog
 from teimgr.control.events.webhooks import Webhooks
 from teimgr.control.launch.launcher import Launcher, LocalLauncher, LocalOptions
+from teimgr.control.placement.hosts import LeavingHosts
 from teimgr.control.placement.planner import GpuInventory, InventorySource
 from teimgr.control.placement.preflight import Preflight
 from teimgr.control.registry.registry import Registry
@@ -103,32 +103,35 @@ class Daemon:
         local = LocalLauncher(options)
         self.launcher: Launcher = local
         inventory: InventorySource = gpus
-        self.cluster = open_cluster(settings, local, gpus, self.directory)
+        leaving = LeavingHosts()
+        self.cluster = open_cluster(settings, local, gpus, self.directory, leaving)
         if self.cluster is not None:
             self.launcher, inventory = self.cluster.launcher, self.cluster.inventory
         identity = self.cluster.identity if self.cluster else None
         self.preflight = Preflight(settings.gpu_preflight, gpus, local.nursery.build)
         self.manager = Manager(
-            settings, self.launcher, self.directory, Store(settings.state_file), inventory, self.metrics
+            settings,
+            self.launcher,
+            self.directory,
+            Store(settings.state_file),
+            inventory,
+            self.metrics,
+            events=self.events,
+            leaving=leaving,
         )
         node_identity = self.cluster.node_identity if self.cluster else None
         hosts = self.cluster.mux_hosts(mux_configs(settings)) if self.cluster else None
         self.muxes = Muxes(settings, self.directory, self.metrics, self.policy, node_identity, hosts)
-        self.manager.routes_confirmed = self.muxes.routes_confirmed
-        if self.cluster is not None:
-            self.cluster.head.on_draining = self.manager.leave_host
-            self.cluster.head.on_removed = partial(self.manager.leave_host, was_removed=True)
         self.registry = Registry(settings, local, gpus, self.metrics, self.manager.list, booted=self.manager.booted)
         self.reloader = Reloader(source, configuration, self.manager, self._apply)
         # HTTP
         self.tls = RestTls(settings.tls_files)
-        self.gateway = Gateway(settings, self.directory, self.metrics, identity)
-        self.gateway.views = self.manager.list
+        self.gateway = Gateway(settings, self.directory, self.metrics, identity, self.manager.list)
         self.batches = Batches(settings, self.gateway, self.policy, self.metrics) if settings.batches.enabled else None
         self.webhooks = Webhooks(self.events)
         self.gpu_report = GpuReport(inventory, self.manager.list, self._mux_states)
         self.scraper = Scraper(self.directory, identity=identity)
-        self.metrics.sources += (self.scraper.page, self.gpu_report.page)
+        self.metrics.sources.extend((self.scraper.page, self.gpu_report.page))
         if self.cluster is not None:
             self.metrics.sources.append(self.cluster.forwarding.page)
         if self.batches is not None:
@@ -175,8 +178,6 @@ class Daemon:
             try:
                 await self.manager.restore()
                 self.events.note(self.manager.list())  # later changes are events
-                self.manager.on_view_changed = self.events.note_one
-                self.manager.history = self.events.history
                 for notice in self.reloader.notices():
                     log.warning(notice)
                 preflight = asyncio.create_task(self.preflight.run(), name="preflight of the GPUs")
@@ -324,8 +325,8 @@ class Daemon:
         policy = policy_of(settings.auth)
         logs.setup(settings.log_level, settings.log_format)
         self.policy.swap(policy)
-        self.gateway.aliases = settings.aliases
+        self.gateway.reconfigure(settings)
         self.directory.set_defaults(settings.default_instances)
-        self.manager.tokens_per_gib = settings.auto_max_batch_tokens_per_gib
+        self.manager.reconfigure(settings)
         self.webhooks.configure(settings.webhooks)
-        self.app.state.settings = settings
+        reconfigure(self.app, settings)

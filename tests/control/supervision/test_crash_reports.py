@@ -19,6 +19,9 @@ from teimgr import __version__
 from teimgr.control.events.fleet_events import EventLog, FleetEvent
 from teimgr.control.supervision import crash_reports
 from teimgr.control.supervision.crash_reports import KEPT_PER_INSTANCE, Crash, CrashReports, report_name, stacks
+from teimgr.control.supervision.fleet_records import FleetRecords
+from teimgr.control.supervision.instance import ManagedInstance
+from teimgr.spec import State
 
 NOON = datetime(2026, 3, 4, 12, tzinfo=UTC)
 
@@ -40,10 +43,8 @@ async def crashed(events: EventLog, folder: Path) -> tuple[FleetEvent, dict[str,
 
 @pytest.fixture
 def events(fleet: Fleet) -> EventLog:
-    made = EventLog()
-    made.note(fleet.manager.list())
-    fleet.manager.on_view_changed, fleet.manager.history = made.note_one, made.history
-    return made
+    fleet.events.note(fleet.manager.list())
+    return fleet.events
 
 
 async def test_a_crash_leaves_a_report_that_its_event_and_the_log_name(
@@ -72,15 +73,36 @@ async def test_a_crash_leaves_a_report_that_its_event_and_the_log_name(
     await fleet.running(not_pid=view.pid)
 
 
+async def test_a_crash_is_recorded_once_together_with_the_change_of_state(
+    fleet: Fleet, events: EventLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded: list[State] = []
+    changed = FleetRecords.changed
+
+    def counted(records: FleetRecords, instance: ManagedInstance) -> None:
+        if instance.view().incident is not None:
+            recorded.append(instance.state)
+        changed(records, instance)
+
+    monkeypatch.setattr(FleetRecords, "changed", counted)
+    await fleet.create()
+    view = await fleet.running()
+    assert view.pid is not None
+    os.kill(view.pid, signal.SIGKILL)
+    await fleet.running(not_pid=view.pid)
+
+    assert recorded.count(State.RUNNING) == 1  # of the successor
+    kinds = [(event.event, event.status) for event in events.history("a")]
+    assert kinds[-3:] == [("crashed", "running"), ("starting", "starting"), ("running", "running")]
+
+
 async def test_a_worker_that_is_killed_as_hung_leaves_a_report(fleets: Callable[..., Fleet]) -> None:
     fleet = fleets(max_failures_before_restart=1)
     await fleet.manager.boot()
-    events = EventLog()
-    events.note(fleet.manager.list())
-    fleet.manager.on_view_changed = events.note_one
+    fleet.events.note(fleet.manager.list())
     await fleet.create("first-only,fail-probe")
 
-    _, report = await crashed(events, folder_of(fleet))
+    _, report = await crashed(fleet.events, folder_of(fleet))
 
     assert "health probes in a row failed" in report["reason"]
     assert report["signal"] == "SIGKILL"

@@ -14,7 +14,6 @@ from typing import Any
 
 from tests.support.fleet import Fleet
 
-from teimgr.control.events.fleet_events import EventLog
 from teimgr.control.supervision.lifecycle import Phase
 from teimgr.http.auth.policy import Policy, PolicyInForce
 from teimgr.mux.handlers import MuxHealth
@@ -52,14 +51,13 @@ async def lines_of_a_restart(fleet: Fleet, others: int) -> Counter[str]:
         for n in range(others)
     )
     fleet.store.close()
-    manager, router, events = fleet.manager, Router(), EventLog()
+    manager, router, events = fleet.manager, Router(), fleet.events
     await manager.boot()
     router.update(fleet.directory.snapshot())
     health = MuxHealth(PolicyInForce(Policy()))
     for follow in (router.apply, health.apply):
         fleet.directory.subscribe(follow)
     events.note(manager.list())
-    manager.on_view_changed = events.note_one
     beside = [manager._instances[f"i{n}"] for n in range(others)]
     for each in beside:  # without processes, which this machine has no room for
         for worker in each.workers:

@@ -18,7 +18,6 @@ import pytest
 from tests.support.fleet import LIMIT_S, Fleet, settings_for
 from tests.support.polling import eventually
 
-from teimgr.control.events.fleet_events import EventLog
 from teimgr.control.launch.process_handle import look_up
 from teimgr.control.placement.hosts import Host
 from teimgr.control.placement.planner import Inventory
@@ -206,10 +205,10 @@ async def test_a_worker_that_was_killed_while_no_daemon_ran_leaves_a_report(
     pid = crash("a")["a"]
     os.kill(pid, signal.SIGKILL)
     await eventually(lambda: look_up(pid) is None)
-    fleet, events = fleets(), EventLog()
+    fleet = fleets()
     await fleet.manager.restore()
+    events = fleet.events
     events.note(fleet.manager.list())
-    fleet.manager.on_view_changed, fleet.manager.history = events.note_one, events.history
 
     await fleet.manager.boot()
     (crashed,) = [event for event in events.history("a") if event.event == "crashed"]
@@ -247,10 +246,10 @@ async def test_a_worker_that_ended_in_order_while_no_daemon_ran_leaves_none(
 ) -> None:
     pid = crash("a=exit-when-alone")["a"]
     await eventually(lambda: look_up(pid) is None)
-    fleet, events = fleets(), EventLog()
+    fleet = fleets()
     await fleet.manager.restore()
+    events = fleet.events
     events.note(fleet.manager.list())
-    fleet.manager.on_view_changed, fleet.manager.history = events.note_one, events.history
 
     await fleet.manager.boot()
 
@@ -378,10 +377,9 @@ async def cost_of_an_event(fleet: Fleet, count: int) -> int:
     """How many functions run when one of `count` instances changes."""
     idle = InstanceSpec(name="idle", model_id="fake", wanted_running=False, prometheus_port=0)
     fleet.store.save([replace(idle, name=f"idle-{number}", port=30000 + number) for number in range(count)])
-    log, router = EventLog(), Router()
+    router = Router()
     await fleet.manager.boot()
-    log.note(fleet.manager.list())
-    fleet.manager.on_view_changed = log.note_one
+    fleet.events.note(fleet.manager.list())
     fleet.directory.subscribe(router.apply)
     instance = fleet.manager._instances["idle-0"]
     worker = instance.workers[0]
@@ -419,8 +417,7 @@ class TwoHosts:
 async def test_a_worker_pinned_to_a_removed_host_ends_and_the_reason_is_shown(folder: Path) -> None:
     hosts = TwoHosts()
     fleet = Fleet(folder, settings_for(folder), inventory=hosts)
-    events = EventLog()
-    fleet.manager.on_view_changed = events.note_one
+    events = fleet.events
     try:
         await fleet.manager.boot()
         events.note([])
@@ -428,7 +425,7 @@ async def test_a_worker_pinned_to_a_removed_host_ends_and_the_reason_is_shown(fo
         before = await fleet.running()
 
         hosts.problem = "it was removed from the fleet"
-        fleet.manager.leave_host("two", was_removed=True)
+        fleet.leaving.report("two", was_removed=True)
 
         reason = "no host for 'a' (one: node = 'two'; two: it was removed from the fleet)"
         await eventually(lambda: fleet.manager.get("a").reason == reason, LIMIT_S)
@@ -455,7 +452,7 @@ async def test_a_worker_that_no_other_host_takes_serves_on_while_its_host_is_abo
         before = await fleet.running()
 
         hosts.problem = "it is leaving"
-        fleet.manager.leave_host("two")
+        fleet.leaving.report("two")
 
         def update() -> UpdateView | None:
             return fleet.manager.get("a").update

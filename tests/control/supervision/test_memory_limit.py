@@ -53,10 +53,8 @@ def test_a_model_that_is_larger_than_the_limit_is_a_problem_and_no_replacement()
 
 
 def watched(fleet: Fleet) -> EventLog:
-    events = EventLog()
-    events.note(fleet.manager.list())
-    fleet.manager.on_view_changed = events.note_one
-    return events
+    fleet.events.note(fleet.manager.list())
+    return fleet.events
 
 
 async def booted(fleets: Callable[..., Fleet]) -> Fleet:

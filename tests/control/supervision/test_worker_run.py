@@ -14,7 +14,7 @@ from teimgr.control.launch.control_link import ControlLink
 from teimgr.control.launch.launcher import Adopted
 from teimgr.control.launch.process_handle import Exit, ExitReport, LaunchFailed
 from teimgr.control.supervision.lifecycle import Exited, LoadBegan, Observation
-from teimgr.control.supervision.worker_run import LoadSlots, ProbePlan, Prober, WorkerRun
+from teimgr.control.supervision.worker_run import ProbePlan, Prober, WorkerRun
 from teimgr.errors import Code, InvalidGpuId, TeimgrError, Unavailable
 from teimgr.spec import CpuThreads, WorkerSpec
 from teimgr.wire.frames import Method
@@ -195,29 +195,6 @@ async def test_a_cancelled_attempt_leaves_the_process_alone() -> None:
         await running
 
     assert (handle.stops, news) == ([], [LoadBegan()])
-
-
-async def test_workers_load_one_after_the_other_where_the_device_has_no_more_room() -> None:
-    limits: dict[str | None, int] = {None: 2, "card": 0}
-    slots = LoadSlots(lambda gpu: limits[gpu])
-    await slots.take(None)
-    await slots.take(None)
-    await slots.take("card")
-    waiting = [asyncio.create_task(slots.take(None)) for _ in range(3)]
-    await asyncio.sleep(0)
-    assert not any(task.done() for task in waiting)
-
-    waiting[0].cancel()
-    slots.give_back(None)
-    await asyncio.wait(waiting[:2])
-
-    assert waiting[0].cancelled()
-    assert (waiting[1].done(), waiting[2].done()) == (True, False)
-    limits[None] = 1
-    slots.give_back(None)
-    assert not waiting[2].done(), "one loads, and there is no memory for two"
-    slots.give_back(None)
-    await waiting[2]
 
 
 class AnsweringLink(ControlLink):

@@ -99,10 +99,16 @@ class Gateway:
     """Forwards inference requests to workers. It follows `directory` from its construction to `close`.
 
     With `identity`, that of this node in a fleet of several hosts, workers of other nodes are reached over mutual TLS.
+    `views` are the instances, for what is known of their models.
     """
 
     def __init__(
-        self, settings: Settings, directory: Directory, metrics: DaemonMetrics, identity: FleetIdentity | None = None
+        self,
+        settings: Settings,
+        directory: Directory,
+        metrics: DaemonMetrics,
+        identity: FleetIdentity | None = None,
+        views: Callable[[], Iterable[InstanceView]] = tuple,
     ) -> None:
         self._metrics = metrics
         self._timeout_s = float(settings.inference_timeout_secs) or None
@@ -111,13 +117,16 @@ class Gateway:
         self._router = Router(
             LinkLimits(max_message_bytes=limit_bytes + MAX_HEAD_BYTES, max_reply_bytes=_MAX_REPLY_BYTES), identity
         )
-        self.views: Callable[[], Iterable[InstanceView]] = tuple
-        """The instances, for what is known of their models; set by the daemon."""
-        self.aliases = settings.aliases  # replaced when the configuration is reloaded
+        self._views = views
+        self.aliases = settings.aliases
         self._names = ModelNames(self._router, lambda: self.aliases)
         self._router.update(directory.snapshot())
         self._unsubscribe = directory.subscribe(self._router.apply)
         self._since = int(time.time())
+
+    def reconfigure(self, settings: Settings) -> None:
+        """Apply the keys of a reload that need no restart."""
+        self.aliases = settings.aliases
 
     def routes(self) -> list[Route]:
         return [
@@ -281,7 +290,7 @@ class Gateway:
         names = self._names_for(caller)
         dialect = dialect_of(request.url.path)
         owner = dialect if dialect in (INFINITY, VLLM) else "teimgr"
-        return ModelCards(self.views(), names.model_id, self._since, owner, caller.is_operator).card
+        return ModelCards(self._views(), names.model_id, self._since, owner, caller.is_operator).card
 
     async def _get_model(self, request: Request) -> Response:
         names, name = self._names_for(caller_of(request.scope)), request.path_params["model"]

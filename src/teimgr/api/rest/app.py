@@ -221,6 +221,11 @@ def create_app(
     return app
 
 
+def reconfigure(app: FastAPI, settings: Settings) -> None:
+    """Have later requests read these settings, after a reload."""
+    app.state.settings = settings
+
+
 class TlsHttpProtocol(HttpProtocol):
     """HTTP/1.1 over TLS that puts the client certificate's names into the scope of each request."""
 

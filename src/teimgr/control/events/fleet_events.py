@@ -77,7 +77,8 @@ class EventLog:
         if view is not None:
             self._views[name] = view
             if view.incident is not None and (before is None or before.incident != view.incident):
-                self._append(view.incident.event, view, view.incident)
+                # With the state in which it happened: a crash and the change of state that follows come together.
+                self._append(view.incident.event, replace(view, state=(before or view).state), view.incident)
             for kind in _changes(before, view):
                 self._append(kind, view)
         elif before is not None:

@@ -5,7 +5,7 @@ A fleet of one host has no list of hosts, and none of these rules.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from teimgr.errors import NoHost
@@ -29,6 +29,21 @@ class Host:
     disk_free_bytes: int | None = None
     clock_ahead_s: float | None = None
     problem: str = ""
+
+
+class LeavingHosts:
+    """Hosts whose workers are to move to others: the head of a cluster reports them, the manager listens."""
+
+    def __init__(self) -> None:
+        self._listeners: list[Callable[[str, bool], None]] = []
+
+    def subscribe(self, listener: Callable[[str, bool], None]) -> None:
+        """Call `listener` with each such host and whether it was removed, repeatedly until it is gone."""
+        self._listeners.append(listener)
+
+    def report(self, host: str, *, was_removed: bool = False) -> None:
+        for listener in self._listeners:
+            listener(host, was_removed)
 
 
 def candidates(spec: InstanceSpec, hosts: Sequence[Host]) -> list[Host]:

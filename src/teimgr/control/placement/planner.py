@@ -6,8 +6,7 @@ import asyncio
 import os
 import re
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, KeysView, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +16,7 @@ import pynvml
 from teimgr.config.instance_keys import parse
 from teimgr.config.instance_limits import model_roots
 from teimgr.config.settings import Settings
+from teimgr.control.placement.fleet_load import FleetCounts, LoadSlots
 from teimgr.control.placement.hosts import Host, allows, best_host, candidates
 from teimgr.errors import InvalidGpuId, NoHost, TeimgrError, ValidationError
 from teimgr.spec import KEYS, WORKER_KEYS, Change, CpuThreads, InstanceSpec, WorkerSpec
@@ -192,39 +192,16 @@ class Others:
     beside_hosts: Mapping[str, int] = field(default_factory=dict)
 
 
-class FleetCounts:
-    """The number of live workers by host, and by GPU UUID that of those that load; `set` is called when an instance
-    changes."""
-
-    def __init__(self) -> None:
-        self.alive: Counter[str] = Counter()
-        self.loading: Counter[str] = Counter()
-        self._instances: dict[str, tuple[Counter[str], Counter[str]]] = {}  # those with live workers
-
-    @property
-    def instances(self) -> KeysView[str]:
-        """The names of those with live workers."""
-        return self._instances.keys()
-
-    def set(self, name: str, alive: Counter[str], loading: Counter[str]) -> None:
-        """Count the workers of an instance again."""
-        before, were_loading = self._instances.pop(name, (Counter[str](), Counter[str]()))
-        self.alive.update(alive)
-        self.alive.subtract(before)
-        self.loading.update(loading)
-        self.loading.subtract(were_loading)
-        if alive:
-            self._instances[name] = alive, loading
-
-
 class Planner:
-    """Places workers on the cards of `inventory`, as last read.
+    """Places workers on the cards of `inventory`, as last read. `counts` and `slots` are those of all instances.
 
     Only `refresh` awaits; every other method is synchronous, so two plans cannot interleave.
     """
 
     def __init__(self, settings: Settings, gpus: InventorySource, cores: int) -> None:
         self.inventory = Inventory()
+        self.counts = FleetCounts()
+        self.slots = LoadSlots(self.load_limit)
         self._settings = settings
         self._gpus = gpus
         self._cores = cores

@@ -27,6 +27,7 @@ from typing import Any
 from teimgr.control.launch.launcher import Adopted
 from teimgr.control.supervision.lifecycle import Command, is_routable
 from teimgr.control.supervision.memory_limit import MemoryLimit, Verdict
+from teimgr.control.supervision.store import WantedState
 from teimgr.control.supervision.supervisor import Supervisor, SupervisorContext
 from teimgr.control.supervision.validation import with_changes
 from teimgr.errors import InstanceNotFound, StateNotSaved, TeimgrError, Unavailable, UpdateFailed, UpdateInProgress
@@ -44,6 +45,7 @@ from teimgr.spec import (
     WorkerEndpoint,
     now_rfc3339,
 )
+from teimgr.wire.routing.router import Directory
 
 log = logging.getLogger(__name__)
 
@@ -52,10 +54,14 @@ _PRECEDENCE = (State.RUNNING, State.STARTING, State.STOPPING, State.FAILED, Stat
 
 
 class ManagedInstance:
-    """The replicas of one instance and the updates of its spec."""
+    """The replicas of one instance and the updates of its spec, which `state` keeps and `directory` routes by."""
 
-    def __init__(self, spec: InstanceSpec, context: SupervisorContext) -> None:
+    def __init__(
+        self, spec: InstanceSpec, context: SupervisorContext, directory: Directory, state: WantedState
+    ) -> None:
         self.spec = self._updated_spec = spec
+        self._directory = directory
+        self._wanted = state
         self._context = context
         self._workers: list[Supervisor] = []
         self._tasks: dict[Supervisor, asyncio.Task[None]] = {}
@@ -224,7 +230,7 @@ class ManagedInstance:
 
     def forget(self) -> None:
         self._is_forgotten = True
-        self._context.directory.remove(self.spec.name)
+        self._directory.remove(self.spec.name)
 
     # Updates
 
@@ -376,7 +382,7 @@ class ManagedInstance:
     async def _commit(self, spec: InstanceSpec) -> None:
         self._is_past_cancelling = True
         try:
-            await self._context.save_spec(spec)
+            await self._wanted.save_spec(spec)
         except BaseException:
             self._is_past_cancelling = False
             raise
@@ -386,12 +392,12 @@ class ManagedInstance:
         """Publish the new workers in place of those that leave, then end these; return when no call comes to them."""
         leaving = list(leaving)
         for each in joining:
-            each.role = "serving"
+            each.join()
         for each in leaving:
-            each.role = "leaving"
+            each.leave()
         self._publish()
         if leaving:
-            await self._context.routes_confirmed()
+            await self._directory.confirmed()
             await self._send(leaving, Command.RETIRE)
             await asyncio.gather(*(each.left_ports() for each in leaving))
 
@@ -441,11 +447,16 @@ class ManagedInstance:
     def on_state_changed(self) -> None:
         self._state_changed.set()
         self._publish()
-        self._context.on_instance_changed(self.spec.name)
+        if not self._is_forgotten:
+            self._context.records.changed(self)
+
+    def on_crash(self, incident: Incident) -> None:
+        self._incident = incident
 
     def on_incident(self, incident: Incident) -> None:
+        """Record what happened to the instance, without a change of its state."""
         self._incident = incident
-        self._context.on_instance_changed(self.spec.name)
+        self._context.records.changed(self)
 
     # Memory
 
@@ -484,7 +495,7 @@ class ManagedInstance:
             self._begin_update_of(partial(self._replace_one, old), ())
         excess = f"{resident_bytes >> 20} MiB, more than max_rss_mib = {old.spec.max_rss_mib}"
         self._on_over_memory(f"replica {old.number} has {excess}: it is being replaced")
-        self._context.metrics.count(catalogue.MEMORY_REPLACEMENTS, self.spec.name)
+        self._context.records.metrics.count(catalogue.MEMORY_REPLACEMENTS, self.spec.name)
 
     async def move_off(self, host: str, was_removed: bool) -> bool:
         """`leave_host`, and if the host `was_removed` `abandon_host` for what no other host takes; False then."""
@@ -549,7 +560,7 @@ class ManagedInstance:
             endpoints=tuple(self._endpoints()),
             serves=self._serves or declared,
         )
-        self._context.directory.publish(entry)
+        self._directory.publish(entry)
 
     def _endpoints(self) -> Iterator[WorkerEndpoint]:
         """The addresses of the replicas that get calls."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -13,8 +13,9 @@ from typing import Any
 from teimgr.config.instance_keys import check_instance
 from teimgr.config.instance_limits import check_allowed
 from teimgr.config.settings import Settings
-from teimgr.control.events.fleet_events import FleetEvent
+from teimgr.control.events.fleet_events import EventLog
 from teimgr.control.launch.launcher import Launcher, WorkerHandle
+from teimgr.control.placement.hosts import LeavingHosts
 from teimgr.control.placement.planner import (
     InventorySource,
     Planner,
@@ -24,17 +25,16 @@ from teimgr.control.placement.planner import (
     worker_spec,
 )
 from teimgr.control.supervision.command_turns import CommandTurns
-from teimgr.control.supervision.core_shares import CoreShares
 from teimgr.control.supervision.crash_reports import Crash, CrashReports
+from teimgr.control.supervision.fleet_records import FleetRecords
 from teimgr.control.supervision.host_departures import HostDepartures
 from teimgr.control.supervision.instance import ManagedInstance
 from teimgr.control.supervision.lifecycle import Backoff, Command, RestartPolicy
-from teimgr.control.supervision.state_watchers import StateWatchers
 from teimgr.control.supervision.store import Store, WantedState
 from teimgr.control.supervision.supervisor import SupervisorContext
 from teimgr.control.supervision.sweep import Sweep
 from teimgr.control.supervision.validation import InstanceValidator, check_model, with_changes
-from teimgr.control.supervision.worker_run import LoadSlots, ProbePlan
+from teimgr.control.supervision.worker_run import ProbePlan
 from teimgr.errors import (
     InstanceExists,
     InstanceNotFound,
@@ -56,10 +56,6 @@ ADOPTION_LIMIT_S = 2.0
 _BACKGROUND_LIMIT_S = 5.0
 
 
-async def _nothing_to_confirm() -> None:
-    """Without muxes."""
-
-
 class Manager:
     """Owns the instances: `restore` and `boot` bring back those of the state file, REST calls the other methods.
 
@@ -68,8 +64,7 @@ class Manager:
     each is carried out even if its caller leaves. So a name has one instance, whose supervisors end with it.
 
     `booted` is set when workers of an earlier daemon are adopted, or after `ADOPTION_LIMIT_S`; commands wait for it,
-    and for late workers of the same instance. `on_view_changed` is called with a view after every change; `history`
-    gives the events of an instance. `tokens_per_gib` is changed by a reload.
+    and for late workers of the same instance. `events` get every change; `leaving` names hosts to move workers off.
     """
 
     def __init__(
@@ -81,21 +76,19 @@ class Manager:
         gpus: InventorySource,
         metrics: DaemonMetrics,
         cores: int | None = None,
+        events: EventLog | None = None,
+        leaving: LeavingHosts | None = None,
     ) -> None:
         self.tokens_per_gib = settings.auto_max_batch_tokens_per_gib
         self.booted = asyncio.Event()
-        self.history: Callable[[str], Sequence[FleetEvent]] = lambda name: ()
-        self.routes_confirmed: Callable[[], Awaitable[None]] = _nothing_to_confirm
-        self.on_view_changed: Callable[[str, InstanceView | None], None] = lambda name, view: None
         self._settings = settings
         self._launcher = launcher
-        self._metrics = metrics
+        self._directory = directory
         self._planner = Planner(settings, gpus, cores or usable_cores())
         self._validator = InstanceValidator(settings)
         self._instances: dict[str, ManagedInstance] = {}
         self._state = WantedState(store, lambda: [instance.spec for instance in self._instances.values()])
         self._is_restored = False
-        self._shares = CoreShares(self._planner, self._instances)
         self._adopting: set[asyncio.Task[None]] = set()
         self._is_shutting_down = False
         self._background: set[asyncio.Task[None]] = set()  # the ends of updates, crash reports
@@ -103,12 +96,11 @@ class Manager:
         self._sweep = Sweep(launcher, self._owned)
         self._not_startable: set[str] = set()
         self._departures = HostDepartures(self._instances, self.booted, self._in_background)
-        self._watchers = StateWatchers()
+        if leaving is not None:
+            leaving.subscribe(self._leave_host)
+        crash_reports = CrashReports(settings.log_dir / "crashes")
+        self._records = FleetRecords(self._planner, events or EventLog(), metrics, crash_reports)
         self._context = SupervisorContext(
-            launcher=launcher,
-            directory=directory,
-            metrics=metrics,
-            planner=self._planner,
             policy=RestartPolicy(
                 startup_timeout_s=settings.startup_timeout_secs,
                 max_probe_failures=settings.max_failures_before_restart,
@@ -116,13 +108,9 @@ class Manager:
             ),
             probes=ProbePlan(settings.health_check_interval_secs, settings.health_probe_timeout_secs),
             grace_s=settings.graceful_shutdown_timeout_secs,
-            slots=LoadSlots(self._planner.load_limit),
-            fleet=self._shares.counts,
-            save_spec=self._state.save_spec,
-            routes_confirmed=lambda: self.routes_confirmed(),
-            on_instance_changed=self._on_instance_changed,
-            crash_reports=CrashReports(settings.log_dir / "crashes"),
-            history=lambda name: self.history(name),
+            launcher=launcher,
+            planner=self._planner,
+            records=self._records,
         )
 
     # Start and stop of the daemon
@@ -155,7 +143,7 @@ class Manager:
         found = await self._launcher.find()
         for ended in found.ended:
             if instance := self._instances.get(ended.instance):
-                incident, writing = self._context.crash_reports.report(Crash.unseen(ended))
+                incident, writing = self._records.crashed(Crash.unseen(ended))
                 self._in_background(writing, f"crash report of {ended.instance}")
                 instance.on_incident(incident)
         alive: defaultdict[str, list[WorkerHandle]] = defaultdict(list)
@@ -271,7 +259,7 @@ class Manager:
             self._turns.require_open()
             instance = self._add(spec)
             await instance.begin({}, start=True)
-        self._metrics.count(catalogue.CREATED, spec.name, spec.model_id)
+        self._records.metrics.count(catalogue.CREATED, spec.name, spec.model_id)
         return instance.view()
 
     async def update(
@@ -412,19 +400,20 @@ class Manager:
                 view = await instance.settle()
                 await instance.ended()
                 self._forget(name, instance)
-        self._metrics.count(catalogue.DELETED, name)
+        self._records.metrics.count(catalogue.DELETED, name)
         return view
 
     def _forget(self, name: str, instance: ManagedInstance) -> None:
         del self._instances[name]
         instance.forget()
         self._state.drop_update(name)
-        self._watchers.changed(name)
-        self.on_view_changed(name, None)
-        self._shares.count(name, Counter(), Counter())
+        self._records.deleted(name)
 
-    def leave_host(self, host: str, *, was_removed: bool = False) -> None:
-        """Like `HostDepartures.begin`; no effect while the daemon ends."""
+    def reconfigure(self, settings: Settings) -> None:
+        """Apply the keys of a reload that need no restart."""
+        self.tokens_per_gib = settings.auto_max_batch_tokens_per_gib
+
+    def _leave_host(self, host: str, was_removed: bool) -> None:
         if not self._is_shutting_down:
             self._departures.begin(host, was_removed=was_removed)
 
@@ -446,7 +435,7 @@ class Manager:
             InstanceNotFound: it does not exist, or was deleted meanwhile.
         """
         limit_s = self._find(name).spec.startup_timeout_secs or self._settings.startup_timeout_secs
-        with self._watchers.watching(name) as changed, suppress(TimeoutError):
+        with self._records.watching(name) as changed, suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 while self._find(name).state is State.STARTING:
                     changed.clear()
@@ -504,9 +493,9 @@ class Manager:
     def _add(self, spec: InstanceSpec) -> ManagedInstance:
         if spec.name in self._instances:
             raise InstanceExists(spec.name)
-        instance = self._instances[spec.name] = ManagedInstance(spec, self._context)
+        instance = self._instances[spec.name] = ManagedInstance(spec, self._context, self._directory, self._state)
         for family in (catalogue.RESTARTS, catalogue.PROBE_FAILURES):  # from 0: an alert counts the first one too
-            self._metrics.count(family, spec.name, by=0)
+            self._records.metrics.count(family, spec.name, by=0)
         return instance
 
     async def _adopted_instance(self, name: str, *, also_deleted: bool = False) -> ManagedInstance:
@@ -531,12 +520,3 @@ class Manager:
             return self._instances[name]
         except KeyError:
             raise InstanceNotFound(name) from None
-
-    def _on_instance_changed(self, name: str) -> None:
-        """Note the view and the number of workers; the cost does not depend on the number of instances."""
-        instance = self._instances.get(name)
-        self._watchers.changed(name)
-        if instance is None:
-            return
-        self.on_view_changed(name, instance.view())
-        self._shares.count(name, instance.alive, instance.loading)

@@ -423,6 +423,7 @@ class Muxes:
         self._log_paths = [settings.log_dir / f"_mux-{number}.log" for number in range(count)]
         self._supervisors = [self._local(number) for number in range(count)]
         self._socket = settings.grpc_socket.absolute() if count and settings.grpc_socket else None
+        directory.confirm_by(self.routes_confirmed)
 
     @property
     def _all(self) -> list[MuxSupervisor]:

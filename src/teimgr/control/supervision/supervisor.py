@@ -10,17 +10,17 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import Protocol
 
-from teimgr.control.events.fleet_events import FleetEvent
 from teimgr.control.launch.launcher import Adopted, Launcher
 from teimgr.control.launch.process_handle import Exit, LaunchFailed
-from teimgr.control.placement.planner import FleetCounts, Others, Planner
-from teimgr.control.supervision.crash_reports import Crash, CrashReports
+from teimgr.control.placement.planner import Others, Planner
+from teimgr.control.supervision.crash_reports import Crash
+from teimgr.control.supervision.fleet_records import FleetRecords
 from teimgr.control.supervision.lifecycle import (
     Command,
     CommandRefused,
@@ -39,10 +39,9 @@ from teimgr.control.supervision.lifecycle import (
     WorkerReady,
     explain,
 )
-from teimgr.control.supervision.worker_run import LoadSlots, ProbePlan, WorkerRun
+from teimgr.control.supervision.worker_run import ProbePlan, WorkerRun
 from teimgr.errors import AlreadyRunning, InstanceNotFound, NotRunning, TeimgrError, Unavailable
 from teimgr.observability import catalogue
-from teimgr.observability.metrics import DaemonMetrics
 from teimgr.spec import (
     CpuThreads,
     Incident,
@@ -54,38 +53,20 @@ from teimgr.spec import (
     WorkerView,
     rfc3339,
 )
-from teimgr.wire.routing.router import Directory
-
-LAST_EVENTS = 20
-"""How many events of its instance a crash report has."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisorContext:
-    """What all instances and supervisors share. `grace_s` is how long a stopped worker may finish its calls.
+    """What all supervisors share. `grace_s` is how long a stopped worker may finish its calls."""
 
-    `fleet` counts the workers of all instances. `save_spec` writes the desired state with this spec of its instance
-    to disk, or raises `StateNotSaved`. `routes_confirmed` returns when every mux routes by the directory as it is now.
-    `on_instance_changed` is called after every change of an instance's state.
-    `history` gives the last events of an instance.
-    """
-
-    launcher: Launcher
-    directory: Directory
-    metrics: DaemonMetrics
-    planner: Planner
     policy: RestartPolicy
     probes: ProbePlan
     grace_s: float
-    slots: LoadSlots
-    fleet: FleetCounts
-    save_spec: Callable[[InstanceSpec], Awaitable[None]]
-    routes_confirmed: Callable[[], Awaitable[None]]
-    on_instance_changed: Callable[[str], None]
-    crash_reports: CrashReports
-    history: Callable[[str], Sequence[FleetEvent]]
+    launcher: Launcher
+    planner: Planner
+    records: FleetRecords
 
 
 class Owner(Protocol):
@@ -97,8 +78,8 @@ class Owner(Protocol):
     def on_state_changed(self) -> None:
         """After every change of the state or the card of a worker."""
 
-    def on_incident(self, incident: Incident) -> None:
-        """A worker has crashed."""
+    def on_crash(self, incident: Incident) -> None:
+        """A worker has crashed; `on_state_changed` follows."""
 
     def on_memory(self, supervisor: Supervisor, resident_bytes: int, fresh: bool) -> None:
         """The worker's resident memory in bytes; `fresh`: it has just become ready."""
@@ -170,6 +151,14 @@ class Supervisor:
         """Return when a worker that is being retired answers no new request on its ports, or is gone."""
         if self._worker is not None:
             await self._worker.left_ports()
+
+    def join(self) -> None:
+        """Serve from now on, as the update that started this replica is committed."""
+        self.role = "serving"
+
+    def leave(self) -> None:
+        """Get no more calls, as an update has put other replicas in its place."""
+        self.role = "leaving"
 
     def respecify(self, spec: InstanceSpec) -> None:
         """Replace the spec by one that makes no difference to the present worker."""
@@ -308,10 +297,9 @@ class Supervisor:
         if isinstance(item, _Request):
             self._answer(item)
         else:
-            if isinstance(item, Exited):
-                self._report_crash(item.exit)
+            has_crashed = isinstance(item, Exited) and self._report_crash(item.exit)
             self._record(item)
-            self._step(item)
+            self._step(item, has_crashed=has_crashed)
         async with self._settled:
             self._settled.notify_all()
 
@@ -342,20 +330,19 @@ class Supervisor:
             case ProbeOk():
                 self._probed_at = datetime.now(UTC)
             case ProbeFailed(reason):
-                self._context.metrics.count(catalogue.PROBE_FAILURES, self.spec.name)
+                self._context.records.metrics.count(catalogue.PROBE_FAILURES, self.spec.name)
                 log.warning("probe failed", extra={"instance": self.spec.name, "reason": reason})
             case Exited():
                 self._worker = None
 
-    def _report_crash(self, exit: Exit) -> None:
-        """Write a crash report on a thread, unless the worker was ended by order or never was a process."""
+    def _report_crash(self, exit: Exit) -> bool:
+        """Write a crash report on a thread; False if the worker was ended by order or never was a process."""
         replica, handle = self._replica, self._worker.handle if self._worker else None
         if handle is None or (replica.is_ending and replica.failure is None):
-            return
+            return False
         assert self._worker_tasks is not None
-        context, name = self._context, self.spec.name
         crash = Crash(
-            instance=name,
+            instance=self.spec.name,
             replica=self.number,
             pid=handle.pid,
             started_at=handle.started_at,
@@ -363,18 +350,18 @@ class Supervisor:
             reason=(replica.failure or explain(exit)).message,
             log=exit.log,
             spec=handle.spec,
-            events=[asdict(event) for event in context.history(name)[-LAST_EVENTS:]],
         )
-        incident, writing = context.crash_reports.report(crash)
-        self._worker_tasks.create_task(writing, name=f"crash report of {name}")
-        self._owner.on_incident(incident)
+        incident, writing = self._context.records.crashed(crash)
+        self._worker_tasks.create_task(writing, name=f"crash report of {self.spec.name}")
+        self._owner.on_crash(incident)
+        return True
 
-    def _step(self, event: Event) -> None:
+    def _step(self, event: Event, *, has_crashed: bool = False) -> None:
         before = self._replica
         self._replica, effects = before.step(event, asyncio.get_running_loop().time())
         if before.phase is not self._replica.phase:
             self._on_phase_changed(before.phase)
-        if before != self._replica:
+        if has_crashed or before != self._replica:
             self._owner.on_state_changed()
         for effect in effects:
             if effect is Effect.LAUNCH:
@@ -384,7 +371,7 @@ class Supervisor:
                 self._worker.end(grace_s, handover=effect is Effect.HAND_OVER)
 
     def _on_phase_changed(self, before: Phase) -> None:
-        replica, worker, metrics = self._replica, self._worker, self._context.metrics
+        replica, worker, metrics = self._replica, self._worker, self._context.records.metrics
         facts = {"instance": self.spec.name, "replica": self.number}
         facts |= {"from": before.name.lower(), "to": replica.phase.name.lower()}
         level = {Phase.FAILED: logging.ERROR, Phase.WAITING: logging.WARNING}.get(replica.phase, logging.INFO)
@@ -415,7 +402,7 @@ class Supervisor:
         """Place the next worker beside those of the whole fleet, and wait for a load slot of its device."""
         planner = self._context.planner
         await planner.refresh()
-        fleet = self._context.fleet
+        fleet = planner.counts
         loading = fleet.loading.copy()
         if self.gpu is not None and self.state is State.STARTING:
             loading[self.gpu] -= 1  # itself, on the card of its last start
@@ -428,8 +415,8 @@ class Supervisor:
             self.host, self.gpu = spec.host, spec.gpu
             self._owner.on_state_changed()
         device = spec.gpu or spec.host or None
-        await self._context.slots.take(device)
-        self._give_back = partial(self._context.slots.give_back, device)
+        await planner.slots.take(device)
+        self._give_back = partial(planner.slots.give_back, device)
         return spec
 
     def _adopt(self, adopted: Adopted) -> None:

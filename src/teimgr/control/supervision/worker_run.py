@@ -1,4 +1,4 @@
-"""One worker process from launch or adoption to exit, reported as events; its health probes; slots for loading."""
+"""One worker process from launch or adoption to exit, reported as events; its health probes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import logging
 import random
 import time
-from collections import Counter, defaultdict, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -57,49 +56,6 @@ class ProbePlan:
 
     interval_s: float = 10.0
     timeout_s: float = 10.0
-
-
-class LoadSlots:
-    """Bounds the workers that load at the same time on a device, first come first served; one always may.
-
-    After a reboot all would else start at once, run out of memory, and out of time. `limit` gives the number for the
-    UUID of a card, or for None, the CPU.
-    """
-
-    def __init__(self, limit: Callable[[str | None], int]) -> None:
-        self._limit = limit
-        self._loading: Counter[str | None] = Counter()
-        self._waiting: defaultdict[str | None, deque[asyncio.Future[None]]] = defaultdict(deque)
-
-    async def take(self, gpu: str | None) -> None:
-        """Return when a worker may load; `give_back` must follow."""
-        waiting = self._waiting[gpu]
-        if not waiting and self._fits(gpu):
-            self._loading[gpu] += 1
-            return
-        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        waiting.append(granted)
-        try:
-            await granted
-        except asyncio.CancelledError:
-            if not granted.cancelled():
-                self.give_back(gpu)
-            elif granted in waiting:
-                waiting.remove(granted)
-            raise
-
-    def give_back(self, gpu: str | None) -> None:
-        """Return a slot, which the next may have."""
-        self._loading[gpu] -= 1
-        waiting = self._waiting[gpu]
-        while waiting and self._fits(gpu):
-            granted = waiting.popleft()
-            if not granted.done():  # else its taker was cancelled just now
-                self._loading[gpu] += 1
-                granted.set_result(None)
-
-    def _fits(self, gpu: str | None) -> bool:
-        return self._loading[gpu] < max(1, self._limit(gpu))
 
 
 class WorkerRun:

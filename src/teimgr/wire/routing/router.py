@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, KeysView, Mapping, Sequence
+from collections.abc import Awaitable, Callable, KeysView, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import islice
 from types import TracebackType
@@ -488,6 +488,7 @@ class Directory:
         self.version = 0
         self._entries: dict[str, RouteEntry] = {}
         self._listeners: list[RouteListener] = []
+        self._confirmations: list[Callable[[], Awaitable[None]]] = []
         self._defaults: Mapping[str, str] = {}
 
     def set_defaults(self, defaults: Mapping[str, str]) -> None:
@@ -517,6 +518,14 @@ class Directory:
         """Call `listener` with each later change; the result unsubscribes."""
         self._listeners.append(listener)
         return lambda: self._listeners.remove(listener)
+
+    def confirm_by(self, confirmation: Callable[[], Awaitable[None]]) -> None:
+        """Have `confirmed` wait for `confirmation` too: routers of other processes use the routes of now."""
+        self._confirmations.append(confirmation)
+
+    async def confirmed(self) -> None:
+        """Return when every router of another process uses the routes as they are now."""
+        await asyncio.gather(*(confirmation() for confirmation in self._confirmations))
 
     def _notify(self, name: str, entry: RouteEntry | None) -> None:
         self.version += 1

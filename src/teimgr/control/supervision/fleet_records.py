@@ -1,0 +1,109 @@
+"""What follows from a change of an instance: waiting calls wake, its events are recorded, its workers get CPU threads.
+
+The cost of one change does not depend on the number of instances.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, defaultdict
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from typing import Any, Protocol
+
+from teimgr.control.events.fleet_events import EventLog
+from teimgr.control.placement.planner import Planner
+from teimgr.control.supervision.crash_reports import Crash, CrashReports
+from teimgr.observability.metrics import DaemonMetrics
+from teimgr.spec import CpuThreads, Incident, InstanceSpec, InstanceView
+
+_LAST_EVENTS = 20  # of its instance, in a crash report
+
+
+class RecordedInstance(Protocol):
+    """An instance, as the records read it."""
+
+    spec: InstanceSpec
+
+    def view(self) -> InstanceView:
+        """A snapshot for display."""
+
+    @property
+    def alive(self) -> Counter[str]:
+        """The workers that exist or are being started, by host."""
+
+    @property
+    def loading(self) -> Counter[str]:
+        """The workers that are being started, by the UUID of their card."""
+
+    def set_threads(self, share: Callable[[str], CpuThreads]) -> None:
+        """Set the CPU threads of each worker by the share of its host."""
+
+
+class FleetRecords:
+    """The events, counts, crash reports and metrics of all instances."""
+
+    def __init__(self, planner: Planner, events: EventLog, metrics: DaemonMetrics, crash_reports: CrashReports) -> None:
+        self.metrics = metrics
+        self._planner = planner
+        self._events = events
+        self._crash_reports = crash_reports
+        self._instances: dict[str, RecordedInstance] = {}  # those with live workers
+        self._shares: dict[str, CpuThreads] = {}
+        self._watchers: defaultdict[str, set[asyncio.Event]] = defaultdict(set)
+
+    def changed(self, instance: RecordedInstance) -> None:
+        """Call after each change of an instance's state, once."""
+        name = instance.spec.name
+        self._wake(name)
+        self._events.note_one(name, instance.view())
+        self._instances[name] = instance
+        self._share(name, instance.alive, instance.loading)
+
+    def deleted(self, name: str) -> None:
+        """The instance does not exist any more."""
+        self._wake(name)
+        self._events.note_one(name, None)
+        self._share(name, Counter(), Counter())
+
+    def crashed(self, crash: Crash) -> tuple[Incident, Coroutine[Any, Any, None]]:
+        """As `CrashReports.report`; the report gets the last events of the instance."""
+        events = [asdict(event) for event in self._events.history(crash.instance)[-_LAST_EVENTS:]]
+        return self._crash_reports.report(replace(crash, events=events))
+
+    @contextmanager
+    def watching(self, name: str) -> Iterator[asyncio.Event]:
+        """An event that is set at each change of the instance within the block."""
+        event = asyncio.Event()
+        self._watchers[name].add(event)
+        try:
+            yield event
+        finally:
+            self._watchers[name].discard(event)
+            if not self._watchers[name]:
+                del self._watchers[name]
+
+    def _wake(self, name: str) -> None:
+        for event in self._watchers.get(name, ()):
+            event.set()
+
+    def _share(self, name: str, alive: Counter[str], loading: Counter[str]) -> None:
+        """Count the live workers of an instance, and send the workers their share of the cores if it has changed.
+
+        More workers than cores have one core each, so that at most as many as there are cores get a message.
+        """
+        counts = self._planner.counts
+        counts.set(name, alive, loading)
+        shares = {host: self._planner.share(count, host) for host, count in counts.alive.items() if count}
+        before, self._shares = self._shares, shares
+        if before != shares:
+            for each in tuple(counts.instances):
+                self._instances[each].set_threads(self._share_of)
+        elif alive:
+            self._instances[name].set_threads(self._share_of)
+        if not alive:
+            self._instances.pop(name, None)
+
+    def _share_of(self, host: str) -> CpuThreads:
+        return self._shares.get(host) or self._planner.share(1, host)
