@@ -84,6 +84,18 @@ class TeimgrError(Exception):
         super().__init__(message)
         self.message = message
 
+    def name_input(self, index: int) -> None:
+        """Say which of several inputs is at fault."""
+        self.input_index = index
+
+    def try_after(self, seconds: float) -> None:
+        """Say when to try again."""
+        self.retry_after_s = seconds
+
+    def reword(self, message: str) -> None:
+        """Replace the message by one that says more."""
+        self.message = message
+
 
 class Refused(TeimgrError):
     """The caller's error; repeating the request changes nothing."""
@@ -357,9 +369,12 @@ class Internal(Broken, code=Code.INTERNAL_ERROR):
     """An unexpected error; details are in the log."""
 
 
-def error_from_code(code: int, message: str) -> TeimgrError:
+def error_from_code(
+    code: int, message: str, *, input_index: int | None = None, retry_after_s: float | None = None
+) -> TeimgrError:
     """The exception for a code and message from another process; unknown codes (a newer peer) become `Internal`."""
     kind = _BY_CODE.get(code, Internal)
     error = kind.__new__(kind)
     TeimgrError.__init__(error, message)
+    error.input_index, error.retry_after_s = input_index, retry_after_s
     return error

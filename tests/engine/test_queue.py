@@ -157,8 +157,7 @@ def test_expired_entries_come_back_apart() -> None:
 def test_entries_that_cannot_be_computed_before_their_deadline_are_not_begun() -> None:
     """A text of 10 tokens takes a second at least, one of 40 four."""
     clock = Clock()
-    queue = EntryQueue(LIMITS, clock)
-    queue.token_s = lambda: 0.1
+    queue = EntryQueue(LIMITS, clock, token_s=lambda: 0.1)
     short, long = entry(10, deadline=clock.now + 3), entry(40, deadline=clock.now + 3)
     several = rows_of(4, length=9, deadline=clock.now + 0.5)
     queue.put([short, long, several])
@@ -317,14 +316,28 @@ def test_an_old_throughput_is_forgotten() -> None:
     assert throughput.tokens_per_s(Lane.BULK, now + 40) is None
 
 
+class CountingFeeder:
+    """A tokenizer with this many tokens on their way to the queue."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+
+    def waiting(self, lane: Lane) -> int:
+        return self.tokens
+
+    def room_was_made(self) -> None:
+        """Nothing waits for it."""
+
+
 def test_time_without_work_is_no_backlog_though_rows_of_the_last_batch_still_counted_as_waiting() -> None:
     clock = Clock()
-    queue = EntryQueue(LIMITS, clock)
+    queue, feeder = EntryQueue(LIMITS, clock), CountingFeeder()
+    queue.fed_by(feeder)
     for _ in range(2 * 4):
-        queue.waiting_before = lambda lane: 5  # the tokenizer counts its rows until it has put them all
+        feeder.tokens = 5  # the tokenizer counts its rows until it has put them all
         queue.put([entry(5)])
         assert queue.next_batch(0) is not None
-        queue.waiting_before = lambda lane: 0
+        feeder.tokens = 0
         queue.next_batch(0)  # the device is free, nothing is there
         clock.now += 0.5
 

@@ -116,6 +116,8 @@ class _Scope:
             self._names[arguments.args[0].arg] = owner
         for node in ast.walk(function):
             match node:
+                case ast.arg(name, annotation) if annotation is not None:  # of a nested function
+                    self._names[name] = index.annotated(module, annotation)
                 case ast.AnnAssign(ast.Name(name), annotation):
                     self._names[name] = index.annotated(module, annotation)
                 case ast.Assign([ast.Name(name)], value) | ast.NamedExpr(ast.Name(name), value):
@@ -164,6 +166,8 @@ class _Scope:
             case ast.Attribute(of, name):
                 owner = self._index.class_with(self.of(of), name)
                 return self._index.item(owner.module, owner.attributes.get(name)) if owner else None
+            case ast.Call(ast.Attribute(of, name), []) if (owner := self.of(of)) is not None and name in owner.results:
+                return self._index.item(owner.module, owner.results[name])
             case ast.Call(ast.Attribute(of, "values" | "copy")) | ast.Call(ast.Name("tuple" | "list"), [of]):
                 return self.item_of(of)
         return None
@@ -225,6 +229,8 @@ def _class(module: str, node: ast.ClassDef) -> _Class:
         match each:
             case ast.AnnAssign(ast.Name(name), annotation):
                 made.attributes[name] = annotation
+            case ast.Assign([ast.Name(name)], value):
+                made.attributes[name] = value
             case ast.FunctionDef(name=name, returns=returns) | ast.AsyncFunctionDef(name=name, returns=returns):
                 if returns is not None:
                     made.results[name] = returns

@@ -81,6 +81,10 @@ class Transformer:
         self._alone = depends_on_batch(module)
         self._task = task_of(module)
 
+    def placed(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Its weights were moved there."""
+        self.device, self.dtype = device, dtype
+
     @property
     def width(self) -> int:
         return int(self.config.get_text_config().hidden_size)

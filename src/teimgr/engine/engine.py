@@ -78,10 +78,9 @@ class Engine:
         self._device = parts.model.backbone.device
         self._model_bytes = tensor_bytes(parts.model)
         self._close_model = parts.model.close
-        self._queue = EntryQueue(parts.limits)
         activation = parts.info.activation or "identity"
         self._finisher = Finisher(self._deliver, self._mark_unhealthy, activation, self._on_bad_result)
-        self._queue.token_s = self._finisher.least_token_s
+        self._queue = EntryQueue(parts.limits, token_s=self._finisher.least_token_s)
         self._core_load = _core_load(options)
         threads = CpuThreads(options.threads, options.threads)
         self._runners = [

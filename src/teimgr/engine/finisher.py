@@ -367,17 +367,14 @@ class Finisher:
                 job.errors.update(failed)
             count = len(places)
             enqueued_ns = sum([entry.enqueued_ns * entry.texts for entry in entries])
-            job.tokens += sum([entry.tokens for entry in entries])
-            job.remaining -= count
-            job.queue_ns += began_ns * count - enqueued_ns
-            job.tokenization_ns += enqueued_ns - job.submitted_ns * count
-            job.inference_ns += duration_ns * count
+            tokens = sum([entry.tokens for entry in entries])
+            job.count_served(count, tokens, enqueued_ns, began_ns, duration_ns)
         batch.free()  # jobs have copies
         return jobs
 
     def _fail(self, rows: Sequence[tuple[Job, int, TeimgrError]]) -> list[Job]:
         for job, row, error in rows:
-            job.remaining -= 1
+            job.count_failed()
             if isinstance(error, ZeroVector) and job.options.outputs == _DENSE_ALONE:  # zero before it is written
                 continue
             job.errors[row] = error

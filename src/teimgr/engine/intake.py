@@ -131,8 +131,7 @@ class Intake:
         self._turn = self._long_turn = 0
         self._closed = False
         self._abandoned = False
-        queue.on_taken = self._room_was_made
-        queue.waiting_before = self.waiting
+        queue.fed_by(self)
 
     def put(self, job: Job, options: TokenizeOptions, bounded: bool = True, starts: bool = True) -> None:
         """Accept `job` without waiting. An empty lane accepts a job of any size.
@@ -151,7 +150,7 @@ class Intake:
             if bounded and held and held + estimate > self._limit:
                 raise Overloaded
             self._estimates[job.lane] += estimate
-            job.submitted_ns = time.monotonic_ns()
+            job.mark_submitted()
             self._inbox[job.lane].append(_Pending(job, options, estimate))
             if starts:
                 self._changed.notify()
@@ -338,7 +337,8 @@ class Intake:
         self._turn = (self._turn + 1) % _BULK_TURN
         return Lane.BULK if self._turn == 0 else Lane.INTERACTIVE
 
-    def _room_was_made(self) -> None:
+    def room_was_made(self) -> None:
+        """Entries have left the queue."""
         with self._changed:
             self._changed.notify()
             if self._has_long():
@@ -398,7 +398,7 @@ class Intake:
                     begin += len(rows)
         now = time.monotonic_ns()
         for entry in entries:
-            entry.enqueued_ns = now
+            entry.mark_enqueued(now)
         return entries, failures
 
     def _tokenized(self, inputs: Sequence[Input], options: TokenizeOptions) -> TokenizedTexts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -151,6 +152,40 @@ class Job:
     def cancel(self) -> None:
         """From any thread: rows not yet started are skipped, and the job is never delivered."""
         self.cancelled = True
+
+    def fill(self, vectors: NDArray[np.float32], scores: NDArray[np.float32], sparse: list[SparseRow | None]) -> None:
+        """Set placeholder results; `sparse` only if it was requested."""
+        self.vectors, self.scores = vectors, scores
+        if Output.SPARSE in self.options.outputs:
+            self.sparse = sparse
+
+    def take_scores(self, part: Job, rows: Sequence[int]) -> None:
+        """Take scores, errors and times of a delivered job whose inputs are these rows of this one."""
+        if not self.scores.shape[1]:
+            self.scores = np.zeros((len(self.inputs), part.scores.shape[1]), np.float32)
+        self.scores[rows] = part.scores
+        self.errors |= {rows[row]: error for row, error in part.errors.items()}
+        served = len(part.inputs) - len(part.errors)
+        self.tokens += part.tokens
+        self.tokenization_ns += part.tokenization_ns * served
+        self.queue_ns += part.queue_ns * served
+        self.inference_ns += part.inference_ns * served
+
+    def mark_submitted(self) -> None:
+        """The times begin now."""
+        self.submitted_ns = time.monotonic_ns()
+
+    def count_served(self, rows: int, tokens: int, enqueued_ns: int, began_ns: int, duration_ns: int) -> None:
+        """Count rows of one batch, and sum their times; `enqueued_ns` is the sum of the rows' moments."""
+        self.tokens += tokens
+        self.remaining -= rows
+        self.queue_ns += began_ns * rows - enqueued_ns
+        self.tokenization_ns += enqueued_ns - self.submitted_ns * rows
+        self.inference_ns += duration_ns * rows
+
+    def count_failed(self) -> None:
+        """Count a row that is not computed."""
+        self.remaining -= 1
 
     def average_times(self) -> None:
         """Turn the summed times into means over the rows without an error."""

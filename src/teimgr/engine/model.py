@@ -80,7 +80,7 @@ class Model:
         """Move to `device`, in `dtype`; raises RuntimeError as `HostWeights.place` does."""
         weights.place(dtype, device)
         for transformer in self._transformers():
-            transformer.device, transformer.dtype = device, dtype
+            transformer.placed(device, dtype)
 
     def broken_weight(self) -> str | None:
         """The name of the first weight with NaN or infinity, of the modules behind the transformer last."""

@@ -23,6 +23,7 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,6 +59,9 @@ class QueueEntry:
     @property
     def tokens(self) -> int:
         return self.texts * self.length
+
+    def mark_enqueued(self, now_ns: int) -> None:
+        self.enqueued_ns = now_ns
 
     def is_late(self, now: float, token_s: float = 0.0) -> bool:
         """Whether the deadline is past, or will be before one of the texts is computed, in `token_s` seconds a token.
@@ -281,19 +285,36 @@ class LaneThroughput:
         samples[-1].tokens += tokens
 
 
+class Feeder(Protocol):
+    """What puts entries into the queue."""
+
+    def waiting(self, lane: Lane) -> int:
+        """Tokens of a lane on their way to the queue."""
+
+    def room_was_made(self) -> None:
+        """Entries have left; called without the queue's lock."""
+
+
 class EntryQueue:
     """Entries of both lanes; any thread puts, one thread takes the batches of a lane.
 
-    `clock` gives monotonic seconds. After `close` the remaining entries are still served, after `abandon` none.
+    `clock` gives monotonic seconds, `token_s` the seconds that a token takes at least.
+
+    After `close` the remaining entries are still served, after `abandon` none.
     """
 
-    def __init__(self, limits: BatchLimits, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        limits: BatchLimits,
+        clock: Callable[[], float] = time.monotonic,
+        token_s: Callable[[], float] = lambda: 0.0,
+    ) -> None:
         self._limits = limits
         self._clock = clock
         lock = threading.Lock()
         self._changed = threading.Condition(lock)  # of what a thread that takes both lanes, or bulk, waits for
         self._has_queries = threading.Condition(lock) if limits.own_threads else self._changed
-        self.token_s: Callable[[], float] = lambda: 0.0  # seconds that a token takes at least
+        self.token_s = token_s
         self._lanes = {lane: LengthBuckets() for lane in Lane}
         self.token_cap = TokenCap(limits.tokens, clock)  # of the threads that take batches
         self._bulk_credit = 0.0
@@ -301,8 +322,15 @@ class EntryQueue:
         self._closed = False
         self._abandoned = False
         self._throughput = LaneThroughput()
-        self.on_taken: Callable[[], None] = lambda: None  # called when entries have left, without the lock
-        self.waiting_before: Callable[[Lane], int] = lambda lane: 0  # tokens of a lane on their way to the queue
+        self._feeder: Feeder | None = None
+
+    def fed_by(self, feeder: Feeder) -> None:
+        """Tell `feeder` when there is room, and count what waits there."""
+        self._feeder = feeder
+
+    def waiting_before(self, lane: Lane) -> int:
+        """Tokens of a lane on their way to the queue."""
+        return self._feeder.waiting(lane) if self._feeder is not None else 0
 
     def put(self, entries: Iterable[QueueEntry]) -> None:
         with self._changed:
@@ -338,7 +366,8 @@ class EntryQueue:
             if draft.entries:
                 left = [one for one in Lane if self._lanes[one].texts or self.waiting_before(one)]
                 self._throughput.took(now, lane, draft.tokens, left)
-        self.on_taken()
+        if self._feeder is not None:
+            self._feeder.room_was_made()
         return draft
 
     def tokens(self, lane: Lane) -> int:

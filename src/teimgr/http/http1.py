@@ -65,6 +65,12 @@ class ListenerState(ServerState):
     is_leaving = False
     has_ended = False
 
+    def leave(self) -> None:
+        self.is_leaving = True
+
+    def end(self) -> None:
+        self.has_ended = True
+
 
 class ServerConnections(ListenerState):
     """The state of an HTTP server, and what protocols need of it.
@@ -76,13 +82,17 @@ class ServerConnections(ListenerState):
         unread_replies: The bytes of replies that clients have not read. Beyond the limit ASGI serves all requests.
     """
 
-    pass_on: PassOn | None = None
-    direct: Direct | None = None
-
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, direct: Direct | None = None) -> None:
         super().__init__()
         self.config = config
+        self.direct = direct
+        self.pass_on: PassOn | None = None
         self.unread_replies = UnreadOfPort()
+
+    def leave_to(self, pass_on: PassOn | None) -> None:
+        """The server leaves, and passes connections on to `pass_on`."""
+        self.leave()
+        self.pass_on = pass_on
 
 
 def _detach(transport: asyncio.Transport) -> socket.socket:

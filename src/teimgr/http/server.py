@@ -131,10 +131,9 @@ class Listener:
         for acceptor in self._server.acceptors:
             acceptor.close()
         state = self._server.server_state
-        state.is_leaving = True
         self._server.config.encoded_headers.append(_CONNECTION_CLOSE)  # uvicorn's source of the next second's list
         state.default_headers.append(_CONNECTION_CLOSE)  # the current list, held by requests in flight
-        state.pass_on = pass_on
+        state.leave_to(pass_on)
         for connection in tuple(state.connections):
             if isinstance(connection, HttpProtocol | ProtocolSniffer):
                 connection.pass_on()
@@ -177,8 +176,7 @@ async def serving(
         http=cast(Any, http if h2 is None else partial(ProtocolSniffer, h2, http)),
         **tls,
     )
-    server = Server(config, gate or ConnectionGate())
-    server.server_state.direct = direct
+    server = Server(config, gate or ConnectionGate(), direct)
     task = asyncio.create_task(server.serve(sockets=[sock] if unix is None else [sock, unix.sock]))
     try:
         await _listening(server, task, sock)
@@ -212,9 +210,9 @@ async def _listening(server: Server, task: asyncio.Task[None], sock: socket.sock
 class Server(uvicorn.Server):
     """Uvicorn that accepts its connections through a gate, has an event set once it listens, and no signal handlers."""
 
-    def __init__(self, config: uvicorn.Config, gate: ConnectionGate) -> None:
+    def __init__(self, config: uvicorn.Config, gate: ConnectionGate, direct: Direct | None = None) -> None:
         super().__init__(config)
-        self.server_state: ServerConnections = ServerConnections(config)
+        self.server_state: ServerConnections = ServerConnections(config, direct)
         self.listening = asyncio.Event()
         self.gate = gate
         self.context: ssl.SSLContext | None = None

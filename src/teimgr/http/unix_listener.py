@@ -53,6 +53,10 @@ class UnixListener:
         self.sock = sock
         self.file = SocketFile(path)
 
+    def publish(self, path: Path) -> None:
+        """Move the file to `path`, as `publish`; raises OSError."""
+        self.file = publish(self.file.path, path)
+
     def close(self) -> None:
         """Remove the file and close the socket."""
         self.file.remove()

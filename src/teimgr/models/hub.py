@@ -242,7 +242,7 @@ def _fetched(model_id: str, revision: str | None, neighbours: Neighbours | None,
     failure = _main_failure(failures)
     packaged = find_packaged(model_id) if revision is None else None
     if packaged is None:
-        failure.message += nearest_here(model_id) if hints else ""
+        failure.reword(failure.message + (nearest_here(model_id) if hints else ""))
         raise failure
     log.info("%s; using the packaged weights of %s", failure.message, model_id)
     return packaged
@@ -261,7 +261,7 @@ def _sources(neighbours: Neighbours | None) -> Sequence[Callable[[str, str | Non
 def _main_failure(failures: Sequence[TeimgrError]) -> TeimgrError:
     """One error for all: of one that may pass, if there is such, and with the messages of the others behind its own."""
     main = next((error for error in failures if not isinstance(error, ModelNotFound)), failures[0])
-    main.message = "; ".join([main.message, *(error.message for error in failures if error is not main)])
+    main.reword("; ".join([main.message, *(error.message for error in failures if error is not main)]))
     return main
 
 

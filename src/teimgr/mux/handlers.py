@@ -354,7 +354,7 @@ class MuxHandlers:
             return message
 
         # An idle stream would hold up a drain for its whole grace.
-        call.stream.on_leaving = partial(call.leave, _LEAVING_PAUSE_S)
+        call.stream.call_when(leaving=partial(call.leave, _LEAVING_PAUSE_S))
         named, suffix = call.named_target(router), call.output_dtype()
         forwarder = StreamForwarder(call.rpc, router, named, suffix=suffix, lane=call.lane, record=call.record)
         await forwarder.run(receive, self._window, on_first=call.open, send=call.send)

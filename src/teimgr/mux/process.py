@@ -18,7 +18,6 @@ import logging
 import os
 import signal
 import socket
-import ssl
 import sys
 import time
 from collections.abc import Iterable
@@ -31,7 +30,7 @@ from teimgr.errors import InvalidConfig, TeimgrError, Unavailable
 from teimgr.http.auth.policy import Policy, PolicyInForce
 from teimgr.http.auth.tls_files import Pems, TlsFiles, TlsWatch
 from teimgr.http.server import bind
-from teimgr.http.unix_listener import UnixListener, bind_unix, publish, remove_stale
+from teimgr.http.unix_listener import UnixListener, bind_unix, remove_stale
 from teimgr.mux.control import Message, MuxControl
 from teimgr.mux.forwarding import CallCounters
 from teimgr.mux.handlers import MuxHandlers, MuxHealth
@@ -181,7 +180,7 @@ class Mux:
             Unavailable: it cannot be moved.
         """
         try:
-            unix.file = publish(unix.file.path, Path(self._config.socket))
+            unix.publish(Path(self._config.socket))
         except OSError as error:
             unix.file.remove()
             raise Unavailable(f"cannot listen on {self._config.socket}: {error}") from error
@@ -227,21 +226,12 @@ class Mux:
     def _take_certificates(self, texts: dict[str, str | None]) -> None:
         """Use certificates from the daemon, which has validated them."""
         pems = Pems(**{name: text and text.encode() for name, text in texts.items()})  # type: ignore[arg-type]
-        self._server.context = context = tls_context_of(pems)
-        securing = asyncio.create_task(self._secure(context))
-        self._tasks.add(securing)
-        securing.add_done_callback(self._tasks.discard)
+        self._server.secure(tls_context_of(pems))
         self._may_listen.set()
-
-    async def _secure(self, context: ssl.SSLContext) -> None:
-        try:
-            await self._server.secure(context)
-        except OSError as error:  # such as a lack of descriptors
-            _log.error("new certificates cannot be used, the former ones serve on: %s", error)
 
     async def _take_files(self, files: TlsFiles) -> None:
         """Raises InvalidConfig: they cannot be used."""
-        await self._server.secure(tls_context(files))
+        self._server.secure(tls_context(files))
 
     def _change(self, changes: Iterable[tuple[str, RouteEntry | None]]) -> None:
         for name, entry in changes:

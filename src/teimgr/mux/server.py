@@ -24,7 +24,7 @@ _CLOSE_S = 1.0
 class GrpcServer:
     """Serves connections of bound sockets from `start` to `stop`; `protocol` makes the protocol of each.
 
-    With a `context` every connection is TLS; until `start` it may be set. `gate` counts the connections.
+    With a `context` every connection is TLS. `gate` counts the connections.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class GrpcServer:
             self._acceptors.append(acceptor)
             acceptor.start()
 
-    async def secure(self, context: ssl.SSLContext) -> None:
+    def secure(self, context: ssl.SSLContext) -> None:
         """Use `context` for new connections; open ones keep theirs."""
         self.context = context
 
@@ -64,10 +64,10 @@ class GrpcServer:
         it is made again.
         """
         self._close_listeners()
-        self._state.is_leaving = True
+        self._state.leave()
         if grace_s is not None:
             await self._drain(grace_s)
-        self._state.has_ended = True
+        self._state.end()
         for task in tuple(self._state.tasks):
             task.cancel()
         for connection in self._connections():

@@ -200,10 +200,12 @@ def pack_error(error: TeimgrError) -> bytes:
 def unpack_error(payload: Received, retry_after_ms: int = 0) -> TeimgrError:
     code = payload[0] if payload else 0
     message, end, index = bytes(payload[1:]).decode("utf-8", "replace").rpartition("\0")
-    error = error_from_code(code, message if end else index)
-    error.input_index = int(index) if end and _INDEX.fullmatch(index) else None
-    error.retry_after_s = retry_after_ms / 1000 or None
-    return error
+    return error_from_code(
+        code,
+        message if end else index,
+        input_index=int(index) if end and _INDEX.fullmatch(index) else None,
+        retry_after_s=retry_after_ms / 1000 or None,
+    )
 
 
 _INDEX = re.compile("[0-9]{1,9}")

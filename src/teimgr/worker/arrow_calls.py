@@ -165,7 +165,7 @@ def _serve_table(
     noop: bool = False,
 ) -> None:
     """Admit the call, read its table on a codec thread, run the model unless `noop`, and write the reply."""
-    call.output_dtype = _DTYPE_NAMES.get(form.dense, form.dense.value)
+    call.note_output_dtype(_DTYPE_NAMES.get(form.dense, form.dense.value))
 
     def read_counted(limits: _Limits) -> ReadTable:
         table = read(limits)
@@ -358,10 +358,11 @@ def reply_columns(
 def with_placeholder_results(model: LoadedModel, job: Job) -> Job:
     """`job` with placeholder results, for `noop` and tables without rows: zeros, three sparse entries per row."""
     count = len(job.inputs)
-    job.vectors = np.zeros((count, job.options.dimensions or model.dimension), np.float32)
-    job.scores = np.zeros((count, max(len(model.labels), 1)), np.float32)
-    if Output.SPARSE in job.options.outputs:
-        job.sparse = [SparseRow(_NOOP_INDICES + np.uint32(row), _NOOP_VALUES) for row in range(count)]
+    job.fill(
+        np.zeros((count, job.options.dimensions or model.dimension), np.float32),
+        np.zeros((count, max(len(model.labels), 1)), np.float32),
+        [SparseRow(_NOOP_INDICES + np.uint32(row), _NOOP_VALUES) for row in range(count)],
+    )
     return job
 
 

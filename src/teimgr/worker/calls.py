@@ -103,6 +103,14 @@ class WorkerCall:
         self.context = CURRENT.get()
         self.output_dtype = "f32"
 
+    def allow_to_wait(self) -> None:
+        """Queue it when the worker is full."""
+        self.may_wait = True
+
+    def note_output_dtype(self, name: str) -> None:
+        """Name the number format of its vectors, for traces."""
+        self.output_dtype = name
+
     def reply(self, reply: CallReply) -> None:
         raise NotImplementedError
 
@@ -243,7 +251,7 @@ def raise_first(job: Job) -> None:
     row = min(job.errors)
     error = job.errors[row]
     if isinstance(error, Refused) and len(job.inputs) > 1:
-        error.input_index = row
+        error.name_input(row)
     raise error
 
 

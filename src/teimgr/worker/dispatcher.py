@@ -11,8 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
-
 from teimgr.engine.engine import Engine
 from teimgr.engine.job import InferOptions, Input, Job
 from teimgr.errors import Cancelled, DeadlineExceeded, Internal, Overloaded, TeimgrError, Unavailable
@@ -90,15 +88,8 @@ def _joined(parts: Sequence[Part], jobs: Sequence[Job]) -> Job:
         for row, item in zip(part.rows, part.inputs, strict=True):
             inputs[row] = item
     whole = Job(inputs, parts[0].options, jobs[0].lane)
-    whole.scores = np.zeros((len(inputs), jobs[0].scores.shape[1]), np.float32)
     for part, job in zip(parts, jobs, strict=True):
-        whole.scores[part.rows] = job.scores
-        whole.errors |= {part.rows[row]: error for row, error in job.errors.items()}
-        served = len(job.inputs) - len(job.errors)
-        whole.tokens += job.tokens
-        whole.tokenization_ns += job.tokenization_ns * served
-        whole.queue_ns += job.queue_ns * served
-        whole.inference_ns += job.inference_ns * served
+        whole.take_scores(job, part.rows)
     whole.average_times()
     return whole
 
@@ -189,7 +180,7 @@ class Dispatcher:
             self._call_limiter.enter(call, call.size_bytes, proceed, call.may_wait)
         except TeimgrError as error:
             if isinstance(error, Overloaded) and error.retry_after_s is None and self._engine is not None:
-                error.retry_after_s = self._engine.expected_s(call.lane)
+                error.try_after(self._engine.expected_s(call.lane))
             self.metrics.failed(error)
             call.fail(error)
             self._check_idle()

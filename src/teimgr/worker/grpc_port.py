@@ -144,14 +144,14 @@ class GrpcPort:
             inference = _BY_PATH.get(path)
             if inference is None and path not in self._standard and not is_rpc(dict(stream.headers)):
                 return http.serve(stream)
-            stream.connection.stays_open = True  # a channel is open for long
+            stream.connection.keep_open()  # a channel is open for long
             limit = self._dispatcher.spec.max_message_bytes
             rpc: RpcStream
             if inference is None:
                 rpc = self._calls.call(stream, limit)
             else:
                 rpc = PortStream(inference, stream, limit, budget, unread)
-            stream.on_stopping = partial(rpc.stop, Unavailable("the instance is stopping"))
+            stream.call_when(stopping=partial(rpc.stop, Unavailable("the instance is stopping")))
             return self._serve(rpc)
 
         return Connection(serve, state, ticket)

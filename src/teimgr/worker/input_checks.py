@@ -27,7 +27,8 @@ def _refuse(are_empty: list[bool], refusal: str) -> None:
     """Raises EmptyInput if an input is empty, with its index if there are several."""
     if True in are_empty:
         error = EmptyInput(refusal)
-        error.input_index = are_empty.index(True) if len(are_empty) > 1 else None
+        if len(are_empty) > 1:
+            error.name_input(are_empty.index(True))
         raise error
 
 

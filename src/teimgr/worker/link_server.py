@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from teimgr.errors import Cancelled, InvalidInput, TeimgrError
@@ -47,6 +47,10 @@ class LinkServer:
         self._none_open = asyncio.Event()
         self._watchers: dict[LinkConnection, int] = {}
         self._announcement = b"{}"
+
+    def share(self, ports: Mapping[int, socket.socket]) -> None:
+        """Give other workers of the instance copies of these sockets too, if they ask."""
+        self.ports |= ports
 
     def protocol(self) -> LinkConnection:
         return LinkConnection(self)

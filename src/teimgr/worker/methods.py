@@ -259,7 +259,7 @@ def decode(dispatcher: Dispatcher, call: MethodCall) -> None:
 
 def _answer_off_loop(dispatcher: Dispatcher, call: MethodCall, work: Callable[[], bytes]) -> None:
     """Answer with the result of `work`, which tokenizes; never refused as OVERLOADED, since TEI counts no permit."""
-    call.may_wait = True
+    call.allow_to_wait()
 
     async def answer() -> None:
         payload = await dispatcher.on_tokenizer_thread(work)

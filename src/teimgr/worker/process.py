@@ -177,7 +177,7 @@ class Worker:
                 listening.enter_context(closing(self._bind(number))) for number in filter(None, (spec.prometheus_port,))
             ]
             queue = listening.enter_context(closing(ConnectionQueue(self._shared)))
-            self._links.ports |= queue.ends
+            self._links.share(queue.ends)
             engine = await self._load()
             if engine is None:
                 return EXIT_DONE

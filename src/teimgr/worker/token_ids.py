@@ -47,7 +47,8 @@ def read(inputs: Sequence[Input], spec: WorkerSpec) -> list[Input]:
             try:
                 one = _text(one.view(np.uint32).tolist(), spec)
             except InvalidInput as error:
-                error.input_index = place if len(inputs) > 1 else None
+                if len(inputs) > 1:
+                    error.name_input(place)
                 raise
         found.append(one)
     return found

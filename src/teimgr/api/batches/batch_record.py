@@ -136,6 +136,16 @@ class Batch:
         self.status = status
         self.moments[f"{status.value}_at"] = int(now)
 
+    def note_validated(self, total: int, model: str | None, faults: list[BatchFault]) -> None:
+        self.total, self.model, self.faults = total, model, faults
+
+    def note_published(self, output_file_id: str | None, error_file_id: str | None) -> None:
+        self.output_file_id, self.error_file_id = output_file_id, error_file_id
+
+    def advance(self, progress: BatchProgress) -> None:
+        """More results are written to disk."""
+        self.progress = progress
+
     def check_can_be_cancelled(self) -> None:
         """Raises ObjectInUse where the batch has ended, or its results are being published."""
         if self.status.is_final or self.status is Status.FINALIZING:

@@ -141,7 +141,7 @@ class BatchStore:
             except BaseException:
                 self._files.release(batch.owner, size)
                 raise
-            batch.progress = after
+            batch.advance(after)
 
     async def cut_tails(self, batch: Batch) -> None:
         """Cut both files of results to what is committed: behind it are lines that a kill left without a record."""

@@ -114,7 +114,7 @@ class BatchRun:
         limits = (tools.max_line_bytes, tools.files.settings.max_lines)
         path = tools.files.path(batch.input_file_id)
         found = await validate(tools.disk, path, batch.endpoint, *limits, self._destination.check_model)
-        batch.total, batch.model, batch.faults = found.total, found.model, found.faults
+        batch.note_validated(found.total, found.model, found.faults)
         await self._enter(Status.FAILED if found.faults else Status.IN_PROGRESS)
 
     async def _work(self) -> None:
@@ -163,8 +163,8 @@ class BatchRun:
         """Make the results files of the owner, and end the batch."""
         batch, progress = self.batch, self.batch.progress
         await self._tools.store.cut_tails(batch)
-        batch.output_file_id = await self._published(progress.output, "output")
-        batch.error_file_id = await self._published(progress.error, "error")
+        output = await self._published(progress.output, "output")
+        batch.note_published(output, await self._published(progress.error, "error"))
         await self._enter(end)
 
     async def _published(self, part: ResultPart, name: str) -> str | None:

@@ -553,7 +553,7 @@ class ModelNames:
         try:
             return self._router.lease(Target(instance_name=name))
         except InstanceNotFound as error:
-            error.message += _nearest(name, self._instances())
+            error.reword(error.message + _nearest(name, self._instances()))
             raise error from None
 
     def names(self) -> list[str]:

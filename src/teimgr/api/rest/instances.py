@@ -252,7 +252,7 @@ def _telling(caller: Caller) -> Iterator[None]:
         raise error_from_code(error.code, f"{error.message.partition(' in use by ')[0]} in use") from None
     except InvalidConfig as error:
         if caller.is_restricted:
-            error.message = error.message.partition("; did you mean")[0]
+            error.reword(error.message.partition("; did you mean")[0])
         raise
 
 

@@ -120,6 +120,9 @@ class Draft:
         self.api_port: int | None = None
         """The published port of a server whose clients will use the daemon's REST port."""
 
+    def publish_api_port(self, port: int) -> None:
+        self.api_port = port
+
     def place(self, file: str, path: str = "") -> Place:
         return Place(self, file, path)
 

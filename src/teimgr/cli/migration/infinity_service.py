@@ -160,7 +160,7 @@ def _put_address(draft: Draft, place: Place, service: Service, options: dict[str
         reason = "the REST port is that of another server" if draft.api_port else f"ports begin at {UNPRIVILEGED_PORT}"
         place.found("ports", KeyOutcome.DECIDE, "api_port", f"{reason}: clients of {port.published} must use api_port")
     else:
-        draft.api_port = port.published
+        draft.publish_api_port(port.published)
         note = "the REST port; clients of /classify and /models add /infinity to their base URL, all others may"
         place.found("ports", KeyOutcome.CARRIED, f"api_port = {port.published}", note)
         draft.hosts["api_host"].add(port.host or ALL_ADDRESSES)

@@ -267,6 +267,10 @@ class Connection(asyncio.Protocol):
 
     # Called by streams.
 
+    def keep_open(self) -> None:
+        """Allow the connection to be idle for long."""
+        self.stays_open = True
+
     def reset(self, stream: Stream, code: ErrorCode) -> None:
         self._framing.reset(stream.number, code)
         self.sender.flush()
@@ -274,9 +278,7 @@ class Connection(asyncio.Protocol):
     def acknowledge(self, stream: Stream, size: int) -> None:
         if not size:
             return
-        ahead = min(stream.ahead, size)
-        if ahead:
-            stream.ahead -= ahead
+        if ahead := stream.read_ahead(size):
             self._ahead.give_back(ahead)
         if not self.transport.is_closing():
             self._framing.acknowledge(stream.number, size)
@@ -298,7 +300,7 @@ class Connection(asyncio.Protocol):
             serving = self._refuse(stream, error)
         self._streams[number] = stream
         task = self._loop.create_task(serving)
-        stream.on_lost = task.cancel
+        stream.call_when(lost=task.cancel)
         self._tasks.add(task)
         self._state.tasks.add(task)
         task.add_done_callback(partial(self._ended, stream))
@@ -317,12 +319,11 @@ class Connection(asyncio.Protocol):
             self._framing.open_window(size)
             self._discard(number, size)
         else:
-            stream.received.add(data)
-            stream.received_bytes += size
+            stream.receive(data)
             if stream.is_malformed:
                 self._framing.break_stream(number, ErrorCode.PROTOCOL_ERROR)
             if self._framing.receive_window < _CONNECTION_WINDOW // 2 and self._ahead.try_take(size):
-                stream.ahead += size
+                stream.open_ahead(size)
                 self._framing.open_window(size)
 
     def on_end(self, number: int) -> None:

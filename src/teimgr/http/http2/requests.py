@@ -49,7 +49,7 @@ class HttpStreams:
 
     async def serve(self, stream: Stream) -> None:
         """Answer the request of one stream."""
-        stream.discards_rest = True
+        stream.discard_rest()
         try:
             head = stream.head
             scope = self._scope(stream, head)
@@ -120,7 +120,7 @@ class HttpStreams:
 
     async def _run_app(self, stream: Stream, head: RequestHead, scope: dict[str, Any]) -> None:
         exchange = AsgiExchange(stream, partial(self.head), head)
-        stream.on_lost = exchange.finished.set  # the application goes on to its end, as over HTTP/1.1
+        stream.call_when(lost=exchange.finished.set)  # the application goes on to its end, as over HTTP/1.1
         try:
             await self._state.config.loaded_app(scope, exchange.receive, exchange.send)
         except Exception:

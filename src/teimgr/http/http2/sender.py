@@ -71,7 +71,7 @@ class Sender:
             self._framing.headers(stream.number, headers, end)
         except KeyError:  # the connection ends
             raise StreamLost(f"stream {stream.number} is closed") from None
-        stream.has_ended = end
+        stream.mark_sent(end=end)
         self.flush()
 
     async def send_data(self, stream: Stream, data: memoryview, end: bool) -> None:
@@ -81,7 +81,7 @@ class Sender:
             StreamLost: the stream or the connection ended first.
             Stalled: the client read too little of it.
         """
-        stream.unsent, stream.ends_after, stream.is_sending = data, end, True
+        stream.begin_sending(data, end=end)
         try:
             self.take_turn(stream)
             self.send_waiting()
@@ -91,20 +91,19 @@ class Sender:
             if stream.is_lost:
                 raise StreamLost(f"stream {stream.number} is lost")
         finally:
-            stream.unsent, stream.is_sending, stream.sent = memoryview(b""), False, None
+            stream.discard_unsent()
 
     async def _progress(self, stream: Stream) -> None:
         """Wait until all is sent, or for the time in which a client must read some; raises Stalled."""
         left, sent_before = len(stream.unsent), self._data_sent
-        stream.sent = asyncio.get_running_loop().create_future()
-        await asyncio.wait({stream.sent}, timeout=STALL_S)
+        await asyncio.wait({stream.sending_ended()}, timeout=STALL_S)
         if stream.is_sending and self._is_stalled(stream, left, sent_before):
             raise Stalled(f"a part of it waited {STALL_S:g} s")
 
     def take_turn(self, stream: Stream) -> None:
         """Line a stream up, where it has data to send."""
         if stream.is_sending and not stream.has_turn:
-            stream.has_turn = True
+            stream.line_up()
             self._ready.append(stream)
 
     def send_waiting(self) -> None:
@@ -113,7 +112,7 @@ class Sender:
             if self._ready[0].unsent and self._framing.send_window <= 0:
                 return
             stream = self._ready.popleft()
-            stream.has_turn = False
+            stream.take_turn()
             if stream.is_sending:
                 try:
                     self._send_frame(stream)
@@ -132,12 +131,12 @@ class Sender:
         self._framing.data(stream.number, stream.unsent[:size], is_last and stream.ends_after)
         self._data_sent += size
         if is_last:
-            stream.has_ended = stream.ends_after
+            stream.mark_sent(end=stream.ends_after)
             stream.end_sending()
             self.flush()
         else:
             self.write()  # so that the transport's buffer is known
-            stream.unsent = stream.unsent[size:]
+            stream.mark_sent(size)
             self.take_turn(stream)
 
     def _is_stalled(self, stream: Stream, left: int, sent_before: int) -> bool:

@@ -12,13 +12,14 @@ from teimgr.http.http2.request_head import RequestHead
 
 
 class Connection(Protocol):
-    """What a stream and those that serve it need of its connection; `stays_open` allows it to be idle for long."""
+    """What a stream and those that serve it need of its connection; `keep_open` allows it to be idle for long."""
 
     transport: asyncio.Transport
-    stays_open: bool
 
     @property
     def sender(self) -> Sender: ...
+
+    def keep_open(self) -> None: ...
 
     def reset(self, stream: Stream, code: ErrorCode) -> None: ...
 
@@ -173,7 +174,7 @@ class Stream:
         self.received = ReceiveBuffer(self._acknowledge)
         self.length = None if head is None else head.length  # of the request's content
         self.received_bytes = 0
-        self.ahead = 0  # unread bytes for which the connection's window was opened already
+        self._ahead = 0  # unread bytes for which the connection's window was opened already
         self.on_lost: Callable[[], object] | None = None
         self.on_leaving: Callable[[], object] | None = None
         self.on_stopping: Callable[[], object] | None = None
@@ -185,7 +186,7 @@ class Stream:
         self.unsent = memoryview(b"")
         self.ends_after = False
         self.is_sending = False
-        self.sent: asyncio.Future[None] | None = None  # resolved when all is sent or lost
+        self._sent: asyncio.Future[None] | None = None  # resolved when all is sent or lost
         self.has_turn = False
 
     @property
@@ -219,6 +220,64 @@ class Stream:
         self.check_open()
         await self.connection.sender.send_data(self, memoryview(data), end)
 
+    def begin_sending(self, data: memoryview, *, end: bool) -> None:
+        """Called by the sender: `data` is to be sent, as the last frames if `end`."""
+        self.unsent, self.ends_after, self.is_sending = data, end, True
+
+    def sending_ended(self) -> asyncio.Future[None]:
+        """Done when all of `unsent` is sent or lost."""
+        self._sent = asyncio.get_running_loop().create_future()
+        return self._sent
+
+    def mark_sent(self, size: int = 0, *, end: bool = False) -> None:
+        """Called by the sender after a frame with the first `size` bytes of `unsent`; `end`: it was the last frame."""
+        self.has_ended = end
+        if size:
+            self.unsent = self.unsent[size:]
+
+    def discard_unsent(self) -> None:
+        """Called by the sender when it has sent all, or gives up."""
+        self.unsent, self.is_sending, self._sent = memoryview(b""), False, None
+
+    def line_up(self) -> None:
+        """Called by the sender, which has lined the stream up."""
+        self.has_turn = True
+
+    def take_turn(self) -> None:
+        """Called by the sender, which sends a frame of the stream now."""
+        self.has_turn = False
+
+    def receive(self, data: Payload) -> None:
+        """Called by the connection with a part of the request's content."""
+        self.received.add(data)
+        self.received_bytes += len(data)
+
+    def open_ahead(self, size: int) -> None:
+        """Called by the connection, which opened its window for this many unread bytes."""
+        self._ahead += size
+
+    def read_ahead(self, size: int) -> int:
+        """How many of `size` bytes that were read now the connection had opened its window for; each counts once."""
+        ahead = min(self._ahead, size)
+        self._ahead -= ahead
+        return ahead
+
+    def call_when(
+        self,
+        *,
+        lost: Callable[[], object] | None = None,
+        leaving: Callable[[], object] | None = None,
+        stopping: Callable[[], object] | None = None,
+    ) -> None:
+        """Set what is called at these events, in place of what was called before; see `on_lost` and the others."""
+        self.on_lost = lost or self.on_lost
+        self.on_leaving = leaving or self.on_leaving
+        self.on_stopping = stopping or self.on_stopping
+
+    def discard_rest(self) -> None:
+        """Let a client that is answered go on sending its request."""
+        self.discards_rest = True
+
     def reset(self, code: ErrorCode = ErrorCode.NO_ERROR) -> None:
         """End the stream in both directions, where it has not ended."""
         if not self.is_lost and not (self.has_ended and self.received.has_ended):
@@ -237,8 +296,8 @@ class Stream:
     def end_sending(self) -> None:
         """Called by the connection when all of `unsent` is sent or lost."""
         self.is_sending = False
-        if self.sent is not None and not self.sent.done():
-            self.sent.set_result(None)
+        if self._sent is not None and not self._sent.done():
+            self._sent.set_result(None)
 
     def forget_callbacks(self) -> None:
         """Called by the connection when the stream was served: break its reference cycles, so that it is freed at once.

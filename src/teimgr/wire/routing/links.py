@@ -367,6 +367,9 @@ class Replica:
         if self.retired:
             self._close_when_idle()
 
+    def lease_began(self) -> None:
+        self.leases += 1
+
     def lease_ended(self) -> None:
         self.leases -= 1
         if self.retired:
@@ -467,9 +470,12 @@ class Replica:
     async def _new_link(self) -> WorkerLink:
         loop = asyncio.get_running_loop()
         _, link = await loop.create_unix_connection(lambda: WorkerLink(self, self._limits), self.endpoint.socket)
-        self._connected_at = loop.time()
-        self.stats.connects += 1
+        self._count_connect()
         return link
+
+    def _count_connect(self) -> None:
+        self._connected_at = asyncio.get_running_loop().time()
+        self.stats.connects += 1
 
     async def _reconnect(self) -> None:
         """Reconnect with exponential backoff; give up once no process listens."""

@@ -89,8 +89,7 @@ class RemoteReplica(Replica):
                 raise Unavailable(f"Failed to connect to backend: {reason}") from error
             raise
         self._problem = ""
-        self._connected_at = loop.time()
-        self.stats.connects += 1
+        self._count_connect()
         pause_s = max(_MIN_RENEWAL_S, link.valid_s * _RENEW_AT)
         self._renewals[link] = loop.call_later(pause_s, self._begin_renewal, link)
         return link

@@ -137,12 +137,12 @@ class Lease:
             return False
         self._replica.lease_ended()
         self.instance, self._replica = min(others, key=_load)
-        self._replica.leases += 1
+        self._replica.lease_began()
         self._candidates = ()
         return True
 
     def __enter__(self) -> Lease:
-        self._replica.leases += 1
+        self._replica.lease_began()
         return self
 
     def __exit__(
@@ -387,7 +387,7 @@ class _RestrictedRouter:
         except Unavailable as error:
             entry = None if target.instance_name is None else self._router.find(target.instance_name)
             if entry is not None and entry.reason and not self._caller.is_operator:
-                error.message = error.message.removesuffix(f": {entry.reason}")
+                error.reword(error.message.removesuffix(f": {entry.reason}"))
             raise
 
     def _by_index(self, index: int) -> Target:

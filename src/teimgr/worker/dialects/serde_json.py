@@ -65,6 +65,9 @@ class Fault(Exception):
         self.index = index
         self.path = path
 
+    def set_path(self, path: Path) -> None:
+        self.path = path
+
     def sentence(self, body: bytes) -> str:
         """`inputs[1]: invalid type: null, expected a string at line 1 column 20`."""
         line_start = body.rfind(b"\n", 0, self.index) + 1
@@ -124,6 +127,13 @@ class Reader:
         if first < 0:
             raise self.next_fault(_EOF_VALUE)
         return first
+
+    def close_object(self) -> None:
+        """Read the end of an object."""
+        last = self.after_space()
+        if last != ord("}"):
+            raise self.fault(EOF_OBJECT if last < 0 else "expected value")
+        self.at += 1
 
     @contextmanager
     def nested(self, close: Callable[[], None]) -> Iterator[None]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import orjson
 
-from teimgr.worker.dialects.serde_json import EOF_OBJECT, Fault, Path, Reader, is_digit
+from teimgr.worker.dialects.serde_json import Fault, Path, Reader, is_digit
 from teimgr.worker.dialects.serde_text import shown
 
 
@@ -196,10 +196,7 @@ class Variants:
                 reader.colon()
                 with reader.within((*path, name)):
                     self._unit(reader)
-            last = reader.after_space()
-            if last != ord("}"):
-                raise reader.fault(EOF_OBJECT if last < 0 else "expected value")
-            reader.at += 1
+            reader.close_object()
             return name
 
     def _variant(self, reader: Reader, path: Path) -> str:
@@ -238,7 +235,7 @@ class Untagged:
         try:
             return self.of_value(value)
         except Fault as fault:
-            fault.path = path
+            fault.set_path(path)
             raise
 
     def of_value(self, value: Any) -> Any:
