@@ -154,7 +154,7 @@ async def test_a_host_that_is_gone_refuses_at_once_and_is_logged(
 async def test_a_host_that_does_not_answer_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(port_forwarding, "CONNECT_LIMIT_S", 0.3)
     async with forwarding(tmp_path, "two") as fleet, TcpProxy(fleet.hosts["two"].address) as network:
-        fleet.hosts["two"].address = network.address
+        fleet.move("two", network.address)
         network.freeze()
         fleet.route("two")
         await fleet.listening()
@@ -165,7 +165,7 @@ async def test_a_host_that_does_not_answer_is_given_up(tmp_path: Path, monkeypat
 @on_uvloop
 async def test_another_host_at_the_address_gets_no_byte(tmp_path: Path) -> None:
     async with forwarding(tmp_path, "two", "three") as fleet:
-        fleet.hosts["two"].address = fleet.hosts["three"].address
+        fleet.move("two", fleet.hosts["three"].address)
         fleet.route("two")
         await fleet.listening()
 
@@ -179,7 +179,7 @@ async def test_another_host_at_the_address_gets_no_byte(tmp_path: Path) -> None:
 @on_uvloop
 async def test_a_broken_link_resets_the_client_and_ends_the_workers_connection(tmp_path: Path) -> None:
     async with forwarding(tmp_path, "two") as fleet, TcpProxy(fleet.hosts["two"].address) as network:
-        fleet.hosts["two"].address = network.address
+        fleet.move("two", network.address)
         fleet.route("two")
         await fleet.listening()
         streams = await fleet.connect()

@@ -116,6 +116,10 @@ class Forwarding:
             self.known,
         )
 
+    def move(self, name: str, address: str) -> None:
+        """The head finds this host at another address from now on."""
+        self.known.set({**self.known.now, name: HostAddress(name, address)})
+
     def route(self, *names: str, state: State = State.RUNNING) -> None:
         """Publish replicas on these hosts; `one` is the head."""
         endpoints = [

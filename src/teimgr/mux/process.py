@@ -74,7 +74,6 @@ class Mux:
         self._server = self._build_server()
         self._port = 0
         self._unix: UnixListener | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
         self._control = MuxControl(
             Path(config.control_socket),
             config.orphan_grace_s,
