@@ -26,6 +26,7 @@ EVENT_SCHEMA = {
     "properties": {"id": {"type": "string"}, "event": {"type": "string"}, "data": {"type": "string"}},
     "required": ["event", "data"],
 }
+# `fastapi.sse` keeps a stream alive for endpoints that are generators alone; these answer with a list too.
 _COMMENT = b": still here\n\n"
 
 Instances = Annotated[list[str] | None, Query(alias="instance", description="only of these")]
