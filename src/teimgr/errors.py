@@ -88,7 +88,7 @@ class TeimgrError(Exception):
         """Say which of several inputs is at fault."""
         self.input_index = index
 
-    def try_after(self, seconds: float) -> None:
+    def try_after(self, seconds: float | None) -> None:
         """Say when to try again."""
         self.retry_after_s = seconds
 

@@ -35,11 +35,6 @@ class DeclaredKeys:
     read: frozenset[str] = frozenset()
 
 
-def library_has(model_type: str) -> bool:
-    """Whether transformers has a package for a model type."""
-    return _configuration_file(model_type) is not None
-
-
 def setting(config: dict[str, Any], key: str) -> Any:
     """The value of a key of config.json by the library's reading: by another name of it, or the class's default."""
     declared = declared_keys(str(config["model_type"])) or DeclaredKeys(frozenset())

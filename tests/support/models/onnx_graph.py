@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import torch
@@ -67,11 +66,6 @@ def move_to_onnx(
         (file.parent / f"{file.name}_data").write_bytes(beside)
     file.write_bytes(number(1, 8) + part(2, "pytorch") + part(7, b"".join([*parts, extra])))
     return folder
-
-
-def copied(folder: Path, target: Path) -> Path:
-    shutil.copytree(folder, target)
-    return target
 
 
 def _varint(value: int) -> bytes:
