@@ -67,6 +67,10 @@ def _plain_layouts() -> Iterator[Row]:
         ("opt", "OPT", "OPT embedders"),
         ("phi3", "Phi-3", "Phi-3 embedders"),
         ("smollm3", "SmolLM3", "SmolLM3 embedders"),
+        ("modernbert_decoder", "ModernBERT decoder", "jhu-clsp/ettin-decoder-150m embedders"),
+        ("gpt_oss", "gpt-oss", "gpt-oss embedders"),
+        ("granite_hybrid", "Granite 4 hybrid", "ibm-granite/granite-4.0-h-micro embedders"),
+        ("qwen3_5", "Qwen3.5", "Qwen3.5 text embedders"),
         ("stablelm", "StableLM", "StableLM embedders"),
     ):  # fmt: skip
         yield st(key.replace("_", "-"), family, hub, key)

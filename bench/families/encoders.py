@@ -350,6 +350,7 @@ def _others() -> Iterator[Row]:
     )
     yield st("mt5", "mT5", "mT5 encoders", "mt5", modules=())
     yield st("umt5", "UMT5", "UMT5 encoders", "umt5", modules=())
+    yield st("esm", "ESM", "facebook/esm2_t6_8M_UR50D's kind, with a tokenizer.json", "esm", modules=())
     for whole, hub in (
         (False, "T5Gemma encoders saved by sentence-transformers"),
         (True, "embedders in the files of google/t5gemma-2b-2b-ul2, decoder and all"),

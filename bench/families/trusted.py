@@ -132,6 +132,15 @@ def _pieces(family: str, name: str, tokenizer: str, **options: Any) -> Callable[
     return make
 
 
+def _refused() -> Iterator[Row]:
+    def gpt2(folder: Path) -> None:
+        build("gpt2", folder)
+        edit(folder / "tokenizer_config.json", tokenizer_class="BertTokenizer", model_input_names=None)
+
+    hub = "uer/gpt2-chinese-cluecorpussnow's kind: GPT-2 with BERT's tokenizer"
+    yield Row("refused-gpt2-types", "GPT-2", hub, gpt2, reference=none)
+
+
 def _sentencepiece() -> Iterator[Row]:
     fairseq = {"unk_id": 0, "bos_id": 1, "eos_id": 2}
     for key, family, shown, name, tokenizer, hub, options in (
@@ -154,4 +163,4 @@ def _sentencepiece() -> Iterator[Row]:
         )
 
 
-ROWS = (*_trusted(), *_sentencepiece())
+ROWS = (*_trusted(), *_refused(), *_sentencepiece())

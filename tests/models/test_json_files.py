@@ -44,3 +44,15 @@ def test_broken_json_names_the_file(bert: Path) -> None:
 
     with pytest.raises(ModelLoadFailed, match=r"config\.json is not valid JSON"):
         read_layout(bert)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gptj"])
+def test_token_types_that_the_library_takes_for_words_refuse_the_model(tmp_path: Path, family: str) -> None:
+    """uer/gpt2-chinese-*: BERT's tokenizer gives types, and GPT-2 adds the vector of the word 0 by them."""
+    path = build(family, tmp_path)
+    edit(path / "tokenizer_config.json", model_input_names=["input_ids", "attention_mask"])
+    assert read_layout(path).poolings
+
+    edit(path / "tokenizer_config.json", model_input_names=None, tokenizer_class="BertTokenizer")
+    with pytest.raises(ModelLoadFailed, match=f"gives token types, and a {family} model of the library adds"):
+        read_layout(path)

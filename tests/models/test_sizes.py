@@ -33,7 +33,10 @@ def test_a_size_that_no_model_has_is_refused_by_name(tmp_path: Path, part: str |
         read_metadata(tmp_path, trust_remote_code=False)
 
 
-@pytest.mark.parametrize("given", [{"num_labels": 0}, {"label2id": {"dim": 0}}, {"text_config": {"num_experts": 0}}])
+@pytest.mark.parametrize(
+    "given",
+    [{"num_labels": 0}, {"label2id": {"dim": 0}}, {"text_config": {"num_experts": 0}}, {"num_local_experts": 0}],
+)
 def test_sizes_that_models_have_are_not(tmp_path: Path, given: dict[str, Any]) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"} | given))
     assert read_metadata(tmp_path, trust_remote_code=False).config["model_type"] == "bert"

@@ -55,8 +55,21 @@ class TokenFiles:
 
     def has_types(self, model: dict[str, Any]) -> bool:
         """Whether a pair's second text has token type 1, by the tokenizer and by config.json (`model`)."""
-        if int(model.get("type_vocab_size") or 0) < 2:
-            return False
+        return int(model.get("type_vocab_size") or 0) >= 2 and self._gives_types(model)
+
+    def check_types(self, model: dict[str, Any]) -> None:
+        """Raise ModelLoadFailed where the library takes the tokenizer's token types for words.
+
+        It adds the vector of the word 0 to every token then, as of a GPT-2 with BERT's tokenizer.
+        """
+        if model.get("model_type") in _TYPES_AS_WORDS and self._gives_types(model):
+            raise ModelLoadFailed(
+                f"the tokenizer gives token types, and a {model['model_type']} model of the library adds the vectors "
+                "of words by them, which is not served: without token_type_ids in model_input_names of "
+                "tokenizer_config.json it is"
+            )
+
+    def _gives_types(self, model: dict[str, Any]) -> bool:
         names = self.config.get("model_input_names")
         if names is not None:
             return "token_type_ids" in names
@@ -88,6 +101,7 @@ class TokenFiles:
         return {**entries, **added}
 
 
+_TYPES_AS_WORDS = {"codegen", "ctrl", "flaubert", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "openai-gpt", "xlm"}
 ENDLESS = 1_000_000
 # Model types whose position ids start behind the padding token's id.
 OFFSET_TYPES = {

@@ -166,7 +166,7 @@ _SIZES = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 1 << 14),
     "moe_intermediate_size": 1 << 20,
 }
-_MAY_BE_ZERO = ("type_vocab_size", "max_position_embeddings", "num_labels", "num_experts")
+_MAY_BE_ZERO = ("type_vocab_size", "max_position_embeddings", "num_labels", "num_experts", "num_local_experts")
 _PARTS = ("encoder", "decoder")  # beside `text_config` and its like
 
 

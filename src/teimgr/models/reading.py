@@ -149,6 +149,7 @@ def refuse_warnings(warnings: Sequence[str]) -> None:
 def _read(root: Path, pooling: str | None, kind: str | None, trust_remote_code: bool, render: bool) -> Layout:
     metadata = read_metadata(root, trust_remote_code)
     chosen = choose_kind(metadata, kind, pooling)
+    metadata.tokens.check_types(metadata.config)
     longest = ENDLESS if metadata.static else max_length(metadata.config, metadata.settings, metadata.tokens.config)
     layout = Layout(
         root=root,

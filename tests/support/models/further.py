@@ -101,6 +101,9 @@ FURTHER = {
         ),
     ),
     "ernie": Family(word_piece(), _of("ErnieConfig", task_type_vocab_size=3, use_task_id=False, **_BERT)),
+    "esm": Family(
+        word_piece(), _of("EsmConfig", position_embedding_type="rotary", mask_token_id=4, **_BERT | {"pad_token_id": 1})
+    ),
     "gemma": Family(unigram("<s>"), _of("GemmaConfig", **_IDS, **_HEADS), "lasttoken"),
     "gemma2": Family(unigram("<s>"), _of("Gemma2Config", **_ALTERNATING, **_GEMMA, **_IDS, **_HEADS), "lasttoken"),
     "gemma3_causal": Family(
@@ -109,6 +112,27 @@ FURTHER = {
     "gpt2": Family(
         byte_level(framed=False),
         _of("GPT2Config", n_embd=WIDTH, n_layer=2, n_head=4, n_positions=256, initializer_range=0.2, **_IDS),
+        "lasttoken",
+    ),
+    "gpt_oss": Family(
+        byte_level(framed=False),
+        _of("GptOssConfig", num_local_experts=4, num_experts_per_tok=2, **_ALTERNATING, **_GEMMA, **_IDS, **_HEADS),
+        "lasttoken",
+    ),
+    "granite_hybrid": Family(
+        byte_level(framed=False),
+        _of(
+            "GraniteMoeHybridConfig",
+            layer_types=["mamba", "attention"],
+            mamba_n_heads=8,
+            mamba_d_head=8,
+            mamba_d_state=8,
+            mamba_chunk_size=16,
+            num_local_experts=0,
+            shared_intermediate_size=64,
+            **_IDS,
+            **_DECODER,
+        ),
         "lasttoken",
     ),
     "gpt_neo": Family(
@@ -223,6 +247,20 @@ FURTHER = {
         ),
         "mean",
     ),
+    "modernbert_decoder": Family(
+        byte_level(framed=False),
+        _of(
+            "ModernBertDecoderConfig",
+            global_attn_every_n_layers=2,
+            local_attention=16,
+            cls_token_id=0,
+            sep_token_id=2,
+            max_position_embeddings=256,
+            **_IDS,
+            **_SHAPE,
+        ),
+        "lasttoken",
+    ),
     "mt5": Family(unigram(None), _of("MT5Config", feed_forward_proj="gated-gelu", **_T5)),
     "nystromformer": Family(
         unigram("<s>"),
@@ -268,6 +306,20 @@ FURTHER = {
     "qwen3_moe": Family(
         byte_level(framed=False),
         _of("Qwen3MoeConfig", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, **_IDS, **_HEADS),
+        "lasttoken",
+    ),
+    "qwen3_5": Family(
+        byte_level(framed=False),
+        _of(
+            "Qwen3_5TextConfig",
+            layer_types=["linear_attention", "full_attention"],
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=8,
+            linear_value_head_dim=8,
+            **_IDS,
+            **_HEADS,
+        ),
         "lasttoken",
     ),
     "rembert": Family(
