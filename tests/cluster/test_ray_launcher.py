@@ -19,8 +19,7 @@ from tests.support.fakes.worker import fake_id
 from tests.support.fleet import LIMIT_S
 from tests.support.polling import eventually
 
-from teimgr.cluster.head import ClusterHead, Member
-from teimgr.cluster.inventory import ClusterInventory
+from teimgr.cluster.head import ClusterHead, ClusterInventory, Member
 from teimgr.cluster.messages import HeldWorker
 from teimgr.cluster.ray_launcher import RayLauncher
 from teimgr.control.launch.control_link import identify

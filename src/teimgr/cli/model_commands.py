@@ -141,8 +141,6 @@ def _measurements(trial: Mapping[str, Any]) -> dict[str, str]:
 
 def _comparison(trial: Mapping[str, Any]) -> dict[str, str]:
     """What the results were compared with, and the warnings about the model's files."""
-    if "compared_with" not in trial:  # of an earlier version
-        return {}
     rows = {}
     distances = []
     if "min_cosine" in trial:

@@ -53,8 +53,7 @@ def open_cluster(
     """
     if not settings.cluster.address:
         return None
-    from teimgr.cluster.head import ClusterHead
-    from teimgr.cluster.inventory import ClusterInventory
+    from teimgr.cluster.head import ClusterHead, ClusterInventory
     from teimgr.cluster.port_forwarding import PortForwarding
     from teimgr.cluster.ray_launcher import RayLauncher
     from teimgr.cluster.ray_muxes import RayMuxHosts

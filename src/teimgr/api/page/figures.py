@@ -233,7 +233,7 @@ class Sampler:
             seconds = max(clock - before_at, 1e-3)
             for key in _COUNTERS:
                 rates[key] += max(0.0, counters.get(key, 0) - before.get(key, 0)) / seconds
-            # Workers of an earlier version report no durations.
+            # A worker that has not answered has no durations.
             then = before.get("by_duration") or ()
             for index, (count, earlier) in enumerate(zip(counters.get("by_duration") or (), then, strict=False)):
                 durations[index] += max(0, count - earlier)
