@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from docsite.markdown import MADE_BY, code, document, table
-from teimgr.api.gateway.routes import DIALECT_HEADER, describe, paths
+from teimgr.api.gateway.routes import DIALECT_HEADER, INFO, describe, paths
 from teimgr.api.rest import batches, config, events, files, fleet, gpus, hosts, instances, logs, models, probes
 from teimgr.api.rest.access import PERMISSIONS
 
@@ -126,10 +126,10 @@ def _right(method: str, path: str) -> str:
 
 def _inference(api: Mapping[str, Any]) -> Iterator[str]:
     rows = []
-    for each in paths():
-        summary = api["paths"][each.path.replace(":path}", "}")][each.method.lower()]["summary"]
+    for method, each in (*(("POST", path) for path in paths()), ("GET", INFO)):
+        summary = api["paths"][each.path.replace(":path}", "}")][method.lower()]["summary"]
         dialects = ", ".join((each.dialect, *each.others))
-        rows.append((code(f"{each.method} {each.path.replace(':path}', '}')}"), dialects, summary))
+        rows.append((code(f"{method} {each.path.replace(':path}', '}')}"), dialects, summary))
     lists = {path for path in api["paths"] if path.endswith(("/models", "/models/{model}"))}
     for path in sorted(lists):
         operation = api["paths"][path].get("get", {})

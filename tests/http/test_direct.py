@@ -1,4 +1,4 @@
-"""Requests that are answered without ASGI: which ones are, what clients get, and what happens when they leave."""
+"""Requests that are answered without ASGI: what clients get, and what happens when they leave."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from unittest.mock import patch
 
 import pytest
 
-from teimgr.http import http1 as http_protocol
-from teimgr.http import replies
-from teimgr.http.direct import MAX_BODY_BYTES, PART_BYTES, Answer, DirectReply, DirectRequest
+from teimgr.http.byte_budget import ByteBudget
+from teimgr.http.direct import PART_BYTES, Answer, DirectReply, DirectRequest
 from teimgr.http.http1 import HttpProtocol
 from teimgr.http.server import Listener, bind, serving
 from tests.support.polling import eventually
@@ -25,36 +24,42 @@ BUFFERED = 2**20  # more than a connection's transport holds
 
 @dataclass
 class Echo:
-    """Answers POST /echo with its body, and counts who was cancelled; other targets are left to ASGI."""
+    """Answers /echo with its body, and counts who was cancelled; other targets are left to ASGI."""
 
     seen: list[DirectRequest] = field(default_factory=list)
+    budget: ByteBudget = field(default_factory=lambda: ByteBudget(HUGE))
     begun: asyncio.Event = field(default_factory=asyncio.Event)
     left: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def __call__(self, request: DirectRequest) -> Answer | None:
-        if request.target != b"/echo":
-            return None
+    def __call__(self, method: bytes, target: bytes) -> Answer | None:
+        if target == b"/refuse":
+            return self.refuse
+        return self.answer if target == b"/echo" else None
+
+    async def refuse(self, request: DirectRequest) -> DirectReply:
+        return DirectReply(401, {}, b"no")
+
+    async def answer(self, request: DirectRequest) -> DirectReply:
         self.seen.append(request)
-
-        async def answer() -> DirectReply:
-            if request.body == b"hang":
-                self.begun.set()
-                try:
-                    await asyncio.sleep(WAIT_S)
-                except asyncio.CancelledError:
-                    self.left.set()
-                    raise
-            if request.body == b"raise":
-                raise RuntimeError("a defect")
-            if request.body == b"split":
-                return DirectReply(200, {"x-a": "b\r\nx-c: d"}, b"")
-            if request.body == b"huge":
-                return DirectReply(200, {}, b"x" * HUGE)
-            if request.body == b"large":
-                return DirectReply(200, {}, b"x" * (2 * PART_BYTES + 1))
-            return DirectReply(200, {"content-type": "text/plain"}, request.body)
-
-        return answer
+        body = bytearray()
+        self.begun.set()
+        try:
+            while part := await request.body.read_some():
+                body += part
+            if body == b"hang":
+                await asyncio.sleep(WAIT_S)
+        except asyncio.CancelledError:
+            self.left.set()
+            raise
+        if body == b"raise":
+            raise RuntimeError("a defect")
+        if body == b"split":
+            return DirectReply(200, {"x-a": "b\r\nx-c: d"}, b"")
+        if body == b"huge":
+            return DirectReply(200, {}, b"x" * HUGE, self.budget)
+        if body == b"large":
+            return DirectReply(200, {}, b"x" * (2 * PART_BYTES + 1))
+        return DirectReply(200, {"content-type": "text/plain"}, body)
 
 
 async def application(scope: Any, receive: Any, send: Any) -> None:
@@ -180,37 +185,42 @@ async def test_a_body_may_come_in_parts(parts: tuple[bytes, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("request_bytes", "body"),
+    "request_bytes",
     [
-        (post(b"hello", b"/other"), b"hello"),
-        (post(b"x" * (MAX_BODY_BYTES + 1)), b"x" * (MAX_BODY_BYTES + 1)),
-        (b"PUT" + post(b"hello")[4:], b"hello"),
-        (post(b"hello").replace(b"HTTP/1.1", b"HTTP/1.0"), b"hello"),
-        (post(b"hello", more=b"connection: upgrade\r\nupgrade: h2c\r\n"), b"hello"),
+        post(b"hello", b"/other"),
+        post(b"x" * 2**20),
+        b"PUT" + post(b"hello")[4:],
+        post(b"hello").replace(b"HTTP/1.1", b"HTTP/1.0"),
+        post(b"hello", more=b"connection: upgrade\r\nupgrade: h2c\r\n"),
     ],
 )
-async def test_other_requests_are_served_by_asgi(request_bytes: bytes, body: bytes) -> None:
+async def test_only_the_target_decides_what_is_left_to_asgi(request_bytes: bytes) -> None:
     async with served() as there:
         await there.connection.send(request_bytes)
-        assert (await there.connection.response())[1] == b"asgi " + body
-    assert there.echo.seen == []
+        (_, body), sent = await there.connection.response(), request_bytes.partition(b"\r\n\r\n")[2]
+    is_asgis = b"/other" in request_bytes
+    assert body == (b"asgi " + sent if is_asgis else sent)
+    assert len(there.echo.seen) == (not is_asgis)
 
 
-async def test_a_body_that_does_not_come_at_once_is_awaited_by_asgi(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_protocol, "HOLD_S", 0.0)
-    async with served() as there:
-        whole = post(b"hello")
-        await there.connection.send(whole[:-3], whole[-3:])
-        assert (await there.connection.response())[1] == b"asgi hello"
-
-
-async def test_a_client_that_awaits_100_continue_gets_it() -> None:
+async def test_a_client_that_awaits_100_continue_gets_it_once_its_body_is_wanted() -> None:
     async with served() as there:
         whole = post(b"hello", more=b"expect: 100-continue\r\n")
         await there.connection.send(whole[:-5])
         assert await there.connection.reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
         await there.connection.send(b"hello")
-        assert (await there.connection.response())[1] == b"asgi hello"
+        assert (await there.connection.response())[1] == b"hello"
+        await there.connection.send(whole.replace(b"/echo", b"/refuse")[:-5])
+        assert (await there.connection.response())[0].startswith(b"HTTP/1.1 401")
+
+
+async def test_what_follows_an_early_answer_is_discarded_and_the_connection_kept() -> None:
+    async with served() as there:
+        whole = post(b"x" * 2**17, b"/refuse")
+        await there.connection.send(whole[: 2**16])
+        assert (await there.connection.response())[0].startswith(b"HTTP/1.1 401")
+        await there.connection.send(whole[2**16 :], post(b"hello"))
+        assert (await there.connection.response())[1] == b"hello"
 
 
 async def test_pipelined_requests_are_answered_in_their_order() -> None:
@@ -220,9 +230,10 @@ async def test_pipelined_requests_are_answered_in_their_order() -> None:
     assert [body.removeprefix(b"asgi ") for body in bodies] == [b"one", b"two", b"three"]
 
 
-async def test_the_answering_of_a_client_that_left_is_cancelled() -> None:
+@pytest.mark.parametrize("sent", [post(b"hang"), post(b"hello")[:-3], post(b"x" * 2**20)[: 2**19]])
+async def test_the_answering_of_a_client_that_left_is_cancelled(sent: bytes) -> None:
     async with served() as there:
-        await there.connection.send(post(b"hang"))
+        await there.connection.send(sent)
         await there.echo.begun.wait()
         there.connection.writer.close()
         await there.echo.left.wait()
@@ -245,27 +256,18 @@ async def test_a_long_response_is_whole() -> None:
         assert len((await there.connection.response())[1]) == 2 * PART_BYTES + 1
 
 
-async def test_long_responses_that_are_not_read_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever their number of connections: beyond the limit ASGI serves requests, within its budgets."""
-    monkeypatch.setattr(replies, "UNREAD_BYTES", 2 * (HUGE + BUFFERED))  # half of it for this address
+async def test_a_long_response_is_charged_to_its_budget_until_its_client_has_read_it_or_left() -> None:
     async with served() as there:
-        unread = there.listener._server.server_state.unread_replies
-        first, second, third = [await there.another() for _ in range(3)]
+        budget = there.echo.budget
+        first, second = await there.another(), await there.another()
         await first.send(post(b"huge"))
-        await eventually(lambda: HUGE <= unread.taken_bytes < HUGE + BUFFERED)
-        await second.send(post(b"huge"))  # within the limit
-        await eventually(lambda: unread.taken_bytes >= 2 * HUGE)
-        await third.send(post(b"huge"))
-        assert (await third.response())[1] == b"asgi huge"
-
+        await second.send(post(b"huge"))  # whether or not it fits
+        await eventually(lambda: budget.taken_bytes == 2 * (HUGE - PART_BYTES))
         assert len((await first.response())[1]) == HUGE
-        await eventually(lambda: HUGE <= unread.taken_bytes < HUGE + BUFFERED)
-        await third.send(post(b"hello"))
-        assert (await third.response())[1] == b"hello"
+        await eventually(lambda: budget.taken_bytes == HUGE - PART_BYTES)
         second.writer.transport.abort()
-        await eventually(lambda: unread.taken_bytes == 0)
-        for each in (first, second, third):
-            each.writer.close()
+        await eventually(lambda: budget.taken_bytes == 0)
+        first.writer.close()
 
 
 async def test_connection_close_is_obeyed_and_sent_by_a_server_that_leaves() -> None:
@@ -290,4 +292,4 @@ async def test_a_server_that_ends_answers_a_request_whose_body_is_on_its_way() -
         for each in tuple(there.listener._server.server_state.connections):
             each.shutdown()
         await there.connection.send(whole[-3:])
-        assert (await there.connection.response())[1] == b"asgi hello"
+        assert (await there.connection.response())[1] == b"hello"

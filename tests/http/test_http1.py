@@ -18,9 +18,10 @@ from teimgr.errors import Overloaded
 from teimgr.http import bodies as http_bodies
 from teimgr.http import connection_gate
 from teimgr.http import http1 as http_protocol
-from teimgr.http.bodies import HeldResponse, SlowClient, read_body
+from teimgr.http.bodies import SlowClient, read_body
 from teimgr.http.byte_budget import ByteBudget, Charge
 from teimgr.http.connection_gate import ConnectionGate, Phase
+from teimgr.http.direct import PART_BYTES, Direct, DirectReply, DirectRequest
 from teimgr.http.server import bind, serving
 from tests.support.http_connections import Echo, answered, connected, hello, within
 from tests.support.polling import eventually
@@ -505,15 +506,13 @@ async def test_a_head_behind_a_slow_answer_is_waited_for(monkeypatch: pytest.Mon
         writer.close()
 
 
-class Body:
-    """An endpoint that answers with `size` bytes."""
+def sending(size: int, budget: ByteBudget) -> Direct:
+    """Answers with `size` bytes."""
 
-    def __init__(self, size: int, budget: ByteBudget) -> None:
-        self._size, self._budget = size, budget
+    async def answer(request: DirectRequest) -> DirectReply:
+        return DirectReply(200, {}, bytes(size), budget)
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "http":
-            await HeldResponse(bytes(self._size), 200, {}, self._budget)(scope, receive, send)
+    return lambda method, target: answer
 
 
 async def asked(sock: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -533,9 +532,9 @@ async def test_a_client_that_does_not_read_is_cut_off_and_its_reply_charged_unti
     monkeypatch.setattr(connection_gate, "STALL_S", 0.2)
     budget = ByteBudget(1)
     sock = bind("127.0.0.1", 0)
-    async with serving(Body(50 * 2**20, budget), sock):
+    async with serving(hello, sock, direct=sending(50 * 2**20, budget)):
         reader, writer = await asked(sock)
-        await eventually(lambda: budget.taken_bytes == 50 * 2**20)
+        await eventually(lambda: budget.taken_bytes == 50 * 2**20 - PART_BYTES)
 
         await eventually(lambda: budget.taken_bytes == 0)
 
@@ -549,7 +548,7 @@ async def test_a_client_that_reads_slowly_gets_all_of_it(monkeypatch: pytest.Mon
     monkeypatch.setattr(connection_gate, "MIN_READ_BYTES", 1)
     size = 8 * 2**20
     sock = bind("127.0.0.1", 0)
-    async with serving(Body(size, ByteBudget(1)), sock), asyncio.timeout(30):
+    async with serving(hello, sock, direct=sending(size, ByteBudget(1))), asyncio.timeout(30):
         reader, writer = await connected(sock)
         writer.write(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
         await reader.readuntil(b"\r\n\r\n")
@@ -562,23 +561,21 @@ async def test_a_client_that_reads_slowly_gets_all_of_it(monkeypatch: pytest.Mon
     assert received == size
 
 
-def upload(budget: ByteBudget, limit: int) -> Any:
-    """An application that reads a body and answers with its length, or with what went wrong."""
+def upload(budget: ByteBudget, limit: int) -> Direct:
+    """Reads a body and answers with its length, or with what went wrong."""
 
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http":
-            return
+    async def answer(request: DirectRequest) -> DirectReply:
         charge = Charge(budget)
         try:
-            body = await read_body(Request(scope, receive), limit, charge)
+            body = await read_body(request, limit, charge)
             text = "too large" if body is None else str(len(body))
         except (SlowClient, Overloaded) as error:
             text = type(error).__name__
         finally:
             charge.release()
-        await Response(text)(scope, receive, send)
+        return DirectReply(200, {}, text.encode())
 
-    return app
+    return lambda method, target: answer
 
 
 UPLOAD = b"POST / HTTP/1.1\r\nHost: x\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -587,7 +584,7 @@ UPLOAD = b"POST / HTTP/1.1\r\nHost: x\r\nConnection: close\r\nTransfer-Encoding:
 async def test_a_body_without_a_length_is_charged_as_it_comes() -> None:
     budget = ByteBudget(1000)
     sock = bind("127.0.0.1", 0)
-    async with serving(upload(budget, 900), sock), asyncio.timeout(20):
+    async with serving(hello, sock, direct=upload(budget, 900)), asyncio.timeout(20):
         reader, writer = await asyncio.open_connection(*sock.getsockname())
         writer.write(UPLOAD + b"64\r\n" + b"x" * 100 + b"\r\n")
         await eventually(lambda: budget.taken_bytes == 100)
@@ -605,7 +602,7 @@ async def test_a_body_that_finds_no_room_is_refused_and_one_that_does_not_come_t
     monkeypatch.setattr(http_bodies, "BODY_TIMEOUT_S", 0.3)
     budget = ByteBudget(1000)
     sock = bind("127.0.0.1", 0)
-    async with serving(upload(budget, 900), sock), asyncio.timeout(20):
+    async with serving(hello, sock, direct=upload(budget, 900)), asyncio.timeout(20):
         slow, slow_writer = await asyncio.open_connection(*sock.getsockname())
         slow_writer.write(UPLOAD.replace(b"Transfer-Encoding: chunked", b"Content-Length: 900") + b"x" * 700)
         await eventually(lambda: budget.taken_bytes == 700)
@@ -624,7 +621,7 @@ async def test_announced_lengths_alone_hold_nothing() -> None:
     announced = UPLOAD.replace(b"Transfer-Encoding: chunked", b"Content-Length: 100000000")
     budget = ByteBudget(10 * 2**20)
     sock = bind("127.0.0.1", 0)
-    async with serving(upload(budget, 10**9), sock), asyncio.timeout(20):
+    async with serving(hello, sock, direct=upload(budget, 10**9)), asyncio.timeout(20):
         silent = [await asyncio.open_connection(*sock.getsockname()) for _ in range(20)]
         for _, writer in silent:
             writer.write(announced + b"x" * 10)
@@ -642,7 +639,7 @@ async def test_bodies_that_come_slowly_do_not_keep_what_is_reserved_for_them() -
     budget, size = ByteBudget(10 * 2**20), 9 * 2**20
     sized = UPLOAD.replace(b"Transfer-Encoding: chunked", b"Content-Length: %d" % size)
     sock = bind("127.0.0.1", 0)
-    async with serving(upload(budget, 10**9), sock), asyncio.timeout(20):
+    async with serving(hello, sock, direct=upload(budget, 10**9)), asyncio.timeout(20):
         slow, slow_writer = await asyncio.open_connection(*sock.getsockname())
         slow_writer.write(sized + b"x" * 2**17)
         await eventually(lambda: budget.taken_bytes >= 2**17)
@@ -662,7 +659,7 @@ async def test_more_bodies_than_fit_are_read_one_after_the_other() -> None:
     budget, size = ByteBudget(3 * 2**20), 2 * 2**20
     sized = UPLOAD.replace(b"Transfer-Encoding: chunked", b"Content-Length: %d" % size)
     sock = bind("127.0.0.1", 0)
-    async with serving(upload(budget, 10**9), sock), asyncio.timeout(30):
+    async with serving(hello, sock, direct=upload(budget, 10**9)), asyncio.timeout(30):
 
         async def sent() -> bytes:
             reader, writer = await asyncio.open_connection(*sock.getsockname())

@@ -189,13 +189,19 @@ REQUESTS = {
 """What clients send before they close, and the phase in which they close; None if the server closes."""
 
 
-def direct(request: DirectRequest) -> Answer | None:
-    async def answer() -> DirectReply:
-        if request.body == b"never":
-            await asyncio.Event().wait()
-        return DirectReply(200, {}, b"")
+def direct(method: bytes, target: bytes) -> Answer | None:
+    return answer if method == b"POST" else None
 
-    return answer
+
+async def answer(request: DirectRequest) -> DirectReply:
+    if request.headers.get(b"content-length") not in (b"2", b"5"):
+        return DirectReply(400, {}, b"")
+    body = bytearray()
+    while part := await request.body.read_some():
+        body += part
+    if body == b"never":
+        await asyncio.Event().wait()
+    return DirectReply(200, {}, b"")
 
 
 async def check_freed(sent: bytes, phase: Phase | None, client: ssl.SSLContext | None, **tls: Any) -> None:

@@ -58,6 +58,7 @@ async def listening(
     app = create_app(instances, settings, metrics, lambda: alarms, registry=models, **parts(instances))
     options = {"http": HttpProtocol} | uvicorn_options(settings.tls_files and settings.tls_files.context())
     server = Server(uvicorn.Config(app, lifespan="off", log_config=None, **options), ConnectionGate())
+    server.server_state.direct = app.state.direct
     with bind("127.0.0.1", 0) as listener:
         server.config.load()
         server.lifespan = server.config.lifespan_class(server.config)

@@ -6,18 +6,14 @@ import asyncio
 import ipaddress
 import re
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import urlsplit
 
-from starlette.requests import Request
-from starlette.responses import Response
-
-from teimgr.errors import Cancelled
-from teimgr.http.byte_budget import ByteBudget, Charge
+from teimgr.http.byte_budget import Charge
 from teimgr.http.connection_gate import LIMITS, Phase
-from teimgr.http.direct import PART_BYTES
+from teimgr.http.direct import DirectRequest
 
 # Limits on the wait of a body for its budget, of one without a length for the rest of it (others may wait for what it
 # holds), and on the time in which its client sends it.
@@ -33,8 +29,6 @@ _MAX_DISCARDED_BYTES = LIMITS[Phase.DISCARD].bytes or 0
 # ones.
 SINGLE_HEADERS = frozenset((b"host", b"content-length", b"authorization", b"x-api-key"))
 _HOST = re.compile(rb"(?:\[([0-9A-Fa-f:.]+)(?:%[\w.~-]+)?\]|[\w.~%!$&'()*+,;=-]*)(?::([0-9]{0,5}))?")
-
-AnswerT = TypeVar("AnswerT")
 
 PATH_PREFIX = "teimgr.path_prefix"
 """The key of a scope with the path prefix that a proxy has stripped; empty or absent: none."""
@@ -139,31 +133,12 @@ class SlowClient(Exception):
     """The body was not received in time."""
 
 
-class HeldResponse(Response):
-    """A response whose body is charged to a budget until the client has read all but its last part."""
-
-    def __init__(self, content: Any, status_code: int, headers: Mapping[str, str], budget: ByteBudget) -> None:
-        super().__init__(content, status_code, dict(headers))
-        self._charge = Charge(budget)
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        self._charge.add(len(self.body))
-        try:
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            body = memoryview(self.body)
-            for start in range(0, len(body) or 1, PART_BYTES):
-                end = start + PART_BYTES
-                await send({"type": "http.response.body", "body": body[start:end], "more_body": end < len(body)})
-        finally:
-            self._charge.release()
-
-
 async def charge_body(charge: Charge, size: int) -> None:
     """Charge a body of known size; raises Overloaded where the budget stays exhausted."""
     await charge.take(size, _BUDGET_WAIT_S)
 
 
-async def read_body(request: Request, limit_bytes: int, charge: Charge, start: bytes = b"") -> bytearray | None:
+async def read_body(request: DirectRequest, limit_bytes: int, charge: Charge, start: bytes = b"") -> bytearray | None:
     """`start` and the whole body, charged as it arrives; None when the body is larger than `limit_bytes`.
 
     An announced length alone holds nothing. Once 64 KiB of a body have come its rest is reserved, so that it is read to
@@ -171,16 +146,30 @@ async def read_body(request: Request, limit_bytes: int, charge: Charge, start: b
 
     Raises:
         Overloaded: the budget stayed exhausted.
-        SlowClient, ClientDisconnect: the client stopped sending, or disconnected.
+        SlowClient: it did not come within `BODY_TIMEOUT_S`.
     """
-    length = request.headers.get("content-length", "")
-    announced = min(int(length), limit_bytes) if length.isdecimal() and len(length) < _LENGTH_DIGITS else 0
+    length = request.headers.get(b"content-length", b"")
+    announced = min(int(length), limit_bytes) if length.isdigit() and len(length) < _LENGTH_DIGITS else 0
     buffer = bytearray(start)
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
-            return buffer if await _read_into(buffer, request.stream(), limit_bytes, charge, announced) else None
+            return buffer if await _read_into(buffer, _chunks(request), limit_bytes, charge, announced) else None
     except TimeoutError:
         raise SlowClient from None
+
+
+async def read_whole(request: DirectRequest, limit_bytes: int, charge: Charge) -> bytes | bytearray | None:
+    """As `read_body`; a body that is there is charged at once."""
+    if not request.body.has_ended or len(request.body) > limit_bytes:
+        return await read_body(request, limit_bytes, charge)
+    body = request.body.take()
+    await charge_body(charge, len(body))
+    return body
+
+
+async def _chunks(request: DirectRequest) -> AsyncIterator[bytes | bytearray]:
+    while chunk := await request.body.read_some():
+        yield chunk
 
 
 async def read_limited(chunks: AsyncIterator[bytes], limit_bytes: int) -> bytes | None:
@@ -198,7 +187,11 @@ async def read_limited(chunks: AsyncIterator[bytes], limit_bytes: int) -> bytes 
 
 
 async def _read_into(
-    buffer: bytearray, chunks: AsyncIterator[bytes], limit_bytes: int, charge: Charge | None = None, announced: int = 0
+    buffer: bytearray,
+    chunks: AsyncIterator[bytes | bytearray],
+    limit_bytes: int,
+    charge: Charge | None = None,
+    announced: int = 0,
 ) -> bool:
     """Append the whole body, of `announced` bytes or 0; False, and an empty buffer, when it is over `limit_bytes`.
 
@@ -220,30 +213,3 @@ async def _read_into(
         if discarded > _MAX_DISCARDED_BYTES:
             break
     return room >= 0
-
-
-async def unless_hung_up(answering: Coroutine[Any, Any, AnswerT], receive: Callable[[], Awaitable[Any]]) -> AnswerT:
-    """The result of `answering`, which is cancelled if the client disconnects first.
-
-    `receive` is ASGI's, of a request whose body was read.
-
-    Raises:
-        Cancelled: the client disconnected.
-        TeimgrError: as `answering` does.
-    """
-    answered = asyncio.ensure_future(answering)
-    hung_up = asyncio.ensure_future(_hung_up(receive))
-    either: set[asyncio.Future[Any]] = {answered, hung_up}
-    try:
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if answered.done():
-            return answered.result()
-        raise Cancelled("the client hung up")
-    finally:
-        for one in either:
-            one.cancel()
-
-
-async def _hung_up(receive: Callable[[], Awaitable[Any]]) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

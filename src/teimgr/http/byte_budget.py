@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Hashable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Hashable
+from contextlib import suppress
 
 from teimgr.errors import Overloaded
 
@@ -137,19 +137,17 @@ class Shares:
         self._limit_bytes = of_all.limit_bytes // share
         self._parts: dict[Hashable, tuple[ByteBudget, int]] = {}  # and the charges that use each
 
-    @contextmanager
-    def charge(self, sharer: Hashable) -> Iterator[Charge]:
-        """A charge to the part of `sharer`, released at the end of the block."""
+    def charge(self, sharer: Hashable) -> Charge:
+        """A charge to the part of `sharer`, which its release gives back."""
         part, users = self._parts.get(sharer) or (ByteBudget(self._limit_bytes, self._of_all), 0)
         self._parts[sharer] = part, users + 1
-        charge = Charge(part)
-        try:
-            yield charge
-        finally:
-            charge.release()
-            users = self._parts.pop(sharer)[1] - 1
-            if users:
-                self._parts[sharer] = part, users
+        return _PartCharge(part, self, sharer)
+
+    def leave(self, sharer: Hashable) -> None:
+        """Called by released charges."""
+        part, users = self._parts.pop(sharer)
+        if users > 1:
+            self._parts[sharer] = part, users - 1
 
 
 class UnreadReplies(ByteBudget):
@@ -268,3 +266,20 @@ class Charge:
         if self.bytes:
             self._budget.give_back(self.bytes)
             self.bytes = 0
+
+
+class _PartCharge(Charge):
+    """A charge to one part of shares, until its release."""
+
+    __slots__ = ("_sharer", "_shares")
+
+    def __init__(self, budget: ByteBudget, shares: Shares, sharer: Hashable) -> None:
+        super().__init__(budget)
+        self._shares: Shares | None = shares
+        self._sharer = sharer
+
+    def release(self) -> None:
+        super().release()
+        if self._shares is not None:
+            self._shares.leave(self._sharer)
+            self._shares = None

@@ -1,14 +1,15 @@
-"""Requests that arrive whole, answered by the protocol of their connection, without ASGI.
+"""Requests of inference, answered by the protocol of their connection without ASGI.
 
-A server that has a `Direct` offers it each POST whose body is small and comes at once; what it declines, and everything
-else, is served by the ASGI application. Half of a small request's cost was the way through ASGI's layers.
+A server that has a `Direct` asks it about the head of each request; what it declines is served by the ASGI application.
+Half of a small request's cost was the way through ASGI's layers.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Mapping, MutableMapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
@@ -16,80 +17,158 @@ from teimgr.http.byte_budget import ByteBudget, Charge
 
 log = logging.getLogger(__name__)
 
-# A larger body waits for its budget and is parsed on a thread: as an ASGI request.
-MAX_BODY_BYTES = 64 * 1024
-# How long a small body is awaited for an answer without ASGI, which would wait for it within other limits.
-HOLD_S = 1.0
 # Of a response, written at once; the rest in parts of this size, each when the client has read most of those before.
 PART_BYTES = 256 * 1024
 _CLOSE = (b"connection", b"close")
-# Requests of web pages, which middleware has to examine.
-_OF_PAGES = frozenset((b"origin", b"sec-fetch-site"))
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+class Incoming(Protocol):
+    """The body of a request as it comes. Whoever waits for it is cancelled if the client disconnects."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all of it has come."""
+
+    def __len__(self) -> int:
+        """The bytes that have come and were not taken."""
+
+    def take(self) -> bytes | bytearray:
+        """What has come and was not taken."""
+
+    async def read_some(self) -> bytes | bytearray:
+        """As `take`, once there is at least a byte; nothing at the end. Tells a client that waits for it to send."""
 
 
 class DirectRequest(NamedTuple):
-    """A POST of `target`, the path as it was sent; `headers` has lower-case names and the first of several values.
+    """A request; `headers` has lower-case names and the first of several values.
 
     `scope` is the ASGI scope, without the fields that are parsed from the target.
     """
 
-    target: bytes
     headers: Mapping[bytes, bytes]
-    body: bytes
     scope: MutableMapping[str, Any]
-
-    @property
-    def is_of_page(self) -> bool:
-        """Whether a web page may have sent it."""
-        return not _OF_PAGES.isdisjoint(self.headers)
+    body: Incoming
 
 
 class DirectReply(NamedTuple):
-    """A response; its length is added to the headers."""
+    """A response; its length is added to the headers. `budget` is what a long body is charged to."""
 
     status: int
     headers: Mapping[str, str]
     body: bytes | bytearray | memoryview
+    budget: ByteBudget | None = None
+
+    def charges(self, unread: ByteBudget) -> tuple[Charge, Charge]:
+        """Charges to `unread` for a part, and to the budget for the rest, both to be released once all is written."""
+        part, rest = Charge(unread), Charge(unread if self.budget is None else self.budget)
+        size = len(self.body)
+        part.add(min(size, PART_BYTES))
+        if size > PART_BYTES:
+            rest.add(size - PART_BYTES)
+        return part, rest
 
 
-Answer = Callable[[], Coroutine[Any, Any, DirectReply]]
-"""Answers one request; cancelled if the client disconnects."""
+Answer = Callable[[DirectRequest], Coroutine[Any, Any, DirectReply]]
+"""Answers a request; cancelled if the client disconnects."""
 
-Direct = Callable[[DirectRequest], Answer | None]
-"""What answers a request; None if ASGI is to serve it."""
+Direct = Callable[[bytes, bytes], Answer | None]
+"""What answers requests of a method and a target; None where ASGI is to serve them."""
 
 FAILED = DirectReply(500, {"content-type": "text/plain; charset=utf-8"}, b"Internal Server Error")
 
 
-class DirectExchange:
-    """The answering of one request; in uvicorn's protocol it takes the place of an ASGI cycle.
+async def answered_directly(request: Any) -> NoReturn:
+    """The endpoint of a route that `Direct` answers; the application has it so that other methods are refused there."""
+    raise RuntimeError("a request of inference came to the application")
 
-    A response of several parts is charged to `unread`, fit or not, until the client has read all but the last one.
+
+class DirectExchange:
+    """The answering of one request over HTTP/1; in uvicorn's protocol it takes the place of an ASGI cycle.
+
+    It is the request's `Incoming` too: uvicorn adds what comes to `body`, and clears `more_body` at the end. A response
+    of several parts is charged to `unread`, fit or not, until the client has read all but the last one.
     """
 
-    def __init__(self, protocol: HttpToolsProtocol, answer: Answer, keep_alive: bool, unread: ByteBudget) -> None:
+    def __init__(
+        self,
+        protocol: HttpToolsProtocol,
+        answer: Answer,
+        headers: Mapping[bytes, bytes],
+        *,
+        keep_alive: bool,
+        unread: ByteBudget,
+    ) -> None:
         self._protocol = protocol
+        self._answer = answer
+        self._headers = headers
+        self._scope: MutableMapping[str, Any] = protocol.scope  # type: ignore[assignment]
         self._unread = unread
+        self._awaits_continue = protocol.expect_100_continue
+        self._progress: asyncio.Future[None] | None = None  # of whoever waits for more of the body
+        self._task: asyncio.Task[None] | None = None
         self.keep_alive = keep_alive
+        self.body = bytearray()
+        self.more_body = True
         self.disconnected = False
         self.response_complete = False
-        self.task = protocol.loop.create_task(self._run(answer))
+
+    # Called by the protocol.
+
+    def begin(self) -> asyncio.Task[None]:
+        """Begin to answer, whether or not the body has come."""
+        self._task = self._protocol.loop.create_task(self._run())
+        return self._task
 
     @property
     def message_event(self) -> DirectExchange:
-        """Uvicorn sets it when the client has disconnected. No attribute: that would be a reference cycle."""
+        """Uvicorn sets it when something has come. No attribute: that would be a reference cycle."""
         return self
 
     def set(self) -> None:
-        """Cancel the answering of a client that has disconnected."""
-        if not self.response_complete:
-            self.disconnected = True
-            self.task.cancel()
+        """Wake whoever waits for the body."""
+        if self._progress is not None and not self._progress.done():
+            self._progress.set_result(None)
 
-    async def _run(self, answer: Answer) -> None:
+    def leave(self) -> None:
+        """Cancel the answering of a client that has disconnected."""
+        if self._task is None:
+            self.response_complete = True
+        elif not self.response_complete:
+            self.disconnected = True
+            self._task.cancel()
+
+    # The body
+
+    @property
+    def has_ended(self) -> bool:
+        return not self.more_body
+
+    def __len__(self) -> int:
+        return len(self.body)
+
+    def take(self) -> bytearray:
+        taken, self.body = self.body, bytearray()
+        if self._protocol.flow.read_paused:
+            self._protocol.flow.resume_reading()  # also where all has come: else nobody sees that the client leaves
+        return taken
+
+    async def read_some(self) -> bytearray:
+        while not self.body and self.more_body:
+            if self._awaits_continue:
+                self._awaits_continue = False
+                self._protocol.transport.write(_CONTINUE)
+            self._protocol.flow.resume_reading()
+            self._progress = self._protocol.loop.create_future()
+            await self._progress
+        return self.take()
+
+    # The answer
+
+    async def _run(self) -> None:
         try:
             try:
-                reply = await answer()
+                reply = await self._answer(DirectRequest(self._headers, self._scope, self))
             except Exception:
                 log.exception("a request failed")
                 reply, self.keep_alive = FAILED, False
@@ -102,7 +181,7 @@ class DirectExchange:
             if not self.keep_alive:
                 self._protocol.transport.close()
             self._protocol.on_response_complete()
-            del self.task  # whose exception has this frame: a reference cycle
+            self._task = None  # whose exception has this frame: a reference cycle
 
     async def _send(self, reply: DirectReply) -> None:
         protocol = self._protocol
@@ -123,17 +202,17 @@ class DirectExchange:
         head = b"".join((STATUS_LINE[reply.status], *defaults, fields.encode("latin-1"), end))
         transport.writelines((head, body[:PART_BYTES]))
         if len(body) > PART_BYTES:
-            await self._send_rest(body)
+            await self._send_rest(reply)
 
-    async def _send_rest(self, body: memoryview) -> None:
+    async def _send_rest(self, reply: DirectReply) -> None:
         """The parts of a body behind the first one."""
-        transport, flow = self._protocol.transport, self._protocol.flow
-        charge = Charge(self._unread)
-        charge.add(len(body))
+        transport, flow, body = self._protocol.transport, self._protocol.flow, memoryview(reply.body)
+        charges = reply.charges(self._unread)
         try:
             for start in range(PART_BYTES, len(body), PART_BYTES):
                 if flow.write_paused:
                     await flow.drain()
                 transport.write(body[start : start + PART_BYTES])
         finally:
-            charge.release()
+            for charge in charges:
+                charge.release()

@@ -18,7 +18,7 @@ from uvicorn.server import ServerState
 from teimgr.http.bodies import SINGLE_HEADERS, is_host
 from teimgr.http.byte_budget import Charge
 from teimgr.http.connection_gate import LIMITS, Phase, StallGuard, Ticket
-from teimgr.http.direct import HOLD_S, MAX_BODY_BYTES, Direct, DirectExchange, DirectRequest
+from teimgr.http.direct import Answer, Direct, DirectExchange
 from teimgr.http.replies import UNREAD, UnreadOfPort
 
 _FLUSH_POLL_S = 0.01
@@ -36,6 +36,9 @@ _MAX_PIPELINED = 4
 _PIECE_BYTES = 8 * 2**10
 _TURN_S = 0.005
 _FRAMING = (b"content-length", b"transfer-encoding")
+# A small body often comes right after its head: it is awaited for a moment, so that its reader need not be woken.
+_SMALL_BODY_BYTES = 64 * 2**10
+_HOLD_S = 0.1
 
 
 class H2Connection(Protocol):
@@ -79,7 +82,7 @@ class ServerConnections(ListenerState):
         config: With the application.
         pass_on: Where a server that leaves passes connections on to.
         direct: What answers requests without ASGI.
-        unread_replies: The bytes of replies that clients have not read. Beyond the limit ASGI serves all requests.
+        unread_replies: The bytes of replies that clients have not read.
     """
 
     def __init__(self, config: Config, direct: Direct | None = None) -> None:
@@ -141,9 +144,9 @@ class HttpProtocol(HttpToolsProtocol):
     """
 
     server_state: ServerConnections
-    _held: list[bytes] | None = None  # the body so far of a request that may be answered without ASGI
+    _exchange: DirectExchange | None = None  # the last one that has begun
+    _held: DirectExchange | None = None  # has not begun, as its body is on its way
     _hold_timer: asyncio.TimerHandle | None = None
-    _exchange: DirectExchange | None = None
     _is_resuming = False
     _is_in_message = False
     _is_in_head = True
@@ -177,10 +180,12 @@ class HttpProtocol(HttpToolsProtocol):
         self._ticket.leave()
         self._stall_guard.resumed()
         self._buffered.release()
-        self._end_hold()
         self._rest = b""
-        if self._exchange is not None:
-            self._exchange.set()
+        self._end_hold()
+        for exchange in (self._exchange, self._held):
+            if exchange is not None:
+                exchange.leave()
+        self._held = None
         super().connection_lost(exc)
         self._is_lost = True
         self._free()
@@ -208,12 +213,6 @@ class HttpProtocol(HttpToolsProtocol):
     def on_displaced(self) -> None:
         """Called by the gate."""
         self.transport.abort()
-
-    def shutdown(self) -> None:
-        """Called by uvicorn as the server ends."""
-        if self._held is not None:
-            self._to_asgi()
-        super().shutdown()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -268,7 +267,7 @@ class HttpProtocol(HttpToolsProtocol):
     def _settle(self) -> None:
         """Enter the phase of now."""
         ticket, cycle = self._ticket, self.cycle
-        is_answered = self._held is None and (cycle is None or cycle.response_complete)
+        is_answered = cycle is None or cycle.response_complete
         phase = ticket.phase
         if self.transport.is_closing():
             phase = Phase.CLOSING
@@ -285,14 +284,17 @@ class HttpProtocol(HttpToolsProtocol):
         held = self._overhead
         if self._rest:
             held += len(self._rest)
-        if self._held:
-            held += sum(map(len, self._held))
+        if self._held is not None:
+            held += len(self._held)
         if held != ticket.held:
             ticket.hold(held)
 
     def _after_feed(self) -> None:
         if self._held is not None and self._hold_timer is None and not self.transport.is_closing():
-            self._await_rest()
+            if self.expect_100_continue or not 0 < (self._body_left or 0) <= _SMALL_BODY_BYTES:
+                self._begin_held()
+            else:
+                self._hold_timer = self.loop.call_later(_HOLD_S, self._begin_held)
         self._settle()
         if self.server_state.pass_on is not None:  # and the response may have been complete before the request
             self.pass_on()
@@ -368,13 +370,15 @@ class HttpProtocol(HttpToolsProtocol):
         if self._is_resuming:
             return
         self._check_fields(fields)
-        if self.parser.get_method() == b"CONNECT":
+        method, direct = self.parser.get_method(), self.server_state.direct
+        if method == b"CONNECT":
             raise ValueError("CONNECT is not served")
-        if self._may_be_direct():
-            self._held = []
-            self.scope["method"] = "POST"
-        else:
+        answer = None if direct is None else direct(method, self.url)
+        if answer is None:
             super().on_headers_complete()
+        else:
+            self.scope["method"] = method.decode("ascii")
+            self._answer_directly(answer)
 
     def _check_fields(self, fields: Mapping[bytes, bytes]) -> None:
         """Raises ValueError: a field of the head is not valid."""
@@ -396,63 +400,46 @@ class HttpProtocol(HttpToolsProtocol):
         self._overhead, self._awaits_chunk, self._has_progress = 0, False, True
         if self._body_left is not None:
             self._body_left -= len(body)
-        if self._held is None:
-            super().on_body(body)
-        else:
-            self._held.append(body)
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         if not self.parser.should_upgrade():  # else `_ignore_upgrade` follows
             self._is_in_message, self._is_in_head, self._overhead, self._awaits_chunk = False, True, 0, False
-            if self._held is None or not self._answer_directly(self._held):
-                super().on_message_complete()
+            super().on_message_complete()
+            if self._held is not None:
+                self._begin_held()
 
-    def _may_be_direct(self) -> bool:
-        if self.server_state.direct is None or self.pipeline:
-            return False
-        is_idle, parser = self.cycle is None or self.cycle.response_complete, self.parser
-        is_plain = parser.get_method() == b"POST" and parser.get_http_version() == "1.1" and not parser.should_upgrade()
-        return is_idle and is_plain
-
-    def _answer_directly(self, held: list[bytes]) -> bool:
-        """Answer a request that came whole without ASGI; False where ASGI is to serve it."""
-        body = held[0] if len(held) == 1 else b"".join(held)
-        direct, answer = self.server_state.direct, None
-        if direct is not None and len(body) <= MAX_BODY_BYTES and not self._unread.is_over:
-            scope = cast(dict[str, Any], self.scope)
-            answer = direct(DirectRequest(self.url, self._fields, body, scope))
-        if answer is None:
-            self._to_asgi()
-            return False
-        self._end_hold()
-        self._exchange = exchange = DirectExchange(self, answer, self.parser.should_keep_alive(), self._unread)
-        self.cycle = cast(Any, exchange)
-        self.tasks.add(exchange.task)
-        exchange.task.add_done_callback(self.tasks.discard)
-        return True
-
-    def _await_rest(self) -> None:
-        """Wait for the rest of a body; many clients send it after the head, but at once."""
-        length = self._fields.get(b"content-length", b"")
-        is_small = length and int(length) <= MAX_BODY_BYTES
-        if self.expect_100_continue or not is_small or not self._ticket.has_room(int(length)):
-            self._to_asgi()
+    def _answer_directly(self, answer: Answer) -> None:
+        """Answer a request whose head has come without ASGI, behind those that came before."""
+        keep_alive = self.parser.get_http_version() != "1.0" and self.parser.should_keep_alive()
+        exchange = DirectExchange(self, answer, self._fields, keep_alive=keep_alive, unread=self._unread)
+        former, self.cycle = self.cycle, cast(Any, exchange)
+        if former is None or former.response_complete:
+            self._held = exchange
         else:
-            self._hold_timer = self.loop.call_later(HOLD_S, self._to_asgi)
+            self.flow.pause_reading()
+            self.pipeline.appendleft((self.cycle, self.app))
 
-    def _end_hold(self) -> list[bytes]:
+    def _begin_held(self) -> None:
+        self._end_hold()
+        held, self._held = self._held, None
+        if held is not None:
+            self._start_asgi_task(held, self.app)
+
+    def _end_hold(self) -> None:
         if self._hold_timer is not None:
             self._hold_timer.cancel()
             self._hold_timer = None
-        held, self._held = self._held, None
-        return held or []
 
-    def _to_asgi(self) -> None:
-        """Have the application serve a request that is held."""
-        held = self._end_hold()
-        super().on_headers_complete()
-        for body in held:
-            super().on_body(body)
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        """Called by uvicorn too, when the answer to the request before is complete."""
+        if not isinstance(cycle, DirectExchange):
+            super()._start_asgi_task(cycle, app)
+            return
+        self._exchange = cycle
+        task = cycle.begin()
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
 
     def _make_parser(self) -> None:
         """The parser has bound methods of this object: a reference cycle until `_free`."""

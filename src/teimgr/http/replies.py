@@ -47,6 +47,17 @@ class UnreadOfPort(ByteBudget):
         return UnreadReplies(own, _SHARE)
 
 
+async def room_for_reply(scope: Scope) -> None:
+    """Wait until the connection of a request has room for its reply.
+
+    Raises:
+        Overloaded: the client did not read earlier replies.
+    """
+    unread: UnreadReplies | None = scope.get(UNREAD)
+    if unread is not None and not unread.has_room:
+        await unread.room(_WAIT_S)
+
+
 class _Refused(BaseException):
     """Ends the application of a request that was refused as its reply began; no handler of errors answers it."""
 
@@ -87,9 +98,9 @@ class BoundedReplies:
                 part.release()
 
         try:
-            await unread.room(_WAIT_S)
+            await room_for_reply(scope)
             await self._app(scope, receive, charged)
-        except Overloaded as error:  # of `room`: the application answers its own
+        except Overloaded as error:  # of `room_for_reply`: the application answers its own
             refused = error
         except _Refused:
             pass

@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 
+import httptools
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from teimgr.engine.job import Lane
-from teimgr.errors import Code, DeadlineExceeded, Forbidden, TeimgrError, Unavailable
-from teimgr.http.bodies import (
-    HeldResponse,
-    SlowClient,
-    charge_body,
-    compression_fault,
-    foreign_page,
-    read_body,
-    unless_hung_up,
-)
+from teimgr.errors import DeadlineExceeded, Forbidden, TeimgrError, Unavailable
+from teimgr.http.bodies import SlowClient, compression_fault, foreign_page, read_whole
 from teimgr.http.byte_budget import Charge
-from teimgr.http.direct import Answer, DirectReply, DirectRequest
+from teimgr.http.direct import Answer, DirectReply, DirectRequest, answered_directly
 from teimgr.http.docs_page import HEADERS, page
-from teimgr.http.replies import BoundedReplies
+from teimgr.http.replies import BoundedReplies, room_for_reply
 from teimgr.observability.request_context import (
     CURRENT,
     REQUEST_ID,
@@ -38,12 +31,11 @@ from teimgr.observability.request_context import (
 )
 from teimgr.spec import LANE_KEY, WorkerSpec
 from teimgr.wire.error_bodies import TEI, TEI_OPENAI, failure
-from teimgr.wire.frames import Buffer, Flag, HttpReply, HttpRequest, in_lane
-from teimgr.wire.status import STATUS
+from teimgr.wire.frames import Flag, HttpReply, HttpRequest, in_lane
 from teimgr.worker.dialects import tei
 from teimgr.worker.dialects.openapi import instance_document
 from teimgr.worker.dispatcher import Dispatcher, masked
-from teimgr.worker.http_inference import BadRequest, HttpHandler, HttpInference, check_content_type, json_reply, to_json
+from teimgr.worker.http_inference import BadRequest, HttpInference, check_content_type, json_reply, to_json
 from teimgr.worker.worker_metrics import TeiMetrics
 
 _PUBLIC = {"/health", "/ping", "/metrics", "/docs"}
@@ -58,27 +50,55 @@ _ALLOW: Mapping[str, str] = (
 )
 
 
+class PortAccess:
+    """What an instance port requires of a request: its API key, and of a web page an origin that is allowed.
+
+    Without the key: 401 without a body; health, metrics and documents are public.
+    """
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self._spec = spec
+        self._origins = frozenset(spec.cors_allow_origin)
+
+    def cors(self, headers: Mapping[bytes, bytes]) -> dict[str, str]:
+        """The CORS headers of the response to a request."""
+        origin = headers.get(b"origin")
+        return cors_headers(self._origins, None if origin is None else origin.decode("latin-1"))
+
+    def refusal(self, method: str, path: str, headers: Mapping[bytes, bytes]) -> HttpReply | None:
+        """The reply to a request that is refused; `headers` has the first of several values."""
+        if not _is_public(method, path) and not self._spec.accepts(headers.get(b"authorization", b"")):
+            return HttpReply(401, {}, b"")
+        if page := self._foreign_page(method, headers):
+            refused = Forbidden(f"a web page ({page}) may only read here: its origin is not in --cors-allow-origin")
+            return failure(_dialect(path), refused)
+        return None
+
+    def _foreign_page(self, method: str, headers: Mapping[bytes, bytes]) -> str | None:
+        """A POST that needs no preflight would else run, although the page could not read its reply."""
+        every_page_may = not self._origins or "*" in self._origins
+        return None if every_page_may or method in ("GET", "HEAD") else foreign_page(_text(headers), self._origins)
+
+
 class PortMiddleware:
-    """The request context with its id, CORS and the API key of an instance's port, in this order.
+    """The request context with its id, CORS and `access`, in this order; inference does not come here.
 
     CORS as TEI has it: pages of the allowed origins may read replies, or all pages where none is set or one is `*`; GET
     and POST, and `content-type` as the only header, so that a page cannot send a key. Preflight requests are answered
-    before authentication. Without the key: 401 without a body; health, metrics and documents are public.
+    before authentication.
     """
 
-    def __init__(self, app: ASGIApp, spec: WorkerSpec) -> None:
+    def __init__(self, app: ASGIApp, access: PortAccess) -> None:
         self._app = app
-        self._spec = spec
-        self._origins = frozenset(spec.cors_allow_origin)
+        self._access = access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        # Reversed: the first of several headers of one name counts.
-        headers = {key.decode("latin-1"): value.decode("latin-1") for key, value in reversed(scope["headers"])}
-        context = RequestContext.from_headers(headers)
-        named = cors_headers(self._origins, headers.get("origin")) | {REQUEST_ID: context.request_id}
+        headers = dict(reversed(scope["headers"]))  # the first of several headers of one name counts
+        context = RequestContext.from_headers(_text(headers))
+        named = self._access.cors(headers) | {REQUEST_ID: context.request_id}
         added = [(name.encode(), value.encode("latin-1")) for name, value in named.items()]
 
         async def send_with_headers(message: Message) -> None:
@@ -92,18 +112,10 @@ class PortMiddleware:
         if scope["method"] == "OPTIONS":
             allow = _ALLOW.get(scope["path"])
             app = Response(headers=_PREFLIGHT if allow is None else _PREFLIGHT | {"allow": allow})
-        elif not _is_public(scope) and not self._spec.accepts(headers.get("authorization", "").encode("latin-1")):
-            app = Response(status_code=401)
-        elif page := self._foreign_page(scope["method"], headers):
-            refused = Forbidden(f"a web page ({page}) may only read here: its origin is not in --cors-allow-origin")
-            app = _refusal(scope, refused)
+        elif refused := self._access.refusal(scope["method"], scope["path"], headers):
+            app = _response(refused)
         with use_context(context):
             await app(scope, receive, send_with_headers)
-
-    def _foreign_page(self, method: str, headers: Mapping[str, str]) -> str | None:
-        """A POST that needs no preflight would else run, although the page could not read its reply."""
-        every_page_may = not self._origins or "*" in self._origins
-        return None if every_page_may or method in ("GET", "HEAD") else foreign_page(headers, self._origins)
 
 
 def cors_headers(origins: Collection[str], origin: str | None) -> dict[str, str]:
@@ -113,10 +125,25 @@ def cors_headers(origins: Collection[str], origin: str | None) -> dict[str, str]
     return _VARY | ({_ALLOW_ORIGIN: origin} if origin is not None and origin in origins else {})
 
 
-def _is_public(scope: Scope) -> bool:
-    path = scope["path"]
+def _text(headers: Mapping[bytes, bytes]) -> dict[str, str]:
+    return {name.decode("latin-1"): value.decode("latin-1") for name, value in headers.items()}
+
+
+def _path(target: bytes) -> bytes:
+    """The path of a target, as it was sent; empty for an invalid one."""
+    try:
+        return httptools.parse_url(target).path or b""
+    except httptools.HttpParserError:
+        return b""
+
+
+def _dialect(path: str) -> str:
+    return TEI_OPENAI if path in tei.OPENAI_PATHS else TEI
+
+
+def _is_public(method: str, path: str) -> bool:
     if path == "/":
-        return scope["method"] in ("GET", "HEAD")
+        return method in ("GET", "HEAD")
     return path in _PUBLIC or path.startswith(_PUBLIC_FOLDERS)
 
 
@@ -131,18 +158,17 @@ _PATHS = {path.encode(): path for path in _POST_PATHS}
 _NOT_BUFFERED = "Failed to buffer the request body"
 _TEXT = "text/plain; charset=utf-8"
 
-Endpoint = Callable[[Request], Awaitable[Response]]
-
 
 class InstancePort:
-    """Endpoints of the instance port; `post` makes one of a route of TEI, `direct` answers most of their requests."""
+    """The instance port: `direct` answers inference, the other methods are endpoints of its application."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
         self._inference = HttpInference(dispatcher)
         self._in_lane = {lane.value: HttpInference(dispatcher, lane) for lane in Lane}
         self._self_test: asyncio.Task[bool] | None = None  # of the last that asked for health
-        self._cors = cors_headers(dispatcher.spec.cors_allow_origin, None)
+        self.access = PortAccess(dispatcher.spec)
+        self._cors = self.access.cors({})
 
     async def health(self, request: Request) -> Response:
         """200 with an empty body once the engine's self-test has passed."""
@@ -173,70 +199,35 @@ class InstancePort:
     async def docs(self, request: Request) -> Response:
         return HTMLResponse(page(instance_document(), "/api-doc/openapi.json"), headers=HEADERS)
 
-    def post(self, path: str, route: HttpHandler) -> Endpoint:
-        async def endpoint(request: Request) -> Response:
-            headers = {name: request.headers.get(name, "") for name in _READ}
-
-            async def read(charge: Charge) -> Buffer | None:
-                return await read_body(request, self._dispatcher.spec.payload_limit_bytes, charge)
-
-            async def inferred(inference: HttpInference, parsed: HttpRequest) -> HttpReply:
-                return await unless_hung_up(route(inference, parsed), request.receive)
-
-            reply = await self._answer(path, headers, read, inferred)
-            return HeldResponse(reply.body, reply.status, reply.headers, self._dispatcher.port_budget)
-
-        return endpoint
-
-    def direct(self, request: DirectRequest) -> Answer | None:
-        """Answers a POST to a route of TEI that came whole and with the right key, by no web page."""
-        path = _PATHS.get(request.target)
-        if path is None or request.is_of_page:
+    def direct(self, method: bytes, target: bytes) -> Answer | None:
+        """Answers the POSTs to the routes of TEI."""
+        if method != b"POST":
             return None
-        if not self._dispatcher.spec.accepts(request.headers.get(b"authorization", b"")):
-            return None
-        return partial(self._answer_whole, path, request)
+        path = _PATHS.get(target) or _PATHS.get(_path(target))
+        return None if path is None else partial(self._answer, path)
 
-    async def _answer_whole(self, path: str, request: DirectRequest) -> DirectReply:
+    async def _answer(self, path: str, request: DirectRequest) -> DirectReply:
         given = {name: value.decode("latin-1") for name in _CONTEXT if (value := request.headers.get(name.encode()))}
         context = RequestContext.from_headers(given)
         CURRENT.set(context)
+        reply = self.access.refusal("POST", path, request.headers) or await self._infer(path, request)
+        cors = self.access.cors(request.headers) if b"origin" in request.headers else self._cors
+        fields = {**reply.headers, **cors, REQUEST_ID: context.request_id}
+        return DirectReply(reply.status, fields, reply.body, self._dispatcher.port_budget)
 
-        async def read(charge: Charge) -> Buffer | None:
-            if len(request.body) > self._dispatcher.spec.payload_limit_bytes:
-                return None
-            await charge_body(charge, len(request.body))
-            return request.body
-
+    async def _infer(self, path: str, request: DirectRequest) -> HttpReply:
+        """The reply to a request of a caller who has the key."""
+        dialect = _dialect(path)
         headers = {name: request.headers.get(key, b"").decode("latin-1") for name, key in _READ.items()}
-        reply = await self._answer(path, headers, read, tei.ROUTES["POST", path])
-        return DirectReply(reply.status, {**reply.headers, **self._cors, REQUEST_ID: context.request_id}, reply.body)
-
-    def _inference_in(self, lane: str) -> HttpInference:
-        """Inference in the lane that the caller chose; raises InvalidInput for a word that is not a lane."""
-        if not lane:
-            return self._inference
-        in_lane(Flag.NONE, lane)
-        return self._in_lane[lane]
-
-    async def _answer(
-        self,
-        path: str,
-        headers: Mapping[str, str],
-        read: Callable[[Charge], Awaitable[Buffer | None]],
-        infer: Callable[[HttpInference, HttpRequest], Awaitable[HttpReply]],
-    ) -> HttpReply:
-        """The reply to a request with the `headers` of `_READ`, whose body is what `read` gives, or None if that is
-        too long."""
-        dialect = TEI_OPENAI if path in tei.OPENAI_PATHS else TEI
         charge = Charge(self._dispatcher.port_budget)
         try:
+            await room_for_reply(request.scope)
             check_content_type(headers[_CONTENT_TYPE])
             inference = self._inference_in(headers[LANE_KEY])
-            body = await read(charge)
+            body = await read_whole(request, self._dispatcher.spec.payload_limit_bytes, charge)
             if body is None:
                 raise BadRequest(413, f"{_NOT_BUFFERED}: length limit exceeded")
-            return await infer(inference, HttpRequest(TEI, "POST", path, headers=headers, body=body))
+            return await tei.ROUTES["POST", path](inference, HttpRequest(TEI, "POST", path, headers=headers, body=body))
         except SlowClient:
             return BadRequest(408, f"{_NOT_BUFFERED}: it did not come in time").reply(dialect)
         except TeimgrError as error:
@@ -245,15 +236,20 @@ class InstancePort:
             # TEI ignores the header, so a body that is plain despite it is served.
             fault = compression_fault(headers[_CONTENT_ENCODING]) if error.status == 400 else None
             return (error if fault is None else BadRequest(400, fault)).reply(dialect)
-        except ClientDisconnect:  # while it sent its body; uvicorn discards the response
-            return HttpReply(STATUS[Code.CANCELLED].http, {}, b"")
         except Exception as error:
             return failure(dialect, masked(error))
         finally:
             charge.release()
 
+    def _inference_in(self, lane: str) -> HttpInference:
+        """Inference in the lane that the caller chose; raises InvalidInput for a word that is no lane."""
+        if not lane:
+            return self._inference
+        in_lane(Flag.NONE, lane)
+        return self._in_lane[lane]
 
-def create_app(port: InstancePort, spec: WorkerSpec) -> ASGIApp:
+
+def create_app(port: InstancePort) -> ASGIApp:
     """The application of the instance port, whose dispatcher must have its engine."""
     app = Starlette(
         routes=[
@@ -263,16 +259,12 @@ def create_app(port: InstancePort, spec: WorkerSpec) -> ASGIApp:
             Route("/docs", port.docs_folder),
             Route("/docs/", port.docs),
             Route("/api-doc/openapi.json", port.openapi),
-            *(
-                Route(path, port.post(path, route), methods=["POST"])
-                for (method, path), route in tei.ROUTES.items()
-                if method == "POST"
-            ),
+            *(Route(path, answered_directly, methods=["POST"]) for path in _POST_PATHS),
         ],
         exception_handlers={HTTPException: _without_a_body},
     )
     app.router.redirect_slashes = False
-    return PortMiddleware(BoundedReplies(app, _refusal), spec)
+    return PortMiddleware(BoundedReplies(app, _refusal), port.access)
 
 
 def metrics_app(metrics: TeiMetrics) -> ASGIApp:
@@ -285,7 +277,7 @@ def metrics_app(metrics: TeiMetrics) -> ASGIApp:
 
 
 def _refusal(scope: Scope, error: TeimgrError) -> ASGIApp:
-    return _response(failure(TEI_OPENAI if scope["path"] in tei.OPENAI_PATHS else TEI, error))
+    return _response(failure(_dialect(scope["path"]), error))
 
 
 async def _without_a_body(request: Request, error: Exception) -> Response:

@@ -189,7 +189,7 @@ class Worker:
             grpc = GrpcPort(self._dispatcher)
             number = port.getsockname()[1]
             http = InstancePort(self._dispatcher)
-            app = create_app(http, self._dispatcher.spec)
+            app = create_app(http)
             async with serving(app, port, grpc.protocol, http.direct) as listeners[number]:
                 queue.serve(partial(self._take, listeners))
                 MemoryReturn()

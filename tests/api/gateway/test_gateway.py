@@ -119,16 +119,16 @@ async def test_calls_to_a_hung_instance_leave_room_for_others(
 ) -> None:
     """Bodies without a length count what came, and one instance holds a part of the budget at most."""
     url, inference, hung = fleet
-    monkeypatch.setattr(gateway, "_INSTANCE_SHARE", inference._bodies.large.limit_bytes // 10_000)
+    monkeypatch.setattr(gateway, "_INSTANCE_SHARE", inference._bodies.large.limit_bytes // 250_000)
     async with aiohttp.ClientSession(url) as client, asyncio.timeout(20):
-        waiting = [asyncio.ensure_future(sent(client, "hung", 3000)) for _ in range(3)]
+        waiting = [asyncio.ensure_future(sent(client, "hung", 80_000)) for _ in range(3)]
         for _ in waiting:
             await hung.requests.get()
-        assert 9000 < inference._bodies.large.taken_bytes < 12_000
+        assert 240_000 < inference._bodies.large.taken_bytes < 250_000
 
-        async with sent(client, "hung", 3000) as refused:
+        async with sent(client, "hung", 80_000) as refused:
             assert (refused.status, "hung" in await refused.text()) == (429, True)
-        async with sent(client, "well", 3000) as served:
+        async with sent(client, "well", 80_000) as served:
             assert (served.status, await served.text()) == (200, "well")
         for each in waiting:
             each.cancel()
@@ -140,11 +140,13 @@ async def test_one_connection_leaves_room_for_others(fleet: tuple[str, Gateway, 
     """Without keys a connection may hold half of the budget, whatever its bodies are."""
     _, inference, _ = fleet
     bodies = inference._bodies
-    with bodies._large_shares.charge("one") as first, bodies._large_shares.charge("one") as second:
-        assert first.try_take(bodies.large.limit_bytes // 2)
-        assert not second.try_take(1)
-        with bodies._large_shares.charge("another") as other:
-            assert other.try_take(bodies.large.limit_bytes // 2)
+    first, second = bodies._large_shares.charge("one"), bodies._large_shares.charge("one")
+    other = bodies._large_shares.charge("another")
+    assert first.try_take(bodies.large.limit_bytes // 2)
+    assert not second.try_take(1)
+    assert other.try_take(bodies.large.limit_bytes // 2)
+    for each in (first, second, other, other):
+        each.release()
     assert bodies.large.taken_bytes == 0
     assert not bodies._large_shares._parts
 

@@ -32,8 +32,8 @@ def test_the_file_is_fresh() -> None:
 def test_every_path_has_a_route_in_the_worker_and_an_operation(told: dict[str, Any]) -> None:
     for path in paths():
         for dialect in (path.dialect, *path.others):
-            assert (path.method, path.inner) in ROUTES[dialect], path
-        assert path.method.lower() in told["paths"][path.path.replace(":path}", "}")]
+            assert ("POST", path.inner) in ROUTES[dialect], path
+        assert "post" in told["paths"][path.path.replace(":path}", "}")]
 
 
 def test_names_are_whole_and_operations_have_names_of_their_own(told: dict[str, Any]) -> None:

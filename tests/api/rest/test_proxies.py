@@ -16,7 +16,7 @@ from tests.support.nginx import below, needs_nginx, nginx
 from tests.support.page_parts import parts
 from tests.support.rest_listener import Front, listening
 
-from teimgr.api.rest.proxies import ProxyHeaders
+from teimgr.api.rest.proxies import ProxyHeaders, TrustedProxies
 from teimgr.config.settings import Settings, faults
 
 PREFIX = "/tools/teimgr"
@@ -191,7 +191,7 @@ async def test_addresses_as_sockets_show_them(
     state = type("App", (), {"state": type("State", (), {"settings": settings})})
     headers = [(b"x-forwarded-prefix", b"/teimgr"), (b"x-forwarded-proto", b"https")]
     scope = {"type": "http", "app": state, "scheme": "http", "client": client, "server": server, "headers": headers}
-    await ProxyHeaders(app, settings)(scope, None, None)  # type: ignore[arg-type]
+    await ProxyHeaders(app, TrustedProxies(lambda: settings))(scope, None, None)  # type: ignore[arg-type]
     assert (seen[0]["teimgr.path_prefix"], seen[0]["scheme"]) == (("/teimgr", "https") if is_trusted else ("", "http"))
 
 

@@ -15,14 +15,16 @@ import h2.settings
 import pytest
 from h2.errors import ErrorCodes
 from starlette.requests import Request
+from starlette.responses import Response
 from tests.support.h2_peer import LIMIT_S, Peer, connecting, request
 from tests.support.polling import eventually
 
-from teimgr.http.bodies import HeldResponse, read_body
+from teimgr.http.bodies import read_body
 from teimgr.http.byte_budget import ByteBudget, Charge
-from teimgr.http.direct import Answer, DirectReply, DirectRequest
-from teimgr.http.http2 import connection, requests, sender
+from teimgr.http.direct import PART_BYTES, Answer, DirectReply, DirectRequest
+from teimgr.http.http2 import connection, sender
 from teimgr.http.http2.requests import protocol
+from teimgr.http.replies import room_for_reply
 from teimgr.http.server import Listener, bind, serving
 
 LARGE = 1 << 20
@@ -30,11 +32,12 @@ LARGE = 1 << 20
 
 @dataclass
 class Application:
-    """An ASGI application with a path for each behaviour, and what answers `/direct` without it."""
+    """An ASGI application with a path for each behaviour, and what answers `/direct` and `/upload` without it."""
 
     budget: ByteBudget = field(default_factory=lambda: ByteBudget(8 * LARGE))
     scopes: list[dict[str, Any]] = field(default_factory=list)
     direct_requests: list[DirectRequest] = field(default_factory=list)
+    direct_bodies: list[bytes] = field(default_factory=list)
     is_left: asyncio.Event = field(default_factory=asyncio.Event)
     goes_on: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -48,8 +51,8 @@ class Application:
             case "/breaks":
                 await send({"type": "http.response.start", "status": 200, "headers": []})
                 raise RuntimeError("a defect")
-            case "/held":
-                await HeldResponse(b"x" * LARGE, 200, {}, self.budget)(scope, receive, send)
+            case "/page":
+                await Response(b"x" * LARGE)(scope, receive, send)
             case "/events":
                 await send({"type": "http.response.start", "status": 200, "headers": [(b"Connection", b"close")]})
                 await send({"type": "http.response.body", "body": b"data: 1\n\n", "more_body": True})
@@ -59,33 +62,39 @@ class Application:
                     pass
                 self.is_left.set()
             case "/refuses":
-                await HeldResponse(b"no", 401, {}, self.budget)(scope, receive, send)
+                await Response(b"no", 401)(scope, receive, send)
             case _:
-                charge = Charge(self.budget)
-                body = await read_body(Request(scope, receive), 4 * LARGE, charge)
-                told = b"%d" % len(body) if body is not None else b"too large"
-                charge.release()
-                await HeldResponse(told, 200, {"content-type": "text/plain"}, self.budget)(scope, receive, send)
+                told = b"%d" % len(await Request(scope, receive).body())
+                await Response(told)(scope, receive, send)
 
-    def direct(self, given: DirectRequest) -> Answer | None:
-        if given.target != b"/direct":
-            return None
-        self.direct_requests.append(given)
+    def direct(self, method: bytes, target: bytes) -> Answer | None:
+        return {b"/direct": self.answer, b"/upload": self.upload}.get(target)
 
-        async def answer() -> DirectReply:
-            if given.body == b"hang":
-                try:
-                    await asyncio.sleep(LIMIT_S)
-                except asyncio.CancelledError:
-                    self.is_left.set()
-                    raise
-            if given.body == b"raise":
-                raise RuntimeError("a defect")
-            return DirectReply(
-                200, {"Content-Type": "text/plain"}, b"x" * LARGE if given.body == b"large" else given.body
-            )
+    async def upload(self, request: DirectRequest) -> DirectReply:
+        charge = Charge(self.budget)
+        try:
+            body = await read_body(request, 4 * LARGE, charge)
+            return DirectReply(200, {}, b"%d" % len(body) if body is not None else b"too large")
+        finally:
+            charge.release()
 
-        return answer
+    async def answer(self, request: DirectRequest) -> DirectReply:
+        self.direct_requests.append(request)
+        body = bytearray()
+        try:
+            await room_for_reply(request.scope)
+            while part := await request.body.read_some():
+                body += part
+            if body == b"hang":
+                await asyncio.sleep(LIMIT_S)
+        except asyncio.CancelledError:
+            self.is_left.set()
+            raise
+        self.direct_bodies.append(bytes(body))
+        if body == b"raise":
+            raise RuntimeError("a defect")
+        told = b"x" * LARGE if body == b"large" else bytes(body)
+        return DirectReply(200, {"Content-Type": "text/plain"}, told, self.budget)
 
 
 @dataclass
@@ -143,32 +152,18 @@ async def test_what_is_not_answered_directly_goes_to_the_application(size: int) 
     assert scope["headers"][0] == (b"host", b"x")
 
 
-async def test_a_body_that_does_not_come_at_once_is_awaited_by_the_application(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requests, "HOLD_S", 0.01)
-    async with served() as there:
-        stream = there.peer.open(request("/direct", "POST", **{"content-length": "6"}))
-        there.peer.h2.send_data(stream, b"abc")
-        there.peer.flush()
-        await eventually(lambda: there.application.scopes)
-        there.peer.h2.send_data(stream, b"def", end_stream=True)
-        there.peer.flush()
-
-        assert (await there.peer.response(stream))[2] == b"6"
-
-
 @pytest.mark.parametrize("content", [b"abc", b"abcdefg"])
 @pytest.mark.parametrize("target", ["/direct", "/other"])
 @pytest.mark.parametrize("is_at_once", [True, False])
 async def test_content_of_another_length_than_the_head_says_is_refused(
-    content: bytes, target: str, is_at_once: bool, monkeypatch: pytest.MonkeyPatch
+    content: bytes, target: str, is_at_once: bool
 ) -> None:
-    monkeypatch.setattr(requests, "HOLD_S", 0.01)
     async with served() as there:
         stream = there.peer.h2.get_next_available_stream_id()
         there.peer.h2.send_headers(stream, request(target, "POST", **{"content-length": "6"}))
         if not is_at_once:
             there.peer.flush()
-            await eventually(lambda: there.application.scopes)
+            await eventually(lambda: there.application.scopes or there.application.direct_requests)
         there.peer.h2.send_data(stream, content, end_stream=True)
         there.peer.flush()
 
@@ -176,7 +171,7 @@ async def test_content_of_another_length_than_the_head_says_is_refused(
 
         assert (reset.stream_id, reset.error_code) == (stream, ErrorCodes.PROTOCOL_ERROR)
         assert (await there.peer.ask(request("/direct", "POST", **{"content-length": "5"}), b"hello"))[2] == b"hello"
-        assert [given.body for given in there.application.direct_requests] == [b"hello"]
+        assert there.application.direct_bodies == [b"hello"]
 
 
 async def test_a_large_body_is_charged_as_it_comes_and_flow_control_holds_it_back() -> None:
@@ -201,34 +196,34 @@ async def test_a_large_body_is_charged_as_it_comes_and_flow_control_holds_it_bac
         assert there.application.budget.taken_bytes == 0
 
 
-async def test_a_response_is_charged_until_it_is_read() -> None:
+async def test_a_long_direct_answer_is_charged_to_its_budget_until_it_is_read() -> None:
     async with served() as there:
-        stream = there.peer.open(request("/held"), end=True)
+        stream = there.peer.open(request("/direct", "POST"))
+        there.peer.h2.send_data(stream, b"large", end_stream=True)
+        there.peer.flush()
         await there.peer.until(h2.events.DataReceived)
-        assert there.application.budget.taken_bytes == LARGE
+        assert there.application.budget.taken_bytes == LARGE - PART_BYTES
         read = await there.peer.response(stream)
 
         assert len(read[2]) == LARGE
         await eventually(lambda: there.application.budget.taken_bytes == 0)
 
 
-async def test_direct_answers_that_are_not_read_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_direct_answers_that_are_not_read_are_bounded() -> None:
     async with served() as there:
         unread = there.listener._server.server_state.unread_replies
-        unread.limit_bytes = 4 * LARGE  # of which one connection has a quarter
-        streams = []
+        unread.limit_bytes = 4 * PART_BYTES  # of which one connection has a quarter
         for _ in range(3):
             stream = there.peer.open(request("/direct", "POST"))
             there.peer.h2.send_data(stream, b"large", end_stream=True)
-            streams.append(stream)
             there.peer.flush()
             await there.peer.settled()
 
-        assert len(there.application.direct_requests) == 2  # each above the limit alone
-        assert unread.taken_bytes == 2 * LARGE
-        assert [scope["path"] for scope in there.application.scopes] == ["/direct"]
+        assert len(there.application.direct_requests) == 3
+        assert there.application.direct_bodies == [b"large"] * 2  # the third one waits
+        assert unread.taken_bytes == 2 * PART_BYTES
         there.peer.writer.close()
-        await eventually(lambda: unread.taken_bytes == 0)
+        await eventually(lambda: unread.taken_bytes == there.application.budget.taken_bytes == 0)
 
 
 async def test_a_direct_answer_that_is_not_read_ends_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,10 +256,12 @@ async def test_events_are_streamed_until_the_client_leaves() -> None:
 
 
 @pytest.mark.parametrize("how", ["reset", "close"])
-async def test_the_direct_answering_of_a_client_that_left_is_cancelled(how: str) -> None:
+@pytest.mark.parametrize("is_whole", [True, False])
+async def test_the_direct_answering_of_a_client_that_left_is_cancelled(how: str, is_whole: bool) -> None:
     async with served() as there:
         stream = there.peer.open(request("/direct", "POST"))
-        there.peer.h2.send_data(stream, b"hang", end_stream=True)
+        there.peer.h2.send_data(stream, b"hang", end_stream=is_whole)
+        there.peer.flush()
         await there.peer.settled()
         if how == "reset":
             there.peer.h2.reset_stream(stream)
@@ -321,14 +318,15 @@ async def test_a_client_that_still_sends_when_it_is_answered_is_stopped_in_the_e
 
 async def test_head_has_no_body_and_the_length_of_get() -> None:
     async with served() as there:
-        status, head, body = await there.peer.ask(request("/held", "HEAD"))
+        status, head, body = await there.peer.ask(request("/page", "HEAD"))
 
     assert (status, head["content-length"], body) == (200, str(LARGE), b"")
 
 
-async def test_a_client_that_awaits_100_continue_gets_it() -> None:
+@pytest.mark.parametrize("target", ["/upload", "/other"])
+async def test_a_client_that_awaits_100_continue_gets_it(target: str) -> None:
     async with served() as there:
-        stream = there.peer.open(request("/direct", "POST", **{"expect": "100-continue", "content-length": "2"}))
+        stream = there.peer.open(request(target, "POST", **{"expect": "100-continue", "content-length": "2"}))
         told = await there.peer.until(h2.events.InformationalResponseReceived)
         there.peer.h2.send_data(stream, b"{}", end_stream=True)
         there.peer.flush()
@@ -362,7 +360,7 @@ async def test_curl_speaks_it_with_prior_knowledge() -> None:
             ("/upload", ["--data-binary", "@-"], str(3 * LARGE)),
             ("/upload", ["--data-binary", "@-", "-H", "expect: 100-continue"], str(3 * LARGE)),
             ("/refuses", ["--data-binary", "@-"], "no"),  # while it sends
-            ("/held", [], "x" * LARGE),
+            ("/page", [], "x" * LARGE),
         ):
             command = [str(CURL), "-sS", "--http2-prior-knowledge", "-w", "\n%{http_version}", *more, url + path]
             asked = await asyncio.create_subprocess_exec(

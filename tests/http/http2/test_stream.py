@@ -57,15 +57,3 @@ async def test_at_the_end_what_is_left_is_read_and_then_nothing() -> None:
     buffer.end()
 
     assert [await buffer.read(4), await buffer.read(4), await buffer.read_some()] == [b"abc", b"", b""]
-
-
-async def test_a_body_is_whole_at_its_end_within_the_limit_and_nothing_is_read() -> None:
-    buffer = ReceiveBuffer(lambda size: None)
-    waiting = asyncio.create_task(buffer.whole(4))
-    await asyncio.sleep(0)
-    buffer.add(b"abcd")
-    buffer.end()
-
-    assert await waiting
-    assert not await buffer.whole(3)
-    assert buffer.take() == b"abcd"

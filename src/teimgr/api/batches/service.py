@@ -36,9 +36,7 @@ _SWEEP_S = 60.0
 _INFERENCE = frozenset({Right.INFERENCE})
 
 ENDPOINTS: dict[str, DialectPath] = {
-    path.path: path
-    for path in paths()
-    if path.method == "POST" and "{" not in path.path and path.path.startswith(("/v1/", "/v2/"))
+    path.path: path for path in paths() if "{" not in path.path and path.path.startswith(("/v1/", "/v2/"))
 }
 """The endpoints that a batch may name: those of inference whose body names the model."""
 

@@ -10,13 +10,11 @@ import difflib
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager
-from functools import partial
+from collections.abc import Callable, Coroutine, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import orjson
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -36,9 +34,11 @@ from teimgr.api.gateway.model_cards import (
 )
 from teimgr.api.gateway.routes import (
     DIALECT_HEADER,
+    INFO,
     MODEL_CARDS,
     MODEL_LISTS,
     DialectPath,
+    InferenceCall,
     dialect_of,
     kinds_of,
     paths,
@@ -46,7 +46,6 @@ from teimgr.api.gateway.routes import (
 from teimgr.config.settings import Settings
 from teimgr.errors import (
     AmbiguousInstance,
-    Cancelled,
     Code,
     Forbidden,
     InstanceNotFound,
@@ -60,8 +59,10 @@ from teimgr.errors import (
     Unavailable,
 )
 from teimgr.http.auth.policy import ANONYMOUS, Caller, caller_of
-from teimgr.http.bodies import HeldResponse, SlowClient, charge_body, compression_fault, read_body, unless_hung_up
+from teimgr.http.bodies import SlowClient, charge_body, compression_fault, read_body
 from teimgr.http.byte_budget import ByteBudget, Charge, Shares
+from teimgr.http.direct import DirectReply, DirectRequest, answered_directly
+from teimgr.http.replies import room_for_reply
 from teimgr.models.source import names_a_path, shown_id
 from teimgr.observability import catalogue
 from teimgr.observability.metrics import DaemonMetrics
@@ -138,41 +139,46 @@ class Gateway:
             *(Route(path, self._weaviate_ready) for path in WEAVIATE_PROBES),
             *(Route(path, weaviate_meta) for path in WEAVIATE_META),
             *(Route(path, cohere_check_key, methods=["POST"]) for path in COHERE_CHECKS),
-            *(Route(one.path, partial(self._endpoint, one), methods=[one.method]) for one in paths()),
+            Route(INFO.path, self._info),
+            *(Route(path, answered_directly, methods=["POST"]) for path in dict.fromkeys(one.path for one in paths())),
         ]
 
     async def close(self) -> None:
         self._unsubscribe()
         await self._router.close()
 
-    async def _endpoint(self, path: DialectPath, request: Request) -> Response:
-        headers = {name: request.headers[name] for name in _HEADERS if name in request.headers}
-        head = HttpRequest(_dialect(path, headers), request.method, path.inner, request.url.query, headers)
-        caller = caller_of(request.scope)
-
-        async def call_worker() -> HttpReply:
-            check_encoding(headers)
-            async with self._bodies.read(request, request_head(head), _sharer(request, caller)) as body:
-                call = self._call_worker(head, self._names_for(caller), request.path_params, body, _holder(caller))
-                return await unless_hung_up(call, request.receive)
-
-        reply = await self._count(path, head.dialect, call_worker())
-        return HeldResponse(reply.body, reply.status, reply.headers, self._bodies.large)
-
-    async def answer(self, path: DialectPath, given: Mapping[bytes, bytes], body: bytes, caller: Caller) -> HttpReply:
-        """The reply to a POST whose body is there; `path` has no parameters, `given` are the headers."""
+    async def answer(self, call: InferenceCall, request: DirectRequest, caller: Caller) -> DirectReply:
+        """The reply to a request of inference, whose body is read as it comes."""
+        path, given = call.path, request.headers
         headers = {name: value.decode("latin-1") for name, key in _KEYS if (value := given.get(key)) is not None}
-        head = HttpRequest(_dialect(path, headers), path.method, path.inner, "", headers)
+        head = HttpRequest(_dialect(path, headers), "POST", path.inner, call.query, headers)
 
         async def call_worker() -> HttpReply:
             check_encoding(headers)
-            held, charge = await self._bodies.hold(request_head(head), body)
+            await room_for_reply(request.scope)
+            body, charge = await self._bodies.read(request, request_head(head), _sharer(request.scope, caller))
             try:
-                return await self._call_worker(head, self._names_for(caller), {}, held, _holder(caller))
+                return await self._call_worker(head, self._names_for(caller), call.named, body, _holder(caller))
             finally:
                 charge.release()
 
-        return await self._count(path, head.dialect, call_worker())
+        status, fields, content = await self._count(path, head.dialect, call_worker())
+        return DirectReply(status, fields, content, self._bodies.large)
+
+    async def _info(self, request: Request) -> Response:
+        """What TEI says of its model, from a worker of the instance in the path."""
+        headers = {name: request.headers[name] for name in _HEADERS if name in request.headers}
+        head, caller = (
+            HttpRequest(INFO.dialect, "GET", INFO.inner, request.url.query, headers),
+            caller_of(request.scope),
+        )
+
+        async def call_worker() -> HttpReply:
+            body, _ = await self._bodies.hold(request_head(head), b"")
+            return await self._call_worker(head, self._names_for(caller), request.path_params, body, _holder(caller))
+
+        reply = await self._count(INFO, head.dialect, call_worker())
+        return Response(reply.body, reply.status, dict(reply.headers))
 
     async def answer_bulk(self, path: DialectPath, body: bytes, caller: Caller) -> HttpReply:
         """Like `answer`, in the bulk lane, of a JSON body that no client waits for (`batches/`).
@@ -180,7 +186,7 @@ class Gateway:
         Raises:
             TeimgrError: no worker answered. Refusals by a worker are replies.
         """
-        head = HttpRequest(path.dialect, path.method, path.inner, "", dict(JSON_TYPE))
+        head = HttpRequest(path.dialect, "POST", path.inner, "", dict(JSON_TYPE))
         began, status = time.perf_counter(), STATUS[Code.CANCELLED].http
         held, charge = await self._bodies.hold(request_head(head), body, self._bodies.large)
         try:
@@ -220,8 +226,6 @@ class Gateway:
             return error_bodies.refusal(dialect, 431, "The query and the headers are too long")
         except SlowClient:
             return error_bodies.refusal(dialect, 408, "The request body did not come in time")
-        except ClientDisconnect:
-            return error_bodies.failure(dialect, Cancelled("the client hung up"))
         except Exception:
             log.exception("an inference request failed", extra={"path": path.path})
             return error_bodies.failure(dialect, Internal("Internal error: see the daemon's log"))
@@ -308,9 +312,9 @@ def _dialect(path: DialectPath, headers: Mapping[str, str]) -> str:
     return chosen if chosen is not None and chosen in path.others else path.dialect
 
 
-def _sharer(request: Request, caller: Caller) -> Hashable:
+def _sharer(scope: Mapping[str, Any], caller: Caller) -> Hashable:
     """Whose bodies share a part of the budgets: a caller's, or a connection's without authentication."""
-    return request.client if caller is ANONYMOUS else caller.name
+    return scope.get("client") if caller is ANONYMOUS else caller.name
 
 
 def _holder(caller: Caller) -> str | None:
@@ -407,36 +411,46 @@ class Bodies:
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
+        self.small_bytes = min(SMALL_BYTES, limit_bytes)
         self.small = ByteBudget(_SMALL_BODIES_BYTES)
         self.large = ByteBudget(max(_LARGE_BODIES_BYTES, limit_bytes))
         self._small_shares, self._large_shares = Shares(self.small, _SHARE), Shares(self.large, _SHARE)
         self._held: Counter[HeldKey] = Counter()
 
-    @asynccontextmanager
-    async def read(self, request: Request, head: bytes, sharer: Hashable) -> AsyncIterator[ReadBody]:
-        """`head` and the body in one buffer; its bytes count against a budget until the block ends, and before it
-        against the part of the budget that the bodies of `sharer` may hold together.
+    async def read(self, request: DirectRequest, head: bytes, sharer: Hashable) -> tuple[ReadBody, Charge]:
+        """`head` and the body in one buffer, and the charge for it, which the caller releases.
+
+        A small body that is there counts against its budget. The bytes of any other count from the first one, and
+        before that against the part of the budget that the bodies of `sharer` may hold together.
 
         Raises:
             TooLarge: the body is over the limit; the rest of it is discarded.
-            Overloaded: the budget stayed exhausted for too long.
-            SlowClient, ClientDisconnect: the client stopped sending, or disconnected.
+            Overloaded: too many replies wait for their clients, or the budget stayed exhausted for too long.
+            SlowClient: the client stopped sending.
         """
+        if request.body.has_ended and len(request.body) <= self.small_bytes:
+            return await self.hold(head, request.body.take())
         self._check_replies()
-        length = request.headers.get("content-length", "")
-        is_small = length.isdecimal() and len(length) <= _SMALL_DIGITS and int(length) <= SMALL_BYTES
+        length = request.headers.get(b"content-length", b"")
+        is_small = length.isdigit() and len(length) <= _SMALL_DIGITS and int(length) <= SMALL_BYTES
         budget, shares = (self.small, self._small_shares) if is_small else (self.large, self._large_shares)
-        with shares.charge(sharer) as charge:
-            try:
-                buffer = await read_body(request, self.limit_bytes, charge, head)
-            except Overloaded:
-                raise Overloaded("Too many large requests are being read; try again later") from None
+        charge = shares.charge(sharer)
+        try:
+            buffer = await read_body(request, self.limit_bytes, charge, head)
             if buffer is None:
                 raise TooLarge(f"The request body is larger than the limit of {self.limit_bytes} bytes")
-            yield ReadBody(buffer, len(head), charge.bytes, budget)
+        except Overloaded:
+            charge.release()
+            raise Overloaded("Too many large requests are being read; try again later") from None
+        except BaseException:
+            charge.release()
+            raise
+        return ReadBody(buffer, len(head), charge.bytes, budget), charge
 
-    async def hold(self, head: bytes, body: bytes, budget: ByteBudget | None = None) -> tuple[ReadBody, Charge]:
-        """Like `read`, of a body that is there, a small one unless a budget is given; the caller releases the charge.
+    async def hold(
+        self, head: bytes, body: bytes | bytearray, budget: ByteBudget | None = None
+    ) -> tuple[ReadBody, Charge]:
+        """As `read`, of a body that is there, a small one unless a budget is given; the caller releases the charge.
 
         Raises:
             Overloaded: too many replies wait for their clients, or the budget stayed exhausted for too long.

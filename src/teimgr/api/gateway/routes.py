@@ -7,9 +7,10 @@ another one, as does a prefix of the path: `/infinity/classify` is Infinity's. R
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.resources import files
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
@@ -24,7 +25,7 @@ DIALECT_HEADER = "x-teimgr-dialect"
 
 
 class DialectPath(NamedTuple):
-    """A route: `path` is Starlette's template, `inner` the path in the worker.
+    """A route of POST: `path` is Starlette's template, `inner` the path in the worker.
 
     `{model}` or `{name}` in the template names the model or the instance, else the body has it. `others` are the
     dialects that may be chosen instead of `dialect`.
@@ -33,7 +34,6 @@ class DialectPath(NamedTuple):
     path: str
     dialect: str
     inner: str
-    method: str = "POST"
     others: tuple[str, ...] = ()
 
 
@@ -95,6 +95,18 @@ _TEI = (
 )
 
 
+INFO = DialectPath(_INSTANCE + "/info", TEI, "/info")
+"""The one route of GET that a worker answers; what it tells is no inference."""
+
+
+class InferenceCall(NamedTuple):
+    """What a target asks for: its route, the `name` or `model` in its path, and its query."""
+
+    path: DialectPath
+    named: Mapping[str, str] = MappingProxyType({})
+    query: str = ""
+
+
 def paths() -> Iterator[DialectPath]:
     """Every route: shared paths, dialect-prefixed paths, Weaviate, SIE, TEI under /instances/{name}."""
     for path, (first, *others) in _DIALECTS_OF_PATH.items():
@@ -110,7 +122,6 @@ def paths() -> Iterator[DialectPath]:
     for inner in _TEI:
         yield DialectPath(_INSTANCE + inner, TEI, inner)
     yield DialectPath(_INSTANCE, TEI, "/")
-    yield DialectPath(_INSTANCE + "/info", TEI, "/info", "GET")
     for inner in ("/v1/embeddings", "/embeddings"):
         yield DialectPath(_INSTANCE + inner, TEI_OPENAI, inner)
 
@@ -160,12 +171,10 @@ def _paths() -> dict[str, Any]:
         if path + "/{model:path}" in MODEL_CARDS:
             paths_of[path + "/{model}"] = _get("One of them", ok | not_found, "model", suffix=prefix)
     for one in paths():
-        if one.method == "POST":
-            paths_of[one.path.replace(":path}", "}")] = {"post": _post(one)}
-        else:
-            failures = {status: _failure(_NOTES[status]) for status in ("404", "503")}
-            failures["default"] = _failure("a failure")
-            paths_of[one.path] = _get("The model and its limits, in the form of TEI", ok | failures, "name")
+        paths_of[one.path.replace(":path}", "}")] = {"post": _post(one)}
+    failures = {status: _failure(_NOTES[status]) for status in ("404", "503")}
+    failures["default"] = _failure("a failure")
+    paths_of[INFO.path] = _get("The model and its limits, in the form of TEI", ok | failures, "name")
     return paths_of
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from starlette.routing import BaseRoute, Match
@@ -23,7 +24,7 @@ from teimgr.api.gateway.model_cards import (
     WEAVIATE_META,
     WEAVIATE_PROBES,
 )
-from teimgr.api.gateway.routes import MODEL_CARDS, MODEL_LISTS, paths
+from teimgr.api.gateway.routes import INFO, MODEL_CARDS, MODEL_LISTS, paths
 from teimgr.config.settings import Settings
 from teimgr.errors import Forbidden
 from teimgr.http.auth.policy import (
@@ -64,10 +65,10 @@ class Permission(NamedTuple):
 
 
 class MatchedRoute(NamedTuple):
-    """What a request requires: the permission of its route, the instance in its path, and the route's template."""
+    """What a request requires: the permission of its route, what its path names, and the route's template."""
 
     permission: Permission
-    instance: str | None = None
+    named: Mapping[str, str] = MappingProxyType({})
     template: str | None = None
 
     def check(self, caller: Caller) -> None:
@@ -77,8 +78,8 @@ class MatchedRoute(NamedTuple):
             Forbidden: the key lacks the right, or is not for this instance.
         """
         caller.require(self.permission.rights)
-        if self.instance is not None:
-            caller.require_instance(self.instance)
+        if "name" in self.named:
+            caller.require_instance(self.named["name"])
         elif self.permission.is_fleet_wide and caller.is_restricted:
             raise Forbidden(f"The key '{caller.name}' is for some instances only, and this is about all")
 
@@ -158,7 +159,8 @@ PERMISSIONS: dict[str, Permission] = {
     "GET /ui/models": READ_ALL,
     "GET /ui/devices": READ_ALL,
     "GET /ui/playground": INFERENCE,
-} | {f"{path.method} {path.path}": INFERENCE if path.method == "POST" else EITHER for path in paths()}
+    f"GET {INFO.path}": EITHER,
+} | {f"POST {path.path}": INFERENCE for path in paths()}
 
 
 class RoutePermissions:
@@ -184,7 +186,7 @@ class RoutePermissions:
             if match is Match.FULL:
                 template = str(getattr(route, "path", ""))
                 permission = PERMISSIONS.get(f"{method} {template}", ADMIN_ALL)
-                return MatchedRoute(permission, inner.get("path_params", {}).get("name"), template)
+                return MatchedRoute(permission, inner.get("path_params", {}), template)
         return MatchedRoute(KNOWN)
 
 

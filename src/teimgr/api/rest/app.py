@@ -43,16 +43,16 @@ from teimgr.api.rest import (
 from teimgr.api.rest.access import Access
 from teimgr.api.rest.gpus import GpuReport
 from teimgr.api.rest.hosts import HostEnrolment
+from teimgr.api.rest.inference import Inference
 from teimgr.api.rest.middleware import (
     Authentication,
-    DirectInference,
     HeadAsGet,
     Observe,
     PageRefusal,
     RejectEncodedSeparators,
 )
 from teimgr.api.rest.probes import Alarms
-from teimgr.api.rest.proxies import ProxyHeaders
+from teimgr.api.rest.proxies import ProxyHeaders, TrustedProxies
 from teimgr.api.rest.query_limit import LimitQuery
 from teimgr.api.rest.request_turns import RequestTurns
 from teimgr.config.auth import policy_of
@@ -172,7 +172,7 @@ def create_app(
     app.state.manager, app.state.settings, app.state.metrics = manager, settings, metrics
     app.state.alarms, app.state.booted, app.state.routing = alarms, booted, probes.RoutingState()
     app.state.registry, app.state.gpus, app.state.enrolment = registry, gpu_report, enrolment
-    app.state.batches = batches
+    app.state.batches, app.state.direct = batches, None
     app.state.document, app.state.document_lock = None, threading.Lock()
     app.state.promised_workers = instances.PromisedWorkers()
     app.state.logs = log_sources or FleetLogs(LocalLogs(settings.log_dir))
@@ -215,9 +215,10 @@ def create_app(
     )
     app.add_middleware(RequestTurns)
     app.add_middleware(Observe, metrics=metrics, telemetry=telemetry)
-    app.add_middleware(ProxyHeaders, settings=settings)
+    proxies = TrustedProxies(lambda: app.state.settings)
+    app.add_middleware(ProxyHeaders, proxies=proxies)
     if gateway is not None:
-        app.state.direct = DirectInference(gateway, Observe(app, metrics, telemetry), access)
+        app.state.direct = Inference(gateway, Observe(app, metrics, telemetry), access, proxies)
     return app
 
 

@@ -1,7 +1,6 @@
 """What each request of REST passes first: metrics, logs and traces; authentication and rights; path checks; HEAD.
 
-As ASGI middleware in this order, with CORS after the first, and as `DirectInference` for small requests of inference,
-which does it in one step without ASGI. Who may make which request is decided in `access.py`.
+As ASGI middleware in this order, with CORS after the first. Requests of inference do not come here (`inference.py`).
 """
 
 from __future__ import annotations
@@ -10,24 +9,20 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from urllib.parse import unquote
 
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from teimgr.api.gateway.gateway import Gateway
 from teimgr.api.gateway.model_cards import COHERE_CHECKS
-from teimgr.api.gateway.routes import DialectPath, dialect_of, paths
-from teimgr.api.rest.access import INFERENCE, READS, Access, MatchedRoute
+from teimgr.api.gateway.routes import INFO, dialect_of
+from teimgr.api.rest.access import READS, Access
 from teimgr.api.rest.error_answers import VERBS, error_response
 from teimgr.errors import Forbidden, InvalidInstanceName, TeimgrError, Unauthenticated, ValidationError
-from teimgr.http.auth.policy import CALLER, Caller
-from teimgr.http.direct import Answer, DirectReply, DirectRequest
+from teimgr.http.auth.policy import CALLER
 from teimgr.observability import catalogue
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.observability.request_context import (
-    CURRENT,
     REQUEST_ID,
     TRACEPARENT,
     TRACESTATE,
@@ -37,6 +32,7 @@ from teimgr.observability.request_context import (
     use_context,
 )
 from teimgr.wire.error_bodies import COHERE, TEI, TEI_OPENAI, failure
+from teimgr.wire.frames import HttpReply
 
 log = logging.getLogger(__name__)
 
@@ -127,27 +123,25 @@ class RejectEncodedSeparators:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        raw: bytes = scope.get("raw_path") or b""
-        if not raw.startswith(self.PREFIX) or b"%" not in raw:
-            return await self._app(scope, receive, send)
-        name = unquote(raw.removeprefix(self.PREFIX).partition(b"/")[0].decode("ascii", "replace"))
-        error: TeimgrError
-        lowered = raw.lower()
-        if b"%2f" in lowered or b"%5c" in lowered:
-            error = InvalidInstanceName(name, "it cannot contain path separators")
-        elif "\ufffd" in name:
-            error = ValidationError("Invalid URL: the name of an instance is no UTF-8")
-        else:
-            return await self._app(scope, receive, send)
-        return await error_response(error)(scope, receive, send)
+        if error := path_fault(scope.get("raw_path") or b""):
+            return await error_response(error)(scope, receive, send)
+        return await self._app(scope, receive, send)
 
 
-# The routes of inference without parameters, by the target of a request.
-_DIRECT = {path.path.encode(): path for path in paths() if path.method == "POST" and "{" not in path.path}
+def path_fault(raw: bytes) -> TeimgrError | None:
+    """Why a path as it was sent is not valid (`RejectEncodedSeparators`); None if it is."""
+    if not raw.startswith(RejectEncodedSeparators.PREFIX) or b"%" not in raw:
+        return None
+    name = unquote(raw.removeprefix(RejectEncodedSeparators.PREFIX).partition(b"/")[0].decode("ascii", "replace"))
+    lowered = raw.lower()
+    if b"%2f" in lowered or b"%5c" in lowered:
+        return InvalidInstanceName(name, "it cannot contain path separators")
+    if "\ufffd" in name:
+        return ValidationError("Invalid URL: the name of an instance is no UTF-8")
+    return None
 
-_INFERENCE = MatchedRoute(INFERENCE)
 
-_DIALECTS = {path.path: path.dialect for path in paths()} | dict.fromkeys(COHERE_CHECKS, COHERE)
+_DIALECTS = {INFO.path: INFO.dialect} | dict.fromkeys(COHERE_CHECKS, COHERE)
 
 
 class Authentication:
@@ -209,52 +203,24 @@ class Authentication:
         return shown or _rejection(error, template, scope["path"])
 
 
-class DirectInference:
-    """Answers requests to a route of inference that no web page sent, of callers who have its right.
-
-    All other requests go on to the application. This refuses nothing itself.
-    """
-
-    def __init__(self, gateway: Gateway, observe: Observe, access: Access) -> None:
-        self._gateway = gateway
-        self._observe = observe
-        self._access = access
-
-    def __call__(self, request: DirectRequest) -> Answer | None:
-        path = _DIRECT.get(request.target)
-        if path is None or request.is_of_page:
-            return None
-        try:
-            caller = self._access.check(request.scope, request.headers, _INFERENCE)
-        except (Unauthenticated, Forbidden):
-            return None
-        return partial(self._answer, path, request, caller)
-
-    async def _answer(self, path: DialectPath, request: DirectRequest, caller: Caller) -> DirectReply:
-        status, began = 500, time.perf_counter()
-        context = self._observe.begin(path.method, request.headers)
-        CURRENT.set(context)
-        try:
-            reply = await self._gateway.answer(path, request.headers, request.body, caller)
-            status = reply.status
-        finally:
-            self._observe.end(context, path.method, path.path, status, began)
-        return DirectReply(status, {**reply.headers, REQUEST_ID: context.request_id}, reply.body)
-
-
 def first_headers(scope: Scope) -> Mapping[bytes, bytes]:
     """The headers of a request, the first of several of a name."""
     return dict(reversed(scope["headers"]))
 
 
-def _rejection(error: TeimgrError, template: str | None, path: str) -> Response:
+def refused(dialect: str, error: Unauthenticated | Forbidden) -> HttpReply:
+    """A refusal in the form of a dialect."""
+    if dialect in (TEI, TEI_OPENAI) and isinstance(error, Unauthenticated):
+        return HttpReply(401, {}, b"")  # as TEI
+    return failure(dialect, error)
+
+
+def _rejection(error: Unauthenticated | Forbidden, template: str | None, path: str) -> Response:
     dialect = _DIALECTS.get(template or "") or dialect_of(path)
     if dialect is None:
         response = error_response(error)
         if isinstance(error, Unauthenticated):
             response.headers["WWW-Authenticate"] = "Bearer"
         return response
-    if dialect in (TEI, TEI_OPENAI) and isinstance(error, Unauthenticated):
-        return Response(status_code=401)  # without a body, as TEI
-    reply = failure(dialect, error)
+    reply = refused(dialect, error)
     return Response(bytes(reply.body), reply.status, dict(reply.headers))

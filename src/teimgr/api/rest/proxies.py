@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
@@ -15,30 +16,35 @@ from teimgr.http.bodies import PATH_PREFIX
 from teimgr.spec import path_prefix
 
 _HEADER = b"x-forwarded-prefix"
+_FORWARDED = frozenset((b"x-forwarded-for", b"x-forwarded-proto", _HEADER))
 _UNIX = "unix"
 _LINKS = (b"location", b"link")
 
 
-class ProxyHeaders:
-    """Believes `X-Forwarded-For`, `-Proto` and `-Prefix` of `trusted_proxies`, and no others.
+class TrustedProxies:
+    """Believes `X-Forwarded-For`, `-Proto` and `-Prefix` of `trusted_proxies`, and no others."""
 
-    The prefix, else `root_path`, is in the scope, where pages and documents find it (`path_prefix_of`); headers of
-    replies that lead to a path of this server get it here. Proxies in a row append theirs: `/ai, /teimgr` is
-    `/ai/teimgr`.
-    """
-
-    def __init__(self, app: ASGIApp, settings: Settings) -> None:
-        self._app = app
-        self._trust(settings.trusted_proxies)
+    def __init__(self, settings: Callable[[], Settings]) -> None:
+        self._settings = settings
+        self._trust(settings().trusted_proxies)
 
     def _trust(self, proxies: Sequence[str]) -> None:
         self._proxies = proxies
-        self._addresses = ProxyHeadersMiddleware(self._app, _with_mapped(proxies))  # type: ignore[arg-type]
+        self._addresses = ProxyHeadersMiddleware(_nothing, _with_mapped(proxies))
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
-        settings: Settings = scope["app"].state.settings
+    def concerns(self, headers: Mapping[bytes, bytes]) -> bool:
+        """Whether `read` may change the scope of a request with these headers."""
+        return bool(self._settings().root_path) or not _FORWARDED.isdisjoint(headers)
+
+    async def read(self, scope: MutableMapping[str, Any]) -> str:
+        """Put the client, the scheme and the path prefix (`path_prefix_of`) into the scope; the result is the prefix.
+
+        The prefix is that of a proxy, else `root_path`. Proxies in a row append theirs: `/ai, /teimgr` is `/ai/teimgr`.
+
+        Raises:
+            ValidationError: the prefix is not valid.
+        """
+        settings = self._settings()
         if settings.trusted_proxies != self._proxies:
             self._trust(settings.trusted_proxies)
         if scope.get("client") is None and (scope.get("server") or ("", 0))[1] is None:
@@ -51,8 +57,33 @@ class ProxyHeaders:
         try:
             scope[PATH_PREFIX] = prefix = path_prefix(prefix)
         except InvalidConfig as error:
-            refused = ValidationError(f"X-Forwarded-Prefix: {error.message}")
-            return await error_response(refused)(scope, receive, send)
+            raise ValidationError(f"X-Forwarded-Prefix: {error.message}") from None
+        await self._addresses(scope, _nothing, _nothing)  # type: ignore[arg-type]
+        return prefix
+
+    def _is_trusted(self, scope: MutableMapping[str, Any]) -> bool:
+        client = scope.get("client")
+        return (client[0] if client else None) in self._addresses.trusted_hosts
+
+
+async def _nothing(*_: Any) -> None:
+    pass
+
+
+class ProxyHeaders:
+    """Middleware that has the scope changed by `proxies`; headers of replies that lead to a path get the prefix."""
+
+    def __init__(self, app: ASGIApp, proxies: TrustedProxies) -> None:
+        self._app = app
+        self._proxies = proxies
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        try:
+            prefix = await self._proxies.read(scope)
+        except ValidationError as error:
+            return await error_response(error)(scope, receive, send)
 
         async def send_with_prefix(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -60,11 +91,7 @@ class ProxyHeaders:
                 message = {**message, "headers": headers}
             await send(message)
 
-        return await self._addresses(scope, receive, send_with_prefix if prefix else send)  # type: ignore[arg-type]
-
-    def _is_trusted(self, scope: Scope) -> bool:
-        client = scope.get("client")
-        return (client[0] if client else None) in self._addresses.trusted_hosts
+        return await self._app(scope, receive, send_with_prefix if prefix else send)
 
 
 def _prefixed(name: bytes, value: bytes, prefix: bytes) -> tuple[bytes, bytes]:

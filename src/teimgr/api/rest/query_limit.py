@@ -11,6 +11,11 @@ from teimgr.errors import ValidationError
 MAX_PARAMETERS = 1000
 
 
+def has_too_many(query: bytes) -> bool:
+    """Whether a query has more than `MAX_PARAMETERS` parameters."""
+    return query.count(b"&") >= MAX_PARAMETERS
+
+
 class LimitQuery:
     """Refuses requests whose query has more than `MAX_PARAMETERS` parameters, before anything parses it."""
 
@@ -18,7 +23,7 @@ class LimitQuery:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["query_string"].count(b"&") >= MAX_PARAMETERS:
+        if scope["type"] == "http" and has_too_many(scope["query_string"]):
             error = ValidationError(f"Invalid URL: its query has more than {MAX_PARAMETERS} parameters")
             return await error_response(error)(scope, receive, send)
         return await self._app(scope, receive, send)

@@ -12,9 +12,9 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HEADER_RE, HEADER_VALUE_RE
 from uvicorn.protocols.utils import get_local_addr, get_remote_addr, is_ssl
 
-from teimgr.http.byte_budget import Charge, UnreadReplies
+from teimgr.http.byte_budget import UnreadReplies
 from teimgr.http.connection_gate import Ticket
-from teimgr.http.direct import FAILED, HOLD_S, MAX_BODY_BYTES, DirectReply, DirectRequest
+from teimgr.http.direct import FAILED, Answer, DirectReply, DirectRequest
 from teimgr.http.http1 import ServerConnections
 from teimgr.http.http2.connection import Connection
 from teimgr.http.http2.frame_types import ErrorCode
@@ -51,10 +51,13 @@ class HttpStreams:
         """Answer the request of one stream."""
         stream.discard_rest()
         try:
-            head = stream.head
+            head, direct = stream.head, self._state.direct
+            answer = None if direct is None else direct(head.method, head.target)
             scope = self._scope(stream, head)
-            if not await self._answer_directly(stream, head, scope):
+            if answer is None:
                 await self._run_app(stream, head, scope | head.location())
+            else:
+                await self._answer_directly(stream, head, scope, answer)
         except InvalidHead as error:
             text = f"Invalid HTTP request received: {error}"
             await self._reply(stream, DirectReply(400, _TEXT, text.encode()))
@@ -78,37 +81,22 @@ class HttpStreams:
         method = head.method.decode("ascii")
         return self._of_connection | {"method": method, "headers": [*head.fields], "state": {}}
 
-    async def _answer_directly(self, stream: Stream, head: RequestHead, scope: dict[str, Any]) -> bool:
-        """Answer a small request that comes at once without ASGI; False where ASGI is to serve it."""
-        direct, received = self._state.direct, stream.received
-        if direct is None or head.method != b"POST" or self._unread.is_over:
-            return False
-        if not received.has_ended:
-            if head.expects_continue or (head.length or 0) > MAX_BODY_BYTES:
-                return False
-            with suppress(TimeoutError):
-                async with asyncio.timeout(HOLD_S):
-                    await received.whole(MAX_BODY_BYTES)
-        if not received.has_ended or len(received) > MAX_BODY_BYTES:
-            return False
-        body = bytes(received.take())
-        answer = direct(DirectRequest(head.target, dict(reversed(head.fields)), body, scope))
-        if answer is None:
-            received.put_back(body)
-            return False
+    async def _answer_directly(self, stream: Stream, head: RequestHead, scope: dict[str, Any], answer: Answer) -> None:
+        is_awaited = not stream.received.has_ended and head.expects_continue
+        body = _AwaitedBody(stream, is_awaited) if is_awaited else stream.received
         try:
-            reply = await answer()
+            reply = await answer(DirectRequest(dict(reversed(head.fields)), scope, body))
+        except StreamLost:
+            raise
         except Exception:
             log.exception("a request failed")
             reply = FAILED
         await self._reply(stream, reply)
-        return True
 
     async def _reply(self, stream: Stream, reply: DirectReply) -> None:
         given = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in reply.headers.items()]
         fields = [*self.head(reply.status, given), (b"content-length", b"%d" % len(reply.body))]
-        charge = Charge(self._unread)
-        charge.add(len(reply.body))
+        charges = reply.charges(self._unread)
         try:
             await stream.send_headers(fields, end=not reply.body)
             if reply.body:
@@ -116,7 +104,8 @@ class HttpStreams:
         except Stalled:
             stream.reset(ErrorCode.CANCEL)
         finally:
-            charge.release()
+            for charge in charges:
+                charge.release()
 
     async def _run_app(self, stream: Stream, head: RequestHead, scope: dict[str, Any]) -> None:
         exchange = AsgiExchange(stream, partial(self.head), head)
@@ -143,6 +132,32 @@ class HttpStreams:
         return sent
 
 
+class _AwaitedBody:
+    """The body of a request; `is_awaited` until its client, which waits for that, gets 100 Continue."""
+
+    def __init__(self, stream: Stream, is_awaited: bool) -> None:
+        self._stream = stream
+        self._received = stream.received
+        self.is_awaited = is_awaited
+
+    @property
+    def has_ended(self) -> bool:
+        return self._received.has_ended
+
+    def __len__(self) -> int:
+        return len(self._received)
+
+    def take(self) -> bytes | bytearray:
+        return self._received.take()
+
+    async def read_some(self) -> bytes | bytearray:
+        if self.is_awaited:
+            self.is_awaited = False
+            with suppress(StreamLost):
+                await self._stream.send_headers([(b":status", b"100")])
+        return await self._received.read_some()
+
+
 class AsgiExchange:
     """One request and its response in ASGI's messages; `finished` is set when it is answered or the stream is lost."""
 
@@ -152,24 +167,19 @@ class AsgiExchange:
         self._stream = stream
         self._head = head
         self._is_head_request = request.method == b"HEAD"
-        self._awaits_continue = request.expects_continue
+        self._body = _AwaitedBody(stream, request.expects_continue)
         self._has_body = True
         self._may_have_more = True
         self.has_started = False
         self.finished = asyncio.Event()
 
     async def receive(self) -> dict[str, Any]:
-        if self._awaits_continue and not self.has_started:
-            self._awaits_continue = False
-            with suppress(StreamLost):
-                await self._stream.send_headers([(b":status", b"100")])
         if self._may_have_more and not self.finished.is_set():
-            received = self._stream.received
             try:
-                body = await received.read_some()
+                body = await self._body.read_some()
             except StreamLost:
                 return {"type": "http.disconnect"}
-            self._may_have_more = not received.has_ended
+            self._may_have_more = not self._body.has_ended
             return {"type": "http.request", "body": body, "more_body": self._may_have_more}
         await self.finished.wait()
         return {"type": "http.disconnect"}
@@ -191,7 +201,7 @@ class AsgiExchange:
         status = message["status"]
         self._has_body = not self._is_head_request and status not in _WITHOUT_BODY
         fields = self._head(status, message.get("headers", ()))
-        self.has_started, self._awaits_continue = True, False
+        self.has_started, self._body.is_awaited = True, False
         await self._stream.send_headers(fields)
 
     async def _send_body(self, message: Any) -> None:

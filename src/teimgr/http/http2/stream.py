@@ -88,15 +88,6 @@ class ReceiveBuffer:
         while len(self._data) == before and not self.has_ended:
             await self._wait()
 
-    async def whole(self, limit_bytes: int) -> bool:
-        """Whether the stream ended within `limit_bytes`; nothing is read, nor the window opened. Raises as `read`."""
-        while not self.has_ended and len(self._data) <= limit_bytes:
-            if self._failure is not None:
-                raise self._failure
-            self._changed.clear()
-            await self._changed.wait()
-        return len(self._data) <= limit_bytes
-
     def peek(self, size: int) -> bytes:
         """The first `size` bytes, or fewer where fewer are received; they are not read."""
         return bytes(self._data[:size])
@@ -122,11 +113,6 @@ class ReceiveBuffer:
         """Append received bytes, which took as many of the client's window."""
         self._data += data
         self._unacknowledged += len(data)
-        self._changed.set()
-
-    def put_back(self, data: bytes | bytearray) -> None:
-        """Undo `take` of all bytes."""
-        self._data[:0] = data
         self._changed.set()
 
     def end(self) -> None:
