@@ -45,7 +45,7 @@ LIMITS_S: dict[str, float] = {
     "growth": 600,
     "cluster": 420,
     "guard": 110,
-    "own_code": 300,
+    "own_code": 1800,
     "fidelity": 1800,
     "html": 60,
     "gpu": 600,

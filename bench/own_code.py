@@ -26,6 +26,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from bench.encoders import Bare, Task
+from bench.progress import partial, say
 from bench.report import publish
 
 _LAYERS, _WIDTH, _INNER, _HEADS = 12, 768, 3072, 12
@@ -56,7 +57,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Measure, print, write."""
     table: list[tuple[Any, ...]] = []
-    with tempfile.TemporaryDirectory() as name:
+    with partial(), tempfile.TemporaryDirectory() as name:
         for model, build, plain, pooling in (
             ("gte-base-en-v1.5", _gte, plain_forwards.new_impl, "cls"),
             ("jina-embeddings-v2-base", build_jina_bert, plain_forwards.jina_bert, "mean"),
@@ -69,6 +70,7 @@ def run(options: argparse.Namespace) -> int:
             try:
                 for tokens in options.tokens:
                     table += _compared(model, folder, engine, forward, pooling, tokens, options.rounds)
+                    say(f"{model}, {tokens} tokens: × {table[-1][5]}")
             finally:
                 engine.close()
     facts = {
