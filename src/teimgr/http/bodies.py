@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from teimgr.http.byte_budget import Charge
 from teimgr.http.connection_gate import LIMITS, Phase
 from teimgr.http.direct import DirectRequest
+from teimgr.http.turns import Turns
 
 # Limits on the wait of a body for its budget, of one without a length for the rest of it (others may wait for what it
 # holds), and on the time in which its client sends it.
@@ -22,6 +23,8 @@ _GROWTH_WAIT_S = 5.0
 # Once this much of a body has come, the rest of its announced length is reserved.
 _UNRESERVED_BYTES = 64 * 1024
 _LENGTH_DIGITS = 19
+# Bodies that began together expire together: answers to thousands of them in one turn would hold the loop.
+_EXPIRED = Turns(8)
 BODY_TIMEOUT_S = LIMITS[Phase.BODY].seconds
 _MAX_DISCARDED_BYTES = LIMITS[Phase.DISCARD].bytes or 0
 
@@ -155,6 +158,7 @@ async def read_body(request: DirectRequest, limit_bytes: int, charge: Charge, st
         async with asyncio.timeout(BODY_TIMEOUT_S):
             return buffer if await _read_into(buffer, _chunks(request), limit_bytes, charge, announced) else None
     except TimeoutError:
+        await _EXPIRED.begin(None)
         raise SlowClient from None
 
 
@@ -183,6 +187,7 @@ async def read_limited(chunks: AsyncIterator[bytes], limit_bytes: int) -> bytes 
         async with asyncio.timeout(BODY_TIMEOUT_S):
             return bytes(body) if await _read_into(body, chunks, limit_bytes) else None
     except TimeoutError:
+        await _EXPIRED.begin(None)
         raise SlowClient from None
 
 
