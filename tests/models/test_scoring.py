@@ -145,7 +145,7 @@ def test_a_reranker_without_yes_and_no_is_refused(tmp_path: Path) -> None:
     path = build_yes_no_reranker(tmp_path)
     write(path / "tokenizer.json", {"model": {"vocab": {"yes": 0}}})
 
-    with pytest.raises(ModelLoadFailed, match=r'"yes" and "no" of Qwen3-Reranker.s prompt are no tokens'):
+    with pytest.raises(ModelLoadFailed, match=r'"yes" and "no" of Qwen3-Reranker.s prompt are not tokens'):
         read_layout(path)
 
 

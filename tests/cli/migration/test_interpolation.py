@@ -43,8 +43,8 @@ def test_variables_without_a_value_are_named() -> None:
         ("${EMPTY?x} ${NONE?x}", "here: the variable NONE has to be set"),
         ("a $ b", "here: a single \\$"),
         ("${A", "without its closing"),
-        ("${A!x}", "that is no variable"),
-        ("${:-x}", "that is no variable"),
+        ("${A!x}", "that is not a variable"),
+        ("${:-x}", "that is not a variable"),
         ("${X:-" * (MAX_DEPTH + 2) + "}" * (MAX_DEPTH + 2), f"more than {MAX_DEPTH} variables"),
     ],
 )

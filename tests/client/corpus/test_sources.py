@@ -76,7 +76,7 @@ def test_lines_that_hold_no_text_have_the_reason(tmp_path: Path) -> None:
     [batch] = open_source(file).batches(0, 10)
     assert batch["text"].to_pylist() == ["a", None, None, None, None, None]
     assert [(fault or "").partition(":")[0] for fault in batch["fault"].to_pylist()] == [
-        *("", "no JSON", "no JSON object", "no key 'text'", "'text' is no string"),
+        *("", "no JSON", "no JSON object", "no key 'text'", "'text' is not a string"),
         "'text' has half of a surrogate pair",
     ]
 
