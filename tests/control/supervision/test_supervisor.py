@@ -240,7 +240,7 @@ async def test_a_worker_that_is_never_ready_has_failed_after_its_time(fleet: Fle
 
 
 async def test_the_time_of_a_start_begins_with_its_load_slot(fleet: Fleet) -> None:
-    fleet.manager._context.slots._limit = lambda gpu: 1
+    fleet.manager._context.planner.slots._limit = lambda gpu: 1
     await fleet.create("never-ready", name="first", startup_timeout_secs=2)
     await fleet.create(name="second", startup_timeout_secs=1)
 
