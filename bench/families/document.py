@@ -71,7 +71,7 @@ def document(rows: Sequence[Row], found: Mapping[str, Any]) -> str:
             "",
             table,
         ]
-    return "\n".join([*lines, *_evidence(records), ""])
+    return "\n".join([*lines, *_speed(), *_evidence(records), ""])
 
 
 def _other_types(rows: Sequence[Row], types: Mapping[str, Mapping[str, Record]]) -> list[str]:
@@ -101,6 +101,22 @@ def _other_types(rows: Sequence[Row], types: Mapping[str, Mapping[str, Record]])
         "",
         *(line for dtype, records in types.items() for line in _not_near(dtype, records)),
         markdown_table(("family", "on the hub", "type", "served", "reference", "cosine"), near),
+    ]
+
+
+def _speed() -> list[str]:
+    """The newest result of `bench own_code`; nothing where there is none."""
+    results = sorted(FIGURES.parent.glob("own_code-*.json"))
+    if not results:
+        return []
+    rows = [row for row in json.loads(results[-1].read_text())["rows"] if row["path"] == "teimgr engine"]
+    factors = ", ".join(f"{row['model']} {row['× baseline']} with {row['tokens of a text']} tokens" for row in rows)
+    return [
+        "",
+        "## Speed beside the code on the hub",
+        "",
+        "Times the rate of the authors' forward in plain PyTorch, in float32, in batches of 32 texts of equal length",
+        f"([result](../bench/results/{results[-1].stem}.md)): {factors}.",
     ]
 
 
