@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,11 +15,11 @@ from teimgr.engine.batch import Encoded
 from teimgr.engine.job import Pair
 from teimgr.engine.truncation import (
     COUNTED_CHARACTERS,
-    MAX_CHARACTERS,
     Short,
     Shortener,
     Text,
     Truncation,
+    may_try,
     too_long,
     too_many_characters,
 )
@@ -107,21 +107,23 @@ class CausalTemplate:
         """
         bodies = [self._body_of(pair) for pair in pairs]
         first = self._shortener.first if truncate else max(self._shortener.first, COUNTED_CHARACTERS)
-        shorts = [self._shortener.short(body, left, first) for body in bodies]
-        encodings = self._encode([short.text for short in shorts])
-        rows = zip(encodings, shorts, bodies, strict=True)
-        return [self._decided(encoding, short, body, truncate, left) for encoding, short, body in rows]
+        cuts = [self._shortener.cuts(body, left, first) for body in bodies]
+        shorts = [next(of_body, None) for of_body in cuts]
+        encodings = self._encode(["" if short is None else short.text for short in shorts])
+        rows = zip(encodings, shorts, cuts, bodies, strict=True)
+        return [self._decided(*row, truncate=truncate, left=left) for row in rows]
 
     def _decided(
-        self, encoding: Encoding, short: Short, body: str, truncate: bool, left: bool
+        self, encoding: Encoding, short: Short | None, cuts: Iterator[Short], body: str, *, truncate: bool, left: bool
     ) -> NDArray[np.int32] | InvalidInput:
-        """The ids of a body, from the encoding of `short` on; like `TextTokenizer._decided`."""
-        sizes = self._shortener.sizes(body)
+        """The ids of a body; like `TextTokenizer._decided`."""
+        if short is None:
+            return too_many_characters(None, self._limit, len(body))
         while short.text is not body and not (short.exact and len(encoding) > self._limit + short.slack):
-            size = next(sizes, None)
-            if size is None or (size > MAX_CHARACTERS and len(encoding) > self._limit):
+            following = next(cuts, None)
+            if not may_try(following, encoding, self._limit):
                 return too_many_characters(encoding, self._limit, len(body))
-            short = self._shortener.short(body, left, size)
+            short = following
             (encoding,) = self._encode([short.text])
         if not truncate and len(encoding) > self._limit:
             count = len(encoding) if short.text is body else f"at least {len(encoding)}"
@@ -192,15 +194,14 @@ class PiecedTemplate:
             TokenizerFailed: the library refused one of them.
         """
         texts = [(self._heads[0] + pair.first, self._heads[1] + pair.second) for pair in pairs]
-        first = self._shortener.first if truncate else max(self._shortener.first, COUNTED_CHARACTERS)
         whole = list(dict.fromkeys(chain.from_iterable(texts)))  # a query comes with each of its documents
-        shorts = [self._shortener.short(text, left, first) for text in whole]
-        encodings = self._tokenize([str(short.text) for short in shorts])
+        shorts = [next(self._cuts(text, left, truncate), None) for text in whole]
+        encodings = self._tokenize(["" if short is None else str(short.text) for short in shorts])
         known = {text: (text, short, encoding) for text, short, encoding in zip(whole, shorts, encodings, strict=True)}
         return [self._ids(both, known, truncate, left) for both in texts]
 
     def _ids(
-        self, texts: tuple[str, str], known: dict[str, tuple[str, Short, Encoding]], truncate: bool, left: bool
+        self, texts: tuple[str, str], known: dict[str, tuple[str, Short | None, Encoding]], truncate: bool, left: bool
     ) -> NDArray[np.int32] | InvalidInput:
         halves: list[list[int]] = []
         room = self._room * 3 // 4 if truncate else self._room
@@ -213,18 +214,24 @@ class PiecedTemplate:
         parts = [halves[part] if isinstance(part, int) else part for part in self._parts]
         return np.fromiter(chain.from_iterable(parts), np.int32)
 
+    def _cuts(self, text: str, left: bool, truncate: bool) -> Iterator[Short]:
+        first = self._shortener.first if truncate else max(self._shortener.first, COUNTED_CHARACTERS)
+        return self._shortener.cuts(text, left, first)
+
     def _kept(
-        self, text: str, short: Short, encoding: Encoding, bound: Truncation, truncate: bool
+        self, text: str, short: Short | None, encoding: Encoding, bound: Truncation, truncate: bool
     ) -> list[int] | InvalidInput:
-        """The ids of a text within `bound`, from the encoding of `short` on; like `TextTokenizer._decided`."""
-        sizes = self._shortener.sizes(text)
+        """The ids of a text within `bound`, from the encoding of its first cut on; like `TextTokenizer._decided`."""
+        if short is None:
+            return too_many_characters(None, bound.limit, len(text))
+        cuts = islice(self._cuts(text, bound.left, truncate), 1, None)
         while not (self._shortener.decides(encoding, short, text, bound) if truncate else short.text is text):
             if not truncate and short.exact and len(encoding) > bound.limit:
                 break
-            size = next(sizes, None)
-            if size is None or (size > MAX_CHARACTERS and len(encoding) > bound.limit):
+            following = next(cuts, None)
+            if not may_try(following, encoding, bound.limit):
                 return too_many_characters(encoding, bound.limit, len(text))
-            short = self._shortener.short(text, bound.left, size)
+            short = following
             (encoding,) = self._tokenize([str(short.text)])
         ids: list[int] = encoding.ids
         if len(ids) <= bound.limit:

@@ -27,6 +27,7 @@ from teimgr.engine.truncation import (
     Text,
     Truncation,
     longest_part,
+    may_try,
     too_long,
     too_many_characters,
 )
@@ -74,6 +75,7 @@ class TokenizeOptions:
 
 
 _PROMPTS_KEPT = 256
+_MAX_KEPT_CHARACTERS = 16_384
 _INSTRUCT = re.compile(r"(Instruct: ).*(\n ?Query: ?)", re.DOTALL)
 
 
@@ -204,16 +206,26 @@ class TextTokenizer:
         """How many leading tokens pooling leaves out for this prompt: 0 for nearly every model.
 
         Raises:
-            TokenizerFailed: the library refused it.
+            InputTooLong: it has too many characters without a place to cut it.
+        TokenizerFailed: the library refused it.
         """
         if self._pool_prompts or not prompt:
             return 0
-        if prompt not in self._prompt_lens:
-            (encoding,) = self._library.encode([prompt], self._add_specials)
+        if (known := self._prompt_lens.get(prompt)) is not None:
+            return known
+        encoding: Encoding | None = None
+        for short in self._shortener.cuts(prompt, False, self._shortener.first):
+            (encoding,) = self._library.encode([short.text], self._add_specials)
+            if self._shortener.decides(encoding, short, prompt, Truncation(self.max_length, left=False)):
+                break
+        else:
+            raise too_many_characters(encoding, self.max_length, len(prompt))
+        length = min(len(encoding), self.max_length) - encoding.special_tokens_mask[-1]
+        if len(prompt) <= _MAX_KEPT_CHARACTERS:
             if len(self._prompt_lens) >= _PROMPTS_KEPT:  # callers may send any text as a prompt
                 self._prompt_lens.clear()
-            self._prompt_lens[prompt] = min(len(encoding), self.max_length) - encoding.special_tokens_mask[-1]
-        return self._prompt_lens[prompt]
+            self._prompt_lens[prompt] = length
+        return length
 
     def check(self, item: Input, options: TokenizeOptions) -> TeimgrError | None:
         """Validate an input before tokenization; None if it is valid."""
@@ -259,6 +271,10 @@ class TextTokenizer:
             return self._one_by_one([item], options, self._bound(options))[0]
         at = item.index(end) + len(end)
         own = replace(options, prompt=options.prompt + item[:at])
+        try:
+            self.prompt_len(own.prompt)
+        except TeimgrError as error:
+            return error
         return self._one_by_one([item[at:]], own, self._bound(own))[0]
 
     def _bound(self, options: TokenizeOptions) -> Truncation | None:
@@ -287,12 +303,13 @@ class TextTokenizer:
         """The tokens of a text that is too long for one call of the library; raises as `tokenize`."""
         spans: list[TokenSpan] = []
         begin = bytes_before = 0
-        for end in (*self._boundaries.seams(text, MAX_CHARACTERS), len(text)):
-            if end - begin > MAX_CHARACTERS:
-                raise InvalidInput(
-                    f"Input validation error: `inputs` must have a space within {MAX_CHARACTERS} characters. "
-                    f"Given: {end - begin} without one"
-                )
+        seams = list(self._boundaries.seams(text, MAX_CHARACTERS))
+        if (rest := len(text) - (seams[-1] if seams else 0)) > MAX_CHARACTERS:
+            raise InvalidInput(
+                f"Input validation error: `inputs` must have a space within {MAX_CHARACTERS} characters. "
+                f"Given: {rest} without one"
+            )
+        for end in (*seams, len(text)):
             part = text[begin:end]
             (encoding,) = self._library.encode([part], False, offsets=True)
             spans += _token_spans(encoding, part, bytes_before)
@@ -325,14 +342,13 @@ class TextTokenizer:
         longest = min(self.max_length, max_tokens) * _CHARS_PER_TOKEN
         text = text[-longest:] if left else text[:longest]
         bound, first = Truncation(max_tokens, left), max_tokens * FIRST_PER_TOKEN
-        short = self._shortener.short(text, left, first)
-        sizes = self._shortener.sizes(text, first)
-        (encoding,) = self._library.encode([short.text], False, offsets=True)
-        while not self._shortener.decides(encoding, short, text, bound):
-            if (size := next(sizes, None)) is None:
-                raise too_many_characters(encoding, max_tokens, len(text))
-            short = self._shortener.short(text, left, size)
+        encoding: Encoding | None = None
+        for short in self._shortener.cuts(text, left, first):
             (encoding,) = self._library.encode([short.text], False, offsets=True)
+            if self._shortener.decides(encoding, short, text, bound):
+                break
+        else:
+            raise too_many_characters(encoding, max_tokens, len(text))
         assert isinstance(short.text, str)
         marks = zip(encoding.offsets, encoding.special_tokens_mask, strict=True)
         places = [offsets for offsets, is_special in marks if not is_special]
@@ -473,16 +489,19 @@ class TextTokenizer:
     ) -> TokenizedTexts:
         bound = truncation or Truncation(self._limit(options) - self._prefix_tokens(options), left=False)
         least = self._shortener.first if truncation else max(self._shortener.first, COUNTED_CHARACTERS)
-        shorts = {
-            row: self._shortener.short(text, bound.left, least)
+        cuts = {
+            row: self._shortener.cuts(text, bound.left, least)
             for row, text in enumerate(texts)
             if longest_part(text) > least
         }
-        parts = [shorts[row].text if row in shorts else text for row, text in enumerate(texts)] if shorts else texts
+        shorts = {row: next(of_text, None) for row, of_text in cuts.items()}
+        parts = list(texts)
+        for row, short in shorts.items():
+            parts[row] = "" if short is None else short.text
         encodings = self._library.encode(parts, self._add_specials)
         refused: dict[int, TeimgrError] = {}
         for row, short in shorts.items():
-            decided = self._decided(encodings[row], short, texts[row], bound, truncation is not None)
+            decided = self._decided(encodings[row], short, cuts[row], texts[row], bound, truncation is not None)
             if isinstance(decided, TeimgrError):
                 refused[row] = decided
             else:
@@ -507,20 +526,27 @@ class TextTokenizer:
         return tokenized
 
     def _decided(
-        self, encoding: Encoding, short: Short, text: Text, bound: Truncation, truncates: bool
+        self,
+        encoding: Encoding,
+        short: Short | None,
+        cuts: Iterator[Short],
+        text: Text,
+        bound: Truncation,
+        truncates: bool,
     ) -> Encoding | TeimgrError:
-        """An encoding with the tokens of `text` within `bound`, beginning with that of `short`, or its refusal.
+        """An encoding with the tokens of `text` within `bound`, or its refusal.
 
-        Parts of a growing size are tokenized until one decides, in the bounds of `Shortener.sizes`.
+        `encoding` is of `short`, the first of the text's cuts; the next ones are tokenized until one decides.
         """
-        sizes = self._shortener.sizes(text)
+        if short is None:
+            return too_many_characters(None, bound.limit, longest_part(text))
         while not (self._shortener.decides(encoding, short, text, bound) if truncates else short.text is text):
             if not truncates and short.exact and len(encoding) > bound.limit:
                 return too_long(bound.limit, f"at least {len(encoding)}")
-            size = next(sizes, None)
-            if size is None or (size > MAX_CHARACTERS and len(encoding) > bound.limit):
+            following = next(cuts, None)
+            if not may_try(following, encoding, bound.limit):
                 return too_many_characters(encoding, bound.limit, longest_part(text))
-            short = self._shortener.short(text, bound.left, size)
+            short = following
             (encoding,) = self._library.encode([short.text], self._add_specials)
         return encoding
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -87,19 +87,31 @@ class Shortener:
 
     A cut is exact if no token of the whole text reaches over it (`Boundaries`). Truncation to `tokens` then keeps the
     same tokens if what is left has more than that. The first cut leaves `first` characters, 16 for each token, which is
-    enough for nearly all texts; `sizes` are those to try next. The last size bounds the work for one text.
+    enough for nearly all texts; each of the next ones four times as many. The last size bounds the work for one text. A
+    cut that is not exact decides nothing and is left out, so a text that can be cut nowhere is refused at once.
     """
 
     def __init__(self, boundaries: Boundaries, tokens: int) -> None:
         self._boundaries = boundaries
         self.first = min(max(tokens * FIRST_PER_TOKEN, _MIN_FIRST), MAX_CHARACTERS)
 
-    def sizes(self, text: Text, first: int | None = None) -> Iterator[int]:
+    def sizes(self, text: Text, first: int) -> Iterator[int]:
         """Characters to cut a text to if `first` did not decide, up to the whole of it or the bound."""
-        size, longest = first or self.first, longest_part(text)
+        size, longest = first, longest_part(text)
         while size < min(longest, MAX_SCANNED_CHARACTERS):
             size = min(size * 4, MAX_CHARACTERS) if size < MAX_CHARACTERS else MAX_SCANNED_CHARACTERS
             yield size
+
+    def cuts(self, text: Text, left: bool, first: int) -> Iterator[Short]:
+        """What to tokenize, one after the other until one decides: `text` cut to `first` characters and to more.
+
+        All are exact but for one: of a text that only the last size is enough for, the cut before it tells whether it
+        has so few tokens that this is allowed.
+        """
+        for size in (first, *self.sizes(text, first)):
+            short = self.short(text, left, size)
+            if short.exact or (size == MAX_CHARACTERS and self.short(text, left, MAX_SCANNED_CHARACTERS).exact):
+                yield short
 
     def short(self, text: Text, left: bool, characters: int) -> Short:
         """`text` cut to `characters`, of a pair each half; its beginning is cut off if `left`."""
@@ -142,14 +154,21 @@ class Shortener:
         return kept[0] == kept[1]
 
 
-def too_many_characters(encoding: Encoding, limit: int, given: int) -> InputTooLong:
-    """The refusal of a text that no size of `Shortener.sizes` decided; `encoding` is of its largest part tried."""
-    if len(encoding) > limit:
+def too_many_characters(encoding: Encoding | None, limit: int, given: int) -> InputTooLong:
+    """The refusal of a text that no cut decided; `encoding` is of the largest one that was tokenized, if any was."""
+    if encoding is None:
+        most, why = MAX_SCANNED_CHARACTERS, "where these can be cut nowhere"
+    elif len(encoding) > limit:
         most, why = MAX_CHARACTERS, "where these can be cut nowhere"
     else:
         most, why = MAX_SCANNED_CHARACTERS, f"where these have fewer than {limit} tokens"
     message = f"Input validation error: `inputs` must have at most {most} characters {why}. Given: {given}"
     return InputTooLong(message, limit, f"{given} characters")
+
+
+def may_try(short: Short | None, before: Encoding, limit: int) -> TypeGuard[Short]:
+    """Whether the next cut of a text may be tokenized; `before` is the encoding of the one before."""
+    return short is not None and (longest_part(short.text) <= MAX_CHARACTERS or len(before) <= limit)
 
 
 def too_long(limit: int, given: int | str) -> InputTooLong:
