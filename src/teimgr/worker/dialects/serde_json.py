@@ -17,12 +17,16 @@ import orjson
 
 from teimgr.errors import InvalidInput
 from teimgr.wire.json_scan import MAX_TEXT_BYTES, WINDOW_BYTES, too_long_text
+from teimgr.worker.dialects import serde_runs
 from teimgr.worker.dialects.serde_text import shown
 
 Path = tuple[str | int, ...]
 _UNKNOWN = "?"  # the segment of a key that was not read
 
 _MAX_DEPTH = 128
+# Values and ends of lists and objects that are read one by one: about a second. Runs of flat ones are not counted
+# (`serde_runs`).
+_MAX_STEPS = 100_000
 _U64 = 2**64
 _I63 = 2**63
 _MAX_DIGITS = 21  # of an integer of 64 bits, with its sign
@@ -93,6 +97,7 @@ class Reader:
         self.body = body
         self.at = 0
         self._depth = 0
+        self._steps = 0
 
     def fault(self, message: str) -> Fault:
         """A fault of syntax behind the last byte that was read."""
@@ -123,6 +128,9 @@ class Reader:
                 return
 
     def value_start(self) -> int:
+        self._steps += 1
+        if self._steps > _MAX_STEPS:
+            raise InvalidInput(f"The body has more than {_MAX_STEPS} values before a fault")
         first = self.after_space()
         if first < 0:
             raise self.next_fault(_EOF_VALUE)
@@ -398,6 +406,11 @@ class Reader:
         with self.nested(self.end_list):
             while self.has_element(len(values)):
                 values.append(self.any_value((*path, len(values))))
+                if self.peek() == ord(","):
+                    end, more = serde_runs.integers(self.body, self.at + 1)
+                    if more:
+                        values += more
+                        self.at = end
         return values
 
     def _any_object(self, path: Path) -> dict[str, Any]:
@@ -435,8 +448,10 @@ class Reader:
             self._skip()
 
     def _skip(self) -> None:
-        open_frames: list[int] = []
+        open_frames = bytearray()
         while True:
+            if open_frames and open_frames[-1] == ord("["):
+                self.at = serde_runs.after_elements(self.body, self.at)
             first = self.value_start()
             accept_comma = True
             if first in _IDENTS:
@@ -447,22 +462,32 @@ class Reader:
             elif first == ord('"'):
                 self._skip_string()
             elif first in b"[{":
-                self.at += 1
-                open_frames.append(first)
                 accept_comma = False
+                end, frames = serde_runs.opened(self.body, self.at)
+                self.at = end if frames else self.at + 1
+                open_frames += frames or bytes((first,))
+                if frames.endswith(b"{"):
+                    continue
             else:
                 raise self.next_fault("expected value")
             if not self._skip_ends(open_frames, accept_comma):
                 return
             if open_frames[-1] == ord("{"):
+                self.at = serde_runs.after_members(self.body, self.at)
                 first = self.after_space()
                 if first != ord('"'):
                     raise self.next_fault(EOF_OBJECT if first < 0 else "key must be a string")
                 self._skip_string()
                 self.colon()
 
-    def _skip_ends(self, open_frames: list[int], accept_comma: bool) -> bool:
+    def _skip_ends(self, open_frames: bytearray, accept_comma: bool) -> bool:
         """Skip the ends of lists and objects, and the comma before the next value; whether there is one."""
+        while len(open_frames) > 1:
+            self.at, ended = serde_runs.closed(self.body, self.at, open_frames)
+            if not ended:
+                break
+            del open_frames[len(open_frames) - ended :]
+            accept_comma = True
         while open_frames:
             is_list, first = open_frames[-1] == ord("["), self.after_space()
             if first < 0:
