@@ -65,6 +65,8 @@ class Code(IntEnum):
 
 
 _SHOWN_ID_CHARS = 80
+# Of a message: it may quote a caller's text, which can be as large as a body.
+MAX_MESSAGE_CHARS = 16_384
 _BY_CODE: dict[int, type[TeimgrError]] = {}
 
 
@@ -81,6 +83,7 @@ class TeimgrError(Exception):
             _BY_CODE[code] = cls
 
     def __init__(self, message: str) -> None:
+        message = shortened(message)
         super().__init__(message)
         self.message = message
 
@@ -94,7 +97,12 @@ class TeimgrError(Exception):
 
     def reword(self, message: str) -> None:
         """Replace the message by one that says more."""
-        self.message = message
+        self.message = shortened(message)
+
+
+def shortened(message: str) -> str:
+    """The message, cut to `MAX_MESSAGE_CHARS`."""
+    return message if len(message) <= MAX_MESSAGE_CHARS else f"{message[: MAX_MESSAGE_CHARS - 1]}…"
 
 
 class Refused(TeimgrError):

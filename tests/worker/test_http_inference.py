@@ -120,6 +120,7 @@ async def test_the_default_task_is_that_of_the_kind(fleet: Fleet, kind: str, pat
         assert set(COST_HEADERS) <= {name.lower() for name in told.headers}
 
 
+LONG = "text " * 200_000
 SENTENCES = {"inputs": {"source_sentence": "a", "sentences": ["b"]}}
 RANKED = {"query": "a", "texts": ["b"]}
 
@@ -283,6 +284,29 @@ async def test_an_unknown_prompt_is_named(fleet: Fleet) -> None:
     status, body = told.error
     assert (status, body["error_type"]) == (422, "Validation")
     assert "`passage`" in body["error"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/embed", {"inputs": "a", "prompt_name": LONG}),
+        ("/embed", {"inputs": "a", "truncation_direction": LONG}),
+        ("/embed", {"inputs": "a", "normalize": LONG}),
+        ("/embed", {"inputs": "a", LONG: 1, "truncate": 5}),
+        ("/v1/embeddings", {"input": "a", "encoding_format": LONG}),
+        ("/v1/embeddings", {"input": "a", "dimensions": LONG}),
+        ("/jina/v1/embeddings", {"input": "a", "embedding_type": LONG}),
+        ("/cohere/v2/embed", {"texts": ["a"], "embedding_types": [LONG]}),
+        ("/vllm/v1/embeddings", {"input": "a", "truncate_prompt_tokens": LONG}),
+        ("/voyage/v1/embeddings", {"input": "a", "output_dtype": LONG}),
+    ],
+    ids=lambda given: str(given)[:40],
+)
+async def test_a_refusal_quotes_little_of_a_long_text(fleet: Fleet, path: str, body: Any) -> None:
+    told = await fleet["embedding"].post(path, body)
+
+    assert 400 <= told.status < 500, told.text[:200]
+    assert len(told.text) < 40_000
 
 
 # §1.6: what an answer cost.

@@ -24,7 +24,7 @@ from typing_extensions import TypeAliasType
 
 from teimgr.engine.job import InferOptions, Job, Lane, Pair
 from teimgr.engine.job import Input as EngineInput
-from teimgr.errors import InvalidInput, TeimgrError
+from teimgr.errors import InvalidInput, TeimgrError, shortened
 from teimgr.http.bodies import is_json
 from teimgr.models.source import names_a_path
 from teimgr.spec import LoadedModel, WorkerSpec
@@ -125,6 +125,7 @@ class BadRequest(Exception):
     """
 
     def __init__(self, status: int, message: str, param: str | None = None, input_index: int | None = None) -> None:
+        message = shortened(message)
         super().__init__(message)
         self.status = status
         self.message = message
