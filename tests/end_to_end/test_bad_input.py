@@ -221,7 +221,7 @@ EXACT = {"instance_name": "exact"}
         (b"\xff\xff\xff", grpc.StatusCode.INVALID_ARGUMENT, ""),
         (embed({}, inputs="a"), grpc.StatusCode.INVALID_ARGUMENT, "No routing specified"),
         (embed({"instance_name": ""}, inputs="a"), grpc.StatusCode.INVALID_ARGUMENT, "Instance name cannot be empty"),
-        (embed({"instance_name": "missing"}, inputs="a"), grpc.StatusCode.NOT_FOUND, "Instance 'nobody' not found"),
+        (embed({"instance_name": "missing"}, inputs="a"), grpc.StatusCode.NOT_FOUND, "Instance 'missing' not found"),
         (embed({"instance_index": 99}, inputs="a"), grpc.StatusCode.NOT_FOUND, "99"),
         (embed(EXACT, inputs=""), grpc.StatusCode.INVALID_ARGUMENT, "`inputs` cannot be empty"),
         (embed(EXACT, inputs="a", dimensions=0), grpc.StatusCode.INVALID_ARGUMENT, "`dimensions` should be positive"),

@@ -162,7 +162,7 @@ async def test_entities_and_classes_are_those_of_predict(ask: Asking) -> None:
         ("/v1/encode/dense", {"items": ITEMS, "params": {"instruction": "x" * 5000}}, 400, None, "instruction"),
         ("/v1/encode/dense", {"items": ITEMS, "params": {"options": {"lora_id": "x"}}}, 400, None, "lora_id"),
         ("/v1/encode/dense", {}, 400, "INVALID_INPUT", "items"),
-        ("/v1/extract/dense", {"items": ITEMS}, 400, None, "no classifier"),
+        ("/v1/extract/dense", {"items": ITEMS}, 400, None, "not a classifier"),
         ("/v1/extract/entities", {"items": ITEMS, "params": {"labels": ["CAT"]}}, 400, None, "LOC, PER"),
         ("/v1/extract/entities", {"items": ITEMS, "params": {"options": {"threshold": 2}}}, 400, None, "threshold"),
         ("/v1/extract/entities", {"items": ITEMS, "params": {"output_schema": {"a": 1}}}, 400, None, "output_schema"),
