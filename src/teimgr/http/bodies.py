@@ -166,9 +166,9 @@ async def read_whole(request: DirectRequest, limit_bytes: int, charge: Charge) -
     """As `read_body`; a body that is there is charged at once."""
     if not request.body.has_ended or len(request.body) > limit_bytes:
         return await read_body(request, limit_bytes, charge)
-    body = request.body.take()
-    await charge_body(charge, len(body))
-    return body
+    if not charge.try_take(size := len(request.body)):
+        await charge_body(charge, size)
+    return request.body.take()
 
 
 async def _chunks(request: DirectRequest) -> AsyncIterator[bytes | bytearray]:

@@ -61,8 +61,7 @@ class DirectReply(NamedTuple):
 
     def charges(self, unread: ByteBudget) -> tuple[Charge, Charge]:
         """Charges to `unread` for a part, and to the budget for the rest, both to be released once all is written."""
-        part, rest = Charge(unread), Charge(unread if self.budget is None else self.budget)
-        size = len(self.body)
+        part, rest, size = Charge(unread), Charge(self.budget or unread), len(self.body)
         part.add(min(size, PART_BYTES))
         if size > PART_BYTES:
             rest.add(size - PART_BYTES)
@@ -119,6 +118,14 @@ class DirectExchange:
         """Begin to answer, whether or not the body has come."""
         self._task = self._protocol.loop.create_task(self._run())
         return self._task
+
+    def add(self, data: bytes) -> None:
+        """Add to the body, before `begin`."""
+        self.body += data
+
+    def end(self) -> None:
+        """All of the body has come, before `begin`."""
+        self.more_body = False
 
     @property
     def message_event(self) -> DirectExchange:

@@ -181,11 +181,9 @@ class HttpProtocol(HttpToolsProtocol):
         self._stall_guard.resumed()
         self._buffered.release()
         self._rest = b""
-        self._end_hold()
-        for exchange in (self._exchange, self._held):
+        for exchange in (self._exchange, self._end_hold()):
             if exchange is not None:
                 exchange.leave()
-        self._held = None
         super().connection_lost(exc)
         self._is_lost = True
         self._free()
@@ -400,14 +398,19 @@ class HttpProtocol(HttpToolsProtocol):
         self._overhead, self._awaits_chunk, self._has_progress = 0, False, True
         if self._body_left is not None:
             self._body_left -= len(body)
-        super().on_body(body)
+        if self._held is not None:
+            self._held.add(body)
+        else:
+            super().on_body(body)
 
     def on_message_complete(self) -> None:
         if not self.parser.should_upgrade():  # else `_ignore_upgrade` follows
             self._is_in_message, self._is_in_head, self._overhead, self._awaits_chunk = False, True, 0, False
-            super().on_message_complete()
             if self._held is not None:
+                self._held.end()
                 self._begin_held()
+            else:
+                super().on_message_complete()
 
     def _answer_directly(self, answer: Answer) -> None:
         """Answer a request whose head has come without ASGI, behind those that came before."""
@@ -421,15 +424,15 @@ class HttpProtocol(HttpToolsProtocol):
             self.pipeline.appendleft((self.cycle, self.app))
 
     def _begin_held(self) -> None:
-        self._end_hold()
-        held, self._held = self._held, None
-        if held is not None:
+        if (held := self._end_hold()) is not None:
             self._start_asgi_task(held, self.app)
 
-    def _end_hold(self) -> None:
+    def _end_hold(self) -> DirectExchange | None:
         if self._hold_timer is not None:
             self._hold_timer.cancel()
             self._hold_timer = None
+        held, self._held = self._held, None
+        return held
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         """Called by uvicorn too, when the answer to the request before is complete."""

@@ -47,15 +47,20 @@ class UnreadOfPort(ByteBudget):
         return UnreadReplies(own, _SHARE)
 
 
+def has_room(scope: Scope) -> bool:
+    """Whether the connection of a request has room for its reply."""
+    unread: UnreadReplies | None = scope.get(UNREAD)
+    return unread is None or unread.has_room
+
+
 async def room_for_reply(scope: Scope) -> None:
-    """Wait until the connection of a request has room for its reply.
+    """Wait until the connection of a request, one of these servers, has room for its reply.
 
     Raises:
         Overloaded: the client did not read earlier replies.
     """
-    unread: UnreadReplies | None = scope.get(UNREAD)
-    if unread is not None and not unread.has_room:
-        await unread.room(_WAIT_S)
+    unread: UnreadReplies = scope[UNREAD]
+    await unread.room(_WAIT_S)
 
 
 class _Refused(BaseException):

@@ -20,7 +20,7 @@ from teimgr.http.bodies import SlowClient, compression_fault, foreign_page, read
 from teimgr.http.byte_budget import Charge
 from teimgr.http.direct import Answer, DirectReply, DirectRequest, answered_directly
 from teimgr.http.docs_page import HEADERS, page
-from teimgr.http.replies import BoundedReplies, room_for_reply
+from teimgr.http.replies import BoundedReplies, has_room, room_for_reply
 from teimgr.observability.request_context import (
     CURRENT,
     REQUEST_ID,
@@ -221,7 +221,8 @@ class InstancePort:
         headers = {name: request.headers.get(key, b"").decode("latin-1") for name, key in _READ.items()}
         charge = Charge(self._dispatcher.port_budget)
         try:
-            await room_for_reply(request.scope)
+            if not has_room(request.scope):
+                await room_for_reply(request.scope)
             check_content_type(headers[_CONTENT_TYPE])
             inference = self._inference_in(headers[LANE_KEY])
             body = await read_whole(request, self._dispatcher.spec.payload_limit_bytes, charge)

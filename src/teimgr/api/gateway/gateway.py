@@ -61,8 +61,8 @@ from teimgr.errors import (
 from teimgr.http.auth.policy import ANONYMOUS, Caller, caller_of
 from teimgr.http.bodies import SlowClient, charge_body, compression_fault, read_body
 from teimgr.http.byte_budget import ByteBudget, Charge, Shares
-from teimgr.http.direct import DirectReply, DirectRequest, answered_directly
-from teimgr.http.replies import room_for_reply
+from teimgr.http.direct import DirectRequest, answered_directly
+from teimgr.http.replies import has_room, room_for_reply
 from teimgr.models.source import names_a_path, shown_id
 from teimgr.observability import catalogue
 from teimgr.observability.metrics import DaemonMetrics
@@ -115,6 +115,7 @@ class Gateway:
         self._timeout_s = float(settings.inference_timeout_secs) or None
         limit_bytes = min(settings.inference_max_body_mb, settings.grpc_max_message_size_mb) * 2**20
         self._bodies = Bodies(limit_bytes)
+        self.reply_budget = self._bodies.large  # of long ones
         self._router = Router(
             LinkLimits(max_message_bytes=limit_bytes + MAX_HEAD_BYTES, max_reply_bytes=_MAX_REPLY_BYTES), identity
         )
@@ -147,7 +148,7 @@ class Gateway:
         self._unsubscribe()
         await self._router.close()
 
-    async def answer(self, call: InferenceCall, request: DirectRequest, caller: Caller) -> DirectReply:
+    async def answer(self, call: InferenceCall, request: DirectRequest, caller: Caller) -> HttpReply:
         """The reply to a request of inference, whose body is read as it comes."""
         path, given = call.path, request.headers
         headers = {name: value.decode("latin-1") for name, key in _KEYS if (value := given.get(key)) is not None}
@@ -155,15 +156,18 @@ class Gateway:
 
         async def call_worker() -> HttpReply:
             check_encoding(headers)
-            await room_for_reply(request.scope)
-            body, charge = await self._bodies.read(request, request_head(head), _sharer(request.scope, caller))
+            if not has_room(request.scope):
+                await room_for_reply(request.scope)
+            start = request_head(head)
+            body, charge = self._bodies.take_small(request, start) or await self._bodies.read(
+                request, start, _sharer(request.scope, caller)
+            )
             try:
                 return await self._call_worker(head, self._names_for(caller), call.named, body, _holder(caller))
             finally:
                 charge.release()
 
-        status, fields, content = await self._count(path, head.dialect, call_worker())
-        return DirectReply(status, fields, content, self._bodies.large)
+        return await self._count(path, head.dialect, call_worker())
 
     async def _info(self, request: Request) -> Response:
         """What TEI says of its model, from a worker of the instance in the path."""
@@ -420,16 +424,14 @@ class Bodies:
     async def read(self, request: DirectRequest, head: bytes, sharer: Hashable) -> tuple[ReadBody, Charge]:
         """`head` and the body in one buffer, and the charge for it, which the caller releases.
 
-        A small body that is there counts against its budget. The bytes of any other count from the first one, and
-        before that against the part of the budget that the bodies of `sharer` may hold together.
+        The bytes count from the first one, also against the part of the budget that the bodies of `sharer` may hold
+        together.
 
         Raises:
             TooLarge: the body is over the limit; the rest of it is discarded.
             Overloaded: too many replies wait for their clients, or the budget stayed exhausted for too long.
             SlowClient: the client stopped sending.
         """
-        if request.body.has_ended and len(request.body) <= self.small_bytes:
-            return await self.hold(head, request.body.take())
         self._check_replies()
         length = request.headers.get(b"content-length", b"")
         is_small = length.isdigit() and len(length) <= _SMALL_DIGITS and int(length) <= SMALL_BYTES
@@ -446,6 +448,17 @@ class Bodies:
             charge.release()
             raise
         return ReadBody(buffer, len(head), charge.bytes, budget), charge
+
+    def take_small(self, request: DirectRequest, head: bytes) -> tuple[ReadBody, Charge] | None:
+        """The result of `read` for a small body that is there and fits its budget now; else None."""
+        size = len(request.body)
+        if not request.body.has_ended or size > self.small_bytes:
+            return None
+        self._check_replies()
+        charge = Charge(self.small)
+        if not charge.try_take(size):
+            return None
+        return ReadBody(bytearray(head + request.body.take()), len(head), size, self.small), charge
 
     async def hold(
         self, head: bytes, body: bytes | bytearray, budget: ByteBudget | None = None

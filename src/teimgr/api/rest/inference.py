@@ -22,7 +22,6 @@ from teimgr.api.rest.query_limit import has_too_many
 from teimgr.errors import Code, Forbidden, Unauthenticated, ValidationError
 from teimgr.http.direct import Answer, DirectReply, DirectRequest
 from teimgr.observability.request_context import CURRENT, REQUEST_ID
-from teimgr.wire.error_bodies import failure
 from teimgr.wire.status import STATUS
 
 _BY_TEMPLATE = {path.path: path for path in paths()}
@@ -71,7 +70,14 @@ class Inference:
         context = self._observe.begin(_POST, request.headers)
         CURRENT.set(context)
         try:
-            reply = await self._reply(call, route, request)
+            try:
+                if self._proxies.concerns(request.headers):
+                    await self._proxies.read(request.scope)
+                caller = self._access.check(request.scope, request.headers, route)
+            except (Unauthenticated, Forbidden, ValidationError) as error:
+                reply = refused(call.path.dialect, error)
+            else:
+                reply = await self._gateway.answer(call, request, caller)
             status = reply.status
         except asyncio.CancelledError:
             status = STATUS[Code.CANCELLED].http
@@ -81,15 +87,4 @@ class Inference:
         headers = {**reply.headers, REQUEST_ID: context.request_id}
         if b"origin" in request.headers:
             headers |= _CORS
-        return reply._replace(headers=headers)
-
-    async def _reply(self, call: InferenceCall, route: MatchedRoute, request: DirectRequest) -> DirectReply:
-        try:
-            if self._proxies.concerns(request.headers):
-                await self._proxies.read(request.scope)
-            caller = self._access.check(request.scope, request.headers, route)
-        except (Unauthenticated, Forbidden) as error:
-            return DirectReply(*refused(call.path.dialect, error))
-        except ValidationError as error:
-            return DirectReply(*failure(call.path.dialect, error))
-        return await self._gateway.answer(call, request, caller)
+        return DirectReply(status, headers, reply.body, self._gateway.reply_budget)

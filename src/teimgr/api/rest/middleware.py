@@ -208,7 +208,7 @@ def first_headers(scope: Scope) -> Mapping[bytes, bytes]:
     return dict(reversed(scope["headers"]))
 
 
-def refused(dialect: str, error: Unauthenticated | Forbidden) -> HttpReply:
+def refused(dialect: str, error: TeimgrError) -> HttpReply:
     """A refusal in the form of a dialect."""
     if dialect in (TEI, TEI_OPENAI) and isinstance(error, Unauthenticated):
         return HttpReply(401, {}, b"")  # as TEI

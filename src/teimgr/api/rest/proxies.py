@@ -16,7 +16,8 @@ from teimgr.http.bodies import PATH_PREFIX
 from teimgr.spec import path_prefix
 
 _HEADER = b"x-forwarded-prefix"
-_FORWARDED = frozenset((b"x-forwarded-for", b"x-forwarded-proto", _HEADER))
+# With a cookie the prefix counts too, which may be the configuration's.
+_OF_CALLERS = frozenset((b"x-forwarded-for", b"x-forwarded-proto", _HEADER, b"cookie"))
 _UNIX = "unix"
 _LINKS = (b"location", b"link")
 
@@ -33,8 +34,8 @@ class TrustedProxies:
         self._addresses = ProxyHeadersMiddleware(_nothing, _with_mapped(proxies))
 
     def concerns(self, headers: Mapping[bytes, bytes]) -> bool:
-        """Whether `read` may change the scope of a request with these headers."""
-        return bool(self._settings().root_path) or not _FORWARDED.isdisjoint(headers)
+        """Whether `read` may change what the scope of a request with these headers says of its caller."""
+        return not _OF_CALLERS.isdisjoint(headers)
 
     async def read(self, scope: MutableMapping[str, Any]) -> str:
         """Put the client, the scheme and the path prefix (`path_prefix_of`) into the scope; the result is the prefix.
