@@ -96,7 +96,7 @@ class TeimgrError(Exception):
         self.retry_after_s = seconds
 
     def reword(self, message: str) -> None:
-        """Replace the message by one that says more."""
+        """Replace the message by a more detailed one."""
         self.message = shortened(message)
 
 

@@ -148,7 +148,7 @@ def _by_modules(layout: Layout) -> LibraryReference:
 
 
 def _code(layout: Layout) -> dict[str, Any]:
-    """Where the code of other repositories is read, if the instance says so."""
+    """The library's argument `code_revision`, if the instance has one."""
     return {} if layout.code_revision is None else {"code_revision": layout.code_revision}
 
 

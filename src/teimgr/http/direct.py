@@ -24,7 +24,7 @@ _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 class Incoming(Protocol):
-    """The body of a request as it comes. Whoever waits for it is cancelled if the client disconnects."""
+    """The body of a request as it comes. A task that waits for it is cancelled if the client disconnects."""
 
     @property
     def has_ended(self) -> bool:
@@ -37,7 +37,7 @@ class Incoming(Protocol):
         """What has come and was not taken."""
 
     async def read_some(self) -> bytes | bytearray:
-        """As `take`, once there is at least a byte; nothing at the end. Tells a client that waits for it to send."""
+        """Like `take`, once there is at least a byte; empty at the end. Sends 100 Continue if the client expects it."""
 
 
 class DirectRequest(NamedTuple):
@@ -72,7 +72,7 @@ Answer = Callable[[DirectRequest], Coroutine[Any, Any, DirectReply]]
 """Answers a request; cancelled if the client disconnects."""
 
 Direct = Callable[[bytes, bytes], Answer | None]
-"""What answers requests of a method and a target; None where ASGI is to serve them."""
+"""What answers requests of a method and a target; None if ASGI is to serve them."""
 
 FAILED = DirectReply(500, {"content-type": "text/plain; charset=utf-8"}, b"Internal Server Error")
 
@@ -104,7 +104,7 @@ class DirectExchange:
         self._scope: MutableMapping[str, Any] = protocol.scope  # type: ignore[assignment]
         self._unread = unread
         self._awaits_continue = protocol.expect_100_continue
-        self._progress: asyncio.Future[None] | None = None  # of whoever waits for more of the body
+        self._progress: asyncio.Future[None] | None = None  # of the task that waits for more of the body
         self._task: asyncio.Task[None] | None = None
         self.keep_alive = keep_alive
         self.body = bytearray()
@@ -133,7 +133,7 @@ class DirectExchange:
         return self
 
     def set(self) -> None:
-        """Wake whoever waits for the body."""
+        """Wake the task that waits for the body."""
         if self._progress is not None and not self._progress.done():
             self._progress.set_result(None)
 
@@ -157,7 +157,7 @@ class DirectExchange:
     def take(self) -> bytearray:
         taken, self.body = self.body, bytearray()
         if self._protocol.flow.read_paused:
-            self._protocol.flow.resume_reading()  # also where all has come: else nobody sees that the client leaves
+            self._protocol.flow.resume_reading()  # at the end of the body too: reading detects a disconnect
         return taken
 
     async def read_some(self) -> bytearray:

@@ -348,7 +348,7 @@ def _needed_below(root: Path) -> Iterator[tuple[str, Path]]:
 
 
 def fault_of(path: Path) -> str | None:
-    """Why a file is not what its name says, as the end of a sentence about it; None if nothing is wrong with it."""
+    """Why a file's content does not match its name, as the end of a sentence about it; None if it does."""
     if problem := file_problem(path):
         return problem
     if is_pointer(path):

@@ -243,7 +243,7 @@ class InstancePort:
             charge.release()
 
     def _inference_in(self, lane: str) -> HttpInference:
-        """Inference in the lane that the caller chose; raises InvalidInput for a word that is no lane."""
+        """Inference in the lane that the caller chose; raises InvalidInput for a word that is not a lane."""
         if not lane:
             return self._inference
         in_lane(Flag.NONE, lane)

@@ -170,12 +170,10 @@ class Gateway:
         return await self._count(path, head.dialect, call_worker())
 
     async def _info(self, request: Request) -> Response:
-        """What TEI says of its model, from a worker of the instance in the path."""
+        """TEI's reply about its model, by a worker of the instance in the path."""
         headers = {name: request.headers[name] for name in _HEADERS if name in request.headers}
-        head, caller = (
-            HttpRequest(INFO.dialect, "GET", INFO.inner, request.url.query, headers),
-            caller_of(request.scope),
-        )
+        head = HttpRequest(INFO.dialect, "GET", INFO.inner, request.url.query, headers)
+        caller = caller_of(request.scope)
 
         async def call_worker() -> HttpReply:
             body, _ = await self._bodies.hold(request_head(head), b"")
@@ -463,7 +461,7 @@ class Bodies:
     async def hold(
         self, head: bytes, body: bytes | bytearray, budget: ByteBudget | None = None
     ) -> tuple[ReadBody, Charge]:
-        """As `read`, of a body that is there, a small one unless a budget is given; the caller releases the charge.
+        """Like `read`, of a body that is there, a small one unless a budget is given; the caller releases the charge.
 
         Raises:
             Overloaded: too many replies wait for their clients, or the budget stayed exhausted for too long.

@@ -96,7 +96,7 @@ _TEI = (
 
 
 INFO = DialectPath(_INSTANCE + "/info", TEI, "/info")
-"""The one route of GET that a worker answers; what it tells is no inference."""
+"""The only GET route that a worker answers; it is not inference."""
 
 
 class InferenceCall(NamedTuple):

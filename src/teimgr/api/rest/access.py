@@ -8,7 +8,7 @@ table with the application's routes.
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -181,23 +181,13 @@ class RoutePermissions:
 
     def _match(self, method: str, path: str) -> MatchedRoute:
         scope: dict[str, Any] = {"type": "http", "method": method, "path": path, "root_path": "", "headers": []}
-        for route in flat(self._routes):
+        for route in self._routes:
             match, inner = route.matches(scope)
             if match is Match.FULL:
                 template = str(getattr(route, "path", ""))
                 permission = PERMISSIONS.get(f"{method} {template}", ADMIN_ALL)
                 return MatchedRoute(permission, inner.get("path_params", {}), template)
         return MatchedRoute(KNOWN)
-
-
-def flat(routes: Iterable[BaseRoute]) -> Iterator[BaseRoute]:
-    """The routes, with included routers replaced by their routes; no router has a prefix."""
-    for route in routes:
-        included = getattr(route, "original_router", None)
-        if included is None:
-            yield route
-        else:
-            yield from flat(included.routes)
 
 
 class Access:

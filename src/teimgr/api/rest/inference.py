@@ -51,7 +51,7 @@ class Inference:
         return self._known.get(target) or self._parsed(target)
 
     def _parsed(self, target: bytes) -> Answer | None:
-        """As `__call__`, for a target that names an instance or a model, or has a query; None for an invalid one."""
+        """Like `__call__`, for a target that names an instance or a model, or has a query; None for an invalid one."""
         try:
             url = httptools.parse_url(target)
         except httptools.HttpParserError:

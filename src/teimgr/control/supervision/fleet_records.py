@@ -68,7 +68,7 @@ class FleetRecords:
         self._share(name, Counter(), Counter())
 
     def crashed(self, crash: Crash) -> tuple[Incident, Coroutine[Any, Any, None]]:
-        """As `CrashReports.report`; the report gets the last events of the instance."""
+        """Like `CrashReports.report`; the report gets the last events of the instance."""
         events = [asdict(event) for event in self._events.history(crash.instance)[-_LAST_EVENTS:]]
         return self._crash_reports.report(replace(crash, events=events))
 

@@ -117,15 +117,8 @@ class Reader:
         return self.peek()
 
     def _pass(self, run: re.Pattern[bytes], limit: int | None = None) -> None:
-        """Pass over the bytes of a run, or over `limit` of them and some more, in calls of a tenth of a millisecond."""
-        start = self.at
-        while limit is None or self.at - start <= limit:
-            window = self.at + WINDOW_BYTES
-            match = run.match(self.body, self.at, window)
-            assert match is not None
-            self.at = match.end()
-            if self.at < window:
-                return
+        """Pass over the bytes of a run, or over `limit` of them and some more."""
+        self.at = serde_runs.end_of_run(run, self.body, self.at, limit)
 
     def value_start(self) -> int:
         self._steps += 1
@@ -371,7 +364,7 @@ class Reader:
         return self.at - start
 
     def wrong_type(self, expected: str) -> Fault:
-        """The fault of the next value, which was to be another one; its own fault syntax comes first."""
+        """The fault of the next value, which was to be another one; a syntax fault in it comes first."""
         first = self.peek()
         if first in _IDENTS:
             found = shown(self.ident(first))

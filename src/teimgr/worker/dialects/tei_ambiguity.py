@@ -11,6 +11,7 @@ from collections.abc import Collection
 import orjson
 
 from teimgr.wire import json_scan
+from teimgr.worker.dialects.serde_runs import end_of_run
 
 _WINDOW_BYTES = 2**18
 _DEEPEST = 100
@@ -57,14 +58,14 @@ def is_ambiguous(fields: Collection[bytes], body: bytes) -> bool:
     """Whether a body that orjson takes has a field twice, at whatever depth, or -0."""
     seen: set[bytes] = set()
     at = 0
-    while (at := _end(_OTHER, body, at)) < len(body):
+    while (at := end_of_run(_OTHER, body, at)) < len(body):
         if body[at] != _QUOTE:  # a minus
             if body[at + 1 : at + 2] == b"0" and body[at + 2 : at + 3] not in _IN_FLOATS:
                 return True
             at += 1
             continue
         end = _end_of_string(body, at + 1)
-        after = _end(_SPACE, body, end)
+        after = end_of_run(_SPACE, body, end)
         if body[after : after + 1] == b":" and end - at <= _LONGEST_NAME:
             name = body[at:end]
             if b"\\" in name:
@@ -77,20 +78,10 @@ def is_ambiguous(fields: Collection[bytes], body: bytes) -> bool:
     return False
 
 
-def _end(run: re.Pattern[bytes], body: bytes, at: int) -> int:
-    while True:
-        window = at + json_scan.WINDOW_BYTES
-        found = run.match(body, at, window)
-        assert found is not None
-        if found.end() < window:
-            return found.end()
-        at = found.end()
-
-
 def _end_of_string(body: bytes, at: int) -> int:
     """The position behind the string whose characters begin at `at`."""
     while True:
-        end = _end(_IN_STRING, body, at)
+        end = end_of_run(_IN_STRING, body, at)
         if end == at or end >= len(body) or body[end] == _QUOTE:
             return end + 1
         at = end  # the window cut an escape
