@@ -207,19 +207,14 @@ class TextTokenizer:
 
         Raises:
             InputTooLong: it has too many characters without a place to cut it.
-        TokenizerFailed: the library refused it.
+            TokenizerFailed: the library refused it.
         """
         if self._pool_prompts or not prompt:
             return 0
         if (known := self._prompt_lens.get(prompt)) is not None:
             return known
-        encoding: Encoding | None = None
-        for short in self._shortener.cuts(prompt, False, self._shortener.first):
-            (encoding,) = self._library.encode([short.text], self._add_specials)
-            if self._shortener.decides(encoding, short, prompt, Truncation(self.max_length, left=False)):
-                break
-        else:
-            raise too_many_characters(encoding, self.max_length, len(prompt))
+        bound = Truncation(self.max_length, left=False)
+        _, encoding = self._deciding_cut(prompt, bound, self._shortener.first, self._add_specials)
         length = min(len(encoding), self.max_length) - encoding.special_tokens_mask[-1]
         if len(prompt) <= _MAX_KEPT_CHARACTERS:
             if len(self._prompt_lens) >= _PROMPTS_KEPT:  # callers may send any text as a prompt
@@ -342,19 +337,28 @@ class TextTokenizer:
         longest = min(self.max_length, max_tokens) * _CHARS_PER_TOKEN
         text = text[-longest:] if left else text[:longest]
         bound, first = Truncation(max_tokens, left), max_tokens * FIRST_PER_TOKEN
-        encoding: Encoding | None = None
-        for short in self._shortener.cuts(text, left, first):
-            (encoding,) = self._library.encode([short.text], False, offsets=True)
-            if self._shortener.decides(encoding, short, text, bound):
-                break
-        else:
-            raise too_many_characters(encoding, max_tokens, len(text))
+        short, encoding = self._deciding_cut(text, bound, first, False, offsets=True)
         assert isinstance(short.text, str)
         marks = zip(encoding.offsets, encoding.special_tokens_mask, strict=True)
         places = [offsets for offsets, is_special in marks if not is_special]
         if len(places) <= max_tokens:
             return text
         return short.text[places[-max_tokens][0] :] if left else short.text[: places[max_tokens - 1][1]]
+
+    def _deciding_cut(
+        self, text: str, bound: Truncation, first: int, specials: bool, *, offsets: bool = False
+    ) -> tuple[Short, Encoding]:
+        """The smallest cut of `text`, from `first` characters on, whose tokens decide about `bound`; and its encoding.
+
+        Raises:
+            InputTooLong: none does.
+        """
+        encoding: Encoding | None = None
+        for short in self._shortener.cuts(text, bound.left, first):
+            (encoding,) = self._library.encode([short.text], specials, offsets=offsets)
+            if self._shortener.decides(encoding, short, text, bound):
+                return short, encoding
+        raise too_many_characters(encoding, bound.limit, len(text))
 
     def _limit(self, options: TokenizeOptions) -> int:
         return self.max_length if self._roles is None else self._roles[options.query].limit
