@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -52,6 +53,18 @@ LONGEST = (
 
 
 @pytest.hookimpl(tryfirst=True)  # before the hook of xdist, which reads the marks
+@pytest.fixture(autouse=True)
+def _logging_as_before() -> Iterator[None]:
+    """Undo the `logs.setup` of a process that a test runs in its own: it changes the records that later tests see."""
+    root = logging.getLogger()
+    level, handlers = root.level, list(root.handlers)
+    yield
+    root.setLevel(level)
+    for handler in root.handlers[:]:
+        if handler not in handlers:
+            root.removeHandler(handler)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put each test in the group of its file, or of the files that it shares something with; the longest come first.
 

@@ -6,7 +6,6 @@ import io
 import json
 import logging
 import os
-from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
@@ -21,15 +20,6 @@ from teimgr.observability.logs import last_line, last_warning, open_log, shrink
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
-
-
-@pytest.fixture(autouse=True)
-def _as_before() -> Iterator[None]:
-    root = logging.getLogger()
-    level = root.level
-    yield
-    logs.setup("info", "json", io.StringIO())
-    root.setLevel(level)
 
 
 @pytest.mark.clause("M3.1-log-level")
