@@ -52,7 +52,6 @@ LONGEST = (
 )
 
 
-@pytest.hookimpl(tryfirst=True)  # before the hook of xdist, which reads the marks
 @pytest.fixture(autouse=True)
 def _logging_as_before() -> Iterator[None]:
     """Undo the `logs.setup` of a process that a test runs in its own: it changes the records that later tests see."""
@@ -65,6 +64,7 @@ def _logging_as_before() -> Iterator[None]:
             root.removeHandler(handler)
 
 
+@pytest.hookimpl(tryfirst=True)  # before the hook of xdist, which reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put each test in the group of its file, or of the files that it shares something with; the longest come first.
 
@@ -84,12 +84,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=order.__getitem__)
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Leave what exists now out of garbage collections: ten thousand tests and the modules of torch and transformers.
 
     Each load of an engine collects, a few hundred loads in a run; with all of this a collection takes a third of a
     second of processor time.
     """
+    if session.config.getoption("loadgroup", False) and not all("@" in item.nodeid for item in session.items):
+        raise pytest.UsageError("xdist did not see the groups: each test would start what its file shares")
     gc.collect()
     gc.freeze()
 
