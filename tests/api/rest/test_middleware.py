@@ -23,7 +23,7 @@ from tests.support.rest_listener import Front, listening
 from teimgr.api.gateway.gateway import Gateway
 from teimgr.api.gateway.routes import paths
 from teimgr.api.page.page import Page
-from teimgr.api.rest.access import ADMIN_ALL, PERMISSIONS, Permission, RoutePermissions, flat
+from teimgr.api.rest.access import ADMIN_ALL, PERMISSIONS, Permission, RoutePermissions
 from teimgr.api.rest.app import create_app
 from teimgr.config.auth import Auth, policy_of
 from teimgr.config.settings import Settings
@@ -83,7 +83,7 @@ async def everything(settings: Settings) -> AsyncIterator[Everything]:
     )
     sock = bind("127.0.0.1", 0)
     async with serving(app, sock, direct=app.state.direct):
-        routes = [route for route in flat(app.router.routes) if isinstance(route, Route)]
+        routes = [route for route in app.router.routes if isinstance(route, Route)]
         yield Everything(f"http://127.0.0.1:{sock.getsockname()[1]}", routes)
     await inference.close()
 
@@ -533,14 +533,14 @@ async def test_a_restricted_key_gets_no_port_outside_of_the_ranges(settings: Set
 
 async def test_a_restricted_key_is_told_no_names_of_others(settings: Settings) -> None:
     settings, directory, log = replace(settings, auth=AUTH), Directory(), EventLog()
-    inference, fleet = Gateway(settings, directory, DaemonMetrics()), Fleet(settings)
+    fleet = Fleet(settings)
+    inference = Gateway(settings, directory, DaemonMetrics(), views=fleet.list)
     for name, model in (("theirs-hidden", "org/theirs-hidden"), ("mine", "org/tiny")):
         await fleet.create(InstanceSpec(name=name, model_id=model))
         fleet.ready(name)
         directory.publish(RouteEntry(name, model, State.RUNNING, endpoints=(WorkerEndpoint("/none", f"{name}-1"),)))
-    inference.views = fleet.list
     app = create_app(fleet, settings, DaemonMetrics(), gateway=inference, event_log=log)
-    routes = [route for route in flat(app.router.routes) if isinstance(route, Route)]
+    routes = [route for route in app.router.routes if isinstance(route, Route)]
     sock = bind("127.0.0.1", 0)
     asked = 0
     async with (
