@@ -35,12 +35,12 @@ from bench.machine import cpu_s
 from teimgr.config.settings import Settings
 from teimgr.control.launch.control_link import ControlLink, MuxLink, WorkerStatus
 from teimgr.control.launch.launcher import Adopted, FoundWorkers, WorkerHandle
-from teimgr.control.launch.mux_launcher import LocalMuxLauncher
+from teimgr.control.launch.mux_launcher import LocalMuxLauncher, local_launcher, mux_config
 from teimgr.control.launch.process_handle import Exit, ExitReport, new_incarnation
 from teimgr.control.placement.planner import Gpu, GpuInventory, Inventory, place
 from teimgr.control.supervision.crash_reports import CrashReports
 from teimgr.control.supervision.manager import Manager
-from teimgr.control.supervision.muxes import MuxSupervisor, local_launcher, mux_config
+from teimgr.control.supervision.muxes import MuxSupervisor
 from teimgr.control.supervision.store import Store
 from teimgr.errors import Code
 from teimgr.mux.process import Mux

@@ -68,7 +68,7 @@ async def mux_on(nodes: FleetNodes, **more: object) -> AsyncIterator[tuple[Local
 
 async def serving(link: MuxLink, *entries: RouteEntry) -> dict[str, object]:
     link.send(policy=Policy().to_json(), snapshot=RoutingSnapshot(entries).to_json())
-    return await link.ask("stats", LIMIT_S)
+    return await link.ask("stats")
 
 
 async def test_the_daemon_feeds_a_mux_of_another_host(nodes: FleetNodes, tmp_path: Path) -> None:
@@ -157,12 +157,12 @@ async def test_certificates_of_the_port_come_from_the_daemon_and_are_replaced(
 
     async with mux_on(nodes, tls_from_daemon=True) as (_, address):
         link = await open_mux_link(address, nodes.identity(""), LIMIT_S)
-        assert (await link.ask("stats", LIMIT_S))["port"] == 0, "it waits for the certificates"
+        assert (await link.ask("stats"))["port"] == 0, "it waits for the certificates"
         link.send(tls=texts(first))
         await serving(link)
 
         async def listens() -> object:
-            return (await link.ask("stats", LIMIT_S))["port"]
+            return (await link.ask("stats"))["port"]
 
         async def is_served(authority: Authority) -> bool:
             credentials = grpc.ssl_channel_credentials(authority.ca.read_bytes())

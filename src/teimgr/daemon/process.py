@@ -26,12 +26,13 @@ from teimgr.config.sources import Configuration, Source
 from teimgr.control.events.fleet_events import EventLog
 from teimgr.control.events.webhooks import Webhooks
 from teimgr.control.launch.launcher import Launcher, LocalLauncher, LocalOptions
+from teimgr.control.launch.mux_launcher import mux_configs
 from teimgr.control.placement.hosts import LeavingHosts
 from teimgr.control.placement.planner import GpuInventory, InventorySource
 from teimgr.control.placement.preflight import Preflight
 from teimgr.control.registry.registry import Registry
 from teimgr.control.supervision.manager import Manager
-from teimgr.control.supervision.muxes import Muxes, mux_configs
+from teimgr.control.supervision.muxes import Muxes
 from teimgr.control.supervision.reload import Reloader
 from teimgr.control.supervision.store import Store
 from teimgr.control.supervision.worker_run import FleetProber

@@ -239,42 +239,19 @@ class MuxLink:
         members = ", ".join(f'"{key}": {value}' for key, value in values.items())
         self._writer.write(f"{{{members}}}\n".encode())
 
-    async def ask(
-        self,
-        request: str,
-        limit_s: float,
-        has_worked: Callable[[], Awaitable[bool]] | None = None,
-        most_s: float = 0.0,
-    ) -> dict[str, Any]:
+    async def ask(self, request: str) -> dict[str, Any]:
         """The answer to `stats`, or to `ack`, which confirms what was sent before.
 
-        `has_worked` is asked after each `limit_s` without an answer: the mux has up to `most_s` while its threads work.
-
         Raises:
-            MuxLost: it does not answer.
+            MuxLost: the connection broke, or the answer is none.
         """
-        waited_s = limit_s
+        self.send(**{request: "true"})
         try:
-            async with asyncio.timeout(max(limit_s, most_s)):
-                self.send(**{request: "true"})
-                answer = asyncio.ensure_future(self._answered())
-                try:
-                    while not (await asyncio.wait((answer,), timeout=limit_s))[0]:
-                        if has_worked is None or not await has_worked():
-                            raise MuxLost(f"it gave no answer for {waited_s:g} s")
-                        waited_s += limit_s
-                    answer.result()
-                finally:
-                    answer.cancel()
-        except TimeoutError as error:
-            raise MuxLost(f"it gave no answer for {max(limit_s, most_s):g} s") from error
+            await self._writer.drain()
         except OSError as error:
             raise MuxDisconnected(f"its control connection broke: {error}") from error
-        return self._message()
-
-    async def _answered(self) -> None:
-        await self._writer.drain()
         await asyncio.wait((self._reading,))
+        return self._message()
 
     async def wait(self, changed: asyncio.Event, limit_s: float) -> bool:
         """Whether there is a change within `limit_s`.

@@ -5,6 +5,7 @@ Supervision uses only the protocols `MuxLauncher` and `MuxHandle`, so that a mux
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -18,11 +19,15 @@ from typing import Protocol
 
 from teimgr import __version__
 from teimgr.config.mux import MuxConfig
-from teimgr.control.launch.control_link import MuxLink
+from teimgr.config.settings import Settings
+from teimgr.control.launch.control_link import MuxLink, MuxLost
 from teimgr.control.launch.process_handle import Exit, ProcessHandle, RunFile
+from teimgr.errors import InvalidConfig
 from teimgr.files import write_atomically
-from teimgr.http.auth.tls_files import TlsFiles
+from teimgr.http.auth.tls_files import Stamp, TlsFiles
 from teimgr.observability.logs import LogSpan, log_size, open_log
+from teimgr.observability.telemetry import exporting
+from teimgr.wire.fleet_tls import FleetIdentity
 
 log = logging.getLogger(__name__)
 
@@ -228,3 +233,76 @@ def spawn_mux(
         run_file.write(paths.run_file)
     log.info("mux launched", extra={"mux": paths.name, "pid": child.pid})
     return LocalMux(child.pid, pidfd, child, paths.socket, log_path, log_start, started_at, True)
+
+
+def mux_config(number: int, settings: Settings, identity: FleetIdentity | None = None) -> MuxConfig:
+    """The configuration of a mux on this host; `identity` is that of this node in a fleet of several hosts."""
+    files = settings.tls_files
+    return MuxConfig(
+        host=settings.grpc_host,
+        port=settings.grpc_port,
+        control_socket=str(settings.run_dir / f"mux-{number}.sock"),
+        max_message_bytes=settings.grpc_max_message_size_mb * 2**20,
+        max_parallel_streams=settings.grpc_max_parallel_streams,
+        request_timeout_s=float(settings.grpc_request_timeout_secs),
+        orphan_grace_s=float(settings.orphan_grace_secs),
+        run_dir=str(settings.run_dir),
+        tls=files,
+        otel=exporting(settings, f"mux-{number}"),
+        processes=settings.mux_processes,
+        socket=str(settings.grpc_socket.absolute()) if settings.grpc_socket and number == 0 else "",
+        socket_mode=settings.socket_permissions,
+        log_level=settings.log_level,
+        node=identity.node if identity else "",
+        identity_dir=str(identity.folder) if identity else "",
+    )
+
+
+def mux_configs(settings: Settings) -> list[MuxConfig]:
+    """Those of all muxes of one host."""
+    return [mux_config(number, settings) for number in range(settings.mux_processes if settings.grpc_enabled else 0)]
+
+
+def local_launcher(number: int, settings: Settings, identity: FleetIdentity | None = None) -> LocalMuxLauncher:
+    """The launcher of a mux on this host; `identity` as `mux_config`."""
+    config = mux_config(number, settings, identity)
+    return LocalMuxLauncher(number, config, settings.log_dir, settings.log_max_bytes, settings.log_keep)
+
+
+class SentCertificates:
+    """The content of TLS files for a mux that cannot read them: at first, and after a change.
+
+    Files are replaced one after the other, so a change counts once it is the same at two looks.
+    """
+
+    def __init__(self, files: TlsFiles | None) -> None:
+        self.alarm: str | None = None
+        self._files = files
+        self._sent: Stamp | None = None
+        self._seen: Stamp | None = None
+
+    def news(self) -> dict[str, str]:
+        """`{"tls": JSON}` where there is something to send, else empty.
+
+        Raises:
+            MuxLost: they cannot be used, and none were before.
+        """
+        if self._files is None:
+            return {}
+        stamp, settled = self._files.stamp(), self._sent is None
+        settled |= stamp == self._seen
+        self._seen = stamp
+        if stamp == self._sent and stamp is not None:
+            self.alarm = None
+        if not settled or (stamp == self._sent and stamp is not None):
+            return {}
+        try:
+            pems = self._files.pems()
+        except InvalidConfig as error:
+            if self._sent is None:
+                raise MuxLost(f"its TLS files cannot be used: {error.message}") from error
+            self.alarm = f"the TLS files have changed and cannot be used, the former ones serve on: {error.message}"
+            return {}
+        self._sent, self.alarm = stamp, None
+        texts = {"cert": pems.cert.decode(), "key": pems.key.decode(), "ca": pems.ca.decode() if pems.ca else None}
+        return {"tls": json.dumps(texts)}

@@ -1,4 +1,4 @@
-"""State machine of one replica, as a pure function of events and time.
+"""State machine of one replica, or of one mux, as a pure function of events and time.
 
 `ReplicaState.step` is the only place where the state changes. It does no I/O and reads no clock: events go in, effects
 come out, which the supervisor carries out. It is independent of other replicas.
@@ -131,16 +131,16 @@ class Effect(Enum):
     END = auto()  # end the supervisor: there is no process and none will follow
 
 
-def explain(exit: Exit) -> FailureCause:
-    """Why a worker exited on its own: its own report, else the exit status and the last line of its log."""
+def explain(exit: Exit, process: str = "worker") -> FailureCause:
+    """Why a process exited on its own: its own report, else the exit status and the last line of its log."""
     if exit.report is not None:
         return FailureCause.reported(exit.report.message, exit.report.code, exit.report.permanent)
     if exit.status is None:
-        how = "the worker ended"
+        how = f"the {process} ended"
     elif exit.status < 0:
-        how = f"the worker was killed by {_SIGNALS.get(-exit.status, f'signal {-exit.status}')}"
+        how = f"the {process} was killed by {_SIGNALS.get(-exit.status, f'signal {-exit.status}')}"
     else:
-        how = f"the worker exited with status {exit.status}"
+        how = f"the {process} exited with status {exit.status}"
     return FailureCause(f"{how}; its log ends: {exit.log_tail}" if exit.log_tail else how)
 
 
@@ -165,7 +165,6 @@ Tick              STOPPED   STARTING          RUNNING            REPLACING      
 
 FAILED_EXIT_LIMIT_S = 5.0
 """How long a worker may take to exit after it reported a failure."""
-
 
 WORKING_LIMIT_S = 60.0
 """How long a worker may give no answer while its threads work. Without work, three missed probes end it."""
@@ -239,9 +238,14 @@ LATER = Backoff(first_s=30.0, max_s=600.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPolicy:
-    """When a worker is restarted. `max_probe_failures` 0: a failed probe never leads to a restart."""
+    """When a process is restarted. `max_probe_failures` 0: a failed probe never leads to a restart.
 
+    `process` is what reasons call it. `failed_exit_limit_s` is its time to exit when it failed before it was ready.
+    """
+
+    process: str = "worker"
     startup_timeout_s: float = 300.0
+    failed_exit_limit_s: float = FAILED_EXIT_LIMIT_S
     max_probe_failures: int = 3
     backoff: Backoff = field(default_factory=Backoff)
 
@@ -372,12 +376,12 @@ class ReplicaState:
         state = replace(self, failure=failure, reason=failure.message)
         if self.phase is Phase.RUNNING:
             return replace(state, phase=Phase.REPLACING), [Effect.KILL]
-        return replace(state, wake_at=now + FAILED_EXIT_LIMIT_S), []
+        return replace(state, wake_at=now + self.policy.failed_exit_limit_s), []
 
     def _draining(self) -> tuple[ReplicaState, list[Effect]]:
         if self.is_ending:
             return self, []
-        failure = FailureCause("the worker was asked to end by another process")
+        failure = FailureCause(f"the {self.policy.process} was asked to end by another process")
         state = replace(self, phase=Phase.REPLACING, failure=failure, reason=failure.message, wake_at=None)
         return state, [Effect.TERMINATE]
 
@@ -412,7 +416,7 @@ class ReplicaState:
             return replace(self, phase=Phase.STOPPED), [Effect.END] if self.deleted else []
         if self.phase is Phase.REPLACING and self.failure is None:
             return self._launch(now, again=True)
-        failure = self.failure or explain(exit)
+        failure = self.failure or explain(exit, self.policy.process)
         ended = replace(self, failure=None, reason=failure.message, wake_at=None)._without_probe_failures()
         if failure.may_pass:
             streak = self.streak + 1

@@ -1,4 +1,4 @@
-"""Supervision of the mux processes: launched or adopted, fed with the routes, restarted with backoff.
+"""Supervision of the mux processes, by the lifecycle table of the workers: launched or adopted, fed with the routes.
 
 A mux that ends or does not answer is killed and started again, and raises an alarm until its successor answers.
 """
@@ -8,29 +8,43 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import random
 import re
-import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
-from teimgr.config.mux import MuxConfig
 from teimgr.config.settings import Settings
 from teimgr.control.launch.control_link import MuxDisconnected, MuxLink, MuxLost, MuxStopping
-from teimgr.control.launch.mux_launcher import LocalMuxLauncher, MuxHandle, MuxLauncher
-from teimgr.control.launch.process_handle import Exit, LaunchFailed
+from teimgr.control.launch.mux_launcher import MuxHandle, MuxLauncher, SentCertificates, local_launcher
+from teimgr.control.launch.process_handle import Exit, ExitReport, LaunchFailed
 from teimgr.control.supervision.crash_reports import MUX, Crash, CrashReports
-from teimgr.control.supervision.lifecycle import WORKING_LIMIT_S, Backoff
+from teimgr.control.supervision.lifecycle import (
+    Backoff,
+    Command,
+    Effect,
+    Event,
+    Exited,
+    FailureCause,
+    Observation,
+    Phase,
+    ProbeFailed,
+    ProbeOk,
+    RestartPolicy,
+    WorkerDraining,
+    WorkerFailed,
+    WorkerReady,
+    explain,
+)
+from teimgr.control.supervision.supervisor import LifecycleTask
 from teimgr.control.supervision.work_meter import WorkMeter
-from teimgr.errors import InvalidConfig, TeimgrError, Unavailable
+from teimgr.errors import Code, TeimgrError, Unavailable
 from teimgr.http.auth.policy import Policy, PolicyInForce
-from teimgr.http.auth.tls_files import Stamp, TlsFiles
 from teimgr.http.server import bind
 from teimgr.http.unix_listener import check_free, remove_stale
 from teimgr.observability.logs import STACKS_SIGNAL, rotate_regularly
 from teimgr.observability.metrics import DaemonMetrics
-from teimgr.observability.telemetry import exporting
 from teimgr.spec import RouteEntry
 from teimgr.wire.fleet_tls import FleetIdentity
 from teimgr.wire.routing.router import Directory
@@ -43,20 +57,29 @@ _RECONNECT_PAUSE_S = 0.1
 _ADOPTION_PAUSE_S = 2.0
 
 
+MUX_POLICY = RestartPolicy(
+    process="mux",
+    failed_exit_limit_s=0.0,  # it does not end by itself
+    max_probe_failures=5,
+    backoff=Backoff(max_s=10.0, stable_after_s=10.0),
+)
+
+
 @dataclass(frozen=True, slots=True)
 class MuxTimeouts:
-    """Limits in seconds: until the control link accepts, until a late answer raises an alarm, until it counts as lost,
-    and that while its threads work; and the interval of the polls."""
+    """Limits in seconds: until the control link accepts, until a probe without an answer has failed; and the interval
+    of the probes."""
 
     connect_limit_s: float = 20.0
-    alarm_after_s: float = 2.0
-    answer_limit_s: float = 10.0
-    working_limit_s: float = WORKING_LIMIT_S
+    answer_limit_s: float = 2.0
     interval_s: float = 5.0
 
 
-class MuxSupervisor:
-    """Keeps one mux process alive while `run` runs; `alarm` is what is wrong with it now."""
+class MuxSupervisor(LifecycleTask):
+    """Keeps one mux process alive while `run` runs; `alarm` is what is wrong with it now.
+
+    The task of each process, from launch or adoption to its exit, sends events. Each question to the mux is a probe.
+    """
 
     def __init__(
         self,
@@ -66,8 +89,9 @@ class MuxSupervisor:
         crash_reports: CrashReports,
         policy: PolicyInForce | None = None,
         timeouts: MuxTimeouts | None = None,
-        backoff: Backoff | None = None,
+        restarts: RestartPolicy = MUX_POLICY,
     ) -> None:
+        super().__init__(restarts, {"mux": launcher.name})
         self.launcher = launcher
         self.name = launcher.name
         self.alarm: str | None = None
@@ -75,14 +99,17 @@ class MuxSupervisor:
         self._policy = policy or PolicyInForce(Policy())
         self._metrics = metrics
         self._timeouts = timeouts or MuxTimeouts()
-        self._backoff = backoff or Backoff(max_s=10.0, stable_after_s=10.0)
-        self._process: MuxHandle | None = None
-        self._draining: dict[asyncio.Task[Exit | None], MuxHandle] = {}
-        self._forced: set[asyncio.Task[Exit | None]] = set()
         self._crash_reports = crash_reports
+        self._tasks: asyncio.TaskGroup | None = None
+        self._process: MuxHandle | None = None
+        self._left: asyncio.Future[Exit] | None = None  # done when the process may end beside its successor
+        self._grace_s = 0.0  # of a process that another one stopped
+        self._draining: dict[asyncio.Task[None], MuxHandle] = {}
+        self._forced: set[asyncio.Task[None]] = set()
         self._routes: int | None = None  # the version of the oldest that the process may use; None: it has none yet
         self._routes_changed = asyncio.Event()
         self._is_fed = False
+        self._problem: str | None = None  # by the last answer
 
     @property
     def state(self) -> str:
@@ -112,22 +139,16 @@ class MuxSupervisor:
 
     async def run(self) -> None:
         """Keep a live mux that has the latest snapshot, until cancelled."""
-        failures = 0
-        while True:
-            began = time.monotonic()
-            reason, process = await self._run_once(), self._process
-            exit = await self._end()
-            reason += "" if exit is None or exit.status is None else f" (exit status {exit.status})"
-            was_stable = time.monotonic() - began >= self._backoff.stable_after_s
-            failures = 1 if was_stable else failures + 1
-            pause_s = self._backoff.delay_s(failures)
-            self.alarm = f"{self.name} is being started again: {reason}; see {self.launcher.log_name}"
-            self._metrics.mux_gone(self.name)
-            if process is not None:
-                _, writing = self._crash_reports.report(self._crash(process, exit, reason))
-                await writing
-            log.error("mux lost: %s", reason, extra={"mux": self.name, "again_in_s": pause_s})
-            await asyncio.sleep(pause_s)
+        async with asyncio.TaskGroup() as self._tasks:
+            if self._process is not None:
+                self._step(Command.ADOPT)
+                self._begin()
+            else:
+                self._step(Command.START)
+            while True:
+                event: Observation = await self._next()
+                self._record(event)
+                self._step(event)
 
     async def routes_confirmed(self) -> None:
         """Return when no mux process uses older routes than those of now: it has confirmed them, or is gone, which one
@@ -144,77 +165,139 @@ class MuxSupervisor:
 
     async def stop(self, grace_s: float) -> None:
         """Let the mux finish its calls, at most `grace_s`, then end it. Call after `run` was cancelled."""
-        await asyncio.gather(self._end(grace_s + 1), *self._draining)
+        process = self._process
+        self._forget_process()
+        ending = [self._end(process, grace_s + 1)] if process is not None else []
+        await asyncio.gather(*ending, *self._draining)
         self.launcher.clean_up()
 
     def force_stop(self) -> None:
         for process in (self._process, *self._draining.values()):
             if process is not None:
                 # At a second SIGTERM it exits without waiting for calls; one that hangs is killed.
-                task = asyncio.create_task(self._end_process(process, _FORCED_S), name=f"forced end of {self.name}")
+                task = asyncio.create_task(self._end(process, _FORCED_S), name=f"forced end of {self.name}")
                 self._forced.add(task)
                 task.add_done_callback(self._forced.discard)
 
-    def _crash(self, process: MuxHandle, exit: Exit | None, reason: str) -> Crash:
-        return Crash(
+    # Events and effects
+
+    def _step(self, event: Event) -> None:
+        for effect in self._advance(event):
+            if effect is Effect.LAUNCH:
+                self._begin()
+            elif effect is Effect.TERMINATE and self._process is not None:
+                self._let_end(self._process)
+            elif effect is Effect.KILL and self._process is not None:
+                assert self._tasks is not None
+                self._tasks.create_task(self._end(self._process, 0), name=f"end of {self.name}")
+
+    def _let_end(self, process: MuxHandle) -> None:
+        """Another process has stopped it: its port is free, so its successor starts while it finishes its calls."""
+        task = asyncio.create_task(self._end(process, self._grace_s + 1, sigterm=False))
+        self._draining[task] = process
+        task.add_done_callback(self._draining.pop)
+        self._forget_process()
+        if self._left is not None and not self._left.done():
+            self._left.set_result(Exit(None))
+
+    def _record(self, event: Observation) -> None:
+        """Update what is shown; no decision depends on it."""
+        match event:
+            case ProbeOk():
+                self.alarm = f"{self.name}: {self._problem}" if self._problem else None
+            case ProbeFailed(reason) if self._replica.phase is Phase.RUNNING:  # its start takes its time
+                self.alarm = reason
+                log.warning("probe failed", extra={"mux": self.name, "reason": reason})
+                if not self._replica.probe_failures and self._process is not None:
+                    self._process.send_signal(STACKS_SIGNAL)
+            case Exited(exit):
+                reason = (self._replica.failure or explain(exit, "mux")).message
+                self.alarm = f"{self.name} is being started again: {reason}; see {self.launcher.log_name}"
+                self._metrics.mux_gone(self.name)
+                if self._process is not None:
+                    self._report_crash(self._process, exit, reason)
+                self._forget_process()
+
+    def _forget_process(self) -> None:
+        self._process, self._is_fed = None, False
+        self._set_routes(None)
+
+    def _report_crash(self, process: MuxHandle, exit: Exit, reason: str) -> None:
+        crash = Crash(
             instance=f"{MUX}-{self.launcher.host}" if self.launcher.host else MUX,
             replica=self.launcher.number,
             pid=process.pid,
             started_at=process.started_at,
-            status=exit.status if exit else None,
+            status=exit.status,
             reason=reason,
-            log=exit.log if exit else None,
+            log=exit.log,
         )
+        _, writing = self._crash_reports.report(crash)
+        assert self._tasks is not None
+        self._tasks.create_task(writing, name=f"crash report of {self.name}")
 
-    async def _run_once(self) -> str:
-        """Launch the mux unless one was adopted, and serve it until it is lost; the result is why."""
+    # The process
+
+    def _begin(self) -> None:
+        assert self._tasks is not None
+        self._tasks.create_task(self._run_process(), name=f"process of {self.name}")
+
+    async def _run_process(self) -> None:
+        """Launch a mux unless one was adopted, and feed it until it has ended or leaves; never raises."""
         try:
             process = self._process = self._process or await self.launcher.launch()
-            return await self._serve(process)
-        except MuxStopping as error:  # its successor starts beside it
-            process, self._process = self._process, None  # type: ignore[assignment]
-            self._set_routes(None)  # it takes no new calls
-            task = asyncio.create_task(self._end_process(process, error.grace_s + 1, sigterm=False))
-            self._draining[task] = process
-            task.add_done_callback(self._draining.pop)
-            return str(error)
-        except (MuxLost, LaunchFailed, OSError) as error:
-            return str(error)
-        except TeimgrError as error:
-            return error.message
+            exit = await self._serve(process)
+        except (LaunchFailed, OSError, TeimgrError) as error:
+            exit = Exit(None, ExitReport(Code.INTERNAL_ERROR, str(error), permanent=False))
         except Exception as error:  # a defect of ours must not leave the fleet without a mux
             log.exception("supervision of a mux failed", extra={"mux": self.name})
-            return repr(error)
+            exit = Exit(None, ExitReport(Code.INTERNAL_ERROR, repr(error), permanent=False))
+            if self._process is not None:
+                await self._end(self._process, 0)
+        self._mailbox.put_nowait(Exited(exit, random.random()))
 
-    async def _serve(self, process: MuxHandle) -> str:
+    async def _serve(self, process: MuxHandle) -> Exit:
         ended = asyncio.ensure_future(process.wait())
-        feeding = asyncio.ensure_future(self._feed(process))
+        feeding = asyncio.create_task(self._keep_fed(process))
+        left = self._left = asyncio.get_running_loop().create_future()
         try:
-            await asyncio.wait({ended, feeding}, return_when=asyncio.FIRST_COMPLETED)
-            if not ended.done():
-                await feeding
-            exit = ended.result()
-            return f"it ended: {exit.report.message}" if exit.report else "it ended"
+            await asyncio.wait({ended, left}, return_when=asyncio.FIRST_COMPLETED)
+            return left.result() if left.done() else ended.result()
         finally:
             for task in (ended, feeding):
                 task.cancel()
             await asyncio.gather(ended, feeding, return_exceptions=True)
 
-    async def _feed(self, process: MuxHandle) -> None:
+    async def _keep_fed(self, process: MuxHandle) -> None:
+        post = self._mailbox.put_nowait
+        try:
+            await self._keep_link(process)
+        except MuxStopping as error:
+            self._grace_s = error.grace_s
+            post(WorkerDraining())
+        except MuxLost as error:
+            post(WorkerFailed(FailureCause(str(error))))
+        except Exception as error:  # a defect of ours
+            log.exception("supervision of a mux failed", extra={"mux": self.name})
+            post(WorkerFailed(FailureCause(repr(error))))
+
+    async def _keep_link(self, process: MuxHandle) -> None:
         """Keep a control link to the mux: where one that has worked breaks, the mux may live, and another is made.
 
         Raises:
             MuxLost: always, at the end.
         """
-        link: MuxLink | None = None
+        limits, post = self._timeouts, self._mailbox.put_nowait
         while True:
-            late = asyncio.get_running_loop().call_later(self._timeouts.alarm_after_s, self._on_disconnected)
-            if link is None:  # it is being started, which takes its time
-                late.cancel()
+            late = ProbeFailed(
+                f"{self.name} has had no control connection for {limits.answer_limit_s:g} s", missed=True
+            )
+            timer = asyncio.get_running_loop().call_later(limits.answer_limit_s, post, late)
             try:
-                link = await process.connect(self._timeouts.connect_limit_s)
+                link = await process.connect(limits.connect_limit_s)
             finally:
-                late.cancel()
+                timer.cancel()
+            post(WorkerReady())
             try:
                 await self._feed_by(link)
             except MuxDisconnected as error:
@@ -234,7 +317,6 @@ class MuxSupervisor:
         Raises:
             MuxLost: always, at the end.
         """
-        limits = self._timeouts
         changed = asyncio.Event()
         changes: list[tuple[str, RouteEntry | None]] = []
 
@@ -242,7 +324,7 @@ class MuxSupervisor:
             changes.append((name, entry))
             changed.set()
 
-        certificates = _SentCertificates(self.launcher.tls)
+        certificates = SentCertificates(self.launcher.tls)
         unsubscribe = (self._directory.subscribe(on_route), self._policy.subscribe(changed.set))
         link.send(
             **certificates.news(),
@@ -252,24 +334,17 @@ class MuxSupervisor:
         version = self._directory.version
         if self._routes is None:
             self._set_routes(version)
-        request, problem = "stats", None
+        request = "stats"
         try:
             while True:
-                late = asyncio.get_running_loop().call_later(limits.alarm_after_s, self._on_late)
-                try:
-                    async with WorkMeter(self._process) as meter:
-                        answer = await link.ask(
-                            request, limits.answer_limit_s, meter.has_worked, limits.working_limit_s
-                        )
-                finally:
-                    late.cancel()
+                answer = await self._ask(link, request)
                 self._set_routes(version)
                 self._is_fed = True
                 if request == "stats":
-                    problem = answer.get("alarm") or certificates.alarm
+                    self._problem = answer.get("alarm") or certificates.alarm
                     self._metrics.mux_stats(self.name, answer)
-                self.alarm = f"{self.name}: {problem}" if problem else None
-                request = "ack" if await link.wait(changed, limits.interval_s) else "stats"
+                self._mailbox.put_nowait(ProbeOk())
+                request = "ack" if await link.wait(changed, self._timeouts.interval_s) else "stats"
                 if request == "ack":
                     changed.clear()
                     sent = ", ".join(
@@ -284,102 +359,24 @@ class MuxSupervisor:
             for leave in unsubscribe:
                 leave()
 
-    def _on_late(self) -> None:
-        self.alarm = f"{self.name} has given no answer for {self._timeouts.alarm_after_s:g} s"
-        log.warning("mux is late with an answer", extra={"mux": self.name})
-        if self._process is not None:
-            self._process.send_signal(STACKS_SIGNAL)
-
-    def _on_disconnected(self) -> None:
-        self.alarm = f"{self.name} has had no control connection for {self._timeouts.alarm_after_s:g} s"
-
-    async def _end(self, grace_s: float = 0) -> Exit | None:
-        """End the present process; the result is how it ended, where that is known."""
-        exit = await self._end_process(self._process, grace_s) if self._process is not None else None
-        self._process = None
-        self._is_fed = False
-        self._set_routes(None)
-        return exit
-
-    async def _end_process(self, process: MuxHandle, grace_s: float, *, sigterm: bool = True) -> Exit | None:
+    async def _ask(self, link: MuxLink, request: str) -> dict[str, Any]:
+        """The answer, however late it comes: the events of failed probes end a mux that gives none."""
+        limit_s = self._timeouts.answer_limit_s
+        answer = asyncio.create_task(link.ask(request))
         try:
-            return await process.stop(grace_s, sigterm=sigterm)
+            async with WorkMeter(self._process) as meter:
+                while not (await asyncio.wait((answer,), timeout=limit_s))[0]:
+                    reason = f"{self.name} has given no answer for {limit_s:g} s"
+                    self._mailbox.put_nowait(ProbeFailed(reason, missed=True, works=await meter.has_worked()))
+            return answer.result()
+        finally:
+            answer.cancel()
+
+    async def _end(self, process: MuxHandle, grace_s: float, *, sigterm: bool = True) -> None:
+        try:
+            await process.stop(grace_s, sigterm=sigterm)
         except LaunchFailed as error:
             log.error("mux cannot be ended", extra={"mux": self.name, "reason": str(error)})
-            return None
-
-
-class _SentCertificates:
-    """The content of TLS files for a mux that cannot read them: at first, and after a change.
-
-    Files are replaced one after the other, so a change counts once it is the same at two looks.
-    """
-
-    def __init__(self, files: TlsFiles | None) -> None:
-        self.alarm: str | None = None
-        self._files = files
-        self._sent: Stamp | None = None
-        self._seen: Stamp | None = None
-
-    def news(self) -> dict[str, str]:
-        """`{"tls": JSON}` where there is something to send, else empty.
-
-        Raises:
-            MuxLost: they cannot be used, and none were before.
-        """
-        if self._files is None:
-            return {}
-        stamp, settled = self._files.stamp(), self._sent is None
-        settled |= stamp == self._seen
-        self._seen = stamp
-        if stamp == self._sent and stamp is not None:
-            self.alarm = None
-        if not settled or (stamp == self._sent and stamp is not None):
-            return {}
-        try:
-            pems = self._files.pems()
-        except InvalidConfig as error:
-            if self._sent is None:
-                raise MuxLost(f"its TLS files cannot be used: {error.message}") from error
-            self.alarm = f"the TLS files have changed and cannot be used, the former ones serve on: {error.message}"
-            return {}
-        self._sent, self.alarm = stamp, None
-        texts = {"cert": pems.cert.decode(), "key": pems.key.decode(), "ca": pems.ca.decode() if pems.ca else None}
-        return {"tls": json.dumps(texts)}
-
-
-def mux_config(number: int, settings: Settings, identity: FleetIdentity | None = None) -> MuxConfig:
-    """The configuration of a mux on this host; `identity` is that of this node in a fleet of several hosts."""
-    files = settings.tls_files
-    return MuxConfig(
-        host=settings.grpc_host,
-        port=settings.grpc_port,
-        control_socket=str(settings.run_dir / f"mux-{number}.sock"),
-        max_message_bytes=settings.grpc_max_message_size_mb * 2**20,
-        max_parallel_streams=settings.grpc_max_parallel_streams,
-        request_timeout_s=float(settings.grpc_request_timeout_secs),
-        orphan_grace_s=float(settings.orphan_grace_secs),
-        run_dir=str(settings.run_dir),
-        tls=files,
-        otel=exporting(settings, f"mux-{number}"),
-        processes=settings.mux_processes,
-        socket=str(settings.grpc_socket.absolute()) if settings.grpc_socket and number == 0 else "",
-        socket_mode=settings.socket_permissions,
-        log_level=settings.log_level,
-        node=identity.node if identity else "",
-        identity_dir=str(identity.folder) if identity else "",
-    )
-
-
-def mux_configs(settings: Settings) -> list[MuxConfig]:
-    """Those of all muxes of one host."""
-    return [mux_config(number, settings) for number in range(settings.mux_processes if settings.grpc_enabled else 0)]
-
-
-def local_launcher(number: int, settings: Settings, identity: FleetIdentity | None = None) -> LocalMuxLauncher:
-    """The launcher of a mux on this host; `identity` as `mux_config`."""
-    config = mux_config(number, settings, identity)
-    return LocalMuxLauncher(number, config, settings.log_dir, settings.log_max_bytes, settings.log_keep)
 
 
 class MuxHosts(Protocol):

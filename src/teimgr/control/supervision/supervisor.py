@@ -10,11 +10,11 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from teimgr.control.launch.launcher import Adopted, Launcher
 from teimgr.control.launch.process_handle import Exit, LaunchFailed
@@ -57,6 +57,38 @@ from teimgr.spec import (
 log = logging.getLogger(__name__)
 
 
+class LifecycleTask:
+    """One process under the table of `lifecycle.py`: its state, and the mailbox of the only task that changes it.
+
+    `facts` identify the process in the log.
+    """
+
+    def __init__(self, policy: RestartPolicy, facts: Mapping[str, Any]) -> None:
+        self._replica = ReplicaState(policy=policy)
+        # Without a bound: each event is handled at once, and few tasks send any.
+        self._mailbox: asyncio.Queue[Any] = asyncio.Queue()
+        self._facts = facts
+
+    async def _next(self) -> Any:
+        """The next item of the mailbox; a `Tick` when the time comes first that the state waits for."""
+        try:
+            async with asyncio.timeout_at(self._replica.wake_at):
+                return await self._mailbox.get()
+        except TimeoutError:
+            return Tick()
+
+    def _advance(self, event: Event) -> list[Effect]:
+        """Step the state machine, and log a change of its phase; the result is what is to be done."""
+        before = self._replica.phase
+        self._replica, effects = self._replica.step(event, asyncio.get_running_loop().time())
+        phase, reason = self._replica.phase, self._replica.reason
+        if phase is not before:
+            level = {Phase.FAILED: logging.ERROR, Phase.WAITING: logging.WARNING}.get(phase, logging.INFO)
+            change = {"from": before.name.lower(), "to": phase.name.lower()} | ({"reason": reason} if reason else {})
+            log.log(level, "phase", extra={**self._facts, **change})
+        return effects
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisorContext:
     """What all supervisors share. `grace_s` is how long a stopped worker may finish its calls."""
@@ -91,7 +123,7 @@ class _Request:
     accepted: asyncio.Future[None]
 
 
-class Supervisor:
+class Supervisor(LifecycleTask):
     """Supervises the `number`-th replica of the instance `spec`.
 
     `role` is its part in an update, as in `WorkerView`. `host` and `gpu` are the name of the host, empty in a fleet of
@@ -107,6 +139,7 @@ class Supervisor:
         context: SupervisorContext,
         owner: Owner,
     ) -> None:
+        super().__init__(_policy_of(spec, context), {"instance": spec.name, "replica": number})
         self.spec = spec
         self.number = number
         self.role = role
@@ -117,9 +150,6 @@ class Supervisor:
         self.started = asyncio.Event()
         self._context = context
         self._owner = owner
-        self._replica = ReplicaState(policy=self._policy())
-        # Without a bound: each event is handled at once, and few tasks send any.
-        self._mailbox: asyncio.Queue[_Request | Observation] = asyncio.Queue()
         self._settled = asyncio.Condition()
         self._worker: WorkerRun | None = None
         self._worker_tasks: asyncio.TaskGroup | None = None
@@ -163,7 +193,7 @@ class Supervisor:
     def respecify(self, spec: InstanceSpec) -> None:
         """Replace the spec by one that makes no difference to the present worker."""
         self.spec = spec
-        self._replica = replace(self._replica, policy=self._policy())
+        self._replica = replace(self._replica, policy=_policy_of(spec, self._context))
 
     def set_threads(self, threads: CpuThreads) -> None:
         self._threads = threads
@@ -286,13 +316,6 @@ class Supervisor:
     def _is_over(self) -> bool:
         return self._replica.deleted and self._replica.phase is Phase.STOPPED
 
-    async def _next(self) -> _Request | Observation:
-        try:
-            async with asyncio.timeout_at(self._replica.wake_at):
-                return await self._mailbox.get()
-        except TimeoutError:
-            return Tick()
-
     async def _handle(self, item: _Request | Observation) -> None:
         if isinstance(item, _Request):
             self._answer(item)
@@ -358,9 +381,9 @@ class Supervisor:
 
     def _step(self, event: Event, *, has_crashed: bool = False) -> None:
         before = self._replica
-        self._replica, effects = before.step(event, asyncio.get_running_loop().time())
+        effects = self._advance(event)
         if before.phase is not self._replica.phase:
-            self._on_phase_changed(before.phase)
+            self._on_phase_changed()
         if has_crashed or before != self._replica:
             self._owner.on_state_changed()
         for effect in effects:
@@ -370,12 +393,8 @@ class Supervisor:
                 grace_s = 0.0 if effect is Effect.KILL else self._context.grace_s
                 self._worker.end(grace_s, handover=effect is Effect.HAND_OVER)
 
-    def _on_phase_changed(self, before: Phase) -> None:
+    def _on_phase_changed(self) -> None:
         replica, worker, metrics = self._replica, self._worker, self._context.records.metrics
-        facts = {"instance": self.spec.name, "replica": self.number}
-        facts |= {"from": before.name.lower(), "to": replica.phase.name.lower()}
-        level = {Phase.FAILED: logging.ERROR, Phase.WAITING: logging.WARNING}.get(replica.phase, logging.INFO)
-        log.log(level, "phase", extra=facts | ({"reason": replica.reason} if replica.reason else {}))
         if replica.phase is Phase.WAITING or (replica.phase is Phase.FAILED and replica.wake_at is not None):
             metrics.count(catalogue.RESTARTS, self.spec.name)
         if replica.phase is Phase.RUNNING:
@@ -449,6 +468,7 @@ class Supervisor:
             return InstanceNotFound(self.spec.name)
         return Unavailable(f"Instance '{self.spec.name}' is not supervised any more")
 
-    def _policy(self) -> RestartPolicy:
-        timeout_s = self.spec.startup_timeout_secs or self._context.policy.startup_timeout_s
-        return replace(self._context.policy, startup_timeout_s=timeout_s)
+
+def _policy_of(spec: InstanceSpec, context: SupervisorContext) -> RestartPolicy:
+    timeout_s = spec.startup_timeout_secs or context.policy.startup_timeout_s
+    return replace(context.policy, startup_timeout_s=timeout_s)
