@@ -23,7 +23,8 @@ AnyText = Text | memoryview
 ResultT = TypeVar("ResultT")
 Steps = Generator[None, None, ResultT]
 
-WINDOW_BYTES = 64 * 1024
+# A regular expression takes 150 ns for each escape on a slow processor: 1.2 ms for a window of nothing else.
+WINDOW_BYTES = 16 * 1024
 _TOKENS_A_STEP = 512
 # Lists, objects and long texts that one scan passes over one by one: about a second. No client sends this many.
 MAX_TOKENS = 1_000_000
@@ -40,6 +41,8 @@ _QUOTE, _COLON, _BRACE = b'":{'
 _OPENING, _CLOSING = frozenset(b"[{"), frozenset(b"]}")
 # A text of a member is read up to here: longer ones are not names, and only their beginning is shown.
 _MAX_VALUE_BYTES = 16 * 1024
+# Of a string, what a regular expression looks at: most strings end within it.
+_SHORT_BYTES = 256
 _LONGEST_CUT = 12  # bytes of a character that the limit cuts: two escapes
 
 
@@ -119,15 +122,24 @@ def _run(pattern: re.Pattern[bytes], text: AnyText, at: int) -> Steps[int]:
 
 def _end_of_string(text: AnyText, at: int) -> Steps[int]:
     """The position behind a string whose characters begin at `at`; beyond the text if it is unterminated."""
-    while True:
-        found = _IN_STRING.match(text, at, at + WINDOW_BYTES)
-        end = at if found is None else found.end()
-        if end < len(text) and text[end] == _QUOTE:
-            return end + 1
-        if end >= len(text) or end == at:  # a backslash ends the text
-            return len(text) + 1
-        at = end
+    found = _IN_STRING.match(text, at, at + _SHORT_BYTES)
+    at = at if found is None else found.end()
+    if at < len(text) and text[at] == _QUOTE:
+        return at + 1
+    while at < len(text):
+        # Long texts without the regular expression: these calls pass over an escape 20 times as fast.
+        window = bytes(text[at : at + WINDOW_BYTES])
+        quote = window.find(b'"')
+        if b"\\" in (window if quote < 0 else window[:quote]):
+            window = window.replace(b"\\\\", b"  ").replace(b'\\"', b"  ")
+            quote = window.find(b'"')
+        if quote >= 0:
+            return at + quote + 1
+        at += len(window)
+        if window.endswith(b"\\") and at < len(text):
+            at -= 1  # what it escapes is in the next window
         yield
+    return len(text) + 1
 
 
 def _end_of_nested(text: Text, at: int, name: str) -> Steps[int]:
@@ -237,7 +249,7 @@ def read(text: AnyText, reading: Reading) -> Any:
 
 
 def loads(text: AnyText, max_values: int = MAX_VALUES) -> Any:
-    """The value of a JSON text as `orjson.loads` gives it, by calls of orjson for 64 KiB at most.
+    """The value of a JSON text as `orjson.loads` gives it, by calls of orjson for 16 KiB at most.
 
     For large texts on a thread: other threads get the GIL between two calls.
 
@@ -481,7 +493,9 @@ def _whole_characters(text: AnyText, at: int, end: int) -> int:
         if text[cut] & 0xC0 == 0x80:
             cut -= 1
     if _BACKSLASH in text[cut - _LONGEST_CUT : cut]:
-        cut = _matched(_WHOLE, text, at, cut)
+        window = bytes(text[at:cut]).replace(b"\\\\", b"  ").replace(b'\\"', b"  ")  # a backslash left begins an escape
+        tail = window[-_LONGEST_CUT:]
+        cut -= len(tail) - _matched(_WHOLE, tail, 0, len(tail))
         if cut == at:
             raise _malformed("invalid escape in string", at)
     return cut

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import difflib
 import logging
 import time
@@ -81,11 +80,12 @@ from teimgr.wire.frames import (
     read_reply,
     request_head,
 )
-from teimgr.wire.json_scan import completed, text_member
+from teimgr.wire.json_scan import text_member
 from teimgr.wire.protobuf import Target
 from teimgr.wire.routing.links import LinkLimits
 from teimgr.wire.routing.router import Directory, Lease, Router, RouterView, router_view
 from teimgr.wire.status import STATUS
+from teimgr.wire.step_thread import StepThread
 
 log = logging.getLogger(__name__)
 
@@ -122,6 +122,7 @@ class Gateway:
         self._views = views
         self.aliases = settings.aliases
         self._names = ModelNames(self._router, lambda: self.aliases)
+        self._scanning = StepThread("scan")
         self._router.update(directory.snapshot())
         self._unsubscribe = directory.subscribe(self._router.apply)
         self._since = int(time.time())
@@ -147,6 +148,7 @@ class Gateway:
     async def close(self) -> None:
         self._unsubscribe()
         await self._router.close()
+        self._scanning.close()
 
     async def answer(self, call: InferenceCall, request: DirectRequest, caller: Caller) -> HttpReply:
         """The reply to a request of inference, whose body is read as it comes."""
@@ -265,7 +267,7 @@ class Gateway:
             return names.lease_instance(named["name"])
         if "model" in named:
             return names.lease(named["model"])
-        return names.lease(await model_of(body.payload, body.start), kinds_of(inner))
+        return names.lease(await model_of(body.payload, self._scanning, body.start), kinds_of(inner))
 
     def _names_for(self, caller: Caller) -> ModelNames:
         if caller is ANONYMOUS:  # who may know all
@@ -339,8 +341,8 @@ _KEY = b'"model"'
 _ESCAPED_LETTER = b"\\u006"  # of "model"; no encoder escapes ASCII letters
 
 
-async def model_of(body: bytes | bytearray, start: int = 0) -> str | None:
-    """The text under `model` in the JSON object that begins at `start`, or None.
+async def model_of(body: bytes | bytearray, scanning: StepThread, start: int = 0) -> str | None:
+    """The text under `model` in the JSON object that begins at `start`, or None. Long bodies are for `scanning`.
 
     The first of several wins. Malformed JSON may have an answer too: the worker, which parses the whole, refuses it.
 
@@ -362,7 +364,7 @@ async def model_of(body: bytes | bytearray, start: int = 0) -> str | None:
     except StopIteration as end:
         found: str | None = end.value
         return found
-    return await asyncio.to_thread(completed, steps)
+    return await scanning.run(steps)
 
 
 def _parses_quickly(body: bytes | bytearray, start: int) -> bool:

@@ -29,6 +29,7 @@ _MAX_DEPTH = 128
 _MAX_STEPS = 100_000
 _U64 = 2**64
 _I63 = 2**63
+_MAX_NUMBER_DIGITS = 2**16
 _MAX_DIGITS = 21  # of an integer of 64 bits, with its sign
 _MAX_EXPONENT = 2**31 - 1
 
@@ -358,9 +359,9 @@ class Reader:
 
     def _digits(self) -> int:
         start = self.at
-        self._pass(_DIGITS, WINDOW_BYTES)
-        if self.at - start > WINDOW_BYTES:
-            raise InvalidInput(f"The body has a number of more than {WINDOW_BYTES} digits")
+        self._pass(_DIGITS, _MAX_NUMBER_DIGITS)
+        if self.at - start > _MAX_NUMBER_DIGITS:
+            raise InvalidInput(f"The body has a number of more than {_MAX_NUMBER_DIGITS} digits")
         return self.at - start
 
     def wrong_type(self, expected: str) -> Fault:
