@@ -89,15 +89,14 @@ class FakeEngine:
         self.started: list[int] = []  # the jobs there were at each start
         self.broken = False
         self.expected: float | None = None
+        self.estimates: list[int] = []  # the jobs of each
         self.waiting_tokens = 0
 
     def stats(self) -> Any:
         raise NotImplementedError
 
-    def check(self, options: InferOptions) -> None:
-        pass
-
     def expected_s(self, lane: Lane, jobs: Sequence[Job] = ()) -> float | None:
+        self.estimates.append(len(jobs))
         return self.expected
 
     def queued_tokens(self, lane: Lane, jobs: Sequence[Job]) -> tuple[int, int]:
@@ -203,6 +202,23 @@ async def test_a_call_that_would_be_answered_too_late_is_refused_and_told_when_t
         assert refused.retry_after_s == 4.0
     assert not asked(dispatcher, within_s=6).replies
     assert not asked(dispatcher, within_s=5, may_wait=True, streamed=True).replies  # it has back-pressure
+    dispatcher.close()
+
+
+async def test_the_wait_of_a_call_is_estimated_once_and_again_if_it_has_waited_for_its_place() -> None:
+    engine = FakeEngine()
+    dispatcher = dispatching(engine, calls=1)
+    first, *_ = [asked(dispatcher, within_s=5) for _ in range(5)]
+    assert engine.estimates == [1] * 5, "with its own inputs"
+
+    asked(dispatcher, within_s=5, may_wait=True)
+    assert engine.estimates == [1] * 6
+    dispatcher.cancel(first)
+    assert engine.estimates == [1] * 7
+
+    call = Asked(may_wait=True, deadline=time.monotonic() + 5)
+    dispatcher.admit(call, lambda: None)  # its inputs are still to be read
+    assert engine.estimates == [1] * 7 + [0]
     dispatcher.close()
 
 

@@ -1,6 +1,11 @@
-"""The engine: a model on a device, fed by a few threads.
+"""The engine: a model on a device. `start` computes a few short queries on the thread that brings them, where the model
+is fast and nothing waits or runs:
 
-    submit ─► tokenizer threads ─► queue ─► engine thread ─► finisher thread ─► deliver
+    submit, start ─► tokenize ─► forward ─► deliver
+
+Everything else goes through a few threads:
+
+    submit, start ─► tokenizer threads ─► queue ─► engine thread ─► finisher thread ─► deliver
 
 On a GPU the finisher waits for the device while the engine thread already packs and starts the next batch. Where the
 native forward computes on the CPU, there is an engine thread for each lane: queries are computed beside a bulk batch.

@@ -1,10 +1,12 @@
-"""The tokenizer thread: rows of jobs become entries of the queue.
+"""Where jobs enter the engine: their rows are tokenized and become entries of the queue.
 
-All small jobs that wait are tokenized in one call, and big ones in chunks, so that a query never waits for a whole
-file of texts. A second thread tokenizes long texts, in as many calls of the library as their cuts need
-(`engine/truncation.py`), so no other text waits for them. A few queries that come while nothing else waits are
-tokenized on the thread that brings them, and where the model is fast computed there too: that takes less time than to
-wake up other threads. Rows that cannot be tokenized go straight to the finisher as failures.
+A few queries that come while nothing else waits are tokenized on the thread that brings them, and where the model is
+fast computed there too (`Intake.start`): that takes less time than to wake up other threads.
+
+Everything else is tokenized by two threads. One takes all small jobs that wait in one call of the library, and big ones
+in chunks, so that a query never waits for a whole file of texts. The other one takes long texts, in as many calls as
+their cuts need (`engine/truncation.py`), so no other text waits for them. Rows that cannot be tokenized go straight to
+the finisher as failures.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""An engine thread: pack the next batch, start it on the device, pass it to the finisher or finish it."""
+"""Batches on their way through the model: pack one, start it on the device, pass it to the finisher or finish it.
+
+That is the work of an engine thread; a few queries are computed on the thread that brings them.
+"""
 
 from __future__ import annotations
 
@@ -72,8 +75,9 @@ class _StartError:
 
 
 class Runner:
-    """Serves `lanes` of the queue with one model; `run` is the thread's body, until the queue is closed and empty, or
-    the finisher has ended. `serve_queries` computes on the thread that calls it, one batch at a time with `run`.
+    """Serves `lanes` of the queue with one model. `serve_queries` computes a small batch on the thread that calls it.
+    `run` is the body of the own thread, until the queue is closed and empty, or the finisher has ended. They take turns
+    in computing.
 
     One of all lanes has a device to itself. Of two, one for each lane, that of bulk has the lower priority: the
     scheduler gives it what queries leave, and a fifth of the processor beside as many queries as can be computed.
@@ -116,6 +120,36 @@ class Runner:
     def use_threads(self, threads: CpuThreads) -> None:
         """Use these CPU threads from the next batch on."""
         self._threads = threads
+
+    def serve_queries(self, entries: list[QueueEntry]) -> bool:
+        """Compute and deliver a small batch on the calling thread.
+
+        False, and nothing done, if it would take longer than a few milliseconds or the model is not a light one: a GPU
+        and OpenMP's threads belong to the own thread.
+        """
+        texts, tokens = sum([entry.texts for entry in entries]), sum([entry.tokens for entry in entries])
+        is_quick = self._token_s * (tokens + BATCH_OVERHEAD_TOKENS) <= _ON_CALLER_S
+        if not (self._is_light and is_quick) or self._in_flight.batches or not self._queue.fits_batch(texts, tokens):
+            return False
+        now, token_s = time.monotonic(), self._queue.token_s()
+        if any(entry.is_late(now, token_s) for entry in entries) or not self._finisher.is_free:
+            return False
+        if not self._computing.acquire(blocking=False):
+            return False
+        try:
+            self._execute(entries)
+        except BaseException as error:
+            self._on_defect(error)
+            undone = [entry for entry in entries if entry.job.remaining]
+            self._fail(undone, InferenceFailed("Backend error: the engine has a defect"))
+        finally:
+            self._computing.release()
+        self._queue.queries_were_served()
+        return True
+
+    def is_idle(self) -> bool:
+        """Whether nothing is computed and no query is in the queue."""
+        return not self._in_flight.tokens and not self._queue.texts(Lane.INTERACTIVE)
 
     def run(self) -> None:
         if self._lanes == (Lane.BULK,):
@@ -225,36 +259,6 @@ class Runner:
             took_s = (time.monotonic_ns() - began_ns) / 1e9 / (tokens + BATCH_OVERHEAD_TOKENS)
             self._token_s = took_s if math.isinf(self._token_s) else self._token_s + _LATEST * (took_s - self._token_s)
         return None
-
-    def serve_queries(self, entries: list[QueueEntry]) -> bool:
-        """Compute and deliver a small batch on the calling thread.
-
-        False, and nothing done, if it would take longer than a few milliseconds or the model is not a light one: a GPU
-        and OpenMP's threads belong to the own thread.
-        """
-        texts, tokens = sum([entry.texts for entry in entries]), sum([entry.tokens for entry in entries])
-        is_quick = self._token_s * (tokens + BATCH_OVERHEAD_TOKENS) <= _ON_CALLER_S
-        if not (self._is_light and is_quick) or self._in_flight.batches or not self._queue.fits_batch(texts, tokens):
-            return False
-        now, token_s = time.monotonic(), self._queue.token_s()
-        if any(entry.is_late(now, token_s) for entry in entries) or not self._finisher.is_free:
-            return False
-        if not self._computing.acquire(blocking=False):
-            return False
-        try:
-            self._execute(entries)
-        except BaseException as error:
-            self._on_defect(error)
-            undone = [entry for entry in entries if entry.job.remaining]
-            self._fail(undone, InferenceFailed("Backend error: the engine has a defect"))
-        finally:
-            self._computing.release()
-        self._queue.queries_were_served()
-        return True
-
-    def is_idle(self) -> bool:
-        """Whether nothing is computed and no query is in the queue."""
-        return not self._in_flight.tokens and not self._queue.texts(Lane.INTERACTIVE)
 
     def _has_queries(self) -> bool:
         return bool(self._queue.texts(Lane.INTERACTIVE) or self._queue.waiting_before(Lane.INTERACTIVE))

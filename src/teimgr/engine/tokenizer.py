@@ -452,7 +452,7 @@ class TextTokenizer:
             return None
         longest = self.max_length * _CHARS_PER_TOKEN  # longer ones the library need not tokenize whole
         if len(inputs) == 1 and isinstance(inputs, list):
-            return self._one_by_wordpiece(native, inputs[0], options, truncation, longest)
+            return self._one_by_wordpiece(native, inputs[0], options, truncation, longest, prompt_tokens)
         if not isinstance(inputs, TextColumn) or prompt:
             texts = [item if isinstance(item, str) and item.isascii() else "" for item in inputs]
             inputs = TextColumn.of([prompt + text if text else "" for text in texts] if prompt else texts)
@@ -473,6 +473,7 @@ class TextTokenizer:
         options: TokenizeOptions,
         truncation: Truncation | None,
         longest: int,
+        prompt_tokens: int,
     ) -> TokenizedTexts | None:
         """Like `_by_wordpiece`, of one input; None if it is not covered."""
         if not (isinstance(item, str) and item and item.isascii()):
@@ -483,7 +484,6 @@ class TextTokenizer:
         is_unknown = self._check_result_ids and ids.max(initial=0) >= self._vocabulary
         if len(ids) > self._limit(options) or self._skipped_id is not None or is_unknown:
             return TokenizedTexts.of([self._input(ids, types, options)])
-        prompt_tokens = self.prompt_len(options.prompt)
         return TokenizedTexts(
             ids, np.zeros(1, np.int64), np.array((len(ids),)), types, prompt_tokens, task=options.task
         )

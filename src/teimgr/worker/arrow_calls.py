@@ -173,7 +173,7 @@ def _serve_table(
         return table
 
     async def run() -> None:
-        dispatcher.engine.check(options)
+        dispatcher.engine.check(options)  # before the table is read, and for `noop`, which the engine never sees
         limits = _Limits(dispatcher, call, options, form)
         size = limits.size(ipc) if len(ipc) <= _SMALL_TABLE_BYTES else await dispatcher.off_loop(limits.size, ipc)
         await dispatcher.reserve(call, size)

@@ -56,14 +56,16 @@ def parts_of(inputs: Sequence[Input], options: Sequence[InferOptions]) -> list[P
 class Submission:
     """The engine jobs of one call, one per part. `complete` runs where the engine finishes, all else on the loop.
 
-    Several parts are supported only for the SCORES output.
+    Several parts are supported only for the SCORES output. `has_waited`: its wait was estimated before it waited for
+    its place or its inputs were read, and is estimated again.
     """
 
-    __slots__ = ("_parts", "_unfinished", "call", "encode", "jobs")
+    __slots__ = ("_parts", "_unfinished", "call", "encode", "has_waited", "jobs")
 
-    def __init__(self, call: WorkerCall, parts: Sequence[Part], encode: Encode) -> None:
+    def __init__(self, call: WorkerCall, parts: Sequence[Part], encode: Encode, *, has_waited: bool = False) -> None:
         self.call = call
         self.encode = encode
+        self.has_waited = has_waited
         self.jobs = [Job(part.inputs, part.options, call.lane, call.deadline, context=self) for part in parts]
         self._parts = parts
         self._unfinished = len(parts)
@@ -99,10 +101,11 @@ class Dispatcher:
 
     The stages, in the order of the methods:
 
-    1. Admission (`serve`, `infer`, `admit`): within a number of calls and payload bytes; calls that may wait queue up.
-    2. Result memory (`submit`): calls whose results grow with every token wait until the result budget has room.
-    3. The engine (`_start`): one job per part. Calls that came in the same turn of the loop start together at its end,
-       so that they become one batch; that of a few queries may be computed right there.
+    1. Admission (`serve`, `infer`, `admit`): the wait is estimated; then within a number of calls and payload bytes.
+       Calls that may wait queue up.
+    2. Result memory (`_enter`): calls whose results grow with every token wait until the result budget has room.
+    3. The engine (`_start`): one job per part, checked by `Engine.submit`. Calls that came in the same turn of the loop
+       start together at its end, so that they become one batch; that of a few queries is mostly computed right there.
     4. Encoding (`deliver`): where the engine finishes; very large replies on a codec thread (`_encode_deferred`).
     5. The reply (`_finish`, `answer`): everything the call holds is released first.
 
@@ -156,27 +159,31 @@ class Dispatcher:
     # Stage 1: admission.
 
     def serve(self, call: WorkerCall, inputs: Sequence[Input], options: InferOptions, encode: Encode) -> None:
-        """Count a request, check it against the model, and `infer`.
-
-        Raises:
-            TeimgrError: the model does not support `options`; checked before admission.
-        """
+        """Count a request, and `infer`."""
         if not call.streamed:
             self.metrics.received(len(inputs))
-        self.engine.check(options)
         self.infer(call, inputs, options, encode)
 
     def infer(self, call: WorkerCall, inputs: Sequence[Input], options: InferOptions, encode: Encode) -> None:
-        """Admit a call, have the engine process its inputs, and answer with what `encode` makes of the finished job."""
-        self.admit(call, partial(self.submit, call, [Part(range(len(inputs)), inputs, options)], encode))
+        """Admit a call, have the engine process its inputs, and answer with what `encode` makes of the finished job.
 
-    def admit(self, call: WorkerCall, proceed: Callable[[], None]) -> None:
-        """Run `proceed` once `call` is admitted. Errors, of `proceed` too, are its reply."""
+        `encode` runs where the engine finishes.
+        """
+        submission = Submission(call, (Part(range(len(inputs)), inputs, options),), encode)
+        self.admit(call, partial(self._enter, submission), submission.jobs)
+        submission.has_waited = True  # if it has not entered by now
+
+    def admit(self, call: WorkerCall, proceed: Callable[[], None], jobs: Sequence[Job] = ()) -> None:
+        """Run `proceed` once `call` is admitted. Errors, of `proceed` too, are its reply.
+
+        `jobs` are its own where they are known.
+        """
         self._idle.clear()
         try:
             if self._closed:
                 raise Unavailable(f"Instance '{self.spec.name}' is stopping")
-            self._check_wait(call)
+            is_patient = call.has_deadline or call.may_wait or len(self._call_limiter) < _PATIENT_CALLS
+            self._check_wait(call, jobs, None if is_patient else self.spec.max_queue_wait_secs or None)
             self._call_limiter.enter(call, call.size_bytes, proceed, call.may_wait)
         except TeimgrError as error:
             if isinstance(error, Overloaded) and error.retry_after_s is None and self._engine is not None:
@@ -185,33 +192,29 @@ class Dispatcher:
             call.fail(error)
             self._check_idle()
 
-    def _check_wait(self, call: WorkerCall, jobs: Sequence[Job] = ()) -> None:
-        """Refuse a call that would be answered too late, or before which too many tokens wait; `jobs` are its own where
-        they are known.
+    def _check_wait(self, call: WorkerCall, jobs: Sequence[Job], most_s: float | None = None) -> None:
+        """Refuse a call that would be answered too late, or before which too many tokens wait.
 
-        With a deadline, where it will probably pass. Without one, where a call that may not wait would wait for longer
-        than `max_queue_wait_secs`: HTTP callers send no deadline, and disconnect when theirs has passed. Messages of
-        streams have back-pressure instead.
+        With a deadline, where it will probably pass. Without one, where it would wait for more than `most_s`: HTTP
+        callers send no deadline, and disconnect when theirs has passed. Messages of streams have back-pressure instead.
 
         More tokens than `max_queued_tokens` refuse what may not wait.
 
         Raises:
             Overloaded: with the time after which the work ahead is expected to be done.
         """
-        if self._engine is None or call.streamed:
+        if (engine := self._engine) is None or call.streamed:
             return
         if (most := self.spec.max_queued_tokens) and jobs and not call.may_wait:
-            ahead, own = self._engine.queued_tokens(call.lane, jobs)
+            ahead, own = engine.queued_tokens(call.lane, jobs)
             if ahead and ahead + own > most:
-                raise Overloaded(retry_after_s=self._engine.expected_s(call.lane, jobs))
+                raise Overloaded(retry_after_s=engine.expected_s(call.lane, jobs))
         if call.has_deadline:
-            limit_s = (call.deadline - time.monotonic()) * _PART_OF_DEADLINE
-        elif call.may_wait or jobs or not self.spec.max_queue_wait_secs or len(self._call_limiter) < _PATIENT_CALLS:
+            most_s = (call.deadline - time.monotonic()) * _PART_OF_DEADLINE
+        elif most_s is None:
             return
-        else:
-            limit_s = self.spec.max_queue_wait_secs
-        expected_s = self._engine.expected_s(call.lane, jobs)
-        if expected_s and expected_s > limit_s:
+        expected_s = engine.expected_s(call.lane, jobs if call.has_deadline else ())
+        if expected_s and expected_s > most_s:
             raise Overloaded(retry_after_s=expected_s)
 
     def admit_async(self, call: WorkerCall, proceed: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -255,17 +258,22 @@ class Dispatcher:
     # Stages 2 and 3: result memory and the engine.
 
     def submit(self, call: WorkerCall, parts: Sequence[Part], encode: Encode) -> None:
-        """Start the engine jobs of an admitted call once the result budget has room; no-op if it was cancelled since.
+        """`infer` for a call that was admitted before its inputs were read; no-op if it was cancelled since.
 
-        `encode` runs where the engine finishes, with all inputs in the rows of the call.
+        `encode` gets all inputs in the rows of the call.
         """
+        self._enter(Submission(call, parts, encode, has_waited=True))
+
+    def _enter(self, submission: Submission) -> None:
+        """Start the engine jobs of an admitted call once the result budget has room."""
+        call = submission.call
         if call not in self._call_limiter:
             return
-        submission = Submission(call, parts, encode)
-        self._check_wait(call, submission.jobs)
+        if submission.has_waited:
+            self._check_wait(call, submission.jobs)
         self._submissions[call] = submission
         info = self.engine.info
-        if size_bytes := sum(max_token_bytes(info, part.options.outputs, part.inputs) for part in parts):
+        if size_bytes := sum([max_token_bytes(info, job.options.outputs, job.inputs) for job in submission.jobs]):
             self._result_budget.enter(call, size_bytes, partial(self._start, submission))
         else:
             self._start(submission)
@@ -277,15 +285,16 @@ class Dispatcher:
 
     def _start_all(self) -> None:
         starting, self._starting = self._starting, []
+        engine = self.engine
         for submission in starting:
             if submission.call not in self._call_limiter:  # cancelled since
                 continue
             try:
                 for job in submission.jobs:
-                    self.engine.submit(job, starts=False)
+                    engine.submit(job, starts=False)
             except Exception as error:
                 self._fail(submission.call, error)
-        self.engine.start()
+        engine.start()
 
     # Stage 4: encoding.
 
