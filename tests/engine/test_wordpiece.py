@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -49,7 +50,9 @@ def library(minilm: Path) -> Tokenizer:
     return load_tokenizer(read_layout(minilm))
 
 
+@lru_cache
 def native_form(tokenizer: Tokenizer, specials: bool = True) -> WordPiece:
+    """Made once of each tokenizer: it reads the whole vocabulary."""
     found = wordpiece(tokenizer, specials)
     assert found is not None
     return found
@@ -108,17 +111,19 @@ def test_truncation_keeps_either_end(library: Tokenizer, left: bool, limit: int)
 @pytest.mark.parametrize("options", [TokenizeOptions(), TokenizeOptions(left=True), TokenizeOptions(truncate=False)])
 def test_results_are_the_same_without_it(minilm: Path, texts: list[str], options: TokenizeOptions) -> None:
     """Texts that it covers beside those that it does not, empty and too long ones."""
-    layout = read_layout(minilm)
-    with_it, without = _TOKENIZERS.setdefault(minilm, (TextTokenizer(layout, 16), TextTokenizer(layout, 16)))
-    without._wordpiece = None
-
+    with_it, without = with_and_without(minilm)
     found = [with_it.encode(inputs, options) for inputs in (texts, TextColumn.of(texts))]
     for ours, from_column, theirs in zip(*found, without.encode(texts, options), strict=True):
         assert type(ours) is type(from_column) is type(theirs)
         assert [str(ours)] == [str(from_column)] == [str(theirs)]
 
 
-_TOKENIZERS: dict[Path, tuple[TextTokenizer, TextTokenizer]] = {}
+@lru_cache
+def with_and_without(folder: Path) -> tuple[TextTokenizer, TextTokenizer]:
+    layout = read_layout(folder)
+    with_it, without = TextTokenizer(layout, 16), TextTokenizer(layout, 16)
+    without._wordpiece = None
+    return with_it, without
 
 
 def test_what_it_does_not_cover(library: Tokenizer, minilm: Path) -> None:

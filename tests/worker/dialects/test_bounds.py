@@ -16,14 +16,14 @@ from tests.support.polling import eventually
 
 BATCHES = 'te_request_count{method="batch"}'
 DROPPED = 'te_request_failure{err="dropped"}'
-LONG = [f"{number} " + "rain " * 300 for number in range(2000)]  # distinct: equal ones are computed once
+LONG = [f"{number} " + "rain " * 300 for number in range(500)]  # distinct: equal ones are computed once
 
 
 @pytest.fixture(scope="module")
 def small(
     served: tuple[DaemonProcess, dict[str, int]],
 ) -> Iterator[tuple[DaemonProcess, dict[str, int]]]:
-    """An instance that one running call, and four that wait, fit into; the real model needs some 20 s for `LONG`."""
+    """An instance that one running call, and four that wait, fit into; the real model needs some 5 s for `LONG`."""
     daemon, _ = served
     with daemon.client() as client:
         limits = {"max_concurrent_requests": 1, "max_waiting": 4}
