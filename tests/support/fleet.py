@@ -7,11 +7,13 @@ import shutil
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 from tests.support.fakes.worker import fake_id
+from tests.support.fork_server import forked_nursery, scripted_server
 
 from teimgr.config.settings import Settings
 from teimgr.control.events.fleet_events import EventLog
@@ -36,7 +38,8 @@ _others: set[int] = set()
 
 @pytest.fixture(autouse=True)
 def _note_others() -> None:
-    """Daemons that tests of other folders share may run on in this process."""
+    """Daemons that tests of other folders share may run on in this process, and the server of `forked_nursery`."""
+    scripted_server()
     _others.clear()
     _others.update(child.pid for child in psutil.Process().children(recursive=True))
 
@@ -78,7 +81,7 @@ async def launcher(folder: Path) -> AsyncIterator[LocalLauncher]:
 
 @dataclass
 class Fleet:
-    """A manager over its own folder, and eyes on it."""
+    """A manager over its own folder, and eyes on it. Its nursery is a copy of one, as imports take long."""
 
     folder: Path
     settings: Settings
@@ -92,6 +95,8 @@ class Fleet:
 
     def __post_init__(self) -> None:
         self.launcher = local_launcher(self.folder)
+        nursery = self.launcher.nursery
+        nursery._spawn = partial(forked_nursery, nursery)  # type: ignore[method-assign]
         gpus = self.inventory or GpuInventory({}, lambda: Inventory(reason="none in this test"))
         self.store = Store(self.settings.state_file)
         self.manager = Manager(

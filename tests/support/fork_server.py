@@ -1,7 +1,7 @@
 """The product's own fork server, one per test process, so that torch is imported once.
 
 It forks workers for tests of a worker, and fork servers for the daemons of tests that are not about their start
-(`warm_daemon`).
+(`warm_daemon`). Another one forks the fork servers of scripted workers (`forked_nursery`).
 """
 
 from __future__ import annotations
@@ -17,12 +17,16 @@ import sys
 import tempfile
 import threading
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from teimgr.control.launch.nursery_link import NurseryLink, NurseryProcess
+
 _MESSAGE_BYTES = 128 * 1024
 _START_LIMIT_S = 120.0
+_ROOT = Path(__file__).resolve().parents[2]
 
 
 class ForkedProcess:
@@ -56,16 +60,20 @@ class ForkedProcess:
 class ForkServer:
     """`python -m teimgr.control.launch.nursery`, asked for workers over its control socket."""
 
-    def __init__(self) -> None:
+    def __init__(self, *options: str) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._lock = threading.Lock()
         self._statuses: dict[int, int] = {}
         self._requests = 0
         self._log = Path(tempfile.mkstemp(prefix="t")[1])
-        environ = os.environ | {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+        environ = os.environ | {
+            "HF_HUB_OFFLINE": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "PYTHONPATH": f"{_ROOT}:{_ROOT / 'src'}",
+        }
         with theirs, self._log.open("wb") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "teimgr.control.launch.nursery", str(theirs.fileno())],
+                [sys.executable, "-P", "-m", "teimgr.control.launch.nursery", str(theirs.fileno()), *options],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -124,6 +132,32 @@ class ForkServer:
 def fork_server() -> ForkServer:
     """The fork server of this test process."""
     return ForkServer()
+
+
+@cache
+def scripted_server() -> ForkServer:
+    """The fork server of this test process that has imported the scripted worker and nothing else."""
+    return ForkServer("--entry", "tests.support.fakes.worker:main", "--preload", "")
+
+
+def forked_nursery(owner: NurseryLink) -> NurseryProcess:
+    """A nursery of scripted workers that has nothing to import: a copy of `scripted_server`."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    server = scripted_server()
+    with theirs:
+        pid, pidfd = server.fork_nursery(theirs.fileno())
+    return NurseryProcess(owner, pid, pidfd, ours, _Copy(server, pid))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """A nursery as a child that one can wait for; its parent is the fork server."""
+
+    server: ForkServer
+    pid: int
+
+    def wait(self) -> int:
+        return self.server.status_of(self.pid)
 
 
 @cache

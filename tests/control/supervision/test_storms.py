@@ -16,7 +16,7 @@ from teimgr.errors import TeimgrError
 from teimgr.spec import InstanceSpec
 
 NAMES = ("a", "b")
-SEEDS = 250
+SEEDS = 100
 LONG_SEEDS = 12_000
 
 
