@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from teimgr.errors import InvalidInput
@@ -29,13 +29,16 @@ from teimgr.wire.json_scan import (
 
 TEXT = st.text(max_size=20)
 LEAVES = st.none() | st.booleans() | st.integers() | TEXT
-VALUES = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXT, inner, max_size=4))
+VALUES = st.recursive(
+    LEAVES, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXT, inner, max_size=4), max_leaves=12
+)
 
 
 def member(text: bytes, start: int = 0) -> str | None:
     return completed(text_member(text, "model", start))
 
 
+@settings(max_examples=60)
 @given(st.dictionaries(TEXT | st.sampled_from(["model", "input"]), VALUES, max_size=6), st.booleans(), TEXT)
 def test_the_text_found_is_the_one_that_a_parser_finds(body: dict[str, Any], ascii_only: bool, before: str) -> None:
     raw = before.encode()
@@ -45,7 +48,13 @@ def test_the_text_found_is_the_one_that_a_parser_finds(body: dict[str, Any], asc
     assert member(raw + text, len(raw)) == (model if isinstance(model, str) else None)
 
 
-@pytest.mark.parametrize("size", [WINDOW_BYTES - 3, WINDOW_BYTES, WINDOW_BYTES + 1, 3 * WINDOW_BYTES])
+@pytest.mark.parametrize(
+    ("size", "key"),
+    [
+        *((size, b'"model"') for size in (WINDOW_BYTES - 3, WINDOW_BYTES, WINDOW_BYTES + 1, 3 * WINDOW_BYTES)),
+        *((WINDOW_BYTES, key) for key in (b'"mode\\u006c"', b'"\\u006dodel"')),
+    ],
+)
 @pytest.mark.parametrize(
     "before",
     [
@@ -61,7 +70,6 @@ def test_the_text_found_is_the_one_that_a_parser_finds(body: dict[str, Any], asc
         lambda size: b'{"input": 1' + b"1" * size + b", ",
     ],
 )
-@pytest.mark.parametrize("key", [b'"model"', b'"mode\\u006c"', b'"\\u006dodel"'])
 def test_a_member_is_found_across_windows(before: Any, size: int, key: bytes) -> None:
     for shift in range(9):
         spaces = b" " * shift
@@ -110,15 +118,17 @@ def test_no_text_takes_more_than_linear_time_nor_long_steps(make: Any) -> None:
         except (StopIteration, InvalidInput):
             return time.thread_time() - began, longest
 
-    small, _ = cost(make(64 * 1024))
-    large, longest = cost(make(1024 * 1024))
-    assert large < 16 * 4 * max(small, 0.002)  # quadratic: 256 times as long
+    small, _ = cost(make(32 * 1024))
+    large, longest = cost(make(512 * 1024))
+    assert large < 16 * 4 * max(small, 0.001)  # quadratic: 256 times as long
     assert longest < 0.1
 
 
-def test_a_text_of_too_many_lists_is_refused_by_name() -> None:
-    with pytest.raises(InvalidInput, match=r"1000000 lists, objects and long texts before `model`"):
-        member(b'{"a": [' + b"[[]]," * 1_000_001 + b'0], "model": "far"}')
+def test_a_text_of_too_many_lists_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_scan, "MAX_TOKENS", 50_000)
+    with pytest.raises(InvalidInput, match=r"50000 lists, objects and long texts before `model`"):
+        member(b'{"a": [' + b"[[]]," * 50_001 + b'0], "model": "far"}')
+    assert member(b'{"a": [' + b"[]," * 49_990 + b'0], "model": "near"}') == "near"
 
 
 # Decoding a whole text.
@@ -303,13 +313,13 @@ def test_a_text_that_is_unicode_or_malformed_otherwise_is_left_alone(text: bytes
 
 
 def test_a_broken_text_at_the_end_of_megabytes_is_found_in_linear_time() -> None:
-    texts = b'"fog \\ud83d\\ude00 [{ \\" rain",' * 100_000
+    texts = b'"fog \\ud83d\\ude00 [{ \\" rain",' * 50_000
     for last in (rb'"\ud83d"', b'"\xed\xa0\xbd"'):
         began = time.process_time()
         found = broken_text(b'{"input": [' + texts + last + b"]}")
         assert found is not None
-        assert found.path == ("input", 100_000)
-        assert time.process_time() - began < 10
+        assert found.path == ("input", 50_000)
+        assert time.process_time() - began < 5
 
 
 @pytest.mark.parametrize(
