@@ -158,12 +158,21 @@ CLAIMS = (
     Claim(
         "R8",
         "rerankers that are language models",
-        ("rerank-qwen3-card", "rerank-qwen2-prompt", "rerank-gemma-prompt", "rerank-mono-t5", "rerank-jina-v3"),
+        (
+            "rerank-qwen3-card",
+            "rerank-qwen2-prompt",
+            "rerank-gemma-prompt",
+            "rerank-mono-t5",
+            "rerank-jina-v3",
+            "rerank-jina-v3.5",
+        ),
         (
             "engine/test_model.py::test_a_language_model_scores_by_the_prompt_of_its_authors",
             "models/test_scoring.py::test_the_card_of_qwen3_reranker_is_followed",
             "models/test_monot5.py::test_scores_are_the_probability_of_true",
-            "models/test_scoring.py::test_a_listwise_reranker_is_refused_by_what_it_does",
+            "worker/test_lists.py::test_scores_are_those_of_its_authors_code",
+            "worker/test_lists.py::test_a_long_list_is_divided_as_its_authors_do",
+            "models/test_listwise.py::test_jina_reranker_v3_5_is_refused_by_name",
         ),
     ),
     Claim(

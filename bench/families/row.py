@@ -28,7 +28,8 @@ class Row:
 
     `make` writes the model to a folder, and gives the reference where that needs what was written; else it is
     `reference`, named `by`. `hub` are examples of repositories. `asked` are the options for the engine that the
-    reference answers to. `longest` is the model's maximal length in tokens.
+    reference answers to. `longest` is the model's maximal length in tokens. `reads_lists`: it is asked for the scores
+    of whole lists (`lists`), and its reference is given these.
     """
 
     key: str
@@ -45,3 +46,4 @@ class Row:
     note: str = ""
     is_in_tei_readme: bool = False
     takes_pairs: bool = False
+    reads_lists: bool = False

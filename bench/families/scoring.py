@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -18,10 +19,10 @@ from tests.support.models import (
     build_modular_cross_encoder,
     build_prompted_reranker,
     build_yes_no_reranker,
-    edit,
 )
 from tests.support.models.bidirectional import build_nemotron
 from tests.support.models.jina_bert import build_jina_bert
+from tests.support.models.listwise import PlainList, build_listwise
 from tests.support.models.monot5 import build_monot5, monot5_scores
 from tests.support.models.own_code import build_jina_xlm, build_new
 from tokenizers import Tokenizer
@@ -235,13 +236,29 @@ def _own_code() -> Iterator[Row]:
         score = partial(monot5_scores, kind=kind)
         yield _scored(f"rerank-mono-{kind}", "mT5" if kind == "mt5" else "T5", hub, written, score, by=TRANSFORMERS)
 
-    def jina_v3(folder: Path) -> None:
-        build_yes_no_reranker(folder)
-        edit(
-            folder / "config.json", auto_map={"AutoModel": "modeling.JinaForRanking"}, architectures=["JinaForRanking"]
-        )
+    jina_v3 = Row(
+        "rerank-jina-v3",
+        "Qwen3",
+        "jinaai/jina-reranker-v3",
+        partial(_made, partial(build_listwise, capacity=4000)),
+        Kind.RERANKER,
+        PLAIN,
+        _listed,
+        Output.SCORES,
+        note="whole lists of a query, as its authors divide them",
+        reads_lists=True,
+    )
+    yield jina_v3
+    yield replace(jina_v3, key="rerank-jina-v3.5", hub="jinaai/jina-reranker-v3.5", make=_jina_v3_5, reference=none)
 
-    yield _scored("rerank-jina-v3", "Qwen3", "jinaai/jina-reranker-v3", jina_v3, none)
+
+def _listed(folder: Path, lists: Sequence[Any]) -> list[Matrix]:
+    plain = PlainList(folder)
+    return [score for query, documents in lists for score in plain.scores(query, documents)[:, None]]
+
+
+def _jina_v3_5(folder: Path) -> None:
+    build_listwise(folder, use_sliding_window=True, layer_types=["sliding_attention", "full_attention"])
 
 
 def _nemotron(

@@ -14,6 +14,7 @@ import numpy as np
 from tests.fidelity.figures import Matrix, between_scores, between_vectors
 from tests.fidelity.measure import Asker
 
+from bench.families.lists import LISTS, scores
 from bench.families.probes import probes
 from bench.families.references import st_dense
 from bench.families.row import Reference, Row
@@ -79,14 +80,17 @@ def _worst(outcomes: Sequence[Outcome]) -> Outcome:
 
 
 def _compared(row: Row, folder: Path, dtype: str, options: InferOptions, reference: Reference) -> Outcome:
-    inputs = probes(row.longest, row.takes_pairs)
+    inputs: Sequence[Any] = LISTS if row.reads_lists else probes(row.longest, row.takes_pairs)
     theirs = reference(folder, inputs)
     asker = Asker(folder, _options(row, dtype), width=theirs[0].shape[-1])
     try:
-        if isinstance(asker.answer(inputs[-1:], options).errors.get(0), EmptyInput):
-            inputs, theirs = inputs[:-1], theirs[:-1]  # no token: refused as an empty input, never served
-        together = asker.in_random_jobs(inputs, options, random.Random(0))
-        alone = [found for item in inputs for found in asker.ask([item], options)]
+        if row.reads_lists:
+            together, alone = scores(asker, inputs), [found for one in inputs for found in scores(asker, [one])]
+        else:
+            if isinstance(asker.answer(inputs[-1:], options).errors.get(0), EmptyInput):
+                inputs, theirs = inputs[:-1], theirs[:-1]  # no token: refused as an empty input, never served
+            together = asker.in_random_jobs(inputs, options, random.Random(0))
+            alone = [found for item in inputs for found in asker.ask([item], options)]
         how = _how(asker)
     finally:
         asker.engine.close(1.0)

@@ -459,7 +459,8 @@ class LoadedModel:
     `min_cosine` are those of the results to float32 on known texts, 1.0 for models with scores only. `most_dimensions`
     may be asked of a dense vector where its files cut it to fewer, `dimension`; else 0. `warnings` are about the
     model's files: keys without effect, and contradictions. `code` is the code of models' own that runs: each repository
-    with its commit and its files.
+    with its commit and its files. `listwise`: a reranker whose scores depend on all documents of a query; then
+    `multi_vector_dimension` is that of what it compares.
     """
 
     model_id: str
@@ -489,6 +490,7 @@ class LoadedModel:
     most_dimensions: int = 0
     warnings: tuple[str, ...] = ()
     code: tuple[str, ...] = ()
+    listwise: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}

@@ -169,13 +169,3 @@ def test_a_reranker_with_another_way_to_score_is_refused_by_name(tmp_path: Path)
 
     with pytest.raises(ModelLoadFailed, match="ctxl-rerank"):
         read_layout(path)
-
-
-@pytest.mark.parametrize("trusted", [False, True])
-def test_a_listwise_reranker_is_refused_by_what_it_does(tmp_path: Path, trusted: bool) -> None:
-    """jina-reranker-v3: a score depends on all documents of the request."""
-    path = build_yes_no_reranker(tmp_path)
-    edit(path / "config.json", architectures=["JinaForRanking"], auto_map={"AutoModel": "modeling.JinaForRanking"})
-
-    with pytest.raises(ModelLoadFailed, match="jina-reranker-v3 scores all documents of a request together"):
-        read_layout(path, trust_remote_code=trusted)

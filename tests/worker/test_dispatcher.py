@@ -17,7 +17,8 @@ from teimgr.engine.job import InferOptions, Job, Lane, Output, Pair
 from teimgr.errors import Code, DeadlineExceeded, InvalidInput, Overloaded, TeimgrError
 from teimgr.spec import WorkerSpec
 from teimgr.worker.calls import MAX_CALL_S, CallReply, WorkerCall
-from teimgr.worker.dispatcher import Dispatcher, Part, Submission, parts_of
+from teimgr.worker.dispatcher import Dispatcher
+from teimgr.worker.submission import Part, Submission, parts_of
 
 CUT = InferOptions(frozenset({Output.SCORES}), truncate=True)
 WHOLE = InferOptions(frozenset({Output.SCORES}), truncate=False)

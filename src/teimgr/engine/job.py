@@ -69,7 +69,7 @@ class InferOptions:
     beginning where `truncation_left`, or where the model's files ask for it and the request does not name a side
     (`names_side`). `prompt` is the text of a prompt, in place of one by name. `raw_scores` skips the model's
     activation: logits. On a late-interaction model `prompt_name` "query" or "document" chooses the role, "document"
-    where it is None.
+    where it is None. `listed`: the pairs with the same query are a list, which a listwise reranker scores together.
     """
 
     outputs: frozenset[Output] = frozenset({Output.DENSE})
@@ -81,6 +81,7 @@ class InferOptions:
     normalize: bool = True
     dimensions: int | None = None
     raw_scores: bool = False
+    listed: bool = False
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -171,6 +172,11 @@ class Job:
         self.queue_ns += part.queue_ns * served
         self.inference_ns += part.inference_ns * served
 
+    def take_costs(self, other: Job) -> None:
+        """Take tokens and times of a delivered job that the results of this one are made of."""
+        self.tokens, self.tokenization_ns = other.tokens, other.tokenization_ns
+        self.queue_ns, self.inference_ns = other.queue_ns, other.inference_ns
+
     def mark_submitted(self) -> None:
         """The times begin now."""
         self.submitted_ns = time.monotonic_ns()
@@ -229,8 +235,14 @@ def check_supported(info: LoadedModel, options: InferOptions) -> None:
     """
     if not options.outputs:
         raise InvalidInput("Input validation error: at least one output must be asked for")
+    if info.listwise and Output.SCORES in options.outputs and not options.listed:
+        raise WrongModelKind(
+            "Backend error: the model scores the documents of a query together, in one prompt, and no pair or text on "
+            "its own: send them to a rerank route"
+        )
+    offered = {*info.outputs, *((Output.MULTI_VECTOR.value,) if info.listwise and options.listed else ())}
     for output in Output:
-        if output in options.outputs and output.value not in info.outputs:
+        if output in options.outputs and output.value not in offered:
             message = _UNSUPPORTED.get((Kind(info.kind), output), _UNSUPPORTED[None, output])
             raise WrongModelKind(f"Backend error: {message}")
     if Output.DENSE not in options.outputs:

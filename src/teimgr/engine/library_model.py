@@ -236,15 +236,15 @@ def _account_for(report: dict[str, Any], module: Any, layout: Layout) -> None:
 def _unused(names: Iterable[str], module: Any, layout: Layout) -> list[str]:
     """The weights that neither the model, nor a head that is not asked for, nor another module of ours takes."""
     projections = layout.projections if layout.late is None else layout.late.projections
-    shared = any(isinstance(one, Dense) and one.path == layout.weights_dir for one in projections)
+    shared = tuple(f"{one.name}." for one in projections if isinstance(one, Dense) and one.path == layout.weights_dir)
     decoder = layout.backbone is Backbone.ENCODER and module.config.model_type in _ENCODERS
     left = []
     for name in sorted(names):
         own = name.removeprefix(f"{module.base_model_prefix}.") if module.base_model_prefix else name
         if _COMPUTED.search(name) or _UNUSED_HEAD.match(own) or _UNUSED_HEAD.match(name):
             continue
-        if (shared and name.startswith("linear.")) or (decoder and own.startswith(("decoder.", "lm_head."))):
-            continue  # Stanford's projection; a decoder that is not used
+        if name.startswith(shared) or (decoder and own.startswith(("decoder.", "lm_head."))):
+            continue  # layers of ours, as Stanford's projection; a decoder that is not used
         if layout.backbone is Backbone.ENCODER and name.startswith("decoder.") and not hasattr(module, "decoder"):
             continue  # of ModernBERT's masked-LM head
         left.append(name)

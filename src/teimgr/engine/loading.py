@@ -182,7 +182,8 @@ def _load(options: EngineOptions) -> EngineParts:
         gpu.raise_if_the_devices(error, device)
         raise
     return_freed_memory()
-    width = next((model.widths[output] for output in _VECTORS if output in model.outputs), 0)
+    served = model.outputs if layout.listwise is None else frozenset({Output.SCORES})
+    width = next((model.widths[output] for output in _VECTORS if output in served), 0)
     cut = layout.dimensions if Output.DENSE in model.outputs else None
     info = LoadedModel(
         model_id=options.model_id,
@@ -198,7 +199,7 @@ def _load(options: EngineOptions) -> EngineParts:
         batching="equal-length" if choice.batching is Batching.EQUAL_LENGTH else "packed",
         prompts=prompts.names,
         default_prompt_name=prompts.default_name,
-        outputs=tuple(output.value for output in Output if output in model.outputs),
+        outputs=tuple(output.value for output in Output if output in served),
         labels=() if layout.scoring is None else layout.scoring.labels,
         activation=None if layout.scoring is None else layout.scoring.activation,
         multi_vector_dimension=model.widths.get(Output.MULTI_VECTOR, 0),
@@ -211,6 +212,7 @@ def _load(options: EngineOptions) -> EngineParts:
         min_cosine=round(choice.closeness.min_cosine, 6),
         warnings=warnings,
         code=options.code,
+        listwise=layout.listwise is not None,
     )
     log.info(
         "%s on %s in %s, %s (attention: %s), cosine to float32 on known texts: mean %.6f, lowest %.6f, "

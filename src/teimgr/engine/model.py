@@ -15,6 +15,7 @@ from teimgr.engine.backbone import StaticTable, Transformer, WholeModel, load_ta
 from teimgr.engine.batch import Encoded, PackedBatch, pack
 from teimgr.engine.heads import Head, Rows, TokensHead
 from teimgr.engine.heads.library import HeadTrial, LibraryHead
+from teimgr.engine.heads.listwise import MarkedVectorsHead, OnlyDocumentHead
 from teimgr.engine.heads.multi_vector import M3MultiVectorHead, M3SparseHead, MultiVectorHead, load_linear
 from teimgr.engine.heads.pooling import DenseHead
 from teimgr.engine.heads.projections import load_projections, read_weights, width_behind
@@ -168,6 +169,10 @@ def _heads_of(layout: Layout, width: int, device: torch.device) -> dict[Output, 
         late = layout.late
         kept = MultiVectorHead(load_projections(late.projections, device), late, width_behind(late.projections, width))
         return {Output.MULTI_VECTOR: kept, Output.TOKENS: TokensHead(width)}
+    if layout.listwise is not None:
+        layers, projected = load_projections(layout.projections, device), width_behind(layout.projections, width)
+        marked = MarkedVectorsHead(layers, layout.listwise, projected)
+        return {Output.MULTI_VECTOR: marked, Output.SCORES: OnlyDocumentHead(marked)}
     pooled = width * len(layout.poolings)
     dense = DenseHead(
         layout.poolings, load_projections(layout.projections, device), width_behind(layout.projections, pooled)

@@ -16,6 +16,7 @@ from tokenizers import Encoding
 from teimgr.engine.batch import Encoded, TokenizedTexts
 from teimgr.engine.boundaries import Boundaries
 from teimgr.engine.job import InferOptions, Input, Pair, ZeroVector, characters
+from teimgr.engine.listwise import ListPrompt
 from teimgr.engine.templates import DOCUMENT, QUERY, CausalTemplate, PiecedTemplate, late_interaction_roles
 from teimgr.engine.tokenizer_library import TokenizerLibrary, load_tokenizer, unknown_id
 from teimgr.engine.truncation import (
@@ -172,7 +173,7 @@ class TextTokenizer:
         self._shortener = Shortener(self._boundaries, max_length)
         self._add_specials = layout.backbone is not Backbone.STATIC
         template = None if layout.scoring is None else layout.scoring.template
-        in_template = layout.late is not None or template is not None
+        in_template = layout.late is not None or template is not None or layout.listwise is not None
         self._wordpiece = None if in_template else wordpiece(tokenizer, self._add_specials)
         # The mean of no rows is zero in sentence-transformers and model2vec; a dense layer may make something of it.
         self._gives_zero = layout.backbone is Backbone.STATIC and not layout.projections
@@ -187,8 +188,11 @@ class TextTokenizer:
         self._instruction_end = layout.instruction_end
         self._roles = None if layout.late is None else late_interaction_roles(layout.late, max_length)
         whole = partial(self._library.encode, specials=False, offsets=True)
-        self._causal: CausalTemplate | PiecedTemplate | None = None
-        if template is not None and template.pieces:
+        self._causal: CausalTemplate | PiecedTemplate | ListPrompt | None = None
+        self.lists: ListPrompt | None = None  # of a listwise reranker
+        if layout.listwise is not None:
+            self._causal = self.lists = ListPrompt(layout.listwise, self._library, self._boundaries, max_length)
+        elif template is not None and template.pieces:
             self._causal = PiecedTemplate(template.pieces, whole, self._shortener, max_length)
         elif template is not None:
             self._causal = CausalTemplate(template, whole, self._shortener, max_length)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from teimgr.errors import InvalidConfig, ModelLoadFailed
 from teimgr.models.late_interaction import is_pylate
+from teimgr.models.listwise import is_listwise
 from teimgr.models.metadata import ModelMetadata
 from teimgr.models.scoring import has_prompt_of_its_own, label_count, writes_text
 from teimgr.spec import KINDS, Kind
@@ -53,6 +54,8 @@ def _kind_of_bare(metadata: ModelMetadata) -> Kind:
     """The kind of a directory without modules.json: by the head of its architecture."""
     if "HF_ColBERT" in metadata.architectures:
         return Kind.MULTI_VECTOR
+    if is_listwise(metadata):
+        return Kind.RERANKER
     for name in metadata.architectures:
         if name.endswith("ForSequenceClassification"):
             return _scoring(metadata)
@@ -90,6 +93,8 @@ def _splade(metadata: ModelMetadata, own: Kind, configured: str | None) -> Kind:
 
 def _obstacle(metadata: ModelMetadata, own: Kind, wanted: Kind) -> str | None:
     """Why a model of kind `own` cannot be served as `wanted`; None if it can."""
+    if is_listwise(metadata):
+        return "they are those of a reranker that compares the documents of a list"
     if wanted is Kind.EMBEDDING:
         return "they describe a vector per token and no pooling" if own is Kind.MULTI_VECTOR else None
     if wanted is Kind.SPARSE:

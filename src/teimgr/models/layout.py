@@ -131,6 +131,24 @@ class M3:
 
 
 @dataclass(frozen=True, slots=True)
+class Listwise:
+    """A reranker that reads a query and its documents in one prompt, with a mark behind each of them.
+
+    Its authors cut a query to `longest_query` tokens and a document to `longest_document`, and divide a list into
+    prompts of at most `most_documents`, as many as twice the query and the documents fit `capacity` tokens.
+    """
+
+    document_mark: str
+    query_mark: str
+    document_id: int
+    query_id: int
+    capacity: int
+    longest_query: int = 512
+    longest_document: int = 2048
+    most_documents: int = 125
+
+
+@dataclass(frozen=True, slots=True)
 class PairTemplate:
     """The text that a language model is given of a pair.
 
@@ -193,7 +211,8 @@ class Layout:
     `transformer_dir` has config and tokenizer, `weights_dir` the weights, into which `adapters` are merged. Several
     `poolings` are concatenated; `projections` follow them.
     `position_offset` is a text's first position id. `max_length` is in tokens, special ones included. `kind` determines
-    which of `splade`, `late`, `m3` and `scoring` are set (an embedding model may have `m3`). `type_ids`: pairs have
+    which of `splade`, `late`, `m3` and `scoring` are set (an embedding model may have `m3`, a reranker be `listwise`).
+    `type_ids`: pairs have
     token types. `skips_unknown`: unknown tokens are dropped. `config` is config.json as the library is to read it
     (`config_is_changed`: not as it is in the file), `weight_names` whose names the weights have in the files, None for
     the library's (`engine/own_weights`). `end_token` follows every text, even if tokenizer.json lacks it;
@@ -223,6 +242,7 @@ class Layout:
     late: LateInteraction | None = None
     m3: M3 | None = None
     scoring: ScoringConfig | None = None
+    listwise: Listwise | None = None
     type_ids: bool = False
     skips_unknown: bool = False
     adapters: tuple[Adapter, ...] = ()

@@ -54,9 +54,6 @@ def served_config(config: Config, trust_remote_code: bool) -> ServedConfig:
     if config["model_type"] in OWN_MODELS:
         raise ModelLoadFailed(f"config.json has the model_type {config['model_type']}, which no published model has")
     classes = references(config)
-    for _, name in classes:
-        if name in _NEVER_SERVED:
-            raise ModelLoadFailed(f"{_NEVER_SERVED[name]}, which is not served")
     code = next((code for code in _CODE if code.model_type == config["model_type"] and _has(code, classes)), None)
     if classes and code is not None:
         try:
@@ -337,6 +334,7 @@ _CODE = (
     _Code("lfm2", "LiquidAI/", _LFM2, _lfm2),
     _Code("phi3", "microsoft/", classes_of("configuration_phi3", "modeling_phi3", "Phi3", *HEADS), _same),
     _Code("qwen3", "voyageai/voyage-4-nano", _VOYAGE, _both_ways_by_class),
+    _Code("qwen3", "jinaai/", frozenset({"modeling.JinaForRanking"}), _same),  # `models/listwise`
     _Code("bidirectional_pplx_qwen3", "perplexity-ai/", _PPLX, _encoder),
     _Code("qwen2", "Alibaba-NLP/", classes_of("configuration_qwen", "modeling_qwen", "Qwen2", *HEADS), _qwen2),
     _Code("llama_bidirec", "nvidia/", _NVIDIA, _encoder),
@@ -344,11 +342,6 @@ _CODE = (
     _Code("mistral", "GritLM/", _GRITLM, _gritlm),
     _Code("mistral", "McGill-NLP/", frozenset({"modeling_mistral_encoder.MistralEncoderModel"}), _encoder),
 )
-
-# Code that is known and that no surface can serve, trusted or not.
-_NEVER_SERVED = {
-    "modeling.JinaForRanking": "jina-reranker-v3 scores all documents of a request together, in one prompt",
-}
 
 # Tokenizers of models' own that put the end token behind every text where `add_eos_token` is set, in the words of
 # tokenizer.json else.

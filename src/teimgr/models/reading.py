@@ -12,6 +12,7 @@ from teimgr.models.key_checks import check_files
 from teimgr.models.kinds import choose_kind, is_causal
 from teimgr.models.late_interaction import read_late
 from teimgr.models.layout import M3, Backbone, Dense, Layout, QueryTable, ScoringConfig, Splade
+from teimgr.models.listwise import TEMPLATE_TOKENS, is_listwise, read_listwise
 from teimgr.models.metadata import MODEL2VEC, ModelMetadata, read_metadata
 from teimgr.models.modules import (
     IDENTITY,
@@ -196,6 +197,12 @@ def _read(root: Path, pooling: str | None, kind: str | None, trust_remote_code: 
         case Kind.TOKEN_CLASSIFIER:
             scoring = ScoringConfig(read_labels(metadata), "softmax")
             layout = replace(layout, backbone=Backbone.TOKEN_CLASSIFICATION, scoring=scoring)
+        case Kind.RERANKER if is_listwise(metadata):
+            listwise, layers = read_listwise(metadata)
+            scoring = ScoringConfig(("LABEL_0",), "identity")
+            layout = replace(layout, scoring=scoring, listwise=listwise, projections=layers)
+            longest = layout.max_length + TEMPLATE_TOKENS
+            layout = replace(layout, max_length=longest, prompts={}, default_prompt_name=None)
         case Kind.RERANKER | Kind.CLASSIFIER if is_causal(metadata):
             scoring = ScoringConfig(
                 ("LABEL_0",), read_activation(metadata, 1), *read_causal_rerank(metadata, render=render)

@@ -31,7 +31,8 @@ from teimgr.worker.calls import (
     request_options,
     token_width,
 )
-from teimgr.worker.dispatcher import Dispatcher, Part
+from teimgr.worker.dispatcher import Dispatcher
+from teimgr.worker.submission import Part
 
 T = TypeVar("T")
 ArrowRequest = multiplexer_pb2.EmbedArrowRequest | multiplexer_pb2.EmbedSparseArrowRequest | arrow_pb2.ArrowRequest

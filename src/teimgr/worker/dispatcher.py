@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from teimgr.engine.engine import Engine
 from teimgr.engine.job import InferOptions, Input, Job
@@ -18,6 +18,8 @@ from teimgr.http.byte_budget import ByteBudget
 from teimgr.observability.request_context import CURRENT, RequestContext, use_context
 from teimgr.spec import WorkerSpec
 from teimgr.worker.calls import CallReply, DeferredReply, FairLimiter, WorkerCall, max_token_bytes
+from teimgr.worker.lists import ListSubmission, lists_of, prompts_of
+from teimgr.worker.submission import Encode, Part, Submission
 from teimgr.worker.worker_metrics import TeiMetrics
 
 log = logging.getLogger(__name__)
@@ -33,67 +35,7 @@ _PART_OF_DEADLINE = 0.75
 _PATIENT_CALLS = 8
 
 ResultT = TypeVar("ResultT")
-Encode = Callable[[Job], CallReply | DeferredReply]
 Outcome = tuple[WorkerCall, Job, CallReply | DeferredReply | TeimgrError]
-
-
-class Part(NamedTuple):
-    """Inputs that share their options, and their rows in the call."""
-
-    rows: Sequence[int]
-    inputs: Sequence[Input]
-    options: InferOptions
-
-
-def parts_of(inputs: Sequence[Input], options: Sequence[InferOptions]) -> list[Part]:
-    """One part for each different set of options; `options` has one for each input."""
-    rows_of: dict[InferOptions, list[int]] = {}
-    for row, option in enumerate(options):
-        rows_of.setdefault(option, []).append(row)
-    return [Part(rows, [inputs[row] for row in rows], option) for option, rows in rows_of.items()]
-
-
-class Submission:
-    """The engine jobs of one call, one per part. `complete` runs where the engine finishes, all else on the loop.
-
-    Several parts are supported only for the SCORES output. `has_waited`: its wait was estimated before it waited for
-    its place or its inputs were read, and is estimated again.
-    """
-
-    __slots__ = ("_parts", "_unfinished", "call", "encode", "has_waited", "jobs")
-
-    def __init__(self, call: WorkerCall, parts: Sequence[Part], encode: Encode, *, has_waited: bool = False) -> None:
-        self.call = call
-        self.encode = encode
-        self.has_waited = has_waited
-        self.jobs = [Job(part.inputs, part.options, call.lane, call.deadline, context=self) for part in parts]
-        self._parts = parts
-        self._unfinished = len(parts)
-
-    def cancel(self) -> None:
-        for job in self.jobs:
-            job.cancel()
-
-    def complete(self) -> Job | None:
-        """Count one finished job; after the last one, a job with the results of all."""
-        self._unfinished -= 1
-        if self._unfinished:
-            return None
-        # A job refers to its submission: a cycle would keep results in memory until the next garbage collection.
-        jobs, self.jobs = self.jobs, []
-        return jobs[0] if len(jobs) == 1 else _joined(self._parts, jobs)
-
-
-def _joined(parts: Sequence[Part], jobs: Sequence[Job]) -> Job:
-    inputs: list[Input] = [None] * sum(len(part.rows) for part in parts)
-    for part in parts:
-        for row, item in zip(part.rows, part.inputs, strict=True):
-            inputs[row] = item
-    whole = Job(inputs, parts[0].options, jobs[0].lane)
-    for part, job in zip(parts, jobs, strict=True):
-        whole.take_scores(job, part.rows)
-    whole.average_times()
-    return whole
 
 
 class Dispatcher:
@@ -271,12 +213,28 @@ class Dispatcher:
             return
         if submission.has_waited:
             self._check_wait(call, submission.jobs)
-        self._submissions[call] = submission
         info = self.engine.info
-        if size_bytes := sum([max_token_bytes(info, job.options.outputs, job.inputs) for job in submission.jobs]):
+        if info.listwise and not isinstance(submission, ListSubmission):
+            self._spawn(call, self._enter_lists(submission))
+            return
+        self._submissions[call] = submission
+        if (size_bytes := submission.result_bytes) is None:
+            size_bytes = sum([max_token_bytes(info, job.options.outputs, job.inputs) for job in submission.jobs])
+        if size_bytes:
             self._result_budget.enter(call, size_bytes, partial(self._start, submission))
         else:
             self._start(submission)
+
+    async def _enter_lists(self, submission: Submission) -> None:
+        """Enter the job of the prompts that the pairs of a call to a listwise reranker make."""
+        call, parts = submission.call, submission.parts
+        for part in parts:
+            self.engine.check(part.options)
+        prompt, width = self.engine.tokenizer.lists, self.engine.info.multi_vector_dimension
+        assert prompt is not None  # of a listwise model
+        check = partial(self.check_awaited, call)
+        prompts = await prompts_of(lists_of(parts), prompt, self.on_tokenizer_thread, check)
+        self._enter(ListSubmission(call, parts, submission.encode, prompts, width))
 
     def _start(self, submission: Submission) -> None:
         self._starting.append(submission)

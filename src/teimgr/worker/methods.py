@@ -34,9 +34,10 @@ from teimgr.worker.calls import (
     within,
 )
 from teimgr.worker.dialects import ROUTES
-from teimgr.worker.dispatcher import Dispatcher, Encode, Part, masked, parts_of
+from teimgr.worker.dispatcher import Dispatcher, masked
 from teimgr.worker.http_inference import BadRequest, HttpInference
 from teimgr.worker.scores import need_reranker_grpc, output_per_token, predictions, ranks
+from teimgr.worker.submission import Encode, Part, parts_of
 
 # TEI's types of the kinds that score; it calls every other model an embedding model.
 _MODEL_TYPES: Mapping[str, tei_pb2.ModelType] = {
@@ -151,7 +152,7 @@ def _classify(dispatcher: Dispatcher, call: MethodCall, item: Input, options: In
 
 def rerank(dispatcher: Dispatcher, call: MethodCall) -> None:
     message = call.message(tei_pb2.RerankRequest, _MAX_RERANK_FIELDS)
-    options = _score_options(message)
+    options = _score_options(message, listed=True)
     if not message.texts:
         raise EmptyInput("`texts` cannot be empty")
     need_reranker_grpc(dispatcher.engine.info)
@@ -180,7 +181,9 @@ def rerank_stream(dispatcher: Dispatcher, call: MethodCall) -> None:
         if not requests:
             raise InvalidInput("Missing rerank request")
         first = requests[0]
-        options = [request_options(message, Output.SCORES, raw_scores=first.raw_scores) for message in requests]
+        options = [
+            request_options(message, Output.SCORES, raw_scores=first.raw_scores, listed=True) for message in requests
+        ]
         pairs = [Pair(message.query, message.text) for message in requests]
         return parts_of(pairs, options), _rank_encoder(dispatcher, call, pairs, first.return_text)
 
@@ -191,10 +194,8 @@ def rerank_stream(dispatcher: Dispatcher, call: MethodCall) -> None:
     dispatcher.admit_async(call, read_then_submit)
 
 
-def _score_options(
-    message: ScoringRequest,
-) -> InferOptions:
-    return request_options(message, Output.SCORES, raw_scores=message.raw_scores)
+def _score_options(message: ScoringRequest, *, listed: bool = False) -> InferOptions:
+    return request_options(message, Output.SCORES, raw_scores=message.raw_scores, listed=listed)
 
 
 def _rank_encoder(dispatcher: Dispatcher, call: WorkerCall, pairs: Sequence[Pair], return_text: bool) -> Encode:

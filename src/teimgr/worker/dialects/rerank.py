@@ -138,7 +138,7 @@ def _job(body: RerankRequest, texts: list[str], form: RerankForm, served: http.S
     by_default = served.spec.auto_truncate and not form.refuses
     truncate = by_default if body.truncation is None else body.truncation
     truncate |= body.truncate_prompt_tokens is not None
-    options = InferOptions(outputs=frozenset({Output.SCORES}), truncate=truncate, raw_scores=body.wants_logits)
+    options = InferOptions(frozenset({Output.SCORES}), truncate=truncate, raw_scores=body.wants_logits, listed=True)
     returned = form.documents if body.return_documents is None else body.return_documents
 
     def encode(job: Job) -> bytes:
@@ -266,7 +266,7 @@ async def relevance(
     input_checks.need_kind(model, (Kind.RERANKER, *_OUTPUT_OF_KIND), "scoring")
     if model.kind == Kind.RERANKER:
         pairs = [Pair(queries[min(row, len(queries) - 1)], text) for row, text in enumerate(documents)]
-        options = InferOptions(frozenset({Output.SCORES}), truncate=truncate, raw_scores=raw_scores)
+        options = InferOptions(frozenset({Output.SCORES}), truncate=truncate, raw_scores=raw_scores, listed=True)
         [scored] = await inference.jobs([lambda served: http.JobSpec(pairs, options)])
         return Relevance(scored.scores[:, 0], scored.tokens)
 

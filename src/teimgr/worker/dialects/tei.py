@@ -223,7 +223,7 @@ class TeiRerankRequest(http.InferenceRequest, TeiTruncation):
         if not self.texts:
             raise EmptyInput("`texts` cannot be empty")
         scores.need_reranker_http(served.model)
-        options = self.options(served, Output.SCORES, raw_scores=self.raw_scores)
+        options = self.options(served, Output.SCORES, raw_scores=self.raw_scores, listed=True)
         http.check_count(len(self.texts), served.spec.max_client_batch_size)
         encode = partial(ranks, self.texts if self.return_text else None)
         inputs = [Pair(self.query, text) for text in self.texts]

@@ -71,7 +71,7 @@ class WeaviateRerankRequest(http.InferenceRequest, http.LenientBody):
         if not texts or (self.documents is None and not self.property):
             raise EmptyInput("`documents` cannot be empty")
         input_checks.need_kind(served.model, (Kind.RERANKER,), "reranking")
-        options = InferOptions(frozenset({Output.SCORES}), truncate=served.spec.auto_truncate)
+        options = InferOptions(frozenset({Output.SCORES}), truncate=served.spec.auto_truncate, listed=True)
 
         def encode(job: Job) -> bytes:
             scores = job.scores[:, 0]
