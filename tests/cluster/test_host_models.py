@@ -27,7 +27,7 @@ from teimgr.cluster.agent import Agent
 from teimgr.cluster.host_link import HostAddress, HostLink, connect
 from teimgr.cluster.host_models import HostModels, Offer
 from teimgr.cluster.host_service import HostListener, HostService
-from teimgr.cluster.messages import FleetFacts, NodeFacts, Versions, read_message, write_message
+from teimgr.cluster.messages import FleetFacts, NodeFacts, Versions, read_message
 from teimgr.errors import (
     Forbidden,
     InvalidInput,
@@ -43,6 +43,7 @@ from teimgr.models.neighbours import FleetNeighbours
 from teimgr.observability.log_source import LocalLogs
 from teimgr.wire.fleet_tls import write_removed
 from teimgr.wire.frames import Method
+from teimgr.wire.json_messages import write_line
 
 LIMIT_S = 60.0
 MODEL = "somebody/tiny"
@@ -100,7 +101,7 @@ class Fleet:
         """What the daemon would: the hosts, in the order in which they are asked."""
         reader, writer = await asyncio.open_unix_connection(str(self.agent.socket))
         fleet = FleetFacts(services=[*hosts, ("two", f"{HOST}:1")], models_from=models_from)
-        write_message(writer, op="facts", fleet=fleet.to_dict())
+        write_line(writer, op="facts", fleet=fleet.to_dict())
         assert "facts" in (await read_message(reader) or {})
         writer.close()
 
@@ -541,7 +542,7 @@ async def test_a_daemon_that_never_tells_leaves_the_hub(fleet: Fleet, monkeypatc
 async def test_a_daemon_that_has_just_begun_does_not_make_hosts_forgotten(fleet: Fleet) -> None:
     async with sending(fleet, "one"):
         reader, writer = await asyncio.open_unix_connection(str(fleet.agent.socket))
-        write_message(writer, op="facts", fleet=FleetFacts(models_from="hub-only").to_dict())
+        write_line(writer, op="facts", fleet=FleetFacts(models_from="hub-only").to_dict())
         assert "facts" in (await read_message(reader) or {})
         writer.close()
         assert fleet.agent.fleet.models_from == "hub-only"

@@ -135,14 +135,15 @@ def check_node(state_dir: Path) -> Iterator[Finding]:
 
 async def _agent(state_dir: Path) -> Finding:
     """Whether the host's agent answers, and as what."""
-    from teimgr.cluster.messages import LINE_LIMIT_BYTES, agent_socket, read_message, write_message
+    from teimgr.cluster.messages import LINE_LIMIT_BYTES, agent_socket, read_message
+    from teimgr.wire.json_messages import write_line
 
     path = agent_socket(state_dir.absolute() / "run")
     try:
         async with asyncio.timeout(_ANSWER_LIMIT_S):
             reader, writer = await asyncio.open_unix_connection(str(path), limit=LINE_LIMIT_BYTES)
             try:
-                write_message(writer, op="facts")
+                write_line(writer, op="facts")
                 answer = await read_message(reader) or {}
             finally:
                 writer.close()

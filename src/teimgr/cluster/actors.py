@@ -21,10 +21,10 @@ from teimgr.cluster.messages import (
     HeldWorker,
     exit_to_dict,
     read_message,
-    write_message,
 )
 from teimgr.control.launch.process_handle import Exit, LaunchFailed, ProcessHandle, WorkerPaths, open_pidfd
 from teimgr.observability.logs import LogSpan, last_warning, log_size
+from teimgr.wire.json_messages import write_line
 
 CONNECT_LIMIT_S = 5.0
 AGENT_ABSENCE_S = 10.0
@@ -51,7 +51,7 @@ class WorkerActor:
         """Have the node agent start a process: {"worker": …} as `HeldWorker`, or {"error": text}."""
         try:
             link = await _connect()
-            write_message(link[1], op=op, spec=spec)
+            write_line(link[1], op=op, spec=spec)
             answer = await read_message(link[0])
         except OSError as error:
             return {"error": f"no node agent: {error}"}
@@ -113,7 +113,7 @@ class WorkerActor:
             await asyncio.sleep(_RETRY_PAUSE_S)
             with suppress(OSError):
                 link = await _connect()
-                write_message(link[1], op="claim", incarnation=held.incarnation, pid=held.pid)
+                write_line(link[1], op="claim", incarnation=held.incarnation, pid=held.pid)
 
 
 class HostActor:
@@ -125,7 +125,7 @@ class HostActor:
             async with asyncio.timeout(CONNECT_LIMIT_S):
                 reader, writer = await _connect()
                 try:
-                    write_message(writer, op="facts", fleet=fleet)
+                    write_line(writer, op="facts", fleet=fleet)
                     answer = await read_message(reader)
                 finally:
                     writer.close()

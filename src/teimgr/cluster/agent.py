@@ -36,7 +36,6 @@ from teimgr.cluster.messages import (
     agent_socket,
     exit_to_dict,
     read_message,
-    write_message,
 )
 from teimgr.cluster.node_muxes import NodeMux, NodeMuxes
 from teimgr.config.cluster import address_on_host
@@ -45,6 +44,7 @@ from teimgr.control.launch.process_handle import Exit, LaunchFailed, look_up
 from teimgr.errors import TeimgrError
 from teimgr.spec import WorkerSpec
 from teimgr.wire.fleet_tls import write_removed
+from teimgr.wire.json_messages import write_line
 
 CLAIM_LIMIT_S = 15.0
 """How long after the agent's start an actor may claim a worker of an earlier agent."""
@@ -190,9 +190,9 @@ class Agent:
         match request:
             case {"op": "facts", "fleet": dict(fleet)}:
                 self._learn(FleetFacts.from_dict(fleet))
-                write_message(writer, facts=(await self._facts()).to_dict())
+                write_line(writer, facts=(await self._facts()).to_dict())
             case {"op": "facts"}:  # of `teimgr doctor`, which sends no list of nodes
-                write_message(writer, facts=(await self._facts()).to_dict())
+                write_line(writer, facts=(await self._facts()).to_dict())
             case {"op": "hosts"}:
                 await self._tell_hosts(writer)
             case {"op": "launch", "spec": str(spec)}:
@@ -208,7 +208,7 @@ class Agent:
                 await self._leave(writer)
                 return False
             case _:
-                write_message(writer, error=f"not a request: {str(request)[:200]}")
+                write_line(writer, error=f"not a request: {str(request)[:200]}")
                 return False
         await writer.drain()
         return True
@@ -229,9 +229,9 @@ class Agent:
             async with asyncio.timeout(_FLEET_LIMIT_S):
                 await self._hosts_known.wait()
         except TimeoutError:
-            write_message(writer, error="the list of hosts has not come from the daemon yet")
+            write_line(writer, error="the list of hosts has not come from the daemon yet")
             return
-        write_message(writer, hosts=self.fleet.services, models_from=self.fleet.models_from)
+        write_line(writer, hosts=self.fleet.services, models_from=self.fleet.models_from)
 
     async def _launch(self, spec: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -245,7 +245,7 @@ class Agent:
             )
             worker = await self._launcher.launch(own)
         except (LaunchFailed, TeimgrError, ValueError, TypeError) as error:
-            write_message(writer, error=str(error))
+            write_line(writer, error=str(error))
             return
         await self._hold(worker, reader, writer)
 
@@ -256,12 +256,12 @@ class Agent:
 
     async def _launch_mux(self, spec: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self._muxes is None:
-            write_message(writer, error="this host's muxes are its daemon's own")
+            write_line(writer, error="this host's muxes are its daemon's own")
             return
         try:
             mux = self._muxes.launch(spec)
         except (OSError, TeimgrError, ValueError, KeyError, TypeError) as error:
-            write_message(writer, error=str(error))
+            write_line(writer, error=str(error))
             return
         await self._hold(mux, reader, writer)
 
@@ -271,9 +271,9 @@ class Agent:
         if (worker := self._unclaimed.pop(incarnation, None)) is not None:
             await self._hold(worker, reader, writer)
         elif (exit := self._ended.pop(pid, None)) is not None:
-            write_message(writer, exit=exit_to_dict(exit))
+            write_line(writer, exit=exit_to_dict(exit))
         else:
-            write_message(writer, error="no such worker")
+            write_line(writer, error="no such worker")
 
     async def _hold(self, worker: Held, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Keep a worker for the actor at the other end: report its exit, or kill it when the actor is gone."""
@@ -281,12 +281,12 @@ class Agent:
         gone = asyncio.ensure_future(reader.read(1))
         ended = asyncio.ensure_future(worker.wait())
         try:
-            write_message(writer, worker=self._described(worker))
+            write_line(writer, worker=self._described(worker))
             await asyncio.wait({gone, ended}, return_when=asyncio.FIRST_COMPLETED)
             if not ended.done():
                 log.warning("worker's actor is gone", extra={"worker": _label(worker), "pid": worker.pid})
                 await worker.stop(0)
-            write_message(writer, exit=await asyncio.to_thread(exit_to_dict, await ended))
+            write_line(writer, exit=await asyncio.to_thread(exit_to_dict, await ended))
             with suppress(ConnectionError):
                 await writer.drain()
         except asyncio.CancelledError:  # the agent ends; the next one finds the worker by its run file
@@ -318,13 +318,13 @@ class Agent:
         """Take no more workers, and report those that are left until there are none."""
         self.leaving.set()
         while True:
-            write_message(writer, workers=self.workers)
+            write_line(writer, workers=self.workers)
             await writer.drain()
             if not self.workers:
                 break
             self._number_changed.clear()
             await self._number_changed.wait()
-        write_message(writer, left=True)
+        write_line(writer, left=True)
         await writer.drain()
 
 

@@ -15,9 +15,10 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from teimgr.cluster.messages import LINE_LIMIT_BYTES, read_message, write_message
+from teimgr.cluster.messages import LINE_LIMIT_BYTES, read_message
 from teimgr.errors import Unavailable
 from teimgr.observability.logs import last_line, open_log
+from teimgr.wire.json_messages import write_line
 
 READY_LIMIT_S = 60.0
 _END_LIMIT_S = 3.0
@@ -98,11 +99,11 @@ class Bridge:
         id = next(self._ids)
         reply = self._calls[id] = asyncio.get_running_loop().create_future()
         try:
-            write_message(self._writer, id=id, op=op, **arguments)
+            write_line(self._writer, id=id, op=op, **arguments)
             return await reply
         except asyncio.CancelledError:
             if self._writer is not None:
-                write_message(self._writer, cancel=id)
+                write_line(self._writer, cancel=id)
             raise
         finally:
             del self._calls[id]

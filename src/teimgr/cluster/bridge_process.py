@@ -25,7 +25,8 @@ from ray.exceptions import ActorAlreadyExistsError, ActorDiedError, ActorUnavail
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from teimgr.cluster.actors import HostActor, WorkerActor
-from teimgr.cluster.messages import LINE_LIMIT_BYTES, NAMESPACE, read_message, write_message
+from teimgr.cluster.messages import LINE_LIMIT_BYTES, NAMESPACE, read_message
+from teimgr.wire.json_messages import write_line
 
 _HOST = "host/"
 _FACTS_LIMIT_S = 5.0
@@ -62,7 +63,7 @@ class BridgeProcess:
 
     async def run(self) -> None:
         """Serve until the daemon closes the socket."""
-        write_message(self._writer, ready=ray.__version__)
+        write_line(self._writer, ready=ray.__version__)
         while (request := await read_message(self._reader)) is not None:
             if "cancel" in request:
                 if (task := self._tasks.get(request["cancel"])) is not None:
@@ -83,16 +84,16 @@ class BridgeProcess:
     async def _serve(self, id: int, request: dict[str, Any]) -> None:
         operation = self._operations[request.pop("op")]
         try:
-            write_message(self._writer, id=id, value=await operation(**request))
+            write_line(self._writer, id=id, value=await operation(**request))
         except BridgeError as error:
-            write_message(self._writer, id=id, error=[error.kind, str(error)])
+            write_line(self._writer, id=id, error=[error.kind, str(error)])
         except (ActorDiedError, ActorUnavailableError, RayActorError) as error:
-            write_message(self._writer, id=id, error=["lost", _first_line(error)])
+            write_line(self._writer, id=id, error=["lost", _first_line(error)])
         except TimeoutError:
-            write_message(self._writer, id=id, error=["timeout", "no answer in time"])
+            write_line(self._writer, id=id, error=["timeout", "no answer in time"])
         # AttributeError: the actor is of an earlier version, without the method.
         except (RayError, ValueError, RuntimeError, OSError, AttributeError) as error:
-            write_message(self._writer, id=id, error=["ray", _first_line(error)])
+            write_line(self._writer, id=id, error=["ray", _first_line(error)])
 
     # Workers
 

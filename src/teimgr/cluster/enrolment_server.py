@@ -20,7 +20,6 @@ are refused before a token counts as used; a renewal does not ask for them.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import socket
 import ssl
@@ -46,6 +45,7 @@ from teimgr.wire.fleet_tls import (
     write_identity,
     write_removed,
 )
+from teimgr.wire.json_messages import read_line, write_line
 
 log = logging.getLogger(__name__)
 
@@ -176,7 +176,7 @@ class EnrolmentServer:
             if writer.get_extra_info("peercert"):
                 ticket.enter(Phase.ANSWER)
             async with asyncio.timeout(_REQUEST_LIMIT_S):
-                writer.write(json.dumps(await self._answer(reader, writer)).encode() + b"\n")
+                write_line(writer, **await self._answer(reader, writer))
                 await writer.drain()
         except (OSError, TimeoutError) as error:
             log.warning("a client of the enrolment port was dropped", extra={"reason": str(error) or "too slow"})
@@ -187,7 +187,7 @@ class EnrolmentServer:
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Message:
         about: Message = {"client": str(writer.get_extra_info("peername"))}
         try:
-            message = _read(await reader.readline())
+            message = await read_line(reader) or {}
             about |= {"op": message.get("op"), "node": message.get("node")}
             return self._process(message, writer.get_extra_info("ssl_object"))
         except ValueError as error:
@@ -258,13 +258,6 @@ def _check_clock(there: Any) -> None:
             f"this host's clock is {late_s:.0f} s behind the daemon's, at most {CLOCKS_APART_S:.0f} s are allowed: "
             "set it"
         )
-
-
-def _read(line: bytes) -> Message:
-    message = json.loads(line)
-    if not isinstance(message, dict):
-        raise ValueError("a JSON object is expected")  # noqa: TRY004  a message is wrong, not a call
-    return message
 
 
 def _text(message: Message, key: str) -> str:

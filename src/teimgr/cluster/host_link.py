@@ -1,6 +1,6 @@
 """A connection between two hosts of a fleet, for what is too large for Ray: logs, files of models, forwarded ports.
 
-Over mutual TLS, with messages as `wire/host_messages.py` has them. A stream of bytes is pieces behind their length, up
+Over mutual TLS, with messages as `wire/json_messages.py` has them. A stream of bytes is pieces behind their length, up
 to an empty one: TLS has no half-close.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 from teimgr.errors import Unauthenticated, Unavailable
 from teimgr.http.connection_gate import MIN_READ_BYTES
 from teimgr.wire.fleet_tls import DAEMON, HANDSHAKE_LIMIT_S, FleetIdentity, FleetName, peer_of
-from teimgr.wire.host_messages import LENGTH_BYTES, pack, reported_error, unpack, unpack_length
+from teimgr.wire.json_messages import LENGTH_BYTES, pack, reported_error, unpack, unpack_length
 from teimgr.wire.remote_frames import set_tcp_limits
 
 CONNECT_LIMIT_S = 5.0

@@ -32,7 +32,7 @@ from teimgr.observability.log_source import Batch, LogSource
 from teimgr.spec import check_name
 from teimgr.wire.fleet_listener import FleetListener
 from teimgr.wire.fleet_tls import FleetIdentity, peer_of
-from teimgr.wire.host_messages import pack_error
+from teimgr.wire.json_messages import pack_error
 from teimgr.wire.remote_frames import set_tcp_limits
 
 ALIVE_S = 2.0

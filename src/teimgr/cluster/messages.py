@@ -1,9 +1,8 @@
-"""Messages between daemon, bridge, node agents and actors: lines of JSON, and the values that they carry."""
+"""Messages between daemon, bridge, node agents and actors: the values in their lines of JSON."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any, Self
 from teimgr.control.launch.process_handle import Exit, ExitReport, ProcessId
 from teimgr.models.hub import ModelsFrom
 from teimgr.observability.logs import LogLines
+from teimgr.wire.json_messages import read_line
 
 LINE_LIMIT_BYTES = 1 << 20
 _LOG_BYTES = 64 << 10
@@ -24,18 +24,12 @@ NAMESPACE = "teimgr"
 """Ray's namespace of all our actors."""
 
 
-def write_message(writer: asyncio.StreamWriter, **values: object) -> None:
-    writer.write(json.dumps(values).encode() + b"\n")
-
-
 async def read_message(reader: asyncio.StreamReader) -> dict[str, Any] | None:
     """The next message; None at the end of the stream, or where it is broken."""
     try:
-        line = await reader.readline()
-        message = json.loads(line) if line.endswith(b"\n") else None
-    except (OSError, ValueError):  # a ValueError is a line over the limit, or no JSON
+        return await read_line(reader)
+    except (OSError, ValueError):
         return None
-    return message if isinstance(message, dict) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,6 @@ from teimgr.cluster.messages import (
     NodeFacts,
     agent_socket,
     read_message,
-    write_message,
 )
 from teimgr.cluster.node_identity import admission, keep_renewed
 from teimgr.cluster.node_muxes import NodeMuxes
@@ -44,6 +43,7 @@ from teimgr.observability import logs
 from teimgr.observability.log_source import LocalLogs
 from teimgr.observability.memory import raise_file_limit
 from teimgr.wire.fleet_tls import FleetIdentity
+from teimgr.wire.json_messages import write_line
 
 EXIT_REFUSED = 1
 ADMISSION_LIMIT_S = 60.0
@@ -227,7 +227,7 @@ async def leave(state_dir: Path) -> AsyncIterator[int]:
     except OSError as error:
         raise Unavailable(f"no host runs with the folder {state_dir}: {str(error) or 'timeout'}") from error
     try:
-        write_message(writer, op="leave")
+        write_line(writer, op="leave")
         while (message := await read_message(reader)) is not None:
             if "left" in message:
                 return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import ssl
 from dataclasses import asdict
@@ -27,6 +26,7 @@ from teimgr.wire.fleet_tls import (
     peer_of,
     write_identity,
 )
+from teimgr.wire.json_messages import read_line, write_line
 
 log = logging.getLogger(__name__)
 
@@ -183,9 +183,9 @@ async def _ask(host: str, port: int, context: ssl.SSLContext, message: dict[str,
                 and not peer_of(writer.get_extra_info("ssl_object")).name.is_daemon
             ):
                 raise Unauthenticated(f"{host}:{port} is not the daemon of the fleet")
-            writer.write(json.dumps(message).encode() + b"\n")
+            write_line(writer, **message)
             await writer.drain()
-            answer = json.loads(await reader.readline())
+            answer = await read_line(reader)
     except ssl.SSLCertVerificationError as error:
         if error.verify_code in _NOT_VALID_NOW:
             raise Unauthenticated(
@@ -197,8 +197,8 @@ async def _ask(host: str, port: int, context: ssl.SSLContext, message: dict[str,
     finally:
         if writer is not None:
             writer.close()
-    if not isinstance(answer, dict):
-        raise Unavailable(f"{host}:{port}: the answer is no JSON object")
+    if answer is None:
+        raise Unavailable(f"{host}:{port}: no answer")
     if "error" in answer:
         raise error_from_code(int(answer["error"]["code"]), str(answer["error"]["message"]))
     return answer

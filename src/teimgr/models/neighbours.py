@@ -40,7 +40,7 @@ from teimgr.models import hub
 from teimgr.models.directory import needed
 from teimgr.models.source import stays_below
 from teimgr.wire.fleet_tls import HANDSHAKE_LIMIT_S, FleetIdentity, FleetName, peer_of
-from teimgr.wire.host_messages import LENGTH_BYTES, pack, reported_error, unpack, unpack_length
+from teimgr.wire.json_messages import LENGTH_BYTES, pack, reported_error, unpack, unpack_length
 
 MAX_FILES = 2000
 CONNECT_LIMIT_S = 5.0

@@ -20,7 +20,6 @@ process may have the port by now:
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import socket
 from collections.abc import Callable
@@ -32,11 +31,11 @@ from teimgr.http.acceptor import GatedStream
 from teimgr.http.connection_gate import Phase, Ticket
 from teimgr.wire.fleet_listener import FleetListener
 from teimgr.wire.fleet_tls import FleetIdentity, peer_of
+from teimgr.wire.json_messages import MAX_MUX_LINE_BYTES, read_line, write_line
 from teimgr.wire.remote_frames import set_tcp_limits
 
 log = logging.getLogger("teimgr.mux")
 
-LINE_BYTES = 64 * 1024 * 1024
 _MAX_REMOTE = 16
 _HELLO_LIMIT_S = 5.0
 _SILENCE_LIMIT_S = 30.0
@@ -72,7 +71,7 @@ class MuxControl:
 
     async def open(self) -> None:
         """Listen; a socket file left by a dead process is replaced. Raises OSError."""
-        self._server = await asyncio.start_unix_server(self._connected, self._path, limit=LINE_BYTES)
+        self._server = await asyncio.start_unix_server(self._connected, self._path, limit=MAX_MUX_LINE_BYTES)
         self._path.chmod(0o600)
         self._inode = self._path.stat().st_ino
         self._start_orphan_timer()
@@ -84,7 +83,7 @@ class MuxControl:
             def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
                 self._keep(asyncio.create_task(self._serve_remote(ticket, reader, writer, incarnation)), writer)
 
-            return GatedStream(ticket, connected, LINE_BYTES)
+            return GatedStream(ticket, connected, MAX_MUX_LINE_BYTES)
 
         self._remote = FleetListener(listener, identity, protocol, _MAX_REMOTE)
         self._remote.start()
@@ -98,7 +97,7 @@ class MuxControl:
         if self._path.exists() and self._path.stat().st_ino == self._inode:  # still this process's own
             self._path.unlink()
         for writer in self._daemons.values():
-            writer.write(json.dumps(message).encode() + b"\n")
+            write_line(writer, **message)
 
     async def close(self) -> None:
         """Close the connections, after `leave`."""
@@ -135,16 +134,16 @@ class MuxControl:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            while line := await reader.readline():
-                await self._take(line, writer)
+            while (message := await read_line(reader)) is not None:
+                await self._take(message, writer)
         except (ConnectionError, ValueError) as error:
             log.warning("control connection dropped: %s", error)
         finally:
             writer.close()
 
-    async def _take(self, line: bytes, writer: asyncio.StreamWriter) -> None:
-        if (reply := self._process(json.loads(line))) is not None:
-            writer.write(json.dumps(reply).encode() + b"\n")
+    async def _take(self, message: Message, writer: asyncio.StreamWriter) -> None:
+        if (reply := self._process(message)) is not None:
+            write_line(writer, **reply)
             await writer.drain()
 
     async def _serve_remote(
@@ -156,13 +155,13 @@ class MuxControl:
             valid_s = await self._greeted(reader, writer, incarnation)
             ticket.enter(Phase.ANSWER)
             async with asyncio.timeout(valid_s):
-                while line := await self._next(reader):
-                    await self._take(line, writer)
+                while (message := await self._next(reader)) is not None:
+                    await self._take(message, writer)
         except TimeoutError:
             log.warning("control connection dropped: its certificate has expired, or nothing came in time")
         except (OSError, ValueError, TeimgrError) as error:
             log.warning("control connection dropped: %s", error)
-            writer.write(json.dumps({"error": str(error)}).encode() + b"\n")
+            write_line(writer, error=str(error))
         finally:
             writer.close()
 
@@ -177,12 +176,12 @@ class MuxControl:
         if not peer.name.is_daemon:
             raise ValueError(f"{peer.name.uri} may not control a mux")
         async with asyncio.timeout(_HELLO_LIMIT_S):
-            first = json.loads(await reader.readline() or b"{}")
-        if not isinstance(first, dict) or first.get("hello") != incarnation:
+            first = await read_line(reader) or {}
+        if first.get("hello") != incarnation:
             raise ValueError("it expects another process")
-        writer.write(json.dumps({"hello": incarnation}).encode() + b"\n")
+        write_line(writer, hello=incarnation)
         return max(0.0, peer.valid_s)
 
-    async def _next(self, reader: asyncio.StreamReader) -> bytes:
+    async def _next(self, reader: asyncio.StreamReader) -> Message | None:
         async with asyncio.timeout(_SILENCE_LIMIT_S):
-            return await reader.readline()
+            return await read_line(reader)

@@ -93,8 +93,8 @@ class Kept:
         ("absent", "its control socket cannot be reached"),
         ("mute", "5 health probes in a row failed: mux-0 has given no answer for 0.02 s"),
         ("garbage", "its answer cannot be read"),
-        ("list", "its answer is no JSON object"),
-        ("flood", "its control connection broke"),
+        ("list", "its answer cannot be read: not a JSON object"),
+        ("flood", "its answer cannot be read"),
         ("hangup", "control connection"),
     ],
 )

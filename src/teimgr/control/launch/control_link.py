@@ -18,12 +18,11 @@ from typing import Any, Self
 from teimgr.errors import DeadlineExceeded, TeimgrError, Unavailable
 from teimgr.spec import LoadedModel
 from teimgr.wire.frames import FrameProtocol, FrameType, Header, Method, Received, unpack_error
+from teimgr.wire.json_messages import MAX_MUX_LINE_BYTES, read_line
 
 CONNECT_LIMIT_S = 5.0
 _FRAME_LIMIT_BYTES = 1 << 20
 _WATCH_ID = 0
-# Far above what counters of ten thousand instances take; beyond it it is not a message of this protocol.
-LINE_LIMIT_BYTES = 64 << 20
 _CONNECT_RETRY_S = 0.02
 
 
@@ -214,7 +213,7 @@ class MuxLink:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
-        self._reading = asyncio.ensure_future(reader.readline())
+        self._reading = asyncio.ensure_future(read_line(reader))
         self.has_answered = False
 
     @classmethod
@@ -228,7 +227,7 @@ class MuxLink:
             async with asyncio.timeout(limit_s):
                 while True:
                     try:
-                        return cls(*await asyncio.open_unix_connection(path, limit=LINE_LIMIT_BYTES))
+                        return cls(*await asyncio.open_unix_connection(path, limit=MAX_MUX_LINE_BYTES))
                     except (FileNotFoundError, ConnectionRefusedError):
                         await asyncio.sleep(_CONNECT_RETRY_S)
         except OSError as error:  # TimeoutError is one of them
@@ -272,20 +271,15 @@ class MuxLink:
 
     def _message(self) -> dict[str, Any]:
         try:
-            line = self._reading.result()
-            message = json.loads(line) if line else None
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise MuxLost(f"its answer cannot be read: {error}") from error
+            message = self._reading.result()
         except OSError as error:
             raise MuxDisconnected(f"its control connection broke: {error}") from error
-        except ValueError as error:  # a line without an end
-            raise MuxLost(f"its control connection broke: {error}") from error
-        if not line:
+        except ValueError as error:
+            raise MuxLost(f"its answer cannot be read: {error}") from error
+        if message is None:
             raise MuxDisconnected("it closed its control connection")
-        if not isinstance(message, dict):
-            raise MuxLost("its answer is no JSON object")
         if "stopping" in message:
             raise MuxStopping(float(message["stopping"]))
         self.has_answered = True
-        self._reading = asyncio.ensure_future(self._reader.readline())
+        self._reading = asyncio.ensure_future(read_line(self._reader))
         return message

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 from teimgr.control.launch.control_link import (
     CONNECT_LIMIT_S,
-    LINE_LIMIT_BYTES,
     ControlLink,
     MuxLink,
     MuxLost,
@@ -19,6 +17,7 @@ from teimgr.errors import TeimgrError, Unavailable
 from teimgr.spec import WorkerEndpoint
 from teimgr.wire.fleet_tls import FleetIdentity, FleetName, peer_of
 from teimgr.wire.frames import FrameType, Method
+from teimgr.wire.json_messages import MAX_MUX_LINE_BYTES, read_line, write_line
 from teimgr.wire.remote_frames import RemoteAddress, RemoteFrames, WrongPeer, connect, set_tcp_limits
 
 _WATCH_ID = 0
@@ -80,15 +79,15 @@ async def open_mux_link(address: RemoteAddress, identity: FleetIdentity, limit_s
 async def _greet(address: RemoteAddress, identity: FleetIdentity) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """A connection whose other end has proved that it is the mux that is expected. Raises OSError, TeimgrError."""
     reader, writer = await asyncio.open_connection(
-        address.host, address.port, ssl=identity.client_context(), limit=LINE_LIMIT_BYTES
+        address.host, address.port, ssl=identity.client_context(), limit=MAX_MUX_LINE_BYTES
     )
     try:
         set_tcp_limits(writer.transport)
         peer = peer_of(writer.get_extra_info("ssl_object"))
         if peer.name != FleetName(address.node):
             raise WrongPeer(f"the certificate is that of {peer.name.uri}, not of node '{address.node}'")
-        writer.write(json.dumps({"hello": address.incarnation}).encode() + b"\n")
-        answer = json.loads(await reader.readline() or b"{}")
+        write_line(writer, hello=address.incarnation)
+        answer = await read_line(reader) or {}
         if answer.get("hello") != address.incarnation:
             raise WrongPeer(str(answer.get("error", "it closed the connection")))
     except BaseException:

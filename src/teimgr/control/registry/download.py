@@ -19,6 +19,7 @@ from teimgr.control.registry.fetcher import FetchRequest
 from teimgr.control.registry.records import DownloadProgress
 from teimgr.control.registry.tasks import Observable
 from teimgr.errors import ModelDownloadFailed, Refused, error_from_code
+from teimgr.wire.json_messages import read_line
 
 FETCHER = "teimgr.control.registry.fetcher"
 RATE_WINDOW_S = 10.0
@@ -109,8 +110,7 @@ class Download:
 
     async def _read_messages(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdout is not None
-        async for line in process.stdout:
-            message = json.loads(line)
+        while (message := await read_line(process.stdout)) is not None:
             if "bytes_total" in message:
                 self._plan = message
                 self._rate.at(time.monotonic(), 0)

@@ -33,6 +33,7 @@ from teimgr.models import hub
 from teimgr.models.directory import needed
 from teimgr.models.own_code import code_repositories_of
 from teimgr.models.source import stays_below
+from teimgr.wire.json_messages import line
 
 PARALLEL_FILES = 4
 MESSAGE_S = 0.25
@@ -340,7 +341,7 @@ def fetch_code(model: Path, revision: str | None) -> None:
 def send(**message: object) -> None:
     """Write one message to stdout; a broken pipe ends this process, whatever its threads do."""
     try:
-        sys.stdout.write(json.dumps(message) + "\n")
+        sys.stdout.write(line(message).decode())
         sys.stdout.flush()
     except BrokenPipeError:
         os._exit(1)

@@ -1,7 +1,12 @@
-"""Messages between the services of hosts: JSON behind its length, four bytes. Bytes that one announces follow it."""
+"""Messages between processes: one JSON object each, as a line or behind its length.
+
+Lines are what daemon and mux, agent and actor, bridge, fetcher and the enrolment port send over a stream. Between the
+services of hosts an object stands behind its length, four bytes, and bytes that it announces follow it.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import struct
 from collections.abc import Mapping
@@ -9,9 +14,31 @@ from typing import Any
 
 from teimgr.errors import TeimgrError, error_from_code
 
+MAX_MUX_LINE_BYTES = 64 << 20
+"""Far above what counters of ten thousand instances take."""
 MAX_MESSAGE_BYTES = 4 << 20
+"""Of one behind its length."""
 _LENGTH = struct.Struct("!I")
 LENGTH_BYTES = _LENGTH.size
+
+
+def line(values: Mapping[str, Any]) -> bytes:
+    return json.dumps(values).encode() + b"\n"
+
+
+def write_line(writer: asyncio.StreamWriter, **values: object) -> None:
+    writer.write(line(values))
+
+
+async def read_line(reader: asyncio.StreamReader) -> dict[str, Any] | None:
+    """The next message; None at the end of the stream, which may come within a line.
+
+    Raises:
+        ValueError: the line is longer than the reader's limit, or no JSON object.
+        OSError: the connection broke.
+    """
+    text = await reader.readline()
+    return unpack(text) if text.endswith(b"\n") else None
 
 
 def pack(values: Mapping[str, Any]) -> bytes:
@@ -29,10 +56,10 @@ def unpack_length(data: bytes) -> int:
 
 
 def unpack(text: bytes) -> dict[str, Any]:
-    """A message without its length. Raises ValueError where it is no JSON object."""
+    """The message in a line, or behind its length. Raises ValueError where it is no JSON object."""
     message = json.loads(text)
     if not isinstance(message, dict):
-        raise ValueError("not a message")  # noqa: TRY004  the bytes are wrong, not the caller
+        raise ValueError("not a JSON object")  # noqa: TRY004  the bytes are wrong, not the caller
     return message
 
 
