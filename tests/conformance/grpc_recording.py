@@ -49,9 +49,12 @@ class Call(NamedTuple):
 
 
 class Answer(NamedTuple):
+    """What came back; `replies` are as many of the first of `count` as the recording has."""
+
     code: str
     text: str
     replies: Sequence[Any]
+    count: int
     metadata: Sequence[str]
 
 
@@ -84,10 +87,11 @@ class Replay:
             request_serializer=lambda message: message.SerializeToString(),
             response_deserializer=GetMessageClass(method.output_type).FromString,
         )
-        found = collect(stub, method, [ParseDict(dict(each), kind()) for each in call.requests])
-        replies = [_value(message) for message in found.messages]
+        made = {id(each): ParseDict(dict(each), kind()) for each in call.requests}  # equal ones are one mapping
+        found = collect(stub, method, [made[id(each)] for each in call.requests])
+        replies = [_value(message) for message in found.messages[: len(call.replies)]]
         names = sorted(name for name in found.metadata if name.startswith(_COSTS))
-        return Answer(found.status, found.details, replies, names)
+        return Answer(found.status, found.details, replies, len(found.messages), names)
 
     def close(self) -> None:
         for channel in self._channels.values():
@@ -117,8 +121,7 @@ def level(call: Call, found: Answer) -> str:
         return WORDS
     if call.code != "OK":  # a stream that fails loses the replies before it in TEI
         return SAME
-    first = list(found.replies[: len(call.replies)])
-    if len(found.replies) != call.count or not is_near(list(call.replies), first, TOLERANCE[call.model]):
+    if found.count != call.count or not is_near(list(call.replies), list(found.replies), TOLERANCE[call.model]):
         return VALUES
     return SAME if set(call.metadata) <= set(found.metadata) else HEADERS
 
