@@ -35,7 +35,7 @@ from teimgr.spec import (
     rfc3339,
     updatable,
 )
-from tests.support.loaded_settings import load
+from tests.config.loaded_settings import load
 from tests.support.rest_listener import listening
 
 # The declared keys: every place that has them follows from `InstanceSpec`, and each test covers a new key by itself.

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from bench import peer_servers, report, servers, weights
 from bench.peer_servers import ARROW, BASE64, FLOAT, ONE
-from tests.support.fakes import openai_server
+from tests.bench import openai_server
 
 _ROOT = Path(__file__).resolve().parents[2]
 _RUN = """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.support.loaded_settings import load
+from tests.config.loaded_settings import load
 
 from teimgr.config.cluster import address_on_host
 from teimgr.config.settings import Settings

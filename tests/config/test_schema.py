@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.loaded_settings import MTLS, SECOND, SEED, refused
+from tests.config.loaded_settings import MTLS, SECOND, SEED, refused
 
 from teimgr.config import schema
 from teimgr.config.settings import Settings

@@ -8,7 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from tests.support.loaded_settings import MTLS, SECOND, SEED, load, refused
+from tests.config.loaded_settings import MTLS, SECOND, SEED, load, refused
 
 import teimgr
 from teimgr.config.settings import Auth, Mtls, Otel, Settings, Webhook

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.loaded_settings import load
+from tests.config.loaded_settings import load
 
 from teimgr.config.auth import ApiKeyEntry, Auth, Mtls, ServerTls
 from teimgr.config.batches import BatchSettings

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.config.loaded_settings import load
 from tests.support.daemon_process import MINILM, DaemonProcess
-from tests.support.loaded_settings import load
 
 pytestmark = pytest.mark.slow
 CONFIGS = Path(__file__).parents[2] / "configs"

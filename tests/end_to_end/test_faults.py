@@ -9,8 +9,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tests.end_to_end.load import Load
 from tests.support.daemon_process import MINILM, DaemonProcess, WarmDaemonProcess
-from tests.support.load import Load
 from tests.support.models import build
 from tests.support.polling import until
 

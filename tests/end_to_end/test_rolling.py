@@ -17,10 +17,10 @@ from typing import Any
 import grpc
 import psutil
 import pytest
+from tests.end_to_end.rolling_load import SteadyLoad
 from tests.support.daemon_process import DaemonProcess, WarmDaemonProcess, free_ports
 from tests.support.models import build
 from tests.support.polling import until
-from tests.support.rolling_load import SteadyLoad
 
 from teimgr.wire.pb.tei.v1 import tei_pb2
 

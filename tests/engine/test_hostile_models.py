@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-# In the gate; the other families by `python -m tests.support.hostile_models FOLDER OTHER_FOLDER`.
+# In the gate; the other families by `python -m tests.engine.hostile_models FOLDER OTHER_FOLDER`.
 FAMILIES = ("bert",)
 
 
@@ -19,7 +19,7 @@ FAMILIES = ("bert",)
 def test_hostile_files_are_refused_or_served_exactly(
     family: str, tmp_path: Path, model_dir: Callable[..., Path]
 ) -> None:
-    command = [sys.executable, "-X", "faulthandler", "-m", "tests.support.hostile_models"]
+    command = [sys.executable, "-X", "faulthandler", "-m", "tests.engine.hostile_models"]
     done = subprocess.run(
         [*command, str(model_dir(family)), str(tmp_path)], capture_output=True, text=True, timeout=380, check=False
     )

@@ -13,9 +13,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # as pytest's `pythonpath` has it
 
-from tests.faults import soak
+from tests.faults import long_run, soak
 from tests.faults.catalogue import KINDS
-from tests.support import long_run
 
 
 def main() -> int:

@@ -27,18 +27,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # as pytest's `pyt
 from teimgr import __version__
 from teimgr.control.launch.process_handle import look_up
 from teimgr.errors import NoHost
+from tests.faults import long_run
 from tests.faults.callers import CLUSTER_SURFACES, Callers
 from tests.faults.catalogue import Kind
 from tests.faults.cluster_world import HEAD, HOSTS, LIMIT_S, ClusterWorld
+from tests.faults.host_network import HostNetwork
+from tests.faults.other_clock import clock_ahead
+from tests.faults.other_version import VERSION
+from tests.faults.results import markdown, write
 from tests.faults.soak import Report, inject
-from tests.support import long_run
 from tests.support.cluster_node import NodeProcess
-from tests.support.host_network import HostNetwork
 from tests.support.network_namespace import reason_for_none
-from tests.support.other_clock import clock_ahead
-from tests.support.other_version import VERSION
 from tests.support.polling import eventually
-from tests.support.results import markdown, write
 
 _HEALS_WITHIN_S = 120.0
 _MAX_S = 600.0
@@ -225,7 +225,7 @@ async def disk_full(world: ClusterWorld) -> None:
 async def version_refused(world: ClusterWorld) -> None:
     """A host of another version of teimgr does not get in."""
     node = NodeProcess(world.daemon, "four", world.spaces["two"].address)
-    node.program, node.environ = "tests.support.other_version", {VERSION: _OTHER}
+    node.program, node.environ = "tests.faults.other_version", {VERSION: _OTHER}
     node.within = world.nodes["two"].within
     await asyncio.to_thread(node.start)
     world.note = await _refused(node, f"versions differ from the daemon's: teimgr {__version__} (here {_OTHER})")
@@ -237,7 +237,7 @@ async def daemon_of_another_version(world: ClusterWorld) -> None:
     before, program = await world.workers(), world.daemon.program
     world.daemon.kill()
     try:
-        world.daemon.program = "tests.support.other_version"
+        world.daemon.program = "tests.faults.other_version"
         await asyncio.to_thread(world.daemon.start, {VERSION: _OTHER})
         for host in ("two", "three"):
             problem = await world.problem_of(host)

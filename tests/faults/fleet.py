@@ -22,9 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # as pytest's `pyt
 
 from bench.machine import cpu_s
 
-from tests.support import long_run
+from tests.faults import long_run
+from tests.faults.results import markdown, write
 from tests.support.daemon_process import DaemonProcess
-from tests.support.results import markdown, write
 
 IDLE_S = 20.0
 SETTLE_S = 15.0
@@ -45,7 +45,7 @@ async def measure(instances: int) -> dict[str, float]:
         health_check_interval_secs=10,
         orphan_grace_secs=300,
     )
-    daemon.program = "tests.support.fakes.serve"
+    daemon.program = "tests.faults.scripted_serve"
     daemon.start()
     found: dict[str, float] = {"instances": instances}
     timeout = aiohttp.ClientTimeout(_LIMIT_S)

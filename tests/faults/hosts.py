@@ -48,8 +48,8 @@ from teimgr.observability.metrics import DaemonMetrics
 from teimgr.spec import InstanceSpec, LoadedModel, RouteEntry, State, WorkerSpec
 from teimgr.wire.frames import Method
 from teimgr.wire.routing.router import Directory
-from tests.support import long_run
-from tests.support.results import markdown, write
+from tests.faults import long_run
+from tests.faults.results import markdown, write
 
 IDLE_S = 20.0
 WORKERS_PER_HOST = 10

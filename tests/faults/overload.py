@@ -37,10 +37,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # as pytest's `pyt
 from bench import weights
 
 from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2
-from tests.support import long_run
+from tests.faults import long_run
+from tests.faults.results import markdown, write
 from tests.support.daemon_process import DaemonProcess
 from tests.support.memory import processor_seconds, resident_mib
-from tests.support.results import markdown, write
 
 INSTANCE = "busy"
 DEADLINE_S = 5.0

@@ -25,11 +25,11 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # as pytest's `pythonpath` has it
 
+from tests.faults import long_run
 from tests.faults.callers import Ask, surfaces_of
+from tests.faults.results import markdown, write
 from tests.faults.world import CALL_LIMIT_S, World
-from tests.support import long_run
 from tests.support.memory import resident_mib
-from tests.support.results import markdown, write
 
 CALLERS = 2  # of each surface and instance
 MAX_GROWTH = 0.02

@@ -8,7 +8,7 @@ import sys
 import psutil
 import pytest
 
-from tests.support.long_run import INTERRUPTED
+from tests.faults.long_run import INTERRUPTED
 from tests.support.polling import until
 
 _LIMIT_S = 40.0

@@ -18,8 +18,8 @@ from teimgr.http.direct import Answer, DirectReply, DirectRequest
 from teimgr.http.http2.requests import protocol
 from teimgr.http.server import bind, serving
 from teimgr.http.unix_listener import bind_unix
+from tests.http.garbage import left_in_cycles
 from tests.support.authority import Authority, needs_openssl
-from tests.support.garbage import left_in_cycles
 from tests.support.http_connections import Echo, answered, answered_at, connected, hello
 from tests.support.loops import on_uvloop
 from tests.support.polling import eventually

@@ -11,9 +11,9 @@ from typing import Any
 import grpc
 import pyarrow as pa
 import pytest
+from tests.observability.trace_collector import Collector, Seen
 from tests.support.daemon_process import DaemonProcess
 from tests.support.models import build
-from tests.support.trace_collector import Collector, Seen
 
 from teimgr.wire.pb.tei.v1 import tei_pb2
 from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2

@@ -10,7 +10,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from tests.support.page_parts import parts
+from tests.api.page_parts import parts
 from tests.support.rest_listener import Front, listening
 
 from teimgr.config.settings import Settings

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.api.nginx import below, needs_nginx, nginx
 from tests.api.page.chromium import CHROMIUM, OPTIONS, missing
 from tests.api.page.demo_fleet import small_fleet
 from tests.support.api_keys import SECRETS
 from tests.support.daemon_process import DaemonProcess
-from tests.support.nginx import below, needs_nginx, nginx
 
 from teimgr.api.page import format
 from teimgr.client.rest_client import RestClient

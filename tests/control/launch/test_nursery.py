@@ -25,7 +25,7 @@ async def test_it_and_its_standbys_have_one_thread_and_their_children_run_parall
     monkeypatch.delenv("OMP_WAIT_POLICY")
     # The production entry's module is imported too, for what it drags in counts.
     launcher = local_launcher(
-        folder, entry="tests.support.fakes.matmul:main", preload=(*nursery.PRELOAD, "teimgr.worker.process")
+        folder, entry="tests.control.launch.fakes.matmul:main", preload=(*nursery.PRELOAD, "teimgr.worker.process")
     )
     await launcher.start()
 

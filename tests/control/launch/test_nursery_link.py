@@ -132,7 +132,7 @@ async def test_a_nursery_that_dies_in_the_middle_of_a_fork_leaves_no_second_work
     mark = folder / "mark"
     monkeypatch.setenv("MORTAL", moment)
     monkeypatch.setenv("MORTAL_MARK", str(mark))
-    launcher = local_launcher(folder, preload=("tests.support.fakes.mortal",))
+    launcher = local_launcher(folder, preload=("tests.control.launch.fakes.mortal",))
     await launcher.start()
 
     handle = await launcher.launch(spec())
@@ -223,7 +223,7 @@ async def test_a_missing_module_of_the_preload_does_not_stop_the_nursery(folder:
 
 
 async def test_a_nursery_with_several_threads_starts_its_workers_afresh(folder: Path) -> None:
-    launcher = local_launcher(folder, preload=("tests.support.fakes.threaded",))
+    launcher = local_launcher(folder, preload=("tests.control.launch.fakes.threaded",))
     await launcher.start()
 
     handle = await launcher.launch(spec(api_key="a-secret-key"))
@@ -246,7 +246,7 @@ class Counted:
     """A launcher whose nursery counts its imports."""
 
     def __init__(self, folder: Path) -> None:
-        self.launcher = local_launcher(folder, preload=("tests.support.fakes.counted",))
+        self.launcher = local_launcher(folder, preload=("tests.control.launch.fakes.counted",))
         self._count = folder / "count"
 
     @property

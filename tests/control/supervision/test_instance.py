@@ -369,7 +369,7 @@ def crash(folder: Path) -> Callable[..., None]:
     def run(*, replicas: int = 1, change: str = "", workers: int) -> None:
         flags = "slow-successor=30" if change == "restart" else "first-only"  # else the change has its own
         options = [f"a={flags}", "--replicas", str(replicas), "--change", change]
-        command = [sys.executable, "-m", "tests.support.fakes.daemon", str(folder), *options]
+        command = [sys.executable, "-m", "tests.control.supervision.scripted_daemon", str(folder), *options]
         with subprocess.Popen(command, stdout=subprocess.PIPE) as daemon:
             try:
                 assert daemon.stdout is not None

@@ -35,7 +35,7 @@ def crash(folder: Path) -> Callable[..., dict[str, int]]:
     """Runs a daemon until its instances run, kills it, and prints the pids of the workers it leaves."""
 
     def run(*instances: str) -> dict[str, int]:
-        command = [sys.executable, "-m", "tests.support.fakes.daemon", str(folder), *instances]
+        command = [sys.executable, "-m", "tests.control.supervision.scripted_daemon", str(folder), *instances]
         with subprocess.Popen(command, stdout=subprocess.PIPE) as daemon:
             assert daemon.stdout is not None
             pids: dict[str, int] = json.loads(daemon.stdout.readline())

@@ -31,7 +31,7 @@ from teimgr.spec import RouteEntry, State
 from teimgr.wire.routing.router import Directory
 
 LIMIT_S = 60.0
-FAKE = str(Path(__file__).parents[2] / "support" / "fake_mux.py")
+FAKE = str(Path(__file__).with_name("fake_mux.py"))
 
 
 class Heeded(MuxSupervisor):

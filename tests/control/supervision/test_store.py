@@ -385,7 +385,7 @@ def test_a_writer_killed_at_any_moment_leaves_a_whole_generation(file: Path) -> 
 
 @pytest.mark.clause("M4-atomic")
 def test_a_writer_killed_at_any_system_call_leaves_the_old_or_the_new_generation(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.support.kill_points", str(tmp_path)]
+    command = [sys.executable, "-m", "tests.control.supervision.kill_points", str(tmp_path)]
 
     outcomes = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
 

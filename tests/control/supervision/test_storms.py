@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.storm_fleet import StormFleet, StormLauncher, StormStore, Turns
+from tests.control.supervision.storm_fleet import StormFleet, StormLauncher, StormStore, Turns
 
 from teimgr.control.supervision.manager import Manager
 from teimgr.errors import TeimgrError

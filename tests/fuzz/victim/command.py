@@ -18,11 +18,11 @@ from pathlib import Path
 
 from bench.contest import child
 
+from tests.faults.results import markdown, write
 from tests.fuzz.victim import bodies, changes, connections, frames, recordings
 from tests.fuzz.victim.attack import Attack
 from tests.fuzz.victim.target import Target, running
 from tests.fuzz.victim.trial import FLOOR_MS, Course, Finding, Trial
-from tests.support.results import markdown, write
 
 TLS = "tls"
 _RATE = 10.0

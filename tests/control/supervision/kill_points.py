@@ -1,7 +1,7 @@
 """Kills a process at each system call of one `Store.save`, before and after the call, with ptrace(2).
 
-`python -m tests.support.kill_points FOLDER` prints, for each point, what the next process loads: the names of the
-instances, and the alarm. A process of its own, because a fork of one with threads may hang.
+`python -m tests.control.supervision.kill_points FOLDER` prints, for each point, what the next process loads: the names
+of the instances, and the alarm. A process of its own, because a fork of one with threads may hang.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A daemon-like process for tests that kill it: a manager over the scripted worker.
 
-    python -m tests.support.fakes.daemon FOLDER [--replicas N] [--change MODEL] [name=flags …]
+    python -m tests.control.supervision.scripted_daemon FOLDER [--replicas N] [--change MODEL] [name=flags …]
 
 It boots, creates the instances, prints one JSON line {"name": pid} when all replicas run, begins to give each the model
 of `--change` (or, for `restart`, a rolling restart), and waits to be killed.

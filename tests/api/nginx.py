@@ -12,6 +12,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+
 from tests.support.polling import until
 
 # Debian has it in a folder that is not on every user's PATH.

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tests.support.memory_fleet import Fleet
-
 from teimgr.api.page.page import Page
 from teimgr.api.rest.probes import Scraper
 from teimgr.config.settings import Settings
 from teimgr.control.events.fleet_events import EventLog
 from teimgr.control.placement.planner import Gpu, GpuInventory, Inventory
 from teimgr.wire.routing.router import Directory
+from tests.support.memory_fleet import Fleet
 
 
 def parts(settings: Settings, cards: tuple[Gpu, ...] = ()) -> Callable[[Fleet], dict[str, Any]]:

@@ -1,6 +1,6 @@
 """Loads models with adversarial files one after the other, in a process that they may bring down.
 
-    python -m tests.support.hostile_models FAMILY FOLDER
+    python -m tests.engine.hostile_models FAMILY FOLDER
 
 prints a line for each case before it begins and one with its outcome: `refused CODE: message`, `served FORWARD`, or
 `wrong …` where the vectors are not those of the transformers library. A crash ends the output behind a begun case.

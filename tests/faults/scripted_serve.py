@@ -1,4 +1,4 @@
-"""The real daemon, whose nursery forks scripted workers: `python -m tests.support.fakes.serve serve -c FILE`."""
+"""The real daemon, whose nursery forks scripted workers: `python -m tests.faults.scripted_serve serve -c FILE`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`teimgr` of another version, as far as it tells: `TEIMGR_TEST_VERSION=9.9 python -m tests.support.other_version …`.
+"""`teimgr` of another version, as far as it tells: `TEIMGR_TEST_VERSION=9.9 python -m tests.faults.other_version …`.
 
 Its fork server is that of the tests, as in `warm_daemon`.
 """
