@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from teimgr.errors import InvalidInput, TeimgrError, TooLarge
 from teimgr.wire.arrow_inputs import InputKind, read_inputs
 from teimgr.wire.arrow_tables import Keys, error_column, write_table
+from teimgr.wire.json_scan import MAX_TEXT_BYTES
 
 LIMIT = 1 << 24
 MAX_ID = 2**31 - 1
@@ -40,6 +41,16 @@ def test_texts_are_the_column_of_that_name_and_nothing_else() -> None:
     assert list(read.inputs) == ["a", None]
     with pytest.raises(InvalidInput, match=r"No column is named `text`: \['other'\]"):
         read_inputs(table(other=["x"]), LIMIT)
+
+
+def test_a_text_that_one_call_would_decode_for_too_long_is_refused_by_its_row() -> None:
+    longest = "." * MAX_TEXT_BYTES
+    limit = 4 * MAX_TEXT_BYTES
+    assert [len(text or "") for text in read_inputs(table(text=["a", longest]), limit).inputs] == [1, MAX_TEXT_BYTES]
+    dictionary = pa.array(["a", longest + "."]).dictionary_encode()
+    for column in (["a", longest + "."], dictionary):
+        with pytest.raises(InvalidInput, match=r"Row 1 has a text of 8388609 bytes, the limit is 8388608 bytes"):
+            read_inputs(table(text=column), limit)
 
 
 @pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.string_view()], ids=str)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from teimgr.errors import InvalidInput, TooLarge
 from teimgr.wire.arrow_limits import StreamSize, stream_size
 from teimgr.wire.arrow_tables import Keys
+from teimgr.wire.json_scan import MAX_TEXT_BYTES
 from teimgr.wire.text_column import SharedTexts, TextColumn
 
 GoOn = Callable[[], None]
@@ -111,11 +112,16 @@ def texts_of(columns: list[pa.Array], limit_bytes: int) -> TextColumn | SharedTe
     dictionary's value, are not copied, nor is a single column of plain strings.
 
     Raises:
+        InvalidInput: a text has more than `MAX_TEXT_BYTES`, which one call decodes with the GIL.
         TooLarge: they take more than `limit_bytes` as separate strings.
     """
     located = _Locator()
     parts = [located.column(column) for column in columns]
-    total = sum(int((part.ends - part.begins).sum()) for part in parts)
+    lengths = np.concatenate([part.ends - part.begins for part in parts])
+    if lengths.max(initial=0) > MAX_TEXT_BYTES:
+        row = int(lengths.argmax())
+        raise InvalidInput(f"Row {row} has a text of {lengths[row]} bytes, the limit is {MAX_TEXT_BYTES} bytes")
+    total = int(lengths.sum())
     if total > limit_bytes:
         raise TooLarge(f"Arrow batch has {total} bytes of text, the limit is {limit_bytes} bytes")
     plain = [part.plain for part in parts if part.plain is not None]
