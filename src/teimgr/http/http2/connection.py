@@ -133,14 +133,14 @@ class Connection(asyncio.Protocol):
             self._framing.receive(data, 0)
             self._read_or_pause()
         else:
-            self._is_behind = self._process(data)
+            self._is_behind = self._process(data) > 0
             if self._is_behind:
                 self._turns.wait(self._catch_up)
 
-    def _process(self, data: bytes = b"") -> bool:
-        """Process what was received, as far as this turn of the event loop allows; True where some is left."""
+    def _process(self, data: bytes = b"") -> int:
+        """Process what was received, as far as this turn of the event loop allows; what the next frame needs, or 0."""
         if self.transport.is_closing():
-            return False
+            return 0
         units = self._turns.units
         try:
             left = self._framing.receive(data, units)
@@ -157,17 +157,18 @@ class Connection(asyncio.Protocol):
             is_inside = framing.is_inside
             if is_inside and self._frame_timer is None:
                 self._await_frame()
-            if left > 0 and (held := framing.held_bytes if is_inside else 0) != ticket.held:
+            if not framing.needed_units and (held := framing.held_bytes if is_inside else 0) != ticket.held:
                 ticket.hold(held)
-            return left <= 0
-        return False
+            return framing.needed_units
+        return 0
 
-    def _catch_up(self) -> bool:
+    def _catch_up(self) -> int:
         if self._is_full:
-            return False  # until `resume_writing`
-        self._is_behind = self._process()
+            return 0  # until `resume_writing`
+        needed = self._process()
+        self._is_behind = needed > 0
         self._read_or_pause()
-        return self._is_behind
+        return needed
 
     def _read_or_pause(self) -> None:
         """Read from the client while it reads, and while what was read is processed."""

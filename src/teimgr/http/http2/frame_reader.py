@@ -26,9 +26,9 @@ from teimgr.http.http2.frame_types import (
 RECEIVED_FRAME = 2**18
 # Payloads of DATA beyond this are not copied before the stream takes them.
 _COPIED_BYTES = 4096
-# The cost of frames, in units of some 4 µs: a request is decoded and gets a task, every byte of a header block may
-# belong to a Huffman string, DATA is copied, SETTINGS may change the window of each stream.
-_REQUEST_UNITS = 8
+# The cost of frames, in units of some 4 µs: a request is decoded and answered by a task, every byte of a header block
+# may belong to a Huffman string, DATA is copied, SETTINGS may change the window of each stream.
+_REQUEST_UNITS = 24
 _BLOCK_BYTES_PER_UNIT = 32
 _DATA_BYTES_PER_UNIT = 8192
 _STREAMS_PER_UNIT = 16
@@ -61,6 +61,8 @@ class FrameReader:
         self._has_preface = self._has_settings = False
         self._open_block = 0  # the stream of a header block whose end has not come
         self._block_bytes = 0
+        self.needed_units = 0
+        """What the next frame costs where `receive` had not enough for it; 0 where it processed all that it could."""
         self.frames = 0
         """Frames that were received as a whole; one for a whole header block."""
 
@@ -68,7 +70,7 @@ class FrameReader:
         """Process `data`, behind what earlier calls have left, as far as its frames cost no more than `units`.
 
         Returns:
-            The units that are left; 0 where frames may be left too. `TURN_UNITS` are enough for any frame.
+            The units that are left. `needed_units` says whether frames are left too: `TURN_UNITS` are enough for any.
 
         Raises:
             ConnectionBroken: the client broke the protocol; nothing more may be received.
@@ -84,8 +86,10 @@ class FrameReader:
             self._has_preface, self._at = True, len(PREFACE)
         while cost := self._read_frame(units):
             if cost > units:
-                return 0
+                self.needed_units = cost
+                return units
             units -= cost
+        self.needed_units = 0
         if self._at == len(self._rest):
             self._rest, self._at = b"", 0
         return units

@@ -1,43 +1,59 @@
-"""Shares the turns of an event loop among connections, so that no client's bytes hold it for long."""
+"""Shares the turns of an event loop among connections, so that no number of clients holds it for long."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 # Cost of what is processed in one turn of the loop for all connections together, in units of `Framing.receive`: some
 # 8 ms at most, the time of a header block of Huffman strings that is as long as one may be.
 TURN_UNITS = 600
-# What every connection may have processed in a turn in any case: a few small calls.
-MIN_UNITS = 64
+# What a connection may have processed at a time while others wait: a small call.
+PART_UNITS = 48
+# Of connections that were not behind before, so many come before one that was.
+_NEW_BEFORE_OLD = 3
+
+
+class _Waiting(NamedTuple):
+    catch_up: Callable[[], int]
+    units: int
 
 
 class LoopTurns:
-    """Units of work for the connections of one event loop: each has `MIN_UNITS` a turn, all share `TURN_UNITS`.
+    """Units of work for the connections of one event loop: all share `TURN_UNITS` a turn.
 
-    Connections that need more wait for later turns, in order.
+    Connections that need more wait, and get `PART_UNITS` each in rotation; those that begin to wait come first, so that
+    a client with a call now and then passes by those with many (as in fq_codel, RFC 8290).
     """
 
     def __init__(self) -> None:
         self._left = TURN_UNITS
-        self._waiting: deque[Callable[[], bool]] = deque()
+        self._part: int | None = None  # of the connection that catches up
+        self._new: deque[_Waiting] = deque()
+        self._old: deque[_Waiting] = deque()
+        self._new_in_a_row = 0
         self._is_scheduled = False
 
     @property
     def units(self) -> int:
         """What a connection may have processed now."""
-        return max(self._left, MIN_UNITS)
+        if self._part is not None:
+            return self._part
+        if not (self._new or self._old):
+            return max(self._left, 0)
+        return PART_UNITS if self._left >= PART_UNITS else 0
 
     def spend(self, units: float) -> None:
-        """Count what was processed for a connection; its least part is free."""
-        if units > MIN_UNITS:
+        """Count what was processed for a connection."""
+        if units > 0:
             self._left -= int(units)
             self._schedule()
 
-    def wait(self, catch_up: Callable[[], bool]) -> None:
-        """Call `catch_up` in a later turn, and again in turns after that while it returns True."""
-        self._waiting.append(catch_up)
+    def wait(self, catch_up: Callable[[], int]) -> None:
+        """Call `catch_up` in a later turn, and again in turns after that while it returns the units that it needs."""
+        self._new.append(_Waiting(catch_up, PART_UNITS))
         self._schedule()
 
     def _schedule(self) -> None:
@@ -48,11 +64,20 @@ class LoopTurns:
     def _turn(self) -> None:
         self._is_scheduled = False
         self._left = TURN_UNITS
-        while self._waiting:
-            is_first = self._left == TURN_UNITS
-            catch_up = self._waiting.popleft()
-            if catch_up():
-                # One that had less than a whole turn is the next; it may need that much for a single frame.
-                (self._waiting.append if is_first else self._waiting.appendleft)(catch_up)
-                self._schedule()
-                return
+        while (waiting := self._next()) and waiting[0].units <= self._left:
+            self._new_in_a_row = self._new_in_a_row + 1 if waiting is self._new else 0
+            one = waiting.popleft()
+            self._part = one.units
+            try:
+                needed = one.catch_up()
+            finally:
+                self._part = None
+            if needed:
+                self._old.append(_Waiting(one.catch_up, max(needed, PART_UNITS)))
+        if self._new or self._old:
+            self._schedule()
+
+    def _next(self) -> deque[_Waiting]:
+        """The queue whose first is served next; an empty one if no connection waits."""
+        takes_new = bool(self._new) and (not self._old or self._new_in_a_row < _NEW_BEFORE_OLD)
+        return self._new if takes_new else self._old
