@@ -237,6 +237,8 @@ class MuxHandlers:
                 await call.refuse(call.http_refusal)
                 return
             caller = self._authorise(call, peer.certificate(stream))
+            if caller is not ANONYMOUS:
+                stream.connection.belongs_to(caller.name)
             call.charge_to(peer.budget(self._held_by(caller)))
             reply = await self._within_deadline(call, router_view(caller, self._router))
             status = _OK

@@ -11,10 +11,12 @@ from teimgr.http.http2.loop_turns import PART_UNITS, TURN_UNITS, LoopTurns
 class Connection:
     """Has frames of a cost each, and notes in `served` whenever one of them is processed."""
 
-    def __init__(self, turns: LoopTurns, served: list[str], name: str, cost: int, frames: int) -> None:
+    def __init__(
+        self, turns: LoopTurns, served: list[str], name: str, cost: int, frames: int, caller: str = ""
+    ) -> None:
         self._turns, self._served, self._name, self._cost, self._left = turns, served, name, cost, frames
         self.done = asyncio.Event()
-        turns.wait(self._catch_up)
+        turns.wait(caller, self._catch_up)
 
     def _catch_up(self) -> int:
         units = self._turns.units
@@ -68,7 +70,7 @@ async def test_a_call_now_and_then_passes_by_a_thousand_connections_with_many() 
     turns, served = LoopTurns(), list[str]()
     all_began = asyncio.Event()
     many = [Connection(turns, served, "many", PART_UNITS, 20) for _ in range(1000)]
-    turns.wait(lambda: all_began.set() or 0)
+    turns.wait("", lambda: all_began.set() or 0)
     await asyncio.wait_for(all_began.wait(), 10)
     before = len(served)
     one = Connection(turns, served, "one", PART_UNITS, 1)
@@ -85,9 +87,19 @@ async def test_a_steady_stream_of_new_ones_does_not_stop_the_old() -> None:
     def again() -> int:
         turns.spend(PART_UNITS)
         if not old.done.is_set():
-            turns.wait(again)
+            turns.wait("", again)
         return 0
 
     for _ in range(30):
-        turns.wait(again)
+        turns.wait("", again)
     await asyncio.wait_for(old.done.wait(), 10)
+
+
+async def test_callers_share_a_turn_however_many_connections_they_have() -> None:
+    turns, served = LoopTurns(), list[str]()
+    many = [Connection(turns, served, "many", PART_UNITS, 20, "a") for _ in range(1000)]
+    busy = Connection(turns, served, "busy", PART_UNITS, 100, "b")
+    await asyncio.wait_for(busy.done.wait(), 10)
+    last = max(at for at, name in enumerate(served) if name == "busy")
+    assert served[:last].count("many") <= 101
+    await asyncio.wait_for(asyncio.gather(*(each.done.wait() for each in many)), 10)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Hashable
 from functools import partial
 from typing import Any, cast
 
@@ -100,6 +100,7 @@ class Connection(asyncio.Protocol):
         self._allowance = float(_CONTROL_BURST)
         self._allowance_at = 0.0
         self._ticket = ticket
+        self._caller: Hashable = ticket.network if ticket else ""  # with whose connections it shares its turns
         self._idle_since: float | None = None  # once it has had a stream
         self._frame_timer: asyncio.TimerHandle | None = None
         self._received_bytes = 0
@@ -135,7 +136,7 @@ class Connection(asyncio.Protocol):
         else:
             self._is_behind = self._process(data) > 0
             if self._is_behind:
-                self._turns.wait(self._catch_up)
+                self._turns.wait(self._caller, self._catch_up)
 
     def _process(self, data: bytes = b"") -> int:
         """Process what was received, as far as this turn of the event loop allows; what the next frame needs, or 0."""
@@ -206,7 +207,7 @@ class Connection(asyncio.Protocol):
         self._stall_guard.resumed()
         self._is_full = False
         if self._is_behind:
-            self._turns.wait(self._catch_up)
+            self._turns.wait(self._caller, self._catch_up)
         self._read_or_pause()
         self.sender.resume()
 
@@ -267,6 +268,10 @@ class Connection(asyncio.Protocol):
         self._end_lingering()
 
     # Called by streams.
+
+    def belongs_to(self, caller: str) -> None:
+        """Share turns of the loop with the other connections of this caller, no longer with those of its address."""
+        self._caller = ("key", caller)
 
     def keep_open(self) -> None:
         """Allow the connection to be idle for long."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Callable
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
 # Cost of what is processed in one turn of the loop for all connections together, in units of `Framing.receive`: some
@@ -12,7 +12,7 @@ from typing import NamedTuple
 TURN_UNITS = 600
 # What a connection may have processed at a time while others wait: a small call.
 PART_UNITS = 48
-# Of connections that were not behind before, so many come before one that was.
+# Of a caller's connections that were not behind before, so many come before one that was.
 _NEW_BEFORE_OLD = 3
 
 
@@ -21,19 +21,37 @@ class _Waiting(NamedTuple):
     units: int
 
 
+class _Group:
+    """The connections of one caller that wait."""
+
+    def __init__(self) -> None:
+        self.new: deque[_Waiting] = deque()  # that were not behind before
+        self.old: deque[_Waiting] = deque()
+        self._new_in_a_row = 0
+
+    def next(self) -> deque[_Waiting]:
+        """The queue whose first is served next; an empty one if none waits."""
+        takes_new = bool(self.new) and (not self.old or self._new_in_a_row < _NEW_BEFORE_OLD)
+        return self.new if takes_new else self.old
+
+    def take(self) -> _Waiting:
+        waiting = self.next()
+        self._new_in_a_row = self._new_in_a_row + 1 if waiting is self.new else 0
+        return waiting.popleft()
+
+
 class LoopTurns:
     """Units of work for the connections of one event loop: all share `TURN_UNITS` a turn.
 
-    Connections that need more wait, and get `PART_UNITS` each in rotation; those that begin to wait come first, so that
-    a client with a call now and then passes by those with many (as in fq_codel, RFC 8290).
+    Connections that need more wait. Callers get `PART_UNITS` each in rotation, and so do the connections of a caller;
+    those that begin to wait come first, so that a client with a call now and then passes by those with many (as in
+    fq_codel, RFC 8290).
     """
 
     def __init__(self) -> None:
         self._left = TURN_UNITS
         self._part: int | None = None  # of the connection that catches up
-        self._new: deque[_Waiting] = deque()
-        self._old: deque[_Waiting] = deque()
-        self._new_in_a_row = 0
+        self._groups: OrderedDict[Hashable, _Group] = OrderedDict()  # by caller, those that wait, the next one first
         self._is_scheduled = False
 
     @property
@@ -41,7 +59,7 @@ class LoopTurns:
         """What a connection may have processed now."""
         if self._part is not None:
             return self._part
-        if not (self._new or self._old):
+        if not self._groups:
             return max(self._left, 0)
         return PART_UNITS if self._left >= PART_UNITS else 0
 
@@ -51,9 +69,9 @@ class LoopTurns:
             self._left -= int(units)
             self._schedule()
 
-    def wait(self, catch_up: Callable[[], int]) -> None:
+    def wait(self, caller: Hashable, catch_up: Callable[[], int]) -> None:
         """Call `catch_up` in a later turn, and again in turns after that while it returns the units that it needs."""
-        self._new.append(_Waiting(catch_up, PART_UNITS))
+        self._groups.setdefault(caller, _Group()).new.append(_Waiting(catch_up, PART_UNITS))
         self._schedule()
 
     def _schedule(self) -> None:
@@ -64,20 +82,21 @@ class LoopTurns:
     def _turn(self) -> None:
         self._is_scheduled = False
         self._left = TURN_UNITS
-        while (waiting := self._next()) and waiting[0].units <= self._left:
-            self._new_in_a_row = self._new_in_a_row + 1 if waiting is self._new else 0
-            one = waiting.popleft()
+        while self._groups:
+            caller, group = next(iter(self._groups.items()))
+            if group.next()[0].units > self._left:
+                break
+            one = group.take()
             self._part = one.units
             try:
                 needed = one.catch_up()
             finally:
                 self._part = None
             if needed:
-                self._old.append(_Waiting(one.catch_up, max(needed, PART_UNITS)))
-        if self._new or self._old:
+                group.old.append(_Waiting(one.catch_up, max(needed, PART_UNITS)))
+            if group.new or group.old:
+                self._groups.move_to_end(caller)
+            else:
+                del self._groups[caller]
+        if self._groups:
             self._schedule()
-
-    def _next(self) -> deque[_Waiting]:
-        """The queue whose first is served next; an empty one if no connection waits."""
-        takes_new = bool(self._new) and (not self._old or self._new_in_a_row < _NEW_BEFORE_OLD)
-        return self._new if takes_new else self._old
