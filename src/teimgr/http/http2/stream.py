@@ -12,7 +12,8 @@ from teimgr.http.http2.request_head import RequestHead
 
 
 class Connection(Protocol):
-    """What a stream and those that serve it need of its connection; `keep_open` allows it to be idle for long."""
+    """What a stream and those that serve it need of its connection; `keep_open` allows it to be idle for long, and with
+    `belongs_to` it shares turns of the loop with the other connections of a caller."""
 
     transport: asyncio.Transport
 
@@ -20,6 +21,8 @@ class Connection(Protocol):
     def sender(self) -> Sender: ...
 
     def keep_open(self) -> None: ...
+
+    def belongs_to(self, caller: str) -> None: ...
 
     def reset(self, stream: Stream, code: ErrorCode) -> None: ...
 
