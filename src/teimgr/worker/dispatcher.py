@@ -113,7 +113,7 @@ class Dispatcher:
         """
         submission = Submission(call, (Part(range(len(inputs)), inputs, options),), encode)
         self.admit(call, partial(self._enter, submission), submission.jobs)
-        submission.has_waited = True  # if it has not entered by now
+        submission.wait()  # if it has not entered by now
 
     def admit(self, call: WorkerCall, proceed: Callable[[], None], jobs: Sequence[Job] = ()) -> None:
         """Run `proceed` once `call` is admitted. Errors, of `proceed` too, are its reply.

@@ -153,6 +153,6 @@ class ListSubmission(Submission):
         error = next((found.errors[place] for place in prompts if place in found.errors), None)
         vectors = [found.multi_vectors[place] for place in prompts]
         if error is not None:
-            whole.errors |= dict.fromkeys(rows, error)
+            whole.errors.update(dict.fromkeys(rows, error))
         else:
             whole.scores[rows, 0] = list_scores([each for each in vectors if each is not None])

@@ -46,6 +46,9 @@ class Submission:
         self.parts = parts
         self._unfinished = len(parts)
 
+    def wait(self) -> None:
+        self.has_waited = True
+
     def cancel(self) -> None:
         for job in self.jobs:
             job.cancel()
