@@ -7,10 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.support.models import build, build_cross_encoder, build_multi_vector, build_splade, edit, read
+from tests.engine.conftest import Served, serve  # noqa: F401  a fixture
+from tests.support.models import TEXTS, build, build_cross_encoder, build_multi_vector, build_splade, edit, read, write
 from tests.support.models.own_code import build_decoder
 from tests.support.models.t5gemma import build_t5gemma
 from tests.support.plain_models import layout_of
@@ -121,3 +123,27 @@ def test_of_t5gemmas_files_with_a_decoder_the_encoder_is_loaded(tmp_path: Path) 
 
     assert whole.keys() == encoder.keys()
     assert all(torch.equal(whole[name], encoder[name]) for name in whole)
+
+
+@pytest.mark.parametrize("family", ["bert", "t5"])
+def test_what_a_forward_returns_besides_changes_nothing(
+    family: str,
+    tmp_path: Path,
+    serve: Callable[..., Served],  # noqa: F811
+) -> None:
+    build(family, tmp_path)
+    truth = serve(tmp_path).embed(TEXTS).vectors
+    edit(tmp_path / "config.json", return_dict=False, output_hidden_states=True, output_attentions=True)
+
+    np.testing.assert_allclose(serve(tmp_path).embed(TEXTS).vectors, truth, atol=1e-6)
+
+
+def test_a_shard_that_is_missing_is_named(tmp_path: Path) -> None:
+    build("bert", tmp_path)
+    names = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    index = {"metadata": {}, "weight_map": dict.fromkeys(names, "model-00001-of-00001.safetensors")}
+    write(tmp_path / "model.safetensors.index.json", index)
+
+    with pytest.raises(ModelLoadFailed, match=r"model-00001-of-00001\.safetensors is missing"):
+        load(tmp_path)

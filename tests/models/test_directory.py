@@ -25,6 +25,7 @@ from teimgr.models.directory import (
     weight_files,
 )
 from teimgr.models.modules import read_chain
+from teimgr.models.reading import read_layout
 from tests.support.hub_cache import files_of, lay_out
 from tests.support.hub_server import SHA
 from tests.support.models import build
@@ -169,6 +170,37 @@ def test_shards_of_pickled_weights_are_read_together(tmp_path: Path) -> None:
 
     save_file({"c": torch.ones(1)}, tmp_path / model_directory.SINGLE)
     assert weight_files(tmp_path) == (tmp_path / model_directory.SINGLE,)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json", "tokenizer_config.json"),
+        *("1_Pooling/config.json", "2_Normalize/config.json", "adapter_config.json"),
+    ],
+)
+def test_a_link_to_nothing_is_no_missing_file(name: str, tmp_path: Path) -> None:
+    """A cache that lost a blob: without its prompts or modules the model would give other vectors."""
+    model = build("bert", tmp_path / "model", prompts={"query": "query: "})
+    read_layout(model)
+    (model / name).unlink(missing_ok=True)
+    (model / name).parent.mkdir(exist_ok=True)
+    (model / name).symlink_to(tmp_path / "blobs" / "gone")
+
+    assert missing_file(model) == name
+    with pytest.raises(ModelLoadFailed, match=f"{name} is a link to a file that is not there"):
+        read_layout(model)
+
+
+def test_a_link_to_nothing_that_is_not_read_is_harmless(tmp_path: Path) -> None:
+    model = build("bert", tmp_path / "model")
+    for name in ("README.md", "pytorch_model.bin", "onnx/config.json"):
+        (model / name).unlink(missing_ok=True)
+        (model / name).parent.mkdir(exist_ok=True)
+        (model / name).symlink_to(tmp_path / "blobs" / "gone")
+
+    assert missing_file(model) is None
+    read_layout(model)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "1_Pooling/config.json"])

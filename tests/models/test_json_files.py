@@ -8,7 +8,7 @@ import pytest
 
 from teimgr.errors import ModelLoadFailed
 from teimgr.models.reading import read_layout
-from tests.support.models import build, edit
+from tests.support.models import build, edit, read, write
 
 
 @pytest.fixture
@@ -30,6 +30,11 @@ def test_without_a_saved_length_the_tokenizer_and_the_positions_decide(bert: Pat
 
     edit(bert / "tokenizer_config.json", model_max_length=77)
     assert read_layout(bert).max_length == 77
+
+    config = read(bert / "tokenizer_config.json")
+    del config["model_max_length"]
+    write(bert / "tokenizer_config.json", config | {"max_len": 33})  # its name before 2020
+    assert read_layout(bert).max_length == 33
 
 
 def test_mpnet_has_two_positions_less_than_its_table(tmp_path: Path) -> None:

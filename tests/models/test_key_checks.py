@@ -133,6 +133,8 @@ def test_an_unknown_key_that_is_switched_off_is_none(bert: Path, value: object) 
         ),
         (SAVED, {"default_prompt_name": "ask"}, "default prompt 'ask', which is not among its prompts: none"),
         (SAVED, {"prompts": {"ask": 3}}, "should be texts by name"),
+        (SAVED, {"prompts": ["ask"]}, "should be texts by name"),
+        (CONFIG, {"auto_map": ["modeling.Model"]}, "auto_map should name classes"),
         (SAVED, {"truncate_dim": -3}, "truncate_dim = -3"),
         (SAVED, {"truncate_dim": "8"}, "truncate_dim = '8'"),
     ],
@@ -300,7 +302,7 @@ def test_the_most_entries_of_a_sparse_model_are_those_of_its_files(
         assert sparse.indices.tolist() == np.flatnonzero(vector).tolist()
 
 
-@pytest.mark.parametrize("file", [TOKENIZER, SETTINGS])
+@pytest.mark.parametrize("file", [TOKENIZER, SETTINGS, "tokenizer.json"])
 def test_a_text_loses_its_beginning_where_the_files_say_so_and_the_request_does_not(
     file: str,
     bert: Path,
@@ -309,7 +311,9 @@ def test_a_text_loses_its_beginning_where_the_files_say_so_and_the_request_does_
     from sentence_transformers import SentenceTransformer
 
     side: dict[str, Any] = {"truncation_side": "left"}
-    write(bert / file, read(bert / file) | (side if file == TOKENIZER else {"processor_kwargs": side}))
+    cut = {"direction": "Left", "max_length": 16, "strategy": "LongestFirst", "stride": 0}
+    changes = {TOKENIZER: side, SETTINGS: {"processor_kwargs": side}, "tokenizer.json": {"truncation": cut}}
+    write(bert / file, read(bert / file) | changes[file])
     served = serve(bert)
     texts = [f"{'the lazy fox ' * 60} fog", f"{'the lazy fox ' * 60} dog"]
     truth = SentenceTransformer(str(bert), device="cpu").encode(texts)

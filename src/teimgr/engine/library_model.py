@@ -84,6 +84,8 @@ def load_module(layout: Layout, device: torch.device) -> Any:
     weights, by_task = own_weights(layout)
     try:
         config = _configuration(layout)
+        # What a forward returns besides is not used, and some configurations of training are saved so.
+        config.return_dict, config.output_hidden_states, config.output_attentions = True, False, False
         if layout.backbone is Backbone.ENCODER and config.model_type == "t5gemma":
             config.is_encoder_decoder = False  # its encoder's class refuses the configuration of the whole
         kind = _model_class(layout, config)
@@ -153,6 +155,8 @@ def _check_weights(layout: Layout) -> None:
     """Raise ModelLoadFailed where there is no file of weights that the library would open."""
     folder = layout.weights_dir
     if files := weight_files(folder):
+        if (lacking := next((file for file in files if not file.is_file()), None)) is not None:
+            raise ModelLoadFailed(f"{lacking} is missing, or no file, and an index of shards names it")
         _check_volume(layout, files)
         return
     if (graph := onnx_file(folder)) is not None:

@@ -245,6 +245,8 @@ def missing_file(root: Path) -> str | None:
     Raises:
         ModelLoadFailed: a file that names others is not what it should be.
     """
+    if (lost := lost_file(root)) is not None:
+        return lost
     if not has_configuration(root):
         return "config.json"
     for first, place in enumerate(module_places(root)):
@@ -330,12 +332,38 @@ def broken_file(root: Path) -> str | None:
     return next((f"{name} {fault}" for name, path in _needed_below(root) if (fault := fault_of(path))), None)
 
 
-def check_pointers(root: Path) -> None:
-    """Check that git-lfs has fetched the files of a model directory. Looks into small files alone.
+def lost_file(root: Path) -> str | None:
+    """The first file of JSON or Jinja in a model directory, or in a folder in it, that is a link to nothing, relative
+    to it: of a cache without its blob. Read as missing, it would take prompts, lengths or modules with it.
+    """
+    for folder in (root, *_folders_in(root)):
+        try:
+            links = sorted(Path(entry.path) for entry in os.scandir(folder) if entry.is_symlink())
+        except OSError:
+            continue
+        for path in links:
+            name = _shown(root, path)
+            if path.suffix in (".json", ".jinja") and not path.exists() and not _is_unused(name, set()):
+                return name
+    return None
+
+
+def _folders_in(root: Path) -> list[Path]:
+    try:
+        return [Path(entry.path) for entry in islice(os.scandir(root), _MAX_FILES) if entry.is_dir()]
+    except OSError:
+        return []
+
+
+def check_fetched(root: Path) -> None:
+    """Check that the files of a model directory are there: no pointer of git-lfs, and no link to nothing. Looks into
+    small files alone.
 
     Raises:
-        ModelLoadFailed: one that is needed is a pointer.
+        ModelLoadFailed: one that is needed is not.
     """
+    if (lost := lost_file(root)) is not None:
+        raise ModelLoadFailed(f"{lost} is a link to a file that is not there: fetch the model again")
     for _, path in _needed_below(root):
         if is_pointer(path):
             raise ModelLoadFailed(f"{path} {model_json.IS_POINTER}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,11 @@ from teimgr.models.library_code import declared_keys, setting
 # Tokenizer classes and model types with token types, where tokenizer_config.json has no model_input_names.
 _TYPED_CLASSES = {"Bert", "Electra", "MobileBert", "ConvBert", "Deberta", "DebertaV2", "Canine", "FNet", "Funnel"}
 _TYPED_MODELS = {"bert", "electra", "mobilebert", "convbert", "nomic_bert", "jina_bert", "deberta", "deberta-v2"}
+
+
+# Of tokenizer.json, how it cuts texts.
+_CUTS_LEFT = re.compile(r'"truncation"\s*:\s*\{[^{}]*"direction"\s*:\s*"Left"')
+_HEAD_CHARACTERS = 4096
 
 
 class TokenFiles:
@@ -80,6 +86,17 @@ class TokenFiles:
     def drops_spaces(self) -> bool:
         """Whether a space before a text has no effect, as in BERT's vocabulary."""
         return (self._file.get("model") or {}).get("type") == "WordPiece"
+
+    @property
+    def cuts_left(self) -> bool:
+        """Whether too long texts lose their beginning by tokenizer.json, whose settings the library takes where
+        tokenizer_config.json says nothing. They stand at its beginning.
+        """
+        try:
+            with (self._folder / "tokenizer.json").open(encoding="utf-8", errors="replace") as file:
+                return _CUTS_LEFT.search(file.read(_HEAD_CHARACTERS)) is not None
+        except OSError:  # refused where it is needed
+            return False
 
     @cached_property
     def _file(self) -> dict[str, Any]:
@@ -155,7 +172,7 @@ def max_length(config: dict[str, Any], settings: dict[str, Any], tokenizer: dict
         limit = checked_length(own[0], "sentence_bert_config.json")
         limit = min(limit, room) if _has_position_table(config) else limit
     else:
-        given = tokenizer.get("model_max_length")
+        given = tokenizer.get("model_max_length", tokenizer.get("max_len"))  # its name before 2020
         limit = min(room, ENDLESS if given is None else checked_length(given, "tokenizer_config.json"))
     if limit >= ENDLESS:
         raise ModelLoadFailed("neither sentence_bert_config.json nor config.json nor the tokenizer has a length limit")

@@ -119,12 +119,12 @@ TOKENIZER = KnownKeys(
     honoured=_TOKENS
     | _words(
         """add_bos_token add_eos_token add_prefix_space auto_map chat_template do_lower_case do_lowercase
-        model_input_names model_max_length strip_accents tokenizer_class truncation_side"""
+        max_len model_input_names model_max_length strip_accents tokenizer_class truncation_side"""
     ),
     harmless=_words(
         """add_dummy_prefix added_tokens_decoder added_tokens backend clean_up_tokenization_spaces do_basic_tokenize
         errors from_slow full_tokenizer_file is_local keep_accents legacy legacy_behaviour local_files_only
-        mask_token_id max_len max_length name_or_path never_split pad_to_multiple_of pad_token_type_id padding
+        mask_token_id max_length name_or_path never_split pad_to_multiple_of pad_token_type_id padding
         padding_side processor_class remove_space return_token_type_ids sep_token_extra_id sp_model_kwargs
         spaces_between_special_tokens special_tokens special_tokens_map_file stride token tokenize_chinese_chars
         tokenizer_file tokenizer_type tokenizers_version torch_dtype trim_offsets trust_remote_code

@@ -9,7 +9,7 @@ from typing import Any
 from teimgr.errors import ModelLoadFailed, ModelNotFound
 from teimgr.models.adapters import read_adapters, read_task_adapters
 from teimgr.models.bounded_json import check_size, read_list, read_object
-from teimgr.models.directory import base_model_of, check_pointers, files_below, only_in, onnx_file, other_format
+from teimgr.models.directory import base_model_of, check_fetched, files_below, only_in, onnx_file, other_format
 from teimgr.models.json_files import TokenFiles, read_settings
 from teimgr.models.layout import Adapter
 from teimgr.models.modules import JINA_TRANSFORMER, Chain, read_chain
@@ -85,7 +85,8 @@ class ModelMetadata:
 
     @property
     def prompts(self) -> dict[str, str]:
-        saved = {name: text for name, text in (self.saved.get("prompts") or {}).items() if isinstance(text, str)}
+        given = self.saved.get("prompts")  # `key_checks` refuses anything but an object
+        saved = {name: text for name, text in given.items() if isinstance(text, str)} if isinstance(given, dict) else {}
         return {**self.own.prompts, **saved}
 
 
@@ -98,7 +99,7 @@ def read_metadata(root: Path, trust_remote_code: bool) -> ModelMetadata:
     """
     if not root.is_dir():
         raise ModelNotFound(f"No model directory at {root}")
-    check_pointers(root)
+    check_fetched(root)
     if (root / "gliner_config.json").is_file():
         raise ModelLoadFailed(
             "the model is a GLiNER (gliner_config.json), which finds entities of kinds that a request names; "

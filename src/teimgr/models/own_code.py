@@ -73,8 +73,15 @@ def served_config(config: Config, trust_remote_code: bool) -> ServedConfig:
 
 
 def references(config: Config) -> list[tuple[str, str]]:
-    """The repository ("" for the model's own) and `file.Class` of every entry of `auto_map`."""
-    entries = (config.get("auto_map") or {}).values()
+    """The repository ("" for the model's own) and `file.Class` of every entry of `auto_map`.
+
+    Raises:
+        ModelLoadFailed: it is no object.
+    """
+    named = config.get("auto_map") or {}
+    if not isinstance(named, dict):
+        raise ModelLoadFailed("auto_map should name classes by those of the library, and is a list or a text")
+    entries = named.values()
     flat = [str(one) for entry in entries for one in (entry if isinstance(entry, list) else [entry]) if one]
     return [(one.rpartition("--")[0], one.rpartition("--")[2]) for one in flat]
 

@@ -102,7 +102,8 @@ def _dimensions(metadata: ModelMetadata) -> int | None:
 def _truncates_left(metadata: ModelMetadata) -> bool:
     """Whether too long texts lose their beginning where a request does not say."""
     kwargs = metadata.settings.get("processor_kwargs") or metadata.settings.get("tokenizer_args") or {}
-    side = kwargs.get("truncation_side") or metadata.tokens.config.get("truncation_side") or "right"
+    side = kwargs.get("truncation_side") or metadata.tokens.config.get("truncation_side")
+    side = side or ("left" if metadata.tokens.cuts_left else "right")
     if side not in ("left", "right"):
         raise ModelLoadFailed(f"the truncation side {side!r} is neither left nor right")
     return bool(side == "left")

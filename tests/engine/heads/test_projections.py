@@ -111,6 +111,13 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     for wrong in (Dense(tmp_path, 8, 5, True, identity), Dense(tmp_path, 8, 4, False, identity)):
         with pytest.raises(ModelLoadFailed, match="do not fit"):
             load_projections([wrong], torch.device("cpu"))
+    weights = {"linear.weight": torch.ones(4, 8), "linear.bias": torch.ones(4), "linear2.weight": torch.ones(2, 2)}
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(
+        ModelLoadFailed, match=r"the files have linear2\.weight, which its config.json has no place for"
+    ):
+        load_projections([Dense(tmp_path, 8, 4, True, identity)], torch.device("cpu"))
+    modules.Dense(8, 4).save(str(tmp_path))
     with pytest.raises(ModelLoadFailed, match="has no weights"):
         load_projections([Dense(tmp_path / "nowhere", 8, 4, True, identity)], torch.device("cpu"))
     with pytest.raises(ModelLoadFailed, match=r"os\.system is not served"):

@@ -15,8 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from teimgr.errors import ModelLoadFailed
+from teimgr.models.bounded_json import read_object
 from teimgr.models.directory import fault_of, weight_files
 from teimgr.models.layout import Dense, LayerNorm, Normalize, OwnModule, Projection
+
+_NAMED_WEIGHTS = 3  # in a message
 
 
 def torch_activation(name: str) -> nn.Module:
@@ -126,7 +129,13 @@ def _load(projection: Projection) -> nn.Module:
     folder = projection.path
     names = tuple(f"{name}." for name, _ in layer.named_children())
     given = {_named(projection, key): value for key, value in read_weights(folder).items()}
-    given = {key: value for key, value in given.items() if key.startswith(names)}
+    if not _is_module(folder):  # that of the transformer, whose weights are beside
+        given = {key: value for key, value in given.items() if key.startswith(names)}
+    if unused := sorted(given.keys() - layer.state_dict().keys()):
+        raise ModelLoadFailed(
+            f"the weights of the module {folder.name} do not fit: the files have {', '.join(unused[:_NAMED_WEIGHTS])}, "
+            "which its config.json has no place for"
+        )
     for key, expected in layer.state_dict().items():
         found = given.get(key)
         shown = key.replace("linear.", f"{projection.name}.", 1) if isinstance(projection, Dense) else key
@@ -137,14 +146,17 @@ def _load(projection: Projection) -> nn.Module:
                 f"the weights of the module {folder.name} do not fit: {shown} is {tuple(found.shape)} in the files, "
                 f"and its config.json makes it {tuple(expected.shape)}"
             )
-    try:
-        layer.load_state_dict(given)
-    except RuntimeError as error:
-        raise ModelLoadFailed(f"the weights of the module {folder.name} do not fit: {error}") from error
+    layer.load_state_dict(given)
     if isinstance(projection, Dense) and projection.divisor != 1.0:
         for parameter in layer.parameters():
             parameter.data = parameter.data.float() / projection.divisor
     return layer
+
+
+def _is_module(folder: Path) -> bool:
+    """Whether a directory is a Dense's or a LayerNorm's own."""
+    config = read_object(folder / "config.json") or {}
+    return "model_type" not in config and bool({"in_features", "dimension"} & config.keys())
 
 
 # What sentence-transformers gives to a module's `load` besides.
