@@ -90,7 +90,7 @@ def _last(output: Any) -> dict[str, Any]:
 def _part(device: str, path: Path, kind: str) -> None:
     from teimgr.engine import finisher
     from teimgr.engine.batch import Encoded
-    from teimgr.engine.token_cap import TokenCap
+    from teimgr.engine.queue import TokenCap
     from teimgr.engine.tokenizer import TokenizeOptions
 
     is_card = device == "cuda"

@@ -11,7 +11,7 @@ import pytest
 from teimgr.cluster.actor_process import ActorProcess
 from teimgr.cluster.bridge import ActorAbsent, ActorLost, AnswerLate, Bridge, BridgeLost, RayRefused
 from teimgr.cluster.messages import HeldWorker
-from teimgr.control.supervision.work_meter import WorkMeter
+from teimgr.control.launch.process_handle import WorkMeter
 
 
 class MemoryBridge:

@@ -13,7 +13,7 @@ import numpy as np
 
 from teimgr.engine.batch import Encoded
 from teimgr.engine.job import InferOptions, Job, Lane
-from teimgr.engine.queue import BatchDraft, BatchLimits, EntryQueue, LaneThroughput, QueueEntry, halves
+from teimgr.engine.queue import BatchDraft, BatchLimits, EntryQueue, LaneThroughput, QueueEntry, TokenCap, halves
 
 WAIT_S = 60.0
 LIMITS = BatchLimits(tokens=100, bulk_tokens_beside_interactive=20)
@@ -363,3 +363,35 @@ def test_lanes_with_threads_of_their_own_do_not_wait_for_each_other() -> None:
     for thread in threads:
         thread.join(WAIT_S)
         assert not thread.is_alive()
+
+
+# The bound that running out of memory teaches.
+
+
+def test_a_batch_that_did_not_fit_halves_the_bound_until_a_minute_has_passed() -> None:
+    now = 0.0
+    cap = TokenCap(16384, lambda: now)
+    cap.did_not_fit(10_000)
+    assert cap.tokens == 5000
+
+    now = 59.0
+    cap.did_not_fit(4000)
+    assert cap.tokens == 2000
+    now = 118.0
+    assert cap.tokens == 2000
+    now = 119.0
+    assert (cap.tokens, cap.tokens) == (4000, 4000)
+    now = 400.0
+    assert [cap.tokens for _ in range(3)] == [8000, 8000, 8000]
+    now = 10_000.0
+    assert cap.tokens == 16000
+    now = 20_000.0
+    assert cap.tokens == 16384
+
+
+def test_small_batches_leave_room_for_a_text() -> None:
+    cap = TokenCap(16384, lambda: 0.0)
+    cap.did_not_fit(20)
+
+    assert cap.tokens == 256
+    assert TokenCap(100, lambda: 0.0).tokens == 100

@@ -30,7 +30,7 @@ _TRACE = Path(__file__).with_name("trace")
 _MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 _LIMIT_S = 900.0
 _QUIET_S = 1.0
-_IDLE_S = 2.0
+_IDLE_S = 12.0  # longer than any interval of what runs beside calls, such as the sweep for strays every 10 s
 _IDLE = 1
 EMBED, CREATE, EMBEDDINGS = 2, 3, 4
 # Enough that nothing periodic runs in each: the exchange of counters every 5 s once fell into three windows in a row.

@@ -24,7 +24,7 @@ attention                      attention within the texts of a packed row, where
 gpu, gpu_choice, gpu_fusion,   what is otherwise on a GPU: dtypes, fused layers and their kernel, attention, graphs, the
 norm_kernel, varlen_kernel,    proof that batches fit, copies between host and device
 forward_graphs, host_weights,
-budget_proof, token_cap,
+budget_proof,
 pinned_ring, host_copies
 heads                          results from hidden states
 finisher                       third thread: results are written into jobs, which are delivered

@@ -12,8 +12,8 @@ from teimgr.engine import gpu
 from teimgr.engine.batch import Encoded, PackedBatch, pack
 from teimgr.engine.job import Output
 from teimgr.engine.model import Model
+from teimgr.engine.queue import MIN_TOKENS
 from teimgr.engine.runner import MAX_RESULT_BYTES
-from teimgr.engine.token_cap import MIN_TOKENS
 from teimgr.errors import OutOfDeviceMemory
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from teimgr.config.settings import Settings
 from teimgr.control.launch.control_link import MuxDisconnected, MuxLink, MuxLost, MuxStopping
 from teimgr.control.launch.mux_launcher import MuxHandle, MuxLauncher, SentCertificates, local_launcher
-from teimgr.control.launch.process_handle import Exit, ExitReport, LaunchFailed
+from teimgr.control.launch.process_handle import Exit, ExitReport, LaunchFailed, WorkMeter
 from teimgr.control.supervision.crash_reports import MUX, Crash, CrashReports
 from teimgr.control.supervision.lifecycle import (
     Backoff,
@@ -38,7 +38,6 @@ from teimgr.control.supervision.lifecycle import (
     explain,
 )
 from teimgr.control.supervision.supervisor import LifecycleTask
-from teimgr.control.supervision.work_meter import WorkMeter
 from teimgr.errors import Code, TeimgrError, Unavailable
 from teimgr.http.auth.policy import Policy, PolicyInForce
 from teimgr.http.server import bind

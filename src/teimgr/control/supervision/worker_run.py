@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from teimgr.control.launch.control_link import ControlLink, WorkerStatus
 from teimgr.control.launch.launcher import Adopted, Launcher, WorkerHandle
-from teimgr.control.launch.process_handle import Exit, ExitReport, LaunchFailed
+from teimgr.control.launch.process_handle import Exit, ExitReport, LaunchFailed, WorkMeter
 from teimgr.control.launch.remote_control import open_control_link
 from teimgr.control.supervision.lifecycle import (
     Exited,
@@ -26,7 +26,6 @@ from teimgr.control.supervision.lifecycle import (
     WorkerFailed,
     WorkerReady,
 )
-from teimgr.control.supervision.work_meter import WorkMeter
 from teimgr.errors import Code, DeadlineExceeded, Refused, TeimgrError, Unavailable
 from teimgr.observability.logs import STACKS_SIGNAL
 from teimgr.spec import CpuThreads, WorkerEndpoint, WorkerSpec
