@@ -21,7 +21,7 @@ import msgpack
 import numpy as np
 import orjson
 from starlette.exceptions import HTTPException
-from tests.support.gil_probe import held_s
+from tests.support.measures import held_s
 
 from bench.monster_inputs import ARROW, TEXTS, arrow_stream
 from bench.progress import partial, say

@@ -11,7 +11,7 @@ from teimgr.config.settings import Settings
 from teimgr.control.events.fleet_events import EventLog
 from teimgr.control.placement.planner import Gpu, GpuInventory, Inventory
 from teimgr.wire.routing.router import Directory
-from tests.support.memory_fleet import Fleet
+from tests.support.rest_listener import Fleet
 
 
 def parts(settings: Settings, cards: tuple[Gpu, ...] = ()) -> Callable[[Fleet], dict[str, Any]]:

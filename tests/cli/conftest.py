@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from tests.support.daemon_process import WarmDaemonProcess
 from tests.support.models import build_classifier, build_cross_encoder, build_static
-from tests.support.rest_fixtures import front, settings
+from tests.support.rest_listener import front, settings
 
 __all__ = ["front", "settings"]
 

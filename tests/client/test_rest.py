@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.memory_fleet import Fleet
-from tests.support.rest_listener import listening
+from tests.support.rest_listener import Fleet, listening
 from tests.support.small_servers import Daemon
 
 from teimgr.client import AsyncClient, Tls

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from tests.support.fleet_nodes import HOST, FleetNodes, TcpProxy
+from tests.support.cluster import HOST, FleetNodes, TcpProxy
 
 from teimgr.cluster import host_logs
 from teimgr.cluster.host_link import HostAddress, connect

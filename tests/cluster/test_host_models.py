@@ -13,10 +13,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
+from tests.support.cluster import HOST, FleetNodes, TcpProxy
 from tests.support.fleet import local_launcher
-from tests.support.fleet_nodes import HOST, FleetNodes, TcpProxy
-from tests.support.hub_cache import files_of, lay_out
-from tests.support.hub_server import SHA, etag
+from tests.support.hub_server import SHA, etag, files_of, lay_out
 from tests.support.models import build
 from tests.support.polling import eventually
 from tests.support.worker_process import WorkerProcess, embed_request

@@ -9,10 +9,8 @@ import socket
 from pathlib import Path
 
 import pytest
-from tests.support.fleet_nodes import HOST, TcpProxy
-from tests.support.forwarding import NAME, Forwarding, forwarding
-from tests.support.loops import on_uvloop
-from tests.support.polling import eventually
+from tests.support.cluster import HOST, NAME, Forwarding, TcpProxy, forwarding
+from tests.support.polling import eventually, on_uvloop
 
 from teimgr.cluster import port_forwarding
 from teimgr.cluster.host_link import HostAddress, connect

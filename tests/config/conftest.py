@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.support.rest_fixtures import front, settings
+from tests.support.rest_listener import front, settings
 
 __all__ = ["front", "settings"]
 

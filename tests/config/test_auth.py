@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.api_keys import AUTH, KEYS, SECRETS
+from tests.support.credentials import AUTH, KEYS, SECRETS
 
 from teimgr.config.auth import ApiKeyEntry, faults
 from teimgr.errors import InvalidConfig

@@ -17,8 +17,7 @@ from teimgr.control.registry.registry import Registry
 from teimgr.observability.metrics import DaemonMetrics
 from tests.conformance import grpc_recording, recording, rest_recording
 from tests.support.daemon_process import MINILM, WarmDaemonProcess
-from tests.support.memory_fleet import Fleet
-from tests.support.rest_listener import listening
+from tests.support.rest_listener import Fleet, listening
 
 _READY_S = 100
 

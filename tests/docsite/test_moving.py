@@ -24,9 +24,8 @@ import psutil
 import pytest
 from tests.docsite.pages import ROOT, blocks
 from tests.support.daemon_process import MINILM, STOP_LIMIT_S, WarmDaemonProcess, free_ports
-from tests.support.fork_server import nursery_service
+from tests.support.fork_server import SERVICE, nursery_service
 from tests.support.models import build_classifier, build_cross_encoder
-from tests.support.warm_daemon import SERVICE
 
 from teimgr.models import hub
 
@@ -138,7 +137,7 @@ def new_host(models: Path, *documented: str, rest_port: str = "9000") -> Host:
     (folder / "models").symlink_to(models)
     program = folder / "bin" / "teimgr"  # its fork server has torch already
     program.parent.mkdir()
-    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m tests.support.warm_daemon "$@"\n')
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m tests.support.fork_server "$@"\n')
     program.chmod(0o755)
     rest, grpc, first, *others = free_ports(3 + 20 + len(documented))
     ports = {"9000": rest, "9001": grpc, "8080": first, **dict(zip(documented, others, strict=False))}

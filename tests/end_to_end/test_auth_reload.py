@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.support.authority import Authority, needs_openssl
+from tests.support.credentials import Authority, needs_openssl
 from tests.support.daemon_process import DaemonProcess, WarmDaemonProcess, toml
 
 from teimgr.client import Client

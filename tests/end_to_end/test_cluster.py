@@ -12,8 +12,7 @@ from contextlib import closing
 from typing import Any
 
 import pytest
-from tests.support.cluster import NODE_ADDRESS, needs_ray
-from tests.support.cluster_node import NodeProcess
+from tests.support.cluster import NODE_ADDRESS, NodeProcess, needs_ray
 from tests.support.daemon_process import HEAD_ADDRESS, DaemonProcess, WarmDaemonProcess, cluster_table, kill_ray
 from tests.support.models import build
 from tests.support.polling import until

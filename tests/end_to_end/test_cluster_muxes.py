@@ -11,8 +11,7 @@ from typing import Any
 
 import grpc
 import pytest
-from tests.support.cluster import NODE_ADDRESS, needs_ray
-from tests.support.cluster_node import NodeProcess
+from tests.support.cluster import NODE_ADDRESS, NodeProcess, needs_ray
 from tests.support.daemon_process import HEAD_ADDRESS, DaemonProcess, WarmDaemonProcess, cluster_table, kill_ray
 from tests.support.models import build
 from tests.support.polling import until

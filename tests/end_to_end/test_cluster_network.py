@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.cluster import needs_ray
-from tests.support.cluster_node import NodeProcess
+from tests.support.cluster import NodeProcess, needs_ray
 from tests.support.daemon_process import WarmDaemonProcess, cluster_table, kill_ray
 from tests.support.models import build
 from tests.support.network_namespace import NetworkNamespace, reason_for_none

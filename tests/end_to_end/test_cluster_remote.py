@@ -14,10 +14,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.cluster import needs_ray
-from tests.support.cluster_node import NodeProcess
+from tests.support.cluster import NodeProcess, needs_ray
 from tests.support.daemon_process import MINILM, DaemonProcess, WarmDaemonProcess, cluster_table, kill_ray
-from tests.support.hub_cache import files_of, lay_out
+from tests.support.hub_server import files_of, lay_out
 from tests.support.models import build
 from tests.support.network_namespace import NetworkNamespace, reason_for_none
 from tests.support.polling import until

@@ -18,7 +18,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from tests.support.authority import Authority, needs_openssl
+from tests.support.credentials import Authority, needs_openssl
 from tests.support.daemon_process import MINILM, DaemonProcess, WarmDaemonProcess
 from tests.support.models import build_splade
 from tests.support.polling import until

@@ -9,7 +9,7 @@ from typing import Any
 
 import h2.events
 from tests.support.daemon_process import DaemonProcess
-from tests.support.h2_peer import LIMIT_S, connecting, request
+from tests.support.http_peers import LIMIT_S, connecting, request
 
 JSON = {"content-type": "application/json"}
 EMBEDDINGS = {"model": "exact", "input": ["rain on the harbour", "fog"]}

@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 from tests.support import models
+from tests.support.cluster import forwarding
 from tests.support.daemon_process import DaemonProcess, WarmDaemonProcess
-from tests.support.forwarding import forwarding
 from tests.support.polling import eventually, until
 from tests.support.worker_process import WorkerLink
 

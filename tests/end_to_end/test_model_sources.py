@@ -15,7 +15,7 @@ import aiohttp
 import pytest
 from tests.models.test_source import PATHS_AS_REVISIONS
 from tests.support.daemon_process import DaemonProcess, WarmDaemonProcess
-from tests.support.hub_cache import files_of, lay_out
+from tests.support.hub_server import files_of, lay_out
 from tests.support.models import build, edit, write, write_modules
 
 CACHED = "somebody/tiny"

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.engine.conftest import Served
-from tests.support.hub_cache import files_of, lay_out
+from tests.support.hub_server import files_of, lay_out
 from tests.support.models import TEXTS, build
 from tests.support.models.adapters import Variant, build_adapter
 

@@ -13,9 +13,9 @@ import torch
 import transformers
 from safetensors.torch import save_file
 from sentence_transformers.sentence_transformer.modules import StaticEmbedding
+from tests.engine.plain_models import CPU, layout_of, random_texts, run, save_headed
 from tests.support.models import WIDTH, edit
 from tests.support.models.vocabularies import word_piece
-from tests.support.plain_models import CPU, layout_of, random_texts, run, save_headed
 from torch import Tensor, nn
 from torch.nn import functional
 

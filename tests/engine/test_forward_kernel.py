@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from tests.engine.plain_models import random_texts
 from tests.support.native import LIBRARY, MULTIPLIES_BYTES, needs_int8, needs_native_forward
-from tests.support.plain_models import random_texts
 from torch import Tensor
 from torch.nn import functional
 

@@ -53,7 +53,7 @@ import ctypes, os, signal, threading, time
 from pathlib import Path
 import torch, transformers
 from tests.engine.test_forward_kernel import MODELS, texts_of
-from tests.support.helper_threads import helpers
+from tests.engine.helper_threads import helpers
 from teimgr.engine.batch import pack
 from teimgr.engine.forward_kernel import forward_kernel
 

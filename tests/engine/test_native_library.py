@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.support.helper_threads import helpers, run
+from tests.engine.helper_threads import helpers, run
 from tests.support.native import needs_native_library
 from tests.support.polling import eventually
 
@@ -126,7 +126,7 @@ async def test_helpers_end_with_the_thread_that_they_help() -> None:
 def test_a_forked_process_has_helpers_of_its_own() -> None:
     script = """
 import os, threading
-from tests.support.helper_threads import run
+from tests.engine.helper_threads import run
 def meet():
     meeting = threading.Barrier(2, timeout=20)
     run(meeting.wait, 2)
@@ -148,7 +148,7 @@ def test_a_fault_of_a_helper_prints_the_stacks_of_python(number: signal.Signals)
     raised = f"signal.pthread_kill(threading.get_ident(), {number:d})"
     script = f"""
 import ctypes, faulthandler, signal, threading
-from tests.support.helper_threads import run
+from tests.engine.helper_threads import run
 faulthandler.enable()
 caller, meeting = threading.get_native_id(), threading.Barrier(2, timeout=20)
 def body():

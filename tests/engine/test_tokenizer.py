@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.engine.token_ids import ids
 from tests.support.models import edit
-from tests.support.token_ids import ids
 from tokenizers import Encoding, Tokenizer
 
 from teimgr.engine.batch import Encoded

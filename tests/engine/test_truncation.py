@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from tests.support.token_ids import ids
+from tests.engine.token_ids import ids
 from tokenizers import Encoding, Tokenizer, models
 
 from teimgr.engine.batch import Encoded

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.engine.token_ids import ids
 from tests.support.native import needs_native_forward
-from tests.support.token_ids import ids
 from tokenizers import Tokenizer, normalizers
 
 from teimgr.engine.job import Pair

@@ -36,7 +36,7 @@ from tests.faults.other_clock import clock_ahead
 from tests.faults.other_version import VERSION
 from tests.faults.results import markdown, write
 from tests.faults.soak import Report, inject
-from tests.support.cluster_node import NodeProcess
+from tests.support.cluster import NodeProcess
 from tests.support.network_namespace import reason_for_none
 from tests.support.polling import eventually
 

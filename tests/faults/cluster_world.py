@@ -22,7 +22,7 @@ from teimgr.control.launch.process_handle import WorkerRunFile, all_worker_paths
 from teimgr.errors import TeimgrError
 from tests.faults.host_network import HostNetwork, HostSpace, SmallDisk
 from tests.faults.world import MODELS, World
-from tests.support.cluster_node import NodeProcess
+from tests.support.cluster import NodeProcess
 from tests.support.daemon_process import DaemonProcess, WarmDaemonProcess, cluster_table, kill_ray, tail
 from tests.support.polling import eventually
 

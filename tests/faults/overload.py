@@ -40,7 +40,7 @@ from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2
 from tests.faults import long_run
 from tests.faults.results import markdown, write
 from tests.support.daemon_process import DaemonProcess
-from tests.support.memory import processor_seconds, resident_mib
+from tests.support.measures import processor_seconds, resident_mib
 
 INSTANCE = "busy"
 DEADLINE_S = 5.0

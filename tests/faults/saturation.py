@@ -29,7 +29,7 @@ from tests.faults import long_run
 from tests.faults.callers import Ask, surfaces_of
 from tests.faults.results import markdown, write
 from tests.faults.world import CALL_LIMIT_S, World
-from tests.support.memory import resident_mib
+from tests.support.measures import resident_mib
 
 CALLERS = 2  # of each surface and instance
 MAX_GROWTH = 0.02

@@ -24,7 +24,7 @@ from tests.faults.results import markdown, write  # noqa: E402
 from tests.fuzz import flooding, h2c, http1, http2, link_frames, native, rest, target, toml_files  # noqa: E402
 from tests.fuzz.surface import Report  # noqa: E402
 from tests.fuzz.victim.command import main as victim  # noqa: E402
-from tests.support.memory import resident_mib  # noqa: E402
+from tests.support.measures import resident_mib  # noqa: E402
 
 SURFACES: dict[str, Callable[[target.Target, int, Report], None]] = {
     "toml": lambda running, cases, report: toml_files.run(cases, report),

@@ -12,7 +12,7 @@ from tests.fuzz.http2 import HEADERS, TOKENS, changed_frames, frames_of
 from tests.fuzz.mutation import Mutator
 from tests.fuzz.surface import Address, Report, flood
 from tests.fuzz.target import SEED, Target
-from tests.support.h2_peer import request
+from tests.support.http_peers import request
 
 _JSON = {"content-type": "application/json"}
 _REQUESTS: tuple[tuple[list[tuple[str, str]], bytes], ...] = (

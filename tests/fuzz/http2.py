@@ -16,7 +16,7 @@ from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2
 from tests.fuzz.mutation import Mutator
 from tests.fuzz.surface import Address, Report, flood
 from tests.fuzz.target import SEED, Target
-from tests.support.h2_peer import framed, head
+from tests.support.http_peers import framed, head
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 TOKENS = (b"\x00\x00\x08\x06\x00\x00\x00\x00\x00", b"\x00\x00\x04\x03\x00\x00\x00\x00\x01\x00\x00\x00\x08", PREFACE)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tests.support.plain_models import layout_of, random_texts, save_headed
+from tests.engine.plain_models import layout_of, random_texts, save_headed
 
 from teimgr.engine.backbone import Batching
 from teimgr.engine.batch import Encoded, pack

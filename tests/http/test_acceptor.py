@@ -18,7 +18,7 @@ from teimgr.http import acceptor
 from teimgr.http.acceptor import Acceptor, Context, GatedStream
 from teimgr.http.connection_gate import ConnectionGate, Phase, PhaseLimit, Ticket
 from teimgr.http.server import bind
-from tests.support.authority import Authority, needs_openssl
+from tests.support.credentials import Authority, needs_openssl
 from tests.support.polling import eventually
 
 ROOT = Path(__file__).parents[2]

@@ -23,7 +23,7 @@ from teimgr.http.byte_budget import ByteBudget, Charge
 from teimgr.http.connection_gate import ConnectionGate, Phase
 from teimgr.http.direct import PART_BYTES, Direct, DirectReply, DirectRequest
 from teimgr.http.server import bind, serving
-from tests.support.http_connections import Echo, answered, connected, hello, within
+from tests.support.http_peers import Echo, answered, connected, hello, within
 from tests.support.polling import eventually
 
 MAX_HEAD_BYTES = http_protocol._MAX_HEAD_BYTES

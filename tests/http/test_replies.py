@@ -16,7 +16,7 @@ from teimgr.http import replies
 from teimgr.http.http2.requests import protocol
 from teimgr.http.replies import BoundedReplies, UnreadOfPort
 from teimgr.http.server import bind, serving
-from tests.support.h2_peer import LIMIT_S, Peer, connecting, request
+from tests.support.http_peers import LIMIT_S, Peer, connecting, request
 from tests.support.polling import eventually
 
 PAGE = b"x" * 2**17

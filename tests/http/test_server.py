@@ -19,10 +19,9 @@ from teimgr.http.http2.requests import protocol
 from teimgr.http.server import bind, serving
 from teimgr.http.unix_listener import bind_unix
 from tests.http.garbage import left_in_cycles
-from tests.support.authority import Authority, needs_openssl
-from tests.support.http_connections import Echo, answered, answered_at, connected, hello
-from tests.support.loops import on_uvloop
-from tests.support.polling import eventually
+from tests.support.credentials import Authority, needs_openssl
+from tests.support.http_peers import Echo, answered, answered_at, connected, hello
+from tests.support.polling import eventually, on_uvloop
 
 
 async def test_connections_are_taken_from_the_first_line_of_the_body() -> None:

@@ -13,8 +13,8 @@ import torch
 from teimgr.errors import ModelLoadFailed
 from teimgr.models.reading import read_layout
 from tests.engine.conftest import Served, serve  # noqa: F401  a fixture
+from tests.engine.exact_models import assert_exact, ids_of
 from tests.support import plain_forwards
-from tests.support.exact_models import assert_exact, ids_of
 from tests.support.models import edit
 from tests.support.models.bidirectional import WIDER, build_pplx, build_voyage
 

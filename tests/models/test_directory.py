@@ -26,8 +26,7 @@ from teimgr.models.directory import (
 )
 from teimgr.models.modules import read_chain
 from teimgr.models.reading import read_layout
-from tests.support.hub_cache import files_of, lay_out
-from tests.support.hub_server import SHA
+from tests.support.hub_server import SHA, files_of, lay_out
 from tests.support.models import build
 
 MODEL = "somebody/tiny"

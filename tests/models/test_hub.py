@@ -17,8 +17,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from teimgr.errors import InvalidConfig, ModelGated, ModelNotFound
 from teimgr.models import hub
 from tests.models.test_source import PATHS_AS_REVISIONS
-from tests.support.hub_cache import lay_out
-from tests.support.hub_server import SHA, Hub
+from tests.support.hub_server import SHA, Hub, lay_out
 
 MODEL = "somebody/tiny"
 FILES = {

@@ -19,8 +19,8 @@ from teimgr.errors import ModelLoadFailed
 from teimgr.models.own_code import code_repositories
 from teimgr.models.reading import read_layout
 from tests.engine.conftest import Served, serve  # noqa: F401  a fixture
+from tests.engine.exact_models import assert_exact, ids_of
 from tests.support import plain_forwards
-from tests.support.exact_models import assert_exact, ids_of
 from tests.support.models import FAMILIES, TEXTS, build, edit
 from tests.support.models.own_code import (
     build_decoder,

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import grpc.aio
 import pytest
-from tests.support.authority import Authority, needs_openssl
-from tests.support.fleet_nodes import FleetNodes
+from tests.support.cluster import FleetNodes
+from tests.support.credentials import Authority, needs_openssl
 from tests.support.frame_worker import FrameWorker, lengths
 from tests.support.mux_process import embed, running, stub
 from tests.support.polling import eventually

@@ -16,7 +16,7 @@ import h2.settings
 import pyarrow as pa
 import pytest
 from tests.support.frame_worker import TIMINGS, FrameWorker, Request, echo, hold
-from tests.support.h2_peer import connecting, framed, head
+from tests.support.http_peers import connecting, framed, head
 from tests.support.mux_process import MAX_MESSAGE_BYTES, Control, client, embed, running, stub, to
 
 from teimgr.errors import Code, error_from_code

@@ -14,8 +14,8 @@ from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.mux.test_forwarding import Feed, ending, lengths_of
 from tests.support.frame_worker import TIMINGS, FrameWorker, echo, hold
+from tests.support.http_peers import reflection
 from tests.support.mux_process import Control, client, running, stub
-from tests.support.reflection import reflection
 
 from teimgr.errors import WrongModelKind
 from teimgr.mux.handlers import MuxHealth

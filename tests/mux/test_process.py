@@ -21,8 +21,8 @@ import pytest
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from tests.support.authority import Authority, needs_openssl, put
-from tests.support.fleet_nodes import FleetNodes, endpoint_of, worker_on
+from tests.support.cluster import FleetNodes, endpoint_of, worker_on
+from tests.support.credentials import Authority, needs_openssl, put
 from tests.support.frame_worker import FrameWorker, hold, lengths
 from tests.support.models import build
 from tests.support.mux_process import Control, MuxProcess, client, client_at, embed, mux_pb2, running, stub

@@ -9,8 +9,8 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import h2.events
-from tests.support.authority import Authority, needs_openssl
-from tests.support.h2_peer import LIMIT_S, Peer, head
+from tests.support.credentials import Authority, needs_openssl
+from tests.support.http_peers import LIMIT_S, Peer, head
 
 from teimgr.http.auth.tls_files import TlsFiles
 from teimgr.http.http2.connection import Connection

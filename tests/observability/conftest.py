@@ -1,5 +1,5 @@
 """The REST application on a real listener."""
 
-from tests.support.rest_fixtures import front, settings
+from tests.support.rest_listener import front, settings
 
 __all__ = ["front", "settings"]

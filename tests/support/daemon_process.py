@@ -237,11 +237,10 @@ class WarmDaemonProcess(DaemonProcess):
     listens, so `start` waits for both.
     """
 
-    program = "tests.support.warm_daemon"
+    program = "tests.support.fork_server"
 
     def start(self, environ: Mapping[str, str] | None = None) -> Self:
-        from tests.support.fork_server import nursery_service
-        from tests.support.warm_daemon import SERVICE
+        from tests.support.fork_server import SERVICE, nursery_service
 
         super().start({SERVICE: nursery_service()} | dict(environ or {}))
         try:

@@ -1,7 +1,11 @@
 """The product's own fork server, one per test process, so that torch is imported once.
 
-It forks workers for tests of a worker, and fork servers for the daemons of tests that are not about their start
-(`warm_daemon`). Another one forks the fork servers of scripted workers (`forked_nursery`).
+It forks workers for tests of a worker, and fork servers for the daemons of tests that are not about their start:
+
+    TEIMGR_TEST_NURSERIES=SOCKET python -m tests.support.fork_server serve …
+
+is `teimgr` whose fork server is a copy of that of the test process (`nursery_service`), as the imports are most of what
+a daemon costs. Another server forks the fork servers of scripted workers (`forked_nursery`).
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from teimgr.control.launch.nursery_link import NurseryLink, NurseryProcess
 
 _MESSAGE_BYTES = 128 * 1024
 _START_LIMIT_S = 120.0
+SERVICE = "TEIMGR_TEST_NURSERIES"
 _ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -181,3 +186,24 @@ def nursery_service() -> str:
 
     threading.Thread(target=serve, name="nurseries", daemon=True).start()
     return path
+
+
+def _copied(link: NurseryLink) -> NurseryProcess:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as service:
+        service.connect(os.environ[SERVICE])
+        socket.send_fds(service, [b"!"], [theirs.fileno()])
+        pid, (pidfd,), _, _ = socket.recv_fds(service, 32, 1)
+    return NurseryProcess(link, int(pid), pidfd, ours)
+
+
+def _main() -> int:
+    """`teimgr` with such a fork server."""
+    from teimgr.cli.main import main
+
+    NurseryLink._spawn = _copied  # type: ignore[method-assign]
+    return main()
+
+
+if __name__ == "__main__":
+    sys.exit(_main())

@@ -1,4 +1,4 @@
-"""A hub on loopback: enough of its HTTP interface for huggingface-hub to look a model up and download it."""
+"""A hub on this machine, and a cache of it as huggingface_hub leaves it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import hashlib
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Self
+
+from teimgr.models import hub
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
 # What the hub keeps as LFS objects, whose SHA-256 is in its listing.
@@ -154,3 +157,23 @@ def git_oid(content: bytes) -> str:
 def etag(name: str, content: bytes) -> str:
     """What the hub sends as a file's ETag, which is its blob's name in the cache."""
     return hashlib.sha256(content).hexdigest() if name.endswith(LARGE) else git_oid(content)
+
+
+def lay_out(cache: Path, model_id: str, files: dict[str, bytes], commit: str = SHA, ref: str = "main") -> Path:
+    """Add a commit of a model to the cache; the result is its snapshot."""
+    folder = cache / hub.folder_name(model_id)
+    snapshot = folder / "snapshots" / commit
+    for name, content in files.items():
+        blob, shown = folder / "blobs" / etag(name, content), snapshot / name
+        for parent in (blob.parent, shown.parent):
+            parent.mkdir(parents=True, exist_ok=True)
+        blob.write_bytes(content)
+        shown.symlink_to(Path(*[".."] * (2 + name.count("/")), "blobs", blob.name))
+    (folder / "refs" / ref).parent.mkdir(parents=True, exist_ok=True)
+    (folder / "refs" / ref).write_text(commit)
+    return snapshot
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """The files of a model directory by name, of its subfolders too."""
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

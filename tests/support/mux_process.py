@@ -15,10 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import grpc.aio
+import pytest
 from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message_factory import GetMessageClass
+from tests.support.daemon_process import free_ports
 
 from teimgr.config.mux import MuxConfig
+from teimgr.config.settings import Settings
 from teimgr.spec import RouteEntry, RoutingSnapshot, State
 from teimgr.wire.grpc_core.rpc_table import SERVICE
 from teimgr.wire.pb.tei.v1 import tei_pb2
@@ -149,3 +152,12 @@ def embed(text: str, target: str | None = "a") -> mux_pb2.EmbedRequest:
     """An Embed request for the instance `target`, None for no target."""
     request = tei_pb2.EmbedRequest(inputs=text)
     return mux_pb2.EmbedRequest(target=None if target is None else to(target), request=request)
+
+
+@pytest.fixture
+def settings() -> Iterator[Settings]:
+    folder = Path(tempfile.mkdtemp(prefix="t"))
+    settings = Settings(state_file=folder / "state.toml", run_dir=folder, log_dir=folder, grpc_port=free_ports(1)[0])
+    settings.prepare_folders()
+    yield settings
+    shutil.rmtree(folder)

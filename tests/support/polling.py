@@ -1,4 +1,4 @@
-"""Waiting for a condition in another process or thread that announces nothing.
+"""Waiting for a condition in another process or thread that announces nothing; tests on the loop of our processes.
 
 A condition that takes long to ask, as one that starts a process, is asked less often: at most a fifth of the time goes
 into asking.
@@ -7,10 +7,13 @@ into asking.
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import time
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+import uvloop
 
 ResultT = TypeVar("ResultT")
 
@@ -54,3 +57,13 @@ async def eventually(holds: Callable[[], object | Awaitable[object]], limit_s: f
 def _pause_s(asked: float, least_s: float) -> float:
     """How long to wait before the condition is asked again, which was asked at `asked` and has just been answered."""
     return min(max(least_s, _PAUSES * (time.monotonic() - asked)), _MAX_PAUSE_S)
+
+
+def on_uvloop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run a test on the loop of our processes, whose transports differ from asyncio's."""
+
+    @functools.wraps(test)
+    def run(*arguments: Any, **named: Any) -> None:
+        uvloop.run(test(*arguments, **named))
+
+    return run

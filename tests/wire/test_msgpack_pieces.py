@@ -7,7 +7,7 @@ from typing import Any
 
 import msgpack
 import pytest
-from tests.support.gil_probe import held_s
+from tests.support.measures import held_s
 
 from teimgr.errors import InvalidInput
 from teimgr.wire import msgpack_pieces

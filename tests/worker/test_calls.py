@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tests.support.memory_fleet import MODEL
+from tests.support.rest_listener import MODEL
 
 from teimgr.engine.job import Input, Lane, Output, Pair
 from teimgr.errors import Overloaded

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from tests.support.memory_fleet import MODEL
+from tests.support.rest_listener import MODEL
 
 from teimgr.engine.engine import Engine
 from teimgr.engine.job import InferOptions, Job, Lane, Output, Pair

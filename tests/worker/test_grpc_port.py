@@ -19,8 +19,8 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
+from tests.support.http_peers import reflection
 from tests.support.models import build_cross_encoder
-from tests.support.reflection import reflection
 from tests.support.worker_process import Connect, WorkerProcess
 
 from teimgr.wire.frames import Method

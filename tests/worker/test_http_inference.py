@@ -25,8 +25,8 @@ from tests.conformance.words import (
     WITH_FLOATS,
 )
 from tests.support import models
-from tests.support.tei_client import COST_HEADERS, TeiClient
 from tests.support.worker_process import WorkerProcess
+from tests.worker.tei_client import COST_HEADERS, TeiClient
 
 from teimgr.wire.frames import Method
 

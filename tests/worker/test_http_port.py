@@ -15,10 +15,10 @@ from typing import Any, cast
 import aiohttp
 import numpy as np
 import pytest
-from tests.support.memory_fleet import MODEL
 from tests.support.polling import eventually
-from tests.support.tei_client import COST_HEADERS, TeiClient, Told
+from tests.support.rest_listener import MODEL
 from tests.support.worker_process import LIMIT_S, OFFLINE, Connect, WorkerLink, WorkerProcess, arrow
+from tests.worker.tei_client import COST_HEADERS, TeiClient, Told
 
 from teimgr.errors import DeadlineExceeded
 from teimgr.spec import WorkerSpec

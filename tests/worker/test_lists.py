@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from tests.support.models import CORPUS, TEXTS
 from tests.support.models.listwise import DOCUMENT_MARK, QUERY_MARK, PlainList, build_listwise
-from tests.support.tei_client import TeiClient
 from tests.support.worker_process import Connect, WorkerLink, WorkerProcess
+from tests.worker.tei_client import TeiClient
 
 from teimgr.errors import WrongModelKind
 from teimgr.wire.error_bodies import COHERE, INFINITY, JINA, SIE, VLLM, VOYAGE

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-from tests.support.fleet_nodes import FleetNodes, endpoint_of, worker_on
+from tests.support.cluster import FleetNodes, endpoint_of, worker_on
 from tests.support.polling import eventually
 from tests.support.worker_process import WorkerLink, WorkerProcess, embed_request
 

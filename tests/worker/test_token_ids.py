@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.support import models
-from tests.support.tei_client import TeiClient
 from tests.support.worker_process import WorkerProcess
+from tests.worker.tei_client import TeiClient
 
 from teimgr.engine.job import Input
 from teimgr.errors import InvalidConfig, InvalidInput

@@ -14,9 +14,9 @@ import aiohttp
 import pytest
 from tests.mux.conftest import start_worker
 from tests.support.frame_worker import FrameWorker, Request, hold, pack_reply
-from tests.support.memory_fleet import Fleet
 from tests.support.mux_process import running
 from tests.support.polling import eventually
+from tests.support.rest_listener import Fleet
 
 from teimgr.api.gateway import gateway
 from teimgr.api.gateway.gateway import PARSED_BYTES, Gateway, ModelNames, model_of

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support import models
-from tests.support.api_keys import SECRETS
+from tests.support.credentials import SECRETS
 from tests.support.daemon_process import MINILM, DaemonProcess, WarmDaemonProcess
 
 LIMIT_S = 100.0

@@ -16,7 +16,7 @@ import pytest
 from tests.api.nginx import below, needs_nginx, nginx
 from tests.api.page.chromium import CHROMIUM, OPTIONS, missing
 from tests.api.page.demo_fleet import small_fleet
-from tests.support.api_keys import SECRETS
+from tests.support.credentials import SECRETS
 from tests.support.daemon_process import DaemonProcess
 
 from teimgr.api.page import format

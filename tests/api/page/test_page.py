@@ -13,8 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 from tests.api.page.conftest import Serving
-from tests.support.api_keys import AUTH, SECRETS
-from tests.support.authority import Authority, needs_openssl
+from tests.support.credentials import AUTH, SECRETS, Authority, needs_openssl
 from tests.support.rest_listener import Front, listening
 
 from teimgr.config.auth import Auth, Mtls, policy_of

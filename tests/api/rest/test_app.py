@@ -16,12 +16,10 @@ from typing import Any
 
 import aiohttp
 import pytest
-from tests.support.authority import Authority, needs_openssl, put
-from tests.support.h2_peer import Peer, request
-from tests.support.loops import on_uvloop
-from tests.support.memory_fleet import Fleet
-from tests.support.polling import eventually
-from tests.support.rest_listener import Front, listening
+from tests.support.credentials import Authority, needs_openssl, put
+from tests.support.http_peers import Peer, request
+from tests.support.polling import eventually, on_uvloop
+from tests.support.rest_listener import Fleet, Front, listening
 
 from teimgr.api.rest.app import RestTls, create_app, uvicorn_options
 from teimgr.config.auth import Auth, Mtls, ServerTls, faults

@@ -12,7 +12,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from tests.support.api_keys import AUTH, SECRETS
+from tests.support.credentials import AUTH, SECRETS
 from tests.support.rest_listener import Front, listening
 
 from teimgr.api.batches import Batches

@@ -10,8 +10,8 @@ from typing import Any
 
 import aiohttp
 import pytest
-from tests.support.api_keys import AUTH, SECRETS
-from tests.support.memory_fleet import Fleet
+from tests.support.credentials import AUTH, SECRETS
+from tests.support.rest_listener import Fleet
 
 from teimgr.api.gateway import Gateway
 from teimgr.api.rest.app import create_app

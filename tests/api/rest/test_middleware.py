@@ -15,10 +15,9 @@ import aiohttp
 import h2.events
 import pytest
 from starlette.routing import Route
-from tests.support.api_keys import AUTH, KEYS, SECRETS
-from tests.support.h2_peer import Peer, connecting, request
-from tests.support.memory_fleet import Fleet
-from tests.support.rest_listener import Front, listening
+from tests.support.credentials import AUTH, KEYS, SECRETS
+from tests.support.http_peers import Peer, connecting, request
+from tests.support.rest_listener import Fleet, Front, listening
 
 from teimgr.api.gateway.gateway import Gateway
 from teimgr.api.gateway.routes import paths

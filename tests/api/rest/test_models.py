@@ -12,8 +12,7 @@ from typing import Any
 import aiohttp
 import pytest
 from tests.support.hub_server import SHA, Hub
-from tests.support.memory_fleet import Fleet
-from tests.support.rest_listener import Front, listening
+from tests.support.rest_listener import Fleet, Front, listening
 
 from teimgr.api.rest.models import ModelInfo
 from teimgr.config.settings import Settings

@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 from tests.api.nginx import below, needs_nginx, nginx
 from tests.api.page_parts import parts
-from tests.support.api_keys import AUTH, SECRETS
+from tests.support.credentials import AUTH, SECRETS
 from tests.support.rest_listener import Front, listening
 
 from teimgr.api.rest.proxies import ProxyHeaders, TrustedProxies

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from starlette.exceptions import HTTPException
-from tests.support.gil_probe import held_s
+from tests.support.measures import held_s
 from tests.support.rest_listener import Front, failed
 
 from teimgr.api.rest.schemas import BODY_LIMIT_BYTES, CreateInstance, parsed_json

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tests.support.plain_models import CPU, OFFSETS, PAD, layout_of, logits_of, random_texts, run, save_headed
+from tests.engine.plain_models import CPU, OFFSETS, PAD, layout_of, logits_of, random_texts, run, save_headed
 
 from teimgr.engine.backbone import Batching, WholeModel
 from teimgr.engine.batch import Encoded

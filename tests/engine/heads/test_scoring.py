@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import transformers
-from tests.support.plain_models import CPU, layout_of, logits_of, random_texts, run, save_headed
+from tests.engine.plain_models import CPU, layout_of, logits_of, random_texts, run, save_headed
 
 from teimgr.engine.backbone import Batching
 from teimgr.engine.job import Output

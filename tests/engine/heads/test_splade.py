@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from tests.engine.plain_models import CPU, OFFSETS, Ids, layout_of, logits_of, random_texts, run, save_headed
 from tests.support.card import WAITING, StandInCard
-from tests.support.plain_models import CPU, OFFSETS, Ids, layout_of, logits_of, random_texts, run, save_headed
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from teimgr.engine.backbone import Batching, WholeModel

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 from tests.engine.conftest import Served
+from tests.engine.exact_models import assert_close, assert_exact, assert_scores_exact
 from tests.support import plain_forwards
-from tests.support.exact_models import assert_close, assert_exact, assert_scores_exact
 from tests.support.models import edit
 from tests.support.models.jina_bert import build_jina_bert
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from tests.engine.conftest import Served
+from tests.engine.exact_models import assert_close, assert_exact
 from tests.support import plain_forwards
-from tests.support.exact_models import assert_close, assert_exact
 from tests.support.models import edit
 from tests.support.models.own_code import NOMIC_MOE, build_nomic
 

@@ -14,7 +14,7 @@ import hpack
 from tests.fuzz.http2 import PREFACE
 from tests.fuzz.victim.attack import Attack, Strike, together, wire
 from tests.fuzz.victim.target import ATTACKER, KEYS, SHARED, Target
-from tests.support.h2_peer import head, request
+from tests.support.http_peers import head, request
 
 _HEAD = struct.Struct(">BHBBI")
 _DATA, _HEADERS, _PRIORITY, _RST, _SETTINGS, _PING, _WINDOW_UPDATE, _CONTINUATION = 0, 1, 2, 3, 4, 6, 8, 9

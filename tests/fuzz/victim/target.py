@@ -19,9 +19,9 @@ from bench.steady import SteadyCall, SteadyTask
 from teimgr.client import Client
 from teimgr.client.server_address import Tls
 from tests.support import models
-from tests.support.authority import Authority
+from tests.support.credentials import Authority
 from tests.support.daemon_process import DaemonProcess, free_ports
-from tests.support.memory import resident_mib
+from tests.support.measures import resident_mib
 
 STARTING_LIMIT_S = 240.0
 SHARED, READER, RANKER, OTHER = "shared", "a-reader", "a-ranker", "b-static"

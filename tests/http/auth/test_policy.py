@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 
 import pytest
-from tests.support.api_keys import AUTH, KEYS, SECRETS
+from tests.support.credentials import AUTH, KEYS, SECRETS
 
 from teimgr.config.auth import policy_of
 from teimgr.errors import Unauthenticated

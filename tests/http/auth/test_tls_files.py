@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.support.authority import Authority, needs_openssl, put
+from tests.support.credentials import Authority, needs_openssl, put
 
 from teimgr.api.rest.app import RestTls
 from teimgr.errors import InvalidConfig
@@ -35,7 +35,7 @@ def test_files_that_cannot_be_used_are_refused_in_a_sentence(
     elif content == "another":
         put(ours.sign("other")[1], target)
     elif content == "encrypted":
-        from tests.support.authority import openssl
+        from tests.support.credentials import openssl
 
         openssl("ec", "-in", files.key, "-aes256", "-passout", "pass:secret", "-out", ours.folder / "locked.key")
         put(ours.folder / "locked.key", target)

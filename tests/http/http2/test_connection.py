@@ -18,8 +18,7 @@ from hpack.huffman import HuffmanEncoder
 from hpack.huffman_constants import REQUEST_CODES, REQUEST_CODES_LENGTH
 from tests.fuzz.http2 import frames_of
 from tests.http.http2.test_framing import frame
-from tests.support.h2_peer import LIMIT_S, Peer, connecting, request
-from tests.support.http_connections import within
+from tests.support.http_peers import LIMIT_S, Peer, connecting, request, within
 from tests.support.polling import eventually
 
 from teimgr.http import connection_gate

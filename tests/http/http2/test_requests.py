@@ -16,7 +16,7 @@ import pytest
 from h2.errors import ErrorCodes
 from starlette.requests import Request
 from starlette.responses import Response
-from tests.support.h2_peer import LIMIT_S, Peer, connecting, request
+from tests.support.http_peers import LIMIT_S, Peer, connecting, request
 from tests.support.polling import eventually
 
 from teimgr.http.bodies import read_body

@@ -10,8 +10,7 @@ from urllib.parse import unquote_to_bytes
 import h2.events
 import h2.settings
 import pytest
-from tests.support.h2_peer import Peer, connecting, framed, head, request
-from tests.support.http_connections import hello
+from tests.support.http_peers import Peer, connecting, framed, head, hello, request
 from tests.support.polling import eventually
 from tests.worker.test_dispatcher import FakeEngine
 

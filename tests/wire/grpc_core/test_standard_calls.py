@@ -12,8 +12,7 @@ import h2.settings
 import pytest
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
-from tests.support.h2_peer import LIMIT_S, Peer, connecting, framed, head
-from tests.support.http_connections import hello
+from tests.support.http_peers import LIMIT_S, Peer, connecting, framed, head, hello
 from tests.support.polling import eventually
 from tests.worker.test_dispatcher import FakeEngine
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.fleet_nodes import HOST, FleetNodes, TcpProxy, endpoint_of, worker_on
+from tests.support.cluster import HOST, FleetNodes, TcpProxy, endpoint_of, worker_on
 from tests.support.models import build
 from tests.support.polling import eventually
 from tests.support.worker_process import WorkerProcess, arrow, embed_request, table

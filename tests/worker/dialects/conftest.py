@@ -8,7 +8,6 @@ from pathlib import Path
 import aiohttp
 import pytest
 from tests.support.daemon_process import DaemonProcess, WarmDaemonProcess
-from tests.support.dialect_client import LIMIT_S, Asking
 from tests.support.models import (
     build,
     build_classifier,
@@ -19,6 +18,7 @@ from tests.support.models import (
     build_splade,
 )
 from tests.support.models.scoring import build_token_classifier
+from tests.worker.dialects.dialect_client import LIMIT_S, Asking
 
 PROMPTS = {"query": "query: ", "document": "document: "}
 

@@ -11,8 +11,8 @@ import aiohttp
 import pytest
 from bench import weights
 from tests.support.daemon_process import DaemonProcess
-from tests.support.dialect_client import LIMIT_S, Asking, Told
 from tests.support.polling import eventually
+from tests.worker.dialects.dialect_client import LIMIT_S, Asking, Told
 
 BATCHES = 'te_request_count{method="batch"}'
 DROPPED = 'te_request_failure{err="dropped"}'

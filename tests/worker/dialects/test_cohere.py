@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.dialect_client import Asking
+from tests.worker.dialects.dialect_client import Asking
 
 from teimgr.wire.quantisation import Precision, converted
 

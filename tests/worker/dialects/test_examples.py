@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from tests.support.dialect_client import Asking
+from tests.worker.dialects.dialect_client import Asking
 
 from teimgr.api.gateway.routes import DialectPath, paths
 from teimgr.wire.error_bodies import SIE, TEI, WEAVIATE

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.dialect_client import Asking
+from tests.worker.dialects.dialect_client import Asking
 
 from teimgr.spec import LoadedModel, WorkerSpec
 from teimgr.worker.dialects.openai import OpenAIEmbeddingsRequest

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.dialect_client import Asking
+from tests.worker.dialects.dialect_client import Asking
 
 QUERY = "the quick fox"
 DOCUMENTS = ["fog by the harbour", "a quick brown fox", "lamps", "the quick fox"]

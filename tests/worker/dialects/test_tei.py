@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import orjson
 import pytest
-from tests.support.dialect_client import Asking
+from tests.worker.dialects.dialect_client import Asking
 
 from teimgr.engine.job import InferOptions, Job, Lane, Output, Pair, SparseRow
 from teimgr.errors import EmptyInput, InvalidInput, TeimgrError, WrongModelKind

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.dialect_client import Asking
+from tests.worker.dialects.dialect_client import Asking
 
 TEXTS = ["the quick fox", "fog by the harbour"]
 PATHS = ["/v1/embeddings", "/voyage/v1/embeddings"]

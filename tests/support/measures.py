@@ -1,12 +1,17 @@
-"""Longest time that other threads of a process could not run Python: what a call that holds the GIL costs them."""
+"""What a call costs others: the time for which it holds the GIL, memory and processor time of processes."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
+
+import psutil
+
+from teimgr.control.launch.nursery import NAME, STANDBY_NAME
 
 _TICK_S = 0.0005
 
@@ -50,3 +55,32 @@ def held_s(work: Callable[[], object], repeats: int = 1) -> float:
             work()
         found.append(probe.held_s)
     return min(found)
+
+
+def resident_mib(processes: Iterable[psutil.Process]) -> dict[str, float]:
+    """By what the process is and its pid: `worker 4711`."""
+    found: dict[str, float] = {}
+    for process in processes:
+        with suppress(psutil.Error):
+            found[f"{_kind(process)} {process.pid}"] = round(process.memory_info().rss / 2**20, 2)
+    return found
+
+
+def processor_seconds(processes: Iterable[psutil.Process]) -> dict[str, float]:
+    """Seconds of processor time so far, named as in `resident_mib`."""
+    found: dict[str, float] = {}
+    for process in processes:
+        with suppress(psutil.Error):
+            times = process.cpu_times()
+            found[f"{_kind(process)} {process.pid}"] = times.user + times.system
+    return found
+
+
+def _kind(process: psutil.Process) -> str:
+    """By its name, as workers have the command line of their nursery."""
+    name, command = process.name(), " ".join(process.cmdline())
+    if name in (NAME, STANDBY_NAME):
+        return name.removeprefix("teimgr-")
+    if "teimgr.mux" in command:
+        return "mux"
+    return "daemon" if " serve" in command else "worker"

@@ -1,4 +1,4 @@
-"""Certificates for tests, made with the openssl command."""
+"""API keys and certificates of tests: a key per right and one for some instances; an authority by openssl."""
 
 from __future__ import annotations
 
@@ -8,7 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from teimgr.config.auth import ApiKeyEntry, Auth
 from teimgr.http.auth.tls_files import TlsFiles
+
+SECRETS = {name: f"{name}-{'k' * 32}" for name in ("admin", "inference", "read", "team")}
+KEYS = (
+    *(ApiKeyEntry(name=name, key=SECRETS[name], rights=(name,)) for name in ("admin", "inference", "read")),
+    ApiKeyEntry(name="team", key=SECRETS["team"], rights=("admin", "inference", "read"), instances=("mine", "team-*")),
+)
+AUTH = Auth(enabled=True, providers=("api_keys",), api_keys=KEYS)
+
 
 LOCAL = "DNS:localhost,IP:127.0.0.1"
 _EC = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-utf8")
