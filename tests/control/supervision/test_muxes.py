@@ -21,7 +21,7 @@ from tests.support.polling import eventually
 
 from teimgr.config.settings import Settings
 from teimgr.control.launch.mux_launcher import LocalMux, LocalMuxLauncher, MuxRunFile, mux_config
-from teimgr.control.launch.process_handle import ProcessHandle, look_up
+from teimgr.control.launch.process_handle import Exit, LaunchFailed, ProcessHandle, look_up
 from teimgr.control.supervision.crash_reports import CrashReports
 from teimgr.control.supervision.lifecycle import Backoff, Exited, Observation, ProbeFailed, ProbeOk
 from teimgr.control.supervision.muxes import MUX_POLICY, Muxes, MuxSupervisor, MuxTimeouts
@@ -108,6 +108,24 @@ async def test_a_mux_that_cannot_be_used_is_started_again_and_again(settings: Se
         assert kept.supervisor.alarm is not None
         assert why in kept.supervisor.alarm
     assert [path.name for path in settings.run_dir.iterdir() if path.name.startswith("mux")] == []
+
+
+async def test_a_mux_that_does_not_die_gets_a_successor(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    undead: list[LocalMux] = []
+
+    async def stop(self: LocalMux, grace_s: float, *, sigterm: bool = True) -> Exit:
+        undead.append(self)
+        raise LaunchFailed("it does not die")
+
+    kept = Kept(settings, "garbage")
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalMux, "stop", stop)
+        async with kept.running():
+            for _ in range(2):
+                await kept.supervisor.lost.acquire()
+            assert len({process.pid for process in undead}) == 2
+    for process in undead:
+        await process.stop(0)
 
 
 async def test_counters_of_many_instances_are_no_reason_to_kill_a_mux(settings: Settings) -> None:

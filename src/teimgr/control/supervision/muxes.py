@@ -34,6 +34,7 @@ from teimgr.control.supervision.lifecycle import (
     RestartPolicy,
     WorkerDraining,
     WorkerFailed,
+    WorkerHealth,
     WorkerReady,
     explain,
 )
@@ -103,8 +104,8 @@ class MuxSupervisor(LifecycleTask):
         self._process: MuxHandle | None = None
         self._left: asyncio.Future[Exit] | None = None  # done when the process may end beside its successor
         self._grace_s = 0.0  # of a process that another one stopped
-        self._draining: dict[asyncio.Task[None], MuxHandle] = {}
-        self._forced: set[asyncio.Task[None]] = set()
+        self._draining: dict[asyncio.Task[Exit | None], MuxHandle] = {}
+        self._forced: set[asyncio.Task[Exit | None]] = set()
         self._routes: int | None = None  # the version of the oldest that the process may use; None: it has none yet
         self._routes_changed = asyncio.Event()
         self._is_fed = False
@@ -188,7 +189,7 @@ class MuxSupervisor(LifecycleTask):
                 self._let_end(self._process)
             elif effect is Effect.KILL and self._process is not None:
                 assert self._tasks is not None
-                self._tasks.create_task(self._end(self._process, 0), name=f"end of {self.name}")
+                self._tasks.create_task(self._kill(self._process), name=f"end of {self.name}")
 
     def _let_end(self, process: MuxHandle) -> None:
         """Another process has stopped it: its port is free, so its successor starts while it finishes its calls."""
@@ -196,8 +197,16 @@ class MuxSupervisor(LifecycleTask):
         self._draining[task] = process
         task.add_done_callback(self._draining.pop)
         self._forget_process()
+        self._leave(Exit(None))
+
+    async def _kill(self, process: MuxHandle) -> None:
+        exit = await self._end(process, 0)
+        self._leave(exit or Exit(None))  # one that does not die too: its successor can bind the same port
+
+    def _leave(self, exit: Exit) -> None:
+        """Wait no longer for the end of the process."""
         if self._left is not None and not self._left.done():
-            self._left.set_result(Exit(None))
+            self._left.set_result(exit)
 
     def _record(self, event: Observation) -> None:
         """Update what is shown; no decision depends on it."""
@@ -207,7 +216,7 @@ class MuxSupervisor(LifecycleTask):
             case ProbeFailed(reason) if self._replica.phase is Phase.RUNNING:  # its start takes its time
                 self.alarm = reason
                 log.warning("probe failed", extra={"mux": self.name, "reason": reason})
-                if not self._replica.probe_failures and self._process is not None:
+                if self._replica.health is WorkerHealth.GOOD and self._process is not None:
                     self._process.send_signal(STACKS_SIGNAL)
             case Exited(exit):
                 reason = (self._replica.failure or explain(exit, "mux")).message
@@ -371,11 +380,13 @@ class MuxSupervisor(LifecycleTask):
         finally:
             answer.cancel()
 
-    async def _end(self, process: MuxHandle, grace_s: float, *, sigterm: bool = True) -> None:
+    async def _end(self, process: MuxHandle, grace_s: float, *, sigterm: bool = True) -> Exit | None:
+        """How it ended; None if it did not."""
         try:
-            await process.stop(grace_s, sigterm=sigterm)
+            return await process.stop(grace_s, sigterm=sigterm)
         except LaunchFailed as error:
             log.error("mux cannot be ended", extra={"mux": self.name, "reason": str(error)})
+            return None
 
 
 class MuxHosts(Protocol):
