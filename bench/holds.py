@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -31,9 +30,11 @@ from teimgr.api.gateway.gateway import model_of
 from teimgr.api.rest import schemas
 from teimgr.engine.job import InferOptions, Job, Lane, SparseRow
 from teimgr.errors import TeimgrError
+from teimgr.observability.memory import collect_garbage_rarely
 from teimgr.wire import arrow_tables, frames
-from teimgr.wire.arrow_inputs import read_texts
+from teimgr.wire.arrow_inputs import read_inputs, read_texts
 from teimgr.wire.frames import HttpRequest, Timings
+from teimgr.wire.freeing import free
 from teimgr.wire.pb.tei.v1 import tei_pb2
 from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2
 from teimgr.wire.quantisation import Precision
@@ -69,8 +70,7 @@ class Case:
 def run(options: argparse.Namespace) -> int:
     """Measure, print, write; 1 if a wait was above the limit."""
     rows: list[tuple[str, float, float]] = []
-    gc.collect()
-    gc.freeze()  # like daemon, mux and worker
+    collect_garbage_rarely()  # like daemon, mux and worker
     with partial():
         for case in cases():
             if options.only and not any(word in case.name for word in options.only):
@@ -86,7 +86,9 @@ def run(options: argparse.Namespace) -> int:
 
 def _done(case: Case, given: Any) -> None:
     with suppress(TeimgrError, http.BadRequest, ValueError, HTTPException):
-        case.work(given)
+        found = case.work(given)
+        if isinstance(found, http.Body):  # a worker frees it so too
+            free(found)
 
 
 def cases() -> Iterator[Case]:
@@ -114,6 +116,8 @@ def _json_cases() -> Iterator[Case]:
         yield Case(f"JSON, {name}", _REST, of(_ids, ids), _openai)
         yield Case(f"JSON of TEI, {name}", _REST, of(_ids, ids), _tei)
     yield Case("JSON, short texts", _REST, lambda size: _body(["rain on the harbour"] * (size // 22)), _openai)
+    most = lambda size: _body([f"rain {n}" for n in range(990_000)])  # noqa: E731
+    yield Case("JSON, as many short texts as are read", 14 * _MIB, most, _parsed_openai)
     yield Case("JSON, other short texts", _REST, lambda size: _body([f"rain {n}" for n in range(size // 15)]), _openai)
     yield Case("JSON, literals", _REST, lambda size: _body([None] * (size // 5)), _openai)
     yield Case("JSON, many keys", _REST, _many_keys, _openai)
@@ -153,6 +157,12 @@ def _tei_cases() -> Iterator[Case]:
             yield Case(f"TEI's parser, a number{place}: {name}", _REST // 2, number, _embed_of_tei)
     yield Case("TEI's parser, many keys", _REST, lambda size: _many_keys(size)[:-1] + b',"inputs":1}', _embed_of_tei)
     deep = lambda size: b'{"instances":[' + b"[[0]]," * 20_000 + b'{"inputs":"a"}]}'  # noqa: E731
+    keys = b",".join(b'"k%d":0' % n for n in range(19))
+    yield Case("TEI's parser, keys beside a zero", _REST, of(_around, keys), _embed_of_tei)
+    keys = keys.replace(b"k", b"\\u006b")
+    yield Case("TEI's parser, keys in escapes beside a zero", _REST, of(_around, keys), _embed_of_tei)
+    short = lambda size: b'{"inputs":[' + b'"rain on",' * 990_000 + b'"a"],"prompt_name":"\\u005f"}'  # noqa: E731
+    yield Case("TEI's parser, short texts beside an escape", 10 * _MIB, short, _embed_of_tei)
     yield Case("TEI's parser, lists of Vertex", few, deep, of(_read_tei, tei.TeiVertexRequest))
     many = lambda size: b'{"instances":[' + b"1," * 990_000 + b'"' + b"[" * 200 + b'"]}'  # noqa: E731
     yield Case("TEI's parser, numbers of Vertex", 2 * _MIB, many, of(_read_tei, tei.TeiVertexRequest))
@@ -160,6 +170,11 @@ def _tei_cases() -> Iterator[Case]:
 
 def _texts_and_a_number(each: bytes, size: int) -> bytes:
     return b'{"inputs":[' + b",".join([each] * (size // len(each))) + b",1]}"
+
+
+def _around(text: bytes, size: int) -> bytes:
+    """A body that may be ambiguous, with about as many objects of `text` as a body may have."""
+    return b'{"inputs":"a -0 ","x":[' + b",".join([b"{%b}" % text] * min(size // len(text), 48_000)) + b"]}"
 
 
 def _read_tei(kind: type[http.Body], body: bytes) -> object:
@@ -196,6 +211,10 @@ def _document(size: int) -> bytes:
     return orjson.dumps({"query": "a", "documents": ["word " * (size // 5)]})
 
 
+def _parsed_openai(body: bytes) -> object:
+    return http.parse(openai.OpenAIEmbeddingsRequest, body)
+
+
 def _openai(body: bytes) -> object:
     found = http.parse(openai.OpenAIEmbeddingsRequest, body)
     return http.engine_inputs(found.input, openai.BATCH_LIMIT)
@@ -219,6 +238,10 @@ def _msgpack_cases() -> Iterator[Case]:
     yield Case("msgpack, bytes", _REST, lambda size: _packed(b"a" * size), _sie)
     items = [{"text": f"rain {n}", "id": str(n)} for n in range(49_000)]
     yield Case("msgpack, 49,000 items", 2 * _MIB, lambda size: msgpack.packb({"items": items}), _sie)
+    yield Case("JSON of SIE, 49,000 items", 2 * _MIB, lambda size: orjson.dumps({"items": items}), _sie_json)
+    ids_of_items = [{"text": "a", "images": [300] * 90_000}] * 11
+    yield Case("JSON of SIE, ids of items", 4 * _MIB, lambda size: orjson.dumps({"items": ids_of_items}), _sie_json)
+    yield Case("msgpack, ids of items", 3 * _MIB, lambda size: msgpack.packb({"items": ids_of_items}), _sie)
     for size in (60 * 1024, 140 * 1024):
         yield Case(f"msgpack, nested announced lists, {size} bytes", size, _announced, _sie)
     ids = [[300] * 90_000]
@@ -234,6 +257,10 @@ def _announced(size: int) -> bytes:
     return b"\x81\xa5items" + b"\xdd\x00\x01\x00\x00" * 900 + b"\x00" * (size - 4600)
 
 
+def _sie_json(body: bytes) -> object:
+    return http.parse(sie.SieEncodeRequest, body)
+
+
 def _sie(body: bytes) -> object:
     return http.parse(sie.SieEncodeRequest, body, sie._MSGPACK_BODY)
 
@@ -244,7 +271,20 @@ def _protobuf_cases() -> Iterator[Case]:
     yield Case("protobuf, a table", 16 * _MIB, lambda size: _table_message(ARROW["one long text"](size)), _table)
     yield Case("Arrow, one text", 16 * _MIB, ARROW["one long text"], _read_table)
     yield Case("Arrow, short texts", 16 * _MIB, lambda size: arrow_stream(_rows(size)), _read_table)
+    for count, each in ((1, 3_900_000), (90_000, 40)):
+        make = of(_id_table, count, each)
+        yield Case(f"Arrow, {count:,} lists of ids", 16 * _MIB, make, _read_ids)
     yield Case("protobuf, rerank of many texts", _GRPC, _rerank_message, _rerank_parsed)
+
+
+def _id_table(count: int, each: int, size: int) -> bytes:
+    import pyarrow as pa
+
+    return arrow_stream(pa.record_batch({"input_ids": pa.array([[300] * each] * count, pa.list_(pa.int32()))}))
+
+
+def _read_ids(stream: bytes) -> object:
+    return read_inputs(stream, 1 << 30)
 
 
 def _rows(size: int) -> Any:

@@ -6,6 +6,7 @@ import tracemalloc
 from typing import Any
 
 import msgpack
+import numpy as np
 import pytest
 from tests.support.measures import held_s
 
@@ -72,3 +73,23 @@ def test_reading_many_items_lets_other_threads_run() -> None:
     body = msgpack.packb([{"text": f"rain {n}"} for n in range(MAX_CONTAINERS - 1)])
     whole = held_s(lambda: msgpack.unpackb(body), 3)
     assert held_s(lambda: msgpack_pieces.loads(body), 3) < max(0.06, whole)
+
+
+ROWS = np.arange(40_000, dtype=np.float32).reshape(2, 20_000)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"model": "m", "items": [{"id": "a", "dense": {"dims": 3, "values": np.arange(3)}}] * 600, "usage": {"n": 1}},
+        {"items": [{"values": ROWS}, {"values": ROWS[:, :1]}, {"values": ROWS.T}], "timing": None},
+        {"items": [{"values": [1.5, "a", None, [ROWS[0], {"b": ROWS[:0]}]]}], "empty": [], "none": {}},
+        [],
+        ROWS.astype("<f2"),
+        "text",
+    ],
+    ids=["small rows", "large rows", "nested", "no row", "array", "text"],
+)
+def test_what_is_written_in_pieces_is_what_one_call_writes(value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(msgpack_pieces, "_COPIED_BYTES", 1000)
+    assert msgpack_pieces.dumps(value) == msgpack.packb(value, default=msgpack_pieces._array, use_bin_type=True)

@@ -60,7 +60,7 @@ def test_slices_give_the_value_or_the_error_of_one_call(
 @pytest.mark.parametrize("kind", [sie.SieEncodeRequest, sie.SieScoreRequest, rerank.RerankRequest])
 def test_a_list_of_many_faults_is_refused_at_the_first(kind: type[http_inference.Body]) -> None:
     field = "documents" if kind is rerank.RerankRequest else "items"
-    body = {"query": {"text": "a"}, field: [0] * 60_000}
+    body = {"query": {"text": "a"}, field: [0] * http_inference.MAX_INPUTS}
     with pytest.raises(ValidationError) as raised:
         kind.model_validate(body)
     assert sum(error["loc"][0] == field for error in raised.value.errors()) <= 4  # one for each form of an element

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from queue import SimpleQueue
 from typing import Any, cast
 
 import numpy as np
@@ -17,6 +19,7 @@ from teimgr.engine.job import InferOptions, Job, Lane, Output, Pair
 from teimgr.errors import Code, DeadlineExceeded, InvalidInput, Overloaded, TeimgrError
 from teimgr.spec import WorkerSpec
 from teimgr.worker.calls import MAX_CALL_S, CallReply, WorkerCall
+from teimgr.worker.dialects.tei import TeiEmbedRequest
 from teimgr.worker.dispatcher import Dispatcher
 from teimgr.worker.submission import Part, Submission, parts_of
 
@@ -162,6 +165,32 @@ async def test_a_call_is_submitted_encoded_and_answered_once() -> None:
 
     assert call.replies == [CallReply(b"fog")]
     assert dispatcher.calls == 0
+    dispatcher.close()
+
+
+class Freed:
+    """Sends the name of the thread that frees it."""
+
+    __slots__ = ("names",)
+
+    def __init__(self, names: SimpleQueue[str]) -> None:
+        self.names = names
+
+    def __del__(self) -> None:
+        self.names.put(threading.current_thread().name)
+
+
+async def test_what_is_in_a_large_body_is_freed_on_a_thread() -> None:
+    names: SimpleQueue[str] = SimpleQueue()
+    dispatcher = dispatching(FakeEngine())
+    body = TeiEmbedRequest.model_construct(inputs=[[Freed(names)]])
+
+    dispatcher.free_off_loop(body)
+    assert names.empty()
+    del body
+    freed_on = await asyncio.to_thread(names.get, True, 60)
+
+    assert freed_on.startswith("codec")
     dispatcher.close()
 
 

@@ -1,13 +1,19 @@
-"""Decoding msgpack in pieces: each call of the library reads one text, one number or the head of a list or map."""
+"""msgpack in pieces: each call of the library reads one text, one number or the head of a list or map, or writes few.
+
+Arrays are written as msgpack-numpy writes them: a map of `nd`, `type`, `kind`, `shape`, `data`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from io import BytesIO
 from typing import Any
 
 import msgpack
+import numpy as np
 
 from teimgr.wire import json_scan
+from teimgr.wire.freeing import free
 from teimgr.wire.json_scan import MAX_CONTAINERS, MAX_TEXT_BYTES, MAX_VALUES
 
 _PIECE_BYTES = 64 * 1024
@@ -82,8 +88,15 @@ class _Reader:
         )
 
     def whole(self) -> Any:
-        """The value of the whole body."""
+        """The value of the whole body; what was read of one that is refused is freed in parts."""
         stack: list[_Open] = []
+        try:
+            return self._whole(stack)
+        except Exception:
+            free(*(one.container for one in stack))
+            raise
+
+    def _whole(self, stack: list[_Open]) -> Any:
         while True:
             value, count = self._next()
             if count:
@@ -141,3 +154,63 @@ class _Reader:
                     raise json_scan.too_long_text() from None
                 self._unpacker.feed(self._body[self._fed : self._fed + _PIECE_BYTES])
                 self._fed += _PIECE_BYTES
+
+
+# Writing.
+
+# Bytes of an array that one call copies, and rows of a list that one call writes: a millisecond or two.
+_COPIED_BYTES = 2**20
+_ROWS_AT_ONCE = 256
+# An array up to this size is written with the values around it.
+_SMALL_ARRAY_BYTES = 2**16 - 1
+
+
+def dumps(value: Any) -> bytes:
+    """`value` as msgpack, with arrays of numpy; the elements of lists that are large are maps of few members."""
+    whole = BytesIO()  # grows by parts, and gives its own buffer away: one call that joins copies all at once
+    packer = msgpack.Packer(default=_array, use_bin_type=True)
+    _write(whole.write, packer, value)
+    return whole.getvalue()
+
+
+def _write(write: Callable[[bytes | memoryview], object], packer: msgpack.Packer, value: Any) -> None:
+    if isinstance(value, dict) and any(map(_may_be_large, value.values())):
+        write(packer.pack_map_header(len(value)))
+        for key, member in value.items():
+            write(packer.pack(key))
+            _write(write, packer, member)
+    elif isinstance(value, list) and value:
+        write(packer.pack_array_header(len(value)))
+        for at in range(0, len(value), _ROWS_AT_ONCE):
+            few = value[at : at + _ROWS_AT_ONCE]
+            if any(map(_may_be_large, few)):
+                for one in few:
+                    _write(write, packer, one)
+            else:
+                write(b"".join(map(packer.pack, few)))
+    elif isinstance(value, np.ndarray) and value.nbytes > _SMALL_ARRAY_BYTES:
+        whole = np.ascontiguousarray(value)
+        head = packer.pack(_array(whole[:0]) | {b"shape": whole.shape})
+        write(head[: -len(_NO_BYTES)] + b"\xc6" + whole.nbytes.to_bytes(4, "big"))
+        data = whole.reshape(-1).view(np.uint8).data
+        for at in range(0, len(data), _COPIED_BYTES):
+            write(data[at : at + _COPIED_BYTES])
+    else:
+        write(packer.pack(value))
+
+
+_NO_BYTES = msgpack.packb(b"")
+
+
+def _may_be_large(value: Any) -> bool:
+    """Whether a value is an array that is not small, or may have one in it."""
+    if isinstance(value, np.ndarray):
+        return value.nbytes > _SMALL_ARRAY_BYTES
+    return isinstance(value, list) or (isinstance(value, dict) and any(map(_may_be_large, value.values())))
+
+
+def _array(value: object) -> dict[bytes, Any]:
+    if not isinstance(value, np.ndarray):
+        raise TypeError(f"{type(value).__name__} in an answer")
+    array = np.ascontiguousarray(value)
+    return {b"nd": True, b"type": array.dtype.str, b"kind": b"", b"shape": array.shape, b"data": array.tobytes()}

@@ -15,7 +15,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError, SchemaValidator
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 # Elements of a list that are validated in one call: some milliseconds where each is an object.
-_SLICE = 2048
+_SLICE = 512
 # Keys of a schema that hold no schemas.
 _OPAQUE = frozenset({"cls", "metadata", "serialization", "default", "function", "config"})
 

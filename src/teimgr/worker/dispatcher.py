@@ -6,8 +6,10 @@ import asyncio
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -17,6 +19,7 @@ from teimgr.errors import Cancelled, DeadlineExceeded, Internal, Overloaded, Tei
 from teimgr.http.byte_budget import ByteBudget
 from teimgr.observability.request_context import CURRENT, RequestContext, use_context
 from teimgr.spec import WorkerSpec
+from teimgr.wire.freeing import free
 from teimgr.worker.calls import CallReply, DeferredReply, FairLimiter, WorkerCall, max_token_bytes
 from teimgr.worker.lists import ListSubmission, lists_of, prompts_of
 from teimgr.worker.submission import Encode, Part, Submission
@@ -279,6 +282,14 @@ class Dispatcher:
 
     async def off_loop(self, work: Callable[..., ResultT], *arguments: object) -> ResultT:
         return await self._loop.run_in_executor(self._codec, work, *arguments)
+
+    def free_off_loop(self, value: object) -> None:
+        """Once `value` is of no more use, free what is in it in parts, on a thread: one call could take 30 ms."""
+        weakref.finalize(value, self._free_members, vars(value)).atexit = False
+
+    def _free_members(self, members: dict[str, Any]) -> None:
+        with suppress(RuntimeError):  # the process is stopping
+            self._codec.submit(free, members)
 
     async def on_tokenizer_thread(self, work: Callable[..., ResultT], *arguments: object) -> ResultT:
         """Run `work` that tokenizes texts of a caller, so that the codecs of all others need not wait for it."""

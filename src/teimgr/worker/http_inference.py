@@ -31,6 +31,7 @@ from teimgr.spec import LoadedModel, WorkerSpec
 from teimgr.wire import json_pieces, json_scan
 from teimgr.wire.error_bodies import JSON_TYPE, TEI, TEI_OPENAI, refusal
 from teimgr.wire.frames import Buffer, HttpReply, HttpRequest
+from teimgr.wire.freeing import free
 from teimgr.wire.status import INPUT_INDEX
 from teimgr.worker import body_validation, token_ids
 from teimgr.worker.calls import (
@@ -199,10 +200,23 @@ def decoded(kind: type[BodyT], body: Buffer, body_format: BodyFormat) -> BodyT:
         value = (body_format.decode_large if is_large else body_format.decode)(body)
     except (ValueError, RecursionError) as error:
         raise broken_text(body) or BadRequest(400, body_format.undecodable.format(error)) from error
+    if is_large:
+        return _validated_large(kind, value)
     try:
-        return body_validation.validated(kind, value) if is_large else kind.model_validate(value)
+        return kind.model_validate(value)
     except ValidationError as error:
         raise _refusal(error) from error
+
+
+def _validated_large(kind: type[BodyT], value: Any) -> BodyT:
+    """The body of a decoded value, which is freed; an error that had it as its cause would keep it."""
+    try:
+        return body_validation.validated(kind, value)
+    except ValidationError as error:
+        refusal = _refusal(error)
+    finally:
+        free(value)
+    raise refusal
 
 
 def _parse_quickly(kind: type[BodyT], body: Buffer, body_format: BodyFormat) -> tuple[BodyT | None, bool]:
@@ -417,7 +431,9 @@ class HttpInference:
         check_content_type(request.headers.get("content-type", ""), body_format.accepts)
         size, off_loop = len(request.body), self.dispatcher.off_loop
         if size > _LARGE_BODY_BYTES:
-            return await off_loop(parse, kind, request.body, body_format)
+            found: BodyT = await off_loop(parse, kind, request.body, body_format)
+            self.dispatcher.free_off_loop(found)
+            return found
         quick, is_sure = _parse_quickly(kind, request.body, body_format)
         if is_sure and quick is not None:
             return quick

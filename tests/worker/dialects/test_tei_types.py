@@ -12,10 +12,10 @@ import pytest
 from teimgr.errors import InvalidInput
 from teimgr.wire import json_scan
 from teimgr.worker import http_inference
-from teimgr.worker.dialects import serde_json, tei, tei_types
+from teimgr.worker.dialects import serde_json, serde_runs, tei, tei_ambiguity, tei_types
 from teimgr.worker.dialects.serde_json import Fault
 from teimgr.worker.dialects.serde_types import Optional, Struct, read_body
-from teimgr.worker.dialects.tei_ambiguity import is_ambiguous
+from teimgr.worker.dialects.tei_ambiguity import is_ambiguous, may_be_deep
 from teimgr.worker.http_inference import Body
 
 PAIRS = [
@@ -169,6 +169,7 @@ def test_windows_find_what_one_search_of_the_body_finds(window: int, monkeypatch
     at_once = [_outcome(struct, body) for _, struct, body in bodies]
     monkeypatch.setattr(json_scan, "WINDOW_BYTES", window)
     monkeypatch.setattr(serde_json, "WINDOW_BYTES", window)
+    monkeypatch.setattr(serde_runs, "WINDOW_BYTES", window)
     valid = 0
     for (kind, struct, body), expected in zip(bodies, at_once, strict=True):
         assert window < 40 or _outcome(struct, body) == expected  # a number has as many digits as a window at most
@@ -178,6 +179,27 @@ def test_windows_find_what_one_search_of_the_body_finds(window: int, monkeypatch
             assert is_ambiguous(fields, body) == is_ambiguous_at_once(fields, body), body
             valid += 1
     assert valid > 100
+
+
+@pytest.mark.parametrize("key", [b'"k%d"', rb'"\u0069nput"', rb'"\n"', rb'"inputs of %d"'])
+def test_keys_that_are_no_fields_are_passed_over_in_runs(key: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(tei_ambiguity, "_end_of_string", lambda *given: calls.append(given))
+    members = b",".join(key.replace(b"%d", b"%d" % number) + b":0" for number in range(1000))
+    assert not is_ambiguous(tei._quoted_fields(tei.TeiEmbedRequest), b'{"x":{' + members + b"}}")
+    assert calls == []
+
+
+@pytest.mark.parametrize("window", [5, 40, json_scan.WINDOW_BYTES])
+@pytest.mark.parametrize(("start", "end"), [(b"[", b"]"), (b'{"a":', b"}"), (b'["[",', b"]"), (b"[[0],{},", b"]")])
+def test_depth_is_counted_without_parsing(
+    start: bytes, end: bytes, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(json_scan, "WINDOW_BYTES", window)
+    monkeypatch.setattr(serde_runs, "WINDOW_BYTES", window)
+    for depth in (60, 97, 101, 300):  # 98 and 99 may look so
+        body = start * depth + b"0" + end * depth
+        assert may_be_deep(b"[" + b'{"a":["[["]},' * 200 + body + b"]") == (depth > 98)
 
 
 def _outcome(struct: Struct, body: bytes) -> object:

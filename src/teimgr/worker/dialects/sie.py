@@ -10,10 +10,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
-import msgpack
 import numpy as np
-from numpy.typing import NDArray
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from teimgr.engine.job import InferOptions, Job, Output
 from teimgr.engine.tokenizer import Prompts
@@ -54,6 +52,16 @@ class Item(http.Body):
     document: Annotated[Any | None, Field(description="not supported")] = None
 
 
+def _counted(items: Any) -> Any:
+    """The items, if they are few enough: one that is read becomes several objects."""
+    if isinstance(items, list):
+        http.check_count(len(items))
+    return items
+
+
+Items = Annotated[list[Item], BeforeValidator(_counted)]
+
+
 class EncodeParams(http.Body):
     """Which outputs, in which type, and how."""
 
@@ -72,7 +80,7 @@ class EncodeParams(http.Body):
 class SieEncodeRequest(http.Body):
     """`POST /v1/encode/{model}`."""
 
-    items: list[Item]
+    items: Items
     params: EncodeParams | None = None
 
 
@@ -80,7 +88,7 @@ class SieScoreRequest(http.Body):
     """`POST /v1/score/{model}`."""
 
     query: Item
-    items: list[Item]
+    items: Items
     instruction: Annotated[str | None, Field(description="not supported")] = None
     options: dict[str, Any] | None = None
 
@@ -97,22 +105,20 @@ class ExtractParams(http.Body):
 class SieExtractRequest(http.Body):
     """`POST /v1/extract/{model}`."""
 
-    items: list[Item]
+    items: Items
     params: ExtractParams | None = None
 
 
 async def _encode(inference: http.HttpInference, request: HttpRequest) -> HttpReply:
     began = time.monotonic()
-    body = await inference.read(request, SieEncodeRequest, _body_format(request))
-    inference.check_count(len(body.items))
+    body = await _read(inference, request, SieEncodeRequest)
     prompts = inference.dispatcher.engine.prompts
     [job] = await inference.jobs([lambda served: _job(body, served, prompts)])
     return await inference.dispatcher.off_loop(_encoded, inference.served, request, body, job, began)
 
 
 async def _score(inference: http.HttpInference, request: HttpRequest) -> HttpReply:
-    body = await inference.read(request, SieScoreRequest, _body_format(request))
-    inference.check_count(len(body.items))
+    body = await _read(inference, request, SieScoreRequest)
     if body.instruction:
         raise http.BadRequest(400, "instruction: is not supported", "instruction")
     _check_options(body.options or {})
@@ -130,11 +136,18 @@ async def _score(inference: http.HttpInference, request: HttpRequest) -> HttpRep
 
 
 async def _extract(inference: http.HttpInference, request: HttpRequest) -> HttpReply:
-    body = await inference.read(request, SieExtractRequest, _body_format(request))
-    inference.check_count(len(body.items))
+    body = await _read(inference, request, SieExtractRequest)
     [job] = await inference.jobs([lambda served: _extract_job(body, served)])
     work = partial(_extracted, inference.served, request, body, job)
     return await inference.dispatcher.on_tokenizer_thread(work)
+
+
+async def _read(inference: http.HttpInference, request: HttpRequest, kind: type[http.BodyT]) -> http.BodyT:
+    try:
+        return await inference.read(request, kind, _body_format(request))
+    except http.TooManyInputs as error:
+        inference.check_count(error.given)  # counts what is refused
+        raise
 
 
 def _extract_job(body: SieExtractRequest, served: http.ServedModel) -> http.JobSpec:
@@ -311,14 +324,7 @@ def _reply(request: HttpRequest, answer: dict[str, Any]) -> HttpReply:
     wants_msgpack = any(one in accepted for one in _MSGPACK_TYPES)
     if http.JSON in accepted or not (wants_msgpack or _is_msgpack(request.headers.get("content-type", ""))):
         return http.json_reply(http.to_json(answer))
-    return HttpReply(200, {"content-type": MSGPACK}, msgpack.packb(answer, default=_array, use_bin_type=True))
-
-
-def _array(value: object) -> dict[bytes, Any]:
-    if not isinstance(value, np.ndarray):
-        raise TypeError(f"{type(value).__name__} in an answer")
-    array: NDArray[Any] = np.ascontiguousarray(value)
-    return {b"nd": True, b"type": array.dtype.str, b"kind": b"", b"shape": array.shape, b"data": array.tobytes()}
+    return HttpReply(200, {"content-type": MSGPACK}, msgpack_pieces.dumps(answer))
 
 
 ROUTES: http.RouteTable = {

@@ -7,26 +7,28 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from functools import cache
 
 import orjson
 
-from teimgr.wire import json_scan
+from teimgr.wire.json_scan import hexadecimal
 from teimgr.worker.dialects.serde_runs import end_of_run
 
 _WINDOW_BYTES = 2**18
 _DEEPEST = 100
 _LONGEST_NAME = 256  # of a field, each letter as an escape
 _QUOTE = b'"'[0]
+_STRING = rb'"(?:[^"\\]++|\\.)*+"'
 _IN_FLOATS = frozenset((b".", b"e", b"E", *(b"%d" % digit for digit in range(10))))
 _ESCAPED_LETTERS = (rb"\u005", rb"\u006", rb"\u007")
 _MINUS_ZERO = re.compile(rb"[:,\[\s]-0[\s,}\]]")  # an integer to orjson, a float to TEI
-# All but a string with the colon behind it, which is a key, but -0, and but what the window cuts: none of these calls
-# holds the GIL for longer than a window takes.
-_OTHER = re.compile(
-    rb'(?:[^"\-]++|"(?:[^"\\]++|\\.)*+"(?![ \t\r\n]*+(?::|\Z))|-(?!0|\Z)|-0[.eE\d]|(?<=[eE])-)*+', re.DOTALL
-)
 _IN_STRING = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
 _SPACE = re.compile(rb"[ \t\r\n]*+")
+# What leaves the depth as it is, lists and objects without others in them included.
+_SCALARS = rb'[^"\[\]{}]++|' + _STRING
+_SMALL = rb"\[(?:" + _SCALARS + rb")*+\]|\{(?:" + _SCALARS + rb")*+\}"
+_LEVEL = re.compile(rb"(?:" + _SCALARS + rb"|" + _SMALL + rb")*+", re.DOTALL)
+_OPENING = frozenset(b"[{")
 
 
 def may_be_ambiguous(fields: Collection[bytes], body: bytes) -> bool:
@@ -54,11 +56,25 @@ def _may_be_ambiguous_by_windows(fields: Collection[bytes], body: bytes) -> bool
     return any(count(name) > 1 for name in fields)
 
 
+@cache
+def _all_but(fields: frozenset[bytes]) -> re.Pattern[bytes]:
+    """All but a string that is a field's name, each letter of which may be written as an escape, with a colon behind
+    it; but -0; and but what the window cuts.
+
+    None of these calls holds the GIL for longer than a window takes.
+    """
+    letters = {one: b"(?:%c|\\\\u00%x%s)" % (one, one >> 4, hexadecimal(one & 15)) for one in b"".join(fields)}
+    names = (b"".join(map(letters.__getitem__, name[1:-1])) for name in sorted(fields))
+    field = rb'"(?:' + b"|".join(names) + rb')"[ \t\r\n]*+(?::|\Z)'
+    string = rb"(?!" + field + rb")" + _STRING
+    return re.compile(rb'(?:[^"\-]++|' + string + rb"|-(?!0|\Z)|-0[.eE\d]|(?<=[eE])-)*+", re.DOTALL)
+
+
 def is_ambiguous(fields: Collection[bytes], body: bytes) -> bool:
     """Whether a body that orjson takes has a field twice, at whatever depth, or -0."""
     seen: set[bytes] = set()
-    at = 0
-    while (at := end_of_run(_OTHER, body, at)) < len(body):
+    at, other = 0, _all_but(frozenset(fields))
+    while (at := end_of_run(other, body, at)) < len(body):
         if body[at] != _QUOTE:  # a minus
             if body[at + 1 : at + 2] == b"0" and body[at + 2 : at + 3] not in _IN_FLOATS:
                 return True
@@ -91,9 +107,11 @@ def may_be_deep(body: bytes) -> bool:
     """Whether values are nested as deep as TEI's parser refuses; orjson takes 1,024 levels."""
     if body.count(b"[") + body.count(b"{") < _DEEPEST:
         return False
-    level, depth = [json_scan.loads(body)], 0
-    while level and depth < _DEEPEST:
-        holders = [each for each in level if isinstance(each, list | dict)]
-        level = [one for each in holders for one in (each.values() if isinstance(each, dict) else each)]
-        depth += 1
-    return bool(level)
+    at = depth = 0
+    while depth < _DEEPEST and (at := end_of_run(_LEVEL, body, at)) < len(body):
+        if body[at] == _QUOTE:
+            at = _end_of_string(body, at + 1)
+            continue
+        depth += 1 if body[at] in _OPENING else -1
+        at += 1
+    return depth >= _DEEPEST
