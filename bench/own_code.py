@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 from tests.support import plain_forwards
-from tests.support.models.jina_bert import build_jina_bert
 from tests.support.models.own_code import build_new
+from tests.support.models.single_families import build_jina_bert
 from tokenizers import Tokenizer
 from torch import Tensor
 

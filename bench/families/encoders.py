@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from tests.support.models import build
-from tests.support.models.t5gemma import build_t5gemma
+from tests.support.models.single_families import build_t5gemma
 
 from bench.families import files
 from bench.families.files import Change

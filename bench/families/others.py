@@ -24,11 +24,10 @@ from tests.support.models import (
     build_static,
     write,
 )
-from tests.support.models.adapters import Variant, build_adapter
-from tests.support.models.jina_bert import build_jina_bert
-from tests.support.models.onnx_graph import move_to_onnx
+from tests.support.models.encoders import build_routed_sparse
+from tests.support.models.other_forms import Variant, build_adapter, move_to_onnx
 from tests.support.models.own_code import build_jina_xlm
-from tests.support.models.sparse import build_routed_sparse
+from tests.support.models.single_families import build_jina_bert
 from torch import Tensor
 
 from bench.families import files

@@ -12,13 +12,9 @@ from safetensors.torch import load_file
 from tests.fidelity.figures import Matrix
 from tests.support import plain_forwards
 from tests.support.models import FAMILIES, build, edit
-from tests.support.models.bidirectional import build_pplx, build_voyage
-from tests.support.models.dense import IDENTITY, write_dense
+from tests.support.models.encoders import IDENTITY, write_dense
 from tests.support.models.families import WIDTH
 from tests.support.models.files import write_modules
-from tests.support.models.jina_bert import build_jina_bert
-from tests.support.models.jina_v5 import TASKS as V5_TASKS
-from tests.support.models.jina_v5 import build_jina_v5
 from tests.support.models.own_code import (
     NOMIC_MOE,
     TASKS,
@@ -28,6 +24,8 @@ from tests.support.models.own_code import (
     build_new,
     build_nomic,
 )
+from tests.support.models.single_families import TASKS as V5_TASKS
+from tests.support.models.single_families import build_jina_bert, build_jina_v5, build_pplx, build_voyage
 from torch import Tensor
 
 from bench.families.references import plain, st_dense

@@ -20,11 +20,9 @@ from tests.support.models import (
     build_prompted_reranker,
     build_yes_no_reranker,
 )
-from tests.support.models.bidirectional import build_nemotron
-from tests.support.models.jina_bert import build_jina_bert
 from tests.support.models.listwise import PlainList, build_listwise
-from tests.support.models.monot5 import build_monot5, monot5_scores
 from tests.support.models.own_code import build_jina_xlm, build_new
+from tests.support.models.single_families import build_jina_bert, build_monot5, build_nemotron, monot5_scores
 from tokenizers import Tokenizer
 
 from bench.families import files

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.daemon_process import DaemonProcess, WarmDaemonProcess, toml
-from tests.support.models.others import build_static
+from tests.support.models.encoders import build_static
 from tests.support.polling import until
 
 from teimgr.cli.main import main

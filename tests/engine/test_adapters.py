@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tests.engine.conftest import Served
 from tests.support.hub_server import files_of, lay_out
 from tests.support.models import TEXTS, build
-from tests.support.models.adapters import Variant, build_adapter
+from tests.support.models.other_forms import Variant, build_adapter
 
 from teimgr.errors import ModelLoadFailed
 from teimgr.models.reading import read_layout

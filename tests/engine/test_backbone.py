@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from sentence_transformers.sentence_transformer.modules import StaticEmbedding
 from tests.engine.plain_models import CPU, layout_of, random_texts, run, save_headed
 from tests.support.models import WIDTH, edit
-from tests.support.models.vocabularies import word_piece
+from tests.support.models.files import word_piece
 from torch import Tensor, nn
 from torch.nn import functional
 

@@ -6,8 +6,8 @@ import random
 from collections.abc import Callable
 
 import pytest
-from tests.support.models import vocabularies
-from tests.support.models.texts import CORPUS
+from tests.support.models import files
+from tests.support.models.files import CORPUS
 from tokenizers import AddedToken, Encoding, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from teimgr.engine import truncation
@@ -65,9 +65,9 @@ def _unigram() -> Tokenizer:
 
 
 _TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {
-    "WordPiece": lambda: vocabularies.word_piece()().backend_tokenizer,
+    "WordPiece": lambda: files.word_piece()().backend_tokenizer,
     "byte-level BPE": _byte_level_bpe,
-    "byte-level BPE of Qwen": lambda: vocabularies.qwen().backend_tokenizer,
+    "byte-level BPE of Qwen": lambda: files.qwen().backend_tokenizer,
     "BPE of Llama": _metaspace_bpe,
     "Unigram": _unigram,
 }

@@ -15,7 +15,7 @@ from tests.engine.conftest import Served, serve  # noqa: F401  a fixture
 from tests.engine.plain_models import layout_of
 from tests.support.models import TEXTS, build, build_cross_encoder, build_multi_vector, build_splade, edit, read, write
 from tests.support.models.own_code import build_decoder
-from tests.support.models.t5gemma import build_t5gemma
+from tests.support.models.single_families import build_t5gemma
 
 from teimgr.engine.library_model import load_module
 from teimgr.errors import ModelLoadFailed

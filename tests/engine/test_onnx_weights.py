@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from tests.engine.conftest import Served
 from tests.support.models import TEXTS, build, build_classifier
-from tests.support.models.onnx_graph import move_to_onnx, node, tensor
+from tests.support.models.other_forms import move_to_onnx, node, tensor
 
 from teimgr.engine.job import Output
 from teimgr.engine.onnx_weights import onnx_weights

@@ -16,7 +16,7 @@ from tests.engine.conftest import Served, serve  # noqa: F401  a fixture
 from tests.engine.exact_models import assert_exact, ids_of
 from tests.support import plain_forwards
 from tests.support.models import edit
-from tests.support.models.bidirectional import WIDER, build_pplx, build_voyage
+from tests.support.models.single_families import WIDER, build_pplx, build_voyage
 
 
 @pytest.mark.parametrize("with_code", [True, False])

@@ -17,7 +17,7 @@ from teimgr.models.reading import read_layout
 from tests.engine.conftest import Served, serve  # noqa: F401  a fixture
 from tests.support import plain_forwards
 from tests.support.models import TEXTS, edit
-from tests.support.models.jina_v5 import TASKS, build_jina_v5
+from tests.support.models.single_families import TASKS, build_jina_v5
 
 ASKED = {
     None: ("retrieval", "Document: "),

@@ -13,7 +13,7 @@ from teimgr.errors import InvalidConfig
 from teimgr.models.reading import read_layout
 from tests.engine.conftest import Served, serve  # noqa: F401  a fixture
 from tests.support.models import TEXTS
-from tests.support.models.monot5 import build_monot5, monot5_scores
+from tests.support.models.single_families import build_monot5, monot5_scores
 
 PAIRS = [Pair("the lazy fox", "fog"), Pair("a ship", TEXTS[2]), Pair("a ship", " ".join(TEXTS) * 20)]
 

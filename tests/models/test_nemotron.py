@@ -17,7 +17,7 @@ from teimgr.errors import ModelLoadFailed
 from teimgr.models.reading import read_layout
 from tests.engine.conftest import Served, serve  # noqa: F401  a fixture
 from tests.support import plain_forwards
-from tests.support.models.bidirectional import NEMOTRON_CLASSES, build_nemotron
+from tests.support.models.single_families import NEMOTRON_CLASSES, build_nemotron
 from tests.support.plain_forwards import POOLINGS
 
 PAIRS = [Pair("the lazy fox", "fog"), Pair("a ship", "The quick brown fox jumps over the lazy dog. ")]

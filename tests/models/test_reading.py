@@ -14,7 +14,7 @@ from teimgr.models.layout import Backbone, Dense, LayerNorm, Normalize
 from teimgr.models.reading import read_layout
 from teimgr.spec import Kind
 from tests.support.models import build, build_m3, build_static, edit, write, write_modules
-from tests.support.models.dense import IDENTITY, TANH
+from tests.support.models.encoders import IDENTITY, TANH
 
 
 @pytest.fixture

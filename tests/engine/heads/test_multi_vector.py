@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.engine.plain_models import CPU, END, Ids, layout_of, random_texts, run, save_headed
 from tests.support.models import TOKEN_WIDTH, WIDTH
-from tests.support.models.dense import IDENTITY, TANH, write_dense
+from tests.support.models.encoders import IDENTITY, TANH, write_dense
 
 from teimgr.engine.backbone import Batching
 from teimgr.engine.batch import Encoded

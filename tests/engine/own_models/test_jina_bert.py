@@ -13,7 +13,7 @@ from tests.engine.conftest import Served
 from tests.engine.exact_models import assert_close, assert_exact, assert_scores_exact
 from tests.support import plain_forwards
 from tests.support.models import edit
-from tests.support.models.jina_bert import build_jina_bert
+from tests.support.models.single_families import build_jina_bert
 
 from teimgr.engine.batch import Encoded
 from teimgr.engine.job import Output, Pair

@@ -3,12 +3,19 @@
 Two layers, width 32, a tokenizer trained on a paragraph: everything about them is small but the file layout.
 """
 
-from .dense import build, build_embedding_gemma
-from .families import FAMILIES, MAX_LENGTH, WIDTH
-from .files import edit, read, write, write_modules
-from .late import TOKEN_WIDTH, build_multi_vector
-from .others import build_m3, build_static
-from .scoring import (
+from tests.support.models.encoders import (
+    TOKEN_WIDTH,
+    build,
+    build_embedding_gemma,
+    build_m3,
+    build_multi_vector,
+    build_routed_sparse,
+    build_splade,
+    build_static,
+)
+from tests.support.models.families import FAMILIES, MAX_LENGTH, WIDTH
+from tests.support.models.files import CORPUS, PAIRS, TEXTS, edit, read, write, write_modules
+from tests.support.models.scoring import (
     LABELS,
     build_classifier,
     build_cross_encoder,
@@ -16,8 +23,6 @@ from .scoring import (
     build_prompted_reranker,
     build_yes_no_reranker,
 )
-from .sparse import build_routed_sparse, build_splade
-from .texts import CORPUS, PAIRS, TEXTS
 
 __all__ = [
     "CORPUS",

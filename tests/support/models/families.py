@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 import transformers
-
-from .vocabularies import Wrapped, byte_level, qwen, unigram, word_piece
+from tests.support.models.files import Wrapped, byte_level, qwen, unigram, word_piece
 
 WIDTH = 32
 MAX_LENGTH = 96

@@ -6,9 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import transformers
-
-from .families import FAMILIES, WIDTH, Family
-from .vocabularies import byte_level, unigram, word_piece
+from tests.support.models.families import FAMILIES, WIDTH, Family
+from tests.support.models.files import byte_level, unigram, word_piece
 
 _SHAPE: dict[str, Any] = {
     "hidden_size": WIDTH,

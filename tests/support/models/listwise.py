@@ -11,13 +11,11 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from tests.support import plain_forwards
+from tests.support.models.families import FAMILIES, widened
+from tests.support.models.files import chat, edit, read
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional
-
-from .families import FAMILIES, widened
-from .files import edit, read
-from .vocabularies import chat
 
 DOCUMENT_MARK, QUERY_MARK = "<|embed_token|>", "<|rerank_token|>"
 CAPACITY = 4096

@@ -9,11 +9,19 @@ from typing import Any
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from tests.support.models.families import FAMILIES, WIDTH
+from tests.support.models.files import (
+    byte_level,
+    edit,
+    pad_and_truncate,
+    read,
+    unigram,
+    with_marks,
+    word_piece,
+    write,
+    write_modules,
+)
 from torch import Tensor
-
-from .families import FAMILIES, WIDTH
-from .files import edit, pad_and_truncate, read, write, write_modules
-from .vocabularies import byte_level, unigram, with_marks, word_piece
 
 INNER, HEADS, LAYERS = 64, 4, 2
 NOMIC = {

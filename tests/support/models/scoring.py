@@ -8,12 +8,10 @@ from typing import Any, Literal
 import torch
 import transformers
 from sentence_transformers import CrossEncoder
-
-from .dense import IDENTITY, save_encoder, write_dense, write_layer_norm
-from .families import FAMILIES, MAX_LENGTH, WIDTH, widened
-from .files import edit, pad_and_truncate, write, write_modules
-from .further import family_of
-from .vocabularies import chat, judging
+from tests.support.models.encoders import IDENTITY, save_encoder, write_dense, write_layer_norm
+from tests.support.models.families import FAMILIES, MAX_LENGTH, WIDTH, widened
+from tests.support.models.files import chat, edit, judging, pad_and_truncate, write, write_modules
+from tests.support.models.further import family_of
 
 LABELS = ("anger", "joy", "surprise")
 
