@@ -123,6 +123,11 @@ def test_an_unknown_key_that_is_switched_off_is_none(bert: Path, value: object) 
         (SETTINGS, {"processing_kwargs": {"text": {"truncation": "only_first"}}}, "truncation = 'only_first'"),
         (
             SETTINGS,
+            {"processing_kwargs": {"text": {"max_length": 8}, "common": {"max_length": 9}}},
+            "max_length = 8 for text and 9 in common",
+        ),
+        (
+            SETTINGS,
             {"modality_config": {"text": {"method": "forward", "method_output_name": "pooler_output"}}},
             "takes 'pooler_output'",
         ),
@@ -234,6 +239,11 @@ def test_a_regression_has_no_activation(given: str, tmp_path: Path) -> None:
     [
         ("bert", {"tokenizer_class": "BertTokenizer", "do_lower_case": False}, "do_lower_case = false"),
         ("bert", {"tokenizer_class": "BertTokenizer", "strip_accents": False}, "strip_accents = false"),
+        (
+            "bert",
+            {"tokenizer_class": "BertTokenizer", "tokenize_chinese_chars": False},
+            "tokenize_chinese_chars = false",
+        ),
         ("roberta", {"add_prefix_space": True}, "add_prefix_space = true"),
         ("qwen3", {"add_bos_token": True, "bos_token": "<s>"}, "add_bos_token = true"),
         ("qwen3", {"add_eos_token": True, "eos_token": "<mask>"}, "add_eos_token = true"),
@@ -330,6 +340,7 @@ def test_a_text_loses_its_beginning_where_the_files_say_so_and_the_request_does_
     [
         {"max_seq_length": 96, "processor_kwargs": {"model_max_length": 20}},
         {"max_seq_length": 96, "processing_kwargs": {"text": {"max_length": 20}}},
+        {"max_seq_length": 96, "processing_kwargs": {"common": {"max_length": 20}}},
     ],
 )
 def test_a_length_among_the_settings_of_processing_counts(

@@ -12,7 +12,7 @@ from teimgr.engine.boundaries import flattened
 from teimgr.models.json_files import TokenFiles
 from teimgr.models.layout import Backbone, Layout
 
-# Tokenizer classes of which `do_lower_case` and `strip_accents` are settings.
+# Tokenizer classes of which `do_lower_case`, `strip_accents` and `tokenize_chinese_chars` are settings.
 _CASED = ("Bert", "DistilBert", "Electra", "MobileBert", "ConvBert", "Funnel", "MPNet", "SqueezeBert", "LayoutLM")
 
 
@@ -38,6 +38,7 @@ def _compared(
         if not layout.lower_case:
             yield "do_lower_case", config.get("do_lower_case"), normalized("A") == "a"
         yield "strip_accents", config.get("strip_accents"), normalized("é") == "e"
+        yield "tokenize_chinese_chars", config.get("tokenize_chinese_chars"), normalized("東") == " 東 "
     if tokenizer.pre_tokenizer is not None:
         steps = flattened(json.loads(tokenizer.pre_tokenizer.__getstate__()), "pretokenizers")
         levels = [step for step in steps if step["type"] == "ByteLevel"]

@@ -165,8 +165,7 @@ def max_length(config: dict[str, Any], settings: dict[str, Any], tokenizer: dict
     positions = setting(config, "max_position_embeddings")
     room = int(positions) - position_offset(config) if positions and positions > 0 else ENDLESS
     kwargs = settings.get("processor_kwargs") or settings.get("tokenizer_args") or {}
-    call = (settings.get("processing_kwargs") or {}).get("text") or {}
-    limits = (call.get("max_length"), kwargs.get("model_max_length"), settings.get("max_seq_length"))
+    limits = (_length_of_calls(settings), kwargs.get("model_max_length"), settings.get("max_seq_length"))
     own = [given for given in limits if given is not None]
     if own:
         limit = checked_length(own[0], "sentence_bert_config.json")
@@ -177,6 +176,19 @@ def max_length(config: dict[str, Any], settings: dict[str, Any], tokenizer: dict
     if limit >= ENDLESS:
         raise ModelLoadFailed("neither sentence_bert_config.json nor config.json nor the tokenizer has a length limit")
     return limit
+
+
+def _length_of_calls(settings: dict[str, Any]) -> Any:
+    """`max_length` that sentence-transformers gives the tokenizer with each text; None for none."""
+    processing = settings.get("processing_kwargs") or {}
+    given = [(processing.get(part) or {}).get("max_length") for part in ("text", "common")]
+    found = [one for one in given if one is not None]
+    if found[1:] and found[0] != found[1]:
+        raise ModelLoadFailed(
+            f"processing_kwargs of sentence_bert_config.json has max_length = {found[0]!r} for text and {found[1]!r} "
+            "in common, which contradict"
+        )
+    return found[0] if found else None
 
 
 def checked_length(given: Any, file: str) -> int:
