@@ -81,8 +81,8 @@ def _is_large(value: Any, rows: int) -> bool:
     return False
 
 
-def _weight(value: Any) -> int:
-    """About how many numbers are in a value."""
+def weight_of(value: Any) -> int:
+    """About how many numbers are in a value, eighths of characters included."""
     if isinstance(value, np.ndarray):
         return value.size
     if isinstance(value, str):
@@ -108,18 +108,18 @@ def _sum_of_weights(values: Iterable[Any]) -> int:
         elif kind is str:
             total += 1 + len(value) // 8
         else:
-            total += _weight(value)
+            total += weight_of(value)
     return total
 
 
 def _weight_up_to(value: Any, limit: int) -> int:
-    """`_weight` of a reply, or a number over `limit` as soon as its rows come to that."""
+    """`weight_of` a reply, or a number over `limit` as soon as its rows come to that."""
     if type(value) is not dict:
         value = {"": value}
     total = 0
     for member in value.values():
         if type(member) is not list:
-            total += _weight(member)
+            total += weight_of(member)
             continue
         for at in range(0, len(member), _FEW_ROWS):
             total += _sum_of_weights(member[at : at + _FEW_ROWS])
@@ -157,7 +157,7 @@ def _rows(values: list[Any] | tuple[Any, ...]) -> Iterator[bytes]:
     few: list[Any] = []
     before, numbers = b"[", 0
     for value in values:
-        weight = _weight(value)
+        weight = weight_of(value)
         if few and numbers + weight > _AT_ONCE:
             yield before + _dumped(few)[1:-1]
             before, few, numbers = b",", [], 0

@@ -6,10 +6,16 @@ import base64
 from typing import Any
 
 import numpy as np
+import orjson
 import pytest
+from tests.support.rest_listener import MODEL
 from tests.worker.dialects.dialect_client import Asking
 
+from teimgr.engine.job import InferOptions, Job, Lane
+from teimgr.spec import WorkerSpec
 from teimgr.wire.quantisation import Precision, converted
+from teimgr.worker import http_inference
+from teimgr.worker.dialects import cohere
 
 TEXTS = ["the quick fox", "fog by the harbour"]
 
@@ -60,6 +66,19 @@ async def test_every_type_in_one_call(ask: Asking) -> None:
     for name in ("int8", "uint8", "binary", "ubinary"):
         assert np.array_equal(told[name], converted(vectors, Precision(name))), name
     assert np.array_equal([np.frombuffer(base64.b64decode(one), "<f4") for one in told["base64"]], vectors)
+
+
+def test_a_type_that_is_named_again_and_again_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    monkeypatch.setattr(cohere, "_as_type", lambda vectors, name: made.append(name))
+    body = cohere.CohereEmbedRequest(texts=["fog"], embedding_types=["int8", "base64", "int8"] * 100)
+    job = Job(["fog"], InferOptions(), Lane.BULK)
+    job.vectors = np.ones((1, 4), np.float32)
+
+    served = http_inference.ServedModel(MODEL, WorkerSpec(name="i", model_id="m", port=1))
+    encode = cohere._job("2", body, ["fog"], served).encode
+    assert encode is not None
+    assert list(orjson.loads(encode(job))["embeddings"]) == made == ["int8", "base64"]
 
 
 async def test_an_output_dimension_is_obeyed(ask: Asking) -> None:

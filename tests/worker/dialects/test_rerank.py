@@ -117,6 +117,23 @@ async def test_documents_may_be_objects(ask: Asking, documents: Any, more: dict[
     assert all(one["document"] == documents[one["index"]] for one in answer["results"])
 
 
+@pytest.mark.parametrize(
+    ("documents", "fields", "refusal"),
+    [
+        ([{"a": "fog"}], ["a"] * 2, "rank_fields: a field is named twice"),
+        ([{"a": "fog"}], [f"a{number}" for number in range(101)], "rank_fields: List should have at most 100 items"),
+        ([{"a": "fog"}, {"a": [[0] * 10_000]}], ["a"], "documents.1.a: is not a text and has more than 10000 values"),
+    ],
+    ids=["twice", "many", "long"],
+)
+async def test_fields_make_no_texts_longer_than_the_body(
+    ask: Asking, documents: Any, fields: list[str], refusal: str
+) -> None:
+    refused = await ask.post("/v1/rerank", request(documents=documents, rank_fields=fields))
+    assert refused.status == 400
+    assert refusal in str(refused.json)
+
+
 async def test_documents_are_cut_to_the_tokens_asked_for(ask: Asking) -> None:
     short = ["the quick fox", "the quick fox"]
     tokens = await ask.tokens("reranker", short[:1]) - 2

@@ -10,6 +10,7 @@ import pytest
 from tests.worker.dialects.dialect_client import Asking
 
 from teimgr.wire.quantisation import Precision, converted
+from teimgr.worker.dialects import sie
 
 TEXTS = ["the quick fox", "fog by the harbour"]
 ITEMS = [{"id": "a", "text": TEXTS[0]}, {"text": TEXTS[1]}]
@@ -48,6 +49,11 @@ async def test_three_kinds_of_vectors_in_one_call_are_those_of_single_calls(ask:
         assert np.allclose(one["multivector"]["values"], single["multivector"]["values"], atol=1e-6)
     assert answer["usage"] == {"input_tokens": await ask.tokens("m3", TEXTS)}
     assert set(answer["timing"]) == {"total_ms", "queue_ms", "tokenization_ms", "inference_ms"}
+
+
+def test_an_output_that_is_named_again_and_again_is_made_once() -> None:
+    params = sie.EncodeParams(output_types=["sparse", "dense", "sparse"] * 100)
+    assert params.outputs == ("sparse", "dense")
 
 
 async def test_msgpack_is_answered_in_msgpack_with_arrays(ask: Asking) -> None:

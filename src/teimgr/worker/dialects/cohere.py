@@ -90,7 +90,8 @@ def _job(version: str, body: CohereEmbedRequest, texts: list[str], served: http.
         dimensions=body.output_dimension,
     )
     by_type = version == "2" or body.embedding_types is not None
-    types = body.embedding_types or ["float"]
+    named: list[EmbeddingType] = body.embedding_types or ["float"]
+    types = list(dict.fromkeys(named))  # each is made once, however often it is named
 
     def encode(job: Job) -> bytes:
         return http.to_json(

@@ -19,7 +19,7 @@ from pydantic import BeforeValidator, Field
 from teimgr.engine.job import InferOptions, Job, Output, Pair, SparseRow
 from teimgr.errors import EmptyInput, InputTooLong
 from teimgr.spec import Kind
-from teimgr.wire import error_bodies
+from teimgr.wire import error_bodies, json_pieces
 from teimgr.wire.error_bodies import failure
 from teimgr.wire.frames import HttpReply, HttpRequest
 from teimgr.worker import http_inference as http
@@ -28,6 +28,7 @@ from teimgr.worker.dialects.openai import text_of_object
 from teimgr.worker.dialects.truncation import Side, Tokens, fitted_documents
 
 _DOCUMENTS_PER_SEARCH_UNIT = 100
+_MAX_FIELD_WEIGHT = 10_000
 
 Document = str | dict[str, Any]
 
@@ -46,7 +47,9 @@ class RerankRequest(http.LenientBody):
     ]
     top_n: Annotated[http.U32 | None, Field(description="how many to answer with; absent or 0: all")] = None
     return_documents: bool | None = None
-    rank_fields: Annotated[list[str] | None, Field(description="fields of a document that make its text")] = None
+    rank_fields: Annotated[
+        list[str] | None, Field(max_length=100, description="fields of a document that make its text")
+    ] = None
     max_tokens_per_doc: Annotated[int | None, Field(ge=1, description="documents are cut to this many tokens")] = None
     raw_scores: Annotated[bool | None, Field(description="logits instead of scores")] = None
     use_activation: Annotated[bool | None, Field(description="vLLM's: false for logits")] = None
@@ -84,7 +87,8 @@ class RerankRequest(http.LenientBody):
         if isinstance(document, str):
             return document
         if self.rank_fields:
-            return "\n".join(str(document[field]) for field in self.rank_fields if document.get(field) is not None)
+            fields = [field for field in self.rank_fields if document.get(field) is not None]
+            return "\n".join(_text_of_field(place, field, document[field]) for field in fields)
         found = document.get("text", document.get("content"))
         if isinstance(found, list):
             found = input_checks.text_of_parts(found)
@@ -93,6 +97,17 @@ class RerankRequest(http.LenientBody):
                 return text_of_object(document, f"documents.{place}")
             raise http.BadRequest(400, f"documents.{place}: has no text; only texts can be ranked here", "documents")
         return found
+
+
+def _text_of_field(place: int, field: str, value: Any) -> str:
+    """A field's text; what is not a text is written as Python writes it, in one call that holds the GIL."""
+    if not isinstance(value, str) and json_pieces.weight_of(value) > _MAX_FIELD_WEIGHT:
+        raise http.BadRequest(
+            400,
+            f"documents.{place}.{field}: is not a text and has more than {_MAX_FIELD_WEIGHT} values",
+            "documents",
+        )
+    return str(value)
 
 
 class Ranking(NamedTuple):
@@ -113,12 +128,21 @@ class RerankForm(NamedTuple):
     refuses: bool = False
 
 
+async def _texts(inference: http.HttpInference, body: RerankRequest) -> list[str]:
+    fields = body.rank_fields
+    if not fields:
+        return body.texts()
+    if len(set(fields)) < len(fields):  # each would make the texts longer than the body
+        raise http.BadRequest(400, "rank_fields: a field is named twice", "rank_fields")
+    return await inference.dispatcher.off_loop(body.texts)
+
+
 def handler(form: RerankForm) -> http.HttpHandler:
     async def handle(inference: http.HttpInference, request: HttpRequest) -> HttpReply:
         body = await inference.read(request, RerankRequest)
         inference.check_count(len(body.documents))
         answers = body.form_among(form)
-        texts = await inference.truncated(body.texts(), body.max_tokens_per_doc)
+        texts = await inference.truncated(await _texts(inference, body), body.max_tokens_per_doc)
         left = body.truncation_side == "left"
         texts = await fitted_documents(inference, [body.query], texts, body.truncate_prompt_tokens, left=left)
         try:

@@ -74,7 +74,8 @@ class EncodeParams(http.Body):
 
     @property
     def outputs(self) -> Sequence[OutputType]:
-        return self.output_types or ["dense"]
+        """Each once, however often it is named: a million of them would be made again and again."""
+        return tuple(dict.fromkeys(self.output_types or ["dense"]))
 
 
 class SieEncodeRequest(http.Body):
@@ -191,7 +192,7 @@ def _threshold(params: ExtractParams) -> float:
 
 def _extracted(served: http.ServedModel, request: HttpRequest, body: SieExtractRequest, job: Job) -> HttpReply:
     params = body.params or ExtractParams()
-    wanted, least = params.labels, _threshold(params)
+    wanted, least = frozenset(params.labels or ()), _threshold(params)
     items = []
     for row, item in enumerate(body.items):
         found = [
