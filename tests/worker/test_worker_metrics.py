@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
@@ -13,7 +14,7 @@ from teimgr.engine.job import InferOptions, Job, Lane, Output
 from teimgr.errors import EmptyInput, InferenceFailed, InvalidInput, Overloaded
 from teimgr.observability.catalogue import DURATION_BOUNDS
 from teimgr.worker.calls import WorkerCall
-from teimgr.worker.worker_metrics import TeiMetrics
+from teimgr.worker.worker_metrics import Histogram, TeiMetrics
 
 PARTS = ("", "_tokenization", "_queue", "_inference")
 
@@ -201,3 +202,14 @@ def test_the_counts_of_the_page_have_a_bucket_for_each_bound(metrics: TeiMetrics
     assert metrics.counts()["failures"] == 1
     counts["by_duration"][0] = 99
     assert sum(metrics.counts()["by_duration"]) == 2
+
+
+def test_many_values_are_counted_as_one_by_one() -> None:
+    values = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 2.0, 9.0])
+    times = np.array([1, 0, 3, 2, 1, 5, 4])
+    together, one_by_one = Histogram([0.5, 1.0, 2.0]), Histogram([0.5, 1.0, 2.0])
+    together.observe_all(values, times)
+    for value, count in zip(values.tolist(), times.tolist(), strict=True):
+        one_by_one.observe(value, count)
+    assert together.counts == one_by_one.counts
+    assert together.samples() == one_by_one.samples()

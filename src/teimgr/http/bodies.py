@@ -164,9 +164,10 @@ async def read_body(request: DirectRequest, limit_bytes: int, charge: Charge, st
 
 async def read_whole(request: DirectRequest, limit_bytes: int, charge: Charge) -> bytes | bytearray | None:
     """Like `read_body`; a body that is there is charged at once."""
-    if not request.body.has_ended or len(request.body) > limit_bytes:
+    size = request.body.whole_bytes
+    if size is None or size > limit_bytes:
         return await read_body(request, limit_bytes, charge)
-    if not charge.try_take(size := len(request.body)):
+    if not charge.try_take(size):
         await charge_body(charge, size)
     return request.body.take()
 

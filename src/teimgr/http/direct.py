@@ -27,11 +27,8 @@ class Incoming(Protocol):
     """The body of a request as it comes. A task that waits for it is cancelled if the client disconnects."""
 
     @property
-    def has_ended(self) -> bool:
-        """Whether all of it has come."""
-
-    def __len__(self) -> int:
-        """The bytes that have come and were not taken."""
+    def whole_bytes(self) -> int | None:
+        """The size of what has come and was not taken, once that is all; None while more may come."""
 
     def take(self) -> bytes | bytearray:
         """What has come and was not taken."""
@@ -148,11 +145,8 @@ class DirectExchange:
     # The body
 
     @property
-    def has_ended(self) -> bool:
-        return not self.more_body
-
-    def __len__(self) -> int:
-        return len(self.body)
+    def whole_bytes(self) -> int | None:
+        return None if self.more_body else len(self.body)
 
     def take(self) -> bytearray:
         taken, self.body = self.body, bytearray()

@@ -283,7 +283,7 @@ class HttpProtocol(HttpToolsProtocol):
         if self._rest:
             held += len(self._rest)
         if self._held is not None:
-            held += len(self._held)
+            held += len(self._held.body)
         if held != ticket.held:
             ticket.hold(held)
 
@@ -356,10 +356,7 @@ class HttpProtocol(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._is_in_head:  # a trailer
             return
-        headers = self.headers
-        headers.append((name.lower(), value))
-        if len(headers) > _MAX_FIELDS:
-            raise ValueError("too many headers")  # the parser makes it an HttpParserError
+        self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         self._is_in_head, self._overhead = False, 0
@@ -379,8 +376,10 @@ class HttpProtocol(HttpToolsProtocol):
             self._answer_directly(answer)
 
     def _check_fields(self, fields: Mapping[bytes, bytes]) -> None:
-        """Raises ValueError: a field of the head is not valid."""
-        if len(fields) < len(self.headers):
+        """Raises ValueError, of which the parser makes an HttpParserError: a field of the head is not valid."""
+        if (count := len(self.headers)) > _MAX_FIELDS:  # before that, the bytes of a head bound them
+            raise ValueError("too many headers")
+        if len(fields) < count:
             names = [name for name, _ in self.headers]
             if any(names.count(name) > 1 for name in SINGLE_HEADERS):
                 raise ValueError("a header is repeated")

@@ -312,7 +312,9 @@ class Dispatcher:
         return True
 
     def cancel(self, call: WorkerCall) -> None:
-        """Withdraw a call whose caller has gone: inputs that have not started never will."""
+        """Withdraw a call whose caller has gone: inputs that have not started never will. No-op if it was answered."""
+        if call not in self._call_limiter and call not in self._answering:
+            return
         if (submission := self._submissions.get(call)) is not None:
             submission.cancel()
         if (task := self._answering.get(call)) is not None:
@@ -387,7 +389,7 @@ class Dispatcher:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _check_idle(self) -> None:
-        if not self.calls:
+        if not self._answering and not self._call_limiter:
             self._idle.set()
 
 

@@ -59,6 +59,9 @@ class PortAccess:
     def __init__(self, spec: WorkerSpec) -> None:
         self._spec = spec
         self._origins = frozenset(spec.cors_allow_origin)
+        self._every_page_may = not self._origins or "*" in self._origins
+        self.refuses = spec.api_key is not None or not self._every_page_may
+        """Whether there is a request of inference that `refusal` refuses."""
 
     def cors(self, headers: Mapping[bytes, bytes]) -> dict[str, str]:
         """The CORS headers of the response to a request."""
@@ -76,8 +79,9 @@ class PortAccess:
 
     def _foreign_page(self, method: str, headers: Mapping[bytes, bytes]) -> str | None:
         """A POST that needs no preflight would else run, although the page could not read its reply."""
-        every_page_may = not self._origins or "*" in self._origins
-        return None if every_page_may or method in ("GET", "HEAD") else foreign_page(_text(headers), self._origins)
+        return (
+            None if self._every_page_may or method in ("GET", "HEAD") else foreign_page(_text(headers), self._origins)
+        )
 
 
 class PortMiddleware:
@@ -149,7 +153,7 @@ def _is_public(method: str, path: str) -> bool:
 
 _HEALTH_TIMEOUT_S = 5.0
 # Of these a request context is made.
-_CONTEXT = (REQUEST_ID, TRACEPARENT, TRACESTATE)
+_CONTEXT = {name: name.encode() for name in (REQUEST_ID, TRACEPARENT, TRACESTATE)}
 # The headers that inference reads.
 _CONTENT_TYPE, _CONTENT_ENCODING = "content-type", "content-encoding"
 _READ = {name: name.encode() for name in (_CONTENT_TYPE, _CONTENT_ENCODING, LANE_KEY)}
@@ -207,10 +211,11 @@ class InstancePort:
         return None if path is None else partial(self._answer, path)
 
     async def _answer(self, path: str, request: DirectRequest) -> DirectReply:
-        given = {name: value.decode("latin-1") for name in _CONTEXT if (value := request.headers.get(name.encode()))}
+        given = {name: value.decode("latin-1") for name, key in _CONTEXT.items() if (value := request.headers.get(key))}
         context = RequestContext.from_headers(given)
         CURRENT.set(context)
-        reply = self.access.refusal("POST", path, request.headers) or await self._infer(path, request)
+        refused = self.access.refusal("POST", path, request.headers) if self.access.refuses else None
+        reply = refused or await self._infer(path, request)
         cors = self.access.cors(request.headers) if b"origin" in request.headers else self._cors
         fields = {**reply.headers, **cors, REQUEST_ID: context.request_id}
         return DirectReply(reply.status, fields, reply.body, self._dispatcher.port_budget)

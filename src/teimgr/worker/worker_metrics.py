@@ -8,6 +8,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from teimgr.engine.engine import EngineStats
 from teimgr.engine.job import Job, Output
 from teimgr.errors import Code, TeimgrError
@@ -45,6 +48,12 @@ class Histogram:
         self._counts[bisect_left(self._bounds, value)] += times
         self._sum += value * times
 
+    def observe_all(self, values: NDArray[np.float64], times: NDArray[np.int64]) -> None:
+        """`observe` each of float64 [N] as often as int64 [N] says."""
+        found = np.bincount(np.searchsorted(self._bounds, values), times, len(self._counts)).astype(np.int64)
+        self._counts = [count + more for count, more in zip(self._counts, found.tolist(), strict=True)]
+        self._sum += float(values @ times)
+
     @classmethod
     def of_powers(cls, bounds: Sequence[float], counts: Sequence[int], total: float) -> Histogram:
         """From counts by power of two: `counts[k]` values in (2^(k-1), 2^k], which add up to `total`."""
@@ -81,10 +90,14 @@ class DurationHistograms:
             self._count()
 
     def _count(self) -> None:
-        for timings, times in self._uncounted:
-            durations_ns = (timings.total_ns, timings.tokenization_ns, timings.queue_ns, timings.inference_ns)
-            for histogram, nanoseconds in zip(self._histograms.values(), durations_ns, strict=True):
-                histogram.observe(nanoseconds / 1e9, times)
+        if not self._uncounted:
+            return
+        durations_ns = [
+            (each.total_ns, each.tokenization_ns, each.queue_ns, each.inference_ns) for each, _ in self._uncounted
+        ]
+        times = np.array([count for _, count in self._uncounted], np.int64)
+        for histogram, seconds in zip(self._histograms.values(), np.array(durations_ns).T / 1e9, strict=True):
+            histogram.observe_all(seconds, times)
         self._uncounted.clear()
 
     def counts(self, family: Family) -> list[int]:

@@ -451,8 +451,8 @@ class Bodies:
 
     def take_small(self, request: DirectRequest, head: bytes) -> tuple[ReadBody, Charge] | None:
         """The result of `read` for a small body that is there and fits its budget now; else None."""
-        size = len(request.body)
-        if not request.body.has_ended or size > self.small_bytes:
+        size = request.body.whole_bytes
+        if size is None or size > self.small_bytes:
             return None
         self._check_replies()
         charge = Charge(self.small)

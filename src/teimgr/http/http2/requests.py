@@ -141,11 +141,8 @@ class _AwaitedBody:
         self.is_awaited = is_awaited
 
     @property
-    def has_ended(self) -> bool:
-        return self._received.has_ended
-
-    def __len__(self) -> int:
-        return len(self._received)
+    def whole_bytes(self) -> int | None:
+        return self._received.whole_bytes
 
     def take(self) -> bytes | bytearray:
         return self._received.take()
@@ -179,7 +176,7 @@ class AsgiExchange:
                 body = await self._body.read_some()
             except StreamLost:
                 return {"type": "http.disconnect"}
-            self._may_have_more = not self._body.has_ended
+            self._may_have_more = self._body.whole_bytes is None
             return {"type": "http.request", "body": body, "more_body": self._may_have_more}
         await self.finished.wait()
         return {"type": "http.disconnect"}

@@ -69,6 +69,11 @@ class ReceiveBuffer:
     def __len__(self) -> int:
         return len(self._data)
 
+    @property
+    def whole_bytes(self) -> int | None:
+        """The size of what was received and not taken, once that is all; None while more may come."""
+        return len(self._data) if self.has_ended else None
+
     async def read(self, size: int) -> bytes | bytearray:
         """Exactly `size` bytes; fewer, or none, at the end of the stream.
 
