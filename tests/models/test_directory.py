@@ -191,6 +191,22 @@ def test_a_link_to_nothing_is_no_missing_file(name: str, tmp_path: Path) -> None
         read_layout(model)
 
 
+def test_a_snapshot_that_another_library_fetched_in_part_is_a_warning(tmp_path: Path) -> None:
+    """AutoModel fetches config.json, weights and tokenizer alone: prompts and a Dense would be lost without a word."""
+    snapshot = build(
+        "bert", tmp_path / "models--a--b" / "snapshots" / SHA, modules=("Dense",), prompts={"query": "q: "}
+    )
+    assert read_layout(snapshot).warnings == ()
+    (snapshot / "modules.json").unlink()
+
+    (warning,) = read_layout(snapshot, "mean").warnings
+    assert "the hub's cache has no modules.json of this model" in warning
+    with pytest.raises(ModelLoadFailed, match="strict_model_files"):
+        read_layout(snapshot, "mean", strict=True)
+    model_directory.note_without_modules(snapshot)
+    assert read_layout(snapshot, "mean").warnings == ()
+
+
 def test_a_link_to_nothing_that_is_not_read_is_harmless(tmp_path: Path) -> None:
     model = build("bert", tmp_path / "model")
     for name in ("README.md", "pytorch_model.bin", "onnx/config.json"):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from itertools import islice
@@ -346,6 +347,27 @@ def lost_file(root: Path) -> str | None:
             if path.suffix in (".json", ".jinja") and not path.exists() and not _is_unused(name, set()):
                 return name
     return None
+
+
+_ABSENT = ".no_exist"
+"""Of the hub's cache: the names of files that a repository does not have at a commit, as its library notes them."""
+
+
+def may_lack_modules(root: Path) -> bool:
+    """Whether a snapshot in the hub's cache may be a part of its repository: it has no modules.json, and nothing says
+    that the repository has none. The transformers library alone fetches none.
+    """
+    if root.parent.name != "snapshots" or (root / "modules.json").exists():
+        return False
+    return not (root.parent.parent / _ABSENT / root.name / "modules.json").exists()
+
+
+def note_without_modules(snapshot: Path) -> None:
+    """Note in the hub's cache that the repository of a snapshot has no modules.json; nothing where that fails."""
+    marker = snapshot.parent.parent / _ABSENT / snapshot.name / "modules.json"
+    with suppress(OSError):
+        marker.parent.mkdir(parents=True, exist_ok=True)
+        marker.touch()
 
 
 def _folders_in(root: Path) -> list[Path]:

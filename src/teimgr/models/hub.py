@@ -35,6 +35,7 @@ from teimgr.models.directory import (
     has_configuration,
     missing_file,
     needed,
+    note_without_modules,
     only_in,
     other_format,
 )
@@ -422,6 +423,8 @@ def _download(model_id: str, revision: str | None) -> ModelSource:
         names = needed(given)
         # By name, not by commit: then the cache stores the ref by which an offline start finds the snapshot.
         path = Path(snapshot_download(model_id, revision=revision, allow_patterns=names))
+        if "modules.json" not in given:
+            note_without_modules(path)
     _check_place(path, model_id)
     return ModelSource(path, path.name)
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from teimgr.errors import ModelLoadFailed
+from teimgr.models.directory import may_lack_modules
 from teimgr.models.json_files import ENDLESS, TokenFiles, checked_length, max_length, position_offset
 from teimgr.models.key_checks import check_files
 from teimgr.models.kinds import choose_kind, is_causal
@@ -109,6 +110,11 @@ def _truncates_left(metadata: ModelMetadata) -> bool:
     return bool(side == "left")
 
 
+_FETCHED_IN_PART = (
+    "the hub's cache has no modules.json of this model, and nothing there says that its repository has none: if it is "
+    "a model of sentence-transformers, its prompts and further modules are missing; then delete the copy and fetch it "
+    "again"
+)
 _TASKS = ("feature-extraction", "fill-mask", "sequence-classification", "text-generation")
 
 
@@ -227,6 +233,8 @@ def _read(root: Path, pooling: str | None, kind: str | None, trust_remote_code: 
                 layout = replace(layout, prompts={}, default_prompt_name=None)
     _check_task(metadata, layout)
     warnings = (*layout.warnings, *metadata.warnings, *check_files(metadata), *_own_activations(metadata, layout))
+    if chosen is Kind.EMBEDDING and not metadata.static and may_lack_modules(root):
+        warnings = (*warnings, _FETCHED_IN_PART)
     layout = replace(layout, warnings=warnings)
     if pooling is not None and layout.pooling != pooling.replace("-", "_"):
         unused = f"pooling = {pooling!r} is not used: a model of the kind {layout.kind.value} has its own way"
