@@ -57,7 +57,7 @@ def _recordings() -> list[bytes]:
         _frame(Method.STATS, b""),
         _frame(Method.METRICS, b""),
         _frame(Method.WATCH, b""),
-        _frame(Method.THREADS, json.dumps({"threads": 1}).encode()),
+        _frame(Method.THREADS, json.dumps({"threads": 1, "most": 1}).encode()),
         _frame(Method.SHARE_PORTS, b""),
     ]
     batch = b"".join(_frame(Method.EMBED, embed, id=id) for id in range(8)) + pack_header(0, FrameType.CANCEL, 0, 3)

@@ -118,15 +118,15 @@ async def test_a_new_number_of_threads_is_taken_and_told(
     watch = watcher.post(Method.WATCH)
     assert (await watcher.answer(watch)).json["threads"] == 1
 
-    assert (await link.ask(Method.THREADS, b'{"threads": 2}')).reply == b""
+    assert (await link.ask(Method.THREADS, b'{"threads": 2, "most": 2}')).reply == b""
     assert (await watcher.answer(watch)).json["threads"] == 2
-    assert (await link.ask(Method.THREADS, b'{"threads": 1}')).reply == b""
+    assert (await link.ask(Method.THREADS, b'{"threads": 1, "most": 1}')).reply == b""
 
     assert (await watcher.answer(watch)).json["threads"] == 1
     assert len((await link.answer(link.embed())).vector) == 32
 
 
-@pytest.mark.parametrize("payload", [b"", b"{}", b"[]", b'{"threads": "many"}', b"\xff"])
+@pytest.mark.parametrize("payload", [b"", b"{}", b"[]", b'{"threads": 1}', b'{"threads": "many", "most": 2}', b"\xff"])
 async def test_a_malformed_command_is_refused(link: WorkerLink, payload: bytes) -> None:
     answer = await link.ask(Method.THREADS, payload)
 

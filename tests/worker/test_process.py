@@ -74,7 +74,7 @@ async def test_while_it_loads_calls_are_unavailable_and_threads_are_remembered(e
 
         for method in (Method.EMBED, Method.INFO, Method.PROBE, Method.DECODE):
             assert (await link.ask(method)).error.code is Code.BACKEND_UNAVAILABLE
-        assert (await link.ask(Method.THREADS, b'{"threads": 2}')).reply == b""
+        assert (await link.ask(Method.THREADS, b'{"threads": 2, "most": 2}')).reply == b""
 
         assert (await link.answer(watch)).json["threads"] == 2
         assert (await link.ask(Method.STATS)).json["calls"] == 0

@@ -91,8 +91,7 @@ class BridgeProcess:
             write_line(self._writer, id=id, error=["lost", _first_line(error)])
         except TimeoutError:
             write_line(self._writer, id=id, error=["timeout", "no answer in time"])
-        # AttributeError: the actor is of an earlier version, without the method.
-        except (RayError, ValueError, RuntimeError, OSError, AttributeError) as error:
+        except (RayError, ValueError, RuntimeError, OSError) as error:
             write_line(self._writer, id=id, error=["ray", _first_line(error)])
 
     # Workers

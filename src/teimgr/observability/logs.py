@@ -46,7 +46,7 @@ Paint = Callable[[str, str], str]
 """Text and the name of a rich style → the text with terminal escapes."""
 
 STACKS_SIGNAL = signal.SIGURG
-"""Writes the Python stacks of a worker to its log. Ignored by default, so by workers of an earlier version too."""
+"""Writes the Python stacks of a worker to its log. A process that does not handle it ignores it."""
 
 _STYLES = {"DEBUG": "dim", "INFO": "green", "WARNING": "yellow", "ERROR": "red", "CRITICAL": "bold red"}
 _OWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
@@ -257,7 +257,7 @@ def open_log(path: Path, limit_bytes: int, keep: int) -> int:
     shrink(path, limit_bytes, keep)
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, _MODE)
     with suppress(PermissionError):  # of another owner
-        os.fchmod(descriptor, os.fstat(descriptor).st_mode & _MODE)  # one of an earlier version may be wider
+        os.fchmod(descriptor, os.fstat(descriptor).st_mode & _MODE)  # one that is there may be wider
     return descriptor
 
 

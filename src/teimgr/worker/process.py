@@ -413,8 +413,7 @@ class Worker:
     async def _set_threads(self, payload: bytes, limit_s: float) -> bytes:
         message, cores = json.loads(payload), os.cpu_count() or 1
         own = min(max(1, int(message["threads"])), cores)
-        # A daemon of version 0.1.0 sends one number.
-        self._threads = CpuThreads(own, min(max(own, int(message.get("most", own))), cores))
+        self._threads = CpuThreads(own, min(max(own, int(message["most"])), cores))
         if self._engine is not None:
             self._engine.set_threads(self._threads)
         self._announce(self._state)

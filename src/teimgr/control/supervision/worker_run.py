@@ -339,9 +339,8 @@ class Prober:
                     raise NoAnswer(error.message) from None
             async with asyncio.timeout(self._timeout_s - _AT_ONCE_S):
                 reply = await answer
-            # A worker of an earlier version counts nothing here.
-            values = json.loads(reply) if reply else {}
-            self._batches = int(values["batches"]) if values else None
+            values = json.loads(reply)
+            self._batches = int(values["batches"])
             resident = values.get("resident_bytes")
             self.resident_bytes = None if resident is None else int(resident)
             self.alarm = values.get("alarm")
