@@ -10,7 +10,7 @@ from bench.families.table import IN_OTHER_TYPES, ROWS
 
 REFUSED = {
     *("refused-qwen3-vl", "refused-clip", "refused-colpali", "refused-gliner", "refused-gguf", "refused-first-module"),
-    "rerank-jina-v3",
+    "rerank-jina-v3.5",
 }
 
 
