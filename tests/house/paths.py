@@ -122,7 +122,11 @@ def _files(rounds: list[Counter[str]], idle: list[Counter[str]], times: float) -
 def _is_of_the_data_plane(pid: str) -> bool:
     """Whether a process is a worker (its name begins with `tei:`) or a mux."""
     process = Path("/proc") / pid
-    return process.joinpath("comm").read_text().startswith("tei:") or "mux" in process.joinpath("cmdline").read_text()
+    try:
+        name, command = (process.joinpath(file).read_text() for file in ("comm", "cmdline"))
+    except FileNotFoundError:  # it has ended, as neither of them does
+        return False
+    return name.startswith("tei:") or "mux" in command
 
 
 def _create(rest: str, name: str, port: int) -> None:
