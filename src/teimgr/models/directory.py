@@ -344,9 +344,20 @@ def lost_file(root: Path) -> str | None:
             continue
         for path in links:
             name = _shown(root, path)
-            if path.suffix in (".json", ".jinja") and not path.exists() and not _is_unused(name, set()):
+            if path.suffix in (".json", ".jinja") and _leads_nowhere(path) and not _is_unused(name, set()):
                 return name
     return None
+
+
+def _leads_nowhere(path: Path) -> bool:
+    """Whether there is nothing at the end of a link; False for links in a circle, which are broken files."""
+    try:
+        path.stat()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 _ABSENT = ".no_exist"

@@ -165,10 +165,9 @@ class MuxSupervisor(LifecycleTask):
 
     async def stop(self, grace_s: float) -> None:
         """Let the mux finish its calls, at most `grace_s`, then end it. Call after `run` was cancelled."""
-        process = self._process
-        self._forget_process()
-        ending = [self._end(process, grace_s + 1)] if process is not None else []
-        await asyncio.gather(*ending, *self._draining)
+        if self._process is not None:
+            self._drain(self._process, grace_s)
+        await asyncio.gather(*self._draining)
         self.launcher.clean_up()
 
     def force_stop(self) -> None:
@@ -178,6 +177,13 @@ class MuxSupervisor(LifecycleTask):
                 task = asyncio.create_task(self._end(process, _FORCED_S), name=f"forced end of {self.name}")
                 self._forced.add(task)
                 task.add_done_callback(self._forced.discard)
+
+    def _drain(self, process: MuxHandle, grace_s: float, *, sigterm: bool = True) -> None:
+        """Let a process finish its calls, known to `force_stop` until it has ended."""
+        task = asyncio.create_task(self._end(process, grace_s + 1, sigterm=sigterm), name=f"end of {self.name}")
+        self._draining[task] = process
+        task.add_done_callback(self._draining.pop)
+        self._forget_process()
 
     # Events and effects
 
@@ -193,10 +199,7 @@ class MuxSupervisor(LifecycleTask):
 
     def _let_end(self, process: MuxHandle) -> None:
         """Another process has stopped it: its port is free, so its successor starts while it finishes its calls."""
-        task = asyncio.create_task(self._end(process, self._grace_s + 1, sigterm=False))
-        self._draining[task] = process
-        task.add_done_callback(self._draining.pop)
-        self._forget_process()
+        self._drain(process, self._grace_s, sigterm=False)
         self._leave(Exit(None))
 
     async def _kill(self, process: MuxHandle) -> None:
