@@ -353,10 +353,8 @@ def _leads_nowhere(path: Path) -> bool:
     """Whether there is nothing at the end of a link; False for links in a circle, which are broken files."""
     try:
         path.stat()
-    except FileNotFoundError:
-        return True
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, FileNotFoundError)
     return False
 
 
@@ -365,8 +363,8 @@ _ABSENT = ".no_exist"
 
 
 def may_lack_modules(root: Path) -> bool:
-    """Whether a snapshot in the hub's cache may be a part of its repository: it has no modules.json, and nothing says
-    that the repository has none. The transformers library alone fetches none.
+    """Whether a snapshot in the hub's cache may be a part of its repository: it has no modules.json, and the
+    cache has no note that the repository has none. The transformers library alone fetches none.
     """
     if root.parent.name != "snapshots" or (root / "modules.json").exists():
         return False

@@ -90,7 +90,7 @@ class TokenFiles:
     @property
     def cuts_left(self) -> bool:
         """Whether too long texts lose their beginning by tokenizer.json, whose settings the library takes where
-        tokenizer_config.json says nothing. They stand at its beginning.
+        tokenizer_config.json has no side. They stand at its beginning.
         """
         try:
             with (self._folder / "tokenizer.json").open(encoding="utf-8", errors="replace") as file:

@@ -111,7 +111,7 @@ def _truncates_left(metadata: ModelMetadata) -> bool:
 
 
 _FETCHED_IN_PART = (
-    "the hub's cache has no modules.json of this model, and nothing there says that its repository has none: if it is "
+    "the hub's cache has no modules.json of this model, and no note that its repository has none: if it is "
     "a model of sentence-transformers, its prompts and further modules are missing; then delete the copy and fetch it "
     "again"
 )

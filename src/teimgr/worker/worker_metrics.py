@@ -49,7 +49,7 @@ class Histogram:
         self._sum += value * times
 
     def observe_all(self, values: NDArray[np.float64], times: NDArray[np.int64]) -> None:
-        """`observe` each of float64 [N] as often as int64 [N] says."""
+        """`observe` of each value (float64 [N]) with its times (int64 [N])."""
         found = np.bincount(np.searchsorted(self._bounds, values), times, len(self._counts)).astype(np.int64)
         self._counts = [count + more for count, more in zip(self._counts, found.tolist(), strict=True)]
         self._sum += float(values @ times)

@@ -34,7 +34,7 @@ class TrustedProxies:
         self._addresses = ProxyHeadersMiddleware(_nothing, _with_mapped(proxies))
 
     def concerns(self, headers: Mapping[bytes, bytes]) -> bool:
-        """Whether `read` may change what the scope of a request with these headers says of its caller."""
+        """Whether `read` may change the client, the scheme or the path prefix of a request with these headers."""
         return not _OF_CALLERS.isdisjoint(headers)
 
     async def read(self, scope: MutableMapping[str, Any]) -> str:

@@ -70,7 +70,7 @@ class FrameReader:
         """Process `data`, behind what earlier calls have left, as far as its frames cost no more than `units`.
 
         Returns:
-            The units that are left. `needed_units` says whether frames are left too: `TURN_UNITS` are enough for any.
+            The units that are left; frames are left too if `needed_units` is above 0. `TURN_UNITS` are enough for any.
 
         Raises:
             ConnectionBroken: the client broke the protocol; nothing more may be received.
