@@ -53,13 +53,16 @@ def _before_member(name: str) -> re.Pattern[bytes]:
 
     It ends before a key that the window cuts.
     """
-    letters = (b"(?:%c|\\\\u00%x%s)" % (ord(one), ord(one) >> 4, hexadecimal(ord(one) & 15)) for one in name)
-    key = rb'"' + b"".join(letters) + rb'"[ \t\r\n]*+(?::|\Z)'
+    key = rb'"' + name_pattern(name.encode()) + rb'"[ \t\r\n]*+(?::|\Z)'
     return re.compile(rb"(?:(?!" + key + rb")(?:" + _FLAT + rb"))*+", re.DOTALL)
 
 
-def hexadecimal(value: int) -> bytes:
-    """An expression of a hexadecimal digit, in either case."""
+def name_pattern(name: bytes) -> bytes:
+    """The regular expression of a name (ASCII), each letter of which may be written as an escape."""
+    return b"".join(b"(?:%c|\\\\u00%x%s)" % (one, one >> 4, _digit(one & 15)) for one in name)
+
+
+def _digit(value: int) -> bytes:
     digit = b"%x" % value
     return b"[%b%b]" % (digit, digit.upper())
 
@@ -98,7 +101,7 @@ def text_member(text: Text, name: str, start: int = 0) -> Steps[str | None]:
         if text[at] in _OPENING:
             at = yield from _end_of_nested(text, at + 1, name)
         elif text[at] == _QUOTE:
-            end = yield from _end_of_string(text, at + 1)
+            end = yield from end_of_string(text, at + 1)
             after = yield from _run(_SPACE, text, end)
             if after < len(text) and text[after] == _COLON and _is_text(text, at, end, name):
                 at = yield from _run(_SPACE, text, after + 1)
@@ -122,7 +125,7 @@ def _run(pattern: re.Pattern[bytes], text: AnyText, at: int) -> Steps[int]:
         yield
 
 
-def _end_of_string(text: AnyText, at: int) -> Steps[int]:
+def end_of_string(text: AnyText, at: int) -> Steps[int]:
     """The position behind a string whose characters begin at `at`; beyond the text if it is unterminated."""
     found = _IN_STRING.match(text, at, at + _SHORT_BYTES)
     at = at if found is None else found.end()
@@ -156,7 +159,7 @@ def _end_of_nested(text: Text, at: int, name: str) -> Steps[int]:
         if at >= len(text):
             return at
         if text[at] == _QUOTE:
-            at = yield from _end_of_string(text, at + 1)
+            at = yield from end_of_string(text, at + 1)
         elif (opened := _OPENED.match(text, at, at + WINDOW_BYTES)) is not None:
             depth += opened.end() - at
             at = opened.end()
@@ -186,7 +189,7 @@ def _decoded(literal: Text) -> str | None:
 
 def _string(text: Text, at: int) -> Steps[str | None]:
     """The text of the string literal at `at`, or None."""
-    end = yield from _end_of_string(text, at + 1)
+    end = yield from end_of_string(text, at + 1)
     if end > len(text):
         return None
     if end - at <= _MAX_VALUE_BYTES:
@@ -439,7 +442,7 @@ class _Decoder:
     def _whole_string(self, at: int) -> Steps[tuple[int, str]]:
         """The position behind the string literal at `at`, and its text."""
         text = self._text
-        end = yield from _end_of_string(text, at + 1)
+        end = yield from end_of_string(text, at + 1)
         if end > len(text):
             raise _malformed("unexpected end of data", len(text))
         if end - at > self._reading.max_text_bytes:
@@ -561,7 +564,7 @@ def _closing(text: Text, stop: int) -> Steps[bytes]:
         first = text[at]
         at += 1
         if first == _QUOTE:
-            at = yield from _end_of_string(text, at)
+            at = yield from end_of_string(text, at)
         elif first in _OPENING:
             opened.append(_CLOSED_BY[dict if first == _BRACE else list])
         elif opened:

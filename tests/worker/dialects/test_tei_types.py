@@ -184,7 +184,7 @@ def test_windows_find_what_one_search_of_the_body_finds(window: int, monkeypatch
 @pytest.mark.parametrize("key", [b'"k%d"', rb'"\u0069nput"', rb'"\n"', rb'"inputs of %d"'])
 def test_keys_that_are_no_fields_are_passed_over_in_runs(key: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    monkeypatch.setattr(tei_ambiguity, "_end_of_string", lambda *given: calls.append(given))
+    monkeypatch.setattr(tei_ambiguity, "end_of_string", lambda *given: calls.append(given))
     members = b",".join(key.replace(b"%d", b"%d" % number) + b":0" for number in range(1000))
     assert not is_ambiguous(tei._quoted_fields(tei.TeiEmbedRequest), b'{"x":{' + members + b"}}")
     assert calls == []

@@ -11,7 +11,7 @@ from functools import cache
 
 import orjson
 
-from teimgr.wire.json_scan import hexadecimal
+from teimgr.wire.json_scan import completed, end_of_string, name_pattern
 from teimgr.worker.dialects.serde_runs import end_of_run
 
 _WINDOW_BYTES = 2**18
@@ -22,7 +22,6 @@ _STRING = rb'"(?:[^"\\]++|\\.)*+"'
 _IN_FLOATS = frozenset((b".", b"e", b"E", *(b"%d" % digit for digit in range(10))))
 _ESCAPED_LETTERS = (rb"\u005", rb"\u006", rb"\u007")
 _MINUS_ZERO = re.compile(rb"[:,\[\s]-0[\s,}\]]")  # an integer to orjson, a float to TEI
-_IN_STRING = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
 _SPACE = re.compile(rb"[ \t\r\n]*+")
 # What leaves the depth as it is, lists and objects without others in them included.
 _SCALARS = rb'[^"\[\]{}]++|' + _STRING
@@ -63,8 +62,7 @@ def _all_but(fields: frozenset[bytes]) -> re.Pattern[bytes]:
 
     None of these calls holds the GIL for longer than a window takes.
     """
-    letters = {one: b"(?:%c|\\\\u00%x%s)" % (one, one >> 4, hexadecimal(one & 15)) for one in b"".join(fields)}
-    names = (b"".join(map(letters.__getitem__, name[1:-1])) for name in sorted(fields))
+    names = (name_pattern(name[1:-1]) for name in sorted(fields))
     field = rb'"(?:' + b"|".join(names) + rb')"[ \t\r\n]*+(?::|\Z)'
     string = rb"(?!" + field + rb")" + _STRING
     return re.compile(rb'(?:[^"\-]++|' + string + rb"|-(?!0|\Z)|-0[.eE\d]|(?<=[eE])-)*+", re.DOTALL)
@@ -80,7 +78,7 @@ def is_ambiguous(fields: Collection[bytes], body: bytes) -> bool:
                 return True
             at += 1
             continue
-        end = _end_of_string(body, at + 1)
+        end = completed(end_of_string(body, at + 1))
         after = end_of_run(_SPACE, body, end)
         if body[after : after + 1] == b":" and end - at <= _LONGEST_NAME:
             name = body[at:end]
@@ -94,15 +92,6 @@ def is_ambiguous(fields: Collection[bytes], body: bytes) -> bool:
     return False
 
 
-def _end_of_string(body: bytes, at: int) -> int:
-    """The position behind the string whose characters begin at `at`."""
-    while True:
-        end = end_of_run(_IN_STRING, body, at)
-        if end == at or end >= len(body) or body[end] == _QUOTE:
-            return end + 1
-        at = end  # the window cut an escape
-
-
 def may_be_deep(body: bytes) -> bool:
     """Whether values are nested as deep as TEI's parser refuses; orjson takes 1,024 levels."""
     if body.count(b"[") + body.count(b"{") < _DEEPEST:
@@ -110,7 +99,7 @@ def may_be_deep(body: bytes) -> bool:
     at = depth = 0
     while depth < _DEEPEST and (at := end_of_run(_LEVEL, body, at)) < len(body):
         if body[at] == _QUOTE:
-            at = _end_of_string(body, at + 1)
+            at = completed(end_of_string(body, at + 1))
             continue
         depth += 1 if body[at] in _OPENING else -1
         at += 1
