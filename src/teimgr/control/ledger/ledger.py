@@ -1,0 +1,261 @@
+"""The memory ledger: what is reserved on each host and card, and whether one more load fits.
+
+Bookkeeping without clock, I/O or lock; the event loop owns it. A worker holds a `Reservation` from before its load
+until its process is gone:
+
+    reserve(instance, replica, footprint, place)  before the load: a Reservation, or a Refusal with the reason
+    settle(reservation, measured)                 after the first batch: the measured figure replaces the predicted one
+    release(reservation)                          when the process is gone, not before
+
+    judge(footprint, place)                       what `reserve` would answer, without a reservation
+    free(device)                                  bytes that one more load may take
+    report(device, total, free)                   what the system says now; others use the device too
+    copy()                                        a ledger to try decisions in, for a plan
+
+A device is a host by its name ("" where the fleet has one host) or a card by its UUID. A load fits where its footprint
+is at most the lesser of what the ledger has left and what the system reports free, less what loading workers have
+reserved and may not have taken yet. So two loads are never judged by the same free bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
+
+HEADROOM_BYTES = 128 << 20
+"""Of what the system reports free on a host, left to the daemon and others; a budget is exact and keeps none."""
+_MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """What a worker takes: `host_bytes` are private to its process, `device_bytes` on its card.
+
+    `loading_bytes` is the most that it takes on the host while it loads, 0 where that is no more. `source`: measured on
+    an earlier worker of the same model, predicted from the headers of its weights, or assumed as no file is here yet.
+    """
+
+    host_bytes: int
+    device_bytes: int = 0
+    loading_bytes: int = 0
+    source: Literal["measured", "predicted", "assumed"] = "predicted"
+
+    @property
+    def peak_bytes(self) -> int:
+        """On the host, until it is loaded."""
+        return max(self.host_bytes, self.loading_bytes)
+
+
+class Place(NamedTuple):
+    """Where a worker runs: the name of its host, "" in a fleet of one, and the UUID of its card, None for the CPU."""
+
+    host: str = ""
+    gpu: str | None = None
+
+    @property
+    def device(self) -> str:
+        """The card, or the host for a worker on the CPU."""
+        return self.host if self.gpu is None else self.gpu
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a load does not fit: the device, what it needs there, and what is free.
+
+    `may_pass`: it fits once the workers that load there now have loaded, which takes more than they keep.
+    """
+
+    device: str
+    label: str
+    needed_bytes: int
+    free_bytes: int
+    detail: str
+    may_pass: bool = False
+
+    @property
+    def reason(self) -> str:
+        """A sentence, the same in log, event, API and page."""
+        return (
+            f"needs {_mib(self.needed_bytes)} MiB of {self.label}, {self.free_bytes // _MIB} MiB are free"
+            f" ({self.detail})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Overrun:
+    """A worker that takes more than it had reserved; the reservation was raised to it."""
+
+    device: str
+    reserved_bytes: int
+    measured_bytes: int
+
+
+@dataclass(slots=True, eq=False)
+class Reservation:
+    """What one worker holds. Only the ledger changes it."""
+
+    instance: str
+    replica: int
+    place: Place
+    footprint: Footprint
+    is_settled: bool = False
+
+    def bytes_on(self, device: str) -> int:
+        """What it holds of a device."""
+        return needed_on(self.footprint, self.place, device, is_loaded=self.is_settled)
+
+
+@dataclass(slots=True)
+class Account:
+    """One device: its budget, if there is one, and what the system reported; None where it reports nothing."""
+
+    device: str
+    label: str
+    budget_bytes: int | None = None
+    total_bytes: int | None = None
+    free_bytes: int | None = None
+    headroom_bytes: int = 0
+    held: list[Reservation] = field(default_factory=list)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What workers hold of it."""
+        return sum(each.bytes_on(self.device) for each in self.held)
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether a budget or the system bounds it."""
+        return self.budget_bytes is not None or self.free_bytes is not None
+
+    def spare_bytes(self, *, as_if_loaded: bool = False) -> int:
+        """The lesser of the ledger's rest and the system's, of a limited one; may be negative.
+
+        `as_if_loaded`: once the workers that load there have loaded.
+        """
+        limits = []
+        if self.budget_bytes is not None:
+            limits.append(self.budget_bytes - sum(self._taken(each, as_if_loaded) for each in self.held))
+        if self.free_bytes is not None:
+            due = sum(self._taken(each, as_if_loaded) for each in self.held if not each.is_settled)
+            limits.append(self.free_bytes - self.headroom_bytes - due)
+        return min(limits)
+
+    def _taken(self, held: Reservation, as_if_loaded: bool) -> int:
+        return needed_on(held.footprint, held.place, self.device, is_loaded=as_if_loaded or held.is_settled)
+
+    def detail(self) -> str:
+        """Its figures, as in a reason."""
+        parts = [] if self.budget_bytes is None else [f"budget {self.budget_bytes // _MIB}"]
+        parts.append(f"{_mib(self.reserved_bytes)} reserved")
+        if self.free_bytes is not None:
+            parts.append(f"{self.free_bytes // _MIB} free by the system")
+        return ", ".join(parts)
+
+
+class Ledger:
+    """The accounts of all devices. `host_budget` and `card_budget` are those of each host and card, None for none."""
+
+    def __init__(self, host_budget: int | None = None, card_budget: int | None = None) -> None:
+        self._budgets = host_budget, card_budget
+        self._accounts: dict[str, Account] = {}
+
+    @property
+    def accounts(self) -> dict[str, Account]:
+        """By device, for display."""
+        return self._accounts
+
+    def report(self, device: str, label: str, total: int | None, free: int | None, *, is_card: bool = False) -> None:
+        """Take what the system says about a device now."""
+        account = self._account(device, is_card=is_card)
+        account.label, account.total_bytes, account.free_bytes = label, total, free
+
+    def judge(self, footprint: Footprint, place: Place) -> Refusal | None:
+        """Why one more worker does not fit there; None if it does."""
+        for device in dict.fromkeys((place.device, place.host)):
+            account, needed = self._account(device, is_card=device == place.gpu), needed_on(footprint, place, device)
+            if account.is_limited and needed > (free := account.spare_bytes()):
+                may_pass = needed <= account.spare_bytes(as_if_loaded=True)
+                return Refusal(device, account.label, needed, max(0, free), account.detail(), may_pass)
+        return None
+
+    def reserve(self, instance: str, replica: int, footprint: Footprint, place: Place) -> Reservation | Refusal:
+        """Reserve what a worker is to take, before it is launched."""
+        return self.judge(footprint, place) or self.hold(instance, replica, footprint, place)
+
+    def hold(
+        self, instance: str, replica: int, footprint: Footprint, place: Place, *, is_settled: bool = False
+    ) -> Reservation:
+        """Book a worker without judging it: one that is there already, as after an adoption."""
+        reservation = Reservation(instance, replica, place, footprint, is_settled)
+        for device in dict.fromkeys((place.device, place.host)):
+            self._account(device, is_card=device == place.gpu).held.append(reservation)
+        return reservation
+
+    def settle(self, reservation: Reservation, measured: Footprint) -> Overrun | None:
+        """Replace what a worker has reserved by what it takes. Later measurements only raise it.
+
+        The result has both figures where it takes more than it had reserved.
+        """
+        before, was_settled = reservation.footprint, reservation.is_settled
+        overrun = self._overrun(reservation, measured)
+        if was_settled:
+            measured = replace(
+                measured,
+                host_bytes=max(before.host_bytes, measured.host_bytes),
+                device_bytes=max(before.device_bytes, measured.device_bytes),
+            )
+        reservation.footprint, reservation.is_settled = measured, True
+        return overrun
+
+    def release(self, reservation: Reservation) -> None:
+        """Give back what a worker held, as its process is gone; a second time is nothing."""
+        for device in dict.fromkeys((reservation.place.device, reservation.place.host)):
+            held = self._accounts[device].held
+            if reservation in held:
+                held.remove(reservation)
+
+    def free(self, device: str) -> int | None:
+        """Bytes that one more load may take of a device; None where neither a budget nor the system limits it."""
+        account = self._accounts.get(device)
+        return account.spare_bytes() if account is not None and account.is_limited else None
+
+    def copy(self) -> Ledger:
+        """The same accounts, in which reservations change nothing here."""
+        made = Ledger(*self._budgets)
+        twins: dict[int, Reservation] = {}
+        for device, account in self._accounts.items():
+            held = [twins.setdefault(id(each), replace(each)) for each in account.held]
+            made._accounts[device] = replace(account, held=held)
+        return made
+
+    def held_by(self, instance: str) -> list[Reservation]:
+        """The reservations of an instance's workers."""
+        found = {id(each): each for account in self._accounts.values() for each in account.held}
+        return [each for each in found.values() if each.instance == instance]
+
+    def _account(self, device: str, *, is_card: bool = False) -> Account:
+        if device not in self._accounts:
+            label = f"GPU {device}" if is_card else f"host {device}" if device else "host memory"
+            budget = self._budgets[is_card]
+            headroom = 0 if is_card else HEADROOM_BYTES
+            self._accounts[device] = Account(device, label, budget, headroom_bytes=headroom)
+        return self._accounts[device]
+
+    def _overrun(self, reservation: Reservation, measured: Footprint) -> Overrun | None:
+        place = reservation.place
+        for device in dict.fromkeys((place.device, place.host)):
+            had, takes = reservation.bytes_on(device), needed_on(measured, place, device, is_loaded=True)
+            if takes > had:
+                return Overrun(device, had, takes)
+        return None
+
+
+def needed_on(footprint: Footprint, place: Place, device: str, *, is_loaded: bool = False) -> int:
+    """What a worker at `place` takes of a device: the most until it is loaded, then what it keeps."""
+    if device == place.gpu:
+        return footprint.device_bytes
+    return footprint.host_bytes if is_loaded else footprint.peak_bytes
+
+
+def _mib(size: int) -> int:
+    return -(-size // _MIB)
