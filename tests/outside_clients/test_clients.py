@@ -96,3 +96,26 @@ def test_cohere(hear: Hear, truth: Truth) -> None:
     same_ranks(told["two_ranks_by_2"], truth.ranks()[:2])
     assert told["joined_pieces"] == TEXTS
     assert told["of_nobody"].startswith("NotFoundError")
+
+
+def test_ollama(hear: Hear, truth: Truth) -> None:
+    told = hear("ollama_sdk")
+
+    for name in ("several", "in_async", "langchain_documents", "llama_index_texts", "llama_index_in_async"):
+        same(told[name], truth.vectors)
+    for name in ("short", "langchain_short"):
+        same(told[name], truth.short)
+    for name in ("one", "langchain_query"):
+        same(told[name], truth.vectors[0])
+    same(told["older"], truth.raw)
+    same(told["llama_index_query"], truth.embedded(f"query: {TEXTS[0]}")[0])
+    tags, running = told["listed"]
+    assert {"embedding:latest", "locked:latest"} <= set(tags)
+    assert running == ["embedding:latest", "locked:latest"]
+    assert told["shown"][0] == ["embedding"]
+    nobody, too_long, generate, pull = told["refused"]
+    assert nobody.startswith("ResponseError: model 'nobody' not found")
+    assert nobody.endswith("(status code: 404)")
+    assert "the input length exceeds the context length" in too_long
+    assert "(status code: 400)" in generate
+    assert "(status code: 501)" in pull

@@ -16,7 +16,7 @@ from teimgr.wire.frames import HttpReply
 from teimgr.wire.status import INPUT_INDEX, RETRY_AFTER_S, STATUS, TRY_AGAIN, retry_after_s
 
 TEI, TEI_OPENAI, OPENAI, COHERE, JINA = "tei", "tei-openai", "openai", "cohere", "jina"
-VLLM, INFINITY, SIE, VOYAGE, WEAVIATE = "vllm", "infinity", "sie", "voyage", "weaviate"
+VLLM, INFINITY, SIE, VOYAGE, WEAVIATE, OLLAMA = "vllm", "infinity", "sie", "voyage", "weaviate", "ollama"
 
 JSON_TYPE = {"content-type": "application/json"}
 _SIE_LOADING_S = 5
@@ -52,7 +52,7 @@ def failure(dialect: str, error: TeimgrError, param: str | None = None) -> HttpR
         param = "model"
     if dialect == SIE and isinstance(error, FailedToLoad):
         status = _SIE_LOAD_FAILED
-    message = _vllm_too_long(error) if dialect == VLLM and isinstance(error, InputTooLong) else error.message
+    message = _too_long(dialect, error) if isinstance(error, InputTooLong) else error.message
     retry_s = retry_after_s(error)
     return _reply(dialect, ErrorDetails(status, message, error.code, param, retry_s, type(error), error.input_index))
 
@@ -73,8 +73,12 @@ def _reply(dialect: str, details: ErrorDetails) -> HttpReply:
     return HttpReply(details.status, headers, orjson.dumps(_BODIES.get(dialect, _openai)(details)))
 
 
-def _vllm_too_long(error: InputTooLong) -> str:
-    """vLLM's sentence, by which its clients know a context that is exceeded."""
+def _too_long(dialect: str, error: InputTooLong) -> str:
+    """The sentence by which clients of vLLM and of Ollama know a context that is exceeded."""
+    if dialect == OLLAMA:
+        return f"the input length exceeds the context length: {error.given}, where the limit is {error.limit} tokens"
+    if dialect != VLLM:
+        return error.message
     return (
         f"This model's maximum context length is {error.limit} tokens. However, you requested {error.given} in the "
         "input. Please reduce the length of the input."
@@ -173,6 +177,7 @@ _BODIES: Mapping[str, Callable[[ErrorDetails], object]] = {
     SIE: _sie,
     VOYAGE: lambda one: {"detail": one.message},
     WEAVIATE: lambda one: {"error": one.message},
+    OLLAMA: lambda one: {"error": one.message},
 }
 # Codes of refusals without a code of theirs; 400 and 422 are inputs that break a rule.
 _CODE_OF_STATUS = {413: Code.MESSAGE_TOO_LARGE, 429: Code.OVERLOADED, 408: Code.TIMEOUT}

@@ -31,11 +31,13 @@ from teimgr.api.gateway.model_cards import (
     vllm_version,
     weaviate_meta,
 )
+from teimgr.api.gateway.ollama import OllamaRoutes, known_name
 from teimgr.api.gateway.routes import (
     DIALECT_HEADER,
     INFO,
     MODEL_CARDS,
     MODEL_LISTS,
+    OLLAMA_EMBEDDING,
     DialectPath,
     InferenceCall,
     dialect_of,
@@ -142,6 +144,7 @@ class Gateway:
             *(Route(path, weaviate_meta) for path in WEAVIATE_META),
             *(Route(path, cohere_check_key, methods=["POST"]) for path in COHERE_CHECKS),
             Route(INFO.path, self._info),
+            *OllamaRoutes(self._names_for, self._views, self._since).routes(),
             *(Route(path, answered_directly, methods=["POST"]) for path in dict.fromkeys(one.path for one in paths())),
         ]
 
@@ -267,7 +270,12 @@ class Gateway:
             return names.lease_instance(named["name"])
         if "model" in named:
             return names.lease(named["model"])
-        return names.lease(await model_of(body.payload, self._scanning, body.start), kinds_of(inner))
+        model = await model_of(body.payload, self._scanning, body.start)
+        if inner in OLLAMA_EMBEDDING:
+            if len(body.payload) == body.start:
+                raise InvalidInput("missing request body")
+            model = known_name(names, model)
+        return names.lease(model, kinds_of(inner))
 
     def _names_for(self, caller: Caller) -> ModelNames:
         if caller is ANONYMOUS:  # who may know all
@@ -557,7 +565,7 @@ class ModelNames:
             except AmbiguousInstance as error:
                 raise AmbiguousInstance(f"Say which model: {error.message}") from None
         self.check(model)
-        target = self._resolved(model)
+        target = self.target(model)
         if self._router.find(target) is not None:
             return self._router.lease(Target(instance_name=target))
         try:
@@ -590,20 +598,21 @@ class ModelNames:
         listed = ids if self._shows_paths else {each for each in ids if not names_a_path(each)}
         return sorted({*self._instances(), *listed, *aliases})
 
-    def check(self, model: str) -> None:
+    def check(self, model: str, refusal: str = "The model '{}' does not exist") -> None:
         """Raises ModelNotFound, with similar names, for an unknown name; what is known need not run."""
         if self.model_id(model) is None:
             shown = model if len(model) <= _SHOWN_CHARS else model[:_SHOWN_CHARS] + "…"
-            raise ModelNotFound(f"The model '{shown}' does not exist{_nearest(model, self.names())}")
+            raise ModelNotFound(refusal.format(shown) + _nearest(model, self.names()))
 
     def model_id(self, model: str) -> str | None:
         """The id of the model behind a name; None for an unknown name."""
-        target = self._resolved(model)
+        target = self.target(model)
         if (entry := self._router.find(target)) is not None:
             return entry.model_id
         return next((target for each in self._router.snapshot.entries if each.model_id == target), None)
 
-    def _resolved(self, model: str) -> str:
+    def target(self, model: str) -> str:
+        """The instance or the model id that an alias stands for; any other name unchanged."""
         return model if self._router.find(model) is not None else self._aliases().get(model, model)
 
     def _instances(self) -> list[str]:

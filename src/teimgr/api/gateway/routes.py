@@ -16,7 +16,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import orjson
 
 from teimgr.spec import Kind
-from teimgr.wire.error_bodies import COHERE, INFINITY, JINA, OPENAI, SIE, TEI, TEI_OPENAI, VLLM, VOYAGE, WEAVIATE
+from teimgr.wire.error_bodies import (
+    COHERE,
+    INFINITY,
+    JINA,
+    OLLAMA,
+    OPENAI,
+    SIE,
+    TEI,
+    TEI_OPENAI,
+    VLLM,
+    VOYAGE,
+    WEAVIATE,
+)
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -52,9 +64,12 @@ def dialect_of(path: str) -> str | None:
     first = path[1:].partition("/")[0]
     if first in PREFIXED or first == WEAVIATE:
         return first
+    if first == "api":
+        return OLLAMA
     return OPENAI if path.startswith(("/v1/", "/v2/")) else None
 
 
+OLLAMA_EMBEDDING = ("/api/embed", "/api/embeddings")
 _DIALECTS_OF_PATH: dict[str, tuple[str, ...]] = {
     "/v1/embeddings": (OPENAI, JINA, VLLM, VOYAGE, INFINITY),
     "/v1/embed": (COHERE,),
@@ -72,11 +87,14 @@ _DIALECTS_OF_PATH: dict[str, tuple[str, ...]] = {
     "/pooling": (VLLM,),
     "/score": (VLLM,),
     "/v1/score": (VLLM,),
+    **dict.fromkeys(OLLAMA_EMBEDDING, (OLLAMA,)),
 }
+_DENSE = (Kind.EMBEDDING.value,)
 _EMBEDDING, _RERANKING = (Kind.EMBEDDING.value, Kind.MULTI_VECTOR.value), (Kind.RERANKER.value,)
 _KINDS_OF_PATH: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("/v1/embeddings", "/v1/embed", "/v2/embed", "/embeddings"), _EMBEDDING),
-    "/vectors": (Kind.EMBEDDING.value,),
+    **dict.fromkeys(OLLAMA_EMBEDDING, _DENSE),
+    "/vectors": _DENSE,
     **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), _RERANKING),
     **dict.fromkeys(("/classify", "/v1/classify"), (Kind.CLASSIFIER.value, Kind.RERANKER.value)),
     **dict.fromkeys(("/score", "/v1/score"), (*_RERANKING, *_EMBEDDING, Kind.SPARSE.value)),

@@ -24,6 +24,7 @@ from teimgr.api.gateway.model_cards import (
     WEAVIATE_META,
     WEAVIATE_PROBES,
 )
+from teimgr.api.gateway.ollama import REFUSED, RUNNING, SHOW, TAGS, VERSION
 from teimgr.api.gateway.routes import INFO, MODEL_CARDS, MODEL_LISTS, paths
 from teimgr.config.settings import Settings
 from teimgr.errors import Forbidden
@@ -134,6 +135,9 @@ PERMISSIONS: dict[str, Permission] = {
     **{f"GET {path}": EITHER if "{" in path else PUBLIC for path in WEAVIATE_PROBES},
     **{f"GET {path}": PUBLIC for path in (*INFINITY_HEALTH, *VLLM_HEALTH)},
     **{f"POST {path}": EITHER for path in COHERE_CHECKS},
+    **{f"GET {path}": EITHER for path in (TAGS, RUNNING, VERSION)},
+    f"POST {SHOW}": EITHER,
+    **{f"{method} {path}": KNOWN for method, path in REFUSED},
     # Files and batches are those of the caller's key; a batch may use what the key may use while it runs.
     "POST /v1/files": INFERENCE,
     "GET /v1/files": INFERENCE,

@@ -1,6 +1,6 @@
 """HTTP dialects: request classes, handlers and a table of routes of each product; `ROUTES` has the tables by dialect.
 
-tei, openai, cohere, vllm, infinity, sie, voyage, weaviate    a dialect each; Jina's is in `cohere`
+tei, openai, cohere, vllm, infinity, sie, voyage, weaviate, ollama    a dialect each; Jina's is in `cohere`
 rerank, tokens, binary_vectors, truncation          what several dialects share
 openapi, examples                                   their OpenAPI documents, a request for each route
 
@@ -13,8 +13,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from teimgr.wire.error_bodies import COHERE, INFINITY, JINA, OPENAI, SIE, TEI, TEI_OPENAI, VLLM, VOYAGE, WEAVIATE
-from teimgr.worker.dialects import cohere, infinity, openai, sie, tei, vllm, voyage, weaviate
+from teimgr.wire.error_bodies import (
+    COHERE,
+    INFINITY,
+    JINA,
+    OLLAMA,
+    OPENAI,
+    SIE,
+    TEI,
+    TEI_OPENAI,
+    VLLM,
+    VOYAGE,
+    WEAVIATE,
+)
+from teimgr.worker.dialects import cohere, infinity, ollama, openai, sie, tei, vllm, voyage, weaviate
 from teimgr.worker.http_inference import RouteTable
 
 ROUTES: Mapping[str, RouteTable] = {
@@ -28,4 +40,5 @@ ROUTES: Mapping[str, RouteTable] = {
     SIE: sie.ROUTES,
     VOYAGE: voyage.ROUTES,
     WEAVIATE: weaviate.ROUTES,
+    OLLAMA: ollama.ROUTES,
 }

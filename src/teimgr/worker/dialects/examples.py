@@ -8,7 +8,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from teimgr.wire.error_bodies import COHERE, INFINITY, JINA, OPENAI, SIE, TEI, TEI_OPENAI, VLLM, VOYAGE, WEAVIATE
+from teimgr.wire.error_bodies import (
+    COHERE,
+    INFINITY,
+    JINA,
+    OLLAMA,
+    OPENAI,
+    SIE,
+    TEI,
+    TEI_OPENAI,
+    VLLM,
+    VOYAGE,
+    WEAVIATE,
+)
 
 _TEXTS = ["What is deep learning?", "A harbour in the fog"]
 _EMBED = {"model": "mini", "input": _TEXTS}
@@ -45,6 +57,8 @@ EXAMPLES: Mapping[tuple[str, str], dict[str, Any]] = {
     (COHERE, "/v1/detokenize"): {"model": "mini", "tokens": _IDS},
     (WEAVIATE, "/vectors"): {"text": _TEXTS[0], "config": {"pooling_strategy": "masked_mean", "task_type": "query"}},
     (WEAVIATE, "/rerank"): {"query": _TEXTS[0], "documents": _TEXTS},
+    (OLLAMA, "/api/embed"): _EMBED | {"keep_alive": "5m"},
+    (OLLAMA, "/api/embeddings"): {"model": "mini", "prompt": _TEXTS[0]},
     (SIE, "/v1/encode"): {"items": _ITEMS, "params": {"output_types": ["dense"], "output_dtype": "float32"}},
     (SIE, "/v1/score"): {"query": {"text": "What is deep learning?"}, "items": _ITEMS},
     (SIE, "/v1/extract"): {"items": _ITEMS, "params": {"options": {"threshold": 0.5}}},

@@ -19,9 +19,21 @@ from pydantic_core import core_schema
 from typing_extensions import TypeAliasType
 
 from teimgr import __version__
-from teimgr.wire.error_bodies import COHERE, INFINITY, JINA, OPENAI, SIE, TEI, TEI_OPENAI, VLLM, VOYAGE, WEAVIATE
+from teimgr.wire.error_bodies import (
+    COHERE,
+    INFINITY,
+    JINA,
+    OLLAMA,
+    OPENAI,
+    SIE,
+    TEI,
+    TEI_OPENAI,
+    VLLM,
+    VOYAGE,
+    WEAVIATE,
+)
 from teimgr.wire.status import STATUS
-from teimgr.worker.dialects import cohere, infinity, openai, rerank, sie, tei, tokens, vllm, weaviate
+from teimgr.worker.dialects import cohere, infinity, ollama, openai, rerank, sie, tei, tokens, vllm, weaviate
 from teimgr.worker.dialects.examples import EXAMPLES
 
 _TAG = "Text Embeddings Inference"
@@ -291,7 +303,7 @@ def _json(kind: type[BaseModel], example: Any = None) -> dict[str, Any]:
 
 def _schema_name(class_name: str) -> str:
     """The client-visible name: a class without the prefix of its dialect (OpenAICompat… is TEI's own)."""
-    return re.sub("^(Tei|Cohere|Infinity|Vllm|Sie|Weaviate|OpenAI(?!Compat))", "", class_name)
+    return re.sub("^(Tei|Cohere|Infinity|Vllm|Sie|Weaviate|Ollama|OpenAI(?!Compat))", "", class_name)
 
 
 class _SchemaNames(GenerateJsonSchema):
@@ -353,6 +365,8 @@ _OPERATIONS: Mapping[tuple[str, str], tuple[str, type[BaseModel]]] = {
     (INFINITY, "/classify"): ("All labels with their scores", infinity.InfinityClassifyRequest),
     (WEAVIATE, "/vectors"): ("The vector of a text", weaviate.WeaviateVectorRequest),
     (WEAVIATE, "/rerank"): ("A score for each document", weaviate.WeaviateRerankRequest),
+    (OLLAMA, "/api/embed"): ("Vectors of length 1", ollama.OllamaEmbedRequest),
+    (OLLAMA, "/api/embeddings"): ("The vector of one text, not scaled", ollama.OllamaEmbeddingsRequest),
     (SIE, "/v1/encode"): ("Vectors of several kinds in one call", sie.SieEncodeRequest),
     (SIE, "/v1/score"): ("Items by how well they answer a query", sie.SieScoreRequest),
     (SIE, "/v1/extract"): ("Entities of a token classifier, or classes of a classifier", sie.SieExtractRequest),

@@ -1,0 +1,240 @@
+"""Ollama's routes beside its embedding: which models there are, which run, and what is known of one.
+
+What generates text or changes models is refused by name. A model's name may be written as Ollama writes it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from teimgr import __version__
+from teimgr.errors import InvalidInput, ModelNotFound, TooLarge
+from teimgr.http.auth.policy import Caller, caller_of
+from teimgr.http.bodies import SlowClient, read_limited
+from teimgr.spec import InstanceView, Kind, State
+from teimgr.wire.error_bodies import JSON_TYPE, OLLAMA, failure, refusal
+from teimgr.wire.frames import HttpReply
+
+if TYPE_CHECKING:
+    from teimgr.api.gateway.gateway import ModelNames
+
+TAGS, RUNNING, SHOW, VERSION = "/api/tags", "/api/ps", "/api/show", "/api/version"
+
+_NOT_SERVED = 501
+_TEXT = "the models of this server do not support {}: they embed, by /api/embed"
+REFUSED: Mapping[tuple[str, str], tuple[int, str]] = {
+    ("POST", "/api/generate"): (400, _TEXT.format("generate")),
+    ("POST", "/api/chat"): (400, _TEXT.format("chat")),
+    **{
+        (method, path): (_NOT_SERVED, f"{path} is not supported: models are managed by `teimgr create` and its kin")
+        for method, path in (
+            *(("POST", f"/api/{name}") for name in ("pull", "push", "create", "copy")),
+            ("DELETE", "/api/delete"),
+            ("POST", "/api/blobs/{digest}"),
+            ("GET", "/api/blobs/{digest}"),
+        )
+    },
+}
+"""Routes of Ollama that are answered with this status and sentence."""
+
+# The release whose API this is: clients compare it before they use a route.
+API_VERSION = "0.33.0"
+_REGISTRIES = ("registry.ollama.ai/", "library/")
+_LATEST = ":latest"
+# Of a model that is not unloaded: Ollama counts 292 years from now.
+_FOR_EVER = "2318-01-01T00:00:00Z"
+_MAX_BODY_BYTES = 64 * 1024
+
+
+def known_name(names: ModelNames, model: str | None) -> str | None:
+    """The name of a model here, for one as Ollama's clients write it: the tag `latest` may be there or not.
+
+    Raises:
+        ModelNotFound: in Ollama's words, with similar names.
+    """
+    if not model:
+        return model
+    for each in _spellings(model):
+        if names.model_id(each) is not None:
+            return each
+    names.check(model, "model '{}' not found")
+    return model
+
+
+def _spellings(model: str) -> Iterator[str]:
+    yield model
+    bare = model
+    for registry in _REGISTRIES:
+        bare = bare.removeprefix(registry)
+    yield bare
+    yield bare.removesuffix(_LATEST) if bare.endswith(_LATEST) else bare + _LATEST
+
+
+class _Listed(NamedTuple):
+    """A name that requests may have, and the best of the instances behind it."""
+
+    name: str
+    model_id: str
+    view: InstanceView
+
+
+class OllamaRoutes:
+    """The routes; `names_for` and `views` are those of the gateway, which is there since `created`."""
+
+    def __init__(
+        self,
+        names_for: Callable[[Caller], ModelNames],
+        views: Callable[[], Iterable[InstanceView]],
+        created: int,
+    ) -> None:
+        self._names_for = names_for
+        self._views = views
+        self._since = datetime.fromtimestamp(created, UTC).isoformat().replace("+00:00", "Z")
+
+    def routes(self) -> list[Route]:
+        return [
+            Route(TAGS, self._tags),
+            Route(RUNNING, self._running),
+            Route(VERSION, _version),
+            Route(SHOW, self._show, methods=["POST"]),
+            *(Route(path, _refusing(*how), methods=[method]) for (method, path), how in REFUSED.items()),
+        ]
+
+    async def _tags(self, request: Request) -> Response:
+        return _json({"models": [self._tag(each) for each in self._listed(request)]})
+
+    async def _running(self, request: Request) -> Response:
+        found = [each for each in self._listed(request) if each.view.spec.name == each.name]
+        return _json({"models": [self._process(each) for each in found if each.view.state is State.RUNNING]})
+
+    async def _show(self, request: Request) -> Response:
+        names = self._names_for(caller_of(request.scope))
+        try:
+            name = known_name(names, await _named(request))
+        except (InvalidInput, TooLarge, ModelNotFound) as error:
+            return _response(failure(OLLAMA, error))
+        except SlowClient:
+            return _response(refusal(OLLAMA, 408, "The request body did not come in time"))
+        found = next((each for each in self._listed(request) if each.name == name), None)
+        if found is None:
+            return _response(refusal(OLLAMA, 404, f"model '{name}' not found"))
+        return _json(self._shown(found))
+
+    def _listed(self, request: Request) -> Iterator[_Listed]:
+        """The names of what embeds, or may when it has been loaded, that the caller may use."""
+        names = self._names_for(caller_of(request.scope))
+        by_name: dict[str, InstanceView] = {}
+        by_model: dict[str, InstanceView] = {}
+        for view in self._views():
+            by_name[view.spec.name] = view
+            if view.spec.model_id not in by_model or view.state is State.RUNNING:
+                by_model[view.spec.model_id] = view
+        for name in names.names():
+            model_id = names.model_id(name) or ""
+            found = by_name.get(name) or by_name.get(names.target(name)) or by_model.get(model_id)
+            if found is not None and _kind(found) in (None, Kind.EMBEDDING):
+                yield _Listed(name, model_id, found)
+
+    def _tag(self, listed: _Listed) -> dict[str, Any]:
+        return self._entry(listed) | {"modified_at": self._since}
+
+    def _process(self, listed: _Listed) -> dict[str, Any]:
+        model = listed.view.model
+        length = model.max_input_length if model else 0
+        return self._entry(listed) | {"expires_at": _FOR_EVER, "size_vram": 0, "context_length": length}
+
+    def _entry(self, listed: _Listed) -> dict[str, Any]:
+        name = _tagged(listed.name)
+        return {"name": name, "model": name, "size": 0, "digest": _digest(listed), "details": _details(listed)}
+
+    def _shown(self, listed: _Listed) -> dict[str, Any]:
+        model = listed.view.model
+        facts: dict[str, Any] = {"general.architecture": "teimgr", "general.basename": listed.name}
+        if model is not None:
+            facts |= {"teimgr.context_length": model.max_input_length, "teimgr.embedding_length": model.dimension}
+        return {
+            "modelfile": f"FROM {_tagged(listed.name)}\n",
+            "parameters": "",
+            "template": "{{ .Prompt }}",
+            "details": _details(listed),
+            "model_info": facts,
+            "capabilities": ["embedding"],
+            "modified_at": self._since,
+        }
+
+
+def _kind(view: InstanceView) -> str | None:
+    return view.model.kind if view.model else view.spec.kind
+
+
+def _tagged(name: str) -> str:
+    return name if ":" in name.rpartition("/")[2] else name + _LATEST
+
+
+def _digest(listed: _Listed) -> str:
+    """64 hexadecimal digits that differ for each model and revision; clients show the first twelve."""
+    revision = listed.view.model.commit if listed.view.model else None
+    return hashlib.sha256(f"{listed.model_id}\0{revision or ''}".encode()).hexdigest()
+
+
+def _details(listed: _Listed) -> dict[str, Any]:
+    dtype = listed.view.model.dtype if listed.view.model else ""
+    return {
+        "parent_model": "",
+        "format": "safetensors",
+        "family": "",
+        "families": [],
+        "parameter_size": "",
+        "quantization_level": dtype,
+    }
+
+
+async def _named(request: Request) -> str:
+    """The `model`, or `name`, of a body.
+
+    Raises:
+        InvalidInput: it has neither.
+        TooLarge: the body is longer than any that has one.
+        SlowClient: it does not come.
+    """
+    text = await read_limited(request.stream(), _MAX_BODY_BYTES)
+    if text is None:
+        raise TooLarge(f"The request body is larger than the limit of {_MAX_BODY_BYTES} bytes")
+    if not text:
+        raise InvalidInput("missing request body")
+    try:
+        body = orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise InvalidInput(f"The body is no JSON: {error}") from error
+    given = body.get("model") or body.get("name") if isinstance(body, dict) else None
+    if not isinstance(given, str):
+        raise InvalidInput("model is required")
+    return given
+
+
+async def _version(request: Request) -> Response:
+    """The release of Ollama whose API this is."""
+    return _json({"version": API_VERSION, "server": f"teimgr {__version__}"})
+
+
+def _refusing(status: int, message: str) -> Callable[[Request], Awaitable[Response]]:
+    async def refuse(request: Request) -> Response:
+        return _response(refusal(OLLAMA, status, message))
+
+    return refuse
+
+
+def _json(value: Any) -> Response:
+    return Response(orjson.dumps(value), headers=dict(JSON_TYPE))
+
+
+def _response(reply: HttpReply) -> Response:
+    return Response(bytes(reply.body), reply.status, dict(reply.headers))
