@@ -1,0 +1,182 @@
+"""Footprints of models: the predicted figure, or the measured one, which is kept in a file beside the state file.
+
+A figure is of one model and revision, dtype, kind of device, version of the engine and batch budget (`figure_key`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.metadata
+import logging
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Protocol
+
+import orjson
+
+from teimgr import __version__
+from teimgr.control.ledger.ledger import Footprint
+from teimgr.control.ledger.prediction import ASSUMED, ASSUMED_ON_CARD, batch_bytes, predicted
+from teimgr.errors import TeimgrError
+from teimgr.files import write_atomically
+from teimgr.models import hub
+from teimgr.models.reading import read_layout
+from teimgr.models.weight_sizes import WeightSizes, weight_sizes
+
+log = logging.getLogger(__name__)
+
+_MAX_FIGURES = 10_000
+_SAME = 0.02
+"""A later measurement within this part of the kept figure is not written again."""
+_FIELDS = ("host_bytes", "device_bytes", "loading_bytes")
+
+
+class ModelOptions(Protocol):
+    """What a footprint depends on, of an `InstanceSpec` or a `WorkerSpec`."""
+
+    @property
+    def model_id(self) -> str: ...
+    @property
+    def revision(self) -> str | None: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def pooling(self) -> str | None: ...
+    @property
+    def kind(self) -> str | None: ...
+    @property
+    def trust_remote_code(self) -> bool: ...
+    @property
+    def max_batch_tokens(self) -> int: ...
+
+
+def figures_path(state_file: Path) -> Path:
+    """The file of measured figures, beside the state file."""
+    return state_file.with_name(f"{state_file.stem}.memory.json")
+
+
+class Footprints:
+    """The figures of all models. Used by the event loop; files are read on threads."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._path = path
+        self._measured: dict[str, Footprint] = {}
+        self._sizes: dict[tuple[object, ...], tuple[str, WeightSizes | None]] = {}
+        self._writing: asyncio.Task[None] | None = None
+
+    def load(self) -> None:
+        """Read the file; a broken one is left out, as every figure can be measured again. Blocking."""
+        if self._path is None:
+            return
+        try:
+            found = orjson.loads(self._path.read_bytes())["measured"]
+            self._measured = {
+                str(key): Footprint(**{name: int(figure[name]) for name in _FIELDS}, source="measured")
+                for key, figure in found.items()
+            }
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            log.warning("measured memory cannot be read, and is measured again: %s", error)
+
+    async def of(
+        self, spec: ModelOptions, device_kind: str = "cpu", roots: Sequence[str] | None = None, *, fresh: bool = True
+    ) -> Footprint:
+        """The measured footprint of a model, else the predicted one, else an assumption.
+
+        `device_kind` is "cpu" or the name of the card. Not `fresh`: files that were looked at before are not again.
+        """
+        known = _options(spec)
+        if fresh or known not in self._sizes:
+            self._sizes[known] = await asyncio.to_thread(_look, spec, roots)
+        return self.known(spec, device_kind)
+
+    def known(self, spec: ModelOptions, device_kind: str = "cpu") -> Footprint:
+        """As `of`, by the files as they were looked at last; an assumption where they never were."""
+        identity, sizes = self._sizes.get(_options(spec), ("", None))
+        on_card = device_kind != "cpu"
+        if found := self._measured.get(figure_key(spec, identity, device_kind)):
+            return found
+        if sizes is None:
+            return ASSUMED_ON_CARD if on_card else ASSUMED
+        return predicted(sizes, spec.dtype, spec.max_batch_tokens, on_card=on_card)
+
+    def room_for_a_batch(self, spec: ModelOptions, device_kind: str = "cpu") -> int:
+        """Host memory that the largest batch takes, which a worker that has just started does not show yet."""
+        _, sizes = self._sizes.get(_options(spec), ("", None))
+        return 0 if sizes is None or device_kind != "cpu" else batch_bytes(sizes, spec.max_batch_tokens)
+
+    def learn(self, spec: ModelOptions, device_kind: str, measured: Footprint) -> None:
+        """Keep what a worker of this model takes, also for the next daemon."""
+        identity, sizes = self._sizes.get(_options(spec), ("", None))
+        if sizes is None:  # its files came while it started, and a figure without their identity could be of others
+            return
+        key = figure_key(spec, identity, device_kind)
+        before = self._measured.pop(key, None)
+        self._measured[key] = measured
+        while len(self._measured) > _MAX_FIGURES:
+            del self._measured[next(iter(self._measured))]
+        if before is None or any(_differs(getattr(before, name), getattr(measured, name)) for name in _FIELDS):
+            self._write_soon()
+
+    def _write_soon(self) -> None:
+        if self._path is not None and (self._writing is None or self._writing.done()):
+            self._writing = asyncio.get_running_loop().create_task(self._write(), name="measured memory")
+
+    async def _write(self) -> None:
+        await asyncio.sleep(1.0)  # many workers become ready together
+        await asyncio.to_thread(self._save)
+
+    def _save(self) -> None:
+        assert self._path is not None
+        figures = {key: {name: getattr(it, name) for name in _FIELDS} for key, it in list(self._measured.items())}
+        try:
+            write_atomically(self._path, orjson.dumps({"version": 1, "measured": figures}), mode=0o600)
+        except OSError as error:
+            log.warning("measured memory cannot be written: %s", error)
+
+    async def close(self) -> None:
+        """Write what is not written yet."""
+        if self._writing is not None and not self._writing.done():
+            self._writing.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._writing
+            await asyncio.to_thread(self._save)
+
+
+def figure_key(spec: ModelOptions, identity: str, device_kind: str) -> str:
+    """What a measured figure is of, as one text."""
+    return "|".join((spec.model_id, identity, spec.dtype, device_kind, engine_version(), str(spec.max_batch_tokens)))
+
+
+@cache
+def engine_version() -> str:
+    """That of our engine and of torch."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return f"{__version__}+torch{importlib.metadata.version('torch')}"
+    return __version__
+
+
+def _options(spec: ModelOptions) -> tuple[object, ...]:
+    return spec.model_id, spec.revision, spec.pooling, spec.kind, spec.trust_remote_code
+
+
+def _look(spec: ModelOptions, roots: Sequence[str] | None) -> tuple[str, WeightSizes | None]:
+    """The identity of a model's files on this host, and their sizes; None where they are not here or cannot be read."""
+    try:
+        source = hub.find_here(spec.model_id, spec.revision, roots) or hub.find_packaged(spec.model_id)
+        if source is None:
+            return "", None
+        layout = read_layout(
+            source.path, spec.pooling, kind=spec.kind, trust_remote_code=spec.trust_remote_code, render=False
+        )
+        sizes = weight_sizes(layout)
+    except (TeimgrError, OSError):  # the worker reports it
+        return "", None
+    return source.sha or f"{sizes.file_bytes}.{sizes.changed_ns}", sizes
+
+
+def _differs(before: int, now: int) -> bool:
+    return abs(now - before) > _SAME * max(before, 1)

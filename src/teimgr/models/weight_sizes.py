@@ -1,0 +1,120 @@
+"""Sizes of a model's weights from the heads of its files, without reading the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from teimgr.errors import ModelLoadFailed
+from teimgr.models import bounded_json as model_json
+from teimgr.models.directory import files_below, weight_files
+from teimgr.models.layout import Backbone, Layout
+
+_MAX_HEAD_BYTES = 16 * 2**20
+_NARROW = ("F16", "BF16", "F8_E4M3", "F8_E5M2", "I8", "U8")
+_TABLES = ("embed", "wte", "wpe", "shared.weight", "lm_head")
+"""Parts of the names of tensors whose rows are looked up, and not multiplied."""
+_TOKENIZERS = ("tokenizer.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "tokenizer.model")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightSizes:
+    """What the heads of a model's files say.
+
+    `tables` of the `parameters` are in embedding tables. `is_wide`: none has 16 or 8 bits in the files, so that these
+    can be mapped as they are. `tokenizer_bytes` is the size of the tokenizer's largest file, `changed_ns` when the
+    newest file of weights was changed.
+    """
+
+    parameters: int = 0
+    tables: int = 0
+    file_bytes: int = 0
+    tokenizer_bytes: int = 0
+    hidden: int = 0
+    widest: int = 0
+    is_wide: bool = True
+    is_static: bool = False
+    changed_ns: int = 0
+
+
+def weight_sizes(layout: Layout) -> WeightSizes:
+    """Read the heads of all files of weights that `layout` names. Blocking.
+
+    Files of other formats count as float32 of their size.
+
+    Raises:
+        ModelLoadFailed: an index of shards is not what it should be.
+        OSError: a file cannot be read.
+    """
+    parameters = tables = file_bytes = newest = 0
+    is_wide = True
+    for file in dict.fromkeys(_files(layout)):
+        found = file.stat()
+        file_bytes += found.st_size
+        newest = max(newest, found.st_mtime_ns)
+        head = _head(file)
+        if not head:
+            parameters += found.st_size // 4
+        for name, tensor in head.items():
+            count = _elements(tensor)
+            parameters += count
+            tables += count * any(part in name for part in _TABLES)
+            is_wide = is_wide and tensor.get("dtype") not in _NARROW
+    config = layout.config.get("text_config") or layout.config
+    hidden = _number(config, "hidden_size", "d_model", "n_embd", "dim")
+    return WeightSizes(
+        parameters=parameters,
+        tables=tables,
+        file_bytes=file_bytes,
+        tokenizer_bytes=max(_tokenizer_sizes(layout.root), default=0),
+        hidden=hidden,
+        widest=max(hidden, _number(config, "intermediate_size", "d_ff", "n_inner", "hidden_dim") or 4 * hidden),
+        is_wide=is_wide,
+        is_static=layout.backbone is Backbone.STATIC,
+        changed_ns=newest,
+    )
+
+
+def _files(layout: Layout) -> Iterator[Path]:
+    for place in layout.weights:
+        if place.is_dir():
+            yield from weight_files(place)
+        elif place.is_file():
+            yield place
+
+
+def _head(file: Path) -> Mapping[str, Mapping[str, Any]]:
+    """The tensors of a safetensors file by name; empty for another one, which is judged by its size."""
+    if file.suffix != ".safetensors":
+        return {}
+    with file.open("rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        if not 0 < size <= _MAX_HEAD_BYTES:
+            return {}
+        try:
+            head = model_json.parse(opened.read(size), file.name)
+        except ModelLoadFailed:  # the load says what is wrong with it
+            return {}
+    if not isinstance(head, dict):
+        return {}
+    return {name: tensor for name, tensor in head.items() if name != "__metadata__" and isinstance(tensor, dict)}
+
+
+def _elements(tensor: Mapping[str, Any]) -> int:
+    count = 1
+    shape = tensor.get("shape")
+    for size in shape if isinstance(shape, list) else ():
+        count *= size if isinstance(size, int) and size >= 0 else 0
+    return count
+
+
+def _number(config: Mapping[str, Any], *keys: str) -> int:
+    return next((value for key in keys if isinstance(value := config.get(key), int)), 0)
+
+
+def _tokenizer_sizes(root: Path) -> Iterator[int]:
+    for path in files_below(root, depth=2):
+        if path.name in _TOKENIZERS:
+            yield path.stat().st_size

@@ -1,0 +1,80 @@
+"""A footprint is predicted from the heads of the files, measured once, and kept for the next daemon."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.support.models import build
+
+from teimgr.control.ledger.footprints import Footprints
+from teimgr.control.ledger.ledger import Footprint
+from teimgr.control.ledger.prediction import predicted
+from teimgr.models.weight_sizes import WeightSizes
+from teimgr.spec import InstanceSpec
+
+MIB = 2**20
+MINILM = WeightSizes(parameters=22_713_216, tables=11_917_824, tokenizer_bytes=466_247, hidden=384, widest=1536)
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory: pytest.TempPathFactory) -> InstanceSpec:
+    return InstanceSpec(name="a", model_id=str(build("bert", tmp_path_factory.mktemp("model"))))
+
+
+async def test_a_model_is_predicted_from_its_heads_until_it_is_measured(spec: InstanceSpec, tmp_path: Path) -> None:
+    kept = tmp_path / "state.memory.json"
+    found = Footprints(kept)
+    first = await found.of(spec)
+    assert first.source == "predicted"
+    assert 30 * MIB < first.host_bytes < 50 * MIB
+    measured = Footprint(host_bytes=33 * MIB, source="measured")
+    found.learn(spec, "cpu", measured)
+    await found.close()
+
+    next_daemon = Footprints(kept)
+    next_daemon.load()
+    assert await next_daemon.of(spec) == measured
+    for other in (replace(spec, dtype="bfloat16"), replace(spec, max_batch_tokens=512)):
+        assert (await next_daemon.of(other)).source == "predicted"
+    assert (await next_daemon.of(spec, "NVIDIA H100")).source == "predicted"
+
+
+async def test_other_weights_in_the_same_directory_have_no_measured_figure(tmp_path: Path) -> None:
+    spec = InstanceSpec(name="a", model_id=str(build("bert", tmp_path / "model")))
+    found = Footprints()
+    await found.of(spec)
+    found.learn(spec, "cpu", Footprint(host_bytes=MIB, source="measured"))
+    build("bert", tmp_path / "model", seed=1)
+    assert (await found.of(spec)).source == "predicted"
+
+
+async def test_a_model_that_is_not_here_is_assumed_and_not_learned() -> None:
+    found = Footprints()
+    spec = InstanceSpec(name="a", model_id="someone/not-here")
+    assert (await found.of(spec)).source == "assumed"
+    found.learn(spec, "cpu", Footprint(host_bytes=MIB))
+    assert (await found.of(spec)).source == "assumed"
+
+
+def test_a_broken_file_of_figures_is_left_out(tmp_path: Path) -> None:
+    kept = tmp_path / "state.memory.json"
+    for content in ("", "[]", '{"measured": {"a": 1}}', '{"measured": {"a": {"host_bytes": "x"}}}'):
+        kept.write_text(content)
+        Footprints(kept).load()
+
+
+@pytest.mark.parametrize(("dtype", "measured_mib"), [("float32", 106.0), ("bfloat16", 90.5)])
+def test_the_prediction_of_minilm_is_above_what_it_took_with_large_batches_by_at_most_a_quarter(
+    dtype: str, measured_mib: float
+) -> None:
+    found = predicted(MINILM, dtype, 16384, on_card=False).host_bytes / MIB
+    assert measured_mib <= found <= 1.25 * measured_mib
+
+
+def test_on_a_card_weights_and_batches_count_there() -> None:
+    small = predicted(MINILM, "bfloat16", 1024, on_card=True)
+    large = predicted(MINILM, "bfloat16", 32768, on_card=True)
+    assert large.device_bytes - small.device_bytes > 100 * MIB
+    assert predicted(MINILM, "float32", 1024, on_card=True).device_bytes - small.device_bytes > 40 * MIB
