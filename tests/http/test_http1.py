@@ -221,6 +221,7 @@ async def test_a_connection_too_many_is_closed_and_leaves_room_when_another_is_a
         b"",
         b"GET / HTTP/1.1\r\nhost: x\r\nx-slow: ",
         b"GET / HTTP/1.1\r\nhost: x\r\n\r\n" + b"GET / HTTP/1.1\r\nhost: x\r\n",
+        b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}" + b"GET / HTTP/1.1\r\nhost: x\r\n",
     ],
 )
 async def test_a_request_head_that_does_not_end_closes_the_connection(sent: bytes, h2: Any) -> None:

@@ -51,6 +51,7 @@ from teimgr.observability.memory import collect_garbage_rarely, raise_file_limit
 from teimgr.observability.memory_return import MemoryReturn
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.observability.telemetry import exporting, open_telemetry
+from teimgr.wire.gil_turns import use_short_turns
 from teimgr.wire.routing.router import Directory
 
 log = logging.getLogger(__name__)
@@ -169,6 +170,7 @@ class Daemon:
         that calls them.
         """
         log.info("daemon starts", extra=self._places())
+        use_short_turns()
         self.watchdog = LoopWatchdog("the daemon")
         self.metrics.sources.append(self._loop_page)
         for warning in (*self.settings.warnings(), *map(str, self.settings.missing_models())):

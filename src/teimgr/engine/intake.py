@@ -27,6 +27,7 @@ from teimgr.engine.job import Input, Job, Lane, Pair, characters
 from teimgr.engine.queue import EntryQueue, QueueEntry
 from teimgr.engine.tokenizer import TextTokenizer, TokenizeOptions
 from teimgr.errors import InvalidInput, Overloaded, TeimgrError, TokenizerFailed, Unavailable
+from teimgr.wire.gil_turns import short_turns
 from teimgr.wire.text_column import TextColumn
 
 log = logging.getLogger(__name__)
@@ -201,7 +202,8 @@ class Intake:
         """Like `_tokenize_next`, for long texts."""
         if (chunk := self._next_long()) is None:
             return False
-        entries, failures = self._tokenize(chunk)
+        with short_turns():
+            entries, failures = self._tokenize(chunk)
         if entries:
             self._queue.put(entries)
         if failures:

@@ -60,8 +60,7 @@ class ZeroVector(EmptyInput):
     """The text has no tokens; its dense vector is zero, and it has no other result."""
 
 
-@dataclass(frozen=True, slots=True)
-class InferOptions:
+class InferOptions(NamedTuple):
     """The options of a call, the same for all its inputs.
 
     `dimensions` keeps that many leading values of the dense vector, before `normalize` scales it to length 1; both

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,8 +59,7 @@ class TokenSpan:
     stop: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class TokenizeOptions:
+class TokenizeOptions(NamedTuple):
     """How to tokenize inputs.
 
     Too long ones are truncated at their end, or at their beginning where `left`, or refused where not `truncate`.
@@ -249,7 +248,7 @@ class TextTokenizer:
         Ids are taken as they are, unless there is a prompt: then they are decoded and tokenized again behind it.
         """
         if options.query and self._queries is not None:
-            encoded = self._queries.encode(inputs, replace(options, query=False))
+            encoded = self._queries.encode(inputs, options._replace(query=False))
             return TokenizedTexts.of([replace(one, query=True) if isinstance(one, Encoded) else one for one in encoded])
         if self._instruction_end is not None and any(self._instruction_end in one for one in _strings(inputs)):
             return TokenizedTexts.of([self._behind_instruction(one, options) for one in inputs])
@@ -269,7 +268,7 @@ class TextTokenizer:
         if not isinstance(item, str) or end not in item:
             return self._one_by_one([item], options, self._bound(options))[0]
         at = item.index(end) + len(end)
-        own = replace(options, prompt=options.prompt + item[:at])
+        own = options._replace(prompt=options.prompt + item[:at])
         try:
             self.prompt_len(own.prompt)
         except TeimgrError as error:

@@ -302,11 +302,7 @@ class HttpProtocol(HttpToolsProtocol):
         start, size, until = 0, len(data), 0.0
         try:
             while start < size and len(self.pipeline) < _MAX_PIPELINED:
-                end = (
-                    size
-                    if self._body_left == size - start and not self._is_in_head
-                    else self._end_of_piece(data, start)
-                )
+                end = self._end_of_piece(data, start)
                 self._overhead += end - start
                 try:
                     self.parser.feed_data(data if end - start == size else memoryview(data)[start:end])
@@ -314,6 +310,8 @@ class HttpProtocol(HttpToolsProtocol):
                 except httptools.HttpParserUpgrade as upgrade:
                     start += upgrade.args[0]
                     self._ignore_upgrade()
+                if self._is_in_message and self._is_in_head and not self._overhead:  # the next head has begun
+                    self._overhead = size
                 if self._overhead > _MAX_HEAD_BYTES:
                     self.send_400_response(f"The head of the request is over {_MAX_HEAD_BYTES} bytes.")
                     return
@@ -339,8 +337,13 @@ class HttpProtocol(HttpToolsProtocol):
             self._after_feed()
 
     def _end_of_piece(self, data: bytes, start: int) -> int:
-        """Where a head or a body ends, or the trailers may, else the end of `data` or of a piece of it."""
+        """Where a head or a body ends, or the trailers may, else the end of `data` or of a piece of it.
+
+        Data that is short and ends at most one head is one piece: it makes no two requests.
+        """
         end = len(data)
+        if not start and end <= _PIECE_BYTES and data.find(_HEAD_END) == data.rfind(_HEAD_END):
+            return end
         if not self._is_in_head:
             if self._body_left is not None:
                 return min(end, start + self._body_left)

@@ -24,9 +24,6 @@ HELD_S = 0.2
 _LOOK_S = 0.1
 _LOOKS = 5  # of which the last asks in any case
 _BUSY_PART = 0.8
-# A thread that computes gives the GIL to the loop after so long, ten times earlier than Python's default: each callback
-# of the loop may have to wait for it.
-_SWITCH_INTERVAL_S = 0.0005
 _ALARM_S = 600.0
 """How long a held loop is an alarm."""
 _SHOWN_CHARS = 80
@@ -34,10 +31,7 @@ _COUNTS_BYTES = 96  # of three numbers
 
 
 class LoopWatchdog:
-    """Watches the loop that runs when it is made, until `stop`. Any thread may read `held`, a count, and `held_s`.
-
-    From its start on the process's threads take shorter turns with the GIL.
-    """
+    """Watches the loop that runs when it is made, until `stop`. Any thread may read `held`, a count, and `held_s`."""
 
     def __init__(self, name: str) -> None:
         self.held = 0
@@ -48,7 +42,6 @@ class LoopWatchdog:
         self._loop_times = _ThreadTimes()
         self._own_times = self._loop_times  # of the watchdog's thread, once it runs
         self._last: tuple[float, str] | None = None
-        sys.setswitchinterval(_SWITCH_INTERVAL_S)
         self._running = threading.Lock()  # held until `stop`: one call waits for it, where an event takes fifteen
         self._running.acquire()
         self._thread = threading.Thread(target=self._run, name="loop-watchdog", daemon=True)

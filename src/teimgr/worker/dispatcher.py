@@ -20,6 +20,7 @@ from teimgr.http.byte_budget import ByteBudget
 from teimgr.observability.request_context import CURRENT, RequestContext, use_context
 from teimgr.spec import WorkerSpec
 from teimgr.wire.freeing import free
+from teimgr.wire.gil_turns import short_turns
 from teimgr.worker.calls import CallReply, DeferredReply, FairLimiter, WorkerCall, max_token_bytes
 from teimgr.worker.lists import ListSubmission, lists_of, prompts_of
 from teimgr.worker.submission import Encode, Part, Submission
@@ -281,7 +282,8 @@ class Dispatcher:
             self._loop.call_soon_threadsafe(self._finish_all, outcomes)
 
     async def off_loop(self, work: Callable[..., ResultT], *arguments: object) -> ResultT:
-        return await self._loop.run_in_executor(self._codec, work, *arguments)
+        with short_turns():
+            return await self._loop.run_in_executor(self._codec, work, *arguments)
 
     def free_off_loop(self, value: object) -> None:
         """Once `value` is of no more use, free what is in it in parts, on a thread: one call could take 30 ms."""
@@ -289,11 +291,12 @@ class Dispatcher:
 
     def _free_members(self, members: dict[str, Any]) -> None:
         with suppress(RuntimeError):  # the process is stopping
-            self._codec.submit(free, members)
+            self._codec.submit(_freed_in_short_turns, members)
 
     async def on_tokenizer_thread(self, work: Callable[..., ResultT], *arguments: object) -> ResultT:
         """Run `work` that tokenizes texts of a caller, so that the codecs of all others need not wait for it."""
-        return await self._loop.run_in_executor(self._tokenizing, work, *arguments)
+        with short_turns():
+            return await self._loop.run_in_executor(self._tokenizing, work, *arguments)
 
     async def _encode_deferred(self, call: WorkerCall, job: Job, deferred: DeferredReply) -> None:
         if call in self._call_limiter:  # and stays there: its memory is at its largest now
@@ -401,3 +404,8 @@ def masked(error: Exception, context: RequestContext | None = None) -> Internal:
     with use_context(context or CURRENT.get()):
         log.error("request failed", exc_info=error)
     return Internal("Internal error: see the worker's log")
+
+
+def _freed_in_short_turns(members: dict[str, Any]) -> None:
+    with short_turns():
+        free(members)

@@ -121,7 +121,7 @@ class TeiTruncation(http.Body):
             outputs=frozenset({output}),
             truncate=served.spec.auto_truncate if self.truncate is None else self.truncate,
             truncation_left=self.truncation_direction.lower() == "left",
-            names_side="truncation_direction" in self.model_fields_set,
+            names_side="truncation_direction" in self.__pydantic_fields_set__,
             **more,
         )
 
