@@ -460,7 +460,8 @@ class LoadedModel:
     may be asked of a dense vector where its files cut it to fewer, `dimension`; else 0. `warnings` are about the
     model's files: keys without effect, and contradictions. `code` is the code of models' own that runs: each repository
     with its commit and its files. `listwise`: a reranker whose scores depend on all documents of a query; then
-    `multi_vector_dimension` is that of what it compares.
+    `multi_vector_dimension` is that of what it compares. `space` is the SHA-256 of all that decides what a vector means
+    (`engine/space`), `precision` the class of its element type: fp32, 16-bit or int8.
     """
 
     model_id: str
@@ -491,6 +492,8 @@ class LoadedModel:
     warnings: tuple[str, ...] = ()
     code: tuple[str, ...] = ()
     listwise: bool = False
+    space: str = ""
+    precision: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}

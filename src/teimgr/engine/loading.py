@@ -25,6 +25,7 @@ from teimgr.engine.model import Model, load_model
 from teimgr.engine.queue import BatchLimits
 from teimgr.engine.reference_cache import ReferenceCache, reference_key
 from teimgr.engine.runner import return_freed_memory
+from teimgr.engine.space import SpaceDigest, precision_class
 from teimgr.engine.tokenizer import Prompts, TextTokenizer
 from teimgr.engine.tokenizer_checks import contradictions
 from teimgr.engine.tokenizer_library import is_panic, tokenizer_faults
@@ -67,9 +68,9 @@ class EngineOptions:
     """What to load and where.
 
     `device` is "cpu" or "cuda" (the one visible GPU); `core_load` is the file of `core_load.CoreLoad`, `references` the
-    folder of `reference_cache`, if any; `max_queued_tokens` is per lane. `model_sha` is the requested revision,
-    `commit` what it resolved to; both only go into `LoadedModel`, as does `code`. `code_revision` is of the other
-    repositories that the code of a trusted model is in.
+    folder of `reference_cache`, `spaces` that of `space`, if any; `max_queued_tokens` is per lane. `model_sha` is the
+    requested revision, `commit` what it resolved to; both only go into `LoadedModel`. `code` goes there too, and into
+    the space. `code_revision` is of the other repositories that the code of a trusted model is in.
     """
 
     path: Path
@@ -88,6 +89,7 @@ class EngineOptions:
     threads: int = 1
     core_load: Path | None = None
     references: Path | None = None
+    spaces: Path | None = None
     max_batch_tokens: int = 16384
     max_batch_requests: int | None = None
     max_queued_tokens: int = 2_000_000
@@ -171,6 +173,9 @@ def _load(options: EngineOptions) -> EngineParts:
     _check_room(layout, options, tokenizer.special_tokens + 1)
     with tokenizer_faults(layout):
         inputs = probe_inputs(layout, tokenizer)
+    of_others = tuple(each for each in options.code if not each.startswith(options.model_id))
+    space = SpaceDigest(layout, tokenizer, prompts, of_others, options.threads, options.spaces)
+    space.begin()
     try:
         model, choice = _chosen(layout, device, options, inputs)
         max_batch_tokens = options.max_batch_tokens
@@ -213,6 +218,8 @@ def _load(options: EngineOptions) -> EngineParts:
         warnings=warnings,
         code=options.code,
         listwise=layout.listwise is not None,
+        space=space.result(),
+        precision=precision_class(str(choice.dtype).removeprefix("torch.")),
     )
     log.info(
         "%s on %s in %s, %s (attention: %s), cosine to float32 on known texts: mean %.6f, lowest %.6f, "

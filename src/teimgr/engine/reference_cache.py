@@ -12,10 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-import stat
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,8 +25,8 @@ from torch import Tensor
 
 from teimgr.engine.batch import Encoded
 from teimgr.engine.job import Output
+from teimgr.engine.kept_files import KeptFile, files_of, identities, identity
 from teimgr.engine.native_library import native_library
-from teimgr.files import write_atomically
 from teimgr.models.layout import Layout
 
 log = logging.getLogger(__name__)
@@ -52,53 +49,23 @@ class KnownReference:
 
 
 class ReferenceCache:
-    """The file of one model in `folder`, which is made where it is missing.
-
-    Only files of this user that no one else may write are read; damaged ones count as missing. Errors of the disk are
-    logged: a load never fails because of them.
-    """
+    """The file of one model in `folder`; damaged ones count as missing."""
 
     def __init__(self, folder: Path, key: str) -> None:
-        self._folder = folder
-        self._path = folder / f"{key}{_SUFFIX}"
+        self._file = KeptFile(folder / f"{key}{_SUFFIX}", MAX_BYTES, MAX_FILES)
 
     def read(self) -> KnownReference | None:
-        try:
-            content = _read_own(self._folder, self._path)
-        except FileNotFoundError:
+        if (content := self._file.read()) is None:
             return None
-        except OSError as error:
-            log.warning("known reference results are not used: %s", error)
-            return None
-        known = _parsed(content)
-        if known is None:
-            log.warning("damaged reference results: %s", self._path)
-        else:
-            with suppress(OSError):
-                os.utime(self._path)  # the files that were not used for longest go first
+        if (known := _parsed(content)) is None:
+            log.warning("damaged reference results: %s", self._file.path)
         return known
 
     def write(self, known: KnownReference) -> None:
-        content = _content(known)
-        if len(content) > MAX_BYTES:
-            return
-        try:
-            self._folder.mkdir(mode=0o700, exist_ok=True)
-            _check_own(self._folder.lstat(), self._folder)
-            write_atomically(self._path, content, mode=0o600)
-            self._remove_oldest()
-        except OSError as error:
-            log.warning("reference results are not kept: %s", error)
+        self._file.write(_content(known))
 
     def discard(self) -> None:
-        with suppress(OSError):
-            self._path.unlink(missing_ok=True)
-
-    def _remove_oldest(self) -> None:
-        """Keep the `MAX_FILES` files that were used last; a half-written one counts too."""
-        files = [(entry.stat().st_mtime_ns, entry.path) for entry in os.scandir(self._folder)]
-        for _, path in sorted(files, reverse=True)[MAX_FILES:]:
-            Path(path).unlink(missing_ok=True)
+        self._file.discard()
 
 
 def reference_key(layout: Layout, dtype: str, inputs: Sequence[Encoded]) -> str | None:
@@ -112,14 +79,9 @@ def reference_key(layout: Layout, dtype: str, inputs: Sequence[Encoded]) -> str 
         return None
     folders = {layout.root.resolve(), layout.transformer_dir.resolve(), layout.weights_dir.resolve()}
     folders |= {adapter.weights.parent.resolve() for adapter in layout.adapters}
-    found: list[tuple[object, ...]] = []
     try:
-        for folder in sorted(folders):
-            for path in _files(folder):
-                if len(found) == _MAX_MODEL_FILES:
-                    return None
-                found.append(_identity(path))
-        engine = [_identity(path) for path in _files(Path(__file__).parent) if not path.endswith(".pyc")]
+        found = identities(folders, _MAX_MODEL_FILES)
+        engine = [identity(path) for path in files_of(Path(__file__).parent) if not path.endswith(".pyc")]
     except OSError as error:
         log.info("no reference results are kept: %s", error)
         return None
@@ -136,35 +98,6 @@ def reference_key(layout: Layout, dtype: str, inputs: Sequence[Encoded]) -> str 
         types = None if each.type_ids is None else each.type_ids.tolist()
         digest.update(repr((each.ids.tolist(), types, each.keys, each.prompt_tokens, each.query)).encode())
     return digest.hexdigest()
-
-
-def _files(folder: Path) -> Iterator[str]:
-    for root, folders, names in os.walk(folder):
-        folders.sort()
-        yield from (os.path.join(root, name) for name in sorted(names))  # noqa: PTH118  hundreds at each load
-
-
-def _identity(path: str) -> tuple[object, ...]:
-    """Of a file, or of that which a link leads to, as in the cache of the hub."""
-    found = os.stat(path)  # noqa: PTH116
-    return path, found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
-
-
-def _read_own(folder: Path, path: Path) -> bytes:
-    """Raises OSError: it is missing, or someone else may have written it, or it is too large."""
-    _check_own(folder.lstat(), folder)
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-    with os.fdopen(descriptor, "rb") as file:
-        found = os.fstat(descriptor)
-        _check_own(found, path)
-        if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_BYTES:
-            raise OSError(f"{path} is not a file of at most {MAX_BYTES} bytes")
-        return file.read(MAX_BYTES)
-
-
-def _check_own(found: os.stat_result, path: Path) -> None:
-    if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or stat.S_ISLNK(found.st_mode):
-        raise PermissionError(f"{path} can be written by other users")
 
 
 def _content(known: KnownReference) -> bytes:

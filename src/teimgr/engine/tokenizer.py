@@ -115,6 +115,10 @@ class Prompts:
     def names(self) -> tuple[str, ...]:
         return tuple(self._texts)
 
+    def facts(self) -> dict[str, object]:
+        """The texts by name, the default one, and whether it goes to the role of queries: a part of the space."""
+        return {"texts": self._texts, "default": self._default, "query": self._default_query}
+
     def tokenize_options(self, options: InferOptions) -> TokenizeOptions:
         """Raises InvalidInput where the model has no prompt of that name."""
         query = self._default_query if options.prompt_name is None else self._is_query(options.prompt_name)
@@ -204,6 +208,10 @@ class TextTokenizer:
             prefix = 0 if self._roles is None else max(len(role.prefix) for role in self._roles.values())
             specials = tokenizer.num_special_tokens_to_add(is_pair=False) if self._add_specials else 0
             self.special_tokens = prefix + specials
+
+    def all(self) -> tuple[TextTokenizer, ...]:
+        """This tokenizer, and that of queries where these have their own."""
+        return (self,) if self._queries is None else (self, self._queries)
 
     def prompt_len(self, prompt: str) -> int:
         """How many leading tokens pooling leaves out for this prompt: 0 for nearly every model.

@@ -77,6 +77,7 @@ _LEFT_POLL_S = 0.05
 _HANG_CHECK_S = 0.5
 _CORE_LOAD_FILE = "cores"  # in the run directory, which the workers of a daemon share
 _REFERENCES_FOLDER = "references"  # likewise
+_SPACES_FOLDER = "spaces"  # likewise
 _MAX_REASON_CHARS = 4096  # a status is one frame of the daemon's control link, which is bounded
 # Failures to load that the same files and flags will cause again, and those subclasses that may pass on their own.
 _PERMANENT = (Refused, Broken, OutOfDeviceMemory)
@@ -270,6 +271,7 @@ class Worker:
             threads=self._threads.own,
             core_load=None if spec.gpu else self.run_dir / _CORE_LOAD_FILE,
             references=None if spec.gpu else self.run_dir / _REFERENCES_FOLDER,
+            spaces=self.run_dir / _SPACES_FOLDER,
             max_batch_tokens=spec.max_batch_tokens,
             max_batch_requests=spec.max_batch_requests,
             max_queued_tokens=self._dispatcher.max_bytes,  # the dispatcher is the bound: a token has a byte or more

@@ -275,7 +275,7 @@ def reap(pid: int) -> int | None:
 
 _WORKER_FILE = re.compile(r"([0-9a-f]{12})\.(sock|json|exit|json\.tmp)")
 _OTHER_FILE = re.compile(
-    r"mux-.*|nursery\.(log.*|run)|standby\.run|daemon\.lock|cores|references|agent\.sock|bridge\.log.*|ray"
+    r"mux-.*|nursery\.(log.*|run)|standby\.run|daemon\.lock|cores|references|spaces|agent\.sock|bridge\.log.*|ray"
     r"|ray\.(log.*|run)"
 )
 

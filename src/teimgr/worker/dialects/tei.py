@@ -461,6 +461,8 @@ def info(served: http.ServedModel) -> dict[str, Any]:
         "default_prompt_name": model.default_prompt_name,
         "warnings": list(model.warnings),
         "code": list(model.code),
+        "space": model.space,
+        "precision": model.precision,
     }
 
 
