@@ -58,6 +58,10 @@ class Code(IntEnum):
     STATE_NOT_SAVED = 40
     STORAGE_FULL = 41
     NO_HOST = 42
+    TOKEN_RATE_EXCEEDED = 46
+    DAILY_TOKENS_EXCEEDED = 47
+    CONCURRENT_TOKENS_EXCEEDED = 48
+    CALL_OVER_QUOTA = 49
     MODEL_LOAD_FAILED = 64
     INFERENCE_FAILED = 65
     INTERNAL_ERROR = 66
@@ -308,6 +312,30 @@ class Overloaded(TryLater, code=Code.OVERLOADED):
     def __init__(self, message: str = "Model is overloaded", retry_after_s: float | None = None) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class TenantQuotaReached(TryLater):
+    """A quota of the caller's key does not allow the call now."""
+
+    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class TokenRateExceeded(TenantQuotaReached, code=Code.TOKEN_RATE_EXCEEDED):
+    """The key has used its tokens a second."""
+
+
+class DailyTokensExceeded(TenantQuotaReached, code=Code.DAILY_TOKENS_EXCEEDED):
+    """The key has used its tokens of the day, which begins at midnight in UTC."""
+
+
+class ConcurrentTokensExceeded(TenantQuotaReached, code=Code.CONCURRENT_TOKENS_EXCEEDED):
+    """Too many tokens of the key are in flight."""
+
+
+class CallOverQuota(Refused, code=Code.CALL_OVER_QUOTA):
+    """The call alone has more tokens than a quota of the caller's key: it is never admitted."""
 
 
 class OutOfDeviceMemory(TryLater, code=Code.OUT_OF_DEVICE_MEMORY):

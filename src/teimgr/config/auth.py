@@ -20,10 +20,16 @@ from teimgr.http.auth.policy import DEFAULT_MAX_WORKERS, MIN_KEY_CHARS, Certific
 from teimgr.http.auth.tls_files import TlsFiles
 from teimgr.spec import declared
 from teimgr.spec import key as _key
+from teimgr.wire.tenants.policy import Limits
+from teimgr.wire.tenants.table import TenantKey
 
 MTLS, API_KEYS = "mtls", "api_keys"
 PROVIDERS = (MTLS, API_KEYS)
 
+PRIORITIES = ("high", "normal", "low")
+_BURST_S = 10
+_MAX_TOKENS = 10**9
+_MAX_DAILY_TOKENS = 10**12
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _SOURCES = ("key", "key_sha256", "key_file", "key_env")
 
@@ -71,6 +77,15 @@ class ApiKeyEntry:
     max_workers: int = _key(
         DEFAULT_MAX_WORKERS, "workers that its instances may have together, if it is for some instances", 1, 65536
     )
+    tokens_per_second: int | None = _key(None, "tokens a second that its calls may have", 1, _MAX_TOKENS)
+    burst_tokens: int | None = _key(
+        None, "tokens at once after a pause, and so the largest call; absent: those of 10 seconds", 1, _MAX_TOKENS
+    )
+    tokens_per_day: int | None = _key(None, "tokens a day, from midnight in UTC", 1, _MAX_DAILY_TOKENS)
+    concurrent_tokens: int | None = _key(None, "tokens of calls that are not answered yet", 1, _MAX_TOKENS)
+    weight: int = _key(1, "its share of a busy instance, relative to those of other keys", 1, 1000)
+    priority: Literal["high", "normal", "low"] = _key("normal", "its calls go before those of keys with a lower one")
+    shadow: bool = _key(False, "count the calls that its quotas would refuse, and refuse none")
 
     def __post_init__(self) -> None:
         # A key that is too short, or given twice, is refused by the rules.
@@ -87,6 +102,14 @@ class ApiKeyEntry:
         return Key(
             self.name, self.key_sha256 or digest(self._secret(environ)), self.rights, self.instances, self.max_workers
         )
+
+    @property
+    def tenant(self) -> TenantKey:
+        """Its quotas and share, as they are written for the workers."""
+        rate = self.tokens_per_second or 0
+        burst = self.burst_tokens or min(rate * _BURST_S, _MAX_TOKENS)
+        limits = Limits(rate, burst if rate else 0, self.tokens_per_day or 0, self.concurrent_tokens or 0)
+        return TenantKey(self.name, limits, self.shadow, self.weight, PRIORITIES.index(self.priority))
 
     def _secret(self, environ: Mapping[str, str]) -> str:
         if self.key_file is not None:
@@ -223,6 +246,8 @@ def _wrong_with(key: ApiKeyEntry, path: str) -> Iterator[ConfigFault]:
         yield ConfigFault(f"{path}.rights", "cannot be empty: give some of admin, inference, read")
     if key.instances is not None and not all(chain(key.instances, (key.instances,))):
         yield ConfigFault(f"{path}.instances", "neither the list nor a name in it can be empty; absent: all instances")
+    if key.burst_tokens is not None and key.tokens_per_second is None:
+        yield ConfigFault(f"{path}.burst_tokens", "has no meaning without tokens_per_second")
     if len(given) != 1:
         yield ConfigFault(path, f"give one of {', '.join(_SOURCES)} (got {' and '.join(given) or 'none'})")
     elif key.key_sha256 is not None and not _SHA256.fullmatch(key.key_sha256):

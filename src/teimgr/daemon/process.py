@@ -31,6 +31,7 @@ from teimgr.control.placement.hosts import LeavingHosts
 from teimgr.control.placement.planner import GpuInventory, InventorySource
 from teimgr.control.placement.preflight import Preflight
 from teimgr.control.registry.registry import Registry
+from teimgr.control.sharing.tenants import TenantRegistry
 from teimgr.control.supervision.manager import Manager
 from teimgr.control.supervision.muxes import Muxes
 from teimgr.control.supervision.reload import Reloader
@@ -39,7 +40,7 @@ from teimgr.control.supervision.worker_run import FleetProber
 from teimgr.daemon.systemd import Notifier
 from teimgr.errors import InvalidConfig, TeimgrError
 from teimgr.files import ensure_home
-from teimgr.http.auth.policy import PolicyInForce
+from teimgr.http.auth.policy import Policy, PolicyInForce
 from teimgr.http.server import bind
 from teimgr.http.unix_listener import UnixListener, bind_unix
 from teimgr.observability import catalogue, logs
@@ -92,6 +93,7 @@ class Daemon:
         self.telemetry = open_telemetry(exporting(settings, "daemon"))
         self.directory = Directory()
         self.directory.set_defaults(settings.default_instances)
+        self.tenants = TenantRegistry(settings.run_dir, settings.state_file)
         self.policy = PolicyInForce(policy_of(settings.auth))
         self.events = EventLog()
         # Processes: workers and muxes
@@ -148,6 +150,7 @@ class Daemon:
             registry=self.registry,
             gateway=self.gateway,
             gpu_report=self.gpu_report,
+            tenants=self.tenants,
             policy=self.policy,
             event_log=self.events,
             live_probe=FleetProber(self.directory, float(settings.health_probe_timeout_secs), identity),
@@ -180,6 +183,7 @@ class Daemon:
         with self._unix_listener() as unix, self._signals():
             try:
                 await self.manager.restore()
+                self.policy.swap(self._policy_of(self.settings))  # the state file is ours, and so are the tenants
                 self.events.note(self.manager.list())  # later changes are events
                 for notice in self.reloader.notices():
                     log.warning(notice)
@@ -200,6 +204,7 @@ class Daemon:
                         self.muxes.running(),
                         self.page.running() if self.page else contextlib.nullcontext(),
                         self.batches.running() if self.batches else contextlib.nullcontext(),
+                        self.tenants.running(),
                     ):
                         addresses = {"rest": f"{self.settings.api_host}:{self.settings.api_port}"}
                         if self.settings.grpc_enabled:
@@ -255,6 +260,7 @@ class Daemon:
         if self.cluster is not None:
             await self.cluster.forwarding.close()
         await self.launcher.close()
+        self.tenants.close()
         await asyncio.to_thread(self.telemetry.close)
         log.info("stopped")
 
@@ -282,6 +288,7 @@ class Daemon:
             self.preflight,
             self.webhooks,
             self.reloader,
+            self.tenants,
         )
         return [alarm for part in (*parts, self.batches, self.cluster) if part for alarm in part.alarms()]
 
@@ -319,13 +326,17 @@ class Daemon:
             for number in handlers:
                 loop.remove_signal_handler(number)
 
+    def _policy_of(self, settings: Settings) -> Policy:
+        keys = settings.auth.api_keys if settings.auth else ()
+        return self.tenants.configure(policy_of(settings.auth), [key.tenant for key in keys])
+
     def _apply(self, settings: Settings) -> None:
         """Apply the keys of a reload that need no restart.
 
         Raises:
             InvalidConfig: an authentication file cannot be read; nothing has changed.
         """
-        policy = policy_of(settings.auth)
+        policy = self._policy_of(settings)
         logs.setup(settings.log_level, settings.log_format)
         self.policy.swap(policy)
         self.gateway.reconfigure(settings)

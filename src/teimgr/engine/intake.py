@@ -22,6 +22,7 @@ from typing import Protocol
 import numpy as np
 
 from teimgr.engine.batch import TokenizedTexts
+from teimgr.engine.charging import Charging
 from teimgr.engine.finisher import Failures, Finisher
 from teimgr.engine.job import Input, Job, Lane, Pair, characters
 from teimgr.engine.queue import EntryQueue, QueueEntry
@@ -127,6 +128,7 @@ class Intake:
         self._queries = queries
         lock = threading.RLock()
         self._changed, self._long_changed = threading.Condition(lock), threading.Condition(lock)
+        self._charging = Charging()
         self._tokenizing = threading.Lock()  # held by the thread that tokenizes
         self._inbox: dict[Lane, deque[_Pending]] = {lane: deque() for lane in Lane}
         self._long: dict[Lane, dict[_Pending, deque[int]]] = {lane: {} for lane in Lane}  # rows, by job
@@ -206,8 +208,8 @@ class Intake:
             entries, failures = self._tokenize(chunk)
         if entries:
             self._queue.put(entries)
-        if failures:
-            self._finisher.put(Failures(failures, []))
+        if failures or chunk.empty:
+            self._finisher.put(Failures(failures, chunk.empty))
         self._count_tokenized(chunk.parts)
         return True
 
@@ -219,7 +221,7 @@ class Intake:
         except BaseException:  # a panic of the library, which ends the thread that meets it: not this one
             self._put_back(chunk.parts)
             return []
-        failed = {job for job, _, _ in failures}
+        failed = {job for job, _, _ in failures}.union(chunk.empty)
         self._put_back([part for part in chunk.parts if part[0].job in failed])
         self._count_tokenized([part for part in chunk.parts if part[0].job not in failed])
         return entries
@@ -247,7 +249,8 @@ class Intake:
         if self._inbox[Lane.BULK] or not 0 < len(waiting) <= _AT_ONCE_TEXTS:
             return False
         chars = sum([each.job.chars + len(each.options.prompt) for each in waiting])
-        is_little = chars <= _AT_ONCE_CHARS and all(len(each.job.inputs) == 1 for each in waiting)
+        are_single = all(len(each.job.inputs) == 1 and each.job.refused is None for each in waiting)
+        is_little = chars <= _AT_ONCE_CHARS and are_single
         return is_little and self._queries.is_idle()
 
     def estimate(self, job: Job, options: TokenizeOptions) -> int:
@@ -283,7 +286,8 @@ class Intake:
             for lane in Lane:
                 self._inbox[lane].clear()
                 self._long[lane].clear()
-            return [(pending.job, row, error) for pending, rows in (*left, *long) for row in rows]
+            held = self._charging.drain(error)
+            return [*held, *((pending.job, row, error) for pending, rows in (*left, *long) for row in rows)]
 
     def _next_chunk(self) -> _Chunk | None:
         with self._changed:
@@ -315,6 +319,7 @@ class Intake:
                 if pending.job.cancelled:
                     self._estimates[pending.job.lane] -= pending.estimate
                     pending.estimate = 0
+                    self._charging.forget(pending.job)
                     continue
                 row = rows.popleft()
                 chunk.parts.append((pending, range(row, row + 1)))
@@ -356,6 +361,11 @@ class Intake:
             texts = pending.job.inputs
             if pending.job.cancelled:
                 self._estimates[pending.job.lane] -= pending.estimate
+                self._charging.forget(pending.job)
+                continue
+            if pending.job.refused is not None:  # by `start`
+                self._estimates[pending.job.lane] -= pending.estimate
+                chunk.empty.append(pending.job)
                 continue
             if not texts:
                 chunk.empty.append(pending.job)
@@ -381,7 +391,7 @@ class Intake:
             self._long_changed.notify()
 
     def _tokenize(self, chunk: _Chunk) -> tuple[list[QueueEntry], list[tuple[Job, int, TeimgrError]]]:
-        """The entries of a chunk, and the rows that cannot be tokenized."""
+        """The entries of a chunk, and the rows that cannot be tokenized; jobs that are refused join its empty ones."""
         entries: list[QueueEntry] = []
         failures: list[tuple[Job, int, TeimgrError]] = []
         groups: dict[TokenizeOptions, list[tuple[Job, range]]] = {}
@@ -400,6 +410,10 @@ class Intake:
                         else:
                             entries.append(QueueEntry(job, places + rows.start if rows.start else places, result))
                     begin += len(rows)
+        if any(pending.job.account for pending, _ in chunk.parts):
+            jobs = dict.fromkeys(pending.job for pending, _ in chunk.parts)
+            entries, failures, refused = self._charging.admit(jobs, entries, failures)
+            chunk.empty.extend(refused)
         now = time.monotonic_ns()
         for entry in entries:
             entry.mark_enqueued(now)

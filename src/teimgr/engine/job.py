@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,6 +56,19 @@ class SparseRow(NamedTuple):
 Input = str | Pair | NDArray[np.int32] | None
 
 
+class Account(Protocol):
+    """Whom a job is charged to. Any thread may call it."""
+
+    def charge(self, tokens: int) -> TeimgrError | None:
+        """Charge the tokens of the whole job before one is computed; the reason where that is refused."""
+
+    def took(self, tokens: int) -> None:
+        """Tokens of the job have left the queue for a batch."""
+
+    def settle(self, computed: int | None) -> None:
+        """The job is over: refund what was not computed; None: what was not taken. No-op where it was called before."""
+
+
 class ZeroVector(EmptyInput):
     """The text has no tokens; its dense vector is zero, and it has no other result."""
 
@@ -98,6 +111,7 @@ class Job:
         tokens_of      N × float32 [tokens, hidden]    TOKENS
         multi_vectors  N × float32 [kept, projected]   MULTI_VECTOR
 
+    `account` is charged before the job's rows are queued; where it refuses, the job is delivered with `refused` alone.
     `cut_to` are the dimensions that dense vectors are cut to, None for all; with `is_rounded` they become the integers
     of the model. `chars` counts ids where an input is given as ids. The three times are means over the served rows:
     from submission to queue, from queue to the start of the batch, and the duration of the batch the row rode in.
@@ -108,6 +122,8 @@ class Job:
     lane: Lane
     deadline: float | None = None
     context: object = None
+    account: Account | None = field(default=None, init=False)
+    refused: TeimgrError | None = field(default=None, init=False)
     cancelled: bool = field(default=False, init=False)
     vectors: NDArray[np.float32] = field(init=False)
     scores: NDArray[np.float32] = field(init=False)
@@ -152,6 +168,14 @@ class Job:
     def cancel(self) -> None:
         """From any thread: rows not yet started are skipped, and the job is never delivered."""
         self.cancelled = True
+
+    def charge_to(self, account: Account) -> None:
+        """Before it is submitted."""
+        self.account = account
+
+    def refuse(self, error: TeimgrError) -> None:
+        """None of its rows will be computed; it is delivered with this error."""
+        self.refused, self.remaining = error, 0
 
     def fill(self, vectors: NDArray[np.float32], scores: NDArray[np.float32], sparse: list[SparseRow | None]) -> None:
         """Set placeholder results; `sparse` only if it was requested."""

@@ -61,6 +61,12 @@ class NativeLibrary:
         self.pool_mean, self.scale_rows, self.finite_rows = (getattr(library, name) for name in _VECTORS)
         size_of, wordpiece_size = library.struct_size, library.wordpiece_size
         size_of.restype = wordpiece_size.restype = ctypes.c_int64
+        quick = ctypes.PyDLL(library._name, handle=library._handle)  # keeps the GIL: they take less time than that does
+        self.tenant_charge, self.tenant_refund = quick.tenant_charge, quick.tenant_refund
+        self.tenant_charge.argtypes = [*[_POINTER] * 3, *[_NUMBER] * 5, _POINTER]
+        self.tenant_charge.restype = ctypes.c_int64
+        self.tenant_refund.argtypes = [*[_POINTER] * 3, *[_NUMBER] * 2]
+        self.tenant_refund.restype = None
         self._sizes = {name: int(size_of(at)) for at, name in enumerate(_STRUCTS)}
         self._sizes["wordpiece"] = int(wordpiece_size())
         self.level = int(library.attention_level())

@@ -198,6 +198,8 @@ class LengthBuckets:
             draft.expired.append(entry)
             return
         draft.entries.append(entry)
+        if entry.job.account is not None:
+            entry.job.account.took(entry.tokens)
         draft.texts += entry.texts
         draft.tokens += entry.tokens
 

@@ -239,6 +239,7 @@ class MuxHandlers:
             caller = self._authorise(call, peer.certificate(stream))
             if caller is not ANONYMOUS:
                 stream.connection.belongs_to(caller.name)
+                context.belongs_to(caller.tenant)
             call.charge_to(peer.budget(self._held_by(caller)))
             reply = await self._within_deadline(call, router_view(caller, self._router))
             status = _OK

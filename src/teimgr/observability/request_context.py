@@ -22,11 +22,12 @@ TRACESTATE = "tracestate"
 Attributes = Mapping[str, str | int | float | bool]
 """Of a span."""
 
-_SAMPLED = 1
+_SAMPLED, _HAS_TENANT = 1, 2
 _TRACE = struct.Struct("16s8sB")
 _TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(?:-.*)?")
 _STATS = struct.Struct("<QQQQQIIII")
 _NO_TRACE = bytes(_TRACE.size)
+_TENANT = struct.Struct("<H")
 # A client's id is echoed and logged: short, and without characters that would break a line or a header.
 _VALID_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _numbers = count(1)
@@ -89,20 +90,27 @@ class CallStats(NamedTuple):
 
 
 class RequestContext:
-    """Request id, the parent span of our work and, in workers, the statistics of a call."""
+    """Request id, tenant, the parent span of our work and, in workers, the statistics of a call.
 
-    __slots__ = ("_packed", "_request_id", "_trace", "stats")
+    `tenant` is the number of the caller's key in `wire/tenants/table.py`, 0 without one.
+    """
+
+    __slots__ = ("_packed", "_request_id", "_trace", "stats", "tenant")
 
     def __init__(self, request_id: str, trace: Trace | None = None, packed: bytes | None = None) -> None:
         self._request_id = request_id
         self._trace = trace
         self._packed = packed
         self.stats: CallStats | None = None
+        self.tenant = 0
+        if packed is not None and len(packed) >= _TRACE.size + _TENANT.size and packed[_TRACE.size - 1] & _HAS_TENANT:
+            self.tenant = _TENANT.unpack_from(packed, _TRACE.size)[0]
 
     @property
     def request_id(self) -> str:
         if not self._request_id and self._packed:
-            self._request_id = self._packed[_TRACE.size :].decode("ascii", "replace")
+            begin = _TRACE.size + (_TENANT.size if self.tenant else 0)
+            self._request_id = self._packed[begin:].decode("ascii", "replace")
         return self._request_id
 
     @property
@@ -128,10 +136,16 @@ class RequestContext:
             return len(self._packed) >= _TRACE.size and bool(self._packed[_TRACE.size - 1] & _SAMPLED)
         return self._trace is not None and self._trace.sampled
 
+    def belongs_to(self, tenant: int) -> None:
+        """Name the tenant, before the context is packed."""
+        self.tenant = tenant
+
     def pack(self) -> bytes:
         """The bytes that precede a request in its frame."""
         if self._packed is None:
             trace = _NO_TRACE if self._trace is None else _TRACE.pack(*self._trace)
+            if self.tenant:
+                trace = trace[:-1] + bytes((trace[-1] | _HAS_TENANT,)) + _TENANT.pack(self.tenant)
             self._packed = trace + self._request_id.encode()
         return self._packed
 

@@ -304,6 +304,31 @@ ADVICE: Mapping[Code, Advice] = MappingProxyType(
                 "The daemon tries again, with growing pauses: a host that joins gets the worker.",
             ),
         ),
+        Code.TOKEN_RATE_EXCEEDED: Advice(
+            ("The key has used its `tokens_per_second` and `burst_tokens`.",),
+            (
+                "Wait for as long as `Retry-After` says; then the call is served.",
+                "Raise the key's quota under `[[auth.api_keys]]`, and reload the configuration.",
+            ),
+        ),
+        Code.DAILY_TOKENS_EXCEEDED: Advice(
+            ("The key has used its `tokens_per_day`.",),
+            (
+                "The next day begins at midnight in UTC; `Retry-After` has the seconds.",
+                "`teimgr usage --by key,model` shows what has used them.",
+            ),
+        ),
+        Code.CONCURRENT_TOKENS_EXCEEDED: Advice(
+            ("Calls of the key that are not answered yet have its `concurrent_tokens`.",),
+            ("Send fewer calls at a time, or smaller ones.",),
+        ),
+        Code.CALL_OVER_QUOTA: Advice(
+            ("The call alone has more tokens than a quota of its key; the message has both numbers.",),
+            (
+                "Divide the call into smaller ones.",
+                "Raise `burst_tokens`, `tokens_per_day` or `concurrent_tokens` of the key.",
+            ),
+        ),
         Code.MODEL_LOAD_FAILED: Advice(
             (
                 "The model is neither a directory of the daemon's host nor in its cache, and cannot be fetched: a"

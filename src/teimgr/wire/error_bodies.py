@@ -13,7 +13,7 @@ import orjson
 
 from teimgr.errors import Code, FailedToLoad, InputTooLong, Stopped, TeimgrError
 from teimgr.wire.frames import HttpReply
-from teimgr.wire.status import INPUT_INDEX, RETRY_AFTER_S, STATUS, TRY_AGAIN, retry_after_s
+from teimgr.wire.status import CODE_KEY, INPUT_INDEX, RETRY_AFTER_S, STATUS, TRY_AGAIN, retry_after_s
 
 TEI, TEI_OPENAI, OPENAI, COHERE, JINA = "tei", "tei-openai", "openai", "cohere", "jina"
 VLLM, INFINITY, SIE, VOYAGE, WEAVIATE, OLLAMA = "vllm", "infinity", "sie", "voyage", "weaviate", "ollama"
@@ -63,7 +63,7 @@ def refusal(dialect: str, status: int, message: str, param: str | None = None) -
 
 
 def _reply(dialect: str, details: ErrorDetails) -> HttpReply:
-    headers = JSON_TYPE | _retry_after(dialect, details)
+    headers = JSON_TYPE | _retry_after(dialect, details) | _reason(details)
     index = details.input_index
     if dialect not in (TEI, TEI_OPENAI):
         message = _without_prefix(details.message)
@@ -106,6 +106,12 @@ def _retry_after(dialect: str, details: ErrorDetails) -> dict[str, str]:
     if loading and details.kind is Stopped:
         return {}  # its client would try again for minutes
     return {"retry-after": str(_SIE_LOADING_S if loading else details.retry_after_s)}
+
+
+def _reason(details: ErrorDetails) -> dict[str, str]:
+    """Why the call was not served, as a word that is the same in all dialects and in gRPC's trailers."""
+    is_told = details.status in TRY_AGAIN or details.code is Code.CALL_OVER_QUOTA
+    return {CODE_KEY: details.code.name} if is_told else {}
 
 
 def _openai(details: ErrorDetails) -> object:

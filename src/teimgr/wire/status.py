@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from teimgr.errors import Code, TeimgrError
+from teimgr.errors import Code, TeimgrError, TenantQuotaReached
 
 # Trailing metadata with the name of our code, which is finer than gRPC's statuses.
 CODE_KEY = "x-teimgr-code"
@@ -91,6 +91,10 @@ STATUS: dict[Code, StatusMapping] = {
     Code.MAX_INSTANCES_REACHED: StatusMapping(422, RESOURCE_EXHAUSTED, "Overloaded"),
     Code.PORT_ALLOCATION_FAILED: StatusMapping(422, RESOURCE_EXHAUSTED, "Overloaded"),
     Code.OVERLOADED: StatusMapping(429, RESOURCE_EXHAUSTED, "Overloaded"),
+    Code.TOKEN_RATE_EXCEEDED: StatusMapping(429, RESOURCE_EXHAUSTED, "Overloaded"),
+    Code.DAILY_TOKENS_EXCEEDED: StatusMapping(429, RESOURCE_EXHAUSTED, "Overloaded"),
+    Code.CONCURRENT_TOKENS_EXCEEDED: StatusMapping(429, RESOURCE_EXHAUSTED, "Overloaded"),
+    Code.CALL_OVER_QUOTA: StatusMapping(413, RESOURCE_EXHAUSTED, "Validation"),
     Code.MESSAGE_TOO_LARGE: StatusMapping(413, RESOURCE_EXHAUSTED, "Validation"),
     Code.OUT_OF_DEVICE_MEMORY: StatusMapping(429, RESOURCE_EXHAUSTED, "Overloaded"),
     Code.BACKEND_UNAVAILABLE: StatusMapping(503, UNAVAILABLE, "Unhealthy"),
@@ -105,8 +109,10 @@ STATUS: dict[Code, StatusMapping] = {
 
 
 def retry_after_s(error: TeimgrError) -> int:
-    """Whole seconds, 1 to 30, after which a caller may try again."""
+    """Whole seconds after which a caller may try again: 1 to 30, and of a quota for as long as it is used up."""
     estimate = error.retry_after_s or RETRY_AFTER_S
+    if isinstance(error, TenantQuotaReached):
+        return math.ceil(max(estimate, RETRY_AFTER_S))
     return math.ceil(min(max(estimate, RETRY_AFTER_S), _MAX_RETRY_AFTER_S))
 
 

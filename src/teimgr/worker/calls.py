@@ -80,7 +80,7 @@ class WorkerCall:
     """
 
     __slots__ = (
-        *("context", "deadline", "has_deadline", "lane", "may_wait", "output_dtype", "received"),
+        *("context", "deadline", "has_deadline", "is_part", "lane", "may_wait", "output_dtype", "received"),
         *("size_bytes", "streamed"),
     )
 
@@ -100,8 +100,18 @@ class WorkerCall:
         self.deadline = deadline if deadline is not None else self.received + MAX_CALL_S
         self.may_wait = may_wait
         self.streamed = streamed
+        self.is_part = False
         self.context = CURRENT.get()
         self.output_dtype = "f32"
+
+    @property
+    def tenant(self) -> int:
+        """The number of the caller's key, 0 without one."""
+        return 0 if self.context is None else self.context.tenant
+
+    def mark_part(self) -> None:
+        """It is not the first call of its request, which counts as one."""
+        self.is_part = True
 
     def allow_to_wait(self) -> None:
         """Queue it when the worker is full."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from teimgr.engine.engine import Engine
@@ -24,6 +25,7 @@ from teimgr.wire.gil_turns import short_turns
 from teimgr.worker.calls import CallReply, DeferredReply, FairLimiter, WorkerCall, max_token_bytes
 from teimgr.worker.lists import ListSubmission, lists_of, prompts_of
 from teimgr.worker.submission import Encode, Part, Submission
+from teimgr.worker.tenants import Tenants
 from teimgr.worker.worker_metrics import TeiMetrics
 
 log = logging.getLogger(__name__)
@@ -58,8 +60,9 @@ class Dispatcher:
     An error at any stage is sent as the reply. Calls are UNAVAILABLE before `attach` and after `stop_accepting`.
     """
 
-    def __init__(self, spec: WorkerSpec) -> None:
+    def __init__(self, spec: WorkerSpec, tenants: Path | None = None) -> None:
         self.spec = spec
+        self._tenants = Tenants(tenants, spec)
         self.metrics = TeiMetrics()
         self.max_bytes = spec.max_message_bytes * _MAX_PAYLOADS
         self._loop = asyncio.get_running_loop()
@@ -135,6 +138,7 @@ class Dispatcher:
             if isinstance(error, Overloaded) and error.retry_after_s is None and self._engine is not None:
                 error.try_after(self._engine.expected_s(call.lane))
             self.metrics.failed(error)
+            self._tenants.refused(call)
             call.fail(error)
             self._check_idle()
 
@@ -252,6 +256,7 @@ class Dispatcher:
             if submission.call not in self._call_limiter:  # cancelled since
                 continue
             try:
+                self._tenants.charge(submission)
                 for job in submission.jobs:
                     engine.submit(job, starts=False)
             except Exception as error:
@@ -266,6 +271,11 @@ class Dispatcher:
         for job in jobs:
             submission = job.context
             assert isinstance(submission, Submission)
+            if job.account is not None:
+                job.account.settle(job.tokens)
+            if job.refused is not None:
+                outcomes.append((submission.call, job, job.refused))
+                continue
             if (whole := submission.complete()) is None:
                 continue
             reply: CallReply | DeferredReply | TeimgrError
@@ -334,9 +344,14 @@ class Dispatcher:
 
     def _finish(self, call: WorkerCall, job: Job, outcome: CallReply | TeimgrError) -> None:
         call.add_stats(job)
+        error = outcome if isinstance(outcome, TeimgrError) else None
+        if call in self._call_limiter:  # before the answer: who has it finds it counted
+            self._tenants.finished(call, job, error)
         if not self.answer(call, outcome):
             return
-        error = outcome if isinstance(outcome, TeimgrError) else None
+        if job.refused is not None:
+            self.metrics.failed(job.refused)
+            return
         self.metrics.finished(job, call, error)
         if log.isEnabledFor(logging.DEBUG):
             fields: dict[str, object] = {"instance": self.spec.name, "rows": len(job.inputs), "tokens": job.tokens}
@@ -353,7 +368,8 @@ class Dispatcher:
             self.metrics.failed(known)
 
     def _release(self, call: WorkerCall) -> bool:
-        self._submissions.pop(call, None)
+        if (submission := self._submissions.pop(call, None)) is not None and submission.accounts:
+            submission.settle()
         self._result_budget.leave(call)
         if (granted := self._reserving.pop(call, None)) is not None:
             granted.cancel()  # ends the task that waits

@@ -506,7 +506,7 @@ class HttpInference:
             for spec in specs:
                 if len(calls) % _JOBS_AT_ONCE == _JOBS_AT_ONCE - 1:
                     await asyncio.sleep(0)
-                calls.append(self._submit(spec, encode))
+                calls.append(self._submit(spec, encode, is_part=bool(calls)))
             return [(call, await call.answer) for call in calls]
         finally:
             for call in calls:
@@ -536,9 +536,13 @@ class HttpInference:
             self.dispatcher.metrics.failed(error)
             raise
 
-    def _submit(self, spec: JobSpec, encode: Callable[[HttpCall, JobSpec, Job], CallReply | DeferredReply]) -> HttpCall:
+    def _submit(
+        self, spec: JobSpec, encode: Callable[[HttpCall, JobSpec, Job], CallReply | DeferredReply], *, is_part: bool
+    ) -> HttpCall:
         lane = self._lane or (Lane.BULK if len(spec.inputs) > _INTERACTIVE_INPUTS else Lane.INTERACTIVE)
         call = HttpCall(sum(map(_size_bytes, spec.inputs)), lane, self._deadline)
+        if is_part:
+            call.mark_part()
         self.dispatcher.infer(call, spec.inputs, spec.options, partial(encode, call, spec))
         return call
 

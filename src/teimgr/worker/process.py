@@ -48,6 +48,7 @@ from teimgr.observability.memory_return import MemoryReturn
 from teimgr.spec import LINK_LISTENER, TRIAL_NAME, CpuThreads, WorkerSpec, worker_file
 from teimgr.wire.fleet_tls import FleetIdentity
 from teimgr.wire.frames import Method
+from teimgr.wire.tenants.table import FILE as TENANTS_FILE
 from teimgr.worker import token_ids
 from teimgr.worker.connection_queue import ConnectionQueue
 from teimgr.worker.dispatcher import Dispatcher
@@ -116,7 +117,7 @@ class Worker:
         self.run_dir = run_dir
         self._link_listener = shared.get(LINK_LISTENER)
         self._shared = {name: sock for name, sock in shared.items() if name != LINK_LISTENER}
-        self._dispatcher = Dispatcher(spec)
+        self._dispatcher = Dispatcher(spec, run_dir / TENANTS_FILE)
         self._links = LinkServer(self._dispatcher, self._controls())
         self._stop = asyncio.Event()
         self._force_stop = asyncio.Event()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from teimgr.engine.job import InferOptions, Input, Job, Lane
+from teimgr.engine.job import Account, InferOptions, Input, Job, Lane
 from teimgr.worker.calls import CallReply, DeferredReply, WorkerCall
 
 Encode = Callable[[Job], CallReply | DeferredReply]
@@ -35,7 +35,7 @@ class Submission:
     answered, None where it is to be estimated from their inputs.
     """
 
-    __slots__ = ("_unfinished", "call", "encode", "has_waited", "jobs", "parts", "result_bytes")
+    __slots__ = ("_unfinished", "accounts", "call", "encode", "has_waited", "jobs", "parts", "result_bytes")
 
     def __init__(self, call: WorkerCall, parts: Sequence[Part], encode: Encode, *, has_waited: bool = False) -> None:
         self.call = call
@@ -43,6 +43,7 @@ class Submission:
         self.has_waited = has_waited
         self.result_bytes: int | None = None
         self.jobs = [Job(part.inputs, part.options, call.lane, call.deadline, context=self) for part in parts]
+        self.accounts: list[Account] = []
         self.parts = parts
         self._unfinished = len(parts)
 
@@ -52,6 +53,17 @@ class Submission:
     def cancel(self) -> None:
         for job in self.jobs:
             job.cancel()
+
+    def charge_to(self, accounts: Sequence[Account]) -> None:
+        """Charge each job to an account of its own."""
+        self.accounts += accounts
+        for job, account in zip(self.jobs, accounts, strict=True):
+            job.charge_to(account)
+
+    def settle(self) -> None:
+        """The call is over: what was not taken into a batch is refunded."""
+        for account in self.accounts:
+            account.settle(None)
 
     def complete(self) -> Job | None:
         """Count one finished job; after the last one, a job with the results of all."""

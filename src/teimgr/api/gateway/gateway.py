@@ -67,6 +67,7 @@ from teimgr.http.replies import has_room, room_for_reply
 from teimgr.models.source import names_a_path, shown_id
 from teimgr.observability import catalogue
 from teimgr.observability.metrics import DaemonMetrics
+from teimgr.observability.request_context import CURRENT
 from teimgr.spec import LANE_KEY, InstanceView, State
 from teimgr.wire import error_bodies
 from teimgr.wire.error_bodies import INFINITY, JSON_TYPE, OPENAI, VLLM, WEAVIATE
@@ -195,6 +196,8 @@ class Gateway:
         """
         head = HttpRequest(path.dialect, "POST", path.inner, "", dict(JSON_TYPE))
         began, status = time.perf_counter(), STATUS[Code.CANCELLED].http
+        if (context := CURRENT.get()) is not None:
+            context.belongs_to(caller.tenant)
         held, charge = await self._bodies.hold(request_head(head), body, self._bodies.large)
         try:
             reply = await self._call_worker(head, self._names_for(caller), {}, held, _holder(caller), Flag.BULK)

@@ -121,6 +121,7 @@ PERMISSIONS: dict[str, Permission] = {
     "GET /config": ADMIN_ALL,
     "POST /config/reload": ADMIN_ALL,
     "GET /gpus": READ_ALL,
+    "GET /usage": READ_ALL,
     "GET /hosts": READ_ALL,
     "POST /hosts/tokens": ADMIN_ALL,
     "DELETE /hosts/{name}": ADMIN_ALL,

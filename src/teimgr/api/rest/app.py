@@ -39,6 +39,7 @@ from teimgr.api.rest import (
     logs,
     models,
     probes,
+    usage,
 )
 from teimgr.api.rest.access import Access
 from teimgr.api.rest.gpus import GpuReport
@@ -59,6 +60,7 @@ from teimgr.config.auth import policy_of
 from teimgr.config.settings import Settings
 from teimgr.control.events.fleet_events import EventLog
 from teimgr.control.registry.registry import Registry
+from teimgr.control.sharing.tenants import TenantRegistry
 from teimgr.control.supervision.manager import Manager
 from teimgr.control.supervision.reload import Reloader
 from teimgr.control.supervision.worker_run import FleetProber
@@ -129,6 +131,7 @@ def create_app(
     registry: Registry | None = None,
     gateway: Gateway | None = None,
     gpu_report: GpuReport | None = None,
+    tenants: TenantRegistry | None = None,
     policy: PolicyInForce | None = None,
     event_log: EventLog | None = None,
     live_probe: FleetProber | None = None,
@@ -150,6 +153,7 @@ def create_app(
         registry: Routes of /models.
         gateway: Inference routes of all dialects.
         gpu_report: Routes of /gpus.
+        tenants: Route of /usage.
         policy: Authentication and rights of callers.
         event_log: Route of /events.
         live_probe: Self-tests on demand, for /health/all and /instances/{name}/health.
@@ -171,6 +175,7 @@ def create_app(
     )
     app.state.manager, app.state.settings, app.state.metrics = manager, settings, metrics
     app.state.alarms, app.state.booted, app.state.routing = alarms, booted, probes.RoutingState()
+    app.state.tenants = tenants
     app.state.registry, app.state.gpus, app.state.enrolment = registry, gpu_report, enrolment
     app.state.batches, app.state.direct = batches, None
     app.state.document, app.state.document_lock = None, threading.Lock()
@@ -188,6 +193,7 @@ def create_app(
         (config.router, reloader is not None),
         (models.router, registry is not None),
         (gpus.router, gpu_report is not None),
+        (usage.router, tenants is not None),
         (hosts.router, True),
         (files.router, batches is not None),
         (batch_routes.router, batches is not None),

@@ -77,6 +77,7 @@ class Inference:
             except (Unauthenticated, Forbidden, ValidationError) as error:
                 reply = refused(call.path.dialect, error)
             else:
+                context.belongs_to(caller.tenant)
                 reply = await self._gateway.answer(call, request, caller)
             status = reply.status
         except asyncio.CancelledError:

@@ -12,7 +12,7 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from fnmatch import fnmatchcase
 from typing import Any
@@ -70,13 +70,15 @@ _OPERATORS = (Right.ADMIN, Right.READ)
 class Caller:
     """An authenticated client. `instances` are names and globs; None means all instances.
 
-    `max_workers` bounds the workers of a restricted caller's instances together.
+    `max_workers` bounds the workers of a restricted caller's instances together. `tenant` is the number under which
+    its calls are charged and counted, 0 for none.
     """
 
     name: str
     rights: frozenset[Right]
     instances: tuple[str, ...] | None = None
     max_workers: int = DEFAULT_MAX_WORKERS
+    tenant: int = 0
 
     @property
     def is_restricted(self) -> bool:
@@ -162,9 +164,10 @@ class Key:
     rights: tuple[str, ...]
     instances: tuple[str, ...] | None = None
     max_workers: int = DEFAULT_MAX_WORKERS
+    tenant: int = 0
 
     def caller(self) -> Caller:
-        return Caller(self.name, frozenset(map(Right, self.rights)), self.instances, self.max_workers)
+        return Caller(self.name, frozenset(map(Right, self.rights)), self.instances, self.max_workers, self.tenant)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +208,12 @@ class Policy:
         if not found:
             raise InvalidKey
         return found[0].caller()
+
+    def numbered(self, tenants: Mapping[str, int]) -> Policy:
+        """The policy with the number of each key's tenant, by the key's name."""
+        if self.keys is None:
+            return self
+        return replace(self, keys=tuple(replace(key, tenant=tenants.get(key.name, 0)) for key in self.keys))
 
     def to_json(self) -> str:
         """The policy as one line of JSON, with the digests of the keys."""
@@ -340,4 +349,5 @@ def _key(values: Mapping[str, Any]) -> Key:
         tuple(values["rights"]),
         None if instances is None else tuple(instances),
         int(values.get("max_workers", DEFAULT_MAX_WORKERS)),
+        int(values.get("tenant", 0)),
     )

@@ -1,0 +1,197 @@
+"""The tenants of this host: writes their quotas for the workers, and keeps what they have used across restarts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from teimgr.control.sharing.usage import UsageTotals
+from teimgr.errors import InvalidConfig
+from teimgr.files import write_atomically
+from teimgr.http.auth.policy import Policy
+from teimgr.wire.tenants import policy as quotas
+from teimgr.wire.tenants.policy import NS_PER_S
+from teimgr.wire.tenants.table import FILE, Counter, TenantKey, TenantTable
+
+log = logging.getLogger(__name__)
+
+USAGE_FILE = "usage.json"
+"""Beside the state file."""
+_EVERY_S = 1.0
+
+
+class UsageRow(NamedTuple):
+    """What was used by one key of one instance; `key` is None for calls without one."""
+
+    key: str | None
+    instance: str
+    model: str
+    tokens: int
+    texts: int
+    calls: int
+    refused: int
+    shadowed: int
+
+
+class RateState(NamedTuple):
+    """Of a tenant with tokens a second: the burst, what is left of it, and seconds until it is full."""
+
+    limit: int
+    remaining: int
+    reset_s: float
+
+
+class TenantRegistry:
+    """Tenants by number and name. Nothing is kept while no key is required.
+
+    The file of totals is written every second in which one changed, so a power failure loses a second.
+    """
+
+    def __init__(self, run_dir: Path, state_file: Path) -> None:
+        self._path = run_dir / FILE
+        self._totals_path = state_file.with_name(USAGE_FILE)
+        self._table: TenantTable | None = None
+        self._numbers: dict[str, int] = {}
+        self._names: dict[int, str] = {}
+        self._totals = UsageTotals()
+        self._written = b""
+        self._alarm: str | None = None
+
+    def alarms(self) -> Sequence[str]:
+        return [self._alarm] if self._alarm else []
+
+    @property
+    def is_on(self) -> bool:
+        return self._table is not None
+
+    def configure(self, policy: Policy, keys: Sequence[TenantKey]) -> Policy:
+        """Write the quotas of `keys`; the result is `policy` with their numbers.
+
+        Raises:
+            InvalidConfig: the file cannot be made, or has too few places.
+        """
+        if policy.keys is None:
+            return policy
+        try:
+            if self._table is None:
+                self._open()
+            assert self._table is not None
+            self._numbers = self._table.configure(list(keys))
+        except OSError as error:
+            raise InvalidConfig(f"the file of the tenants cannot be made: {self._path}: {error}") from error
+        except ValueError as error:
+            raise InvalidConfig(f"auth.api_keys: {error}") from error
+        self._names |= {number: name for name, number in self._numbers.items()}
+        return policy.numbered(self._numbers)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Add up and write the counters at intervals, and at the end."""
+        task = asyncio.create_task(self._keep(), name="usage of the tenants")
+        try:
+            yield
+        finally:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+
+    def close(self) -> None:
+        """Write the last counters, once no worker is left to count."""
+        if self._table is not None:
+            self._save()
+            self._table.close()
+            self._table = None
+
+    def usage(self) -> list[UsageRow]:
+        """What was used up to now, by key, instance and model."""
+        self._see()
+        totals = self._totals.by_key().items()
+        return [UsageRow(each.key or None, each.instance, each.model, *counts) for each, counts in totals]
+
+    def rate_state(self, number: int) -> RateState | None:
+        """The bucket of a tenant; None if it has no tokens a second."""
+        if self._table is None or not number:
+            return None
+        limits = self._table.limits(number)
+        if not limits.rate:
+            return None
+        left, until_full_ns = quotas.remaining(limits, self._table.spent(number), time.monotonic_ns())
+        return RateState(limits.burst, max(0, left), until_full_ns / NS_PER_S)
+
+    async def _keep(self) -> None:
+        while True:
+            await asyncio.sleep(_EVERY_S)
+            if self._table is not None:
+                self._save()
+
+    def _open(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        table = TenantTable(self._path)
+        table.begin(_boot())
+        self._table = table
+        try:
+            content = self._totals_path.read_bytes()
+        except FileNotFoundError:
+            return
+        try:
+            values = json.loads(content)
+            self._totals = UsageTotals.from_dict(values)
+            self._names = {int(number): str(name) for number, name in values["names"].items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            aside = self._totals_path.with_suffix(".broken")
+            self._totals_path.replace(aside)
+            log.error("the file of usage is damaged and was moved to %s: %s", aside, error)
+
+    def _see(self) -> list[int]:
+        """Add up the counters; the result are the rows of workers that have ended."""
+        if self._table is None:
+            return []
+        rows = list(self._table.rows())
+        self._totals.see([(row, has_ended) for _, row, has_ended in rows], self._names)
+        return [number for number, row, _ in rows if row.generation in self._totals.moved]
+
+    def _save(self) -> None:
+        """Write the totals, and then clear the rows that are among them."""
+        assert self._table is not None
+        ended = self._see()
+        values = {"names": {str(number): name for number, name in self._names.items()}, **self._totals.to_dict()}
+        content = json.dumps(values).encode()
+        if content != self._written:
+            try:
+                write_atomically(self._totals_path, content, mode=0o600)
+            except OSError as error:
+                self._alarm = f"usage of the keys is not saved: {self._totals_path}: {error.strerror}"
+                return
+            self._written, self._alarm = content, None
+        for row in ended:
+            self._table.clear(row)
+
+
+def tenant_counts(rows: Sequence[UsageRow], by: Iterable[str]) -> list[dict[str, object]]:
+    """Sums of `rows` by some of key, instance and model, the largest first."""
+    by, sums = tuple(by), dict[tuple[object, ...], list[int]]()
+    width = len(Counter)
+    for row in rows:
+        group = tuple(getattr(row, name) for name in by)
+        before = sums.get(group, [0] * width)
+        counts = (row.tokens, row.texts, row.calls, row.refused, row.shadowed)
+        sums[group] = [a + b for a, b in zip(before, counts, strict=True)]
+    names = UsageRow._fields[-width:]
+    found: list[dict[str, object]] = [
+        dict(zip(by, group, strict=True)) | dict(zip(names, counts, strict=True)) for group, counts in sums.items()
+    ]
+    return sorted(found, key=lambda one: (-int(str(one["tokens"])), str([one[name] for name in by])))
+
+
+def _boot() -> int:
+    """A word for this start of the host: the monotonic clock begins again at the next one."""
+    try:
+        return int(Path("/proc/sys/kernel/random/boot_id").read_text("ascii").replace("-", "")[:15], 16) | 1
+    except (OSError, ValueError):
+        return 1

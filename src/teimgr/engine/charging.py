@@ -1,0 +1,92 @@
+"""Charges jobs to their accounts between tokenizer and queue, where their tokens are known and none is computed yet."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from teimgr.engine.job import Job
+from teimgr.engine.queue import QueueEntry
+from teimgr.errors import TeimgrError
+
+FailedRow = tuple[Job, int, TeimgrError]
+
+
+@dataclass(slots=True)
+class _Held:
+    """Rows of a job of which others are not yet tokenized."""
+
+    rows_left: int
+    entries: list[QueueEntry] = field(default_factory=list)
+    failures: list[FailedRow] = field(default_factory=list)
+
+
+class Charging:
+    """Holds back the rows of a job with an account until the last one is tokenized, then charges all of them at once.
+
+    So a job is computed as a whole or not at all. Used by all threads that tokenize.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._held: dict[Job, _Held] = {}
+
+    def admit(
+        self, jobs: Collection[Job], entries: Sequence[QueueEntry], failures: Sequence[FailedRow]
+    ) -> tuple[list[QueueEntry], list[FailedRow], list[Job]]:
+        """What of `entries` and `failures`, which are rows of `jobs`, may go on, and the jobs that are refused."""
+        charged = {job for job in jobs if job.account is not None and not job.cancelled}
+        ready = [entry for entry in entries if entry.job not in charged]
+        failed = [failure for failure in failures if failure[0] not in charged]
+        refused: list[Job] = []
+        with self._lock:
+            for job in jobs:
+                if job.cancelled:
+                    self._held.pop(job, None)
+            whole = self._held_with(charged, entries, failures)
+        for job, held in whole:
+            assert job.account is not None
+            error = job.account.charge(sum([entry.tokens for entry in held.entries]))
+            if error is not None:
+                job.refuse(error)
+                refused.append(job)
+                continue
+            ready += held.entries
+            failed += held.failures
+        return ready, failed, refused
+
+    def forget(self, job: Job) -> None:
+        """Drop the rows of a job that was cancelled before all of them were tokenized."""
+        if job.account is not None:
+            with self._lock:
+                self._held.pop(job, None)
+
+    def drain(self, error: TeimgrError) -> list[FailedRow]:
+        """Remove all rows that are held, as failures with `error`."""
+        with self._lock:
+            left, self._held = self._held, {}
+        return [
+            failure
+            for job, held in left.items()
+            for failure in (
+                *held.failures,
+                *((job, row, error) for entry in held.entries for row in entry.rows.tolist()),
+            )
+        ]
+
+    def _held_with(
+        self, jobs: Collection[Job], entries: Sequence[QueueEntry], failures: Sequence[FailedRow]
+    ) -> list[tuple[Job, _Held]]:
+        """Add rows; the jobs that are complete now, which are held no longer."""
+        for job in jobs:
+            self._held.setdefault(job, _Held(len(job.inputs)))
+        for entry in entries:
+            if (held := self._held.get(entry.job)) is not None and entry.job in jobs:
+                held.entries.append(entry)
+                held.rows_left -= entry.texts
+        for failure in failures:
+            if (held := self._held.get(failure[0])) is not None and failure[0] in jobs:
+                held.failures.append(failure)
+                held.rows_left -= 1
+        return [(job, self._held.pop(job)) for job in jobs if not self._held[job].rows_left]

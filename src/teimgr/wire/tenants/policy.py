@@ -1,0 +1,113 @@
+"""Quotas of a tenant: tokens a second and a day, and tokens in flight, as pure functions of a state and a moment.
+
+Tokens a second are a token bucket in the form of GCRA: `arrival_ns` is the moment at which the bucket will be full
+again. A charge moves it on by what the tokens cost in time, and is refused where that would be more than the burst
+ahead of now. So in any window of T seconds at most `burst + rate * T` tokens are admitted.
+`engine/native/tenants.c` does the same on a shared file; a test compares the two.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from teimgr.errors import Code
+
+NS_PER_S = 1_000_000_000
+S_PER_DAY = 86_400
+MAX_TOKENS = 2**32
+"""More than a call can have; so that products with `NS_PER_S` are within 64 bits."""
+
+LIMITS = (Code.TOKEN_RATE_EXCEEDED, Code.DAILY_TOKENS_EXCEEDED, Code.CONCURRENT_TOKENS_EXCEEDED)
+"""The quotas, each by the code of its refusal. In the library they are 1, 2 and 3."""
+
+
+class Limits(NamedTuple):
+    """The quotas of a tenant in tokens; 0 for none. `burst` is what the bucket of `rate` holds."""
+
+    rate: int = 0
+    burst: int = 0
+    daily: int = 0
+    concurrent: int = 0
+
+
+class Spent(NamedTuple):
+    """What a tenant has used. `refunded_ns` is the sum of the refunds to the bucket: a call's is less after others."""
+
+    arrival_ns: int = 0
+    refunded_ns: int = 0
+    day: int = 0
+    of_day: int = 0
+
+
+class Receipt(NamedTuple):
+    """A charge, for its refund: rate and day by which it was made, 0 for none, and the state of the bucket then."""
+
+    tokens: int = 0
+    rate: int = 0
+    day: int = 0
+    arrival_ns: int = 0
+    refunded_ns: int = 0
+
+
+class Verdict(NamedTuple):
+    """Whether a call is admitted (`refused_by` is None), and else after which time it may be tried again.
+
+    `never`: no time is enough, since the call alone is larger than the limit.
+    """
+
+    spent: Spent
+    receipt: Receipt = Receipt()
+    refused_by: Code | None = None
+    wait_ns: int = 0
+    never: bool = False
+
+
+def charge(limits: Limits, spent: Spent, in_flight: int, tokens: int, now_ns: int, day: int) -> Verdict:
+    """Charge a call of `tokens`, where `in_flight` tokens are admitted and not yet answered.
+
+    `now_ns` is monotonic, `day` the number of the day in UTC.
+    """
+    rate_code, daily_code, concurrent_code = LIMITS
+    if limits.concurrent and in_flight + tokens > limits.concurrent:
+        return Verdict(spent, refused_by=concurrent_code, never=tokens > limits.concurrent)
+    of_day = spent.of_day if spent.day == day else 0
+    if limits.daily and of_day + tokens > limits.daily:
+        return Verdict(spent, refused_by=daily_code, never=tokens > limits.daily)
+    arrival_ns = spent.arrival_ns
+    if limits.rate:
+        burst_ns = time_of(limits.burst, limits.rate)
+        # It is never further ahead than the burst, unless the limits have changed since.
+        arrival_ns = max(min(arrival_ns, now_ns + burst_ns), now_ns) + time_of(tokens, limits.rate)
+        if (wait_ns := arrival_ns - now_ns - burst_ns) > 0:
+            return Verdict(spent, refused_by=rate_code, wait_ns=wait_ns, never=tokens > limits.burst)
+    receipt = Receipt(tokens, limits.rate, day if limits.daily else 0, arrival_ns, spent.refunded_ns)
+    if limits.daily:
+        spent = spent._replace(day=day, of_day=of_day + tokens)
+    return Verdict(spent._replace(arrival_ns=arrival_ns), receipt)
+
+
+def refund(spent: Spent, receipt: Receipt, tokens: int, now_ns: int) -> Spent:
+    """Give back `tokens` of a charge that were not computed; at most once for each charge.
+
+    To the bucket no more is given back than what has not yet been refilled: time has given back the rest. What others
+    were given back since the charge is taken to lie before it, so that never too much is.
+    """
+    if receipt.rate:
+        others_ns = spent.refunded_ns - receipt.refunded_ns
+        left_ns = max(0, receipt.arrival_ns - others_ns - now_ns)
+        back_ns = min(tokens * NS_PER_S // receipt.rate, left_ns)
+        spent = spent._replace(arrival_ns=spent.arrival_ns - back_ns, refunded_ns=spent.refunded_ns + back_ns)
+    if receipt.day and receipt.day == spent.day:
+        spent = spent._replace(of_day=spent.of_day - tokens)
+    return spent
+
+
+def remaining(limits: Limits, spent: Spent, now_ns: int) -> tuple[int, int]:
+    """Tokens that the bucket has now, and nanoseconds until it is full."""
+    until_full_ns = max(0, min(spent.arrival_ns - now_ns, time_of(limits.burst, limits.rate)))
+    return limits.burst - -(-until_full_ns * limits.rate // NS_PER_S), until_full_ns
+
+
+def time_of(tokens: int, rate: int) -> int:
+    """Nanoseconds in which a bucket of `rate` tokens a second gets `tokens`, rounded up."""
+    return -(-tokens * NS_PER_S // rate)

@@ -1,0 +1,285 @@
+"""The file of the tenants of a host: quotas, what is used of them, and counters, mapped by daemon and workers.
+
+It is an array of 64-bit words. The daemon writes the limits and names of the tenants, each worker the counters in its
+own row; the state of the quotas is changed by all workers, atomically (`worker/tenant_meter.py`). A row belongs to the
+worker that has locked it; the kernel takes the lock back when the process ends. Then the daemon adds up its counters
+and clears it, so that a killed worker leaves no tokens in flight.
+
+    header    [HEADER]
+    tenants   [TENANTS][TENANT_WORDS]     name, limits; state of the quotas
+    rows      [ROWS][ROW_WORDS]           generation, instance and model of a worker
+    in flight [ROWS][TENANTS]             tokens admitted and not answered
+    counters  [ROWS][TENANTS][COUNTERS]   `Counter`
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import mmap
+import os
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import IntEnum
+from pathlib import Path
+from typing import NamedTuple
+
+from teimgr.wire.tenants.policy import Limits, Spent
+
+FILE = "tenants-1"
+"""In the run directory; another number for another layout."""
+TENANTS, ROWS = 1024, 256
+_HEADER_WORDS = 64
+TENANT_WORDS = 16
+_ROW_WORDS = 96
+_TENANTS_AT = _HEADER_WORDS
+_ROWS_AT = _TENANTS_AT + TENANTS * TENANT_WORDS
+IN_FLIGHT_AT = _ROWS_AT + ROWS * _ROW_WORDS
+_WORD = 8
+DAY_SHIFT = 40  # the word of the day's tokens: the day in the upper bits
+_DAY_TOKENS = (1 << DAY_SHIFT) - 1
+ANONYMOUS = 0
+"""The tenant of calls without a key."""
+
+
+class Word(IntEnum):
+    """The words of a tenant; tenants.c has the same."""
+
+    NAME = 0
+    RATE = 1
+    BURST = 2
+    DAILY = 3
+    CONCURRENT = 4
+    SHADOW = 5
+    WEIGHT = 6
+    PRIORITY = 7
+    ARRIVAL = 8
+    REFUNDED = 9
+    SPENT = 10
+
+
+class Counter(IntEnum):
+    """What is counted for each tenant and worker."""
+
+    TOKENS = 0
+    TEXTS = 1
+    CALLS = 2
+    REFUSED = 3
+    SHADOWED = 4  # calls that would have been refused without `shadow`
+
+
+_COUNTERS_AT = IN_FLIGHT_AT + ROWS * TENANTS
+_WORDS = _COUNTERS_AT + ROWS * TENANTS * len(Counter)
+_NAME_BYTES = (_ROW_WORDS - 2) * _WORD  # of instance and model, a NUL between them
+_BOOT = 0  # word of the header: of which start of the host the moments are
+
+
+class TenantKey(NamedTuple):
+    """A tenant as the configuration has it."""
+
+    name: str
+    limits: Limits = Limits()
+    shadow: bool = False
+    weight: int = 1
+    priority: int = 0
+
+
+class RowCounts(NamedTuple):
+    """The counters of one worker: by tenant, as many as `Counter` has."""
+
+    generation: int
+    instance: str
+    model: str
+    counts: dict[int, tuple[int, ...]]
+
+
+class TenantTable:
+    """The mapped file at `path`, which is made where it is missing.
+
+    Raises:
+        OSError: it cannot be made or mapped.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(self.file, 0, _WORDS * _WORD)  # on a full disk an error here, and no SIGBUS later
+            self.memory = mmap.mmap(self.file, _WORDS * _WORD)
+        except BaseException:
+            os.close(self.file)
+            raise
+        self.words = memoryview(self.memory).cast("q")
+
+    def close(self) -> None:
+        """Unmap the file; rows that this process has locked are given back."""
+        self.words.release()
+        self.memory.close()
+        os.close(self.file)
+
+    # The daemon
+
+    def begin(self, boot: int) -> None:
+        """Forget the moments of an earlier start of the host, whose clock was another one."""
+        if self.words[_BOOT] != boot:
+            for tenant in range(TENANTS):
+                at = tenant_at(tenant)
+                self.words[at + Word.ARRIVAL] = self.words[at + Word.REFUNDED] = 0
+            self.words[_BOOT] = boot
+
+    def configure(self, keys: list[TenantKey]) -> dict[str, int]:
+        """Write the limits of `keys`; the result is the number of each by name, which a name keeps.
+
+        Raises:
+            ValueError: there are more than the file has room for.
+        """
+        if len(keys) >= TENANTS:
+            raise ValueError(f"{len(keys)} keys are more than {TENANTS - 1}")
+        wanted = {_digest(key.name): key for key in keys}
+        held = {self.words[tenant_at(tenant) + Word.NAME]: tenant for tenant in range(1, TENANTS)}
+        held.pop(0, None)
+        free = iter(sorted(set(range(1, TENANTS)) - set(held.values())))
+        gone = iter([tenant for name, tenant in held.items() if name not in wanted])
+        numbers: dict[str, int] = {}
+        for name, key in wanted.items():
+            tenant = held.get(name)
+            if tenant is None:
+                tenant = next(free, None) or next(gone)
+                self._write_words(tenant, dict.fromkeys(Word, 0))
+            self._write_words(tenant, {Word.NAME: name} | _words_of(key))
+            numbers[key.name] = tenant
+        return numbers
+
+    def rows(self) -> Iterator[tuple[int, RowCounts, bool]]:
+        """The rows in use: number, counters, and whether the worker has ended."""
+        for row in range(ROWS):
+            if generation := self.words[_row_at(row)]:
+                yield row, self._counts(row, generation), not self._is_locked(row)
+
+    def clear(self, row: int) -> None:
+        """Make a row free whose worker has ended."""
+        if not self._lock(row):  # another one has it by now, and has cleared it
+            return
+        self._wipe(row)
+        fcntl.fcntl(self.file, fcntl.F_OFD_SETLK, _lock_of(fcntl.F_UNLCK, row))
+
+    # A worker
+
+    def claim(self, instance: str, model: str) -> int | None:
+        """A free row, locked for as long as the file is open, or None.
+
+        A row whose counters were not yet added up is not free.
+        """
+        for row in range(ROWS):
+            if self.words[_row_at(row)] == 0 and self._lock(row):
+                if self.words[_row_at(row)] != 0:  # claimed and left in between
+                    fcntl.fcntl(self.file, fcntl.F_OFD_SETLK, _lock_of(fcntl.F_UNLCK, row))
+                    continue
+                self._wipe(row)
+                text = f"{instance}\0{model}".encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
+                at = _row_at(row)
+                self.words[at + 2 : at + _ROW_WORDS] = memoryview(text).cast("q")
+                self.words[at] = int.from_bytes(os.urandom(7), "little") | 1
+                return row
+        return None
+
+    def in_flight(self, tenant: int) -> int:
+        """Tokens of a tenant that are admitted and not answered."""
+        return sum(self.words[IN_FLIGHT_AT + row * TENANTS + tenant] for row in range(ROWS))
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """No other open file of the table is in here; without the library, which needs no lock."""
+        fcntl.fcntl(self.file, fcntl.F_OFD_SETLKW, _lock_of(fcntl.F_WRLCK, _NO_ROW))
+        try:
+            yield
+        finally:
+            fcntl.fcntl(self.file, fcntl.F_OFD_SETLK, _lock_of(fcntl.F_UNLCK, _NO_ROW))
+
+    def limits(self, tenant: int) -> Limits:
+        at = tenant_at(tenant)
+        return Limits(*self.words[at + Word.RATE : at + Word.CONCURRENT + 1])
+
+    def spent(self, tenant: int) -> Spent:
+        at = tenant_at(tenant)
+        word = self.words[at + Word.SPENT]
+        arrival_ns, refunded_ns = self.words[at + Word.ARRIVAL], self.words[at + Word.REFUNDED]
+        return Spent(arrival_ns, refunded_ns, word >> DAY_SHIFT, word & _DAY_TOKENS)
+
+    def write_spent(self, tenant: int, spent: Spent) -> None:
+        """Without the library, under a lock of all workers."""
+        word = spent.day << DAY_SHIFT | spent.of_day
+        self._write_words(tenant, {Word.ARRIVAL: spent.arrival_ns, Word.REFUNDED: spent.refunded_ns, Word.SPENT: word})
+
+    def _write_words(self, tenant: int, values: dict[Word, int]) -> None:
+        for word, value in values.items():
+            self.words[tenant_at(tenant) + word] = value
+
+    def _counts(self, row: int, generation: int) -> RowCounts:
+        at = _row_at(row)
+        names = bytes(self.words[at + 2 : at + _ROW_WORDS]).rstrip(b"\0").decode("utf-8", "replace")
+        instance, _, model = names.partition("\0")
+        counts = {}
+        for tenant in self._named():
+            begin = counter_at(row, tenant)
+            if any(words := self.words[begin : begin + len(Counter)].tolist()):
+                counts[tenant] = tuple(words)
+        return RowCounts(generation, instance, model, counts)
+
+    def _named(self) -> list[int]:
+        """The tenants that there are or were, and the anonymous one."""
+        names = self.words[_TENANTS_AT:_ROWS_AT:TENANT_WORDS].tolist()
+        return [ANONYMOUS, *(tenant for tenant, name in enumerate(names) if name)]
+
+    def _wipe(self, row: int) -> None:
+        width = len(Counter)
+        for begin, size in (
+            (IN_FLIGHT_AT + row * TENANTS, TENANTS),
+            (counter_at(row, 0), TENANTS * width),
+            (_row_at(row), _ROW_WORDS),
+        ):
+            self.words[begin : begin + size] = memoryview(bytes(size * _WORD)).cast("q")
+
+    def _lock(self, row: int) -> bool:
+        try:
+            fcntl.fcntl(self.file, fcntl.F_OFD_SETLK, _lock_of(fcntl.F_WRLCK, row))
+        except OSError:
+            return False
+        return True
+
+    def _is_locked(self, row: int) -> bool:
+        """Whether another open file has locked the row."""
+        answer = fcntl.fcntl(self.file, fcntl.F_OFD_GETLK, _lock_of(fcntl.F_WRLCK, row))
+        return bool(struct.unpack(_LOCK, answer)[0] != fcntl.F_UNLCK)
+
+
+def tenant_at(tenant: int) -> int:
+    """The first word of a tenant."""
+    return _TENANTS_AT + tenant * TENANT_WORDS
+
+
+def counter_at(row: int, tenant: int) -> int:
+    """The first counter of a tenant in a row."""
+    return _COUNTERS_AT + (row * TENANTS + tenant) * len(Counter)
+
+
+def _row_at(row: int) -> int:
+    return _ROWS_AT + row * _ROW_WORDS
+
+
+def _words_of(key: TenantKey) -> dict[Word, int]:
+    limits = dict(zip((Word.RATE, Word.BURST, Word.DAILY, Word.CONCURRENT), key.limits, strict=True))
+    return limits | {Word.SHADOW: int(key.shadow), Word.WEIGHT: key.weight, Word.PRIORITY: key.priority}
+
+
+def _digest(name: str) -> int:
+    """A word for a name, never 0; the file has no names of keys."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little") | 1
+
+
+_LOCK = "@hhqqi4x"  # struct flock of Linux
+_NO_ROW = ROWS  # behind the last row: its bytes are locked for the state of the quotas
+
+
+def _lock_of(kind: int, row: int) -> bytes:
+    return struct.pack(_LOCK, kind, os.SEEK_SET, _row_at(row) * _WORD, _ROW_WORDS * _WORD, 0)

@@ -1,0 +1,61 @@
+"""What a worker does for tenants with each call: charge its jobs, and count what was answered and refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from teimgr.engine.job import Job
+from teimgr.errors import TeimgrError, TryLater
+from teimgr.spec import WorkerSpec
+from teimgr.wire.tenants.table import Counter
+from teimgr.worker.calls import WorkerCall
+from teimgr.worker.submission import Submission
+from teimgr.worker.tenant_meter import Account, TenantMeter, open_meter
+
+
+class Tenants:
+    """The meter in the file at `path`, opened when there is one. Without it nothing is charged or counted.
+
+    For the loop's thread.
+    """
+
+    def __init__(self, path: Path | None, spec: WorkerSpec) -> None:
+        self._path = path
+        self._spec = spec
+        self._meter: TenantMeter | None = None
+        self._is_open = False
+        if path is not None and path.exists():
+            self._open()
+
+    def charge(self, submission: Submission) -> None:
+        """Have the jobs of a call charged before they are computed, where its key has a quota."""
+        if not (tenant := submission.call.tenant):
+            return
+        if not self._is_open:  # keys were configured after this worker had started
+            self._open()
+        if self._meter is None:
+            return
+        accounts = [self._meter.account(tenant) for _ in submission.jobs]
+        if all(accounts):
+            submission.charge_to([each for each in accounts if each is not None])
+
+    def finished(self, call: WorkerCall, job: Job, error: TeimgrError | None) -> None:
+        """Count a call whose job the engine has finished."""
+        if (meter := self._meter) is None:
+            return
+        if error is None:
+            meter.answered(call.tenant, job.tokens, len(job.inputs) - len(job.errors), int(not call.is_part))
+            if isinstance(job.account, Account) and job.account.is_shadowed:
+                meter.count(call.tenant, Counter.SHADOWED)
+        elif isinstance(error, TryLater):
+            meter.count(call.tenant, Counter.REFUSED)
+
+    def refused(self, call: WorkerCall) -> None:
+        """Count a call that was not admitted."""
+        if self._meter is not None:
+            self._meter.count(call.tenant, Counter.REFUSED)
+
+    def _open(self) -> None:
+        self._is_open = True
+        if self._path is not None:
+            self._meter = open_meter(self._path, self._spec.name, self._spec.model_id)

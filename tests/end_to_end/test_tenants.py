@@ -1,0 +1,163 @@
+"""Quotas of keys by a real daemon with two muxes and two workers: exact under calls in parallel, kept over restarts."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from tests.support import models
+from tests.support.daemon_process import DaemonProcess, WarmDaemonProcess
+from tests.support.polling import until
+
+from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2
+
+ADMIN = "admin-" + "k" * 24
+KEYS: dict[str, dict[str, Any]] = {
+    "daily": {"tokens_per_day": 3001},
+    "rate": {"tokens_per_second": 1, "burst_tokens": 60},
+    "shadow": {"tokens_per_day": 10, "shadow": True},
+    "free": {},
+}
+EMBED = "/tei_multiplexer.v1.TeiMultiplexer/Embed"
+
+
+def key_of(name: str) -> str:
+    return f"{name}-{'k' * 24}"
+
+
+def auth() -> dict[str, object]:
+    tables: list[dict[str, object]] = [{"name": "admin", "key": ADMIN, "rights": ["admin", "read"]}]
+    tables += [{"name": name, "key": key_of(name), "rights": ["inference"], **more} for name, more in KEYS.items()]
+    return {"enabled": True, "providers": ["api_keys"], "api_keys": tables}
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    with WarmDaemonProcess(mux_processes=2, auth=auth()) as running, running.client(api_key=ADMIN) as client:
+        client.create("a", str(models.build_static(tmp_path_factory.mktemp("models") / "model")), replicas=2)
+        client.wait_until_running("a", deadline_s=60)
+        yield running
+
+
+def post(daemon: DaemonProcess, key: str, path: str, body: dict[str, Any]) -> tuple[int, dict[str, str], Any]:
+    connection = http.client.HTTPConnection("127.0.0.1", daemon.api_port, timeout=60)
+    try:
+        headers = {"authorization": f"Bearer {key_of(key)}", "content-type": "application/json"}
+        connection.request("POST", path, json.dumps(body), headers)
+        reply = connection.getresponse()
+        return reply.status, {name.lower(): value for name, value in reply.getheaders()}, json.loads(reply.read())
+    finally:
+        connection.close()
+
+
+def embed(daemon: DaemonProcess, key: str, text: str) -> tuple[int, dict[str, str], Any]:
+    return post(daemon, key, "/v1/embeddings", {"model": "a", "input": text})
+
+
+def embed_by_grpc(daemon: DaemonProcess, key: str, text: str) -> tuple[str, dict[str, str]]:
+    """The name of the status, and the trailers or, of an answer, the headers."""
+    request = multiplexer_pb2.EmbedRequest(target={"instance_name": "a"}, request={"inputs": text})
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    with grpc.insecure_channel(f"127.0.0.1:{daemon.grpc_port}", options) as channel:
+        call = channel.unary_unary(EMBED)
+        metadata = (("authorization", f"Bearer {key_of(key)}"),)
+        try:
+            _, done = call.with_call(request.SerializeToString(), metadata=metadata, timeout=60, wait_for_ready=True)
+        except grpc.RpcError as error:
+            return error.code().name, dict(error.trailing_metadata())
+        return "OK", dict(done.initial_metadata())
+
+
+def usage(daemon: DaemonProcess, by: str = "key") -> dict[Any, dict[str, Any]]:
+    connection = http.client.HTTPConnection("127.0.0.1", daemon.api_port, timeout=60)
+    connection.request("GET", f"/usage?by={by}", headers={"authorization": f"Bearer {ADMIN}"})
+    rows = json.loads(connection.getresponse().read())["usage"]
+    connection.close()
+    return {tuple(row[name] for name in by.split(",")): row for row in rows}
+
+
+def test_a_daily_quota_is_exact_under_256_calls_at_a_time_of_both_protocols(daemon: DaemonProcess) -> None:
+    text = "river " * 6
+    cost = embed(daemon, "free", text)[2]["usage"]["total_tokens"]
+    limit = KEYS["daily"]["tokens_per_day"]
+
+    def call(number: int) -> tuple[str, int]:
+        if number % 4 == 0:
+            status, metadata = embed_by_grpc(daemon, "daily", text)
+            code = metadata.get("x-teimgr-code", "")
+            return ("OK", cost) if status == "OK" else (f"{status} {code}", 0)
+        code, headers, body = embed(daemon, "daily", text)
+        return ("OK", body["usage"]["total_tokens"]) if code == 200 else (f"{code} {headers['x-teimgr-code']}", 0)
+
+    with ThreadPoolExecutor(256) as pool:
+        found = list(pool.map(call, range(1200)))
+
+    assert sum(tokens for _, tokens in found) == limit // cost * cost
+    assert set(Counter(outcome for outcome, _ in found)) == {
+        "OK",
+        "429 DAILY_TOKENS_EXCEEDED",
+        "RESOURCE_EXHAUSTED DAILY_TOKENS_EXCEEDED",
+    }
+    row = usage(daemon)["daily",]
+    assert (row["tokens"], row["calls"], row["texts"]) == (limit // cost * cost, limit // cost, limit // cost)
+    assert row["refused"] == 1200 - limit // cost
+
+
+def test_retry_after_is_the_true_wait_and_a_call_over_the_burst_is_never_served(daemon: DaemonProcess) -> None:
+    text = "river " * 9
+    first = embed(daemon, "rate", text)
+    cost = first[2]["usage"]["total_tokens"]
+    calls = [embed(daemon, "rate", text) for _ in range(60 // cost)]
+
+    status, headers, body = calls[-1]
+    assert (first[0], status) == (200, 429)
+    missing = (60 // cost + 1) * cost - 60
+    assert missing - 5 <= int(headers["retry-after"]) <= missing
+    assert body["error"]["code"] == "rate_limit_exceeded"
+    assert headers["x-teimgr-code"] == "TOKEN_RATE_EXCEEDED"
+    status, headers, body = embed(daemon, "rate", "river " * 100)
+    assert (status, headers["x-teimgr-code"], "retry-after" in headers) == (413, "CALL_OVER_QUOTA", False)
+    assert "burst of 60" in body["error"]["message"]
+    status, trailers = embed_by_grpc(daemon, "rate", text)
+    assert (status, trailers["x-teimgr-code"]) == ("RESOURCE_EXHAUSTED", "TOKEN_RATE_EXCEEDED")
+    assert int(trailers["grpc-retry-pushback-ms"]) > 1000
+
+
+def test_other_keys_do_not_notice_and_a_shadow_refuses_nothing(daemon: DaemonProcess) -> None:
+    statuses = {embed(daemon, key, "river " * 9)[0] for key in ("free", "shadow") for _ in range(10)}
+
+    assert statuses == {200}
+    assert usage(daemon)["shadow",]["shadowed"] >= 9
+
+
+def test_usage_is_the_clients_own_count_and_outlives_workers_and_daemon(daemon: DaemonProcess) -> None:
+    before = usage(daemon, "key,model").get(("free", next(iter(usage(daemon, "model")))[0]), Counter())
+    model = next(iter(usage(daemon, "model")))[0]
+    own = sum(embed(daemon, "free", "river " * count)[2]["usage"]["total_tokens"] for count in range(1, 20))
+    status, _, body = post(daemon, "free", "/v1/embeddings", {"model": "a", "input": ["one", "two", "three " * 50]})
+    own += body["usage"]["total_tokens"]
+
+    after = usage(daemon, "key,model")["free", model]
+    assert status == 200
+    assert after["tokens"] - before["tokens"] == own
+    assert (after["texts"] - before["texts"], after["calls"] - before["calls"]) == (22, 20)
+
+    all_rows = usage(daemon, "key,instance,model")
+    with daemon.client(api_key=ADMIN) as client:
+        client.stop("a")
+        assert usage(daemon, "key,instance,model") == all_rows
+    until(lambda: (Path(daemon.folder) / "usage.json").exists(), "the file of usage", 30)
+    daemon.stop()
+    daemon.start()
+    assert usage(daemon, "key,instance,model") == all_rows
+    with daemon.client(api_key=ADMIN) as client:
+        client.start("a")
+        client.wait_until_running("a", deadline_s=60)
+    assert embed(daemon, "daily", "river " * 6)[0] == 429  # the day is not over

@@ -1,0 +1,123 @@
+"""Quotas by brute force: whatever is charged and refunded, no window has more tokens than the bucket allows."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from teimgr.errors import Code
+from teimgr.wire.tenants.policy import NS_PER_S, Limits, Receipt, Spent, charge, refund, remaining
+
+DAY = 20_000
+
+
+class Calls:
+    """A bucket and the calls that it admitted: moment and tokens that were not refunded."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.spent = Spent()
+        self.admitted: list[list[int]] = []
+        self.open: list[tuple[int, Receipt]] = []
+
+    def call(self, tokens: int, now_ns: int) -> bool:
+        verdict = charge(self.limits, self.spent, 0, tokens, now_ns, DAY)
+        self.spent = verdict.spent
+        if verdict.refused_by is None:
+            self.open.append((len(self.admitted), verdict.receipt))
+            self.admitted.append([now_ns, tokens])
+        return verdict.refused_by is None
+
+    def give_back(self, place: int, part: float, now_ns: int) -> None:
+        number, receipt = self.open.pop(place)
+        tokens = int(receipt.tokens * part)
+        self.spent = refund(self.spent, receipt, tokens, now_ns)
+        self.admitted[number][1] -= tokens
+
+    def most_over(self) -> int:
+        """Tokens above what is allowed, in the worst of all windows."""
+        worst = 0
+        for first in range(len(self.admitted)):
+            tokens = 0
+            for now_ns, count in self.admitted[first:]:
+                tokens += count
+                seconds = (now_ns - self.admitted[first][0]) / NS_PER_S
+                worst = max(worst, int(tokens - self.limits.burst - seconds * self.limits.rate))
+        return worst
+
+
+def moments(draw: random.Random, count: int) -> Iterator[int]:
+    now_ns = 10**15
+    for _ in range(count):
+        now_ns += draw.choice((0, 1, draw.randrange(10**6), draw.randrange(10**9)))
+        yield now_ns
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_window_has_a_token_too_many_whatever_is_refunded(seed: int) -> None:
+    draw = random.Random(seed)
+    calls = Calls(Limits(draw.choice((3, 100, 7777)), draw.choice((50, 1000))))
+
+    for now_ns in moments(draw, 300):
+        if calls.open and draw.random() < 0.4:
+            calls.give_back(draw.randrange(len(calls.open)), draw.random(), now_ns)
+        else:
+            calls.call(draw.randrange(1, 60), now_ns)
+
+    assert len(calls.admitted) > 20
+    assert calls.most_over() == 0
+
+
+def test_a_bucket_admits_all_that_it_may() -> None:
+    calls = Calls(Limits(rate=100, burst=1000))
+
+    assert [calls.call(100, 10**15) for _ in range(11)] == [True] * 10 + [False]
+    assert [calls.call(50, 10**15 + NS_PER_S) for _ in range(3)] == [True, True, False]
+
+
+def test_the_wait_is_the_true_one() -> None:
+    limits, now_ns = Limits(rate=30, burst=100), 10**15
+    spent = charge(limits, Spent(), 0, 90, now_ns, DAY).spent
+    refused = charge(limits, spent, 0, 31, now_ns, DAY)
+
+    assert refused.refused_by is Code.TOKEN_RATE_EXCEEDED
+    assert refused.wait_ns == pytest.approx(21 / 30 * NS_PER_S, abs=2)
+    assert charge(limits, refused.spent, 0, 31, now_ns + refused.wait_ns - 1, DAY).refused_by is not None
+    assert charge(limits, refused.spent, 0, 31, now_ns + refused.wait_ns, DAY).refused_by is None
+
+
+def test_a_call_larger_than_a_quota_is_never_admitted() -> None:
+    for limits in (Limits(rate=10, burst=99), Limits(daily=99), Limits(concurrent=99)):
+        assert charge(limits, Spent(), 0, 100, 10**15, DAY).never
+        assert charge(limits, Spent(), 0, 99, 10**15, DAY).refused_by is None
+
+
+def test_what_was_refunded_at_once_may_be_used_again() -> None:
+    calls = Calls(Limits(rate=1, burst=100))
+
+    assert calls.call(100, 10**15)
+    assert not calls.call(100, 10**15)
+    calls.give_back(0, 1.0, 10**15)
+    assert calls.call(100, 10**15)
+
+
+def test_tokens_of_a_day_end_with_it_and_so_does_their_refund() -> None:
+    limits, now_ns = Limits(daily=100), 10**15
+    first = charge(limits, Spent(), 0, 100, now_ns, DAY)
+
+    assert charge(limits, first.spent, 0, 1, now_ns, DAY).refused_by is Code.DAILY_TOKENS_EXCEEDED
+    assert charge(limits, refund(first.spent, first.receipt, 30, now_ns), 0, 30, now_ns, DAY).refused_by is None
+    next_day = charge(limits, first.spent, 0, 60, now_ns, DAY + 1)
+    assert next_day.refused_by is None
+    assert refund(next_day.spent, first.receipt, 100, now_ns).of_day == 60
+
+
+def test_lower_limits_count_at_once_and_a_full_bucket_says_so() -> None:
+    generous, now_ns = Limits(rate=1, burst=1000), 10**15
+    spent = charge(generous, Spent(), 0, 1000, now_ns, DAY).spent
+
+    assert remaining(generous, spent, now_ns) == (0, 1000 * NS_PER_S)
+    assert remaining(generous, Spent(), now_ns) == (1000, 0)
+    assert charge(Limits(rate=10, burst=20), spent, 0, 20, now_ns + 2 * NS_PER_S, DAY).wait_ns == 2 * NS_PER_S

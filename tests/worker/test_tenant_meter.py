@@ -1,0 +1,237 @@
+"""Charges by several processes and threads at once, and the ledger without the native library."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from teimgr.errors import CallOverQuota, ConcurrentTokensExceeded, DailyTokensExceeded, TokenRateExceeded
+from teimgr.wire.tenants.policy import NS_PER_S, Limits
+from teimgr.wire.tenants.table import FILE, Counter, TenantKey, TenantTable
+from teimgr.worker.tenant_meter import LockedLedger, NativeLedger, TenantMeter, open_meter
+
+DAY = 20_000
+CHARGE = """
+import json, sys
+from pathlib import Path
+from teimgr.worker.tenant_meter import open_meter
+meter = open_meter(Path(sys.argv[1]), "a", "m")
+print("ready", flush=True)
+sys.stdin.readline()
+admitted, open_ones = 0, []
+for number in range(4000):
+    account = meter.account(int(sys.argv[2]))
+    if account.charge(7) is None:
+        admitted += 7
+        if number % 3:
+            account.settle(7)
+        else:
+            open_ones.append(account)
+        if number % 10 == 9 and open_ones:
+            open_ones.pop().settle(0)
+            admitted -= 7
+print(admitted, flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Any:
+    table = TenantTable(tmp_path / FILE)
+    yield table
+    table.close()
+
+
+def meter_of(path: Path) -> TenantMeter:
+    meter = open_meter(path, "a", "model-a")
+    assert meter is not None
+    return meter
+
+
+def test_four_processes_admit_exactly_the_tokens_of_a_day(tmp_path: Path, table: TenantTable) -> None:
+    limit = 7 * 3001
+    (tenant,) = table.configure([TenantKey("one", Limits(daily=limit))]).values()
+    command = [sys.executable, "-c", CHARGE, str(tmp_path / FILE), str(tenant)]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    processes = [subprocess.Popen(command, **pipes) for _ in range(4)]
+    try:
+        for process in processes:
+            assert process.stdout.readline() == "ready\n"
+        for process in processes:
+            process.stdin.write("\n")
+            process.stdin.flush()
+        admitted = sum([int(process.stdout.readline()) for process in processes])
+        assert admitted == limit
+        assert table.spent(tenant).of_day == limit
+    finally:
+        for process in processes:
+            process.communicate()
+
+
+@pytest.mark.parametrize("is_native", [True, False])
+def test_threads_in_two_rows_stay_within_every_quota(table: TenantTable, tmp_path: Path, is_native: bool) -> None:
+    (tenant,) = table.configure([TenantKey("one", Limits(rate=1, burst=900, concurrent=300))]).values()
+    other = TenantTable(tmp_path / FILE)
+    kind = NativeLedger if is_native else LockedLedger
+    ledgers = [kind(table, 0), kind(other, 1)]
+    lock, now_ns = threading.Lock(), 10**15
+    in_flight = most = admitted = 0
+
+    def call(number: int) -> None:
+        nonlocal in_flight, most, admitted
+        ledger, tokens = ledgers[number % 2], 1 + number % 5
+        code, receipt, _ = ledger.charge(tenant, tokens, now_ns, DAY)
+        if code is not None:
+            return
+        with lock:
+            in_flight += tokens
+            admitted += tokens
+            most = max(most, in_flight)
+        time.sleep(0)
+        with lock:
+            in_flight -= tokens
+        ledger.settle(tenant, receipt, 0, now_ns)
+
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(call, range(2000)))
+    assert 0 < most <= 300
+    assert 895 < admitted <= 900
+    assert table.in_flight(tenant) == 0
+    other.close()
+
+
+def test_the_library_decides_as_the_policy_does(tmp_path: Path) -> None:
+    draw = random.Random(7)
+    tables = [TenantTable(tmp_path / name) for name in ("native", "python")]
+    keys = [TenantKey("one", Limits(rate=777, burst=5000, daily=9000, concurrent=6000))]
+    tenants = [table.configure(keys)["one"] for table in tables]
+    ledgers = [NativeLedger(tables[0], 3), LockedLedger(tables[1], 3)]
+    now_ns, day, receipts = 10**15, DAY, []
+    refused = set()
+
+    for _ in range(1500):
+        now_ns += draw.randrange(NS_PER_S)
+        day += draw.random() < 0.01
+        if receipts and draw.random() < 0.4:
+            pair = receipts.pop(draw.randrange(len(receipts)))
+            back = draw.choice((0, pair[0].tokens, draw.randrange(pair[0].tokens + 1)))
+            for ledger, tenant, receipt in zip(ledgers, tenants, pair, strict=True):
+                ledger.settle(tenant, receipt, back, now_ns)
+        else:
+            tokens = draw.choice((1, 50, 700, 5001))
+            found = [
+                ledger.charge(tenant, tokens, now_ns, day) for ledger, tenant in zip(ledgers, tenants, strict=True)
+            ]
+            assert (found[0][0], found[0][2]) == (found[1][0], found[1][2])
+            refused.add(found[0][0])
+            if found[0][0] is None:
+                receipts.append((found[0][1], found[1][1]))
+        spent = [table.spent(tenant) for table, tenant in zip(tables, tenants, strict=True)]
+        assert spent[0][:2] == spent[1][:2]
+        assert len({each.of_day if each.day == day else 0 for each in spent}) == 1
+        assert tables[0].in_flight(tenants[0]) == tables[1].in_flight(tenants[1])
+    assert len(refused) == 4  # each quota, and none
+    for table in tables:
+        table.close()
+
+
+def test_the_refusal_says_which_quota_and_for_how_long(tmp_path: Path, table: TenantTable) -> None:
+    keys = [
+        TenantKey("rate", Limits(rate=10, burst=100)),
+        TenantKey("day", Limits(daily=100)),
+        TenantKey("concurrent", Limits(concurrent=100)),
+        TenantKey("free"),
+    ]
+    tenants, meter = table.configure(keys), meter_of(tmp_path / FILE)
+    for name, kind in (
+        ("rate", TokenRateExceeded),
+        ("day", DailyTokensExceeded),
+        ("concurrent", ConcurrentTokensExceeded),
+    ):
+        first, second, third = (meter.account(tenants[name]) for _ in range(3))
+        assert first is not None
+        assert second is not None
+        assert third is not None
+        assert first.charge(60) is None
+        refusal = second.charge(60)
+        assert isinstance(refusal, kind)
+        assert "Requested 60" in refusal.message
+        assert isinstance(third.charge(101), CallOverQuota)
+        assert refusal.retry_after_s is None or refusal.retry_after_s > 1.5
+    assert meter.account(tenants["free"]) is None
+
+
+def test_what_was_not_taken_is_refunded_when_the_caller_leaves(tmp_path: Path, table: TenantTable) -> None:
+    tenants, meter = table.configure([TenantKey("one", Limits(daily=100))]), meter_of(tmp_path / FILE)
+    account = meter.account(tenants["one"])
+    assert account is not None
+    assert account.charge(90) is None
+    account.took(30)
+    account.settle(None)
+    account.settle(0)  # once only
+
+    assert table.spent(tenants["one"]).of_day == 30
+    assert account.charge(50) is None  # its caller has gone
+    assert table.spent(tenants["one"]).of_day == 30
+
+
+def test_a_shadow_quota_refuses_nothing(tmp_path: Path, table: TenantTable) -> None:
+    tenants, meter = table.configure([TenantKey("one", Limits(daily=100), shadow=True)]), meter_of(tmp_path / FILE)
+    account, over = (meter.account(tenants["one"]) for _ in range(2))
+    assert account is not None
+    assert over is not None
+    assert account.charge(90) is None
+    assert over.charge(90) is None
+
+    assert (account.is_shadowed, over.is_shadowed) == (False, True)
+    over.settle(90)
+    assert table.spent(tenants["one"]).of_day == 90
+
+
+def test_a_killed_worker_leaves_nothing_in_flight_and_loses_no_count(tmp_path: Path, table: TenantTable) -> None:
+    tenants = table.configure([TenantKey("one", Limits(concurrent=100))])
+    child = os.fork()
+    if not child:
+        try:
+            meter = meter_of(tmp_path / FILE)
+            account = meter.account(tenants["one"])
+            assert account is not None
+            assert account.charge(80) is None
+            meter.answered(tenants["one"], 11, 2, 1)
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    meter = meter_of(tmp_path / FILE)
+    account = meter.account(tenants["one"])
+    assert account is not None
+    assert isinstance(account.charge(80), ConcurrentTokensExceeded)
+
+    [(row, counts, _)] = [one for one in table.rows() if one[2]]
+    assert (counts.instance, counts.model) == ("a", "model-a")
+    assert counts.counts[tenants["one"]][Counter.TOKENS] == 11
+    table.clear(row)
+    assert account.charge(80) is None
+    assert [has_ended for _, _, has_ended in table.rows()] == [False]
+
+
+def test_a_name_keeps_its_number_and_its_use(table: TenantTable) -> None:
+    keys = [TenantKey(name, Limits(daily=100)) for name in ("a", "b", "c")]
+    first = table.configure(keys)
+    NativeLedger(table, 0).charge(first["c"], 60, 10**15, DAY)
+
+    assert table.configure(keys[2:])["c"] == first["c"]
+    again = table.configure([*keys, TenantKey("d")])
+    assert {name: again[name] for name in "abc"} == first
+    assert table.spent(again["c"]).of_day == 60
+    with pytest.raises(ValueError, match="more than"):
+        table.configure([SimpleNamespace(name=str(number)) for number in range(1024)])  # type: ignore[misc]
