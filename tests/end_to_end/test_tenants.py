@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -83,6 +85,11 @@ def usage(daemon: DaemonProcess, by: str = "key") -> dict[Any, dict[str, Any]]:
     return {tuple(row[name] for name in by.split(",")): row for row in rows}
 
 
+def run_command(daemon: DaemonProcess, *arguments: str) -> str:
+    command = [sys.executable, "-m", "teimgr", *arguments, "--url", daemon.api, "--api-key", ADMIN]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+
+
 def test_a_daily_quota_is_exact_under_256_calls_at_a_time_of_both_protocols(daemon: DaemonProcess) -> None:
     text = "river " * 6
     cost = embed(daemon, "free", text)[2]["usage"]["total_tokens"]
@@ -120,7 +127,10 @@ def test_retry_after_is_the_true_wait_and_a_call_over_the_burst_is_never_served(
     assert (first[0], status) == (200, 429)
     missing = (60 // cost + 1) * cost - 60
     assert missing - 5 <= int(headers["retry-after"]) <= missing
-    assert body["error"]["code"] == "rate_limit_exceeded"
+    assert (body["error"]["type"], body["error"]["code"]) == ("tokens", "rate_limit_exceeded")
+    assert headers["x-ratelimit-limit-tokens"] == "60"
+    assert 60 % cost <= int(headers["x-ratelimit-remaining-tokens"]) <= 60 % cost + 5
+    assert headers["x-ratelimit-reset-tokens"].endswith("s")
     assert headers["x-teimgr-code"] == "TOKEN_RATE_EXCEEDED"
     status, headers, body = embed(daemon, "rate", "river " * 100)
     assert (status, headers["x-teimgr-code"], "retry-after" in headers) == (413, "CALL_OVER_QUOTA", False)
@@ -153,6 +163,8 @@ def test_usage_is_the_clients_own_count_and_outlives_workers_and_daemon(daemon: 
     with daemon.client(api_key=ADMIN) as client:
         client.stop("a")
         assert usage(daemon, "key,instance,model") == all_rows
+    rows = json.loads(run_command(daemon, "usage", "--by", "key,model", "--json"))["usage"]
+    assert {row["key"]: row["tokens"] for row in rows} == {key: row["tokens"] for (key,), row in usage(daemon).items()}
     until(lambda: (Path(daemon.folder) / "usage.json").exists(), "the file of usage", 30)
     daemon.stop()
     daemon.start()

@@ -1,4 +1,4 @@
-"""`teimgr gpus`, `templates` and `reload`: the fleet as a whole."""
+"""`teimgr gpus`, `usage`, `templates` and `reload`: the fleet as a whole."""
 
 from __future__ import annotations
 
@@ -36,6 +36,25 @@ def _gpu_row(gpu: dict[str, Any]) -> tuple[Any, ...]:
         "" if degrees is None else f"{degrees:.0f} °C",
         ", ".join(each["name"] for each in gpu["instances"]),
     )
+
+
+def usage(
+    server: DaemonOptions,
+    output: CommandOutput,
+    by: Annotated[str, typer.Option(help="Add up by some of key, instance and model.")] = "key,model",
+) -> None:
+    """List what API keys have used: tokens, texts, calls, refusals."""
+    groups = [name.strip() for name in by.split(",")]
+    found = server.rest.usage(groups)
+    if output.as_json:
+        output.value(found)
+        return
+    if not found["enabled"]:
+        output.note("nothing is counted: the daemon requires no API keys")
+        return
+    counts = ("tokens", "texts", "calls", "refused", "shadowed")
+    rows = [[each[name] or "(no key)" for name in groups] + [each[name] for name in counts] for each in found["usage"]]
+    output.table((*groups, *counts), rows)
 
 
 def templates(server: DaemonOptions, output: CommandOutput) -> None:

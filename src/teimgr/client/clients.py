@@ -223,6 +223,7 @@ class Client:
     config = _blocking(AsyncClient.config)
     reload = _blocking(AsyncClient.reload)
     gpus = _blocking(AsyncClient.gpus)
+    usage = _blocking(AsyncClient.usage)
     hosts = _blocking(AsyncClient.hosts)
     create_join_token = _blocking(AsyncClient.create_join_token)
     remove_host = _blocking(AsyncClient.remove_host)

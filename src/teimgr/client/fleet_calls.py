@@ -44,6 +44,12 @@ class FleetCalls(RestCalls):
         hosts: Mapping[str, Any] = await self._call("GET", "/hosts")
         return hosts
 
+    async def usage(self, by: Sequence[str] = ("key", "model")) -> Mapping[str, Any]:
+        """`usage`, the tokens, texts, calls and refusals by some of key, instance and model; `enabled` is whether keys
+        are required, without which nothing is counted."""
+        found: Mapping[str, Any] = await self._call("GET", "/usage", query={"by": ",".join(by)})
+        return found
+
     async def create_join_token(self, *, node: str | None = None, life_secs: float = 3600.0) -> Mapping[str, Any]:
         """`token`, by which one host may join the cluster within `life_secs`; as `node` alone, if that is given.
 

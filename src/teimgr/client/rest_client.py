@@ -106,6 +106,7 @@ class RestClient:
     config = _blocking(_Calls.config)
     reload = _blocking(_Calls.reload)
     gpus = _blocking(_Calls.gpus)
+    usage = _blocking(_Calls.usage)
     hosts = _blocking(_Calls.hosts)
     create_join_token = _blocking(_Calls.create_join_token)
     remove_host = _blocking(_Calls.remove_host)

@@ -130,7 +130,9 @@ class Daemon:
         self.reloader = Reloader(source, configuration, self.manager, self._apply)
         # HTTP
         self.tls = RestTls(settings.tls_files)
-        self.gateway = Gateway(settings, self.directory, self.metrics, identity, self.manager.list)
+        self.gateway = Gateway(
+            settings, self.directory, self.metrics, identity, self.manager.list, self.tenants.rate_state
+        )
         self.batches = Batches(settings, self.gateway, self.policy, self.metrics) if settings.batches.enabled else None
         self.webhooks = Webhooks(self.events)
         self.gpu_report = GpuReport(inventory, self.manager.list, self._mux_states)

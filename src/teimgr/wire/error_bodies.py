@@ -14,6 +14,7 @@ import orjson
 from teimgr.errors import Code, FailedToLoad, InputTooLong, Stopped, TeimgrError
 from teimgr.wire.frames import HttpReply
 from teimgr.wire.status import CODE_KEY, INPUT_INDEX, RETRY_AFTER_S, STATUS, TRY_AGAIN, retry_after_s
+from teimgr.wire.tenants.policy import LIMITS
 
 TEI, TEI_OPENAI, OPENAI, COHERE, JINA = "tei", "tei-openai", "openai", "cohere", "jina"
 VLLM, INFINITY, SIE, VOYAGE, WEAVIATE, OLLAMA = "vllm", "infinity", "sie", "voyage", "weaviate", "ollama"
@@ -140,18 +141,21 @@ def _sie_code(details: ErrorDetails) -> str:
         return "MODEL_NOT_LOADED" if details.kind is Stopped else "MODEL_LOADING"
     if details.status in _SIE_REFUSED:
         return _SIE_REFUSED[details.status]
+    if details.code in LIMITS:
+        return "RATE_LIMIT"
     if details.status == 429:
         return "RESOURCE_EXHAUSTED"
     return "INVALID_INPUT" if details.status < 500 else "INFERENCE_ERROR"
 
 
 _OPENAI_DEFAULT: tuple[str, str | None] = ("invalid_request_error", None)
-# Of files and batches, whose statuses have another meaning than those of inference.
+# Of files and batches, whose statuses have another meaning than those of inference, and of quotas.
 _OPENAI_TYPES_OF_CODES: Mapping[Code, tuple[str, str | None]] = {
     Code.OBJECT_NOT_FOUND: ("invalid_request_error", None),
     Code.OBJECT_IN_USE: ("invalid_request_error", "conflict"),
     Code.STORAGE_QUOTA_EXCEEDED: ("invalid_request_error", "storage_quota_exceeded"),
     Code.STORAGE_FULL: ("server_error", "storage_full"),
+    **dict.fromkeys((*LIMITS, Code.CALL_OVER_QUOTA), ("tokens", "rate_limit_exceeded")),
 }
 _OPENAI_TYPES: Mapping[int, tuple[str, str | None]] = {
     401: ("invalid_request_error", "invalid_api_key"),

@@ -19,7 +19,7 @@ from tests.support.polling import eventually
 from tests.support.rest_listener import Fleet
 
 from teimgr.api.gateway import gateway
-from teimgr.api.gateway.gateway import PARSED_BYTES, Gateway, ModelNames, model_of
+from teimgr.api.gateway.gateway import PARSED_BYTES, Gateway, ModelNames, go_duration, model_of
 from teimgr.api.gateway.model_cards import ModelCards
 from teimgr.api.gateway.routes import kinds_of
 from teimgr.api.rest.app import create_app
@@ -400,3 +400,10 @@ def test_an_unknown_name_in_a_large_fleet_is_answered_soon(form: str) -> None:
             ModelNames(router, dict).lease(unknown)
         took.append(time.process_time() - began)
     assert min(took) < 0.05  # 0.1 and 0.5 s where each name is compared
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0ms"), (0.0201, "21ms"), (1, "1s"), (41.724, "41.724s"), (360, "6m0s"), (7261, "2h1m1s")]
+)
+def test_durations_are_written_as_openai_does(seconds: float, text: str) -> None:
+    assert go_duration(seconds) == text

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -45,6 +46,7 @@ from teimgr.api.gateway.routes import (
     paths,
 )
 from teimgr.config.settings import Settings
+from teimgr.control.sharing.tenants import RateState
 from teimgr.errors import (
     AmbiguousInstance,
     Code,
@@ -70,7 +72,7 @@ from teimgr.observability.metrics import DaemonMetrics
 from teimgr.observability.request_context import CURRENT
 from teimgr.spec import LANE_KEY, InstanceView, State
 from teimgr.wire import error_bodies
-from teimgr.wire.error_bodies import INFINITY, JSON_TYPE, OPENAI, VLLM, WEAVIATE
+from teimgr.wire.error_bodies import INFINITY, JSON_TYPE, OPENAI, TEI_OPENAI, VLLM, WEAVIATE
 from teimgr.wire.fleet_tls import FleetIdentity
 from teimgr.wire.frames import (
     MAX_HEAD_BYTES,
@@ -103,7 +105,7 @@ class Gateway:
     """Forwards inference requests to workers. It follows `directory` from its construction to `close`.
 
     With `identity`, that of this node in a fleet of several hosts, workers of other nodes are reached over mutual TLS.
-    `views` are the instances, for what is known of their models.
+    `views` are the instances, for what is known of their models; `rates` are the buckets of tenants.
     """
 
     def __init__(
@@ -113,7 +115,9 @@ class Gateway:
         metrics: DaemonMetrics,
         identity: FleetIdentity | None = None,
         views: Callable[[], Iterable[InstanceView]] = tuple,
+        rates: Callable[[int], RateState | None] = lambda tenant: None,
     ) -> None:
+        self._rates = rates
         self._metrics = metrics
         self._timeout_s = float(settings.inference_timeout_secs) or None
         limit_bytes = min(settings.inference_max_body_mb, settings.grpc_max_message_size_mb) * 2**20
@@ -173,7 +177,10 @@ class Gateway:
             finally:
                 charge.release()
 
-        return await self._count(path, head.dialect, call_worker())
+        reply = await self._count(path, head.dialect, call_worker())
+        if caller.tenant and head.dialect in _RATE_DIALECTS and (state := self._rates(caller.tenant)) is not None:
+            return reply._replace(headers={**reply.headers, **rate_headers(state)})
+        return reply
 
     async def _info(self, request: Request) -> Response:
         """TEI's reply about its model, by a worker of the instance in the path."""
@@ -319,6 +326,30 @@ class Gateway:
             reply = error_bodies.failure(dialect_of(request.url.path) or OPENAI, error)
             return Response(reply.body, reply.status, dict(reply.headers))
         return Response(orjson.dumps(self._cards(request)(name)), headers=dict(JSON_TYPE))
+
+
+# Of which clients read OpenAI's headers.
+_RATE_DIALECTS = (OPENAI, TEI_OPENAI, VLLM)
+
+
+def rate_headers(state: RateState) -> dict[str, str]:
+    """OpenAI's headers of what a key may use: the burst, what is left of it, and when all of it is there again."""
+    return {
+        "x-ratelimit-limit-tokens": str(state.limit),
+        "x-ratelimit-remaining-tokens": str(state.remaining),
+        "x-ratelimit-reset-tokens": go_duration(state.reset_s),
+    }
+
+
+def go_duration(seconds: float) -> str:
+    """A duration as OpenAI writes it: `20ms`, `1.5s`, `6m0s`."""
+    if seconds < 1:
+        return f"{math.ceil(seconds * 1000)}ms"
+    if seconds < 60:
+        return f"{math.ceil(seconds * 1000) / 1000:g}s"
+    minutes, rest = divmod(math.ceil(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes}m{rest}s" if hours else f"{minutes}m{rest}s"
 
 
 def _dialect(path: DialectPath, headers: Mapping[str, str]) -> str:
