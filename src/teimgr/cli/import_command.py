@@ -1,4 +1,4 @@
-"""`teimgr import`: a configuration from compose files of TEI and Infinity, or from tei-manager's files."""
+"""`teimgr import`: a configuration from compose files of TEI and Infinity, Ollama's list or tei-manager's files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ def import_files(
     output: CommandOutput,
     files: Annotated[
         list[Path],
-        typer.Argument(metavar="FILE", help="Compose files; tei-manager's TOML and state file.", show_default=False),
+        typer.Argument(
+            metavar="FILE", help="Compose files; Ollama's list; tei-manager's TOML and state file.", show_default=False
+        ),
     ],
     out: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The configuration.")] = Path(
         "teimgr.toml"
@@ -39,7 +41,7 @@ def import_files(
     ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Exit status 8 if anything needs a decision.")] = False,
 ) -> int:
-    """Make a configuration from one of TEI, Infinity or tei-manager.
+    """Make a configuration from one of TEI, Infinity, Ollama or tei-manager.
 
     Prints what became of every key of the sources: carried over, same by default, no counterpart, or needs a decision.
     """

@@ -119,7 +119,7 @@ def test_values_that_are_not_possible_here_are_left_out(converted: Convert) -> N
     [
         ("a = [", "no TOML"),
         ("instances = 1", "instances: must be a list of tables"),
-        ("api_port = 9100", "no model of TEI, Infinity or tei-manager in it"),
+        ("api_port = 9100", "no model of TEI, Infinity, Ollama or tei-manager in it"),
         ("[[instances]]\nname = 'a'\nmodel_id = 'm'\n" * 257, "more than 256 instances"),
     ],
 )

@@ -1,4 +1,7 @@
-"""Conversion of files to a configuration of teimgr: YAML is a compose file, all else TOML of tei-manager."""
+"""Conversion of files to a configuration of teimgr.
+
+YAML is a compose file, an object of JSON and the table of `ollama list` are Ollama's, all else is tei-manager's TOML.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from teimgr.cli.migration import infinity_service, tei_manager_file, tei_service
+from teimgr.cli.migration import infinity_service, ollama_list, tei_manager_file, tei_service
 from teimgr.cli.migration.compose_file import ComposeFile, Service, read_compose
 from teimgr.cli.migration.containers import NOT_FOLLOWED
 from teimgr.cli.migration.draft import Draft, InstanceDraft, KeyOutcome, toml
@@ -29,7 +32,7 @@ _SERVERS: tuple[tuple[Callable[[Service], bool], Callable[[Service, Draft], None
 
 
 def convert(files: Sequence[Path], environ: Mapping[str, str], env_file: Path | None = None) -> Draft:
-    """The draft of compose files and of tei-manager's files.
+    """The draft of compose files, of Ollama's lists and of tei-manager's files.
 
     `environ`, then `env_file` or the `.env` beside a compose file, have the values of its variables.
 
@@ -45,13 +48,15 @@ def convert(files: Sequence[Path], environ: Mapping[str, str], env_file: Path | 
             compose = read_compose(file, environ, env_file)
             images |= {service.image or service.name for service in compose.services}
             _compose(compose, draft)
+        elif ollama_list.is_list(file):
+            ollama_list.convert(file, draft)
         else:
             tei_manager_file.convert(file, tei_manager_file.read_toml(file), draft)
     if not draft.instances:
         seen = f"; its services are {', '.join(sorted(images))}" if images else ""
         why = [f"{each.path}: {each.note}" for each in draft.findings if each.outcome is KeyOutcome.DECIDE]
         names = ", ".join(map(str, files))
-        raise InvalidConfig("\n".join([f"{names}: no model of TEI, Infinity or tei-manager in it{seen}", *why]))
+        raise InvalidConfig("\n".join([f"{names}: no model of TEI, Infinity, Ollama or tei-manager in it{seen}", *why]))
     defaults = Settings()
     draft.finish({name: getattr(defaults, name) for name in _PORTS})
     return draft
