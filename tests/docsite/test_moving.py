@@ -1,8 +1,9 @@
 """The guides in docs/moving: their commands run in order, as a new user would type them, and print what the pages show.
 
-docs/moving/from-tei.md, from-infinity.md and from-tei-manager.md start a daemon with the configuration they have
-imported; from-openai.md and from-sie.md use one that runs. A block of `yaml` or `toml` whose first line names a file is
-that file. A block of `text` is the output of the block before it; `UPDATE_PAGES=1 pytest FILE` writes these anew.
+docs/moving/from-tei.md, from-infinity.md, from-ollama.md and from-tei-manager.md start a daemon with the configuration
+they have imported; from-openai.md and from-sie.md use one that runs. A block of `yaml` or `toml` whose first line
+names a file is that file. A block of `text` is the output of the block before it; `UPDATE_PAGES=1 pytest FILE` writes
+these anew.
 """
 
 from __future__ import annotations
@@ -209,6 +210,17 @@ def test_from_infinity(opened: Callable[..., Host], vectors: list[list[float]]) 
     done = host.follow("from-infinity.md")
     assert done["python"] == ["1.0000\n" * 4]
     assert not [text for text in done["bash"] if "a-key-that-clients-have" in text]
+
+
+def test_from_ollama(opened: Callable[..., Host], vectors: list[list[float]]) -> None:
+    host = opened("11434")
+    keep(host, {"embeddings": vectors})
+    details = {"format": "gguf", "family": "bert", "quantization_level": "F16"}
+    listed = [("all-minilm:latest", details), ("llama3.2:3b", details | {"family": "llama"})]
+    tags = {"models": [{"name": name, "model": name, "details": each} for name, each in listed]}
+    (host.folder / "ollama.json").write_text(json.dumps(tags))
+
+    assert host.follow("from-ollama.md")["python"] == ["1.0000\n" * 4]
 
 
 def test_from_tei_manager(opened: Callable[..., Host], vectors: list[list[float]]) -> None:

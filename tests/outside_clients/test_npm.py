@@ -1,9 +1,10 @@
-"""OpenAI's package of npm, as it is published: the example of files and batches in the how-to page for TypeScript, and
-AnythingLLM's calls with the settings of its page."""
+"""OpenAI's and Ollama's packages of npm, as they are published: the example of files and batches in the how-to page for
+TypeScript, AnythingLLM's calls with the settings of its page, and the calls of Ollama's client that embed."""
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -46,11 +47,38 @@ def test_anything_llm(page: Page, truth: Truth, tmp_path: Path) -> None:
     same(json.loads(run(ANYTHING_LLM, tmp_path, json.dumps([keyless, TEXTS]))), truth.vectors)
 
 
-def run(code: str, folder: Path, *arguments: str) -> str:
+OLLAMA = """
+import { Ollama } from "ollama";
+const [host, input] = JSON.parse(process.argv[2]);
+const client = new Ollama({ host });
+const { embeddings, total_duration } = await client.embed({ model: "embedding", input, keep_alive: "5m" });
+const { embedding } = await client.embeddings({ model: "embedding:latest", prompt: input[0] });
+const [{ models }, running, { version }] = [await client.list(), await client.ps(), await client.version()];
+const refused = await client.embed({ model: "nobody", input }).catch((error) => [error.status_code, error.message]);
+console.log(JSON.stringify({
+  embeddings, embedding, total_duration, version, refused,
+  listed: models.map((one) => one.model), running: running.models.map((one) => one.name),
+}));
+"""
+
+
+def test_ollama(served: DaemonProcess, truth: Truth, tmp_path: Path) -> None:
+    told = json.loads(run(OLLAMA, tmp_path, json.dumps([served.api, TEXTS]), package="ollama"))
+
+    same(told["embeddings"], truth.vectors)
+    same(told["embedding"], truth.raw[0])
+    assert told["total_duration"] > 0
+    assert told["refused"][0] == 404
+    assert "model 'nobody' not found" in told["refused"][1]
+    assert {"embedding:latest"} <= {*told["running"]} <= {*told["listed"]}
+    assert re.fullmatch(r"\d+\.\d+\.\d+", told["version"])
+
+
+def run(code: str, folder: Path, *arguments: str, package: str = "openai") -> str:
     """What a module of JavaScript prints."""
     node = shutil.which("node")
-    if node is None or not (MODULES / "openai").is_dir():
-        pytest.skip("no node with openai: `npm install --ignore-scripts --prefix .venv-clients openai` makes it")
+    if node is None or not (MODULES / package).is_dir():
+        pytest.skip(f"no node with {package}: `npm install --ignore-scripts --prefix .venv-clients {package}` makes it")
     if not (folder / "node_modules").exists():
         (folder / "node_modules").symlink_to(MODULES)
     (folder / "script.mjs").write_text(code)

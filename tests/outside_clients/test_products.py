@@ -57,6 +57,17 @@ def test_open_webui(page: Page, truth: Truth, scores: Any) -> None:
     assert REQUESTS.post(incomplete, ranked, Authorization=no_key).status == 405
 
 
+def test_open_webui_with_ollama(page: Page, truth: Truth) -> None:
+    """open-webui/open-webui: retrieval/utils.py (`agenerate_ollama_batch_embeddings`), and its list of models."""
+    settings = page("open-webui", "Ollama's engine").fields
+    url, model = settings["RAG_OLLAMA_BASE_URL"], settings["RAG_EMBEDDING_MODEL"]
+    listed = AIOHTTP.get(f"{url}/api/tags")
+    asked = {"input": TEXTS, "model": model, "truncate": True}
+
+    assert model in [each["model"] for each in listed.json["models"]]
+    same(AIOHTTP.post(f"{url}/api/embed", asked, Authorization="Bearer ").json["embeddings"], truth.vectors)
+
+
 def test_anything_llm(page: Page, truth: Truth) -> None:
     """Mintplex-Labs/anything-llm 0ac463e2: EmbeddingEngines/genericOpenAi/index.js; its openai package asks for base64
     or, in older versions, for nothing."""

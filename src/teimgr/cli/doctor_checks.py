@@ -85,6 +85,8 @@ def _present(folder: Path) -> Path:
 def _ports(settings: Settings) -> Iterator[Finding]:
     """The daemon's ports are free, or its own."""
     listeners = [("api_port", settings.api_host, settings.api_port)]
+    if settings.ollama_port is not None:
+        listeners.append(("ollama_port", settings.api_host, settings.ollama_port))
     if settings.grpc_enabled:
         listeners.append(("grpc_port", settings.grpc_host, settings.grpc_port))
     for key, host, port in listeners:

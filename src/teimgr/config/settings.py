@@ -85,6 +85,13 @@ class Settings:
         label="API port",
         also="TEI_MANAGER_API_PORT",
     )
+    ollama_port: int | None = key(
+        None,
+        "a second port of the REST listener, 11434 for Ollama's clients, for inference alone; absent: none",
+        low=UNPRIVILEGED_PORT,
+        high=U16,
+        label="Ollama port",
+    )
     grpc_enabled: bool = key(True, "run the gRPC multiplexer", also="TEI_MANAGER_GRPC_ENABLED")
     grpc_host: str = key("127.0.0.1", "address of the gRPC listener")
     grpc_port: int = key(9001, "port of the gRPC listener", low=1, high=U16, also="TEI_MANAGER_GRPC_PORT")
@@ -335,6 +342,10 @@ def faults(settings: Settings) -> Iterator[ConfigFault]:
 def _listeners_and_ranges(settings: Settings) -> Iterator[ConfigFault]:
     if settings.grpc_enabled and settings.api_port == settings.grpc_port:
         yield ConfigFault("grpc_port", f"{settings.grpc_port} is the API port too")
+    if settings.ollama_port == settings.api_port:
+        yield ConfigFault("ollama_port", f"{settings.ollama_port} is the API port too")
+    if settings.grpc_enabled and settings.ollama_port == settings.grpc_port:
+        yield ConfigFault("ollama_port", f"{settings.ollama_port} is the gRPC port too")
     first, end, most = settings.instance_port_start, settings.instance_port_end, settings.max_instances
     if end <= first:
         yield ConfigFault(

@@ -182,6 +182,7 @@ class Daemon:
             log.warning(warning)
         self.settings.prepare_folders()
         listener = bind(self.settings.api_host, self.settings.api_port, "api_port")
+        more = [bind(self.settings.api_host, port, "ollama_port") for port in filter(None, [self.settings.ollama_port])]
         with self._unix_listener() as unix, self._signals():
             try:
                 await self.manager.restore()
@@ -195,7 +196,7 @@ class Daemon:
                 await self.registry.start()
                 if self.batches is not None:
                     await self.batches.load()
-                serving = self.tls.serving(self.app, listener, self.app.state.direct, unix)
+                serving = self.tls.serving(self.app, listener, self.app.state.direct, unix, more)
                 async with serving, self.webhooks.running(self.settings.webhooks):
                     if self.cluster is not None:
                         self.cluster.forwarding.start()

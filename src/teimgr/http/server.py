@@ -7,7 +7,7 @@ import contextlib
 import errno
 import socket
 import ssl
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -150,9 +150,11 @@ async def serving(
     unix: UnixListener | None = None,
     http: type[HttpProtocol] = HttpProtocol,
     gate: ConnectionGate | None = None,
+    more: Sequence[socket.socket] = (),
     **tls: Any,
 ) -> AsyncIterator[Listener]:
-    """Serve `app` on `sock` while the body runs; requests in flight are answered before it ends. Closes the socket.
+    """Serve `app` on `sock`, and on `more`, while the body runs; requests in flight are answered before it ends. The
+    sockets are closed then.
 
     The body starts once the server listens. `h2` makes the protocol of a connection that begins with HTTP/2's preface;
     without it HTTP/2 is not served. `http` is the protocol of the others. `direct` may answer requests without `app`.
@@ -177,7 +179,7 @@ async def serving(
         **tls,
     )
     server = Server(config, gate or ConnectionGate(), direct)
-    task = asyncio.create_task(server.serve(sockets=[sock] if unix is None else [sock, unix.sock]))
+    task = asyncio.create_task(server.serve(sockets=[sock, *more, *([] if unix is None else [unix.sock])]))
     try:
         await _listening(server, task, sock)
         yield Listener(server)
@@ -186,7 +188,8 @@ async def serving(
             unix.file.remove()
         server.should_exit = True
         await asyncio.wait({task})  # a failure to start was raised by `_listening`
-        sock.close()
+        for each in (sock, *more):
+            each.close()
         if unix is not None:
             unix.close()
 

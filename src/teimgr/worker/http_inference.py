@@ -58,6 +58,7 @@ _IDS_AT_ONCE = 2**16
 _JOBS_AT_ONCE = 32
 _U32_MAX = 2**32 - 1
 _NO_MATCH = "no_match"
+MISMATCH = "data did not match any of its forms"
 
 
 class _FirstMatch:
@@ -66,7 +67,7 @@ class _FirstMatch:
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
         union = handler(source)
         assert union["type"] == "union"
-        error = {"custom_error_type": _NO_MATCH, "custom_error_message": "data did not match any of its forms"}
+        error = {"custom_error_type": _NO_MATCH, "custom_error_message": MISMATCH}
         return {**union, "mode": "left_to_right", **error}
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from tests.support.daemon_process import DaemonProcess, WarmDaemonProcess
+from tests.support.daemon_process import DaemonProcess, WarmDaemonProcess, free_ports
 from tests.support.models import (
     build,
     build_classifier,
@@ -49,7 +49,10 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def served(fleet: dict[str, Path]) -> Iterator[tuple[DaemonProcess, dict[str, int]]]:
     """The daemon, and the port of each instance."""
     aliases = {"text-embedding-3-small": "dense", "ada": str(fleet["dense"]), "dead": "nobody"}
-    with WarmDaemonProcess(aliases=aliases, inference_max_body_mb=4) as daemon, daemon.client() as client:
+    with (
+        WarmDaemonProcess(aliases=aliases, inference_max_body_mb=4, ollama_port=free_ports(1)[0]) as daemon,
+        daemon.client() as client,
+    ):
         for name, model in fleet.items():
             client.create(name, str(model), dtype="float32")
         client.create("idle", str(fleet["splade"]))

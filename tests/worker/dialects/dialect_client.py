@@ -44,8 +44,9 @@ class Asking:
         """Bytes are sent as they are, everything else as JSON; `_` in a header's name stands for `-`."""
         return await self._post(self.daemon.api + path, body, headers)
 
-    async def get(self, path: str) -> Told:
-        async with self._session.get(self.daemon.api + path) as reply:
+    async def get(self, path: str, port: int | None = None) -> Told:
+        base = self.daemon.api if port is None else f"http://127.0.0.1:{port}"
+        async with self._session.get(base + path) as reply:
             return Told(reply.status, reply.headers, await reply.read())
 
     async def own_port(self, instance: str, path: str, body: Any) -> Any:

@@ -135,3 +135,44 @@ async def test_the_lists_have_what_embeds(ask: Asking) -> None:
     shown = (await ask.post("/api/show", {"name": "dense"})).ok
     assert shown["model_info"]["teimgr.context_length"] == 96
     assert (await ask.get("/api/version")).ok["version"] == "0.33.0"
+
+
+async def test_ollamas_own_port_is_for_inference_alone(ask: Asking) -> None:
+    port = ask.daemon.settings["ollama_port"]
+    home = await ask.get("/", port)
+    assert (home.status, home.body) == (200, b"Ollama is running")
+    assert (await ask.get("/api/tags", port)).ok == (await ask.get("/api/tags")).ok
+    assert (await ask.get("/v1/models", port)).ok["data"]
+    for path in ("/instances", "/metrics", "/ui/fleet", "/openapi.json"):
+        assert (await ask.get(path, port)).status == 404
+    assert (await ask.get("/")).body != home.body
+
+
+async def test_odd_bodies_are_refused_with_a_reason(ask: Asking) -> None:
+    for body, words in (
+        (b"[]", "Say which model"),
+        (b'"fog"', "Say which model"),
+        (b'{"model": "dense", "input": "fog"', "The body is no JSON"),
+        (b'{"model": "dense", "input": "fog \\ud83d"}', "input: the text is "),
+        (b'{"model": "dense", "input": ["fog", "\\udc00"]}', "input.1: the text is "),
+        (b'{"model": "dense", "input": "fog", "truncate": "no"}', "truncate: "),
+        (b'{"model": "dense", "input": "fog", "options": []}', "options: "),
+        (b'{"model": "dense", "input": "fog", "options": {"' + b"x" * 9000 + b'": 1}}', "options.x"),
+        (b'{"model": "dense", "input": "fog", "dimensions": 99999}', "dimensions"),
+        (b'{"model": "dense", "input": "fog", "keep_alive": ' + b"9" * 400 + b"}", ""),
+        (b'{"model": "dense", "input": [' + b'"a",' * 10_000 + b'"a"]}', "batch size"),
+        (b'{"model": "dense", "input": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", ""),
+    ):
+        told = await ask.post(EMBED, body)
+        assert (told.status, list(told.json)) == (400, ["error"]), (body[:80], told)
+        assert words in told.json["error"], (body[:80], told)
+        assert len(told.body) < 2000
+    large = await ask.post(EMBED, b'{"model": "dense", "input": "' + b"a" * (5 * 2**20) + b'"}')
+    assert (large.status, list(large.json)) == (413, ["error"])
+
+
+async def test_of_two_equal_keys_one_model_answers_and_is_named(ask: Asking) -> None:
+    both = (b'{"model": "dense", "model": "m3", "input": "fog"}', b'{"model": "m3", "input": "fog", "model": "dense"}')
+    for body in both:
+        told = (await ask.post(EMBED, body)).ok
+        assert told["embeddings"], told

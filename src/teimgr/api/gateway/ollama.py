@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from teimgr import __version__
 from teimgr.errors import InvalidInput, ModelNotFound, TooLarge
@@ -51,6 +52,7 @@ _REGISTRIES = ("registry.ollama.ai/", "library/")
 _LATEST = ":latest"
 # Of a model that is not unloaded: Ollama counts 292 years from now.
 _FOR_EVER = "2318-01-01T00:00:00Z"
+_OLLAMA_PORT_PATHS = ("/api/", "/v1/")
 _MAX_BODY_BYTES = 64 * 1024
 
 
@@ -76,6 +78,24 @@ def _spellings(model: str) -> Iterator[str]:
         bare = bare.removeprefix(registry)
     yield bare
     yield bare.removesuffix(_LATEST) if bare.endswith(_LATEST) else bare + _LATEST
+
+
+class OllamaPort:
+    """On Ollama's own port: `/` as Ollama answers it, and neither the page nor the routes that control the daemon."""
+
+    def __init__(self, app: ASGIApp, port: int) -> None:
+        self._app = app
+        self._port = port
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or (scope.get("server") or ("", 0))[1] != self._port:
+            await self._app(scope, receive, send)
+        elif scope["path"] == "/":
+            await PlainTextResponse("Ollama is running")(scope, receive, send)
+        elif not scope["path"].startswith(_OLLAMA_PORT_PATHS):
+            await PlainTextResponse("404 page not found", 404)(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
 
 
 class _Listed(NamedTuple):

@@ -24,6 +24,7 @@ from starlette.routing import BaseRoute
 from teimgr import __version__
 from teimgr.api.batches import Batches
 from teimgr.api.gateway import Gateway
+from teimgr.api.gateway.ollama import OllamaPort
 from teimgr.api.gateway.routes import describe
 from teimgr.api.rest import batches as batch_routes
 from teimgr.api.rest import (
@@ -220,6 +221,8 @@ def create_app(
         CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"], expose_headers=["*"]
     )
     app.add_middleware(RequestTurns)
+    if settings.ollama_port is not None:
+        app.add_middleware(OllamaPort, port=settings.ollama_port)
     app.add_middleware(Observe, metrics=metrics, telemetry=telemetry)
     proxies = TrustedProxies(lambda: app.state.settings)
     app.add_middleware(ProxyHeaders, proxies=proxies)
@@ -279,11 +282,16 @@ class RestTls:
 
     @contextlib.asynccontextmanager
     async def serving(
-        self, app: AsgiApp, sock: socket.socket, direct: Direct | None = None, unix: UnixListener | None = None
+        self,
+        app: AsgiApp,
+        sock: socket.socket,
+        direct: Direct | None = None,
+        unix: UnixListener | None = None,
+        more: Sequence[socket.socket] = (),
     ) -> AsyncIterator[Listener]:
         """Like `http_server.serving`, with these certificates."""
         h2 = partial(http2_protocol, peer_scope=certificate_scope)
-        async with serving(app, sock, h2, direct, unix, **uvicorn_options(self._context)) as listener:
+        async with serving(app, sock, h2, direct, unix, more=more, **uvicorn_options(self._context)) as listener:
             if self._files is None:
                 yield listener
                 return

@@ -222,6 +222,8 @@ class InstanceValidator:
 def _own_ports(settings: Settings) -> dict[int, str]:
     """The daemon's own ports, and what each is."""
     own = {settings.api_port: "the API port"}
+    if settings.ollama_port is not None:
+        own[settings.ollama_port] = "the Ollama port"
     if settings.grpc_enabled:
         own[settings.grpc_port] = "the gRPC port"
     if settings.cluster.address:

@@ -188,7 +188,7 @@ async def _read(inference: http.HttpInference, request: HttpRequest, kind: type[
     try:
         return await inference.read(request, kind, _ANY_TYPE)
     except http.BadRequest as error:
-        if error.param != "input":
+        if error.param != "input" or not error.message.endswith(http.MISMATCH):
             raise
         raise http.BadRequest(400, "invalid input type: `input` takes a text or a list of texts", "input") from None
 
