@@ -13,7 +13,7 @@ import pytest
 
 from teimgr.cli import doctor_checks
 from teimgr.config.settings import Settings
-from teimgr.control.placement.planner import free_memory_bytes
+from teimgr.control.ledger.system_memory import free_memory_bytes
 from teimgr.spec import InstanceSpec
 
 

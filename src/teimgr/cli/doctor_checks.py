@@ -120,7 +120,8 @@ def check_limits(settings: Settings) -> Iterator[Finding]:
         )
     else:
         yield Finding("limits", "ok", f"{'any number of' if hard < 0 else hard} open files")
-    from teimgr.control.placement.planner import free_memory_bytes, usable_cores
+    from teimgr.control.ledger.system_memory import free_memory_bytes
+    from teimgr.control.placement.planner import usable_cores
 
     yield Finding("cpu", "ok", f"{usable_cores()} cores")
     available = free_memory_bytes() or 0
@@ -183,7 +184,8 @@ def check_devices(settings: Settings) -> Iterator[Finding]:
 
 def _models(settings: Settings) -> Iterator[Finding]:
     """The models of the seeds, with all replicas, fit into the free memory: that of the cards, or of the host."""
-    from teimgr.control.placement.planner import free_memory_bytes, only_visible, read_nvml, replica_count
+    from teimgr.control.ledger.system_memory import free_memory_bytes
+    from teimgr.control.placement.planner import only_visible, read_nvml, replica_count
 
     inventory = only_visible(read_nvml(), os.environ.get("CUDA_VISIBLE_DEVICES"))
     beside = _WORKER_BYTES_ON_A_CARD if inventory.gpus else _WORKER_BYTES

@@ -153,6 +153,15 @@ class Settings:
         high=U16,
     )
     max_instances: int | None = key(None, "most instances at a time; absent: no limit", low=1, high=U32)
+    host_memory_budget_mib: int | None = key(
+        None,
+        "memory of each host that workers may take, MiB; absent: what the system or the cgroup has",
+        low=1,
+        high=U32,
+    )
+    gpu_memory_budget_mib: int | None = key(
+        None, "memory of each GPU that workers may take, MiB; absent: what the driver reports", low=1, high=U32
+    )
     max_client_batch_size: int = key(32, "most texts of one HTTP call on the TEI routes", low=1, high=U32)
 
     token_inputs: Literal["accept", "refuse", "tiktoken"] = key(

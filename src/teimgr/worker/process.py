@@ -43,7 +43,7 @@ from teimgr.models.neighbours import FleetNeighbours
 from teimgr.observability import logs
 from teimgr.observability.exposition import pack
 from teimgr.observability.loop_watchdog import LoopWatchdog
-from teimgr.observability.memory import collect_garbage_rarely, resident_bytes
+from teimgr.observability.memory import PrivateMemory, collect_garbage_rarely, resident_bytes
 from teimgr.observability.memory_return import MemoryReturn
 from teimgr.spec import LINK_LISTENER, TRIAL_NAME, CpuThreads, WorkerSpec, worker_file
 from teimgr.wire.fleet_tls import FleetIdentity
@@ -129,6 +129,7 @@ class Worker:
         self._state = "loading"
         self._engine: Engine | None = None
         self._watchdog: LoopWatchdog | None = None
+        self._memory = PrivateMemory()
         self._remote: RemoteLinkListener | None = None
         self._log_fields = {"instance": spec.name}
 
@@ -394,16 +395,20 @@ class Worker:
         if known is None or engine.stats().batches <= known:
             await asyncio.to_thread(engine.self_test, limit_s)
         alarms = self._watchdog.alarms() if self._watchdog else ()
+        stats = engine.stats()
         answer = {
-            "batches": engine.stats().batches,
+            "batches": stats.batches,
             "resident_bytes": resident_bytes(),
+            "private_bytes": await asyncio.to_thread(self._memory.read),
+            "device_bytes": stats.device_bytes,
             "alarm": next(iter(alarms), None),
         }
         return json.dumps(answer).encode() if payload else b""
 
     async def _stats(self, _: bytes, limit_s: float) -> bytes:
         counts = self._dispatcher.metrics.counts() | asdict(self._engine.stats()) if self._engine else {}
-        return json.dumps({"calls": self._dispatcher.calls, "resident_bytes": resident_bytes(), **counts}).encode()
+        memory = {"resident_bytes": resident_bytes(), "private_bytes": await asyncio.to_thread(self._memory.read)}
+        return json.dumps({"calls": self._dispatcher.calls, **memory, **counts}).encode()
 
     async def _metrics(self, _: bytes, limit_s: float) -> bytes:
         page = self._dispatcher.metrics.page() | await asyncio.to_thread(

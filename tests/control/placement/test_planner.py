@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from teimgr.config.settings import Settings
+from teimgr.control.ledger.system_memory import cgroup_free_bytes
 from teimgr.control.placement.planner import (
     CPU_TOKENS,
     LOADING_BYTES,
@@ -20,7 +21,6 @@ from teimgr.control.placement.planner import (
     Inventory,
     Others,
     Planner,
-    cgroup_free_bytes,
     fair_share,
     only_visible,
     place,
@@ -251,11 +251,13 @@ def test_a_card_that_is_not_there_is_refused() -> None:
         with_batch_tokens(InstanceSpec(**AUTO, gpu_id=5), SIZED, 2048)  # type: ignore[arg-type]
 
 
-async def test_the_number_of_load_slots_follows_cores_and_free_memory() -> None:
-    plans = await planner(Inventory((card(0, 5, "GPU-a"),)))
+async def test_the_number_of_load_slots_follows_cores_and_the_ledger_knows_what_the_card_has() -> None:
+    plans = await planner(Inventory((replace(card(0, 5, "GPU-a"), memory_total_bytes=8 * GIB),)))
 
-    assert plans.load_limit("GPU-a") == 2
-    assert 0 <= plans.load_limit(None) <= 8
+    assert plans.load_limit("GPU-a") == 4
+    assert plans.load_limit(None) == 8
+    assert plans.memory.ledger.free("GPU-a") == 5 * GIB
+    assert plans.memory.ledger.free("") is not None
 
 
 def test_pickled_weights_are_off_where_the_settings_forbid_them() -> None:
@@ -310,7 +312,7 @@ def limited() -> Iterator[Path]:
 
 
 def test_the_limit_of_a_real_cgroup_is_seen_by_the_planner(limited: Path) -> None:
-    code = "from teimgr.control.placement.planner import free_memory_bytes as free; print(free())"
+    code = "from teimgr.control.ledger.system_memory import free_memory_bytes as free; print(free())"
     inside = ["sh", "-c", f'echo $$ > {limited}/cgroup.procs && exec "$@"', "sh", sys.executable, "-c", code]
     done = subprocess.run(inside, capture_output=True, text=True, check=True)
 

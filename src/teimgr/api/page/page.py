@@ -31,7 +31,8 @@ from teimgr.api.rest.models import ModelInfo
 from teimgr.api.rest.probes import Scraper, all_alarms
 from teimgr.api.rest.schemas import instance_info
 from teimgr.config.settings import Settings
-from teimgr.control.placement.planner import InventorySource, host_memory, usable_cores
+from teimgr.control.ledger.system_memory import host_memory
+from teimgr.control.placement.planner import InventorySource, usable_cores
 from teimgr.control.supervision.manager import Manager
 from teimgr.errors import Code, Forbidden, InstanceNotFound, TeimgrError, Unauthenticated
 from teimgr.http.auth.policy import CERTIFICATE, NO_CERTIFICATE, Caller, Right, Scope, caller_of, digest

@@ -10,7 +10,8 @@ from typing import Any
 
 from teimgr.api.page.figures import Figures, Point, Sampler
 from teimgr.control.events.fleet_events import EventLog, FleetEvent
-from teimgr.control.placement.planner import Gpu, host_memory
+from teimgr.control.ledger.system_memory import host_memory
+from teimgr.control.placement.planner import Gpu
 from teimgr.http.auth.policy import ANONYMOUS, Caller, Right
 from teimgr.spec import InstanceView, State
 

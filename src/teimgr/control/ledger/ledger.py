@@ -14,7 +14,7 @@ until its process is gone:
 
 A device is a host by its name ("" where the fleet has one host) or a card by its UUID. A load fits where its footprint
 is at most the lesser of what the ledger has left and what the system reports free, less what loading workers have
-reserved and may not have taken yet. So two loads are never judged by the same free bytes.
+reserved and the report may not show yet. So two loads are never judged by the same free bytes.
 """
 
 from __future__ import annotations
@@ -99,6 +99,7 @@ class Reservation:
     place: Place
     footprint: Footprint
     is_settled: bool = False
+    is_seen: bool = False  # a report of the system came after it was settled
 
     def bytes_on(self, device: str) -> int:
         """What it holds of a device."""
@@ -136,7 +137,7 @@ class Account:
         if self.budget_bytes is not None:
             limits.append(self.budget_bytes - sum(self._taken(each, as_if_loaded) for each in self.held))
         if self.free_bytes is not None:
-            due = sum(self._taken(each, as_if_loaded) for each in self.held if not each.is_settled)
+            due = sum(self._taken(each, as_if_loaded) for each in self.held if not each.is_seen)
             limits.append(self.free_bytes - self.headroom_bytes - due)
         return min(limits)
 
@@ -165,8 +166,11 @@ class Ledger:
         return self._accounts
 
     def report(self, device: str, label: str, total: int | None, free: int | None, *, is_card: bool = False) -> None:
-        """Take what the system says about a device now."""
+        """Take what the system says about a device now. The same figure again is the same reading, from a cache."""
         account = self._account(device, is_card=is_card)
+        if free != account.free_bytes:
+            for each in account.held:
+                each.is_seen = each.is_settled
         account.label, account.total_bytes, account.free_bytes = label, total, free
 
     def judge(self, footprint: Footprint, place: Place) -> Refusal | None:
@@ -227,6 +231,11 @@ class Ledger:
             held = [twins.setdefault(id(each), replace(each)) for each in account.held]
             made._accounts[device] = replace(account, held=held)
         return made
+
+    def is_loading(self, device: str) -> bool:
+        """Whether a worker there is not settled yet."""
+        account = self._accounts.get(device)
+        return account is not None and any(not each.is_settled for each in account.held)
 
     def held_by(self, instance: str) -> list[Reservation]:
         """The reservations of an instance's workers."""

@@ -16,7 +16,8 @@ _MIB = 1 << 20
 _PROCESS_BYTES = 38 * _MIB  # what a forked worker writes of the pages that it has from the fork server
 _STATIC_PROCESS_BYTES = 24 * _MIB  # one that never runs a transformer
 _CARD_PROCESS_BYTES = 1200 * _MIB  # with a CUDA context
-_CONTEXT_BYTES = 640 * _MIB  # on the card
+CONTEXT_BYTES = 640 * _MIB
+"""Of a process on a card, beside what its allocator holds."""
 _BYTES_OF_TOKENIZER = 19  # in memory, for each byte of its file
 _MARGIN = 1.08
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
@@ -39,7 +40,7 @@ def predicted(sizes: WeightSizes, dtype: str, max_batch_tokens: int, *, on_card:
     batch = _batch_bytes(sizes, max_batch_tokens, on_card=on_card)
     widened = 0 if sizes.is_wide else 4 * sizes.parameters  # for the comparison with float32, while it loads
     if on_card:
-        device = _CONTEXT_BYTES + min(item, 4) * sizes.parameters + batch
+        device = CONTEXT_BYTES + min(item, 4) * sizes.parameters + batch
         found = _with_margin(_CARD_PROCESS_BYTES + tokenizer, widened)
         return Footprint(
             host_bytes=found.host_bytes, loading_bytes=found.loading_bytes, device_bytes=int(device * _MARGIN)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -16,6 +15,11 @@ import pynvml
 from teimgr.config.instance_keys import parse
 from teimgr.config.instance_limits import model_roots
 from teimgr.config.settings import Settings
+from teimgr.control.ledger.admission import Admission
+from teimgr.control.ledger.footprints import Footprints, figures_path
+from teimgr.control.ledger.ledger import Ledger
+from teimgr.control.ledger.prediction import CONTEXT_BYTES
+from teimgr.control.ledger.system_memory import free_memory_bytes, host_memory
 from teimgr.control.placement.fleet_load import FleetCounts, LoadSlots
 from teimgr.control.placement.hosts import Host, allows, best_host, candidates
 from teimgr.errors import InvalidGpuId, NoHost, TeimgrError, ValidationError
@@ -172,9 +176,7 @@ CPU_TOKENS = 16384
 """Batch tokens on the CPU, where larger batches gain nothing, and on a card with unknown free memory."""
 _GIB = 2**30
 _WITH_DEFAULTS = ("token_inputs", "token_encoding")  # keys of an instance whose default is a setting of the daemon
-_CGROUPS = Path("/sys/fs/cgroup")
-_CPU_MAX = _CGROUPS / "cpu.max"
-_MEMINFO = Path("/proc/meminfo")
+_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +195,7 @@ class Others:
 
 
 class Planner:
-    """Places workers on the cards of `inventory`, as last read. `counts` and `slots` are those of all instances.
+    """Places workers on the cards of `inventory`, as last read. `counts`, `slots` and `memory` are those of the fleet.
 
     Only `refresh` awaits; every other method is synchronous, so two plans cannot interleave.
     """
@@ -202,6 +204,11 @@ class Planner:
         self.inventory = Inventory()
         self.counts = FleetCounts()
         self.slots = LoadSlots(self.load_limit)
+        self.memory = Admission(
+            Ledger(_bytes(settings.host_memory_budget_mib), _bytes(settings.gpu_memory_budget_mib)),
+            Footprints(figures_path(settings.state_file)),
+            self.refresh,
+        )
         self._settings = settings
         self._gpus = gpus
         self._cores = cores
@@ -209,7 +216,31 @@ class Planner:
 
     async def refresh(self) -> Inventory:
         self.inventory = await self._gpus.read()
+        self._report_memory()
         return self.inventory
+
+    def _report_memory(self) -> None:
+        """Tell the ledger what hosts and cards have, as last read."""
+        for host in self.inventory.hosts:
+            self.memory.report(host.name, f"host {host.name}", host.memory_total_bytes, host.memory_free_bytes)
+        if not self.inventory.hosts:
+            self.memory.report("", "host memory", host_memory()[0] or None, free_memory_bytes())
+        for card in self.inventory.gpus:
+            label = f"GPU {card.index} of {card.node}" if card.node else f"GPU {card.index}"
+            free = None if card.memory_total_bytes is None else card.memory_free_bytes
+            self.memory.report(card.uuid, label, card.memory_total_bytes, free, is_card=True)
+
+    def bytes_on_card(self, gpu: str | None, pid: int, allocated: int) -> int:
+        """What a worker takes of its card: by the driver, or what its allocator holds and a context."""
+        if gpu is None:
+            return 0
+        card = next((card for card in self.inventory.gpus if card.uuid == gpu), None)
+        return (card.memory_of.get(pid) if card else None) or allocated + CONTEXT_BYTES
+
+    def device_kind(self, gpu: str | None) -> str:
+        """The kind of device that a measured footprint is of: "cpu", or the name of the card."""
+        found = next((card.name for card in self.inventory.gpus if card.uuid == gpu), "")
+        return "cpu" if gpu is None else found or "gpu"
 
     def plan(self, spec: InstanceSpec, replica: int, others: Others) -> WorkerSpec:
         """The spec for one launch.
@@ -263,14 +294,11 @@ class Planner:
         return CpuThreads(fair_share(cores, workers), cores)
 
     def load_limit(self, device: str | None) -> int:
-        """How many workers may load on a card, or on a host's CPU, at the same time, by cores and free memory."""
+        """How many workers may load on a card, or on a host's CPU, at a time; the ledger says whether they fit."""
         if device is None:
-            free_bytes = free_memory_bytes()
-            return self._cores if free_bytes is None else min(self._cores, free_bytes // LOADING_BYTES)
-        if host := self._host(device):
-            return min(host.cores, host.memory_free_bytes // LOADING_BYTES)
-        free_bytes = next((card.memory_free_bytes for card in self.inventory.gpus if card.uuid == device), 0)
-        return min(_LOADS_PER_CARD, free_bytes // LOADING_BYTES)
+            return self._cores
+        host = self._host(device)
+        return host.cores if host else _LOADS_PER_CARD
 
     def _host(self, name: str) -> Host | None:
         hosts, by_name = self._hosts
@@ -280,73 +308,6 @@ class Planner:
 
     def index_of(self, gpu: str | None) -> int | None:
         return next((card.index for card in self.inventory.gpus if card.uuid == gpu), None)
-
-
-# Of version 2 and version 1 of cgroups: below the mount point, the limit, the use, and the key of the cache in it.
-_CGROUP_FILES = (
-    ("", "memory.max", "memory.current", "inactive_file"),
-    ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-)
-
-
-def free_memory_bytes() -> int | None:
-    """Memory that new processes may take, of this host or by our cgroup's limit; None if neither is reported."""
-    known = (_meminfo_bytes("MemAvailable"), cgroup_free_bytes())
-    return min((size for size in known if size is not None), default=None)
-
-
-def host_memory() -> tuple[int, int]:
-    """Memory of this host, or the container's limit where that is less, and how much of it is in use; bytes."""
-    total = _meminfo_bytes("MemTotal") or 0
-    used = total - (_meminfo_bytes("MemAvailable") or total)
-    try:
-        limit = int((_CGROUPS / "memory.max").read_text())
-        if limit < total:
-            return limit, int((_CGROUPS / "memory.current").read_text())
-    except (OSError, ValueError):  # no control group, or "max"
-        pass
-    return total, used
-
-
-def _meminfo_bytes(key: str) -> int | None:
-    try:
-        found = re.search(rf"^{key}: +(\d+) kB$", _MEMINFO.read_text(), re.MULTILINE)
-    except OSError:
-        return None
-    return int(found[1]) * 1024 if found else None
-
-
-def cgroup_free_bytes(root: Path = _CGROUPS, own: Path = Path("/proc/self/cgroup")) -> int | None:
-    """What the memory limits of this process's cgroup and of those above it leave; None without a limit.
-
-    Cache that the kernel gives up first counts as free. In a container the path may be that of the host, where only
-    the mount point is ours.
-    """
-    try:
-        memberships = [line.split(":", 2) for line in own.read_text().splitlines()]
-    except OSError:
-        return None
-    left = []
-    for _, controllers, path in memberships:
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        folder, *files = _CGROUP_FILES[bool(controllers)]
-        group = root / folder / path.lstrip("/")
-        while group.is_relative_to(root / folder):
-            left.append(_free_in(group, *files))
-            group = group.parent
-    return min((each for each in left if each is not None), default=None)
-
-
-def _free_in(group: Path, limit: str, use: str, cache: str) -> int | None:
-    try:
-        most = (group / limit).read_text().strip()
-        if most == "max":
-            return None
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        return max(0, int(most) - int((group / use).read_text()) + int(stat.get(cache, 0)))
-    except (OSError, ValueError):  # the root has no limit, and a path of the host is not here
-        return None
 
 
 def worker_spec(
@@ -441,6 +402,10 @@ def replica_count(spec: InstanceSpec, inventory: Inventory) -> int:
         return spec.replicas
     hosts = {host.name for host in inventory.hosts if allows(spec, host.name, inventory.hosts)}
     return max(1, sum(not inventory.hosts or gpu.node in hosts for gpu in inventory.gpus))
+
+
+def _bytes(mib: int | None) -> int | None:
+    return None if mib is None else mib << 20
 
 
 def fair_share(cores: int, workers: int) -> int:

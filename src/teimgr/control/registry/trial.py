@@ -18,7 +18,7 @@ import pynvml
 from teimgr.control.launch.control_link import ControlLink, WorkerStatus
 from teimgr.control.launch.launcher import LocalLauncher, WorkerHandle
 from teimgr.control.launch.process_handle import LaunchFailed
-from teimgr.control.placement.planner import free_memory_bytes
+from teimgr.control.ledger.system_memory import free_memory_bytes
 from teimgr.control.registry.records import Verification
 from teimgr.errors import DeadlineExceeded, TeimgrError
 from teimgr.observability.memory import private_bytes, proc_sizes

@@ -25,6 +25,7 @@ from functools import partial
 from typing import Any
 
 from teimgr.control.launch.launcher import Adopted
+from teimgr.control.ledger.ledger import Overrun
 from teimgr.control.supervision.lifecycle import Command, is_routable
 from teimgr.control.supervision.memory_limit import MemoryLimit, Verdict
 from teimgr.control.supervision.store import WantedState
@@ -51,6 +52,9 @@ log = logging.getLogger(__name__)
 
 # The state of an instance whose replicas differ: the first of these that one of them is in.
 _PRECEDENCE = (State.RUNNING, State.STARTING, State.STOPPING, State.FAILED, State.STOPPED)
+
+
+_NOTABLE_BYTES = 64 << 20  # above a reservation: a smaller overrun is in the log alone
 
 
 class ManagedInstance:
@@ -486,6 +490,15 @@ class ManagedInstance:
         elif verdict is Verdict.REPLACE and not self._one_command.locked():  # else with the next reading
             recycling = self._recycle(supervisor, self._memory, resident_bytes)
             self._recycling = asyncio.create_task(recycling, name=f"recycling of {self.spec.name}")
+
+    def on_overrun(self, supervisor: Supervisor, overrun: Overrun) -> None:
+        """Record that a worker takes more than was reserved; its reservation has been raised."""
+        reserved, takes = overrun.reserved_bytes, overrun.measured_bytes
+        facts = {"instance": self.spec.name, "replica": supervisor.number}
+        log.warning("memory reserved: %d MiB, taken: %d MiB", reserved >> 20, takes >> 20, extra=facts)
+        if takes - reserved > _NOTABLE_BYTES:
+            reason = f"replica {supervisor.number} takes {takes >> 20} MiB, more than the {reserved >> 20} MiB reserved"
+            self.on_incident(Incident(event="over_memory", reason=reason, at=now_rfc3339()))
 
     async def _recycle(self, old: Supervisor, memory: MemoryLimit, resident_bytes: int) -> None:
         async with self._one_command:

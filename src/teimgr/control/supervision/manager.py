@@ -122,6 +122,7 @@ class Manager:
             InvalidConfig: the run directory or the state file cannot be used, as by another daemon.
         """
         specs = await self._state.load(self._settings)
+        await asyncio.to_thread(self._planner.memory.footprints.load)
         await self._launcher.start()
         if any(not spec.max_batch_tokens for spec in specs):
             await self._planner.refresh()  # only then: slow drivers must not delay the listeners without need
@@ -208,6 +209,7 @@ class Manager:
             _, late = await asyncio.wait(self._background, timeout=_BACKGROUND_LIMIT_S)
             for task in late:
                 log.error("given up at the end of the daemon", extra={"task": task.get_name()})
+        await self._planner.memory.footprints.close()
         await self._state.close()
 
     async def _shut_down(self, instance: ManagedInstance, at_once: bool) -> None:

@@ -16,8 +16,9 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Protocol
 
-from teimgr.control.launch.launcher import Adopted, Launcher
+from teimgr.control.launch.launcher import Adopted, Launcher, WorkerHandle
 from teimgr.control.launch.process_handle import Exit, LaunchFailed
+from teimgr.control.ledger.ledger import Overrun, Reservation
 from teimgr.control.placement.planner import Others, Planner
 from teimgr.control.supervision.crash_reports import Crash
 from teimgr.control.supervision.fleet_records import FleetRecords
@@ -39,7 +40,7 @@ from teimgr.control.supervision.lifecycle import (
     WorkerReady,
     explain,
 )
-from teimgr.control.supervision.worker_run import ProbePlan, WorkerRun
+from teimgr.control.supervision.worker_run import MemoryReading, ProbePlan, WorkerRun
 from teimgr.errors import AlreadyRunning, InstanceNotFound, NotRunning, TeimgrError, Unavailable
 from teimgr.observability import catalogue
 from teimgr.spec import (
@@ -116,6 +117,9 @@ class Owner(Protocol):
     def on_memory(self, supervisor: Supervisor, resident_bytes: int, fresh: bool) -> None:
         """The worker's resident memory in bytes; `fresh`: it has just become ready."""
 
+    def on_overrun(self, supervisor: Supervisor, overrun: Overrun) -> None:
+        """The worker takes more memory than was reserved for it."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Request:
@@ -156,6 +160,7 @@ class Supervisor(LifecycleTask):
         self._threads: CpuThreads | None = None
         self._probed_at: datetime | None = None
         self._give_back: Callable[[], None] | None = None  # the load slot
+        self._reservation: Reservation | None = None  # of the present worker's memory, until its process is gone
         self._closed = False
 
     # Commands
@@ -357,6 +362,7 @@ class Supervisor(LifecycleTask):
                 log.warning("probe failed", extra={"instance": self.spec.name, "reason": reason})
             case Exited():
                 self._worker = None
+                self._release_memory()
 
     def _report_crash(self, exit: Exit) -> bool:
         """Write a crash report on a thread; False if the worker was ended by order or never was a process."""
@@ -410,8 +416,8 @@ class Supervisor(LifecycleTask):
     def _start_worker(self, adopted: Adopted | None) -> None:
         assert self._worker_tasks is not None
         context = self._context
-        on_memory = partial(self._owner.on_memory, self)
-        worker = WorkerRun(context.launcher, self._plan, context.probes, self._mailbox.put_nowait, adopted, on_memory)
+        post = self._mailbox.put_nowait
+        worker = WorkerRun(context.launcher, self._plan, context.probes, post, adopted, self._on_memory)
         if self._threads is not None:
             worker.set_threads(self._threads)
         self._worker = worker
@@ -436,9 +442,29 @@ class Supervisor(LifecycleTask):
         device = spec.gpu or spec.host or None
         await planner.slots.take(device)
         self._give_back = partial(planner.slots.give_back, device)
+        self._reservation = await planner.memory.take(spec, planner.device_kind(spec.gpu))
         return spec
 
+    def _on_memory(self, reading: MemoryReading | None, fresh: bool) -> None:
+        """The ledger learns what the worker takes, the instance whether that is too much."""
+        if self._reservation is not None and self._worker is not None and self._worker.handle is not None:
+            self._settle_memory(self._reservation, self._worker.handle, reading)
+        if reading is not None:
+            self._owner.on_memory(self, reading.resident_bytes, fresh)
+
+    def _settle_memory(self, reserved: Reservation, worker: WorkerHandle, reading: MemoryReading | None) -> None:
+        planner = self._context.planner
+        if reading is None or reading.private_bytes is None:
+            planner.memory.settle_as_reserved(reserved)
+            return
+        on_card = planner.bytes_on_card(worker.spec.gpu, worker.pid, reading.device_bytes)
+        kind = planner.device_kind(worker.spec.gpu)
+        overrun = planner.memory.settle(reserved, worker.spec, kind, reading.private_bytes, on_card)
+        if overrun is not None:
+            self._owner.on_overrun(self, overrun)
+
     def _adopt(self, adopted: Adopted) -> None:
+        self._reservation = self._context.planner.memory.adopt(adopted.handle.spec)
         self.host, self.gpu = adopted.handle.spec.host, adopted.handle.spec.gpu
         self._replica = replace(self._replica, restarts=adopted.handle.spec.restarts)
         self._step(Command.ADOPT)
@@ -452,9 +478,15 @@ class Supervisor(LifecycleTask):
         if give_back is not None:
             give_back()
 
+    def _release_memory(self) -> None:
+        reservation, self._reservation = self._reservation, None
+        if reservation is not None:
+            self._context.planner.memory.release(reservation)
+
     async def _close(self) -> None:
         self._closed = True
         self._release_slot()
+        self._release_memory()
         self.started.set()
         while not self._mailbox.empty():
             item = self._mailbox.get_nowait()

@@ -7,8 +7,9 @@ import json
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from teimgr.control.launch.control_link import ControlLink, WorkerStatus
 from teimgr.control.launch.launcher import Adopted, Launcher, WorkerHandle
@@ -57,12 +58,33 @@ class ProbePlan:
     timeout_s: float = 10.0
 
 
+@dataclass(frozen=True, slots=True)
+class MemoryReading:
+    """What a worker says about its memory; None for what it does not report. `device_bytes` are its allocator's."""
+
+    resident_bytes: int
+    private_bytes: int | None = None
+    device_bytes: int = 0
+
+    @classmethod
+    def of(cls, answer: Mapping[str, Any]) -> MemoryReading | None:
+        """That of an answer to PROBE or STATS; None of a worker that reports none.
+
+        Raises:
+            ValueError, TypeError: it cannot be read.
+        """
+        resident, private = answer.get("resident_bytes"), answer.get("private_bytes")
+        if resident is None:
+            return None
+        return cls(int(resident), None if private is None else int(private), int(answer.get("device_bytes") or 0))
+
+
 class WorkerRun:
     """Holds one worker's process handle and control link, probes it, and ends it.
 
     `plan` waits for a load slot and makes the spec. `post` gets the events, in the event loop; `Exited` is the last.
-    `on_memory` gets the worker's resident memory, as that reports it, after each good probe, and, with True, once a new
-    worker is ready.
+    `on_memory` gets what the worker says about its memory, None for nothing, once it is ready, with True for a new one,
+    and after each good probe.
     """
 
     def __init__(
@@ -72,7 +94,7 @@ class WorkerRun:
         probes: ProbePlan,
         post: Callable[[Observation], None],
         adopted: Adopted | None = None,
-        on_memory: Callable[[int, bool], None] = lambda resident_bytes, fresh: None,
+        on_memory: Callable[[MemoryReading | None, bool], None] = lambda reading, fresh: None,
     ) -> None:
         self.handle = adopted.handle if adopted else None
         self.status = adopted.status if adopted else None
@@ -268,8 +290,7 @@ class WorkerRun:
         prober, interval_s = Prober(self._probes.timeout_s), self._probes.interval_s
         clock = asyncio.get_running_loop().time
         await self._ready.wait()
-        if not self.is_adopted:
-            await self._read_memory_at_start()
+        await self._read_memory_at_start()
         pause_s, failing = interval_s, False
         while True:
             await asyncio.sleep(pause_s)
@@ -290,19 +311,18 @@ class WorkerRun:
             pause_s, failing = interval_s, False
             self._post(ProbeOk())
             self.alarm = prober.alarm
-            if prober.resident_bytes is not None:
-                self._on_memory(prober.resident_bytes, False)
+            if prober.memory is not None:
+                self._on_memory(prober.memory, False)
 
     async def _read_memory_at_start(self) -> None:
-        if (link := self._link) is None:
-            return
+        """Pass on the first reading, or that there is none; a later one counts as that of a running worker."""
+        found = None
         try:
-            found = json.loads(await link.call(Method.STATS, timeout_s=ANSWER_LIMIT_S)).get("resident_bytes")
-        except (TeimgrError, ValueError) as error:  # a later reading counts as one of a running worker
+            if self._link is not None:
+                found = MemoryReading.of(json.loads(await self._link.call(Method.STATS, timeout_s=ANSWER_LIMIT_S)))
+        except (TeimgrError, ValueError, TypeError, AttributeError) as error:
             log.debug("no reading of a new worker's memory", extra={"reason": str(error)})
-            return
-        if found is not None:
-            self._on_memory(int(found), True)
+        self._on_memory(found, not self.is_adopted)
 
 
 class NoAnswer(DeadlineExceeded):
@@ -313,8 +333,8 @@ class Prober:
     """Probes one worker repeatedly; a worker that has run batches since the last probe is healthy without one."""
 
     def __init__(self, timeout_s: float) -> None:
-        self.resident_bytes: int | None = None
-        """The worker's resident memory as of the last good probe; None before, and of a worker that reports none."""
+        self.memory: MemoryReading | None = None
+        """The worker's as of the last good probe; None before, and of a worker that reports none."""
         self.alarm: str | None = None
         """A sentence of the watchdog of the worker's event loop, as of the last good probe."""
         self._timeout_s = timeout_s
@@ -341,8 +361,7 @@ class Prober:
                 reply = await answer
             values = json.loads(reply)
             self._batches = int(values["batches"])
-            resident = values.get("resident_bytes")
-            self.resident_bytes = None if resident is None else int(resident)
+            self.memory = MemoryReading.of(values)
             self.alarm = values.get("alarm")
         except TimeoutError:
             raise DeadlineExceeded(f"no answer to PROBE within {self._timeout_s:g} s") from None

@@ -1,0 +1,42 @@
+"""Real workers under a budget of host memory: what does not fit is refused, and fits once there is room."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from tests.support.daemon_process import DaemonProcess
+from tests.support.models import build
+from tests.support.polling import until
+
+from teimgr.client import Client, Instance
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(build("bert", tmp_path_factory.mktemp("model")))
+
+
+def _settled(client: Client, name: str) -> Instance:
+    until(lambda: client.get(name).status.value in ("running", "failed"), f"{name} to run or fail", 120)
+    return client.get(name)
+
+
+def test_a_worker_that_does_not_fit_is_refused_and_starts_once_there_is_room(model: str) -> None:
+    with DaemonProcess(host_memory_budget_mib=90, page=False) as daemon, daemon.client() as client:
+        for name in ("a", "b"):
+            client.create(name, model)
+            assert _settled(client, name).status.value == "running"
+        client.create("c", model)
+        refused = _settled(client, "c")
+        assert refused.status.value == "failed"
+        assert "MiB of host memory" in str(refused.reason)
+        assert "budget 90" in str(refused.reason)
+
+        client.delete("a")
+        client.start("c")
+        until(lambda: client.get("c").status.value == "running", "c to run in the room of a", 120)
+        kept = daemon.folder / "state.memory.json"
+        until(kept.is_file, "the measured figure", 20)
+        (figure,) = json.loads(kept.read_bytes())["measured"].values()
+        assert 25 < figure["host_bytes"] / 2**20 < 45
