@@ -350,6 +350,14 @@ class Stopped(Unavailable):
     """The instance was stopped by a user: no attempt succeeds until it is started again."""
 
 
+class NotLoaded(Unavailable):
+    """The model of `instance` is loaded on demand, and is not loaded now: a call may ask for it, and wait."""
+
+    def __init__(self, message: str, instance: str) -> None:
+        super().__init__(message)
+        self.instance = instance
+
+
 class FailedToLoad(Unavailable):
     """The instance failed: an attempt succeeds only after an operator's help or a late retry."""
 

@@ -37,7 +37,7 @@ _MAX_WAITING = 16384
 # Kinds of fleet events, for REST, webhooks and their filters.
 EVENTS = (
     *("created", "starting", "running", "stopping", "stopped", "failed", "unhealthy"),
-    *("crashed", "over_memory", "no_host", "updated", "deleted"),
+    *("crashed", "over_memory", "no_host", "updated", "deleted", "unloaded", "evicted", "war"),
 )
 
 _ROUTES = {"actions"}
@@ -45,6 +45,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _PATH_PREFIX = re.compile(r"(?:/(?!\.\.?(?:/|$))[A-Za-z0-9._~-]+){0,16}/?")
 _MAX_PATH_PREFIX = 256
 PLACEMENTS = ("spread", "pack")
+LOADS = ("eager", "on_demand")
 
 
 class State(str, Enum):
@@ -55,6 +56,7 @@ class State(str, Enum):
     STOPPING = "stopping"
     STOPPED = "stopped"
     FAILED = "failed"
+    UNLOADED = "unloaded"  # on demand: no worker until a call asks for the model
 
 
 class Kind(str, Enum):
@@ -295,6 +297,11 @@ class InstanceSpec:
     placement: str = _key(
         "spread", "replicas on different hosts and GPUs first, or pack: on few hosts", words=PLACEMENTS
     )
+    load: str = _key("eager", "on_demand: loaded by the first call, unloaded when idle or evicted", words=LOADS)
+    idle_timeout_secs: int = _key(
+        0, "an on-demand model without calls for so long is unloaded; 0: only for others' memory", 0, U32
+    )
+    pinned: bool = _key(False, "an on-demand model, once loaded, is neither unloaded nor evicted")
     tags: Mapping[str, str] = _key(dict, "for people and filters: {team: search}", most=64)
     token_inputs: str | None = _key(
         None,
@@ -589,7 +596,7 @@ class WorkerEndpoint:
 
 @dataclass(frozen=True, slots=True)
 class RouteEntry:
-    """Route of one instance. `endpoints` is empty unless `state` is running.
+    """Route of one instance. `endpoints` is empty unless `state` is running. An `on_demand` one is loaded by its calls.
 
     `serves` has the kind and the outputs of its model, empty until they are known; `default_for` the kinds of calls
     that it gets if they name no instance.
@@ -603,6 +610,17 @@ class RouteEntry:
     endpoints: tuple[WorkerEndpoint, ...] = ()
     serves: tuple[str, ...] = ()
     default_for: tuple[str, ...] = ()
+    on_demand: bool = False
+
+    @property
+    def is_loadable(self) -> bool:
+        """Whether a call has its model loaded, or waits until it is."""
+        return self.on_demand and self.state in (State.UNLOADED, State.STARTING, State.STOPPING)
+
+    @property
+    def asks_owner(self) -> bool:
+        """Whether a call asks for its model: who loads it knows whether, and when, a failed one is tried again."""
+        return self.is_loadable or (self.on_demand and self.state is State.FAILED)
 
     def to_json(self) -> str:
         """As a JSON object; made once for all muxes that get it."""
@@ -618,7 +636,10 @@ class RouteEntry:
 
 @lru_cache(maxsize=4096)
 def _route_json(entry: RouteEntry) -> str:
-    return json.dumps(asdict(entry))
+    values = asdict(entry)
+    if not entry.on_demand:
+        del values["on_demand"]  # which a mux of an earlier version does not know
+    return json.dumps(values)
 
 
 @dataclass(frozen=True, slots=True)

@@ -241,7 +241,7 @@ def await_running(rest: RestClient, names: Sequence[str], timeout_s: float, outp
 
 
 def _serves(instance: Instance) -> bool:
-    """Whether it runs and no update is under way.
+    """Whether it runs, or is loaded by its first call, and no update is under way.
 
     Raises:
         ModelLoadFailed: it failed, or its last update failed and was rolled back.
@@ -254,7 +254,7 @@ def _serves(instance: Instance) -> bool:
     update = instance.details.get("update") or {}
     if update.get("state") == "failed":
         raise ModelLoadFailed(f"The update of '{instance.name}' failed and was rolled back: {update.get('reason')}")
-    return instance.status is State.RUNNING and update.get("state") != "rolling"
+    return instance.status in (State.RUNNING, State.UNLOADED) and update.get("state") != "rolling"
 
 
 def _state(instance: Instance) -> str:

@@ -10,7 +10,14 @@ from typing import Any, TextIO
 from teimgr.observability.shown_text import one_line, several_lines
 
 _COLOURS = {
-    **{"running": "green", "starting": "yellow", "stopping": "yellow", "stopped": "dim", "failed": "bold red"},
+    **{
+        "running": "green",
+        "starting": "yellow",
+        "stopping": "yellow",
+        "stopped": "dim",
+        "unloaded": "dim",
+        "failed": "bold red",
+    },
     **{"carried over": "green", "same by default": "dim", "needs a decision": "bold yellow"},
     **{"cached": "green", "verified": "green", "ok": "green", "warn": "yellow", "fail": "bold red"},
 }

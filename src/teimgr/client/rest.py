@@ -44,6 +44,9 @@ class InstanceKeys(TypedDict, total=False):
     node: str | None
     labels: Mapping[str, str] | None
     placement: str | None
+    load: str | None
+    idle_timeout_secs: int | None
+    pinned: bool | None
     tags: Mapping[str, str] | None
     extra_args: Sequence[str] | None
 
@@ -186,7 +189,9 @@ class InstanceCalls(RestCalls):
         return await self._http.succeeds("/ready", timeout_s=self._timeout_s)
 
     async def wait_until_running(self, name: str, *, deadline_s: float = 300.0) -> Instance:
-        """The instance once it is running; polls 50 times a second at first and 2 times at last, as tei-manager needs.
+        """The instance once it is running, or unloaded until a call comes; polls.
+
+        50 times a second at first and 2 times at last, as tei-manager needs.
 
         Raises:
             ModelLoadFailed: It failed for good; the message has the reason.
@@ -195,7 +200,7 @@ class InstanceCalls(RestCalls):
         """
         end = time.monotonic() + deadline_s
         pause_s = _POLL_FIRST_S
-        while (instance := await self.get(name)).status is not State.RUNNING:
+        while (instance := await self.get(name)).status not in (State.RUNNING, State.UNLOADED):
             if instance.status is State.FAILED:
                 raise ModelLoadFailed(f"Instance '{instance.name}' failed: {instance.reason or 'see its log'}")
             if instance.status is State.STOPPED:

@@ -51,6 +51,9 @@ class Instance:
     node: str | None = None
     labels: Mapping[str, str] | None = None
     placement: str | None = None
+    load: str | None = None
+    idle_timeout_secs: int | None = None
+    pinned: bool | None = None
     tags: Mapping[str, str] | None = None
     wanted_running: bool | None = None
     seeded: bool | None = None

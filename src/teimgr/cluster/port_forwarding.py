@@ -45,7 +45,7 @@ _TRIES_LIMIT_S = 10.0
 _AVOIDED_S = 5.0  # other hosts are tried before one that failed
 _FIRST_RETRY_S = 0.1
 _RETRY_S = 5.0
-_ENDED = (State.STOPPED, State.FAILED)
+_ENDED = (State.STOPPED, State.FAILED, State.UNLOADED)
 
 log = logging.getLogger(__name__)
 

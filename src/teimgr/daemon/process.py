@@ -31,6 +31,7 @@ from teimgr.control.placement.hosts import LeavingHosts
 from teimgr.control.placement.planner import GpuInventory, InventorySource
 from teimgr.control.placement.preflight import Preflight
 from teimgr.control.registry.registry import Registry
+from teimgr.control.residence.residence import Residence
 from teimgr.control.sharing.tenants import TenantRegistry
 from teimgr.control.supervision.manager import Manager
 from teimgr.control.supervision.muxes import Muxes
@@ -125,13 +126,22 @@ class Daemon:
         )
         node_identity = self.cluster.node_identity if self.cluster else None
         hosts = self.cluster.mux_hosts(mux_configs(settings)) if self.cluster else None
-        self.muxes = Muxes(settings, self.directory, self.metrics, self.policy, node_identity, hosts)
+        self.residence = Residence(self.manager, self.directory)
+        self.muxes = Muxes(
+            settings, self.directory, self.metrics, self.policy, node_identity, hosts, loads=self.residence
+        )
         self.registry = Registry(settings, local, gpus, self.metrics, self.manager.list, booted=self.manager.booted)
         self.reloader = Reloader(source, configuration, self.manager, self._apply)
         # HTTP
         self.tls = RestTls(settings.tls_files)
         self.gateway = Gateway(
-            settings, self.directory, self.metrics, identity, self.manager.list, self.tenants.rate_state
+            settings,
+            self.directory,
+            self.metrics,
+            identity,
+            self.manager.list,
+            self.tenants.rate_state,
+            self.residence,
         )
         self.batches = Batches(settings, self.gateway, self.policy, self.metrics) if settings.batches.enabled else None
         self.webhooks = Webhooks(self.events)
@@ -200,6 +210,7 @@ class Daemon:
                 async with serving, self.webhooks.running(self.settings.webhooks):
                     if self.cluster is not None:
                         self.cluster.forwarding.start()
+                    residence = asyncio.create_task(self.residence.run(), name="residence of models")
                     await self.manager.boot()
                     # Until then a mux of an earlier daemon uses the last snapshot it got.
                     await self.manager.adoption_over()
@@ -222,6 +233,7 @@ class Daemon:
                         self._stop_began = asyncio.get_running_loop().time()
                         self.events.close()  # ends the long requests that follow events or wait for a download
                         await self.registry.close()
+                        residence.cancel()
             finally:
                 await self._stop()
         return 0

@@ -6,10 +6,15 @@
     {"changes": [[name, entry or null], …]}   change it, null for deleted instances; no reply
     {"ack": true}              replied by the same
     {"stats": true}            replied by one line of counters
+    {"ready": call}            a model that was asked for is loaded, and its routes are confirmed; no reply
+    {"refused": [call, code, text, retry_after_s or null]}   it is not; no reply
     {"stop": grace_s}          drain within `grace_s` seconds and exit; no reply
 
 Lines are processed in order, so a reply confirms those before it. A mux that stops sends `{"stopping": grace_s}` by
 itself, and answers until its calls are finished.
+
+By itself it also sends `{"load": [call, instance, timeout_s or null]}`, for a call that waits for an on-demand model,
+and `{"left": call}` when that call is over.
 
 A connection of another host must have the daemon's certificate, and begins with a proof of incarnation, for another
 process may have the port by now:
@@ -48,7 +53,7 @@ class MuxControl:
     """Server of the control link, for any number of daemons.
 
     `process` gets each message, its result is the reply; `on_orphaned` is called after `orphan_grace_s` seconds without
-    a daemon.
+    a daemon, `on_lost` when the last one has gone.
     """
 
     def __init__(
@@ -57,11 +62,13 @@ class MuxControl:
         orphan_grace_s: float,
         process: Callable[[Message], Message | None],
         on_orphaned: Callable[[], None],
+        on_lost: Callable[[], None] = lambda: None,
     ) -> None:
         self._path = path
         self._orphan_grace_s = orphan_grace_s
         self._process = process
         self._on_orphaned = on_orphaned
+        self._on_lost = on_lost
         self._server: asyncio.Server | None = None
         self._remote: FleetListener | None = None
         self._daemons: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
@@ -99,6 +106,12 @@ class MuxControl:
         for writer in self._daemons.values():
             write_line(writer, **message)
 
+    def send(self, message: Message) -> bool:
+        """Send a message to the daemons that are connected; False without one."""
+        for writer in self._daemons.values():
+            write_line(writer, **message)
+        return bool(self._daemons)
+
     async def close(self) -> None:
         """Close the connections, after `leave`."""
         if self._remote is not None:
@@ -127,8 +140,10 @@ class MuxControl:
 
     def _closed(self, task: asyncio.Task[None]) -> None:
         del self._daemons[task]
-        if not self._daemons and not self._has_left:
-            self._start_orphan_timer()
+        if not self._daemons:
+            self._on_lost()
+            if not self._has_left:
+                self._start_orphan_timer()
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("control connection failed", exc_info=error)
 

@@ -8,9 +8,11 @@ import time
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Container, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
-from teimgr.errors import AmbiguousInstance, DeadlineExceeded, InvalidInput, TeimgrError
+from teimgr.errors import AmbiguousInstance, DeadlineExceeded, InvalidInput, NotLoaded, TeimgrError, Unavailable
 from teimgr.observability.catalogue import MUX_SECONDS
 from teimgr.wire.arrow_limits import read_outline
 from teimgr.wire.frames import in_lane
@@ -27,6 +29,7 @@ from teimgr.wire.protobuf import (
     without_fields,
 )
 from teimgr.wire.routing.links import PendingCall, WorkerReply
+from teimgr.wire.routing.on_demand import NO_LOADS, ModelLoads, refused_by_end, when_loaded
 from teimgr.wire.routing.router import Lease, RouterView, check_target
 
 # Metadata that names the instance of a call whose messages have no target.
@@ -61,8 +64,11 @@ async def forward_message(
     lane: str | None,
     timeout_s: float | None,
     record: CallRecord,
+    loads: ModelLoads | None = NO_LOADS,
 ) -> WorkerReply:
     """Forward a unary message; `named` is its target where it has none itself, `lane` the value of `LANE_KEY`.
+
+    `loads` has a model on demand loaded, and the call waits for it; None: it fails instead.
 
     Raises:
         TeimgrError: target, inner request, lookup and worker are checked in this order; the first that fails.
@@ -71,11 +77,20 @@ async def forward_message(
     target = _target_of(envelope) if named is None else named
     if envelope.inner is None:
         raise InvalidInput(rpc.missing)
-    with _lease_for(rpc, router, target, message) as lease:
-        record.instance = lease.instance
-        record.messages = 1
-        flags = in_lane(rpc.lane, lane)
-        return await lease.call(rpc.worker_method(), envelope.inner, flags=flags, timeout_s=timeout_s)
+    try:
+        with _lease_for(rpc, router, target, message) as lease:
+            record.instance = lease.instance
+            record.messages = 1
+            flags = in_lane(rpc.lane, lane)
+            return await lease.call(rpc.worker_method(), envelope.inner, flags=flags, timeout_s=timeout_s)
+    except Unavailable as error:
+        missing = refused_by_end(router, record.instance, error)
+        if missing is None:
+            raise
+        if loads is None:
+            raise missing from None
+    again = partial(forward_message, rpc, router, message, named, lane=lane, record=record, loads=None)
+    return await when_loaded(loads, missing, timeout_s, lambda left_s: again(timeout_s=left_s), len(message))
 
 
 async def forward_collected(
@@ -88,6 +103,7 @@ async def forward_collected(
     message_timeout_s: float | None,
     timeout_s: float | None,
     record: CallRecord,
+    loads: ModelLoads = NO_LOADS,
 ) -> WorkerReply:
     """Collect a client stream into one request and forward it to the target of the first message, or to `named`.
 
@@ -107,7 +123,8 @@ async def forward_collected(
         envelope = rpc.open(message)
         if not record.messages:
             target = target or _target_of(envelope)
-            _lease_for(rpc, router, target, message)  # fail before the rest is sent
+            with suppress(NotLoaded):
+                _lease_for(rpc, router, target, message)  # fail before the rest is sent
         record.messages += 1
         return envelope.inner
 
@@ -115,9 +132,21 @@ async def forward_collected(
         async with asyncio.timeout(timeout_s) as limit:
             await pairs.collect(receive, message_timeout_s, request_of)
             assert target is not None
-            with router.lease(target) as lease:
-                record.instance = lease.instance
-                return await lease.call(rpc.worker_method(), pairs.payload(), flags=in_lane(pairs.flags, lane))
+            to, flags = target, in_lane(pairs.flags, lane)
+
+            async def call(left_s: float | None) -> WorkerReply:
+                with router.lease(to) as lease:
+                    record.instance = lease.instance
+                    try:
+                        return await lease.call(rpc.worker_method(), pairs.payload(), flags=flags)
+                    except Unavailable as error:
+                        raise refused_by_end(router, lease.instance, error) or error from None
+
+            try:
+                return await call(None)
+            except NotLoaded as error:
+                missing = error
+            return await when_loaded(loads, missing, None, call)
     except TimeoutError:
         if not limit.expired():
             raise
@@ -139,6 +168,7 @@ class StreamForwarder:
         suffix: bytes,
         lane: str | None,
         record: CallRecord,
+        loads: ModelLoads = NO_LOADS,
     ) -> None:
         self._rpc = rpc
         self._router = router
@@ -146,6 +176,7 @@ class StreamForwarder:
         self._suffix = suffix
         self._lane = lane
         self._record = record
+        self._loads = loads
         self._target_bytes: Slice | None = None
         self._lease: Lease | None = None
         self._leases = contextlib.ExitStack()
@@ -177,6 +208,13 @@ class StreamForwarder:
             return None
 
         async def start(message: Octets, flags: int) -> PendingCall | None:
+            try:
+                return await begin(message, flags)
+            except NotLoaded as error:
+                missing = error
+            return await when_loaded(self._loads, missing, None, lambda _: begin(message, flags), len(message))
+
+        async def begin(message: Octets, flags: int) -> PendingCall | None:
             envelope = self._rpc.open(message)
             lease = self._lease_of(envelope, message)
             if not self._is_open:
@@ -185,7 +223,10 @@ class StreamForwarder:
             if envelope.inner is None:
                 return None
             payload = self._with_options(message) if self._rpc.arrow_field else envelope.inner
-            return await lease.start(self._rpc.worker_method(), payload, flags=in_lane(flags, self._lane))
+            try:
+                return await lease.start(self._rpc.worker_method(), payload, flags=in_lane(flags, self._lane))
+            except Unavailable as error:
+                raise refused_by_end(self._router, lease.instance, error) or error from None
 
         async def reply(payload: Slice) -> None:
             self._record.messages += 1

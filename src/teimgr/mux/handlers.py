@@ -54,6 +54,7 @@ from teimgr.wire.grpc_core.streams import STREAM_PAUSE_S
 from teimgr.wire.protobuf import Octets, Target
 from teimgr.wire.quantisation import OUTPUT_DTYPE_KEY, output_dtype_field
 from teimgr.wire.routing.links import WorkerReply
+from teimgr.wire.routing.on_demand import NO_LOADS, ModelLoads
 from teimgr.wire.routing.router import Router, RouterView, router_view
 from teimgr.wire.status import CANCELLED, INTERNAL, NOT_FOUND, UNIMPLEMENTED, GrpcStatus, status_name
 
@@ -192,8 +193,10 @@ class MuxHandlers:
         policy: PolicyInForce,
         health: MuxHealth,
         telemetry: Telemetry | None = None,
+        loads: ModelLoads = NO_LOADS,
     ) -> None:
         self._telemetry = telemetry or Telemetry()
+        self._loads = loads
         self._router = router
         self._policy = policy
         self._counters = counters
@@ -346,7 +349,7 @@ class MuxHandlers:
             timeout_s = self._request_timeout_s if timeout_s is None else min(timeout_s, self._request_timeout_s)
         message += call.output_dtype()
         return await forward_message(
-            call.rpc, router, message, named, lane=call.lane, timeout_s=timeout_s, record=call.record
+            call.rpc, router, message, named, lane=call.lane, timeout_s=timeout_s, record=call.record, loads=self._loads
         )
 
     async def _bidi(self, call: InferenceCall, router: RouterView) -> None:
@@ -359,7 +362,9 @@ class MuxHandlers:
         # An idle stream would hold up a drain for its whole grace.
         call.stream.call_when(leaving=partial(call.leave, _LEAVING_PAUSE_S))
         named, suffix = call.named_target(router), call.output_dtype()
-        forwarder = StreamForwarder(call.rpc, router, named, suffix=suffix, lane=call.lane, record=call.record)
+        forwarder = StreamForwarder(
+            call.rpc, router, named, suffix=suffix, lane=call.lane, record=call.record, loads=self._loads
+        )
         await forwarder.run(receive, self._window, on_first=call.open, send=call.send)
 
     async def _client_stream(self, call: InferenceCall, router: RouterView) -> WorkerReply:
@@ -377,11 +382,12 @@ class MuxHandlers:
             message_timeout_s=self._request_timeout_s or _MESSAGE_S,
             timeout_s=call.remaining_s(),
             record=call.record,
+            loads=self._loads,
         )
 
 
 class MuxHealth(HealthService):
-    """Health by instance name, updated from the directory: SERVING while the instance is running.
+    """Health by instance name, updated from the directory: SERVING while the instance runs, or is loaded by a call.
 
     `services` and "" are SERVING until `stop`.
     """
@@ -398,7 +404,7 @@ class MuxHealth(HealthService):
         if entry is None:
             self._statuses.pop(name, None)
         else:
-            self._statuses[name] = SERVING if entry.state is State.RUNNING else NOT_SERVING
+            self._statuses[name] = SERVING if entry.state is State.RUNNING or entry.is_loadable else NOT_SERVING
 
     def stop(self) -> None:
         """Set everything to NOT_SERVING and end the watches."""

@@ -34,6 +34,7 @@ from teimgr.http.unix_listener import UnixListener, bind_unix, remove_stale
 from teimgr.mux.control import Message, MuxControl
 from teimgr.mux.forwarding import CallCounters
 from teimgr.mux.handlers import MuxHandlers, MuxHealth
+from teimgr.mux.model_loads import DaemonLoads
 from teimgr.mux.server import GrpcServer, tls_context, tls_context_of
 from teimgr.observability import logs
 from teimgr.observability.loop_watchdog import LoopWatchdog
@@ -71,6 +72,7 @@ class Mux:
         self._grace_s = _DRAIN_S
         self._began_s = time.monotonic()
         self._watchdog: LoopWatchdog | None = None
+        self._loads = DaemonLoads(lambda message: self._control.send(message), config.processes)
         self._server = self._build_server()
         self._port = 0
         self._unix: UnixListener | None = None
@@ -79,6 +81,7 @@ class Mux:
             config.orphan_grace_s,
             self._process,
             self._on_orphaned,
+            self._loads.lost,
         )
 
     async def run(self) -> None:
@@ -148,6 +151,7 @@ class Mux:
             policy=self._policy,
             health=self._health,
             telemetry=self._telemetry,
+            loads=self._loads,
         )
         context = None if self._config.tls is None else tls_context(self._config.tls)
         return GrpcServer(handlers.protocol, context)
@@ -216,6 +220,7 @@ class Mux:
             self._woken.set()
         if "changes" in message:
             self._change((name, RouteEntry.from_dict(entry) if entry else None) for name, entry in message["changes"])
+        self._loads.take(message)
         if "stop" in message:
             self._stop(float(message["stop"]))
         if message.get("stats"):

@@ -106,7 +106,8 @@ def _retry_after(dialect: str, details: ErrorDetails) -> dict[str, str]:
     loading = dialect == SIE and details.status == 503
     if loading and details.kind is Stopped:
         return {}  # its client would try again for minutes
-    return {"retry-after": str(_SIE_LOADING_S if loading else details.retry_after_s)}
+    estimated = details.retry_after_s != RETRY_AFTER_S
+    return {"retry-after": str(_SIE_LOADING_S if loading and not estimated else details.retry_after_s)}
 
 
 def _reason(details: ErrorDetails) -> dict[str, str]:

@@ -14,8 +14,9 @@ INPUT_INDEX = "x-teimgr-input"
 # Trailing metadata by which gRPC's clients with a retry policy wait before they try again; HTTP's is Retry-After.
 PUSHBACK_KEY = "grpc-retry-pushback-ms"
 RETRY_AFTER_S = 1
-# Bound of an estimate: after that long others may have stopped calling.
+# Bound of an estimate: after that long others may have stopped calling. What is left of a load does not depend on them.
 _MAX_RETRY_AFTER_S = 30
+_MAX_LOAD_S = 3600
 TRY_AGAIN = (429, 503)
 # Status messages travel in trailers, which clients bound at a few kilobytes.
 MAX_MESSAGE_CHARS = 2000
@@ -109,11 +110,12 @@ STATUS: dict[Code, StatusMapping] = {
 
 
 def retry_after_s(error: TeimgrError) -> int:
-    """Whole seconds after which a caller may try again: 1 to 30, and of a quota for as long as it is used up."""
+    """Whole seconds after which a caller may try again: 1 to 30; what is left of a load, and of a quota, for longer."""
     estimate = error.retry_after_s or RETRY_AFTER_S
     if isinstance(error, TenantQuotaReached):
         return math.ceil(max(estimate, RETRY_AFTER_S))
-    return math.ceil(min(max(estimate, RETRY_AFTER_S), _MAX_RETRY_AFTER_S))
+    most = _MAX_LOAD_S if error.code is Code.BACKEND_UNAVAILABLE else _MAX_RETRY_AFTER_S
+    return math.ceil(min(max(estimate, RETRY_AFTER_S), most))
 
 
 class GrpcStatus(NamedTuple):

@@ -69,6 +69,8 @@ class Dispatcher:
         self._loop_thread = threading.get_ident()
         self._engine: Engine | None = None
         self._closed = False
+        self.taken = 0
+        """Calls, and messages of streams, since the start."""
         self._call_limiter = FairLimiter(
             self._fail,
             max_calls=spec.max_concurrent_requests + spec.max_waiting,
@@ -128,6 +130,7 @@ class Dispatcher:
         `jobs` are its own where they are known.
         """
         self._idle.clear()
+        self.taken += 1
         try:
             if self._closed:
                 raise Unavailable(f"Instance '{self.spec.name}' is stopping")

@@ -408,7 +408,8 @@ class Worker:
     async def _stats(self, _: bytes, limit_s: float) -> bytes:
         counts = self._dispatcher.metrics.counts() | asdict(self._engine.stats()) if self._engine else {}
         memory = {"resident_bytes": resident_bytes(), "private_bytes": await asyncio.to_thread(self._memory.read)}
-        return json.dumps({"calls": self._dispatcher.calls, **memory, **counts}).encode()
+        calls = {"calls": self._dispatcher.calls, "taken": self._dispatcher.taken}
+        return json.dumps({**calls, **memory, **counts}).encode()
 
     async def _metrics(self, _: bytes, limit_s: float) -> bytes:
         page = self._dispatcher.metrics.page() | await asyncio.to_thread(

@@ -11,6 +11,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from typing import Any, NamedTuple
 
 import orjson
@@ -55,6 +56,7 @@ from teimgr.errors import (
     Internal,
     InvalidInput,
     ModelNotFound,
+    NotLoaded,
     Overloaded,
     Stopped,
     TeimgrError,
@@ -88,6 +90,7 @@ from teimgr.wire.frames import (
 from teimgr.wire.json_scan import text_member
 from teimgr.wire.protobuf import Target
 from teimgr.wire.routing.links import LinkLimits
+from teimgr.wire.routing.on_demand import NO_LOADS, ModelLoads, refused_by_end, when_loaded
 from teimgr.wire.routing.router import Directory, Lease, Router, RouterView, router_view
 from teimgr.wire.status import STATUS
 from teimgr.wire.step_thread import StepThread
@@ -105,7 +108,8 @@ class Gateway:
     """Forwards inference requests to workers. It follows `directory` from its construction to `close`.
 
     With `identity`, that of this node in a fleet of several hosts, workers of other nodes are reached over mutual TLS.
-    `views` are the instances, for what is known of their models; `rates` are the buckets of tenants.
+    `views` are the instances, for what is known of their models; `rates` are the buckets of tenants; `loads` has models
+    on demand loaded.
     """
 
     def __init__(
@@ -116,8 +120,10 @@ class Gateway:
         identity: FleetIdentity | None = None,
         views: Callable[[], Iterable[InstanceView]] = tuple,
         rates: Callable[[int], RateState | None] = lambda tenant: None,
+        loads: ModelLoads = NO_LOADS,
     ) -> None:
         self._rates = rates
+        self._loads = loads
         self._metrics = metrics
         self._timeout_s = float(settings.inference_timeout_secs) or None
         limit_bytes = min(settings.inference_max_body_mb, settings.grpc_max_message_size_mb) * 2**20
@@ -260,17 +266,48 @@ class Gateway:
 
         `holder` is the caller whose bytes are counted, as in `Bodies.held_for`.
         """
+        try:
+            return await self._call_loaded(head, names, named, body, holder, flags, self._timeout_s)
+        except NotLoaded as error:
+            missing = error
+
+        async def call(left_s: float | None) -> HttpReply:
+            return await self._call_loaded(head, names, named, body, holder, flags, left_s, is_held=True)
+
+        with self._bodies.held_for(missing.instance, body, holder):
+            return await when_loaded(self._loads, missing, self._timeout_s, call)
+
+    async def _call_loaded(
+        self,
+        head: HttpRequest,
+        names: ModelNames,
+        named: Mapping[str, str],
+        body: ReadBody,
+        holder: str | None,
+        flags: int,
+        timeout_s: float | None,
+        *,
+        is_held: bool = False,
+    ) -> HttpReply:
+        """`_call_worker` of a model that is loaded; `is_held`: its body is counted already.
+
+        Raises:
+            NotLoaded: it is not, or is being unloaded; the call was not begun.
+        """
         payload, lease = body.payload, await self._lease(names, head.path, named, body)
-        with lease, self._bodies.held_for(lease.instance, body, holder):
+        with lease, nullcontext() if is_held else self._bodies.held_for(lease.instance, body, holder):
             flags |= Flag.BULK if len(payload) > SMALL_BYTES else Flag.NONE
             flags = in_lane(flags, head.headers.get(LANE_KEY))
             call_class = (head.path, flags)
-            lease.check_refusals(call_class, len(payload), self._timeout_s)
-            answer = await lease.call(Method.HTTP, payload, flags=flags, timeout_s=self._timeout_s)
+            lease.check_refusals(call_class, len(payload), timeout_s)
+            try:
+                answer = await lease.call(Method.HTTP, payload, flags=flags, timeout_s=timeout_s)
+            except Unavailable as error:
+                raise refused_by_end(self._router, lease.instance, error) or error from None
             reply = read_reply(answer.payload)
             if reply.status == STATUS[Code.OVERLOADED].http:
                 whole_s = int(reply.headers.get("retry-after", "0"))  # rounded up
-                lease.keep_refusal(call_class, len(payload), self._timeout_s, whole_s - 1)
+                lease.keep_refusal(call_class, len(payload), timeout_s, whole_s - 1)
         self._metrics.count(catalogue.INFERENCE_BYTES, head.dialect, "in", by=len(payload) - body.start)
         self._metrics.count(catalogue.INFERENCE_BYTES, head.dialect, "out", by=len(reply.body))
         return reply
@@ -300,10 +337,13 @@ class Gateway:
         return Response(orjson.dumps(listed), headers=dict(JSON_TYPE))
 
     async def _weaviate_ready(self, request: Request) -> Response:
-        """204 while the daemon routes, and below an instance's name while that takes calls."""
+        """204 while the daemon routes, and below an instance's name while that takes calls, or is loaded by one."""
         try:
             if "name" in request.path_params:
-                with self._names_for(caller_of(request.scope)).lease_instance(request.path_params["name"]):
+                with (
+                    suppress(NotLoaded),
+                    self._names_for(caller_of(request.scope)).lease_instance(request.path_params["name"]),
+                ):
                     pass
         except TeimgrError as error:
             reply = error_bodies.failure(WEAVIATE, error)

@@ -31,7 +31,16 @@ COHERE_CHECKS = ("/v1/check-api-key", "/cohere/v1/check-api-key")
 
 # SIE's words.
 _STATES = {State.RUNNING: "loaded", State.STARTING: "loading", State.STOPPING: "unloading", State.FAILED: "failed"}
-_BEST_FIRST = (State.RUNNING, State.STARTING, State.STOPPING, State.FAILED, State.STOPPED)
+_BEST_FIRST = (State.RUNNING, State.STARTING, State.UNLOADED, State.STOPPING, State.FAILED, State.STOPPED)
+# Of models that are loaded on demand.
+_RESIDENCE = {
+    State.RUNNING: "ready",
+    State.STARTING: "loading",
+    State.STOPPING: "loadable",
+    State.UNLOADED: "loadable",
+    State.FAILED: "failed",
+    State.STOPPED: "stopped",
+}
 # Infinity's and Cohere's words.
 _CAPABILITIES: dict[str, str] = {
     Kind.RERANKER: "rerank",
@@ -96,6 +105,8 @@ class ModelCards:
             "backend": "torch",
             "inputs": ["text"],
         }
+        if view is not None and view.spec.load == "on_demand":
+            card["residence"] = _RESIDENCE[view.state]
         return card | (_facts(model) if model else {"capabilities": [], "outputs": [], "dims": {}, "endpoints": []})
 
     def _error(self, view: InstanceView | None) -> dict[str, Any] | None:

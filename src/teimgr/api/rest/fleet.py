@@ -139,7 +139,7 @@ async def fleet_health(request: Request, manager: ManagerDep, probe: Probing = F
     views = manager.list()
     prober = request.app.state.live_probe if probe else None
     found = await asyncio.gather(*(_health(view, prober) for view in views))
-    wanted = {view.spec.name for view in views if view.spec.wanted_running}
+    wanted = {view.spec.name for view in views if view.spec.wanted_running and view.state is not State.UNLOADED}
     counts = {state.value: sum(view.state is state for view in views) for state in State}
     healthy = all(each["healthy"] for each in found if each["name"] in wanted)
     return answer({"healthy": healthy, "timestamp": now_rfc3339(), "counts": counts, "instances": found})

@@ -44,6 +44,11 @@ BucketsShown = Annotated[
 _BOTH: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {}, "application/json": {}}}}
 
 
+def _waits_for_calls(view: InstanceView) -> bool:
+    """Whether an instance is loaded on demand, and did not fail."""
+    return view.spec.load == "on_demand" and view.state is not State.FAILED
+
+
 @router.get("/health", response_model=Liveness)
 async def health(request: Request, manager: ManagerDep) -> Response:
     """200 while the daemon is alive, whatever its instances do."""
@@ -65,7 +70,7 @@ async def ready(request: Request, manager: ManagerDep) -> Response:
     waiting = [
         {"name": view.spec.name, "status": view.state.value, "reason": view.reason}
         for view in manager.list()
-        if view.spec.wanted_running and view.state != State.RUNNING
+        if view.spec.wanted_running and view.state is not State.RUNNING and not _waits_for_calls(view)
     ]
     is_ready = request.app.state.booted() and not waiting
     return answer({"ready": is_ready, "timestamp": now_rfc3339(), "waiting": waiting}, 200 if is_ready else 503)
@@ -94,7 +99,11 @@ class RoutingState:
     def has_settled(self, views: Iterable[InstanceView]) -> bool:
         """True once no instance is in its first start; it stays so."""
         self._settled = self._settled or not any(
-            view.state is State.STARTING and not view.restarts and view.spec.wanted_running for view in views
+            view.state is State.STARTING
+            and not view.restarts
+            and view.spec.load == "eager"
+            and view.spec.wanted_running
+            for view in views
         )
         return self._settled
 

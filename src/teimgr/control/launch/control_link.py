@@ -215,6 +215,7 @@ class MuxLink:
         self._writer = writer
         self._reading = asyncio.ensure_future(read_line(reader))
         self.has_answered = False
+        self._on_request: Callable[[dict[str, Any]], None] = lambda message: None
 
     @classmethod
     async def open(cls, path: str, limit_s: float) -> MuxLink:
@@ -233,6 +234,10 @@ class MuxLink:
         except OSError as error:  # TimeoutError is one of them
             raise MuxLost(f"its control socket cannot be reached: {str(error) or 'it does not come up'}") from error
 
+    def requests_go_to(self, handler: Callable[[dict[str, Any]], None]) -> None:
+        """Have `handler` called with what the mux sends by itself: `load` and `left` of `mux/control.py`."""
+        self._on_request = handler
+
     def send(self, **values: str) -> None:
         """Send a message of values that are JSON already."""
         members = ", ".join(f'"{key}": {value}' for key, value in values.items())
@@ -249,8 +254,10 @@ class MuxLink:
             await self._writer.drain()
         except OSError as error:
             raise MuxDisconnected(f"its control connection broke: {error}") from error
-        await asyncio.wait((self._reading,))
-        return self._message()
+        while True:
+            await asyncio.wait((self._reading,))
+            if (message := self._message()) is not None:
+                return message
 
     async def wait(self, changed: asyncio.Event, limit_s: float) -> bool:
         """Whether there is a change within `limit_s`.
@@ -259,17 +266,23 @@ class MuxLink:
             MuxLost: the mux ends.
         """
         waiting = asyncio.ensure_future(changed.wait())
-        await asyncio.wait((waiting, self._reading), timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
-        waiting.cancel()
-        if self._reading.done():
-            self._message()
+        clock = asyncio.get_running_loop().time
+        ends = clock() + limit_s
+        try:
+            while not changed.is_set() and (left_s := ends - clock()) > 0:
+                await asyncio.wait((waiting, self._reading), timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+                if self._reading.done():
+                    self._message()
+        finally:
+            waiting.cancel()
         return changed.is_set()
 
     def close(self) -> None:
         self._reading.cancel()
         self._writer.close()
 
-    def _message(self) -> dict[str, Any]:
+    def _message(self) -> dict[str, Any] | None:
+        """The answer that was read; None for a message that the mux sent by itself."""
         try:
             message = self._reading.result()
         except OSError as error:
@@ -280,6 +293,9 @@ class MuxLink:
             raise MuxDisconnected("it closed its control connection")
         if "stopping" in message:
             raise MuxStopping(float(message["stopping"]))
-        self.has_answered = True
         self._reading = asyncio.ensure_future(read_line(self._reader))
+        if "load" in message or "left" in message:
+            self._on_request(message)
+            return None
+        self.has_answered = True
         return message

@@ -31,6 +31,7 @@ from teimgr.control.supervision.memory_limit import MemoryLimit, Verdict
 from teimgr.control.supervision.store import WantedState
 from teimgr.control.supervision.supervisor import Supervisor, SupervisorContext
 from teimgr.control.supervision.validation import with_changes
+from teimgr.control.supervision.worker_run import Usage
 from teimgr.errors import InstanceNotFound, StateNotSaved, TeimgrError, Unavailable, UpdateFailed, UpdateInProgress
 from teimgr.observability import catalogue
 from teimgr.spec import (
@@ -85,6 +86,7 @@ class ManagedInstance:
         self._incident: Incident | None = None
         self._memory: MemoryLimit | None = None  # while there is a limit
         self._recycling: asyncio.Task[None] | None = None
+        self._is_unloading = False
         self._add(spec, range(context.planner.replicas(spec)), "serving")
         self._publish()
 
@@ -95,8 +97,22 @@ class ManagedInstance:
         """RUNNING while one replica is running."""
         states = {each.state for each in self._serving}
         state = next(state for state in _PRECEDENCE if state in states)
-        is_to_start = self._with_role("joining") or (self.spec.wanted_running and not self.adoption_done.is_set())
-        return State.STARTING if state is State.STOPPED and is_to_start else state
+        if state is State.RUNNING and self._is_unloading:
+            return State.STOPPING
+        if state is not State.STOPPED:
+            return state
+        if self._with_role("joining") or (self.spec.wanted_running and not self.adoption_done.is_set()):
+            return State.STARTING
+        return State.UNLOADED if self._loads_on_demand else state
+
+    @property
+    def _loads_on_demand(self) -> bool:
+        return self.spec.load == "on_demand" and self.spec.wanted_running
+
+    @property
+    def is_to_run(self) -> bool:
+        """Whether there are to be workers now: it was not stopped, and is not one that waits for a call."""
+        return self.spec.wanted_running and self.state is not State.UNLOADED
 
     @property
     def workers(self) -> list[Supervisor]:
@@ -159,10 +175,56 @@ class ManagedInstance:
                 if start and not self._is_closing and each.state is State.STOPPED:
                     await each.accept(Command.START)
         self.adoption_done.set()
+        if self.state is State.UNLOADED:
+            self.on_state_changed()
 
     def accepts_no_more_starts(self) -> None:
         """The daemon ends: starts, restarts and updates are refused from now on."""
         self._is_closing = True
+
+    async def load(self) -> None:
+        """Start the workers of an instance that is unloaded; no effect in another state.
+
+        Raises:
+            Unavailable: the daemon is ending.
+        """
+        async with self._one_command:
+            if self._is_closing:
+                raise Unavailable("the daemon is ending")
+            if self.state is State.UNLOADED and not self._is_deleted:
+                await self._send(self._serving, Command.START)
+
+    async def unload(self, incident: Incident | None = None) -> bool:
+        """End the workers of an on-demand instance that has no calls; False, and it serves on, where it has some.
+
+        It leaves the routes first, so that no call is on its way to a worker when the calls are counted. `incident` is
+        what is recorded once it ends.
+        """
+        async with self._one_command:
+            if not (self._may_update and self._loads_on_demand and self.state is State.RUNNING):
+                return False
+            self._is_unloading = True
+            self._publish()
+            try:
+                await self._directory.confirmed()
+                used = await asyncio.gather(*(each.usage() for each in self._serving))
+                if any(each is None or each.under_way for each in used):
+                    return False
+                if incident is not None:
+                    self._incident = incident
+                await self._send(self._serving, Command.STOP)
+                await asyncio.gather(*(each.settle() for each in self._serving))
+                return True
+            finally:
+                self._is_unloading = False
+                self.on_state_changed()
+
+    async def usage(self) -> Usage | None:
+        """What the calls of its running workers come to; None where none answers."""
+        running = [each for each in self._serving if each.state is State.RUNNING]
+        found = await asyncio.gather(*(each.usage() for each in running))
+        known = [each for each in found if each is not None]
+        return Usage(*(sum(column) for column in zip(*known, strict=True))) if known else None
 
     async def accept(self, command: Command, *, keep_wanted: bool = False) -> None:
         """Pass the command to every replica; `settle` waits until it is carried out.
@@ -180,12 +242,16 @@ class ManagedInstance:
             if command in (Command.STOP, Command.RESTART, Command.DELETE):
                 await self._cancel_update()
             asked = self._workers if command is Command.DELETE else self._serving
+            is_unloaded = self.state is State.UNLOADED
             answers = await asyncio.gather(*(each.accept(command) for each in asked), return_exceptions=True)
             refusals = [answer for answer in answers if isinstance(answer, BaseException)]
-            if len(refusals) == len(answers) and command is not Command.DELETE:
+            may_be_refused = command is Command.DELETE or (is_unloaded and command is Command.STOP)
+            if len(refusals) == len(answers) and not may_be_refused:
                 raise refusals[0]  # a deletion is refused by supervisors that have ended already
             if not keep_wanted:
                 self.spec = replace(self.spec, wanted_running=any(each.is_wanted for each in self._serving))
+            if is_unloaded:
+                self.on_state_changed()
 
     async def settle(self) -> InstanceView:
         """The view, as soon as no process is ending."""
@@ -264,9 +330,14 @@ class ManagedInstance:
             replacing = partial(self._replace, spec, recreate=recreate)
             steps = replacing if needed is Change.REPLACE else partial(self._scale, spec)
             task = self._begin_update_of(steps, changes)
-            if needed is Change.IN_PLACE or not self.spec.wanted_running:
+            if needed is Change.IN_PLACE or not self.is_to_run:
                 await asyncio.wait({task})
                 self._raise_unsaved()
+
+    @property
+    def retry_s(self) -> float | None:
+        """In how many seconds a failed instance is started again; None: not by itself."""
+        return min((each.retry_s for each in self._serving if each.retry_s is not None), default=None)
 
     @property
     def planned_workers(self) -> int:
@@ -322,7 +393,7 @@ class ManagedInstance:
             self.on_state_changed()
 
     async def _replace(self, spec: InstanceSpec, *, recreate: bool) -> None:
-        old, is_restart, stops_first = self._serving, spec == self.spec, recreate and self.spec.wanted_running
+        old, is_restart, stops_first = self._serving, spec == self.spec, recreate and self.is_to_run
         try:
             if stops_first:
                 await self._send(old, Command.STOP)
@@ -354,12 +425,13 @@ class ManagedInstance:
         Raises:
             UpdateFailed: one of them failed.
         """
+        runs = self.is_to_run
         new = self._add(spec, numbers, "joining")
         for each in new:
             self._supervise(each, None)
         before = self.spec
         try:
-            if before.wanted_running:
+            if runs:
                 await self._send(new, Command.START)
                 await self._all_running(new)
             await self._commit(spec)
@@ -570,8 +642,9 @@ class ManagedInstance:
             state=self.state,
             reason=next((each.reason for each in serving if each.reason), None),
             dimension=model.dimension if model else 0,
-            endpoints=tuple(self._endpoints()),
+            endpoints=() if self._is_unloading else tuple(self._endpoints()),
             serves=self._serves or declared,
+            on_demand=self._loads_on_demand,
         )
         self._directory.publish(entry)
 

@@ -34,7 +34,7 @@ from teimgr.control.supervision.store import Store, WantedState
 from teimgr.control.supervision.supervisor import SupervisorContext
 from teimgr.control.supervision.sweep import Sweep
 from teimgr.control.supervision.validation import InstanceValidator, check_model, with_changes
-from teimgr.control.supervision.worker_run import ProbePlan
+from teimgr.control.supervision.worker_run import ProbePlan, Usage
 from teimgr.errors import (
     InstanceExists,
     InstanceNotFound,
@@ -45,7 +45,7 @@ from teimgr.errors import (
 )
 from teimgr.observability import catalogue
 from teimgr.observability.metrics import DaemonMetrics
-from teimgr.spec import Change, InstanceSpec, InstanceView, State, WorkerSpec, now_rfc3339
+from teimgr.spec import Change, Incident, InstanceSpec, InstanceView, State, WorkerSpec, now_rfc3339
 from teimgr.wire.routing.router import Directory
 
 log = logging.getLogger(__name__)
@@ -181,7 +181,7 @@ class Manager:
             log.exception("workers of an earlier daemon not adopted", extra={"instance": name})
             adopted = []
         if instance is not None:
-            start = instance.spec.wanted_running and name not in self._not_startable
+            start = instance.spec.load == "eager" and instance.spec.wanted_running and name not in self._not_startable
             await instance.begin({each.handle.spec.replica: each for each in adopted}, start=start)
 
     async def shutdown(self, *, within_s: float | None = None, at_once: bool = False) -> None:
@@ -260,7 +260,7 @@ class Manager:
         async with self._state.creating(spec):
             self._turns.require_open()
             instance = self._add(spec)
-            await instance.begin({}, start=True)
+            await instance.begin({}, start=spec.load == "eager")
         self._records.metrics.count(catalogue.CREATED, spec.name, spec.model_id)
         return instance.view()
 
@@ -303,9 +303,12 @@ class Manager:
                 chosen = with_batch_tokens(wanted, self._planner.inventory, self.tokens_per_gib)
                 changes = {**changes, "max_batch_tokens": chosen.max_batch_tokens}
             needed = self._planner.change_needed(instance.spec, with_changes(instance.spec, changes))
-            if needed is not Change.IN_PLACE and instance.spec.wanted_running:
+            if needed is not Change.IN_PLACE and instance.is_to_run:
                 return await self._begin_update(instance, given, changes, recreate)
+            was_unloaded = instance.state is State.UNLOADED
             await instance.update(changes, recreate=recreate)
+            if was_unloaded and instance.spec.load == "eager":
+                await instance.accept(Command.START)
             return None
 
     async def _begin_update(
@@ -361,6 +364,63 @@ class Manager:
         """
         return await self._command(name, Command.STOP)
 
+    async def load(self, name: str) -> None:
+        """Begin to start an on-demand instance that is unloaded; no effect in another state.
+
+        Raises:
+            InstanceNotFound.
+            Unavailable: the daemon is ending.
+        """
+        instance = await self._adopted_instance(name)
+        await self._turns.carry_out(self._load(instance), f"load of {name}")
+
+    async def _load(self, instance: ManagedInstance) -> None:
+        async with self._turns.of(instance.spec.name):
+            self._require_present(instance)
+            await instance.load()
+
+    async def unload(self, name: str, incident: Incident | None = None) -> bool:
+        """End the workers of an on-demand instance that has no calls; False where it has some, or is not running.
+
+        Raises:
+            InstanceNotFound.
+            Unavailable: the daemon is ending.
+        """
+        instance = await self._adopted_instance(name)
+        return await self._turns.carry_out(self._unload(instance, incident), f"unloading of {name}")
+
+    async def _unload(self, instance: ManagedInstance, incident: Incident | None) -> bool:
+        async with self._turns.of(instance.spec.name):
+            self._require_present(instance)
+            return await instance.unload(incident)
+
+    async def usage(self, name: str) -> Usage | None:
+        """The calls of an instance's running workers, by their own count; None where none answers.
+
+        Raises:
+            InstanceNotFound.
+        """
+        return await self._find(name).usage()
+
+    def spec(self, name: str) -> InstanceSpec | None:
+        """The spec of an instance; None if there is none."""
+        instance = self._instances.get(name)
+        return instance.spec if instance is not None and not instance.is_deleted else None
+
+    def failure(self, name: str) -> tuple[str, float | None]:
+        """Why an instance failed, and in how many seconds it is started again; None: not by itself.
+
+        Raises:
+            InstanceNotFound.
+        """
+        instance = self._find(name)
+        return instance.view().reason or "see its log", instance.retry_s
+
+    def note(self, name: str, incident: Incident) -> None:
+        """Record what happened to an instance, without a change of its state; no effect if it does not exist."""
+        if (instance := self._instances.get(name)) is not None:
+            instance.on_incident(incident)
+
     async def restart(self, name: str, *, rolling: bool = False, wait: bool = False) -> InstanceView:
         """Replace the workers; returns when the old ones are gone and the new ones are starting.
 
@@ -371,7 +431,7 @@ class Manager:
             UpdateInProgress, UpdateFailed: as `update`.
         """
         instance = await self._adopted_instance(name)
-        if not rolling or not instance.spec.wanted_running:
+        if not rolling or not instance.is_to_run:
             return await self._command(name, Command.RESTART)
         await self._turns.carry_out(self._roll(instance), f"rolling restart of {name}")
         if wait:

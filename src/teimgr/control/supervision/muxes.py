@@ -19,6 +19,7 @@ from teimgr.config.settings import Settings
 from teimgr.control.launch.control_link import MuxDisconnected, MuxLink, MuxLost, MuxStopping
 from teimgr.control.launch.mux_launcher import MuxHandle, MuxLauncher, SentCertificates, local_launcher
 from teimgr.control.launch.process_handle import Exit, ExitReport, LaunchFailed, WorkMeter
+from teimgr.control.residence.mux_calls import WaitingCalls
 from teimgr.control.supervision.crash_reports import MUX, Crash, CrashReports
 from teimgr.control.supervision.lifecycle import (
     Backoff,
@@ -47,6 +48,7 @@ from teimgr.observability.logs import STACKS_SIGNAL, rotate_regularly
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.spec import RouteEntry
 from teimgr.wire.fleet_tls import FleetIdentity
+from teimgr.wire.routing.on_demand import NO_LOADS, ModelLoads
 from teimgr.wire.routing.router import Directory
 
 log = logging.getLogger(__name__)
@@ -90,11 +92,13 @@ class MuxSupervisor(LifecycleTask):
         policy: PolicyInForce | None = None,
         timeouts: MuxTimeouts | None = None,
         restarts: RestartPolicy = MUX_POLICY,
+        loads: ModelLoads = NO_LOADS,
     ) -> None:
         super().__init__(restarts, {"mux": launcher.name})
         self.launcher = launcher
         self.name = launcher.name
         self.alarm: str | None = None
+        self._loads = loads
         self._directory = directory
         self._policy = policy or PolicyInForce(Policy())
         self._metrics = metrics
@@ -337,6 +341,8 @@ class MuxSupervisor(LifecycleTask):
 
         certificates = SentCertificates(self.launcher.tls)
         unsubscribe = (self._directory.subscribe(on_route), self._policy.subscribe(changed.set))
+        waiting = WaitingCalls(link, self._loads, self.routes_confirmed)
+        link.requests_go_to(waiting.take)
         link.send(
             **certificates.news(),
             policy=self._policy.now.to_json(),
@@ -367,6 +373,7 @@ class MuxSupervisor(LifecycleTask):
                 elif news := certificates.news():
                     link.send(**news)
         finally:
+            waiting.close()
             for leave in unsubscribe:
                 leave()
 
@@ -416,13 +423,14 @@ class Muxes:
         policy: PolicyInForce | None = None,
         identity: FleetIdentity | None = None,
         hosts: MuxHosts | None = None,
+        loads: ModelLoads = NO_LOADS,
     ) -> None:
         self._settings = settings
         self._metrics = metrics
         count = settings.mux_processes if settings.grpc_enabled else 0
         crash_reports = CrashReports(settings.log_dir / "crashes")
         self._supervisor: Callable[[MuxLauncher], MuxSupervisor] = lambda launcher: MuxSupervisor(
-            launcher, directory, metrics, crash_reports, policy
+            launcher, directory, metrics, crash_reports, policy, loads=loads
         )
         self._local: Callable[[int], MuxSupervisor] = lambda number: self._supervisor(
             local_launcher(number, settings, identity)

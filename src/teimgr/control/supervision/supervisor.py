@@ -40,7 +40,7 @@ from teimgr.control.supervision.lifecycle import (
     WorkerReady,
     explain,
 )
-from teimgr.control.supervision.worker_run import MemoryReading, ProbePlan, WorkerRun
+from teimgr.control.supervision.worker_run import MemoryReading, ProbePlan, Usage, WorkerRun
 from teimgr.errors import AlreadyRunning, InstanceNotFound, NotRunning, TeimgrError, Unavailable
 from teimgr.observability import catalogue
 from teimgr.spec import (
@@ -187,6 +187,10 @@ class Supervisor(LifecycleTask):
         if self._worker is not None:
             await self._worker.left_ports()
 
+    async def usage(self) -> Usage | None:
+        """What the present worker says of its calls; None without one that answers."""
+        return await self._worker.usage() if self._worker is not None else None
+
     def join(self) -> None:
         """Serve from now on, as the update that started this replica is committed."""
         self.role = "serving"
@@ -236,6 +240,14 @@ class Supervisor(LifecycleTask):
     @property
     def reason(self) -> str | None:
         return self._replica.reason
+
+    @property
+    def retry_s(self) -> float | None:
+        """In how many seconds a failed replica is started again; None: not by itself."""
+        at = self._replica.wake_at
+        if self._replica.phase is not Phase.FAILED or at is None:
+            return None
+        return max(0.0, at - asyncio.get_running_loop().time())
 
     @property
     def incarnation(self) -> str | None:

@@ -9,7 +9,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from teimgr.control.launch.control_link import ControlLink, WorkerStatus
 from teimgr.control.launch.launcher import Adopted, Launcher, WorkerHandle
@@ -79,6 +79,13 @@ class MemoryReading:
         return cls(int(resident), None if private is None else int(private), int(answer.get("device_bytes") or 0))
 
 
+class Usage(NamedTuple):
+    """Calls of a worker, messages of streams included: all since its start, and those under way."""
+
+    calls: int
+    under_way: int
+
+
 class WorkerRun:
     """Holds one worker's process handle and control link, probes it, and ends it.
 
@@ -134,6 +141,17 @@ class WorkerRun:
             exit = await self._abandon(error)
         self._left_ports.set()
         self._post(Exited(exit, random.random()))
+
+    async def usage(self) -> Usage | None:
+        """The calls of the worker, by its own count; None where it does not answer."""
+        if (link := self._link) is None:
+            return None
+        try:
+            stats = json.loads(await link.call(Method.STATS, timeout_s=ANSWER_LIMIT_S))
+            return Usage(stats.get("taken", stats.get("requests", 0)), stats["calls"])
+        except (TeimgrError, ValueError, KeyError) as error:
+            log.debug("no count of a worker's calls", extra={"reason": str(error)})
+            return None
 
     async def left_ports(self) -> None:
         """Return when a worker that hands over answers no new request on its ports, or is gone."""

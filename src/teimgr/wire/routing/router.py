@@ -20,6 +20,7 @@ from teimgr.errors import (
     InstanceNotFound,
     InvalidInput,
     ModelNotFound,
+    NotLoaded,
     Overloaded,
     Stopped,
     TeimgrError,
@@ -172,6 +173,11 @@ class RouterView(Protocol):
         """Like `Router.unnamed`."""
 
 
+def not_loaded(entry: RouteEntry) -> NotLoaded:
+    reason = f": {entry.reason}" if entry.reason else ""
+    return NotLoaded(f"Instance '{entry.name}' is not running (status: {entry.state.value}){reason}", entry.name)
+
+
 class _Instance:
     """An entry of the directory with its replicas."""
 
@@ -189,6 +195,8 @@ class _Instance:
         """
         entry = self.entry
         if entry.state is not State.RUNNING:
+            if entry.asks_owner:
+                raise not_loaded(entry)
             reason = f": {entry.reason}" if entry.reason else ""
             error_type = {State.STOPPED: Stopped, State.FAILED: FailedToLoad}.get(entry.state, Unavailable)
             raise error_type(f"Instance '{entry.name}' is not running (status: {entry.state.value}){reason}")
@@ -266,6 +274,7 @@ class Router:
         Raises:
             InvalidInput: empty target.
             InstanceNotFound, ModelNotFound: nothing matches the target.
+            NotLoaded: the instance is loaded on demand, and is not loaded now.
             Unavailable: the instance does not run.
         """
         check_target(target)
@@ -293,6 +302,9 @@ class Router:
             if replica.usable
         ]
         if not found:
+            for entry in (instance.entry for instance in self._by_name.values()):
+                if entry.model_id == model_id and entry.asks_owner and covers(entry.name):
+                    raise not_loaded(entry)
             raise ModelNotFound(f"No running instance of model '{model_id}' found")
         return _least_busy(found)
 
@@ -453,7 +465,7 @@ def _only(entries: Sequence[RouteEntry]) -> Target | None:
         AmbiguousInstance: there are several; the text names them.
     """
     awake = [entry for entry in entries if entry.state is not State.STOPPED]
-    running = [entry.name for entry in awake if entry.state is State.RUNNING]
+    running = [entry.name for entry in awake if entry.state is State.RUNNING or entry.is_loadable]
     names = running or [entry.name for entry in awake]
     if len(names) > 1:
         choices = ", ".join(f"'{name}'" for name in names[:_MAX_NAMES]) + (", …" if len(names) > _MAX_NAMES else "")

@@ -1,0 +1,211 @@
+"""What the policy of residence is told, and what it decides: events and decisions as data, with their reasons.
+
+The words of a reason are the same in the log, in events, in replies and on the page.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """What is known of a model that is not loaded: the bytes of its memory on `device`, the seconds of its last load.
+
+    A model that is not `on_demand` is never loaded or unloaded here. One that is `pinned` stays once it is loaded.
+    `idle_timeout_s` 0: it is not unloaded for being idle.
+    """
+
+    on_demand: bool = True
+    pinned: bool = False
+    idle_timeout_s: float = 0.0
+    load_s: float | None = None
+    bytes: int = 0
+    device: str = ""
+
+
+# Events
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """There is such an instance, or its terms have changed."""
+
+    model: str
+    terms: Terms
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """The instance does not exist any more."""
+
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A call waits for the model, at most until `deadline`, on the policy's clock; None: as long as it takes."""
+
+    call: int
+    model: str
+    deadline: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """The call is over, was handed to a worker, or its caller has gone."""
+
+    call: int
+
+
+@dataclass(frozen=True, slots=True)
+class Used:
+    """What a loaded model's workers report: calls since the last report, and calls that are under way."""
+
+    model: str
+    calls: int
+    under_way: int
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """Its workers are being started, whoever ordered it."""
+
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Its workers take calls."""
+
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class NotLoaded:
+    """The load failed; `retry_s` is when it is tried again, None for a failure that lasts."""
+
+    model: str
+    reason: str
+    retry_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Unloading:
+    """Its workers are ending."""
+
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unloaded:
+    """It has no worker and holds no memory; a call may load it."""
+
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """A user has stopped it: no call loads it."""
+
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class NoRoom:
+    """Its device has `free_bytes` for it, and it needs `needed_bytes`."""
+
+    model: str
+    needed_bytes: int
+    free_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Busy:
+    """It was not unloaded, because it has calls."""
+
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed."""
+
+
+Event = (
+    Declared
+    | Removed
+    | Asked
+    | Left
+    | Used
+    | Loading
+    | Loaded
+    | NotLoaded
+    | Unloading
+    | Unloaded
+    | Stopped
+    | NoRoom
+    | Busy
+    | Tick
+)
+
+
+# Decisions
+
+
+class Refusal(Enum):
+    """Why a call is refused."""
+
+    UNKNOWN = "unknown"  # no such instance
+    STOPPED = "stopped"  # by a user
+    FAILED = "failed"  # its load fails, and would again
+    LATE = "late"  # its load takes longer than the call may wait
+    QUEUE = "queue"  # too many calls wait for it
+    NO_ROOM = "no-room"  # its memory is not to be had
+    WAR = "war"  # it and another model would evict each other without end
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Reserve memory for the model, and start its workers."""
+
+    model: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unload:
+    """End the workers of the model, if it has no calls; `evicted_for` another one that needs its memory."""
+
+    model: str
+    reason: str
+    evicted_for: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Serve:
+    """The call's model is loaded."""
+
+    call: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """The call gets an error. `retry_after_s` None: trying again changes nothing."""
+
+    call: int
+    why: Refusal
+    reason: str
+    retry_after_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """Something for the log, the events and the page, about a model."""
+
+    model: str
+    reason: str
+
+
+Decision = Load | Unload | Serve | Refuse | Notice

@@ -1,0 +1,191 @@
+"""A model's place in memory: its phase, the calls that wait for it, its value; all models of a fleet."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from teimgr.control.residence.events import Decision, Refusal, Refuse, Terms
+
+RATE_MEMORY_S = 300.0
+"""Calls count in a model's rate with a weight that falls to a third in this time."""
+UNMEASURED_LOAD_S = 1.0
+"""Taken for the load time of a model that was never loaded, where one is needed."""
+_GIB = 2**30
+
+
+class Phase(Enum):
+    """Where a model is on its way into memory and out of it."""
+
+    UNLOADED = auto()
+    ROOM = auto()  # wanted, waits for memory
+    LOADING = auto()
+    LOADED = auto()
+    UNLOADING = auto()
+    FAILED = auto()
+    STOPPED = auto()
+
+
+@dataclass(slots=True)
+class Model:
+    """One model, and the calls that wait for it, each with its deadline, in order of arrival.
+
+    `serving` are calls that were served and have not left. `since` is when the phase began, `used_at` when a call was
+    last seen; `hits` the weighted number of its calls as of `hits_at`.
+    """
+
+    name: str
+    terms: Terms
+    phase: Phase = Phase.UNLOADED
+    since: float = 0.0
+    used_at: float = 0.0
+    waiting: dict[int, float | None] = field(default_factory=dict)
+    serving: set[int] = field(default_factory=set)
+    under_way: int = 0
+    hits: float = 0.0
+    hits_at: float = 0.0
+    reason: str = ""
+    retry_at: float | None = None  # of a failed one; None: never
+    needed_bytes: int = 0  # of one that waits for room
+    free_bytes: int = 0
+    evicted_for: str | None = None
+    peace: tuple[str, float] | None = None  # the winner of a war, and until when this one does not evict it
+    load_began: float | None = None
+    wanted_until: float = 0.0  # by a call that was told to come again
+    is_reported: bool = False  # its owner has said that it is loading
+
+    def is_wanted(self, now: float) -> bool:
+        """Whether a call waits for it, or was told to come again about now."""
+        return bool(self.waiting) or now < self.wanted_until
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self.under_way or self.serving or self.waiting)
+
+    @property
+    def load_s(self) -> float:
+        return UNMEASURED_LOAD_S if self.terms.load_s is None else self.terms.load_s
+
+    def rate(self, now: float) -> float:
+        """Calls a second of late."""
+        return self.hits * math.exp((self.hits_at - now) / RATE_MEMORY_S) / RATE_MEMORY_S
+
+    def value(self, now: float) -> float:
+        """What keeping it saves: seconds of reload a second, for each GiB of its memory."""
+        return self.load_s * self.rate(now) / max(self.terms.bytes, 1) * _GIB
+
+    def use(self, now: float) -> None:
+        self.used_at = now
+
+    def want_until(self, at: float) -> None:
+        """A refused call was told to come again until then."""
+        self.wanted_until = max(self.wanted_until, at)
+
+    def begin_load(self, now: float) -> None:
+        """It is to be loaded, from now or from an earlier moment on."""
+        self.load_began = now if self.load_began is None else self.load_began
+
+    def confirm_load(self) -> None:
+        self.is_reported = True
+
+    def retry_from(self, at: float | None) -> None:
+        self.retry_at = at
+
+    def lack(self, needed_bytes: int, free_bytes: int) -> None:
+        """Its device has too little for it; 0 bytes: nobody has asked yet."""
+        self.needed_bytes, self.free_bytes = needed_bytes, free_bytes
+
+    def yield_to(self, other: str | None) -> None:
+        """It is unloaded for another model; None: for none."""
+        self.evicted_for = other
+
+    def spare(self, winner: str, until: float) -> None:
+        """It has lost a war: it does not evict the winner until then."""
+        self.peace = (winner, until)
+
+    def count(self, calls: float, now: float) -> None:
+        self.hits = self.rate(now) * RATE_MEMORY_S + calls
+        self.hits_at = self.used_at = now
+
+
+@dataclass(slots=True)
+class Fleet:
+    """All models by name, and what their owners and callers have said so far."""
+
+    models: dict[str, Model] = field(default_factory=dict)
+    calls: dict[int, str] = field(default_factory=dict)
+    active: dict[str, Model] = field(default_factory=dict)
+    """Those that have a worker or wait for one."""
+    clashes: dict[frozenset[str], deque[tuple[float, str]]] = field(default_factory=dict)
+
+    def due(self) -> float | None:
+        """When a `Tick` may change something; None: never, without another event."""
+        return min((at for model in self.active.values() for at in due_times(model)), default=None)
+
+
+def due_times(model: Model) -> Iterator[float]:
+    terms = model.terms
+    may_go = model.phase is Phase.LOADED and terms.on_demand and not terms.pinned and not model.is_busy
+    if may_go and terms.idle_timeout_s:
+        yield model.used_at + terms.idle_timeout_s
+    if model.phase is Phase.ROOM:
+        if model.retry_at is not None:
+            yield model.retry_at
+        if not model.waiting:
+            yield model.wanted_until
+
+
+def enter(fleet: Fleet, model: Model, phase: Phase, now: float, *, keep_since: bool = False) -> None:
+    """Change the phase of a model; one that goes out of memory or is served forgets the load it has begun."""
+    model.phase = phase
+    model.retry_at = None
+    if not keep_since:
+        model.since = now
+    if phase in (Phase.LOADED, Phase.UNLOADED, Phase.FAILED, Phase.STOPPED):
+        model.load_began, model.wanted_until = None, 0.0
+    model.is_reported = False
+    if phase is not Phase.UNLOADING:
+        model.under_way = 0
+    if phase in (Phase.UNLOADED, Phase.FAILED, Phase.STOPPED):
+        fleet.active.pop(model.name, None)
+    else:
+        fleet.active[model.name] = model
+
+
+def refuse_all(
+    fleet: Fleet, model: Model, why: Refusal, reason: str, retry_after_s: float | None
+) -> Iterator[Decision]:
+    for call in [*model.waiting]:
+        del model.waiting[call]
+        fleet.calls.pop(call, None)
+        yield Refuse(call, why, reason, retry_after_s)
+
+
+def on_device(fleet: Fleet, device: str) -> list[Model]:
+    return [each for each in fleet.active.values() if each.terms.device == device]
+
+
+def waiting_for_room(fleet: Fleet, device: str) -> list[Model]:
+    """In the order in which they were asked for."""
+    found = [each for each in on_device(fleet, device) if each.phase is Phase.ROOM]
+    return sorted(found, key=lambda each: each.load_began or 0.0)
+
+
+def time_left_s(model: Model, now: float) -> float | None:
+    """How long it will take until the model serves, by its last load; None where that was not measured."""
+    load_s = model.terms.load_s
+    if load_s is None:
+        return None
+    if model.phase is Phase.LOADING:
+        return max(0.0, model.since + load_s - now)
+    if model.phase is Phase.ROOM and model.retry_at is not None:
+        return max(0.0, model.retry_at - now) + load_s
+    return load_s
+
+
+def doing(model: Model) -> str:
+    words = {Phase.LOADING: "being loaded", Phase.ROOM: "waiting for memory", Phase.UNLOADING: "being unloaded"}
+    return words.get(model.phase, "not loaded")

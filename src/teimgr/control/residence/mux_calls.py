@@ -1,0 +1,68 @@
+"""Calls at a mux that wait for their on-demand models: each holds its model loaded until the mux says it is over."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+from teimgr.errors import TeimgrError
+from teimgr.wire.routing.on_demand import ModelLoads
+
+
+class MessageLink(Protocol):
+    """The control link of the mux."""
+
+    def send(self, **values: str) -> None:
+        """Send a message of values that are JSON already."""
+
+
+class WaitingCalls:
+    """The calls of one control link. `confirmed` returns when its mux has the routes of now; `close` ends all."""
+
+    def __init__(self, link: MessageLink, loads: ModelLoads, confirmed: Callable[[], Awaitable[None]]) -> None:
+        self._link = link
+        self._loads = loads
+        self._confirmed = confirmed
+        self._over: dict[int, asyncio.Event] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def take(self, message: dict[str, Any]) -> None:
+        """Take `load` or `left` of `mux/control.py`."""
+        if "left" in message and (over := self._over.get(message["left"])) is not None:
+            over.set()
+        if "load" in message:
+            call, instance, timeout_s = message["load"]
+            over = self._over[call] = asyncio.Event()
+            task = asyncio.create_task(
+                self._hold(call, instance, timeout_s, over), name=f"load of {instance} for a mux"
+            )
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+    async def _hold(self, call: int, instance: str, timeout_s: float | None, over: asyncio.Event) -> None:
+        """Hold the model for a call until it is over; one that is over before is not waited for."""
+        serving = asyncio.create_task(self._serve(call, instance, timeout_s, over))
+        ending = asyncio.create_task(over.wait())
+        try:
+            await asyncio.wait((serving, ending), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            serving.cancel()
+            ending.cancel()
+            self._over.pop(call, None)
+            await asyncio.gather(serving, return_exceptions=True)
+
+    async def _serve(self, call: int, instance: str, timeout_s: float | None, over: asyncio.Event) -> None:
+        try:
+            async with self._loads.loaded(instance, timeout_s):
+                await self._confirmed()
+                self._link.send(ready=json.dumps(call))
+                await over.wait()
+        except TeimgrError as error:
+            refused = [call, int(error.code), error.message, error.retry_after_s]
+            self._link.send(refused=json.dumps(refused))

@@ -1,0 +1,272 @@
+"""Policy of models on demand: which model is loaded, unloaded or evicted, and which call waits or is refused.
+
+`decide` is the only place where a `Fleet` changes: an event and the time go in, decisions with their reasons come out.
+It reads no clock and does no I/O, so that a simulation and a test run it as the daemon does.
+
+    UNLOADED --call--> LOADING --ready--> LOADED --idle or evicted--> UNLOADING --> UNLOADED
+                          |  ^
+                   no room v  | room
+                         ROOM
+
+FAILED and STOPPED refuse calls. What a model's phase is follows from what its owner reports, never from a guess of a
+caller: who wants it asks, and is served or refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from teimgr.control.residence.events import (
+    Asked,
+    Busy,
+    Decision,
+    Declared,
+    Event,
+    Left,
+    Loaded,
+    Loading,
+    NoRoom,
+    NotLoaded,
+    Refusal,
+    Refuse,
+    Removed,
+    Serve,
+    Stopped,
+    Tick,
+    Unload,
+    Unloaded,
+    Unloading,
+    Used,
+)
+from teimgr.control.residence.model import Fleet, Model, Phase, doing, due_times, enter, refuse_all, time_left_s
+from teimgr.control.residence.room import load, make_rooms, no_room, use_room
+from teimgr.control.residence.war import note_clash
+
+MAX_WAITING = 1024
+"""Calls that may wait for one model."""
+COME_AGAIN_S = 5.0
+"""How much later than it was told a refused caller may come again, for which a model is loaded until then."""
+
+
+def decide(fleet: Fleet, event: Event, now: float) -> list[Decision]:
+    """Change the fleet by an event that happened at `now`; the result is what is to be done."""
+    return list(_HANDLERS[type(event)](fleet, event, now))
+
+
+# Declarations
+
+
+def _declared(fleet: Fleet, event: Declared, now: float) -> Iterator[Decision]:
+    model = fleet.models.get(event.model)
+    if model is None:
+        fleet.models[event.model] = Model(event.model, event.terms, since=now, hits_at=now, used_at=now)
+    else:
+        measured = model.terms.load_s if event.terms.load_s is None else event.terms.load_s
+        model.terms = replace(event.terms, load_s=measured)
+    return iter(())
+
+
+def _removed(fleet: Fleet, event: Removed, now: float) -> Iterator[Decision]:
+    model = fleet.models.pop(event.model, None)
+    fleet.active.pop(event.model, None)
+    if model is None:
+        return
+    for pair in [pair for pair in fleet.clashes if event.model in pair]:
+        del fleet.clashes[pair]
+    for call in model.serving:
+        fleet.calls.pop(call, None)
+    yield from refuse_all(fleet, model, Refusal.UNKNOWN, f"Instance '{model.name}' not found", None)
+    yield from use_room(fleet, model.terms.device, now)
+
+
+# Calls
+
+
+def _asked(fleet: Fleet, event: Asked, now: float) -> Iterator[Decision]:
+    model = fleet.models.get(event.model)
+    if model is None:
+        yield Refuse(event.call, Refusal.UNKNOWN, f"Instance '{event.model}' not found")
+        return
+    if model.phase is Phase.LOADED:
+        model.serving.add(event.call)
+        fleet.calls[event.call] = model.name
+        yield Serve(event.call)
+        return
+    if (refusal := _closed(model, event.call, now)) is not None:
+        yield refusal
+        return
+    model.count(1, now)
+    yield from note_clash(fleet, model, now)
+    left_s = time_left_s(model, now)
+    if len(model.waiting) >= MAX_WAITING:
+        reason = f"{len(model.waiting)} calls wait for '{model.name}' to be loaded"
+        yield Refuse(event.call, Refusal.QUEUE, reason, left_s)
+    elif event.deadline is not None and left_s is not None and now + left_s > event.deadline:
+        given = max(0.0, event.deadline - now)
+        reason = f"'{model.name}' is {doing(model)}, {left_s:.3g} s are left, and the call may wait for {given:.3g} s"
+        yield Refuse(event.call, Refusal.LATE, reason, left_s)
+        model.want_until(now + left_s + COME_AGAIN_S)  # so the load begins
+    else:
+        model.waiting[event.call] = event.deadline
+        fleet.calls[event.call] = model.name
+    if model.phase is Phase.UNLOADED:
+        yield from load(fleet, model, "asked for by a call", now)
+
+
+def _closed(model: Model, call: int, now: float) -> Refuse | None:
+    """The refusal of a call for a model that no call loads."""
+    name = model.name
+    if model.phase is Phase.STOPPED:
+        return Refuse(call, Refusal.STOPPED, f"Instance '{name}' is not running (status: stopped)")
+    if model.phase is Phase.FAILED:
+        left_s = None if model.retry_at is None else max(0.0, model.retry_at - now)
+        reason = f"Instance '{name}' is not running (status: failed): {model.reason}"
+        return Refuse(call, Refusal.FAILED, reason, left_s)
+    if not model.terms.on_demand and model.phase is Phase.UNLOADED:
+        return Refuse(call, Refusal.STOPPED, f"Instance '{name}' is not running, and not loaded on demand")
+    return None
+
+
+def _left(fleet: Fleet, event: Left, now: float) -> Iterator[Decision]:
+    model = fleet.models.get(fleet.calls.pop(event.call, ""))
+    if model is None:
+        return
+    if event.call in model.serving:
+        model.serving.discard(event.call)
+        model.use(now)
+    model.waiting.pop(event.call, None)
+    if model.phase is Phase.ROOM and not model.is_wanted(now):  # no load for nobody
+        enter(fleet, model, Phase.UNLOADED, now)
+    yield from make_rooms(fleet, model.terms.device, now)
+
+
+def _used(fleet: Fleet, event: Used, now: float) -> Iterator[Decision]:
+    if (model := fleet.models.get(event.model)) is not None:
+        if event.calls > 0:
+            model.count(event.calls, now)
+        elif event.under_way:
+            model.use(now)
+        was_busy, model.under_way = model.is_busy, event.under_way
+        if was_busy and not model.is_busy:
+            yield from make_rooms(fleet, model.terms.device, now)
+
+
+# Reports of the owner
+
+
+def _loading(fleet: Fleet, event: Loading, now: float) -> Iterator[Decision]:
+    model = fleet.models.get(event.model)
+    if model is not None:
+        if model.phase is not Phase.LOADING:
+            enter(fleet, model, Phase.LOADING, now)
+        model.confirm_load()
+    return iter(())
+
+
+def _loaded(fleet: Fleet, event: Loaded, now: float) -> Iterator[Decision]:
+    model = fleet.models.get(event.model)
+    if model is None or model.phase is Phase.LOADED:
+        return
+    if model.phase is Phase.UNLOADING:  # it had calls, and serves on
+        yield from _busy(fleet, Busy(model.name), now)
+        return
+    if model.phase is Phase.LOADING and model.load_began is not None:
+        model.terms = replace(model.terms, load_s=now - model.since)
+    enter(fleet, model, Phase.LOADED, now)
+    model.use(now)
+    model.yield_to(None)
+    for call in [*model.waiting]:
+        del model.waiting[call]
+        model.serving.add(call)
+        yield Serve(call)
+    yield from make_rooms(fleet, model.terms.device, now)
+
+
+def _not_loaded(fleet: Fleet, event: NotLoaded, now: float) -> Iterator[Decision]:
+    if (model := fleet.models.get(event.model)) is None:
+        return
+    enter(fleet, model, Phase.FAILED, now)
+    model.reason = event.reason
+    model.retry_from(None if event.retry_s is None else now + event.retry_s)
+    reason = f"Instance '{model.name}' is not running (status: failed): {event.reason}"
+    yield from refuse_all(fleet, model, Refusal.FAILED, reason, event.retry_s)
+    yield from use_room(fleet, model.terms.device, now)
+
+
+def _unloading(fleet: Fleet, event: Unloading, now: float) -> Iterator[Decision]:
+    model = fleet.models.get(event.model)
+    if model is not None and model.phase is not Phase.UNLOADING:
+        enter(fleet, model, Phase.UNLOADING, now)
+    return iter(())
+
+
+def _unloaded(fleet: Fleet, event: Unloaded, now: float) -> Iterator[Decision]:
+    model = fleet.models.get(event.model)
+    if model is None or model.phase is Phase.ROOM or (model.phase is Phase.LOADING and not model.is_reported):
+        return  # as before; the order to load it is on its way
+    for call in model.serving:
+        fleet.calls.pop(call, None)
+    model.serving.clear()
+    enter(fleet, model, Phase.UNLOADED, now)
+    yield from use_room(fleet, model.terms.device, now)
+    if model.waiting and model.phase is Phase.UNLOADED:
+        yield from load(fleet, model, "asked for by a call", now)
+
+
+def _stopped(fleet: Fleet, event: Stopped, now: float) -> Iterator[Decision]:
+    if (model := fleet.models.get(event.model)) is None:
+        return
+    enter(fleet, model, Phase.STOPPED, now)
+    reason = f"Instance '{model.name}' is not running (status: stopped)"
+    yield from refuse_all(fleet, model, Refusal.STOPPED, reason, None)
+    yield from use_room(fleet, model.terms.device, now)
+
+
+def _busy(fleet: Fleet, event: Busy, now: float) -> Iterator[Decision]:
+    """It serves on. Who wanted its memory looks for other room."""
+    model = fleet.models.get(event.model)
+    if model is None or model.phase is not Phase.UNLOADING:
+        return
+    model.phase = Phase.LOADED  # since when it was before
+    model.yield_to(None)
+    model.under_way = max(1, model.under_way)
+    model.use(now)
+    for call in [*model.waiting]:
+        del model.waiting[call]
+        model.serving.add(call)
+        yield Serve(call)
+    yield from make_rooms(fleet, model.terms.device, now)
+
+
+# Time
+
+
+def _tick(fleet: Fleet, event: Tick, now: float) -> Iterator[Decision]:
+    for model in [*fleet.active.values()]:
+        if model.phase is Phase.LOADED and any(at <= now for at in due_times(model)):
+            reason = f"idle for {now - model.used_at:.3g} s"
+            enter(fleet, model, Phase.UNLOADING, now, keep_since=True)
+            yield Unload(model.name, reason)
+        elif model.phase is Phase.ROOM and not model.is_wanted(now):
+            enter(fleet, model, Phase.UNLOADED, now)
+    for device in {model.terms.device for model in fleet.active.values() if model.phase is Phase.ROOM}:
+        yield from make_rooms(fleet, device, now)
+
+
+_HANDLERS: dict[type, Callable[..., Iterator[Decision]]] = {
+    Declared: _declared,
+    Removed: _removed,
+    Asked: _asked,
+    Left: _left,
+    Used: _used,
+    Loading: _loading,
+    Loaded: _loaded,
+    NotLoaded: _not_loaded,
+    Unloading: _unloading,
+    Unloaded: _unloaded,
+    Stopped: _stopped,
+    NoRoom: no_room,
+    Busy: _busy,
+    Tick: _tick,
+}

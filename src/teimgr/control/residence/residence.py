@@ -1,0 +1,345 @@
+"""The daemon's task that loads and unloads models as the policy decides, and lets calls wait for theirs.
+
+`loaded` is what gateway and muxes use: a block in which a model stays loaded. Everything else comes from the directory,
+whose entries say what became of an instance, and from the workers' own counts of their calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from contextlib import asynccontextmanager, suppress
+from typing import Any, Protocol
+
+from teimgr.control.residence.events import (
+    Asked,
+    Busy,
+    Decision,
+    Declared,
+    Event,
+    Left,
+    Load,
+    Loaded,
+    Loading,
+    NoRoom,
+    Notice,
+    NotLoaded,
+    Refusal,
+    Refuse,
+    Removed,
+    Serve,
+    Stopped,
+    Terms,
+    Tick,
+    Unload,
+    Unloaded,
+    Unloading,
+    Used,
+)
+from teimgr.control.residence.model import Fleet, Phase
+from teimgr.control.residence.policy import decide
+from teimgr.errors import FailedToLoad, InstanceNotFound, ModelLoadFailed, Overloaded, TeimgrError, Unavailable
+from teimgr.errors import Stopped as StoppedError
+from teimgr.spec import Incident, InstanceSpec, RouteEntry, State, now_rfc3339
+from teimgr.wire.routing.router import Directory
+
+log = logging.getLogger(__name__)
+
+COUNT_INTERVAL_S = 2.0
+"""How often the workers of loaded on-demand models are asked for their calls; while one waits for memory more often."""
+_URGENT_INTERVAL_S = 0.05
+WAIT_LIMIT_S = 300.0
+"""How long a call without a deadline waits for its model."""
+
+
+class Owner(Protocol):
+    """Who starts and ends workers: the manager of the instances."""
+
+    def spec(self, name: str) -> InstanceSpec | None:
+        """The spec of an instance, None if there is none."""
+
+    def failure(self, name: str) -> tuple[str, float | None]:
+        """Why an instance failed, and in how many seconds it is tried again; None: not by itself."""
+
+    async def load(self, name: str) -> None:
+        """Begin to start an unloaded instance."""
+
+    async def unload(self, name: str, incident: Incident | None) -> bool:
+        """End the workers of an instance; False where it has calls."""
+
+    async def usage(self, name: str) -> tuple[int, int] | None:
+        """The calls of its workers since their start, and those under way; None where none answers."""
+
+    def note(self, name: str, incident: Incident) -> None:
+        """Record what happened to an instance."""
+
+
+class Room(Protocol):
+    """The memory of devices, as far as loads depend on it."""
+
+    def needs(self, spec: InstanceSpec) -> tuple[str, int]:
+        """The device of a model, and the bytes that it takes there."""
+
+    async def reserve(self, spec: InstanceSpec) -> tuple[int, int] | None:
+        """Reserve the memory of a load; what it needs and what is free, where that is too little."""
+
+    def release(self, name: str) -> None:
+        """Give back what is reserved for an instance, if anything is."""
+
+
+class AllRoom:
+    """Memory without a limit."""
+
+    def needs(self, spec: InstanceSpec) -> tuple[str, int]:
+        return "", 1
+
+    async def reserve(self, spec: InstanceSpec) -> tuple[int, int] | None:
+        return None
+
+    def release(self, name: str) -> None:
+        pass
+
+
+class Residence:
+    """Runs the policy for the instances of `directory`; `run` is its task, and `loaded` waits for a model."""
+
+    def __init__(self, owner: Owner, directory: Directory, room: Room | None = None) -> None:
+        self._owner = owner
+        self._directory = directory
+        self._room = room or AllRoom()
+        self._fleet = Fleet()
+        self._entries: dict[str, RouteEntry] = {}
+        self._used: dict[str, int] = {}
+        self._answers: dict[int, asyncio.Future[None]] = {}
+        self._numbers = itertools.count(1)
+        self._mailbox: asyncio.Queue[Event | tuple[str, RouteEntry | None]] = asyncio.Queue()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._count_at = 0.0
+        self._is_counting = False
+        for entry in directory.snapshot().entries:
+            self._mailbox.put_nowait((entry.name, entry))
+        directory.subscribe(lambda name, entry: self._mailbox.put_nowait((name, entry)))
+
+    @asynccontextmanager
+    async def loaded(self, instance: str, timeout_s: float | None, size_bytes: int = 0) -> AsyncIterator[None]:
+        """Have an on-demand model loaded, wait for it, and keep it loaded within the block.
+
+        Raises:
+            InstanceNotFound: there is no such instance, or it was deleted meanwhile.
+            Stopped, FailedToLoad: no call loads it now.
+            ModelLoadFailed: nor does a later one.
+            Unavailable, Overloaded: it cannot be loaded in time, or too many calls wait; with the time to come again.
+        """
+        call, now = next(self._numbers), self._now()
+        limit_s = WAIT_LIMIT_S if timeout_s is None else min(timeout_s, WAIT_LIMIT_S)
+        answer = self._answers[call] = asyncio.get_running_loop().create_future()
+        self._mailbox.put_nowait(Asked(call, instance, now + limit_s))
+        try:
+            async with asyncio.timeout(limit_s) as limit:
+                await answer
+        except TimeoutError:
+            self._leave(call)
+            if not limit.expired():
+                raise
+            raise Unavailable(f"Instance '{instance}' was not loaded within {limit_s:.3g} s") from None
+        except BaseException:
+            self._leave(call)
+            raise
+        try:
+            yield
+        finally:
+            self._leave(call)
+
+    def phases(self) -> Mapping[str, str]:
+        """Where each on-demand model is, by the name of its instance, for display."""
+        return {name: model.phase.name.lower() for name, model in self._fleet.models.items()}
+
+    async def run(self) -> None:
+        """Decide until cancelled."""
+        try:
+            while True:
+                try:
+                    async with asyncio.timeout_at(self._wake_at()):
+                        item = await self._mailbox.get()
+                except TimeoutError:
+                    await self._on_time()
+                    continue
+                if isinstance(item, tuple):
+                    self._on_entry(*item)
+                else:
+                    self._decide(item)
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            for answer in self._answers.values():
+                if not answer.done():
+                    answer.set_exception(Unavailable("the daemon is ending"))
+                    answer.exception()
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def _leave(self, call: int) -> None:
+        if self._answers.pop(call, None) is not None:
+            self._mailbox.put_nowait(Left(call))
+
+    # Time
+
+    def _wake_at(self) -> float | None:
+        """When something is due: a tick of the policy, or a count of the loaded models' calls."""
+        counted = [self._count_at] if self._countable() else []
+        due = self._fleet.due()
+        return min([*counted, *([due] if due is not None else [])], default=None)
+
+    def _countable(self) -> list[str]:
+        models = self._fleet.active.values()
+        return [each.name for each in models if each.phase is Phase.LOADED and each.terms.on_demand]
+
+    async def _on_time(self) -> None:
+        await self._count()
+        self._decide(Tick())
+
+    async def _count(self) -> None:
+        """Read the calls of every loaded on-demand model from its workers."""
+        names = self._countable()
+        found = await asyncio.gather(*(self._owner.usage(name) for name in names), return_exceptions=True)
+        for name, usage in zip(names, found, strict=True):
+            if isinstance(usage, tuple):
+                calls, under_way = usage
+                before, self._used[name] = self._used.get(name, 0), calls
+                new = calls - before if calls >= before else calls  # of new workers
+                self._decide(Used(name, new, under_way))
+        waits = any(model.phase is Phase.ROOM for model in self._fleet.active.values())
+        self._count_at = self._now() + (_URGENT_INTERVAL_S if waits else COUNT_INTERVAL_S)
+
+    # Events
+
+    def _on_entry(self, name: str, entry: RouteEntry | None) -> None:
+        """What the directory says of an instance, as an event."""
+        spec = self._owner.spec(name)
+        if entry is None or spec is None:
+            self._entries.pop(name, None)
+            self._used.pop(name, None)
+            self._room.release(name)
+            self._decide(Removed(name))
+            return
+        before = self._entries.get(name)
+        self._entries[name] = entry
+        device, needed = self._room.needs(spec)
+        terms = Terms(
+            on_demand=spec.load == "on_demand",
+            pinned=spec.pinned,
+            idle_timeout_s=spec.idle_timeout_secs,
+            bytes=needed,
+            device=device,
+        )
+        self._decide(Declared(name, terms))
+        if before is None or before.state is not entry.state or (entry.endpoints and not before.endpoints):
+            self._decide(self._event(name, entry))
+
+    def _event(self, name: str, entry: RouteEntry) -> Event:
+        match entry.state:
+            case State.RUNNING:
+                return Loaded(name)
+            case State.STARTING:
+                return Loading(name)
+            case State.STOPPING:
+                return Unloading(name)
+            case State.FAILED:
+                self._used.pop(name, None)
+                self._room.release(name)
+                return NotLoaded(name, *self._owner.failure(name))
+            case State.UNLOADED:
+                self._used.pop(name, None)
+                self._room.release(name)
+                return Unloaded(name)
+            case State.STOPPED:
+                self._used.pop(name, None)
+                self._room.release(name)
+                return Stopped(name)
+
+    def _decide(self, event: Event) -> None:
+        for decision in decide(self._fleet, event, self._now()):
+            self._carry_out(decision)
+
+    # Decisions
+
+    def _carry_out(self, decision: Decision) -> None:
+        match decision:
+            case Serve(call):
+                self._answer(call, None)
+            case Refuse():
+                self._answer(decision.call, error_of(decision))
+            case Load(model, reason):
+                self._begin(self._load(model, reason), f"load of {model}")
+            case Unload(model, reason, evicted_for):
+                self._begin(self._unload(model, reason, evicted_for), f"unloading of {model}")
+            case Notice(model, reason):
+                log.warning("%s", reason, extra={"instance": model})
+                self._owner.note(model, Incident(event="war", reason=reason, at=now_rfc3339()))
+
+    def _begin(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _answer(self, call: int, error: TeimgrError | None) -> None:
+        answer = self._answers.get(call)
+        if answer is None or answer.done():
+            return
+        if error is None:
+            answer.set_result(None)
+        else:
+            answer.set_exception(error)
+
+    async def _load(self, name: str, reason: str) -> None:
+        """Reserve the model's memory and have its workers started; the directory tells what becomes of them."""
+        try:
+            if (spec := self._owner.spec(name)) is None:
+                return
+            if (short := await self._room.reserve(spec)) is not None:
+                await self._count()  # victims are chosen by what their workers do now
+                self._mailbox.put_nowait(NoRoom(name, *short))
+                return
+            log.info("load", extra={"instance": name, "reason": reason})
+            await self._owner.load(name)
+        except TeimgrError as error:
+            self._room.release(name)
+            self._mailbox.put_nowait(NotLoaded(name, error.message, 1.0))
+        except Exception as error:  # a defect: its calls must not wait for nothing
+            log.exception("a model was not loaded", extra={"instance": name})
+            self._room.release(name)
+            self._mailbox.put_nowait(NotLoaded(name, repr(error), 1.0))
+
+    async def _unload(self, name: str, reason: str, evicted_for: str | None) -> None:
+        incident = None
+        if evicted_for is not None:
+            incident = Incident(event="evicted", reason=f"{reason}; for {evicted_for}", at=now_rfc3339())
+        done = False
+        with suppress(TeimgrError):
+            done = await self._owner.unload(name, incident)
+        log.info("unload" if done else "not unloaded: it has calls", extra={"instance": name, "reason": reason})
+        if not done:
+            self._mailbox.put_nowait(Busy(name))
+
+
+def error_of(refusal: Refuse) -> TeimgrError:
+    """The error that a refused call gets."""
+    match refusal.why:
+        case Refusal.UNKNOWN:
+            error: TeimgrError = InstanceNotFound("")
+            error.reword(refusal.reason)
+        case Refusal.STOPPED:
+            error = StoppedError(refusal.reason)
+        case Refusal.FAILED if refusal.retry_after_s is None:
+            error = ModelLoadFailed(refusal.reason)
+        case Refusal.FAILED:
+            error = FailedToLoad(refusal.reason)
+        case Refusal.QUEUE:
+            error = Overloaded(refusal.reason)
+        case _:
+            error = Unavailable(refusal.reason)
+    error.try_after(refusal.retry_after_s)
+    return error

@@ -1,0 +1,87 @@
+"""Models on demand at a mux: asks the daemon to load them, by the control link, and has calls wait for its answer."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from teimgr.errors import DeadlineExceeded, Overloaded, TeimgrError, Unavailable, error_from_code
+
+_MAX_WAITING = 4096
+_MAX_WAITING_BYTES = 256 * 2**20
+
+Message = dict[str, Any]
+
+
+class DaemonLoads:
+    """Calls that wait for their model. `send` sends a message to every daemon that is connected; False without one.
+
+    A daemon answers with `ready` once this mux has the routes to the model, or with `refused`; the first answer counts.
+    """
+
+    def __init__(self, send: Callable[[Message], bool], processes: int = 1) -> None:
+        self._send = send
+        self._max_bytes = _MAX_WAITING_BYTES // processes
+        self._max_calls = _MAX_WAITING // processes
+        self._bytes = 0
+        self._waiting: dict[int, asyncio.Future[None]] = {}
+        self._numbers = itertools.count(1)
+
+    @asynccontextmanager
+    async def loaded(self, instance: str, timeout_s: float | None, size_bytes: int = 0) -> AsyncIterator[None]:
+        """A block in which the model is loaded; entering it waits for the load.
+
+        Raises:
+            Overloaded: too many calls wait.
+            DeadlineExceeded: `timeout_s` has passed.
+            Unavailable: no daemon is connected.
+            TeimgrError: the daemon refused.
+        """
+        if len(self._waiting) >= self._max_calls or self._bytes + size_bytes > self._max_bytes:
+            raise Overloaded(f"Too many calls wait for models to be loaded, as for '{instance}'; try again later")
+        call = next(self._numbers)
+        answer = self._waiting[call] = asyncio.get_running_loop().create_future()
+        self._bytes += size_bytes
+        try:
+            if not self._send({"load": [call, instance, timeout_s]}):
+                raise Unavailable(f"Instance '{instance}' is not loaded, and no daemon is here to load it")
+            try:
+                async with asyncio.timeout(timeout_s) as limit:
+                    await answer
+            except TimeoutError:
+                if not limit.expired():
+                    raise
+                raise DeadlineExceeded from None
+            finally:
+                self._bytes -= size_bytes
+                size_bytes = 0
+            yield
+        finally:
+            self._bytes -= size_bytes
+            if self._waiting.pop(call, None) is not None:
+                self._send({"left": call})
+
+    def take(self, message: Message) -> None:
+        """Take an answer of a daemon, `ready` or `refused`."""
+        if "ready" in message:
+            self._answer(message["ready"], None)
+        if "refused" in message:
+            call, code, text, retry_after_s = message["refused"]
+            self._answer(call, error_from_code(code, text, retry_after_s=retry_after_s))
+
+    def lost(self) -> None:
+        """The last daemon has gone: no call that waits gets an answer."""
+        for call in tuple(self._waiting):
+            self._answer(call, Unavailable("the daemon, which loads models, has ended"))
+
+    def _answer(self, call: int, error: TeimgrError | None) -> None:
+        answer = self._waiting.get(call)
+        if answer is None or answer.done():
+            return
+        if error is None:
+            answer.set_result(None)
+        else:
+            answer.set_exception(error)

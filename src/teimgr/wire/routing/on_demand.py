@@ -1,0 +1,75 @@
+"""Calls to models that are loaded on demand: have the model loaded, then call, again if it went meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol, TypeVar
+
+from teimgr.errors import DeadlineExceeded, NotLoaded, Unavailable
+from teimgr.wire.routing.links import ConnectionLost
+from teimgr.wire.routing.router import RouterView, not_loaded
+
+# A model that was unloaded between its load and the call, so often, is not worth another load.
+_ROUNDS = 4
+
+ResultT = TypeVar("ResultT")
+
+
+class ModelLoads(Protocol):
+    """Who has models loaded: the daemon's `Residence`, and in a mux what asks it."""
+
+    def loaded(self, instance: str, timeout_s: float | None, size_bytes: int = 0) -> AbstractAsyncContextManager[None]:
+        """A block in which the model is loaded; entering it waits for the load. `size_bytes` are those of the call.
+
+        Raises:
+            TeimgrError: the load is refused.
+        """
+
+
+class NoLoads:
+    """For a process without models on demand: each is refused."""
+
+    def loaded(self, instance: str, timeout_s: float | None, size_bytes: int = 0) -> AbstractAsyncContextManager[None]:
+        raise Unavailable(f"Instance '{instance}' is not loaded")
+
+
+NO_LOADS = NoLoads()
+
+
+async def when_loaded(
+    loads: ModelLoads,
+    missing: NotLoaded,
+    timeout_s: float | None,
+    call: Callable[[float | None], Awaitable[ResultT]],
+    size_bytes: int = 0,
+) -> ResultT:
+    """Make `call`, with the time that is left of `timeout_s`, once its model is loaded.
+
+    Raises:
+        DeadlineExceeded: `timeout_s` has passed.
+        TeimgrError: the load was refused, or the call failed.
+    """
+    clock = asyncio.get_running_loop().time
+    ends = None if timeout_s is None else clock() + timeout_s
+    for _ in range(_ROUNDS):
+        async with loads.loaded(missing.instance, None if ends is None else ends - clock(), size_bytes):
+            left_s = None if ends is None else ends - clock()
+            if left_s is not None and left_s <= 0:
+                raise DeadlineExceeded
+            try:
+                return await call(left_s)
+            except NotLoaded as error:
+                missing = error
+    raise missing
+
+
+def refused_by_end(router: RouterView, instance: str, error: Unavailable) -> NotLoaded | None:
+    """The error of a call that a worker refused, as its on-demand model is being unloaded; None for other errors."""
+    if isinstance(error, NotLoaded):
+        return error
+    entry = router.find(instance)
+    if isinstance(error, ConnectionLost) or entry is None or not entry.on_demand:
+        return None
+    return not_loaded(entry)

@@ -1,0 +1,546 @@
+"""The policy of residence: the published failures of other servers, one by one, and random interleavings of events."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from itertools import count
+
+import pytest
+
+from teimgr.control.residence.events import (
+    Asked,
+    Busy,
+    Decision,
+    Declared,
+    Event,
+    Left,
+    Load,
+    Loaded,
+    Loading,
+    NoRoom,
+    Notice,
+    NotLoaded,
+    Refusal,
+    Refuse,
+    Removed,
+    Serve,
+    Stopped,
+    Terms,
+    Tick,
+    Unload,
+    Unloaded,
+    Unloading,
+    Used,
+)
+from teimgr.control.residence.model import Fleet, Phase
+from teimgr.control.residence.policy import MAX_WAITING, decide
+
+MIB = 2**20
+
+
+class Room:
+    """A fleet whose models take what they are declared with, of a budget: what the daemon does, without processes.
+
+    A load ends when `loaded` is called, an unload at once, or with `Busy` where the model has calls that the policy has
+    not seen yet.
+    """
+
+    def __init__(self, budget: int = 100, sizes: Sequence[int] = (50, 50, 50), load_s: float | None = 2.0) -> None:
+        self.fleet = Fleet()
+        self.now = 100.0
+        self.budget = budget * MIB
+        self.held: dict[str, int] = {}
+        self.unseen: set[str] = set()  # models with a call that the policy has not seen yet
+        self.served: dict[int, None] = {}
+        self.refused: dict[int, Refuse] = {}
+        self.loads: list[str] = []
+        self.unloads: list[Unload] = []
+        self.notices: list[Notice] = []
+        for name, size in zip("abcdefgh", sizes, strict=False):
+            self.tell(Declared(name, Terms(bytes=size * MIB, load_s=load_s)), Unloaded(name))
+
+    def declare(self, name: str, **terms: object) -> None:
+        values = {"bytes": 50 * MIB, "load_s": 2.0} | terms
+        self.tell(Declared(name, Terms(**values)))  # type: ignore[arg-type]
+
+    def tell(self, *events: Event) -> list[Decision]:
+        made: list[Decision] = []
+        for event in events:
+            made += decide(self.fleet, event, self.now)
+        for decision in made:
+            self._carry_out(decision)
+        return made
+
+    def _carry_out(self, decision: Decision) -> None:
+        match decision:
+            case Serve(call):
+                self.served[call] = None
+            case Refuse(call):
+                self.refused[call] = decision
+            case Load(name):
+                self._load(name)
+            case Unload(name):
+                self._unload(decision)
+            case Notice():
+                self.notices.append(decision)
+
+    def _load(self, name: str) -> None:
+        needed, free = self.fleet.models[name].terms.bytes, self.budget - sum(self.held.values())
+        if needed > free:
+            self.tell(NoRoom(name, needed, free))
+            return
+        assert name not in self.held, f"{name} is loaded twice"
+        self.held[name] = needed
+        self.loads.append(name)
+        self.tell(Loading(name))
+
+    def _unload(self, decision: Unload) -> None:
+        name = decision.model
+        if name in self.unseen:
+            self.tell(Unloading(name), Loaded(name), Busy(name))
+            return
+        self.unloads.append(decision)
+        self.tell(Unloading(name))
+        del self.held[name]
+        self.tell(Unloaded(name))
+
+    def loaded(self, name: str, after_s: float = 2.0) -> None:
+        self.now += after_s
+        self.tell(Loaded(name))
+
+    def ask(self, call: int, name: str, within_s: float | None = None) -> None:
+        self.tell(Asked(call, name, None if within_s is None else self.now + within_s))
+
+    def phase(self, name: str) -> Phase:
+        return self.fleet.models[name].phase
+
+    def resident(self, *names: str, for_s: float = 100.0) -> None:
+        """Have models loaded, whose calls have left, some time ago."""
+        for number, name in enumerate(names, 9000 + 100 * len(self.loads)):
+            self.ask(number, name)
+            self.loaded(name)
+            self.tell(Left(number))
+        self.now += for_s
+
+
+def test_the_first_call_loads_and_all_share_one_load() -> None:
+    room = Room()
+    for call in range(5):
+        room.ask(call, "a")
+    assert room.loads == ["a"]
+    room.loaded("a")
+    assert [*room.served] == [0, 1, 2, 3, 4]
+
+
+def test_a_model_that_answers_a_call_is_not_evicted() -> None:  # 1
+    room = Room(budget=100)
+    room.resident("a", "b")
+    room.tell(Used("a", 1, 1), Used("b", 1, 1))
+    room.ask(1, "c")
+    assert not room.unloads
+    room.tell(Used("b", 0, 0))  # its call has ended
+    assert [each.model for each in room.unloads] == ["b"]
+    assert room.loads[-1] == "c"
+
+
+def test_a_call_that_the_policy_has_not_seen_keeps_its_model() -> None:  # 1, by the owner's own count
+    room = Room(budget=50)
+    room.resident("a")
+    room.unseen.add("a")
+    room.ask(1, "b")
+    assert room.phase("a") is Phase.LOADED
+    assert room.phase("b") is Phase.ROOM
+    room.unseen.clear()
+    room.now += 10
+    room.tell(Used("a", 0, 0))
+    assert room.loads == ["a", "b"]
+
+
+def test_a_loading_model_is_not_evicted() -> None:  # 2
+    room = Room(budget=50)
+    room.ask(1, "a")
+    room.ask(2, "b")
+    room.now += 60
+    room.tell(Tick())
+    assert room.phase("a") is Phase.LOADING
+    assert not room.unloads
+
+
+def test_a_model_just_loaded_stays_until_its_call_is_over_and_for_its_load_time() -> None:  # 3
+    room = Room(budget=50)
+    room.ask(1, "a")
+    room.ask(2, "b")
+    room.loaded("a", after_s=4.0)
+    room.now += 60
+    room.tell(Tick())
+    assert not room.unloads, "its first call is not over"
+    room = Room(budget=50)
+    room.ask(1, "a")
+    room.loaded("a", after_s=2.0)
+    room.tell(Left(1))
+    room.ask(2, "b")
+    room.now += 1.9
+    room.tell(Tick())
+    assert not room.unloads
+    room.now += 0.2
+    room.tell(Tick())
+    assert [each.model for each in room.unloads] == ["a"]
+
+
+def test_a_war_of_two_models_is_named_and_ended() -> None:  # 4
+    room = Room(budget=50)
+    numbers, waiting = count(1), {"a": 0, "b": 0}
+    for name in waiting:
+        room.ask(waiting.setdefault(name, 0) or next(numbers), name)
+    calls = dict(zip(waiting, (1, 2), strict=True))
+    for _ in range(200):  # two callers, each of whom asks again as soon as it is answered
+        room.now += 0.25
+        room.tell(Tick())
+        for name, call in calls.items():
+            if room.phase(name) is Phase.LOADING and room.now - room.fleet.models[name].since >= 2.0:
+                room.tell(Loaded(name))
+            if call in room.served:
+                room.tell(Left(call))
+                calls[name] = next(numbers) + 100
+                room.ask(calls[name], name)
+        if room.notices:
+            break
+    assert " evicted each other " in room.notices[0].reason
+    loser = room.notices[0].model
+    winner = "ab".replace(loser, "")
+    switches = len(room.unloads)
+    for _ in range(40):
+        room.now += 0.25
+        room.tell(Tick())
+        for name, call in calls.items():
+            if room.phase(name) is Phase.LOADING and room.now - room.fleet.models[name].since >= 2.0:
+                room.tell(Loaded(name))
+            if call in room.served or call in room.refused:
+                room.tell(Left(call))
+                calls[name] = next(numbers) + 1000
+                room.ask(calls[name], name)
+    assert len(room.unloads) <= switches + 1
+    refused = [each for each in room.refused.values() if each.why is Refusal.WAR]
+    assert refused
+    assert all(each.retry_after_s and each.retry_after_s > 0 for each in refused)
+    assert f"'{loser}' and '{winner}'" in refused[0].reason
+
+
+def test_alternating_calls_of_one_caller_are_no_war() -> None:
+    room = Room(budget=50)
+    for number in range(40):
+        name = "ab"[number % 2]
+        room.ask(number, name)
+        while number not in room.served:
+            room.now += 0.5
+            room.tell(Tick())
+            if room.phase(name) is Phase.LOADING and room.now - room.fleet.models[name].since >= 2.0:
+                room.tell(Loaded(name))
+        room.tell(Left(number))
+    assert not room.notices
+    assert not room.refused
+    assert len(room.unloads) == 39
+
+
+def test_memory_limits_and_no_count() -> None:  # 5
+    room = Room(budget=300, sizes=(10,) * 8)
+    room.resident(*"abcdefgh")
+    assert len(room.held) == 8
+    assert not room.unloads
+    room = Room(budget=100, sizes=(90, 20))
+    room.resident("a")
+    room.ask(1, "b")
+    assert [each.model for each in room.unloads] == ["a"]
+
+
+def test_a_slow_load_blocks_no_other() -> None:  # 6
+    room = Room(budget=150)
+    room.ask(1, "a")
+    room.ask(2, "b")
+    assert room.loads == ["a", "b"]
+    room.loaded("b", after_s=0.5)
+    assert [*room.served] == [2]
+    assert room.phase("a") is Phase.LOADING
+
+
+def test_a_call_that_comes_while_the_model_is_unloaded_loads_it_again() -> None:  # 7
+    room = Room()
+    room.resident("a")
+    room.tell(Unloading("a"))
+    room.ask(1, "a")
+    del room.held["a"]
+    room.tell(Unloaded("a"))
+    assert room.loads == ["a", "a"]
+    room.loaded("a")
+    assert [*room.served][-1] == 1
+
+
+@pytest.mark.parametrize("when", ["waiting", "served"])
+def test_a_caller_who_has_left_pins_nothing(when: str) -> None:  # 8
+    room = Room(budget=50)
+    room.ask(1, "a")
+    if when == "waiting":
+        room.tell(Left(1))
+        room.loaded("a")
+    else:
+        room.loaded("a")
+        room.tell(Left(1))
+    room.now += 10
+    room.ask(2, "b")
+    assert [each.model for each in room.unloads] == ["a"]
+
+
+def test_a_caller_who_left_before_room_was_found_has_nothing_loaded() -> None:  # 8
+    room = Room(budget=50)
+    room.resident("a")
+    room.tell(Used("a", 1, 1))
+    room.ask(1, "b")
+    room.tell(Left(1), Used("a", 0, 0))
+    assert room.phase("b") is Phase.UNLOADED
+    assert not room.unloads
+
+
+def test_a_model_that_fails_at_run_time_is_loaded_anew() -> None:  # 9
+    room = Room()
+    room.resident("a")
+    room.tell(Loading("a"))  # its owner replaces the worker
+    room.ask(1, "a")
+    assert [*room.served] == [9000]
+    room.loaded("a")
+    assert [*room.served][-1] == 1
+
+
+@pytest.mark.parametrize(
+    ("event", "why"),
+    [
+        (Removed("a"), Refusal.UNKNOWN),
+        (Stopped("a"), Refusal.STOPPED),
+        (NotLoaded("a", "no such file"), Refusal.FAILED),
+    ],
+    ids=["removed", "stopped", "failed"],
+)
+def test_calls_that_wait_for_a_model_that_goes_are_refused(event: Event, why: Refusal) -> None:  # 10, 11
+    room = Room()
+    room.ask(1, "a")
+    room.ask(2, "a", within_s=100)
+    room.tell(event)
+    assert {call: refusal.why for call, refusal in room.refused.items()} == {1: why, 2: why}
+    assert all(refusal.retry_after_s is None for refusal in room.refused.values())
+    room.ask(3, "a")
+    assert room.refused[3].why is why
+
+
+def test_queued_calls_of_an_evicted_model_are_served_by_its_next_load() -> None:  # 10
+    room = Room(budget=50)
+    room.resident("a")
+    room.ask(1, "b")
+    room.ask(2, "a")
+    room.loaded("b")
+    room.tell(Left(1))
+    room.now += 20
+    room.tell(Tick())
+    assert room.loads == ["a", "b", "a"]
+    room.loaded("a")
+    assert [*room.served][-1] == 2
+
+
+def test_every_use_counts_whatever_the_method() -> None:  # 13
+    room = Room(budget=100)
+    room.resident("a", "b")
+    for _ in range(5):
+        room.now += 5
+        room.tell(Used("a", 3, 0))
+    room.ask(1, "c")
+    assert [each.model for each in room.unloads] == ["b"]
+    assert room.unloads[0].reason.startswith("evicted b: value ")
+
+
+def test_a_call_for_which_the_load_takes_too_long_is_refused_with_what_is_left() -> None:
+    room = Room(load_s=10.0)
+    room.ask(1, "a", within_s=60)
+    room.now += 4
+    room.ask(2, "a", within_s=3)
+    room.ask(3, "a", within_s=7)
+    assert room.refused[2].retry_after_s == pytest.approx(6.0)
+    assert room.refused[2].why is Refusal.LATE
+    assert 3 not in room.refused
+    room.now += 3
+    room.ask(4, "a", within_s=1)
+    assert room.refused[4].retry_after_s == pytest.approx(3.0)
+
+
+def test_a_refused_call_finds_its_model_when_it_comes_again() -> None:
+    room = Room(load_s=10.0)
+    room.ask(1, "a", within_s=1)
+    assert room.loads == ["a"]
+    room.loaded("a", after_s=10)
+    room.ask(2, "a", within_s=1)
+    assert [*room.served] == [2]
+
+
+def test_a_model_that_can_never_fit_is_refused_for_good() -> None:
+    room = Room(budget=100, sizes=(80, 120))
+    room.declare("a", bytes=80 * MIB, pinned=True)
+    room.resident("a")
+    room.ask(1, "b")
+    assert room.refused[1].why is Refusal.NO_ROOM
+    assert room.refused[1].retry_after_s is None
+    assert "120 MiB and 20 MiB are free" in room.refused[1].reason
+    assert "'a'" in room.refused[1].reason
+
+
+def test_pinned_and_eager_models_are_never_evicted() -> None:
+    room = Room(budget=150)
+    room.declare("a", pinned=True)
+    room.resident("a", "b")
+    room.declare("c", on_demand=False)
+    room.held["c"] = 50 * MIB
+    room.tell(Loading("c"), Loaded("c"))
+    room.now += 100
+    room.declare("d")
+    room.ask(1, "d")
+    assert [each.model for each in room.unloads] == ["b"]
+
+
+def test_idle_models_are_unloaded_after_their_time() -> None:
+    room = Room()
+    room.declare("a", idle_timeout_s=30.0)
+    room.resident("a", for_s=0.0)
+    assert room.fleet.due() == pytest.approx(room.now + 30)
+    room.now += 20
+    room.tell(Used("a", 1, 0))
+    room.now += 29
+    room.tell(Tick())
+    assert not room.unloads
+    room.now += 1
+    room.tell(Tick())
+    assert [each.reason for each in room.unloads] == ["idle for 30 s"]
+
+
+def test_a_more_valuable_model_stays_longer_but_not_for_ever() -> None:
+    room = Room(budget=50)
+    room.resident("a", for_s=0.0)
+    room.tell(Used("a", 1000, 0))
+    room.ask(1, "b")
+    room.now += 8 * 2.0 - 0.1
+    room.tell(Tick())
+    assert not room.unloads
+    room.now += 0.2
+    room.tell(Tick())
+    assert [each.model for each in room.unloads] == ["a"]
+    assert " > " in room.unloads[0].reason
+
+
+def test_no_more_is_evicted_than_needed() -> None:
+    room = Room(budget=100, sizes=(20, 80, 90))
+    room.resident("a", "b")
+    room.tell(Used("b", 5, 0))
+    room.now += 30
+    room.ask(1, "c")
+    assert sorted(each.model for each in room.unloads) == ["a", "b"]
+    room = Room(budget=100, sizes=(20, 80, 60))
+    room.resident("a", "b")
+    room.tell(Used("b", 5, 0))
+    room.now += 30
+    room.ask(1, "c")
+    assert [each.model for each in room.unloads] == ["b"]
+
+
+def test_too_many_calls_for_one_model_are_refused() -> None:
+    room = Room()
+    for call in range(MAX_WAITING + 1):
+        room.ask(call, "a")
+    assert [(call, each.why) for call, each in room.refused.items()] == [(MAX_WAITING, Refusal.QUEUE)]
+
+
+def interleave(seed: int, steps: int) -> int:
+    """Random calls, loads, failures and uses in a room for some of the models; the number of events.
+
+    Raises:
+        AssertionError: an invariant is broken.
+    """
+    chance = random.Random(seed)
+    sizes = [chance.choice((10, 20, 40, 60)) for _ in range(chance.randint(2, 8))]
+    room = Room(chance.choice((60, 100, 150)), sizes, chance.choice((None, 0.5, 5.0)))
+    names = "abcdefgh"[: len(sizes)]
+    numbers, open_calls, busy = count(), dict[int, str](), set[str]()
+    seen_unloads, loaded_at = 0, dict[str, float]()
+
+    def check() -> None:
+        nonlocal seen_unloads
+        assert sum(room.held.values()) <= room.budget
+        for unload in room.unloads[seen_unloads:]:
+            name = unload.model
+            assert name not in busy, f"{name} had calls: {unload}"
+            assert not any(of == name and call in room.served for call, of in open_calls.items()), (
+                f"{name} served a call: {unload}"
+            )
+            load_s = room.fleet.models[name].load_s if name in room.fleet.models else 0.0
+            if unload.evicted_for is not None:
+                assert room.now - loaded_at[name] >= min(load_s, 0.1) - 1e-9, f"{name} was just loaded: {unload}"
+        seen_unloads = len(room.unloads)
+        for call, name in open_calls.items():
+            model = room.fleet.models.get(name)
+            answered = call in room.served or call in room.refused
+            waits = model is not None and call in model.waiting
+            assert answered or waits, f"call {call} for {name} is lost"
+            assert not (answered and waits), f"call {call} for {name} is answered and waits"
+        for name, model in room.fleet.models.items():
+            assert (name in room.held) == (
+                model.phase in (Phase.LOADING, Phase.LOADED, Phase.UNLOADING) and name in room.held
+            )
+            if model.waiting and model.phase is Phase.UNLOADED:
+                raise AssertionError(f"calls wait for {name}, which nothing loads")
+
+    for _ in range(steps):
+        room.now += chance.choice((0.0, 0.01, 0.3, 2.0))
+        name = chance.choice(names)
+        choice = chance.random()
+        if choice < 0.35:
+            call = next(numbers)
+            open_calls[call] = name
+            room.ask(call, name, chance.choice((None, 0.1, 3.0, 60.0)))
+        elif choice < 0.6 and open_calls:
+            call = chance.choice([*open_calls])
+            del open_calls[call]
+            room.tell(Left(call))
+        elif choice < 0.8:
+            for each in names:
+                if room.phase(each) is Phase.LOADING and each in room.held and chance.random() < 0.7:
+                    loaded_at[each] = room.now
+                    room.tell(Loaded(each))
+        elif choice < 0.84 and room.phase(name) is Phase.LOADING and name in room.held:
+            del room.held[name]
+            room.tell(NotLoaded(name, "broken", chance.choice((None, 5.0))))
+        elif choice < 0.86 and room.phase(name) is Phase.FAILED:
+            room.tell(Unloaded(name))
+        elif choice < 0.93 and room.phase(name) is Phase.LOADED:
+            under_way = chance.randint(0, 1)
+            busy.add(name) if under_way else busy.discard(name)
+            room.tell(Used(name, chance.randint(0, 3), under_way))
+        elif choice < 0.95:
+            room.unseen ^= {name}
+        else:
+            room.tell(Tick())
+        busy &= {each for each in names if room.phase(each) is Phase.LOADED}
+        check()
+    # At the end every caller leaves, and everything that is wanted by nobody is at rest.
+    for call in [*open_calls]:
+        room.tell(Left(call))
+    open_calls.clear()
+    room.now += 100
+    room.tell(Tick())
+    assert not any(model.waiting or model.serving for model in room.fleet.models.values())
+    assert not any(model.phase is Phase.ROOM for model in room.fleet.models.values())
+    assert not room.fleet.calls
+    return steps
+
+
+def test_random_interleavings_break_no_invariant() -> None:
+    assert sum(interleave(seed, 100) for seed in range(100)) == 10_000
+
+
+@pytest.mark.long
+def test_a_million_random_interleavings_break_no_invariant() -> None:
+    assert sum(interleave(seed, 1000) for seed in range(1000, 2000)) == 1_000_000

@@ -1,0 +1,160 @@
+"""Models on demand: a call of any surface has its model loaded and is answered; what only looks loads none."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from tests.support import models
+from tests.support.daemon_process import WarmDaemonProcess
+from tests.support.polling import until
+
+from teimgr.client import Client
+from teimgr.spec import State
+from teimgr.wire.pb.tei.v1 import tei_pb2
+from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2
+
+SERVICE = "/tei_multiplexer.v1.TeiMultiplexer"
+NAMES = ("a", "b")
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmDaemonProcess]:
+    """Two on-demand instances, `a` and `b`, of small models; two multiplexers."""
+    with WarmDaemonProcess(mux_processes=2) as running:
+        with running.client() as client:
+            for seed, name in enumerate(NAMES):
+                folder = models.build("bert", tmp_path_factory.mktemp(name), seed=seed)
+                client.create(name, str(folder), load="on_demand", idle_timeout_secs=1)
+        running.await_grpc()
+        yield running
+
+
+@pytest.fixture
+def client(daemon: WarmDaemonProcess) -> Iterator[Client]:
+    """Of a daemon whose instances have become idle and are unloaded."""
+    with daemon.client() as client:
+        until(lambda: {client.get(name).status for name in NAMES} == {State.UNLOADED}, "idle unload")
+        yield client
+
+
+def post(daemon: WarmDaemonProcess, path: str, body: Any, limit_s: float = 120.0) -> tuple[int, Any, dict[str, str]]:
+    request = urllib.request.Request(
+        f"{daemon.api}{path}", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=limit_s) as answer:
+            return answer.status, json.loads(answer.read()), dict(answer.headers)
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read()), dict(error.headers)
+
+
+def embed_by_grpc(daemon: WarmDaemonProcess, name: str, timeout_s: float = 60.0) -> list[float]:
+    inner = tei_pb2.EmbedRequest(inputs="rain")
+    request = multiplexer_pb2.EmbedRequest(target={"instance_name": name}, request=inner)
+    with grpc.insecure_channel(daemon.grpc.removeprefix("http://")) as channel:
+        call = channel.unary_unary(f"{SERVICE}/Embed", response_deserializer=tei_pb2.EmbedResponse.FromString)
+        return list(call(request.SerializeToString(), timeout=timeout_s).embeddings)
+
+
+def by_http(path: str, **body: Any) -> Callable[[WarmDaemonProcess], None]:
+    def call(daemon: WarmDaemonProcess) -> None:
+        status, answer, _ = post(daemon, path, body)
+        assert status == 200, answer
+
+    return call
+
+
+def by_grpc(daemon: WarmDaemonProcess) -> None:
+    assert len(embed_by_grpc(daemon, "a")) == models.WIDTH
+
+
+def by_stream(daemon: WarmDaemonProcess) -> None:
+    inner = tei_pb2.EmbedRequest(inputs="rain")
+    request = multiplexer_pb2.EmbedRequest(target={"instance_name": "a"}, request=inner)
+    with grpc.insecure_channel(daemon.grpc.removeprefix("http://")) as channel:
+        call = channel.stream_stream(f"{SERVICE}/EmbedStream")
+        assert len(list(call(iter([request.SerializeToString()] * 3), timeout=60))) == 3
+
+
+def by_arrow(daemon: WarmDaemonProcess) -> None:
+    with daemon.client() as client:
+        assert client.embed_arrow(["rain", "fog"], instance="a").vectors.shape == (2, models.WIDTH)
+
+
+SURFACES = {
+    "openai": by_http("/v1/embeddings", model="a", input="rain"),
+    "cohere": by_http("/v2/embed", model="a", texts=["rain"], input_type="search_query", embedding_types=["float"]),
+    "ollama": by_http("/api/embed", model="a", input="rain"),
+    "grpc": by_grpc,
+    "stream": by_stream,
+    "arrow": by_arrow,
+}
+
+
+@pytest.mark.parametrize("surface", SURFACES)
+def test_a_call_of_each_surface_loads_its_model(daemon: WarmDaemonProcess, client: Client, surface: str) -> None:
+    SURFACES[surface](daemon)
+    assert client.get("a").status is State.RUNNING
+    assert client.get("b").status is State.UNLOADED
+
+
+def test_calls_share_one_load(daemon: WarmDaemonProcess, client: Client) -> None:
+    before = client.get("a").restarts
+    with ThreadPoolExecutor(16) as pool:
+        calls = [pool.submit(SURFACES["openai" if number % 2 else "grpc"], daemon) for number in range(32)]
+        for call in calls:
+            call.result(timeout=120)
+    assert client.get("a").restarts == before
+    log = (daemon.folder / "daemon.log").read_text()
+    [*_, last] = [json.loads(line) for line in log.splitlines() if '"unload' in line or '"load"' in line]
+    assert last["message"] == "load"
+
+
+def test_what_only_looks_loads_nothing(daemon: WarmDaemonProcess, client: Client) -> None:
+    for path in ("/", "/v1/models", "/health", "/ready", "/health/ready", "/health/all", "/metrics", "/instances"):
+        with urllib.request.urlopen(f"{daemon.api}{path}", timeout=30) as answer:
+            answer.read()
+    assert {client.get(name).status for name in NAMES} == {State.UNLOADED}
+    assert client.ready()
+    with urllib.request.urlopen(f"{daemon.api}/v1/models", timeout=30) as answer:
+        cards = {card["id"]: (card["state"], card["residence"]) for card in json.loads(answer.read())["data"]}
+    assert cards["a"] == cards["b"] == ("available", "loadable")
+
+
+def test_a_users_stop_holds_and_a_start_loads(daemon: WarmDaemonProcess, client: Client) -> None:
+    client.stop("a")
+    assert client.get("a").status is State.STOPPED
+    status, _, _ = post(daemon, "/v1/embeddings", {"model": "a", "input": "rain"})
+    assert status == 503
+    with pytest.raises(grpc.RpcError, match="stopped"):
+        embed_by_grpc(daemon, "a")
+    client.start("a")
+    client.wait_until_running("a")
+    assert client.get("a").status is State.RUNNING
+
+
+def test_a_load_that_fails_for_good_is_told_without_a_time_to_come_again(
+    daemon: WarmDaemonProcess, client: Client, tmp_path: Path
+) -> None:
+    (models.build("bert", tmp_path) / "model.safetensors").write_bytes(b"broken")
+    client.create("broken", str(tmp_path), load="on_demand")
+    try:
+        for _ in range(2):
+            status, answer, headers = post(daemon, "/v1/embeddings", {"model": "broken", "input": "rain"})
+            assert status == 500, answer
+            assert "retry-after" not in {name.lower() for name in headers}
+            assert "not running (status: failed)" in answer["error"]["message"]
+            with pytest.raises(grpc.RpcError) as failed:
+                embed_by_grpc(daemon, "broken")
+            assert failed.value.code() is grpc.StatusCode.INTERNAL
+    finally:
+        client.delete("broken")
