@@ -21,7 +21,9 @@ HERE = Path(__file__).parent
 # Folders whose files share one daemon, or models that take long to make.
 TOGETHER = ("outside_clients", "conformance", "contract", "worker/dialects")
 # Files of a folder that share one daemon; the others of it have their own.
-SHARING = {f"end_to_end/test_{name}.py": "end_to_end" for name in ("main_job", "bad_input", "output_dtype", "tables")}
+SHARING = {
+    f"end_to_end/test_{name}.py": "end_to_end" for name in ("main_job", "bad_input", "output_dtype", "tables", "spaces")
+}
 # Files of a folder of `TOGETHER` that have a daemon of their own.
 ALONE = ("conformance/test_recording.py",)
 # The groups that take longest, which begin first: one that began last would end the run alone. Of a full run with

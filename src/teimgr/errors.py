@@ -47,6 +47,7 @@ class Code(IntEnum):
     OBJECT_NOT_FOUND = 25
     OBJECT_IN_USE = 26
     STORAGE_QUOTA_EXCEEDED = 27
+    SPACE_DIFFERS = 28
     MAX_INSTANCES_REACHED = 32
     PORT_ALLOCATION_FAILED = 33
     OVERLOADED = 34
@@ -157,6 +158,16 @@ class TokenizerFailed(Refused, code=Code.TOKENIZER_ERROR):
 
 class WrongModelKind(Refused, code=Code.WRONG_MODEL_KIND):
     """The model does not support the called method."""
+
+
+class SpaceDiffers(Refused, code=Code.SPACE_DIFFERS):
+    """The model's vectors are of another space than the request expects."""
+
+    def __init__(self, instance: str, found: str, expected: str) -> None:
+        super().__init__(
+            f"The vectors of instance '{instance}' are of the space {found}, and the request expects {expected}: "
+            "nothing was computed"
+        )
 
 
 class InvalidConfig(Refused, code=Code.INVALID_CONFIG):

@@ -581,13 +581,16 @@ class WorkerEndpoint:
     """One live replica: its unix socket, and the incarnation that its worker reports in reply to WATCH.
 
     In a fleet of several hosts `node` is the one that it runs on, and `address` (`host:port`) where it listens for the
-    others; the socket is of use on that node alone.
+    others; the socket is of use on that node alone. `space` and `precision` are those of its model, empty where a
+    worker of an earlier version does not tell them.
     """
 
     socket: str
     incarnation: str
     node: str = ""
     address: str = ""
+    space: str = ""
+    precision: str = ""
 
     def is_on(self, node: str) -> bool:
         """Whether the worker is reached by its socket from the host of this name, which is "" in a fleet of one."""

@@ -31,6 +31,7 @@ from teimgr.wire.protobuf import (
 from teimgr.wire.routing.links import PendingCall, WorkerReply
 from teimgr.wire.routing.on_demand import NO_LOADS, ModelLoads, refused_by_end, when_loaded
 from teimgr.wire.routing.router import Lease, RouterView, check_target
+from teimgr.wire.spaces import Marks
 
 # Metadata that names the instance of a call whose messages have no target.
 INSTANCE_KEY = "x-teimgr-instance"
@@ -62,11 +63,13 @@ async def forward_message(
     named: Target | None,
     *,
     lane: str | None,
+    expected: str | None,
     timeout_s: float | None,
     record: CallRecord,
     loads: ModelLoads | None = NO_LOADS,
 ) -> WorkerReply:
-    """Forward a unary message; `named` is its target where it has none itself, `lane` the value of `LANE_KEY`.
+    """Forward a unary message; `named` is its target where it has none itself, `lane` the value of `LANE_KEY`,
+    `expected` that of `EXPECT_KEY`.
 
     `loads` has a model on demand loaded, and the call waits for it; None: it fails instead.
 
@@ -82,14 +85,19 @@ async def forward_message(
             record.instance = lease.instance
             record.messages = 1
             flags = in_lane(rpc.lane, lane)
-            return await lease.call(rpc.worker_method(), envelope.inner, flags=flags, timeout_s=timeout_s)
+            lease.expect(expected)
+            reply = await lease.call(rpc.worker_method(), envelope.inner, flags=flags, timeout_s=timeout_s)
+            record.marks = lease.marks
+            return reply
     except Unavailable as error:
         missing = refused_by_end(router, record.instance, error)
         if missing is None:
             raise
         if loads is None:
             raise missing from None
-    again = partial(forward_message, rpc, router, message, named, lane=lane, record=record, loads=None)
+    again = partial(
+        forward_message, rpc, router, message, named, lane=lane, expected=expected, record=record, loads=None
+    )
     return await when_loaded(loads, missing, timeout_s, lambda left_s: again(timeout_s=left_s), len(message))
 
 
@@ -100,6 +108,7 @@ async def forward_collected(
     named: Target | None,
     *,
     lane: str | None,
+    expected: str | None,
     message_timeout_s: float | None,
     timeout_s: float | None,
     record: CallRecord,
@@ -123,8 +132,8 @@ async def forward_collected(
         envelope = rpc.open(message)
         if not record.messages:
             target = target or _target_of(envelope)
-            with suppress(NotLoaded):
-                _lease_for(rpc, router, target, message)  # fail before the rest is sent
+            with suppress(NotLoaded), _lease_for(rpc, router, target, message) as first:
+                first.expect(expected)  # fail before the rest is sent
         record.messages += 1
         return envelope.inner
 
@@ -137,10 +146,13 @@ async def forward_collected(
             async def call(left_s: float | None) -> WorkerReply:
                 with router.lease(to) as lease:
                     record.instance = lease.instance
+                    lease.expect(expected)
                     try:
-                        return await lease.call(rpc.worker_method(), pairs.payload(), flags=flags)
+                        reply = await lease.call(rpc.worker_method(), pairs.payload(), flags=flags)
                     except Unavailable as error:
                         raise refused_by_end(router, lease.instance, error) or error from None
+                    record.marks = lease.marks
+                    return reply
 
             try:
                 return await call(None)
@@ -156,7 +168,8 @@ async def forward_collected(
 class StreamForwarder:
     """Forwards a bidi stream, each message to its own target; without one, to that of the message before.
 
-    The first target may be `named`. `suffix` is appended to every message; `lane` is the value of `LANE_KEY`.
+    The first target may be `named`. `suffix` is appended to every message; `lane` is the value of `LANE_KEY`,
+    `expected` that of `EXPECT_KEY`.
     """
 
     def __init__(
@@ -167,6 +180,7 @@ class StreamForwarder:
         *,
         suffix: bytes,
         lane: str | None,
+        expected: str | None,
         record: CallRecord,
         loads: ModelLoads = NO_LOADS,
     ) -> None:
@@ -175,6 +189,7 @@ class StreamForwarder:
         self._target = named
         self._suffix = suffix
         self._lane = lane
+        self._expected = expected
         self._record = record
         self._loads = loads
         self._target_bytes: Slice | None = None
@@ -188,10 +203,11 @@ class StreamForwarder:
         receive: Receive,
         window: int,
         *,
-        on_first: Callable[[], Awaitable[None]],
+        on_first: Callable[[Marks], Awaitable[None]],
         send: Callable[[Slice], Awaitable[None]],
     ) -> None:
-        """Pump the stream that `receive` reads; `on_first` is called once, when the first target is found.
+        """Pump the stream that `receive` reads; `on_first` is called once, when the first target is found,
+        with the space of its worker.
 
         Raises:
             TeimgrError: of the first message, in request order, that failed.
@@ -219,7 +235,7 @@ class StreamForwarder:
             lease = self._lease_of(envelope, message)
             if not self._is_open:
                 self._is_open = True
-                await on_first()
+                await on_first(lease.marks)
             if envelope.inner is None:
                 return None
             payload = self._with_options(message) if self._rpc.arrow_field else envelope.inner
@@ -246,6 +262,7 @@ class StreamForwarder:
         if self._lease is None or self._lease.is_over:
             self._leases.close()
             self._lease = self._leases.enter_context(_lease_for(self._rpc, self._router, self._target, message))
+            self._lease.expect(self._expected)
             self._record.instance = self._lease.instance
         return self._lease
 
@@ -298,13 +315,15 @@ _BOUNDS_S = MUX_SECONDS.bounds
 
 
 class CallRecord:
-    """State of one call while it runs: its method, its instance once found, the messages it answered."""
+    """State of one call while it runs: its method, its instance once found, the messages it answered and
+    the space of its vectors."""
 
-    __slots__ = ("began_s", "instance", "messages", "method")
+    __slots__ = ("began_s", "instance", "marks", "messages", "method")
 
     def __init__(self, method: str) -> None:
         self.method = method
         self.instance = ""
+        self.marks: Marks = ()
         self.messages = 0
         self.began_s = time.perf_counter()
 

@@ -56,6 +56,7 @@ from teimgr.wire.quantisation import OUTPUT_DTYPE_KEY, output_dtype_field
 from teimgr.wire.routing.links import WorkerReply
 from teimgr.wire.routing.on_demand import NO_LOADS, ModelLoads
 from teimgr.wire.routing.router import Router, RouterView, router_view
+from teimgr.wire.spaces import EXPECT_KEY
 from teimgr.wire.status import CANCELLED, INTERNAL, NOT_FOUND, UNIMPLEMENTED, GrpcStatus, status_name
 
 _log = logging.getLogger(__name__)
@@ -161,6 +162,11 @@ class InferenceCall(RpcStream):
     def lane(self) -> str | None:
         """The lane that the client chose, unchecked."""
         return self.metadata.get(LANE_KEY)
+
+    @property
+    def expected(self) -> str | None:
+        """The fingerprint that the client expects, unchecked."""
+        return self.metadata.get(EXPECT_KEY)
 
     def named_target(self, router: RouterView) -> Target | None:
         """The target in the metadata; None if the messages have targets."""
@@ -322,8 +328,8 @@ class MuxHandlers:
         size = len(reply.payload)
         call.unread.charge(size)
         try:
-            if call.rpc.reports_compute and reply.timings is not None:
-                await call.open(reply.timings.headers())
+            costs = reply.timings.headers() if call.rpc.reports_compute and reply.timings is not None else None
+            await call.open(costs, call.record.marks)
             await call.send(reply.payload)
         finally:
             call.unread.give_back(size)
@@ -349,7 +355,15 @@ class MuxHandlers:
             timeout_s = self._request_timeout_s if timeout_s is None else min(timeout_s, self._request_timeout_s)
         message += call.output_dtype()
         return await forward_message(
-            call.rpc, router, message, named, lane=call.lane, timeout_s=timeout_s, record=call.record, loads=self._loads
+            call.rpc,
+            router,
+            message,
+            named,
+            lane=call.lane,
+            expected=call.expected,
+            timeout_s=timeout_s,
+            record=call.record,
+            loads=self._loads,
         )
 
     async def _bidi(self, call: InferenceCall, router: RouterView) -> None:
@@ -363,9 +377,16 @@ class MuxHandlers:
         call.stream.call_when(leaving=partial(call.leave, _LEAVING_PAUSE_S))
         named, suffix = call.named_target(router), call.output_dtype()
         forwarder = StreamForwarder(
-            call.rpc, router, named, suffix=suffix, lane=call.lane, record=call.record, loads=self._loads
+            call.rpc,
+            router,
+            named,
+            suffix=suffix,
+            lane=call.lane,
+            expected=call.expected,
+            record=call.record,
+            loads=self._loads,
         )
-        await forwarder.run(receive, self._window, on_first=call.open, send=call.send)
+        await forwarder.run(receive, self._window, on_first=partial(call.open, None), send=call.send)
 
     async def _client_stream(self, call: InferenceCall, router: RouterView) -> WorkerReply:
         async def receive() -> Octets | None:
@@ -379,6 +400,7 @@ class MuxHandlers:
             receive,
             call.named_target(router),
             lane=call.lane,
+            expected=call.expected,
             message_timeout_s=self._request_timeout_s or _MESSAGE_S,
             timeout_s=call.remaining_s(),
             record=call.record,

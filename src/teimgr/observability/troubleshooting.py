@@ -211,6 +211,16 @@ ADVICE: Mapping[Code, Advice] = MappingProxyType(
             ("A file is the input of a batch that has not ended.", "A batch that has ended was to be cancelled."),
             ("Cancel the batch, or wait for its end; `GET /v1/batches/{id}` has its status.",),
         ),
+        Code.SPACE_DIFFERS: Advice(
+            (
+                "The model's files, pooling, prompts, lengths or dimensions are others than when the index was made, "
+                "or the call went to another instance, or its precision is coarser than the request allows.",
+            ),
+            (
+                "Compare the two fingerprints in the message; `/info` and `teimgr get NAME` have the instance's.",
+                "Use the instance of the index, or make the index again and expect the new fingerprint.",
+            ),
+        ),
         Code.STORAGE_QUOTA_EXCEEDED: Advice(
             ("A limit of the table `[batches]` on stored bytes, files or unfinished batches is reached.",),
             ("Delete files by `DELETE /v1/files/{id}`, wait until they expire, or raise the limit that is named.",),

@@ -112,10 +112,14 @@ def write_table(
     keys: Keys | None = None,
     lz4: bool = False,
     head: Head = _no_head,
+    metadata: Mapping[str, str] | None = None,
 ) -> memoryview:
-    """`head`, and the IPC stream of `keys` and `columns`, in batches of `rows` rows; `lz4` compresses bodies."""
+    """`head`, and the IPC stream of `keys` and `columns`, in batches of `rows` rows; `lz4` compresses bodies.
+
+    `metadata` is the schema's.
+    """
     fields, kept = keys or Keys([], [[]] * len(rows))
-    schema = pa.schema([*fields, *(column.field for column in columns)])
+    schema = pa.schema([*fields, *(column.field for column in columns)], metadata=metadata or None)
     batches = []
     start = 0
     for repeated, count in zip(kept, rows, strict=True):
@@ -176,6 +180,7 @@ def write_vectors(
     *,
     lz4: bool = False,
     head: Head = _no_head,
+    metadata: Mapping[str, str] | None = None,
 ) -> memoryview:
     """The IPC stream of `vectors` (float32 [n, dim], C-contiguous), in batches of `rows` rows; `head` as `write_table`.
 
@@ -183,7 +188,7 @@ def write_vectors(
     """
     failed = failed_rows(len(vectors), errors)
     columns = [vector_column("embeddings", vectors, failed, precision), error_column(len(vectors), errors)]
-    return write_table(columns, rows, lz4=lz4, head=head)
+    return write_table(columns, rows, lz4=lz4, head=head, metadata=metadata)
 
 
 def write_sparse(
@@ -193,7 +198,8 @@ def write_sparse(
     *,
     lz4: bool = False,
     head: Head = _no_head,
+    metadata: Mapping[str, str] | None = None,
 ) -> memoryview:
     """The IPC stream of sparse `vectors` (ascending indices, values; None if the row failed); `head` as above."""
     columns = [sparse_column("sparse_embeddings", vectors), error_column(len(vectors), errors)]
-    return write_table(columns, rows, lz4=lz4, head=head)
+    return write_table(columns, rows, lz4=lz4, head=head, metadata=metadata)

@@ -150,13 +150,14 @@ def _sie_code(details: ErrorDetails) -> str:
 
 
 _OPENAI_DEFAULT: tuple[str, str | None] = ("invalid_request_error", None)
-# Of files and batches, whose statuses have another meaning than those of inference, and of quotas.
+# Of files, batches and spaces, whose statuses have another meaning than those of inference, and of quotas.
 _OPENAI_TYPES_OF_CODES: Mapping[Code, tuple[str, str | None]] = {
     Code.OBJECT_NOT_FOUND: ("invalid_request_error", None),
     Code.OBJECT_IN_USE: ("invalid_request_error", "conflict"),
     Code.STORAGE_QUOTA_EXCEEDED: ("invalid_request_error", "storage_quota_exceeded"),
     Code.STORAGE_FULL: ("server_error", "storage_full"),
     **dict.fromkeys((*LIMITS, Code.CALL_OVER_QUOTA), ("tokens", "rate_limit_exceeded")),
+    Code.SPACE_DIFFERS: ("invalid_request_error", "space_differs"),
 }
 _OPENAI_TYPES: Mapping[int, tuple[str, str | None]] = {
     401: ("invalid_request_error", "invalid_api_key"),

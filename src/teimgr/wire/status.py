@@ -86,6 +86,7 @@ STATUS: dict[Code, StatusMapping] = {
     Code.FORBIDDEN: StatusMapping(403, PERMISSION_DENIED, "Validation"),
     Code.OBJECT_NOT_FOUND: StatusMapping(404, NOT_FOUND, "Validation"),
     Code.OBJECT_IN_USE: StatusMapping(409, FAILED_PRECONDITION, "Validation"),
+    Code.SPACE_DIFFERS: StatusMapping(412, FAILED_PRECONDITION, "Validation"),
     Code.STORAGE_QUOTA_EXCEEDED: StatusMapping(403, RESOURCE_EXHAUSTED, "Overloaded"),
     Code.STORAGE_FULL: StatusMapping(507, RESOURCE_EXHAUSTED, "Overloaded"),
     Code.NO_HOST: StatusMapping(503, UNAVAILABLE, "Backend"),

@@ -88,7 +88,7 @@ class ReadTable(NamedTuple):
 
 def embed_arrow(dispatcher: Dispatcher, call: MethodCall) -> None:
     """`EmbedArrow`; an absent `normalize` means false here."""
-    message = call.message(multiplexer_pb2.EmbedArrowRequest)
+    message, spaces = call.message(multiplexer_pb2.EmbedArrowRequest), dispatcher.space_headers
     form = embed_form(message, dispatcher.spec.arrow_output_dtype)
     options = request_options(
         message,
@@ -103,7 +103,7 @@ def embed_arrow(dispatcher: Dispatcher, call: MethodCall) -> None:
         return ReadTable(
             texts,
             lambda job: tables.write_vectors(
-                job.vectors, job.errors, rows, form.dense, lz4=form.lz4, head=response_head
+                job.vectors, job.errors, rows, form.dense, lz4=form.lz4, head=response_head, metadata=spaces
             ),
         )
 
@@ -111,14 +111,17 @@ def embed_arrow(dispatcher: Dispatcher, call: MethodCall) -> None:
 
 
 def embed_sparse_arrow(dispatcher: Dispatcher, call: MethodCall) -> None:
-    message = call.message(multiplexer_pb2.EmbedSparseArrowRequest)
+    message, spaces = call.message(multiplexer_pb2.EmbedSparseArrowRequest), dispatcher.space_headers
     form = ArrowReplyForm(lz4=_lz4(message))
     options = request_options(message, Output.SPARSE, prompt_name=optional(message, "prompt_name"))
 
     def read(limits: _Limits) -> ReadTable:
         texts, rows = read_texts(message.arrow_ipc, limits.decoded_bytes, limits.check_rows, limits.go_on)
         return ReadTable(
-            texts, lambda job: tables.write_sparse(job.sparse, job.errors, rows, lz4=form.lz4, head=response_head)
+            texts,
+            lambda job: tables.write_sparse(
+                job.sparse, job.errors, rows, lz4=form.lz4, head=response_head, metadata=spaces
+            ),
         )
 
     _serve_table(dispatcher, call, options, form, read, message.arrow_ipc, message.noop)
@@ -126,7 +129,7 @@ def embed_sparse_arrow(dispatcher: Dispatcher, call: MethodCall) -> None:
 
 def infer_arrow(dispatcher: Dispatcher, call: MethodCall) -> None:
     """`teimgr.v1.Arrow`: any outputs of any kind of input; key columns of the request are repeated in the reply."""
-    message = call.message(arrow_pb2.ArrowRequest)
+    message, spaces = call.message(arrow_pb2.ArrowRequest), dispatcher.space_headers
     model = dispatcher.engine.info
     options = infer_options(message, model)
     form = infer_form(message, options)
@@ -149,7 +152,9 @@ def infer_arrow(dispatcher: Dispatcher, call: MethodCall) -> None:
         def write(job: Job) -> memoryview:
             errors = job.errors | batches.refused
             columns = reply_columns(model, form, job, errors)
-            return tables.write_table(columns, batches.rows, batches.keys, lz4=form.lz4, head=response_head)
+            return tables.write_table(
+                columns, batches.rows, batches.keys, lz4=form.lz4, head=response_head, metadata=spaces
+            )
 
         return ReadTable(inputs, write)
 

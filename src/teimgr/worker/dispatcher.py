@@ -22,6 +22,7 @@ from teimgr.observability.request_context import CURRENT, RequestContext, use_co
 from teimgr.spec import WorkerSpec
 from teimgr.wire.freeing import free
 from teimgr.wire.gil_turns import short_turns
+from teimgr.wire.spaces import Marks, check_expected, reply_headers, reply_marks
 from teimgr.worker.calls import CallReply, DeferredReply, FairLimiter, WorkerCall, max_token_bytes
 from teimgr.worker.lists import ListSubmission, lists_of, prompts_of
 from teimgr.worker.submission import Encode, Part, Submission
@@ -82,6 +83,8 @@ class Dispatcher:
         self.port_budget = ByteBudget(self.max_bytes)
         self._result_budget = FairLimiter(self._fail, max_bytes=self.max_bytes)
         self._decoded_budget = FairLimiter(self._fail, max_bytes=self.max_bytes)
+        self.space_headers: dict[str, str] = {}  # of a reply, once the model is loaded
+        self.space_marks: Marks = ()
         self._reserving: dict[WorkerCall, asyncio.Future[None]] = {}
         self._submissions: dict[WorkerCall, Submission] = {}
         self._starting: list[Submission] = []  # that came in this turn of the loop
@@ -95,6 +98,8 @@ class Dispatcher:
     def attach(self, engine: Engine) -> None:
         self._engine = engine
         self.metrics.attach(engine.stats, engine.info.max_input_length)
+        self.space_headers = reply_headers(engine.info.space, engine.info.precision)
+        self.space_marks = reply_marks(engine.info.space, engine.info.precision)
 
     @property
     def engine(self) -> Engine:
@@ -102,6 +107,12 @@ class Dispatcher:
         if self._engine is None:
             raise Unavailable(f"Instance '{self.spec.name}' is loading its model")
         return self._engine
+
+    def check_space(self, expected: str | None) -> None:
+        """Refuse a request that expects another fingerprint than the model's; raises as `spaces.check_expected`."""
+        if expected is not None:
+            info = self.engine.info
+            check_expected(expected, info.space, info.precision, self.spec.name)
 
     @property
     def calls(self) -> int:

@@ -33,6 +33,7 @@ from teimgr.wire.grpc_core.standard_calls import StandardCalls
 from teimgr.wire.grpc_core.streams import STREAM_PAUSE_S, PairCollector, StreamPump
 from teimgr.wire.pb.tei.v1 import tei_pb2
 from teimgr.wire.protobuf import Octets
+from teimgr.wire.spaces import EXPECT_KEY
 from teimgr.wire.status import NOT_FOUND, UNAUTHENTICATED, UNIMPLEMENTED, GrpcStatus
 from teimgr.worker.calls import AwaitedReply, CallReply, MethodCall
 from teimgr.worker.dispatcher import Dispatcher, masked
@@ -201,6 +202,7 @@ class GrpcPort:
         if not stream.unread.has_room:
             await stream.unread.room(BUDGET_WAIT_S)
         lane = stream.metadata.get(LANE_KEY)
+        self._dispatcher.check_space(stream.metadata.get(EXPECT_KEY))
         if rpc.shape is Shape.UNARY:
             message = await stream.receive(MESSAGE_S)
             if message is None:
@@ -220,7 +222,7 @@ class GrpcPort:
                     await stream.unread.room(STALL_S)
                 return await stream.receive(STREAM_PAUSE_S)
 
-            await stream.open()
+            await stream.open(None, self._dispatcher.space_marks)
             await StreamPump(rpc, _WINDOW, receive=receive, start=start, send=stream.send).run()
 
     async def _single(self, rpc: Rpc, payload: Octets, flags: int, deadline: float | None, stream: PortStream) -> None:
@@ -228,8 +230,8 @@ class GrpcPort:
         call = self._start(rpc, payload, flags, deadline, stream)
         try:
             reply = await call.answer
-            if rpc.reports_compute and reply.timings is not None:
-                await stream.open(reply.timings.headers())
+            costs = reply.timings.headers() if rpc.reports_compute and reply.timings is not None else None
+            await stream.open(costs, self._dispatcher.space_marks)
             await stream.send(reply.payload)
         finally:
             call.cancel()

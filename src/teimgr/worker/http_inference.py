@@ -32,6 +32,7 @@ from teimgr.wire import json_pieces, json_scan
 from teimgr.wire.error_bodies import JSON_TYPE, TEI, TEI_OPENAI, refusal
 from teimgr.wire.frames import Buffer, HttpReply, HttpRequest
 from teimgr.wire.freeing import free
+from teimgr.wire.spaces import EXPECT_FIELD
 from teimgr.wire.status import INPUT_INDEX
 from teimgr.worker import body_validation, token_ids
 from teimgr.worker.calls import (
@@ -96,6 +97,13 @@ TruncationDirection = TypeAliasType(
 ModelName = Annotated[str | None, Field(description="an instance, a model id or an alias")]
 
 
+ExpectedSpace = Annotated[
+    str | None,
+    Field(description="the space, or <space>/<precision>, that the vectors must be of; else nothing is computed"),
+]
+"""The field of that name in a body of a dialect that allows it; the others have the header alone."""
+
+
 class Body(BaseModel):
     """A JSON object: types are strict, unknown fields are ignored, null is accepted where a field declares it."""
 
@@ -108,13 +116,19 @@ class Body(BaseModel):
         return schema
 
 
-class LenientBody(Body):
+class LenientObject(Body):
     """A JSON object whose values are converted as in pydantic's lax mode: `"3"` to an integer, `"true"` to a boolean.
 
     For dialects whose own servers parse so (vLLM, which speaks Cohere's too, Infinity, Jina): some clients rely on it.
     """
 
     model_config = ConfigDict(strict=False)
+
+
+class LenientBody(LenientObject):
+    """A whole body of these dialects."""
+
+    expect_fingerprint: ExpectedSpace = None
 
 
 BodyT = TypeVar("BodyT", bound=Body)
@@ -429,6 +443,11 @@ class HttpInference:
 
     async def read(self, request: HttpRequest, kind: type[BodyT], body_format: BodyFormat = JSON_BODY) -> BodyT:
         """The request's body; raises BadRequest 415 for another content type, otherwise as `parse`."""
+        found = await self._read(request, kind, body_format)
+        self.dispatcher.check_space(getattr(found, EXPECT_FIELD, None))
+        return found
+
+    async def _read(self, request: HttpRequest, kind: type[BodyT], body_format: BodyFormat) -> BodyT:
         check_content_type(request.headers.get("content-type", ""), body_format.accepts)
         size, off_loop = len(request.body), self.dispatcher.off_loop
         if size > _LARGE_BODY_BYTES:

@@ -32,6 +32,7 @@ from teimgr.observability.request_context import (
 from teimgr.spec import LANE_KEY, WorkerSpec
 from teimgr.wire.error_bodies import TEI, TEI_OPENAI, failure
 from teimgr.wire.frames import Flag, HttpReply, HttpRequest, in_lane
+from teimgr.wire.spaces import EXPECT_KEY
 from teimgr.worker.dialects import tei
 from teimgr.worker.dialects.openapi import instance_document
 from teimgr.worker.dispatcher import Dispatcher, masked
@@ -156,7 +157,7 @@ _HEALTH_TIMEOUT_S = 5.0
 _CONTEXT = {name: name.encode() for name in (REQUEST_ID, TRACEPARENT, TRACESTATE)}
 # The headers that inference reads.
 _CONTENT_TYPE, _CONTENT_ENCODING = "content-type", "content-encoding"
-_READ = {name: name.encode() for name in (_CONTENT_TYPE, _CONTENT_ENCODING, LANE_KEY)}
+_READ = {name: name.encode() for name in (_CONTENT_TYPE, _CONTENT_ENCODING, LANE_KEY, EXPECT_KEY)}
 # The routes of inference by the target of a request.
 _PATHS = {path.encode(): path for path in _POST_PATHS}
 _NOT_BUFFERED = "Failed to buffer the request body"
@@ -189,7 +190,8 @@ class InstancePort:
         return True
 
     async def info(self, request: Request) -> Response:
-        return _response(await tei.get_info(self._inference, HttpRequest(TEI, "GET", "/info")))
+        reply = await tei.get_info(self._inference, HttpRequest(TEI, "GET", "/info"))
+        return _response(reply._replace(headers={**reply.headers, **self._dispatcher.space_headers}))
 
     async def metrics(self, request: Request) -> Response:
         return Response(self._dispatcher.metrics.render(), media_type=_TEXT)
@@ -217,7 +219,7 @@ class InstancePort:
         refused = self.access.refusal("POST", path, request.headers) if self.access.refuses else None
         reply = refused or await self._infer(path, request)
         cors = self.access.cors(request.headers) if b"origin" in request.headers else self._cors
-        fields = {**reply.headers, **cors, REQUEST_ID: context.request_id}
+        fields = {**reply.headers, **self._dispatcher.space_headers, **cors, REQUEST_ID: context.request_id}
         return DirectReply(reply.status, fields, reply.body, self._dispatcher.port_budget)
 
     async def _infer(self, path: str, request: DirectRequest) -> HttpReply:
@@ -230,6 +232,7 @@ class InstancePort:
                 await room_for_reply(request.scope)
             check_content_type(headers[_CONTENT_TYPE])
             inference = self._inference_in(headers[LANE_KEY])
+            self._dispatcher.check_space(headers[EXPECT_KEY] or None)
             body = await read_whole(request, self._dispatcher.spec.payload_limit_bytes, charge)
             if body is None:
                 raise BadRequest(413, f"{_NOT_BUFFERED}: length limit exceeded")

@@ -21,6 +21,7 @@ from teimgr.wire.frames import HttpReply, HttpRequest, Method, Timings, read_req
 from teimgr.wire.grpc_core.streams import MAX_PAIRS
 from teimgr.wire.pb.tei.v1 import tei_pb2
 from teimgr.wire.protobuf import scan, varint
+from teimgr.wire.spaces import EXPECT_KEY
 from teimgr.worker import arrow_calls
 from teimgr.worker.calls import (
     CallReply,
@@ -287,10 +288,11 @@ async def _answer_http(inference: HttpInference, call: MethodCall, request: Http
         if route is None:
             raise error_from_code(Code.UNIMPLEMENTED, f"{request.method} {request.path} is not a route of a worker")
         try:
+            inference.dispatcher.check_space(request.headers.get(EXPECT_KEY))
             reply = await route(inference, request)
         except BadRequest as error:
             reply = error.reply(request.dialect)
-        call.reply(_framed(reply))
+        call.reply(_framed(reply._replace(headers={**reply.headers, **inference.dispatcher.space_headers})))
     except Refused as error:  # its type has more than a frame can carry
         call.reply(_framed(failure(request.dialect, error)))
     except TeimgrError as error:

@@ -92,13 +92,14 @@ from teimgr.wire.protobuf import Target
 from teimgr.wire.routing.links import LinkLimits
 from teimgr.wire.routing.on_demand import NO_LOADS, ModelLoads, refused_by_end, when_loaded
 from teimgr.wire.routing.router import Directory, Lease, Router, RouterView, router_view
+from teimgr.wire.spaces import EXPECT_KEY
 from teimgr.wire.status import STATUS
 from teimgr.wire.step_thread import StepThread
 
 log = logging.getLogger(__name__)
 
 # The request headers that a dialect may read.
-_HEADERS = ("content-type", "accept", "content-encoding", DIALECT_HEADER, LANE_KEY)
+_HEADERS = ("content-type", "accept", "content-encoding", DIALECT_HEADER, LANE_KEY, EXPECT_KEY)
 _KEYS = [(name, name.encode()) for name in _HEADERS]
 # Vectors as JSON are four times the size of what gRPC carries.
 _MAX_REPLY_BYTES = 256 * 2**20

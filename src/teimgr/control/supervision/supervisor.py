@@ -278,7 +278,8 @@ class Supervisor(LifecycleTask):
             return None
         status = self._worker.status if self._worker else None
         node, address = (status.node, status.address) if status else ("", "")
-        return WorkerEndpoint(str(handle.socket), handle.incarnation, node, address)
+        space, precision = (self.model.space, self.model.precision) if self.model else ("", "")
+        return WorkerEndpoint(str(handle.socket), handle.incarnation, node, address, space, precision)
 
     def view(self) -> WorkerView:
         replica, handle = self._replica, self._worker.handle if self._worker else None

@@ -205,9 +205,9 @@ class RpcStream:
         if self._starting is not None:
             self._starting.reschedule(asyncio.get_running_loop().time() + pause_s)
 
-    async def open(self, metadata: Mapping[str, str] | None = None) -> None:
-        """Send the initial metadata; `send` does it where this was not called."""
-        await self.stream.send_headers([*_HEAD, *_encoded(metadata)] if metadata else _HEAD)
+    async def open(self, metadata: Mapping[str, str] | None = None, marks: Headers = ()) -> None:
+        """Send the initial metadata, `marks` as they are; `send` does it where this was not called."""
+        await self.stream.send_headers([*_HEAD, *_encoded(metadata), *marks] if metadata else [*_HEAD, *marks])
         self._opened = True  # not before: a deadline that passes in the wait ends the call by trailers alone
 
     async def send(self, message: Slice) -> None:

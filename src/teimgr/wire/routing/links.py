@@ -26,6 +26,7 @@ from teimgr.wire.frames import (
     split_timings,
     unpack_error,
 )
+from teimgr.wire.spaces import reply_marks
 
 # Workers are trusted: a reply over the message limit fails its call, not the link. This only stops corrupt lengths.
 _MAX_FRAME_BYTES = 1 << 30
@@ -283,6 +284,7 @@ class Replica:
         waiting: ByteBudget | None = None,
     ) -> None:
         self.endpoint = endpoint
+        self.marks = reply_marks(endpoint.space, endpoint.precision)
         self.stats = stats or LinkStats()
         self.outstanding_bytes = 0
         self.outstanding_calls = 0

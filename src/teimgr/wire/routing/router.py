@@ -35,6 +35,7 @@ from teimgr.wire.frames import Flag, Method, Payload
 from teimgr.wire.protobuf import Target
 from teimgr.wire.routing.links import ConnectionLost, LinkLimits, LinkStats, PendingCall, Refusal, Replica, WorkerReply
 from teimgr.wire.routing.remote_links import RemoteReplica
+from teimgr.wire.spaces import Marks, check_expected, meets
 
 # A refusal is kept for this part of the time that the worker named, if that was long enough.
 _REFUSAL_SHARE = 0.1
@@ -130,6 +131,29 @@ class Lease:
             return await call.answer
         finally:
             call.cancel()
+
+    @property
+    def marks(self) -> Marks:
+        """The space of the leased worker's vectors, as metadata of a reply."""
+        return self._replica.marks
+
+    def expect(self, expected: str | None) -> None:
+        """Have only workers of the expected space answer the calls of this lease; it moves to one where there is one.
+
+        While an instance is updated it may have workers of two spaces.
+
+        Raises:
+            InvalidInput: `expected` is no fingerprint.
+            SpaceDiffers: no worker that the target allows has it.
+        """
+        if expected is None:
+            return
+        fitting = [
+            each for each in self._candidates if meets(expected, each[1].endpoint.space, each[1].endpoint.precision)
+        ]
+        self._candidates, at = fitting, self._replica.endpoint
+        if not meets(expected, at.space, at.precision) and not self._move():
+            check_expected(expected, at.space, at.precision, self.instance)
 
     def _move(self) -> bool:
         """Move to the least busy other replica that takes calls; False without one."""

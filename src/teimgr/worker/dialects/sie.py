@@ -83,6 +83,7 @@ class SieEncodeRequest(http.Body):
 
     items: Items
     params: EncodeParams | None = None
+    expect_fingerprint: http.ExpectedSpace = None
 
 
 class SieScoreRequest(http.Body):
@@ -92,6 +93,7 @@ class SieScoreRequest(http.Body):
     items: Items
     instruction: Annotated[str | None, Field(description="not supported")] = None
     options: dict[str, Any] | None = None
+    expect_fingerprint: http.ExpectedSpace = None
 
 
 class ExtractParams(http.Body):
@@ -108,6 +110,7 @@ class SieExtractRequest(http.Body):
 
     items: Items
     params: ExtractParams | None = None
+    expect_fingerprint: http.ExpectedSpace = None
 
 
 async def _encode(inference: http.HttpInference, request: HttpRequest) -> HttpReply:

@@ -19,7 +19,7 @@ _PROMPTS = {"query": http.QUERY_PROMPTS, "passage": http.DOCUMENT_PROMPTS}
 _ANY_MODEL = "masked_mean"  # the default of Weaviate's modules
 
 
-class WeaviateVectorConfig(http.LenientBody):
+class WeaviateVectorConfig(http.LenientObject):
     """How the text is embedded."""
 
     pooling_strategy: Annotated[
