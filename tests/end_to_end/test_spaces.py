@@ -1,4 +1,4 @@
-"""The fingerprint of the space in every reply; calls that expect another one are refused before anything is computed."""
+"""The space in every reply; calls that expect another one are refused before anything is computed."""
 
 from __future__ import annotations
 

@@ -19,7 +19,13 @@ _IDLE_S = 300.0  # without any reply on the stream
 
 
 def embed_corpus(
-    server: DaemonOptions, output: CommandOutput, source: Path, target: Path, instance: str, options: dict[str, Any]
+    server: DaemonOptions,
+    output: CommandOutput,
+    source: Path,
+    target: Path,
+    instance: str,
+    options: dict[str, Any],
+    expect_fingerprint: str | None = None,
 ) -> int:
     from teimgr.client.corpus import embed_file
 
@@ -28,7 +34,8 @@ def embed_corpus(
         server.rest.get(instance)
     given = {key: value for key, value in options.items() if value is not None}
     began = time.monotonic()
-    with server.connection.client(max(server.timeout_s, _IDLE_S)) as client, _shown(source.name, output) as progress:
+    connecting = server.connection.client(max(server.timeout_s, _IDLE_S), expect_fingerprint)
+    with connecting as client, _shown(source.name, output) as progress:
         client.connect()
         try:
             done = embed_file(client, source, target, progress=progress, instance=instance, **given)
@@ -41,7 +48,7 @@ def embed_corpus(
             {
                 **{"output": str(done.output), "rows": done.rows, "failed": done.failed, "dimension": done.dimension},
                 **{"resumed_at": done.resumed_at, "failures": str(done.failures) if done.failures else None},
-                "seconds": round(taken_s, 3),
+                **{"fingerprint": done.fingerprint or None, "seconds": round(taken_s, 3)},
             }
         )
     else:

@@ -71,6 +71,10 @@ def embed(
     ] = 300.0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an output file that exists.")] = False,
     restart: Annotated[bool, typer.Option("--restart", help="Forget an unfinished run of this output.")] = False,
+    expect_fingerprint: Annotated[
+        str | None,
+        typer.Option(metavar="SPACE", help="Refuse vectors of another space: 64 hex digits, or SPACE/PRECISION."),
+    ] = None,
 ) -> int:
     """Embed texts, or a whole file.
 
@@ -94,8 +98,9 @@ def embed(
                 **{"batch_rows": batch_rows, "retry_s": retry, "overwrite": overwrite, "restart": restart},
                 **{"normalize": normalize, "truncate": truncate, "dimensions": dimensions, "prompt_name": prompt_name},
             },
+            expect_fingerprint,
         )
-    rest = server.rest
+    rest = server.connection.rest_client(server.timeout_s, expect_fingerprint)
     path = _path(chosen(rest, instance, _EMBEDDING), "embed")
     options = {"normalize": normalize, "truncate": truncate, "dimensions": dimensions, "prompt_name": prompt_name}
     for piece in _pieces(_lines_or(texts)):

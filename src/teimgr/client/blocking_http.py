@@ -25,6 +25,7 @@ from teimgr.client.http_replies import (
 )
 from teimgr.client.server_address import ServerAddress, Tls
 from teimgr.errors import DeadlineExceeded, Internal, Unreachable, ValidationError
+from teimgr.wire.spaces import EXPECT_KEY
 
 _CONNECT_S = 10.0
 _CHUNK_BYTES = 65536
@@ -33,10 +34,14 @@ _CHUNK_BYTES = 65536
 class BlockingHttpChannel(RestChannel):
     """One connection per call; nothing to open or close."""
 
-    def __init__(self, address: ServerAddress, tls: Tls, api_key: str | None = None) -> None:
+    def __init__(
+        self, address: ServerAddress, tls: Tls, api_key: str | None = None, expect_fingerprint: str | None = None
+    ) -> None:
         self._address = address
         self._tls = tls
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        if expect_fingerprint is not None:
+            self._headers[EXPECT_KEY] = expect_fingerprint
         self._context: Any = None
 
     async def events(

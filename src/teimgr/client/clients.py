@@ -27,7 +27,8 @@ class AsyncClient(InstanceCalls, ModelCalls, FleetCalls, InferenceCalls, Scoring
     `unix:/path` and `https+unix:/path` are Unix sockets; `api_key` is sent with every call.
 
     Used as `async with`; nothing is sent before the first call. `timeout_s` bounds every call, stop and restart
-    with their grace period included. `max_message_bytes` bounds one gRPC message in either direction.
+    with their grace period included. `max_message_bytes` bounds one gRPC message in either direction. With
+    `expect_fingerprint`, a space or `<space>/<precision>`, calls whose vectors would be others raise SpaceDiffers.
     """
 
     _http: HttpChannel
@@ -41,10 +42,11 @@ class AsyncClient(InstanceCalls, ModelCalls, FleetCalls, InferenceCalls, Scoring
         api_key: str | None = None,
         timeout_s: float = 60.0,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
+        expect_fingerprint: str | None = None,
     ) -> None:
         tls = tls or Tls()
-        self._http = HttpChannel(ServerAddress.parse(api), tls, api_key)
-        self._grpc = GrpcChannel(ServerAddress.parse(grpc), tls, max_message_bytes, api_key)
+        self._http = HttpChannel(ServerAddress.parse(api), tls, api_key, expect_fingerprint)
+        self._grpc = GrpcChannel(ServerAddress.parse(grpc), tls, max_message_bytes, api_key, expect_fingerprint)
         self._timeout_s = timeout_s
 
     async def __aenter__(self) -> Self:
@@ -173,9 +175,16 @@ class Client:
         api_key: str | None = None,
         timeout_s: float = 60.0,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
+        expect_fingerprint: str | None = None,
     ) -> None:
         self._client = AsyncClient(
-            api, grpc, tls=tls, api_key=api_key, timeout_s=timeout_s, max_message_bytes=max_message_bytes
+            api,
+            grpc,
+            tls=tls,
+            api_key=api_key,
+            timeout_s=timeout_s,
+            max_message_bytes=max_message_bytes,
+            expect_fingerprint=expect_fingerprint,
         )
         self._loop: LoopThread | None = None
 

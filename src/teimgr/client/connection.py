@@ -134,10 +134,16 @@ class DaemonConnection:
         """Whether neither flags nor environment nor a context named a daemon."""
         return self.source == "the default" and self.grpc_url is None
 
-    def rest_client(self, timeout_s: float = 60.0) -> RestClient:
-        return RestClient(self.url, tls=self.tls, api_key=self.api_key, timeout_s=timeout_s)
+    def rest_client(self, timeout_s: float = 60.0, expect_fingerprint: str | None = None) -> RestClient:
+        return RestClient(
+            self.url,
+            tls=self.tls,
+            api_key=self.api_key,
+            timeout_s=timeout_s,
+            expect_fingerprint=expect_fingerprint,
+        )
 
-    def client(self, timeout_s: float = 60.0) -> Client:
+    def client(self, timeout_s: float = 60.0, expect_fingerprint: str | None = None) -> Client:
         """The client of REST and gRPC, not yet opened; imports numpy, pyarrow and grpc.
 
         Raises:
@@ -145,7 +151,14 @@ class DaemonConnection:
         """
         from teimgr.client.clients import Client
 
-        return Client(self.url, self.grpc(), tls=self.tls, api_key=self.api_key, timeout_s=timeout_s)
+        return Client(
+            self.url,
+            self.grpc(),
+            tls=self.tls,
+            api_key=self.api_key,
+            timeout_s=timeout_s,
+            expect_fingerprint=expect_fingerprint,
+        )
 
     def grpc(self) -> str:
         """The gRPC address: the one given, else the REST host with the port that the daemon reports; at a Unix socket

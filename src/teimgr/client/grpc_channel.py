@@ -22,6 +22,7 @@ from teimgr.errors import (
     Unreachable,
     error_from_code,
 )
+from teimgr.wire.spaces import EXPECT_KEY
 from teimgr.wire.status import CODE_KEY
 
 SERVICE = "/tei_multiplexer.v1.TeiMultiplexer/"
@@ -80,13 +81,22 @@ def error_from_status(code: grpc.StatusCode, details: str | None, trailing: Any)
 class GrpcChannel:
     """Opened and closed by its owner, inside a running event loop."""
 
-    def __init__(self, address: ServerAddress, tls: Tls, max_message_bytes: int, api_key: str | None = None) -> None:
+    def __init__(
+        self,
+        address: ServerAddress,
+        tls: Tls,
+        max_message_bytes: int,
+        api_key: str | None = None,
+        expect_fingerprint: str | None = None,
+    ) -> None:
         if address.prefix:
             raise InvalidConfig(f"gRPC has no path: {address.url!r}; give host and port of the gRPC server")
         self._address = address
         self._tls = tls
         self._max_message_bytes = max_message_bytes
-        self._metadata = () if api_key is None else (("authorization", f"Bearer {api_key}"),)
+        self._metadata: Metadata = () if api_key is None else (("authorization", f"Bearer {api_key}"),)
+        if expect_fingerprint is not None:
+            self._metadata += ((EXPECT_KEY, expect_fingerprint),)
         self._proxy: Proxy | None = None
         self._channel: Any = None
         self._unary: dict[str, Any] = {}

@@ -15,6 +15,7 @@ from yarl import URL
 from teimgr.client.http_replies import EventParser, JsonObject, Query, RestChannel, ServerSentEvent, error_from_reply
 from teimgr.client.server_address import ServerAddress, Tls
 from teimgr.errors import DeadlineExceeded, Internal, Unreachable, ValidationError
+from teimgr.wire.spaces import EXPECT_KEY
 
 _CONNECT_S = 10.0
 
@@ -41,10 +42,14 @@ class UnixTlsConnector(aiohttp.UnixConnector):
 class HttpChannel(RestChannel):
     """Opened and closed by its owner, inside a running event loop."""
 
-    def __init__(self, address: ServerAddress, tls: Tls, api_key: str | None = None) -> None:
+    def __init__(
+        self, address: ServerAddress, tls: Tls, api_key: str | None = None, expect_fingerprint: str | None = None
+    ) -> None:
         self._address = address
         self._tls = tls
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        if expect_fingerprint is not None:
+            self._headers[EXPECT_KEY] = expect_fingerprint
         self._session: aiohttp.ClientSession | None = None
 
     async def open(self) -> None:

@@ -12,12 +12,13 @@ from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
 from teimgr.client.checks import check_limit, check_sequence, check_source, check_text
 from teimgr.client.values import Embedded, Vectors
 from teimgr.config.schema import quoted
-from teimgr.errors import Internal, InvalidInput, ValidationError
+from teimgr.errors import Code, Internal, InvalidInput, ValidationError, error_from_code
 from teimgr.spec import LANE_KEY, LANES
 from teimgr.wire.pb.tei.v1 import tei_pb2
 from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
 from teimgr.wire.pb.teimgr.v1 import arrow_pb2
 from teimgr.wire.protobuf import bytes_field
+from teimgr.wire.spaces import PRECISION_KEY, SPACE_KEY, fingerprint
 
 
 class Routing(TypedDict, total=False):
@@ -275,9 +276,15 @@ def unpack_vectors(reply: bytes) -> Embedded:
         column = table.column("embeddings" if "embeddings" in table.column_names else 0)
         matrices = [_matrix(chunk) for chunk in column.chunks] or [np.empty((0, column.type.list_size), np.float32)]
         vectors = matrices[0] if len(matrices) == 1 else np.concatenate(matrices)
-        return Embedded(vectors, _failures(column, table))
+        return Embedded(vectors, _failures(column, table), *_space(table.schema))
     except (pa.ArrowException, AttributeError, IndexError, ValueError, InvalidInput) as error:
         raise Internal(f"the reply is no Arrow stream of vectors: {error}") from error
+
+
+def _space(schema: Any) -> tuple[str, str]:
+    """Space and precision in a schema's metadata, empty where it has none."""
+    told = schema.metadata or {}
+    return told.get(SPACE_KEY.encode(), b"").decode(), told.get(PRECISION_KEY.encode(), b"").decode()
 
 
 class Gathered:
@@ -287,13 +294,19 @@ class Gathered:
         self._rows = rows
         self._vectors: Vectors | None = None
         self._errors: dict[int, str] = {}
+        self._space: tuple[str, str] | None = None
 
     def add(self, first_row: int, part: Embedded) -> None:
         """Take the answer for the texts from `first_row` on.
 
         Raises:
             Internal: its vectors have another width than those before.
+            SpaceDiffers: they are of another space, as where an instance is updated meanwhile.
         """
+        self._space = self._space or (part.space, part.precision)
+        if part.space != self._space[0]:
+            told = f"{fingerprint(*self._space)} and {fingerprint(part.space, part.precision)}"
+            raise error_from_code(Code.SPACE_DIFFERS, f"The texts of one call got vectors of two spaces: {told}")
         if len(part.vectors) == self._rows:
             self._vectors = part.vectors
         else:
@@ -308,7 +321,7 @@ class Gathered:
     def result(self) -> Embedded:
         """The whole answer, in the order of the rows, once all parts were added."""
         assert self._vectors is not None
-        return Embedded(self._vectors, dict(sorted(self._errors.items())))
+        return Embedded(self._vectors, dict(sorted(self._errors.items())), *(self._space or ()))
 
 
 def _column(texts: Texts, name: str, first_row: int) -> Any:

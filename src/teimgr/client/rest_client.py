@@ -71,9 +71,15 @@ class RestClient:
     """
 
     def __init__(
-        self, api: str = API, *, tls: Tls | None = None, api_key: str | None = None, timeout_s: float = 60.0
+        self,
+        api: str = API,
+        *,
+        tls: Tls | None = None,
+        api_key: str | None = None,
+        timeout_s: float = 60.0,
+        expect_fingerprint: str | None = None,
     ) -> None:
-        channel = BlockingHttpChannel(ServerAddress.parse(api), tls or Tls(), api_key)
+        channel = BlockingHttpChannel(ServerAddress.parse(api), tls or Tls(), api_key, expect_fingerprint)
         self._calls = _Calls(channel, timeout_s)
 
     def __enter__(self) -> Self:

@@ -108,10 +108,13 @@ class Embedded:
     """The answer to a batch: one row of `vectors` (float32, [n, dim]) per text, in order.
 
     `errors` has, by row, the reason why a text has no vector; such a row is NaN, so that it is not taken for one.
+    `space` and `precision` are those of the vectors, empty where the server does not tell them.
     """
 
     vectors: Vectors
     errors: Mapping[int, str]
+    space: str = ""
+    precision: str = ""
 
     def checked(self) -> Vectors:
         """`vectors`, when every text has one.

@@ -217,7 +217,7 @@ ADVICE: Mapping[Code, Advice] = MappingProxyType(
                 "or the call went to another instance, or its precision is coarser than the request allows.",
             ),
             (
-                "Compare the two fingerprints in the message; `/info` and `teimgr get NAME` have the instance's.",
+                "Compare the two fingerprints in the message; `/info` and `GET /instances/NAME` have those of the instance.",
                 "Use the instance of the index, or make the index again and expect the new fingerprint.",
             ),
         ),

@@ -20,8 +20,9 @@ from tests.support.small_servers import DIM, INSTANCE, Multiplexer, vector_of
 
 from teimgr.client import Client
 from teimgr.client.corpus import EmbeddedFile, embed_file
-from teimgr.errors import Refused, Unavailable
+from teimgr.errors import Refused, SpaceDiffers, Unavailable
 from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
+from teimgr.wire.spaces import PRECISION_KEY, SPACE_KEY
 
 LIMIT_S = 60
 
@@ -199,3 +200,59 @@ async def test_two_processes_do_not_write_one_output(mux_url: str, multiplexer: 
         await embed(mux_url, source, output)
     multiplexer.breaks_after = None
     await first
+
+
+class Spaced(Breaking):
+    """Tells the space of its vectors."""
+
+    space = "a" * 64
+
+    async def EmbedArrowStream(
+        self, requests: AsyncIterator[mux_pb2.EmbedArrowRequest], context: Any
+    ) -> AsyncIterator[mux_pb2.EmbedArrowResponse]:
+        async for answer in super().EmbedArrowStream(requests, context):
+            table = pa.ipc.open_stream(answer.arrow_ipc).read_all()
+            table = table.replace_schema_metadata({SPACE_KEY: self.space, PRECISION_KEY: "fp32"})
+            sink = pa.BufferOutputStream()
+            with pa.ipc.new_stream(sink, table.schema) as writer:
+                writer.write_table(table)
+            yield mux_pb2.EmbedArrowResponse(arrow_ipc=sink.getvalue().to_pybytes())
+
+
+class TestTheSpace:
+    @pytest.fixture
+    def multiplexer(self) -> Spaced:
+        return Spaced()
+
+    @pytest.mark.parametrize("suffix", [".parquet", ".arrow", ".npy"])
+    async def test_an_output_names_the_space_of_its_vectors(self, suffix: str, mux_url: str, tmp_path: Path) -> None:
+        output = tmp_path / f"v{suffix}"
+        done = await embed(mux_url, texts_file(tmp_path, 200), output, batch_rows=64)
+        assert done.fingerprint == f"{Spaced.space}/fp32"
+        if suffix == ".npy":
+            told = json.loads(output.with_name("v.npy.space.json").read_text())
+            assert told == {"space": Spaced.space, "precision": "fp32"}
+            return
+        schema = pq.read_schema(output) if suffix == ".parquet" else pa.ipc.open_file(output).schema
+        told = {SPACE_KEY.encode(): Spaced.space.encode(), PRECISION_KEY.encode(): b"fp32"}
+        assert told.items() <= schema.metadata.items()
+
+    async def test_a_file_is_never_filled_from_two_spaces(
+        self, mux_url: str, multiplexer: Spaced, tmp_path: Path
+    ) -> None:
+        source, output = texts_file(tmp_path, 300), tmp_path / "v.parquet"
+        multiplexer.breaks_after = 1
+        first = asyncio.create_task(embed(mux_url, source, output, batch_rows=64, retry_s=0.3))
+        await eventually(lambda: multiplexer.streams >= 2)
+        multiplexer.breaks_after = 0
+        with pytest.raises(Unavailable):
+            await first
+
+        multiplexer.breaks_after, multiplexer.space = None, "b" * 64
+        with pytest.raises(SpaceDiffers, match=rf"{'a' * 64}/fp32.*{'b' * 64}/fp32.*--restart"):
+            await embed(mux_url, source, output)
+        multiplexer.space = Spaced.space
+        assert (await embed(mux_url, source, output)).resumed_at > 0
+        multiplexer.space = "b" * 64
+        again = await embed(mux_url, source, output, overwrite=True)
+        assert again.fingerprint == f"{'b' * 64}/fp32"

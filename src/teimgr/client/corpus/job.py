@@ -19,6 +19,7 @@ from teimgr.client.corpus.partial import PartialOutput, discard
 from teimgr.client.corpus.sources import FAULT, TEXT, TextSource, open_source
 from teimgr.client.values import Embedded
 from teimgr.errors import InvalidConfig, Refused, TryLater
+from teimgr.wire.spaces import reply_headers
 
 _BATCH_ROWS = 2048
 _BATCH_BYTES = 4 << 20
@@ -49,7 +50,9 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddedFile:
-    """What came of it. `resumed_at`: rows that an earlier run had done. `failures` is None if no row failed."""
+    """What came of it. `resumed_at`: rows that an earlier run had done. `failures` is None if no row failed.
+    `fingerprint` is the space and the precision of the vectors.
+    """
 
     output: Path
     rows: int
@@ -57,6 +60,7 @@ class EmbeddedFile:
     dimension: int
     resumed_at: int
     failures: Path | None
+    fingerprint: str = ""
 
 
 def embed_file(
@@ -78,13 +82,15 @@ def embed_file(
     """Embed every row of `source` (.parquet, .jsonl, .csv, .txt, .arrow) into `output` (.parquet, .arrow, .npy).
 
     Row i of the output is row i of the source: columns `row`, those of `keep`, and `embedding` (float32, or float16).
-    A row that fails has a null there (NaN in NumPy), and its reason and text in `<output>.failed.jsonl`. Memory does
-    not grow with the file. Until the end the rows are in `<output>.partial`; a run that was interrupted or killed is
-    resumed by the same call, and repeats at most `commit_s` of work. `batch_rows` bounds one message; a slow model gets
-    fewer. `options` are those of `Client.embed_arrow`, with `instance` or `model`.
+    A row that fails has a null there (NaN in NumPy), and its reason and text in `<output>.failed.jsonl`. The space of
+    the vectors is in the metadata of the schema, with NumPy in `<output>.space.json`; vectors of another one end the
+    run. Memory does not grow with the file. Until the end the rows are in `<output>.partial`; a run that was
+    interrupted or killed is resumed by the same call, and repeats at most `commit_s` of work. `batch_rows` bounds one
+    message; a slow model gets fewer. `options` are those of `Client.embed_arrow`, with `instance` or `model`.
 
     Raises:
         InvalidConfig: a file cannot be read or written, or lacks a column.
+        SpaceDiffers: the server's vectors are of another space than those that are done.
         Refused: `output` exists and not `overwrite`; an unfinished run of another job is there and not `restart`; the
             server refused the call.
         TryLater: the server did not serve for `retry_s` without progress.
@@ -105,11 +111,10 @@ def embed_file(
             work.run()
         finally:
             partial.commit()
-        outputs.write_output(output, partial.batches(), partial.rows)
+        outputs.write_output(output, partial.batches(), partial.rows, partial.fingerprint)
         partial.remove()
-    return EmbeddedFile(
-        output, partial.rows, partial.failed, work.dimension, resumed_at, failures if partial.failed else None
-    )
+    failed = failures if partial.failed else None
+    return EmbeddedFile(output, partial.rows, partial.failed, work.dimension, resumed_at, failed, partial.fingerprint)
 
 
 def _identity(source: TextSource, float16: bool, options: dict[str, Any]) -> dict[str, Any]:
@@ -196,6 +201,7 @@ class _Work:
                 yield piece.column(TEXT)
 
     def _write(self, batch: pa.RecordBatch, answer: Embedded) -> None:
+        self._partial.take_space(answer.space, answer.precision)
         first_row, count = self._partial.rows, batch.num_rows
         dim = self.dimension = answer.vectors.shape[1]
         missing = np.zeros(count, bool)
@@ -203,7 +209,8 @@ class _Work:
         faults = batch.column(FAULT)
         values = pa.array(answer.vectors.reshape(-1).astype(self._type.to_pandas_dtype(), copy=False))
         vectors = pa.FixedSizeListArray.from_arrays(values, dim, mask=pa.array(missing))
-        schema = pa.schema([("row", pa.int64()), *self._source.kept, (outputs.VECTOR, pa.list_(self._type, dim))])
+        fields = [("row", pa.int64()), *self._source.kept, (outputs.VECTOR, pa.list_(self._type, dim))]
+        schema = pa.schema(fields, metadata=reply_headers(answer.space, answer.precision) or None)
         kept = batch.columns[2:]  # by position: a kept column may have the name of another
         rows = pa.array(np.arange(first_row, first_row + count))
         whole = pa.RecordBatch.from_arrays([rows, *kept, vectors], schema=schema)

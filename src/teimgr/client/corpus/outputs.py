@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -11,21 +12,27 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from teimgr.files import write_atomically
+
 VECTOR = "embedding"
 SUFFIXES = (".parquet", ".arrow", ".npy")
 
 _GROUP_ROWS = 16_384
 
 
-def write_output(path: Path, batches: Iterable[pa.RecordBatch], rows: int) -> None:
+def write_output(path: Path, batches: Iterable[pa.RecordBatch], rows: int, fingerprint: str = "") -> None:
     """Write all batches to `path` by its suffix, atomically; `rows` is their sum. Memory is that of some batches.
 
-    NumPy takes the vectors alone, [rows, dim], NaN where a row failed.
+    NumPy takes the vectors alone, [rows, dim], NaN where a row failed, so their fingerprint goes into a file beside.
     """
     temporary = path.with_name(f"{path.name}.tmp")
     _WRITERS[path.suffix.lower()](temporary, iter(batches), rows)
     with temporary.open("rb") as file:
         os.fsync(file.fileno())
+    if path.suffix.lower() == ".npy" and fingerprint:
+        space, _, precision = fingerprint.partition("/")
+        told = json.dumps({"space": space, "precision": precision}).encode()
+        write_atomically(path.with_name(f"{path.name}.space.json"), told + b"\n")
     temporary.replace(path)
 
 

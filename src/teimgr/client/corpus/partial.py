@@ -15,8 +15,9 @@ from typing import Any, BinaryIO, Self
 
 import pyarrow as pa
 
-from teimgr.errors import InvalidConfig, Refused
+from teimgr.errors import Code, InvalidConfig, Refused, error_from_code
 from teimgr.files import lock_file, write_atomically
+from teimgr.wire.spaces import fingerprint, meets
 
 _VERSION = 1
 _END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
@@ -28,6 +29,7 @@ class PartialOutput:
     Attributes:
         rows: Complete rows, failed ones included.
         failed: Those of them without a vector.
+        fingerprint: The space and the precision of the vectors, empty before the first and where no server tells it.
     """
 
     def __init__(self, output: Path, failures: Path, job: Mapping[str, Any]) -> None:
@@ -36,6 +38,7 @@ class PartialOutput:
         self.journal_path = output.with_name(f"{output.name}.journal")
         self.failures_path = failures
         self.rows = self.failed = 0
+        self.fingerprint = ""
         self._job = dict(job)
         self._lock: int | None = None
         self._data: BinaryIO
@@ -61,6 +64,7 @@ class PartialOutput:
             os.close(self._lock)
             raise
         self.rows, self.failed = done.get("rows", 0), done.get("failed", 0)
+        self.fingerprint = done.get("fingerprint", "")
         self._data = _opened_at(self.data_path, done.get("data_bytes", 0))
         self._failures = _opened_at(self.failures_path, done.get("failure_bytes", 0))
         self._has_schema = self._data.tell() > 0
@@ -85,6 +89,22 @@ class PartialOutput:
             self.failed += 1
         self.rows += batch.num_rows
 
+    def take_space(self, space: str, precision: str) -> None:
+        """Check that vectors to be appended are of the space of those before, in no coarser a precision.
+
+        Raises:
+            SpaceDiffers: they are not; none of them may be appended.
+        """
+        if not self.fingerprint and space and not self.rows:
+            self.fingerprint = fingerprint(space, precision)
+        if self.fingerprint and not meets(self.fingerprint, space, precision):
+            given = fingerprint(space, precision) if space else "unknown"
+            raise error_from_code(
+                Code.SPACE_DIFFERS,
+                f"{self.data_path}: its vectors are of the space {self.fingerprint}, and those of the server are of "
+                f"{given}; serve that model again, or start over with --restart",
+            )
+
     def commit(self) -> None:
         """Make what was appended survive a kill and a power failure."""
         for file in (self._data, self._failures):
@@ -93,6 +113,7 @@ class PartialOutput:
         done = {
             **{"version": _VERSION, "job": self._job, "rows": self.rows, "failed": self.failed},
             **{"data_bytes": self._data.tell(), "failure_bytes": self._failures.tell()},
+            **({"fingerprint": self.fingerprint} if self.fingerprint else {}),
         }
         write_atomically(self.journal_path, json.dumps(done, indent=1).encode(), durable=True)
 
