@@ -217,7 +217,7 @@ ADVICE: Mapping[Code, Advice] = MappingProxyType(
                 "or the call went to another instance, or its precision is coarser than the request allows.",
             ),
             (
-                "Compare the two fingerprints in the message; `/info` and `GET /instances/NAME` have those of the instance.",
+                "Compare the two fingerprints in the message with those in `/info` and `GET /instances/NAME`.",
                 "Use the instance of the index, or make the index again and expect the new fingerprint.",
             ),
         ),
