@@ -15,7 +15,6 @@ from teimgr.config.settings import Settings
 from teimgr.control.ledger.system_memory import cgroup_free_bytes
 from teimgr.control.placement.planner import (
     CPU_TOKENS,
-    LOADING_BYTES,
     Gpu,
     GpuInventory,
     Inventory,
@@ -57,17 +56,15 @@ def test_the_card_with_most_free_memory_wins() -> None:
     assert place(spec(), TWO) == TWO.gpus[1]
 
 
-def test_workers_that_are_still_loading_count_as_memory_taken() -> None:
-    loading = {"GPU-1": (11 * GIB) // LOADING_BYTES + 1}
-
-    assert place(spec(), TWO, Others(loading=loading)) == TWO.gpus[0]
+def test_what_is_reserved_of_a_card_counts_as_taken() -> None:
+    assert place(spec(), TWO, Others(free={"GPU-1": GIB})) == TWO.gpus[0]
 
 
 def test_cards_that_tell_no_memory_are_taken_in_turn() -> None:
     silent = Inventory((card(0, 0), card(1, 0)))
 
     assert place(spec(), silent) == silent.gpus[0]
-    assert place(spec(), silent, Others(loading={"GPU-0": 1})) == silent.gpus[1]
+    assert place(spec(), silent, Others(free={"GPU-0": -1, "GPU-1": 0})) == silent.gpus[1]
 
 
 @pytest.mark.clause("M5.2-gpu")
@@ -158,13 +155,15 @@ async def planner(inventory: Inventory) -> Planner:
     return made
 
 
-async def test_orders_name_the_card_by_uuid_and_spread_what_is_loading() -> None:
+async def test_orders_name_the_card_by_uuid_and_spread_what_is_reserved() -> None:
     plans = await planner(Inventory((card(0, 10), card(1, 10))))
     specs = [spec(name) for name in "abc"]
     orders: list[WorkerSpec] = []
     for each in specs:
-        loading = Counter(order.gpu for order in orders if order.gpu)
-        orders.append(plans.plan(each, 0, Others({"": len(specs)}, loading)))
+        free = {"GPU-0": 10 * GIB, "GPU-1": 10 * GIB}
+        for order in orders:
+            free[str(order.gpu)] -= GIB
+        orders.append(plans.plan(each, 0, Others({"": len(specs)}, free)))
 
     assert [order.gpu for order in orders] == ["GPU-0", "GPU-1", "GPU-0"]
     assert [order.threads for order in orders] == [2, 2, 2]

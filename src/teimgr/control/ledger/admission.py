@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections import defaultdict, deque
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
-from teimgr.control.ledger.footprints import Footprints
+from teimgr.control.ledger.footprints import Footprints, ModelOptions
 from teimgr.control.ledger.ledger import Footprint, Ledger, Overrun, Place, Refusal, Reservation
 from teimgr.errors import OutOfDeviceMemory
 from teimgr.spec import WorkerSpec
@@ -32,8 +34,11 @@ class Admission:
         self.ledger = ledger
         self.footprints = footprints
         self._refresh = refresh
-        self._waiting: set[asyncio.Future[None]] = set()
+        self._waiting: defaultdict[str, deque[asyncio.Future[None]]] = defaultdict(deque)  # by host
         self._unread: set[Reservation] = set()  # adopted workers that have not said yet what they take
+        self._promised: dict[tuple[str, int], Reservation] = {}
+        self._all_read = asyncio.Event()
+        self._all_read.set()
         self._relief: Relief | None = None
 
     def relieve_by(self, relief: Relief) -> None:
@@ -44,32 +49,63 @@ class Admission:
         """As `Ledger.report`."""
         self.ledger.report(device, label, total, free, is_card=is_card)
 
+    async def look(self, spec: ModelOptions, roots: Sequence[str] | None) -> None:
+        """Look at the heads of a model's files, and hear what adopted workers take; then `take` need not wait."""
+        await self.footprints.look(spec, roots)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_ADOPTED_READ_S):
+                await self._all_read.wait()
+
+    async def promise(self, spec: WorkerSpec, device_kind: str) -> Refusal | None:
+        """Reserve for a worker before its supervisor does, whose `take` then gets it; else why it does not fit."""
+        await self.look(spec, spec.model_roots)
+        await self._refresh()
+        self.break_promise(spec.name, spec.replica)
+        footprint, place = self.footprints.known(spec, device_kind), Place(spec.host, spec.gpu)
+        found = reserve(self.ledger, spec.name, spec.replica, footprint, place)
+        if isinstance(found, Refusal):
+            return found
+        self._promised[spec.name, spec.replica] = found
+        return None
+
+    def break_promise(self, instance: str, replica: int) -> None:
+        """Give back what was promised to a worker, if it has not taken it."""
+        if (promised := self._promised.pop((instance, replica), None)) is not None:
+            self.release(promised)
+
     async def take(self, spec: WorkerSpec, device_kind: str) -> Reservation:
-        """Reserve what a worker will take; `release` must follow.
+        """Reserve what a worker will take, at once where it fits and no other load waits; `release` must follow.
 
         Raises:
             OutOfDeviceMemory: it does not fit, and no load that is under way changes that.
         """
         place = Place(spec.host, spec.gpu)
-        footprint = await self.footprints.of(spec, device_kind, spec.model_roots)
-        await self._adopted_are_read()
+        footprint = self.footprints.known(spec, device_kind)
+        promised = self._promised.pop((spec.name, spec.replica), None)
+        if promised is not None and promised.place == place:
+            return promised
+        if promised is not None:
+            self.release(promised)
+        if self._waiting[place.host]:
+            await self._change(place.host, is_first=False)
         while True:
-            await self._refresh()
-            found = self.ledger.reserve(spec.name, spec.replica, footprint, place)
+            found = reserve(self.ledger, spec.name, spec.replica, footprint, place)
             if isinstance(found, Reservation):
+                self._wake_next(place.host)
                 return found
-            if footprint.source == "assumed" and not self.ledger.is_loading(found.device):
-                return self.ledger.hold(spec.name, spec.replica, footprint, place)  # it may be small: alone it may try
-            if found.may_pass or footprint.source == "assumed":
-                await self._change()
+            if found.may_pass:
+                await self._change(place.host, is_first=True)
             elif self._relief is None or not await self._relief(spec, found):
+                self._wake_next(place.host)
                 raise OutOfDeviceMemory(found.reason)
+            await self._refresh()
 
     def adopt(self, spec: WorkerSpec) -> Reservation:
         """Book a worker of an earlier daemon; loads wait a moment for its first reading."""
         place = Place(spec.host, spec.gpu)
         reservation = self.ledger.hold(spec.name, spec.replica, _UNREAD, place, is_settled=True)
         self._unread.add(reservation)
+        self._all_read.clear()
         return reservation
 
     def settle(
@@ -88,7 +124,7 @@ class Admission:
         )
         was_known = before is not _UNREAD and before.source != "assumed"
         overrun = self.ledger.settle(reservation, measured)
-        self._unread.discard(reservation)
+        self._has_read(reservation)
         if is_first or overrun:
             self.footprints.learn(spec, device_kind, reservation.footprint)
         self._wake()
@@ -97,32 +133,54 @@ class Admission:
     def settle_as_reserved(self, reservation: Reservation) -> None:
         """A worker that does not say what it takes, and is loaded: what it has reserved stays."""
         if not reservation.is_settled or reservation in self._unread:
-            self._unread.discard(reservation)
+            self._has_read(reservation)
             self.ledger.settle(reservation, reservation.footprint)
             self._wake()
 
     def release(self, reservation: Reservation) -> None:
         """Give back what a worker held, as its process is gone."""
-        self._unread.discard(reservation)
+        self._has_read(reservation)
         self.ledger.release(reservation)
         self._wake()
 
-    async def _adopted_are_read(self) -> None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_ADOPTED_READ_S):
-                while self._unread:
-                    await self._change()
+    def _has_read(self, reservation: Reservation) -> None:
+        self._unread.discard(reservation)
+        if not self._unread:
+            self._all_read.set()
 
-    async def _change(self) -> None:
-        """Return after the next settlement or release."""
+    async def _change(self, host: str, *, is_first: bool) -> None:
+        """Return after a settlement or release; of several that wait at a host, the first one does."""
         changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.add(changed)
+        queue = self._waiting[host]
+        if is_first:
+            queue.appendleft(changed)
+        else:
+            queue.append(changed)
         try:
             await changed
+        except asyncio.CancelledError:
+            if changed.done() and not changed.cancelled():
+                self._wake_next(host)
+            raise
         finally:
-            self._waiting.discard(changed)
+            if changed in queue:
+                queue.remove(changed)
 
     def _wake(self) -> None:
-        for changed in tuple(self._waiting):
-            if not changed.done():
-                changed.set_result(None)
+        for host in tuple(self._waiting):
+            self._wake_next(host)
+
+    def _wake_next(self, host: str) -> None:
+        changed = next((each for each in self._waiting[host] if not each.done()), None)
+        if changed is not None:
+            changed.set_result(None)
+
+
+def reserve(ledger: Ledger, instance: str, replica: int, footprint: Footprint, place: Place) -> Reservation | Refusal:
+    """As `Ledger.reserve`; but a load of unknown size, which may be small, may try where no other one is under way."""
+    found = ledger.reserve(instance, replica, footprint, place)
+    if isinstance(found, Reservation) or footprint.source != "assumed":
+        return found
+    if ledger.is_loading(found.device):
+        return replace(found, may_pass=True)
+    return ledger.hold(instance, replica, footprint, place)

@@ -88,10 +88,13 @@ class Footprints:
 
         `device_kind` is "cpu" or the name of the card. Not `fresh`: files that were looked at before are not again.
         """
-        known = _options(spec)
-        if fresh or known not in self._sizes:
-            self._sizes[known] = await asyncio.to_thread(_look, spec, roots)
+        if fresh or _options(spec) not in self._sizes:
+            await self.look(spec, roots)
         return self.known(spec, device_kind)
+
+    async def look(self, spec: ModelOptions, roots: Sequence[str] | None = None) -> None:
+        """Look at the files of a model."""
+        self._sizes[_options(spec)] = await asyncio.to_thread(_look, spec, roots)
 
     def known(self, spec: ModelOptions, device_kind: str = "cpu") -> Footprint:
         """As `of`, by the files as they were looked at last; an assumption where they never were."""

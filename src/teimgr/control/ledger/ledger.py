@@ -223,6 +223,11 @@ class Ledger:
         account = self._accounts.get(device)
         return account.spare_bytes() if account is not None and account.is_limited else None
 
+    def reserved(self, device: str) -> int:
+        """Bytes that workers hold of a device."""
+        account = self._accounts.get(device)
+        return account.reserved_bytes if account else 0
+
     def copy(self) -> Ledger:
         """The same accounts, in which reservations change nothing here."""
         made = Ledger(*self._budgets)

@@ -1,4 +1,4 @@
-"""The live workers of the fleet: how many there are on each host and card, and how many may load at a time."""
+"""The live workers of the fleet: how many there are on each host, and how many may load at a time."""
 
 from __future__ import annotations
 
@@ -8,28 +8,24 @@ from collections.abc import Callable, KeysView
 
 
 class FleetCounts:
-    """The number of live workers by host, and by GPU UUID that of those that load; `set` is called when an instance
-    changes."""
+    """The number of live workers by host; `set` is called when an instance changes."""
 
     def __init__(self) -> None:
         self.alive: Counter[str] = Counter()
-        self.loading: Counter[str] = Counter()
-        self._instances: dict[str, tuple[Counter[str], Counter[str]]] = {}  # those with live workers
+        self._instances: dict[str, Counter[str]] = {}  # those with live workers
 
     @property
     def instances(self) -> KeysView[str]:
         """The names of those with live workers."""
         return self._instances.keys()
 
-    def set(self, name: str, alive: Counter[str], loading: Counter[str]) -> None:
+    def set(self, name: str, alive: Counter[str]) -> None:
         """Count the workers of an instance again."""
-        before, were_loading = self._instances.pop(name, (Counter[str](), Counter[str]()))
+        before = self._instances.pop(name, Counter[str]())
         self.alive.update(alive)
         self.alive.subtract(before)
-        self.loading.update(loading)
-        self.loading.subtract(were_loading)
         if alive:
-            self._instances[name] = alive, loading
+            self._instances[name] = alive
 
 
 class LoadSlots:

@@ -167,8 +167,6 @@ def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
 
 
-LOADING_BYTES = 2 << 30
-"""The memory that a loading worker is assumed to need, on a card as NVML does not show it yet."""
 _LOADS_PER_CARD = 4  # more only compete for the disk and the bus
 GPU_TOKENS_MAX = 32768
 """Batch tokens on a card by its memory: more gain nothing, and a query waits for a batch."""
@@ -184,14 +182,15 @@ class Others:
     """The workers beside which a new one is placed.
 
     `alive` counts the workers that share the cores of each host, the new one included where it has a host already;
-    a fleet of one host has the name "". `loading` counts, by GPU UUID, the workers whose memory NVML cannot show yet,
-    `beside` and `beside_hosts` the other replicas of the instance, by GPU UUID and by host.
+    a fleet of one host has the name "". `free` has what the ledger has left of each card by GPU UUID, `needed` what the
+    worker takes of one; `beside` and `beside_hosts` count the other replicas of the instance, by GPU UUID and by host.
     """
 
     alive: Mapping[str, int] = field(default_factory=dict)
-    loading: Mapping[str, int] = field(default_factory=dict)
+    free: Mapping[str, int] = field(default_factory=dict)
     beside: Mapping[str, int] = field(default_factory=dict)
     beside_hosts: Mapping[str, int] = field(default_factory=dict)
+    needed: int = 2 << 30
 
 
 class Planner:
@@ -238,9 +237,9 @@ class Planner:
         return (card.memory_of.get(pid) if card else None) or allocated + CONTEXT_BYTES
 
     def device_kind(self, gpu: str | None) -> str:
-        """The kind of device that a measured footprint is of: "cpu", or the name of the card."""
-        found = next((card.name for card in self.inventory.gpus if card.uuid == gpu), "")
-        return "cpu" if gpu is None else found or "gpu"
+        """As the function, of the card with this UUID."""
+        card = next((card for card in self.inventory.gpus if card.uuid == gpu), None)
+        return "gpu" if gpu is not None and card is None else device_kind(card)
 
     def plan(self, spec: InstanceSpec, replica: int, others: Others) -> WorkerSpec:
         """The spec for one launch.
@@ -254,6 +253,15 @@ class Planner:
         host = gpu.node if gpu else cpu_host(spec, self.inventory, others)
         threads = spec.threads or self.share(others.alive.get(host, 0), host).own
         return worker_spec(spec, self._settings, gpu.uuid if gpu else None, threads, replica, host)
+
+    def others(self, spec: InstanceSpec, beside: Mapping[str, int], beside_hosts: Mapping[str, int]) -> Others:
+        """The workers of the fleet as one more of `spec` finds them."""
+        needed = self.memory.footprints.known(spec, card_kind(self.inventory)).device_bytes
+        return others_in(self.inventory, self.memory.ledger, self.counts.alive, needed, beside, beside_hosts)
+
+    def model_roots(self, spec: InstanceSpec) -> tuple[str, ...] | None:
+        """The folders below which its model has to be, where that is a directory."""
+        return model_roots(spec, self._settings)
 
     def accepts(self, spec: InstanceSpec, found: WorkerSpec) -> bool:
         """Whether a live worker that was started with `found` could have been started for `spec` now."""
@@ -372,17 +380,41 @@ def place(spec: InstanceSpec, inventory: Inventory, others: Others | None = None
         cards = named
 
     def spare_bytes(gpu: Gpu) -> int:
-        return gpu.memory_free_bytes - LOADING_BYTES * others.loading.get(gpu.uuid, 0)
+        return others.free.get(gpu.uuid, gpu.memory_free_bytes)
 
     def spread(gpu: Gpu) -> tuple[int, ...]:
         return -others.beside_hosts.get(gpu.node, 0), -others.beside.get(gpu.uuid, 0), spare_bytes(gpu)
 
     def pack(gpu: Gpu) -> tuple[int, ...]:
-        has_room = spare_bytes(gpu) >= LOADING_BYTES
+        has_room = spare_bytes(gpu) >= others.needed
         crowd = others.beside_hosts.get(gpu.node, 0), others.alive.get(gpu.node, 0)
         return (has_room, *crowd, -others.beside.get(gpu.uuid, 0), -spare_bytes(gpu))
 
     return max(cards, key=pack if spec.placement == "pack" else spread, default=None)
+
+
+def device_kind(card: Gpu | None) -> str:
+    """The kind of device that a measured footprint is of: "cpu", or the name of the card."""
+    return "cpu" if card is None else card.name or "gpu"
+
+
+def card_kind(inventory: Inventory) -> str:
+    """The kind of the first card, "cpu" where there is none."""
+    return device_kind(next(iter(inventory.gpus), None))
+
+
+def others_in(
+    inventory: Inventory,
+    memory: Ledger,
+    alive: Mapping[str, int],
+    needed: int,
+    beside: Mapping[str, int],
+    beside_hosts: Mapping[str, int],
+) -> Others:
+    """The workers that a new one finds, by a ledger; a card of unknown size has less the more is reserved on it."""
+    left = {gpu.uuid: memory.free(gpu.uuid) for gpu in inventory.gpus}
+    free = {uuid: -memory.reserved(uuid) if bytes_left is None else bytes_left for uuid, bytes_left in left.items()}
+    return Others(alive, free, beside, beside_hosts, needed)
 
 
 def cpu_host(spec: InstanceSpec, inventory: Inventory, others: Others) -> str:

@@ -33,10 +33,6 @@ class RecordedInstance(Protocol):
     def alive(self) -> Counter[str]:
         """The workers that exist or are being started, by host."""
 
-    @property
-    def loading(self) -> Counter[str]:
-        """The workers that are being started, by the UUID of their card."""
-
     def set_threads(self, share: Callable[[str], CpuThreads]) -> None:
         """Set the CPU threads of each worker by the share of its host."""
 
@@ -59,13 +55,13 @@ class FleetRecords:
         self._wake(name)
         self._events.note_one(name, instance.view())
         self._instances[name] = instance
-        self._share(name, instance.alive, instance.loading)
+        self._share(name, instance.alive)
 
     def deleted(self, name: str) -> None:
         """The instance does not exist any more."""
         self._wake(name)
         self._events.note_one(name, None)
-        self._share(name, Counter(), Counter())
+        self._share(name, Counter())
 
     def crashed(self, crash: Crash) -> tuple[Incident, Coroutine[Any, Any, None]]:
         """Like `CrashReports.report`; the report gets the last events of the instance."""
@@ -88,13 +84,13 @@ class FleetRecords:
         for event in self._watchers.get(name, ()):
             event.set()
 
-    def _share(self, name: str, alive: Counter[str], loading: Counter[str]) -> None:
+    def _share(self, name: str, alive: Counter[str]) -> None:
         """Count the live workers of an instance, and send the workers their share of the cores if it has changed.
 
         More workers than cores have one core each, so that at most as many as there are cores get a message.
         """
         counts = self._planner.counts
-        counts.set(name, alive, loading)
+        counts.set(name, alive)
         shares = {host: self._planner.share(count, host) for host, count in counts.alive.items() if count}
         before, self._shares = self._shares, shares
         if before != shares:

@@ -263,11 +263,6 @@ class ManagedInstance:
         """The workers that exist or are being started, by host; a fleet of one host has the name ""."""
         return Counter(each.host for each in self.workers if each.state in (State.STARTING, State.RUNNING))
 
-    @property
-    def loading(self) -> Counter[str]:
-        """The workers that are being started, by the UUID of the card that they are placed on."""
-        return Counter(each.gpu for each in self.workers if each.gpu is not None and each.state is State.STARTING)
-
     def set_threads(self, share: Callable[[str], CpuThreads]) -> None:
         """Set the CPU threads of each worker: exactly the key `threads`, else the fair share of its host."""
         for each in self.workers:

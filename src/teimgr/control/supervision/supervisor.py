@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from teimgr.control.launch.launcher import Adopted, Launcher, WorkerHandle
 from teimgr.control.launch.process_handle import Exit, LaunchFailed
 from teimgr.control.ledger.ledger import Overrun, Reservation
-from teimgr.control.placement.planner import Others, Planner
+from teimgr.control.placement.planner import Planner
 from teimgr.control.supervision.crash_reports import Crash
 from teimgr.control.supervision.fleet_records import FleetRecords
 from teimgr.control.supervision.lifecycle import (
@@ -437,25 +437,22 @@ class Supervisor(LifecycleTask):
         self._worker_tasks.create_task(worker.run(), name=f"worker of {self.spec.name}")
 
     async def _plan(self) -> WorkerSpec:
-        """Place the next worker beside those of the whole fleet, and wait for a load slot of its device."""
+        """Place the next worker beside those of the whole fleet, reserve its memory, and wait for a load slot."""
         planner = self._context.planner
         await planner.refresh()
-        fleet = planner.counts
-        loading = fleet.loading.copy()
-        if self.gpu is not None and self.state is State.STARTING:
-            loading[self.gpu] -= 1  # itself, on the card of its last start
+        await planner.memory.look(self.spec, planner.model_roots(self.spec))
         siblings = self._owner.siblings_of(self)
         beside = Counter(each.gpu for each in siblings if each.gpu is not None)
-        others = Others(fleet.alive, loading, beside, Counter(each.host for each in siblings if each.host))
+        others = planner.others(self.spec, beside, Counter(each.host for each in siblings if each.host))
         spec = planner.plan(self.spec, self.number, others)
         spec = replace(spec, restarts=self._replica.restarts)
         if (self.host, self.gpu) != (spec.host, spec.gpu):
             self.host, self.gpu = spec.host, spec.gpu
             self._owner.on_state_changed()
+        self._reservation = await planner.memory.take(spec, planner.device_kind(spec.gpu))
         device = spec.gpu or spec.host or None
         await planner.slots.take(device)
         self._give_back = partial(planner.slots.give_back, device)
-        self._reservation = await planner.memory.take(spec, planner.device_kind(spec.gpu))
         return spec
 
     def _on_memory(self, reading: MemoryReading | None, fresh: bool) -> None:

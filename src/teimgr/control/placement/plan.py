@@ -1,0 +1,173 @@
+"""Plan of a fleet: what would run where, what it takes of each device, what would be evicted, and why.
+
+A pure function by the same rules as the daemon's: `place` chooses the card or host of each worker, the ledger, in a
+copy, says whether it fits beside those before it. Workers are planned one after the other, each once those before it
+have loaded, in the order in which the daemon starts them when it is told to do what was planned.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from teimgr.control.ledger.admission import reserve
+from teimgr.control.ledger.ledger import Footprint, Ledger, Place, Reservation
+from teimgr.control.placement.planner import (
+    Inventory,
+    card_kind,
+    cpu_host,
+    device_kind,
+    others_in,
+    place,
+    replica_count,
+)
+from teimgr.errors import TeimgrError
+from teimgr.spec import InstanceSpec
+
+FootprintOf = Callable[[InstanceSpec, str], Footprint]
+"""The footprint of a model on a kind of device."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedWorker:
+    """One worker: where it runs, or why it does not. `source` says where its figures are from."""
+
+    instance: str
+    replica: int
+    outcome: str
+    node: str | None = None
+    gpu: str | None = None
+    gpu_id: int | None = None
+    host_bytes: int = 0
+    loading_bytes: int = 0
+    device_bytes: int = 0
+    source: str = ""
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceUse:
+    """One device: reserved before and after, and what would be free; None where nothing limits it."""
+
+    device: str
+    label: str
+    budget_bytes: int | None
+    total_bytes: int | None
+    reserved_bytes: int
+    planned_bytes: int
+    free_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Eviction:
+    """An instance that has to go for others, and why."""
+
+    instance: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class FleetPlan:
+    """What would happen."""
+
+    workers: tuple[PlannedWorker, ...]
+    evictions: tuple[Eviction, ...]
+    devices: tuple[DeviceUse, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether every worker runs."""
+        return all(worker.outcome != REFUSED for worker in self.workers)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As in the reply of `POST /plan`."""
+        return {"fits": self.fits, **asdict(self)}
+
+
+RUNS, STARTS, REFUSED = "runs", "starts", "refused"
+
+
+@dataclass(slots=True)
+class FleetNow:
+    """The fleet that a plan begins with: `alive` counts workers by host; the ledger is a copy, which planning fills."""
+
+    inventory: Inventory
+    ledger: Ledger
+    alive: Counter[str]
+    footprint: FootprintOf
+    running: Mapping[str, Sequence[Reservation]] = field(default_factory=dict)
+
+
+def plan_fleet(wanted: Sequence[InstanceSpec], now: FleetNow) -> FleetPlan:
+    """Plan these instances in their order, beside what runs; those that run already stay as they are."""
+    before = {device: account.reserved_bytes for device, account in now.ledger.accounts.items()}
+    workers: list[PlannedWorker] = []
+    for spec in wanted:
+        if held := now.running.get(spec.name):
+            workers += [_worker(each, RUNS, now.inventory) for each in held]
+        else:
+            workers += _start(spec, now)
+    devices = [
+        DeviceUse(
+            device=device,
+            label=account.label,
+            budget_bytes=account.budget_bytes,
+            total_bytes=account.total_bytes,
+            reserved_bytes=before.get(device, 0),
+            planned_bytes=account.reserved_bytes,
+            free_bytes=now.ledger.free(device),
+        )
+        for device, account in now.ledger.accounts.items()
+    ]
+    return FleetPlan(tuple(workers), (), tuple(devices))
+
+
+def _start(spec: InstanceSpec, now: FleetNow) -> list[PlannedWorker]:
+    beside: Counter[str] = Counter()
+    beside_hosts: Counter[str] = Counter()
+    return [
+        _start_one(spec, replica, beside, beside_hosts, now) for replica in range(replica_count(spec, now.inventory))
+    ]
+
+
+def _start_one(
+    spec: InstanceSpec, replica: int, beside: Counter[str], beside_hosts: Counter[str], now: FleetNow
+) -> PlannedWorker:
+    """Place one worker, and reserve its memory as if it had loaded."""
+    needed = now.footprint(spec, card_kind(now.inventory)).device_bytes
+    others = others_in(now.inventory, now.ledger, now.alive, needed, beside, beside_hosts)
+    try:
+        card = place(spec, now.inventory, others)
+        host = card.node if card else cpu_host(spec, now.inventory, others)
+    except TeimgrError as error:
+        return PlannedWorker(instance=spec.name, replica=replica, outcome=REFUSED, reason=error.message)
+    where = Place(host, card.uuid if card else None)
+    beside.update([card.uuid] if card else [])
+    beside_hosts.update([host] if host else [])
+    footprint = now.footprint(spec, device_kind(card))
+    found = reserve(now.ledger, spec.name, replica, footprint, where)
+    if isinstance(found, Reservation):
+        now.ledger.settle(found, footprint)
+        now.alive[host] += 1
+        return _worker(found, STARTS, now.inventory)
+    wanted = Reservation(spec.name, replica, where, footprint)
+    return _worker(wanted, REFUSED, now.inventory, found.reason)
+
+
+def _worker(held: Reservation, outcome: str, inventory: Inventory, reason: str | None = None) -> PlannedWorker:
+    takes = held.footprint
+    return PlannedWorker(
+        instance=held.instance,
+        replica=held.replica,
+        outcome=outcome,
+        node=held.place.host or None,
+        gpu=held.place.gpu,
+        gpu_id=next((card.index for card in inventory.gpus if card.uuid == held.place.gpu), None),
+        host_bytes=takes.host_bytes,
+        loading_bytes=takes.peak_bytes,
+        device_bytes=takes.device_bytes,
+        source=takes.source,
+        reason=reason,
+    )
