@@ -13,7 +13,7 @@ from teimgr.engine import queue as queues
 from teimgr.engine.batch import TokenizedTexts
 from teimgr.engine.finisher import Finisher
 from teimgr.engine.intake import Intake
-from teimgr.engine.job import InferOptions, Job, Lane
+from teimgr.engine.job import InferOptions, Job, Lane, Share
 from teimgr.engine.queue import BatchLimits, EntryQueue, QueueEntry
 from teimgr.engine.tokenizer import TokenizeOptions
 from teimgr.errors import Unavailable
@@ -142,3 +142,28 @@ def test_few_queries_are_tokenized_where_they_arrive_and_all_else_waits(
     assert queue.texts(lane) == expected
     assert bool(intake.waiting(lane)) is (expected < texts)
     assert len(intake.drain(Unavailable("closed"))) == texts - expected
+
+
+def test_a_tenants_flood_is_tokenized_in_turns_with_what_others_send(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queues, "_AHEAD_TEXTS", 4096)
+    queue = EntryQueue(BatchLimits(tokens=64, bulk_tokens_beside_interactive=64))
+    finisher = Finisher(lambda jobs: None, lambda reason: None)
+    intake = Intake(cast(Any, FakeTokenizer()), queue, finisher, 10**9, Queries(idle=False))
+    for _ in range(50):
+        flood = Job(["x"] * 2000, InferOptions(), Lane.BULK)
+        flood.belongs_to(Share(1))
+        intake.put(flood, TokenizeOptions(""))
+    while queue.has_room(Lane.BULK):
+        assert intake._tokenize_next()
+    quiet = Job(["x"] * 100, InferOptions(), Lane.BULK)
+    quiet.belongs_to(Share(2))
+    intake.put(quiet, TokenizeOptions(""))
+
+    assert intake.waiting_before(Lane.BULK, quiet.share) < intake.waiting(Lane.BULK) / 10
+    for _ in range(2):  # the flood's turn, and the other's
+        while not queue.has_room(Lane.BULK):
+            queue.next_batch(0.0)
+        assert intake._tokenize_next()
+    draft = queue.next_batch(0.0)
+    assert draft is not None
+    assert sum(entry.texts for entry in draft.entries if entry.job is quiet) == 32  # half of the batch

@@ -15,7 +15,7 @@ import pytest
 from tests.support.rest_listener import MODEL
 
 from teimgr.engine.engine import Engine
-from teimgr.engine.job import InferOptions, Job, Lane, Output, Pair
+from teimgr.engine.job import EQUAL, InferOptions, Job, Lane, Output, Pair, Share
 from teimgr.errors import Code, DeadlineExceeded, InvalidInput, Overloaded, TeimgrError
 from teimgr.spec import WorkerSpec
 from teimgr.worker.calls import MAX_CALL_S, CallReply, WorkerCall
@@ -99,11 +99,11 @@ class FakeEngine:
     def stats(self) -> Any:
         raise NotImplementedError
 
-    def expected_s(self, lane: Lane, jobs: Sequence[Job] = ()) -> float | None:
+    def expected_s(self, lane: Lane, jobs: Sequence[Job] = (), share: Share = EQUAL) -> float | None:
         self.estimates.append(len(jobs))
         return self.expected
 
-    def queued_tokens(self, lane: Lane, jobs: Sequence[Job]) -> tuple[int, int]:
+    def queued_tokens(self, lane: Lane, jobs: Sequence[Job], share: Share = EQUAL) -> tuple[int, int]:
         return self.waiting_tokens, 10 * len(jobs)
 
     def submit(self, job: Job, starts: bool = True) -> None:

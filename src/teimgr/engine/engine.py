@@ -29,7 +29,7 @@ from teimgr.engine.core_load import CoreLoad
 from teimgr.engine.fidelity_gate import PROBE_TEXTS
 from teimgr.engine.finisher import EngineStats, Failures, Finisher, InFlightLimit, failed_rows
 from teimgr.engine.intake import Intake
-from teimgr.engine.job import InferOptions, Input, Job, Lane, Output, Pair, check_supported
+from teimgr.engine.job import EQUAL, InferOptions, Input, Job, Lane, Output, Pair, Share, check_supported
 from teimgr.engine.loading import EngineOptions, EngineParts, load_parts
 from teimgr.engine.model import tensor_bytes
 from teimgr.engine.queue import EntryQueue
@@ -160,20 +160,26 @@ class Engine:
         """
         self._intake.start()
 
-    def expected_s(self, lane: Lane, jobs: Sequence[Job] = ()) -> float | None:
-        """Expected time until what waits in `lane`, and `jobs` behind it, is done, by the recent throughput.
+    def expected_s(self, lane: Lane, jobs: Sequence[Job] = (), share: Share = EQUAL) -> float | None:
+        """Expected time until what waits in `lane` before a call of `share`, and its `jobs`, are done.
+
+        By the recent throughput.
 
         0 where nothing waits; None if the lane had no recent backlog, so that its throughput is unknown.
         """
-        if not (ahead := self._queued_tokens(lane)):
+        if not self._queued_tokens(lane):
             return 0.0
         if (rate := self._queue.tokens_per_s(lane)) is None:
             return None
-        return (ahead + self._finisher.running_tokens + self._estimate(jobs)) / rate
+        return (self._tokens_before(lane, share) + self._finisher.running_tokens + self._estimate(jobs)) / rate
 
-    def queued_tokens(self, lane: Lane, jobs: Sequence[Job]) -> tuple[int, int]:
-        """Tokens that wait in `lane`, and those of `jobs`; what is not tokenized counts by estimate."""
-        return self._queued_tokens(lane), self._estimate(jobs)
+    def queued_tokens(self, lane: Lane, jobs: Sequence[Job], share: Share = EQUAL) -> tuple[int, int]:
+        """Tokens that wait in `lane` before a call of `share`, and those of its `jobs`; by estimate before they are
+        tokenized."""
+        return self._tokens_before(lane, share), self._estimate(jobs)
+
+    def _tokens_before(self, lane: Lane, share: Share) -> int:
+        return self._queue.tokens_before(lane, share) + self._intake.waiting_before(lane, share)
 
     def _queued_tokens(self, lane: Lane) -> int:
         return self._queue.tokens(lane) + self._intake.waiting(lane)

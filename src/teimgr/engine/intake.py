@@ -23,8 +23,9 @@ import numpy as np
 
 from teimgr.engine.batch import TokenizedTexts
 from teimgr.engine.charging import Charging
+from teimgr.engine.fair_share import TenantTurns
 from teimgr.engine.finisher import Failures, Finisher
-from teimgr.engine.job import Input, Job, Lane, Pair, characters
+from teimgr.engine.job import Input, Job, Lane, Pair, Share, characters
 from teimgr.engine.queue import EntryQueue, QueueEntry
 from teimgr.engine.tokenizer import TextTokenizer, TokenizeOptions
 from teimgr.errors import InvalidInput, Overloaded, TeimgrError, TokenizerFailed, Unavailable
@@ -55,6 +56,10 @@ class _Pending:
     options: TokenizeOptions
     estimate: int
     next_row: int = 0
+
+    @property
+    def share(self) -> Share:
+        return self.job.share
 
 
 @dataclass(slots=True)
@@ -130,7 +135,7 @@ class Intake:
         self._changed, self._long_changed = threading.Condition(lock), threading.Condition(lock)
         self._charging = Charging()
         self._tokenizing = threading.Lock()  # held by the thread that tokenizes
-        self._inbox: dict[Lane, deque[_Pending]] = {lane: deque() for lane in Lane}
+        self._inbox: dict[Lane, TenantTurns[_Pending]] = {lane: TenantTurns() for lane in Lane}
         self._long: dict[Lane, dict[_Pending, deque[int]]] = {lane: {} for lane in Lane}  # rows, by job
         self._estimates = dict.fromkeys(Lane, 0)
         self._turn = self._long_turn = 0
@@ -263,6 +268,11 @@ class Intake:
         """Estimated tokens of the rows in `lane` that are not yet tokenized."""
         return self._estimates[lane]
 
+    def waiting_before(self, lane: Lane, share: Share) -> int:
+        """Those of `waiting` whose turn is before that of a further job of a tenant."""
+        with self._changed:
+            return int(self._estimates[lane] * self._inbox[lane].part_before(share.tenant))
+
     def close(self) -> None:
         """Refuse new jobs; accepted ones are still tokenized."""
         with self._changed:
@@ -353,7 +363,7 @@ class Intake:
             if self._has_long():
                 self._long_changed.notify()
 
-    def _fill(self, inbox: deque[_Pending]) -> _Chunk:
+    def _fill(self, inbox: TenantTurns[_Pending]) -> _Chunk:
         """Rows from the front of `inbox`; a job that does not fit into this chunk goes to the back."""
         chunk = _Chunk()
         while inbox and not chunk.full:

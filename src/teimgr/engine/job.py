@@ -56,6 +56,18 @@ class SparseRow(NamedTuple):
 Input = str | Pair | NDArray[np.int32] | None
 
 
+class Share(NamedTuple):
+    """A tenant's part of a busy instance: by `weight` among those of its `priority`, of which 0 goes first."""
+
+    tenant: int = 0
+    weight: int = 1
+    priority: int = 1
+
+
+EQUAL = Share()
+"""Of calls without a key."""
+
+
 class Account(Protocol):
     """Whom a job is charged to. Any thread may call it."""
 
@@ -111,7 +123,8 @@ class Job:
         tokens_of      N × float32 [tokens, hidden]    TOKENS
         multi_vectors  N × float32 [kept, projected]   MULTI_VECTOR
 
-    `account` is charged before the job's rows are queued; where it refuses, the job is delivered with `refused` alone.
+    `share` is whose it is. `account` is charged before the job's rows are queued; if it refuses, the job is delivered
+    with `refused` alone.
     `cut_to` are the dimensions that dense vectors are cut to, None for all; with `is_rounded` they become the integers
     of the model. `chars` counts ids where an input is given as ids. The three times are means over the served rows:
     from submission to queue, from queue to the start of the batch, and the duration of the batch the row rode in.
@@ -122,6 +135,7 @@ class Job:
     lane: Lane
     deadline: float | None = None
     context: object = None
+    share: Share = field(default=EQUAL, init=False)
     account: Account | None = field(default=None, init=False)
     refused: TeimgrError | None = field(default=None, init=False)
     cancelled: bool = field(default=False, init=False)
@@ -168,6 +182,10 @@ class Job:
     def cancel(self) -> None:
         """From any thread: rows not yet started are skipped, and the job is never delivered."""
         self.cancelled = True
+
+    def belongs_to(self, share: Share) -> None:
+        """Before it is submitted."""
+        self.share = share
 
     def charge_to(self, account: Account) -> None:
         """Before it is submitted."""

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any, Protocol
 
+from teimgr.engine.job import Share
 from teimgr.engine.native_library import native_library
 from teimgr.errors import (
     CallOverQuota,
@@ -52,6 +53,11 @@ class TenantMeter:
         if words[at + Word.RATE] or words[at + Word.DAILY] or words[at + Word.CONCURRENT]:
             return Account(self, self._ledger, tenant)
         return None
+
+    def share(self, tenant: int) -> Share:
+        """The tenant's part of a busy instance."""
+        words, at = self._words, tenant_at(tenant)
+        return Share(tenant, max(1, words[at + Word.WEIGHT]), words[at + Word.PRIORITY])
 
     def limits(self, tenant: int) -> Limits:
         return self._table.limits(tenant)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from teimgr.engine.job import Job
+from teimgr.engine.job import EQUAL, Job, Share
 from teimgr.errors import TeimgrError, TryLater
 from teimgr.spec import WorkerSpec
 from teimgr.wire.tenants.table import Counter
@@ -28,16 +28,24 @@ class Tenants:
             self._open()
 
     def charge(self, submission: Submission) -> None:
-        """Have the jobs of a call charged before they are computed, where its key has a quota."""
+        """Say whose the jobs of a call are, and have them charged before they are computed if the key has a quota."""
         if not (tenant := submission.call.tenant):
             return
         if not self._is_open:  # keys were configured after this worker had started
             self._open()
         if self._meter is None:
             return
+        share = self.share(submission.call)
+        for job in submission.jobs:
+            job.belongs_to(share)
         accounts = [self._meter.account(tenant) for _ in submission.jobs]
         if all(accounts):
             submission.charge_to([each for each in accounts if each is not None])
+
+    def share(self, call: WorkerCall) -> Share:
+        """Whose the call is, as one of those that share the instance."""
+        tenant = call.tenant
+        return EQUAL if self._meter is None or not tenant else self._meter.share(tenant)
 
     def finished(self, call: WorkerCall, job: Job, error: TeimgrError | None) -> None:
         """Count a call whose job the engine has finished."""
