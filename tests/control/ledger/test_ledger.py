@@ -27,7 +27,7 @@ def test_two_loads_are_never_judged_by_the_same_free_bytes() -> None:
     first = _reserved(ledger)
     refused = ledger.reserve("b", 0, SMALL, CPU)
     assert isinstance(refused, Refusal)
-    assert (refused.needed_bytes, refused.free_bytes, refused.may_pass) == (150 * MIB, 50 * MIB, False)
+    assert (refused.needed_bytes, refused.free_bytes, refused.may_pass) == (150 * MIB, 100 * MIB, False)
     ledger.settle(first, Footprint(host_bytes=20 * MIB))
     ledger.report("", "host memory", 1000 * MIB, 180 * MIB + HEADROOM_BYTES)
     assert ledger.judge(SMALL, CPU) is None  # its 20 MiB are in what the system reports

@@ -60,9 +60,9 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a load does not fit: the device, what it needs there, and what is free.
+    """Why a load does not fit: the device, what it needs there, and what is free, or will be once others have loaded.
 
-    `may_pass`: it fits once the workers that load there now have loaded, which takes more than they keep.
+    `may_pass`: it fits then.
     """
 
     device: str
@@ -144,10 +144,10 @@ class Account:
     def _taken(self, held: Reservation, as_if_loaded: bool) -> int:
         return needed_on(held.footprint, held.place, self.device, is_loaded=as_if_loaded or held.is_settled)
 
-    def detail(self) -> str:
-        """Its figures, as in a reason."""
+    def detail(self, as_if_loaded: bool = False) -> str:
+        """Its figures, as in a reason; `as_if_loaded` as of `spare_bytes`."""
         parts = [] if self.budget_bytes is None else [f"budget {self.budget_bytes // _MIB}"]
-        parts.append(f"{_mib(self.reserved_bytes)} reserved")
+        parts.append(f"{_mib(sum(self._taken(each, as_if_loaded) for each in self.held))} reserved")
         if self.free_bytes is not None:
             parts.append(f"{self.free_bytes // _MIB} free by the system")
         return ", ".join(parts)
@@ -178,8 +178,10 @@ class Ledger:
         for device in dict.fromkeys((place.device, place.host)):
             account, needed = self._account(device, is_card=device == place.gpu), needed_on(footprint, place, device)
             if account.is_limited and needed > (free := account.spare_bytes()):
-                may_pass = needed <= account.spare_bytes(as_if_loaded=True)
-                return Refusal(device, account.label, needed, max(0, free), account.detail(), may_pass)
+                later = account.spare_bytes(as_if_loaded=True)
+                may_pass = needed <= later
+                free = free if may_pass else later
+                return Refusal(device, account.label, needed, max(0, free), account.detail(not may_pass), may_pass)
         return None
 
     def reserve(self, instance: str, replica: int, footprint: Footprint, place: Place) -> Reservation | Refusal:
@@ -236,6 +238,12 @@ class Ledger:
             held = [twins.setdefault(id(each), replace(each)) for each in account.held]
             made._accounts[device] = replace(account, held=held)
         return made
+
+    def settle_all(self) -> None:
+        """Have every worker that loads have loaded, as in a plan."""
+        for account in self._accounts.values():
+            for each in account.held:
+                each.is_settled = True
 
     def is_loading(self, device: str) -> bool:
         """Whether a worker there is not settled yet."""

@@ -26,6 +26,8 @@ from teimgr.control.placement.planner import (
 from teimgr.errors import TeimgrError
 from teimgr.spec import InstanceSpec
 
+RUNS, STARTS, ON_DEMAND, REFUSED = "runs", "starts", "on_demand", "refused"
+"""What becomes of a worker: `runs` already, `starts`, is loaded by its calls alone, or has no place or memory."""
 FootprintOf = Callable[[InstanceSpec, str], Footprint]
 """The footprint of a model on a kind of device."""
 
@@ -86,9 +88,6 @@ class FleetPlan:
         return {"fits": self.fits, **asdict(self)}
 
 
-RUNS, STARTS, REFUSED = "runs", "starts", "refused"
-
-
 @dataclass(slots=True)
 class FleetNow:
     """The fleet that a plan begins with: `alive` counts workers by host; the ledger is a copy, which planning fills."""
@@ -103,10 +102,15 @@ class FleetNow:
 def plan_fleet(wanted: Sequence[InstanceSpec], now: FleetNow) -> FleetPlan:
     """Plan these instances in their order, beside what runs; those that run already stay as they are."""
     before = {device: account.reserved_bytes for device, account in now.ledger.accounts.items()}
+    now.ledger.settle_all()
     workers: list[PlannedWorker] = []
     for spec in wanted:
         if held := now.running.get(spec.name):
             workers += [_worker(each, RUNS, now.inventory) for each in held]
+        elif spec.load == "on_demand":
+            workers.append(
+                PlannedWorker(instance=spec.name, replica=0, outcome=ON_DEMAND, reason="loaded by its calls")
+            )
         else:
             workers += _start(spec, now)
     devices = [

@@ -52,14 +52,14 @@ class FleetRecords:
     def changed(self, instance: RecordedInstance) -> None:
         """Call after each change of an instance's state, once."""
         name = instance.spec.name
-        self._wake(name)
+        self.wake(name)
         self._events.note_one(name, instance.view())
         self._instances[name] = instance
         self._share(name, instance.alive)
 
     def deleted(self, name: str) -> None:
         """The instance does not exist any more."""
-        self._wake(name)
+        self.wake(name)
         self._events.note_one(name, None)
         self._share(name, Counter())
 
@@ -80,7 +80,8 @@ class FleetRecords:
             if not self._watchers[name]:
                 del self._watchers[name]
 
-    def _wake(self, name: str) -> None:
+    def wake(self, name: str) -> None:
+        """Have those who watch an instance look at it again."""
         for event in self._watchers.get(name, ()):
             event.set()
 

@@ -521,6 +521,9 @@ class ManagedInstance:
         if not self._is_forgotten:
             self._context.records.changed(self)
 
+    def on_placed(self) -> None:
+        self._context.records.wake(self.spec.name)
+
     def on_crash(self, incident: Incident) -> None:
         self._incident = incident
 

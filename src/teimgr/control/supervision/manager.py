@@ -16,6 +16,7 @@ from teimgr.config.settings import Settings
 from teimgr.control.events.fleet_events import EventLog
 from teimgr.control.launch.launcher import Launcher, WorkerHandle
 from teimgr.control.placement.hosts import LeavingHosts
+from teimgr.control.placement.plan import RUNS, FleetPlan, PlannedWorker
 from teimgr.control.placement.planner import (
     InventorySource,
     Planner,
@@ -30,6 +31,7 @@ from teimgr.control.supervision.fleet_records import FleetRecords
 from teimgr.control.supervision.host_departures import HostDepartures
 from teimgr.control.supervision.instance import ManagedInstance
 from teimgr.control.supervision.lifecycle import Backoff, Command, RestartPolicy
+from teimgr.control.supervision.planning import Planning
 from teimgr.control.supervision.store import Store, WantedState
 from teimgr.control.supervision.supervisor import SupervisorContext
 from teimgr.control.supervision.sweep import Sweep
@@ -93,6 +95,7 @@ class Manager:
         self._is_shutting_down = False
         self._background: set[asyncio.Task[None]] = set()  # the ends of updates, crash reports
         self._turns = CommandTurns()
+        self._planning = Planning(self._planner, self._instances, lambda: self.tokens_per_gib)
         self._sweep = Sweep(launcher, self._owned)
         self._not_startable: set[str] = set()
         self._departures = HostDepartures(self._instances, self.booted, self._in_background)
@@ -263,6 +266,43 @@ class Manager:
             await instance.begin({}, start=spec.load == "eager")
         self._records.metrics.count(catalogue.CREATED, spec.name, spec.model_id)
         return instance.view()
+
+    async def plan(self, wanted: Sequence[InstanceSpec] | None = None) -> FleetPlan:
+        """What would happen if these instances were created or started in their order; None: those that should run.
+
+        Raises:
+            InvalidInstanceName, ValidationError, InvalidConfig, InvalidGpuId: one of them is wrong.
+        """
+        await self.booted.wait()
+        for spec in wanted or ():
+            await self._check(spec)
+        return await self._planning.plan(self._planning.to_start() if wanted is None else wanted)
+
+    async def carry_out(self, wanted: Sequence[InstanceSpec]) -> FleetPlan:
+        """Do what `plan` says of these instances: create or start each in its order, once the one before has its place.
+
+        The result is what happened.
+
+        Raises:
+            What `create` and `start` do; the instances before it stay.
+        """
+        planned = await self.plan(wanted)
+        running = {worker.instance for worker in planned.workers if worker.outcome == RUNS}
+        happened: list[PlannedWorker] = []
+        for spec in wanted:
+            if spec.name in running:
+                happened += [worker for worker in planned.workers if worker.instance == spec.name]
+                continue
+            if spec.name in self._instances:
+                await self.start(spec.name)
+            else:
+                await self.create(spec)
+            with self._records.watching(spec.name) as changed:
+                while not self._planning.is_placed(spec.name):
+                    changed.clear()
+                    await changed.wait()
+            happened += self._planning.happened(spec.name)
+        return replace(planned, workers=tuple(happened))
 
     async def update(
         self, name: str, changes: Mapping[str, Any], *, recreate: bool = False, wait: bool = False

@@ -111,6 +111,9 @@ class Owner(Protocol):
     def on_state_changed(self) -> None:
         """After every change of the state or the card of a worker."""
 
+    def on_placed(self) -> None:
+        """A worker has got its memory."""
+
     def on_crash(self, incident: Incident) -> None:
         """A worker has crashed; `on_state_changed` follows."""
 
@@ -232,6 +235,16 @@ class Supervisor(LifecycleTask):
         """Whether the last worker failed and has no running successor yet."""
         was_ended = self._replica.phase in (Phase.FAILED, Phase.WAITING, Phase.REPLACING)
         return was_ended or self._replica.failure is not None
+
+    @property
+    def reservation(self) -> Reservation | None:
+        """The memory of the present worker."""
+        return self._reservation
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether the present worker has its memory, or will not get it."""
+        return self._reservation is not None or self.has_failed or self.state is not State.STARTING
 
     @property
     def restarts(self) -> int:
@@ -450,6 +463,7 @@ class Supervisor(LifecycleTask):
             self.host, self.gpu = spec.host, spec.gpu
             self._owner.on_state_changed()
         self._reservation = await planner.memory.take(spec, planner.device_kind(spec.gpu))
+        self._owner.on_placed()
         device = spec.gpu or spec.host or None
         await planner.slots.take(device)
         self._give_back = partial(planner.slots.give_back, device)

@@ -1,0 +1,90 @@
+"""Plans for the fleet that runs: what would happen if instances were created or started, and doing exactly that."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+from teimgr.control.placement.plan import REFUSED, STARTS, FleetNow, FleetPlan, PlannedWorker, plan_fleet
+from teimgr.control.placement.planner import Planner, with_batch_tokens
+from teimgr.control.supervision.instance import ManagedInstance
+from teimgr.control.supervision.supervisor import Supervisor
+from teimgr.spec import InstanceSpec, State
+
+MAX_INSTANCES = 1000
+"""Of one plan. The heads of their files are read, so more would take long."""
+_LOOKS_AT_A_TIME = 4
+_RUNS = (State.STARTING, State.RUNNING)
+
+
+class Planning:
+    """Makes plans by the planner's inventory and ledger; `instances` are those of the manager."""
+
+    def __init__(
+        self, planner: Planner, instances: Mapping[str, ManagedInstance], tokens_per_gib: Callable[[], int]
+    ) -> None:
+        self._planner = planner
+        self._instances = instances
+        self._tokens_per_gib = tokens_per_gib
+
+    async def plan(self, wanted: Sequence[InstanceSpec]) -> FleetPlan:
+        """What would happen if these instances were created or started in this order; nothing changes.
+
+        Raises:
+            InvalidGpuId: a `gpu_id` is not one of the cards.
+        """
+        inventory = await self._planner.refresh()
+        specs = [with_batch_tokens(spec, inventory, self._tokens_per_gib()) for spec in wanted]
+        await self._look_at(specs)
+        memory = self._planner.memory
+        now = FleetNow(
+            inventory=inventory,
+            ledger=memory.ledger.copy(),
+            alive=Counter(self._planner.counts.alive),
+            footprint=memory.footprints.known,
+            running={spec.name: memory.ledger.held_by(spec.name) for spec in specs if self._runs(spec.name)},
+        )
+        return plan_fleet(specs, now)
+
+    def to_start(self) -> list[InstanceSpec]:
+        """The instances that should run, in order of creation."""
+        return [each.spec for each in self._instances.values() if each.spec.wanted_running]
+
+    def happened(self, name: str) -> list[PlannedWorker]:
+        """What became of the workers of an instance, in the words of a plan."""
+        return [self._became(name, each) for each in self._instances[name].workers]
+
+    def is_placed(self, name: str) -> bool:
+        """Whether each worker of an instance has its memory, or was refused it, or is gone."""
+        instance = self._instances.get(name)
+        return instance is None or all(each.is_placed for each in instance.workers)
+
+    def _became(self, name: str, worker: Supervisor) -> PlannedWorker:
+        held, gpu = worker.reservation, worker.gpu
+        return PlannedWorker(
+            instance=name,
+            replica=worker.number,
+            outcome=REFUSED if held is None else STARTS,
+            node=worker.host or None,
+            gpu=gpu,
+            gpu_id=self._planner.index_of(gpu),
+            host_bytes=held.footprint.host_bytes if held else 0,
+            loading_bytes=held.footprint.peak_bytes if held else 0,
+            device_bytes=held.footprint.device_bytes if held else 0,
+            source=held.footprint.source if held else "",
+            reason=worker.reason,
+        )
+
+    def _runs(self, name: str) -> bool:
+        instance = self._instances.get(name)
+        return instance is not None and instance.state in _RUNS
+
+    async def _look_at(self, specs: Sequence[InstanceSpec]) -> None:
+        limit = asyncio.Semaphore(_LOOKS_AT_A_TIME)
+
+        async def look(spec: InstanceSpec) -> None:
+            async with limit:
+                await self._planner.memory.look(spec, self._planner.model_roots(spec))
+
+        await asyncio.gather(*(look(spec) for spec in specs))

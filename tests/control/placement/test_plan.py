@@ -1,0 +1,182 @@
+"""What a plan says is what then happens, in random fleets over workers that exist in memory alone."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.control.supervision.storm_fleet import StormLauncher, StormStore
+from tests.support.fleet import settings_for
+
+from teimgr.control.ledger.ledger import Footprint
+from teimgr.control.placement import planner as placement
+from teimgr.control.placement.plan import REFUSED, PlannedWorker
+from teimgr.control.placement.planner import Gpu, GpuInventory, Inventory
+from teimgr.control.supervision.manager import Manager
+from teimgr.errors import TeimgrError
+from teimgr.observability.metrics import DaemonMetrics
+from teimgr.spec import InstanceSpec, State
+from teimgr.wire.routing.router import Directory
+
+MIB = 1 << 20
+SEEDS = 30
+LONG_SEEDS = 1000
+
+
+class KnownFootprints:
+    """A footprint for each model, as if all were measured."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._of: dict[str, Footprint] = {}
+
+    async def look(self, spec: Any, roots: object = None) -> None:
+        await asyncio.sleep(0)
+
+    def known(self, spec: Any, device_kind: str = "cpu") -> Footprint:
+        if spec.model_id not in self._of:
+            host = self._rng.randrange(20, 700)
+            peak, card = host + self._rng.randrange(300), self._rng.randrange(100, 3000)
+            source = self._rng.choice(("measured", "predicted", "predicted", "assumed"))
+            self._of[spec.model_id] = Footprint(
+                host_bytes=host * MIB,
+                loading_bytes=peak * MIB,
+                device_bytes=card * MIB,
+                source=source,  # type: ignore[arg-type]
+            )
+        found = self._of[spec.model_id]
+        return replace(found, device_bytes=0) if device_kind == "cpu" else found
+
+    def room_for_a_batch(self, spec: Any, device_kind: str = "cpu") -> int:
+        return 0
+
+    def learn(self, *args: Any) -> None: ...
+    def load(self) -> None: ...
+    async def close(self) -> None: ...
+
+
+class DrawnFleet:
+    """A manager over drawn cards and budgets."""
+
+    def __init__(self, folder: Path, rng: random.Random, patch: pytest.MonkeyPatch) -> None:
+        self.rng = rng
+        free = rng.choice((None, rng.randrange(500, 6000) * MIB))
+        patch.setattr(placement, "free_memory_bytes", lambda: free)
+        self.cards = rng.choice((0, 0, 1, 2, 3))
+        names = [rng.choice(("", "H100", "L4")) for _ in range(self.cards)]
+        totals = [rng.choice((None, rng.randrange(1000, 9000) * MIB)) for _ in names]
+        inventory = Inventory(
+            tuple(
+                Gpu(i, f"GPU-{i}", totals[i] or 0, name=names[i], memory_total_bytes=totals[i])
+                for i in range(len(names))
+            )
+        )
+        budgets = {
+            "host_memory_budget_mib": rng.choice((None, rng.randrange(200, 4000))),
+            "gpu_memory_budget_mib": rng.choice((None, rng.randrange(500, 8000))),
+        }
+        settings = settings_for(
+            folder, restart_backoff_secs=0, restart_backoff_max_secs=0, max_instances=None, **budgets
+        )
+        launcher, gpus = StormLauncher(rng), GpuInventory({}, lambda: inventory)
+        self.manager = Manager(
+            settings,
+            launcher,
+            Directory(),
+            StormStore(rng),
+            gpus,
+            DaemonMetrics(),
+            cores=rng.choice((1, 2, 8)),  # type: ignore[arg-type]
+        )
+        patch.setattr(self.manager._planner.memory, "footprints", KnownFootprints(rng))
+
+    def instances(self, prefix: str, count: int) -> list[InstanceSpec]:
+        return [self._instance(f"{prefix}{number}") for number in range(count)]
+
+    def _instance(self, name: str) -> InstanceSpec:
+        rng = self.rng
+        gpu_id = rng.randrange(self.cards) if self.cards and rng.random() < 0.2 else None
+        return InstanceSpec(
+            name=name,
+            model_id=f"fake-{rng.randrange(6)}",
+            replicas=rng.choice((1, 1, 1, 2, 3, "per-gpu" if gpu_id is None else 1)),
+            placement=rng.choice(("spread", "pack")),
+            gpu_id=gpu_id,
+            load="on_demand" if rng.random() < 0.1 else "eager",
+        )
+
+    async def rest(self) -> None:
+        """Return when nothing loads or ends."""
+        for _ in range(5000):
+            await asyncio.sleep(0)
+            ledger, busy = self.manager._planner.memory.ledger, (State.STARTING, State.STOPPING)
+            is_loading = any(ledger.is_loading(device) for device in ledger.accounts)
+            if not is_loading and not any(view.state in busy for view in self.manager.list()):
+                return
+        raise AssertionError([(view.spec.name, view.state) for view in self.manager.list()])
+
+
+def outcomes(workers: Iterable[PlannedWorker]) -> Counter[tuple[object, ...]]:
+    """What became of the workers; the replicas of an instance are equal."""
+    found: Counter[tuple[object, ...]] = Counter()
+    for each in workers:
+        is_refused = each.outcome == REFUSED
+        found[each.instance, each.outcome, each.gpu, each.reason if is_refused else each.host_bytes] += 1
+    return found
+
+
+async def compare(folder: Path, seed: int, patch: pytest.MonkeyPatch) -> tuple[int, int]:
+    """The workers that a plan for a drawn fleet has, and those of them that it refuses."""
+    rng = random.Random(seed)
+    fleet = DrawnFleet(folder, rng, patch)
+    manager = fleet.manager
+    await manager.boot()
+    for spec in fleet.instances("old", rng.randrange(5)):
+        await manager.create(spec)
+    await fleet.rest()
+    for view in manager.list():
+        if rng.random() < 0.3:
+            try:
+                await manager.stop(view.spec.name)
+            except TeimgrError:
+                await manager.delete(view.spec.name)
+    await fleet.rest()
+    again = [view.spec for view in manager.list() if view.state in (State.STOPPED, State.RUNNING)]
+    wanted = [*again, *fleet.instances("new", rng.randrange(1, 9))]
+    wanted = [spec for spec in wanted if spec.load == "eager"]
+    rng.shuffle(wanted)
+
+    before = manager._planner.memory.ledger.copy()
+    planned = await manager.plan(wanted)
+    assert {d: a.reserved_bytes for d, a in before.accounts.items()} == {
+        d: a.reserved_bytes for d, a in manager._planner.memory.ledger.accounts.items()
+    }, "a plan changes nothing"
+    happened = await manager.carry_out(wanted)
+    assert outcomes(happened.workers) == outcomes(planned.workers), f"seed {seed}"
+    await fleet.rest()
+    ledger = manager._planner.memory.ledger
+    assert {use.device: use.planned_bytes for use in planned.devices} == {
+        device: account.reserved_bytes for device, account in ledger.accounts.items()
+    }, f"seed {seed}"
+    await manager.shutdown(at_once=True)
+    assert not any(account.held for account in ledger.accounts.values()), f"seed {seed}"
+    return len(planned.workers), sum(worker.outcome == REFUSED for worker in planned.workers)
+
+
+@pytest.mark.parametrize("seeds", [SEEDS, pytest.param(LONG_SEEDS, marks=pytest.mark.long)])
+async def test_what_a_plan_says_is_what_then_happens(
+    seeds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers = refused = 0
+    for seed in range(seeds):
+        with monkeypatch.context() as patch:
+            found = await compare(tmp_path, seed, patch)
+        workers, refused = workers + found[0], refused + found[1]
+    assert refused > seeds / 3, "too few fleets have a load that does not fit"
+    assert workers - refused > seeds, "nearly all are refused"
