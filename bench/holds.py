@@ -41,7 +41,7 @@ from teimgr.wire.quantisation import Precision
 from teimgr.worker import http_inference as http
 from teimgr.worker import methods
 from teimgr.worker.calls import parsed
-from teimgr.worker.dialects import openai, rerank, sie, tei
+from teimgr.worker.dialects import ollama, openai, rerank, sie, tei
 from teimgr.worker.dialects.binary_vectors import binary_reply
 
 HEADER = ("call", "MiB", "longest wait, ms")
@@ -94,6 +94,7 @@ def _done(case: Case, given: Any) -> None:
 def cases() -> Iterator[Case]:
     """All of them: bodies that are read, replies that are written, what a link does with both."""
     yield from _json_cases()
+    yield from _ollama_cases()
     yield from _tei_cases()
     yield from _msgpack_cases()
     yield from _protobuf_cases()
@@ -130,6 +131,16 @@ def _json_cases() -> Iterator[Case]:
     yield Case("JSON, documents", _REST, _documents, _rerank)
     yield Case("JSON, one document", _REST, _document, _rerank)
     yield Case("finding the model behind many keys", _REST, _many_keys, _model)
+
+
+def _ollama_cases() -> Iterator[Case]:
+    read = of(http.parse, ollama.OllamaEmbedRequest)
+    texts = lambda size: b'{"input":[' + b'"rain",' * 990_000 + b"1]}"  # noqa: E731
+    yield Case("JSON of Ollama, short texts and a number", 7 * _MIB, texts, read)
+    options = b'{"input":"a","options":' + _many_keys(49_000 * 12) + b"}"
+    yield Case("JSON of Ollama, many options", len(options), lambda _: options, read)
+    kept = b'{"input":"a","keep_alive":[' + b"1," * 990_000 + b"1]}"
+    yield Case("JSON of Ollama, a list to keep alive", len(kept), lambda _: kept, read)
 
 
 def _tei_cases() -> Iterator[Case]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
 import numpy as np
 import orjson
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationError, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, InstanceOf, ValidationError, WithJsonSchema
 from pydantic_core import core_schema
 from typing_extensions import TypeAliasType
 
@@ -94,6 +94,8 @@ TruncationDirection = TypeAliasType(
     "TruncationDirection",
     Annotated[Literal["Left", "left", "Right", "right"], WithJsonSchema({"type": "string", "enum": ["Left", "Right"]})],
 )
+# An object of anything: pydantic would look at each of 50,000 members in one call.
+AnyObject = InstanceOf[dict[str, Any]]
 ModelName = Annotated[str | None, Field(description="an instance, a model id or an alias")]
 
 

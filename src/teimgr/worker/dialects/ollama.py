@@ -50,7 +50,7 @@ KeepAlive = Annotated[
     WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "string"}, {"type": "null"}]}),
 ]
 Options = Annotated[
-    dict[str, Any] | None, Field(description="num_ctx cuts texts to that many tokens; sampling has no effect")
+    http.AnyObject | None, Field(description="num_ctx cuts texts to that many tokens; sampling has no effect")
 ]
 BodyT = TypeVar("BodyT", bound=http.Body)
 

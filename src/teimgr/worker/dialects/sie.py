@@ -70,7 +70,7 @@ class EncodeParams(http.Body):
     instruction: Annotated[
         str | None, Field(max_length=MAX_INSTRUCTION, description="the name of one of the model's prompts, or a text")
     ] = None
-    options: Annotated[dict[str, Any] | None, Field(description="is_query, normalize, output_dtype")] = None
+    options: Annotated[http.AnyObject | None, Field(description="is_query, normalize, output_dtype")] = None
 
     @property
     def outputs(self) -> Sequence[OutputType]:
@@ -92,7 +92,7 @@ class SieScoreRequest(http.Body):
     query: Item
     items: Items
     instruction: Annotated[str | None, Field(description="not supported")] = None
-    options: dict[str, Any] | None = None
+    options: http.AnyObject | None = None
     expect_fingerprint: http.ExpectedSpace = None
 
 
@@ -102,7 +102,7 @@ class ExtractParams(http.Body):
     labels: Annotated[list[str] | None, Field(description="of the model's own labels; absent: all")] = None
     output_schema: Annotated[Any | None, Field(description="not supported")] = None
     instruction: Annotated[str | None, Field(description="not supported")] = None
-    options: Annotated[dict[str, Any] | None, Field(description="threshold: the least score, 0 to 1")] = None
+    options: Annotated[http.AnyObject | None, Field(description="threshold: the least score, 0 to 1")] = None
 
 
 class SieExtractRequest(http.Body):
