@@ -29,6 +29,9 @@ DTYPES = ("auto", "float32", "float16", "bfloat16", "int8")
 # The lanes of a worker, and the header, or metadata of gRPC, by which a caller chooses one for a request.
 LANES = ("interactive", "bulk")
 LANE_KEY = "x-teimgr-lane"
+# Headers between gateway and worker: for how many seconds a call asks that its model stay, and for how many nanoseconds
+# it has waited for its load.
+KEEP_ALIVE, LOAD_NS = "x-teimgr-keep-alive", "x-teimgr-load-ns"
 POOLINGS = ("cls", "mean", "max", "last-token", "splade")
 # The time that nginx and most load balancers wait for an answer; after a longer one their callers are cut off anyway.
 _MAX_QUEUE_WAIT_SECS = 60

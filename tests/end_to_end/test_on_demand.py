@@ -7,6 +7,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -158,3 +159,20 @@ def test_a_load_that_fails_for_good_is_told_without_a_time_to_come_again(
             assert failed.value.code() is grpc.StatusCode.INTERNAL
     finally:
         client.delete("broken")
+
+
+def test_ollamas_keep_alive(daemon: WarmDaemonProcess, client: Client) -> None:
+    asked = {"model": "a", "input": "rain"}
+    status, first, headers = post(daemon, "/api/embed", asked | {"keep_alive": "1h"})
+    assert (status, 0 < first["load_duration"] < first["total_duration"]) == (200, True), first
+    assert "x-teimgr-keep-alive" not in headers
+    by_http("/v1/embeddings", model="b", input="rain")(daemon)
+    until(lambda: client.get("b").status is State.UNLOADED, "b is idle")
+    with urllib.request.urlopen(f"{daemon.api}/api/ps") as answer:
+        [running] = json.loads(answer.read())["models"]
+    left = datetime.fromisoformat(running["expires_at"]) - datetime.now(UTC)
+    assert (running["name"], timedelta(minutes=50) < left <= timedelta(hours=1)) == ("a:latest", True), running
+
+    status, last, _ = post(daemon, "/api/embed", asked | {"keep_alive": 0})
+    assert (status, last["load_duration"], last["embeddings"]) == (200, 0, first["embeddings"])
+    until(lambda: client.get("a").status is State.UNLOADED, "keep_alive 0")

@@ -37,6 +37,7 @@ def test_the_output_of_the_command(converted: Convert) -> None:
         ("snowflake-arctic-embed-22m", "Snowflake/snowflake-arctic-embed-xs"),
         ("qwen3-embedding-0.6b-fp16", "Qwen/Qwen3-Embedding-0.6B"),
     ]
+    assert {(each["load"], each["idle_timeout_secs"]) for each in done.instances} == {("on_demand", 300)}
     assert done.table["aliases"] == {
         "nomic-embed-text:v1.5": "nomic-embed-text",
         "snowflake-arctic-embed:22m": "snowflake-arctic-embed-22m",

@@ -14,6 +14,7 @@ from teimgr.control.residence.events import (
     Decision,
     Declared,
     Event,
+    Kept,
     Left,
     Load,
     Loaded,
@@ -544,3 +545,37 @@ def test_random_interleavings_break_no_invariant() -> None:
 @pytest.mark.long
 def test_a_million_random_interleavings_break_no_invariant() -> None:
     assert sum(interleave(seed, 1000) for seed in range(1000, 2000)) == 1_000_000
+
+
+def test_a_call_may_ask_how_long_its_model_stays() -> None:
+    room = Room()
+    room.declare("a", idle_timeout_s=10.0)
+    room.declare("b", idle_timeout_s=10.0)
+    room.resident("a", "b", for_s=0.0)
+    room.tell(Kept("a", 100.0))
+    room.now += 20.0
+    room.tell(Tick())
+    assert [room.phase(name) for name in "ab"] == [Phase.LOADED, Phase.UNLOADED]
+    room.tell(Kept("a", 0.0), Tick())
+    assert room.unloads[-1].reason == "idle for 0 s, kept for 0 s as a call has asked"
+
+    room.resident("a", for_s=20.0)
+    room.tell(Tick())
+    assert room.phase("a") is Phase.UNLOADED  # what was asked was for its last stay
+
+
+def test_what_a_call_asks_for_unloads_no_busy_and_no_pinned_model_and_holds_off_no_eviction() -> None:
+    room = Room(budget=50)
+    room.declare("a", pinned=True)
+    room.resident("a", for_s=0.0)
+    room.tell(Kept("a", 0.0), Tick())
+    assert room.phase("a") is Phase.LOADED
+    room.declare("a", pinned=False)
+    room.tell(Used("a", 1, 1), Kept("a", 0.0), Tick())
+    assert room.phase("a") is Phase.LOADED
+    room.tell(Used("a", 0, 0), Kept("a", float("inf")), Tick())
+    room.now += 1000.0
+    room.tell(Tick())
+    assert room.phase("a") is Phase.LOADED
+    room.ask(1, "b")
+    assert (room.phase("a"), room.phase("b")) == (Phase.UNLOADED, Phase.LOADING)

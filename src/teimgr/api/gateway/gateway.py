@@ -72,9 +72,9 @@ from teimgr.models.source import names_a_path, shown_id
 from teimgr.observability import catalogue
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.observability.request_context import CURRENT
-from teimgr.spec import LANE_KEY, InstanceView, State
+from teimgr.spec import KEEP_ALIVE, LANE_KEY, LOAD_NS, InstanceView, State
 from teimgr.wire import error_bodies
-from teimgr.wire.error_bodies import INFINITY, JSON_TYPE, OPENAI, TEI_OPENAI, VLLM, WEAVIATE
+from teimgr.wire.error_bodies import INFINITY, JSON_TYPE, OLLAMA, OPENAI, TEI_OPENAI, VLLM, WEAVIATE
 from teimgr.wire.fleet_tls import FleetIdentity
 from teimgr.wire.frames import (
     MAX_HEAD_BYTES,
@@ -90,7 +90,7 @@ from teimgr.wire.frames import (
 from teimgr.wire.json_scan import text_member
 from teimgr.wire.protobuf import Target
 from teimgr.wire.routing.links import LinkLimits
-from teimgr.wire.routing.on_demand import NO_LOADS, ModelLoads, refused_by_end, when_loaded
+from teimgr.wire.routing.on_demand import NO_LOADS, ModelStays, refused_by_end, when_loaded
 from teimgr.wire.routing.router import Directory, Lease, Router, RouterView, router_view
 from teimgr.wire.spaces import EXPECT_KEY
 from teimgr.wire.status import STATUS
@@ -121,7 +121,7 @@ class Gateway:
         identity: FleetIdentity | None = None,
         views: Callable[[], Iterable[InstanceView]] = tuple,
         rates: Callable[[int], RateState | None] = lambda tenant: None,
-        loads: ModelLoads = NO_LOADS,
+        loads: ModelStays = NO_LOADS,
     ) -> None:
         self._rates = rates
         self._loads = loads
@@ -156,7 +156,7 @@ class Gateway:
             *(Route(path, weaviate_meta) for path in WEAVIATE_META),
             *(Route(path, cohere_check_key, methods=["POST"]) for path in COHERE_CHECKS),
             Route(INFO.path, self._info),
-            *OllamaRoutes(self._names_for, self._views, self._since).routes(),
+            *OllamaRoutes(self._names_for, self._views, self._since, self._loads.left_s).routes(),
             *(Route(path, answered_directly, methods=["POST"]) for path in dict.fromkeys(one.path for one in paths())),
         ]
 
@@ -272,8 +272,13 @@ class Gateway:
         except NotLoaded as error:
             missing = error
 
+        began_ns = time.monotonic_ns()
+
         async def call(left_s: float | None) -> HttpReply:
-            return await self._call_loaded(head, names, named, body, holder, flags, left_s, is_held=True)
+            request = (head, body)
+            if head.dialect == OLLAMA:
+                request = after_load(head, body, time.monotonic_ns() - began_ns)
+            return await self._call_loaded(request[0], names, named, request[1], holder, flags, left_s, is_held=True)
 
         with self._bodies.held_for(missing.instance, body, holder):
             return await when_loaded(self._loads, missing, self._timeout_s, call)
@@ -306,12 +311,21 @@ class Gateway:
             except Unavailable as error:
                 raise refused_by_end(self._router, lease.instance, error) or error from None
             reply = read_reply(answer.payload)
+            if head.dialect == OLLAMA:
+                reply = self._kept(lease.instance, reply)
             if reply.status == STATUS[Code.OVERLOADED].http:
                 whole_s = int(reply.headers.get("retry-after", "0"))  # rounded up
                 lease.keep_refusal(call_class, len(payload), timeout_s, whole_s - 1)
         self._metrics.count(catalogue.INFERENCE_BYTES, head.dialect, "in", by=len(payload) - body.start)
         self._metrics.count(catalogue.INFERENCE_BYTES, head.dialect, "out", by=len(reply.body))
         return reply
+
+    def _kept(self, instance: str, reply: HttpReply) -> HttpReply:
+        """The reply of a worker for the client; the model stays as long as the call has asked."""
+        if (seconds := reply.headers.get(KEEP_ALIVE)) is None:
+            return reply
+        self._loads.keep(instance, float(seconds))
+        return reply._replace(headers={name: value for name, value in reply.headers.items() if name != KEEP_ALIVE})
 
     async def _lease(self, names: ModelNames, inner: str, named: Mapping[str, str], body: ReadBody) -> Lease:
         if "name" in named:
@@ -406,6 +420,13 @@ def _sharer(scope: Mapping[str, Any], caller: Caller) -> Hashable:
 
 def _holder(caller: Caller) -> str | None:
     return None if caller is ANONYMOUS else caller.name
+
+
+def after_load(head: HttpRequest, body: ReadBody, waited_ns: int) -> tuple[HttpRequest, ReadBody]:
+    """Head and body of a request that has waited for its model, with that time for the worker."""
+    head = head._replace(headers={**head.headers, LOAD_NS: str(waited_ns)})
+    start = request_head(head)
+    return head, body._replace(payload=bytearray(start + body.payload[body.start :]), start=len(start))
 
 
 def check_encoding(headers: Mapping[str, str]) -> None:

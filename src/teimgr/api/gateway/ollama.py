@@ -6,6 +6,7 @@ What generates text or changes models is refused by name. A model's name may be 
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -107,17 +108,22 @@ class _Listed(NamedTuple):
 
 
 class OllamaRoutes:
-    """The routes; `names_for` and `views` are those of the gateway, which is there since `created`."""
+    """The routes; `names_for` and `views` are those of the gateway, which is there since `created`.
+
+    `left_s` is in how many seconds an instance is unloaded if no call comes.
+    """
 
     def __init__(
         self,
         names_for: Callable[[Caller], ModelNames],
         views: Callable[[], Iterable[InstanceView]],
         created: int,
+        left_s: Callable[[str], float | None],
     ) -> None:
         self._names_for = names_for
         self._views = views
-        self._since = datetime.fromtimestamp(created, UTC).isoformat().replace("+00:00", "Z")
+        self._left_s = left_s
+        self._since = _rfc3339(created)
 
     def routes(self) -> list[Route]:
         return [
@@ -169,7 +175,9 @@ class OllamaRoutes:
     def _process(self, listed: _Listed) -> dict[str, Any]:
         model = listed.view.model
         length = model.max_input_length if model else 0
-        return self._entry(listed) | {"expires_at": _FOR_EVER, "size_vram": 0, "context_length": length}
+        left_s = self._left_s(listed.name)
+        expires_at = _FOR_EVER if left_s is None else _rfc3339(time.time() + left_s)
+        return self._entry(listed) | {"expires_at": expires_at, "size_vram": 0, "context_length": length}
 
     def _entry(self, listed: _Listed) -> dict[str, Any]:
         name = _tagged(listed.name)
@@ -191,6 +199,10 @@ class OllamaRoutes:
         }
 
 
+def _rfc3339(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+
+
 def _kind(view: InstanceView) -> str | None:
     return view.model.kind if view.model else view.spec.kind
 
@@ -200,7 +212,9 @@ def _tagged(name: str) -> str:
 
 
 def _digest(listed: _Listed) -> str:
-    """64 hexadecimal digits that differ for each model and revision; clients show the first twelve."""
+    """The space of a model's vectors, 64 hexadecimal digits; of one that was not loaded yet that of its id."""
+    if listed.view.model and listed.view.model.space:
+        return listed.view.model.space
     revision = listed.view.model.commit if listed.view.model else None
     return hashlib.sha256(f"{listed.model_id}\0{revision or ''}".encode()).hexdigest()
 

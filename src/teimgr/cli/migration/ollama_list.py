@@ -20,6 +20,7 @@ MAX_FILE_BYTES = 1024 * 1024
 MAX_MODELS = 1000
 _HEADER = ("NAME", "ID", "SIZE")
 _LATEST = "latest"
+_KEEP_ALIVE_S = 300
 _PREFIXES = ("registry.ollama.ai/", "library/")
 # Ids on the hub, by the name in Ollama's library and the first part of the tag; "": every other tag.
 _QWEN, _ARCTIC, _GRANITE = (
@@ -135,6 +136,8 @@ def _model(draft: Draft, place: Place, listed: _Listed, made: dict[str, Instance
     if instance is None:
         instance = made[hub_id] = draft.instance(base if tag == _LATEST else f"{base}-{tag}", place, "name")
         instance.put("model_id", hub_id, "model", "the weights that Ollama's file was made from")
+        instance.put("load", "on_demand", "keep_alive", "as Ollama does; without it the daemon loads it at its start")
+        instance.put("idle_timeout_secs", _KEEP_ALIVE_S, "keep_alive", "Ollama's default")
     if instance.name != base or tag != _LATEST:
         draft.settings.setdefault("aliases", {})[bare.removesuffix(f":{_LATEST}")] = instance.name
         place.found("tag", KeyOutcome.CARRIED, f"aliases.{bare} = {instance.name}")

@@ -60,6 +60,17 @@ class Left:
 
 
 @dataclass(frozen=True, slots=True)
+class Kept:
+    """A call has asked that the model stay for so long after its last call, in place of its `idle_timeout_s`.
+
+    0: it goes when it has no calls; infinite: only for the memory of others.
+    """
+
+    model: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Used:
     """What a loaded model's workers report: calls since the last report, and calls that are under way."""
 
@@ -138,6 +149,7 @@ Event = (
     | Removed
     | Asked
     | Left
+    | Kept
     | Used
     | Loading
     | Loaded

@@ -55,6 +55,7 @@ class Model:
     peace: tuple[str, float] | None = None  # the winner of a war, and until when this one does not evict it
     load_began: float | None = None
     wanted_until: float = 0.0  # by a call that was told to come again
+    kept_s: float | None = None  # for how long calls have asked that it stay; until it is unloaded
     is_reported: bool = False  # its owner has said that it is loading
 
     def is_wanted(self, now: float) -> bool:
@@ -76,6 +77,15 @@ class Model:
     def value(self, now: float) -> float:
         """What keeping it saves: seconds of reload a second, for each GiB of its memory."""
         return self.load_s * self.rate(now) / max(self.terms.bytes, 1) * _GIB
+
+    @property
+    def stays_s(self) -> float:
+        """How long it stays without calls."""
+        return self.kept_s if self.kept_s is not None else self.terms.idle_timeout_s or math.inf
+
+    def keep(self, seconds: float | None) -> None:
+        """It is to stay for so long without calls; None: as declared."""
+        self.kept_s = seconds
 
     def use(self, now: float) -> None:
         self.used_at = now
@@ -129,8 +139,8 @@ class Fleet:
 def due_times(model: Model) -> Iterator[float]:
     terms = model.terms
     may_go = model.phase is Phase.LOADED and terms.on_demand and not terms.pinned and not model.is_busy
-    if may_go and terms.idle_timeout_s:
-        yield model.used_at + terms.idle_timeout_s
+    if may_go and model.stays_s < math.inf:
+        yield model.used_at + model.stays_s
     if model.phase is Phase.ROOM:
         if model.retry_at is not None:
             yield model.retry_at
@@ -151,6 +161,7 @@ def enter(fleet: Fleet, model: Model, phase: Phase, now: float, *, keep_since: b
         model.under_way = 0
     if phase in (Phase.UNLOADED, Phase.FAILED, Phase.STOPPED):
         fleet.active.pop(model.name, None)
+        model.keep(None)
     else:
         fleet.active[model.name] = model
 

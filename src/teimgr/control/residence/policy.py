@@ -23,6 +23,7 @@ from teimgr.control.residence.events import (
     Decision,
     Declared,
     Event,
+    Kept,
     Left,
     Loaded,
     Loading,
@@ -141,6 +142,14 @@ def _left(fleet: Fleet, event: Left, now: float) -> Iterator[Decision]:
     yield from make_rooms(fleet, model.terms.device, now)
 
 
+def _kept(fleet: Fleet, event: Kept, now: float) -> Iterator[Decision]:
+    model = fleet.models.get(event.model)
+    if model is not None and model.phase is Phase.LOADED:
+        model.keep(event.seconds)
+        model.use(now)
+    return iter(())
+
+
 def _used(fleet: Fleet, event: Used, now: float) -> Iterator[Decision]:
     if (model := fleet.models.get(event.model)) is not None:
         if event.calls > 0:
@@ -246,6 +255,8 @@ def _tick(fleet: Fleet, event: Tick, now: float) -> Iterator[Decision]:
     for model in [*fleet.active.values()]:
         if model.phase is Phase.LOADED and any(at <= now for at in due_times(model)):
             reason = f"idle for {now - model.used_at:.3g} s"
+            if model.kept_s is not None:
+                reason += f", kept for {model.kept_s:.3g} s as a call has asked"
             enter(fleet, model, Phase.UNLOADING, now, keep_since=True)
             yield Unload(model.name, reason)
         elif model.phase is Phase.ROOM and not model.is_wanted(now):
@@ -259,6 +270,7 @@ _HANDLERS: dict[type, Callable[..., Iterator[Decision]]] = {
     Removed: _removed,
     Asked: _asked,
     Left: _left,
+    Kept: _kept,
     Used: _used,
     Loading: _loading,
     Loaded: _loaded,

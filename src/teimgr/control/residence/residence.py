@@ -19,6 +19,7 @@ from teimgr.control.residence.events import (
     Decision,
     Declared,
     Event,
+    Kept,
     Left,
     Load,
     Loaded,
@@ -38,7 +39,7 @@ from teimgr.control.residence.events import (
     Unloading,
     Used,
 )
-from teimgr.control.residence.model import Fleet, Phase
+from teimgr.control.residence.model import Fleet, Phase, due_times
 from teimgr.control.residence.policy import decide
 from teimgr.errors import FailedToLoad, InstanceNotFound, ModelLoadFailed, Overloaded, TeimgrError, Unavailable
 from teimgr.errors import Stopped as StoppedError
@@ -151,6 +152,16 @@ class Residence:
             yield
         finally:
             self._leave(call)
+
+    def keep(self, instance: str, seconds: float) -> None:
+        """Have an on-demand model stay for so long after its last call; 0: it goes when it has no calls."""
+        self._mailbox.put_nowait(Kept(instance, seconds))
+
+    def left_s(self, instance: str) -> float | None:
+        """In how long a loaded model goes if no call comes; None for one that stays."""
+        model = self._fleet.models.get(instance)
+        due = None if model is None or model.phase is not Phase.LOADED else next(due_times(model), None)
+        return None if due is None else max(0.0, due - self._now())
 
     def phases(self) -> Mapping[str, str]:
         """Where each on-demand model is, by the name of its instance, for display."""

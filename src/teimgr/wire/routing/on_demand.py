@@ -28,8 +28,24 @@ class ModelLoads(Protocol):
         """
 
 
+class ModelStays(ModelLoads, Protocol):
+    """Who decides how long models stay loaded too: the daemon's `Residence`."""
+
+    def keep(self, instance: str, seconds: float) -> None:
+        """Have an on-demand model stay for so long after its last call; 0: it goes when it has no calls."""
+
+    def left_s(self, instance: str) -> float | None:
+        """In how long a loaded model goes if no call comes; None for one that stays."""
+
+
 class NoLoads:
     """For a process without models on demand: each is refused."""
+
+    def keep(self, instance: str, seconds: float) -> None:
+        pass
+
+    def left_s(self, instance: str) -> float | None:
+        return None
 
     def loaded(self, instance: str, timeout_s: float | None, size_bytes: int = 0) -> AbstractAsyncContextManager[None]:
         raise Unavailable(f"Instance '{instance}' is not loaded")

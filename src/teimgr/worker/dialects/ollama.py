@@ -18,6 +18,7 @@ from pydantic import Field, WithJsonSchema
 from teimgr.engine.job import InferOptions, Job, Output
 from teimgr.engine.job import Input as EngineInput
 from teimgr.errors import InputTooLong
+from teimgr.spec import KEEP_ALIVE, LOAD_NS
 from teimgr.wire.frames import HttpReply, HttpRequest
 from teimgr.worker import http_inference as http
 from teimgr.worker import input_checks
@@ -65,7 +66,7 @@ class OllamaEmbedRequest(http.Body):
     options: Options = None
     keep_alive: KeepAlive = None
 
-    def job(self, inputs: Sequence[EngineInput], began_ns: int, served: http.ServedModel) -> http.JobSpec:
+    def job(self, inputs: Sequence[EngineInput], began_ns: int, load_ns: int, served: http.ServedModel) -> http.JobSpec:
         input_checks.need_texts(inputs, "input")
         options = InferOptions(
             frozenset({Output.DENSE}),
@@ -76,7 +77,7 @@ class OllamaEmbedRequest(http.Body):
         def encode(job: Job) -> bytes:
             rows = job.vectors
             answer = {"model": self.model or served.name, "embeddings": rows}
-            times = {"total_duration": time.monotonic_ns() - began_ns, "load_duration": 0}
+            times = {"total_duration": time.monotonic_ns() - began_ns + load_ns, "load_duration": load_ns}
             return http.to_json(answer | times | {"prompt_eval_count": job.tokens}, rows.size + len(rows))
 
         return http.JobSpec(inputs, options, encode)
@@ -99,24 +100,29 @@ class OllamaEmbeddingsRequest(http.Body):
 async def embed(inference: http.HttpInference, request: HttpRequest) -> HttpReply:
     began_ns = time.monotonic_ns()
     body = await _read(inference, request, OllamaEmbedRequest)
-    keep_alive_s(body.keep_alive)
-    limit = _token_limit(body.options)
+    kept_s, limit = keep_alive_s(body.keep_alive), _token_limit(body.options)
     if not body.input:
-        return http.json_reply(http.to_json({"model": body.model or inference.served.name, "embeddings": []}))
+        answer = {"model": body.model or inference.served.name, "embeddings": []}
+        return _keeping(kept_s, http.json_reply(http.to_json(answer)))
     inputs = await _fitted(inference, inference.inputs(body.input), limit, cuts=body.truncate is not False)
-    return await inference.respond(partial(body.job, inputs, began_ns))
+    load_ns = int(request.headers.get(LOAD_NS, "0"))
+    return _keeping(kept_s, await inference.respond(partial(body.job, inputs, began_ns, load_ns)))
 
 
 async def embeddings(inference: http.HttpInference, request: HttpRequest) -> HttpReply:
     body = await _read(inference, request, OllamaEmbeddingsRequest)
     if body.input is not None:
         raise http.BadRequest(400, "input: is of /api/embed; this route takes `prompt`", "input")
-    keep_alive_s(body.keep_alive)
-    limit = _token_limit(body.options)
+    kept_s, limit = keep_alive_s(body.keep_alive), _token_limit(body.options)
     if not body.prompt:
-        return http.json_reply(http.to_json({"embedding": []}))
+        return _keeping(kept_s, http.json_reply(http.to_json({"embedding": []})))
     inputs = await _fitted(inference, inference.inputs(body.prompt), limit, cuts=False)
-    return await inference.respond(partial(body.job, inputs))
+    return _keeping(kept_s, await inference.respond(partial(body.job, inputs)))
+
+
+def _keeping(seconds: float | None, reply: HttpReply) -> HttpReply:
+    """The reply, with what the gateway does about the model's stay in memory."""
+    return reply if seconds is None else reply._replace(headers={**reply.headers, KEEP_ALIVE: str(seconds)})
 
 
 def keep_alive_s(value: Any) -> float | None:
