@@ -21,8 +21,9 @@ from teimgr.engine.finisher import Finisher, HostRows
 from teimgr.engine.heads import Rows
 from teimgr.engine.heads.pooling import finish
 from teimgr.engine.job import InferOptions, Job, Lane, Output
+from teimgr.engine.known_results import keys_of
 from teimgr.engine.queue import BatchDraft, BatchLimits, EntryQueue, QueueEntry
-from teimgr.engine.runner import Runner, _keys
+from teimgr.engine.runner import Runner
 from teimgr.errors import InferenceFailed, OutOfDeviceMemory, Unavailable
 from teimgr.spec import CpuThreads
 
@@ -394,7 +395,7 @@ def test_one_row_of_many_that_does_not_fit_fails_alone() -> None:
     ids=["keys", "types", "prompt", "role"],
 )
 def test_inputs_of_the_same_ids_may_differ(other: Encoded) -> None:
-    assert list(_keys(other)) != list(_keys(Encoded(np.array([1, 2], dtype=np.int32))))
+    assert list(keys_of(other)) != list(keys_of(Encoded(np.array([1, 2], dtype=np.int32))))
 
 
 def serve(

@@ -30,6 +30,7 @@ from teimgr.engine.fidelity_gate import PROBE_TEXTS
 from teimgr.engine.finisher import EngineStats, Failures, Finisher, InFlightLimit, failed_rows
 from teimgr.engine.intake import Intake
 from teimgr.engine.job import EQUAL, InferOptions, Input, Job, Lane, Output, Pair, Share, check_supported
+from teimgr.engine.known_results import OWN_TENANT, ResultCache
 from teimgr.engine.loading import EngineOptions, EngineParts, load_parts
 from teimgr.engine.model import tensor_bytes
 from teimgr.engine.queue import EntryQueue
@@ -88,11 +89,13 @@ class Engine:
         self._queue = EntryQueue(parts.limits, token_s=self._finisher.least_token_s)
         self._core_load = _core_load(options)
         threads = CpuThreads(options.threads, options.threads)
+        cache = ResultCache(options.cache_bytes) if options.cache_bytes else None
         self._runners = [
             Runner(
                 *(parts.model, self._queue, self._finisher, threads, parts.serial_tokens, self._core_load),
                 lanes,
                 self._on_defect,
+                cache,
             )
             for lanes in ([(lane,) for lane in Lane] if parts.limits.own_threads else [tuple(Lane)])
         ]
@@ -381,7 +384,7 @@ class AwaitedJob(Job):
     __slots__ = ("done",)
 
     def __init__(self, inputs: Sequence[Input], options: InferOptions) -> None:
-        super().__init__(inputs, options, Lane.INTERACTIVE)
+        super().__init__(inputs, options, Lane.INTERACTIVE, tenant=OWN_TENANT)
         self.done = threading.Event()
 
 

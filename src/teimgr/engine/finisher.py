@@ -139,14 +139,18 @@ def _nothing() -> None:
     """Results in their own memory need not be given back."""
 
 
+def keep_nothing(rows: Mapping[Output, HostRows]) -> None:
+    """Results of which nothing is kept."""
+
+
 @dataclass(frozen=True, slots=True)
 class StartedBatch:
     """A batch started on the device; in flight until `wait` has returned the results.
 
     The texts of all entries, one entry behind the other, are the texts `places` (int64 [texts]) of the results: equal
-    inputs have the same one. Where `finished` is set,
-    vectors are cut and normalised by these options already, which are those of all jobs. `in_flight` is that of the
-    thread that started it. `free` gives the memory of the results back, once they are written into jobs.
+    inputs have the same one. Where `finished` is set, vectors are cut and normalised already, by these options of all
+    jobs. `in_flight` is that of the thread that started it. Once the results are written into jobs, `keep` gets them,
+    and then `free` gives their memory back.
     """
 
     entries: Sequence[QueueEntry]
@@ -156,28 +160,45 @@ class StartedBatch:
     tokens: int
     finished: VectorOptions | None = None
     free: Callable[[], None] = _nothing
+    keep: Callable[[Mapping[Output, HostRows]], None] = keep_nothing
 
     @property
     def texts(self) -> int:
         return sum([entry.texts for entry in self.entries])
 
     def by_job(self) -> Iterator[tuple[Job, list[QueueEntry], NDArray[np.intp]]]:
-        """The jobs in their order, each with its entries and the `places` of these."""
-        if len(self.entries) == 1:
-            yield self.entries[0].job, [self.entries[0]], self.places
-            return
-        places_of: dict[Job, list[tuple[QueueEntry, NDArray[np.intp]]]] = defaultdict(list)
-        begin = 0
-        for entry in self.entries:
-            places_of[entry.job].append((entry, self.places[begin : begin + entry.texts]))
-            begin += entry.texts
-        for job, found in places_of.items():
-            places = self.places if len(places_of) == 1 else _concatenated([places for _, places in found])
-            yield job, [entry for entry, _ in found], places
+        """As `by_job`."""
+        return by_job(self.entries, self.places)
+
+
+def by_job(
+    entries: Sequence[QueueEntry], places: NDArray[np.intp]
+) -> Iterator[tuple[Job, list[QueueEntry], NDArray[np.intp]]]:
+    """The jobs in their order, each with its entries and the `places` of these."""
+    if len(entries) == 1:
+        yield entries[0].job, [entries[0]], places
+        return
+    places_of: dict[Job, list[tuple[QueueEntry, NDArray[np.intp]]]] = defaultdict(list)
+    begin = 0
+    for entry in entries:
+        places_of[entry.job].append((entry, places[begin : begin + entry.texts]))
+        begin += entry.texts
+    for job, found in places_of.items():
+        own = places if len(places_of) == 1 else _concatenated([each for _, each in found])
+        yield job, [entry for entry, _ in found], own
 
 
 def _concatenated(parts: Sequence[NDArray[np.intp]]) -> NDArray[np.intp]:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class KnownBatch:
+    """Texts whose results are known: those of all entries, one behind the other, are the texts `places` of `rows`."""
+
+    entries: Sequence[QueueEntry]
+    places: NDArray[np.intp]
+    rows: Mapping[Output, HostRows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +207,9 @@ class Failures:
 
     rows: Sequence[tuple[Job, int, TeimgrError]]
     empty: Sequence[Job] = ()
+
+
+Work = StartedBatch | KnownBatch | Failures
 
 
 @dataclass(slots=True)
@@ -206,7 +230,8 @@ class EngineStats:
 
     `busy_s` is time with a batch on the device. `by_texts[k]` counts the batches of at most 2^k texts that have more
     than 2^(k-1), `by_tokens` likewise; `lanes` are by `Lane.value`. `padding_saved_tokens` is what padding each batch
-    to its longest text would have added. `device_bytes` and `device_peak_bytes` are what the device's allocator holds
+    to its longest text would have added. `known_texts` were not computed, and are in no other count: an equal input was
+    under way, or its result was kept. `device_bytes` and `device_peak_bytes` are what the device's allocator holds
     for this process, and the most it ever gave out; 0 and None on the CPU.
     """
 
@@ -217,6 +242,7 @@ class EngineStats:
     texts: int = 0
     tokens: int = 0
     failed_texts: int = 0
+    known_texts: int = 0
     busy_s: float = 0.0
     healthy: bool = True
     by_texts: list[int] = field(default_factory=lambda: [0] * _POWERS)
@@ -247,7 +273,7 @@ class Finisher:
         self._on_fault = on_fault
         self._on_bad_result = on_bad_result
         self._activation = activation
-        self._inbox: queue.Queue[StartedBatch | Failures | None] = queue.Queue(_HANDOVER)
+        self._inbox: queue.Queue[Work | None] = queue.Queue(_HANDOVER)
         self._ended = threading.Event()
         self._finishing = threading.Lock()  # held by the thread that finishes
         self._counted_ns = 0  # until this monotonic moment `busy_s` is complete
@@ -273,7 +299,7 @@ class Finisher:
         """Whether nothing is being finished or waits for that."""
         return self._inbox.empty() and not self._finishing.locked()
 
-    def put(self, work: StartedBatch | Failures | None, timeout_s: float = math.inf) -> bool:
+    def put(self, work: Work | None, timeout_s: float = math.inf) -> bool:
         """Hand over; waits while the finisher is `_HANDOVER` items behind. False: timed out, or the finisher ended."""
         deadline = time.monotonic() + timeout_s
         while not self._ended.is_set() and (left_s := deadline - time.monotonic()) > 0:
@@ -283,6 +309,16 @@ class Finisher:
                 continue
             return True
         return False
+
+    def put_known(self, batch: KnownBatch) -> None:
+        """Write results that need no computing: on this thread where it is free, else on the finisher's."""
+        if self._ended.is_set() or not self._finishing.acquire(blocking=False):
+            self.put(batch)
+            return
+        try:
+            self._finish(batch)
+        finally:
+            self._finishing.release()
 
     def finish_here(self, batch: StartedBatch) -> bool:
         """Finish a batch on the thread that started it.
@@ -330,8 +366,16 @@ class Finisher:
             self._finish(work)
         return True
 
-    def _finish(self, work: StartedBatch | Failures) -> None:
-        touched = self._write(work) if isinstance(work, StartedBatch) else [*self._fail(work.rows), *work.empty]
+    def _finish(self, work: Work) -> None:
+        if isinstance(work, StartedBatch):
+            touched = self._write(work)
+        elif isinstance(work, KnownBatch):
+            now_ns = time.monotonic_ns()
+            results = BatchResults(work.rows, self._activation)
+            touched = self._write_jobs(results, by_job(work.entries, work.places), now_ns, 0)
+            self.stats.known_texts += len(work.places)
+        else:
+            touched = [*self._fail(work.rows), *work.empty]
         complete = [job for job in touched if job.remaining == 0 and not job.cancelled]
         for job in complete:
             job.average_times()
@@ -358,8 +402,20 @@ class Finisher:
         self._count(batch, duration_ns, now_ns - max(self._counted_ns, min(running, default=now_ns)))
         self._counted_ns = now_ns
         results = BatchResults(rows, self._activation, batch.finished)
+        jobs = self._write_jobs(results, batch.by_job(), began_ns, duration_ns)
+        batch.keep(rows)
+        batch.free()  # jobs have copies
+        return jobs
+
+    def _write_jobs(
+        self,
+        results: BatchResults,
+        by_job: Iterator[tuple[Job, list[QueueEntry], NDArray[np.intp]]],
+        began_ns: int,
+        duration_ns: int,
+    ) -> list[Job]:
         jobs: list[Job] = []
-        for job, entries, places in batch.by_job():
+        for job, entries, places in by_job:
             jobs.append(job)
             if failed := _written(results, job, places, _concatenated([entry.rows for entry in entries])):
                 self._on_bad_result()
@@ -369,7 +425,6 @@ class Finisher:
             enqueued_ns = sum([entry.enqueued_ns * entry.texts for entry in entries])
             tokens = sum([entry.tokens for entry in entries])
             job.count_served(count, tokens, enqueued_ns, began_ns, duration_ns)
-        batch.free()  # jobs have copies
         return jobs
 
     def _fail(self, rows: Sequence[tuple[Job, int, TeimgrError]]) -> list[Job]:

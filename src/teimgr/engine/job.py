@@ -123,8 +123,8 @@ class Job:
         tokens_of      N × float32 [tokens, hidden]    TOKENS
         multi_vectors  N × float32 [kept, projected]   MULTI_VECTOR
 
-    `share` is whose it is. `account` is charged before the job's rows are queued; if it refuses, the job is delivered
-    with `refused` alone.
+    `share` is whose it is, `tenant` the number of whom the call is of: 0 for none, negative for the engine itself.
+    `account` is charged before the job's rows are queued; if it refuses, the job is delivered with `refused` alone.
     `cut_to` are the dimensions that dense vectors are cut to, None for all; with `is_rounded` they become the integers
     of the model. `chars` counts ids where an input is given as ids. The three times are means over the served rows:
     from submission to queue, from queue to the start of the batch, and the duration of the batch the row rode in.
@@ -135,6 +135,7 @@ class Job:
     lane: Lane
     deadline: float | None = None
     context: object = None
+    tenant: int = 0
     share: Share = field(default=EQUAL, init=False)
     account: Account | None = field(default=None, init=False)
     refused: TeimgrError | None = field(default=None, init=False)

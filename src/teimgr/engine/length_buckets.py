@@ -45,6 +45,10 @@ class QueueEntry:
         """
         return self.job.deadline is not None and now + token_s * self.length > self.job.deadline
 
+    def some(self, which: Sequence[int]) -> QueueEntry:
+        """Some of its rows, by their position, as another entry; this one is of no more use."""
+        return QueueEntry(self.job, self.rows[which], self.encoded.part(which), self.enqueued_ns)
+
     def split(self, texts: int) -> QueueEntry:
         """Take the first rows from this entry, fewer than it has, into another one."""
         first = QueueEntry(self.job, self.rows[:texts], self.encoded.part(slice(texts)), self.enqueued_ns)

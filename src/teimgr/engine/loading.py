@@ -68,7 +68,8 @@ class EngineOptions:
     """What to load and where.
 
     `device` is "cpu" or "cuda" (the one visible GPU); `core_load` is the file of `core_load.CoreLoad`, `references` the
-    folder of `reference_cache`, `spaces` that of `space`, if any; `max_queued_tokens` is per lane. `model_sha` is the
+    folder of `reference_cache`, `spaces` that of `space`, if any; `max_queued_tokens` is per lane, `cache_bytes` of
+    `known_results`. `model_sha` is the
     requested revision, `commit` what it resolved to; both only go into `LoadedModel`. `code` goes there too, and into
     the space. `code_revision` is of the other repositories that the code of a trusted model is in.
     """
@@ -93,6 +94,7 @@ class EngineOptions:
     max_batch_tokens: int = 16384
     max_batch_requests: int | None = None
     max_queued_tokens: int = 2_000_000
+    cache_bytes: int = 0
     default_prompt_name: str | None = None
     default_prompt: str | None = None
 

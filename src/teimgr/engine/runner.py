@@ -13,10 +13,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import numpy as np
 import torch
@@ -29,15 +29,27 @@ from teimgr.engine.core_load import CoreLoad
 from teimgr.engine.finisher import (
     Failures,
     Finisher,
+    HostRows,
     StartedBatch,
     VectorOptions,
     failed_rows,
+    keep_nothing,
     vector_options,
 )
 from teimgr.engine.heads import Rows
 from teimgr.engine.heads.pooling import finish_on_device
 from teimgr.engine.host_copies import HostCopies
 from teimgr.engine.job import Lane, Output
+from teimgr.engine.known_results import (
+    OWN_TENANT,
+    RECENT_BYTES,
+    DistinctInputs,
+    RecentBatch,
+    ResultCache,
+    keys_of,
+    known_and_rest,
+    numbers_of,
+)
 from teimgr.engine.model import Model
 from teimgr.engine.native_library import NO_MEMORY
 from teimgr.engine.queue import BATCH_OVERHEAD_TOKENS, EntryQueue, QueueEntry, halves
@@ -85,6 +97,9 @@ class Runner:
     Batches of up to `serial_tokens` are computed by one CPU thread, others by `threads.own`, or by up to `threads.most`
     while the other workers of the host (`core_load`) leave cores idle.
 
+    Of inputs that were submitted before an equal one of the same tenant was computed, only that one is; `cache` keeps
+    results for longer.
+
     `on_defect` gets what is raised on a caller's thread, which it does not end; the queries at hand fail.
     """
 
@@ -98,11 +113,14 @@ class Runner:
         core_load: CoreLoad | None = None,
         lanes: tuple[Lane, ...] = tuple(Lane),
         on_defect: Callable[[BaseException], None] = lambda error: None,
+        cache: ResultCache | None = None,
     ) -> None:
+        self._recent: RecentBatch | None = None
         self._on_defect = on_defect
         self._lanes = lanes
         self._has_own_lane = lanes == (Lane.INTERACTIVE,)
-        is_table = isinstance(model.backbone, StaticTable)
+        is_table = self._is_table = isinstance(model.backbone, StaticTable)
+        self._cache = None if is_table else cache
         self._is_light = self._has_own_lane or (is_table and not gpu.is_gpu(model.backbone.device))
         self._model = model
         self._queue = queue
@@ -165,6 +183,8 @@ class Runner:
                 with self._computing:
                     self._execute(draft.entries)
                 self._memory_returned = False
+            if not draft.entries:
+                self._recent = None
             is_due = not draft.entries or time.monotonic() > self._returned_at + _RETURN_MEMORY_S
             if is_due and not self._memory_returned:
                 return_freed_memory()
@@ -185,7 +205,20 @@ class Runner:
         if texts > 1 and self._result_bytes(entries) > MAX_RESULT_BYTES:
             self._execute_halves(entries)
             return
-        fault = self._start(entries)
+        recent, self._recent = self._recent, None
+        distinct = None
+        if recent is not None or self._cache is not None:
+            distinct = self._distinct_inputs(entries, True)
+            has_twins = recent is not None and not distinct.known.keys().isdisjoint(recent.distinct.known)
+            if has_twins or self._cache is not None:
+                known, rest = known_and_rest(entries, recent, self._cache)
+                if known is not None:
+                    self._finisher.put_known(known)
+                    if not rest:
+                        return
+                    entries, distinct = rest, None
+                    texts = sum([entry.texts for entry in entries])
+        fault = self._start(entries, distinct)
         if fault is None:
             return
         if fault.failed is not None:
@@ -224,12 +257,13 @@ class Runner:
             kept = texts * sum(kept_by[output] for output in wanted)
         return 4 * (tokens * per_token + texts * per_text) + kept
 
-    def _start(self, entries: list[QueueEntry]) -> _StartError | None:
+    def _start(self, entries: list[QueueEntry], distinct: DistinctInputs | None = None) -> _StartError | None:
         """Start a batch and pass it on.
 
         Returns an error as text: the exception itself would keep the tensors of the forward alive through its frames.
         """
-        inputs, inputs_of = self._distinct_inputs(entries)
+        distinct = distinct or self._distinct_inputs(entries)
+        inputs, inputs_of, _ = distinct
         tokens = sum([each.ids.size for each in inputs])
         threads = 1 if tokens <= self._serial_tokens else self._threads_now(tokens)
         if threads != torch.get_num_threads():
@@ -240,17 +274,24 @@ class Runner:
             batch = self._pack(inputs)
             with self._noted(threads):
                 rows = self._model.run(batch, _wanted(entries))
-            finished = self._common_options(entries)
+            finished = self._common_options(entries) if self._cache is None else None  # which keeps what is not cut
             if finished is not None:
                 rows[Output.DENSE] = Rows(finish_on_device(rows[Output.DENSE].values, *finished))
-            places = inputs_of if batch.texts == 1 else np.argsort(batch.order)[inputs_of]
+            places_of = np.zeros(1, np.intp) if batch.texts == 1 else np.argsort(batch.order)
+            places = inputs_of if batch.texts == 1 else places_of[inputs_of]
             copies = HostCopies(rows)
-            started = StartedBatch(entries, places, copies.wait, self._in_flight, tokens, finished, copies.free)
+            keep = keep_nothing if self._cache is None else partial(self._keep, entries, distinct, places_of)
+            started = StartedBatch(entries, places, copies.wait, self._in_flight, tokens, finished, copies.free, keep)
         except Exception as error:  # of any kind, an overflow for one: only the texts at fault fail
             failed = gpu.fault_of(error, self._model.backbone.device)
             self._in_flight.leave(tokens, time.monotonic_ns())
             trace = "".join(traceback.format_exception(error)) if failed or len(inputs_of) == 1 else ""
             return _StartError(str(error), _is_out_of_memory(error), failed, trace)
+        if self._may_have_twins() and self._result_bytes(entries) <= RECENT_BYTES:
+            distinct = distinct if distinct.known else self._distinct_inputs(entries, True)
+            counts = [(entry.job.tenant, entry.texts) for entry in entries]
+            outputs = frozenset(rows)
+            self._recent = RecentBatch(distinct, counts, places_of, copies.wait, outputs, time.monotonic_ns())
         is_small = tokens <= _SMALL_TOKENS
         finishes = self._has_own_lane or (is_small and self._is_light)
         if self._has_queries() or not (finishes and self._finisher.finish_here(started)):
@@ -259,6 +300,28 @@ class Runner:
             took_s = (time.monotonic_ns() - began_ns) / 1e9 / (tokens + BATCH_OVERHEAD_TOKENS)
             self._token_s = took_s if math.isinf(self._token_s) else self._token_s + _LATEST * (took_s - self._token_s)
         return None
+
+    def _may_have_twins(self) -> bool:
+        """Whether inputs wait that came while the last batch ran: an equal one need not be computed. A GPU has begun
+        the next batch before the results of this one are there."""
+        if self._is_table or gpu.is_gpu(self._model.backbone.device):
+            return False
+        return any(self._queue.texts(lane) or self._queue.waiting_before(lane) for lane in self._lanes)
+
+    def _keep(
+        self,
+        entries: Sequence[QueueEntry],
+        distinct: DistinctInputs,
+        places_of: NDArray[np.intp],
+        rows: Mapping[Output, HostRows],
+    ) -> None:
+        """Finisher thread: keep the results of a batch in the cache."""
+        assert self._cache is not None
+        keys, tenants = distinct.keys(), [entry.job.tenant for entry in entries for _ in range(entry.texts)]
+        for tenant, at in set(zip(tenants, distinct.inputs_of.tolist(), strict=True)):
+            if tenant != OWN_TENANT:
+                place = int(places_of[at])
+                self._cache.put(tenant, keys[at], {output: numbers_of(of, place) for output, of in rows.items()})
 
     def _has_queries(self) -> bool:
         return bool(self._queue.texts(Lane.INTERACTIVE) or self._queue.waiting_before(Lane.INTERACTIVE))
@@ -281,21 +344,23 @@ class Runner:
     def _noted(self, threads: int) -> AbstractContextManager[None]:
         return nullcontext() if self._core_load is None else self._core_load.computing(threads)
 
-    def _distinct_inputs(self, entries: Sequence[QueueEntry]) -> tuple[list[Encoded], NDArray[np.intp]]:
-        """What to compute for a batch, and the text of it for each text of `entries`: equal ones are computed once.
+    def _distinct_inputs(self, entries: Sequence[QueueEntry], needs_keys: bool = False) -> DistinctInputs:
+        """What to compute for a batch: equal inputs once.
 
         Not for an embedding table: to find them would take longer than their vectors do.
         """
-        if isinstance(self._model.backbone, StaticTable):
-            return [entry.encoded for entry in entries], np.arange(sum([entry.texts for entry in entries]))
+        if self._is_table:
+            texts = sum([entry.texts for entry in entries])
+            return DistinctInputs([entry.encoded for entry in entries], np.arange(texts), {})
         if len(entries) == 1 and entries[0].texts == 1:
-            return [entries[0].encoded], np.zeros(1, np.intp)
-        known: dict[tuple[Any, ...], int] = {}
+            known = dict.fromkeys(keys_of(entries[0].encoded), 0) if needs_keys else {}
+            return DistinctInputs([entries[0].encoded], np.zeros(1, np.intp), known)
+        known = {}
         inputs: list[Encoded] = []
         inputs_of: list[int] = []
         for entry in entries:
             new = []
-            for i, key in enumerate(_keys(entry.encoded)):
+            for i, key in enumerate(keys_of(entry.encoded)):
                 following = len(known)
                 inputs_of.append(known.setdefault(key, following))
                 if len(known) > following:
@@ -304,17 +369,7 @@ class Runner:
                 inputs.append(entry.encoded)
             elif new:
                 inputs.append(entry.encoded.part(new))
-        return inputs, np.array(inputs_of)
-
-
-def _keys(encoded: Encoded) -> Iterator[tuple[Any, ...]]:
-    """A key for each text, equal for those with equal results."""
-    settings = encoded.keys, encoded.prompt_tokens, encoded.query, encoded.task
-    ids, size = encoded.ids.tobytes(), encoded.length
-    types = None if encoded.type_ids is None else encoded.type_ids.tobytes()
-    for begin in range(0, encoded.ids.size, size):
-        own = None if types is None else types[begin : begin + size]
-        yield ids[4 * begin : 4 * (begin + size)], own, *settings
+        return DistinctInputs(inputs, np.array(inputs_of), known)
 
 
 def _lower_priority() -> None:

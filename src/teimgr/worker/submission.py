@@ -42,7 +42,9 @@ class Submission:
         self.encode = encode
         self.has_waited = has_waited
         self.result_bytes: int | None = None
-        self.jobs = [Job(part.inputs, part.options, call.lane, call.deadline, context=self) for part in parts]
+        self.jobs = [
+            Job(part.inputs, part.options, call.lane, call.deadline, context=self, tenant=call.tenant) for part in parts
+        ]
         self.accounts: list[Account] = []
         self.parts = parts
         self._unfinished = len(parts)

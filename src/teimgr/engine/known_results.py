@@ -1,0 +1,196 @@
+"""Results that need not be computed again: of inputs under way when an equal one came, and of a cache of one engine.
+
+Both are looked up when a batch begins, by what was tokenized: equal token ids, token types, role and task give equal
+results. A result is found by the same tenant alone, so that no one learns by the time of an answer what others asked.
+What is kept is what the heads gave, before a request's dimensions and norm.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from teimgr.engine.batch import Encoded
+from teimgr.engine.finisher import Floats, HostRows, KnownBatch
+from teimgr.engine.job import Output
+from teimgr.engine.queue import QueueEntry
+
+Key = tuple[Any, ...]
+Numbers = tuple[Floats, NDArray[np.int64] | None]
+"""Of one text: values, and the positions of sparse ones."""
+Result = Mapping[Output, Numbers]
+
+OWN_TENANT = -1
+"""Of the engine's own jobs, which have to be computed: they test the device."""
+RECENT_BYTES = 8 * 2**20
+"""Of a batch whose results wait for equal inputs that came while it ran."""
+_ENTRY_BYTES = 500  # of a kept result beside its numbers and ids
+
+
+def keys_of(encoded: Encoded) -> Iterator[Key]:
+    """A key for each text, equal for those with equal results."""
+    settings = encoded.keys, encoded.prompt_tokens, encoded.query, encoded.task
+    ids, size = encoded.ids.tobytes(), encoded.length
+    types = None if encoded.type_ids is None else encoded.type_ids.tobytes()
+    for begin in range(0, encoded.ids.size, size):
+        own = None if types is None else types[begin : begin + size]
+        yield ids[4 * begin : 4 * (begin + size)], own, *settings
+
+
+class DistinctInputs(NamedTuple):
+    """What to compute for a batch: `inputs_of` has the number of the input of each text, `known` that of each key.
+
+    `known` is empty where it was not needed, or equal inputs are not looked for.
+    """
+
+    inputs: list[Encoded]
+    inputs_of: NDArray[np.intp]
+    known: Mapping[Key, int]
+
+    def keys(self) -> list[Key]:
+        """The key of each input."""
+        return list(self.known) if self.known else [key for each in self.inputs for key in keys_of(each)]
+
+
+class ResultCache:
+    """Results by tenant and input, within `most_bytes`; those that were not used for longest go first. Thread-safe."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self.most_bytes = most_bytes
+        self.bytes = 0
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[tuple[int, Key], Result] = OrderedDict()
+
+    def find(self, tenant: int, key: Key, outputs: frozenset[Output]) -> Result | None:
+        """The result of an input, if all `outputs` of it are kept."""
+        with self._lock:
+            found = self._kept.get((tenant, key))
+            if found is None or not outputs <= found.keys():
+                return None
+            self._kept.move_to_end((tenant, key))
+            return found
+
+    def put(self, tenant: int, key: Key, result: Result) -> None:
+        """Keep a result; one with NaN or infinity is none."""
+        own = {output: (np.array(values), indices) for output, (values, indices) in result.items()}
+        if not all(np.isfinite(values).all() for values, _ in own.values()):
+            return
+        size = _bytes_of(key, own)
+        if size > self.most_bytes:
+            return
+        with self._lock:
+            known = self._kept.pop((tenant, key), None)
+            if known is not None:
+                self.bytes -= _bytes_of(key, known)
+            self._kept[tenant, key] = own
+            self.bytes += size
+            while self.bytes > self.most_bytes:
+                (_, oldest), gone = self._kept.popitem(last=False)
+                self.bytes -= _bytes_of(oldest, gone)
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+
+def _bytes_of(key: Key, result: Result) -> int:
+    numbers = sum(values.nbytes + (0 if at is None else at.nbytes) for values, at in result.values())
+    return numbers + len(key[0]) + _ENTRY_BYTES
+
+
+@dataclass(slots=True)
+class RecentBatch:
+    """The last batch of a thread: inputs that were submitted before it ended, at `ended_ns`, have its results.
+
+    `distinct` are its inputs, `texts` the number of texts of each tenant in turn, and `places` where the results of an
+    input are.
+    """
+
+    distinct: DistinctInputs
+    texts: Sequence[tuple[int, int]]
+    places: NDArray[np.intp]
+    wait: Callable[[], Mapping[Output, HostRows]]
+    outputs: frozenset[Output]
+    ended_ns: int
+    _asked: set[tuple[int, int]] = field(default_factory=set)
+    _rows: Mapping[Output, HostRows] | None = None
+
+    def find(self, tenant: int, key: Key, outputs: frozenset[Output]) -> Result | None:
+        """The result of an input, if the tenant asked for it in this batch too."""
+        at = self.distinct.known.get(key)
+        if at is None or not outputs <= self.outputs:
+            return None
+        if not self._asked:
+            tenants = [each for each, count in self.texts for _ in range(count)]
+            self._asked = set(zip(tenants, self.distinct.inputs_of.tolist(), strict=True))
+        if (tenant, at) not in self._asked:
+            return None
+        if self._rows is None:
+            self._rows = self.wait()
+        return {output: numbers_of(self._rows[output], int(self.places[at])) for output in outputs}
+
+
+def numbers_of(rows: HostRows, place: int) -> Numbers:
+    """The numbers of one text of a batch, not copied."""
+    if rows.offsets is None:
+        return rows.values[place], None
+    own = slice(int(rows.offsets[place]), int(rows.offsets[place + 1]))
+    return rows.values[own], None if rows.indices is None else rows.indices[own]
+
+
+def known_and_rest(
+    entries: Sequence[QueueEntry], recent: RecentBatch | None, cache: ResultCache | None
+) -> tuple[KnownBatch | None, list[QueueEntry]]:
+    """The texts of a batch whose results are known, and the entries that are left to compute."""
+    found: list[QueueEntry] = []
+    results: list[tuple[frozenset[Output], Result]] = []
+    rest: list[QueueEntry] = []
+    for entry in entries:
+        job = entry.job
+        came_before = recent is not None and job.submitted_ns <= recent.ended_ns
+        if job.tenant == OWN_TENANT or (cache is None and not came_before):
+            rest.append(entry)
+            continue
+        outputs = job.options.outputs
+        known: list[int] = []
+        unknown: list[int] = []
+        for i, key in enumerate(keys_of(entry.encoded)):
+            result = recent.find(job.tenant, key, outputs) if recent is not None and came_before else None
+            if result is None and cache is not None:
+                result = cache.find(job.tenant, key, outputs)
+            (unknown if result is None else known).append(i)
+            if result is not None:
+                results.append((outputs, result))
+        if not known:
+            rest.append(entry)
+        elif not unknown:
+            found.append(entry)
+        else:
+            found.append(entry.some(known))
+            rest.append(entry.some(unknown))
+    return (None if not found else _batch_of(found, results)), rest
+
+
+def _batch_of(entries: list[QueueEntry], results: list[tuple[frozenset[Output], Result]]) -> KnownBatch:
+    """The known texts as a batch: an output that a text did not ask for is empty or zero there."""
+    rows: dict[Output, HostRows] = {}
+    for output in frozenset().union(*(outputs for outputs, _ in results)):
+        numbers = [result.get(output) for _, result in results]
+        first = next(each for each in numbers if each is not None)
+        rows[output] = _rows_of([first if each is None else each for each in numbers], output)
+    return KnownBatch(entries, np.arange(len(results)), rows)
+
+
+def _rows_of(numbers: Sequence[Numbers], output: Output) -> HostRows:
+    values = [each for each, _ in numbers]
+    if output in (Output.DENSE, Output.SCORES):
+        return HostRows(np.stack(values))
+    offsets = np.zeros(len(values) + 1, np.int64)
+    np.cumsum([len(each) for each in values], out=offsets[1:])
+    positions = [at for _, at in numbers if at is not None]
+    return HostRows(np.concatenate(values), offsets, np.concatenate(positions) if positions else None)
