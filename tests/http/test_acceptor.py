@@ -180,7 +180,21 @@ async def test_a_few_are_accepted_in_each_turn() -> None:
             most, before = max(most, gate.count - before), gate.count
         silent.close()
 
-    assert 0 < most <= acceptor._ACCEPTS_PER_TURN
+    assert 0 < most <= acceptor._STARTS_PER_TURN
+
+
+async def test_a_client_does_not_wait_for_all_connections_that_another_has_opened_before() -> None:
+    gate = ConnectionGate()
+    async with accepting(gate) as address, asyncio.timeout(30):
+        silent = Silent(address, 1500)  # no turn of the loop meanwhile: they are in the backlog
+        other = socket.create_connection(address, source_address=("127.0.0.2", 0))
+        other.sendall(b"hi\n")
+        other.setblocking(False)
+
+        assert await asyncio.get_running_loop().sock_recv(other, 10) == b"hi\n"
+        assert gate.count < 1000
+        other.close()
+        silent.close()
 
 
 async def test_what_is_over_the_limit_is_closed_and_told() -> None:

@@ -2,6 +2,10 @@
 
 The event loop's own server would accept all waiting connections in one turn, which thousands opened at once make long,
 and would not count those in their TLS handshake. Its TLS context could not be replaced either.
+
+The kernel gives connections in the order in which they came. An accept is cheap and what follows is not, so when many
+wait they are accepted well ahead, and started by their clients in rotation: a new client does not wait for thousands of
+another. When few wait, no more are accepted than are started, since other workers may accept on the same socket.
 """
 
 from __future__ import annotations
@@ -11,24 +15,33 @@ import errno
 import logging
 import socket
 import ssl
-from collections import deque
+import struct
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, cast
+from typing import Any, Generic, TypeVar, cast
 
 from teimgr.errors import TeimgrError, Unavailable
-from teimgr.http.connection_gate import ConnectionGate, Phase, Ticket
+from teimgr.http.connection_gate import ConnectionGate, Phase, Ticket, network_of
 
 log = logging.getLogger(__name__)
 
-# In one turn of the event loop. A handshake begins with a signature, which takes a millisecond with RSA.
-_ACCEPTS_PER_TURN = 32
+# In one turn of the event loop. An accept takes some 10 µs, the start of a connection ten times that; a handshake
+# begins with a signature, which takes a millisecond with RSA.
+_STARTS_PER_TURN = 32
 _HANDSHAKES_PER_TURN = 4
-# While more clients than this wait for their handshake to begin, others wait in the backlog.
+# While more than this are in the backlog, so many are accepted ahead in a turn, and at most so many in all.
+_LONG_BACKLOG = 128
+_AHEAD_PER_TURN = 256
+_MAX_AHEAD = 4096
+# `tcpi_unacked` in Linux's `struct tcp_info`: of a listening socket, its backlog now.
+_TCP_INFO_UNACKED = struct.Struct("24xI")
+# While more clients than this wait for their handshake to begin, no further connection is started.
 _MAX_WAITING = 64
 _PAUSE_S = 0.5
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
+ItemT = TypeVar("ItemT")
 MakeProtocol = Callable[[Ticket], asyncio.BaseProtocol]
 """Makes the protocol of a connection, which takes over the ticket (`hand_to`) in its `connection_made`."""
 Context = Callable[[], ssl.SSLContext | None]
@@ -59,7 +72,10 @@ class Acceptor:
         self._on_failure = on_failure
         self.arrivals: set[_Arrival] = set()
         self._sock = sock
-        self._waiting: deque[_Arrival] = deque()
+        self._max_ahead = max(1, min(_MAX_AHEAD, gate.limit // 2))
+        self._accepted: _ByClient[tuple[socket.socket, str]] = _ByClient()
+        self._waiting: _ByClient[_Arrival] = _ByClient()
+        self._taking: asyncio.Handle | None = None
         self._starting: asyncio.Handle | None = None
         self._pause: asyncio.TimerHandle | None = None
         self._is_accepting = self._is_open = False
@@ -79,10 +95,16 @@ class Acceptor:
 
     async def wait_closed(self) -> None:
         """End the handshakes that are under way; to be called after `close`."""
-        if self._starting is not None:
-            self._starting.cancel()
-            self._starting = None
-        self._waiting.clear()
+        for handle in (self._starting, self._taking):
+            if handle is not None:
+                handle.cancel()
+        self._starting = self._taking = None
+        while self._accepted:
+            self.take(*self._accepted.pop())
+            if not len(self._accepted) % _STARTS_PER_TURN:
+                await asyncio.sleep(0)
+        while self._waiting:
+            self._waiting.pop()
         tasks = [arrival.task for arrival in self.arrivals if arrival.task is not None]
         for arrival in tuple(self.arrivals):
             arrival.end()
@@ -91,19 +113,18 @@ class Acceptor:
 
     def await_handshake(self, arrival: _Arrival) -> None:
         """Called by a connection whose client has sent the first byte."""
-        self._waiting.append(arrival)
-        self._accept_or_not()
+        self._waiting.put(arrival.client, arrival)
         if self._starting is None:
             self._starting = self._loop.call_soon(self._start_handshakes)
 
     def _start_handshakes(self) -> None:
         for _ in range(min(_HANDSHAKES_PER_TURN, len(self._waiting))):
-            self._waiting.popleft().shake_hands()
+            self._waiting.pop().shake_hands()
         self._starting = self._loop.call_soon(self._start_handshakes) if self._waiting else None
-        self._accept_or_not()
+        self._take_later()
 
     def _accept_or_not(self) -> None:
-        accepts = self._is_open and self._pause is None and len(self._waiting) <= _MAX_WAITING
+        accepts = self._is_open and self._pause is None and len(self._accepted) < self._max_ahead
         if accepts and not self._is_accepting:
             self._loop.add_reader(self._sock, self._accept)
         elif self._is_accepting and not accepts:
@@ -111,21 +132,45 @@ class Acceptor:
         self._is_accepting = accepts
 
     def _accept(self) -> None:
-        for _ in range(_ACCEPTS_PER_TURN):
+        for number in range(_STARTS_PER_TURN + _AHEAD_PER_TURN):
+            if number == _STARTS_PER_TURN and self._backlog() <= _LONG_BACKLOG:
+                break
             try:
                 sock, address = self._sock.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-                return
+                break
             except OSError as error:
-                if error.errno not in _EXHAUSTED:  # of a connection that is gone
-                    return
-                log.warning("connections are not accepted for %g s: %s", _PAUSE_S, error)
-                self._pause = self._loop.call_later(_PAUSE_S, self._resume)
-                self._accept_or_not()
-                return
-            self.take(sock, str(address[0]) if sock.family != socket.AF_UNIX else "")
-            if not self._is_accepting:
-                return
+                if error.errno in _EXHAUSTED:  # else of a connection that is gone
+                    log.warning("connections are not accepted for %g s: %s", _PAUSE_S, error)
+                    self._pause = self._loop.call_later(_PAUSE_S, self._resume)
+                break
+            client = str(address[0]) if sock.family != socket.AF_UNIX else ""
+            self._accepted.put(client, (sock, client))
+        self._accept_or_not()
+        if self._taking is None:
+            self._take_accepted()
+
+    def _backlog(self) -> int:
+        """Connections that wait to be accepted; 0 where the kernel does not tell."""
+        try:
+            info = self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_UNACKED.size)
+            return int(_TCP_INFO_UNACKED.unpack(info)[0])
+        except (OSError, struct.error):  # a Unix socket
+            return 0
+
+    def _take_accepted(self) -> None:
+        """Start some of the accepted connections, and the others in later turns."""
+        self._taking = None
+        for _ in range(min(_STARTS_PER_TURN, len(self._accepted))):
+            if len(self._waiting) > _MAX_WAITING:
+                return  # until handshakes have begun
+            self.take(*self._accepted.pop())
+        self._take_later()
+
+    def _take_later(self) -> None:
+        if self._accepted and self._taking is None:
+            self._taking = self._loop.call_soon(self._take_accepted)
+        self._accept_or_not()
 
     def _resume(self) -> None:
         self._pause = None
@@ -160,6 +205,30 @@ class Acceptor:
             log.debug("a connection of %s failed: %s", client, error)
 
 
+class _ByClient(Generic[ItemT]):
+    """Items of clients, popped by clients in rotation."""
+
+    def __init__(self) -> None:
+        self._queues: OrderedDict[str, deque[ItemT]] = OrderedDict()  # by network, the next one first
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def put(self, client: str, item: ItemT) -> None:
+        self._queues.setdefault(network_of(client), deque()).append(item)
+        self._count += 1
+
+    def pop(self) -> ItemT:
+        """The next item; raises KeyError: there is none."""
+        network, queue = self._queues.popitem(last=False)
+        item = queue.popleft()
+        if queue:
+            self._queues[network] = queue  # behind the others
+        self._count -= 1
+        return item
+
+
 class _Arrival:
     """A connection between its accept and the `connection_made` of its protocol."""
 
@@ -173,6 +242,10 @@ class _Arrival:
         self._is_watched = False
         self.task: asyncio.Task[None] | None = None
         ticket.hand_to(self)
+
+    @property
+    def client(self) -> str:
+        return self._ticket.client
 
     def begin(self) -> None:
         """With TLS wait for the client's first byte: until then the connection costs no TLS state."""

@@ -13,6 +13,8 @@ import grpc.aio
 from tests.fuzz.victim.target import ATTACKER, KEYS, Target
 
 ANSWER_LIMIT_S = 60.0
+# The attacker's own address, so that what is shared by address is seen to be.
+ADDRESS = ("127.0.0.2", 0)
 _PIECE = 256 * 1024
 
 Strike = Callable[[], Awaitable[str]]
@@ -97,7 +99,7 @@ async def wire(target: Target, port: int) -> AsyncIterator[Wire]:
         OSError: the server does not take it.
     """
     trust = None if port in target.ports.values() else target.trust
-    reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trust)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trust, local_addr=ADDRESS)
     try:
         yield Wire(reader, writer)
     finally:

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 from functools import partial
 
-from tests.fuzz.victim.attack import Attack, Strike, Wire, head, together, wire
+from tests.fuzz.victim.attack import ADDRESS, Attack, Strike, Wire, head, together, wire
 from tests.fuzz.victim.target import SHARED, Target
 
 _HELD_S = 3.0
@@ -174,7 +174,7 @@ def _silent(
 
     async def one(stack: AsyncExitStack) -> bool:
         try:
-            _, writer = await asyncio.open_connection("127.0.0.1", port(target))
+            _, writer = await asyncio.open_connection("127.0.0.1", port(target), local_addr=ADDRESS)
             stack.callback(writer.transport.abort)
             writer.write(first)
         except OSError:

@@ -46,6 +46,7 @@ _RIGHTS = {
 }
 _MISSED = re.compile(r"(te\w+_health_check_failures_total|te\w+_instance_restarts_total)(\{[^}]*\})? (\d+)")
 # What the log says of harm; a refusal is no harm.
+_SHOWN_CHARS = 3000  # of a line in a report
 _TRACES = ("Traceback (most recent call last)", "probe failed", "mux is late", "crashed", "event loop held")
 
 
@@ -138,8 +139,13 @@ class Target:
                 data = file.read()
             self._read[path] = begin + len(data)
             text = data.decode(errors="replace")
-            found += [f"{path.name}: {line[:1500]}" for line in text.splitlines() if _tells_of_harm(line)]
+            found += [f"{path.name}: {_shortened(line)}" for line in text.splitlines() if _tells_of_harm(line)]
         return found
+
+
+def _shortened(line: str) -> str:
+    """Its begin and its end: a stack is told at the end of a line."""
+    return line if len(line) <= _SHOWN_CHARS else f"{line[: _SHOWN_CHARS // 3]} … {line[-2 * _SHOWN_CHARS // 3 :]}"
 
 
 def _tells_of_harm(line: str) -> bool:
