@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 # In one turn of the event loop. An accept takes some 10 µs, the start of a connection ten times that; a handshake
 # begins with a signature, which takes a millisecond with RSA.
-_STARTS_PER_TURN = 32
+_STARTS_PER_TURN = 8
 _HANDSHAKES_PER_TURN = 4
 # While more than this are in the backlog, so many are accepted ahead in a turn, and at most so many in all.
 _LONG_BACKLOG = 128

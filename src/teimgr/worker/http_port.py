@@ -21,6 +21,8 @@ from teimgr.http.byte_budget import Charge
 from teimgr.http.direct import Answer, DirectReply, DirectRequest, answered_directly
 from teimgr.http.docs_page import HEADERS, page
 from teimgr.http.replies import BoundedReplies, has_room, room_for_reply
+from teimgr.http.request_turns import RequestTurns, caller_of
+from teimgr.http.turns import Turns
 from teimgr.observability.request_context import (
     CURRENT,
     REQUEST_ID,
@@ -153,6 +155,7 @@ def _is_public(method: str, path: str) -> bool:
 
 
 _HEALTH_TIMEOUT_S = 5.0
+_ANSWERS_PER_TURN = 8
 # Of these a request context is made.
 _CONTEXT = {name: name.encode() for name in (REQUEST_ID, TRACEPARENT, TRACESTATE)}
 # The headers that inference reads.
@@ -172,6 +175,7 @@ class InstancePort:
         self._inference = HttpInference(dispatcher)
         self._in_lane = {lane.value: HttpInference(dispatcher, lane) for lane in Lane}
         self._self_test: asyncio.Task[bool] | None = None  # of the last that asked for health
+        self._answering = Turns(_ANSWERS_PER_TURN)
         self.access = PortAccess(dispatcher.spec)
         self._cors = self.access.cors({})
 
@@ -180,6 +184,7 @@ class InstancePort:
         if self._self_test is None or self._self_test.done():
             self._self_test = asyncio.create_task(self._passes_self_test())
         passes = await asyncio.shield(self._self_test)  # one for all that ask at a time: each holds a thread
+        await self._answering.begin(caller_of(request.scope))  # thousands may have waited for it
         return Response() if passes else _response(failure(TEI, Unavailable("unhealthy")))
 
     async def _passes_self_test(self) -> bool:
@@ -273,7 +278,7 @@ def create_app(port: InstancePort) -> ASGIApp:
         exception_handlers={HTTPException: _without_a_body},
     )
     app.router.redirect_slashes = False
-    return PortMiddleware(BoundedReplies(app, _refusal), port.access)
+    return RequestTurns(PortMiddleware(BoundedReplies(app, _refusal), port.access))
 
 
 def metrics_app(metrics: TeiMetrics) -> ASGIApp:

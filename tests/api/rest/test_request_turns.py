@@ -6,7 +6,7 @@ from typing import Any
 
 from starlette.types import Message, Receive, Scope, Send
 
-from teimgr.api.rest.request_turns import RequestTurns
+from teimgr.http.request_turns import RequestTurns
 
 _MANY = 200
 

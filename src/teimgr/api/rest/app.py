@@ -56,7 +56,6 @@ from teimgr.api.rest.middleware import (
 from teimgr.api.rest.probes import Alarms
 from teimgr.api.rest.proxies import ProxyHeaders, TrustedProxies
 from teimgr.api.rest.query_limit import LimitQuery
-from teimgr.api.rest.request_turns import RequestTurns
 from teimgr.config.auth import policy_of
 from teimgr.config.settings import Settings
 from teimgr.control.events.fleet_events import EventLog
@@ -74,6 +73,7 @@ from teimgr.http.docs_page import HEADERS, page
 from teimgr.http.http1 import HttpProtocol
 from teimgr.http.http2.requests import protocol as http2_protocol
 from teimgr.http.replies import BoundedReplies
+from teimgr.http.request_turns import RequestTurns
 from teimgr.http.server import AsgiApp, Listener, serving
 from teimgr.http.unix_listener import UnixListener
 from teimgr.observability.log_source import FleetLogs, LocalLogs

@@ -1,7 +1,7 @@
 """Begins a few requests in each turn of the event loop, those of all callers by turns.
 
-A request of REST costs the loop some milliseconds, and one connection of HTTP/2 may open a thousand at once: begun
-together they would hold the loop for seconds, and other callers would wait for all of them.
+A request through ASGI costs the loop a millisecond or more, and one connection of HTTP/2 may open a thousand at once:
+begun together they would hold the loop for seconds, and other callers would wait for all of them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from teimgr.http.turns import Turns
 
-_PER_TURN = 4
+_PER_TURN = 2
 _KEY_HEADERS = (b"authorization", b"x-api-key", b"cookie")
 
 
@@ -29,11 +29,11 @@ class RequestTurns:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            await self._turns.begin(_caller(scope))
+            await self._turns.begin(caller_of(scope))
         await self._app(scope, receive, send)
 
 
-def _caller(scope: Scope) -> Hashable:
+def caller_of(scope: Scope) -> Hashable:
     """The caller, whose key is not checked yet: by the credentials in the headers, else by the client's address."""
     given: bytes | None = next((value for name, value in scope["headers"] if name in _KEY_HEADERS), None)
     client: tuple[str, int] | None = scope.get("client")
