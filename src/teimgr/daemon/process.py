@@ -147,7 +147,7 @@ class Daemon:
         self.webhooks = Webhooks(self.events)
         self.gpu_report = GpuReport(inventory, self.manager.list, self._mux_states)
         self.scraper = Scraper(self.directory, identity=identity)
-        self.metrics.sources.extend((self.scraper.page, self.gpu_report.page))
+        self.metrics.sources.extend((self.scraper.page, self.gpu_report.page, self.tenants.page))
         if self.cluster is not None:
             self.metrics.sources.append(self.cluster.forwarding.page)
         if self.batches is not None:

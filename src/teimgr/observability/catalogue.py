@@ -107,6 +107,9 @@ TRIALS = _daemon("teimgr_model_trials_total", "counter", "Trials of models, by o
 BATCHES_BY_STATUS = _daemon("teimgr_batches", "gauge", "Batches of /v1/batches that are kept, by status", "status")
 BATCH_LINES = _daemon("teimgr_batch_lines_total", "counter", "Requests of batches that ended, by outcome", "outcome")
 STORED_BYTES = _daemon("teimgr_stored_file_bytes", "gauge", "Bytes of the files of /v1/files, results included")
+KEY_TOKENS = _daemon("teimgr_key_tokens_total", "counter", "Tokens of answers by API key, of the 100 with most", "key")
+KEY_CALLS = _daemon("teimgr_key_calls_total", "counter", "Calls that were answered, by API key", "key")
+KEY_REFUSED = _daemon("teimgr_key_refused_total", "counter", "Calls refused for a quota or a full queue", "key")
 LOOP_HELD = _daemon(
     "teimgr_daemon_loop_held_total", "counter", "Times that something held the daemon's event loop for over 200 ms"
 )

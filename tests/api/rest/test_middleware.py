@@ -77,6 +77,7 @@ async def everything(settings: Settings) -> AsyncIterator[Everything]:
         registry=behind,
         gateway=inference,
         gpu_report=behind,
+        tenants=behind,
         page=page,
         batches=behind,
     )

@@ -9,12 +9,14 @@ import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from teimgr.control.sharing.usage import UsageTotals
 from teimgr.errors import InvalidConfig
 from teimgr.files import write_atomically
 from teimgr.http.auth.policy import Policy
+from teimgr.observability import catalogue
+from teimgr.observability.exposition import Page, Sample
 from teimgr.wire.tenants import policy as quotas
 from teimgr.wire.tenants.policy import NS_PER_S
 from teimgr.wire.tenants.table import FILE, Counter, TenantKey, TenantTable
@@ -24,6 +26,7 @@ log = logging.getLogger(__name__)
 USAGE_FILE = "usage.json"
 """Beside the state file."""
 _EVERY_S = 1.0
+_SHOWN_KEYS = 100  # each with a series in the metrics
 
 
 class UsageRow(NamedTuple):
@@ -124,6 +127,19 @@ class TenantRegistry:
         left, until_full_ns = quotas.remaining(limits, self._table.spent(number), time.monotonic_ns())
         return RateState(limits.burst, max(0, left), until_full_ns / NS_PER_S)
 
+    async def page(self) -> Page:
+        """The counters by key for `/metrics`, those of all but the largest keys as one."""
+        shown: list[dict[str, Any]] = tenant_counts(self.usage(), ("key",))
+        rest = shown[_SHOWN_KEYS:]
+        if rest:
+            sums = {name: sum(each[name] for each in rest) for name in UsageRow._fields[-len(Counter) :]}
+            shown = [*shown[:_SHOWN_KEYS], {"key": "(others)", **sums}]
+        families = {catalogue.KEY_TOKENS: "tokens", catalogue.KEY_CALLS: "calls", catalogue.KEY_REFUSED: "refused"}
+        return {
+            family: [Sample("", {"key": each["key"] or ""}, each[name]) for each in shown]
+            for family, name in families.items()
+        }
+
     async def _keep(self) -> None:
         while True:
             await asyncio.sleep(_EVERY_S)
@@ -173,7 +189,7 @@ class TenantRegistry:
             self._table.clear(row)
 
 
-def tenant_counts(rows: Sequence[UsageRow], by: Iterable[str]) -> list[dict[str, object]]:
+def tenant_counts(rows: Sequence[UsageRow], by: Iterable[str]) -> list[dict[str, Any]]:
     """Sums of `rows` by some of key, instance and model, the largest first."""
     by, sums = tuple(by), dict[tuple[object, ...], list[int]]()
     width = len(Counter)
@@ -183,7 +199,7 @@ def tenant_counts(rows: Sequence[UsageRow], by: Iterable[str]) -> list[dict[str,
         counts = (row.tokens, row.texts, row.calls, row.refused, row.shadowed)
         sums[group] = [a + b for a, b in zip(before, counts, strict=True)]
     names = UsageRow._fields[-width:]
-    found: list[dict[str, object]] = [
+    found: list[dict[str, Any]] = [
         dict(zip(by, group, strict=True)) | dict(zip(names, counts, strict=True)) for group, counts in sums.items()
     ]
     return sorted(found, key=lambda one: (-int(str(one["tokens"])), str([one[name] for name in by])))
