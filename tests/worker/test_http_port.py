@@ -15,6 +15,7 @@ from typing import Any, cast
 import aiohttp
 import numpy as np
 import pytest
+from starlette.requests import Request
 from tests.support.polling import eventually
 from tests.support.rest_listener import MODEL
 from tests.support.worker_process import LIMIT_S, OFFLINE, Connect, WorkerLink, WorkerProcess, arrow
@@ -70,8 +71,8 @@ async def test_all_that_ask_for_health_share_a_self_test_and_one_that_hangs_is_u
 
     engine, dispatcher = Engine(), Dispatcher(WorkerSpec(name="i", model_id="m", port=1))
     dispatcher.attach(cast(Any, engine))
-    port = InstancePort(dispatcher)
-    asking = [asyncio.create_task(port.health(cast(Any, None))) for _ in range(20)]
+    port, request = InstancePort(dispatcher), Request({"type": "http", "headers": []})
+    asking = [asyncio.create_task(port.health(request)) for _ in range(20)]
     await eventually(lambda: engine.tests == 1)
     engine.may_end.set()
     replies = await asyncio.gather(*asking)
@@ -79,7 +80,7 @@ async def test_all_that_ask_for_health_share_a_self_test_and_one_that_hangs_is_u
     assert {reply.status_code for reply in replies} == {503}
     assert b"unhealthy" in replies[0].body
     assert engine.tests == 1
-    assert (await port.health(cast(Any, None))).status_code == 503
+    assert (await port.health(request)).status_code == 503
     assert engine.tests == 2
     dispatcher.close()
 
