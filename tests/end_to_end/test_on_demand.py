@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
+import re
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -176,3 +179,49 @@ def test_ollamas_keep_alive(daemon: WarmDaemonProcess, client: Client) -> None:
     status, last, _ = post(daemon, "/api/embed", asked | {"keep_alive": 0})
     assert (status, last["load_duration"], last["embeddings"]) == (200, 0, first["embeddings"])
     until(lambda: client.get("a").status is State.UNLOADED, "keep_alive 0")
+
+
+MANY = tuple("cdefgh")
+BUDGET_MIB = 90  # for two of them at a time
+
+
+def test_six_models_on_memory_for_two_lose_no_call(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Random calls of four callers over HTTP and gRPC: every answer is its model's own, and the budget is kept."""
+    settings = {"host_memory_budget_mib": BUDGET_MIB, "inference_timeout_secs": 200}
+    with WarmDaemonProcess(**settings) as daemon, daemon.client() as client:
+        for seed, name in enumerate(MANY):
+            folder = models.build("bert", tmp_path_factory.mktemp(name), seed=seed)
+            client.create(name, str(folder), load="on_demand", max_batch_tokens=512)
+        daemon.await_grpc()
+        alone = {name: embed_by_grpc(daemon, name, timeout_s=200.0) for name in MANY}
+        assert len({tuple(vector) for vector in alone.values()}) == len(MANY)
+
+        def call(seed: int) -> str | None:
+            """None where the answer is right; else what came instead."""
+            chance = random.Random(seed)
+            name = chance.choice(MANY)
+            if chance.random() < 0.5:
+                status, answer, _ = post(daemon, "/v1/embeddings", {"model": name, "input": "rain"}, 300.0)
+                vector = answer["data"][0]["embedding"] if status == 200 else None
+                wrong = f"{status} {answer}"
+            else:
+                vector, wrong = embed_by_grpc(daemon, name, timeout_s=200.0), "another vector"
+            is_right = vector is not None and vector == pytest.approx(alone[name], abs=1e-5)
+            return None if is_right else f"{name}: {wrong}"
+
+        loaded: list[int] = []
+        with ThreadPoolExecutor(4) as pool:
+            calls = [pool.submit(call, seed) for seed in range(40)]
+            while not all(each.done() for each in calls):
+                loaded.append(sum(each.status is State.RUNNING for each in client.list()))
+                time.sleep(0.05)
+            assert [each.result() for each in calls if each.result() is not None] == []
+        assert max(loaded) <= 2
+        with urllib.request.urlopen(f"{daemon.api}/events?last=1000", timeout=30) as answer:
+            events = json.loads(answer.read())
+        evicted = [event["reason"] for event in events if event["event"] == "evicted"]
+        assert len(evicted) >= len(MANY) - 2
+        assert all(
+            re.fullmatch(r"evicted [c-h]: value \S+ [<=>] \S+, resident \S+ s; for [c-h]", each) for each in evicted
+        )
+        assert not [event for event in events if event["event"] in ("crashed", "failed")]

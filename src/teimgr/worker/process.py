@@ -47,7 +47,7 @@ from teimgr.observability.memory import PrivateMemory, collect_garbage_rarely, r
 from teimgr.observability.memory_return import MemoryReturn
 from teimgr.spec import LINK_LISTENER, TRIAL_NAME, CpuThreads, WorkerSpec, worker_file
 from teimgr.wire.fleet_tls import FleetIdentity
-from teimgr.wire.frames import Method
+from teimgr.wire.frames import CALLS_ONLY, Method
 from teimgr.wire.tenants.table import FILE as TENANTS_FILE
 from teimgr.worker import token_ids
 from teimgr.worker.connection_queue import ConnectionQueue
@@ -405,7 +405,9 @@ class Worker:
         }
         return json.dumps(answer).encode() if payload else b""
 
-    async def _stats(self, _: bytes, limit_s: float) -> bytes:
+    async def _stats(self, payload: bytes, limit_s: float) -> bytes:
+        if payload == CALLS_ONLY:
+            return json.dumps({"calls": self._dispatcher.calls, "taken": self._dispatcher.taken}).encode()
         counts = self._dispatcher.metrics.counts() | asdict(self._engine.stats()) if self._engine else {}
         memory = {"resident_bytes": resident_bytes(), "private_bytes": await asyncio.to_thread(self._memory.read)}
         calls = {"calls": self._dispatcher.calls, "taken": self._dispatcher.taken}

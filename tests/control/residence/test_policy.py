@@ -51,6 +51,8 @@ class Room:
         self.fleet = Fleet()
         self.now = 100.0
         self.budget = budget * MIB
+        self.sizes: dict[str, int] = {}
+        self.started: set[str] = set()  # by the owner, without memory yet
         self.held: dict[str, int] = {}
         self.unseen: set[str] = set()  # models with a call that the policy has not seen yet
         self.served: dict[int, None] = {}
@@ -59,10 +61,12 @@ class Room:
         self.unloads: list[Unload] = []
         self.notices: list[Notice] = []
         for name, size in zip("abcdefgh", sizes, strict=False):
-            self.tell(Declared(name, Terms(bytes=size * MIB, load_s=load_s)), Unloaded(name))
+            self.sizes[name] = size * MIB
+            self.tell(Declared(name, Terms(load_s=load_s)), Unloaded(name))
 
     def declare(self, name: str, **terms: object) -> None:
-        values = {"bytes": 50 * MIB, "load_s": 2.0} | terms
+        values = {"load_s": 2.0} | terms
+        self.sizes.setdefault(name, 50 * MIB)
         self.tell(Declared(name, Terms(**values)))  # type: ignore[arg-type]
 
     def tell(self, *events: Event) -> list[Decision]:
@@ -87,23 +91,28 @@ class Room:
                 self.notices.append(decision)
 
     def _load(self, name: str) -> None:
-        needed, free = self.fleet.models[name].terms.bytes, self.budget - sum(self.held.values())
-        if needed > free:
-            self.tell(NoRoom(name, needed, free))
-            return
         assert name not in self.held, f"{name} is loaded twice"
+        if name not in self.started:
+            self.started.add(name)
+            self.tell(Loading(name))
+        needed, free = self.sizes[name], self.budget - sum(self.held.values())
+        if needed > free:
+            self.tell(NoRoom(name, needed, free, dict(self.held)))
+            return
+        self.started.discard(name)
         self.held[name] = needed
         self.loads.append(name)
-        self.tell(Loading(name))
 
     def _unload(self, decision: Unload) -> None:
         name = decision.model
-        if name in self.unseen:
+        if name in self.unseen and name in self.held:
             self.tell(Unloading(name), Loaded(name), Busy(name))
             return
-        self.unloads.append(decision)
         self.tell(Unloading(name))
-        del self.held[name]
+        if name in self.held:
+            self.unloads.append(decision)
+            del self.held[name]
+        self.started.discard(name)
         self.tell(Unloaded(name))
 
     def loaded(self, name: str, after_s: float = 2.0) -> None:
@@ -382,7 +391,7 @@ def test_a_refused_call_finds_its_model_when_it_comes_again() -> None:
 
 def test_a_model_that_can_never_fit_is_refused_for_good() -> None:
     room = Room(budget=100, sizes=(80, 120))
-    room.declare("a", bytes=80 * MIB, pinned=True)
+    room.declare("a", pinned=True)
     room.resident("a")
     room.ask(1, "b")
     assert room.refused[1].why is Refusal.NO_ROOM
@@ -488,9 +497,8 @@ def interleave(seed: int, steps: int) -> int:
             assert answered or waits, f"call {call} for {name} is lost"
             assert not (answered and waits), f"call {call} for {name} is answered and waits"
         for name, model in room.fleet.models.items():
-            assert (name in room.held) == (
-                model.phase in (Phase.LOADING, Phase.LOADED, Phase.UNLOADING) and name in room.held
-            )
+            if model.phase is Phase.LOADED:
+                assert name in room.held
             if model.waiting and model.phase is Phase.UNLOADED:
                 raise AssertionError(f"calls wait for {name}, which nothing loads")
 
@@ -534,6 +542,7 @@ def interleave(seed: int, steps: int) -> int:
     room.tell(Tick())
     assert not any(model.waiting or model.serving for model in room.fleet.models.values())
     assert not any(model.phase is Phase.ROOM for model in room.fleet.models.values())
+    assert not room.started
     assert not room.fleet.calls
     return steps
 

@@ -45,6 +45,14 @@ class Admission:
         """Ask `relief` to make room before a load is refused."""
         self._relief = relief
 
+    def held_on(self, device: str) -> dict[str, int]:
+        """The bytes of a device that each instance holds."""
+        found: dict[str, int] = {}
+        account = self.ledger.accounts.get(device)
+        for each in account.held if account is not None else ():
+            found[each.instance] = found.get(each.instance, 0) + each.bytes_on(device)
+        return found
+
     def report(self, device: str, label: str, total: int | None, free: int | None, *, is_card: bool = False) -> None:
         """As `Ledger.report`."""
         self.ledger.report(device, label, total, free, is_card=is_card)

@@ -5,13 +5,14 @@ The words of a reason are the same in the log, in events, in replies and on the 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """What is known of a model that is not loaded: the bytes of its memory on `device`, the seconds of its last load.
+    """What is declared of a model; `load_s` are the seconds of its last load.
 
     A model that is not `on_demand` is never loaded or unloaded here. One that is `pinned` stays once it is loaded.
     `idle_timeout_s` 0: it is not unloaded for being idle.
@@ -21,8 +22,6 @@ class Terms:
     pinned: bool = False
     idle_timeout_s: float = 0.0
     load_s: float | None = None
-    bytes: int = 0
-    device: str = ""
 
 
 # Events
@@ -125,11 +124,12 @@ class Stopped:
 
 @dataclass(frozen=True, slots=True)
 class NoRoom:
-    """Its device has `free_bytes` for it, and it needs `needed_bytes`."""
+    """A device has `free_bytes` for it, and it needs `needed_bytes` there; `held` is what each model holds of it."""
 
     model: str
     needed_bytes: int
     free_bytes: int
+    held: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +180,7 @@ class Refusal(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Reserve memory for the model, and start its workers."""
+    """Start the workers of the model, or have its memory asked for again where that was too little."""
 
     model: str
     reason: str
@@ -193,6 +193,14 @@ class Unload:
     model: str
     reason: str
     evicted_for: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Deny:
+    """No room is made for the model, which others started; its load fails."""
+
+    model: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,4 +228,4 @@ class Notice:
     reason: str
 
 
-Decision = Load | Unload | Serve | Refuse | Notice
+Decision = Load | Unload | Deny | Serve | Refuse | Notice

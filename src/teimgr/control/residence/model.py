@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -49,8 +49,10 @@ class Model:
     hits_at: float = 0.0
     reason: str = ""
     retry_at: float | None = None  # of a failed one; None: never
+    bytes: int = 0  # that it holds of its device, as last told
     needed_bytes: int = 0  # of one that waits for room
     free_bytes: int = 0
+    held: Mapping[str, int] = field(default_factory=dict)  # by all models of that device
     evicted_for: str | None = None
     peace: tuple[str, float] | None = None  # the winner of a war, and until when this one does not evict it
     load_began: float | None = None
@@ -60,7 +62,7 @@ class Model:
 
     def is_wanted(self, now: float) -> bool:
         """Whether a call waits for it, or was told to come again about now."""
-        return bool(self.waiting) or now < self.wanted_until
+        return bool(self.waiting) or now < self.wanted_until or not self.terms.on_demand
 
     @property
     def is_busy(self) -> bool:
@@ -76,7 +78,7 @@ class Model:
 
     def value(self, now: float) -> float:
         """What keeping it saves: seconds of reload a second, for each GiB of its memory."""
-        return self.load_s * self.rate(now) / max(self.terms.bytes, 1) * _GIB
+        return self.load_s * self.rate(now) / max(self.bytes or self.needed_bytes, 1) * _GIB
 
     @property
     def stays_s(self) -> float:
@@ -104,9 +106,13 @@ class Model:
     def retry_from(self, at: float | None) -> None:
         self.retry_at = at
 
-    def lack(self, needed_bytes: int, free_bytes: int) -> None:
+    def lack(self, needed_bytes: int, free_bytes: int, held: Mapping[str, int]) -> None:
         """Its device has too little for it; 0 bytes: nobody has asked yet."""
-        self.needed_bytes, self.free_bytes = needed_bytes, free_bytes
+        self.needed_bytes, self.free_bytes, self.held = needed_bytes, free_bytes, held
+
+    def hold(self, count: int) -> None:
+        """It holds so many bytes of a device that has too little for another model."""
+        self.bytes = count
 
     def yield_to(self, other: str | None) -> None:
         """It is unloaded for another model; None: for none."""
@@ -156,7 +162,8 @@ def enter(fleet: Fleet, model: Model, phase: Phase, now: float, *, keep_since: b
         model.since = now
     if phase in (Phase.LOADED, Phase.UNLOADED, Phase.FAILED, Phase.STOPPED):
         model.load_began, model.wanted_until = None, 0.0
-    model.is_reported = False
+    if phase not in (Phase.LOADING, Phase.ROOM):
+        model.is_reported = False
     if phase is not Phase.UNLOADING:
         model.under_way = 0
     if phase in (Phase.UNLOADED, Phase.FAILED, Phase.STOPPED):
@@ -175,13 +182,9 @@ def refuse_all(
         yield Refuse(call, why, reason, retry_after_s)
 
 
-def on_device(fleet: Fleet, device: str) -> list[Model]:
-    return [each for each in fleet.active.values() if each.terms.device == device]
-
-
-def waiting_for_room(fleet: Fleet, device: str) -> list[Model]:
+def waiting_for_room(fleet: Fleet) -> list[Model]:
     """In the order in which they were asked for."""
-    found = [each for each in on_device(fleet, device) if each.phase is Phase.ROOM]
+    found = [each for each in fleet.active.values() if each.phase is Phase.ROOM]
     return sorted(found, key=lambda each: each.load_began or 0.0)
 
 

@@ -41,7 +41,7 @@ from teimgr.control.residence.events import (
     Used,
 )
 from teimgr.control.residence.model import Fleet, Model, Phase, doing, due_times, enter, refuse_all, time_left_s
-from teimgr.control.residence.room import load, make_rooms, no_room, use_room
+from teimgr.control.residence.room import NOT_WANTED, give_up, load, make_rooms, no_room, use_room
 from teimgr.control.residence.war import note_clash
 
 MAX_WAITING = 1024
@@ -78,7 +78,7 @@ def _removed(fleet: Fleet, event: Removed, now: float) -> Iterator[Decision]:
     for call in model.serving:
         fleet.calls.pop(call, None)
     yield from refuse_all(fleet, model, Refusal.UNKNOWN, f"Instance '{model.name}' not found", None)
-    yield from use_room(fleet, model.terms.device, now)
+    yield from use_room(fleet, now)
 
 
 # Calls
@@ -137,9 +137,9 @@ def _left(fleet: Fleet, event: Left, now: float) -> Iterator[Decision]:
         model.serving.discard(event.call)
         model.use(now)
     model.waiting.pop(event.call, None)
-    if model.phase is Phase.ROOM and not model.is_wanted(now):  # no load for nobody
-        enter(fleet, model, Phase.UNLOADED, now)
-    yield from make_rooms(fleet, model.terms.device, now)
+    if model.phase is Phase.ROOM and not model.is_wanted(now):
+        yield from give_up(fleet, model, NOT_WANTED, now)
+    yield from make_rooms(fleet, now)
 
 
 def _kept(fleet: Fleet, event: Kept, now: float) -> Iterator[Decision]:
@@ -158,7 +158,7 @@ def _used(fleet: Fleet, event: Used, now: float) -> Iterator[Decision]:
             model.use(now)
         was_busy, model.under_way = model.is_busy, event.under_way
         if was_busy and not model.is_busy:
-            yield from make_rooms(fleet, model.terms.device, now)
+            yield from make_rooms(fleet, now)
 
 
 # Reports of the owner
@@ -189,7 +189,7 @@ def _loaded(fleet: Fleet, event: Loaded, now: float) -> Iterator[Decision]:
         del model.waiting[call]
         model.serving.add(call)
         yield Serve(call)
-    yield from make_rooms(fleet, model.terms.device, now)
+    yield from make_rooms(fleet, now)
 
 
 def _not_loaded(fleet: Fleet, event: NotLoaded, now: float) -> Iterator[Decision]:
@@ -200,7 +200,7 @@ def _not_loaded(fleet: Fleet, event: NotLoaded, now: float) -> Iterator[Decision
     model.retry_from(None if event.retry_s is None else now + event.retry_s)
     reason = f"Instance '{model.name}' is not running (status: failed): {event.reason}"
     yield from refuse_all(fleet, model, Refusal.FAILED, reason, event.retry_s)
-    yield from use_room(fleet, model.terms.device, now)
+    yield from use_room(fleet, now)
 
 
 def _unloading(fleet: Fleet, event: Unloading, now: float) -> Iterator[Decision]:
@@ -218,7 +218,7 @@ def _unloaded(fleet: Fleet, event: Unloaded, now: float) -> Iterator[Decision]:
         fleet.calls.pop(call, None)
     model.serving.clear()
     enter(fleet, model, Phase.UNLOADED, now)
-    yield from use_room(fleet, model.terms.device, now)
+    yield from use_room(fleet, now)
     if model.waiting and model.phase is Phase.UNLOADED:
         yield from load(fleet, model, "asked for by a call", now)
 
@@ -229,7 +229,7 @@ def _stopped(fleet: Fleet, event: Stopped, now: float) -> Iterator[Decision]:
     enter(fleet, model, Phase.STOPPED, now)
     reason = f"Instance '{model.name}' is not running (status: stopped)"
     yield from refuse_all(fleet, model, Refusal.STOPPED, reason, None)
-    yield from use_room(fleet, model.terms.device, now)
+    yield from use_room(fleet, now)
 
 
 def _busy(fleet: Fleet, event: Busy, now: float) -> Iterator[Decision]:
@@ -245,7 +245,7 @@ def _busy(fleet: Fleet, event: Busy, now: float) -> Iterator[Decision]:
         del model.waiting[call]
         model.serving.add(call)
         yield Serve(call)
-    yield from make_rooms(fleet, model.terms.device, now)
+    yield from make_rooms(fleet, now)
 
 
 # Time
@@ -260,9 +260,8 @@ def _tick(fleet: Fleet, event: Tick, now: float) -> Iterator[Decision]:
             enter(fleet, model, Phase.UNLOADING, now, keep_since=True)
             yield Unload(model.name, reason)
         elif model.phase is Phase.ROOM and not model.is_wanted(now):
-            enter(fleet, model, Phase.UNLOADED, now)
-    for device in {model.terms.device for model in fleet.active.values() if model.phase is Phase.ROOM}:
-        yield from make_rooms(fleet, device, now)
+            yield from give_up(fleet, model, NOT_WANTED, now)
+    yield from make_rooms(fleet, now)
 
 
 _HANDLERS: dict[type, Callable[..., Iterator[Decision]]] = {

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from collections import defaultdict
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Protocol
@@ -18,6 +19,7 @@ from teimgr.control.residence.events import (
     Busy,
     Decision,
     Declared,
+    Deny,
     Event,
     Kept,
     Left,
@@ -77,39 +79,12 @@ class Owner(Protocol):
         """Record what happened to an instance."""
 
 
-class Room(Protocol):
-    """The memory of devices, as far as loads depend on it."""
-
-    def needs(self, spec: InstanceSpec) -> tuple[str, int]:
-        """The device of a model, and the bytes that it takes there."""
-
-    async def reserve(self, spec: InstanceSpec) -> tuple[int, int] | None:
-        """Reserve the memory of a load; what it needs and what is free, where that is too little."""
-
-    def release(self, name: str) -> None:
-        """Give back what is reserved for an instance, if anything is."""
-
-
-class AllRoom:
-    """Memory without a limit."""
-
-    def needs(self, spec: InstanceSpec) -> tuple[str, int]:
-        return "", 1
-
-    async def reserve(self, spec: InstanceSpec) -> tuple[int, int] | None:
-        return None
-
-    def release(self, name: str) -> None:
-        pass
-
-
 class Residence:
     """Runs the policy for the instances of `directory`; `run` is its task, and `loaded` waits for a model."""
 
-    def __init__(self, owner: Owner, directory: Directory, room: Room | None = None) -> None:
+    def __init__(self, owner: Owner, directory: Directory) -> None:
         self._owner = owner
         self._directory = directory
-        self._room = room or AllRoom()
         self._fleet = Fleet()
         self._entries: dict[str, RouteEntry] = {}
         self._used: dict[str, int] = {}
@@ -117,6 +92,7 @@ class Residence:
         self._numbers = itertools.count(1)
         self._mailbox: asyncio.Queue[Event | tuple[str, RouteEntry | None]] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._refused_loads: defaultdict[str, set[asyncio.Future[bool]]] = defaultdict(set)
         self._count_at = 0.0
         self._is_counting = False
         for entry in directory.snapshot().entries:
@@ -162,6 +138,22 @@ class Residence:
         model = self._fleet.models.get(instance)
         due = None if model is None or model.phase is not Phase.LOADED else next(due_times(model), None)
         return None if due is None else max(0.0, due - self._now())
+
+    async def relieve(self, instance: str, needed_bytes: int, free_bytes: int, held: Mapping[str, int]) -> bool:
+        """Make room for a load that the ledger has refused; True when it is to be judged again, False for never.
+
+        `held` is what each instance holds of the device that has too little.
+        """
+        await self._count()  # victims are chosen by what their workers do now
+        answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._refused_loads[instance].add(answer)
+        self._mailbox.put_nowait(NoRoom(instance, needed_bytes, free_bytes, held))
+        try:
+            return await answer
+        finally:
+            self._refused_loads[instance].discard(answer)
+            if not self._refused_loads[instance]:
+                del self._refused_loads[instance]
 
     def phases(self) -> Mapping[str, str]:
         """Where each on-demand model is, by the name of its instance, for display."""
@@ -233,18 +225,14 @@ class Residence:
         if entry is None or spec is None:
             self._entries.pop(name, None)
             self._used.pop(name, None)
-            self._room.release(name)
             self._decide(Removed(name))
             return
         before = self._entries.get(name)
         self._entries[name] = entry
-        device, needed = self._room.needs(spec)
         terms = Terms(
             on_demand=spec.load == "on_demand",
             pinned=spec.pinned,
             idle_timeout_s=spec.idle_timeout_secs,
-            bytes=needed,
-            device=device,
         )
         self._decide(Declared(name, terms))
         if before is None or before.state is not entry.state or (entry.endpoints and not before.endpoints):
@@ -260,20 +248,28 @@ class Residence:
                 return Unloading(name)
             case State.FAILED:
                 self._used.pop(name, None)
-                self._room.release(name)
                 return NotLoaded(name, *self._owner.failure(name))
             case State.UNLOADED:
                 self._used.pop(name, None)
-                self._room.release(name)
                 return Unloaded(name)
             case State.STOPPED:
                 self._used.pop(name, None)
-                self._room.release(name)
                 return Stopped(name)
 
     def _decide(self, event: Event) -> None:
         for decision in decide(self._fleet, event, self._now()):
             self._carry_out(decision)
+        if isinstance(event, NoRoom):
+            model = self._fleet.models.get(event.model)
+            if model is None or model.phase not in (Phase.ROOM, Phase.UNLOADING):  # no load that the policy knows of
+                self._judge_again(event.model, False)
+
+    def _judge_again(self, name: str, again: bool) -> bool:
+        """Answer the refused loads of an instance; False if it has none."""
+        answers = [answer for answer in self._refused_loads.get(name, ()) if not answer.done()]
+        for answer in answers:
+            answer.set_result(again)
+        return bool(answers)
 
     # Decisions
 
@@ -284,7 +280,11 @@ class Residence:
             case Refuse():
                 self._answer(decision.call, error_of(decision))
             case Load(model, reason):
-                self._begin(self._load(model, reason), f"load of {model}")
+                if not self._judge_again(model, True):
+                    self._begin(self._load(model, reason), f"load of {model}")
+            case Deny(model, reason):
+                log.warning("%s", reason, extra={"instance": model})
+                self._judge_again(model, False)
             case Unload(model, reason, evicted_for):
                 self._begin(self._unload(model, reason, evicted_for), f"unloading of {model}")
             case Notice(model, reason):
@@ -306,22 +306,14 @@ class Residence:
             answer.set_exception(error)
 
     async def _load(self, name: str, reason: str) -> None:
-        """Reserve the model's memory and have its workers started; the directory tells what becomes of them."""
+        """Have the model's workers started; the directory tells what becomes of them."""
         try:
-            if (spec := self._owner.spec(name)) is None:
-                return
-            if (short := await self._room.reserve(spec)) is not None:
-                await self._count()  # victims are chosen by what their workers do now
-                self._mailbox.put_nowait(NoRoom(name, *short))
-                return
             log.info("load", extra={"instance": name, "reason": reason})
             await self._owner.load(name)
         except TeimgrError as error:
-            self._room.release(name)
             self._mailbox.put_nowait(NotLoaded(name, error.message, 1.0))
         except Exception as error:  # a defect: its calls must not wait for nothing
             log.exception("a model was not loaded", extra={"instance": name})
-            self._room.release(name)
             self._mailbox.put_nowait(NotLoaded(name, repr(error), 1.0))
 
     async def _unload(self, name: str, reason: str, evicted_for: str | None) -> None:

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from teimgr.control.residence.events import Decision, Load, NoRoom, Refusal, Refuse, Unload
+from teimgr.control.residence.events import Decision, Deny, Load, NoRoom, Refusal, Refuse, Unload
 from teimgr.control.residence.model import (
     Fleet,
     Model,
     Phase,
     doing,
     enter,
-    on_device,
     refuse_all,
     time_left_s,
     waiting_for_room,
@@ -25,76 +24,115 @@ MIN_RESIDENCE = 1.0
 MAX_PROTECTION = 8.0
 
 
+NOT_WANTED = "no call waits for it any more"
+
+
 def load(fleet: Fleet, model: Model, reason: str, now: float) -> Iterator[Decision]:
     """Begin to load a model; behind those that wait for room already while theirs is being made."""
     model.begin_load(now)
-    if any(each.evicted_for for each in on_device(fleet, model.terms.device) if each.phase is Phase.UNLOADING):
+    if _ending(fleet):
         enter(fleet, model, Phase.ROOM, now)
-        model.lack(0, 0)  # not asked yet
+        model.lack(0, 0, {})  # not asked yet
         return
     enter(fleet, model, Phase.LOADING, now)
     yield Load(model.name, reason)
 
 
 def no_room(fleet: Fleet, event: NoRoom, now: float) -> Iterator[Decision]:
+    """A load was refused by the ledger: evict others for it, or wait until that is possible."""
     model = fleet.models.get(event.model)
-    if model is None or model.phase is not Phase.LOADING or model.is_reported:
+    if model is None or model.phase is not Phase.LOADING:
         return
+    for name, count in event.held.items():
+        if name in fleet.models:
+            fleet.models[name].hold(count)
+    model.begin_load(now)
     enter(fleet, model, Phase.ROOM, now)
-    model.lack(event.needed_bytes, event.free_bytes)
+    model.lack(event.needed_bytes, event.free_bytes, event.held)
     if model.is_wanted(now):
         yield from make_room(fleet, model, now)
     else:
-        enter(fleet, model, Phase.UNLOADED, now)
+        yield from give_up(fleet, model, NOT_WANTED, now)
 
 
-def use_room(fleet: Fleet, device: str, now: float) -> Iterator[Decision]:
+def use_room(fleet: Fleet, now: float) -> Iterator[Decision]:
     """Memory was released: the models that wait for room try again, the first one first."""
-    if any(each.evicted_for and each.phase is Phase.UNLOADING for each in on_device(fleet, device)):
-        return
-    for model in waiting_for_room(fleet, device):
-        enter(fleet, model, Phase.LOADING, now)
-        yield Load(model.name, "asked for by a call")
+    if not _ending(fleet):
+        for model in waiting_for_room(fleet):
+            yield from _try_again(fleet, model, now)
 
 
-def make_rooms(fleet: Fleet, device: str, now: float) -> Iterator[Decision]:
+def make_rooms(fleet: Fleet, now: float) -> Iterator[Decision]:
     """Look for victims again, for the models that wait for room and have none that is ending."""
-    ending = {each.evicted_for for each in on_device(fleet, device) if each.phase is Phase.UNLOADING} - {None}
-    for model in waiting_for_room(fleet, device):
+    ending = _ending(fleet)
+    for model in waiting_for_room(fleet):
         if model.needed_bytes and model.name not in ending:
             yield from make_room(fleet, model, now)
         elif not ending:
-            enter(fleet, model, Phase.LOADING, now)
-            yield Load(model.name, "asked for by a call")
+            yield from _try_again(fleet, model, now)
 
 
 def make_room(fleet: Fleet, model: Model, now: float) -> Iterator[Decision]:
     """Evict what a model needs, the least valuable first; else it waits, or is refused where waiting is of no use."""
     model.retry_from(None)
-    others = [each for each in on_device(fleet, model.terms.device) if each is not model and each.terms.bytes]
+    others = [fleet.models[name] for name in model.held if name in fleet.models and name != model.name]
     movable = [each for each in others if each.terms.on_demand and not each.terms.pinned]
     spared = model.peace[0] if model.peace is not None and now < model.peace[1] else None
     idle = [each for each in movable if each.phase is Phase.LOADED and not each.is_busy]
     free_at = {each.name: _stays_until(each, model, now) for each in idle}
     victims = _least_valuable([each for each in idle if free_at[each.name] <= now and each.name != spared], model, now)
     if victims is not None:
-        yield from (_evict(fleet, victim, model, now) for victim in victims)
-        return
-    reach = model.free_bytes + sum(each.terms.bytes for each in movable if each.phase is not Phase.ROOM)
-    if reach < model.needed_bytes:
+        for victim in victims:
+            yield _evict(fleet, victim, model, now)
+        if not victims:
+            yield from _try_again(fleet, model, now)
+    elif model.free_bytes + sum(each.bytes for each in movable) < model.needed_bytes:
         held = ", ".join(f"'{each.name}'" for each in others if each not in movable) or "other programs"
         reason = (
             f"'{model.name}' needs {_mib(model.needed_bytes)} and {_mib(model.free_bytes)} are free; "
             f"no more can be: the rest is held by {held}"
         )
-        yield from _give_up(fleet, model, Refusal.NO_ROOM, reason, None, now)
+        yield from give_up(fleet, model, reason, now, Refusal.NO_ROOM)
     elif spared is not None and model.peace is not None:
         left_s = model.peace[1] - now
-        reason = f"'{model.name}' and '{spared}' evicted each other again and again: '{model.name}' is refused"
-        yield from _give_up(fleet, model, Refusal.WAR, f"{reason} for {left_s:.3g} s", left_s, now)
+        reason = (
+            f"'{model.name}' and '{spared}' evicted each other again and again: '{model.name}' is refused for "
+            f"{left_s:.3g} s"
+        )
+        yield from give_up(fleet, model, reason, now, Refusal.WAR, left_s)
     else:
         model.retry_from(min((at for at in free_at.values() if at > now), default=None))
         yield from _refuse_late(fleet, model, now)
+
+
+def give_up(
+    fleet: Fleet,
+    model: Model,
+    reason: str,
+    now: float,
+    why: Refusal = Refusal.NO_ROOM,
+    retry_after_s: float | None = None,
+) -> Iterator[Decision]:
+    """Load a model no further that waits for room, and refuse the calls that wait for it."""
+    yield from refuse_all(fleet, model, why, reason, retry_after_s)
+    if not model.is_reported:
+        enter(fleet, model, Phase.UNLOADED, now)
+    elif model.terms.on_demand:
+        enter(fleet, model, Phase.UNLOADING, now)
+        yield Unload(model.name, reason)
+    else:
+        enter(fleet, model, Phase.LOADING, now)
+        yield Deny(model.name, reason)
+
+
+def _try_again(fleet: Fleet, model: Model, now: float) -> Iterator[Decision]:
+    enter(fleet, model, Phase.LOADING, now)
+    yield Load(model.name, "asked for by a call")
+
+
+def _ending(fleet: Fleet) -> set[str]:
+    """The models for which another one is ending."""
+    return {each.evicted_for for each in fleet.active.values() if each.evicted_for and each.phase is Phase.UNLOADING}
 
 
 def _evict(fleet: Fleet, victim: Model, model: Model, now: float) -> Unload:
@@ -114,13 +152,13 @@ def _least_valuable(candidates: Iterable[Model], model: Model, now: float) -> li
         if missing <= 0:
             break
         chosen.append(each)
-        missing -= each.terms.bytes
+        missing -= each.bytes
     if missing > 0:
         return None
     for each in sorted(chosen, key=lambda each: each.value(now), reverse=True):
-        if missing + each.terms.bytes <= 0:
+        if missing + each.bytes <= 0:
             chosen.remove(each)
-            missing += each.terms.bytes
+            missing += each.bytes
     return chosen
 
 
@@ -129,13 +167,6 @@ def _stays_until(victim: Model, model: Model, now: float) -> float:
     mine, theirs = victim.value(now), model.value(now)
     protection = min(MAX_PROTECTION, max(1.0, mine / theirs)) if theirs > 0 else MAX_PROTECTION
     return victim.since + MIN_RESIDENCE * victim.load_s * protection
-
-
-def _give_up(
-    fleet: Fleet, model: Model, why: Refusal, reason: str, retry_after_s: float | None, now: float
-) -> Iterator[Decision]:
-    enter(fleet, model, Phase.UNLOADED, now)
-    yield from refuse_all(fleet, model, why, reason, retry_after_s)
 
 
 def _refuse_late(fleet: Fleet, model: Model, now: float) -> Iterator[Decision]:
@@ -150,7 +181,7 @@ def _refuse_late(fleet: Fleet, model: Model, now: float) -> Iterator[Decision]:
             reason = f"'{model.name}' is {doing(model)}, and {left_s:.3g} s are left"
             yield Refuse(call, Refusal.LATE, reason, left_s)
     if not model.is_wanted(now):
-        enter(fleet, model, Phase.UNLOADED, now)
+        yield from give_up(fleet, model, NOT_WANTED, now)
 
 
 def _mib(count: int) -> str:

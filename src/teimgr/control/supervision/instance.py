@@ -201,7 +201,13 @@ class ManagedInstance:
         what is recorded once it ends.
         """
         async with self._one_command:
-            if not (self._may_update and self._loads_on_demand and self.state is State.RUNNING):
+            if not (self._may_update and self._loads_on_demand):
+                return False
+            if self.state is State.STARTING:  # its load is given up
+                await self._send(self._serving, Command.STOP)
+                await asyncio.gather(*(each.settle() for each in self._serving))
+                return True
+            if self.state is not State.RUNNING:
                 return False
             self._is_unloading = True
             self._publish()

@@ -15,6 +15,7 @@ from teimgr.config.instance_limits import check_allowed
 from teimgr.config.settings import Settings
 from teimgr.control.events.fleet_events import EventLog
 from teimgr.control.launch.launcher import Launcher, WorkerHandle
+from teimgr.control.ledger.admission import Admission
 from teimgr.control.placement.hosts import LeavingHosts
 from teimgr.control.placement.plan import RUNS, FleetPlan, PlannedWorker
 from teimgr.control.placement.planner import (
@@ -441,6 +442,11 @@ class Manager:
             InstanceNotFound.
         """
         return await self._find(name).usage()
+
+    @property
+    def memory(self) -> Admission:
+        """The memory of hosts and cards, as workers hold it."""
+        return self._planner.memory
 
     def spec(self, name: str) -> InstanceSpec | None:
         """The spec of an instance; None if there is none."""

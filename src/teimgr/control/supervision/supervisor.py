@@ -465,7 +465,7 @@ class Supervisor(LifecycleTask):
         self._reservation = await planner.memory.take(spec, planner.device_kind(spec.gpu))
         self._owner.on_placed()
         device = spec.gpu or spec.host or None
-        await planner.slots.take(device)
+        await planner.slots.take(device)  # behind: a load that waits for memory delays no other
         self._give_back = partial(planner.slots.give_back, device)
         return spec
 

@@ -31,7 +31,7 @@ from teimgr.errors import Code, DeadlineExceeded, Refused, TeimgrError, Unavaila
 from teimgr.observability.logs import STACKS_SIGNAL
 from teimgr.spec import CpuThreads, WorkerEndpoint, WorkerSpec
 from teimgr.wire.fleet_tls import FleetIdentity
-from teimgr.wire.frames import Method
+from teimgr.wire.frames import CALLS_ONLY, Method
 from teimgr.wire.routing.router import Directory
 
 RECONNECT_FIRST_S = 0.05
@@ -147,7 +147,7 @@ class WorkerRun:
         if (link := self._link) is None:
             return None
         try:
-            stats = json.loads(await link.call(Method.STATS, timeout_s=ANSWER_LIMIT_S))
+            stats = json.loads(await link.call(Method.STATS, CALLS_ONLY, timeout_s=ANSWER_LIMIT_S))
             return Usage(stats.get("taken", stats.get("requests", 0)), stats["calls"])
         except (TeimgrError, ValueError, KeyError) as error:
             log.debug("no count of a worker's calls", extra={"reason": str(error)})

@@ -1,0 +1,215 @@
+"""The task of residence over a scripted owner: calls wait, are answered or refused, and nothing waits for ever."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+
+import pytest
+from tests.support.polling import eventually
+
+from teimgr.control.residence import residence as module
+from teimgr.control.residence.mux_calls import WaitingCalls
+from teimgr.control.residence.residence import Residence
+from teimgr.errors import FailedToLoad, InstanceNotFound, ModelLoadFailed, Stopped, TeimgrError, Unavailable
+from teimgr.spec import Incident, InstanceSpec, RouteEntry, State
+from teimgr.wire.routing.router import Directory
+
+
+class ScriptedOwner:
+    """Starts and ends workers when it is told to; the directory says what became of them."""
+
+    def __init__(self, directory: Directory) -> None:
+        self.directory = directory
+        self.specs: dict[str, InstanceSpec] = {}
+        self.loads: list[str] = []
+        self.unloads: list[str] = []
+        self.notes: list[Incident] = []
+        self.busy: set[str] = set()
+        self.failed: dict[str, tuple[str, float | None]] = {}
+        self.loaded = asyncio.Event()
+
+    def declare(self, name: str, **keys: object) -> None:
+        self.specs[name] = InstanceSpec(name=name, model_id=name, load="on_demand", **keys)  # type: ignore[arg-type]
+        self.publish(name, State.UNLOADED)
+
+    def publish(self, name: str, state: State) -> None:
+        self.directory.publish(RouteEntry(name, name, state, on_demand=True))
+
+    def spec(self, name: str) -> InstanceSpec | None:
+        return self.specs.get(name)
+
+    def failure(self, name: str) -> tuple[str, float | None]:
+        return self.failed[name]
+
+    async def load(self, name: str) -> None:
+        self.loads.append(name)
+        self.publish(name, State.STARTING)
+        self.loaded.set()
+
+    async def unload(self, name: str, incident: Incident | None) -> bool:
+        if name in self.busy:
+            return False
+        self.unloads.append(name)
+        self.publish(name, State.STOPPING)
+        await asyncio.sleep(0)
+        self.publish(name, State.UNLOADED)
+        return True
+
+    async def usage(self, name: str) -> tuple[int, int] | None:
+        return (1, int(name in self.busy))
+
+    def note(self, name: str, incident: Incident) -> None:
+        self.notes.append(incident)
+
+
+@asynccontextmanager
+async def running() -> AsyncIterator[tuple[ScriptedOwner, Residence]]:
+    directory = Directory()
+    owner = ScriptedOwner(directory)
+    residence = Residence(owner, directory)
+    task = asyncio.create_task(residence.run())
+    try:
+        yield owner, residence
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def call(residence: Residence, name: str, timeout_s: float | None = 10.0) -> str:
+    async with residence.loaded(name, timeout_s):
+        return name
+
+
+async def test_calls_share_a_load_and_are_answered() -> None:
+    async with running() as (owner, residence):
+        owner.declare("a")
+        calls = [asyncio.create_task(call(residence, "a")) for _ in range(5)]
+        await owner.loaded.wait()
+        owner.publish("a", State.RUNNING)
+        assert await asyncio.gather(*calls) == ["a"] * 5
+        assert owner.loads == ["a"]
+        assert await call(residence, "a") == "a"
+
+
+@pytest.mark.parametrize(
+    ("state", "failure", "error"),
+    [
+        (State.STOPPED, None, Stopped),
+        (State.FAILED, ("no such file", None), ModelLoadFailed),
+        (State.FAILED, ("the card is full", 25.0), FailedToLoad),
+        (None, None, InstanceNotFound),
+    ],
+    ids=["stopped", "failed for good", "failed for now", "deleted"],
+)
+async def test_calls_that_wait_are_refused_when_their_model_goes(
+    state: State | None, failure: tuple[str, float | None] | None, error: type[TeimgrError]
+) -> None:
+    async with running() as (owner, residence):
+        owner.declare("a")
+        waiting = asyncio.create_task(call(residence, "a"))
+        await owner.loaded.wait()
+        if state is None:
+            del owner.specs["a"]
+            owner.directory.remove("a")
+        else:
+            owner.failed = {"a": failure} if failure else {}
+            owner.publish("a", state)
+        with pytest.raises(error) as refused:
+            await waiting
+        assert refused.value.retry_after_s == (failure[1] if failure else None)
+
+
+async def test_a_call_waits_no_longer_than_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running() as (owner, residence):
+        owner.declare("a")
+        with pytest.raises(Unavailable, match=r"was not loaded within 0\.05 s"):
+            await call(residence, "a", 0.05)
+        monkeypatch.setattr(module, "WAIT_LIMIT_S", 0.05)
+        with pytest.raises(Unavailable, match=r"was not loaded within 0\.05 s"):
+            await call(residence, "a", None)
+
+
+async def test_the_end_of_the_daemon_answers_every_call() -> None:
+    async with running() as (owner, residence):
+        owner.declare("a")
+        waiting = asyncio.create_task(call(residence, "a"))
+        await owner.loaded.wait()
+    with pytest.raises(Unavailable, match="the daemon is ending"):
+        await waiting
+
+
+async def test_an_idle_model_is_unloaded_and_a_busy_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "COUNT_INTERVAL_S", 0.01)
+    async with running() as (owner, _):
+        for name in ("a", "b"):
+            owner.declare(name, idle_timeout_secs=1)
+            owner.publish(name, State.RUNNING)
+        owner.busy.add("b")
+        await eventually(lambda: owner.unloads == ["a"])
+        owner.busy.clear()
+        await eventually(lambda: owner.unloads == ["a", "b"])
+
+
+async def test_a_load_without_memory_has_an_idle_model_evicted_and_is_judged_again() -> None:
+    async with running() as (owner, residence):
+        for name in ("a", "b"):
+            owner.declare(name)
+        owner.publish("a", State.RUNNING)
+        waiting = asyncio.create_task(call(residence, "b"))
+        await owner.loaded.wait()
+        again = await asyncio.wait_for(residence.relieve("b", 50, 10, {"a": 50}), 30)
+        assert again
+        assert owner.unloads == ["a"]
+        owner.publish("b", State.RUNNING)
+        assert await waiting == "b"
+
+
+async def test_a_load_that_the_policy_does_not_know_is_not_relieved() -> None:
+    async with running() as (owner, residence):
+        owner.declare("a")
+        owner.publish("a", State.RUNNING)
+        assert not await asyncio.wait_for(residence.relieve("a", 50, 10, {"a": 50}), 30)
+        assert not await asyncio.wait_for(residence.relieve("unknown", 50, 10, {"a": 50}), 30)
+
+
+class Line:
+    """A control link of a mux that keeps what it is sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[Mapping[str, str]] = []
+        self.changed = asyncio.Event()
+
+    def send(self, **values: str) -> None:
+        self.sent.append(values)
+        self.changed.set()
+
+
+async def test_a_mux_gets_its_answer_once_it_has_the_routes_and_a_call_that_left_pins_nothing() -> None:
+    async with running() as (owner, residence):
+        owner.declare("a", idle_timeout_secs=0)
+        line, asked, confirmed = Line(), asyncio.Event(), asyncio.Event()
+
+        async def routes() -> None:
+            asked.set()
+            await confirmed.wait()
+
+        calls = WaitingCalls(line, residence, routes)
+        calls.take({"load": [7, "a", 10.0]})
+        calls.take({"load": [8, "unknown", None]})
+        await line.changed.wait()
+        assert "unknown" in line.sent[0]["refused"]
+        await owner.loaded.wait()
+        owner.publish("a", State.RUNNING)
+        line.changed.clear()
+        await asked.wait()
+        assert len(line.sent) == 1
+        confirmed.set()
+        await line.changed.wait()
+        assert line.sent[1] == {"ready": "7"}
+        model = residence._fleet.models["a"]
+        assert model.is_busy
+        calls.take({"left": 7})
+        await eventually(lambda: not model.is_busy)
+        calls.close()
