@@ -264,6 +264,13 @@ class InstanceSpec:
         U32,
         change=_REPLACE,
     )
+    cache_bytes: int = _key(
+        0,
+        "bytes of results that each worker keeps for equal inputs of the same API key; 0: none",
+        0,
+        2**40,
+        change=_REPLACE,
+    )
     pooling: str | None = _key(None, "absent: that of the model's files", change=_REPLACE, words=POOLINGS, flag=True)
     gpu_id: int | None = _key(None, "index of the GPU; absent: the most free one, or the CPU", 0, U32, change=_REPLACE)
     prometheus_port: int | None = _key(
@@ -391,6 +398,7 @@ class WorkerSpec:
     max_waiting: int = _MAX_WAITING
     max_queue_wait_secs: int = _MAX_QUEUE_WAIT_SECS
     max_queued_tokens: int = 0
+    cache_bytes: int = 0
     max_client_batch_size: int = 32
     max_message_bytes: int = 40 * 1024 * 1024
     payload_limit_bytes: int = 2_000_000
@@ -441,6 +449,7 @@ class WorkerSpec:
             "max_waiting": _MAX_WAITING,
             "max_queue_wait_secs": _MAX_QUEUE_WAIT_SECS,
             "max_queued_tokens": 0,
+            "cache_bytes": 0,
             "host": "",
             "token_inputs": TOKEN_INPUTS[0],
             "token_encoding": TOKEN_ENCODING,

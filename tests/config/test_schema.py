@@ -29,7 +29,7 @@ from teimgr.errors import InvalidConfig
         (SEED + "prot = 1", "instances[0].prot: unknown key 'prot'; did you mean 'port'?"),
         (
             SEED + SECOND + "auto_start = true",
-            "instances[1].auto_start: unknown key 'auto_start'; known: code_revision,",
+            "instances[1].auto_start: unknown key 'auto_start'; known: cache_bytes,",
         ),
         (SEED + "wanted_running = false", "instances[0].wanted_running: unknown key"),
     ],

@@ -28,6 +28,7 @@ class InstanceKeys(TypedDict, total=False):
     max_waiting: int | None
     max_queue_wait_secs: int | None
     max_queued_tokens: int | None
+    cache_bytes: int | None
     pooling: str | None
     kind: str | None
     trust_remote_code: bool | None

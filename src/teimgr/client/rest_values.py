@@ -31,6 +31,7 @@ class Instance:
     max_waiting: int | None = None
     max_queue_wait_secs: int | None = None
     max_queued_tokens: int | None = None
+    cache_bytes: int | None = None
     token_inputs: str | None = None
     token_encoding: str | None = None
     pooling: str | None = None

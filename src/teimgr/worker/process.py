@@ -277,6 +277,7 @@ class Worker:
             max_batch_tokens=spec.max_batch_tokens,
             max_batch_requests=spec.max_batch_requests,
             max_queued_tokens=self._dispatcher.max_bytes,  # the dispatcher is the bound: a token has a byte or more
+            cache_bytes=spec.cache_bytes,
             default_prompt_name=spec.default_prompt_name,
             default_prompt=spec.default_prompt,
         )

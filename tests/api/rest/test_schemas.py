@@ -25,7 +25,7 @@ JSON = {"Content-Type": "application/json"}
     [
         (GOOD | {"prot": 1}, "unknown field 'prot'; did you mean 'port'?"),
         (GOOD | {"modelid": 1}, "unknown field 'modelid'; did you mean 'model_id'?"),
-        (GOOD | {"zzzzzz": 1}, "unknown field 'zzzzzz'; known: code_revision, dtype, extra_args"),
+        (GOOD | {"zzzzzz": 1}, "unknown field 'zzzzzz'; known: cache_bytes, code_revision, dtype"),
         ({"name": "a"}, "missing field `model_id`"),
         ({"model_id": "m"}, "missing field `name`"),
         ({"name": None, "model_id": "m"}, "name: "),

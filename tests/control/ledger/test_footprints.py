@@ -36,7 +36,11 @@ async def test_a_model_is_predicted_from_its_heads_until_it_is_measured(spec: In
     next_daemon = Footprints(kept)
     next_daemon.load()
     assert await next_daemon.of(spec) == measured
-    for other in (replace(spec, dtype="bfloat16"), replace(spec, max_batch_tokens=512)):
+    for other in (
+        replace(spec, dtype="bfloat16"),
+        replace(spec, max_batch_tokens=512),
+        replace(spec, cache_bytes=2**20),
+    ):
         assert (await next_daemon.of(other)).source == "predicted"
     assert (await next_daemon.of(spec, "NVIDIA H100")).source == "predicted"
 

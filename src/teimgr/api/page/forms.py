@@ -25,7 +25,7 @@ _GROUPS: Mapping[str, tuple[str, ...]] = {
     "Trust": ("trust_remote_code", "code_revision", "safetensors_only"),
     "Limits": (
         *("max_batch_tokens", "max_concurrent_requests", "max_waiting", "max_queue_wait_secs", "startup_timeout_secs"),
-        *("max_queued_tokens", "max_rss_mib"),
+        *("max_queued_tokens", "cache_bytes", "max_rss_mib"),
     ),
 }
 _REST = "Labels and flags"

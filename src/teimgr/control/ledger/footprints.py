@@ -10,6 +10,7 @@ import contextlib
 import importlib.metadata
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Protocol
@@ -50,6 +51,8 @@ class ModelOptions(Protocol):
     def trust_remote_code(self) -> bool: ...
     @property
     def max_batch_tokens(self) -> int: ...
+    @property
+    def cache_bytes(self) -> int: ...
 
 
 def figures_path(state_file: Path) -> Path:
@@ -104,12 +107,16 @@ class Footprints:
             return found
         if sizes is None:
             return ASSUMED_ON_CARD if on_card else ASSUMED
-        return predicted(sizes, spec.dtype, spec.max_batch_tokens, on_card=on_card)
+        found = predicted(sizes, spec.dtype, spec.max_batch_tokens, on_card=on_card)
+        return replace(found, host_bytes=found.host_bytes + spec.cache_bytes)
 
     def room_for_a_batch(self, spec: ModelOptions, device_kind: str = "cpu") -> int:
-        """Host memory that the largest batch takes, which a worker that has just started does not show yet."""
+        """Host memory that the largest batch and a full cache take, which a worker that has just started does not show
+        yet.
+        """
         _, sizes = self._sizes.get(_options(spec), ("", None))
-        return 0 if sizes is None or device_kind != "cpu" else batch_bytes(sizes, spec.max_batch_tokens)
+        batch = 0 if sizes is None or device_kind != "cpu" else batch_bytes(sizes, spec.max_batch_tokens)
+        return batch + spec.cache_bytes
 
     def learn(self, spec: ModelOptions, device_kind: str, measured: Footprint) -> None:
         """Keep what a worker of this model takes, also for the next daemon."""
@@ -151,7 +158,8 @@ class Footprints:
 
 def figure_key(spec: ModelOptions, identity: str, device_kind: str) -> str:
     """What a measured figure is of, as one text."""
-    return "|".join((spec.model_id, identity, spec.dtype, device_kind, engine_version(), str(spec.max_batch_tokens)))
+    sizes = str(spec.max_batch_tokens) + (f"+{spec.cache_bytes}" if spec.cache_bytes else "")
+    return "|".join((spec.model_id, identity, spec.dtype, device_kind, engine_version(), sizes))
 
 
 @cache
