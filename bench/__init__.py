@@ -21,6 +21,7 @@ SCENARIOS = {
     "guard": "ratios that must not fall below their bounds, in less than a minute",
     "own_code": "GTE and JinaBERT in bulk, beside their authors' forward in plain PyTorch",
     "fidelity": "every kind of model against the library it was made with: cosines and differences",
+    "autoscaler": "the autoscaling policy simulated: step, ramp, spikes, daily wave, recorded trace, one host",
     "html": "the newest results as one page, results/report.html",
     "card": "all about a card in ten minutes, on a bare machine: fidelity, forward, latency, bulk, faults, tests",
     "gpu": "bulk texts/s on CUDA: sentence-transformers and the bare engine",

@@ -37,6 +37,7 @@ POOLINGS = ("cls", "mean", "max", "last-token", "splade")
 _MAX_QUEUE_WAIT_SECS = 60
 # Clients that embed a document send its thousands of chunks in parallel, and many of them never retry.
 _MAX_WAITING = 16384
+_MAX_SCALE_WAIT_MS = 600_000
 # Kinds of fleet events, for REST, webhooks and their filters.
 EVENTS = (
     *("created", "starting", "running", "stopping", "stopped", "failed", "unhealthy"),
@@ -312,6 +313,15 @@ class InstanceSpec:
         0, "an on-demand model without calls for so long is unloaded; 0: only for others' memory", 0, U32
     )
     pinned: bool = _key(False, "an on-demand model, once loaded, is neither unloaded nor evicted")
+    max_replicas: int = _key(0, "the load decides about `replicas`, up to so many; 0: they stay as they are", 0, 256)
+    min_replicas: int = _key(1, "the least replicas that the load decides on; 0 needs load on_demand", 0, 256)
+    scale_up_wait_ms: int = _key(
+        2000, "a replica is added where more work than this would wait for each", 1, _MAX_SCALE_WAIT_MS
+    )
+    scale_down_wait_ms: int = _key(
+        500, "none is taken away while more work than this waits for each", 0, _MAX_SCALE_WAIT_MS
+    )
+    scale_down_delay_secs: int = _key(300, "how long fewer must have been enough before one is taken away", 1, 86400)
     tags: Mapping[str, str] = _key(dict, "for people and filters: {team: search}", most=64)
     token_inputs: str | None = _key(
         None,

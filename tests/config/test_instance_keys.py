@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from teimgr.config.instance_keys import FLAGS, LENGTH_LIMIT_CHARS, REDACTED, parse, shown_args
+from teimgr.config.instance_keys import FLAGS, LENGTH_LIMIT_CHARS, REDACTED, check_instance, parse, shown_args
 from teimgr.config.instance_limits import check_allowed
 from teimgr.config.settings import Settings
 from teimgr.errors import InvalidConfig, ValidationError
@@ -131,3 +132,24 @@ def test_the_settings_decide_what_instances_may_be(tmp_path: Path) -> None:
     with pytest.raises(ValidationError, match="outside of local_model_roots"):
         check_allowed(outside, strict)
     check_allowed(inside, strict)
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        (
+            {"scale_up_wait_ms": 500, "scale_down_wait_ms": 500},
+            "scale_down_wait_ms: must be below scale_up_wait_ms, 500",
+        ),
+        ({"min_replicas": 3, "max_replicas": 2}, "min_replicas: must be <= max_replicas, 2"),
+        ({"min_replicas": 0}, "min_replicas: 0 needs load = 'on_demand'"),
+        ({"replicas": "per-gpu", "max_replicas": 2}, "replicas: 'per-gpu' and max_replicas exclude each other"),
+    ],
+)
+def test_keys_of_autoscaling_that_contradict_each_other_are_refused(keys: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValidationError, match=named):
+        check_instance(replace(InstanceSpec(name="a", model_id="b"), **keys))
+
+
+def test_zero_replicas_are_allowed_on_demand() -> None:
+    check_instance(InstanceSpec(name="a", model_id="b", load="on_demand", min_replicas=0, max_replicas=3))

@@ -194,6 +194,21 @@ def key_faults(spec: InstanceSpec, path: str = "") -> Iterator[ConfigFault]:
             yield ConfigFault(join(path, name), problem)
     if spec.replicas == "per-gpu" and spec.gpu_id is not None:
         yield ConfigFault(join(path, "replicas"), "'per-gpu' and a gpu_id exclude each other")
+    for name, problem in _scaling_faults(spec):
+        yield ConfigFault(join(path, name), problem)
+
+
+def _scaling_faults(spec: InstanceSpec) -> Iterator[tuple[str, str]]:
+    """Keys of autoscaling that contradict each other, with the reason."""
+    if spec.max_replicas and spec.replicas == "per-gpu":
+        yield "replicas", "'per-gpu' and max_replicas exclude each other"
+    if spec.max_replicas and spec.min_replicas > spec.max_replicas:
+        yield "min_replicas", f"must be <= max_replicas, {spec.max_replicas} (got {spec.min_replicas})"
+    if spec.min_replicas == 0 and spec.load != "on_demand":
+        yield "min_replicas", "0 needs load = 'on_demand': no call would start an eager instance again"
+    if spec.scale_down_wait_ms >= spec.scale_up_wait_ms:
+        crossed = f"must be below scale_up_wait_ms, {spec.scale_up_wait_ms} (got {spec.scale_down_wait_ms})"
+        yield "scale_down_wait_ms", f"{crossed}: else replicas would come and go in turns"
 
 
 def _texts(value: object) -> Iterator[str]:

@@ -186,12 +186,15 @@ class Reloader:
 
 
 def differences(seed: InstanceSpec, spec: InstanceSpec) -> dict[str, Any]:
-    """The keys in which an instance differs from its seed, with the seed's values; open keys may differ."""
+    """The keys in which an instance differs from its seed, with the seed's values; open keys may differ.
+
+    So may `replicas` where the load decides about them.
+    """
+    own = {"name", "created_at", "wanted_running", *(("replicas",) if seed.max_replicas else ())}
     return {
         name: getattr(seed, name)
         for name, key in KEYS.items()
-        if name not in ("name", "created_at", "wanted_running")
-        and getattr(seed, name) not in (key.left_open, getattr(spec, name))
+        if name not in own and getattr(seed, name) not in (key.left_open, getattr(spec, name))
     }
 
 

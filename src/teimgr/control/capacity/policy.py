@@ -1,0 +1,196 @@
+"""The autoscaling policy: how many replicas an instance should have, by seconds of waiting work, and why.
+
+Pure: `decide` gets the terms, what was seen so far and a new reading, and returns the decision with its reason. A
+replica is added when the work that would wait by the time it is ready exceeds the target, judged over a short window;
+replicas are taken away when fewer would have carried the load of a long window, during the whole delay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+LONG_WINDOW_S = 60.0
+SHORT_WINDOW_S = 6.0
+FILL_UP = 0.9
+FILL_DOWN = 0.8
+"""The part of their capacity to which replicas are filled, when some are added and when some are taken away."""
+_SAMPLES = 3  # readings that a measured rate of n replicas has, before it is believed
+PAYS = 1.1
+"""A replica pays where the measured rate with it is at least so many times that without it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """What an instance allows: its replicas, and the seconds of work that may wait for each of them.
+
+    `start_s` is how long a replica takes until it serves. With `shared_host` replicas share the cores of one host, and
+    one more is kept only where it was measured to pay.
+    """
+
+    min_replicas: int = 1
+    max_replicas: int = 1
+    up_wait_s: float = 2.0
+    down_wait_s: float = 0.5
+    down_delay_s: float = 300.0
+    start_s: float = 5.0
+    shared_host: bool = False
+
+    def __post_init__(self) -> None:
+        if self.down_wait_s >= self.up_wait_s:
+            raise ValueError("down_wait_s must be below up_wait_s")
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What an instance's replicas report at a moment.
+
+    `arrived` and `computed` are tokens since the reading before, `queued` those that wait; `busy_s` is the time that
+    the replicas have computed since then, added up.
+    """
+
+    at: float
+    replicas: int
+    queued: float
+    arrived: float
+    computed: float
+    busy_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What the policy keeps of an instance: readings of the long window, replicas wanted of late, measured rates.
+
+    `rate` is the tokens a second of one replica while it computes; `totals` has, by n, the tokens a second of n
+    replicas that all had work, and in how many readings they had.
+    """
+
+    readings: tuple[Reading, ...] = ()
+    wanted: tuple[tuple[float, int], ...] = ()
+    rate: float | None = None
+    totals: Mapping[int, tuple[float, int]] = field(default_factory=dict)
+
+    def total(self, replicas: int) -> float | None:
+        """The measured tokens a second of that many replicas; None until it was measured often enough."""
+        value, samples = self.totals.get(replicas, (0.0, 0))
+        return value if samples >= _SAMPLES else None
+
+    def capacity(self, replicas: int) -> float | None:
+        """Tokens a second of that many replicas: as measured, else of as many times one; None if none was measured."""
+        if (known := self.total(replicas)) is not None:
+            return known
+        return None if self.rate is None else self.rate * replicas
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The replicas that an instance should have; `reason` says why, in the words of log, event, API and page."""
+
+    wanted: int
+    reason: str
+    waiting_s: float
+    arrived_per_s: float
+    rate: float | None
+
+
+def decide(terms: Terms, seen: Seen, reading: Reading) -> tuple[Seen, Decision]:
+    """Take in a reading; the decision's `wanted` is its `replicas` where nothing is to change."""
+    seen = _learn(seen, reading)
+    low, high = max(1, terms.min_replicas), max(1, terms.min_replicas, terms.max_replicas)
+    now, fast = reading.replicas, _arrival(seen, SHORT_WINDOW_S)
+    capacity = seen.capacity(now) or 0.0
+    waiting_s = reading.queued / capacity if capacity else 0.0
+    expected_s = waiting_s + max(0.0, fast - capacity) * terms.start_s / capacity if capacity else 0.0
+    drains = fast < capacity and waiting_s - terms.up_wait_s < (1 - fast / capacity) * (2 * terms.start_s + 1)
+    numbers = _numbers(reading.queued, fast, seen.rate)
+
+    def answer(wanted: int, why: str) -> tuple[Seen, Decision]:
+        change = f"{now} → {wanted}: " if wanted != now else ""
+        return seen, Decision(wanted, change + why, waiting_s, fast, seen.rate)
+
+    calm = now
+    if waiting_s <= terms.down_wait_s:
+        calm = max(low, min(now, _needed(seen, _arrival(seen, LONG_WINDOW_S), FILL_DOWN, now, high)))
+    seen = replace(seen, wanted=(*_recent(seen.wanted, reading.at - terms.down_delay_s), (reading.at, calm)))
+    if now < low:
+        return answer(low, f"min_replicas is {low}")
+    if now > high:
+        return answer(high, f"max_replicas is {high}")
+    if terms.shared_host and now > low and (loss := _does_not_pay(seen, now)):
+        return answer(now - 1, loss)
+    if expected_s > terms.up_wait_s and not drains:
+        more = max(now + 1, _needed(seen, fast, FILL_UP, now, high))
+        if now >= high:
+            return answer(now, f"{expected_s:.1f} s of work would wait, but max_replicas is {high} ({numbers})")
+        if terms.shared_host:
+            more = now + 1
+            if seen.total(now) is None:
+                return answer(now, f"{expected_s:.1f} s of work would wait; {now} are measured before another starts")
+            if loss := _does_not_pay(seen, more):
+                return answer(now, loss)
+        return answer(min(more, high), f"{expected_s:.1f} s of work would wait > {terms.up_wait_s:g} s ({numbers})")
+    fewer = max(count for _, count in seen.wanted)
+    if fewer < now and reading.at - seen.wanted[0][0] >= 0.9 * terms.down_delay_s:
+        return answer(fewer, f"{fewer} would have carried the load of {terms.down_delay_s:g} s ({numbers})")
+    return answer(now, f"{waiting_s:.1f} s of work waits ({numbers})")
+
+
+def _numbers(queued: float, arrived_per_s: float, rate: float | None) -> str:
+    known = f"a replica computes {rate:,.0f}" if rate else "no replica was measured yet"
+    return f"{queued:,.0f} tokens queued, {arrived_per_s:,.0f} tokens/s arrive, {known}"
+
+
+def _learn(seen: Seen, reading: Reading) -> Seen:
+    """Keep the reading, and the rates that it shows."""
+    before = seen.readings[-1] if seen.readings else None
+    readings = (*(each for each in seen.readings if each.at > reading.at - LONG_WINDOW_S), reading)
+    seen = replace(seen, readings=readings)
+    if before is None or before.replicas < reading.replicas:
+        return replace(seen, wanted=())  # the delay before going down begins again
+    if before.replicas != reading.replicas:
+        return seen
+    span_s = reading.at - before.at
+    if reading.busy_s > 0.05 * span_s:
+        seen = replace(seen, rate=_blend(seen.rate, reading.computed / reading.busy_s))
+    if min(before.queued, reading.queued) > 0 and reading.busy_s > 0.9 * span_s * reading.replicas:
+        value, samples = seen.totals.get(reading.replicas, (None, 0))
+        total = _blend(value, reading.computed / span_s)
+        seen = replace(seen, totals={**seen.totals, reading.replicas: (total, samples + 1)})
+    return seen
+
+
+def _blend(before: float | None, new: float) -> float:
+    return new if before is None else 0.8 * before + 0.2 * new
+
+
+def _arrival(seen: Seen, window_s: float) -> float:
+    """Tokens that arrived a second, in the last so many seconds."""
+    last = seen.readings[-1].at
+    pairs = [(a, b) for a, b in pairwise(seen.readings) if b.at > last - window_s]
+    span_s = sum(b.at - a.at for a, b in pairs)
+    return sum(b.arrived for _, b in pairs) / span_s if span_s else 0.0
+
+
+def _needed(seen: Seen, arrived_per_s: float, fill: float, present: int, most: int) -> int:
+    """The least replicas whose capacity the arrivals fill to `fill`; the present ones where none was measured."""
+    for count in range(1, most + 1):
+        capacity = seen.capacity(count)
+        if capacity is None:
+            return present
+        if arrived_per_s <= fill * capacity:
+            return count
+    return most
+
+
+def _does_not_pay(seen: Seen, count: int) -> str | None:
+    """Why one of so many replicas is not worth its place, where that was measured."""
+    with_it, without = seen.total(count), seen.total(count - 1)
+    if with_it is None or without is None or with_it >= PAYS * without:
+        return None
+    measured = f"{count} computed {with_it:,.0f} tokens/s, {count - 1} {without:,.0f}"
+    return f"replica {count} does not pay on this host: {measured}"
+
+
+def _recent(wanted: tuple[tuple[float, int], ...], since: float) -> tuple[tuple[float, int], ...]:
+    return tuple(each for each in wanted if each[0] >= since)
