@@ -36,6 +36,8 @@ from teimgr.wire.tenants.table import (
 log = logging.getLogger(__name__)
 
 _WORD = 8
+_RATE, _DAILY, _CONCURRENT = int(Word.RATE), int(Word.DAILY), int(Word.CONCURRENT)  # adding members takes longer
+_WEIGHT, _PRIORITY = int(Word.WEIGHT), int(Word.PRIORITY)
 
 
 class TenantMeter:
@@ -46,18 +48,23 @@ class TenantMeter:
         self._row = row
         self._words = table.words
         self._ledger: Ledger = shared_ledger(table, row)
+        self._shares: dict[int, Share] = {}
 
     def account(self, tenant: int) -> Account | None:
         """The account of one job of a tenant; None if it has no quota."""
         words, at = self._words, tenant_at(tenant)
-        if words[at + Word.RATE] or words[at + Word.DAILY] or words[at + Word.CONCURRENT]:
-            return Account(self, self._ledger, tenant)
+        if words[at + _RATE] or words[at + _DAILY] or words[at + _CONCURRENT]:
+            return Account(self, self._ledger, tenant, is_in_flight=words[at + _CONCURRENT] > 0)
         return None
 
     def share(self, tenant: int) -> Share:
         """The tenant's part of a busy instance."""
         words, at = self._words, tenant_at(tenant)
-        return Share(tenant, max(1, words[at + Word.WEIGHT]), words[at + Word.PRIORITY])
+        weight, priority = words[at + _WEIGHT], words[at + _PRIORITY]
+        share = self._shares.get(tenant)
+        if share is None or share.weight != weight or share.priority != priority:
+            share = self._shares[tenant] = Share(tenant, max(1, weight), priority)
+        return share
 
     def limits(self, tenant: int) -> Limits:
         return self._table.limits(tenant)
@@ -92,10 +99,14 @@ def open_meter(path: Path, instance: str, model: str) -> TenantMeter | None:
 class Account:
     """The charge of one job: `charge` once its tokens are known, `settle` when it is answered or given up."""
 
-    __slots__ = ("_charged", "_ledger", "_lock", "_meter", "_receipt", "_taken", "is_settled", "is_shadowed", "tenant")
+    __slots__ = (
+        *("_is_in_flight", "_ledger", "_lock", "_meter", "_receipt", "_taken"),
+        *("is_settled", "is_shadowed", "tenant"),
+    )
 
-    def __init__(self, meter: TenantMeter, ledger: Ledger, tenant: int) -> None:
+    def __init__(self, meter: TenantMeter, ledger: Ledger, tenant: int, *, is_in_flight: bool) -> None:
         self.tenant = tenant
+        self._is_in_flight = is_in_flight  # its tokens count as such, since the tenant has a limit of them
         self.is_settled = False
         self.is_shadowed = False  # it would have been refused
         self._meter = meter
@@ -109,7 +120,9 @@ class Account:
         with self._lock:
             if self.is_settled:
                 return None
-            code, receipt, wait_ns = self._ledger.charge(self.tenant, tokens, time.monotonic_ns(), _day())
+            code, receipt, wait_ns = self._ledger.charge(
+                self.tenant, tokens, time.monotonic_ns(), _day(), is_in_flight=self._is_in_flight
+            )
             if code is None:
                 self._receipt = receipt
                 return None
@@ -130,8 +143,11 @@ class Account:
                 return
             self.is_settled = True
             if (receipt := self._receipt) is not None:
-                used = self._taken if computed is None else computed
-                self._ledger.settle(self.tenant, receipt, max(0, receipt.tokens - used), time.monotonic_ns())
+                back = max(0, receipt.tokens - (self._taken if computed is None else computed))
+                if back or self._is_in_flight:
+                    self._ledger.settle(
+                        self.tenant, receipt, back, time.monotonic_ns(), is_in_flight=self._is_in_flight
+                    )
 
 
 def refusal(code: Code, limits: Limits, tokens: int, wait_ns: int) -> TeimgrError:
@@ -170,13 +186,19 @@ class HasTokens(Protocol):
         """Tokens that were charged."""
 
 
+Charged = tuple[Code | None, HasTokens | None, int]
+"""The quota that refuses, or None; the charge; nanoseconds to wait."""
+
+
 class Ledger(Protocol):
     """Charges and refunds in the table, atomic among all workers of the host."""
 
-    def charge(self, tenant: int, tokens: int, now_ns: int, day: int) -> tuple[Code | None, HasTokens | None, int]:
-        """The quota that refuses, None for none; the charge; nanoseconds to wait."""
+    def charge(
+        self, tenant: int, tokens: int, now_ns: int, day: int, *, is_in_flight: bool = True
+    ) -> tuple[Code | None, HasTokens | None, int]:
+        """Charge a call; `is_in_flight`: its tokens count as in flight until it is settled."""
 
-    def settle(self, tenant: int, receipt: Any, refund: int, now_ns: int) -> None:
+    def settle(self, tenant: int, receipt: Any, refund: int, now_ns: int, *, is_in_flight: bool = True) -> None:
         """The charge's tokens are no longer in flight, and `refund` of them were not computed."""
 
 
@@ -200,21 +222,29 @@ class NativeLedger:
         self._in_flight = self._base + IN_FLIGHT_AT * _WORD
         self._own = self._in_flight + row * TENANTS * _WORD
 
-    def charge(self, tenant: int, tokens: int, now_ns: int, day: int) -> tuple[Code | None, HasTokens | None, int]:
+    def charge(
+        self, tenant: int, tokens: int, now_ns: int, day: int, *, is_in_flight: bool = True
+    ) -> tuple[Code | None, HasTokens | None, int]:
         receipt, offset = _Receipt(), tenant * _WORD
+        own = self._own + offset if is_in_flight else None
         status = self._charge(
-            *(self._base + tenant_at(tenant) * _WORD, self._own + offset, self._in_flight + offset, ROWS, TENANTS),
-            *(tokens, now_ns, day, ctypes.byref(receipt)),
+            self._base + tenant_at(tenant) * _WORD,
+            own,
+            self._in_flight + offset,
+            ROWS,
+            TENANTS,
+            tokens,
+            now_ns,
+            day,
+            ctypes.byref(receipt),
         )
         if status:
             return policy.LIMITS[max(status, 1) - 1], None, receipt.wait_ns
         return None, receipt, 0
 
-    def settle(self, tenant: int, receipt: Any, refund: int, now_ns: int) -> None:
-        offset = tenant * _WORD
-        self._refund(
-            *(self._base + tenant_at(tenant) * _WORD, self._own + offset, ctypes.byref(receipt), refund, now_ns)
-        )
+    def settle(self, tenant: int, receipt: Any, refund: int, now_ns: int, *, is_in_flight: bool = True) -> None:
+        own = self._own + tenant * _WORD if is_in_flight else None
+        self._refund(self._base + tenant_at(tenant) * _WORD, own, ctypes.byref(receipt), refund, now_ns)
 
 
 class LockedLedger:
@@ -225,21 +255,23 @@ class LockedLedger:
         self._own = IN_FLIGHT_AT + row * TENANTS
         self._lock = threading.Lock()
 
-    def charge(self, tenant: int, tokens: int, now_ns: int, day: int) -> tuple[Code | None, HasTokens | None, int]:
+    def charge(
+        self, tenant: int, tokens: int, now_ns: int, day: int, *, is_in_flight: bool = True
+    ) -> tuple[Code | None, HasTokens | None, int]:
         with self._lock, self._table.locked():
             table = self._table
             limits, spent = table.limits(tenant), table.spent(tenant)
-            in_flight = table.in_flight(tenant) if limits.concurrent else 0
+            in_flight = table.in_flight(tenant) if is_in_flight and limits.concurrent else 0
             verdict = policy.charge(limits, spent, in_flight, tokens, now_ns, day)
             if verdict.refused_by is not None:
                 return verdict.refused_by, None, verdict.wait_ns
             table.write_spent(tenant, verdict.spent)
-            table.words[self._own + tenant] += tokens
+            table.words[self._own + tenant] += tokens if is_in_flight else 0
             return None, verdict.receipt, 0
 
-    def settle(self, tenant: int, receipt: Any, refund: int, now_ns: int) -> None:
+    def settle(self, tenant: int, receipt: Any, refund: int, now_ns: int, *, is_in_flight: bool = True) -> None:
         with self._lock, self._table.locked():
-            self._table.words[self._own + tenant] -= receipt.tokens
+            self._table.words[self._own + tenant] -= receipt.tokens if is_in_flight else 0
             if refund:
                 spent = policy.refund(self._table.spent(tenant), receipt, refund, now_ns)
                 self._table.write_spent(tenant, spent)

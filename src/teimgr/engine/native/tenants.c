@@ -24,6 +24,7 @@ struct tenant_receipt {
 static int64_t time_of(int64_t tokens, int64_t rate) { return (tokens * ns_per_s + rate - 1) / rate; }
 
 static int is_over_concurrent(word *tenant, word *own, word *in_flight, int64_t rows, int64_t stride, int64_t tokens) {
+    if (own == NULL) return 0;
     const int64_t limit = atomic_load_explicit(tenant + CONCURRENT, memory_order_relaxed);
     atomic_fetch_add(own, tokens);  // before the sum: of two at the same time one sees the other
     if (limit == 0) return 0;
@@ -62,8 +63,9 @@ static int is_over_day(word *tenant, int64_t tokens, int64_t day, struct tenant_
     return 0;
 }
 
+// `own` is NULL where the charge was made without tokens in flight.
 void tenant_refund(word *tenant, word *own, const struct tenant_receipt *receipt, int64_t tokens, int64_t now_ns) {
-    atomic_fetch_sub(own, receipt->tokens);
+    if (own != NULL) atomic_fetch_sub(own, receipt->tokens);
     if (tokens <= 0) return;
     if (receipt->rate != 0) {
         int64_t before = atomic_load(tenant + REFUNDED), back_ns;
