@@ -25,7 +25,7 @@ _FRAGMENTS = [
     *(".", "a", "ab", "aB3x", "fog ", "harbour ", "東", "京", "夜は", "我们", "北京", "。", "😀", "🎉", "👨‍👩‍👧", "🇩🇪"),
     *("\u0301", "\u0323", "é", "e\u0301", "\n", "\r\n", "\t", "  ", " ", "=", "-", "<mask>", "[MASK]", "<ma", "sk>"),
     *("'re", "'", "1", "12345", "ﬁ", "Å", "각", "\u1100", "\u1161", "\u11a8", "가", "\u0e33", "\u200d", "\ufe0f"),
-    *("\x00", "\u00ad", "don't", "!", "x", "Zürich", "²"),
+    *("\x00", "\u00ad", "don't", "!", "x", "Zürich", "²", "\U0001f44d\U0001f3fd", "\ufdfa", "\ufdf2"),
 ]
 _NORMALIZERS: list[Callable[[], normalizers.Normalizer] | None] = [
     None,
@@ -144,6 +144,8 @@ def _compare(kind: str, draw: random.Random) -> int:
         ("WordPiece", "fog\n" * 5_000),
         ("byte-level BPE", "東q京x" * 5_000),
         ("byte-level BPE of Qwen", "xQzJ京" * 5_000),
+        ("byte-level BPE", "\U0001f469\u200d\U0001f469\u200d\U0001f467" * 5_000),
+        ("byte-level BPE", "\ufdfa" * 9_000),
         ("Unigram", "東z京qx" * 5_000),
     ],
 )

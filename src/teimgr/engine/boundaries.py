@@ -34,9 +34,10 @@ _BERT_PLACE = r"[ \t\n\r%s](?=[ -~\t\n\r\u4e00-\u9fff])"
 # Characters that stay apart from their neighbours in every normal form, and that the word patterns treat alike.
 _LETTER = (
     "[A-Za-z\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u024f\u0391-\u03a1\u03a3-\u03c9\u0400-\u0481\u048a-\u0523"
-    "\u3041-\u3096\u30a1-\u30fa\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7a3]"
+    "\u3041-\u3096\u30a1-\u30fa\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7a3\ufdf0-\ufdfb]"
 )
-_SYMBOL = r"[!-&(-/:-@\[-_{-~\U0001f300-\U0001f3fa\U0001f400-\U0001f64f\U0001f680-\U0001f6cf\U0001f900-\U0001f9ff]"
+# With what joins and colours emoji.
+_SYMBOL = r"[!-&(-/:-@\[-_{-~\u200d\ufe0f\U0001f300-\U0001f64f\U0001f680-\U0001f6cf\U0001f900-\U0001f9ff]"
 _WITHIN_WORD = re.compile(f"(?<={_LETTER}){_LETTER}(?={_LETTER})|(?<={_SYMBOL}){_SYMBOL}(?={_SYMBOL})")
 # Normalizers that change characters one by one, or with the marks behind them.
 _LOCAL_NORMALIZERS = frozenset(
