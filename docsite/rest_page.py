@@ -131,7 +131,7 @@ def _inference(api: Mapping[str, Any]) -> Iterator[str]:
         summary = api["paths"][each.path.replace(":path}", "}")][method.lower()]["summary"]
         dialects = ", ".join((each.dialect, *each.others))
         rows.append((code(f"{method} {each.path.replace(':path}', '}')}"), dialects, summary))
-    lists = {path for path in api["paths"] if path.endswith(("/models", "/models/{model}"))}
+    lists = {path for path in api["paths"] if path.endswith(("/models", "/models/{model}")) or path.startswith("/api/")}
     for path in sorted(lists):
         operation = api["paths"][path].get("get", {})
         if operation.get("tags") == [_INFERENCE]:

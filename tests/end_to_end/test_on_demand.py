@@ -180,6 +180,10 @@ def test_ollamas_keep_alive(daemon: WarmDaemonProcess, client: Client) -> None:
     assert (status, last["load_duration"], last["embeddings"]) == (200, 0, first["embeddings"])
     until(lambda: client.get("a").status is State.UNLOADED, "keep_alive 0")
 
+    assert post(daemon, "/api/embed", asked | {"keep_alive": -1})[0] == 200
+    assert post(daemon, "/api/generate", {"model": "a", "keep_alive": 0})[0] == 200  # `ollama stop`
+    until(lambda: client.get("a").status is State.UNLOADED, "ollama stop")
+
 
 MANY = tuple("cdefgh")
 BUDGET_MIB = 90  # for two of them at a time

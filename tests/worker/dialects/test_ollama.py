@@ -104,7 +104,12 @@ async def test_another_keep_alive_is_refused(ask: Asking, keep_alive: Any) -> No
         ("/api/show", {}, 400, "model is required"),
         ("/api/generate", {"model": "dense", "prompt": "fog"}, 400, "the models of this server do not support g"),
         ("/api/chat", {"model": "dense", "messages": []}, 400, "the models of this server do not support chat"),
-        ("/api/pull", {"model": "dense"}, 501, "/api/pull is not supported"),
+        ("/api/pull", {"model": "nobody"}, 501, "/api/pull is not supported"),
+        ("/api/generate", {"model": "nobody", "keep_alive": 0}, 404, "model 'nobody' not found"),
+        ("/api/generate", {"model": "dense", "prompt": "fog", "keep_alive": 0}, 400, "the models of this server do"),
+        ("/api/generate", {"model": "dense", "keep_alive": False}, 400, "the models of this server do"),
+        ("/api/delete", {"model": "dense"}, 405, "POST is not allowed here; allowed: DELETE"),
+        ("/api/copy", {"source": "dense", "destination": "other"}, 501, "/api/copy is not supported"),
         ("/api/nothing", {}, 404, "No route /api/nothing"),
     ],
 )
@@ -176,3 +181,20 @@ async def test_of_two_equal_keys_one_model_answers_and_is_named(ask: Asking) -> 
     for body in both:
         told = (await ask.post(EMBED, body)).ok
         assert told["embeddings"], told
+
+
+async def test_what_is_here_is_pulled_and_what_is_asked_to_go_is_acknowledged(ask: Asking) -> None:
+    for stream, kind in ((False, "application/json"), (True, "application/x-ndjson")):
+        pulled = await ask.post("/api/pull", {"model": "dense", "stream": stream})
+        assert (pulled.ok, pulled.headers["content-type"]) == ({"status": "success"}, kind)
+    for path, empty in (("/api/generate", {}), ("/api/chat", {"messages": []})):
+        told = (await ask.post(path, {"model": "dense:latest", "keep_alive": 0} | empty)).ok
+        assert (told["model"], told["done"], told["done_reason"]) == ("dense:latest", True, "unload")
+
+
+async def test_vectors_of_another_space_are_refused(ask: Asking) -> None:
+    [space] = {each["digest"] for each in (await ask.get("/api/tags")).ok["models"] if each["name"] == "dense:latest"}
+    body = {"model": "dense", "input": "fog"}
+    assert (await ask.post(EMBED, body | {"expect_fingerprint": space})).ok
+    refused = await ask.post(EMBED, body | {"expect_fingerprint": "0" * 64})
+    assert (refused.status >= 400, list(refused.json)) == (True, ["error"])

@@ -156,7 +156,7 @@ class Gateway:
             *(Route(path, weaviate_meta) for path in WEAVIATE_META),
             *(Route(path, cohere_check_key, methods=["POST"]) for path in COHERE_CHECKS),
             Route(INFO.path, self._info),
-            *OllamaRoutes(self._names_for, self._views, self._since, self._loads.left_s).routes(),
+            *OllamaRoutes(self._names_for, self._views, self._since, self._loads).routes(),
             *(Route(path, answered_directly, methods=["POST"]) for path in dict.fromkeys(one.path for one in paths())),
         ]
 

@@ -18,34 +18,32 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from teimgr import __version__
+from teimgr.api.gateway.routes import OLLAMA_RUNNING, OLLAMA_SHOW, OLLAMA_TAGS, OLLAMA_VERSION
 from teimgr.errors import InvalidInput, ModelNotFound, TooLarge
 from teimgr.http.auth.policy import Caller, caller_of
 from teimgr.http.bodies import SlowClient, read_limited
 from teimgr.spec import InstanceView, Kind, State
 from teimgr.wire.error_bodies import JSON_TYPE, OLLAMA, failure, refusal
 from teimgr.wire.frames import HttpReply
+from teimgr.wire.routing.on_demand import ModelStays
 
 if TYPE_CHECKING:
     from teimgr.api.gateway.gateway import ModelNames
 
-TAGS, RUNNING, SHOW, VERSION = "/api/tags", "/api/ps", "/api/show", "/api/version"
-
 _NOT_SERVED = 501
 _TEXT = "the models of this server do not support {}: they embed, by /api/embed"
-REFUSED: Mapping[tuple[str, str], tuple[int, str]] = {
-    ("POST", "/api/generate"): (400, _TEXT.format("generate")),
-    ("POST", "/api/chat"): (400, _TEXT.format("chat")),
-    **{
-        (method, path): (_NOT_SERVED, f"{path} is not supported: models are managed by `teimgr create` and its kin")
-        for method, path in (
-            *(("POST", f"/api/{name}") for name in ("pull", "push", "create", "copy")),
-            ("DELETE", "/api/delete"),
-            ("POST", "/api/blobs/{digest}"),
-            ("GET", "/api/blobs/{digest}"),
-        )
-    },
+_MANAGED = "{} is not supported: models are managed by `teimgr create` and its kin"
+GENERATE, CHAT, PULL = "/api/generate", "/api/chat", "/api/pull"
+REFUSED: Mapping[tuple[str, str], str] = {
+    (method, path): _MANAGED.format(path)
+    for method, path in (
+        *(("POST", f"/api/{name}") for name in ("push", "create", "copy")),
+        ("DELETE", "/api/delete"),
+        ("POST", "/api/blobs/{digest}"),
+        ("GET", "/api/blobs/{digest}"),
+    )
 }
-"""Routes of Ollama that are answered with this status and sentence."""
+"""Routes of Ollama that are answered with 501 and this sentence."""
 
 # The release whose API this is: clients compare it before they use a route.
 API_VERSION = "0.33.0"
@@ -55,6 +53,7 @@ _LATEST = ":latest"
 _FOR_EVER = "2318-01-01T00:00:00Z"
 _OLLAMA_PORT_PATHS = ("/api/", "/v1/")
 _MAX_BODY_BYTES = 64 * 1024
+_SLOW = "The request body did not come in time"
 
 
 def known_name(names: ModelNames, model: str | None) -> str | None:
@@ -110,7 +109,7 @@ class _Listed(NamedTuple):
 class OllamaRoutes:
     """The routes; `names_for` and `views` are those of the gateway, which is there since `created`.
 
-    `left_s` is in how many seconds an instance is unloaded if no call comes.
+    `loads` decides how long models stay loaded.
     """
 
     def __init__(
@@ -118,20 +117,22 @@ class OllamaRoutes:
         names_for: Callable[[Caller], ModelNames],
         views: Callable[[], Iterable[InstanceView]],
         created: int,
-        left_s: Callable[[str], float | None],
+        loads: ModelStays,
     ) -> None:
         self._names_for = names_for
         self._views = views
-        self._left_s = left_s
+        self._loads = loads
         self._since = _rfc3339(created)
 
     def routes(self) -> list[Route]:
         return [
-            Route(TAGS, self._tags),
-            Route(RUNNING, self._running),
-            Route(VERSION, _version),
-            Route(SHOW, self._show, methods=["POST"]),
-            *(Route(path, _refusing(*how), methods=[method]) for (method, path), how in REFUSED.items()),
+            Route(OLLAMA_TAGS, self._tags),
+            Route(OLLAMA_RUNNING, self._running),
+            Route(OLLAMA_VERSION, _version),
+            Route(OLLAMA_SHOW, self._show, methods=["POST"]),
+            *(Route(path, self._generate, methods=["POST"]) for path in (GENERATE, CHAT)),
+            Route(PULL, self._pull, methods=["POST"]),
+            *(Route(path, _refusing(text), methods=[method]) for (method, path), text in REFUSED.items()),
         ]
 
     async def _tags(self, request: Request) -> Response:
@@ -142,17 +143,56 @@ class OllamaRoutes:
         return _json({"models": [self._process(each) for each in found if each.view.state is State.RUNNING]})
 
     async def _show(self, request: Request) -> Response:
-        names = self._names_for(caller_of(request.scope))
         try:
-            name = known_name(names, await _named(request))
+            return _json(self._shown(self._found(request, await _body(request))))
         except (InvalidInput, TooLarge, ModelNotFound) as error:
             return _response(failure(OLLAMA, error))
         except SlowClient:
-            return _response(refusal(OLLAMA, 408, "The request body did not come in time"))
+            return _response(refusal(OLLAMA, 408, _SLOW))
+
+    async def _generate(self, request: Request) -> Response:
+        """Unloads a model where there is nothing to generate and it is not kept alive, as Ollama does; else 400."""
+        what = request.url.path.rpartition("/")[2]
+        try:
+            body = await _body(request)
+            if not _unloads(body):
+                return _response(refusal(OLLAMA, 400, _TEXT.format(what)))
+            found = self._found(request, body)
+        except (InvalidInput, TooLarge):
+            return _response(refusal(OLLAMA, 400, _TEXT.format(what)))
+        except ModelNotFound as error:
+            return _response(failure(OLLAMA, error))
+        except SlowClient:
+            return _response(refusal(OLLAMA, 408, _SLOW))
+        self._loads.keep(found.view.spec.name, 0.0)
+        nothing = {"response": ""} if what == "generate" else {"message": {"role": "assistant", "content": ""}}
+        end = {"done": True, "done_reason": "unload"}
+        return _json({"model": _name_in(body), "created_at": _rfc3339(time.time())} | nothing | end)
+
+    async def _pull(self, request: Request) -> Response:
+        """Ollama's end of a download for a model that is here: some clients pull before they embed."""
+        try:
+            body = await _body(request)
+            self._found(request, body)
+        except (InvalidInput, TooLarge, ModelNotFound):
+            return _response(refusal(OLLAMA, _NOT_SERVED, _MANAGED.format(PULL)))
+        except SlowClient:
+            return _response(refusal(OLLAMA, 408, _SLOW))
+        media_type = "application/json" if body.get("stream") is False else "application/x-ndjson"
+        return Response(b'{"status":"success"}\n', media_type=media_type)
+
+    def _found(self, request: Request, body: Mapping[str, Any]) -> _Listed:
+        """The model that a body names.
+
+        Raises:
+            InvalidInput: it names none.
+            ModelNotFound: there is no such model that embeds.
+        """
+        name = known_name(self._names_for(caller_of(request.scope)), _name_in(body))
         found = next((each for each in self._listed(request) if each.name == name), None)
         if found is None:
-            return _response(refusal(OLLAMA, 404, f"model '{name}' not found"))
-        return _json(self._shown(found))
+            raise ModelNotFound(f"model '{name}' not found")
+        return found
 
     def _listed(self, request: Request) -> Iterator[_Listed]:
         """The names of what embeds, or may when it has been loaded, that the caller may use."""
@@ -175,7 +215,7 @@ class OllamaRoutes:
     def _process(self, listed: _Listed) -> dict[str, Any]:
         model = listed.view.model
         length = model.max_input_length if model else 0
-        left_s = self._left_s(listed.name)
+        left_s = self._loads.left_s(listed.name)
         expires_at = _FOR_EVER if left_s is None else _rfc3339(time.time() + left_s)
         return self._entry(listed) | {"expires_at": expires_at, "size_vram": 0, "context_length": length}
 
@@ -231,12 +271,12 @@ def _details(listed: _Listed) -> dict[str, Any]:
     }
 
 
-async def _named(request: Request) -> str:
-    """The `model`, or `name`, of a body.
+async def _body(request: Request) -> dict[str, Any]:
+    """The object in a body.
 
     Raises:
-        InvalidInput: it has neither.
-        TooLarge: the body is longer than any that has one.
+        InvalidInput: there is none.
+        TooLarge: the body is longer than any that names a model alone.
         SlowClient: it does not come.
     """
     text = await read_limited(request.stream(), _MAX_BODY_BYTES)
@@ -248,10 +288,24 @@ async def _named(request: Request) -> str:
         body = orjson.loads(text)
     except orjson.JSONDecodeError as error:
         raise InvalidInput(f"The body is no JSON: {error}") from error
-    given = body.get("model") or body.get("name") if isinstance(body, dict) else None
+    if not isinstance(body, dict):
+        raise InvalidInput("The body is not an object")
+    return body
+
+
+def _name_in(body: Mapping[str, Any]) -> str:
+    """The `model`, or `name`, of a body; raises InvalidInput without one."""
+    given = body.get("model") or body.get("name")
     if not isinstance(given, str):
         raise InvalidInput("model is required")
     return given
+
+
+def _unloads(body: Mapping[str, Any]) -> bool:
+    """Whether a request to generate has nothing to answer and asks that its model go."""
+    kept = body.get("keep_alive")
+    is_zero = (kept == 0 and not isinstance(kept, bool)) or kept in ("0", "0s", "0m", "0h")
+    return is_zero and not body.get("prompt") and not body.get("messages")
 
 
 async def _version(request: Request) -> Response:
@@ -259,9 +313,9 @@ async def _version(request: Request) -> Response:
     return _json({"version": API_VERSION, "server": f"teimgr {__version__}"})
 
 
-def _refusing(status: int, message: str) -> Callable[[Request], Awaitable[Response]]:
+def _refusing(message: str) -> Callable[[Request], Awaitable[Response]]:
     async def refuse(request: Request) -> Response:
-        return _response(refusal(OLLAMA, status, message))
+        return _response(refusal(OLLAMA, _NOT_SERVED, message))
 
     return refuse
 

@@ -55,6 +55,7 @@ PREFIXED = (JINA, VLLM, INFINITY, VOYAGE, COHERE)
 MODEL_LISTS = ("/v1/models", "/infinity/models", *(f"/{dialect}/v1/models" for dialect in PREFIXED))
 MODEL_CARDS = tuple(f"{path}/{{model:path}}" for path in MODEL_LISTS if path.endswith("/v1/models"))
 
+OLLAMA_TAGS, OLLAMA_RUNNING, OLLAMA_VERSION, OLLAMA_SHOW = "/api/tags", "/api/ps", "/api/version", "/api/show"
 # Its requests name no model: an instance may be in the path.
 WEAVIATE_BASES = ("/weaviate", "/weaviate/{name}")
 
@@ -188,6 +189,9 @@ def _paths() -> dict[str, Any]:
         paths_of[path] = _get("Names for the `model` of a request", ok, suffix=prefix)
         if path + "/{model:path}" in MODEL_CARDS:
             paths_of[path + "/{model}"] = _get("One of them", ok | not_found, "model", suffix=prefix)
+    paths_of[OLLAMA_TAGS] = _get("Ollama's list of models", ok)
+    paths_of[OLLAMA_RUNNING] = _get("Ollama's list of loaded models", ok)
+    paths_of[OLLAMA_VERSION] = _get("The release of Ollama whose API this is", ok)
     for one in paths():
         paths_of[one.path.replace(":path}", "}")] = {"post": _post(one)}
     failures = {status: _failure(_NOTES[status]) for status in ("404", "503")}

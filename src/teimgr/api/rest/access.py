@@ -24,8 +24,17 @@ from teimgr.api.gateway.model_cards import (
     WEAVIATE_META,
     WEAVIATE_PROBES,
 )
-from teimgr.api.gateway.ollama import REFUSED, RUNNING, SHOW, TAGS, VERSION
-from teimgr.api.gateway.routes import INFO, MODEL_CARDS, MODEL_LISTS, paths
+from teimgr.api.gateway.ollama import CHAT, GENERATE, PULL, REFUSED
+from teimgr.api.gateway.routes import (
+    INFO,
+    MODEL_CARDS,
+    MODEL_LISTS,
+    OLLAMA_RUNNING,
+    OLLAMA_SHOW,
+    OLLAMA_TAGS,
+    OLLAMA_VERSION,
+    paths,
+)
 from teimgr.config.settings import Settings
 from teimgr.errors import Forbidden
 from teimgr.http.auth.policy import (
@@ -136,8 +145,9 @@ PERMISSIONS: dict[str, Permission] = {
     **{f"GET {path}": EITHER if "{" in path else PUBLIC for path in WEAVIATE_PROBES},
     **{f"GET {path}": PUBLIC for path in (*INFINITY_HEALTH, *VLLM_HEALTH)},
     **{f"POST {path}": EITHER for path in COHERE_CHECKS},
-    **{f"GET {path}": EITHER for path in (TAGS, RUNNING, VERSION)},
-    f"POST {SHOW}": EITHER,
+    **{f"GET {path}": EITHER for path in (OLLAMA_TAGS, OLLAMA_RUNNING, OLLAMA_VERSION)},
+    f"POST {OLLAMA_SHOW}": EITHER,
+    **{f"POST {path}": INFERENCE for path in (GENERATE, CHAT, PULL)},
     **{f"{method} {path}": KNOWN for method, path in REFUSED},
     # Files and batches are those of the caller's key; a batch may use what the key may use while it runs.
     "POST /v1/files": INFERENCE,

@@ -65,6 +65,7 @@ class OllamaEmbedRequest(http.Body):
     dimensions: Annotated[http.U32 | None, Field(description="leading dimensions to keep; 0: all")] = None
     options: Options = None
     keep_alive: KeepAlive = None
+    expect_fingerprint: http.ExpectedSpace = None
 
     def job(self, inputs: Sequence[EngineInput], began_ns: int, load_ns: int, served: http.ServedModel) -> http.JobSpec:
         input_checks.need_texts(inputs, "input")
@@ -91,6 +92,7 @@ class OllamaEmbeddingsRequest(http.Body):
     input: Annotated[Any, Field(description="not supported: it is of /api/embed")] = None
     options: Options = None
     keep_alive: KeepAlive = None
+    expect_fingerprint: http.ExpectedSpace = None
 
     def job(self, inputs: Sequence[EngineInput], served: http.ServedModel) -> http.JobSpec:
         options = InferOptions(frozenset({Output.DENSE}), truncate=False, normalize=False)
