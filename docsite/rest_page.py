@@ -10,7 +10,21 @@ from fastapi import FastAPI
 
 from docsite.markdown import MADE_BY, code, document, table
 from teimgr.api.gateway.routes import DIALECT_HEADER, INFO, describe, paths
-from teimgr.api.rest import batches, config, events, files, fleet, gpus, hosts, instances, logs, models, probes, usage
+from teimgr.api.rest import (
+    batches,
+    config,
+    events,
+    files,
+    fleet,
+    gpus,
+    hosts,
+    instances,
+    logs,
+    models,
+    plan,
+    probes,
+    usage,
+)
 from teimgr.api.rest.access import PERMISSIONS
 
 _INFERENCE = "inference"
@@ -63,7 +77,7 @@ def to_markdown() -> str:
 
 def _openapi() -> dict[str, Any]:
     app = FastAPI()
-    for part in (instances, fleet, logs, events, models, config, gpus, usage, hosts, probes, files, batches):
+    for part in (instances, fleet, plan, logs, events, models, config, gpus, usage, hosts, probes, files, batches):
         app.router.routes.extend(part.router.routes)
     describe(app)
     return app.openapi()

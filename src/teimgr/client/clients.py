@@ -233,6 +233,7 @@ class Client:
     reload = _blocking(AsyncClient.reload)
     gpus = _blocking(AsyncClient.gpus)
     usage = _blocking(AsyncClient.usage)
+    plan = _blocking(AsyncClient.plan)
     hosts = _blocking(AsyncClient.hosts)
     create_join_token = _blocking(AsyncClient.create_join_token)
     remove_host = _blocking(AsyncClient.remove_host)

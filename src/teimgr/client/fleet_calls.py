@@ -50,6 +50,17 @@ class FleetCalls(RestCalls):
         found: Mapping[str, Any] = await self._call("GET", "/usage", query={"by": ",".join(by)})
         return found
 
+    async def plan(
+        self, instances: Sequence[Mapping[str, Any]] | None = None, *, apply: bool = False
+    ) -> Mapping[str, Any]:
+        """`workers`, `evictions` and `devices` if these instances were created or started; None: the daemon's own.
+
+        With `apply` that is done, and the result is what happened.
+        """
+        body = {"apply": apply} | ({} if instances is None else {"instances": list(instances)})
+        found: Mapping[str, Any] = await self._call("POST", "/plan", body=body)
+        return found
+
     async def create_join_token(self, *, node: str | None = None, life_secs: float = 3600.0) -> Mapping[str, Any]:
         """`token`, by which one host may join the cluster within `life_secs`; as `node` alone, if that is given.
 

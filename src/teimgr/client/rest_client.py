@@ -113,6 +113,7 @@ class RestClient:
     reload = _blocking(_Calls.reload)
     gpus = _blocking(_Calls.gpus)
     usage = _blocking(_Calls.usage)
+    plan = _blocking(_Calls.plan)
     hosts = _blocking(_Calls.hosts)
     create_join_token = _blocking(_Calls.create_join_token)
     remove_host = _blocking(_Calls.remove_host)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 from tests.support.daemon_process import DaemonProcess
@@ -27,14 +30,26 @@ def test_a_worker_that_does_not_fit_is_refused_and_starts_once_there_is_room(mod
         for name in ("a", "b"):
             client.create(name, model)
             assert _settled(client, name).status.value == "running"
+        (planned,) = client.plan([{"name": "c", "model_id": model}])["workers"]
+        assert (planned["outcome"], planned["source"]) == ("refused", "measured")
         client.create("c", model)
         refused = _settled(client, "c")
         assert refused.status.value == "failed"
         assert "MiB of host memory" in str(refused.reason)
         assert "budget 90" in str(refused.reason)
+        assert str(refused.reason).split(", ")[:3] == planned["reason"].split(", ")[:3], "but for what the system has"
 
         client.delete("a")
-        client.start("c")
+        client.delete("c")
+        file = daemon.folder / "wanted.toml"
+        file.write_text(f'[[instances]]\nname = "c"\nmodel_id = "{model}"\n')
+        command = [sys.executable, "-m", "teimgr", "plan", str(file), "--json"]
+        environ = os.environ | {"TEIMGR_URL": f"http://127.0.0.1:{daemon.api_port}"}
+        for options, exists in (([], False), (["--apply"], True)):
+            done = subprocess.run([*command, *options], env=environ, capture_output=True, text=True, check=True)
+            (worker,) = json.loads(done.stdout)["workers"]
+            assert (worker["instance"], worker["outcome"]) == ("c", "starts")
+            assert ("c" in {each.name for each in client.list()}) is exists
         until(lambda: client.get("c").status.value == "running", "c to run in the room of a", 120)
         kept = daemon.folder / "state.memory.json"
         until(kept.is_file, "the measured figure", 20)

@@ -131,6 +131,7 @@ PERMISSIONS: dict[str, Permission] = {
     "POST /config/reload": ADMIN_ALL,
     "GET /gpus": READ_ALL,
     "GET /usage": READ_ALL,
+    "POST /plan": ADMIN_ALL,
     "GET /hosts": READ_ALL,
     "POST /hosts/tokens": ADMIN_ALL,
     "DELETE /hosts/{name}": ADMIN_ALL,

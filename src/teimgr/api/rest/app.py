@@ -39,6 +39,7 @@ from teimgr.api.rest import (
     instances,
     logs,
     models,
+    plan,
     probes,
     usage,
 )
@@ -186,6 +187,7 @@ def create_app(
     for router, is_there in (
         (instances.router, True),
         (fleet.router, True),
+        (plan.router, True),
         (logs.router, True),
         (probes.router, True),
         (docs, True),

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from teimgr.control.ledger.footprints import Footprints, ModelOptions
-from teimgr.control.ledger.ledger import Footprint, Ledger, Overrun, Place, Refusal, Reservation
+from teimgr.control.ledger.ledger import Footprint, Ledger, Overrun, Place, Refusal, Reservation, needed_on
 from teimgr.errors import OutOfDeviceMemory
 from teimgr.spec import WorkerSpec
 
@@ -36,6 +36,7 @@ class Admission:
         self._refresh = refresh
         self._waiting: defaultdict[str, deque[asyncio.Future[None]]] = defaultdict(deque)  # by host
         self._unread: set[Reservation] = set()  # adopted workers that have not said yet what they take
+        self._claims: list[tuple[Place, Footprint]] = []  # of loads that wait
         self._promised: dict[tuple[str, int], Reservation] = {}
         self._all_read = asyncio.Event()
         self._all_read.set()
@@ -94,6 +95,18 @@ class Admission:
             return promised
         if promised is not None:
             self.release(promised)
+        claim = place, footprint
+        self._claims.append(claim)
+        try:
+            return await self._granted(spec, footprint, place)
+        finally:
+            self._claims.remove(claim)
+
+    def claimed(self, device: str) -> int:
+        """Bytes that loads wait for on a device: placed there, and not reserved yet."""
+        return sum(needed_on(footprint, place, device) for place, footprint in self._claims if device in place)
+
+    async def _granted(self, spec: WorkerSpec, footprint: Footprint, place: Place) -> Reservation:
         if self._waiting[place.host]:
             await self._change(place.host, is_first=False)
         while True:

@@ -148,13 +148,13 @@ def _start_one(
     except TeimgrError as error:
         return PlannedWorker(instance=spec.name, replica=replica, outcome=REFUSED, reason=error.message)
     where = Place(host, card.uuid if card else None)
-    beside.update([card.uuid] if card else [])
-    beside_hosts.update([host] if host else [])
     footprint = now.footprint(spec, device_kind(card))
     found = reserve(now.ledger, spec.name, replica, footprint, where)
     if isinstance(found, Reservation):
         now.ledger.settle(found, footprint)
         now.alive[host] += 1
+        beside.update([card.uuid] if card else [])
+        beside_hosts.update([host] if host else [])
         return _worker(found, STARTS, now.inventory)
     wanted = Reservation(spec.name, replica, where, footprint)
     return _worker(wanted, REFUSED, now.inventory, found.reason)

@@ -257,7 +257,8 @@ class Planner:
     def others(self, spec: InstanceSpec, beside: Mapping[str, int], beside_hosts: Mapping[str, int]) -> Others:
         """The workers of the fleet as one more of `spec` finds them."""
         needed = self.memory.footprints.known(spec, card_kind(self.inventory)).device_bytes
-        return others_in(self.inventory, self.memory.ledger, self.counts.alive, needed, beside, beside_hosts)
+        found = others_in(self.inventory, self.memory.ledger, self.counts.alive, needed, beside, beside_hosts)
+        return replace(found, free={card: free - self.memory.claimed(card) for card, free in found.free.items()})
 
     def model_roots(self, spec: InstanceSpec) -> tuple[str, ...] | None:
         """The folders below which its model has to be, where that is a directory."""

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from teimgr.control.launch.launcher import Adopted, Launcher, WorkerHandle
 from teimgr.control.launch.process_handle import Exit, LaunchFailed
-from teimgr.control.ledger.ledger import Overrun, Reservation
+from teimgr.control.ledger.ledger import Overrun, Place, Reservation
 from teimgr.control.placement.planner import Planner
 from teimgr.control.supervision.crash_reports import Crash
 from teimgr.control.supervision.fleet_records import FleetRecords
@@ -41,7 +41,7 @@ from teimgr.control.supervision.lifecycle import (
     explain,
 )
 from teimgr.control.supervision.worker_run import MemoryReading, ProbePlan, Usage, WorkerRun
-from teimgr.errors import AlreadyRunning, InstanceNotFound, NotRunning, TeimgrError, Unavailable
+from teimgr.errors import AlreadyRunning, InstanceNotFound, NotRunning, OutOfDeviceMemory, TeimgrError, Unavailable
 from teimgr.observability import catalogue
 from teimgr.spec import (
     CpuThreads,
@@ -152,6 +152,8 @@ class Supervisor(LifecycleTask):
         self.role = role
         self.host = ""
         self.gpu: str | None = None
+        self.place: Place | None = None
+        """Of the present worker, from before its launch until its process is gone."""
         self.model: LoadedModel | None = None
         """Of the last worker that was ready."""
         self.started = asyncio.Event()
@@ -387,7 +389,7 @@ class Supervisor(LifecycleTask):
                 self._context.records.metrics.count(catalogue.PROBE_FAILURES, self.spec.name)
                 log.warning("probe failed", extra={"instance": self.spec.name, "reason": reason})
             case Exited():
-                self._worker = None
+                self._worker = self.place = None
                 self._release_memory()
 
     def _report_crash(self, exit: Exit) -> bool:
@@ -454,15 +456,20 @@ class Supervisor(LifecycleTask):
         planner = self._context.planner
         await planner.refresh()
         await planner.memory.look(self.spec, planner.model_roots(self.spec))
-        siblings = self._owner.siblings_of(self)
-        beside = Counter(each.gpu for each in siblings if each.gpu is not None)
-        others = planner.others(self.spec, beside, Counter(each.host for each in siblings if each.host))
-        spec = planner.plan(self.spec, self.number, others)
+        others = [each.place for each in self._owner.siblings_of(self) if each.place is not None]
+        beside = Counter(each.gpu for each in others if each.gpu is not None)
+        beside_hosts = Counter(each.host for each in others if each.host)
+        spec = planner.plan(self.spec, self.number, planner.others(self.spec, beside, beside_hosts))
         spec = replace(spec, restarts=self._replica.restarts)
-        if (self.host, self.gpu) != (spec.host, spec.gpu):
+        self.place = Place(spec.host, spec.gpu)
+        if (self.host, self.gpu) != self.place:
             self.host, self.gpu = spec.host, spec.gpu
             self._owner.on_state_changed()
-        self._reservation = await planner.memory.take(spec, planner.device_kind(spec.gpu))
+        try:
+            self._reservation = await planner.memory.take(spec, planner.device_kind(spec.gpu))
+        except OutOfDeviceMemory:
+            self.place = None
+            raise
         self._owner.on_placed()
         device = spec.gpu or spec.host or None
         await planner.slots.take(device)  # behind: a load that waits for memory delays no other
@@ -489,7 +496,7 @@ class Supervisor(LifecycleTask):
 
     def _adopt(self, adopted: Adopted) -> None:
         self._reservation = self._context.planner.memory.adopt(adopted.handle.spec)
-        self.host, self.gpu = adopted.handle.spec.host, adopted.handle.spec.gpu
+        self.host, self.gpu = self.place = Place(adopted.handle.spec.host, adopted.handle.spec.gpu)
         self._replica = replace(self._replica, restarts=adopted.handle.spec.restarts)
         self._step(Command.ADOPT)
         self._start_worker(adopted)

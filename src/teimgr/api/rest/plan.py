@@ -1,0 +1,106 @@
+"""POST /plan: what would run where, what it takes of each device and why something would not; or doing exactly that."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.responses import Response
+
+from teimgr.api.rest.instances import ManagerDep
+from teimgr.api.rest.schemas import (
+    ANY_FAILURE,
+    CreateInstance,
+    Failure,
+    StrictQueryRoute,
+    answer,
+    has_body,
+    json_body,
+    read_json,
+)
+from teimgr.control.supervision.planning import MAX_INSTANCES
+from teimgr.errors import ValidationError
+
+router = APIRouter(tags=["fleet"], responses=ANY_FAILURE, route_class=StrictQueryRoute)
+
+
+class PlanRequest(BaseModel):
+    """Body of POST /plan: instances as in POST /instances; absent: those of the daemon that should run."""
+
+    model_config = ConfigDict(
+        strict=True,
+        extra="forbid",
+        json_schema_extra={"examples": [{"instances": [{"name": "a", "model_id": "BAAI/bge-small-en-v1.5"}]}]},
+    )
+
+    instances: list[CreateInstance] | None = Field(None, max_length=MAX_INSTANCES)
+    apply: bool = Field(False, description="create or start the instances, in their order; the answer is what happened")
+
+
+class PlannedWorkerInfo(BaseModel):
+    """One worker. Bytes are those of its host and of its GPU, `loading_bytes` the most on the host while it loads."""
+
+    instance: str
+    replica: int
+    outcome: Literal["runs", "starts", "on_demand", "refused"]
+    node: str | None
+    gpu: str | None
+    gpu_id: int | None
+    host_bytes: int
+    loading_bytes: int
+    device_bytes: int
+    source: str = Field(description="measured, predicted from the heads of its files, or assumed; empty for none")
+    reason: str | None
+
+
+class EvictionInfo(BaseModel):
+    """An instance that goes for others."""
+
+    instance: str
+    reason: str
+
+
+class DeviceUseInfo(BaseModel):
+    """A host or a GPU: reserved now and as planned, and what is free then; null where it is not limited."""
+
+    device: str
+    label: str
+    budget_bytes: int | None
+    total_bytes: int | None
+    reserved_bytes: int
+    planned_bytes: int
+    free_bytes: int | None
+
+
+class Plan(BaseModel):
+    """What would happen, or with `apply` what happened. `fits`: nothing is refused."""
+
+    fits: bool
+    workers: list[PlannedWorkerInfo]
+    evictions: list[EvictionInfo]
+    devices: list[DeviceUseInfo]
+
+
+@router.post(
+    "/plan",
+    response_model=Plan,
+    responses={409: {"model": Failure, "description": "with `apply`: not possible in its present state"}},
+    openapi_extra=json_body(PlanRequest, required=False),
+)
+async def plan(request: Request, manager: ManagerDep) -> Response:
+    """Plan instances beside those that run: where each worker runs, what it takes, or why it does not fit.
+
+    The figures are those of earlier workers of the same model where there were any, else predictions. With `apply` the
+    daemon does what the plan says; workers that do not fit are refused with the same words.
+    """
+    body = await read_json(request, PlanRequest) if has_body(request) else PlanRequest(instances=None, apply=False)
+    settings = request.app.state.settings
+    wanted = None if body.instances is None else [each.spec(settings.templates) for each in body.instances]
+    names = [spec.name for spec in wanted or ()]
+    if repeated := next((name for name in names if names.count(name) > 1), None):
+        raise ValidationError(f"instances: '{repeated}' is there twice")
+    if body.apply and wanted is None:
+        raise ValidationError("apply: needs `instances`")
+    made = await (manager.carry_out(wanted) if body.apply and wanted is not None else manager.plan(wanted))
+    return answer(made.to_dict())
