@@ -59,8 +59,10 @@ class Fleet:
 
 
 @contextmanager
-def fleet(checkout: Path | None = None) -> Iterator[Fleet]:
+def fleet(checkout: Path | None = None, **keys: str) -> Iterator[Fleet]:
     """A running `teimgr serve`, of this or another checkout, stopped with its workers when the block ends.
+
+    `keys` are further settings of the daemon.
 
     Raises:
         RuntimeError: it did not start to listen; the message has the end of its log.
@@ -76,6 +78,7 @@ def fleet(checkout: Path | None = None) -> Iterator[Fleet]:
             "TEIMGR_STATE_FILE": str(folder / "state.toml"),
             "TEIMGR_API_SOCKET": str(folder / "api.sock"),
             "TEIMGR_GRPC_SOCKET": str(folder / "grpc.sock"),
+            **{f"TEIMGR_{name.upper()}": value for name, value in keys.items()},
         }
         with (folder / "daemon.log").open("wb") as log:
             command = [sys.executable, "-m", "teimgr", "serve"]

@@ -88,6 +88,7 @@ def test_every_scalar_key_has_its_variable() -> None:
         "aliases",
         "default_instances",
         "batches",
+        "on_demand",
         "cluster",
         "otel",
         "templates",

@@ -14,6 +14,7 @@ from tests.config.loaded_settings import load
 from teimgr.config.auth import ApiKeyEntry, Auth, Mtls, ServerTls
 from teimgr.config.batches import BatchSettings
 from teimgr.config.cluster import ClusterSettings
+from teimgr.config.on_demand import OnDemandSettings
 from teimgr.config.settings import Otel, Settings, Webhook
 from teimgr.config.sources import Source, key_lines, line_of, read
 from teimgr.errors import InvalidConfig
@@ -117,6 +118,7 @@ def test_the_full_file_shows_every_key_with_its_default() -> None:
         "aliases",
         "default_instances",
         "batches",
+        "on_demand",
         "cluster",
         "otel",
         "templates",
@@ -149,7 +151,9 @@ def test_the_full_file_shows_every_key_of_its_tables(table: str, kind: type[Any]
     assert shown(kind, values) == {key: defaults[key] for key in shown(kind, values)}
 
 
-@pytest.mark.parametrize(("table", "kind"), [("auth", Auth), ("otel", Otel), ("batches", BatchSettings)])
+@pytest.mark.parametrize(
+    ("table", "kind"), [("auth", Auth), ("otel", Otel), ("batches", BatchSettings), ("on_demand", OnDemandSettings)]
+)
 def test_the_full_file_shows_every_key_of_a_table_that_it_has(table: str, kind: type[Any]) -> None:
     defaults = {field.name: plain(field.default) for field in fields(kind)}
     for name in ("mtls", "tls", "api_keys"):  # tables of their own

@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 import pytest
 from tests.support import models
-from tests.support.daemon_process import WarmDaemonProcess
+from tests.support.daemon_process import MINILM, WarmDaemonProcess
 from tests.support.polling import until
 
 from teimgr.client import Client
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.timeout(600)
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmDaemonProcess]:
     """Two on-demand instances, `a` and `b`, of small models; two multiplexers."""
-    with WarmDaemonProcess(mux_processes=2) as running:
+    with WarmDaemonProcess(mux_processes=2, on_demand={"models": ["sentence-transformers/*"]}) as running:
         with running.client() as client:
             for seed, name in enumerate(NAMES):
                 folder = models.build("bert", tmp_path_factory.mktemp(name), seed=seed)
@@ -183,6 +183,25 @@ def test_ollamas_keep_alive(daemon: WarmDaemonProcess, client: Client) -> None:
     assert post(daemon, "/api/embed", asked | {"keep_alive": -1})[0] == 200
     assert post(daemon, "/api/generate", {"model": "a", "keep_alive": 0})[0] == 200  # `ollama stop`
     until(lambda: client.get("a").status is State.UNLOADED, "ollama stop")
+
+
+@pytest.mark.parametrize("surface", ["openai", "grpc"])
+def test_a_model_id_of_the_allow_list_is_loaded_without_an_instance(daemon: WarmDaemonProcess, surface: str) -> None:
+    with daemon.client() as client:
+        assert MINILM not in {each.model_id for each in client.list()}
+        if surface == "openai":
+            by_http("/v1/embeddings", model=MINILM, input="rain")(daemon)
+            status, answer, _ = post(daemon, "/v1/embeddings", {"model": "owner/other", "input": "rain"})
+            assert status == 404, answer
+        else:
+            inner = tei_pb2.EmbedRequest(inputs="rain")
+            request = multiplexer_pb2.EmbedRequest(target={"model_id": MINILM}, request=inner)
+            with grpc.insecure_channel(daemon.grpc.removeprefix("http://")) as channel:
+                call = channel.unary_unary(f"{SERVICE}/Embed", response_deserializer=tei_pb2.EmbedResponse.FromString)
+                assert len(call(request.SerializeToString(), timeout=60).embeddings) == 384
+        [made] = [each for each in client.list() if each.model_id == MINILM]
+        assert (made.load, made.idle_timeout_secs, made.status) == ("on_demand", 600, State.RUNNING)
+        client.delete(made.name)
 
 
 MANY = tuple("cdefgh")

@@ -29,6 +29,7 @@ class MuxConfig:
     processes: int = 1  # that share the port; each has its part of the limits on memory and open calls
     socket: str = ""  # Unix socket of gRPC, an absolute path; empty: none
     socket_mode: int = 0o600  # its permissions
+    on_demand_models: tuple[str, ...] = ()  # patterns of model ids that calls may have loaded
     log_level: str = "info"
     log_format: str = "json"
     otel: Exporting | None = None
@@ -53,6 +54,7 @@ class MuxConfig:
         try:
             values: dict[str, Any] = json.loads(text)
             tls, otel = values.pop("tls", None), values.pop("otel", None)
+            values["on_demand_models"] = tuple(values.get("on_demand_models", ()))
             files = TlsFiles(**{name: path and Path(path) for name, path in tls.items()}) if tls else None
             return cls(**values, tls=files, otel=Exporting(**otel) if otel else None)
         except (ValueError, TypeError, AttributeError) as error:

@@ -22,6 +22,7 @@ from teimgr.config.batches import BatchSettings
 from teimgr.config.cluster import ClusterSettings
 from teimgr.config.cluster import faults as cluster_faults
 from teimgr.config.instance_keys import key_faults, parse
+from teimgr.config.on_demand import OnDemandSettings
 from teimgr.config.schema import ConfigFault, unknown_word
 from teimgr.errors import InvalidConfig, ModelNotFound, TeimgrError
 from teimgr.http.auth.tls_files import TlsFiles
@@ -247,6 +248,7 @@ class Settings:
     webhooks: tuple[Webhook, ...] = key((), "receivers of fleet events", live=True)
     auth: Auth | None = key(None, "authentication; absent: off", live=True)
     batches: BatchSettings = key(BatchSettings, "files and batches in OpenAI's form")
+    on_demand: OnDemandSettings = key(OnDemandSettings, "models that calls may load without a declared instance")
     cluster: ClusterSettings = key(ClusterSettings, "several hosts, by Ray")
     otel: Otel = key(Otel, "export of traces")
 

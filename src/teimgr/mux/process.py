@@ -21,11 +21,13 @@ import socket
 import sys
 import time
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 import uvloop
 
 from teimgr.config.mux import MuxConfig
+from teimgr.config.on_demand import allows
 from teimgr.errors import InvalidConfig, TeimgrError, Unavailable
 from teimgr.http.auth.policy import Policy, PolicyInForce
 from teimgr.http.auth.tls_files import Pems, TlsFiles, TlsWatch
@@ -59,7 +61,8 @@ class Mux:
     def __init__(self, config: MuxConfig) -> None:
         self._config = config
         self._identity = FleetIdentity(Path(config.identity_dir), config.node) if config.identity_dir else None
-        self._router = Router(LinkLimits(max_message_bytes=config.max_message_bytes), self._identity)
+        limits = LinkLimits(max_message_bytes=config.max_message_bytes)
+        self._router = Router(limits, self._identity, partial(allows, config.on_demand_models))
         self._counters = CallCounters(self._router.instances)
         self._policy = PolicyInForce(Policy())
         self._telemetry = open_telemetry(config.otel)

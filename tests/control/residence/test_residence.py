@@ -30,12 +30,18 @@ class ScriptedOwner:
         self.failed: dict[str, tuple[str, float | None]] = {}
         self.loaded = asyncio.Event()
 
-    def declare(self, name: str, **keys: object) -> None:
+    def declare_instance(self, name: str, **keys: object) -> None:
         self.specs[name] = InstanceSpec(name=name, model_id=name, load="on_demand", **keys)  # type: ignore[arg-type]
         self.publish(name, State.UNLOADED)
 
     def publish(self, name: str, state: State) -> None:
         self.directory.publish(RouteEntry(name, name, state, on_demand=True))
+
+    async def declare(self, model_id: str) -> str | None:
+        if model_id != "owner/model":
+            return None
+        self.declare_instance("made")
+        return "made"
 
     def spec(self, name: str) -> InstanceSpec | None:
         return self.specs.get(name)
@@ -48,7 +54,7 @@ class ScriptedOwner:
         self.publish(name, State.STARTING)
         self.loaded.set()
 
-    async def unload(self, name: str, incident: Incident | None) -> bool:
+    async def unload(self, name: str, reason: str, incident: Incident | None) -> bool:
         if name in self.busy:
             return False
         self.unloads.append(name)
@@ -84,7 +90,7 @@ async def call(residence: Residence, name: str, timeout_s: float | None = 10.0) 
 
 async def test_calls_share_a_load_and_are_answered() -> None:
     async with running() as (owner, residence):
-        owner.declare("a")
+        owner.declare_instance("a")
         calls = [asyncio.create_task(call(residence, "a")) for _ in range(5)]
         await owner.loaded.wait()
         owner.publish("a", State.RUNNING)
@@ -107,7 +113,7 @@ async def test_calls_that_wait_are_refused_when_their_model_goes(
     state: State | None, failure: tuple[str, float | None] | None, error: type[TeimgrError]
 ) -> None:
     async with running() as (owner, residence):
-        owner.declare("a")
+        owner.declare_instance("a")
         waiting = asyncio.create_task(call(residence, "a"))
         await owner.loaded.wait()
         if state is None:
@@ -123,7 +129,7 @@ async def test_calls_that_wait_are_refused_when_their_model_goes(
 
 async def test_a_call_waits_no_longer_than_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running() as (owner, residence):
-        owner.declare("a")
+        owner.declare_instance("a")
         with pytest.raises(Unavailable, match=r"was not loaded within 0\.05 s"):
             await call(residence, "a", 0.05)
         monkeypatch.setattr(module, "WAIT_LIMIT_S", 0.05)
@@ -131,9 +137,20 @@ async def test_a_call_waits_no_longer_than_its_deadline(monkeypatch: pytest.Monk
             await call(residence, "a", None)
 
 
+async def test_a_call_that_names_an_allowed_model_has_an_instance_made() -> None:
+    async with running() as (owner, residence):
+        waiting = asyncio.create_task(call(residence, "owner/model"))
+        await owner.loaded.wait()
+        assert owner.loads == ["made"]
+        owner.publish("made", State.RUNNING)
+        await waiting
+        with pytest.raises(InstanceNotFound):
+            await call(residence, "owner/other")
+
+
 async def test_the_end_of_the_daemon_answers_every_call() -> None:
     async with running() as (owner, residence):
-        owner.declare("a")
+        owner.declare_instance("a")
         waiting = asyncio.create_task(call(residence, "a"))
         await owner.loaded.wait()
     with pytest.raises(Unavailable, match="the daemon is ending"):
@@ -144,7 +161,7 @@ async def test_an_idle_model_is_unloaded_and_a_busy_one_is_not(monkeypatch: pyte
     monkeypatch.setattr(module, "COUNT_INTERVAL_S", 0.01)
     async with running() as (owner, _):
         for name in ("a", "b"):
-            owner.declare(name, idle_timeout_secs=1)
+            owner.declare_instance(name, idle_timeout_secs=1)
             owner.publish(name, State.RUNNING)
         owner.busy.add("b")
         await eventually(lambda: owner.unloads == ["a"])
@@ -155,7 +172,7 @@ async def test_an_idle_model_is_unloaded_and_a_busy_one_is_not(monkeypatch: pyte
 async def test_a_load_without_memory_has_an_idle_model_evicted_and_is_judged_again() -> None:
     async with running() as (owner, residence):
         for name in ("a", "b"):
-            owner.declare(name)
+            owner.declare_instance(name)
         owner.publish("a", State.RUNNING)
         waiting = asyncio.create_task(call(residence, "b"))
         await owner.loaded.wait()
@@ -168,7 +185,7 @@ async def test_a_load_without_memory_has_an_idle_model_evicted_and_is_judged_aga
 
 async def test_a_load_that_the_policy_does_not_know_is_not_relieved() -> None:
     async with running() as (owner, residence):
-        owner.declare("a")
+        owner.declare_instance("a")
         owner.publish("a", State.RUNNING)
         assert not await asyncio.wait_for(residence.relieve("a", 50, 10, {"a": 50}), 30)
         assert not await asyncio.wait_for(residence.relieve("unknown", 50, 10, {"a": 50}), 30)
@@ -188,7 +205,7 @@ class Line:
 
 async def test_a_mux_gets_its_answer_once_it_has_the_routes_and_a_call_that_left_pins_nothing() -> None:
     async with running() as (owner, residence):
-        owner.declare("a", idle_timeout_secs=0)
+        owner.declare_instance("a", idle_timeout_secs=0)
         line, asked, confirmed = Line(), asyncio.Event(), asyncio.Event()
 
         async def routes() -> None:

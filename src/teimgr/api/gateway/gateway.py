@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import orjson
@@ -46,6 +47,7 @@ from teimgr.api.gateway.routes import (
     kinds_of,
     paths,
 )
+from teimgr.config.on_demand import allows
 from teimgr.config.settings import Settings
 from teimgr.control.sharing.tenants import RateState
 from teimgr.errors import (
@@ -131,7 +133,9 @@ class Gateway:
         self._bodies = Bodies(limit_bytes)
         self.reply_budget = self._bodies.large  # of long ones
         self._router = Router(
-            LinkLimits(max_message_bytes=limit_bytes + MAX_HEAD_BYTES, max_reply_bytes=_MAX_REPLY_BYTES), identity
+            LinkLimits(max_message_bytes=limit_bytes + MAX_HEAD_BYTES, max_reply_bytes=_MAX_REPLY_BYTES),
+            identity,
+            partial(allows, settings.on_demand.models),
         )
         self._views = views
         self.aliases = settings.aliases
@@ -696,7 +700,7 @@ class ModelNames:
 
     def check(self, model: str, refusal: str = "The model '{}' does not exist") -> None:
         """Raises ModelNotFound, with similar names, for an unknown name; what is known need not run."""
-        if self.model_id(model) is None:
+        if self.model_id(model) is None and not self._router.may_load(self.target(model)):
             shown = model if len(model) <= _SHOWN_CHARS else model[:_SHOWN_CHARS] + "…"
             raise ModelNotFound(refusal.format(shown) + _nearest(model, self.names()))
 

@@ -252,6 +252,7 @@ def mux_config(number: int, settings: Settings, identity: FleetIdentity | None =
         processes=settings.mux_processes,
         socket=str(settings.grpc_socket.absolute()) if settings.grpc_socket and number == 0 else "",
         socket_mode=settings.socket_permissions,
+        on_demand_models=settings.on_demand.models,
         log_level=settings.log_level,
         node=identity.node if identity else "",
         identity_dir=str(identity.folder) if identity else "",

@@ -60,6 +60,9 @@ WAIT_LIMIT_S = 300.0
 class Owner(Protocol):
     """Who starts and ends workers: the manager of the instances."""
 
+    async def declare(self, model_id: str) -> str | None:
+        """The name of an on-demand instance of a model, made if there is none; None: calls may not load it."""
+
     def spec(self, name: str) -> InstanceSpec | None:
         """The spec of an instance, None if there is none."""
 
@@ -69,7 +72,7 @@ class Owner(Protocol):
     async def load(self, name: str) -> None:
         """Begin to start an unloaded instance."""
 
-    async def unload(self, name: str, incident: Incident | None) -> bool:
+    async def unload(self, name: str, reason: str, incident: Incident | None) -> bool:
         """End the workers of an instance; False where it has calls."""
 
     async def usage(self, name: str) -> tuple[int, int] | None:
@@ -111,6 +114,8 @@ class Residence:
         """
         call, now = next(self._numbers), self._now()
         limit_s = WAIT_LIMIT_S if timeout_s is None else min(timeout_s, WAIT_LIMIT_S)
+        if self._owner.spec(instance) is None:  # the id of a model that no instance has
+            instance = await self._owner.declare(instance) or instance
         answer = self._answers[call] = asyncio.get_running_loop().create_future()
         self._mailbox.put_nowait(Asked(call, instance, now + limit_s))
         try:
@@ -322,7 +327,7 @@ class Residence:
             incident = Incident(event="evicted", reason=f"{reason}; for {evicted_for}", at=now_rfc3339())
         done = False
         with suppress(TeimgrError):
-            done = await self._owner.unload(name, incident)
+            done = await self._owner.unload(name, reason, incident)
         log.info("unload" if done else "not unloaded: it has calls", extra={"instance": name, "reason": reason})
         if not done:
             self._mailbox.put_nowait(Busy(name))

@@ -87,6 +87,7 @@ class ManagedInstance:
         self._memory: MemoryLimit | None = None  # while there is a limit
         self._recycling: asyncio.Task[None] | None = None
         self._is_unloading = False
+        self._unloaded_because: str | None = None
         self._add(spec, range(context.planner.replicas(spec)), "serving")
         self._publish()
 
@@ -151,7 +152,9 @@ class ManagedInstance:
             restarts=self._past_restarts + sum(each.restarts for each in views),
             health_check_failures=sum(each.health_check_failures for each in views),
             last_health_check=max((each.last_health_check for each in views if each.last_health_check), default=None),
-            reason=next((each.reason for each in views if each.reason), None),
+            reason=self._unloaded_because
+            if self.state is State.UNLOADED
+            else next((each.reason for each in views if each.reason), None),
             model=first.model,
             threads=first.threads,
             workers=(*views, *others),
@@ -194,7 +197,7 @@ class ManagedInstance:
             if self.state is State.UNLOADED and not self._is_deleted:
                 await self._send(self._serving, Command.START)
 
-    async def unload(self, incident: Incident | None = None) -> bool:
+    async def unload(self, reason: str = "", incident: Incident | None = None) -> bool:
         """End the workers of an on-demand instance that has no calls; False, and it serves on, where it has some.
 
         It leaves the routes first, so that no call is on its way to a worker when the calls are counted. `incident` is
@@ -218,6 +221,7 @@ class ManagedInstance:
                     return False
                 if incident is not None:
                     self._incident = incident
+                self._unloaded_because = reason or None
                 await self._send(self._serving, Command.STOP)
                 await asyncio.gather(*(each.settle() for each in self._serving))
                 return True

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
+import re
 from collections import defaultdict
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Container, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from teimgr.config.instance_keys import check_instance
 from teimgr.config.instance_limits import check_allowed
+from teimgr.config.on_demand import allows
 from teimgr.config.settings import Settings
 from teimgr.control.events.fleet_events import EventLog
 from teimgr.control.launch.launcher import Launcher, WorkerHandle
@@ -42,6 +45,7 @@ from teimgr.errors import (
     InstanceExists,
     InstanceNotFound,
     InvalidInstanceName,
+    MaxInstancesReached,
     NotRunning,
     TeimgrError,
     Unavailable,
@@ -53,6 +57,8 @@ from teimgr.wire.routing.router import Directory
 
 log = logging.getLogger(__name__)
 
+_NAME_CHARS = 64
+_MADE_BY, _A_CALL = "made_by", "call"  # the tag of instances that calls have had made
 ADOPTION_LIMIT_S = 2.0
 """How long the start waits for workers of an earlier daemon; adoption of those that answer later goes on."""
 # At the end of the daemon, for what it does beside its instances: the last writes of updates, crash reports.
@@ -420,7 +426,35 @@ class Manager:
             self._require_present(instance)
             await instance.load()
 
-    async def unload(self, name: str, incident: Incident | None = None) -> bool:
+    async def declare(self, model_id: str) -> str | None:
+        """The name of an instance of a model, made for the calls that name it if there is none; None: not allowed.
+
+        Raises:
+            MaxInstancesReached: calls have had too many made.
+            TeimgrError: as `create`.
+        """
+        limits = self._settings.on_demand
+        if not allows(limits.models, model_id):
+            return None
+        found = next((name for name, each in self._instances.items() if each.spec.model_id == model_id), None)
+        if found is not None:
+            return found
+        made = sum(each.spec.tags.get(_MADE_BY) == _A_CALL for each in self._instances.values())
+        if made >= limits.max_instances:
+            raise MaxInstancesReached(limits.max_instances)
+        spec = InstanceSpec(
+            name=name_of_model(model_id, self._instances),
+            model_id=model_id,
+            load="on_demand",
+            idle_timeout_secs=limits.idle_timeout_secs,
+            tags={_MADE_BY: _A_CALL},
+            confined=True,
+        )
+        with suppress(InstanceExists):  # another call has had it made meanwhile
+            await self.create(spec)
+        return spec.name
+
+    async def unload(self, name: str, reason: str = "", incident: Incident | None = None) -> bool:
         """End the workers of an on-demand instance that has no calls; False where it has some, or is not running.
 
         Raises:
@@ -428,12 +462,12 @@ class Manager:
             Unavailable: the daemon is ending.
         """
         instance = await self._adopted_instance(name)
-        return await self._turns.carry_out(self._unload(instance, incident), f"unloading of {name}")
+        return await self._turns.carry_out(self._unload(instance, reason, incident), f"unloading of {name}")
 
-    async def _unload(self, instance: ManagedInstance, incident: Incident | None) -> bool:
+    async def _unload(self, instance: ManagedInstance, reason: str, incident: Incident | None) -> bool:
         async with self._turns.of(instance.spec.name):
             self._require_present(instance)
-            return await instance.unload(incident)
+            return await instance.unload(reason, incident)
 
     async def usage(self, name: str) -> Usage | None:
         """The calls of an instance's running workers, by their own count; None where none answers.
@@ -628,3 +662,11 @@ class Manager:
             return self._instances[name]
         except KeyError:
             raise InstanceNotFound(name) from None
+
+
+def name_of_model(model_id: str, taken: Container[str]) -> str:
+    """A valid name of an instance, from the id of its model."""
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", model_id).lstrip("._-")[:_NAME_CHARS] or "model"
+    if name not in taken:
+        return name
+    return f"{name[: _NAME_CHARS - 9]}-{hashlib.sha256(model_id.encode()).hexdigest()[:8]}"

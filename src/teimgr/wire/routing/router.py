@@ -196,6 +196,10 @@ class RouterView(Protocol):
     def unnamed(self, kinds: Sequence[str] = ()) -> Target:
         """Like `Router.unnamed`."""
 
+    @property
+    def may_load(self) -> Callable[[str], bool]:
+        """Whether the caller may have a model loaded that no instance has, by its id."""
+
 
 def not_loaded(entry: RouteEntry) -> NotLoaded:
     reason = f": {entry.reason}" if entry.reason else ""
@@ -238,8 +242,15 @@ class Router:
     that of this node in a fleet of several hosts, workers of other nodes are reached over mutual TLS.
     """
 
-    def __init__(self, limits: LinkLimits | None = None, identity: FleetIdentity | None = None) -> None:
+    def __init__(
+        self,
+        limits: LinkLimits | None = None,
+        identity: FleetIdentity | None = None,
+        may_load: Callable[[str], bool] = lambda model_id: False,
+    ) -> None:
         self.limits = limits or LinkLimits()
+        self.may_load = may_load
+        """Whether a call may have a model loaded that no instance has, by its id."""
         self._identity = identity
         self._node = identity.node if identity else ""
         self._snapshot: RoutingSnapshot | None = None  # made when it is needed
@@ -329,6 +340,8 @@ class Router:
             for entry in (instance.entry for instance in self._by_name.values()):
                 if entry.model_id == model_id and entry.asks_owner and covers(entry.name):
                     raise not_loaded(entry)
+            if covers(model_id) and self.may_load(model_id):
+                raise NotLoaded(f"No instance of model '{model_id}' is loaded", model_id)
             raise ModelNotFound(f"No running instance of model '{model_id}' found")
         return _least_busy(found)
 
@@ -435,6 +448,10 @@ class _RestrictedRouter:
 
     def unnamed(self, kinds: Sequence[str] = ()) -> Target:
         return _unnamed(self.snapshot.entries, kinds)
+
+    @property
+    def may_load(self) -> Callable[[str], bool]:
+        return lambda model_id: self._caller.covers(model_id) and self._router.may_load(model_id)
 
 
 def router_view(caller: Caller, router: Router) -> RouterView:

@@ -119,6 +119,7 @@ function show() {
   }
   $("#reason").textContent = info.reason ?? "";
   $("#reason").hidden = !info.reason;
+  $("#reason").classList.toggle("bad", info.status !== "unloaded");
   const warnings = info.model?.warnings ?? [], files = $("#model-warnings");
   files.hidden = !warnings.length;
   $("ul", files).replaceChildren(...warnings.map((text) => element("li", {}, text)));
