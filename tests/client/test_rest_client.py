@@ -14,8 +14,18 @@ from tests.support.small_servers import Certificates, Daemon, serve
 
 from teimgr.client import AsyncClient, RestClient, Tls
 from teimgr.client.fleet_calls import FleetCalls
+from teimgr.client.http_replies import error_from_reply
 from teimgr.client.rest import InstanceCalls, ModelCalls
-from teimgr.errors import DeadlineExceeded, InstanceNotFound, ModelLoadFailed, Unavailable, Unreachable, ValidationError
+from teimgr.errors import (
+    DeadlineExceeded,
+    InstanceNotFound,
+    InvalidInput,
+    ModelLoadFailed,
+    SpaceDiffers,
+    Unavailable,
+    Unreachable,
+    ValidationError,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -138,3 +148,9 @@ def test_the_client_runs_with_what_its_own_distribution_has(tmp_path: Path) -> N
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("lacks a part") == 2
+
+
+def test_a_refusal_for_another_space_is_its_own_error_in_teis_dialect_too() -> None:
+    body = b'{"error": "the space differs", "error_type": "Validation"}'
+    assert type(error_from_reply(412, body)) is SpaceDiffers
+    assert type(error_from_reply(422, body)) is InvalidInput

@@ -155,6 +155,9 @@ _TEI_CODES = {
 }
 
 
+_OF_STATUS = {404: Code.INSTANCE_NOT_FOUND, 412: Code.SPACE_DIFFERS}  # TEI's types are coarser
+
+
 def error_from_reply(status: int, body: bytes) -> TeimgrError:
     """The exception for an HTTP error reply, in our shape or TEI's; another body becomes its text."""
     try:
@@ -162,7 +165,7 @@ def error_from_reply(status: int, body: bytes) -> TeimgrError:
         if "error_type" not in fields:
             code = Code[fields["code"]]
         else:
-            code = Code.INSTANCE_NOT_FOUND if status == 404 else _TEI_CODES[fields["error_type"]]
+            code = _OF_STATUS.get(status) or _TEI_CODES[fields["error_type"]]
         return error_from_code(code, str(fields["error"]))
     except (ValueError, KeyError, TypeError, RecursionError):
         text = body.decode("utf-8", "replace").strip()
