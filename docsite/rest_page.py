@@ -23,6 +23,7 @@ from teimgr.api.rest import (
     models,
     plan,
     probes,
+    scaling,
     usage,
 )
 from teimgr.api.rest.access import PERMISSIONS
@@ -77,7 +78,10 @@ def to_markdown() -> str:
 
 def _openapi() -> dict[str, Any]:
     app = FastAPI()
-    for part in (instances, fleet, plan, logs, events, models, config, gpus, usage, hosts, probes, files, batches):
+    for part in (
+        *(instances, fleet, plan, logs, events, models, config, gpus),
+        *(usage, hosts, probes, scaling, files, batches),
+    ):
         app.router.routes.extend(part.router.routes)
     describe(app)
     return app.openapi()

@@ -41,7 +41,7 @@ _MAX_SCALE_WAIT_MS = 600_000
 # Kinds of fleet events, for REST, webhooks and their filters.
 EVENTS = (
     *("created", "starting", "running", "stopping", "stopped", "failed", "unhealthy"),
-    *("crashed", "over_memory", "no_host", "updated", "deleted", "unloaded", "evicted", "war"),
+    *("crashed", "over_memory", "no_host", "updated", "deleted", "unloaded", "evicted", "war", "scaled"),
 )
 
 _ROUTES = {"actions"}

@@ -23,6 +23,7 @@ from teimgr.cluster.opening import open_cluster
 from teimgr.config.auth import policy_of
 from teimgr.config.settings import Settings
 from teimgr.config.sources import Configuration, Source
+from teimgr.control.capacity.autoscaler import Autoscaler
 from teimgr.control.events.fleet_events import EventLog
 from teimgr.control.events.webhooks import Webhooks
 from teimgr.control.launch.launcher import Launcher, LocalLauncher, LocalOptions
@@ -150,7 +151,8 @@ class Daemon:
         self.webhooks = Webhooks(self.events)
         self.gpu_report = GpuReport(inventory, self.manager.list, self._mux_states)
         self.scraper = Scraper(self.directory, identity=identity)
-        self.metrics.sources.extend((self.scraper.page, self.gpu_report.page, self.tenants.page))
+        self.autoscaler = Autoscaler(self.manager, self.scraper.stats)
+        self.metrics.sources.extend((self.scraper.page, self.gpu_report.page, self.tenants.page, self.autoscaler.page))
         if self.cluster is not None:
             self.metrics.sources.append(self.cluster.forwarding.page)
         if self.batches is not None:
@@ -166,6 +168,7 @@ class Daemon:
             gateway=self.gateway,
             gpu_report=self.gpu_report,
             tenants=self.tenants,
+            autoscaler=self.autoscaler,
             policy=self.policy,
             event_log=self.events,
             live_probe=FleetProber(self.directory, float(settings.health_probe_timeout_secs), identity),
@@ -215,6 +218,7 @@ class Daemon:
                         self.cluster.forwarding.start()
                     residence = asyncio.create_task(self.residence.run(), name="residence of models")
                     await self.manager.boot()
+                    scaling = asyncio.create_task(self.autoscaler.run(), name="autoscaling")
                     # Until then a mux of an earlier daemon uses the last snapshot it got.
                     await self.manager.adoption_over()
                     async with (
@@ -237,6 +241,7 @@ class Daemon:
                         self.events.close()  # ends the long requests that follow events or wait for a download
                         await self.registry.close()
                         residence.cancel()
+                        scaling.cancel()
             finally:
                 await self._stop()
         return 0

@@ -101,6 +101,14 @@ INFERENCE_BYTES = _daemon(
     "dialect",
     "direction",
 )
+SCALING_QUEUED = _daemon(
+    "teimgr_scaling_queued_tokens", "gauge", "Tokens that wait for replicas; 0 at zero replicas", "instance"
+)
+SCALING_WAITING = _daemon(
+    "teimgr_scaling_waiting_seconds", "gauge", "How long the replicas take to compute what waits", "instance"
+)
+SCALING_REPLICAS = _daemon("teimgr_scaling_replicas", "gauge", "Replicas that serve", "instance")
+SCALING_WANTED = _daemon("teimgr_scaling_wanted_replicas", "gauge", "Replicas that there should be", "instance")
 DOWNLOADS = _daemon("teimgr_model_downloads_total", "counter", "Downloads by the registry, by outcome", "outcome")
 DOWNLOAD_BYTES = _daemon("teimgr_model_download_bytes_total", "counter", "Bytes of models received over the network")
 TRIALS = _daemon("teimgr_model_trials_total", "counter", "Trials of models, by outcome", "outcome")

@@ -45,7 +45,15 @@ def _readings(replicas: int, queued: float, count: int = 50) -> tuple[Seen, list
 
 def test_no_replica_goes_before_the_delay_is_over() -> None:
     _, wanted = _readings(2, queued=0.0)
-    assert wanted.index(1) in range(13, 17)
+    assert wanted.index(1) in range(14, 18)
+
+
+def test_replicas_go_at_uneven_readings_too() -> None:
+    seen, decision, terms = Seen(rate=100.0), None, Terms(max_replicas=4, down_delay_s=4)
+    for at in (0.0, 2.3, 4.7, 7.1):
+        seen, decision = decide(terms, seen, Reading(at, 3, 0.0, 10.0, 10.0, 0.1))
+    assert decision is not None
+    assert decision.wanted == 1
 
 
 def test_no_replica_goes_while_work_waits() -> None:

@@ -109,6 +109,7 @@ PERMISSIONS: dict[str, Permission] = {
     "GET /health/ready": PUBLIC,
     "GET /ready": READ_ALL,
     "GET /metrics": READ_ALL,
+    "GET /metrics/scaling": READ_ALL,
     "GET /docs": KNOWN,
     "GET /docs/errors": PUBLIC,  # explains a refused key too
     "GET /openapi.json": KNOWN,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 import orjson
@@ -168,10 +168,13 @@ class Scraper:
                 self._read_at = time.monotonic()
         return self._page
 
-    async def stats(self) -> list[WorkerStats]:
-        """The counters of all workers that answer in time: a few numbers each, where a page has some hundreds."""
+    async def stats(self, instances: Collection[str] | None = None) -> list[WorkerStats]:
+        """The counters of all workers that answer in time: a few numbers each, where a page has some hundreds.
+
+        Only of these instances, if they are given.
+        """
         async with self._reading:
-            workers = self._connected()
+            workers = [each for each in self._connected() if instances is None or each[0] in instances]
             found = await asyncio.gather(*(self._ask(name, worker, Method.STATS) for name, worker in workers))
         return [
             WorkerStats(name, worker.endpoint.incarnation, counters)

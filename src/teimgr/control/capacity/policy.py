@@ -131,7 +131,7 @@ def decide(terms: Terms, seen: Seen, reading: Reading) -> tuple[Seen, Decision]:
                 return answer(now, loss)
         return answer(min(more, high), f"{expected_s:.1f} s of work would wait > {terms.up_wait_s:g} s ({numbers})")
     fewer = max(count for _, count in seen.wanted)
-    if fewer < now and reading.at - seen.wanted[0][0] >= 0.9 * terms.down_delay_s:
+    if fewer < now and reading.at - seen.wanted[0][0] >= terms.down_delay_s:
         return answer(fewer, f"{fewer} would have carried the load of {terms.down_delay_s:g} s ({numbers})")
     return answer(now, f"{waiting_s:.1f} s of work waits ({numbers})")
 
@@ -193,4 +193,6 @@ def _does_not_pay(seen: Seen, count: int) -> str | None:
 
 
 def _recent(wanted: tuple[tuple[float, int], ...], since: float) -> tuple[tuple[float, int], ...]:
-    return tuple(each for each in wanted if each[0] >= since)
+    """Those since then, and the last one before, without which the time between two readings would be missing."""
+    before = [each for each in wanted if each[0] < since][-1:]
+    return (*before, *(each for each in wanted if each[0] >= since))

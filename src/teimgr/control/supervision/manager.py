@@ -584,6 +584,10 @@ class Manager:
                     await changed.wait()
         return self._find(name).view()
 
+    def scaled(self) -> list[InstanceView]:
+        """The instances whose replicas the load decides about."""
+        return [each.view() for each in self._instances.values() if each.spec.max_replicas and not each.is_deleted]
+
     def list(self) -> list[InstanceView]:
         return [instance.view() for instance in self._instances.values()]
 

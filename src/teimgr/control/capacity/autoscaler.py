@@ -1,0 +1,225 @@
+"""The daemon's task that changes the number of replicas as the policy decides, and the figures that it decides by.
+
+`figures` has them for every instance, whether the load decides about its replicas or something outside, such as KEDA.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from teimgr.control.capacity.policy import Decision, Reading, Seen, Terms, decide
+from teimgr.errors import TeimgrError
+from teimgr.observability import catalogue
+from teimgr.observability.exposition import Page, Sample
+from teimgr.spec import Incident, InstanceView, State, now_rfc3339
+
+log = logging.getLogger(__name__)
+
+INTERVAL_S = 2.0
+_HOLD_S = 60.0  # after replicas that did not start, before they are tried again
+_START_S = 5.0  # until one was measured
+
+
+class Counters(Protocol):
+    """What a worker reports about itself."""
+
+    @property
+    def instance(self) -> str: ...
+
+    @property
+    def incarnation(self) -> str: ...
+
+    @property
+    def counters(self) -> Mapping[str, Any]: ...
+
+
+Stats = Callable[[Collection[str] | None], Awaitable[Sequence[Counters]]]
+
+
+class Fleet(Protocol):
+    """Who has the instances: their manager."""
+
+    def list(self) -> Sequence[InstanceView]: ...
+
+    def scaled(self) -> Sequence[InstanceView]:
+        """The instances whose replicas the load decides about."""
+
+    async def update(self, name: str, changes: Mapping[str, Any]) -> InstanceView: ...
+
+    def note(self, name: str, incident: Incident) -> None: ...
+
+
+class Figures(NamedTuple):
+    """What is known of the load of one instance; `tokens_per_second` are those of one replica while it computes."""
+
+    queued_tokens: int
+    waiting_seconds: float
+    tokens_per_second: float
+    replicas: int
+    wanted: int
+    reason: str
+
+
+class _Sums(NamedTuple):
+    """Counters of one worker, or differences of them."""
+
+    computed: float
+    held: float  # queued or running
+    queued: float
+    busy_s: float
+
+
+@dataclass(slots=True)
+class _Course:
+    """What has been seen of an instance, and the change of its replicas that is under way."""
+
+    seen: Seen = field(default_factory=Seen)
+    workers: dict[str, _Sums] = field(default_factory=dict)
+    decision: Decision | None = None
+    asked: int | None = None
+    asked_at: float = 0.0
+    held_until: float = 0.0
+    start_s: float = _START_S
+
+    def ask(self, wanted: int, now: float) -> None:
+        self.asked, self.asked_at = wanted, now
+
+    def end(self, replicas: int, now: float) -> None:
+        """The change that was asked for is over."""
+        if self.asked is not None and replicas != self.asked:
+            self.hold(now)
+        elif self.asked is not None:
+            self.start_s = max(0.5, now - self.asked_at)
+        self.asked = None
+
+    def hold(self, now: float) -> None:
+        self.asked, self.held_until = None, now + _HOLD_S
+
+    def read(self, found: Sequence[Counters], now: float) -> Reading | None:
+        """The reading of these workers; None where there is no earlier one of any of them."""
+        sums = {each.incarnation: _sums(each.counters) for each in found}
+        known = [(sums[name], before) for name, before in self.workers.items() if name in sums]
+        self.workers = sums
+        if not known:
+            return None
+        computed = sum(new.computed - old.computed for new, old in known)
+        held = sum(new.held - old.held for new, old in known)
+        queued = sum(each.queued for each in sums.values())
+        busy_s = sum(new.busy_s - old.busy_s for new, old in known)
+        return Reading(now, len(sums), queued, max(0.0, computed + held), computed, busy_s)
+
+    def decide(self, terms: Terms, reading: Reading) -> Decision:
+        self.seen, self.decision = decide(terms, self.seen, reading)
+        return self.decision
+
+
+class Autoscaler:
+    """Reads what the workers of scaled instances report, and has `fleet` change their replicas; `run` is its task."""
+
+    def __init__(self, fleet: Fleet, stats: Stats) -> None:
+        self._fleet = fleet
+        self._stats = stats
+        self._courses: dict[str, _Course] = {}
+
+    async def run(self) -> None:
+        """Decide until cancelled."""
+        while True:
+            await asyncio.sleep(INTERVAL_S)
+            try:
+                await self.step()
+            except Exception:  # a defect: the replicas stay as they are, and the next reading may be good
+                log.exception("no decision about replicas")
+
+    async def step(self) -> None:
+        """Take one reading of each scaled instance and carry out what follows."""
+        views = {view.spec.name: view for view in self._fleet.scaled()}
+        self._courses = {name: self._courses.get(name) or _Course() for name in views}
+        running = [name for name, view in views.items() if view.state is State.RUNNING]
+        if not running:
+            return
+        found: defaultdict[str, list[Counters]] = defaultdict(list)
+        for each in await self._stats(running):
+            found[each.instance].append(each)
+        now = asyncio.get_running_loop().time()
+        for name in running:
+            await self._step(views[name], self._courses[name], found[name], now)
+
+    async def _step(self, view: InstanceView, course: _Course, found: Sequence[Counters], now: float) -> None:
+        serving = [each for each in view.workers if each.role == "serving" and each.state is State.RUNNING]
+        if len(found) != len(serving) or (reading := course.read(found, now)) is None:
+            return  # a worker that did not answer is no reason to take one away
+        decision = course.decide(_terms(view, course.start_s), reading)
+        if view.update is not None and view.update.state == "rolling":
+            return
+        course.end(reading.replicas, now)
+        if decision.wanted == reading.replicas or reading.replicas != view.spec.replicas or now < course.held_until:
+            return
+        name = view.spec.name
+        try:
+            await self._fleet.update(name, {"replicas": decision.wanted})
+        except TeimgrError as error:
+            course.hold(now)
+            log.warning("not scaled", extra={"instance": name, "reason": f"{decision.reason}; {error.message}"})
+            return
+        course.ask(decision.wanted, now)
+        log.info("scaled", extra={"instance": name, "reason": decision.reason})
+        self._fleet.note(name, Incident(event="scaled", reason=decision.reason, at=now_rfc3339()))
+
+    async def figures(self) -> dict[str, Figures]:
+        """The load of every instance, those without a replica included."""
+        views = self._fleet.list()
+        sums: defaultdict[str, list[_Sums]] = defaultdict(list)
+        for each in await self._stats(None):
+            sums[each.instance].append(_sums(each.counters))
+        return {view.spec.name: self._figures(view, sums[view.spec.name]) for view in views}
+
+    def _figures(self, view: InstanceView, workers: Sequence[_Sums]) -> Figures:
+        course = self._courses.get(view.spec.name)
+        busy_s, queued = sum(each.busy_s for each in workers), sum(each.queued for each in workers)
+        rate = course.seen.rate if course else None
+        if rate is None:
+            rate = sum(each.computed for each in workers) / busy_s if busy_s else 0.0
+        running = sum(each.role == "serving" and each.state is State.RUNNING for each in view.workers)
+        decision = course.decision if course and view.state is State.RUNNING else None
+        waiting_s = queued / (rate * running) if rate and running else 0.0
+        wanted, reason = (decision.wanted, decision.reason) if decision else (running, "replicas stay as given")
+        return Figures(round(queued), round(waiting_s, 3), round(rate, 1), running, wanted, reason)
+
+    async def page(self) -> Page:
+        """The metrics of scaling; a series of each instance, at zero replicas too."""
+        found = await self.figures()
+        columns = {
+            catalogue.SCALING_QUEUED: "queued_tokens",
+            catalogue.SCALING_WAITING: "waiting_seconds",
+            catalogue.SCALING_REPLICAS: "replicas",
+            catalogue.SCALING_WANTED: "wanted",
+        }
+        return {
+            family: [Sample("", {"instance": name}, getattr(figures, column)) for name, figures in found.items()]
+            for family, column in columns.items()
+        }
+
+
+def _terms(view: InstanceView, start_s: float) -> Terms:
+    spec = view.spec
+    return Terms(
+        min_replicas=spec.min_replicas,
+        max_replicas=spec.max_replicas,
+        up_wait_s=spec.scale_up_wait_ms / 1000,
+        down_wait_s=spec.scale_down_wait_ms / 1000,
+        down_delay_s=spec.scale_down_delay_secs,
+        start_s=start_s,
+        shared_host=all(each.gpu is None and each.node is None for each in view.workers),
+    )
+
+
+def _sums(counters: Mapping[str, Any]) -> _Sums:
+    queued = counters.get("queued_tokens", 0)
+    return _Sums(
+        counters.get("tokens", 0), queued + counters.get("running_tokens", 0), queued, counters.get("busy_s", 0)
+    )
