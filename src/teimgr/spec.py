@@ -313,7 +313,7 @@ class InstanceSpec:
         0, "an on-demand model without calls for so long is unloaded; 0: only for others' memory", 0, U32
     )
     pinned: bool = _key(False, "an on-demand model, once loaded, is neither unloaded nor evicted")
-    max_replicas: int = _key(0, "the load decides about `replicas`, up to so many; 0: they stay as they are", 0, 256)
+    max_replicas: int = _key(0, "the load sets `replicas`, up to this many; 0: `replicas` stays as it is", 0, 256)
     min_replicas: int = _key(1, "the least replicas that the load decides on; 0 needs load on_demand", 0, 256)
     scale_up_wait_ms: int = _key(
         2000, "a replica is added where more work than this would wait for each", 1, _MAX_SCALE_WAIT_MS

@@ -65,7 +65,7 @@ class BlockingHttpChannel(RestChannel):
                     yield event
 
     async def pause(self, seconds: float) -> None:
-        time.sleep(seconds)  # noqa: ASYNC251 - there is no event loop
+        time.sleep(seconds)  # noqa: ASYNC251 - runs without an event loop
 
     async def _exchange(
         self, method: str, path: str, body: JsonObject | None, query: Query | None, timeout_s: float | None

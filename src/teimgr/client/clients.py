@@ -65,7 +65,7 @@ class AsyncClient(InstanceCalls, ModelCalls, FleetCalls, InferenceCalls, Scoring
         """Connect to the mux now rather than with the first call.
 
         Raises:
-            Unreachable: there was no connection within `timeout_s`; the message has the reason, and a proxy's address.
+            Unreachable: could not connect within `timeout_s`; the message has the reason, and a proxy's address.
         """
         await self._grpc.connect(timeout_s)
 

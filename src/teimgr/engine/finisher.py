@@ -167,7 +167,7 @@ class StartedBatch:
         return sum([entry.texts for entry in self.entries])
 
     def by_job(self) -> Iterator[tuple[Job, list[QueueEntry], NDArray[np.intp]]]:
-        """As `by_job`."""
+        """Like the function `by_job`."""
         return by_job(self.entries, self.places)
 
 

@@ -77,7 +77,7 @@ class ResultCache:
             return found
 
     def put(self, tenant: int, key: Key, result: Result) -> None:
-        """Keep a result; one with NaN or infinity is none."""
+        """Keep a result, unless it has NaN or infinity."""
         own = {output: (np.array(values), indices) for output, (values, indices) in result.items()}
         if not all(np.isfinite(values).all() for values, _ in own.values()):
             return

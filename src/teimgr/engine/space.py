@@ -132,7 +132,7 @@ class SpaceDigest:
             self._failure = error
 
     def _kept(self) -> KeptFile | None:
-        """The file for digests of exactly these files; None where none may be kept."""
+        """The file for digests of exactly these files; None if none may be kept."""
         if self.folder is None:
             return None
         layout = self.layout
@@ -275,7 +275,7 @@ def _of_tensor(name: str, tensor: Tensor) -> str:
 
 
 def _code_digest(layout: Layout, code: Iterable[str]) -> str:
-    """Of the code of its own that a trusted model runs; "" where it may run none."""
+    """Digest of a trusted model's own code; "" if it may not run any."""
     if not layout.trust_remote_code:
         return ""
     files = sorted({*layout.root.glob("*.py"), *layout.root.glob("*/*.py")})

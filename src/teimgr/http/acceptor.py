@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 # begins with a signature, which takes a millisecond with RSA.
 _STARTS_PER_TURN = 8
 _HANDSHAKES_PER_TURN = 4
-# While more than this are in the backlog, so many are accepted ahead in a turn, and at most so many in all.
+# While the backlog is longer than this, accept ahead: at most the next number per turn, and the one after in total.
 _LONG_BACKLOG = 128
 _AHEAD_PER_TURN = 256
 _MAX_AHEAD = 4096
@@ -220,7 +220,7 @@ class _ByClient(Generic[ItemT]):
         self._count += 1
 
     def pop(self) -> ItemT:
-        """The next item; raises KeyError: there is none."""
+        """The next item; raises KeyError if empty."""
         network, queue = self._queues.popitem(last=False)
         item = queue.popleft()
         if queue:

@@ -95,7 +95,7 @@ def _head(file: Path) -> Mapping[str, Mapping[str, Any]]:
             return {}
         try:
             head = model_json.parse(opened.read(size), file.name)
-        except ModelLoadFailed:  # the load says what is wrong with it
+        except ModelLoadFailed:  # the load reports the fault
             return {}
     if not isinstance(head, dict):
         return {}

@@ -184,7 +184,7 @@ class MuxControl:
         """For how many seconds the connection may be used.
 
         Raises:
-            TimeoutError, OSError: there is no greeting.
+            TimeoutError, OSError: the greeting did not arrive.
             ValueError: the peer is not the daemon, or expects another process.
         """
         peer = peer_of(writer.get_extra_info("ssl_object"))

@@ -44,7 +44,7 @@ def named_target(router: RouterView, name: str | None, kinds: Sequence[str] = ()
 
     Raises:
         InvalidInput: the name is empty.
-        AmbiguousInstance: there is no name, and not exactly one instance that serves one of `kinds`.
+        AmbiguousInstance: the name is missing, and not exactly one instance serves one of `kinds`.
     """
     if name is None:
         try:

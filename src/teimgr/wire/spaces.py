@@ -43,7 +43,7 @@ def meets(expected: str, space: str, precision: str) -> bool:
     """Whether vectors are of the expected space, in no coarser a precision than is expected.
 
     Raises:
-        InvalidInput: `expected` is no fingerprint.
+        InvalidInput: `expected` is not a fingerprint.
     """
     found = _FINGERPRINT.fullmatch(expected)
     if found is None:

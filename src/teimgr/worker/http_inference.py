@@ -237,7 +237,7 @@ def _validated_large(kind: type[BodyT], value: Any) -> BodyT:
 
 
 def _parse_quickly(kind: type[BodyT], body: Buffer, body_format: BodyFormat) -> tuple[BodyT | None, bool]:
-    """The body by `parse`, and whether that is sure: else the format has a parser of its own that decides about it."""
+    """The body by `parse`, and whether that is final; if not, the format's own parser decides."""
     if body_format.reparse is None:
         return decoded(kind, body, body_format), True
     try:

@@ -32,7 +32,7 @@ class Submission:
 
     Several parts are supported only for the SCORES output. `has_waited`: its wait was estimated before it waited for
     its place or its inputs were read, and is estimated again. `result_bytes`: of what the jobs keep until they are
-    answered, None where it is to be estimated from their inputs.
+    answered, None if it is to be estimated from their inputs.
     """
 
     __slots__ = ("_unfinished", "accounts", "call", "encode", "has_waited", "jobs", "parts", "result_bytes")
@@ -57,7 +57,7 @@ class Submission:
             job.cancel()
 
     def charge_to(self, accounts: Sequence[Account]) -> None:
-        """Charge each job to an account of its own."""
+        """Charge each job to its own account."""
         self.accounts += accounts
         for job, account in zip(self.jobs, accounts, strict=True):
             job.charge_to(account)

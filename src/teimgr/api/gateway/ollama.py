@@ -275,7 +275,7 @@ async def _body(request: Request) -> dict[str, Any]:
     """The object in a body.
 
     Raises:
-        InvalidInput: there is none.
+        InvalidInput: the body does not contain one.
         TooLarge: the body is longer than any that names a model alone.
         SlowClient: it does not come.
     """

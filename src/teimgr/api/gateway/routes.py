@@ -61,7 +61,7 @@ WEAVIATE_BASES = ("/weaviate", "/weaviate/{name}")
 
 
 def dialect_of(path: str) -> str | None:
-    """The dialect whose clients call paths such as this one, also where there is no route; None for teimgr's own."""
+    """The dialect whose clients call such paths, even if the route does not exist; None for teimgr's own."""
     first = path[1:].partition("/")[0]
     if first in PREFIXED or first == WEAVIATE:
         return first

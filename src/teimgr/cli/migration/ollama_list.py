@@ -73,7 +73,7 @@ def is_list(path: Path) -> bool:
     try:
         text = read_text(path, MAX_FILE_BYTES)
     except InvalidConfig:
-        return False  # the reader of the other kind of file says so
+        return False  # the reader of the other kind of file reports it
     return _is_json(text) or tuple(text.partition("\n")[0].split()[:3]) == _HEADER
 
 

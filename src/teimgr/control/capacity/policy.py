@@ -18,7 +18,7 @@ FILL_DOWN = 0.8
 """The part of their capacity to which replicas are filled, when some are added and when some are taken away."""
 _SAMPLES = 3  # readings that a measured rate of n replicas has, before it is believed
 PAYS = 1.1
-"""A replica pays where the measured rate with it is at least so many times that without it."""
+"""A replica pays if the measured rate with it is at least this many times the rate without it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,7 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What the policy keeps of an instance: readings of the long window, replicas wanted of late, measured rates.
+    """What the policy keeps of an instance: readings of the long window, recently desired replicas, measured rates.
 
     `rate` is the tokens a second of one replica while it computes; `totals` has, by n, the tokens a second of n
     replicas that all had work, and in how many readings they had.
@@ -85,7 +85,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The replicas that an instance should have; `reason` says why, in the words of log, event, API and page."""
+    """The replicas that an instance should have; `reason` is worded as in log, event, API and page."""
 
     wanted: int
     reason: str
@@ -165,7 +165,7 @@ def _blend(before: float | None, new: float) -> float:
 
 
 def _arrival(seen: Seen, window_s: float) -> float:
-    """Tokens that arrived a second, in the last so many seconds."""
+    """Tokens that arrived per second, in the last `window_s` seconds."""
     last = seen.readings[-1].at
     pairs = [(a, b) for a, b in pairwise(seen.readings) if b.at > last - window_s]
     span_s = sum(b.at - a.at for a, b in pairs)
@@ -184,7 +184,7 @@ def _needed(seen: Seen, arrived_per_s: float, fill: float, present: int, most: i
 
 
 def _does_not_pay(seen: Seen, count: int) -> str | None:
-    """Why one of so many replicas is not worth its place, where that was measured."""
+    """Why one of `count` replicas is not worth its place, if measurements show that."""
     with_it, without = seen.total(count), seen.total(count - 1)
     if with_it is None or without is None or with_it >= PAYS * without:
         return None

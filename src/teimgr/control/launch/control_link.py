@@ -235,7 +235,7 @@ class MuxLink:
             raise MuxLost(f"its control socket cannot be reached: {str(error) or 'it does not come up'}") from error
 
     def requests_go_to(self, handler: Callable[[dict[str, Any]], None]) -> None:
-        """Have `handler` called with what the mux sends by itself: `load` and `left` of `mux/control.py`."""
+        """Call `handler` with what the mux sends unasked: `load` and `left` of `mux/control.py`."""
         self._on_request = handler
 
     def send(self, **values: str) -> None:
@@ -247,7 +247,7 @@ class MuxLink:
         """The answer to `stats`, or to `ack`, which confirms what was sent before.
 
         Raises:
-            MuxLost: the connection broke, or the answer is none.
+            MuxLost: the connection broke, or the answer is not valid.
         """
         self.send(**{request: "true"})
         try:
@@ -282,7 +282,7 @@ class MuxLink:
         self._writer.close()
 
     def _message(self) -> dict[str, Any] | None:
-        """The answer that was read; None for a message that the mux sent by itself."""
+        """The answer that was read; None for a message that the mux sent unasked."""
         try:
             message = self._reading.result()
         except OSError as error:

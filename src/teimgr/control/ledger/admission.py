@@ -35,7 +35,7 @@ class Admission:
         self.footprints = footprints
         self._refresh = refresh
         self._waiting: defaultdict[str, deque[asyncio.Future[None]]] = defaultdict(deque)  # by host
-        self._unread: set[Reservation] = set()  # adopted workers that have not said yet what they take
+        self._unread: set[Reservation] = set()  # adopted workers that have not reported their memory yet
         self._claims: list[tuple[Place, Footprint]] = []  # of loads that wait
         self._promised: dict[tuple[str, int], Reservation] = {}
         self._all_read = asyncio.Event()
@@ -55,7 +55,7 @@ class Admission:
         return found
 
     def report(self, device: str, label: str, total: int | None, free: int | None, *, is_card: bool = False) -> None:
-        """As `Ledger.report`."""
+        """Like `Ledger.report`."""
         self.ledger.report(device, label, total, free, is_card=is_card)
 
     async def look(self, spec: ModelOptions, roots: Sequence[str] | None) -> None:
@@ -152,7 +152,7 @@ class Admission:
         return overrun if was_known else None
 
     def settle_as_reserved(self, reservation: Reservation) -> None:
-        """A worker that does not say what it takes, and is loaded: what it has reserved stays."""
+        """Keep the reservation of a loaded worker that does not report its memory."""
         if not reservation.is_settled or reservation in self._unread:
             self._has_read(reservation)
             self.ledger.settle(reservation, reservation.footprint)
@@ -198,7 +198,7 @@ class Admission:
 
 
 def reserve(ledger: Ledger, instance: str, replica: int, footprint: Footprint, place: Place) -> Reservation | Refusal:
-    """As `Ledger.reserve`; but a load of unknown size, which may be small, may try where no other one is under way."""
+    """Like `Ledger.reserve`, but a load of unknown size, which may be small, may try if no other load is under way."""
     found = ledger.reserve(instance, replica, footprint, place)
     if isinstance(found, Reservation) or footprint.source != "assumed":
         return found

@@ -100,7 +100,7 @@ class Footprints:
         self._sizes[_options(spec)] = await asyncio.to_thread(_look, spec, roots)
 
     def known(self, spec: ModelOptions, device_kind: str = "cpu") -> Footprint:
-        """As `of`, by the files as they were looked at last; an assumption where they never were."""
+        """Like `of`, from the last look at the files; an assumption if there was none."""
         identity, sizes = self._sizes.get(_options(spec), ("", None))
         on_card = device_kind != "cpu"
         if found := self._measured.get(figure_key(spec, identity, device_kind)):
@@ -175,7 +175,7 @@ def _options(spec: ModelOptions) -> tuple[object, ...]:
 
 
 def _look(spec: ModelOptions, roots: Sequence[str] | None) -> tuple[str, WeightSizes | None]:
-    """The identity of a model's files on this host, and their sizes; None where they are not here or cannot be read."""
+    """The identity of a model's files on this host, and their sizes; None if they are missing or unreadable."""
     try:
         source = hub.find_here(spec.model_id, spec.revision, roots) or hub.find_packaged(spec.model_id)
         if source is None:

@@ -108,7 +108,7 @@ class Reservation:
 
 @dataclass(slots=True)
 class Account:
-    """One device: its budget, if there is one, and what the system reported; None where it reports nothing."""
+    """One device: its budget, if there is one, and what the system reported; None if it reports nothing."""
 
     device: str
     label: str
@@ -221,7 +221,7 @@ class Ledger:
                 held.remove(reservation)
 
     def free(self, device: str) -> int | None:
-        """Bytes that one more load may take of a device; None where neither a budget nor the system limits it."""
+        """Bytes that one more load may take of a device; None if neither a budget nor the system limits it."""
         account = self._accounts.get(device)
         return account.spare_bytes() if account is not None and account.is_limited else None
 

@@ -29,8 +29,8 @@ _STATIC_BATCH_BYTES = 8 * _MIB
 def predicted(sizes: WeightSizes, dtype: str, max_batch_tokens: int, *, on_card: bool) -> Footprint:
     """The footprint of a worker with these weights. "auto" counts as float32, as that is taken where nothing else fits.
 
-    On a CPU the layers are copied into the order in which they are computed; tables of float32 stay in the file, and
-    the page cache is nobody's. On a card everything is copied to it.
+    On a CPU the layers are copied into the order in which they are computed; tables of float32 stay in the file,
+    and the page cache is not charged to anyone. On a card everything is copied to it.
     """
     item = _ITEM_BYTES.get(dtype, 4)
     tokenizer = _BYTES_OF_TOKENIZER * sizes.tokenizer_bytes

@@ -2,7 +2,7 @@
 
 A pure function by the same rules as the daemon's: `place` chooses the card or host of each worker, the ledger, in a
 copy, says whether it fits beside those before it. Workers are planned one after the other, each once those before it
-have loaded, in the order in which the daemon starts them when it is told to do what was planned.
+have loaded, in the order in which the daemon starts them when it carries out the plan.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class PlannedWorker:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceUse:
-    """One device: reserved before and after, and what would be free; None where nothing limits it."""
+    """One device: reserved before and after, and what would be free; None if nothing limits it."""
 
     device: str
     label: str
@@ -84,7 +84,7 @@ class FleetPlan:
         return all(worker.outcome != REFUSED for worker in self.workers)
 
     def to_dict(self) -> dict[str, Any]:
-        """As in the reply of `POST /plan`."""
+        """The plan in the form of the reply of `POST /plan`."""
         return {"fits": self.fits, **asdict(self)}
 
 

@@ -53,7 +53,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """The cards that workers may use; `reason` is why there are none. `hosts` are those of a cluster.
+    """The cards that workers may use; `reason` explains an empty list. `hosts` are those of a cluster.
 
     `misses_cards`: the host has cards, and CUDA_VISIBLE_DEVICES names others.
     """
@@ -76,7 +76,7 @@ class InventorySource(Protocol):
 
 
 class GpuInventory:
-    """Reads the inventory of this host, at most once per second, and every 10 seconds while there is no driver."""
+    """Reads the inventory of this host, at most once per second, or every 10 seconds without a driver."""
 
     def __init__(self, environ: Mapping[str, str] = os.environ, read: Callable[[], Inventory] | None = None) -> None:
         self._visible = environ.get("CUDA_VISIBLE_DEVICES")
@@ -400,7 +400,7 @@ def device_kind(card: Gpu | None) -> str:
 
 
 def card_kind(inventory: Inventory) -> str:
-    """The kind of the first card, "cpu" where there is none."""
+    """The kind of the first card, "cpu" without one."""
     return device_kind(next(iter(inventory.gpus), None))
 
 

@@ -1,4 +1,4 @@
-"""What the policy of residence is told, and what it decides: events and decisions as data, with their reasons.
+"""Input and output of the residence policy: events and decisions as data, with their reasons.
 
 The words of a reason are the same in the log, in events, in replies and on the page.
 """
@@ -80,7 +80,7 @@ class Used:
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """Its workers are being started, whoever ordered it."""
+    """Its workers are being started, for any cause."""
 
     model: str
 

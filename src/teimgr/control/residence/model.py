@@ -49,19 +49,19 @@ class Model:
     hits_at: float = 0.0
     reason: str = ""
     retry_at: float | None = None  # of a failed one; None: never
-    bytes: int = 0  # that it holds of its device, as last told
+    bytes: int = 0  # that it holds of its device, as last reported
     needed_bytes: int = 0  # of one that waits for room
     free_bytes: int = 0
     held: Mapping[str, int] = field(default_factory=dict)  # by all models of that device
     evicted_for: str | None = None
     peace: tuple[str, float] | None = None  # the winner of a war, and until when this one does not evict it
     load_began: float | None = None
-    wanted_until: float = 0.0  # by a call that was told to come again
+    wanted_until: float = 0.0  # by a refused call that may retry
     kept_s: float | None = None  # for how long calls have asked that it stay; until it is unloaded
     is_reported: bool = False  # its owner has said that it is loading
 
     def is_wanted(self, now: float) -> bool:
-        """Whether a call waits for it, or was told to come again about now."""
+        """Whether a call waits for it, or a refused call is about to retry."""
         return bool(self.waiting) or now < self.wanted_until or not self.terms.on_demand
 
     @property
@@ -73,7 +73,7 @@ class Model:
         return UNMEASURED_LOAD_S if self.terms.load_s is None else self.terms.load_s
 
     def rate(self, now: float) -> float:
-        """Calls a second of late."""
+        """Recent calls per second."""
         return self.hits * math.exp((self.hits_at - now) / RATE_MEMORY_S) / RATE_MEMORY_S
 
     def value(self, now: float) -> float:
@@ -93,7 +93,7 @@ class Model:
         self.used_at = now
 
     def want_until(self, at: float) -> None:
-        """A refused call was told to come again until then."""
+        """A refused call may retry until then."""
         self.wanted_until = max(self.wanted_until, at)
 
     def begin_load(self, now: float) -> None:
@@ -107,11 +107,11 @@ class Model:
         self.retry_at = at
 
     def lack(self, needed_bytes: int, free_bytes: int, held: Mapping[str, int]) -> None:
-        """Its device has too little for it; 0 bytes: nobody has asked yet."""
+        """Its device has too little for it; 0 bytes: not asked yet."""
         self.needed_bytes, self.free_bytes, self.held = needed_bytes, free_bytes, held
 
     def hold(self, count: int) -> None:
-        """It holds so many bytes of a device that has too little for another model."""
+        """It holds `count` bytes of a device that has too little for another model."""
         self.bytes = count
 
     def yield_to(self, other: str | None) -> None:
@@ -189,7 +189,7 @@ def waiting_for_room(fleet: Fleet) -> list[Model]:
 
 
 def time_left_s(model: Model, now: float) -> float | None:
-    """How long it will take until the model serves, by its last load; None where that was not measured."""
+    """How long it will take until the model serves, by its last load; None if that was not measured."""
     load_s = model.terms.load_s
     if load_s is None:
         return None

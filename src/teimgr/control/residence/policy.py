@@ -47,7 +47,7 @@ from teimgr.control.residence.war import note_clash
 MAX_WAITING = 1024
 """Calls that may wait for one model."""
 COME_AGAIN_S = 5.0
-"""How much later than it was told a refused caller may come again, for which a model is loaded until then."""
+"""How long after its `Retry-After` a refused caller may still retry; until then its model is loaded."""
 
 
 def decide(fleet: Fleet, event: Event, now: float) -> list[Decision]:

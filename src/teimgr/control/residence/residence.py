@@ -1,7 +1,7 @@
 """The daemon's task that loads and unloads models as the policy decides, and lets calls wait for theirs.
 
 `loaded` is what gateway and muxes use: a block in which a model stays loaded. Everything else comes from the directory,
-whose entries say what became of an instance, and from the workers' own counts of their calls.
+whose entries give the fate of an instance, and from the workers' own counts of their calls.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ class Owner(Protocol):
     """Who starts and ends workers: the manager of the instances."""
 
     async def declare(self, model_id: str) -> str | None:
-        """The name of an on-demand instance of a model, made if there is none; None: calls may not load it."""
+        """The name of an on-demand instance of a model, created if missing; None: calls may not load it."""
 
     def spec(self, name: str) -> InstanceSpec | None:
-        """The spec of an instance, None if there is none."""
+        """The spec of an instance, None if it does not exist."""
 
     def failure(self, name: str) -> tuple[str, float | None]:
-        """Why an instance failed, and in how many seconds it is tried again; None: not by itself."""
+        """Why an instance failed, and in how many seconds it is retried; None: no automatic retry."""
 
     async def load(self, name: str) -> None:
         """Begin to start an unloaded instance."""
@@ -76,7 +76,7 @@ class Owner(Protocol):
         """End the workers of an instance; False where it has calls."""
 
     async def usage(self, name: str) -> tuple[int, int] | None:
-        """The calls of its workers since their start, and those under way; None where none answers."""
+        """The calls of its workers since their start, and those under way; None if none of them answers."""
 
     def note(self, name: str, incident: Incident) -> None:
         """Record what happened to an instance."""

@@ -20,7 +20,7 @@ from teimgr.control.residence.model import (
 )
 
 MIN_RESIDENCE = 1.0
-"""How long a model stays at least, in times of its own load; a more valuable one `MAX_PROTECTION` times as long."""
+"""Minimum stay of a model, in multiples of its load time; more valuable ones up to `MAX_PROTECTION` times that."""
 MAX_PROTECTION = 8.0
 
 
@@ -145,7 +145,7 @@ def _evict(fleet: Fleet, victim: Model, model: Model, now: float) -> Unload:
 
 
 def _least_valuable(candidates: Iterable[Model], model: Model, now: float) -> list[Model] | None:
-    """The least valuable ones that make enough room, none of them needlessly; None where all are too little."""
+    """The least valuable ones that make enough room, none of them needlessly; None if all together are too little."""
     missing = model.needed_bytes - model.free_bytes
     chosen: list[Model] = []
     for each in sorted(candidates, key=lambda each: (each.value(now), each.used_at)):

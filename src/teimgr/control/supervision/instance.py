@@ -230,7 +230,7 @@ class ManagedInstance:
                 self.on_state_changed()
 
     async def usage(self) -> Usage | None:
-        """What the calls of its running workers come to; None where none answers."""
+        """The total of its running workers' calls; None if none of them answers."""
         running = [each for each in self._serving if each.state is State.RUNNING]
         found = await asyncio.gather(*(each.usage() for each in running))
         known = [each for each in found if each is not None]
@@ -341,7 +341,7 @@ class ManagedInstance:
 
     @property
     def retry_s(self) -> float | None:
-        """In how many seconds a failed instance is started again; None: not by itself."""
+        """Seconds until a failed instance is restarted; None: no automatic restart."""
         return min((each.retry_s for each in self._serving if each.retry_s is not None), default=None)
 
     @property

@@ -427,7 +427,7 @@ class Manager:
             await instance.load()
 
     async def declare(self, model_id: str) -> str | None:
-        """The name of an instance of a model, made for the calls that name it if there is none; None: not allowed.
+        """The name of an instance of a model, created for calls that name it if missing; None: not allowed.
 
         Raises:
             MaxInstancesReached: calls have had too many made.
@@ -470,7 +470,7 @@ class Manager:
             return await instance.unload(reason, incident)
 
     async def usage(self, name: str) -> Usage | None:
-        """The calls of an instance's running workers, by their own count; None where none answers.
+        """The calls that an instance's running workers report; None if none of them answers.
 
         Raises:
             InstanceNotFound.
@@ -483,12 +483,12 @@ class Manager:
         return self._planner.memory
 
     def spec(self, name: str) -> InstanceSpec | None:
-        """The spec of an instance; None if there is none."""
+        """The spec of an instance; None if it does not exist."""
         instance = self._instances.get(name)
         return instance.spec if instance is not None and not instance.is_deleted else None
 
     def failure(self, name: str) -> tuple[str, float | None]:
-        """Why an instance failed, and in how many seconds it is started again; None: not by itself.
+        """Why an instance failed, and in how many seconds it is restarted; None: no automatic restart.
 
         Raises:
             InstanceNotFound.

@@ -61,7 +61,7 @@ _ADOPTION_PAUSE_S = 2.0
 
 MUX_POLICY = RestartPolicy(
     process="mux",
-    failed_exit_limit_s=0.0,  # it does not end by itself
+    failed_exit_limit_s=0.0,  # a failed mux does not exit on its own
     max_probe_failures=5,
     backoff=Backoff(max_s=10.0, stable_after_s=10.0),
 )

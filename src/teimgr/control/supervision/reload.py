@@ -113,7 +113,7 @@ class Reloader:
         ]
 
     def notice_of_missing(self, name: str) -> str | None:
-        """The sentence about a seed of which there is no instance; None if the configuration does not list it."""
+        """The sentence about a seed without an instance; None if the configuration does not list it."""
         if all(seed.name != name for seed in self.configuration.settings.instances):
             return None
         return (

@@ -258,7 +258,7 @@ class Supervisor(LifecycleTask):
 
     @property
     def retry_s(self) -> float | None:
-        """In how many seconds a failed replica is started again; None: not by itself."""
+        """Seconds until a failed replica is restarted; None: no automatic restart."""
         at = self._replica.wake_at
         if self._replica.phase is not Phase.FAILED or at is None:
             return None

@@ -143,7 +143,7 @@ class WorkerRun:
         self._post(Exited(exit, random.random()))
 
     async def usage(self) -> Usage | None:
-        """The calls of the worker, by its own count; None where it does not answer."""
+        """The calls that the worker reports; None if it does not answer."""
         if (link := self._link) is None:
             return None
         try:
@@ -333,7 +333,7 @@ class WorkerRun:
                 self._on_memory(prober.memory, False)
 
     async def _read_memory_at_start(self) -> None:
-        """Pass on the first reading, or that there is none; a later one counts as that of a running worker."""
+        """Pass on the first reading, or that it is missing; a later one counts as that of a running worker."""
         found = None
         try:
             if self._link is not None:

@@ -143,7 +143,7 @@ class Lease:
         While an instance is updated it may have workers of two spaces.
 
         Raises:
-            InvalidInput: `expected` is no fingerprint.
+            InvalidInput: `expected` is not a fingerprint.
             SpaceDiffers: no worker that the target allows has it.
         """
         if expected is None:
