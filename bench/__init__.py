@@ -50,6 +50,7 @@ LIMITS_S: dict[str, float] = {
     "guard": 110,
     "own_code": 1800,
     "fidelity": 1800,
+    "autoscaler": 120,
     "html": 60,
     "gpu": 600,
 }

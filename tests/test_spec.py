@@ -45,6 +45,8 @@ GIVEN = [name for name, key in KEYS.items() if key.in_rest and name != "name"]
 
 def sample(name: str) -> Any:
     """A valid value of the key, other than its default, as JSON and TOML have it."""
+    if name == "scale_up_wait_ms":
+        return 3000  # above scale_down_wait_ms
     key, default = KEYS[name], {item.name: item.default for item in fields(InstanceSpec)}[name]
     if key.words:
         launched = {item.name: item.default for item in fields(WorkerSpec)}.get(name)

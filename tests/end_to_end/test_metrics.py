@@ -13,9 +13,10 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from tests.support import models
@@ -26,8 +27,10 @@ from tests.support.worker_process import WorkerLink
 
 from teimgr.api.rest.gpus import GpuReport
 from teimgr.client import Client
+from teimgr.control.capacity.autoscaler import Autoscaler, Figures
 from teimgr.control.placement import planner
 from teimgr.control.placement.planner import GpuInventory
+from teimgr.control.sharing.tenants import TenantRegistry, UsageRow
 from teimgr.engine.engine import EngineStats
 from teimgr.errors import TeimgrError
 from teimgr.observability import catalogue as c
@@ -82,6 +85,8 @@ IN_PROCESS: dict[str, list[Family]] = {
     "a worker grows beyond its limit": [c.MEMORY_REPLACEMENTS],
     "a port is forwarded to another host": [c.FORWARDED],
     "an engine falls sick and holds device memory": [c.HEALTHY, c.DEVICE_BYTES],
+    "calls with a key are answered and refused": [c.KEY_TOKENS, c.KEY_CALLS, c.KEY_REFUSED],
+    "work waits for an instance": [c.SCALING_QUEUED, c.SCALING_WAITING, c.SCALING_REPLICAS, c.SCALING_WANTED],
     "the event loop of a process is held": [c.LOOP_HELD, c.MUX_LOOP_HELD, c.WORKER_LOOP_HELD],
     "a GPU works": [
         *(c.GPU_MEMORY_TOTAL, c.GPU_MEMORY_USED, c.GPU_UTILIZATION, c.GPU_TEMPERATURE, c.GPU_POWER),
@@ -140,6 +145,38 @@ async def test_forwarded_connections_move(tmp_path: Path) -> None:
             {("", (("instance", "a"),), 1)},
         )
         writer.close()
+
+
+async def test_figures_of_keys_move() -> None:
+    class Usage:
+        def __init__(self) -> None:
+            self.rows = [UsageRow("search", "a", "m", 1, 1, 1, 0, 0)]
+
+        def usage(self) -> list[UsageRow]:
+            return self.rows
+
+    usage = Usage()
+
+    def act() -> None:
+        usage.rows = [UsageRow("search", "a", "m", 5, 2, 2, 1, 0)]
+
+    await moves("calls with a key are answered and refused", partial(TenantRegistry.page, cast(Any, usage)), act)
+
+
+async def test_figures_of_scaling_move() -> None:
+    class Load:
+        def __init__(self) -> None:
+            self.now = Figures(0, 0.0, 100.0, 1, 1, "")
+
+        async def figures(self) -> dict[str, Figures]:
+            return {"a": self.now}
+
+    load = Load()
+
+    def act() -> None:
+        load.now = Figures(500, 5.0, 100.0, 2, 3, "")
+
+    await moves("work waits for an instance", partial(Autoscaler.page, cast(Any, load)), act)
 
 
 async def test_alarms_move() -> None:

@@ -205,7 +205,7 @@ _UNCUTTABLE = "\ud55c\uae00" * 600_000
 @pytest.mark.parametrize(
     "item", [_UNCUTTABLE, Pair("fog", _UNCUTTABLE), Pair(_UNCUTTABLE, "fog"), Pair(_UNCUTTABLE, _UNCUTTABLE)]
 )
-@pytest.mark.parametrize("reading", [RIGHT, LEFT, replace(RIGHT, prompt="find: "), replace(LEFT, prompt="find: ")])
+@pytest.mark.parametrize("reading", [RIGHT, LEFT, RIGHT._replace(prompt="find: "), LEFT._replace(prompt="find: ")])
 def test_a_text_that_can_be_cut_nowhere_is_refused_before_it_is_tokenized(
     item: str | Pair, reading: TokenizeOptions, model_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,7 +48,7 @@ async def test_metrics_show_states_starts_and_alarms(front: Front) -> None:
     front.metrics.observe(catalogue.WORKER_START, 0.2, "a")
     samples = await scrape(front)
     states = {labels["state"]: value for labels, value in samples["teimgr_instances"]}
-    assert states == {"running": 1, "starting": 0, "stopping": 0, "stopped": 0, "failed": 0}
+    assert states == {"running": 1, "starting": 0, "stopping": 0, "stopped": 0, "failed": 0, "unloaded": 0}
     assert samples["teimgr_worker_start_seconds_sum"] == [({"instance": "a"}, 0.2)]
     assert samples["teimgr_alarms"] == [({}, 1)]
 

@@ -117,6 +117,7 @@ async def test_embed_gives_a_vector_and_tells_what_it_cost(channel: grpc.aio.Cha
     assert set(headers) == {
         "x-compute-type", "x-compute-time", "x-compute-characters", "x-compute-tokens",
         "x-total-time", "x-tokenization-time", "x-queue-time", "x-inference-time",
+        "x-teimgr-space", "x-teimgr-precision",
     }  # fmt: skip
 
 

@@ -97,6 +97,7 @@ async def test_the_openapi_document_names_every_route_and_its_failures(front: Fr
         "/health/all",
         "/templates",
         "/hosts/tokens",
+        "/plan",
         "/hosts/{name}",
     }
     create = document["paths"]["/instances"]["post"]
