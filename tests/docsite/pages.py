@@ -28,7 +28,7 @@ TESTED_ELSEWHERE = {
     "proto/README.md": "tests/end_to_end/test_first_incident.py",
     **{
         f"docs/moving/from-{product}.md": "tests/docsite/test_moving.py"
-        for product in ("infinity", "openai", "sie", "tei", "tei-manager")
+        for product in ("infinity", "ollama", "openai", "sie", "tei", "tei-manager")
     },
 }
 """Pages whose blocks need a daemon of their own kind, and the test that runs them."""

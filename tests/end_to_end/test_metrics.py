@@ -27,7 +27,8 @@ from tests.support.worker_process import WorkerLink
 
 from teimgr.api.rest.gpus import GpuReport
 from teimgr.client import Client
-from teimgr.control.capacity.autoscaler import Autoscaler, Figures
+from teimgr.control.capacity.autoscaler import Autoscaler
+from teimgr.control.capacity.autoscaler import Figures as ScalingFigures
 from teimgr.control.placement import planner
 from teimgr.control.placement.planner import GpuInventory
 from teimgr.control.sharing.tenants import TenantRegistry, UsageRow
@@ -166,15 +167,15 @@ async def test_figures_of_keys_move() -> None:
 async def test_figures_of_scaling_move() -> None:
     class Load:
         def __init__(self) -> None:
-            self.now = Figures(0, 0.0, 100.0, 1, 1, "")
+            self.now = ScalingFigures(0, 0.0, 100.0, 1, 1, "")
 
-        async def figures(self) -> dict[str, Figures]:
+        async def figures(self) -> dict[str, ScalingFigures]:
             return {"a": self.now}
 
     load = Load()
 
     def act() -> None:
-        load.now = Figures(500, 5.0, 100.0, 2, 3, "")
+        load.now = ScalingFigures(500, 5.0, 100.0, 2, 3, "")
 
     await moves("work waits for an instance", partial(Autoscaler.page, cast(Any, load)), act)
 

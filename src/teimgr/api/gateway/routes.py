@@ -65,7 +65,7 @@ def dialect_of(path: str) -> str | None:
     first = path[1:].partition("/")[0]
     if first in PREFIXED or first == WEAVIATE:
         return first
-    if first == "api":
+    if path.startswith("/api/"):
         return OLLAMA
     return OPENAI if path.startswith(("/v1/", "/v2/")) else None
 
