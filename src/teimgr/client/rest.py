@@ -48,6 +48,11 @@ class InstanceKeys(TypedDict, total=False):
     load: str | None
     idle_timeout_secs: int | None
     pinned: bool | None
+    max_replicas: int | None
+    min_replicas: int | None
+    scale_up_wait_ms: int | None
+    scale_down_wait_ms: int | None
+    scale_down_delay_secs: int | None
     tags: Mapping[str, str] | None
     extra_args: Sequence[str] | None
 

@@ -55,6 +55,11 @@ class Instance:
     load: str | None = None
     idle_timeout_secs: int | None = None
     pinned: bool | None = None
+    max_replicas: int | None = None
+    min_replicas: int | None = None
+    scale_up_wait_ms: int | None = None
+    scale_down_wait_ms: int | None = None
+    scale_down_delay_secs: int | None = None
     tags: Mapping[str, str] | None = None
     wanted_running: bool | None = None
     seeded: bool | None = None
