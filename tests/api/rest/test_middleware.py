@@ -78,6 +78,7 @@ async def everything(settings: Settings) -> AsyncIterator[Everything]:
         gateway=inference,
         gpu_report=behind,
         tenants=behind,
+        autoscaler=behind,
         page=page,
         batches=behind,
     )
