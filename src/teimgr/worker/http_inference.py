@@ -446,7 +446,8 @@ class HttpInference:
     async def read(self, request: HttpRequest, kind: type[BodyT], body_format: BodyFormat = JSON_BODY) -> BodyT:
         """The request's body; raises BadRequest 415 for another content type, otherwise as `parse`."""
         found = await self._read(request, kind, body_format)
-        self.dispatcher.check_space(getattr(found, EXPECT_FIELD, None))
+        # Not `getattr`: for a field that a model does not declare it takes 20 µs.
+        self.dispatcher.check_space(vars(found).get(EXPECT_FIELD))
         return found
 
     async def _read(self, request: HttpRequest, kind: type[BodyT], body_format: BodyFormat) -> BodyT:
