@@ -283,8 +283,8 @@ def unpack_vectors(reply: bytes) -> Embedded:
 
 def _space(schema: Any) -> tuple[str, str]:
     """Space and precision in a schema's metadata, empty where it has none."""
-    told = schema.metadata or {}
-    return told.get(SPACE_KEY.encode(), b"").decode(), told.get(PRECISION_KEY.encode(), b"").decode()
+    metadata = schema.metadata or {}
+    return metadata.get(SPACE_KEY.encode(), b"").decode(), metadata.get(PRECISION_KEY.encode(), b"").decode()
 
 
 class Gathered:
@@ -305,8 +305,8 @@ class Gathered:
         """
         self._space = self._space or (part.space, part.precision)
         if part.space != self._space[0]:
-            told = f"{fingerprint(*self._space)} and {fingerprint(part.space, part.precision)}"
-            raise error_from_code(Code.SPACE_DIFFERS, f"The texts of one call got vectors of two spaces: {told}")
+            spaces = f"{fingerprint(*self._space)} and {fingerprint(part.space, part.precision)}"
+            raise error_from_code(Code.SPACE_DIFFERS, f"The texts of one call got vectors of two spaces: {spaces}")
         if len(part.vectors) == self._rows:
             self._vectors = part.vectors
         else:

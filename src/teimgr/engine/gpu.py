@@ -7,13 +7,12 @@ GPU on a CPU, where copies between host and device are nothing and an operator h
 from __future__ import annotations
 
 import os
-import sys
 
 import torch
 
 from teimgr.errors import DeviceFailed, OutOfDeviceMemory
+from teimgr.wire.gil_turns import use_short_turns
 
-_SWITCH_INTERVAL_S = 0.0005
 _CORES_BESIDE_TOKENIZER = 4  # for the engine's three threads and the event loop
 # Beside torch.OutOfMemoryError, which only torch's own allocator raises.
 _OUT_OF_MEMORY = (
@@ -42,7 +41,7 @@ def prepare_process(cores: int) -> None:
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    use_short_turns()
     os.environ.setdefault("RAYON_NUM_THREADS", str(max(1, cores - _CORES_BESIDE_TOKENIZER)))
 
 

@@ -246,9 +246,9 @@ def _of_file(file: Path, pool: ThreadPoolExecutor) -> list[str]:
         pending = []
         for name, tensor in head.items():
             first, end = tensor["data_offsets"]
-            told = json.dumps([name, tensor["dtype"], tensor["shape"]])
-            pending.append((told, pool.submit(_of_range, file, begin + first, begin + end)))
-        return [f"{told} {digest.result()}" for told, digest in pending]
+            described = json.dumps([name, tensor["dtype"], tensor["shape"]])
+            pending.append((described, pool.submit(_of_range, file, begin + first, begin + end)))
+        return [f"{described} {digest.result()}" for described, digest in pending]
     except (OSError, ValueError, KeyError, TypeError, OverflowError, MemoryError) as error:
         raise ModelLoadFailed(f"the weights {file.parent.name}/{file.name} cannot be read: {error}") from error
 

@@ -19,7 +19,7 @@ _usual_s = 0.0
 
 
 def use_short_turns() -> None:
-    """Keep the interval short for the life of this process, which has no engine threads."""
+    """Keep the interval short for the life of this process: one without engine threads, or with a GPU."""
     sys.setswitchinterval(_SHORT_S)
 
 

@@ -22,7 +22,7 @@ from teimgr.api.gateway.routes import OLLAMA_RUNNING, OLLAMA_SHOW, OLLAMA_TAGS, 
 from teimgr.errors import InvalidInput, ModelNotFound, TooLarge
 from teimgr.http.auth.policy import Caller, caller_of
 from teimgr.http.bodies import SlowClient, read_limited
-from teimgr.spec import InstanceView, Kind, State
+from teimgr.spec import InstanceView, Kind, State, rfc3339
 from teimgr.wire.error_bodies import JSON_TYPE, OLLAMA, failure, refusal
 from teimgr.wire.frames import HttpReply
 from teimgr.wire.routing.on_demand import ModelStays
@@ -240,7 +240,7 @@ class OllamaRoutes:
 
 
 def _rfc3339(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+    return rfc3339(datetime.fromtimestamp(seconds, UTC), "auto")
 
 
 def _kind(view: InstanceView) -> str | None:

@@ -91,8 +91,8 @@ class Plan(BaseModel):
 async def plan(request: Request, manager: ManagerDep) -> Response:
     """Plan instances beside those that run: where each worker runs, what it takes, or why it does not fit.
 
-    The figures are those of earlier workers of the same model where there were any, else predictions. With `apply` the
-    daemon does what the plan says; workers that do not fit are refused with the same words.
+    The figures were measured on earlier workers of the same model if there were any; else they are predictions. With
+    `apply` the planned workers are started; a worker that does not fit is refused with the plan's reason.
     """
     body = await read_json(request, PlanRequest) if has_body(request) else PlanRequest(instances=None, apply=False)
     settings = request.app.state.settings

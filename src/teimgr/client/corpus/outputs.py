@@ -31,8 +31,8 @@ def write_output(path: Path, batches: Iterable[pa.RecordBatch], rows: int, finge
         os.fsync(file.fileno())
     if path.suffix.lower() == ".npy" and fingerprint:
         space, _, precision = fingerprint.partition("/")
-        told = json.dumps({"space": space, "precision": precision}).encode()
-        write_atomically(path.with_name(f"{path.name}.space.json"), told + b"\n")
+        content = json.dumps({"space": space, "precision": precision}).encode()
+        write_atomically(path.with_name(f"{path.name}.space.json"), content + b"\n")
     temporary.replace(path)
 
 

@@ -9,7 +9,7 @@ until its process is gone:
 
     judge(footprint, place)                       what `reserve` would answer, without a reservation
     free(device)                                  bytes that one more load may take
-    report(device, total, free)                   what the system says now; others use the device too
+    report(device, total, free)                   total and free bytes as the system has them: other programs use it too
     copy()                                        a ledger to try decisions in, for a plan
 
 A device is a host by its name ("" where the fleet has one host) or a card by its UUID. A load fits where its footprint
