@@ -10,7 +10,7 @@ import hashlib
 import hmac
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import Field, asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from enum import Enum, IntEnum
@@ -539,7 +539,8 @@ class WorkerView:
 
     `replica` counts from 0; during an update two workers have the same number. `role` in an update is `serving`,
     `joining` for workers that will take over, or `leaving` for replaced ones that finish their calls. `gpu` is the
-    card's UUID and `gpu_id` its index, None on the CPU. `node` is the name of its host in a cluster.
+    card's UUID and `gpu_id` its index, None on the CPU. `node` is the name of its host in a cluster. `attempt` is the
+    number of the start under way, or of the one that follows in `next_attempt_secs`, once one before it has failed.
     """
 
     replica: int
@@ -555,6 +556,19 @@ class WorkerView:
     health_check_failures: int = 0
     last_health_check: str | None = None
     reason: str | None = None
+    attempt: int | None = None
+    next_attempt_secs: int | None = None
+
+
+def attempt_text(attempts: Iterable[tuple[int | None, int | None]]) -> str:
+    """Such as "attempt 6, next in 20 s", of the worker that failed most often; empty where none failed.
+
+    `attempts` are `attempt` and `next_attempt_secs` of the workers.
+    """
+    attempt, next_s = max(attempts, key=lambda each: each[0] or 0, default=(None, None))
+    if attempt is None:
+        return ""
+    return f"attempt {attempt}" if next_s is None else f"attempt {attempt}, next in {next_s} s"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

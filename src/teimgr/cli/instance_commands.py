@@ -15,7 +15,7 @@ from teimgr.cli.output import duration, say, shortened, spinner
 from teimgr.client.rest_client import RestClient
 from teimgr.client.rest_values import Instance
 from teimgr.errors import DeadlineExceeded, ModelLoadFailed, NotRunning, TeimgrError
-from teimgr.spec import State
+from teimgr.spec import State, attempt_text
 
 _COLUMNS = ("name", "status", "model", "kind", "dtype", "port", "workers", "device", "restarts", "uptime", "reason")
 _MODEL_WIDTH = 28
@@ -79,7 +79,7 @@ def _row(instance: Instance) -> Sequence[Any]:
     cards = sorted({worker["gpu_id"] for worker in workers if worker.get("gpu_id") is not None})
     device = ("gpu " + ",".join(map(str, cards))) if cards else ("cpu" if serving else "")
     update = details.get("update") or {}
-    reason = "updating" if update.get("state") == "rolling" else instance.reason
+    reason = "updating" if update.get("state") == "rolling" else _reason(instance)
     return (
         *(instance.name, instance.status.value, instance.model_id, instance.kind, instance.dtype, instance.port),
         *(f"{serving}/{len(workers)}" if workers else "0", device, instance.restarts),
@@ -261,3 +261,10 @@ def _state(instance: Instance) -> str:
     update = instance.details.get("update") or {}
     word = "updating" if update.get("state") == "rolling" else instance.status.value
     return f"{word} ({instance.reason})" if instance.reason else word
+
+
+def _reason(instance: Instance) -> str | None:
+    """Why it does not serve, behind the number of the start where it is started again and again."""
+    workers: Sequence[Mapping[str, Any]] = instance.details.get("workers") or ()
+    attempt = attempt_text((each.get("attempt"), each.get("next_attempt_secs")) for each in workers)
+    return ": ".join(filter(None, (attempt, instance.reason))) or None

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from teimgr.cli.command import CommandOutput, DaemonOptions, Name, complete_instance
 from teimgr.cli.output import field, say
+from teimgr.client.rest_values import InstanceEvent
 from teimgr.observability.shown_text import one_line, several_lines
 
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on with new ones until Ctrl-C.")]
@@ -82,7 +83,7 @@ def events(
         if output.as_json:
             output.line(dict(event.details) | {"event": event.event})
             continue
-        cells = (event.timestamp, event.event, event.instance, event.status, event.reason or _more(event.details))
+        cells = (event.timestamp, event.event, event.instance, event.status, _why(event))
         if output.is_terminal:
             say(
                 field(f"{(event.timestamp or '')[:19]:19}  {event.event:10}  {event.instance or '':20}  {cells[-1]}"),
@@ -93,6 +94,10 @@ def events(
     sys.stdout.flush()
 
 
-def _more(details: Any) -> str:
-    report = details.get("crash_report")
-    return f"report: {report}" if report else ""
+def _why(event: InstanceEvent) -> str:
+    """The reason, with how often it happened; without a reason the crash report."""
+    report = event.crash_report
+    text = event.reason or (f"report: {report}" if report else "")
+    if event.count == 1:
+        return text
+    return f"{event.count} times since {(event.first_timestamp or '')[:19]}" + (f": {text}" if text else "")

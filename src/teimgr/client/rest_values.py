@@ -85,6 +85,9 @@ class InstanceEvent:
     tags: Mapping[str, str] | None = None
     crash_report: str | None = None
     nodes: Sequence[str] = ()
+    count: int = 1
+    first_timestamp: str | None = None
+    replaces: int | None = None
     details: Mapping[str, Any]
 
     @classmethod

@@ -19,7 +19,7 @@ from tests.support.rest_listener import Front, listening
 from teimgr.config.auth import Auth, Mtls, policy_of
 from teimgr.config.settings import Settings
 from teimgr.control.placement.planner import Gpu
-from teimgr.spec import InstanceSpec, State, UpdateView, WorkerView
+from teimgr.spec import Incident, InstanceSpec, State, UpdateView, WorkerView
 
 CARD = Gpu(index=0, uuid="GPU-a", memory_free_bytes=0, name="a card")
 VIEWS = ("/", "/ui/fleet", "/ui/create", "/ui/models", "/ui/devices", "/ui/alarms", "/ui/playground")
@@ -99,6 +99,21 @@ async def test_the_fleet_shows_states_reasons_and_alarms(serving: Serving) -> No
         assert "the disk is full" in text
         assert text.count("it has no weights") == 3  # alarm, cell, its title
         assert 'class="state running"' in text
+
+
+async def test_a_start_that_repeats_shows_its_number_and_its_events_are_counted(serving: Serving) -> None:
+    async with serving() as front:
+        view = await front.fleet.create(InstanceSpec(name="a", model_id="org/model"))
+        worker = WorkerView(replica=0, role="serving", state=State.STARTING, attempt=6, next_attempt_secs=20)
+        for number in range(3):
+            crash = Incident(event="crashed", reason=f"worker {number} was killed", at=str(number))
+            front.fleet.put(replace(view, workers=(worker,), incident=crash))
+        for path in ("/", "/ui/instances/a"):
+            assert ">attempt 6, next in 20 s<" in await text_of(front, path)
+        for path in ("/ui/alarms", "/ui/instances/a"):
+            text = await text_of(front, path)
+            assert text.count("was killed") == 1
+            assert ">3 times<" in text
 
 
 async def test_an_instance_that_is_not_there_is_a_page_too(serving: Serving) -> None:

@@ -89,6 +89,50 @@ def test_an_instance_has_a_bounded_history_until_it_is_deleted() -> None:
     assert events.history("a") == []
 
 
+def test_failures_that_repeat_are_one_event_with_a_count_and_bury_nothing() -> None:
+    events = began(replace(VIEW, state=State.RUNNING))
+    for pid in range(40):
+        crash = replace(CRASH, reason=f"worker {pid} was killed", at=f"2026-03-04T12:00:00.{pid:06}Z")
+        events.note([replace(VIEW, state=State.STARTING, incident=crash)])
+        events.note([replace(VIEW, state=State.RUNNING, incident=crash)])
+    other = replace(CRASH, reason="no memory", at="2026-03-04T12:01:00.000000Z")
+    events.note([replace(VIEW, state=State.RUNNING, incident=other)])
+
+    told = [(each.event, each.count, each.reason) for each in events.history("a")]
+    assert told == [
+        ("crashed", 40, "worker 39 was killed"),
+        ("starting", 40, None),
+        ("running", 40, None),
+        ("crashed", 1, "no memory"),
+    ]
+    repeated = events.history("a")[0]
+    assert repeated.replaces is not None
+    assert repeated.replaces < repeated.id
+    assert repeated.first_timestamp is not None
+    assert repeated.first_timestamp <= repeated.timestamp
+    assert [each.id for each in events.since(0)] == [each.id for each in events.history("a")], "the ring has the same"
+
+
+async def test_a_follower_is_told_of_what_the_ring_dropped_and_of_nothing_that_was_folded() -> None:
+    events = EventLog(kept=3)
+    events.note([VIEW])
+    for number in range(5):
+        events.note([replace(VIEW, incident=replace(CRASH, at=str(number)))])
+    folded = [(each.count, missed) async for each, missed in _closed(events).follow(1)]
+    assert folded == [(5, 0)]
+
+    events = EventLog(kept=3)
+    events.note([VIEW])
+    for number in range(8):
+        events.note([replace(VIEW, state=(State.STOPPED, State.RUNNING)[number % 2])])
+    assert [(each.id, missed) async for each, missed in _closed(events).follow(2)] == [(6, 3), (7, 0), (8, 0)]
+
+
+def _closed(events: EventLog) -> EventLog:
+    events.close()
+    return events
+
+
 def test_the_ring_keeps_the_latest_and_numbers_go_on() -> None:
     events = EventLog(kept=3)
     events.note([])
@@ -104,8 +148,8 @@ async def test_a_follower_hears_what_was_and_what_comes_until_the_end() -> None:
     heard: list[str] = []
 
     async def follow() -> None:
-        async for each in events.follow(1):
-            heard.append(each.event)  # noqa: PERF401  in time, not at the end
+        async for each, _ in events.follow(1):
+            heard.append(each.event)
 
     task = asyncio.create_task(follow())
     await eventually(lambda: heard)

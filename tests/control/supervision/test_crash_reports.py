@@ -32,7 +32,7 @@ def folder_of(fleet: Fleet) -> Path:
 
 async def crashed(events: EventLog, folder: Path) -> tuple[FleetEvent, dict[str, Any]]:
     """The event of a crash, and its report."""
-    async for event in events.follow(0):
+    async for event, _ in events.follow(0):
         if event.event == "crashed":
             assert event.crash_report is not None
             report = folder / event.crash_report

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -184,6 +185,31 @@ def test_a_stable_run_forgives_earlier_crashes() -> None:
 
     life, _ = after((33.0, KILLED), life=life)
     assert (life.streak, life.wake_at) == (0, 33.0)
+
+
+def test_failures_in_a_row_number_the_starts_and_become_an_alarm() -> None:
+    life, _ = after(Command.START, LoadBegan(), KILLED)
+    assert (life.attempt, life.next_attempt_s(0.5)) == (2, 0.5)
+    for failures in range(2, 6):
+        assert not life.is_failing(life.wake_at or 0.0), failures
+        life, _ = after((life.wake_at or 0.0, Tick()), life=life)
+        assert (life.attempt, life.next_attempt_s(0.0)) == (failures, None)
+        life, _ = after((life.wake_at or 10.0 * failures, KILLED), life=life)
+    assert life.is_failing(50.0)
+    assert life.last_failure == "the worker was killed by SIGKILL"
+
+    running, _ = after((51.0, Tick()), (60.0, WorkerReady()), life=replace(life, wake_at=51.0))
+    assert running.attempt is None
+    assert running.is_failing(89.0), "it may end again at once"
+    assert not running.is_failing(90.0)
+    assert not after(Command.RESTART, life=life)[0].is_failing(50.0), "someone has looked at it"
+
+
+def test_few_failures_are_an_alarm_once_they_last_for_the_time_of_a_start() -> None:
+    life, _ = after(Command.START, LoadBegan(), (10.0, KILLED), (11.0, Tick()))
+
+    assert not life.is_failing(10.0 + POLICY.startup_timeout_s - 0.1)
+    assert life.is_failing(10.0 + POLICY.startup_timeout_s)
 
 
 def test_a_tick_before_its_time_changes_nothing() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import socket
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from tests.support.polling import eventually
 
 from teimgr.control.launch.control_link import identify
 from teimgr.control.launch.process_handle import look_up
+from teimgr.control.supervision.lifecycle import ALARMING_FAILURES
 from teimgr.errors import (
     AlreadyRunning,
     Code,
@@ -219,6 +221,21 @@ async def test_a_passing_failure_is_tried_again(fleet: Fleet) -> None:
     await fleet.create("first-only,fail-transient")
 
     assert (await fleet.running()).restarts == 1
+
+
+async def test_a_start_that_fails_again_and_again_is_an_alarm_with_its_cause(fleet: Fleet) -> None:
+    fleet.events.note([])
+    await fleet.create("fail-transient")
+
+    await eventually(fleet.manager.alarms)
+
+    (alarm,) = fleet.manager.alarms()
+    assert re.fullmatch(r"a: it failed \d+ times in a row, the last time because scripted failure", alarm)
+    worker = fleet.manager.get("a").workers[0]
+    assert worker.attempt is not None
+    assert worker.attempt > ALARMING_FAILURES
+    crashes = [each for each in fleet.events.history("a") if each.event == "crashed"]
+    assert [each.count >= ALARMING_FAILURES for each in crashes] == [True], "they are one event"
 
 
 async def test_a_failed_instance_can_be_stopped_and_deleted(fleet: Fleet) -> None:

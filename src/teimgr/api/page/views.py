@@ -13,7 +13,7 @@ from teimgr.control.events.fleet_events import EventLog, FleetEvent
 from teimgr.control.ledger.system_memory import host_memory
 from teimgr.control.placement.planner import Gpu
 from teimgr.http.auth.policy import ANONYMOUS, Caller, Right
-from teimgr.spec import InstanceView, State
+from teimgr.spec import InstanceView, State, attempt_text
 
 SPARK_POINTS = 30
 EVENTS_SHOWN = 100
@@ -40,6 +40,7 @@ def _row(view: InstanceView, figures: Figures, cards: dict[str, Gpu], host_bytes
         "kind": view.model.kind if view.model else view.spec.kind,
         "state": view.state.value,
         "reason": view.reason,
+        "attempt": attempt_text((each.attempt, each.next_attempt_secs) for each in view.workers),
         "wanted": view.spec.wanted_running,
         "updating": view.update is not None and view.update.state == "rolling",
         "unhealthy": bool(view.health_check_failures),

@@ -136,10 +136,9 @@ async def _stream(
 ) -> AsyncGenerator[Event]:
     for event in first:
         yield Event(event.event, event, event.id)
-    async for event in event_log.follow(after):
-        if event.id > after + 1:  # the ring overtook this reader
-            yield Event("missed", {"missed": event.id - after - 1})
-        after = event.id
+    async for event, missed in event_log.follow(after):
+        if missed:  # the ring overtook this reader
+            yield Event("missed", {"missed": missed})
         if matches(event):
             yield Event(event.event, event, event.id)
 

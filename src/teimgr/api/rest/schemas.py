@@ -318,6 +318,8 @@ class WorkerFacts(BaseModel):
     health_check_failures: int
     last_health_check: str | None
     reason: str | None
+    attempt: int | None = Field(description="number of this start, or of the next one, once one before it has failed")
+    next_attempt_secs: int | None = Field(description="until the next start, where one is waited for")
 
 
 class Update(BaseModel):

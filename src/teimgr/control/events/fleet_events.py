@@ -1,12 +1,16 @@
 """Fleet events: changes of instances, found by comparing views, in a ring buffer that readers follow.
 
 The ring keeps the last `KEPT` events. A reader follows it at its own pace from any id; one that is slower than the ring
-misses events, which the ids show. So a slow reader delays no other and costs no memory.
+misses events, and is told how many. So a slow reader delays no other and costs no memory.
+
+What goes wrong again and again is one event with a count: an event of `FOLDED` replaces an equal one among the last
+`FOLDED_OVER` of its instance, and gets a new id, so that readers see it again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import deque
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,6 +20,10 @@ from teimgr.spec import Incident, InstanceSpec, InstanceView, now_rfc3339
 KEPT = 1000
 # Of each instance that exists, whatever happens to the others.
 KEPT_PER_INSTANCE = 100
+FOLDED = frozenset({"crashed", "failed", "unhealthy", "over_memory", "no_host"})
+FOLDED_OVER = 4
+_BETWEEN = ("starting", "running")
+_NUMBER = re.compile(r"\d+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +31,8 @@ class FleetEvent:
     """One event. `id` counts from 1 in the life of a daemon; `status` and `reason` are those of the instance then.
 
     A `crashed` one has the worker's reason, and the name of its crash report in the folder `crashes` beside the logs.
-    `nodes` are the hosts of the instance's workers in a cluster.
+    `nodes` are the hosts of the instance's workers in a cluster. `count` equal events since `first_timestamp` are this
+    one, which `replaces` that of the id.
     """
 
     id: int
@@ -36,13 +45,18 @@ class FleetEvent:
     tags: dict[str, str] = field(default_factory=dict)
     crash_report: str | None = None
     nodes: tuple[str, ...] = ()
+    count: int = 1
+    first_timestamp: str | None = None
+    replaces: int | None = None
 
 
 class EventLog:
     """The ring buffer of events, found by comparing each view with the one before. The first `note` is the baseline."""
 
     def __init__(self, kept: int = KEPT) -> None:
-        self._ring: deque[FleetEvent] = deque(maxlen=kept)
+        self._ring: dict[int, FleetEvent] = {}
+        self._kept = kept
+        self._last_dropped = 0
         self._histories: dict[str, deque[FleetEvent]] = {}
         self._views: dict[str, InstanceView] | None = None
         self._latest = 0
@@ -86,19 +100,19 @@ class EventLog:
 
     def since(self, id: int) -> Iterator[FleetEvent]:
         """The events after `id` that are still kept, oldest first."""
-        return iter([event for event in self._ring if event.id > id])
+        return iter([event for event in self._ring.values() if event.id > id])
 
     def history(self, instance: str) -> list[FleetEvent]:
         """The last events of an instance that exists, oldest first."""
         return [*self._histories.get(instance, ())]
 
-    async def follow(self, id: int) -> AsyncGenerator[FleetEvent]:
-        """The events after `id`, and each new one; ends when the log is closed."""
+    async def follow(self, id: int) -> AsyncGenerator[tuple[FleetEvent, int]]:
+        """The events after `id`, and each new one, with how many were missed before it; ends when the log is closed."""
         while True:
-            appended = self._appended
+            appended, missed = self._appended, max(0, self._last_dropped - id)
             for event in self.since(id):
-                yield event
-                id = event.id
+                yield event, missed
+                id, missed = event.id, 0
             if self._closed:
                 return
             await appended.wait()
@@ -121,16 +135,40 @@ class EventLog:
             crash_report=incident.crash_report if incident else None,
             nodes=tuple(sorted({worker.node for worker in view.workers if worker.node})),
         )
-        self._ring.append(event)
+        history = self._histories.setdefault(event.instance, deque(maxlen=KEPT_PER_INSTANCE))
+        equal = _equal_event(event, history)
+        if equal is not None:
+            self._ring.pop(equal.id, None)
+            history.remove(equal)
+            first = equal.first_timestamp or equal.timestamp
+            event = replace(event, count=equal.count + 1, first_timestamp=first, replaces=equal.id)
+        self._ring[event.id] = event
+        if len(self._ring) > self._kept:
+            self._last_dropped = next(iter(self._ring))
+            del self._ring[self._last_dropped]
+        history.append(event)
         if kind == "deleted":
             self._histories.pop(event.instance, None)
-        else:
-            self._histories.setdefault(event.instance, deque(maxlen=KEPT_PER_INSTANCE)).append(event)
         self._wake()
 
     def _wake(self) -> None:
         self._appended.set()
         self._appended = asyncio.Event()
+
+
+def _equal_event(event: FleetEvent, history: Sequence[FleetEvent]) -> FleetEvent | None:
+    """The earlier event that this one repeats; numbers in reasons, such as process ids, make no difference.
+
+    What lies between two equal failures, such as `starting`, is folded as they are.
+    """
+    if event.event not in FOLDED and not (event.event in _BETWEEN and history and history[-1].count > 1):
+        return None
+    key = _fold_key(event)
+    return next((each for each in [*history][: -FOLDED_OVER - 1 : -1] if _fold_key(each) == key), None)
+
+
+def _fold_key(event: FleetEvent) -> tuple[str, str, str]:
+    return event.event, event.status, _NUMBER.sub("0", event.reason or "")
 
 
 def _changes(before: InstanceView | None, now: InstanceView) -> Iterator[str]:

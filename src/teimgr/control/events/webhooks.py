@@ -75,12 +75,9 @@ class Webhooks:
         return [f"webhook {public_url(webhook.url)}: {reason}" for webhook, reason in self._failing.items()]
 
     async def _follow(self, webhook: Webhook) -> None:
-        last = self._events.latest
-        async for event in self._events.follow(last):
-            if event.id > last + 1:
-                fields = {"url": public_url(webhook.url), "missed": event.id - last - 1}
-                log.error("webhook missed events", extra=fields)
-            last = event.id
+        async for event, missed in self._events.follow(self._events.latest):
+            if missed:
+                log.error("webhook missed events", extra={"url": public_url(webhook.url), "missed": missed})
             if not webhook.events or event.event in webhook.events:
                 await self._deliver(webhook, event)
 

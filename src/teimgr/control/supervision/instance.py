@@ -551,6 +551,11 @@ class ManagedInstance:
         return self._memory.problems(running) if self._memory is not None else []
 
     @property
+    def start_problem(self) -> str | None:
+        """A sentence while a replica starts again and again; None otherwise."""
+        return next((each.start_problem for each in self._serving if each.start_problem), None)
+
+    @property
     def loop_problems(self) -> list[str]:
         """Sentences about what held the event loops of workers recently."""
         return [each.worker_alarm for each in self._serving if each.worker_alarm is not None]

@@ -170,6 +170,10 @@ WORKING_LIMIT_S = 60.0
 """How long a worker may give no answer while its threads work. Without work, three missed probes end it."""
 
 
+ALARMING_FAILURES = 5
+"""So many failures in a row are an alarm."""
+
+
 class Phase(Enum):
     """The phase of a replica; finer than the state in REST."""
 
@@ -255,7 +259,8 @@ class ReplicaState:
     """One replica's state. Times are those of the clock that is passed to `step`.
 
     `wake_at` is when a Tick is due. `failure` is the reason to end the present worker. `reason` is shown to users: why
-    there is no running worker, or why there was a restart. `streak` counts failures without a stable run in between.
+    there is no running worker, or why there was a restart. `streak` counts failures without a stable run in between,
+    `failing_since` is the time of the first of them, and `last_failure` the cause of the last.
     """
 
     policy: RestartPolicy
@@ -265,6 +270,8 @@ class ReplicaState:
     reason: str | None = None
     restarts: int = 0
     streak: int = 0
+    failing_since: float | None = None
+    last_failure: str = ""
     probe_failures: int = 0
     working_since: float | None = None
     health: WorkerHealth = WorkerHealth.GOOD
@@ -283,6 +290,31 @@ class ReplicaState:
     @property
     def is_wanted(self) -> bool:
         return self.phase not in (Phase.STOPPED, Phase.STOPPING)
+
+    @property
+    def attempt(self) -> int | None:
+        """The number of the present start, or of the next one; None unless one before it failed."""
+        is_tried = self.phase is not Phase.FAILED or self.wake_at is not None
+        starts = self.phase in (Phase.STARTING, Phase.WAITING, Phase.FAILED) and is_tried
+        return self.streak + 1 if starts and self.streak else None
+
+    def next_attempt_s(self, now: float) -> float | None:
+        """Seconds until the next start; None while there is a process, or where none follows by itself."""
+        waits = self.phase in (Phase.WAITING, Phase.FAILED)
+        return max(0.0, self.wake_at - now) if waits and self.wake_at is not None else None
+
+    def is_failing(self, now: float) -> bool:
+        """Whether it starts again and again: `ALARMING_FAILURES` in a row, or failures for a whole start timeout.
+
+        It is not in the state FAILED, which is an alarm by itself.
+        """
+        if not self.streak or self.phase not in (Phase.STARTING, Phase.RUNNING, Phase.REPLACING, Phase.WAITING):
+            return False
+        if self.phase is Phase.RUNNING:
+            is_stable = self.ready_at is not None and now - self.ready_at >= self.policy.backoff.stable_after_s
+            return self.streak >= ALARMING_FAILURES and not is_stable
+        since = now if self.failing_since is None else self.failing_since
+        return self.streak >= ALARMING_FAILURES or now - since >= self.policy.startup_timeout_s
 
     def step(self, event: Event, now: float) -> tuple[ReplicaState, list[Effect]]:
         """The state after `event`, and the effects to carry out.
@@ -343,7 +375,7 @@ class ReplicaState:
     def _start(self, now: float) -> tuple[ReplicaState, list[Effect]]:
         if self.is_ending:
             return replace(self, phase=Phase.REPLACING, failure=None), []
-        return replace(self, streak=0, reason=None)._launch(now, again=False)
+        return replace(self, streak=0, failing_since=None, reason=None)._launch(now, again=False)
 
     def _stop(self) -> tuple[ReplicaState, list[Effect]]:
         cleared = replace(self, reason=None, wake_at=None)
@@ -358,7 +390,7 @@ class ReplicaState:
         return state, [Effect.HAND_OVER] if self.phase is Phase.RUNNING else effects
 
     def _restart(self, now: float) -> tuple[ReplicaState, list[Effect]]:
-        fresh = replace(self, streak=0, reason=None, failure=None)
+        fresh = replace(self, streak=0, failing_since=None, reason=None, failure=None)
         if self.is_ending:
             return replace(fresh, phase=Phase.REPLACING), []
         if self.phase in (Phase.STARTING, Phase.RUNNING):
@@ -417,7 +449,9 @@ class ReplicaState:
         if self.phase is Phase.REPLACING and self.failure is None:
             return self._launch(now, again=True)
         failure = self.failure or explain(exit, self.policy.process)
-        ended = replace(self, failure=None, reason=failure.message, wake_at=None)._without_probe_failures()
+        since = now if self.failing_since is None else self.failing_since
+        ended = replace(self, failure=None, reason=failure.message, last_failure=failure.message, wake_at=None)
+        ended = replace(ended, failing_since=since)._without_probe_failures()
         if failure.may_pass:
             streak = self.streak + 1
             return replace(ended, phase=Phase.FAILED, streak=streak, wake_at=now + LATER.delay_s(streak, jitter)), []
@@ -428,8 +462,11 @@ class ReplicaState:
     def _wait(self, jitter: float, now: float) -> ReplicaState:
         was_stable = self.ready_at is not None and now - self.ready_at >= self.policy.backoff.stable_after_s
         streak = 0 if was_stable else self.streak + 1
+        since = now if was_stable else self.failing_since
         delay_s = 0.0 if was_stable else self.policy.backoff.delay_s(streak, jitter)
-        return replace(self, phase=Phase.WAITING, streak=streak, ready_at=None, wake_at=now + delay_s)
+        return replace(
+            self, phase=Phase.WAITING, streak=streak, failing_since=since, ready_at=None, wake_at=now + delay_s
+        )
 
     def _tick(self, now: float) -> tuple[ReplicaState, list[Effect]]:
         if self.wake_at is None or now < self.wake_at:

@@ -566,9 +566,10 @@ class Manager:
             for name, found in self._instances.items()
             if found.state is State.FAILED and found.spec.wanted_running
         )
+        starts = (f"{name}: {each}" for name, found in self._instances.items() if (each := found.start_problem))
         memory = (f"{name}: {each}" for name, found in self._instances.items() for each in found.memory_problems)
         loops = (each for found in self._instances.values() for each in found.loop_problems)
-        return [*failed, *memory, *loops, *self._sweep.alarms()]
+        return [*failed, *starts, *memory, *loops, *self._sweep.alarms()]
 
     async def started(self, name: str) -> InstanceView:
         """The view of an instance once it is no longer starting, or as it is when its time to start is over.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -265,6 +266,13 @@ class Supervisor(LifecycleTask):
         return max(0.0, at - asyncio.get_running_loop().time())
 
     @property
+    def start_problem(self) -> str | None:
+        """A sentence while it starts again and again; None otherwise."""
+        if not self._replica.is_failing(asyncio.get_running_loop().time()):
+            return None
+        return f"it failed {self._replica.streak} times in a row, the last time because {self._replica.last_failure}"
+
+    @property
     def incarnation(self) -> str | None:
         """Of the present worker's process."""
         handle = self._worker.handle if self._worker else None
@@ -300,6 +308,7 @@ class Supervisor(LifecycleTask):
         replica, handle = self._replica, self._worker.handle if self._worker else None
         status = self._worker.status if self._worker else None
         download = status.reason if status and status.state == "downloading" else None
+        next_s = replica.next_attempt_s(asyncio.get_running_loop().time())
         return WorkerView(
             replica=self.number,
             role=self.role,
@@ -314,6 +323,8 @@ class Supervisor(LifecycleTask):
             health_check_failures=replica.probe_failures,
             last_health_check=rfc3339(self._probed_at) if self._probed_at else None,
             reason=download or replica.reason,
+            attempt=replica.attempt,
+            next_attempt_secs=None if next_s is None else math.ceil(next_s),
         )
 
     # The task

@@ -8,6 +8,7 @@ const lines = new Map($$("tbody tr", table ?? document).map((line) => [line.data
 const shownAs = {
   device: (row) => row.device,
   workers: (row) => row.workers,
+  attempt: (row) => row.attempt,
   reason: (row) => row.reason ?? "",
   memory: (row) => size(row.memory),
   tokens: (row) => number(row.tokens),

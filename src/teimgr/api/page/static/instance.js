@@ -113,6 +113,7 @@ const facts = {
 
 function show() {
   setState($("h1 .state"), info.status);
+  $("h1 .attempt").textContent = row.attempt;
   for (const [fact, text] of Object.entries(facts)) {
     const cell = $(`[data-fact=${fact}]`), now = String(text());
     if (cell.textContent !== now) cell.textContent = now;
@@ -152,9 +153,11 @@ function show() {
 function addEvents(events) {
   for (const each of events) {
     if ($(`#life [data-id="${each.id}"]`)) continue;
+    if (each.replaces != null) $(`#life [data-id="${each.replaces}"]`)?.remove();
     $("#life").prepend(element("li", { "data-id": each.id },
       element("time", { datetime: each.timestamp }, moment(each.timestamp)), " ",
       element("b", { class: `kind ${each.event}` }, each.event.replaceAll("_", " ")),
+      each.count > 1 ? element("span", { class: "count", title: `since ${moment(each.first_timestamp)}` }, ` ${each.count} times`) : null,
       each.reason ? element("span", { class: "reason" }, each.reason) : null,
       each.crash_report ? element("code", {}, each.crash_report) : null));
   }
