@@ -54,10 +54,11 @@ Connect = Callable[[Callable[[], asyncio.Protocol]], Awaitable[object]]
 
 @dataclass(frozen=True)
 class Address:
-    """A TCP port, or the path of a unix socket."""
+    """A TCP port, called from the loopback address `source`, or the path of a unix socket."""
 
     port: int = 0
     path: str = ""
+    source: str = "127.0.0.1"
 
 
 def flood(addresses: Sequence[Address], cases: Iterable[bytes], judge: Judge, report: Report) -> None:
@@ -92,7 +93,9 @@ async def _attempt(address: Address, case: bytes, judge: Judge, number: int) -> 
     if address.path:
         _, peer = await loop.create_unix_connection(lambda: _Peer(case, number), address.path)
     else:
-        _, peer = await loop.create_connection(lambda: _Peer(case, number), "127.0.0.1", address.port)
+        _, peer = await loop.create_connection(
+            lambda: _Peer(case, number), "127.0.0.1", address.port, local_addr=(address.source, 0)
+        )
     try:
         async with asyncio.timeout(_CLOSED_WITHIN_S):
             await peer.closed.wait()

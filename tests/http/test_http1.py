@@ -671,3 +671,37 @@ async def test_more_bodies_than_fit_are_read_one_after_the_other() -> None:
 
         assert all(answer.endswith(b"%d" % size) for answer in await asyncio.gather(*(sent() for _ in range(12))))
         assert budget.taken_bytes == 0
+
+
+async def test_many_connections_whose_requests_come_at_once_or_that_end_at_once_leave_turns_to_others() -> None:
+    """Thousands in one turn hold the event loop for a third of a second, and every other client waits for that."""
+    begun = 0
+
+    async def count(scope: Any, receive: Any, send: Any) -> None:
+        nonlocal begun
+        if scope["type"] == "http":
+            begun += 1
+            await hello(scope, receive, send)
+
+    sock, gate, many = bind("127.0.0.1", 0), ConnectionGate(), 200
+    async with serving(count, sock, Echo, gate=gate), asyncio.timeout(30):
+        clients = [socket.create_connection(sock.getsockname()) for _ in range(many)]
+        await eventually(lambda: gate.count == many)
+        for client in clients:
+            client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")  # no turn of the loop meanwhile
+        most_begun, before = 0, 0
+        while begun < many:
+            await asyncio.sleep(0)
+            most_begun, before = max(most_begun, begun - before), begun
+        for client in clients:
+            assert client.recv(65536).startswith(b"HTTP/1.1 200")
+            client.shutdown(socket.SHUT_WR)
+        most_ended, left = 0, gate.count
+        while gate.count:
+            await asyncio.sleep(0)
+            most_ended, left = max(most_ended, left - gate.count), gate.count
+        for client in clients:
+            client.close()
+
+    assert 0 < most_begun <= connection_gate._BEGINNINGS_PER_TURN
+    assert 0 < most_ended <= connection_gate._ENDS_PER_TURN

@@ -16,23 +16,23 @@ import logging
 import socket
 import ssl
 import struct
-from collections import OrderedDict, deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, cast
 
 from teimgr.errors import TeimgrError, Unavailable
 from teimgr.http.connection_gate import ConnectionGate, Phase, Ticket, network_of
+from teimgr.http.turns import Rotation
 
 log = logging.getLogger(__name__)
 
 # In one turn of the event loop. An accept takes some 10 µs, the start of a connection ten times that; a handshake
 # begins with a signature, which takes a millisecond with RSA.
-_STARTS_PER_TURN = 8
+_STARTS_PER_TURN = 4
 _HANDSHAKES_PER_TURN = 4
 # While the backlog is longer than this, accept ahead: at most the next number per turn, and the one after in total.
-_LONG_BACKLOG = 128
-_AHEAD_PER_TURN = 256
+_LONG_BACKLOG = 16
+_AHEAD_PER_TURN = 64
 _MAX_AHEAD = 4096
 # `tcpi_unacked` in Linux's `struct tcp_info`: of a listening socket, its backlog now.
 _TCP_INFO_UNACKED = struct.Struct("24xI")
@@ -41,7 +41,6 @@ _MAX_WAITING = 64
 _PAUSE_S = 0.5
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
-ItemT = TypeVar("ItemT")
 MakeProtocol = Callable[[Ticket], asyncio.BaseProtocol]
 """Makes the protocol of a connection, which takes over the ticket (`hand_to`) in its `connection_made`."""
 Context = Callable[[], ssl.SSLContext | None]
@@ -73,8 +72,8 @@ class Acceptor:
         self.arrivals: set[_Arrival] = set()
         self._sock = sock
         self._max_ahead = max(1, min(_MAX_AHEAD, gate.limit // 2))
-        self._accepted: _ByClient[tuple[socket.socket, str]] = _ByClient()
-        self._waiting: _ByClient[_Arrival] = _ByClient()
+        self._accepted: Rotation[tuple[socket.socket, str]] = Rotation()
+        self._waiting: Rotation[_Arrival] = Rotation()
         self._taking: asyncio.Handle | None = None
         self._starting: asyncio.Handle | None = None
         self._pause: asyncio.TimerHandle | None = None
@@ -113,7 +112,7 @@ class Acceptor:
 
     def await_handshake(self, arrival: _Arrival) -> None:
         """Called by a connection whose client has sent the first byte."""
-        self._waiting.put(arrival.client, arrival)
+        self._waiting.put(network_of(arrival.client), arrival)
         if self._starting is None:
             self._starting = self._loop.call_soon(self._start_handshakes)
 
@@ -145,7 +144,7 @@ class Acceptor:
                     self._pause = self._loop.call_later(_PAUSE_S, self._resume)
                 break
             client = str(address[0]) if sock.family != socket.AF_UNIX else ""
-            self._accepted.put(client, (sock, client))
+            self._accepted.put(network_of(client), (sock, client))
         self._accept_or_not()
         if self._taking is None:
             self._take_accepted()
@@ -203,30 +202,6 @@ class Acceptor:
             self._on_failure(client, error)
         else:
             log.debug("a connection of %s failed: %s", client, error)
-
-
-class _ByClient(Generic[ItemT]):
-    """Items of clients, popped by clients in rotation."""
-
-    def __init__(self) -> None:
-        self._queues: OrderedDict[str, deque[ItemT]] = OrderedDict()  # by network, the next one first
-        self._count = 0
-
-    def __len__(self) -> int:
-        return self._count
-
-    def put(self, client: str, item: ItemT) -> None:
-        self._queues.setdefault(network_of(client), deque()).append(item)
-        self._count += 1
-
-    def pop(self) -> ItemT:
-        """The next item; raises KeyError if empty."""
-        network, queue = self._queues.popitem(last=False)
-        item = queue.popleft()
-        if queue:
-            self._queues[network] = queue  # behind the others
-        self._count -= 1
-        return item
 
 
 class _Arrival:

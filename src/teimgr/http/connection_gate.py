@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from types import MappingProxyType
 from typing import Protocol
 from weakref import WeakSet
 
+from teimgr.http.turns import CallTurns
 from teimgr.observability.memory import max_connections
 
 
@@ -88,6 +89,10 @@ _DISPLACED = (Phase.CLOSING, Phase.DISCARD, Phase.SILENT, Phase.HANDSHAKE, Phase
 # Expired connections that are closed in one turn of the event loop, and the pause before the next ones.
 _CLOSED_PER_TURN = 64
 _TURN_PAUSE_S = 0.001
+# Connections whose first bytes are looked at in one turn of the loop: a protocol is made, and a request may begin.
+_BEGINNINGS_PER_TURN = 4
+# Connections that end in one turn of the loop: the socket's close and what a protocol frees take 0.1 ms together.
+_ENDS_PER_TURN = 8
 
 
 class StallGuard:
@@ -184,6 +189,19 @@ class Ticket:
             self.phase = None
             self._gate.count -= 1
 
+    def keeps_open(self, transport: asyncio.Transport) -> bool:
+        """For `eof_received`: whether the connection is closed in a later turn of the loop, as many end in this one.
+
+        False lets the event loop close it now, as it always does with TLS.
+        """
+        return transport.get_extra_info("sslcontext") is None and self._gate.closings.call(
+            self.network, transport.close
+        )
+
+    def begins_later(self, begin: Callable[[], object]) -> bool:
+        """Whether `begin`, for the first bytes of the client, is called in a later turn, as many begin in this one."""
+        return self._gate.beginnings.call(self.network, begin)
+
     def expire(self) -> None:
         """Called by the gate."""
         phase, deadline = self.phase, self.deadline
@@ -278,6 +296,8 @@ class ConnectionGate:
     Attributes:
         count: The connections that are open now.
         held_bytes: What they hold (`Ticket.hold`).
+        beginnings: Begins to serve connections whose first bytes have come.
+        closings: Closes connections whose clients have closed.
     """
 
     def __init__(
@@ -291,6 +311,8 @@ class ConnectionGate:
         self.limits = {**LIMITS, **(limits or {})}
         self.lines = {phase: _Line(phase, self._scaled(found)) for phase, found in self.limits.items()}
         self.held_bytes = 0
+        self.beginnings = CallTurns(_BEGINNINGS_PER_TURN)
+        self.closings = CallTurns(_ENDS_PER_TURN)
         self._holders: OrderedDict[Ticket, None] = OrderedDict()
         self._shared = shared
         if shared is not None:

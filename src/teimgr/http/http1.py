@@ -176,6 +176,9 @@ class HttpProtocol(HttpToolsProtocol):
         elif self._ticket.phase is not Phase.IDLE:
             self._ticket.enter(Phase.HEAD)
 
+    def eof_received(self) -> bool:  # type: ignore[override]
+        return self._ticket.keeps_open(self.transport)
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._ticket.leave()
         self._stall_guard.resumed()
@@ -480,6 +483,7 @@ class ProtocolSniffer(asyncio.Protocol):
         self._ticket = ticket
         self._rest = rest
         self._seen = b""
+        self._is_waiting = False  # for its turn
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -506,8 +510,20 @@ class ProtocolSniffer(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._seen += data
-        if len(self._seen) < len(_H2_PREFACE) and _H2_PREFACE.startswith(self._seen):
+        is_undecided = len(self._seen) < len(_H2_PREFACE) and _H2_PREFACE.startswith(self._seen)
+        if is_undecided or self._is_waiting:
             return
+        self._is_waiting = self._ticket.begins_later(self._begin)
+        if self._is_waiting:
+            self._transport.pause_reading()
+        else:
+            self._begin()
+
+    def _begin(self) -> None:
+        if self._transport.is_closing():
+            return
+        if self._is_waiting:
+            self._transport.resume_reading()
         self._state.connections.discard(cast(Any, self))
         protocol: Any
         if self._seen.startswith(_H2_PREFACE):
@@ -519,6 +535,9 @@ class ProtocolSniffer(asyncio.Protocol):
         if self._state.pass_on is not None and not isinstance(protocol, HttpProtocol):
             protocol.leave()
         protocol.data_received(self._seen)
+
+    def eof_received(self) -> bool:
+        return self._ticket.keeps_open(self._transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._state.connections.discard(cast(Any, self))

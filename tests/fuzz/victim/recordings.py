@@ -9,7 +9,7 @@ from functools import partial
 from tests.fuzz import h2c, http1, http2
 from tests.fuzz.mutation import Mutator
 from tests.fuzz.surface import Address, Report, flooded
-from tests.fuzz.victim.attack import Attack, Strike
+from tests.fuzz.victim.attack import ADDRESS, Attack, Strike
 from tests.fuzz.victim.target import ATTACKER, KEYS, SHARED, Target
 
 _KEY = f"\r\nauthorization: Bearer {KEYS[ATTACKER]}\r\nhost:".encode()
@@ -44,7 +44,7 @@ def _mutated(name: str, recordings: object, target: Target, chance: random.Rando
     assert callable(recordings)
     cases = list(recordings(chance).cases(count))
     first = target.daemon.grpc_port if name == "http2" else target.daemon.api_port
-    addresses = [Address(first), Address(target.ports[SHARED])]
+    addresses = [Address(port, source=ADDRESS[0]) for port in (first, target.ports[SHARED])]
 
     async def strike() -> str:
         report = Report(name)

@@ -211,6 +211,9 @@ class Connection(asyncio.Protocol):
         self._read_or_pause()
         self.sender.resume()
 
+    def eof_received(self) -> bool:
+        return self._ticket is not None and self._ticket.keeps_open(self.transport)
+
     def connection_lost(self, exc: Exception | None) -> None:
         self.closed.set_result(None)
         self._stall_guard.resumed()
