@@ -59,6 +59,7 @@ class Code(IntEnum):
     STATE_NOT_SAVED = 40
     STORAGE_FULL = 41
     NO_HOST = 42
+    KILLED_FOR_MEMORY = 43
     TOKEN_RATE_EXCEEDED = 46
     DAILY_TOKENS_EXCEEDED = 47
     CONCURRENT_TOKENS_EXCEEDED = 48
@@ -351,6 +352,10 @@ class CallOverQuota(Refused, code=Code.CALL_OVER_QUOTA):
 
 class OutOfDeviceMemory(TryLater, code=Code.OUT_OF_DEVICE_MEMORY):
     """The model, or a single text, does not fit into the device's free memory."""
+
+
+class KilledForMemory(TryLater, code=Code.KILLED_FOR_MEMORY):
+    """The kernel killed the worker, as the memory of its host or cgroup was used up; it is tried again later."""
 
 
 class Unavailable(TryLater, code=Code.BACKEND_UNAVAILABLE):

@@ -163,6 +163,10 @@ class Settings:
     gpu_memory_budget_mib: int | None = key(
         None, "memory of each GPU that workers may take, MiB; absent: what the driver reports", low=1, high=U32
     )
+    memory_check: bool = key(
+        True,
+        "refuse to start a worker that does not fit into what the memory ledger has free; false: start it all the same",
+    )
     max_client_batch_size: int = key(32, "most texts of one HTTP call on the TEI routes", low=1, high=U32)
 
     token_inputs: Literal["accept", "refuse", "tiktoken"] = key(

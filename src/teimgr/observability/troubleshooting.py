@@ -259,6 +259,18 @@ ADVICE: Mapping[Code, Advice] = MappingProxyType(
                 'On GPUs `dtype = "auto"` takes half of the memory of `float32` where it is faithful.',
             ),
         ),
+        Code.KILLED_FOR_MEMORY: Advice(
+            (
+                "The cgroup of the daemon (a container's limit, `MemoryMax=` of a unit) or the host has less memory "
+                "than its workers took; the message has the limit and what the worker held.",
+                "Others in the same cgroup or on the host take the memory.",
+            ),
+            (
+                "Raise the limit, stop an instance or load some on demand; `teimgr plan` shows what each takes.",
+                'Choose a smaller model, `dtype = "bfloat16"` or `"int8"`, or lower `max_batch_tokens`.',
+                "The worker is tried again after 15 s to 10 minutes; `teimgr start NAME` tries at once.",
+            ),
+        ),
         Code.BACKEND_UNAVAILABLE: Advice(
             (
                 "The instance is starting, stopped or failed; the message has state and reason.",

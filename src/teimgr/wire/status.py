@@ -99,6 +99,7 @@ STATUS: dict[Code, StatusMapping] = {
     Code.CALL_OVER_QUOTA: StatusMapping(413, RESOURCE_EXHAUSTED, "Validation"),
     Code.MESSAGE_TOO_LARGE: StatusMapping(413, RESOURCE_EXHAUSTED, "Validation"),
     Code.OUT_OF_DEVICE_MEMORY: StatusMapping(429, RESOURCE_EXHAUSTED, "Overloaded"),
+    Code.KILLED_FOR_MEMORY: StatusMapping(503, UNAVAILABLE, "Unhealthy"),
     Code.BACKEND_UNAVAILABLE: StatusMapping(503, UNAVAILABLE, "Unhealthy"),
     Code.TIMEOUT: StatusMapping(504, DEADLINE_EXCEEDED, "Overloaded"),
     Code.CANCELLED: StatusMapping(499, CANCELLED, "Overloaded"),

@@ -46,6 +46,13 @@ def test_the_lesser_of_budget_and_system_decides() -> None:
     )
 
 
+def test_a_ledger_that_does_not_refuse_books_what_does_not_fit() -> None:
+    ledger = Ledger(host_budget=100 * MIB, refuses=False)
+    _reserved(ledger.copy())
+    _reserved(ledger)
+    assert ledger.reserved("") == 150 * MIB
+
+
 def test_a_load_that_fits_once_another_has_loaded_may_pass() -> None:
     ledger = Ledger(host_budget=250 * MIB)
     _reserved(ledger)

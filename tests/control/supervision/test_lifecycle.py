@@ -258,6 +258,7 @@ def test_a_worker_that_is_not_ready_in_time_is_killed_and_the_instance_has_faile
     [
         (LoadBegan(), (60.0, Tick()), (60.0, KILLED)),
         ((60.0, Exited(Exit(3, ExitReport(Code.OUT_OF_DEVICE_MEMORY, "no memory", permanent=True)))),),
+        ((60.0, Exited(Exit(-9, ExitReport(Code.KILLED_FOR_MEMORY, "the cgroup allows", permanent=False)))),),
     ],
 )
 def test_a_failure_that_may_pass_is_tried_again_after_ever_longer_pauses(failure: tuple[Any, ...]) -> None:

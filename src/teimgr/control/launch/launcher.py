@@ -22,7 +22,8 @@ from weakref import WeakValueDictionary
 
 from teimgr.control.launch import nursery
 from teimgr.control.launch.control_link import ControlLink, WorkerStatus, first_status
-from teimgr.control.launch.nursery_link import NurseryDied, NurseryLink
+from teimgr.control.launch.memory_kills import MemoryKills
+from teimgr.control.launch.nursery_link import Ending, NurseryDied, NurseryLink
 from teimgr.control.launch.process_handle import (
     Exit,
     LaunchFailed,
@@ -39,6 +40,7 @@ from teimgr.control.launch.process_handle import (
 )
 from teimgr.control.launch.shared_ports import JoinedPort, borrow_ports, listen_at
 from teimgr.control.launch.strays import Stray, without_handle
+from teimgr.control.ledger.system_memory import CgroupMemory
 from teimgr.errors import InvalidConfig, TeimgrError, Unavailable
 from teimgr.files import lock_file
 from teimgr.http.server import address_of, bind
@@ -171,7 +173,7 @@ class LocalOptions:
 
 
 class LocalWorker(ProcessHandle):
-    """`WorkerHandle` of a process on this host. `status` is the exit status from the nursery, None if adopted."""
+    """`WorkerHandle` of a process on this host. `ending` comes from the nursery, None if adopted."""
 
     def __init__(
         self,
@@ -181,7 +183,8 @@ class LocalWorker(ProcessHandle):
         pidfd: int,
         started_at: float,
         log_path: Path,
-        status: asyncio.Future[int | None] | None,
+        ending: asyncio.Future[Ending | None] | None,
+        kills: MemoryKills,
         log_start: int = 0,
     ) -> None:
         super().__init__(pid, pidfd)
@@ -191,8 +194,12 @@ class LocalWorker(ProcessHandle):
         self.started_at = started_at
         self.log_path = log_path
         self._paths = paths
-        self._status = status
+        self._ending = ending
+        self._kills = kills
+        self._cgroup = CgroupMemory(pid)
+        self._peak_bytes = 0
         self._log_start = log_start
+        kills.watch(self._cgroup)
 
     async def connect(self, on_status: Callable[[WorkerStatus], None], on_lost: Callable[[], None]) -> ControlLink:
         return await ControlLink.open(self.socket, on_status, on_lost)
@@ -202,16 +209,20 @@ class LocalWorker(ProcessHandle):
 
     async def exit_status(self) -> int | None:
         """As the nursery reports it, which is the parent; None when it does not."""
-        if self._status is not None:
-            done, _ = await asyncio.wait({self._status}, timeout=_STATUS_LIMIT_S)
-            if done and self._status.result() is not None:
-                return self._status.result()
+        if self._ending is not None:
+            done, _ = await asyncio.wait({self._ending}, timeout=_STATUS_LIMIT_S)
+            if done and (ending := self._ending.result()) is not None:
+                self._peak_bytes = ending.peak_bytes
+                return ending.status
         return await super().exit_status()
 
     def describe_exit(self, status: int | None) -> Exit:
         """The exit with the worker's own report and the last line of its log; its files are removed."""
         span = LogSpan(self.log_path, self._log_start, log_size(self.log_path))
-        exit = Exit(status, self._paths.read_exit_report(), last_warning(self.log_path), span)
+        report = self._paths.read_exit_report()
+        if report is None and not self._was_killed:
+            report = self._kills.explain(self._cgroup, status, self._peak_bytes, "worker")
+        exit = Exit(status, report, last_warning(self.log_path), span)
         self._paths.remove()
         return exit
 
@@ -225,12 +236,13 @@ class LocalLauncher:
         self._log_dir = options.log_dir.absolute()
         arguments = ("--entry", options.entry, "--preload", ",".join(options.preload))
         self.nursery = NurseryLink(arguments, self._run_dir / "nursery.log")
+        self._kills = MemoryKills()
         self._workers: set[LocalWorker] = set()
         self._ending: dict[asyncio.Task[None], WorkerHandle] = {}
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._joined: dict[str, JoinedPort] = {}
         self._lock: int | None = None
-        self._log_rotation: asyncio.Task[None] | None = None
+        self._regular: tuple[asyncio.Task[None], ...] = ()
 
     async def start(self) -> None:
         """Lock the run directory and start the nursery; a second call changes nothing."""
@@ -246,13 +258,14 @@ class LocalLauncher:
             raise InvalidConfig(f"run_dir, log_dir: cannot write {error.filename}: {error.strerror}") from error
         if self._lock is None:
             raise InvalidConfig(f"run_dir: another daemon uses {self._run_dir}")
-        self._log_rotation = asyncio.create_task(
-            rotate_regularly(
-                lambda: [worker.log_path for worker in self._workers],
-                self._options.log_max_bytes,
-                self._options.log_keep,
-            ),
-            name="log rotation",
+        rotation = rotate_regularly(
+            lambda: [worker.log_path for worker in self._workers],
+            self._options.log_max_bytes,
+            self._options.log_keep,
+        )
+        self._regular = (
+            asyncio.create_task(rotation, name="log rotation"),
+            asyncio.create_task(self._kills.keep_looking(), name="kills for memory"),
         )
         self.nursery.kill_leftover()
         try:
@@ -348,8 +361,11 @@ class LocalLauncher:
                 else:
                     paths.remove()
             raise
-        worker = LocalWorker(spec, paths, forked.pid, forked.pidfd, time.time(), log_path, forked.status, log_start)
-        return self._keep(worker)
+        return self._keep(
+            LocalWorker(
+                *(spec, paths, forked.pid, forked.pidfd, time.time(), log_path, forked.ending, self._kills, log_start)
+            )
+        )
 
     async def find(self) -> FoundWorkers:
         """As the protocol; workers without a run file, which nothing supervises, are killed."""
@@ -428,9 +444,9 @@ class LocalLauncher:
             await worker.release()
         self._workers.clear()
         await self.nursery.close()
-        if self._log_rotation is not None:
-            self._log_rotation.cancel()
-            await asyncio.wait({self._log_rotation})
+        for task in self._regular:
+            task.cancel()
+        await asyncio.gather(*self._regular, return_exceptions=True)
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -443,7 +459,9 @@ class LocalLauncher:
             return None
         spec = found.worker_spec() or WorkerSpec(name=found.instance, model_id="")
         log_path = self.log_path(found.instance)
-        return self._keep(LocalWorker(spec, paths, found.pid, pidfd, found.process.started_at, log_path, None))
+        return self._keep(
+            LocalWorker(spec, paths, found.pid, pidfd, found.process.started_at, log_path, None, self._kills)
+        )
 
     def _ended(self, paths: WorkerPaths) -> EndedWorker | None:
         """How the worker of a run file ended; None when it has none, as after an orderly end, or the host did."""

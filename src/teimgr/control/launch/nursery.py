@@ -46,6 +46,7 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 from teimgr.control.launch.process_handle import WorkerPaths, WorkerRunFile
+from teimgr.observability.memory import resident_bytes
 from teimgr.spec import WorkerSpec
 
 NAME, STANDBY_NAME = "teimgr-nursery", "teimgr-standby"
@@ -273,8 +274,9 @@ class Nursery:
         pid = self._pids.pop(pidfd)
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)  # its children; the group id is not reused before the worker is reaped
-        _, status = os.waitpid(pid, 0)
-        self._send({"pid": pid, "status": os.waitstatus_to_exitcode(status)})
+        _, status, usage = os.wait4(pid, 0)
+        own = max(0, (usage.ru_maxrss << 10) - resident_bytes())  # without what it shared with this process
+        self._send({"pid": pid, "status": os.waitstatus_to_exitcode(status), "peak_bytes": own})
 
     def _send(self, message: dict[str, object], *descriptors: int) -> None:
         socket.send_fds(self._control, [json.dumps(message).encode()], list(descriptors))

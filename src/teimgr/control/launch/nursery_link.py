@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from teimgr.control.launch.nursery import MESSAGE_LIMIT_BYTES, TorchBuild
 from teimgr.control.launch.process_handle import KILL_LIMIT_S, LaunchFailed, RunFile, reap
@@ -44,13 +44,20 @@ class NurseryDied(LaunchFailed):
     """The nursery ended before it answered."""
 
 
+class Ending(NamedTuple):
+    """How a forked process ended: its exit status, and the most memory of its own that it had; 0 if unknown."""
+
+    status: int
+    peak_bytes: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Forked:
-    """A new process. The receiver closes `pidfd`; `status` becomes None if the nursery dies first."""
+    """A new process. The receiver closes `pidfd`; `ending` becomes None if the nursery dies first."""
 
     pid: int
     pidfd: int
-    status: asyncio.Future[int | None]
+    ending: asyncio.Future[Ending | None]
 
 
 class NurseryLink:
@@ -294,7 +301,7 @@ class NurseryProcess:
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self._reply: asyncio.Future[Forked] | None = None
         self._request = 0
-        self._statuses: dict[int, asyncio.Future[int | None]] = {}
+        self._endings: dict[int, asyncio.Future[Ending | None]] = {}
         self._gone = asyncio.Event()
         self._kill_timer: asyncio.TimerHandle | None = None
         self._loop.add_reader(self._pidfd, self._on_ended)
@@ -390,9 +397,9 @@ class NurseryProcess:
             self.build = TorchBuild(**message["torch"] | {"archs": tuple(message["torch"]["archs"])})
             self._on_ready(message["threads"], message["missing"])
         elif "status" in message:
-            status = self._statuses.pop(message["pid"], None)
-            if status is not None and not status.done():
-                status.set_result(message["status"])
+            ending = self._endings.pop(message["pid"], None)
+            if ending is not None and not ending.done():
+                ending.set_result(Ending(message["status"], message.get("peak_bytes", 0)))
         elif self._reply is None or message["id"] != self._request or self._reply.done():
             _kill_unclaimed(pidfd)
         else:
@@ -408,9 +415,9 @@ class NurseryProcess:
             text = "no descriptor is left for a worker: raise the limit of open files (RLIMIT_NOFILE)"
             reply.set_exception(LaunchFailed(text))
         else:
-            status = self._statuses[message["pid"]] = self._loop.create_future()
+            ending = self._endings[message["pid"]] = self._loop.create_future()
             # The process may have exited, and its status be the next message: the caller gets the future itself.
-            reply.set_result(Forked(message["pid"], pidfd, status))
+            reply.set_result(Forked(message["pid"], pidfd, ending))
 
     def _on_ready(self, threads: int, missing: list[str]) -> None:
         self.threads = threads
@@ -450,9 +457,9 @@ class NurseryProcess:
             if future is not None and not future.done():
                 future.set_exception(error)
                 future.exception()  # retrieved, in case nothing waits for it
-        for status in self._statuses.values():
-            if not status.done():
-                status.set_result(None)
+        for ending in self._endings.values():
+            if not ending.done():
+                ending.set_result(None)
 
 
 def _kill_unclaimed(pidfd: int | None) -> None:

@@ -173,6 +173,7 @@ class ProcessHandle:
         self._pidfd = pidfd
         self._child = child
         self._ended = asyncio.Event()
+        self._was_killed = False  # by us
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(pidfd, self._ended.set)
         self._exit = asyncio.create_task(self._watch(), name=f"exit of process {pid}")
@@ -258,6 +259,7 @@ class ProcessHandle:
 
     def _kill_group(self) -> None:
         if not self._ended.is_set():
+            self._was_killed = True
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
             self.send_signal(signal.SIGKILL)  # it may be too young to lead a group

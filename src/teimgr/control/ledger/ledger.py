@@ -154,10 +154,14 @@ class Account:
 
 
 class Ledger:
-    """The accounts of all devices. `host_budget` and `card_budget` are those of each host and card, None for none."""
+    """The accounts of all devices. `host_budget` and `card_budget` are those of each host and card, None for none.
 
-    def __init__(self, host_budget: int | None = None, card_budget: int | None = None) -> None:
+    Without `refuses` every load fits.
+    """
+
+    def __init__(self, host_budget: int | None = None, card_budget: int | None = None, *, refuses: bool = True) -> None:
         self._budgets = host_budget, card_budget
+        self._refuses = refuses
         self._accounts: dict[str, Account] = {}
 
     @property
@@ -175,7 +179,7 @@ class Ledger:
 
     def judge(self, footprint: Footprint, place: Place) -> Refusal | None:
         """Why one more worker does not fit there; None if it does."""
-        for device in dict.fromkeys((place.device, place.host)):
+        for device in dict.fromkeys((place.device, place.host)) if self._refuses else ():
             account, needed = self._account(device, is_card=device == place.gpu), needed_on(footprint, place, device)
             if account.is_limited and needed > (free := account.spare_bytes()):
                 later = account.spare_bytes(as_if_loaded=True)
@@ -232,7 +236,7 @@ class Ledger:
 
     def copy(self) -> Ledger:
         """The same accounts, in which reservations change nothing here."""
-        made = Ledger(*self._budgets)
+        made = Ledger(*self._budgets, refuses=self._refuses)
         twins: dict[int, Reservation] = {}
         for device, account in self._accounts.items():
             held = [twins.setdefault(id(each), replace(each)) for each in account.held]

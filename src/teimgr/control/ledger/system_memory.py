@@ -1,74 +1,139 @@
-"""Memory of this host as the system reports it: what is there, and what new processes may take, by cgroups too."""
+"""Memory of this host as the system reports it: what is there, what new processes may take, and how many the kernel
+killed for want of it, by cgroups of both versions too."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 _CGROUPS = Path("/sys/fs/cgroup")
-_MEMINFO = Path("/proc/meminfo")
-# Of version 2 and version 1 of cgroups: below the mount point, the limit, the use, and the key of the cache in it.
-_CGROUP_FILES = (
-    ("", "memory.max", "memory.current", "inactive_file"),
-    ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+_PROC = Path("/proc")
+_GIB = 2**30
+
+
+class _Files(NamedTuple):
+    """Below the mount point, the limit, the use, the key of the cache in memory.stat, and the file of kills."""
+
+    folder: str
+    limit: str
+    use: str
+    cache: str
+    kills: str
+
+
+_VERSIONS = (
+    _Files("", "memory.max", "memory.current", "inactive_file", "memory.events"),
+    _Files("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "memory.oom_control"),
 )
+
+
+class CgroupMemory:
+    """The cgroup of a process and those above it, of both versions; `process` is its pid, or "self".
+
+    In a container the path may be that of the host, where only the mount point is ours.
+    """
+
+    def __init__(self, process: int | str = "self", root: Path = _CGROUPS, proc: Path = _PROC) -> None:
+        self._proc = proc
+        try:
+            lines = (proc / str(process) / "cgroup").read_text().splitlines()
+        except OSError:  # it has ended, or the kernel has none
+            lines = []
+        self.groups = tuple(_groups(root, lines))
+        """Folders with their files, of each version the nearest first."""
+
+    def free_bytes(self) -> int | None:
+        """What the limits leave; None without a limit. Cache that the kernel gives up first counts as free."""
+        limited = (_limit_and_use(*each) for each in self.groups)
+        return min((max(0, limit - used) for limit, used in filter(None, limited)), default=None)
+
+    def lowest(self) -> tuple[int, int] | None:
+        """The lowest limit and what is in use there, without such cache, in bytes; None without a limit."""
+        return min(filter(None, (_limit_and_use(*each) for each in self.groups)), default=None)
+
+    def kills(self) -> int:
+        """How many processes the kernel has killed for memory here so far; of the whole host where no cgroup counts."""
+        for group, files in self.groups:
+            if (found := _count(group / files.kills)) is not None:
+                return found
+        return _count(self._proc / "vmstat") or 0
 
 
 def free_memory_bytes() -> int | None:
     """Memory that new processes may take, of this host or by our cgroup's limit; None if neither is reported."""
-    known = (_meminfo_bytes("MemAvailable"), cgroup_free_bytes())
+    known = (_meminfo_bytes("MemAvailable"), CgroupMemory().free_bytes())
     return min((size for size in known if size is not None), default=None)
 
 
 def host_memory() -> tuple[int, int]:
-    """Memory of this host, or the container's limit where that is less, and how much of it is in use; bytes."""
+    """Memory of this host, or the lowest limit of our cgroups where that is less, and how much of it is in use; bytes.
+
+    Cache does not count as used.
+    """
     total = _meminfo_bytes("MemTotal") or 0
-    used = total - (_meminfo_bytes("MemAvailable") or total)
-    try:
-        limit = int((_CGROUPS / "memory.max").read_text())
-        if limit < total:
-            return limit, int((_CGROUPS / "memory.current").read_text())
-    except (OSError, ValueError):  # no control group, or "max"
-        pass
-    return total, used
+    lowest = CgroupMemory().lowest()
+    if lowest is not None and (lowest[0] < total or not total):
+        return lowest
+    return total, total - (_meminfo_bytes("MemAvailable") or total)
+
+
+def memory_label() -> str:
+    """What a reason calls the memory of this host."""
+    total, lowest = _meminfo_bytes("MemTotal") or 0, CgroupMemory().lowest()
+    is_limited = lowest is not None and (lowest[0] < total or not total)
+    return f"host memory, of which the cgroup allows {gib(lowest[0])}," if lowest and is_limited else "host memory"
+
+
+def allowed_memory(group: CgroupMemory) -> str:
+    """What bounds the memory of a process, as in `the cgroup allows 1.4 GiB`."""
+    total, lowest = _meminfo_bytes("MemTotal") or 0, group.lowest()
+    if lowest is not None and (lowest[0] < total or not total):
+        return f"the cgroup allows {gib(lowest[0])}"
+    return f"this host has {gib(total)}"
+
+
+def gib(size: int) -> str:
+    """Bytes for people."""
+    return f"{size / _GIB:.1f} GiB" if size >= _GIB else f"{size >> 20} MiB"
 
 
 def _meminfo_bytes(key: str) -> int | None:
     try:
-        found = re.search(rf"^{key}: +(\d+) kB$", _MEMINFO.read_text(), re.MULTILINE)
+        found = re.search(rf"^{key}: +(\d+) kB$", (_PROC / "meminfo").read_text(), re.MULTILINE)
     except OSError:
         return None
     return int(found[1]) * 1024 if found else None
 
 
-def cgroup_free_bytes(root: Path = _CGROUPS, own: Path = Path("/proc/self/cgroup")) -> int | None:
-    """What the memory limits of this process's cgroup and of those above it leave; None without a limit.
-
-    Cache that the kernel gives up first counts as free. In a container the path may be that of the host, where only
-    the mount point is ours.
-    """
-    try:
-        memberships = [line.split(":", 2) for line in own.read_text().splitlines()]
-    except OSError:
-        return None
-    left = []
-    for _, controllers, path in memberships:
+def _groups(root: Path, lines: list[str]) -> Iterator[tuple[Path, _Files]]:
+    for _, controllers, path in (line.split(":", 2) for line in lines):
         if controllers and "memory" not in controllers.split(","):
             continue
-        folder, *files = _CGROUP_FILES[bool(controllers)]
-        group = root / folder / path.lstrip("/")
-        while group.is_relative_to(root / folder):
-            left.append(_free_in(group, *files))
+        files = _VERSIONS[bool(controllers)]
+        top = root / files.folder
+        group = top / path.lstrip("/")
+        while group.is_relative_to(top):
+            yield group, files
             group = group.parent
-    return min((each for each in left if each is not None), default=None)
 
 
-def _free_in(group: Path, limit: str, use: str, cache: str) -> int | None:
+def _limit_and_use(group: Path, files: _Files) -> tuple[int, int] | None:
     try:
-        most = (group / limit).read_text().strip()
+        most = (group / files.limit).read_text().strip()
         if most == "max":
             return None
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        return max(0, int(most) - int((group / use).read_text()) + int(stat.get(cache, 0)))
+        return int(most), max(0, int((group / files.use).read_text()) - int(stat.get(files.cache, 0)))
     except (OSError, ValueError):  # the root has no limit, and a path of the host is not here
         return None
+
+
+def _count(file: Path) -> int | None:
+    """The number of `oom_kill` in a file of counters."""
+    try:
+        found = re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return int(found[1]) if found else None

@@ -19,7 +19,7 @@ from teimgr.control.ledger.admission import Admission
 from teimgr.control.ledger.footprints import Footprints, figures_path
 from teimgr.control.ledger.ledger import Ledger
 from teimgr.control.ledger.prediction import CONTEXT_BYTES
-from teimgr.control.ledger.system_memory import free_memory_bytes, host_memory
+from teimgr.control.ledger.system_memory import free_memory_bytes, host_memory, memory_label
 from teimgr.control.placement.fleet_load import FleetCounts, LoadSlots
 from teimgr.control.placement.hosts import Host, allows, best_host, candidates
 from teimgr.errors import InvalidGpuId, NoHost, TeimgrError, ValidationError
@@ -204,7 +204,11 @@ class Planner:
         self.counts = FleetCounts()
         self.slots = LoadSlots(self.load_limit)
         self.memory = Admission(
-            Ledger(_bytes(settings.host_memory_budget_mib), _bytes(settings.gpu_memory_budget_mib)),
+            Ledger(
+                _bytes(settings.host_memory_budget_mib),
+                _bytes(settings.gpu_memory_budget_mib),
+                refuses=settings.memory_check,
+            ),
             Footprints(figures_path(settings.state_file)),
             self.refresh,
         )
@@ -223,7 +227,7 @@ class Planner:
         for host in self.inventory.hosts:
             self.memory.report(host.name, f"host {host.name}", host.memory_total_bytes, host.memory_free_bytes)
         if not self.inventory.hosts:
-            self.memory.report("", "host memory", host_memory()[0] or None, free_memory_bytes())
+            self.memory.report("", memory_label(), host_memory()[0] or None, free_memory_bytes())
         for card in self.inventory.gpus:
             label = f"GPU {card.index} of {card.node}" if card.node else f"GPU {card.index}"
             free = None if card.memory_total_bytes is None else card.memory_free_bytes

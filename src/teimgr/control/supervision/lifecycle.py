@@ -21,7 +21,7 @@ from teimgr.errors import Code
 from teimgr.spec import State
 
 # Failures of which a cause outside of the model ends on its own or by someone else: a full device, a full disk.
-_MAY_PASS = (Code.OUT_OF_DEVICE_MEMORY, Code.STORAGE_FULL)
+_MAY_PASS = (Code.OUT_OF_DEVICE_MEMORY, Code.STORAGE_FULL, Code.KILLED_FOR_MEMORY)
 _SIGNALS = {number.value: number.name for number in signal.Signals}
 
 

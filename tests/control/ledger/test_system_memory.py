@@ -1,0 +1,53 @@
+"""Memory of this host and its cgroups, as the system reports it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.support.cgroups import V1, V2, cgroup, memory_cgroup
+
+from teimgr.control.ledger.system_memory import CgroupMemory
+
+__all__ = ["memory_cgroup"]
+
+
+def own(folder: Path, line: str) -> CgroupMemory:
+    (folder / "self").mkdir(exist_ok=True)
+    (folder / "self" / "cgroup").write_text(line)
+    return CgroupMemory(root=folder / "cgroup", proc=folder)
+
+
+@pytest.mark.parametrize(("files", "line"), [(V2, "0::{}\n"), (V1, "4:memory:{}\n1:cpu:/other\n0::/\n")])
+def test_the_least_that_a_limit_leaves_counts(tmp_path: Path, files: tuple[str, ...], line: str) -> None:
+    base = tmp_path / "cgroup" / files[0]
+    cgroup(base / "slice", files, limit="1000", use=700, cache=100)
+    cgroup(base / "slice" / "unit", files, limit="max" if files is V2 else str(2**63 - 4096), use=300, kills=2)
+    found = own(tmp_path, line.format("/slice/unit"))
+    assert (found.free_bytes(), found.lowest(), found.kills()) == (400, (1000, 600), 2)
+
+    # In a container the path is that of the host, and our limit is at the mount point.
+    cgroup(base, files, limit="500", use=600, kills=3)
+    found = own(tmp_path, line.format("/docker/0123"))
+    assert (found.free_bytes(), found.lowest(), found.kills()) == (0, (500, 600), 3)
+
+
+def test_without_a_cgroup_no_limit_is_known_and_the_host_counts_kills(tmp_path: Path) -> None:
+    (tmp_path / "vmstat").write_text("pgfault 5\noom_kill 7\n")
+    for found in (CgroupMemory(root=tmp_path, proc=tmp_path), own(tmp_path, "0::/\n")):
+        assert (found.free_bytes(), found.lowest(), found.kills()) == (None, None, 7)
+
+
+def test_the_limit_of_a_real_cgroup_is_seen(memory_cgroup: Path) -> None:
+    code = (
+        "from teimgr.control.ledger import system_memory as it; print(it.free_memory_bytes(), it.host_memory()[0]);"
+        "print(it.memory_label())"
+    )
+    inside = ["sh", "-c", f'echo $$ > {memory_cgroup}/cgroup.procs && exec "$@"', "sh", sys.executable, "-c", code]
+    figures, label = subprocess.run(inside, capture_output=True, text=True, check=True).stdout.splitlines()
+    free, total = map(int, figures.split())
+
+    assert 0 < free <= total == 256 << 20
+    assert label == "host memory, of which the cgroup allows 256 MiB,"
