@@ -9,6 +9,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from teimgr.engine.boundaries import flattened
+from teimgr.engine.declared_tokens import tokens_without_vectors
 from teimgr.models.json_files import TokenFiles
 from teimgr.models.layout import Backbone, Layout
 
@@ -21,7 +22,8 @@ def contradictions(layout: Layout, tokenizer: Tokenizer) -> tuple[str, ...]:
     if layout.backbone is Backbone.STATIC or not (layout.transformer_dir / "tokenizer.json").is_file():
         return ()  # converted from tokenizer_config.json, or without special tokens
     config = TokenFiles(layout.transformer_dir).config
-    return tuple(
+    left = tuple(tokens_without_vectors(tokenizer, layout))
+    return left + tuple(
         f"tokenizer_config.json has {key} = {str(given).lower()}, and tokenizer.json does otherwise: the latter counts"
         for key, given, used in _compared(layout, config, tokenizer)
         if isinstance(given, bool) and used is not None and given is not used

@@ -10,9 +10,10 @@ from tokenizers import Encoding, Tokenizer, normalizers, processors
 
 from teimgr.engine.boundaries import flattened
 from teimgr.engine.converted_tokenizer import VOCABULARIES, convert
+from teimgr.engine.declared_tokens import add_declared_tokens
 from teimgr.engine.truncation import Text
 from teimgr.errors import ModelLoadFailed, TeimgrError, TokenizerFailed
-from teimgr.models.layout import Layout
+from teimgr.models.layout import Backbone, Layout
 
 # Some 0.4 ms of the library's time: where cores are busy its threads begin milliseconds later.
 _FEW_TEXTS = 16
@@ -111,6 +112,8 @@ def _loaded(layout: Layout) -> Tokenizer:
     path = layout.transformer_dir / "tokenizer.json"
     is_file_enough = path.is_file() and not layout.own_tokenizer
     tokenizer = Tokenizer.from_file(str(path)) if is_file_enough else convert(layout)
+    if is_file_enough and layout.backbone is not Backbone.STATIC:
+        add_declared_tokens(tokenizer, layout)
     tokenizer.no_padding()
     tokenizer.no_truncation()
     if layout.lower_case and not _lower_cases(tokenizer):

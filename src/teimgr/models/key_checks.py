@@ -17,6 +17,7 @@ from teimgr.models.known_keys import (
     MODEL_KWARGS,
     MODULE_ROW,
     MODULES,
+    OF_TOKENS,
     PROCESSING_TEXT,
     PROCESSOR_KWARGS,
     ROUTER,
@@ -49,7 +50,12 @@ def check_files(metadata: ModelMetadata) -> tuple[str, ...]:
     Raises:
         ModelLoadFailed: a file that modules.json names is missing, or a key has a value that is not served.
     """
-    found = [*_config(metadata), *_settings(metadata.settings), *_saved(metadata), *_modules(metadata)]
+    found = [
+        *_config(metadata),
+        *_settings(metadata.settings, metadata.tokens.config),
+        *_saved(metadata),
+        *_modules(metadata),
+    ]
     found += TOKENIZER.warnings("tokenizer_config.json", metadata.tokens.config)
     return tuple(dict.fromkeys(found))
 
@@ -68,7 +74,7 @@ def _config(metadata: ModelMetadata) -> list[str]:
     return config_warnings(config)
 
 
-def _settings(settings: Mapping[str, Any]) -> Iterator[str]:
+def _settings(settings: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> Iterator[str]:
     yield from SETTINGS.warnings(_SETTINGS_FILE, settings)
     for key, known in _KWARGS.items():
         given = settings.get(key) or {}
@@ -76,6 +82,13 @@ def _settings(settings: Mapping[str, Any]) -> Iterator[str]:
             raise ModelLoadFailed(
                 f"{_SETTINGS_FILE} changes {', '.join(changed)} of config.json ({key}): write it into config.json"
             )
+        if known is PROCESSOR_KWARGS:
+            changed = sorted(name for name in OF_TOKENS & given.keys() if given[name] != tokenizer.get(name))
+            if changed:
+                raise ModelLoadFailed(
+                    f"{_SETTINGS_FILE} changes {', '.join(changed)} of tokenizer_config.json ({key}): write it there"
+                )
+            given = {name: value for name, value in given.items() if name not in OF_TOKENS}
         yield from known.warnings(f"{key} of {_SETTINGS_FILE}", given)
     processing = settings.get("processing_kwargs") or {}
     for key in ("text", "common"):

@@ -167,12 +167,18 @@ MODEL_KWARGS = KnownKeys(
         """attn_implementation dtype torch_dtype device_map low_cpu_mem_usage revision cache_dir token local_files_only
         trust_remote_code use_safetensors add_pooling_layer file_name provider subfolder"""
     ),
+    only={"variant": (None,), "gguf_file": (None,)},
 )
 PROCESSOR_KWARGS = KnownKeys(
     honoured=_words("model_max_length truncation_side"),
     harmless=MODEL_KWARGS.harmless | _words("padding_side use_fast legacy clean_up_tokenization_spaces"),
     only={"split_special_tokens": (False, None)},
 )
+OF_TOKENS = _TOKENS | _words(
+    """added_tokens_decoder add_bos_token add_eos_token add_prefix_space do_lower_case do_lowercase keep_accents
+    model_input_names strip_accents tokenize_chinese_chars tokenizer_class"""
+)
+"""Of the arguments of a tokenizer, those that change the tokens of a text."""
 CONFIG_KWARGS = KnownKeys(harmless=MODEL_KWARGS.harmless | _words("use_cache"))
 PROCESSING_TEXT = KnownKeys(
     honoured=_words("max_length"),
