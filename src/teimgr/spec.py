@@ -41,7 +41,18 @@ _MAX_SCALE_WAIT_MS = 600_000
 # Kinds of fleet events, for REST, webhooks and their filters.
 EVENTS = (
     *("created", "starting", "running", "stopping", "stopped", "failed", "unhealthy"),
-    *("crashed", "over_memory", "no_host", "updated", "deleted", "unloaded", "evicted", "war", "scaled"),
+    *(
+        "crashed",
+        "over_memory",
+        "no_host",
+        "updated",
+        "update_failed",
+        "deleted",
+        "unloaded",
+        "evicted",
+        "war",
+        "scaled",
+    ),
 )
 
 _ROUTES = {"actions"}

@@ -101,6 +101,7 @@ async def test_a_new_worker_that_fails_changes_nothing(fleet: Fleet, flags: str)
     await fleet.create(startup_timeout_secs=2)
     before = await fleet.running()
     watch = Watch(fleet)
+    fleet.events.note([before])
 
     with pytest.raises(UpdateFailed, match="was rolled back") as caught:
         await fleet.manager.update("a", {"model_id": fake_id(flags)}, wait=True)
@@ -112,6 +113,7 @@ async def test_a_new_worker_that_fails_changes_nothing(fleet: Fleet, flags: str)
     assert str(view.update.reason) in caught.value.message
     assert fleet.store.load().specs == (before.spec,)
     assert len(view.workers) == len(list(fleet.settings.run_dir.glob("*.json"))) == 1
+    assert [(each.event, each.reason) for each in fleet.events.history("a")] == [("update_failed", view.update.reason)]
     watch.assert_no_gap()
 
 

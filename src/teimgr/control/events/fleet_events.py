@@ -20,7 +20,7 @@ from teimgr.spec import Incident, InstanceSpec, InstanceView, now_rfc3339
 KEPT = 1000
 # Of each instance that exists, whatever happens to the others.
 KEPT_PER_INSTANCE = 100
-FOLDED = frozenset({"crashed", "failed", "unhealthy", "over_memory", "no_host"})
+FOLDED = frozenset({"crashed", "failed", "unhealthy", "over_memory", "no_host", "update_failed"})
 FOLDED_OVER = 4
 _BETWEEN = ("starting", "running")
 _NUMBER = re.compile(r"\d+")

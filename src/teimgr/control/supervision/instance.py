@@ -84,6 +84,7 @@ class ManagedInstance:
         self.adoption_done = asyncio.Event()
         """Set once workers of an earlier daemon are adopted; commands wait for it."""
         self._incident: Incident | None = None
+        self._failed_start: Incident | None = None  # the crash of a worker that an update under way has started
         self._memory: MemoryLimit | None = None  # while there is a limit
         self._recycling: asyncio.Task[None] | None = None
         self._is_unloading = False
@@ -384,12 +385,15 @@ class ManagedInstance:
 
     async def _run_update(self, steps: Callable[[], Awaitable[None]]) -> None:
         state, reason = "failed", "given up: another command came in between"
+        self._failed_start = None
         try:
             await steps()  # made here: a task that is cancelled before it began would leave a coroutine unawaited
             state, reason = "done", ""
         except TeimgrError as error:
             reason = error.message
             self._unsaved = error if isinstance(error, StateNotSaved) else None
+            report = self._failed_start.crash_report if self._failed_start else None
+            self._incident = Incident(event="update_failed", reason=reason, at=now_rfc3339(), crash_report=report)
         finally:
             assert self._update is not None
             self._update = replace(self._update, state=state, reason=reason or None, finished_at=now_rfc3339())
@@ -534,8 +538,11 @@ class ManagedInstance:
     def on_placed(self) -> None:
         self._context.records.wake(self.spec.name)
 
-    def on_crash(self, incident: Incident) -> None:
-        self._incident = incident
+    def on_crash(self, supervisor: Supervisor, incident: Incident) -> None:
+        if supervisor.role == "joining":  # nobody is served by it: the update has failed, and says so
+            self._failed_start = incident
+        else:
+            self._incident = incident
 
     def on_incident(self, incident: Incident) -> None:
         """Record what happened to the instance, without a change of its state."""

@@ -115,8 +115,8 @@ class Owner(Protocol):
     def on_placed(self) -> None:
         """A worker has got its memory."""
 
-    def on_crash(self, incident: Incident) -> None:
-        """A worker has crashed; `on_state_changed` follows."""
+    def on_crash(self, supervisor: Supervisor, incident: Incident) -> None:
+        """Its worker has crashed; `on_state_changed` follows."""
 
     def on_memory(self, supervisor: Supervisor, resident_bytes: int, fresh: bool) -> None:
         """The worker's resident memory in bytes; `fresh`: it has just become ready."""
@@ -421,7 +421,7 @@ class Supervisor(LifecycleTask):
         )
         incident, writing = self._context.records.crashed(crash)
         self._worker_tasks.create_task(writing, name=f"crash report of {self.spec.name}")
-        self._owner.on_crash(incident)
+        self._owner.on_crash(self, incident)
         return True
 
     def _step(self, event: Event, *, has_crashed: bool = False) -> None:
