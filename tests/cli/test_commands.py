@@ -228,6 +228,20 @@ def test_bench_loads_every_kind_of_call(run: Run) -> None:
         assert (done.status, done.json["successful"], done.json["mode"]) == (0, 20, mode), done.err
 
 
+def test_a_load_that_would_be_refused_whole_stops_after_one_call(run: Run) -> None:
+    for arguments, says in ((("statik",), "did you mean 'static'?"), (("static", "-m", "rerank"), "")):
+        done = run("bench", *arguments)
+        assert done.status in (ExitStatus.NOT_FOUND, ExitStatus.REFUSED, ExitStatus.FAILED), done.err
+        assert (done.out, says in done.err) == ("", True), done.err
+
+
+def test_an_address_of_grpc_is_told_from_that_of_rest(run: Run, fleet: WarmDaemonProcess) -> None:
+    wrong = run("ps", "--url", fleet.grpc)
+    assert wrong.status == ExitStatus.UNREACHABLE
+    assert wrong.err.startswith(f"teimgr: {fleet.grpc} is a gRPC port, not REST\n")
+    assert "no gRPC server: is it the port of REST?" in run("bench", "static", "--grpc-url", fleet.api).err
+
+
 def test_failures_have_a_status_each_and_three_parts(run: Run, tmp_path: Path) -> None:
     unknown = run("logs", "statik")
     assert unknown.status == ExitStatus.NOT_FOUND

@@ -35,5 +35,5 @@ def bench(
     from teimgr.cli.bench_client.command import Load, run_load
 
     connection = server.connection
-    load = Load(name, mode, num_texts, batch_size, texts, noop, normalize, timeout_s=server.timeout_s)
+    load = Load(name, mode, num_texts, batch_size, texts, noop, normalize, timeout_s=server.timeout_s, tried_first=True)
     return run_load(load, connection.grpc(), connection.tls, connection.api_key)

@@ -21,8 +21,10 @@ from teimgr.cli import output as shapes
 from teimgr.cli.failures import CommandFailure, ExitStatus, exit_status, explain, report
 from teimgr.cli.output import say
 from teimgr.client.connection import ConnectionValues, DaemonConnection
+from teimgr.client.connection_causes import Cause, diagnose
 from teimgr.client.rest_client import RestClient
-from teimgr.errors import TeimgrError
+from teimgr.client.server_address import ServerAddress
+from teimgr.errors import TeimgrError, Unreachable
 
 CONNECTION_PANEL = "Connection"
 _TIMEOUT_S = 60.0
@@ -89,9 +91,24 @@ class DaemonOptions:
         """Where the address is from; empty where none was looked for."""
         return "" if self._connection is None else self._connection.source
 
+    def source_of(self, error: TeimgrError) -> str:
+        """Where the address is from that an error is about."""
+        is_grpc = self._connection is not None and isinstance(error, Unreachable) and self._is_grpc(error.address)
+        return "--grpc-url, or was asked of the daemon" if is_grpc else self.source
+
+    def _is_grpc(self, address: str) -> bool:
+        return ServerAddress.parse(address) != ServerAddress.parse(self.connection.url)
+
     @property
     def rest(self) -> RestClient:
         return self.connection.rest_client(self.timeout_s)
+
+    def cause(self, error: Unreachable) -> Cause | None:
+        """Why the daemon cannot be reached, by another attempt; None where that finds nothing."""
+        if self._connection is None or error.reason.startswith("through the proxy"):
+            return None
+        address = ServerAddress.parse(error.address)
+        return diagnose(address, self._connection.tls, grpc=self._is_grpc(error.address))
 
     def names(self) -> Sequence[str]:
         """Names of the instances, for messages; none where they cannot be read."""
@@ -160,7 +177,7 @@ def runnable(command: Callable[..., Any]) -> Callable[..., None]:
         try:
             status = command(**given)
         except TeimgrError as error:
-            report(explain(error, server.source, server.names), as_json=as_json)
+            report(explain(error, server.source_of(error), server.names, server.cause), as_json=as_json)
             status = exit_status(error)
         except ModuleNotFoundError as error:
             report(_incomplete(error), as_json=as_json)

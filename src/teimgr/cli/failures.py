@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from enum import IntEnum
 
 from teimgr.cli.output import say
+from teimgr.client.connection_causes import Cause
 from teimgr.errors import (
     Code,
     Forbidden,
@@ -103,9 +104,17 @@ def exit_status(error: TeimgrError) -> ExitStatus:
     return ExitStatus.NOT_NOW if isinstance(error, TryLater) else ExitStatus.FAILED
 
 
-def explain(error: TeimgrError, source: str = "", names: Callable[[], Sequence[str]] = tuple) -> CommandFailure:
-    """The error in three parts. `source` names where the address is from, `names` lists the daemon's instances."""
+def explain(
+    error: TeimgrError,
+    source: str = "",
+    names: Callable[[], Sequence[str]] = tuple,
+    cause: Callable[[Unreachable], Cause | None] = lambda error: None,
+) -> CommandFailure:
+    """The error in three parts. `source` names where the address is from, `names` lists the daemon's instances,
+    `cause` looks for the reason of a failed connection."""
     if isinstance(error, Unreachable):
+        if found := cause(error):
+            return CommandFailure(found.what, f"{found.why}; the address is from {source}", found.do, "UNREACHABLE")
         return CommandFailure(
             f"no daemon answers at {error.address}",
             f"{error.reason}; the address is from {source}" if source else error.reason,

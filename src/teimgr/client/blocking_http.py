@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlencode
 
+from teimgr.client.connection_causes import reason_of
 from teimgr.client.http_replies import (
     MAX_REPLY_BYTES,
     EventParser,
@@ -113,8 +114,7 @@ class BlockingHttpChannel(RestChannel):
         except TimeoutError:
             raise
         except (OSError, http.client.HTTPException) as error:
-            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-            raise Unreachable(self._address.url, reason) from error
+            raise Unreachable(self._address.url, reason_of(error)) from error
         finally:
             connection.close()
 

@@ -63,6 +63,8 @@ Metadata = tuple[tuple[str, str], ...]
 
 # grpcio's own words, where a write meets the end of the stream before the server's status is read.
 _LOST_IN_CORE = "Internal error from Core"
+# Where a server of HTTP/2 answers that has no gRPC, such as the port of REST.
+_NO_GRPC = "Received http2 header with status: 404"
 
 
 def error_from_status(code: grpc.StatusCode, details: str | None, trailing: Any) -> TeimgrError:
@@ -73,6 +75,9 @@ def error_from_status(code: grpc.StatusCode, details: str | None, trailing: Any)
             return error_from_code(Code[value], message)
     if code is grpc.StatusCode.INTERNAL and message == _LOST_IN_CORE:
         return error_from_code(Code.BACKEND_UNAVAILABLE, "the stream was lost")
+    if message.startswith(_NO_GRPC):
+        message = f"the server at this address is no gRPC server: is it the port of REST? ({message})"
+        return error_from_code(Code.UNIMPLEMENTED, message)
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "message larger than max" in message:
         return error_from_code(Code.MESSAGE_TOO_LARGE, message)
     return error_from_code(_CODES.get(code, Code.INTERNAL_ERROR), message)

@@ -12,6 +12,7 @@ import aiohttp
 from aiohttp.client_exceptions import UnixClientConnectorError
 from yarl import URL
 
+from teimgr.client.connection_causes import reason_of
 from teimgr.client.http_replies import EventParser, JsonObject, Query, RestChannel, ServerSentEvent, error_from_reply
 from teimgr.client.server_address import ServerAddress, Tls
 from teimgr.errors import DeadlineExceeded, Internal, Unreachable, ValidationError
@@ -130,4 +131,5 @@ class HttpChannel(RestChannel):
             ) as reply:
                 yield reply
         except aiohttp.ClientError as error:
-            raise Unreachable(self._address.url, str(error)) from error
+            of_tls = getattr(error, "certificate_error", None)  # aiohttp's own sentence repeats the address
+            raise Unreachable(self._address.url, reason_of(of_tls or error)) from error

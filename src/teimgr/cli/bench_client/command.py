@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+from teimgr.cli.output import say
 from teimgr.client.checks import check_text
 from teimgr.client.connection import ConnectionValues, DaemonConnection
 from teimgr.client.grpc_channel import GrpcChannel
@@ -37,7 +38,7 @@ from teimgr.client.payloads import (
     vector,
 )
 from teimgr.client.server_address import ServerAddress, Tls
-from teimgr.errors import Internal, InvalidConfig, TeimgrError
+from teimgr.errors import Internal, InvalidConfig, Refused, TeimgrError
 from teimgr.wire.pb.tei.v1 import tei_pb2
 from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
 
@@ -60,6 +61,7 @@ class Load:
     normalize: bool = True
     max_message_bytes: int = 100 * 1024 * 1024
     timeout_s: float = 120.0
+    tried_first: bool = False  # send the first text once before all of them, and no more where it is refused
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -95,21 +97,21 @@ def main(argv: list[str] | None = None) -> int:
         tls = replace(connection.tls, server_name=name or connection.tls.server_name)
         return run_load(load, connection.grpc(), tls, connection.api_key)
     except TeimgrError as error:
-        print(f"bench-client: {error}", file=sys.stderr)
+        say(f"bench-client: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        say("bench-client: interrupted", file=sys.stderr)
+        return 130
 
 
 def run_load(load: Load, endpoint: str, tls: Tls, api_key: str | None = None) -> int:
-    """Put the load on the mux at `endpoint` and print the result; the exit status is that of `main`."""
-    try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_run(load, endpoint, tls, api_key))
-    except TeimgrError as error:
-        print(f"bench-client: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("bench-client: interrupted", file=sys.stderr)
-        return 130
+    """Put the load on the mux at `endpoint` and print the result; the exit status is that of `main`.
+
+    Raises:
+        TeimgrError: no connection, or the first text alone, sent before the others, is refused.
+    """
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_run(load, endpoint, tls, api_key))
 
 
 async def _run(load: Load, endpoint: str, tls: Tls, api_key: str | None) -> int:
@@ -121,13 +123,17 @@ async def _run(load: Load, endpoint: str, tls: Tls, api_key: str | None) -> int:
     await channel.open()
     try:
         await channel.connect(_CONNECT_S)
+        if load.tried_first:
+            tried = await _MODES[load.mode](channel, load, texts[:1], lambda count: None)
+            if isinstance(tried.error, Refused):  # so would all others be
+                raise tried.error
         with _progress(len(texts), f"{load.mode} {load.instance}") as progress:
             outcome = await _MODES[load.mode](channel, load, texts, progress)
     finally:
         await channel.close()
     print(json.dumps(_result(load, len(texts), outcome), indent=2))
     for reason, times in outcome.reasons.most_common(_NAMED_REASONS):
-        print(f"bench-client: {times} × {' '.join(reason.split())}", file=sys.stderr)
+        say(f"bench-client: {times} × {' '.join(reason.split())}", file=sys.stderr)
     return 1 if outcome.failed else 0
 
 
@@ -286,6 +292,13 @@ class Outcome:
     duration_s: float = 0.0
     latencies_ms: list[float] = field(default_factory=list)
     reasons: Counter[str] = field(default_factory=Counter)
+    error: TeimgrError | None = None  # of the last call that failed
+
+    def fail(self, texts: int, error: TeimgrError) -> None:
+        """Count the texts of a call that failed."""
+        self.failed += texts
+        self.reasons[error.message] += 1
+        self.error = error
 
 
 async def standard(channel: GrpcChannel, load: Load, texts: Sequence[str], progress: Progress) -> Outcome:
@@ -300,8 +313,7 @@ async def standard(channel: GrpcChannel, load: Load, texts: Sequence[str], progr
             try:
                 vector(await channel.unary("Embed", request, load.timeout_s))
             except TeimgrError as error:
-                outcome.failed += 1
-                outcome.reasons[error.message] += 1
+                outcome.fail(1, error)
             else:
                 outcome.latencies_ms.append((time.perf_counter() - began) * 1e3)
                 outcome.successful += 1
@@ -370,8 +382,7 @@ async def _batches(
         try:
             reply = await channel.unary(method, message, load.timeout_s)
         except TeimgrError as error:
-            outcome.failed += len(piece)
-            outcome.reasons[error.message] += 1
+            outcome.fail(len(piece), error)
         else:
             outcome.latencies_ms.append((time.perf_counter() - sent) * 1e3)
             count(outcome, reply, len(piece))
