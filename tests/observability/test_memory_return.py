@@ -41,6 +41,11 @@ assert returning.trims == 1, "trimmed again without work"
 work(0.11)
 assert until(lambda: resident_bytes() < first * 1.1 + 2**20), (first, resident_bytes())
 returning.stop()
+
+slow = MemoryReturn(0.05, 1e9)
+kept = peak()[::250]
+assert until(lambda: resident_bytes() < first * 1.1 + 4 * 2**20), "growth counts without work"
+slow.stop()
 """
 
 

@@ -58,6 +58,7 @@ class DaemonLoads:
             finally:
                 self._bytes -= size_bytes
                 size_bytes = 0
+                del answer  # it, its error and this frame would be a cycle, which keeps the caller's payload
             yield
         finally:
             self._bytes -= size_bytes

@@ -22,9 +22,10 @@ _IDLE_PART = 0.1
 _GROWTH = 1.05
 _GROWTH_BYTES = 4 * 2**20
 # How long a process worked since the last time, and how many times as long since one that gave little back, as the
-# memory was in use.
+# memory was in use. One large call takes less work than that: growth since the last time counts as well.
 _WORK_S = 0.1
 _USELESS = 10
+_GROWTH_SINCE_BYTES = 16 * 2**20
 
 
 class MemoryReturn:
@@ -37,7 +38,7 @@ class MemoryReturn:
         self.trims = 0
         self._idle_s = idle_s
         self._work_s = work_s
-        self._least_bytes = resident_bytes()
+        self._least_bytes = self._last_bytes = resident_bytes()
         self._due_s = time.process_time() + work_s
         self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         self._stopped = threading.Event()
@@ -52,17 +53,19 @@ class MemoryReturn:
         while not self._stopped.wait(self._idle_s):
             began_before, began, used_before_s, used_s = began, time.monotonic(), used_s, time.process_time()
             is_idle = used_s - used_before_s < _IDLE_PART * (began - began_before)
-            if is_idle and used_s > self._due_s:
-                self._give_back()
+            if is_idle:
+                self._give_back(is_due=used_s > self._due_s)
 
-    def _give_back(self) -> None:
+    def _give_back(self, is_due: bool) -> None:
         before = resident_bytes()
         self._least_bytes = min(self._least_bytes, before)
-        if before <= self._least_bytes * _GROWTH + _GROWTH_BYTES or self._trim is None:
+        is_due = is_due or before > self._last_bytes + _GROWTH_SINCE_BYTES
+        if not is_due or before <= self._least_bytes * _GROWTH + _GROWTH_BYTES or self._trim is None:
             return
         began = time.monotonic()
         self._trim(0)
-        after, taken_ms = resident_bytes(), round((time.monotonic() - began) * 1e3, 1)
+        self._last_bytes = after = resident_bytes()
+        taken_ms = round((time.monotonic() - began) * 1e3, 1)
         is_useful = before > after * _GROWTH
         self._due_s = time.process_time() + self._work_s * (1 if is_useful else _USELESS)
         self.trims += 1

@@ -216,7 +216,8 @@ class AwaitedReply:
 
     def fail(self, error: TeimgrError) -> None:
         if not self.answer.done():
-            self.answer.set_exception(error)
+            # Without its traceback, whose frames have this call: the cycle would keep the payload.
+            self.answer.set_exception(error.with_traceback(None))
             self.answer.exception()  # marked as retrieved: asyncio logs the failure of a cancelled call otherwise
 
 

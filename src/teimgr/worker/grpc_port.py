@@ -235,6 +235,7 @@ class GrpcPort:
             await stream.send(reply.payload)
         finally:
             call.cancel()
+            del call  # else it, its error and this frame are a cycle, which keeps the payload
 
     def _start(self, rpc: Rpc, payload: Octets, flags: int, deadline: float | None, stream: PortStream) -> GrpcCall:
         call = GrpcCall(self._dispatcher, stream.unread, rpc.worker_method(), payload, flags, deadline)

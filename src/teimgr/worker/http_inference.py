@@ -530,11 +530,14 @@ class HttpInference:
                 if len(calls) % _JOBS_AT_ONCE == _JOBS_AT_ONCE - 1:
                     await asyncio.sleep(0)
                 calls.append(self._submit(spec, encode, is_part=bool(calls)))
-            return [(call, await call.answer) for call in calls]
+            return [(calls[number], await calls[number].answer) for number in range(len(calls))]
         finally:
-            for call in calls:
-                self.dispatcher.cancel(call)
-                call.answer.cancel()
+            while calls:  # a call, its error and this frame would be a cycle, which keeps the inputs
+                self._give_up(calls.pop())
+
+    def _give_up(self, call: HttpCall) -> None:
+        self.dispatcher.cancel(call)
+        call.answer.cancel()
 
     def _job(self, make: MakeJob) -> JobSpec:
         metrics = self.dispatcher.metrics

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import re
+import weakref
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from teimgr.errors import InstanceNotFound, InvalidInput, ModelNotFound, TeimgrError, Unavailable
 from teimgr.spec import RouteEntry, RoutingSnapshot, State, WorkerEndpoint
+from teimgr.wire.frames import Method
 from teimgr.wire.protobuf import Target
 from teimgr.wire.routing.router import Lease, Router
 
@@ -138,3 +144,29 @@ async def test_a_worker_that_nobody_can_reach_is_taken_out() -> None:
 
     assert lease.is_over
     await fleet.close()
+
+
+class Payload(bytearray):
+    """Bytes to which a weak reference can be made."""
+
+
+async def test_a_failed_call_frees_its_payload_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its error was in a reference cycle with the frames of the call, and kept 40 MiB until a collection."""
+
+    async def start(*_: object) -> Any:
+        answer = asyncio.get_running_loop().create_future()
+        answer.set_exception(InvalidInput("no"))
+        return SimpleNamespace(answer=answer, cancel=lambda: None)
+
+    lease = router(entry("a", "1")).lease(Target(instance_name="a"))
+    monkeypatch.setattr(lease._replica, "start", start)
+    payload = Payload(10)
+    is_kept = weakref.ref(payload)
+    gc.disable()
+    try:
+        with pytest.raises(InvalidInput) as raised:
+            await lease.call(Method.EMBED, payload, timeout_s=None)
+        del payload, raised
+        assert is_kept() is None
+    finally:
+        gc.enable()

@@ -129,6 +129,8 @@ class Residence:
         except BaseException:
             self._leave(call)
             raise
+        finally:
+            del answer  # it, its error and this frame would be a cycle, which keeps the caller's payload
         try:
             yield
         finally:

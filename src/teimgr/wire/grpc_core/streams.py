@@ -140,6 +140,7 @@ class StreamPump:
                     rest = self._calls.get_nowait()
                     if rest is not None and not isinstance(rest, Exception):
                         rest.cancel()
+                item = current = rest = None  # a call, its error and this frame would be a cycle
 
     async def _read(self) -> None:
         """Run ahead of the replies as far as the window allows."""

@@ -131,6 +131,8 @@ class Lease:
             return await call.answer
         finally:
             call.cancel()
+            # Its future has the error, whose traceback has this frame: the cycle would keep the payload.
+            del call
 
     @property
     def marks(self) -> Marks:
