@@ -18,19 +18,23 @@ import pytest
 from teimgr.errors import CallOverQuota, ConcurrentTokensExceeded, DailyTokensExceeded, TokenRateExceeded
 from teimgr.wire.tenants.policy import NS_PER_S, Limits
 from teimgr.wire.tenants.table import FILE, Counter, TenantKey, TenantTable
-from teimgr.worker.tenant_meter import LockedLedger, NativeLedger, TenantMeter, open_meter
+from teimgr.worker.tenant_meter import Account, TenantMeter, open_meter
+from teimgr.worker.tenant_till import LockedTill, NativeTill, Till
 
 DAY = 20_000
 CHARGE = """
 import json, sys
 from pathlib import Path
-from teimgr.worker.tenant_meter import open_meter
+from teimgr.worker.tenant_meter import Account, open_meter
+def account_of(meter, tenant):
+    standing = meter.standing(tenant)
+    return Account(standing, standing.till)
 meter = open_meter(Path(sys.argv[1]), "a", "m")
 print("ready", flush=True)
 sys.stdin.readline()
 admitted, open_ones = 0, []
 for number in range(4000):
-    account = meter.account(int(sys.argv[2]))
+    account = account_of(meter, int(sys.argv[2]))
     if account.charge(7) is None:
         admitted += 7
         if number % 3:
@@ -50,6 +54,18 @@ def table(tmp_path: Path) -> Any:
     table = TenantTable(tmp_path / FILE)
     yield table
     table.close()
+
+
+def account_of(meter: TenantMeter, tenant: int) -> Account:
+    standing = meter.standing(tenant)
+    assert standing.till is not None
+    return Account(standing, standing.till)
+
+
+def till_in(table: TenantTable, kind: type[Till], tenant: int) -> Till:
+    row = table.claim("a", "model-a")
+    assert row is not None
+    return kind(table, row, tenant, is_in_flight=True)
 
 
 def meter_of(path: Path) -> TenantMeter:
@@ -82,16 +98,16 @@ def test_four_processes_admit_exactly_the_tokens_of_a_day(tmp_path: Path, table:
 def test_threads_in_two_rows_stay_within_every_quota(table: TenantTable, tmp_path: Path, is_native: bool) -> None:
     (tenant,) = table.configure([TenantKey("one", Limits(rate=1, burst=900, concurrent=300))]).values()
     other = TenantTable(tmp_path / FILE)
-    kind = NativeLedger if is_native else LockedLedger
-    ledgers = [kind(table, 0), kind(other, 1)]
+    kind = NativeTill if is_native else LockedTill
+    tills = [till_in(one, kind, tenant) for one in (table, other)]
     lock, now_ns = threading.Lock(), 10**15
     in_flight = most = admitted = 0
 
     def call(number: int) -> None:
         nonlocal in_flight, most, admitted
-        ledger, tokens = ledgers[number % 2], 1 + number % 5
-        code, receipt, _ = ledger.charge(tenant, tokens, now_ns, DAY)
-        if code is not None:
+        till, tokens = tills[number % 2], 1 + number % 5
+        slip = till.new()
+        if till.charge_at(slip, tokens, now_ns, DAY):
             return
         with lock:
             in_flight += tokens
@@ -100,7 +116,7 @@ def test_threads_in_two_rows_stay_within_every_quota(table: TenantTable, tmp_pat
         time.sleep(0)
         with lock:
             in_flight -= tokens
-        ledger.settle(tenant, receipt, 0, now_ns)
+        till.refund_at(slip, 0, now_ns)
 
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(call, range(2000)))
@@ -115,27 +131,29 @@ def test_the_library_decides_as_the_policy_does(tmp_path: Path) -> None:
     tables = [TenantTable(tmp_path / name) for name in ("native", "python")]
     keys = [TenantKey("one", Limits(rate=777, burst=5000, daily=9000, concurrent=6000))]
     tenants = [table.configure(keys)["one"] for table in tables]
-    ledgers = [NativeLedger(tables[0], 3), LockedLedger(tables[1], 3)]
-    now_ns, day, receipts = 10**15, DAY, []
+    kinds: tuple[type[Till], ...] = (NativeTill, LockedTill)
+    tills = [till_in(table, kind, tenant) for kind, table, tenant in zip(kinds, tables, tenants, strict=True)]
+    now_ns, day, charges = 10**15, DAY, []
     refused = set()
 
     for _ in range(1500):
         now_ns += draw.randrange(NS_PER_S)
         day += draw.random() < 0.01
-        if receipts and draw.random() < 0.4:
-            pair = receipts.pop(draw.randrange(len(receipts)))
-            back = draw.choice((0, pair[0].tokens, draw.randrange(pair[0].tokens + 1)))
-            for ledger, tenant, receipt in zip(ledgers, tenants, pair, strict=True):
-                ledger.settle(tenant, receipt, back, now_ns)
+        if charges and draw.random() < 0.4:
+            slips, tokens = charges.pop(draw.randrange(len(charges)))
+            back = draw.choice((0, tokens, draw.randrange(tokens + 1)))
+            for till, slip in zip(tills, slips, strict=True):
+                till.refund_at(slip, back, now_ns)
         else:
             tokens = draw.choice((1, 50, 700, 5001))
-            found = [
-                ledger.charge(tenant, tokens, now_ns, day) for ledger, tenant in zip(ledgers, tenants, strict=True)
-            ]
-            assert (found[0][0], found[0][2]) == (found[1][0], found[1][2])
-            refused.add(found[0][0])
-            if found[0][0] is None:
-                receipts.append((found[0][1], found[1][1]))
+            slips = [till.new() for till in tills]
+            found = [till.charge_at(slip, tokens, now_ns, day) for till, slip in zip(tills, slips, strict=True)]
+            assert found[0] == found[1]
+            refused.add(found[0])
+            if not found[0]:
+                charges.append((slips, tokens))
+            elif found[0] == 1:
+                assert len({till.wait_ns(slip) for till, slip in zip(tills, slips, strict=True)}) == 1
         spent = [table.spent(tenant) for table, tenant in zip(tables, tenants, strict=True)]
         assert spent[0][:2] == spent[1][:2]
         assert len({each.of_day if each.day == day else 0 for each in spent}) == 1
@@ -158,23 +176,19 @@ def test_the_refusal_says_which_quota_and_for_how_long(tmp_path: Path, table: Te
         ("day", DailyTokensExceeded),
         ("concurrent", ConcurrentTokensExceeded),
     ):
-        first, second, third = (meter.account(tenants[name]) for _ in range(3))
-        assert first is not None
-        assert second is not None
-        assert third is not None
+        first, second, third = (account_of(meter, tenants[name]) for _ in range(3))
         assert first.charge(60) is None
         refusal = second.charge(60)
         assert isinstance(refusal, kind)
         assert "Requested 60" in refusal.message
         assert isinstance(third.charge(101), CallOverQuota)
         assert refusal.retry_after_s is None or refusal.retry_after_s > 1.5
-    assert meter.account(tenants["free"]) is None
+    assert meter.standing(tenants["free"]).till is None
 
 
 def test_what_was_not_taken_is_refunded_when_the_caller_leaves(tmp_path: Path, table: TenantTable) -> None:
     tenants, meter = table.configure([TenantKey("one", Limits(daily=100))]), meter_of(tmp_path / FILE)
-    account = meter.account(tenants["one"])
-    assert account is not None
+    account = account_of(meter, tenants["one"])
     assert account.charge(90) is None
     account.took(30)
     account.settle(None)
@@ -187,9 +201,7 @@ def test_what_was_not_taken_is_refunded_when_the_caller_leaves(tmp_path: Path, t
 
 def test_a_shadow_quota_refuses_nothing(tmp_path: Path, table: TenantTable) -> None:
     tenants, meter = table.configure([TenantKey("one", Limits(daily=100), shadow=True)]), meter_of(tmp_path / FILE)
-    account, over = (meter.account(tenants["one"]) for _ in range(2))
-    assert account is not None
-    assert over is not None
+    account, over = (account_of(meter, tenants["one"]) for _ in range(2))
     assert account.charge(90) is None
     assert over.charge(90) is None
 
@@ -204,16 +216,14 @@ def test_a_killed_worker_leaves_nothing_in_flight_and_loses_no_count(tmp_path: P
     if not child:
         try:
             meter = meter_of(tmp_path / FILE)
-            account = meter.account(tenants["one"])
-            assert account is not None
+            account = account_of(meter, tenants["one"])
             assert account.charge(80) is None
             meter.answered(tenants["one"], 11, 2, 1)
         finally:
             os._exit(0)
     os.waitpid(child, 0)
     meter = meter_of(tmp_path / FILE)
-    account = meter.account(tenants["one"])
-    assert account is not None
+    account = account_of(meter, tenants["one"])
     assert isinstance(account.charge(80), ConcurrentTokensExceeded)
 
     [(row, counts, _)] = [one for one in table.rows() if one[2]]
@@ -227,7 +237,8 @@ def test_a_killed_worker_leaves_nothing_in_flight_and_loses_no_count(tmp_path: P
 def test_a_name_keeps_its_number_and_its_use(table: TenantTable) -> None:
     keys = [TenantKey(name, Limits(daily=100)) for name in ("a", "b", "c")]
     first = table.configure(keys)
-    NativeLedger(table, 0).charge(first["c"], 60, 10**15, DAY)
+    till = NativeTill(table, 0, first["c"], is_in_flight=False)
+    till.charge_at(till.new(), 60, 10**15, DAY)
 
     assert table.configure(keys[2:])["c"] == first["c"]
     again = table.configure([*keys, TenantKey("d")])
@@ -235,3 +246,43 @@ def test_a_name_keeps_its_number_and_its_use(table: TenantTable) -> None:
     assert table.spent(again["c"]).of_day == 60
     with pytest.raises(ValueError, match="more than"):
         table.configure([SimpleNamespace(name=str(number)) for number in range(1024)])  # type: ignore[misc]
+
+
+def test_quotas_that_change_count_for_the_next_call(tmp_path: Path, table: TenantTable) -> None:
+    tenant, meter = table.configure([TenantKey("one")])["one"], meter_of(tmp_path / FILE)
+    assert meter.standing(tenant).till is None
+
+    table.configure([TenantKey("one", Limits(daily=10), weight=7)])
+    assert isinstance(account_of(meter, tenant).charge(11), CallOverQuota)
+    assert meter.standing(tenant).share.weight == 7
+    assert meter.standing(tenant) is meter.standing(tenant)
+
+
+@pytest.mark.parametrize("is_native", [True, False])
+def test_calls_that_are_charged_and_given_up_at_once_are_refunded_once(
+    tmp_path: Path, table: TenantTable, is_native: bool
+) -> None:
+    limits = Limits(daily=10**9, concurrent=10**6)
+    tenant, meter = table.configure([TenantKey("one", limits)])["one"], meter_of(tmp_path / FILE)
+    till = till_in(table, NativeTill if is_native else LockedTill, tenant)
+    gate = threading.Barrier(2)
+
+    def charge(accounts: list[Account]) -> None:
+        gate.wait()
+        for account in accounts:
+            account.charge(3)
+
+    def give_up(accounts: list[Account]) -> None:
+        gate.wait()
+        for account in accounts:
+            account.settle(None)
+
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(20):
+            accounts = [Account(meter.standing(tenant), till) for _ in range(200)]
+            for each in [pool.submit(work, accounts) for work in (charge, give_up)]:
+                each.result()
+            for account in accounts:
+                account.settle(None)
+    assert table.spent(tenant).of_day == 0
+    assert table.in_flight(tenant) == 0

@@ -33,28 +33,48 @@ class Charging:
         self._held: dict[Job, _Held] = {}
 
     def admit(
-        self, jobs: Collection[Job], entries: Sequence[QueueEntry], failures: Sequence[FailedRow]
+        self, jobs: Sequence[Job], entries: Sequence[QueueEntry], failures: Sequence[FailedRow]
     ) -> tuple[list[QueueEntry], list[FailedRow], list[Job]]:
         """What of `entries` and `failures`, which are rows of `jobs`, may go on, and the jobs that are refused."""
-        charged = {job for job in jobs if job.account is not None and not job.cancelled}
-        ready = [entry for entry in entries if entry.job not in charged]
-        failed = [failure for failure in failures if failure[0] not in charged]
+        ready: list[QueueEntry] = []
+        parts: list[QueueEntry] = []
         refused: list[Job] = []
+        for entry in entries:
+            job = entry.job
+            if job.account is None:
+                ready.append(entry)
+            elif entry.texts != len(job.inputs) or job.cancelled:
+                parts.append(entry)
+            elif _is_charged(job, entry.tokens, refused):
+                ready.append(entry)
+        if not parts and not failures:
+            return ready, [], refused
+        failed = self._admit_parts(dict.fromkeys(jobs), parts, failures, ready, refused)
+        return ready, failed, refused
+
+    def _admit_parts(
+        self,
+        jobs: Collection[Job],
+        entries: Sequence[QueueEntry],
+        failures: Sequence[FailedRow],
+        ready: list[QueueEntry],
+        refused: list[Job],
+    ) -> list[FailedRow]:
+        """`admit` for jobs of which no single entry has all rows; what may go on joins `ready` and the result."""
+        charged = {entry.job for entry in entries if not entry.job.cancelled}
+        charged |= {job for job, _, _ in failures if job.account is not None and not job.cancelled}
+        ready += [entry for entry in entries if entry.job not in charged]
+        failed = [failure for failure in failures if failure[0] not in charged]
         with self._lock:
             for job in jobs:
                 if job.cancelled:
                     self._held.pop(job, None)
             whole = self._held_with(charged, entries, failures)
         for job, held in whole:
-            assert job.account is not None
-            error = job.account.charge(sum([entry.tokens for entry in held.entries]))
-            if error is not None:
-                job.refuse(error)
-                refused.append(job)
-                continue
-            ready += held.entries
-            failed += held.failures
-        return ready, failed, refused
+            if _is_charged(job, sum([entry.tokens for entry in held.entries]), refused):
+                ready += held.entries
+                failed += held.failures
+        return failed
 
     def forget(self, job: Job) -> None:
         """Drop the rows of a job that was cancelled before all of them were tokenized."""
@@ -90,3 +110,13 @@ class Charging:
                 held.failures.append(failure)
                 held.rows_left -= 1
         return [(job, self._held.pop(job)) for job in jobs if not self._held[job].rows_left]
+
+
+def _is_charged(job: Job, tokens: int, refused: list[Job]) -> bool:
+    """Charge a whole job; False where that is refused: then it joins `refused`."""
+    assert job.account is not None
+    if (error := job.account.charge(tokens)) is None:
+        return True
+    job.refuse(error)
+    refused.append(job)
+    return False

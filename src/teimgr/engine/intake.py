@@ -134,6 +134,7 @@ class Intake:
         lock = threading.RLock()
         self._changed, self._long_changed = threading.Condition(lock), threading.Condition(lock)
         self._charging = Charging()
+        self._has_accounts = False  # no job has been charged yet
         self._tokenizing = threading.Lock()  # held by the thread that tokenizes
         self._inbox: dict[Lane, TenantTurns[_Pending]] = {lane: TenantTurns() for lane in Lane}
         self._long: dict[Lane, dict[_Pending, deque[int]]] = {lane: {} for lane in Lane}  # rows, by job
@@ -160,6 +161,8 @@ class Intake:
             if bounded and held and held + estimate > self._limit:
                 raise Overloaded
             self._estimates[job.lane] += estimate
+            if job.account is not None:
+                self._has_accounts = True
             job.mark_submitted()
             self._inbox[job.lane].append(_Pending(job, options, estimate))
             if starts:
@@ -420,8 +423,8 @@ class Intake:
                         else:
                             entries.append(QueueEntry(job, places + rows.start if rows.start else places, result))
                     begin += len(rows)
-        if any(pending.job.account for pending, _ in chunk.parts):
-            jobs = dict.fromkeys(pending.job for pending, _ in chunk.parts)
+        if self._has_accounts:
+            jobs = [pending.job for pending, _ in chunk.parts]
             entries, failures, refused = self._charging.admit(jobs, entries, failures)
             chunk.empty.extend(refused)
         now = time.monotonic_ns()

@@ -69,7 +69,9 @@ EQUAL = Share()
 
 
 class Account(Protocol):
-    """Whom a job is charged to. Any thread may call it."""
+    """Whom a job is charged to. Any thread may call it. `is_shadowed`: it would have been refused without `shadow`."""
+
+    is_shadowed: bool
 
     def charge(self, tokens: int) -> TeimgrError | None:
         """Charge the tokens of the whole job before one is computed; the reason where that is refused."""

@@ -62,11 +62,11 @@ class NativeLibrary:
         size_of, wordpiece_size = library.struct_size, library.wordpiece_size
         size_of.restype = wordpiece_size.restype = ctypes.c_int64
         quick = ctypes.PyDLL(library._name, handle=library._handle)  # keeps the GIL: they take less time than that does
+        # Without declared arguments: they are a reference and C's int, and a conversion takes as long as the function.
         self.tenant_charge, self.tenant_refund = quick.tenant_charge, quick.tenant_refund
-        self.tenant_charge.argtypes = [*[_POINTER] * 3, *[_NUMBER] * 5, _POINTER]
-        self.tenant_charge.restype = ctypes.c_int64
-        self.tenant_refund.argtypes = [*[_POINTER] * 3, *[_NUMBER] * 2]
-        self.tenant_refund.restype = None
+        self.tenant_charge_at, self.tenant_refund_at = quick.tenant_charge_at, quick.tenant_refund_at
+        self.tenant_charge_at.argtypes, self.tenant_charge_at.restype = [_POINTER, *[_NUMBER] * 3], ctypes.c_int64
+        self.tenant_refund_at.argtypes, self.tenant_refund_at.restype = [_POINTER, *[_NUMBER] * 2], None
         self._sizes = {name: int(size_of(at)) for at, name in enumerate(_STRUCTS)}
         self._sizes["wordpiece"] = int(wordpiece_size())
         self.level = int(library.attention_level())

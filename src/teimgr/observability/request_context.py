@@ -6,6 +6,7 @@ W3C trace context: https://www.w3.org/TR/trace-context/.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import struct
@@ -143,10 +144,13 @@ class RequestContext:
     def pack(self) -> bytes:
         """The bytes that precede a request in its frame."""
         if self._packed is None:
-            trace = _NO_TRACE if self._trace is None else _TRACE.pack(*self._trace)
-            if self.tenant:
-                trace = trace[:-1] + bytes((trace[-1] | _HAS_TENANT,)) + _TENANT.pack(self.tenant)
-            self._packed = trace + self._request_id.encode()
+            if self._trace is None:
+                head = _of_tenant(self.tenant) if self.tenant else _NO_TRACE
+            else:
+                head = _TRACE.pack(*self._trace)
+                if self.tenant:
+                    head = head[:-1] + bytes((head[-1] | _HAS_TENANT,)) + _TENANT.pack(self.tenant)
+            self._packed = head + self._request_id.encode()
         return self._packed
 
     @classmethod
@@ -182,6 +186,11 @@ class RequestContext:
 
     def end(self, attributes: Attributes, error: str | None = None, name: str | None = None) -> None:
         """End the call's span, where it has one; `error` marks a failure that the caller did not cause."""
+
+
+@functools.cache  # there are some hundreds of them
+def _of_tenant(tenant: int) -> bytes:
+    return _NO_TRACE[:-1] + bytes((_HAS_TENANT,)) + _TENANT.pack(tenant)
 
 
 class Telemetry:

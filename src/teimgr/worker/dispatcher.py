@@ -169,8 +169,8 @@ class Dispatcher:
         """
         if (engine := self._engine) is None or call.streamed:
             return
-        share = self._tenants.share(call)
         if (most := self.spec.max_queued_tokens) and jobs and not call.may_wait:
+            share = self._tenants.share(call)
             ahead, own = engine.queued_tokens(call.lane, jobs, share)
             if ahead and ahead + own > most:
                 raise Overloaded(retry_after_s=engine.expected_s(call.lane, jobs, share))
@@ -178,7 +178,7 @@ class Dispatcher:
             most_s = (call.deadline - time.monotonic()) * _PART_OF_DEADLINE
         elif most_s is None:
             return
-        expected_s = engine.expected_s(call.lane, jobs if call.has_deadline else (), share)
+        expected_s = engine.expected_s(call.lane, jobs if call.has_deadline else (), self._tenants.share(call))
         if expected_s and expected_s > most_s:
             raise Overloaded(retry_after_s=expected_s)
 

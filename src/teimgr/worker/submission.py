@@ -56,11 +56,10 @@ class Submission:
         for job in self.jobs:
             job.cancel()
 
-    def charge_to(self, accounts: Sequence[Account]) -> None:
-        """Charge each job to its own account."""
-        self.accounts += accounts
-        for job, account in zip(self.jobs, accounts, strict=True):
-            job.charge_to(account)
+    def charge_to(self, job: Job, account: Account) -> None:
+        """Charge one of its jobs."""
+        self.accounts.append(account)
+        job.charge_to(account)
 
     def settle(self) -> None:
         """The call is over: what was not taken into a batch is refunded."""

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import math
-import threading
 import time
 from pathlib import Path
-from typing import Any, Protocol
 
 from teimgr.engine.job import Share
-from teimgr.engine.native_library import native_library
 from teimgr.errors import (
     CallOverQuota,
     Code,
@@ -21,63 +17,54 @@ from teimgr.errors import (
     TokenRateExceeded,
 )
 from teimgr.wire.tenants import policy
-from teimgr.wire.tenants.policy import NS_PER_S, S_PER_DAY, Limits, Receipt
-from teimgr.wire.tenants.table import (
-    IN_FLIGHT_AT,
-    ROWS,
-    TENANTS,
-    Counter,
-    TenantTable,
-    Word,
-    counter_at,
-    tenant_at,
-)
+from teimgr.wire.tenants.policy import NS_PER_S, S_PER_DAY, Limits
+from teimgr.wire.tenants.table import COUNTERS, VERSION_AT, Counter, TenantTable, counter_at
+from teimgr.worker.tenant_till import Slip, Till, open_till
 
 log = logging.getLogger(__name__)
 
-_WORD = 8
-_RATE, _DAILY, _CONCURRENT = int(Word.RATE), int(Word.DAILY), int(Word.CONCURRENT)  # adding members takes longer
-_WEIGHT, _PRIORITY = int(Word.WEIGHT), int(Word.PRIORITY)
+
+class Standing:
+    """What a tenant may use, read from the table once, until it is configured again; `till` is None without a quota."""
+
+    __slots__ = ("has_concurrent", "is_shadow", "limits", "share", "till")
+
+    def __init__(self, table: TenantTable, row: int, tenant: int) -> None:
+        self.limits = table.limits(tenant)
+        self.is_shadow, weight, priority = table.terms(tenant)
+        self.share = Share(tenant, max(1, weight), priority)
+        self.has_concurrent = self.limits.concurrent > 0
+        has_quota = self.limits.rate or self.limits.daily or self.limits.concurrent
+        self.till: Till | None = open_till(table, row, tenant, is_in_flight=self.has_concurrent) if has_quota else None
 
 
 class TenantMeter:
-    """The row of this worker in `table`. Charges are made and settled on any thread, counts on the loop's."""
+    """The row of this worker in `table`. Charges are made and settled on any thread, all else on the loop's."""
 
     def __init__(self, table: TenantTable, row: int) -> None:
         self._table = table
         self._row = row
+        self._counters_at = counter_at(row, 0)
         self._words = table.words
-        self._ledger: Ledger = shared_ledger(table, row)
-        self._shares: dict[int, Share] = {}
+        self._version = -1
+        self._standings: dict[int, Standing] = {}
 
-    def account(self, tenant: int) -> Account | None:
-        """The account of one job of a tenant; None if it has no quota."""
-        words, at = self._words, tenant_at(tenant)
-        if words[at + _RATE] or words[at + _DAILY] or words[at + _CONCURRENT]:
-            return Account(self, self._ledger, tenant, is_in_flight=words[at + _CONCURRENT] > 0)
-        return None
-
-    def share(self, tenant: int) -> Share:
-        """The tenant's part of a busy instance."""
-        words, at = self._words, tenant_at(tenant)
-        weight, priority = words[at + _WEIGHT], words[at + _PRIORITY]
-        share = self._shares.get(tenant)
-        if share is None or share.weight != weight or share.priority != priority:
-            share = self._shares[tenant] = Share(tenant, max(1, weight), priority)
-        return share
-
-    def limits(self, tenant: int) -> Limits:
-        return self._table.limits(tenant)
-
-    def is_shadow(self, tenant: int) -> bool:
-        return bool(self._words[tenant_at(tenant) + Word.SHADOW])
+    def standing(self, tenant: int) -> Standing:
+        """What a tenant may use now."""
+        if self._words[VERSION_AT] != self._version:
+            self._version = self._words[VERSION_AT]
+            self._standings = {}
+        standing = self._standings.get(tenant)
+        if standing is None:
+            standing = self._standings[tenant] = Standing(self._table, self._row, tenant)
+        return standing
 
     def count(self, tenant: int, counter: Counter, by: int = 1) -> None:
-        self._words[counter_at(self._row, tenant) + counter] += by
+        self._words[self._counters_at + tenant * COUNTERS + counter] += by
 
     def answered(self, tenant: int, tokens: int, texts: int, calls: int) -> None:
         """Count a call that is answered with results."""
-        words, at = self._words, counter_at(self._row, tenant)
+        words, at = self._words, self._counters_at + tenant * COUNTERS
         words[at] += tokens
         words[at + 1] += texts
         words[at + 2] += calls
@@ -97,57 +84,65 @@ def open_meter(path: Path, instance: str, model: str) -> TenantMeter | None:
 
 
 class Account:
-    """The charge of one job: `charge` once its tokens are known, `settle` when it is answered or given up."""
+    """The charge of one job: `charge` once its tokens are known, `settle` when it is answered or given up.
 
-    __slots__ = (
-        *("_is_in_flight", "_ledger", "_lock", "_meter", "_receipt", "_taken"),
-        *("is_settled", "is_shadowed", "tenant"),
-    )
+    There is no lock: what is done once is done by who takes the slip out of its list.
+    """
 
-    def __init__(self, meter: TenantMeter, ledger: Ledger, tenant: int, *, is_in_flight: bool) -> None:
-        self.tenant = tenant
-        self._is_in_flight = is_in_flight  # its tokens count as such, since the tenant has a limit of them
+    __slots__ = ("_charged", "_slips", "_standing", "_taken", "_till", "is_settled", "is_shadowed")
+
+    def __init__(self, standing: Standing, till: Till) -> None:
         self.is_settled = False
         self.is_shadowed = False  # it would have been refused
-        self._meter = meter
-        self._ledger = ledger
-        self._lock = threading.Lock()
-        self._receipt: HasTokens | None = None
-        self._taken = 0
+        self._standing = standing
+        self._till = till
+        self._slips: list[Slip] = []  # of its charge, until that is settled
+        self._charged = 0
+        self._taken: list[int] = []
 
     def charge(self, tokens: int) -> TeimgrError | None:
         """Charge the job; the refusal where a quota does not allow it. No-op once it is settled."""
-        with self._lock:
-            if self.is_settled:
-                return None
-            code, receipt, wait_ns = self._ledger.charge(
-                self.tenant, tokens, time.monotonic_ns(), _day(), is_in_flight=self._is_in_flight
-            )
-            if code is None:
-                self._receipt = receipt
-                return None
-        if self._meter.is_shadow(self.tenant):
+        if self.is_settled:
+            return None
+        till = self._till
+        try:
+            slip = till.free.pop()
+        except IndexError:
+            slip = till.new()
+        if not (status := till.charge(slip, tokens)):
+            self._charged = tokens
+            self._slips.append(slip)
+            if self.is_settled:  # meanwhile, on another thread, which may not have seen the slip
+                self._give_back(0)
+            return None
+        wait_ns = till.wait_ns(slip)
+        till.free.append(slip)
+        if self._standing.is_shadow:
             self.is_shadowed = True
             return None
-        return refusal(code, self._meter.limits(self.tenant), tokens, wait_ns)
+        return refusal(policy.LIMITS[max(status, 1) - 1], self._standing.limits, tokens, wait_ns)
 
     def took(self, tokens: int) -> None:
         """Tokens of the job are in a batch: they are not refunded if the caller leaves now."""
-        with self._lock:
-            self._taken += tokens
+        self._taken.append(tokens)
 
     def settle(self, computed: int | None) -> None:
         """The job is over. Refunds what was not `computed`, None: what was not taken into a batch. No-op later."""
-        with self._lock:
-            if self.is_settled:
-                return
-            self.is_settled = True
-            if (receipt := self._receipt) is not None:
-                back = max(0, receipt.tokens - (self._taken if computed is None else computed))
-                if back or self._is_in_flight:
-                    self._ledger.settle(
-                        self.tenant, receipt, back, time.monotonic_ns(), is_in_flight=self._is_in_flight
-                    )
+        if self.is_settled:
+            return
+        self.is_settled = True
+        if self._slips:
+            self._give_back(sum(self._taken) if computed is None else computed)
+
+    def _give_back(self, computed: int) -> None:
+        try:
+            slip = self._slips.pop()
+        except IndexError:  # another thread has given it back
+            return
+        back = max(0, self._charged - computed)
+        if back or self._standing.has_concurrent:
+            self._till.refund(slip, back)
+        self._till.free.append(slip)
 
 
 def refusal(code: Code, limits: Limits, tokens: int, wait_ns: int) -> TeimgrError:
@@ -176,107 +171,3 @@ def refusal(code: Code, limits: Limits, tokens: int, wait_ns: int) -> TeimgrErro
         f"Rate limit reached on tokens in flight. Limit {limits.concurrent}, Requested {tokens}. "
         "Please try again when other calls of the key are answered."
     )
-
-
-class HasTokens(Protocol):
-    """A charge: a `Receipt`, or the structure that the library writes, as the ledger gave it."""
-
-    @property
-    def tokens(self) -> int:
-        """Tokens that were charged."""
-
-
-Charged = tuple[Code | None, HasTokens | None, int]
-"""The quota that refuses, or None; the charge; nanoseconds to wait."""
-
-
-class Ledger(Protocol):
-    """Charges and refunds in the table, atomic among all workers of the host."""
-
-    def charge(
-        self, tenant: int, tokens: int, now_ns: int, day: int, *, is_in_flight: bool = True
-    ) -> tuple[Code | None, HasTokens | None, int]:
-        """Charge a call; `is_in_flight`: its tokens count as in flight until it is settled."""
-
-    def settle(self, tenant: int, receipt: Any, refund: int, now_ns: int, *, is_in_flight: bool = True) -> None:
-        """The charge's tokens are no longer in flight, and `refund` of them were not computed."""
-
-
-def shared_ledger(table: TenantTable, row: int) -> Ledger:
-    library = native_library()
-    return LockedLedger(table, row) if library is None else NativeLedger(table, row)
-
-
-class _Receipt(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int64) for name in (*Receipt._fields, "wait_ns")]
-
-
-class NativeLedger:
-    """By the functions of tenants.c, without a lock."""
-
-    def __init__(self, table: TenantTable, row: int) -> None:
-        library = native_library()
-        assert library is not None
-        self._charge, self._refund = library.tenant_charge, library.tenant_refund
-        self._base = ctypes.addressof(ctypes.c_char.from_buffer(table.memory))
-        self._in_flight = self._base + IN_FLIGHT_AT * _WORD
-        self._own = self._in_flight + row * TENANTS * _WORD
-
-    def charge(
-        self, tenant: int, tokens: int, now_ns: int, day: int, *, is_in_flight: bool = True
-    ) -> tuple[Code | None, HasTokens | None, int]:
-        receipt, offset = _Receipt(), tenant * _WORD
-        own = self._own + offset if is_in_flight else None
-        status = self._charge(
-            self._base + tenant_at(tenant) * _WORD,
-            own,
-            self._in_flight + offset,
-            ROWS,
-            TENANTS,
-            tokens,
-            now_ns,
-            day,
-            ctypes.byref(receipt),
-        )
-        if status:
-            return policy.LIMITS[max(status, 1) - 1], None, receipt.wait_ns
-        return None, receipt, 0
-
-    def settle(self, tenant: int, receipt: Any, refund: int, now_ns: int, *, is_in_flight: bool = True) -> None:
-        own = self._own + tenant * _WORD if is_in_flight else None
-        self._refund(self._base + tenant_at(tenant) * _WORD, own, ctypes.byref(receipt), refund, now_ns)
-
-
-class LockedLedger:
-    """By the functions of policy.py, without the native library; a lock of the file keeps others out."""
-
-    def __init__(self, table: TenantTable, row: int) -> None:
-        self._table = table
-        self._own = IN_FLIGHT_AT + row * TENANTS
-        self._lock = threading.Lock()
-
-    def charge(
-        self, tenant: int, tokens: int, now_ns: int, day: int, *, is_in_flight: bool = True
-    ) -> tuple[Code | None, HasTokens | None, int]:
-        with self._lock, self._table.locked():
-            table = self._table
-            limits, spent = table.limits(tenant), table.spent(tenant)
-            in_flight = table.in_flight(tenant) if is_in_flight and limits.concurrent else 0
-            verdict = policy.charge(limits, spent, in_flight, tokens, now_ns, day)
-            if verdict.refused_by is not None:
-                return verdict.refused_by, None, verdict.wait_ns
-            table.write_spent(tenant, verdict.spent)
-            table.words[self._own + tenant] += tokens if is_in_flight else 0
-            return None, verdict.receipt, 0
-
-    def settle(self, tenant: int, receipt: Any, refund: int, now_ns: int, *, is_in_flight: bool = True) -> None:
-        with self._lock, self._table.locked():
-            self._table.words[self._own + tenant] -= receipt.tokens if is_in_flight else 0
-            if refund:
-                spent = policy.refund(self._table.spent(tenant), receipt, refund, now_ns)
-                self._table.write_spent(tenant, spent)
-
-
-def _day() -> int:
-    """The number of the day in UTC."""
-    return int(time.time()) // S_PER_DAY

@@ -35,26 +35,26 @@ class Tenants:
             self._open()
         if self._meter is None:
             return
-        share = self.share(submission.call)
+        standing = self._meter.standing(tenant)
+        share, till = standing.share, standing.till
         for job in submission.jobs:
             job.belongs_to(share)
-        accounts = [self._meter.account(tenant) for _ in submission.jobs]
-        if all(accounts):
-            submission.charge_to([each for each in accounts if each is not None])
+            if till is not None:
+                submission.charge_to(job, Account(standing, till))
 
     def share(self, call: WorkerCall) -> Share:
         """Whose the call is, as one of those that share the instance."""
         tenant = call.tenant
-        return EQUAL if self._meter is None or not tenant else self._meter.share(tenant)
+        return EQUAL if self._meter is None or not tenant else self._meter.standing(tenant).share
 
     def finished(self, call: WorkerCall, job: Job, error: TeimgrError | None) -> None:
         """Count a call whose job the engine has finished."""
         if (meter := self._meter) is None:
             return
         if error is None:
-            meter.answered(call.tenant, job.tokens, len(job.inputs) - len(job.errors), int(not call.is_part))
-            if isinstance(job.account, Account) and job.account.is_shadowed:
-                meter.count(call.tenant, Counter.SHADOWED)
+            meter.answered(job.tenant, job.tokens, len(job.inputs) - len(job.errors), 0 if call.is_part else 1)
+            if job.account is not None and job.account.is_shadowed:
+                meter.count(job.tenant, Counter.SHADOWED)
         elif isinstance(error, TryLater):
             meter.count(call.tenant, Counter.REFUSED)
 

@@ -118,6 +118,8 @@ def test_lower_limits_count_at_once_and_a_full_bucket_says_so() -> None:
     generous, now_ns = Limits(rate=1, burst=1000), 10**15
     spent = charge(generous, Spent(), 0, 1000, now_ns, DAY).spent
 
-    assert remaining(generous, spent, now_ns) == (0, 1000 * NS_PER_S)
-    assert remaining(generous, Spent(), now_ns) == (1000, 0)
+    assert remaining(1000, 1, spent.arrival_ns, now_ns) == (0, 1000 * NS_PER_S)
+    assert remaining(1000, 1, spent.arrival_ns, now_ns + 10 * NS_PER_S + 1) == (10, 990 * NS_PER_S - 1)
+    assert remaining(500, 1, spent.arrival_ns, now_ns) == (0, 500 * NS_PER_S)  # of a burst that is less now
+    assert remaining(1000, 1, 0, now_ns) == (1000, 0)
     assert charge(Limits(rate=10, burst=20), spent, 0, 20, now_ns + 2 * NS_PER_S, DAY).wait_ns == 2 * NS_PER_S

@@ -190,7 +190,7 @@ class Gateway:
 
         reply = await self._count(path, head.dialect, call_worker())
         if caller.tenant and head.dialect in _RATE_DIALECTS and (state := self._rates(caller.tenant)) is not None:
-            return reply._replace(headers={**reply.headers, **rate_headers(state)})
+            return HttpReply(reply.status, {**reply.headers, **rate_headers(state)}, reply.body)
         return reply
 
     async def _info(self, request: Request) -> Response:

@@ -19,7 +19,7 @@ from teimgr.observability import catalogue
 from teimgr.observability.exposition import Page, Sample
 from teimgr.wire.tenants import policy as quotas
 from teimgr.wire.tenants.policy import NS_PER_S
-from teimgr.wire.tenants.table import FILE, Counter, TenantKey, TenantTable
+from teimgr.wire.tenants.table import FILE, Counter, TenantKey, TenantTable, arrival_at
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +50,16 @@ class RateState(NamedTuple):
     reset_s: float
 
 
+class _Bucket:
+    """What of a tenant's bucket changes only with the configuration, and where its moment of arrival is."""
+
+    __slots__ = ("at", "burst", "rate")
+
+    def __init__(self, table: TenantTable, number: int) -> None:
+        self.rate, self.burst, _, _ = table.limits(number)
+        self.at = arrival_at(number)
+
+
 class TenantRegistry:
     """Tenants by number and name. Nothing is kept while no key is required.
 
@@ -60,6 +70,7 @@ class TenantRegistry:
         self._path = run_dir / FILE
         self._totals_path = state_file.with_name(USAGE_FILE)
         self._table: TenantTable | None = None
+        self._buckets: dict[int, _Bucket] = {}
         self._numbers: dict[str, int] = {}
         self._names: dict[int, str] = {}
         self._totals = UsageTotals()
@@ -86,6 +97,7 @@ class TenantRegistry:
                 self._open()
             assert self._table is not None
             self._numbers = self._table.configure(list(keys))
+            self._buckets = {}
         except OSError as error:
             raise InvalidConfig(f"the file of the tenants cannot be made: {self._path}: {error}") from error
         except ValueError as error:
@@ -119,13 +131,15 @@ class TenantRegistry:
 
     def rate_state(self, number: int) -> RateState | None:
         """The bucket of a tenant; None if it has no tokens a second."""
-        if self._table is None or not number:
+        if (table := self._table) is None or not number:
             return None
-        limits = self._table.limits(number)
-        if not limits.rate:
+        if (bucket := self._buckets.get(number)) is None:
+            bucket = self._buckets[number] = _Bucket(table, number)
+        if not bucket.rate:
             return None
-        left, until_full_ns = quotas.remaining(limits, self._table.spent(number), time.monotonic_ns())
-        return RateState(limits.burst, max(0, left), until_full_ns / NS_PER_S)
+        arrival_ns = table.words[bucket.at]
+        left, until_full_ns = quotas.remaining(bucket.burst, bucket.rate, arrival_ns, time.monotonic_ns())
+        return RateState(bucket.burst, left, until_full_ns / NS_PER_S)
 
     async def page(self) -> Page:
         """The counters by key for `/metrics`, those of all but the largest keys as one."""

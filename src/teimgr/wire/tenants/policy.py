@@ -102,10 +102,13 @@ def refund(spent: Spent, receipt: Receipt, tokens: int, now_ns: int) -> Spent:
     return spent
 
 
-def remaining(limits: Limits, spent: Spent, now_ns: int) -> tuple[int, int]:
+def remaining(burst: int, rate: int, arrival_ns: int, now_ns: int) -> tuple[int, int]:
     """Tokens that the bucket has now, and nanoseconds until it is full."""
-    until_full_ns = max(0, min(spent.arrival_ns - now_ns, time_of(limits.burst, limits.rate)))
-    return limits.burst - -(-until_full_ns * limits.rate // NS_PER_S), until_full_ns
+    ahead_ns = arrival_ns - now_ns
+    if ahead_ns <= 0:
+        return burst, 0
+    left = burst + -ahead_ns * rate // NS_PER_S
+    return (left, ahead_ns) if left > 0 else (0, min(ahead_ns, time_of(burst, rate)))
 
 
 def time_of(tokens: int, rate: int) -> int:

@@ -69,10 +69,17 @@ class Counter(IntEnum):
     SHADOWED = 4  # calls that would have been refused without `shadow`
 
 
+COUNTERS = len(Counter)
+"""How many counters a tenant has in a row; to ask the class takes as long as to count."""
+
 _COUNTERS_AT = IN_FLIGHT_AT + ROWS * TENANTS
-_WORDS = _COUNTERS_AT + ROWS * TENANTS * len(Counter)
+_WORDS = _COUNTERS_AT + ROWS * TENANTS * COUNTERS
 _NAME_BYTES = (_ROW_WORDS - 2) * _WORD  # of instance and model, a NUL between them
 _BOOT = 0  # word of the header: of which start of the host the moments are
+VERSION_AT = 1
+"""The word that is another one whenever the tenants were configured."""
+USED_ROWS_AT = 2
+"""The word that has how many rows, from the first one on, have ever been used."""
 
 
 class TenantKey(NamedTuple):
@@ -148,6 +155,7 @@ class TenantTable:
                 self._write_words(tenant, dict.fromkeys(Word, 0))
             self._write_words(tenant, {Word.NAME: name} | _words_of(key))
             numbers[key.name] = tenant
+        self.words[VERSION_AT] += 1  # after what it is the version of
         return numbers
 
     def rows(self) -> Iterator[tuple[int, RowCounts, bool]]:
@@ -176,6 +184,7 @@ class TenantTable:
                     fcntl.fcntl(self.file, fcntl.F_OFD_SETLK, _lock_of(fcntl.F_UNLCK, row))
                     continue
                 self._wipe(row)
+                self.words[USED_ROWS_AT] = max(self.words[USED_ROWS_AT], row + 1)
                 text = f"{instance}\0{model}".encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
                 at = _row_at(row)
                 self.words[at + 2 : at + _ROW_WORDS] = memoryview(text).cast("q")
@@ -185,7 +194,7 @@ class TenantTable:
 
     def in_flight(self, tenant: int) -> int:
         """Tokens of a tenant that are admitted and not answered."""
-        return sum(self.words[IN_FLIGHT_AT + row * TENANTS + tenant] for row in range(ROWS))
+        return sum(self.words[IN_FLIGHT_AT + row * TENANTS + tenant] for row in range(self.words[USED_ROWS_AT]))
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -199,6 +208,11 @@ class TenantTable:
     def limits(self, tenant: int) -> Limits:
         at = tenant_at(tenant)
         return Limits(*self.words[at + Word.RATE : at + Word.CONCURRENT + 1])
+
+    def terms(self, tenant: int) -> tuple[bool, int, int]:
+        """Whether its quotas are only counted, its weight and its priority."""
+        shadow, weight, priority = self.words[tenant_at(tenant) + Word.SHADOW : tenant_at(tenant) + Word.PRIORITY + 1]
+        return shadow != 0, weight, priority
 
     def spent(self, tenant: int) -> Spent:
         at = tenant_at(tenant)
@@ -222,7 +236,7 @@ class TenantTable:
         counts = {}
         for tenant in self._named():
             begin = counter_at(row, tenant)
-            if any(words := self.words[begin : begin + len(Counter)].tolist()):
+            if any(words := self.words[begin : begin + COUNTERS].tolist()):
                 counts[tenant] = tuple(words)
         return RowCounts(generation, instance, model, counts)
 
@@ -232,10 +246,9 @@ class TenantTable:
         return [ANONYMOUS, *(tenant for tenant, name in enumerate(names) if name)]
 
     def _wipe(self, row: int) -> None:
-        width = len(Counter)
         for begin, size in (
             (IN_FLIGHT_AT + row * TENANTS, TENANTS),
-            (counter_at(row, 0), TENANTS * width),
+            (counter_at(row, 0), TENANTS * COUNTERS),
             (_row_at(row), _ROW_WORDS),
         ):
             self.words[begin : begin + size] = memoryview(bytes(size * _WORD)).cast("q")
@@ -258,9 +271,14 @@ def tenant_at(tenant: int) -> int:
     return _TENANTS_AT + tenant * TENANT_WORDS
 
 
+def arrival_at(tenant: int) -> int:
+    """The word of the moment at which a tenant's bucket is full again."""
+    return tenant_at(tenant) + Word.ARRIVAL
+
+
 def counter_at(row: int, tenant: int) -> int:
     """The first counter of a tenant in a row."""
-    return _COUNTERS_AT + (row * TENANTS + tenant) * len(Counter)
+    return _COUNTERS_AT + (row * TENANTS + tenant) * COUNTERS
 
 
 def _row_at(row: int) -> int:
