@@ -202,8 +202,8 @@ def test_a_row_of_modules_json_with_arguments_is_refused(bert: Path) -> None:
     [
         ({"model_type": "qwen3_vl", "vision_config": {"depth": 2}}, "images"),
         ({"model_type": "qwen2_vl"}, "images"),
-        ({"model_type": "clip"}, "images and text"),
-        ({"model_type": "siglip"}, "images and text"),
+        ({"model_type": "align"}, "images and text"),
+        ({"model_type": "siglip2"}, "images and text"),
         ({"model_type": "clap"}, "sound"),
         ({"model_type": "colpali"}, "pages as images"),
     ],

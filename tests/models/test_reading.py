@@ -83,7 +83,7 @@ def test_what_the_files_cannot_mean_is_refused_with_the_reason(
         (["Asym"], "Asym module"),
         (["BoW"], "BoW module: .*counts words"),
         (["WordEmbeddings", "Pooling"], "WordEmbeddings module"),
-        (["CLIPModel"], "CLIPModel module: it embeds images"),
+        (["CLIPModel"], "a CLIPModel module, and its config.json is that of a bert"),
         (["Transformer", "WeightedLayerPooling", "Pooling"], "WeightedLayerPooling module"),
         (["Transformer", "Pooling", "SparseAutoEncoder"], "SparseAutoEncoder module"),
         (["Transformer", "Pooling", "Quantum"], "Quantum module, which is not known here"),

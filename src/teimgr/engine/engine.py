@@ -29,14 +29,14 @@ from teimgr.engine.core_load import CoreLoad
 from teimgr.engine.fidelity_gate import PROBE_TEXTS
 from teimgr.engine.finisher import EngineStats, Failures, Finisher, InFlightLimit, failed_rows
 from teimgr.engine.intake import Intake
-from teimgr.engine.job import EQUAL, InferOptions, Input, Job, Lane, Output, Pair, Share, check_supported
+from teimgr.engine.job import EQUAL, InferOptions, Input, Job, Lane, Output, Pair, Picture, Share, check_supported
 from teimgr.engine.known_results import OWN_TENANT, ResultCache
 from teimgr.engine.loading import EngineOptions, EngineParts, load_parts
 from teimgr.engine.model import tensor_bytes
 from teimgr.engine.queue import EntryQueue
 from teimgr.engine.runner import Runner
 from teimgr.engine.tokenizer import TokenSpan
-from teimgr.errors import DeadlineExceeded, DeviceFailed, InferenceFailed, ModelLoadFailed, Unavailable
+from teimgr.errors import DeadlineExceeded, DeviceFailed, InferenceFailed, ModelLoadFailed, Unavailable, WrongModelKind
 from teimgr.spec import CpuThreads, Kind, LoadedModel
 
 __all__ = ["Engine", "EngineOptions", "EngineStats"]
@@ -90,8 +90,9 @@ class Engine:
         self._core_load = _core_load(options)
         threads = CpuThreads(options.threads, options.threads)
         cache = ResultCache(options.cache_bytes) if options.cache_bytes else None
+        own_runner, own_intake = (Runner, Intake) if parts.layout.dual is None else _of_pictures()
         self._runners = [
-            Runner(
+            own_runner(
                 *(parts.model, self._queue, self._finisher, threads, parts.serial_tokens, self._core_load),
                 lanes,
                 self._on_defect,
@@ -99,7 +100,9 @@ class Engine:
             )
             for lanes in ([(lane,) for lane in Lane] if parts.limits.own_threads else [tuple(Lane)])
         ]
-        self._intake = Intake(parts.tokenizer, self._queue, self._finisher, options.max_queued_tokens, self._runners[0])
+        self._intake = own_intake(
+            parts.tokenizer, self._queue, self._finisher, options.max_queued_tokens, self._runners[0]
+        )
         self._tokenizing = [
             self._thread("tokenizer", self._intake.run),
             self._thread("tokenizer-long", self._intake.run_long),
@@ -203,6 +206,19 @@ class Engine:
         self.prompts.text(options.prompt_name)
         if len(self._supported) < _MAX_OPTIONS and options.prompt is None:
             self._supported.add(options)
+
+    def picture(self, data: bytes) -> Picture:
+        """An image file as an input, by its header; it is decoded on threads of the engine.
+
+        Raises:
+            WrongModelKind: the model embeds texts alone.
+            InvalidInput: it is no image of an allowed format, broken at its beginning, or too large.
+        """
+        if (dual := self.layout.dual) is None:
+            raise WrongModelKind(f"Backend error: {self.info.model_id} embeds texts alone: it takes no image")
+        from teimgr.engine.images.inputs import read_picture
+
+        return read_picture(data, dual)
 
     def tokenize(self, text: str, add_special_tokens: bool, prompt_name: str | None) -> list[TokenSpan]:
         """Every token of prompt + text.
@@ -428,6 +444,12 @@ def thread_stacks() -> str:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     parts = [(names.get(ident, str(ident)), frame) for ident, frame in sys._current_frames().items()]
     return "\n".join(f"{name}:\n{''.join(traceback.format_stack(frame))}" for name, frame in parts)
+
+
+def _of_pictures() -> tuple[type[Runner], type[Intake]]:
+    from teimgr.engine.images.runner import PictureIntake, PictureRunner  # with Pillow, for these models alone
+
+    return PictureRunner, PictureIntake
 
 
 def _core_load(options: EngineOptions) -> CoreLoad | None:

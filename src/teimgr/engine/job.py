@@ -45,6 +45,28 @@ class Pair(NamedTuple):
     second: str
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Picture:
+    """An image among the inputs: its file, with its format and size in pixels by its header.
+
+    It takes `tokens` of the forward. `digest` is the SHA-256 of the file: equal files have equal results.
+    """
+
+    data: bytes
+    format: str
+    width: int
+    height: int
+    tokens: int
+    digest: bytes
+
+    def __len__(self) -> int:
+        """Of its characters: it has none."""
+        return 0
+
+    def __bool__(self) -> bool:
+        return True
+
+
 class SparseRow(NamedTuple):
     """The non-zero entries of a vector: uint32 [K] ascending, float32 [K]."""
 
@@ -52,8 +74,8 @@ class SparseRow(NamedTuple):
     values: NDArray[np.float32]
 
 
-# A text, a pair, token ids of the model's vocabulary (int32 [tokens], special ones included), or null.
-Input = str | Pair | NDArray[np.int32] | None
+# A text, a pair, token ids of the model's vocabulary (int32 [tokens], special ones included), an image, or null.
+Input = str | Pair | NDArray[np.int32] | Picture | None
 
 
 class Share(NamedTuple):
@@ -264,6 +286,7 @@ _UNSUPPORTED: dict[tuple[Kind | None, Output], str] = {
     (None, Output.SPARSE): "Model is not an embedding model with SPLADE pooling",
     (None, Output.MULTI_VECTOR): "Model is not a late-interaction (multi-vector) model",
     (None, Output.SCORES): "Model is not a classifier model",
+    (Kind.EMBEDDING, Output.TOKENS): "`embed_all` is not available for models of texts and images",
     (Kind.TOKEN_CLASSIFIER, Output.SCORES): "Model is a token classifier: its entities are at /predict over HTTP",
     (Kind.SPARSE, Output.TOKENS): "`embed_all` is not available for SPLADE models",
     (Kind.MULTI_VECTOR, Output.DENSE): "Model is not an embedding model with one vector per text",

@@ -166,7 +166,7 @@ def _load(options: EngineOptions) -> EngineParts:
     if layout.max_length > options.max_batch_tokens:
         log.warning("texts are limited to the %d tokens of a batch", options.max_batch_tokens)
     with tokenizer_faults(layout):
-        tokenizer = TextTokenizer(layout, min(layout.max_length, options.max_batch_tokens))
+        tokenizer = _tokenizer(layout, min(layout.max_length, options.max_batch_tokens))
         warnings = (*layout.warnings, *contradictions(layout, tokenizer.library))
     if options.strict_model_files:
         refuse_warnings(warnings)
@@ -188,6 +188,8 @@ def _load(options: EngineOptions) -> EngineParts:
     except RuntimeError as error:
         gpu.raise_if_the_devices(error, device)
         raise
+    if layout.dual is not None:
+        _begin_pictures(model, tokenizer)
     return_freed_memory()
     served = model.outputs if layout.listwise is None else frozenset({Output.SCORES})
     width = next((model.widths[output] for output in _VECTORS if output in served), 0)
@@ -240,15 +242,42 @@ def _load(options: EngineOptions) -> EngineParts:
     return EngineParts(layout, tokenizer, prompts, model, limits, _serial_tokens(model), info)
 
 
+def _tokenizer(layout: Layout, max_length: int) -> TextTokenizer:
+    if layout.dual is None:
+        return TextTokenizer(layout, max_length)
+    from teimgr.engine.images.inputs import DualTokenizer  # with Pillow, for these models alone
+
+    return DualTokenizer(layout, max_length)
+
+
+def _load_model(layout: Layout, device: torch.device, threads: int) -> Model:
+    if layout.dual is None:
+        return load_model(layout, device)
+    from teimgr.engine.images.model import load_dual_model
+
+    return load_dual_model(layout, device, threads)
+
+
+def _begin_pictures(model: Model, tokenizer: TextTokenizer) -> None:
+    from teimgr.engine.images.inputs import DualTokenizer
+    from teimgr.engine.images.model import DualModel
+
+    assert isinstance(model, DualModel)
+    assert isinstance(tokenizer, DualTokenizer)
+    model.check_pictures()
+    tokenizer.use(model.decoder)
+    model.decoder.start()
+
+
 def _chosen(
     layout: Layout, device: torch.device, options: EngineOptions, inputs: Sequence[Encoded]
 ) -> tuple[Model, Choice]:
     """The model on its device, as the gate lets it run."""
     dtype = _DTYPES[options.dtype]
     if gpu.is_gpu(device) and layout.backbone is not Backbone.STATIC:
-        model = load_model(layout, _HOST)
+        model = _load_model(layout, _HOST, options.threads)
         return model, choose_on_gpu(model, device, dtype, inputs)
-    return choose(lambda: load_model(layout, device), dtype, inputs, _cache(layout, options, inputs))
+    return choose(lambda: _load_model(layout, device, options.threads), dtype, inputs, _cache(layout, options, inputs))
 
 
 def _cache(layout: Layout, options: EngineOptions, inputs: Sequence[Encoded]) -> ReferenceCache | None:

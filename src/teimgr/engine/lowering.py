@@ -123,6 +123,8 @@ class _Lowering:
         kwargs = {name: self._value(value) for name, value in call.kwargs.items()}
         if call.target in _SAME:
             return args[0]
+        if call.target in _VIEWS and isinstance(args[0], Index) and torch.equal(call.result, call.args[0]):
+            return args[0]
         if call.target is _aten.embedding.default:
             return self._look_up(*args[:2])
         inputs = [one for one in flat([args, list(kwargs.values())]) if isinstance(one, SYMBOLIC)]

@@ -54,6 +54,7 @@ _NOT_OF_THE_SPACE = frozenset(
         *("lower_case", "end_token", "own_tokenizer", "trust_remote_code", "code_revision"),
     )
 )
+_LATER_FIELDS = frozenset(("dual",))  # of `Layout`, since FORMAT was last raised: hashed where they are set
 # Of config.json: where a file comes from and how it was saved.
 _ORIGIN = frozenset(("_name_or_path", "_commit_hash", "transformers_version", "torch_dtype", "dtype", "use_cache"))
 _DTYPES = {
@@ -157,6 +158,7 @@ def space_of(layout: Layout, tokenizer: TextTokenizer, prompts: Prompts, found: 
             item.name: _plain(getattr(layout, item.name), weights)
             for item in fields(layout)
             if item.name not in _NOT_OF_THE_SPACE
+            if item.name not in _LATER_FIELDS or getattr(layout, item.name) is not None
         },
         "weights": weights[layout.weights_dir],
         "tokenizers": found.tokenizers,

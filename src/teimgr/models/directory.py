@@ -46,7 +46,7 @@ OPTIONAL = [*_OTHER_RUNTIMES, "*.bin"]
 """Patterns of all files that some repository has and does not need."""
 
 # By the class of a module without its package: what its directory has to have beside config.json.
-_READERS = ("Transformer", "MLMTransformer")
+_READERS = ("Transformer", "MLMTransformer", "CLIPModel")
 _WEIGHTED = ("SparseStaticEmbedding", "Dense", "LayerNorm", "WeightedLayerPooling", "CNN", "LSTM")
 _CONFIGURED = (*_READERS, *_WEIGHTED, "Pooling", "SpladePooling", "LogitScore")
 

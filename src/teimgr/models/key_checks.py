@@ -28,7 +28,7 @@ from teimgr.models.known_keys import (
     TOKENIZER,
     config_warnings,
 )
-from teimgr.models.metadata import ModelMetadata
+from teimgr.models.metadata import DUAL_ENCODERS, ModelMetadata
 from teimgr.models.modules import KNOWN_OWN
 
 _SETTINGS_FILE, _SAVED_FILE = "sentence_bert_config.json", "config_sentence_transformers.json"
@@ -56,6 +56,7 @@ def check_files(metadata: ModelMetadata) -> tuple[str, ...]:
         *_saved(metadata),
         *_modules(metadata),
     ]
+    _check_modalities(metadata)
     found += TOKENIZER.warnings("tokenizer_config.json", metadata.tokens.config)
     return tuple(dict.fromkeys(found))
 
@@ -93,10 +94,12 @@ def _settings(settings: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> Iter
     processing = settings.get("processing_kwargs") or {}
     for key in ("text", "common"):
         yield from PROCESSING_TEXT.warnings(f"processing_kwargs.{key} of {_SETTINGS_FILE}", processing.get(key) or {})
-    _check_modalities(settings.get("modality_config") or {})
 
 
-def _check_modalities(modalities: Mapping[str, Any]) -> None:
+def _check_modalities(metadata: ModelMetadata) -> None:
+    modalities: Mapping[str, Any] = metadata.settings.get("modality_config") or {}
+    if metadata.config["model_type"] in DUAL_ENCODERS:
+        return  # `dual_encoders` reads it
     senses = sorted({sense for name in modalities for sense in name.split("+")} & set(_SENSES))
     if senses:
         raise ModelLoadFailed(f"the model embeds {' and '.join(senses)} beside text, which is not served")

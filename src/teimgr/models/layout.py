@@ -149,6 +149,40 @@ class Listwise:
 
 
 @dataclass(frozen=True, slots=True)
+class PixelSteps:
+    """What an image processor does to a picture, in this order: resize by Pillow's filter `resample`, so that the
+    shortest side has `shortest` pixels or to `size` (height, width); cut `crop` (height, width) from the middle, black
+    where there is none; multiply by `factor`; subtract `mean` and divide by `deviation`, of red, green and blue. None
+    leaves a step out.
+    """
+
+    shortest: int | None
+    size: tuple[int, int] | None
+    resample: int
+    crop: tuple[int, int] | None
+    factor: float | None
+    mean: tuple[float, ...] | None
+    deviation: tuple[float, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class DualEncoder:
+    """A model of texts and images in one space (CLIP, SigLIP): its image half, and how the text half reads ids.
+
+    An image takes `image_tokens` of the forward and has `height` x `width` pixels behind `steps`. Nothing is read
+    behind the first `end_id` of a text. With `padding_token`, each text is padded at its end to `max_length` tokens,
+    and the model reads the padding.
+    """
+
+    image_tokens: int
+    height: int
+    width: int
+    steps: PixelSteps
+    end_id: int | None = None
+    padding_token: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class PairTemplate:
     """The text that a language model is given of a pair.
 
@@ -220,6 +254,7 @@ class Layout:
     `tasks`: the number of the LoRA weights, from 1, by the name of a prompt; `default_task` that of texts without a
     name, 0 for none. Their changes are multiplied by `task_scale`, or they are `task_adapters`, one for each number.
     `instruction_end` ends an instruction, of which no token is pooled, before or within a text.
+    `dual` is set for a model of texts and images.
     `dimensions` are those of dense vectors where a request asks for none, None for all; `truncate_left`: too long texts
     are cut at their beginning unless a request sets it. `is_rounded`: dense vectors are round(127 · tanh(x)).
     `notes` are for the log, `warnings` about the files for it, `/info` and the page.
@@ -263,6 +298,7 @@ class Layout:
     dimensions: int | None = None
     truncate_left: bool = False
     is_rounded: bool = False
+    dual: DualEncoder | None = None
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 

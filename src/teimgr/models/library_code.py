@@ -18,6 +18,7 @@ from typing import Any
 _OWN_READS = re.compile(r"\bself\.([a-z]\w*)|kwargs\.(?:pop|get)\(\"(\w+)\"")
 _READS = re.compile(r"\bconfig\.([a-z]\w*)|getattr\((?:self\.)?config, \"(\w+)\"")
 
+_MODEL_PART = re.compile("_(?:text|vision)_model$")
 _OWN = Path(__file__).parents[1] / "engine" / "own_models"
 
 
@@ -73,7 +74,8 @@ def _configuration_file(model_type: str) -> Path | None:
     if own.is_file():
         return own
     models = _library() / "models"
-    for folder in (name, name.removesuffix("_text"), name.removesuffix("_gpt")):  # gemma3_text, openai-gpt
+    for folder in (name, name.removesuffix("_text"), name.removesuffix("_gpt"), _MODEL_PART.sub("", name)):
+        # gemma3_text, openai-gpt, clip_text_model
         path = models / folder / f"configuration_{folder}.py"
         if path.is_file():
             return path

@@ -24,6 +24,8 @@ _READ_BY_LIBRARIES = (
 )
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")
 _STATIC = (MODEL2VEC, "static")
+DUAL_ENCODERS = ("clip", "siglip")
+"""Model types of texts and images in one space that are served."""
 _CARD_CHARACTERS = 10_000  # of a model card that are looked into
 _MAX_SHOWN_CHARS = 80
 
@@ -206,9 +208,7 @@ def _weight_names(folder: Path, own: str | None) -> str | None:
 
 # What is not a text embedding model at all, by model type: what to say of it.
 _OTHER_MODELS = {
-    **dict.fromkeys(
-        ("clip", "siglip", "siglip2", "align", "altclip", "chinese_clip", "blip", "flava"), "images and text"
-    ),
+    **dict.fromkeys(("siglip2", "align", "altclip", "chinese_clip", "blip", "flava"), "images and text"),
     **dict.fromkeys(("clap", "whisper", "wav2vec2", "hubert", "wavlm"), "sound"),
     **dict.fromkeys(("colpali", "colqwen2", "colmodernvbert", "modernvbert"), "pages as images"),
     **dict.fromkeys(("vit", "dinov2", "beit", "deit", "convnext"), "images"),
@@ -219,6 +219,8 @@ _SENSES = {"vision_config": "images", "visual": "images", "audio_config": "sound
 def _refuse_other_models(config: dict[str, Any]) -> None:
     """Refuse models of images and sound by what they are: their text alone would go without their chat template."""
     model_type = str(config["model_type"])
+    if model_type in DUAL_ENCODERS:
+        return
     senses = _OTHER_MODELS.get(model_type) or next((_SENSES[key] for key in _SENSES if config.get(key)), None)
     if senses is None and model_type.endswith(("_vl", "_omni")):
         senses = "images"

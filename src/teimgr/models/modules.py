@@ -28,7 +28,6 @@ _NOT_SERVED = {
     "Asym": "it sends queries and documents through different modules",
     "Router": "it sends queries and documents through different modules, before or behind others",
     "BoW": "it counts words and has no transformer",
-    "CLIPModel": "it embeds images",
     "CNN": "it puts a convolution behind the transformer",
     "LSTM": "it puts a recurrent network behind the transformer",
     "SparseAutoEncoder": "its sparse entries are features of an autoencoder, which no surface can name",
@@ -40,10 +39,11 @@ _NOT_SERVED = {
 }
 _SERVED = {
     *("Transformer", "MLMTransformer", "StaticEmbedding", "Pooling", "SpladePooling", "MultiVectorMask", "LogitScore"),
-    *("Dense", "Dropout", "LayerNorm", "Normalize"),
+    *("CLIPModel", "Dense", "Dropout", "LayerNorm", "Normalize"),
 }
 
 
+_READERS = ("Transformer", "MLMTransformer", "StaticEmbedding", "CLIPModel")
 _CONFIGURED = {"Pooling", "Dense", "LayerNorm", "SpladePooling", "LogitScore"}
 
 
@@ -136,7 +136,7 @@ def read_chain(root: Path, trust_remote_code: bool = False) -> Chain:
             "read texts in place of a tokenizer and a transformer: it is not run, trusted or not; modules behind the "
             "pooling are"
         )
-    readers = [module.name for module in modules if module.name in ("Transformer", "MLMTransformer", "StaticEmbedding")]
+    readers = [module.name for module in modules if module.name in _READERS]
     if modules and (len(readers) != 1 or chain.first not in readers):
         raise ModelLoadFailed(f"modules.json should start with one transformer, and names: {chain}")
     return chain

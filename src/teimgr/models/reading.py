@@ -8,6 +8,7 @@ from pathlib import Path
 
 from teimgr.errors import ModelLoadFailed
 from teimgr.models.directory import may_lack_modules
+from teimgr.models.dual_encoders import is_dual_encoder, read_dual_encoder, text_config
 from teimgr.models.json_files import ENDLESS, TokenFiles, checked_length, max_length, position_offset
 from teimgr.models.key_checks import check_files
 from teimgr.models.kinds import choose_kind, is_causal
@@ -156,9 +157,13 @@ def refuse_warnings(warnings: Sequence[str]) -> None:
 
 def _read(root: Path, pooling: str | None, kind: str | None, trust_remote_code: bool, render: bool) -> Layout:
     metadata = read_metadata(root, trust_remote_code)
+    if metadata.chain.first == "CLIPModel" and not is_dual_encoder(metadata):
+        named = metadata.config["model_type"]
+        raise ModelLoadFailed(f"modules.json has a CLIPModel module, and its config.json is that of a {named}")
     chosen = choose_kind(metadata, kind, pooling)
     metadata.tokens.check_types(metadata.config)
-    longest = ENDLESS if metadata.static else max_length(metadata.config, metadata.settings, metadata.tokens.config)
+    texts = text_config(metadata.config)
+    longest = ENDLESS if metadata.static else max_length(texts, metadata.settings, metadata.tokens.config)
     layout = Layout(
         root=root,
         transformer_dir=metadata.transformer_dir,
@@ -169,7 +174,7 @@ def _read(root: Path, pooling: str | None, kind: str | None, trust_remote_code: 
         include_prompt=True,
         projections=(),
         max_length=longest,
-        position_offset=position_offset(metadata.config),
+        position_offset=position_offset(texts),
         lower_case=bool(metadata.settings.get("do_lower_case")),
         kind=chosen,
         type_ids=metadata.tokens.has_types(metadata.config),
@@ -190,6 +195,8 @@ def _read(root: Path, pooling: str | None, kind: str | None, trust_remote_code: 
         notes=metadata.notes,
     )
     match chosen:
+        case Kind.EMBEDDING if is_dual_encoder(metadata):
+            layout = read_dual_encoder(metadata, layout, pooling)
         case Kind.EMBEDDING:
             layout = _embedding(metadata, layout, pooling)
         case Kind.SPARSE:

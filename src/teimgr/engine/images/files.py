@@ -1,0 +1,251 @@
+"""Image files of callers: format and size by the header, then the pixels, each within limits.
+
+An image is decoded to RGB: turned as its EXIF says, alpha laid on white, 16 bits scaled to 8, and of an animation the
+first frame. Loops in Python over what is in a file are bounded before Pillow runs them.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from PIL import Image
+
+from teimgr.errors import InvalidInput
+
+MAX_PIXELS = 50_000_000
+"""Of an image, by its header; also of all that are decoded at a time."""
+MAX_FILE_BYTES = 20 * 2**20
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF")
+_MAX_PARTS = 20_000  # segments, chunks or blocks of a file: a photograph has some dozens
+_MAX_FILL_BYTES = 64  # before a marker of JPEG
+_STRIP_PIXELS = 2**20  # converted at a time
+_ORIENTATION = 0x0112  # of EXIF
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+_KNOWN_OTHERS = (
+    (b"%PDF", "a PDF document: send its pages as images"),
+    (b"%!PS", "PostScript"),
+    (b"\xc5\xd0\xd3\xc6", "PostScript"),
+    (b"BM", "BMP"),
+    (b"II*\0", "TIFF"),
+    (b"MM\0*", "TIFF"),
+    (b"<svg", "SVG"),
+    (b"<?xml", "SVG or other XML"),
+)
+_WAY_OUT = "send JPEG, PNG, WebP or GIF"
+
+# As long as an image is larger, it is refused by its header (`read_size`), never by Pillow, whose warning would be for
+# the whole process.
+Image.MAX_IMAGE_PIXELS = None
+
+
+class Size(NamedTuple):
+    """What the header of an image file says; `width` and `height` in pixels, before any turn."""
+
+    format: str
+    width: int
+    height: int
+
+
+def read_size(data: bytes) -> Size:
+    """Format and size of an image file by its header.
+
+    Raises:
+        InvalidInput: it is no image of an allowed format, broken at its beginning, or too large.
+    """
+    if not data:
+        raise InvalidInput("Input validation error: the image is empty: it has no bytes")
+    if len(data) > MAX_FILE_BYTES:
+        raise InvalidInput(
+            f"Input validation error: the image has {len(data):,} bytes, and {MAX_FILE_BYTES:,} are allowed: send a "
+            "smaller one"
+        )
+    form = _format(data)
+    _PART_CHECKS[form](data)
+    size = _webp_size(data) if form == "WEBP" else None
+    if size is None:
+        with _opened(data, form) as image:
+            size = image.size
+    width, height = size
+    if width < 1 or height < 1:
+        raise _broken(form)
+    if width * height > MAX_PIXELS:
+        raise InvalidInput(
+            f"Input validation error: the image has {width} x {height} pixels, and {MAX_PIXELS:,} are allowed: send it "
+            "smaller, models read some 224 x 224"
+        )
+    return Size(form, width, height)
+
+
+def decode(data: bytes) -> Image.Image:
+    """The RGB image of a file that `read_size` accepts, upright, on white.
+
+    Raises:
+        InvalidInput: the file is truncated or broken, or its pixels are of a kind without a meaning here.
+    """
+    form = _format(data)
+    with _opened(data, form) as image:
+        try:
+            image.load()
+        except (OSError, SyntaxError, ValueError, EOFError, MemoryError, IndexError) as error:
+            raise _broken(form) from error
+        if image.width * image.height > MAX_PIXELS:  # of a file whose parts contradict each other
+            raise _broken(form)
+        turn = _TURNS.get(_orientation(image))
+        upright = to_rgb(image)
+        return upright if turn is None else upright.transpose(turn)
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """`image` in RGB: 16 bits divided by 257, alpha on white.
+
+    Raises:
+        InvalidInput: its numbers have no range that is known.
+    """
+    if image.mode in ("F", "I"):
+        raise InvalidInput(
+            f"Input validation error: the image has pixels of Pillow's mode {image.mode}, of which black and white are "
+            f"not known: {_WAY_OUT} of 8 or 16 bits"
+        )
+    if image.mode.startswith("I;16"):
+        return _scaled(image)
+    is_transparent = "A" in image.getbands() or image.info.get("transparency") is not None
+    if not is_transparent:
+        return image.convert("RGB")
+    found = Image.new("RGB", image.size)
+    rows = max(1, _STRIP_PIXELS // image.width)
+    for top in range(0, image.height, rows):
+        strip = image.crop((0, top, image.width, min(image.height, top + rows))).convert("RGBA")
+        white = Image.new("RGBA", strip.size, (255, 255, 255, 255))
+        found.paste(Image.alpha_composite(white, strip).convert("RGB"), (0, top))
+    return found
+
+
+def _scaled(image: Image.Image) -> Image.Image:
+    """Grey of 16 bits, whose transparent value is white."""
+    grey = np.asarray(image).astype(np.uint32)
+    scaled = ((grey + 128) // 257).astype(np.uint8)
+    transparent = image.info.get("transparency")
+    if isinstance(transparent, int):
+        scaled[grey == transparent] = 255
+    return Image.fromarray(scaled).convert("RGB")
+
+
+def _format(data: bytes) -> str:
+    if data[:3] == b"\xff\xd8\xff":
+        return "JPEG"
+    if data[:8] == b"\x89PNG\r\n\x1a\n":
+        return "PNG"
+    if data[:6] in (b"GIF87a", b"GIF89a"):
+        return "GIF"
+    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+        return "WEBP"
+    named = next((name for start, name in _KNOWN_OTHERS if data.lstrip()[:16].lower().startswith(start.lower())), None)
+    if named is None and data[4:8] == b"ftyp":
+        named = "HEIC, AVIF or video"
+    raise InvalidInput(
+        "Input validation error: the bytes are no image of an allowed format"
+        + (f", but {named}" if named else "")
+        + f": {_WAY_OUT}"
+    )
+
+
+def _opened(data: bytes, form: str) -> Image.Image:
+    try:
+        return Image.open(io.BytesIO(data), formats=(form,))
+    except (OSError, SyntaxError, ValueError, EOFError, IndexError, TypeError) as error:  # its text has an address
+        raise _broken(form) from error
+
+
+def _broken(form: str) -> InvalidInput:
+    return InvalidInput(
+        f"Input validation error: the image cannot be decoded: the {form} file is truncated or broken: send it whole"
+    )
+
+
+def _orientation(image: Image.Image) -> int:
+    try:
+        return int(image.getexif().get(_ORIENTATION, 1))
+    except Exception:  # of any kind: broken EXIF turns nothing
+        return 1
+
+
+def _webp_size(data: bytes) -> tuple[int, int] | None:
+    """Of the canvas, before Pillow makes one; None where the header is not known."""
+    kind, at = data[12:16], data[20:]
+    if kind == b"VP8X" and len(at) >= 10:
+        return int.from_bytes(at[4:7], "little") + 1, int.from_bytes(at[7:10], "little") + 1
+    if kind == b"VP8L" and len(at) >= 5 and at[0] == 0x2F:
+        bits = int.from_bytes(at[1:5], "little")
+        return (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
+    if kind == b"VP8 " and len(at) >= 10 and at[3:6] == b"\x9d\x01\x2a":
+        return int.from_bytes(at[6:8], "little") & 0x3FFF, int.from_bytes(at[8:10], "little") & 0x3FFF
+    raise _broken("WEBP")
+
+
+def _check_jpeg(data: bytes) -> None:
+    """Refuse what Pillow would read marker by marker for seconds."""
+    at, parts, size = 2, 0, len(data)
+    while at + 4 <= size:
+        fill = at
+        while at < size and data[at] == 0xFF:
+            at += 1
+            if at - fill > _MAX_FILL_BYTES:
+                raise _broken("JPEG")
+        if at == fill or at >= size:
+            raise _broken("JPEG")
+        marker, at, parts = data[at], at + 1, parts + 1
+        if marker == 0xDA:  # the picture begins
+            return
+        if parts > _MAX_PARTS:
+            raise _broken("JPEG")
+        if not 0xD0 <= marker <= 0xD9 and marker != 0x01:
+            at += int.from_bytes(data[at : at + 2], "big")
+    raise _broken("JPEG")
+
+
+def _check_png(data: bytes) -> None:
+    at, parts = 8, 0
+    while at + 8 <= len(data):
+        at += 12 + int.from_bytes(data[at : at + 4], "big")
+        parts += 1
+        if parts > _MAX_PARTS:
+            raise _broken("PNG")
+
+
+def _check_gif(data: bytes) -> None:
+    at, parts = 13, 0
+    if len(data) > 10 and data[10] & 0x80:
+        at += 3 << (data[10] & 7) + 1
+    while at < len(data) and data[at] == 0x21:
+        at += 2
+        while at < len(data) and data[at]:
+            at += 1 + data[at]
+            parts += 1
+            if parts > _MAX_PARTS:
+                raise _broken("GIF")
+        at, parts = at + 1, parts + 1
+        if parts > _MAX_PARTS:
+            raise _broken("GIF")
+
+
+def _check_webp(data: bytes) -> None:
+    """Its parts are read by the library of WebP, not by a loop in Python."""
+
+
+_PART_CHECKS: dict[str, Callable[[bytes], None]] = {
+    "JPEG": _check_jpeg,
+    "PNG": _check_png,
+    "GIF": _check_gif,
+    "WEBP": _check_webp,
+}

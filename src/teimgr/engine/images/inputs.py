@@ -1,0 +1,165 @@
+"""Pictures beside texts on their way to the model: the tokenizer of a model of both, and batches with pictures.
+
+A picture's ids are below 0 and stand for its file: they are its digest, so that what finds equal inputs finds equal
+pictures, and as many as the tokens that it takes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from teimgr.engine.batch import Encoded, PackedBatch, TokenizedTexts, pack
+from teimgr.engine.images.files import read_size
+from teimgr.engine.images.pixels import Pixels, resized_shape
+from teimgr.engine.images.waiting import PictureDecoder, WaitingPicture
+from teimgr.engine.job import Input, Picture
+from teimgr.engine.tokenizer import TextTokenizer, TokenizeOptions
+from teimgr.errors import InvalidConfig, InvalidInput, ModelLoadFailed, TeimgrError
+from teimgr.models.layout import DualEncoder, Layout
+from teimgr.wire.text_column import TextColumn
+
+_BELOW_ZERO = np.int32(-(2**31))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EncodedPicture(Encoded):
+    """A picture as an input of the model; one each."""
+
+    waiting: WaitingPicture | None = None
+
+
+def read_picture(data: bytes, dual: DualEncoder) -> Picture:
+    """An image file as an input of the model, by its header.
+
+    Raises:
+        InvalidInput: it is no image of an allowed format, broken at its beginning, or too large.
+    """
+    size = read_size(data)
+    resized_shape(dual.steps, size.width, size.height)
+    digest = hashlib.sha256(data).digest()
+    return Picture(data, size.format, size.width, size.height, dual.image_tokens, digest)
+
+
+def picture_ids(picture: Picture) -> NDArray[np.int32]:
+    """Its ids: numbers below 0, by its digest and again from the first on."""
+    own = np.frombuffer(picture.digest, np.int32) | _BELOW_ZERO
+    return np.resize(own, picture.tokens)
+
+
+class DualTokenizer(TextTokenizer):
+    """The tokenizer of a model of texts and images. `use` gives it the decoder of pictures when the model is loaded."""
+
+    def __init__(self, layout: Layout, max_length: int) -> None:
+        """Raises InvalidConfig: a padded text does not fit `max_length`. ModelLoadFailed: its padding is no token."""
+        super().__init__(layout, max_length)
+        assert layout.dual is not None
+        self._end_id = layout.dual.end_id
+        self._padding_id: int | None = None
+        self._decoder: PictureDecoder | None = None
+        if (token := layout.dual.padding_token) is not None:
+            self._padding_id = self.library.token_to_id(token)
+            if self._padding_id is None:
+                raise ModelLoadFailed(f"the padding token {token} is not a token of the tokenizer")
+            if max_length < layout.max_length:
+                raise InvalidConfig(
+                    f"max_batch_tokens is {max_length}, too little for a text: the model reads {layout.max_length} "
+                    "tokens of each, with padding"
+                )
+
+    def use(self, decoder: PictureDecoder) -> None:
+        self._decoder = decoder
+
+    def encode_all(self, inputs: Sequence[Input], options: TokenizeOptions) -> TokenizedTexts:
+        """As of texts alone; pictures begin to be decoded."""
+        if isinstance(inputs, TextColumn) or not any(isinstance(one, Picture) for one in inputs):
+            return self._as_trained(super().encode_all(inputs, options))
+        rows = [row for row, one in enumerate(inputs) if isinstance(one, Picture)]
+        pictures = [one for one in inputs if isinstance(one, Picture)]
+        assert self._decoder is not None
+        others: dict[int, Encoded | TeimgrError] = {
+            row: EncodedPicture(picture_ids(waiting.picture), waiting=waiting)
+            for row, waiting in zip(rows, self._decoder.expect(pictures), strict=True)
+        }
+        tokenized = TokenizedTexts.without_ids(len(inputs), others)
+        if left := tokenized.missing():
+            tokenized.replace(left, self._as_trained(super().encode_all([inputs[row] for row in left], options)))
+        return tokenized
+
+    def _as_trained(self, tokenized: TokenizedTexts) -> TokenizedTexts:
+        others = {row: self._one_as_trained(other) for row, other in tokenized.others.items()}
+        if not tokenized.lengths.any():
+            return TokenizedTexts.without_ids(len(tokenized), others)
+        kept = replace(tokenized, others=others)
+        return self._padded(kept) if self._padding_id is not None else self._ended(kept)
+
+    def _one_as_trained(self, one: Encoded | TeimgrError) -> Encoded | TeimgrError:
+        if not isinstance(one, Encoded):
+            return one
+        alone = TokenizedTexts(one.ids, np.zeros(1, np.int64), np.array((one.length,)), task=one.task)
+        return (self._padded(alone) if self._padding_id is not None else self._ended(alone))[0]
+
+    def _padded(self, tokenized: TokenizedTexts) -> TokenizedTexts:
+        """All texts of `max_length` tokens."""
+        assert self._padding_id is not None
+        columns = np.arange(self.max_length)
+        is_own = columns < tokenized.lengths[:, None]
+        ids = np.full(is_own.shape, self._padding_id, np.int32)
+        ids[is_own] = tokenized.ids[(tokenized.begins[:, None] + columns)[is_own]]
+        begins = np.arange(len(tokenized), dtype=np.int64) * self.max_length
+        lengths = np.where(tokenized.lengths > 0, self.max_length, 0)
+        return replace(tokenized, ids=ids.reshape(-1), begins=begins, lengths=lengths)
+
+    def _ended(self, tokenized: TokenizedTexts) -> TokenizedTexts:
+        """Without what is behind the first end of a text, whose state the model takes for the text."""
+        ends = np.flatnonzero(tokenized.ids == self._end_id)
+        behind = np.append(ends, len(tokenized.ids))
+        first = behind[np.searchsorted(ends, tokenized.begins)]
+        has_end = first < tokenized.begins + tokenized.lengths
+        found = replace(tokenized, lengths=np.where(has_end, first - tokenized.begins + 1, tokenized.lengths))
+        for row in np.flatnonzero(~has_end & (tokenized.lengths > 0)).tolist():
+            found.put(
+                row,
+                InvalidInput(
+                    f"Input validation error: `inputs` has token ids without the end token {self._end_id}, whose state "
+                    "is the vector of a text: send texts, or ids with it"
+                ),
+            )
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class PicturedBatch(PackedBatch):
+    """A batch with pictures: first its texts, as a packed batch of their own, then the pictures."""
+
+    words: PackedBatch | None = None
+    pictures: tuple[Pixels, ...] = ()
+
+
+def pack_with_pictures(inputs: Sequence[Encoded]) -> PackedBatch:
+    """Like `pack`; of pictures, which are decoded, the pixels go with the batch."""
+    pictures = [each for each in inputs if isinstance(each, EncodedPicture)]
+    if not pictures:
+        return pack(inputs)
+    texts = [each for each in inputs if not isinstance(each, EncodedPicture)]
+    places = np.cumsum([0, *(each.texts for each in inputs)])
+    own = [range(places[at], places[at + 1]) for at, each in enumerate(inputs) if not isinstance(each, EncodedPicture)]
+    of_texts = np.array([place for each in own for place in each], np.intp)
+    of_pictures = [int(places[at]) for at, each in enumerate(inputs) if isinstance(each, EncodedPicture)]
+    words = pack(texts) if texts else None
+    order = np.concatenate([of_texts if words is None else of_texts[words.order], np.array(of_pictures, np.intp)])
+    whole = pack([Encoded(each.ids) for each in pictures]) if words is None else words
+    given = {item.name: getattr(whole, item.name) for item in fields(PackedBatch)}
+    return PicturedBatch(**given | {"order": order}, words=words, pictures=tuple(map(_pixels_of, pictures)))
+
+
+def _pixels_of(picture: EncodedPicture) -> Pixels:
+    assert picture.waiting is not None
+    pixels = picture.waiting.take()
+    if isinstance(pixels, TeimgrError):  # the runner has failed those before
+        raise pixels
+    return pixels

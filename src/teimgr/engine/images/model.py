@@ -1,0 +1,179 @@
+"""Both halves of a model of texts and images: the library's modules, the heads behind them, and their check at load."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from teimgr.engine import gpu
+from teimgr.engine.backbone import Transformer
+from teimgr.engine.batch import PackedBatch
+from teimgr.engine.fidelity_gate import MIN_COSINE
+from teimgr.engine.heads import Rows
+from teimgr.engine.heads.pooling import DenseHead
+from teimgr.engine.host_weights import HostWeights
+from teimgr.engine.images.inputs import PicturedBatch
+from teimgr.engine.images.pixels import Pixels, PixelTable
+from teimgr.engine.images.waiting import PictureDecoder
+from teimgr.engine.job import Output
+from teimgr.engine.library_model import load_module
+from teimgr.engine.model import Heads, Model
+from teimgr.errors import ModelLoadFailed
+from teimgr.models.layout import DualEncoder, Layout
+
+log = logging.getLogger(__name__)
+
+_EXACT_COSINE = 0.99999  # of a known picture in a batch to itself alone, in float32
+
+
+class TextTables(nn.Module):
+    """The embeddings of texts as the library computes them; it refuses a packed row as one text that is too long."""
+
+    def __init__(self, own: Any) -> None:
+        super().__init__()
+        self.token_embedding = own.token_embedding
+        self.position_embedding = own.position_embedding
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[-1], device=input_ids.device)[None]
+        found: Tensor = self.token_embedding(input_ids) + self.position_embedding(position_ids)
+        return found
+
+
+class PictureTower(nn.Module):
+    """The image half: float32 [N, 3, height, width] → float32 [N, width of a vector]."""
+
+    def __init__(self, vision: nn.Module, projection: nn.Module | None) -> None:
+        super().__init__()
+        self.vision = vision
+        self.projection = projection
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        """The vectors, not normalised."""
+        parameter = next(self.vision.parameters())
+        pooled: Tensor = self.vision(pixel_values=numbers.to(parameter.dtype)).pooler_output
+        return (pooled if self.projection is None else self.projection(pooled)).float()
+
+
+class DualModel(Model):
+    """A model of texts and images on one device. `decoder` prepares its pictures."""
+
+    def __init__(
+        self, backbone: Transformer, heads: Heads, tower: PictureTower, dual: DualEncoder, decoder: PictureDecoder
+    ) -> None:
+        super().__init__(backbone, heads)
+        self.decoder = decoder
+        self._tower = tower
+        self._table = PixelTable(dual.steps)
+        self.known = known_pictures(dual)
+        self._reference: Tensor | None = None
+        self._weights: HostWeights | None = None
+
+    @torch.inference_mode()
+    def run(self, batch: PackedBatch, outputs: Iterable[Output]) -> dict[Output, Rows]:
+        """As of texts; of pictures there are dense vectors alone."""
+        if not isinstance(batch, PicturedBatch):
+            return super().run(batch, outputs)
+        pictures = self.vectors(batch.pictures)
+        if batch.words is None:
+            return {Output.DENSE: Rows(pictures)}
+        texts = super().run(batch.words, (Output.DENSE,))[Output.DENSE].values
+        return {Output.DENSE: Rows(torch.cat([texts.float(), pictures]))}
+
+    @torch.inference_mode()
+    def vectors(self, pictures: Sequence[Pixels]) -> Tensor:
+        """Of pictures, float32 [N, width of a vector], on the device."""
+        found: Tensor = self._tower(self._table.numbers(pictures).to(self.backbone.device))
+        return found
+
+    def host_weights(self) -> HostWeights:
+        """Of both halves: those of the image half are kept here."""
+        self._weights = HostWeights(self._tower)
+        return super().host_weights()
+
+    def place(self, weights: HostWeights, dtype: torch.dtype, device: torch.device) -> None:
+        """Move to `device`; the image half in `dtype` where that is close enough to float32 on known pictures."""
+        if self._reference is None:
+            self._reference = self.vectors(self.known)
+        super().place(weights, dtype, device)
+        assert self._weights is not None
+        self._weights.place(dtype, device)
+        if dtype is not torch.float32 and self._closeness() < MIN_COSINE:
+            log.warning("the image half stays in float32: %s deviates too much from it", dtype)
+            self._weights.place(torch.float32, device)
+
+    def _closeness(self) -> float:
+        """The lowest cosine of the known pictures to the reference."""
+        assert self._reference is not None
+        found = self.vectors(self.known).to(self._reference.device)
+        cosines = functional.cosine_similarity(found.double(), self._reference.double())
+        return float(cosines.nan_to_num(-1.0).min())
+
+    def check_pictures(self) -> None:
+        """Check that known pictures have finite vectors, which do not depend on the pictures beside them.
+
+        Raises:
+            ModelLoadFailed: they do not.
+        """
+        together = self.vectors(self.known)
+        if not torch.isfinite(together).all():
+            raise ModelLoadFailed("the model gives NaN or infinity for known pictures")
+        alone = torch.cat([self.vectors([one]) for one in self.known])
+        least = _EXACT_COSINE if next(self._tower.parameters()).dtype is torch.float32 else MIN_COSINE
+        if float(functional.cosine_similarity(together.double(), alone.double()).min()) < least:
+            raise ModelLoadFailed("the vector of a known picture depends on the pictures beside it")
+
+    def broken_weight(self) -> str | None:
+        """The name of the first weight with NaN or infinity."""
+        broken = (name for name, weight in self._tower.named_parameters() if not torch.isfinite(weight).all())
+        return super().broken_weight() or next(broken, None)
+
+    def close(self, timeout_s: float) -> None:
+        """End the threads that decode pictures."""
+        self.decoder.close()
+        super().close(timeout_s)
+
+
+def known_pictures(dual: DualEncoder) -> list[Pixels]:
+    """Pictures that every load makes alike: a slope of colours, stripes, and noise."""
+    down, right = np.mgrid[0 : dual.height, 0 : dual.width]
+    slope = np.stack([down * 255 // dual.height, right * 255 // dual.width, (down + right) % 256])
+    stripes = np.stack([(right // 7 % 2) * 255] * 3)
+    noise = np.random.default_rng(0).integers(0, 256, (3, dual.height, dual.width))
+    return [each.astype(np.uint8) for each in (slope, stripes, noise)]
+
+
+def load_dual_model(layout: Layout, device: torch.device, threads: int) -> DualModel:
+    """Load a model of texts and images in float32.
+
+    Raises:
+        ModelLoadFailed: weights are missing, of another shape, or it gives no finite vectors for known pictures.
+    """
+    dual = layout.dual
+    assert dual is not None
+    module: Any = load_module(layout, device)
+    if layout.config["model_type"] == "clip":
+        of_texts, of_images = module.text_projection, module.visual_projection
+    else:  # SigLIP has the projection of texts in their half, and none of images
+        of_texts, of_images = module.text_model.head, None
+        module.text_model.head = nn.Identity()  # computed in float32 behind the pooling, as all projections are
+        if not module.vision_model.use_head:
+            raise ModelLoadFailed("the image half of the model has no head (vision_use_head), so no vector of an image")
+    module.text_model.embeddings = TextTables(module.text_model.embeddings)
+    tower = PictureTower(module.vision_model, of_images).eval()
+    transformer = Transformer(module.text_model, layout.position_offset, device)
+    width = int(of_texts.out_features)
+    head = DenseHead(layout.poolings, nn.Sequential(of_texts), width)
+    model = DualModel(transformer, {Output.DENSE: head}, tower, dual, PictureDecoder(dual, threads))
+    if not gpu.is_gpu(device):
+        given = int(model.vectors(model.known[:1]).shape[1])
+        if given != width:
+            raise ModelLoadFailed(f"the vectors of images have {given} numbers, and those of texts {width}")
+    return model

@@ -1,0 +1,88 @@
+"""Pixels as the library's image processor makes them with Pillow, bit for bit.
+
+What is kept of a picture are the bytes behind resizing and cropping, a quarter of the numbers that the model reads;
+these are looked up when its batch begins (`PixelTable`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+
+from teimgr.engine.images.files import MAX_PIXELS
+from teimgr.errors import InvalidInput
+from teimgr.models.layout import PixelSteps
+
+Pixels = NDArray[np.uint8]
+"""Of one picture: [3, height, width]."""
+
+
+def resized_shape(steps: PixelSteps, width: int, height: int) -> tuple[int, int]:
+    """Width and height behind the resizing.
+
+    Raises:
+        InvalidInput: one side is so much longer than the other that resizing would make too many pixels.
+    """
+    if steps.size is not None:
+        return steps.size[1], steps.size[0]
+    if steps.shortest is None:
+        return width, height
+    longest = int(steps.shortest * max(width, height) / min(width, height))
+    if steps.shortest * longest > MAX_PIXELS:
+        raise InvalidInput(
+            f"Input validation error: the image has {width} x {height} pixels: with the shortest side scaled to "
+            f"{steps.shortest}, as the model has it, it would have more than {MAX_PIXELS:,}: send it cropped"
+        )
+    return (steps.shortest, longest) if width <= height else (longest, steps.shortest)
+
+
+def prepare(image: Image.Image, steps: PixelSteps) -> Pixels:
+    """The pixels of an RGB image, resized and cropped.
+
+    Raises:
+        InvalidInput: as `resized_shape`.
+    """
+    shape = resized_shape(steps, *image.size)
+    resizes = steps.size is not None or steps.shortest is not None
+    found = np.asarray(image.resize(shape, Image.Resampling(steps.resample)) if resizes else image)
+    if steps.crop is not None:
+        found = _cropped(found, *steps.crop)
+    return np.ascontiguousarray(found.transpose(2, 0, 1))
+
+
+def _cropped(rows: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uint8]:
+    """The middle of [H, W, 3], with black around it where it is smaller."""
+    given_height, given_width = rows.shape[:2]
+    top, left = (given_height - height) // 2, (given_width - width) // 2
+    if top >= 0 and left >= 0:
+        return rows[top : top + height, left : left + width]
+    whole = np.zeros((max(height, given_height), max(width, given_width), 3), np.uint8)
+    above, before = -(-(whole.shape[0] - given_height) // 2), -(-(whole.shape[1] - given_width) // 2)
+    whole[above : above + given_height, before : before + given_width] = rows
+    top, left = top + above, left + before
+    return whole[max(0, top) : min(whole.shape[0], top + height), max(0, left) : min(whole.shape[1], left + width)]
+
+
+class PixelTable:
+    """The number that the model reads for each byte of each colour: rescaled and normalised, in float32."""
+
+    def __init__(self, steps: PixelSteps) -> None:
+        levels = np.arange(256, dtype=np.float32)
+        if steps.factor is not None:
+            levels = (np.arange(256, dtype=np.float64) * steps.factor).astype(np.float32)
+        self._table = np.tile(levels, (3, 1))
+        if steps.mean is not None and steps.deviation is not None:
+            mean, deviation = np.array(steps.mean, np.float32), np.array(steps.deviation, np.float32)
+            self._table = (self._table - mean[:, None]) / deviation[:, None]
+
+    def numbers(self, pictures: Sequence[Pixels]) -> torch.Tensor:
+        """Pictures of one size → float32 [pictures, 3, height, width]."""
+        found = np.empty((len(pictures), *pictures[0].shape), np.float32)
+        for place, pixels in enumerate(pictures):
+            for colour in range(3):
+                np.take(self._table[colour], pixels[colour], out=found[place, colour], mode="clip")
+        return torch.from_numpy(found)

@@ -1,0 +1,72 @@
+"""Batches with pictures on their way through the model: pictures that cannot be decoded fail, each alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from teimgr.engine.finisher import Failures
+from teimgr.engine.images.inputs import EncodedPicture, pack_with_pictures
+from teimgr.engine.intake import Intake
+from teimgr.engine.job import Job, Picture
+from teimgr.engine.known_results import DistinctInputs
+from teimgr.engine.queue import QueueEntry
+from teimgr.engine.runner import Runner
+from teimgr.engine.tokenizer import TokenizeOptions
+from teimgr.errors import TeimgrError
+from teimgr.wire.text_column import SharedTexts, TextColumn
+
+
+class PictureIntake(Intake):
+    """An intake that counts the tokens of pictures, which are known before they are decoded."""
+
+    def estimate(self, job: Job, options: TokenizeOptions) -> int:
+        """Tokens of a job, before it is tokenized."""
+        texts = super().estimate(job, options)
+        if isinstance(job.inputs, (TextColumn, SharedTexts)):
+            return texts
+        return texts + sum([one.tokens for one in job.inputs if isinstance(one, Picture)])
+
+
+class PictureRunner(Runner):
+    """A runner of a model of texts and images: pictures are never computed on a caller's thread."""
+
+    _pack: Callable[..., Any]
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._pack = pack_with_pictures
+
+    def serve_queries(self, entries: list[QueueEntry]) -> bool:
+        """As of texts, for texts alone."""
+        return not _has_pictures(entries) and super().serve_queries(entries)
+
+    def _execute(self, entries: list[QueueEntry]) -> None:
+        if not _has_pictures(entries):
+            super()._execute(entries)
+            return
+        failed, left = [], []
+        for entry in entries:
+            encoded = entry.encoded
+            result = encoded.waiting.take() if isinstance(encoded, EncodedPicture) and encoded.waiting else None
+            if isinstance(result, TeimgrError):
+                failed.append((entry.job, int(entry.rows[0]), result))
+            else:
+                left.append(entry)
+        if failed:
+            self._finisher.put(Failures(failed))
+        if left:
+            super()._execute(left)
+
+    def _start(self, entries: list[QueueEntry], distinct: DistinctInputs | None = None) -> Any:
+        if not _has_pictures(entries):
+            return super()._start(entries, distinct)
+        of_texts = self._token_s
+        try:
+            return super()._start(entries, distinct)
+        finally:
+            self._token_s = of_texts  # which tells how long a query of texts takes
+
+
+def _has_pictures(entries: Sequence[QueueEntry]) -> bool:
+    return any(isinstance(entry.encoded, EncodedPicture) for entry in entries)

@@ -1,0 +1,173 @@
+"""Pictures that wait for their batch: decoded ahead of it on a few threads, within bounds of memory.
+
+Two bounds hold at any moment: the pixels of files that are being decoded, and the bytes of pictures that are decoded
+and not yet taken. A picture that is needed before its turn is decoded by the thread that needs it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterable
+from contextlib import suppress
+
+from teimgr.engine.images.files import MAX_PIXELS, decode
+from teimgr.engine.images.pixels import Pixels, prepare
+from teimgr.engine.job import Picture
+from teimgr.errors import InferenceFailed, TeimgrError
+from teimgr.models.layout import DualEncoder
+
+log = logging.getLogger(__name__)
+
+MAX_THREADS = 4
+AHEAD_BYTES = 64 * 2**20
+_NICENESS = 6  # behind the forward: what queries and batches leave is for pictures to come
+
+
+class WaitingPicture:
+    """A picture on its way; `take` gives its pixels."""
+
+    __slots__ = ("__weakref__", "_decoder", "_done", "_held_bytes", "_result", "_started", "picture")
+
+    def __init__(self, picture: Picture, decoder: PictureDecoder) -> None:
+        self.picture = picture
+        self._decoder = decoder
+        self._started = False
+        self._held_bytes = 0
+        self._done = threading.Event()
+        self._result: Pixels | TeimgrError | None = None
+
+    def take(self) -> Pixels | TeimgrError:
+        """The pixels, or why there are none; decoded by the caller where no thread has begun."""
+        if not self._done.is_set() and self.claim():
+            self._decoder.decode_now(self)
+        self._done.wait()
+        self._decoder.taken(self)
+        assert self._result is not None
+        return self._result
+
+    def claim(self) -> bool:
+        """Whether the caller has to decode it; True once."""
+        with self._decoder.lock:
+            was_started, self._started = self._started, True
+        return not was_started
+
+    def finish(self, result: Pixels | TeimgrError, held_bytes: int) -> None:
+        """It is decoded; `held_bytes` count until it is taken or dropped."""
+        self._result, self._held_bytes = result, held_bytes
+        self._done.set()
+
+    def release(self) -> int:
+        """The bytes that were held for it, which are not from now on."""
+        held, self._held_bytes = self._held_bytes, 0
+        return held
+
+    def __del__(self) -> None:
+        if self._held_bytes:
+            self._decoder.taken(self)
+
+
+class PictureDecoder:
+    """Decodes pictures of one model, on `threads` of its own and on those that need one at once. Thread-safe."""
+
+    def __init__(self, dual: DualEncoder, threads: int) -> None:
+        self._dual = dual
+        self.lock = threading.RLock()  # reentrant: a dropped picture is released wherever that happens
+        self._changed = threading.Condition(self.lock)
+        self._waiting: deque[weakref.ref[WaitingPicture]] = deque()
+        self._pixels_in_flight = 0
+        self._held_bytes = 0
+        self._closed = False
+        self._threads = [
+            threading.Thread(target=self._run, name="teimgr-pictures", daemon=True)
+            for _ in range(min(threads, MAX_THREADS))
+        ]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """The threads end behind what they decode."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def expect(self, pictures: Iterable[Picture]) -> list[WaitingPicture]:
+        """The pictures, to be decoded in this order if nothing needs one earlier."""
+        expected = [WaitingPicture(picture, self) for picture in pictures]
+        with self._changed:
+            self._waiting.extend(map(weakref.ref, expected))
+            self._changed.notify(len(expected))
+        return expected
+
+    def decode_now(self, waiting: WaitingPicture) -> None:
+        """Decode a claimed picture on this thread, when there is room for its pixels."""
+        size = waiting.picture.width * waiting.picture.height
+        with self._changed:
+            self._changed.wait_for(lambda: self._has_room(size))
+            self._pixels_in_flight += size
+        self._decode(waiting, size, is_ahead=False)
+
+    def taken(self, waiting: WaitingPicture) -> None:
+        """A picture was taken or dropped."""
+        with self._changed:
+            self._held_bytes -= waiting.release()
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        if sys.platform == "linux":
+            with suppress(OSError):
+                own = threading.get_native_id()
+                os.setpriority(os.PRIO_PROCESS, own, os.getpriority(os.PRIO_PROCESS, own) + _NICENESS)
+        while (found := self._next()) is not None:
+            waiting, size = found
+            self._decode(waiting, size, is_ahead=True)
+            del waiting, found
+
+    def _next(self) -> tuple[WaitingPicture, int] | None:
+        """The next picture that no thread has begun, claimed; waits for one and for room."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or (self._waiting and self._held_bytes < AHEAD_BYTES))
+                if self._closed:
+                    return None
+                waiting = self._waiting.popleft()()
+                if waiting is None or not waiting.claim():
+                    continue
+                size = waiting.picture.width * waiting.picture.height
+                self._changed.wait_for(lambda size=size: self._has_room(size))  # type: ignore[misc]
+                self._pixels_in_flight += size
+                return waiting, size
+
+    def _has_room(self, size: int) -> bool:
+        return not self._pixels_in_flight or self._pixels_in_flight + size <= MAX_PIXELS
+
+    def _decode(self, waiting: WaitingPicture, size: int, *, is_ahead: bool) -> None:
+        try:
+            result = self._result(waiting.picture)
+        finally:
+            with self._changed:
+                self._pixels_in_flight -= size
+                self._changed.notify_all()
+        held = 0
+        if is_ahead and not isinstance(result, TeimgrError):
+            held = result.nbytes
+            with self._changed:
+                self._held_bytes += held
+        waiting.finish(result, held)
+
+    def _result(self, picture: Picture) -> Pixels | TeimgrError:
+        try:
+            return prepare(decode(picture.data), self._dual.steps)
+        except TeimgrError as error:
+            return error
+        except MemoryError:
+            return InferenceFailed(f"There is no memory for an image of {picture.width} x {picture.height} pixels")
+        except Exception as error:  # of any kind: only this picture fails
+            log.exception("an image cannot be decoded")
+            return InferenceFailed(f"Backend error: the image cannot be decoded: {type(error).__name__}")

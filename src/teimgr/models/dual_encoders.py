@@ -1,0 +1,184 @@
+"""Models of texts and images in one space: CLIP, SigLIP and SigLIP2 of fixed size, from their files."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from teimgr.errors import InvalidConfig, ModelLoadFailed
+from teimgr.models.bounded_json import read_object
+from teimgr.models.known_keys import KnownKeys
+from teimgr.models.layout import DualEncoder, Layout, PixelSteps
+from teimgr.models.library_code import setting
+from teimgr.models.metadata import DUAL_ENCODERS, ModelMetadata
+
+_PROCESSORS = ("CLIPImageProcessor", "CLIPFeatureExtractor", "SiglipImageProcessor")
+_KEYS = KnownKeys(
+    honoured=frozenset(
+        (
+            *("crop_size", "do_center_crop", "do_normalize", "do_rescale", "do_resize", "image_mean", "image_std"),
+            *("resample", "rescale_factor", "size", "image_processor_type", "feature_extractor_type"),
+        )
+    ),
+    harmless=frozenset(("processor_class", "use_square_size", "data_format", "input_data_format", "return_tensors")),
+    only={"do_convert_rgb": (True, None), "do_pad": (False, None), "default_to_square": (False, None)},
+)
+_MAX_SIDE = 4096  # pixels of a picture that a model reads; the largest known one has 512
+_MAX_RESAMPLE = 5  # the last filter of Pillow
+_METHODS = {"text": "get_text_features", "image": "get_image_features"}
+_OLD_END = 2  # `eos_token_id` of CLIP's first configurations, whose code takes the highest id for the end
+
+
+def is_dual_encoder(metadata: ModelMetadata) -> bool:
+    """Whether the model embeds texts and images into one space."""
+    return metadata.config["model_type"] in DUAL_ENCODERS
+
+
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of what reads texts: `config` itself but for a model of texts and images."""
+    return _part(config, "text") if config["model_type"] in DUAL_ENCODERS else config
+
+
+def read_dual_encoder(metadata: ModelMetadata, layout: Layout, pooling: str | None) -> Layout:
+    """The layout of a model of texts and images.
+
+    Raises:
+        InvalidConfig: `pooling` is set, and the model has its own.
+        ModelLoadFailed: its files describe what is not served, or Pillow is missing.
+    """
+    if importlib.util.find_spec("PIL") is None:
+        raise ModelLoadFailed(
+            "the model embeds images, for which Pillow is missing: install teimgr with the extra `images`"
+        )
+    if pooling is not None:
+        raise InvalidConfig(f"pooling = {pooling!r} is not for a model of texts and images, which has its own")
+    behind = [module.name for module in metadata.chain.behind]
+    if behind not in ([], ["Normalize"]):
+        raise ModelLoadFailed(f"modules behind a model of texts and images are not served: {metadata.chain}")
+    _check_modalities(metadata.settings.get("modality_config") or {})
+    config = metadata.config
+    is_clip = config["model_type"] == "clip"
+    steps = _pixel_steps(_processor(metadata.transformer_dir))
+    vision = _part(config, "vision")
+    side, patch = _whole(vision, "image_size"), _whole(vision, "patch_size")
+    if _whole(vision, "num_channels") != 3 or not patch <= side <= _MAX_SIDE:
+        raise ModelLoadFailed(f"vision_config of config.json makes pictures of {side} pixels in patches of {patch}")
+    given = steps.crop or steps.size
+    if given != (side, side):
+        shown = "pictures of any size" if given is None else f"pictures of {given[0]} x {given[1]} pixels"
+        raise ModelLoadFailed(f"the image processor gives {shown}, and the model reads {side} x {side}")
+    dual = DualEncoder((side // patch) ** 2 + is_clip, side, side, steps)
+    dual = replace(dual, end_id=_end_id(metadata)) if is_clip else replace(dual, padding_token=_padding(metadata))
+    return replace(layout, poolings=("last_token",), dual=dual)
+
+
+def _part(config: dict[str, Any], name: str) -> dict[str, Any]:
+    given = config.get(f"{name}_config") or {}
+    if not isinstance(given, dict):
+        raise ModelLoadFailed(f"config.json has {name}_config = {given!r}, which should be an object")
+    return {**given, "model_type": f"{config['model_type']}_{name}_model"}
+
+
+def _whole(config: dict[str, Any], key: str) -> int:
+    value = setting(config, key)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ModelLoadFailed(f"config.json has {key} = {value!r}, which should be a whole number above 0")
+    return value
+
+
+def _end_id(metadata: ModelMetadata) -> int:
+    texts = text_config(metadata.config)
+    given = _whole(texts, "eos_token_id")
+    return _whole(texts, "vocab_size") - 1 if given == _OLD_END else given
+
+
+def _padding(metadata: ModelMetadata) -> str:
+    """The padding token of SigLIP's texts, which the model was trained to read at their end."""
+    if metadata.tokens.config.get("padding_side", "right") != "right":
+        raise ModelLoadFailed("tokenizer_config.json pads texts at their beginning; the model was trained to read it")
+    return metadata.tokens.text("pad_token") or "</s>"  # of SiglipTokenizer by default
+
+
+def _check_modalities(modalities: Mapping[str, Any]) -> None:
+    """Check that sentence-transformers would take the projected vector of both halves."""
+    for name, how in modalities.items():
+        method, output = how.get("method"), how.get("method_output_name")
+        if name not in _METHODS or method != _METHODS[name] or output not in ("pooler_output", None):
+            raise ModelLoadFailed(
+                f"sentence_bert_config.json takes {output!r} of {method} for {name}; of a model of texts and images "
+                "the projected vector of a text or of an image is served"
+            )
+
+
+def _processor(folder: Path) -> dict[str, Any]:
+    """The settings of the image processor: within processor_config.json, as the library prefers, or on their own."""
+    inside = (read_object(folder / "processor_config.json") or {}).get("image_processor")
+    found = inside or read_object(folder / "preprocessor_config.json")
+    if not isinstance(found, dict):
+        raise ModelLoadFailed("the model embeds images, and there is no preprocessor_config.json")
+    return found
+
+
+def _pixel_steps(given: dict[str, Any]) -> PixelSteps:
+    """What the library's image processor of these settings does.
+
+    Raises:
+        ModelLoadFailed: it is another processor, or does something else besides.
+    """
+    named = str(given.get("image_processor_type") or given.get("feature_extractor_type") or "none")
+    kind = named.removesuffix("Fast").removesuffix("Pil")
+    if kind not in _PROCESSORS:
+        raise ModelLoadFailed(f"the image processor {named} is not served: of models of texts and images CLIP's is")
+    if unknown := _KEYS.warnings("preprocessor_config.json", given):
+        raise ModelLoadFailed(unknown[0])
+    is_clip = kind != "SiglipImageProcessor"
+    shortest = size = None
+    if given.get("do_resize", True):
+        shortest, size = _size(given.get("size"), 224 if is_clip else (224, 224))
+    crop = None
+    if given.get("do_center_crop", is_clip):
+        square, crop = _size(given.get("crop_size"), (224, 224))
+        crop = crop or (square or 0, square or 0)
+    resample = given.get("resample", 3)
+    if isinstance(resample, bool) or not isinstance(resample, int) or not 0 <= resample <= _MAX_RESAMPLE:
+        raise ModelLoadFailed(f"preprocessor_config.json has resample = {resample!r}, which is no filter of Pillow")
+    means = (0.48145466, 0.4578275, 0.40821073) if is_clip else (0.5, 0.5, 0.5)
+    deviations = (0.26862954, 0.26130258, 0.27577711) if is_clip else (0.5, 0.5, 0.5)
+    normalizes = given.get("do_normalize", True)
+    return PixelSteps(
+        shortest=shortest,
+        size=size,
+        resample=resample,
+        crop=crop,
+        factor=float(given.get("rescale_factor", 1 / 255)) if given.get("do_rescale", True) else None,
+        mean=_colours(given, "image_mean", means) if normalizes else None,
+        deviation=_colours(given, "image_std", deviations) if normalizes else None,
+    )
+
+
+def _size(given: Any, default: int | tuple[int, int]) -> tuple[int | None, tuple[int, int] | None]:
+    """A size as (shortest side, None) or (None, (height, width))."""
+    if given is None:
+        return (default, None) if isinstance(default, int) else (None, default)
+    found: list[Any] = [given]
+    if isinstance(given, dict):
+        keys = ("shortest_edge",) if set(given) == {"shortest_edge"} else ("height", "width")
+        found = [given.get(key) for key in keys] if set(given) == set(keys) else [None]
+    if not all(isinstance(side, int) and not isinstance(side, bool) and 0 < side <= _MAX_SIDE for side in found):
+        raise ModelLoadFailed(f"preprocessor_config.json has the size {given!r}, which is not served")
+    return (found[0], None) if len(found) == 1 else (None, (found[0], found[1]))
+
+
+def _colours(given: dict[str, Any], key: str, default: tuple[float, ...]) -> tuple[float, ...]:
+    value = given.get(key)
+    if value is None:
+        return default
+    is_list = isinstance(value, (list, tuple)) and len(value) == 3
+    if not is_list or not all(isinstance(one, (int, float)) and not isinstance(one, bool) for one in value):
+        raise ModelLoadFailed(f"preprocessor_config.json has {key} = {value!r}, which should be three numbers")
+    if key == "image_std" and 0 in value:
+        raise ModelLoadFailed("preprocessor_config.json has a zero in image_std, by which pixels are divided")
+    return tuple(map(float, value))
