@@ -552,6 +552,7 @@ class WorkerView:
     `joining` for workers that will take over, or `leaving` for replaced ones that finish their calls. `gpu` is the
     card's UUID and `gpu_id` its index, None on the CPU. `node` is the name of its host in a cluster. `attempt` is the
     number of the start under way, or of the one that follows in `next_attempt_secs`, once one before it has failed.
+    `private_bytes` is the memory that its end gives back, as of its last probe.
     """
 
     replica: int
@@ -569,6 +570,7 @@ class WorkerView:
     reason: str | None = None
     attempt: int | None = None
     next_attempt_secs: int | None = None
+    private_bytes: int | None = None
 
 
 def attempt_text(attempts: Iterable[tuple[int | None, int | None]]) -> str:

@@ -64,6 +64,7 @@ def test_ps_lists_instances_in_columns_by_filters_and_as_json(run: Run) -> None:
     assert [row[:2] for row in rows] == [["static", "running"], ["ranker", "running"], ["classes", "running"]]
     assert [row[3] for row in rows] == ["embedding", "reranker", "classifier"]
     assert rows[0][6:8] == ["1/1", "cpu"]
+    assert 5 < int(rows[0][10].removesuffix(" MiB")) < 60, "without what it shares with the fork server"
     assert run("ps", "-q", "--tag", "of:tests", "--status", "running").out == "static\nranker\nclasses\n"
     assert run("ps", "-q", "--tag", "of:others").out == ""
     assert [each["name"] for each in run("ps", "--json").json] == ["static", "ranker", "classes"]

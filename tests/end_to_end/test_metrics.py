@@ -56,7 +56,7 @@ def parts(items: c.ItemFamilies) -> list[Family]:
 TABLE: dict[str, list[Family]] = {
     "an instance is created": [
         *(c.CREATED, c.INSTANCES, c.BY_STATE, c.WORKER_START, c.WORKER_ANSWERS, c.REST_REQUESTS, c.DAEMON_MEMORY),
-        *(c.MODEL_BYTES, c.RESIDENT, c.UNIQUE),
+        *(c.MODEL_BYTES, c.RESIDENT, c.UNIQUE, c.OWN_TEXTS, c.OWN_TOKENS),
     ],
     "texts are embedded one by one": [
         *(c.MUX_CALLS, c.MUX_MESSAGES, c.MUX_SECONDS, c.MUX_MEMORY),

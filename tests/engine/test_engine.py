@@ -802,3 +802,15 @@ def test_a_forked_worker_serves_and_keeps_little_memory_of_its_own(minilm: Path)
     assert done.returncode == 0, done.stderr
     assert served == "True"
     assert int(private_mib) < 180
+
+
+def test_self_tests_are_counted_apart_from_the_texts_of_callers(bert: Served) -> None:
+    before = bert.engine.stats()
+    assert before.own_texts, "that of the load"
+    bert.engine._run_self_test(WAIT_S)
+    after = bert.engine.stats()
+
+    assert (after.batches, after.own_texts) == (before.batches + 1, before.own_texts + 1)
+    assert after.own_tokens > before.own_tokens
+    for one in ("texts", "tokens", "lanes", "by_texts", "by_tokens"):
+        assert getattr(after, one) == getattr(before, one), one

@@ -11,13 +11,26 @@ import typer
 
 from teimgr.cli.command import CommandOutput, DaemonOptions, Name, Names
 from teimgr.cli.failures import ExitStatus, UsageError, exit_status, explain, report
-from teimgr.cli.output import duration, say, shortened, spinner
+from teimgr.cli.output import duration, say, shortened, size, spinner
 from teimgr.client.rest_client import RestClient
 from teimgr.client.rest_values import Instance
 from teimgr.errors import DeadlineExceeded, ModelLoadFailed, NotRunning, TeimgrError
 from teimgr.spec import State, attempt_text
 
-_COLUMNS = ("name", "status", "model", "kind", "dtype", "port", "workers", "device", "restarts", "uptime", "reason")
+_COLUMNS = (
+    "name",
+    "status",
+    "model",
+    "kind",
+    "dtype",
+    "port",
+    "workers",
+    "device",
+    "restarts",
+    "uptime",
+    "memory",
+    "reason",
+)
 _MODEL_WIDTH = 28
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 0.5
@@ -78,12 +91,13 @@ def _row(instance: Instance) -> Sequence[Any]:
     serving = sum(worker["state"] == "running" for worker in workers)
     cards = sorted({worker["gpu_id"] for worker in workers if worker.get("gpu_id") is not None})
     device = ("gpu " + ",".join(map(str, cards))) if cards else ("cpu" if serving else "")
+    memory = [worker["private_bytes"] for worker in workers if worker.get("private_bytes")]
     update = details.get("update") or {}
     reason = "updating" if update.get("state") == "rolling" else _reason(instance)
     return (
         *(instance.name, instance.status.value, instance.model_id, instance.kind, instance.dtype, instance.port),
         *(f"{serving}/{len(workers)}" if workers else "0", device, instance.restarts),
-        *(duration(instance.uptime_secs), reason),
+        *(duration(instance.uptime_secs), size(sum(memory)) if memory else "", reason),
     )
 
 

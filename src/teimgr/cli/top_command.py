@@ -21,7 +21,7 @@ _SAMPLE = re.compile(r"^(\w+)(?:\{(.*)\})? (\S+)$")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _COLUMNS = (
     *("name", "status", "texts/s", "tokens/s", "busy", "queue", "in work", "p50", "p99", "errors/s"),
-    *("workers", "memory each", "of its own", "device"),
+    *("workers", "memory each", "with shared", "device"),
 )
 
 
@@ -207,7 +207,7 @@ def _row(load: InstanceLoad) -> Sequence[str]:
             latency(load.p99_ms),
             number(load.errors, ",.1f"),
         ),
-        *(str(load.workers), size(load.resident_bytes), size(load.unique_bytes)),
+        *(str(load.workers), size(load.unique_bytes), size(load.resident_bytes)),
         size(load.device_bytes) if load.device_bytes else "",
     )
 

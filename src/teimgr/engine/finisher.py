@@ -231,7 +231,8 @@ class EngineStats:
     `busy_s` is time with a batch on the device. `by_texts[k]` counts the batches of at most 2^k texts that have more
     than 2^(k-1), `by_tokens` likewise; `lanes` are by `Lane.value`. `padding_saved_tokens` is what padding each batch
     to its longest text would have added. `known_texts` were not computed, and are in no other count: an equal input was
-    under way, or its result was kept. `device_bytes` and `device_peak_bytes` are what the device's allocator holds
+    under way, or its result was kept; `own_texts` and `own_tokens` are of self-tests, and in no other count but
+    `batches`. `device_bytes` and `device_peak_bytes` are what the device's allocator holds
     for this process, and the most it ever gave out; 0 and None on the CPU.
     """
 
@@ -243,6 +244,8 @@ class EngineStats:
     tokens: int = 0
     failed_texts: int = 0
     known_texts: int = 0
+    own_texts: int = 0
+    own_tokens: int = 0
     busy_s: float = 0.0
     healthy: bool = True
     by_texts: list[int] = field(default_factory=lambda: [0] * _POWERS)
@@ -440,16 +443,22 @@ class Finisher:
         return list(dict.fromkeys(job for job, _, _ in rows))
 
     def _count(self, batch: StartedBatch, duration_ns: int, busy_ns: int) -> None:
-        stats, texts = self.stats, batch.texts
-        lane = stats.lanes[batch.entries[0].job.lane.value]  # a batch is of one lane
-        for counts in (stats, lane):
-            counts.batches += 1
-            counts.texts += texts
-            counts.tokens += batch.tokens
-        stats.by_texts[(texts - 1).bit_length()] += 1
-        stats.by_tokens[(batch.tokens - 1).bit_length()] += 1
+        stats, own = self.stats, [entry for entry in batch.entries if entry.job.tenant < 0]
+        own_texts, own_tokens = sum([entry.texts for entry in own]), sum([entry.tokens for entry in own])
+        texts, tokens = batch.texts - own_texts, batch.tokens - own_tokens
+        stats.batches += 1
+        stats.own_texts += own_texts
+        stats.own_tokens += own_tokens
+        if texts:
+            lane = stats.lanes[batch.entries[0].job.lane.value]  # a batch is of one lane
+            lane.batches += 1
+            for counts in (stats, lane):
+                counts.texts += texts
+                counts.tokens += tokens
+            stats.by_texts[(texts - 1).bit_length()] += 1
+            stats.by_tokens[(tokens - 1).bit_length()] += 1
         stats.busy_s += busy_ns / 1e9
-        stats.padding_saved_tokens += texts * max(entry.length for entry in batch.entries) - batch.tokens
+        stats.padding_saved_tokens += batch.texts * max(entry.length for entry in batch.entries) - batch.tokens
         token_s = duration_ns / 1e9 / (batch.tokens + BATCH_OVERHEAD_TOKENS)
         self.slowest_s = max(token_s, self.slowest_s * _FORGET)
         self.quickest_s = min(token_s, self.quickest_s / _FORGET)

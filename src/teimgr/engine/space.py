@@ -32,9 +32,9 @@ from teimgr.engine.kept_files import KeptFile, identities
 from teimgr.engine.onnx_weights import onnx_weights
 from teimgr.engine.tokenizer import Prompts, TextTokenizer
 from teimgr.errors import ModelLoadFailed
-from teimgr.models.bounded_json import parse
 from teimgr.models.directory import onnx_file, weight_files
 from teimgr.models.layout import Layout
+from teimgr.models.safetensors_head import read_head
 
 log = logging.getLogger(__name__)
 
@@ -240,16 +240,10 @@ def _of_file(file: Path, pool: ThreadPoolExecutor) -> list[str]:
     if file.suffix != ".safetensors":
         return [_of_tensor(name, tensor) for name, tensor in read_tensors(file).items() if isinstance(tensor, Tensor)]
     try:
-        with file.open("rb") as opened:
-            head_bytes = int.from_bytes(opened.read(8), "little")
-            head = parse(opened.read(head_bytes), file.name)
-        head.pop("__metadata__", None)
-        begin = 8 + head_bytes
         pending = []
-        for name, tensor in head.items():
-            first, end = tensor["data_offsets"]
-            described = json.dumps([name, tensor["dtype"], tensor["shape"]])
-            pending.append((described, pool.submit(_of_range, file, begin + first, begin + end)))
+        for tensor in read_head(file):
+            described = json.dumps([tensor.name, tensor.dtype, tensor.shape])
+            pending.append((described, pool.submit(_of_range, file, tensor.begin, tensor.end)))
         return [f"{described} {digest.result()}" for described, digest in pending]
     except (OSError, ValueError, KeyError, TypeError, OverflowError, MemoryError) as error:
         raise ModelLoadFailed(f"the weights {file.parent.name}/{file.name} cannot be read: {error}") from error

@@ -18,6 +18,7 @@ from pathlib import Path, PurePosixPath
 
 from teimgr.errors import InvalidConfig, ModelLoadFailed
 from teimgr.models import bounded_json as model_json
+from teimgr.models.safetensors_head import CutShort, read_head
 from teimgr.models.source import MAX_PATH_CHARS, file_problem, home_of, is_inside, resolved_roots, stays_below
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -56,7 +57,6 @@ TASK_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}")
 # Folders that files are read of without being a module's.
 _READ_BESIDE = ("1_Pooling", "additional_chat_templates")
 _MAX_FILES = 10_000
-_MAX_HEAD_BYTES = 16 * 2**20  # of a safetensors file that is looked into; known ones have 1 MB
 _MAX_POINTER_BYTES = 1024  # git-lfs takes no larger file for one
 
 
@@ -431,16 +431,11 @@ def is_cut_short(weights: Path) -> bool:
     if weights.suffix != ".safetensors":
         return False
     try:
-        with weights.open("rb") as file:
-            head_bytes, whole = int.from_bytes(file.read(8), "little"), weights.stat().st_size
-            if whole < 8 or not 0 < head_bytes <= _MAX_HEAD_BYTES:
-                return False  # no safetensors at all
-            if whole < 8 + head_bytes:
-                return True
-            head = model_json.parse(file.read(head_bytes), weights.name)
-        ends = (tensor["data_offsets"][1] for name, tensor in head.items() if name != "__metadata__")
-        return whole < 8 + head_bytes + max(ends, default=0)
-    except (OSError, ModelLoadFailed, ValueError, KeyError, TypeError, IndexError, AttributeError):
+        ends = [tensor.end for tensor in read_head(weights)]
+        return weights.stat().st_size < max(ends, default=0)
+    except CutShort:
+        return True
+    except (OSError, ModelLoadFailed):
         return False
 
 

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from teimgr.errors import ModelLoadFailed
-from teimgr.models import bounded_json as model_json
 from teimgr.models.directory import files_below, weight_files
 from teimgr.models.layout import Backbone, Layout
+from teimgr.models.safetensors_head import HeadTensor, read_head
 
-_MAX_HEAD_BYTES = 16 * 2**20
 _NARROW = ("F16", "BF16", "F8_E4M3", "F8_E5M2", "I8", "U8")
 _TABLES = ("embed", "wte", "wpe", "shared.weight", "lm_head")
 """Parts of the names of tensors whose rows are looked up, and not multiplied."""
@@ -57,11 +56,10 @@ def weight_sizes(layout: Layout) -> WeightSizes:
         head = _head(file)
         if not head:
             parameters += found.st_size // 4
-        for name, tensor in head.items():
-            count = _elements(tensor)
-            parameters += count
-            tables += count * any(part in name for part in _TABLES)
-            is_wide = is_wide and tensor.get("dtype") not in _NARROW
+        for tensor in head:
+            parameters += tensor.elements
+            tables += tensor.elements * any(part in tensor.name for part in _TABLES)
+            is_wide = is_wide and tensor.dtype not in _NARROW
     config = layout.config.get("text_config") or layout.config
     hidden = _number(config, "hidden_size", "d_model", "n_embd", "dim")
     return WeightSizes(
@@ -85,29 +83,12 @@ def _files(layout: Layout) -> Iterator[Path]:
             yield place
 
 
-def _head(file: Path) -> Mapping[str, Mapping[str, Any]]:
-    """The tensors of a safetensors file by name; empty for another one, which is judged by its size."""
-    if file.suffix != ".safetensors":
-        return {}
-    with file.open("rb") as opened:
-        size = int.from_bytes(opened.read(8), "little")
-        if not 0 < size <= _MAX_HEAD_BYTES:
-            return {}
-        try:
-            head = model_json.parse(opened.read(size), file.name)
-        except ModelLoadFailed:  # the load reports the fault
-            return {}
-    if not isinstance(head, dict):
-        return {}
-    return {name: tensor for name, tensor in head.items() if name != "__metadata__" and isinstance(tensor, dict)}
-
-
-def _elements(tensor: Mapping[str, Any]) -> int:
-    count = 1
-    shape = tensor.get("shape")
-    for size in shape if isinstance(shape, list) else ():
-        count *= size if isinstance(size, int) and size >= 0 else 0
-    return count
+def _head(file: Path) -> list[HeadTensor]:
+    """The tensors of a safetensors file; none of another or a broken one, which is judged by its size."""
+    try:
+        return read_head(file) if file.suffix == ".safetensors" else []
+    except ModelLoadFailed:  # the load reports the fault
+        return []
 
 
 def _number(config: Mapping[str, Any], *keys: str) -> int:

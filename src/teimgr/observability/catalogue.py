@@ -170,6 +170,10 @@ PADDING_SAVED = _worker(
     "counter",
     "Tokens that padding each batch to its longest input would have added",
 )
+OWN_TEXTS = _worker(
+    "teimgr_engine_self_test_texts_total", "counter", "Inputs of self-tests, which are in no other count"
+)
+OWN_TOKENS = _worker("teimgr_engine_self_test_tokens_total", "counter", "Tokens of self-tests, likewise")
 FAILED_TEXTS = _worker("teimgr_engine_failed_texts_total", "counter", "Inputs that failed")
 EXPIRED_TEXTS = _worker(
     "teimgr_engine_deadline_expired_total", "counter", "Inputs whose deadline passed before their batch", "lane"

@@ -416,7 +416,7 @@ class Worker:
 
     async def _metrics(self, _: bytes, limit_s: float) -> bytes:
         page = self._dispatcher.metrics.page() | await asyncio.to_thread(
-            process_page, self._dispatcher.calls, self._watchdog.held if self._watchdog else 0
+            process_page, self._memory, self._dispatcher.calls, self._watchdog.held if self._watchdog else 0
         )
         if self._engine is not None:
             page |= engine_page(self._engine.stats())

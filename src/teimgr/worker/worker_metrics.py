@@ -17,7 +17,7 @@ from teimgr.errors import Code, TeimgrError
 from teimgr.observability import catalogue, exposition
 from teimgr.observability.catalogue import Family
 from teimgr.observability.exposition import Page, Sample
-from teimgr.observability.memory import private_bytes, proc_sizes
+from teimgr.observability.memory import PrivateMemory, resident_bytes
 from teimgr.wire.frames import Timings
 from teimgr.worker.calls import WorkerCall
 
@@ -237,6 +237,8 @@ def engine_page(stats: EngineStats) -> Page:
     }
     singles = {
         catalogue.PADDING_SAVED: stats.padding_saved_tokens,
+        catalogue.OWN_TEXTS: stats.own_texts,
+        catalogue.OWN_TOKENS: stats.own_tokens,
         catalogue.FAILED_TEXTS: stats.failed_texts,
         catalogue.BUSY: stats.busy_s,
         catalogue.RUNNING_TOKENS: stats.running_tokens,
@@ -247,13 +249,12 @@ def engine_page(stats: EngineStats) -> Page:
     return page | {family: _one(number) for family, number in singles.items()}
 
 
-def process_page(calls: int, loop_held: int = 0) -> Page:
-    """Metrics of the process: unanswered calls, memory, processor time. Blocks while the kernel adds up mappings."""
-    sizes = proc_sizes("self", "smaps_rollup")
+def process_page(memory: PrivateMemory, calls: int, loop_held: int = 0) -> Page:
+    """Metrics of the process: unanswered calls, memory, processor time. Blocks at the first reading of the memory."""
     return {
         catalogue.WORKER_CALLS: _one(calls),
         catalogue.WORKER_LOOP_HELD: _one(loop_held),
-        catalogue.RESIDENT: _one(sizes.get("Rss", 0)),
-        catalogue.UNIQUE: _one(private_bytes(sizes) or 0),
+        catalogue.RESIDENT: _one(resident_bytes()),
+        catalogue.UNIQUE: _one(memory.read() or 0),
         catalogue.CPU_SECONDS: _one(time.process_time()),
     }

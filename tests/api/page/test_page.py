@@ -93,7 +93,7 @@ async def test_the_fleet_shows_states_reasons_and_alarms(serving: Serving) -> No
         front.fleet.ready("a")
         await front.create("broken")
         front.fleet.fail("broken", "it has no weights")
-        front.alarms.append("the disk is full")
+        front.alarms += ["the disk is full", "broken: failed: it has no weights"]
         text = await text_of(front, "/")
         assert re.search(r"<span id=\"alarm-count\">2</span> alarms", text)
         assert "the disk is full" in text

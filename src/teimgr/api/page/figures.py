@@ -264,11 +264,16 @@ class Sampler:
 
 
 def _memory(view: InstanceView, on_cards: Mapping[int, int], stats: Sequence[WorkerStats]) -> int:
-    """Memory of an instance's workers in bytes: in RAM, or on their cards.
+    """Memory of an instance's workers in bytes: their own in RAM, or on their cards.
 
     Where the driver does not report processes, as in containers, that of torch's allocator counts.
     """
     if not any(worker.gpu for worker in view.workers):
-        return sum(int(each.counters.get("resident_bytes", 0)) for each in stats)
+        return sum(_own_bytes(each.counters) for each in stats)
     known = [on_cards[worker.pid] for worker in view.workers if worker.pid is not None and worker.pid in on_cards]
     return sum(known) or sum(int(each.counters.get("device_bytes", 0)) for each in stats)
+
+
+def _own_bytes(counters: Mapping[str, Any]) -> int:
+    own = counters.get("private_bytes")
+    return int(counters.get("resident_bytes", 0) if own is None else own)

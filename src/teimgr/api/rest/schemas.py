@@ -320,6 +320,7 @@ class WorkerFacts(BaseModel):
     reason: str | None
     attempt: int | None = Field(description="number of this start, or of the next one, once one before it has failed")
     next_attempt_secs: int | None = Field(description="until the next start, where one is waited for")
+    private_bytes: int | None = Field(description="memory of this host that its end gives back, as of its last probe")
 
 
 class Update(BaseModel):

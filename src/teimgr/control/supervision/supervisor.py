@@ -167,6 +167,7 @@ class Supervisor(LifecycleTask):
         self._probed_at: datetime | None = None
         self._give_back: Callable[[], None] | None = None  # the load slot
         self._reservation: Reservation | None = None  # of the present worker's memory, until its process is gone
+        self._private_bytes: int | None = None  # of the present worker, as it said last
         self._closed = False
 
     # Commands
@@ -323,6 +324,7 @@ class Supervisor(LifecycleTask):
             health_check_failures=replica.probe_failures,
             last_health_check=rfc3339(self._probed_at) if self._probed_at else None,
             reason=download or replica.reason,
+            private_bytes=self._private_bytes,
             attempt=replica.attempt,
             next_attempt_secs=None if next_s is None else math.ceil(next_s),
         )
@@ -400,7 +402,7 @@ class Supervisor(LifecycleTask):
                 self._context.records.metrics.count(catalogue.PROBE_FAILURES, self.spec.name)
                 log.warning("probe failed", extra={"instance": self.spec.name, "reason": reason})
             case Exited():
-                self._worker = self.place = None
+                self._worker = self.place = self._private_bytes = None
                 self._release_memory()
 
     def _report_crash(self, exit: Exit) -> bool:
@@ -491,6 +493,7 @@ class Supervisor(LifecycleTask):
         """The ledger learns what the worker takes, the instance whether that is too much."""
         if self._reservation is not None and self._worker is not None and self._worker.handle is not None:
             self._settle_memory(self._reservation, self._worker.handle, reading)
+        self._private_bytes = reading.private_bytes if reading is not None else None
         if reading is not None:
             self._owner.on_memory(self, reading.resident_bytes, fresh)
 

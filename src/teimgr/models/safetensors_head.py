@@ -1,0 +1,74 @@
+"""The head of a safetensors file: names, types and shapes of its tensors, and where their bytes lie.
+
+The library reads heads too, but maps the whole file, and refuses one that is cut short without saying so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from teimgr.errors import ModelLoadFailed
+from teimgr.models import bounded_json as model_json
+
+MAX_HEAD_BYTES = 16 * 2**20
+"""Known ones have 1 MB."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadTensor:
+    """One tensor of a file. `begin` and `end` are places in the file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    @property
+    def elements(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+
+def read_head(file: Path) -> list[HeadTensor]:
+    """The tensors of a safetensors file in the order of its head. Blocking.
+
+    Raises:
+        NoHead: it does not begin with the length of a head.
+        CutShort: it ends within the head. A file may still end before the data that the head announces.
+        ModelLoadFailed: the head is not what the format says.
+        OSError: it cannot be read.
+    """
+    with file.open("rb") as opened:
+        whole = file.stat().st_size
+        size = int.from_bytes(opened.read(8), "little")
+        if whole < 8 or not 0 < size <= MAX_HEAD_BYTES:
+            raise NoHead(f"{file.name} is no safetensors file")
+        if whole < 8 + size:
+            raise CutShort(f"{file.name} ends too soon")
+        head = model_json.parse(opened.read(size), file.name)
+    try:
+        return [_tensor(name, each, 8 + size) for name, each in head.items() if name != "__metadata__"]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ModelLoadFailed(f"the head of {file.name} is not what it should be: {error!r}") from error
+
+
+class NoHead(ModelLoadFailed):
+    """The file is not of the format."""
+
+
+class CutShort(ModelLoadFailed):
+    """The file ends too soon."""
+
+
+def _tensor(name: str, described: Any, data: int) -> HeadTensor:
+    begin, end = described["data_offsets"]
+    shape = tuple(described["shape"])
+    numbers = (begin, end, *shape)
+    if any(type(each) is not int or each < 0 for each in numbers) or end < begin:
+        raise ValueError(f"tensor {name}")
+    return HeadTensor(name, str(described["dtype"]), shape, data + begin, data + end)
