@@ -23,6 +23,7 @@ from teimgr.api.rest import (
     models,
     plan,
     probes,
+    recommendations,
     scaling,
     usage,
 )
@@ -80,7 +81,7 @@ def _openapi() -> dict[str, Any]:
     app = FastAPI()
     for part in (
         *(instances, fleet, plan, logs, events, models, config, gpus),
-        *(usage, hosts, probes, scaling, files, batches),
+        *(usage, hosts, probes, scaling, recommendations, files, batches),
     ):
         app.router.routes.extend(part.router.routes)
     describe(app)

@@ -41,18 +41,8 @@ _MAX_SCALE_WAIT_MS = 600_000
 # Kinds of fleet events, for REST, webhooks and their filters.
 EVENTS = (
     *("created", "starting", "running", "stopping", "stopped", "failed", "unhealthy"),
-    *(
-        "crashed",
-        "over_memory",
-        "no_host",
-        "updated",
-        "update_failed",
-        "deleted",
-        "unloaded",
-        "evicted",
-        "war",
-        "scaled",
-    ),
+    *("crashed", "over_memory", "no_host", "updated", "update_failed", "deleted"),
+    *("unloaded", "evicted", "war", "scaled", "applied", "taken_back"),
 )
 
 _ROUTES = {"actions"}

@@ -6,7 +6,6 @@ import json
 import threading
 import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,16 +13,18 @@ from tests.support import models
 from tests.support.daemon_process import WarmDaemonProcess
 from tests.support.polling import until
 
+from teimgr.errors import ObjectNotFound
 from teimgr.spec import State
 
 pytestmark = pytest.mark.timeout(600)
 
 
-@pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[WarmDaemonProcess]:
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmDaemonProcess]:
     with WarmDaemonProcess() as running:
         with running.client() as client:
-            client.create("e5.small", str(models.build("bert", tmp_path)), max_replicas=3, scale_down_delay_secs=4)
+            path = str(models.build("bert", tmp_path_factory.mktemp("model")))
+            client.create("e5.small", path, max_replicas=3, scale_down_delay_secs=4)
             until(lambda: client.get("e5.small").status is State.RUNNING, "start")
         yield running
 
@@ -82,6 +83,22 @@ def test_replicas_come_and_go_without_a_failed_call(daemon: WarmDaemonProcess) -
     assert reasons[0] == "1 → 3: min_replicas is 3"
     assert "would have carried the load of 4 s" in reasons[-1]
     assert 'teimgr_scaling_replicas{instance="e5.small"} 1' in get(daemon, "/metrics")
+
+
+def test_an_idle_instance_is_recommended_and_made_one_on_demand(daemon: WarmDaemonProcess) -> None:
+    with daemon.client() as client:
+        found = until(lambda: client.recommendations(window_secs=5)["recommendations"], "a second reading")
+        assert [each["id"] for each in found] == ["idle.e5.small"]
+        assert found[0]["patch"]["load"] == "on_demand"
+        assert found[0]["evidence"]["held_bytes"] > 2**20
+        made = client.apply_recommendation("idle.e5.small", window_secs=5)
+        assert (made["state"], made["before"]) == ("watched", {"load": "eager", "idle_timeout_secs": 0})
+        assert client.get("e5.small").load == "on_demand"
+        with pytest.raises(ObjectNotFound):
+            client.apply_recommendation("idle.e5.small")
+        again = client.recommendations()
+        assert (again["recommendations"], again["applied"]) == ([], [made])
+    assert [each["reason"] for each in get(daemon, "/events") if each["event"] == "applied"]
 
 
 def test_an_instance_without_a_replica_has_its_figures(daemon: WarmDaemonProcess) -> None:

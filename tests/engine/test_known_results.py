@@ -14,7 +14,7 @@ from tests.support.models import build, build_cross_encoder, build_m3
 from tests.support.polling import until
 
 from teimgr.engine.job import InferOptions, Job, Lane, Output, Pair
-from teimgr.engine.known_results import ResultCache
+from teimgr.engine.known_results import RepeatSample, ResultCache
 
 TEXT, OTHER = "The boats lie in the harbour.", "Rain fell all night."
 
@@ -185,3 +185,15 @@ def test_the_cache_is_bounded_in_bytes_and_loses_what_was_not_used_for_longest()
     assert cache.find(0, (b"nan",), dense) is None
     assert cache.find(0, (bytes([0]) * 16,), frozenset({Output.TOKENS})) is None
     assert len(cache) == 3
+
+
+def test_one_in_eight_texts_tells_how_many_come_again() -> None:
+    sample = RepeatSample()
+    texts = [(str(i).encode(),) for i in range(4000)]
+    sample.count(texts)
+    assert 300 < sample.sampled < 700
+    assert sample.repeated == 0
+    once = sample.sampled
+    sample.count(texts[:2000])
+    assert sample.sampled < 2 * once
+    assert sample.repeated == sample.sampled - once

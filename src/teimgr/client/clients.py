@@ -233,6 +233,8 @@ class Client:
     reload = _blocking(AsyncClient.reload)
     gpus = _blocking(AsyncClient.gpus)
     usage = _blocking(AsyncClient.usage)
+    recommendations = _blocking(AsyncClient.recommendations)
+    apply_recommendation = _blocking(AsyncClient.apply_recommendation)
     plan = _blocking(AsyncClient.plan)
     hosts = _blocking(AsyncClient.hosts)
     create_join_token = _blocking(AsyncClient.create_join_token)

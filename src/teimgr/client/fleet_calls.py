@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
+from urllib.parse import quote
 
 from teimgr.client.http_replies import JsonObject, Query
 from teimgr.client.rest import RestCalls, given_flags
@@ -60,6 +61,24 @@ class FleetCalls(RestCalls):
         body = {"apply": apply} | ({} if instances is None else {"instances": list(instances)})
         found: Mapping[str, Any] = await self._call("POST", "/plan", body=body)
         return found
+
+    async def recommendations(self, *, window_secs: int = 600) -> Mapping[str, Any]:
+        """`recommendations` by the figures of the last `window_secs`, each with its evidence and PATCH; `applied` has
+        those of the past."""
+        found: Mapping[str, Any] = await self._call("GET", "/recommendations", query={"window_secs": str(window_secs)})
+        return found
+
+    async def apply_recommendation(self, id: str, *, window_secs: int = 600) -> Mapping[str, Any]:
+        """Send the PATCH of a recommendation; what it brings is judged after `window_secs`.
+
+        Raises:
+            ObjectNotFound: it is not recommended, or not any more.
+            ValidationError: it has no PATCH.
+        """
+        made: Mapping[str, Any] = await self._call(
+            "POST", f"/recommendations/{quote(id, safe='')}/apply", query={"window_secs": str(window_secs)}
+        )
+        return made
 
     async def create_join_token(self, *, node: str | None = None, life_secs: float = 3600.0) -> Mapping[str, Any]:
         """`token`, by which one host may join the cluster within `life_secs`; as `node` alone, if that is given.

@@ -113,6 +113,8 @@ class RestClient:
     reload = _blocking(_Calls.reload)
     gpus = _blocking(_Calls.gpus)
     usage = _blocking(_Calls.usage)
+    recommendations = _blocking(_Calls.recommendations)
+    apply_recommendation = _blocking(_Calls.apply_recommendation)
     plan = _blocking(_Calls.plan)
     hosts = _blocking(_Calls.hosts)
     create_join_token = _blocking(_Calls.create_join_token)

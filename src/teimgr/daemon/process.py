@@ -23,7 +23,9 @@ from teimgr.cluster.opening import open_cluster
 from teimgr.config.auth import policy_of
 from teimgr.config.settings import Settings
 from teimgr.config.sources import Configuration, Source
+from teimgr.control.capacity.advisor import Advisor
 from teimgr.control.capacity.autoscaler import Autoscaler
+from teimgr.control.capacity.kept_file import KeptFile, kept_path
 from teimgr.control.events.fleet_events import EventLog
 from teimgr.control.events.webhooks import Webhooks
 from teimgr.control.launch.launcher import Launcher, LocalLauncher, LocalOptions
@@ -151,7 +153,16 @@ class Daemon:
         self.webhooks = Webhooks(self.events)
         self.gpu_report = GpuReport(inventory, self.manager.list, self._mux_states)
         self.scraper = Scraper(self.directory, identity=identity)
-        self.autoscaler = Autoscaler(self.manager, self.scraper.stats)
+        self.scaling_figures = KeptFile(kept_path(settings.state_file))
+        self.autoscaler = Autoscaler(self.manager, self.scraper.stats, self.scaling_figures)
+        self.advisor = Advisor(
+            self.manager,
+            self.scraper.stats,
+            self.manager.memory,
+            inventory,
+            self.scaling_figures,
+            self.autoscaler.pays,
+        )
         self.metrics.sources.extend((self.scraper.page, self.gpu_report.page, self.tenants.page, self.autoscaler.page))
         if self.cluster is not None:
             self.metrics.sources.append(self.cluster.forwarding.page)
@@ -169,6 +180,7 @@ class Daemon:
             gpu_report=self.gpu_report,
             tenants=self.tenants,
             autoscaler=self.autoscaler,
+            advisor=self.advisor,
             policy=self.policy,
             event_log=self.events,
             live_probe=FleetProber(self.directory, float(settings.health_probe_timeout_secs), identity),
@@ -218,7 +230,11 @@ class Daemon:
                         self.cluster.forwarding.start()
                     residence = asyncio.create_task(self.residence.run(), name="residence of models")
                     await self.manager.boot()
+                    await asyncio.to_thread(self.scaling_figures.load)
+                    self.autoscaler.restore()
+                    self.advisor.restore()
                     scaling = asyncio.create_task(self.autoscaler.run(), name="autoscaling")
+                    advising = asyncio.create_task(self.advisor.run(), name="recommendations")
                     # Until then a mux of an earlier daemon uses the last snapshot it got.
                     await self.manager.adoption_over()
                     async with (
@@ -242,6 +258,7 @@ class Daemon:
                         await self.registry.close()
                         residence.cancel()
                         scaling.cancel()
+                        advising.cancel()
             finally:
                 await self._stop()
         return 0
@@ -284,6 +301,7 @@ class Daemon:
             await self.cluster.forwarding.close()
         await self.launcher.close()
         self.tenants.close()
+        await self.scaling_figures.close()
         await asyncio.to_thread(self.telemetry.close)
         log.info("stopped")
 

@@ -85,7 +85,9 @@ class Engine:
         self._model_bytes = tensor_bytes(parts.model)
         self._close_model = parts.model.close
         activation = parts.info.activation or "identity"
-        self._finisher = Finisher(self._deliver, self._mark_unhealthy, activation, self._on_bad_result)
+        self._finisher = Finisher(
+            self._deliver, self._mark_unhealthy, activation, self._on_bad_result, parts.info.max_input_length
+        )
         self._queue = EntryQueue(parts.limits, token_s=self._finisher.least_token_s)
         self._core_load = _core_load(options)
         threads = CpuThreads(options.threads, options.threads)
@@ -285,6 +287,8 @@ class Engine:
             queued_texts=len(self._queue),
             queued_tokens=sum(waiting.values()),
             running_tokens=self._finisher.running_tokens,
+            sampled_texts=sum(runner.repeats.sampled for runner in self._runners),
+            repeated_texts=sum(runner.repeats.repeated for runner in self._runners),
             healthy=self._fault is None,
             by_texts=list(done.by_texts),
             by_tokens=list(done.by_tokens),

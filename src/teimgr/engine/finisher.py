@@ -232,8 +232,9 @@ class EngineStats:
     than 2^(k-1), `by_tokens` likewise; `lanes` are by `Lane.value`. `padding_saved_tokens` is what padding each batch
     to its longest text would have added. `known_texts` were not computed, and are in no other count: an equal input was
     under way, or its result was kept; `own_texts` and `own_tokens` are of self-tests, and in no other count but
-    `batches`. `device_bytes` and `device_peak_bytes` are what the device's allocator holds
-    for this process, and the most it ever gave out; 0 and None on the CPU.
+    `batches`. `full_texts` have all tokens that the model takes: those that were cut are among them. `repeated_texts`
+    of the `sampled_texts`, one in eight, had come before (`RepeatSample`). `device_bytes` and `device_peak_bytes` are
+    what the device's allocator holds for this process, and the most it ever gave out; 0 and None on the CPU.
     """
 
     queued_texts: int = 0
@@ -246,6 +247,9 @@ class EngineStats:
     known_texts: int = 0
     own_texts: int = 0
     own_tokens: int = 0
+    full_texts: int = 0
+    sampled_texts: int = 0
+    repeated_texts: int = 0
     busy_s: float = 0.0
     healthy: bool = True
     by_texts: list[int] = field(default_factory=lambda: [0] * _POWERS)
@@ -262,7 +266,8 @@ class Finisher:
 
     `deliver` receives the jobs that one batch completed, `on_fault` the reason why results cannot be trusted any more.
     `on_bad_result` is called when the forward of a text failed or gave no numbers; the text fails alone. `activation`
-    turns logits into scores. Callers count a batch in an `InFlightLimit` of `new_limit` before they put it.
+    turns logits into scores; `max_length` is the most tokens of a text, 0 if it is not known. Callers count a batch in
+    an `InFlightLimit` of `new_limit` before they put it.
     """
 
     def __init__(
@@ -271,7 +276,9 @@ class Finisher:
         on_fault: Callable[[str], None],
         activation: str = "identity",
         on_bad_result: Callable[[], None] = lambda: None,
+        max_length: int = 0,
     ) -> None:
+        self._max_length = max_length or math.inf
         self._deliver = deliver
         self._on_fault = on_fault
         self._on_bad_result = on_bad_result
@@ -458,7 +465,10 @@ class Finisher:
             stats.by_texts[(texts - 1).bit_length()] += 1
             stats.by_tokens[(tokens - 1).bit_length()] += 1
         stats.busy_s += busy_ns / 1e9
-        stats.padding_saved_tokens += batch.texts * max(entry.length for entry in batch.entries) - batch.tokens
+        longest = max(entry.length for entry in batch.entries)
+        stats.padding_saved_tokens += batch.texts * longest - batch.tokens
+        if longest >= self._max_length:
+            stats.full_texts += sum(entry.texts for entry in batch.entries if entry.length >= self._max_length)
         token_s = duration_ns / 1e9 / (batch.tokens + BATCH_OVERHEAD_TOKENS)
         self.slowest_s = max(token_s, self.slowest_s * _FORGET)
         self.quickest_s = min(token_s, self.quickest_s / _FORGET)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -30,6 +30,7 @@ OWN_TENANT = -1
 """Of the engine's own jobs, which have to be computed: they test the device."""
 RECENT_BYTES = 8 * 2**20
 """Of a batch whose results wait for equal inputs that came while it ran."""
+_SAMPLE_MASK, _SAMPLE_KEPT = 7, 8192
 _ENTRY_BYTES = 500  # of a kept result beside its numbers and ids
 
 
@@ -133,6 +134,33 @@ class RecentBatch:
         if self._rows is None:
             self._rows = self.wait()
         return {output: numbers_of(self._rows[output], int(self.places[at])) for output in outputs}
+
+
+class RepeatSample:
+    """An estimate of how many inputs come again, from one in eight of them, chosen by their hash.
+
+    `repeated` of the `sampled` ones were among those of the last `8 * _SAMPLE_KEPT` inputs, which a cache would have
+    kept. One thread counts at a time; any may read.
+    """
+
+    def __init__(self) -> None:
+        self.sampled = self.repeated = 0
+        self._last: OrderedDict[int, None] = OrderedDict()
+
+    def count(self, keys: Iterable[Key]) -> None:
+        """Count the inputs of a batch, each once."""
+        for key in keys:
+            hashed = hash(key[0])  # which the bytes keep, where they were the key of a dictionary before
+            if hashed & _SAMPLE_MASK:
+                continue
+            self.sampled += 1
+            if hashed in self._last:
+                self.repeated += 1
+                self._last.move_to_end(hashed)
+                continue
+            self._last[hashed] = None
+            if len(self._last) > _SAMPLE_KEPT:
+                self._last.popitem(last=False)
 
 
 def numbers_of(rows: HostRows, place: int) -> Numbers:

@@ -45,6 +45,7 @@ from teimgr.engine.known_results import (
     RECENT_BYTES,
     DistinctInputs,
     RecentBatch,
+    RepeatSample,
     ResultCache,
     keys_of,
     known_and_rest,
@@ -98,7 +99,7 @@ class Runner:
     while the other workers of the host (`core_load`) leave cores idle.
 
     Of inputs that were submitted before an equal one of the same tenant was computed, only that one is; `cache` keeps
-    results for longer.
+    results for longer. `repeats` estimates how many come again.
 
     `on_defect` gets what is raised on a caller's thread, which it does not end; the queries at hand fail.
     """
@@ -115,6 +116,7 @@ class Runner:
         on_defect: Callable[[BaseException], None] = lambda error: None,
         cache: ResultCache | None = None,
     ) -> None:
+        self.repeats = RepeatSample()
         self._recent: RecentBatch | None = None
         self._on_defect = on_defect
         self._lanes = lanes
@@ -287,6 +289,8 @@ class Runner:
             self._in_flight.leave(tokens, time.monotonic_ns())
             trace = "".join(traceback.format_exception(error)) if failed or len(inputs_of) == 1 else ""
             return _StartError(str(error), _is_out_of_memory(error), failed, trace)
+        if not self._is_table and entries[0].job.tenant != OWN_TENANT:
+            self.repeats.count(distinct.known or [(entries[0].encoded.ids.tobytes(),)])
         if self._may_have_twins() and self._result_bytes(entries) <= RECENT_BYTES:
             distinct = distinct if distinct.known else self._distinct_inputs(entries, True)
             counts = [(entry.job.tenant, entry.texts) for entry in entries]

@@ -79,6 +79,7 @@ async def everything(settings: Settings) -> AsyncIterator[Everything]:
         gpu_report=behind,
         tenants=behind,
         autoscaler=behind,
+        advisor=behind,
         page=page,
         batches=behind,
     )

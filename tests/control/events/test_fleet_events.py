@@ -72,13 +72,8 @@ def test_a_life_is_told_step_by_step() -> None:
         "failed",
         "deleted",
     ]
-    assert set(told) == set(EVENTS) - {
-        "unloaded",
-        "evicted",
-        "war",
-        "scaled",
-        "update_failed",
-    }  # incidents of other parts
+    of_others = {"unloaded", "evicted", "war", "scaled", "applied", "taken_back", "update_failed"}
+    assert set(told) == set(EVENTS) - of_others
     (crashed,) = [event for event in events.since(0) if event.event == "crashed"]
     assert (crashed.reason, crashed.crash_report) == ("killed", "a-0.json")
     last = list(events.since(0))[-1]

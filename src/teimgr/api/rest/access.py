@@ -133,6 +133,8 @@ PERMISSIONS: dict[str, Permission] = {
     "GET /gpus": READ_ALL,
     "GET /usage": READ_ALL,
     "POST /plan": ADMIN_ALL,
+    "GET /recommendations": READ,
+    "POST /recommendations/{id}/apply": ADMIN,
     "GET /hosts": READ_ALL,
     "POST /hosts/tokens": ADMIN_ALL,
     "DELETE /hosts/{name}": ADMIN_ALL,

@@ -41,6 +41,7 @@ from teimgr.api.rest import (
     models,
     plan,
     probes,
+    recommendations,
     scaling,
     usage,
 )
@@ -60,6 +61,7 @@ from teimgr.api.rest.proxies import ProxyHeaders, TrustedProxies
 from teimgr.api.rest.query_limit import LimitQuery
 from teimgr.config.auth import policy_of
 from teimgr.config.settings import Settings
+from teimgr.control.capacity.advisor import Advisor
 from teimgr.control.capacity.autoscaler import Autoscaler
 from teimgr.control.events.fleet_events import EventLog
 from teimgr.control.registry.registry import Registry
@@ -137,6 +139,7 @@ def create_app(
     gpu_report: GpuReport | None = None,
     tenants: TenantRegistry | None = None,
     autoscaler: Autoscaler | None = None,
+    advisor: Advisor | None = None,
     policy: PolicyInForce | None = None,
     event_log: EventLog | None = None,
     live_probe: FleetProber | None = None,
@@ -160,6 +163,7 @@ def create_app(
         gpu_report: Routes of /gpus.
         tenants: Route of /usage.
         autoscaler: Route of /metrics/scaling.
+        advisor: Routes of /recommendations.
         policy: Authentication and rights of callers.
         event_log: Route of /events.
         live_probe: Self-tests on demand, for /health/all and /instances/{name}/health.
@@ -181,7 +185,7 @@ def create_app(
     )
     app.state.manager, app.state.settings, app.state.metrics = manager, settings, metrics
     app.state.alarms, app.state.booted, app.state.routing = alarms, booted, probes.RoutingState()
-    app.state.tenants, app.state.autoscaler = tenants, autoscaler
+    app.state.tenants, app.state.autoscaler, app.state.advisor = tenants, autoscaler, advisor
     app.state.registry, app.state.gpus, app.state.enrolment = registry, gpu_report, enrolment
     app.state.batches, app.state.direct = batches, None
     app.state.document, app.state.document_lock = None, threading.Lock()
@@ -202,6 +206,7 @@ def create_app(
         (gpus.router, gpu_report is not None),
         (usage.router, tenants is not None),
         (scaling.router, autoscaler is not None),
+        (recommendations.router, advisor is not None),
         (hosts.router, True),
         (files.router, batches is not None),
         (batch_routes.router, batches is not None),

@@ -187,7 +187,7 @@ async def restart_instance(
     responses=ROLLING | UNKNOWN | REFUSED,
     openapi_extra=json_body(UpdateInstance, required=True),
 )
-async def update_instance(request: Request, name: str, manager: ManagerDep, wait: bool = False) -> Response:
+async def update_instance(request: Request, name: str, wait: bool = False) -> Response:
     """Change an instance without a gap: new workers start beside the old ones, pass a self-test, and take over.
 
     The answer is 202 meanwhile, with the progress in the instance's `update`; with `wait` it comes at the end, and is
@@ -195,7 +195,20 @@ async def update_instance(request: Request, name: str, manager: ManagerDep, wait
     meanwhile, the next one starts it again.
     """
     body = await read_json(request, UpdateInstance)
-    changes, recreate = body.changes(), body.strategy == "recreate"
+    view = await changed(request, name, body.changes(), recreate=body.strategy == "recreate", wait=wait)
+    return _progress(view, True)
+
+
+async def changed(
+    request: Request, name: str, changes: dict[str, Any], *, recreate: bool = False, wait: bool = False
+) -> InstanceView:
+    """Change an instance as the caller of `request` may.
+
+    Raises:
+        Forbidden: the caller's key does not allow these changes.
+        TeimgrError: as `Manager.update`.
+    """
+    manager = manager_of(request)
     caller, settings = caller_of(request.scope), request.app.state.settings
     promised: AbstractContextManager[None] = nullcontext()
     if "model_id" in changes and manager.get(name).spec.confined != caller.is_restricted:
@@ -209,7 +222,7 @@ async def update_instance(request: Request, name: str, manager: ManagerDep, wait
         if "replicas" in changes or manager.replicas(changed) > manager.planned_workers(name):
             promised = request.app.state.promised_workers.within(manager, changed, caller)
     with _telling(caller), promised:
-        return _progress(await manager.update(name, changes, recreate=recreate, wait=wait), True)
+        return await manager.update(name, changes, recreate=recreate, wait=wait)
 
 
 class PromisedWorkers:

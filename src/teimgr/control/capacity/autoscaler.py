@@ -12,7 +12,10 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from teimgr.control.capacity.policy import Decision, Reading, Seen, Terms, decide
+from teimgr.control.capacity.history import Counters
+from teimgr.control.capacity.kept_file import KeptFile
+from teimgr.control.capacity.policy import Decision, Reading, Seen, Terms, adds, decide
+from teimgr.control.capacity.rates import MeasuredRates, rates_key
 from teimgr.errors import TeimgrError
 from teimgr.observability import catalogue
 from teimgr.observability.exposition import Page, Sample
@@ -23,19 +26,6 @@ log = logging.getLogger(__name__)
 INTERVAL_S = 2.0
 _HOLD_S = 60.0  # after replicas that did not start, before they are tried again
 _START_S = 5.0  # until one was measured
-
-
-class Counters(Protocol):
-    """What a worker reports about itself."""
-
-    @property
-    def instance(self) -> str: ...
-
-    @property
-    def incarnation(self) -> str: ...
-
-    @property
-    def counters(self) -> Mapping[str, Any]: ...
 
 
 Stats = Callable[[Collection[str] | None], Awaitable[Sequence[Counters]]]
@@ -85,6 +75,7 @@ class _Course:
     asked_at: float = 0.0
     held_until: float = 0.0
     start_s: float = _START_S
+    rates_key: str | None = None
 
     def ask(self, wanted: int, now: float) -> None:
         self.asked, self.asked_at = wanted, now
@@ -121,9 +112,10 @@ class _Course:
 class Autoscaler:
     """Reads what the workers of scaled instances report, and has `fleet` change their replicas; `run` is its task."""
 
-    def __init__(self, fleet: Fleet, stats: Stats) -> None:
+    def __init__(self, fleet: Fleet, stats: Stats, kept: KeptFile | None = None) -> None:
         self._fleet = fleet
         self._stats = stats
+        self._rates = MeasuredRates(kept or KeptFile())
         self._courses: dict[str, _Course] = {}
 
     async def run(self) -> None:
@@ -153,7 +145,11 @@ class Autoscaler:
         serving = [each for each in view.workers if each.role == "serving" and each.state is State.RUNNING]
         if len(found) != len(serving) or (reading := course.read(found, now)) is None:
             return  # a worker that did not answer is no reason to take one away
+        key = rates_key(view, serving)
+        if key != course.rates_key:
+            course.rates_key, course.seen = key, self._rates.seen(key)
         decision = course.decide(_terms(view, course.start_s), reading)
+        self._rates.learn(key, course.seen)
         if view.update is not None and view.update.state == "rolling":
             return
         course.end(reading.replicas, now)
@@ -169,6 +165,15 @@ class Autoscaler:
         course.ask(decision.wanted, now)
         log.info("scaled", extra={"instance": name, "reason": decision.reason})
         self._fleet.note(name, Incident(event="scaled", reason=decision.reason, at=now_rfc3339()))
+
+    def restore(self) -> None:
+        """Take over the rates that an earlier daemon has measured."""
+        self._rates.restore()
+
+    def pays(self, name: str) -> bool:
+        """Whether one more replica of an instance may compute more; False where it was measured not to."""
+        course = self._courses.get(name)
+        return course is None or not course.seen.totals or adds(course.seen, max(course.seen.totals))
 
     async def figures(self) -> dict[str, Figures]:
         """The load of every instance, those without a replica included."""

@@ -16,7 +16,7 @@ SHORT_WINDOW_S = 6.0
 FILL_UP = 0.9
 FILL_DOWN = 0.8
 """The part of their capacity to which replicas are filled, when some are added and when some are taken away."""
-_SAMPLES = 3  # readings that a measured rate of n replicas has, before it is believed
+MIN_SAMPLES = 3  # readings that a measured rate of n replicas has, before it is believed
 PAYS = 1.1
 """A replica pays if the measured rate with it is at least this many times the rate without it."""
 
@@ -74,7 +74,7 @@ class Seen:
     def total(self, replicas: int) -> float | None:
         """The measured tokens a second of that many replicas; None until it was measured often enough."""
         value, samples = self.totals.get(replicas, (0.0, 0))
-        return value if samples >= _SAMPLES else None
+        return value if samples >= MIN_SAMPLES else None
 
     def capacity(self, replicas: int) -> float | None:
         """Tokens a second of that many replicas: as measured, else of as many times one; None if none was measured."""
@@ -181,6 +181,11 @@ def _needed(seen: Seen, arrived_per_s: float, fill: float, present: int, most: i
         if arrived_per_s <= fill * capacity:
             return count
     return most
+
+
+def adds(seen: Seen, count: int) -> bool:
+    """Whether the last of `count` replicas is worth its place, as far as it was measured."""
+    return _does_not_pay(seen, count) is None
 
 
 def _does_not_pay(seen: Seen, count: int) -> str | None:

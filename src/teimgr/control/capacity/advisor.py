@@ -1,0 +1,265 @@
+"""The daemon's task that watches instances, recommends changes, and takes back an applied one that brought nothing.
+
+The rules are in `recommendations`. What was applied is kept across restarts until it is judged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from teimgr.control.capacity.history import HOUR_S, INTERVAL_S, Counters, History, Memory, unseen
+from teimgr.control.capacity.kept_file import KeptFile
+from teimgr.control.capacity.recommendations import Card, Expectation, Observation, Recommendation, recommend, verdict
+from teimgr.control.ledger.admission import Admission
+from teimgr.control.placement.planner import Inventory, InventorySource
+from teimgr.errors import InstanceNotFound, ObjectNotFound, TeimgrError
+from teimgr.spec import Incident, InstanceSpec, InstanceView, now_rfc3339
+
+log = logging.getLogger(__name__)
+
+DEFAULT_WINDOW_S = 600
+MAX_WINDOW_S = int(HOUR_S)
+_SECTION = "applied"
+_KEPT = 100
+_MAX_EXTENSIONS = 3  # of the window, while too little is computed to judge by
+_NOT_AGAIN_S = 86400.0  # after it was taken back
+_CARD_PER_HELD = 2  # room on a card, for what a worker holds on the host
+
+Stats = Callable[[Collection[str] | None], Awaitable[Sequence[Counters]]]
+
+
+class Fleet(Protocol):
+    """Who has the instances: their manager."""
+
+    def get(self, name: str) -> InstanceView:
+        """One instance.
+
+        Raises:
+            InstanceNotFound.
+        """
+
+    async def update(self, name: str, changes: Mapping[str, Any]) -> InstanceView: ...
+
+    def note(self, name: str, incident: Incident) -> None: ...
+
+
+@dataclass(slots=True, kw_only=True)
+class Applied:
+    """A recommendation that was applied; `before` has the keys as they were, `until` is when it is judged (Unix time).
+
+    `state` is `watched`, `kept`, `taken_back`, or `superseded` where someone changed the keys meanwhile; `result` says
+    why.
+    """
+
+    id: str
+    instance: str
+    finding: str
+    patch: dict[str, Any]
+    before: dict[str, Any]
+    expects: Expectation
+    applied_at: str
+    window_secs: float
+    until: float
+    extensions: int = 0
+    state: str = "watched"
+    result: str | None = None
+
+    def ends(self, state: str, result: str) -> None:
+        self.state, self.result = state, result
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"expects": self.expects._asdict()}
+
+
+class Advisor:
+    """Recommendations for `fleet`, from what its workers report; `run` is its task."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        stats: Stats,
+        memory: Admission,
+        cards: InventorySource,
+        kept: KeptFile | None = None,
+        pays: Callable[[str], bool] = lambda name: True,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._fleet = fleet
+        self._stats = stats
+        self._memory = memory
+        self._cards = cards
+        self._kept = kept or KeptFile()
+        self._pays = pays
+        self._clock = clock
+        self._histories: dict[str, History] = {}
+        self._applied: list[Applied] = []
+
+    def restore(self) -> None:
+        """Take over what an earlier daemon has applied."""
+        try:
+            records = [
+                Applied(**record | {"expects": Expectation(**record["expects"])})
+                for record in self._kept.get(_SECTION) or ()
+            ]
+        except (TypeError, KeyError, ValueError) as error:
+            log.warning("applied recommendations of an earlier daemon cannot be read: %s", error)
+            return
+        self._applied = records[-_KEPT:]
+
+    async def run(self) -> None:
+        """Watch until cancelled."""
+        while True:
+            await asyncio.sleep(INTERVAL_S)
+            try:
+                await self.look()
+                await self.judge()
+            except Exception:  # a defect: nothing is changed, and the next reading may be good
+                log.exception("no recommendations")
+
+    async def look(self) -> None:
+        """Take a reading of every instance with workers."""
+        found: defaultdict[str, list[Counters]] = defaultdict(list)
+        for each in await self._stats(None):
+            found[each.instance].append(each)
+        now = asyncio.get_running_loop().time()
+        self._histories = {name: self._histories.get(name) or History() for name in found}
+        for name, workers in found.items():
+            with suppress(InstanceNotFound):
+                self._histories[name].add(self._fleet.get(name), workers, now)
+
+    async def recommendations(
+        self, window_s: float = DEFAULT_WINDOW_S, only: Callable[[str], bool] = lambda name: True
+    ) -> list[Recommendation]:
+        """What to change now, by the last `window_s` seconds, of the instances that `only` covers.
+
+        None of an instance whose last change is still watched, and none that was taken back within a day.
+        """
+        await self.look()
+        cards = await self._cards.read()
+        watched = {each.instance for each in self._applied if each.state == "watched"}
+        vain = {each.id for each in self._applied if each.state == "taken_back" and self._is_recent(each)}
+        found: list[Recommendation] = []
+        for name in self._histories:
+            if name not in watched and only(name):
+                with suppress(InstanceNotFound):
+                    found += recommend(self._observe(name, cards, window_s))
+        return [each for each in found if each.id not in vain]
+
+    async def find(self, id: str, window_s: float = DEFAULT_WINDOW_S) -> Recommendation:
+        """A recommendation of now by its id.
+
+        Raises:
+            ObjectNotFound: it is not recommended, or not any more.
+        """
+        _, _, name = id.partition(".")
+        for each in await self.recommendations(window_s, name.__eq__):
+            if each.id == id:
+                return each
+        raise ObjectNotFound("recommendation", id)
+
+    def applied(self) -> list[Applied]:
+        """What was applied, the latest last."""
+        return [*self._applied]
+
+    def watch(self, made: Recommendation, before: InstanceSpec, window_s: float) -> Applied:
+        """Watch a recommendation whose PATCH was accepted: it is judged after `window_s`."""
+        assert made.patch is not None
+        assert made.expects is not None
+        record = Applied(
+            id=made.id,
+            instance=made.instance,
+            finding=made.finding,
+            patch=dict(made.patch),
+            before={name: getattr(before, name) for name in made.patch},
+            expects=made.expects,
+            applied_at=now_rfc3339(),
+            window_secs=window_s,
+            until=self._clock() + window_s,
+        )
+        self._applied = [*self._applied, record][-_KEPT:]
+        self._keep()
+        self._tell(record, "applied", f"{made.finding}; {_words(record.patch)}, expected: {made.effect}")
+        return record
+
+    async def judge(self) -> None:
+        """Judge what has had its window: keep it, or take it back."""
+        due = [each for each in self._applied if each.state == "watched"]
+        before = [(each.state, each.until) for each in due]
+        cards = await self._cards.read() if due else Inventory()
+        for each in due:
+            try:
+                view = self._fleet.get(each.instance)
+            except InstanceNotFound:
+                each.ends("superseded", "the instance was deleted")
+                continue
+            if view.update is None or view.update.state != "rolling":
+                await self._judge(each, view, cards)
+        if before != [(each.state, each.until) for each in due]:
+            self._keep()
+
+    async def _judge(self, record: Applied, view: InstanceView, cards: Inventory) -> None:
+        now = {name: getattr(view.spec, name) for name in record.patch}
+        if now != record.patch:
+            failed = view.update is not None and view.update.state == "failed"
+            record.ends("superseded", f"{_words(now)} since: {'the update failed' if failed else 'changed by someone'}")
+            return
+        if self._clock() < record.until:
+            return
+        seen = self._observe(record.instance, cards, record.window_secs * (1 + record.extensions))
+        is_met, figures = verdict(record.expects, seen)
+        if is_met is None and record.extensions < _MAX_EXTENSIONS:
+            record.extensions += 1
+            record.until = self._clock() + record.window_secs
+        elif is_met:
+            record.ends("kept", figures)
+            log.info("recommendation kept", extra={"instance": record.instance, "reason": figures})
+        else:
+            try:
+                await self._fleet.update(record.instance, record.before)
+            except TeimgrError as error:  # tried again at the next reading
+                log.warning("not taken back", extra={"instance": record.instance, "reason": error.message})
+                return
+            record.ends("taken_back", figures)
+            self._tell(record, "taken_back", f"{_words(record.patch)} is taken back: {figures}")
+
+    def _observe(self, name: str, cards: Inventory, window_s: float) -> Observation:
+        view, history = self._fleet.get(name), self._histories.get(name)
+        memory = self._memory_of(view, cards)
+        if history is None:
+            return unseen(view, memory)
+        return history.observe(view, memory, window_s, self._pays(name))
+
+    def _memory_of(self, view: InstanceView, cards: Inventory) -> Memory:
+        held = self._memory.ledger.held_by(view.spec.name)
+        size = sum(each.footprint.host_bytes + each.footprint.device_bytes for each in held)
+        if not held or any(each.place.gpu is not None for each in held):
+            return Memory(size)
+        batch = max(0, self._memory.footprints.room_for_a_batch(view.spec) - view.spec.cache_bytes)
+        own = [card for card in cards.gpus if card.node == held[0].place.host]
+        free = {card.uuid: self._memory.ledger.free(card.uuid) for card in own}
+        card = max(own, key=lambda each: free[each.uuid] or 0, default=None)
+        room = 0 if card is None else free[card.uuid] or 0
+        if card is None or room < _CARD_PER_HELD * size / len(held):
+            return Memory(size, batch * len(held))
+        return Memory(size, batch * len(held), Card(card.index, card.name, room))
+
+    def _is_recent(self, record: Applied) -> bool:
+        return self._clock() < record.until + _NOT_AGAIN_S
+
+    def _keep(self) -> None:
+        self._kept.put(_SECTION, [each.to_dict() for each in self._applied])
+
+    def _tell(self, record: Applied, event: str, reason: str) -> None:
+        log.info(event, extra={"instance": record.instance, "reason": reason})
+        self._fleet.note(record.instance, Incident(event=event, reason=f"{record.id}: {reason}", at=now_rfc3339()))
+
+
+def _words(keys: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} = {value}" for name, value in keys.items())
