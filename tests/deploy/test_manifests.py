@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from teimgr.api.rest.scaling import Scaling, ScalingFigures, flat
 from teimgr.config.settings import Settings
 from teimgr.config.sources import Source, read
+from teimgr.observability.catalogue import FAMILIES
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -56,7 +59,35 @@ _ENDPOINT = _object(
     honorLabels={"const": True},
     relabelings={"type": "array", "items": _RELABELING},
 )
-_TRIGGER = _object(["type", "metadata"], type={"const": "prometheus"}, metadata=_TEXTS)
+_NUMBER, _BOOLEAN = {"type": "string", "pattern": r"^[0-9]+(\.[0-9]+)?$"}, {"enum": ["true", "false"]}
+# The fields of the two triggers as KEDA 2.20 documents them; values are texts.
+_PROMETHEUS = _object(
+    ["serverAddress", "query", "threshold"],
+    **dict.fromkeys(("serverAddress", "query", "namespace", "customHeaders", "queryParameters", "authModes"), _TEXT),
+    **dict.fromkeys(("threshold", "activationThreshold"), _NUMBER),
+    **dict.fromkeys(("ignoreNullValues", "unsafeSsl"), _BOOLEAN),
+    timeout=_TEXT,
+)
+_METRICS_API = _object(
+    ["url", "valueLocation", "targetValue"],
+    **dict.fromkeys(("url", "valueLocation", "authMode", "keyParamName", "timeout"), _TEXT),
+    **dict.fromkeys(("targetValue", "activationTargetValue"), _NUMBER),
+    **dict.fromkeys(("unsafeSsl", "aggregateFromKubeServiceEndpoints"), _BOOLEAN),
+    format={"enum": ["json", "xml", "yaml", "prometheus"]},
+    method={"enum": ["header", "query"]},
+    aggregationType={"enum": ["average", "sum", "max", "min"]},
+)
+_TRIGGER = {
+    "oneOf": [
+        _object(["type", "metadata"], type={"const": "prometheus"}, metadata=_PROMETHEUS),
+        _object(["type", "metadata"], type={"const": "metrics-api"}, metadata=_METRICS_API),
+    ]
+}
+_BEHAVIORS = ("static", "currentReplicas", "currentReplicasIfHigher", "currentReplicasIfLower", "scalingModifiers")
+_FALLBACK = _object(
+    ["failureThreshold", "replicas"], failureThreshold=_COUNT, replicas=_COUNT, behavior={"enum": [*_BEHAVIORS]}
+)
+_HPA = _object([], behavior=_object([], scaleDown=_object([], stabilizationWindowSeconds=_COUNT)))
 # The keys of the two custom resources that the manifests use, by their CustomResourceDefinitions.
 CUSTOM = {
     "PodMonitor": _object(
@@ -82,6 +113,8 @@ CUSTOM = {
             maxReplicaCount=_COUNT,
             pollingInterval=_COUNT,
             cooldownPeriod=_COUNT,
+            fallback=_FALLBACK,
+            advanced=_object([], horizontalPodAutoscalerConfig=_HPA),
             triggers={"type": "array", "items": _TRIGGER, "minItems": 1},
         ),
     ),
@@ -93,7 +126,7 @@ def test_manifests_are_valid_by_the_schemas_of_kubernetes() -> None:
         kubernetes_validate.validate(document, VERSION, strict=True)
 
 
-@pytest.mark.parametrize("name", ["podmonitor", "scaledobject"])
+@pytest.mark.parametrize("name", ["podmonitor", "scaledobject", "scaledobject-metrics-api"])
 def test_custom_resources_have_the_keys_of_their_definitions(name: str) -> None:
     [document] = documents(KUBERNETES / f"{name}.yaml")
     jsonschema.validate(document, CUSTOM[document["kind"]])
@@ -124,10 +157,34 @@ def test_names_of_manifests_fit_one_another() -> None:
         assert service["spec"]["selector"] == labels
         assert {port["targetPort"] for port in service["spec"]["ports"]} <= names
     [monitor] = documents(KUBERNETES / "podmonitor.yaml")
-    [scaled] = documents(KUBERNETES / "scaledobject.yaml")
     assert monitor["spec"]["selector"]["matchLabels"] == labels
     assert {each["port"] for each in monitor["spec"]["podMetricsEndpoints"]} <= names
-    assert scaled["spec"]["scaleTargetRef"]["name"] == deployment["metadata"]["name"]
+    for name in ("scaledobject", "scaledobject-metrics-api"):
+        [scaled] = documents(KUBERNETES / f"{name}.yaml")
+        assert scaled["spec"]["scaleTargetRef"]["name"] == deployment["metadata"]["name"]
+
+
+def trigger(name: str) -> dict[str, str]:
+    [document] = documents(KUBERNETES / f"{name}.yaml")
+    [found] = document["spec"]["triggers"]
+    return dict(found["metadata"])
+
+
+def test_keda_asks_for_series_and_fields_that_there_are() -> None:
+    names = re.findall(r"teimgr_\w+", trigger("scaledobject")["query"])
+    assert names
+    assert set(names) <= FAMILIES.keys()
+    assert trigger("scaledobject")["ignoreNullValues"] == "false"  # an outage of Prometheus is no load of 0
+
+    asked = trigger("scaledobject-metrics-api")
+    ports = {port["name"]: port["containerPort"] for port in container()["ports"]}
+    assert asked["url"] == f"http://teimgr.default.svc.cluster.local:{ports['rest']}/metrics/scaling"
+    assert asked["aggregationType"] == "sum"
+    top, alias, field = asked["valueLocation"].split(".")
+    seeds = tomllib.loads(of_kind("ConfigMap")["data"]["teimgr.toml"])["instances"]
+    assert alias in flat({each["name"]: {} for each in seeds})
+    assert top in Scaling.model_fields
+    assert ScalingFigures.model_fields[field].annotation is int
 
 
 # Compose and images
