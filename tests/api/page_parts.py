@@ -8,10 +8,15 @@ from typing import Any
 from teimgr.api.page.page import Page
 from teimgr.api.rest.probes import Scraper
 from teimgr.config.settings import Settings
+from teimgr.control.capacity.autoscaler import Autoscaler
 from teimgr.control.events.fleet_events import EventLog
 from teimgr.control.placement.planner import Gpu, GpuInventory, Inventory
 from teimgr.wire.routing.router import Directory
 from tests.support.rest_listener import Fleet
+
+
+async def _no_worker(names: object) -> tuple[()]:
+    return ()
 
 
 def parts(settings: Settings, cards: tuple[Gpu, ...] = ()) -> Callable[[Fleet], dict[str, Any]]:
@@ -23,6 +28,6 @@ def parts(settings: Settings, cards: tuple[Gpu, ...] = ()) -> Callable[[Fleet], 
         fleet.on_views_changed = events.note
         gpus = GpuInventory({}, lambda: Inventory(cards, reason="none in this test"))
         page = Page(settings, fleet, Scraper(Directory()), gpus)  # type: ignore[arg-type]
-        return {"page": page.routes(), "event_log": events}
+        return {"page": page.routes(), "event_log": events, "autoscaler": Autoscaler(fleet, _no_worker)}  # type: ignore[arg-type]
 
     return make

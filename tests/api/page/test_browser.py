@@ -26,7 +26,16 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missi
 
 AXE = gzip.decompress((Path(__file__).parent / "axe" / "axe.min.js.gz").read_bytes()).decode()
 LIMIT_MS = 15_000
-VIEWS = ("/", "/ui/instances/embedding", "/ui/create", "/ui/models", "/ui/devices", "/ui/alarms", "/ui/playground")
+VIEWS = (
+    "/",
+    "/ui/instances/embedding",
+    "/ui/create",
+    "/ui/models",
+    "/ui/devices",
+    "/ui/scaling",
+    "/ui/alarms",
+    "/ui/playground",
+)
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import gzip
 import json
 import re
 import ssl
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,13 @@ from tests.support.rest_listener import Front, listening
 
 from teimgr.config.auth import Auth, Mtls, policy_of
 from teimgr.config.settings import Settings
+from teimgr.control.capacity.advisor import Applied
+from teimgr.control.capacity.recommendations import Expectation, Recommendation
 from teimgr.control.placement.planner import Gpu
 from teimgr.spec import Incident, InstanceSpec, State, UpdateView, WorkerView
 
 CARD = Gpu(index=0, uuid="GPU-a", memory_free_bytes=0, name="a card")
-VIEWS = ("/", "/ui/fleet", "/ui/create", "/ui/models", "/ui/devices", "/ui/alarms", "/ui/playground")
+VIEWS = ("/", "/ui/fleet", "/ui/create", "/ui/models", "/ui/devices", "/ui/scaling", "/ui/alarms", "/ui/playground")
 HTML = {"Accept": "text/html,*/*"}
 
 
@@ -368,3 +371,59 @@ async def test_with_mutual_tls_the_certificate_is_enough(serving: Serving, tmp_p
                 how: dict[str, Any] = {"ssl": context, "headers": {"Origin": origin}}
                 async with front.http.post("/instances/a/restart", **how) as reply:
                     assert (reply.status == 200) is allowed
+
+
+# Scaling
+
+
+class Advice:
+    """One recommendation of each kind of view: with a PATCH and without, and one that was taken back."""
+
+    async def recommendations(self, window_s: float, covers: Callable[[str], bool]) -> list[Recommendation]:
+        return [
+            Recommendation(
+                kind=kind,
+                instance=name,
+                finding=f"no call <{kind}>",
+                evidence={"calls": 0, "span_s": 600.0},
+                effect="400 MiB are free",
+                risk="a wait",
+                patch=patch,
+                expects=None,
+            )
+            for kind, name, patch in (("idle", "a", {"load": "on_demand"}), ("truncated", "theirs", None))
+            if covers(name)
+        ]
+
+    def applied(self) -> list[Applied]:
+        keys: dict[str, Any] = {"patch": {"dtype": "int8"}, "before": {}, "applied_at": "2026-03-04T12:00:00Z"}
+        expects = Expectation("tokens_per_second", "at_least", 5.0)
+        record = Applied(
+            id="dtype.a",
+            instance="a",
+            finding="",
+            expects=expects,
+            window_secs=600,
+            until=0,
+            state="taken_back",
+            **keys,
+        )
+        return [record, replace(record, id="dtype.theirs", instance="theirs")]
+
+
+async def test_scaling_and_recommendations_are_shown_and_admins_may_apply(serving: Serving) -> None:
+    for auth, is_admin in ((Auth(), True), (AUTH, False)):
+        async with serving(auth=auth) as front:
+            await put(front, "a", "theirs")
+            for name in ("a", "theirs"):
+                front.fleet.ready(name)
+            front.app.state.advisor = Advice()
+            if not is_admin:
+                await sign_in(front, "read")
+            text = await text_of(front, "/ui/scaling")
+            assert "replicas stay as given" in text
+            assert ('data-apply="idle.a"' in text) is is_admin
+            assert 'data-apply="truncated.theirs"' not in text  # it has no PATCH
+            assert "no call &lt;idle&gt;" in text
+            assert "calls 0, span_s 600.0" in text
+            assert "taken back" in text

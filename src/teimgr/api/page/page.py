@@ -23,6 +23,7 @@ from teimgr.api.page import format, views
 from teimgr.api.page.assets import assets, html_response
 from teimgr.api.page.figures import Sampler
 from teimgr.api.page.forms import ESSENTIAL, groups
+from teimgr.api.page.scaling_view import scaling_values
 from teimgr.api.page.views import EVENTS_SHOWN, Values
 from teimgr.api.rest.access import own_names
 from teimgr.api.rest.app import PageRoutes
@@ -79,6 +80,7 @@ class Page:
             "/ui/instances/{name}": self._instance,
             "/ui/models": self._models,
             "/ui/devices": self._devices,
+            "/ui/scaling": self._scaling,
             "/ui/alarms": self._alarms,
             "/ui/playground": self._playground,
         }
@@ -186,6 +188,9 @@ class Page:
             notices=list(reloader.notices()) if reloader else [],
             events=views.events_for(caller, request.app.state.events, EVENTS_SHOWN),
         )
+
+    async def _scaling(self, request: Request) -> Response:
+        return self._html(request, "scaling.html", view="scaling", **await scaling_values(request, self._manager))
 
     async def _playground(self, request: Request) -> Response:
         settings: Settings = request.app.state.settings

@@ -141,6 +141,7 @@ def navigation(caller: Caller) -> list[tuple[str, str, str]]:
         ("/ui/fleet", "fleet", "Fleet", may_read),
         ("/ui/models", "models", "Models", may_read and everywhere),
         ("/ui/devices", "devices", "Devices", may_read and everywhere),
+        ("/ui/scaling", "scaling", "Scaling", may_read),
         ("/ui/alarms", "alarms", "Alarms", may_read),
         ("/ui/playground", "playground", "Playground", Right.INFERENCE in caller.rights),
     )

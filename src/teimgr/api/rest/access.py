@@ -174,6 +174,7 @@ PERMISSIONS: dict[str, Permission] = {
     "GET /ui/fleet/live": READ,
     "GET /ui/instances/{name}": READ,
     "GET /ui/instances/{name}/live": READ,
+    "GET /ui/scaling": READ,
     "GET /ui/alarms": READ,
     "GET /ui/models": READ_ALL,
     "GET /ui/devices": READ_ALL,
