@@ -69,7 +69,7 @@ def simulate(scenario: Mapping[str, Any], seed: int = 1) -> Run:
     """Run the policy over a scenario."""
     rng, shared, gain = random.Random(seed), scenario.get("shared_host", False), scenario.get("gain", 1.0)
     terms = Terms(
-        max_replicas=10, start_s=START_S, down_delay_s=scenario.get("down_delay_s", 120.0), shared_host=shared
+        max_replicas=10, start_s=START_S, down_delay_s=scenario.get("down_delay_s", 120.0), shared_device=shared
     )
     seen, run = Seen(), Run([], [], [], [])
     replicas, queued, pending = 1, 0.0, None

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from teimgr.control.capacity import autoscaler as module
+import pytest
+
 from teimgr.control.capacity.autoscaler import Autoscaler
 from teimgr.control.capacity.kept_file import KeptFile
 from teimgr.spec import Incident, InstanceSpec, InstanceView, State, WorkerView
@@ -22,16 +23,24 @@ class Counters:
 
 
 class Busy:
-    """An instance `a` of two replicas on one CPU host that compute 500 tokens a second together, with work waiting."""
+    """An instance `a` whose replicas compute 500 tokens a second together, with work waiting.
 
-    def __init__(self) -> None:
-        self.spec = InstanceSpec(name="a", model_id="m", replicas=2, max_replicas=4)
+    `nodes` and `cards` have the host and the GPU of each replica by a letter; without them all are on one CPU host.
+    """
+
+    def __init__(self, nodes: str | None = None, cards: str = "") -> None:
+        self.spec = InstanceSpec(name="a", model_id="m", replicas=1, max_replicas=4)
+        self.nodes, self.cards = nodes or [None] * 4, cards or [None] * 4
         self.time_s = 0.0
         self.asked: list[int] = []
         self.notes: list[Incident] = []
 
     def list(self) -> list[InstanceView]:
-        workers = [WorkerView(replica=i, role="serving", state=State.RUNNING) for i in range(int(self.spec.replicas))]
+        count = int(self.spec.replicas)
+        workers = [
+            WorkerView(replica=i, role="serving", state=State.RUNNING, node=node, gpu=card)
+            for i, node, card in zip(range(count), self.nodes, self.cards, strict=False)
+        ]
         return [InstanceView(spec=self.spec, state=State.RUNNING, workers=tuple(workers))]
 
     scaled = list
@@ -59,7 +68,6 @@ async def steps(fleet: Busy, scaler: Autoscaler, count: int) -> None:
 
 async def test_measured_rates_are_kept_across_restarts(tmp_path: Path) -> None:
     path, fleet = tmp_path / "state.capacity.json", Busy()
-    fleet.spec = replace(fleet.spec, replicas=1)
     kept = KeptFile(path)
     await steps(fleet, Autoscaler(fleet, fleet.stats, kept), 8)
     assert fleet.asked[:1] == [2]  # once one replica was measured
@@ -68,7 +76,6 @@ async def test_measured_rates_are_kept_across_restarts(tmp_path: Path) -> None:
     kept = KeptFile(path)
     kept.load()
     again = Busy()
-    again.spec = replace(again.spec, replicas=1)
     scaler = Autoscaler(again, again.stats, kept)
     scaler.restore()
     await steps(again, scaler, 2)  # the first reading gives none yet
@@ -76,9 +83,24 @@ async def test_measured_rates_are_kept_across_restarts(tmp_path: Path) -> None:
     assert "a replica computes" in again.notes[0].reason
 
     other = Busy()
-    other.spec = replace(other.spec, replicas=1, model_id="another")
+    other.spec = replace(other.spec, model_id="another")
     scaler = Autoscaler(other, other.stats, kept)
     scaler.restore()
     await steps(other, scaler, 2)
     assert other.asked == []  # nothing is known of it
-    assert module.INTERVAL_S > 0
+
+
+@pytest.mark.parametrize(("nodes", "cards", "asked"), [(None, "", []), ("xyzx", "", [2]), (None, "ABCA", [2])])
+async def test_a_replica_on_another_host_or_card_waits_for_no_measurement_of_the_first(
+    nodes: str | None, cards: str, asked: list[int]
+) -> None:
+    fleet = Busy(nodes, cards)
+    await steps(fleet, Autoscaler(fleet, fleet.stats), 3)
+    assert fleet.asked == asked
+
+
+async def test_a_replica_that_shares_a_card_and_computes_no_more_is_taken_back_and_not_tried_again() -> None:
+    fleet = Busy(cards="AAAA")
+    await steps(fleet, Autoscaler(fleet, fleet.stats), 30)
+    assert fleet.asked == [2, 3, 2]
+    assert "replica 3 does not pay" in fleet.notes[-1].reason

@@ -19,7 +19,7 @@ from teimgr.control.capacity.rates import MeasuredRates, rates_key
 from teimgr.errors import TeimgrError
 from teimgr.observability import catalogue
 from teimgr.observability.exposition import Page, Sample
-from teimgr.spec import Incident, InstanceView, State, now_rfc3339
+from teimgr.spec import Incident, InstanceView, State, WorkerView, now_rfc3339
 
 log = logging.getLogger(__name__)
 
@@ -219,8 +219,19 @@ def _terms(view: InstanceView, start_s: float) -> Terms:
         down_wait_s=spec.scale_down_wait_ms / 1000,
         down_delay_s=spec.scale_down_delay_secs,
         start_s=start_s,
-        shared_host=all(each.gpu is None and each.node is None for each in view.workers),
+        shared_device=_share_a_device(view.workers),
     )
+
+
+def _share_a_device(workers: Sequence[WorkerView]) -> bool:
+    """Whether replicas share a card or the cores of a host, as those on CPUs do in a fleet of one host.
+
+    Of several hosts and cards each gets one first.
+    """
+    if all(each.gpu is None and each.node is None for each in workers):
+        return True
+    serving = [(each.node, each.gpu) for each in workers if each.role == "serving"]
+    return len(set(serving)) < len(serving)
 
 
 def _sums(counters: Mapping[str, Any]) -> _Sums:

@@ -25,8 +25,8 @@ PAYS = 1.1
 class Terms:
     """What an instance allows: its replicas, and the seconds of work that may wait for each of them.
 
-    `start_s` is how long a replica takes until it serves. With `shared_host` replicas share the cores of one host, and
-    one more is kept only where it was measured to pay.
+    `start_s` is how long a replica takes until it serves. With `shared_device` replicas share the cores of a host, or a
+    card: one more is started when the present ones were measured, and kept if it was measured to pay.
     """
 
     min_replicas: int = 1
@@ -35,7 +35,7 @@ class Terms:
     down_wait_s: float = 0.5
     down_delay_s: float = 300.0
     start_s: float = 5.0
-    shared_host: bool = False
+    shared_device: bool = False
 
     def __post_init__(self) -> None:
         if self.down_wait_s >= self.up_wait_s:
@@ -117,18 +117,18 @@ def decide(terms: Terms, seen: Seen, reading: Reading) -> tuple[Seen, Decision]:
         return answer(low, f"min_replicas is {low}")
     if now > high:
         return answer(high, f"max_replicas is {high}")
-    if terms.shared_host and now > low and (loss := _does_not_pay(seen, now)):
+    if terms.shared_device and now > low and (loss := _does_not_pay(seen, now)):
         return answer(now - 1, loss)
     if expected_s > terms.up_wait_s and not drains:
         more = max(now + 1, _needed(seen, fast, FILL_UP, now, high))
         if now >= high:
             return answer(now, f"{expected_s:.1f} s of work would wait, but max_replicas is {high} ({numbers})")
-        if terms.shared_host:
+        if loss := _does_not_pay(seen, now + 1):
+            return answer(now, loss)
+        if terms.shared_device:
             more = now + 1
             if seen.total(now) is None:
                 return answer(now, f"{expected_s:.1f} s of work would wait; {now} are measured before another starts")
-            if loss := _does_not_pay(seen, more):
-                return answer(now, loss)
         return answer(min(more, high), f"{expected_s:.1f} s of work would wait > {terms.up_wait_s:g} s ({numbers})")
     fewer = max(count for _, count in seen.wanted)
     if fewer < now and reading.at - seen.wanted[0][0] >= terms.down_delay_s:

@@ -1,6 +1,6 @@
 """Measured rates of replicas, kept across restarts: tokens a second of one, and of several that share a host.
 
-A rate is of one model and revision, element type, batch budget, threads, device, number of cores and engine version.
+A rate is of one model and revision, element type, batch budget, threads, kind of device, number of cores, and version.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _MAX_SAMPLES = 100
 def rates_key(view: InstanceView, workers: Iterable[WorkerView]) -> str:
     """What the rates of an instance's workers are of, as one text."""
     spec = view.spec
-    devices = "+".join(sorted({each.gpu or f"cpu of {usable_cores()}" for each in workers}))
-    facts = (spec.model_id, spec.revision, spec.dtype, spec.max_batch_tokens, spec.threads, devices, engine_version())
+    device = f"cpu of {usable_cores()}" if any(each.gpu is None for each in workers) else "gpu"
+    facts = (spec.model_id, spec.revision, spec.dtype, spec.max_batch_tokens, spec.threads, device, engine_version())
     return "|".join(map(str, facts))
 
 
