@@ -36,6 +36,7 @@ from teimgr.control.residence.events import (
 )
 from teimgr.control.residence.model import Fleet, Phase
 from teimgr.control.residence.policy import MAX_WAITING, decide
+from teimgr.control.residence.rehearsal import Rehearsal, Relief
 
 MIB = 2**20
 
@@ -60,6 +61,7 @@ class Room:
         self.loads: list[str] = []
         self.unloads: list[Unload] = []
         self.notices: list[Notice] = []
+        self.grown: list[str] = []  # loaded models whose next worker has got its room
         for name, size in zip("abcdefgh", sizes, strict=False):
             self.sizes[name] = size * MIB
             self.tell(Declared(name, Terms(load_s=load_s)), Unloaded(name))
@@ -91,6 +93,9 @@ class Room:
                 self.notices.append(decision)
 
     def _load(self, name: str) -> None:
+        if self.phase(name) is Phase.LOADED:
+            self.grown.append(name)
+            return
         assert name not in self.held, f"{name} is loaded twice"
         if name not in self.started:
             self.started.add(name)
@@ -457,6 +462,56 @@ def test_no_more_is_evicted_than_needed() -> None:
     assert [each.model for each in room.unloads] == ["b"]
 
 
+def test_one_more_worker_of_a_loaded_model_has_room_made_while_it_serves_on() -> None:
+    room = Room(budget=100)
+    room.resident("a", "b")
+    [made] = room.tell(NoRoom("a", 50 * MIB, 0, dict(room.held)))
+    assert isinstance(made, Unload)
+    assert (made.model, made.evicted_for) == ("b", "a")
+    assert room.phase("a") is Phase.LOADED
+    assert room.unloads == [made]
+    assert room.grown == ["a"]
+
+
+def test_a_worker_that_waits_for_room_waits_on_when_another_one_of_its_model_is_ready() -> None:
+    room = Room(budget=100)
+    room.declare("c", on_demand=False)
+    room.resident("a", for_s=0.0)
+    room.tell(Used("a", 1, 1), Loading("c"), NoRoom("c", 80 * MIB, 50 * MIB, dict(room.held)), Loaded("c"))
+    assert (room.phase("c"), room.fleet.models["c"].is_growing) == (Phase.LOADED, True)
+    room.now += 1000
+    room.tell(Used("a", 0, 0))
+    assert room.phase("c") is Phase.LOADED
+    assert [each.model for each in room.unloads] == ["a"]
+    assert room.grown == ["c"]
+
+
+def test_a_model_that_waits_for_room_of_its_own_is_due_when_a_victim_may_go_and_not_before() -> None:
+    room = Room(budget=50)
+    room.declare("c", on_demand=False)
+    room.resident("a", for_s=0.0)
+    room.tell(Loading("c"), NoRoom("c", 50 * MIB, 0, dict(room.held)))
+    due = room.fleet.due()
+    assert due is not None
+    assert due > room.now
+
+
+def test_a_rehearsal_says_what_then_happens_and_changes_nothing() -> None:
+    room = Room(budget=100)
+    room.resident("a", "b", for_s=0.0)
+    rehearsal = Rehearsal(room.fleet, room.now)
+    rehearsal.begin("c", Terms(on_demand=False))
+    relief = rehearsal.relieve("c", 50 * MIB, 0, dict(room.held))
+    assert (relief.again, [each.model for each in relief.unloaded]) == (True, ["a"])
+    assert rehearsal.relieve("c", 200 * MIB, 50 * MIB, {"b": 50 * MIB}) == Relief(again=False)
+    assert (room.phase("a"), room.phase("b"), room.unloads) == (Phase.LOADED, Phase.LOADED, [])
+
+    room.tell(Used("a", 1, 1), Used("b", 1, 1))
+    rehearsal = Rehearsal(room.fleet, room.now)
+    rehearsal.begin("c", Terms(on_demand=False))
+    assert rehearsal.relieve("c", 50 * MIB, 0, dict(room.held)) == Relief(again=False, waits_for=("a", "b"))
+
+
 def test_too_many_calls_for_one_model_are_refused() -> None:
     room = Room()
     for call in range(MAX_WAITING + 1):
@@ -530,6 +585,9 @@ def interleave(seed: int, steps: int) -> int:
             room.tell(Used(name, chance.randint(0, 3), under_way))
         elif choice < 0.95:
             room.unseen ^= {name}
+        elif choice < 0.96 and room.phase(name) is Phase.LOADED:
+            free = room.budget - sum(room.held.values())
+            room.tell(NoRoom(name, free + 10 * MIB, free, dict(room.held)))
         else:
             room.tell(Tick())
         busy &= {each for each in names if room.phase(each) is Phase.LOADED}

@@ -43,7 +43,9 @@ class PlannedWorkerInfo(BaseModel):
 
     instance: str
     replica: int
-    outcome: Literal["runs", "starts", "on_demand", "refused"]
+    outcome: Literal["runs", "starts", "waits", "on_demand", "refused"] = Field(
+        description="waits: until models on demand that have calls can be evicted"
+    )
     node: str | None
     gpu: str | None
     gpu_id: int | None
@@ -55,7 +57,7 @@ class PlannedWorkerInfo(BaseModel):
 
 
 class EvictionInfo(BaseModel):
-    """An instance that goes for others."""
+    """A model on demand that is evicted for others; its next call loads it again."""
 
     instance: str
     reason: str
@@ -89,7 +91,8 @@ class Plan(BaseModel):
     openapi_extra=json_body(PlanRequest, required=False),
 )
 async def plan(request: Request, manager: ManagerDep) -> Response:
-    """Plan instances beside those that run: where each worker runs, what it takes, or why it does not fit.
+    """Plan instances beside those that run: where each worker runs, what it takes, what is evicted for it, or why it
+    does not fit.
 
     The figures were measured on earlier workers of the same model if there were any; else they are predictions. With
     `apply` the planned workers are started; a worker that does not fit is refused with the plan's reason.

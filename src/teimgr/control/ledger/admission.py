@@ -47,12 +47,8 @@ class Admission:
         self._relief = relief
 
     def held_on(self, device: str) -> dict[str, int]:
-        """The bytes of a device that each instance holds."""
-        found: dict[str, int] = {}
-        account = self.ledger.accounts.get(device)
-        for each in account.held if account is not None else ():
-            found[each.instance] = found.get(each.instance, 0) + each.bytes_on(device)
-        return found
+        """Like `Ledger.held_on`."""
+        return self.ledger.held_on(device)
 
     def report(self, device: str, label: str, total: int | None, free: int | None, *, is_card: bool = False) -> None:
         """Like `Ledger.report`."""

@@ -1,15 +1,16 @@
 """Plan of a fleet: what would run where, what it takes of each device, what would be evicted, and why.
 
 A pure function by the same rules as the daemon's: `place` chooses the card or host of each worker, the ledger, in a
-copy, says whether it fits beside those before it. Workers are planned one after the other, each once those before it
-have loaded, in the order in which the daemon starts them when it carries out the plan.
+copy, says whether it fits beside those before it, and the policy of residence, in a rehearsal, which models on demand
+are evicted where it does not. Instances are planned one after the other, each once those before it have loaded, in the
+order in which the daemon starts them when it carries out the plan.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from teimgr.control.ledger.admission import reserve
@@ -23,11 +24,15 @@ from teimgr.control.placement.planner import (
     place,
     replica_count,
 )
+from teimgr.control.residence.events import Unload, eviction_reason, terms_of
+from teimgr.control.residence.rehearsal import Rehearsal, Relief
 from teimgr.errors import TeimgrError
 from teimgr.spec import InstanceSpec
 
-RUNS, STARTS, ON_DEMAND, REFUSED = "runs", "starts", "on_demand", "refused"
-"""What becomes of a worker: `runs` already, `starts`, is loaded by its calls alone, or has no place or memory."""
+RUNS, STARTS, WAITS, ON_DEMAND, REFUSED = "runs", "starts", "waits", "on_demand", "refused"
+"""What becomes of a worker: it `runs` already, `starts`, `waits` until models on demand have no calls and can go, is
+loaded by its calls alone, or has no place or memory.
+"""
 FootprintOf = Callable[[InstanceSpec, str], Footprint]
 """The footprint of a model on a kind of device."""
 
@@ -81,22 +86,28 @@ class FleetPlan:
     @property
     def fits(self) -> bool:
         """Whether every worker runs."""
-        return all(worker.outcome != REFUSED for worker in self.workers)
+        return all(worker.outcome not in (REFUSED, WAITS) for worker in self.workers)
 
     def to_dict(self) -> dict[str, Any]:
         """The plan in the form of the reply of `POST /plan`."""
-        return {"fits": self.fits, **asdict(self)}
+        workers = without_evicted(self.workers, self.evictions)
+        return {"fits": self.fits, **asdict(replace(self, workers=tuple(workers)))}
 
 
 @dataclass(slots=True)
 class FleetNow:
-    """The fleet that a plan begins with: `alive` counts workers by host; the ledger is a copy, which planning fills."""
+    """The fleet that a plan begins with: `alive` counts workers by host; the ledger is a copy, which planning fills.
+
+    Without a `rehearsal` nothing is evicted.
+    """
 
     inventory: Inventory
     ledger: Ledger
     alive: Counter[str]
     footprint: FootprintOf
     running: Mapping[str, Sequence[Reservation]] = field(default_factory=dict)
+    rehearsal: Rehearsal | None = None
+    evicted: list[Eviction] = field(default_factory=list)
 
 
 def plan_fleet(wanted: Sequence[InstanceSpec], now: FleetNow) -> FleetPlan:
@@ -125,21 +136,38 @@ def plan_fleet(wanted: Sequence[InstanceSpec], now: FleetNow) -> FleetPlan:
         )
         for device, account in now.ledger.accounts.items()
     ]
-    return FleetPlan(tuple(workers), (), tuple(devices))
+    return FleetPlan(tuple(workers), tuple(now.evicted), tuple(devices))
+
+
+def without_evicted(workers: Sequence[PlannedWorker], evicted: Sequence[Eviction]) -> list[PlannedWorker]:
+    """The workers, those that ran and were evicted as what they are then: loaded by their next calls."""
+    reasons = {each.instance: each.reason for each in evicted}
+    return [
+        PlannedWorker(instance=each.instance, replica=each.replica, outcome=ON_DEMAND, reason=reasons[each.instance])
+        if each.outcome == RUNS and each.instance in reasons
+        else each
+        for each in workers
+    ]
 
 
 def _start(spec: InstanceSpec, now: FleetNow) -> list[PlannedWorker]:
+    """Start the workers of an instance, each once the one before it has its memory or was refused it."""
+    if now.rehearsal is not None:
+        now.rehearsal.begin(spec.name, terms_of(spec))
     beside: Counter[str] = Counter()
     beside_hosts: Counter[str] = Counter()
-    return [
+    workers = [
         _start_one(spec, replica, beside, beside_hosts, now) for replica in range(replica_count(spec, now.inventory))
     ]
+    if now.rehearsal is not None:
+        now.rehearsal.end(spec.name, any(worker.outcome == STARTS for worker in workers))
+    return workers
 
 
 def _start_one(
     spec: InstanceSpec, replica: int, beside: Counter[str], beside_hosts: Counter[str], now: FleetNow
 ) -> PlannedWorker:
-    """Place one worker, and reserve its memory as if it had loaded."""
+    """Place one worker, and reserve its memory as if it had loaded; models on demand may be evicted for it."""
     needed = now.footprint(spec, card_kind(now.inventory)).device_bytes
     others = others_in(now.inventory, now.ledger, now.alive, needed, beside, beside_hosts)
     try:
@@ -149,15 +177,34 @@ def _start_one(
         return PlannedWorker(instance=spec.name, replica=replica, outcome=REFUSED, reason=error.message)
     where = Place(host, card.uuid if card else None)
     footprint = now.footprint(spec, device_kind(card))
-    found = reserve(now.ledger, spec.name, replica, footprint, where)
-    if isinstance(found, Reservation):
-        now.ledger.settle(found, footprint)
-        now.alive[host] += 1
-        beside.update([card.uuid] if card else [])
-        beside_hosts.update([host] if host else [])
-        return _worker(found, STARTS, now.inventory)
+    relief = Relief(again=True)
+    while True:
+        found = reserve(now.ledger, spec.name, replica, footprint, where)
+        if isinstance(found, Reservation):
+            now.ledger.settle(found, footprint)
+            now.alive[host] += 1
+            beside.update([card.uuid] if card else [])
+            beside_hosts.update([host] if host else [])
+            return _worker(found, STARTS, now.inventory)
+        if now.rehearsal is None or not relief.again:
+            break
+        held = now.ledger.held_on(found.device)
+        relief = now.rehearsal.relieve(spec.name, found.needed_bytes, found.free_bytes, held)
+        _unload(relief.unloaded, now)
     wanted = Reservation(spec.name, replica, where, footprint)
-    return _worker(wanted, REFUSED, now.inventory, found.reason)
+    if not relief.waits_for:
+        return _worker(wanted, REFUSED, now.inventory, found.reason)
+    reason = f"{found.reason}; waits until {', '.join(relief.waits_for)} can go"
+    return _worker(wanted, WAITS, now.inventory, reason)
+
+
+def _unload(unloaded: Sequence[Unload], now: FleetNow) -> None:
+    for each in unloaded:
+        for held in now.ledger.held_by(each.model):
+            now.ledger.release_unreported(held)
+            now.alive[held.place.host] -= 1
+        if each.evicted_for is not None:
+            now.evicted.append(Eviction(instance=each.model, reason=eviction_reason(each.reason, each.evicted_for)))
 
 
 def _worker(held: Reservation, outcome: str, inventory: Inventory, reason: str | None = None) -> PlannedWorker:

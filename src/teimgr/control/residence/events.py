@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
+from teimgr.spec import InstanceSpec
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
@@ -22,6 +24,11 @@ class Terms:
     pinned: bool = False
     idle_timeout_s: float = 0.0
     load_s: float | None = None
+
+
+def terms_of(spec: InstanceSpec) -> Terms:
+    """What an instance's spec declares."""
+    return Terms(on_demand=spec.load == "on_demand", pinned=spec.pinned, idle_timeout_s=float(spec.idle_timeout_secs))
 
 
 # Events
@@ -193,6 +200,11 @@ class Unload:
     model: str
     reason: str
     evicted_for: str | None = None
+
+
+def eviction_reason(reason: str, evicted_for: str) -> str:
+    """The reason of an `Unload` for another model, as in events and plans."""
+    return f"{reason}; for {evicted_for}"
 
 
 @dataclass(frozen=True, slots=True)

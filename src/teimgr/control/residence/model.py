@@ -59,10 +59,15 @@ class Model:
     wanted_until: float = 0.0  # by a refused call that may retry
     kept_s: float | None = None  # for how long calls have asked that it stay; until it is unloaded
     is_reported: bool = False  # its owner has said that it is loading
+    is_growing: bool = False  # loaded, and one more worker of it waits for memory
 
     def is_wanted(self, now: float) -> bool:
         """Whether a call waits for it, or a refused call is about to retry."""
-        return bool(self.waiting) or now < self.wanted_until or not self.terms.on_demand
+        return bool(self.waiting) or now < self.wanted_until or not self.terms.on_demand or self.is_growing
+
+    @property
+    def waits_for_room(self) -> bool:
+        return self.phase is Phase.ROOM or self.is_growing
 
     @property
     def is_busy(self) -> bool:
@@ -99,6 +104,11 @@ class Model:
     def begin_load(self, now: float) -> None:
         """It is to be loaded, from now or from an earlier moment on."""
         self.load_began = now if self.load_began is None else self.load_began
+
+    def grow(self, is_growing: bool) -> None:
+        """One more worker of a loaded model waits for memory, or does not any more."""
+        self.is_growing = is_growing
+        self.load_began, self.retry_at = None, None
 
     def confirm_load(self) -> None:
         self.is_reported = True
@@ -142,22 +152,28 @@ class Fleet:
         return min((at for model in self.active.values() for at in due_times(model)), default=None)
 
 
-def due_times(model: Model) -> Iterator[float]:
+def idle_until(model: Model) -> float | None:
+    """When a loaded model goes because it has no calls; None for one that stays."""
     terms = model.terms
     may_go = model.phase is Phase.LOADED and terms.on_demand and not terms.pinned and not model.is_busy
-    if may_go and model.stays_s < math.inf:
-        yield model.used_at + model.stays_s
-    if model.phase is Phase.ROOM:
-        if model.retry_at is not None:
-            yield model.retry_at
-        if not model.waiting:
-            yield model.wanted_until
+    return model.used_at + model.stays_s if may_go and model.stays_s < math.inf else None
+
+
+def due_times(model: Model) -> Iterator[float]:
+    if (goes_at := idle_until(model)) is not None:
+        yield goes_at
+    if model.waits_for_room and model.retry_at is not None:
+        yield model.retry_at
+    if model.phase is Phase.ROOM and model.terms.on_demand and not model.waiting:
+        yield model.wanted_until
 
 
 def enter(fleet: Fleet, model: Model, phase: Phase, now: float, *, keep_since: bool = False) -> None:
     """Change the phase of a model; one that goes out of memory or is served forgets the load it has begun."""
     model.phase = phase
     model.retry_at = None
+    if model.is_growing:
+        model.grow(False)
     if not keep_since:
         model.since = now
     if phase in (Phase.LOADED, Phase.UNLOADED, Phase.FAILED, Phase.STOPPED):
@@ -184,7 +200,7 @@ def refuse_all(
 
 def waiting_for_room(fleet: Fleet) -> list[Model]:
     """In the order in which they were asked for."""
-    found = [each for each in fleet.active.values() if each.phase is Phase.ROOM]
+    found = [each for each in fleet.active.values() if each.waits_for_room]
     return sorted(found, key=lambda each: each.load_began or 0.0)
 
 

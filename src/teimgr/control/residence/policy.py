@@ -40,7 +40,7 @@ from teimgr.control.residence.events import (
     Unloading,
     Used,
 )
-from teimgr.control.residence.model import Fleet, Model, Phase, doing, due_times, enter, refuse_all, time_left_s
+from teimgr.control.residence.model import Fleet, Model, Phase, doing, enter, idle_until, refuse_all, time_left_s
 from teimgr.control.residence.room import NOT_WANTED, give_up, load, make_rooms, no_room, use_room
 from teimgr.control.residence.war import note_clash
 
@@ -182,7 +182,11 @@ def _loaded(fleet: Fleet, event: Loaded, now: float) -> Iterator[Decision]:
         return
     if model.phase is Phase.LOADING and model.load_began is not None:
         model.terms = replace(model.terms, load_s=now - model.since)
+    is_short = model.phase is Phase.ROOM and model.is_reported and model.needed_bytes > 0
     enter(fleet, model, Phase.LOADED, now)
+    if is_short:  # a worker of it is ready, another one waits for memory
+        model.grow(True)
+        model.begin_load(now)
     model.use(now)
     model.yield_to(None)
     for call in [*model.waiting]:
@@ -253,7 +257,7 @@ def _busy(fleet: Fleet, event: Busy, now: float) -> Iterator[Decision]:
 
 def _tick(fleet: Fleet, event: Tick, now: float) -> Iterator[Decision]:
     for model in [*fleet.active.values()]:
-        if model.phase is Phase.LOADED and any(at <= now for at in due_times(model)):
+        if (goes_at := idle_until(model)) is not None and goes_at <= now:
             reason = f"idle for {now - model.used_at:.3g} s"
             if model.kept_s is not None:
                 reason += f", kept for {model.kept_s:.3g} s as a call has asked"

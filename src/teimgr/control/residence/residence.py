@@ -12,7 +12,7 @@ import logging
 from collections import defaultdict
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager, suppress
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from teimgr.control.residence.events import (
     Asked,
@@ -34,15 +34,17 @@ from teimgr.control.residence.events import (
     Removed,
     Serve,
     Stopped,
-    Terms,
     Tick,
     Unload,
     Unloaded,
     Unloading,
     Used,
+    eviction_reason,
+    terms_of,
 )
-from teimgr.control.residence.model import Fleet, Phase, due_times
+from teimgr.control.residence.model import Fleet, Phase, idle_until
 from teimgr.control.residence.policy import decide
+from teimgr.control.residence.rehearsal import Rehearsal, waits
 from teimgr.errors import FailedToLoad, InstanceNotFound, ModelLoadFailed, Overloaded, TeimgrError, Unavailable
 from teimgr.errors import Stopped as StoppedError
 from teimgr.spec import Incident, InstanceSpec, RouteEntry, State, now_rfc3339
@@ -55,6 +57,13 @@ COUNT_INTERVAL_S = 2.0
 _URGENT_INTERVAL_S = 0.05
 WAIT_LIMIT_S = 300.0
 """How long a call without a deadline waits for its model."""
+
+
+class _RefusedLoad(NamedTuple):
+    """A load that the ledger has refused, and the answer whether it is judged again."""
+
+    event: NoRoom
+    answer: asyncio.Future[bool]
 
 
 class Owner(Protocol):
@@ -93,9 +102,9 @@ class Residence:
         self._used: dict[str, int] = {}
         self._answers: dict[int, asyncio.Future[None]] = {}
         self._numbers = itertools.count(1)
-        self._mailbox: asyncio.Queue[Event | tuple[str, RouteEntry | None]] = asyncio.Queue()
+        self._mailbox: asyncio.Queue[Event | _RefusedLoad | tuple[str, RouteEntry | None]] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._refused_loads: defaultdict[str, set[asyncio.Future[bool]]] = defaultdict(set)
+        self._refused_loads: defaultdict[str, list[asyncio.Future[bool]]] = defaultdict(list)
         self._count_at = 0.0
         self._is_counting = False
         for entry in directory.snapshot().entries:
@@ -143,7 +152,7 @@ class Residence:
     def left_s(self, instance: str) -> float | None:
         """In how long a loaded model goes if no call comes; None for one that stays."""
         model = self._fleet.models.get(instance)
-        due = None if model is None or model.phase is not Phase.LOADED else next(due_times(model), None)
+        due = None if model is None else idle_until(model)
         return None if due is None else max(0.0, due - self._now())
 
     async def relieve(self, instance: str, needed_bytes: int, free_bytes: int, held: Mapping[str, int]) -> bool:
@@ -153,14 +162,13 @@ class Residence:
         """
         await self._count()  # victims are chosen by what their workers do now
         answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._refused_loads[instance].add(answer)
-        self._mailbox.put_nowait(NoRoom(instance, needed_bytes, free_bytes, held))
-        try:
-            return await answer
-        finally:
-            self._refused_loads[instance].discard(answer)
-            if not self._refused_loads[instance]:
-                del self._refused_loads[instance]
+        self._mailbox.put_nowait(_RefusedLoad(NoRoom(instance, needed_bytes, free_bytes, held), answer))
+        return await answer
+
+    async def rehearsal(self) -> Rehearsal:
+        """The fleet as it is now, to try loads in for a plan."""
+        await self._count()
+        return Rehearsal(self._fleet, self._now())
 
     def phases(self) -> Mapping[str, str]:
         """Where each on-demand model is, by the name of its instance, for display."""
@@ -176,7 +184,10 @@ class Residence:
                 except TimeoutError:
                     await self._on_time()
                     continue
-                if isinstance(item, tuple):
+                if isinstance(item, _RefusedLoad):
+                    self._refused_loads[item.event.model].append(item.answer)
+                    self._decide(item.event)
+                elif isinstance(item, tuple):
                     self._on_entry(*item)
                 else:
                     self._decide(item)
@@ -236,12 +247,7 @@ class Residence:
             return
         before = self._entries.get(name)
         self._entries[name] = entry
-        terms = Terms(
-            on_demand=spec.load == "on_demand",
-            pinned=spec.pinned,
-            idle_timeout_s=spec.idle_timeout_secs,
-        )
-        self._decide(Declared(name, terms))
+        self._decide(Declared(name, terms_of(spec)))
         if before is None or before.state is not entry.state or (entry.endpoints and not before.endpoints):
             self._decide(self._event(name, entry))
 
@@ -266,14 +272,13 @@ class Residence:
     def _decide(self, event: Event) -> None:
         for decision in decide(self._fleet, event, self._now()):
             self._carry_out(decision)
-        if isinstance(event, NoRoom):
-            model = self._fleet.models.get(event.model)
-            if model is None or model.phase not in (Phase.ROOM, Phase.UNLOADING):  # no load that the policy knows of
-                self._judge_again(event.model, False)
+        for name in [*self._refused_loads]:
+            if not waits(self._fleet, name):
+                self._judge_again(name, False)
 
     def _judge_again(self, name: str, again: bool) -> bool:
         """Answer the refused loads of an instance; False if it has none."""
-        answers = [answer for answer in self._refused_loads.get(name, ()) if not answer.done()]
+        answers = [answer for answer in self._refused_loads.pop(name, ()) if not answer.done()]
         for answer in answers:
             answer.set_result(again)
         return bool(answers)
@@ -326,7 +331,7 @@ class Residence:
     async def _unload(self, name: str, reason: str, evicted_for: str | None) -> None:
         incident = None
         if evicted_for is not None:
-            incident = Incident(event="evicted", reason=f"{reason}; for {evicted_for}", at=now_rfc3339())
+            incident = Incident(event="evicted", reason=eviction_reason(reason, evicted_for), at=now_rfc3339())
         done = False
         with suppress(TeimgrError):
             done = await self._owner.unload(name, reason, incident)

@@ -39,15 +39,21 @@ def load(fleet: Fleet, model: Model, reason: str, now: float) -> Iterator[Decisi
 
 
 def no_room(fleet: Fleet, event: NoRoom, now: float) -> Iterator[Decision]:
-    """A load was refused by the ledger: evict others for it, or wait until that is possible."""
+    """A load was refused by the ledger: evict others for it, or wait until that is possible.
+
+    One more worker of a loaded model has the same done for it, while the model serves on.
+    """
     model = fleet.models.get(event.model)
-    if model is None or model.phase is not Phase.LOADING:
+    if model is None or model.phase not in (Phase.LOADING, Phase.LOADED):
         return
     for name, count in event.held.items():
         if name in fleet.models:
             fleet.models[name].hold(count)
+    if model.phase is Phase.LOADED:
+        model.grow(True)
+    else:
+        enter(fleet, model, Phase.ROOM, now)
     model.begin_load(now)
-    enter(fleet, model, Phase.ROOM, now)
     model.lack(event.needed_bytes, event.free_bytes, event.held)
     if model.is_wanted(now):
         yield from make_room(fleet, model, now)
@@ -115,7 +121,10 @@ def give_up(
 ) -> Iterator[Decision]:
     """Load a model no further that waits for room, and refuse the calls that wait for it."""
     yield from refuse_all(fleet, model, why, reason, retry_after_s)
-    if not model.is_reported:
+    if model.is_growing:
+        model.grow(False)
+        yield Deny(model.name, reason)
+    elif not model.is_reported:
         enter(fleet, model, Phase.UNLOADED, now)
     elif model.terms.on_demand:
         enter(fleet, model, Phase.UNLOADING, now)
@@ -126,6 +135,10 @@ def give_up(
 
 
 def _try_again(fleet: Fleet, model: Model, now: float) -> Iterator[Decision]:
+    if model.is_growing:
+        model.grow(False)
+        yield Load(model.name, "one more worker")
+        return
     enter(fleet, model, Phase.LOADING, now)
     yield Load(model.name, "asked for by a call")
 

@@ -74,6 +74,7 @@ class ManagedInstance:
         self._update: UpdateView | None = None
         self._update_task: asyncio.Task[None] | None = None
         self._unsaved: StateNotSaved | None = None  # why the last update was rolled back
+        self.placing = asyncio.Lock()
         self._one_command = asyncio.Lock()  # of commands and updates
         self._state_changed = asyncio.Event()
         self._is_past_cancelling = False  # the update under way is committed, or is being rolled back

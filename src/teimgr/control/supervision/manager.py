@@ -7,7 +7,7 @@ import hashlib
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Container, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Container, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -20,7 +20,7 @@ from teimgr.control.events.fleet_events import EventLog
 from teimgr.control.launch.launcher import Launcher, WorkerHandle
 from teimgr.control.ledger.admission import Admission
 from teimgr.control.placement.hosts import LeavingHosts
-from teimgr.control.placement.plan import RUNS, FleetPlan, PlannedWorker
+from teimgr.control.placement.plan import RUNS, WAITS, FleetPlan, PlannedWorker
 from teimgr.control.placement.planner import (
     InventorySource,
     Planner,
@@ -29,6 +29,7 @@ from teimgr.control.placement.planner import (
     with_batch_tokens,
     worker_spec,
 )
+from teimgr.control.residence.rehearsal import Rehearsal
 from teimgr.control.supervision.command_turns import CommandTurns
 from teimgr.control.supervision.crash_reports import Crash, CrashReports
 from teimgr.control.supervision.fleet_records import FleetRecords
@@ -288,28 +289,36 @@ class Manager:
     async def carry_out(self, wanted: Sequence[InstanceSpec]) -> FleetPlan:
         """Do what `plan` says of these instances: create or start each in its order, once the one before has its place.
 
-        The result is what happened.
+        The result is what happened; an instance of which a worker waits for others' calls is not waited for.
 
         Raises:
             What `create` and `start` do; the instances before it stay.
         """
         planned = await self.plan(wanted)
-        running = {worker.instance for worker in planned.workers if worker.outcome == RUNS}
-        happened: list[PlannedWorker] = []
-        for spec in wanted:
-            if spec.name in running:
-                happened += [worker for worker in planned.workers if worker.instance == spec.name]
-                continue
-            if spec.name in self._instances:
-                await self.start(spec.name)
-            else:
-                await self.create(spec)
-            with self._records.watching(spec.name) as changed:
-                while not self._planning.is_placed(spec.name):
-                    changed.clear()
-                    await changed.wait()
-            happened += self._planning.happened(spec.name)
-        return replace(planned, workers=tuple(happened))
+        kept = [worker for worker in planned.workers if worker.outcome == RUNS]
+        waiting = {worker.instance for worker in planned.workers if worker.outcome == WAITS}
+        with self._planning.recording() as evicted:
+            happened = [each for spec in wanted for each in await self._carry_out_one(spec, kept, waiting)]
+        return replace(planned, workers=tuple(happened), evictions=tuple(evicted))
+
+    async def _carry_out_one(
+        self, spec: InstanceSpec, kept: Sequence[PlannedWorker], waiting: Collection[str]
+    ) -> list[PlannedWorker]:
+        if found := [worker for worker in kept if worker.instance == spec.name]:
+            return found
+        if spec.name in self._instances:
+            await self.start(spec.name)
+        else:
+            await self.create(spec)
+        with self._records.watching(spec.name) as changed:
+            while spec.name not in waiting and not self._planning.is_placed(spec.name):
+                changed.clear()
+                await changed.wait()
+        return self._planning.happened(spec.name)
+
+    def plan_evictions_by(self, rehearsal: Callable[[], Awaitable[Rehearsal]]) -> None:
+        """Have plans say what is evicted, by a rehearsal of the policy that evicts."""
+        self._planning.rehearse_by(rehearsal)
 
     async def update(
         self, name: str, changes: Mapping[str, Any], *, recreate: bool = False, wait: bool = False
@@ -467,7 +476,8 @@ class Manager:
     async def _unload(self, instance: ManagedInstance, reason: str, incident: Incident | None) -> bool:
         async with self._turns.of(instance.spec.name):
             self._require_present(instance)
-            return await instance.unload(reason, incident)
+            unloading = instance.unload(reason, incident)
+            return await self._planning.noted(instance.spec.name, incident, unloading)
 
     async def usage(self, name: str) -> Usage | None:
         """The calls that an instance's running workers report; None if none of them answers.

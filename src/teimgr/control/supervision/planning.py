@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
-from teimgr.control.placement.plan import REFUSED, STARTS, FleetNow, FleetPlan, PlannedWorker, plan_fleet
+from teimgr.control.placement.plan import (
+    REFUSED,
+    STARTS,
+    WAITS,
+    Eviction,
+    FleetNow,
+    FleetPlan,
+    PlannedWorker,
+    plan_fleet,
+)
 from teimgr.control.placement.planner import Planner, with_batch_tokens
+from teimgr.control.residence.rehearsal import Rehearsal
 from teimgr.control.supervision.instance import ManagedInstance
 from teimgr.control.supervision.supervisor import Supervisor
-from teimgr.spec import InstanceSpec, State
+from teimgr.spec import Incident, InstanceSpec, State
 
 MAX_INSTANCES = 1000
 """Of one plan. The heads of their files are read, so more would take long."""
@@ -27,6 +38,35 @@ class Planning:
         self._planner = planner
         self._instances = instances
         self._tokens_per_gib = tokens_per_gib
+        self._rehearsal: Callable[[], Awaitable[Rehearsal]] | None = None
+        self._recorded: list[list[Eviction]] = []
+
+    def rehearse_by(self, rehearsal: Callable[[], Awaitable[Rehearsal]]) -> None:
+        """Predict evictions by the policy of residence; until then a plan has none."""
+        self._rehearsal = rehearsal
+
+    @contextmanager
+    def recording(self) -> Iterator[list[Eviction]]:
+        """The evictions that happen within the block."""
+        found: list[Eviction] = []
+        self._recorded.append(found)
+        try:
+            yield found
+        finally:
+            self._recorded = [each for each in self._recorded if each is not found]
+
+    async def noted(self, instance: str, incident: Incident | None, unloading: Awaitable[bool]) -> bool:
+        """Await the end of an instance's workers, which is recorded as an eviction where an incident comes with it."""
+        if incident is None:
+            return await unloading
+        eviction, recorded = Eviction(instance=instance, reason=incident.reason), self._recorded
+        for each in recorded:
+            each.append(eviction)  # now, in the order in which they were decided
+        if is_done := await unloading:
+            return is_done
+        for each in recorded:
+            each.remove(eviction)
+        return False
 
     async def plan(self, wanted: Sequence[InstanceSpec]) -> FleetPlan:
         """What would happen if these instances were created or started in this order; nothing changes.
@@ -38,12 +78,14 @@ class Planning:
         specs = [with_batch_tokens(spec, inventory, self._tokens_per_gib()) for spec in wanted]
         await self._look_at(specs)
         memory = self._planner.memory
+        rehearsal = await self._rehearsal() if self._rehearsal is not None else None
         now = FleetNow(
             inventory=inventory,
             ledger=memory.ledger.copy(),
             alive=Counter(self._planner.counts.alive),
             footprint=memory.footprints.known,
             running={spec.name: memory.ledger.held_by(spec.name) for spec in specs if self._runs(spec.name)},
+            rehearsal=rehearsal,
         )
         return plan_fleet(specs, now)
 
@@ -62,10 +104,11 @@ class Planning:
 
     def _became(self, name: str, worker: Supervisor) -> PlannedWorker:
         held, gpu = worker.reservation, worker.gpu
+        without = REFUSED if worker.is_placed else WAITS
         return PlannedWorker(
             instance=name,
             replica=worker.number,
-            outcome=REFUSED if held is None else STARTS,
+            outcome=without if held is None else STARTS,
             node=worker.host or None,
             gpu=gpu,
             gpu_id=self._planner.index_of(gpu),

@@ -106,6 +106,9 @@ class SupervisorContext:
 class Owner(Protocol):
     """The instance of a supervisor; it is called in the event loop."""
 
+    placing: asyncio.Lock
+    """Held by the worker that gets its place and memory: the next one finds it there, as in a plan."""
+
     def siblings_of(self, supervisor: Supervisor) -> Sequence[Supervisor]:
         """The other replicas with the same part in an update."""
 
@@ -467,6 +470,16 @@ class Supervisor(LifecycleTask):
     async def _plan(self) -> WorkerSpec:
         """Place the next worker beside those of the whole fleet, reserve its memory, and wait for a load slot."""
         planner = self._context.planner
+        async with self._owner.placing:
+            spec = await self._place()
+        self._owner.on_placed()
+        device = spec.gpu or spec.host or None
+        await planner.slots.take(device)  # behind: a load that waits for memory delays no other
+        self._give_back = partial(planner.slots.give_back, device)
+        return spec
+
+    async def _place(self) -> WorkerSpec:
+        planner = self._context.planner
         await planner.refresh()
         await planner.memory.look(self.spec, planner.model_roots(self.spec))
         others = [each.place for each in self._owner.siblings_of(self) if each.place is not None]
@@ -483,10 +496,6 @@ class Supervisor(LifecycleTask):
         except OutOfDeviceMemory:
             self.place = None
             raise
-        self._owner.on_placed()
-        device = spec.gpu or spec.host or None
-        await planner.slots.take(device)  # behind: a load that waits for memory delays no other
-        self._give_back = partial(planner.slots.give_back, device)
         return spec
 
     def _on_memory(self, reading: MemoryReading | None, fresh: bool) -> None:
