@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench.families import decoders, encoders, others, own_code, scoring, trusted
+from bench.families import decoders, encoders, others, own_code, scoring, senses, trusted
 from bench.families.row import Row
 
 ROWS: tuple[Row, ...] = (
@@ -10,6 +10,7 @@ ROWS: tuple[Row, ...] = (
     *decoders.ROWS,
     *own_code.ROWS,
     *others.ROWS,
+    *senses.ROWS,
     *scoring.ROWS,
     *trusted.ROWS,
 )

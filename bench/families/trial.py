@@ -18,6 +18,7 @@ from bench.families.lists import LISTS, scores
 from bench.families.probes import probes
 from bench.families.references import st_dense
 from bench.families.row import Reference, Row
+from bench.families.senses import picture_files
 from teimgr.engine.engine import Engine, EngineOptions
 from teimgr.engine.job import InferOptions, Output
 from teimgr.errors import EmptyInput, TeimgrError
@@ -81,8 +82,11 @@ def _worst(outcomes: Sequence[Outcome]) -> Outcome:
 
 def _compared(row: Row, folder: Path, dtype: str, options: InferOptions, reference: Reference) -> Outcome:
     inputs: Sequence[Any] = LISTS if row.reads_lists else probes(row.longest, row.takes_pairs)
+    if row.has_images:
+        inputs = [*picture_files(), *inputs]
     theirs = reference(folder, inputs)
     asker = Asker(folder, _options(row, dtype), width=theirs[0].shape[-1])
+    inputs = [asker.engine.picture(one) if isinstance(one, bytes) else one for one in inputs]
     try:
         if row.reads_lists:
             together, alone = scores(asker, inputs), [found for one in inputs for found in scores(asker, [one])]

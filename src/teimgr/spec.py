@@ -492,6 +492,7 @@ class LoadedModel:
     with its commit and its files. `listwise`: a reranker whose scores depend on all documents of a query; then
     `multi_vector_dimension` is that of what it compares. `space` is the SHA-256 of all that decides what a vector means
     (`engine/space`), `precision` the class of its element type: fp32, 16-bit or int8.
+    `modalities`: what it embeds, "text" and for some "image".
     """
 
     model_id: str
@@ -524,6 +525,7 @@ class LoadedModel:
     listwise: bool = False
     space: str = ""
     precision: str = ""
+    modalities: tuple[str, ...] = ("text",)
 
     def to_dict(self) -> dict[str, Any]:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}

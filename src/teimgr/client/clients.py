@@ -11,6 +11,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 from teimgr.client.fleet_calls import FleetCalls
 from teimgr.client.grpc_channel import GrpcChannel
 from teimgr.client.http_channel import HttpChannel
+from teimgr.client.image_calls import ImageCalls
 from teimgr.client.inference_calls import InferenceCalls
 from teimgr.client.rest import InstanceCalls, ModelCalls
 from teimgr.client.rest_client import API
@@ -22,7 +23,7 @@ CONNECT_S = 10.0
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 
 
-class AsyncClient(InstanceCalls, ModelCalls, FleetCalls, InferenceCalls, ScoringCalls, TableCalls):
+class AsyncClient(InstanceCalls, ModelCalls, FleetCalls, InferenceCalls, ImageCalls, ScoringCalls, TableCalls):
     """Client of one daemon: `api` is its REST address, `grpc` its mux; `https://` selects TLS with the files of `tls`,
     `unix:/path` and `https+unix:/path` are Unix sockets; `api_key` is sent with every call.
 
@@ -248,6 +249,7 @@ class Client:
     embed_stream = _iterating(AsyncClient.embed_stream)
     embed_sparse = _blocking(AsyncClient.embed_sparse)
     embed_all = _blocking(AsyncClient.embed_all)
+    embed_images = _blocking(AsyncClient.embed_images)
     embed_arrow = _blocking(AsyncClient.embed_arrow)
     embed_arrow_stream = _iterating(AsyncClient.embed_arrow_stream)
     info = _blocking(AsyncClient.info)

@@ -37,6 +37,7 @@ from teimgr.engine.queue import EntryQueue
 from teimgr.engine.runner import Runner
 from teimgr.engine.tokenizer import TokenSpan
 from teimgr.errors import DeadlineExceeded, DeviceFailed, InferenceFailed, ModelLoadFailed, Unavailable, WrongModelKind
+from teimgr.models.source import shown_id
 from teimgr.spec import CpuThreads, Kind, LoadedModel
 
 __all__ = ["Engine", "EngineOptions", "EngineStats"]
@@ -77,6 +78,8 @@ class Engine:
         self._on_fault = on_fault
         self._fault: str | None = None  # why the engine is unhealthy; never reset
         self._reference: SelfTest | None = None
+        self._known_picture: Picture | None = None
+        self._picture_reference: SelfTest | None = None
         self._doubt: SelfTest | None = None  # the self-test under way because of a bad result; of who finishes
         self._doubted_at = -_BAD_RESULT_PAUSE_S
         self._supported: set[InferOptions] = set()  # that were checked: most calls have the same few
@@ -135,6 +138,7 @@ class Engine:
             thread.start()
         try:
             engine._reference = engine._run_self_test(_FIRST_SELF_TEST_S)
+            engine._test_picture()
         except (Unavailable, DeadlineExceeded) as error:
             engine.close(grace_s=0.0)
             if engine._finisher.fault is not None:
@@ -217,7 +221,9 @@ class Engine:
             InvalidInput: it is no image of an allowed format, broken at its beginning, or too large.
         """
         if (dual := self.layout.dual) is None:
-            raise WrongModelKind(f"Backend error: {self.info.model_id} embeds texts alone: it takes no image")
+            raise WrongModelKind(
+                f"Backend error: the model {shown_id(self.info.model_id)} embeds texts alone: it takes no image"
+            )
         from teimgr.engine.images.inputs import read_picture
 
         return read_picture(data, dual)
@@ -256,6 +262,8 @@ class Engine:
             return
         if self._fault is None:
             self._compare(self._run_self_test(timeout_s))
+        if self._fault is None and self._known_picture is not None:
+            self._compare(self._run_self_test(timeout_s, self._known_picture))
         if self._fault is not None:
             raise Unavailable(self._fault)
 
@@ -365,11 +373,12 @@ class Engine:
 
     def _compare(self, test: SelfTest) -> None:
         """Mark the engine unhealthy where a finished self-test is wrong."""
-        failure = test.errors.get(0)
+        failure, known = test.errors.get(0), "picture" if test.has_picture else "text"
+        reference = self._picture_reference if test.has_picture else self._reference
         if isinstance(failure, InferenceFailed):
             self._mark_unhealthy(f"the self-test failed: {failure.message}")
-        elif failure is None and (self._reference is None or not test.agrees_with(self._reference)):
-            self._mark_unhealthy("the known text has another vector than when the model was loaded")
+        elif failure is None and (reference is None or not test.agrees_with(reference)):
+            self._mark_unhealthy(f"the known {known} has another vector than when the model was loaded")
 
     def _mark_unhealthy(self, reason: str) -> None:
         if self._fault is None:
@@ -377,8 +386,16 @@ class Engine:
             self._fault = reason
             self._on_fault(reason)
 
-    def _run_self_test(self, timeout_s: float) -> SelfTest:
-        test = SelfTest(self.info)
+    def _test_picture(self) -> None:
+        """The first self-test with an image, of a model that embeds such."""
+        if (dual := self.layout.dual) is not None:
+            from teimgr.engine.images.inputs import known_picture
+
+            self._known_picture = known_picture(dual)
+            self._picture_reference = self._run_self_test(_FIRST_SELF_TEST_S, self._known_picture)
+
+    def _run_self_test(self, timeout_s: float, picture: Picture | None = None) -> SelfTest:
+        test = SelfTest(self.info, picture)
         self._intake.put(test, self.prompts.tokenize_options(test.options), bounded=False)
         if not test.done.wait(timeout_s):
             test.cancel()
@@ -409,15 +426,16 @@ class AwaitedJob(Job):
 
 
 class SelfTest(AwaitedJob):
-    """A fixed input for the first of a model's outputs."""
+    """A fixed input for the first of a model's outputs: a text or a pair, or `picture`."""
 
-    __slots__ = ("_output",)
+    __slots__ = ("_output", "has_picture")
 
-    def __init__(self, info: LoadedModel) -> None:
+    def __init__(self, info: LoadedModel, picture: Picture | None = None) -> None:
+        self.has_picture = picture is not None
         self._output = Output(info.outputs[0])
         options = InferOptions(frozenset({self._output}), normalize=info.kind != Kind.SPARSE, raw_scores=True)
         known: Input = Pair(*PROBE_TEXTS[1:3]) if info.kind == Kind.RERANKER else PROBE_TEXTS[1]
-        super().__init__([known], options)
+        super().__init__([known if picture is None else picture], options)
         self.allocate_results(info.dimension, len(info.labels), is_cut=info.most_dimensions > 0)
 
     def agrees_with(self, reference: SelfTest) -> bool:

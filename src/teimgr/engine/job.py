@@ -66,6 +66,11 @@ class Picture:
     def __bool__(self) -> bool:
         return True
 
+    @property
+    def nbytes(self) -> int:
+        """Of its file."""
+        return len(self.data)
+
 
 class SparseRow(NamedTuple):
     """The non-zero entries of a vector: uint32 [K] ascending, float32 [K]."""

@@ -224,6 +224,7 @@ def _load(options: EngineOptions) -> EngineParts:
         listwise=layout.listwise is not None,
         space=space.result(),
         precision=precision_class(str(choice.dtype).removeprefix("torch.")),
+        modalities=("text",) if layout.dual is None else ("text", "image"),
     )
     log.info(
         "%s on %s in %s, %s (attention: %s), cosine to float32 on known texts: mean %.6f, lowest %.6f, "

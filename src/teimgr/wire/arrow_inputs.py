@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from teimgr.errors import InvalidInput, TooLarge
 from teimgr.wire.arrow_limits import StreamSize, stream_size
 from teimgr.wire.arrow_tables import Keys
+from teimgr.wire.image_columns import images_of, is_images
 from teimgr.wire.json_scan import MAX_TEXT_BYTES
 from teimgr.wire.text_column import SharedTexts, TextColumn
 
@@ -224,8 +225,8 @@ _INLINE_BYTES = 12
 _ID_TYPES = (pa.uint32(), pa.int32(), pa.int64())
 _MAX_ID = np.iinfo(np.int32).max
 
-# A text, two texts, int32 [tokens], or a row that is null.
-RowInput = str | tuple[str, str] | NDArray[np.int32] | None
+# A text, two texts, int32 [tokens], a file of an image, or a row that is null.
+RowInput = str | tuple[str, str] | NDArray[np.int32] | bytes | None
 
 
 class InputKind(Enum):
@@ -234,6 +235,7 @@ class InputKind(Enum):
     TEXT = "text"
     PAIR = "pair"
     IDS = "ids"
+    IMAGE = "image"
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,6 +288,8 @@ def read_inputs(
 def _kind_by_names(names: list[str]) -> InputKind:
     if "input_ids" in names:
         return InputKind.IDS
+    if "image" in names:
+        return InputKind.IMAGE
     return InputKind.PAIR if "query" in names or "text_pair" in names else InputKind.TEXT
 
 
@@ -294,6 +298,8 @@ def _names(names: list[str], kind: InputKind) -> tuple[str, ...]:
         return ("input_ids",)
     if kind is InputKind.TEXT:
         return ("text",)
+    if kind is InputKind.IMAGE:
+        return ("image", "text") if "text" in names else ("image",)
     if "query" in names and "text_pair" in names:
         raise InvalidInput("Pairs are `text` with `text_pair` or `query` with `text`: the batch has all three columns")
     return ("query", "text") if "query" in names else ("text", "text_pair")
@@ -312,7 +318,9 @@ def _source(schema: pa.Schema, names: list[str], name: str) -> int:
     kind = schema.field(position).type
     if name == "input_ids" and not _is_ids(kind):
         raise InvalidInput(f"Column `{name}` must be a list of uint32, int32 or int64, not {_shown(str(kind))}")
-    if name != "input_ids" and not is_string(kind):
+    if name == "image" and not is_images(kind):
+        raise InvalidInput(f"Column `{name}` must be of image files, binary, not {_shown(str(kind))}")
+    if name not in ("input_ids", "image") and not is_string(kind):
         raise InvalidInput(f"Column `{name}` must be of strings, not {_shown(str(kind))}")
     return position
 
@@ -330,6 +338,9 @@ def _inputs(
         return _ids(columns[0])
     if kind is InputKind.TEXT:
         return texts_of(columns[0], limit_bytes), {}
+    if kind is InputKind.IMAGE:
+        texts = _strings(texts_of(columns[1], limit_bytes), limit_bytes) if len(columns) > 1 else None
+        return images_of(columns[0], texts)
     firsts, seconds = (_strings(texts_of(column, limit_bytes), limit_bytes) for column in columns)
     pairs = [None if a is None or b is None else (a, b) for a, b in zip(firsts, seconds, strict=True)]
     return pairs, {}

@@ -14,7 +14,7 @@ from teimgr.engine.job import InferOptions, Input, Job, Lane, Output, Pair, Spar
 from teimgr.errors import InvalidInput, TeimgrError, TooLarge
 from teimgr.spec import Kind, LoadedModel
 from teimgr.wire import arrow_tables as tables
-from teimgr.wire.arrow_inputs import InputKind, checked_size, read_inputs, read_texts
+from teimgr.wire.arrow_inputs import InputKind, RowInput, checked_size, read_inputs, read_texts
 from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2
 from teimgr.wire.pb.teimgr.v1 import arrow_pb2
 from teimgr.wire.protobuf import varint
@@ -66,7 +66,7 @@ _DEFAULT_OUTPUT: Mapping[str, Output] = {
 _OUTPUTS: Mapping[int, Output] = {arrow_pb2.Output.Value(f"OUTPUT_{one.name}"): one for one in Output}
 _INPUTS: Mapping[int, InputKind | None] = {
     arrow_pb2.INPUT_UNSPECIFIED: None,
-    **{arrow_pb2.Input.Value(f"INPUT_{one.name}"): one for one in InputKind},
+    **{arrow_pb2.Input.Value(f"INPUT_{one.name}"): one for one in InputKind if one is not InputKind.IMAGE},
 }
 _ELEMENTS: Mapping[int, Precision] = {
     arrow_pb2.ELEMENT_TYPE_UNSPECIFIED: Precision.FLOAT32,
@@ -146,7 +146,7 @@ def infer_arrow(dispatcher: Dispatcher, call: MethodCall) -> None:
         if isinstance(batches.inputs, TextColumn | SharedTexts):
             inputs = batches.inputs
         else:
-            inputs = [Pair(*item) if isinstance(item, tuple) else item for item in batches.inputs]
+            inputs = [_input(dispatcher, item, row, batches.refused) for row, item in enumerate(batches.inputs)]
         limits.check_held(max_token_bytes(model, options.outputs, inputs))
 
         def write(job: Job) -> memoryview:
@@ -159,6 +159,21 @@ def infer_arrow(dispatcher: Dispatcher, call: MethodCall) -> None:
         return ReadTable(inputs, write)
 
     _serve_table(dispatcher, call, options, form, read, message.arrow_ipc)
+
+
+def _input(dispatcher: Dispatcher, item: RowInput, row: int, refused: dict[int, InvalidInput]) -> Input:
+    """A row as the engine takes it; None, and an error in `refused`, for a file that is no image.
+
+    Raises:
+        WrongModelKind: there is an image, and the model embeds texts alone.
+    """
+    if isinstance(item, bytes):
+        try:
+            return dispatcher.engine.picture(item)
+        except InvalidInput as error:
+            refused[row] = error
+            return None
+    return Pair(*item) if isinstance(item, tuple) else item
 
 
 def _serve_table(

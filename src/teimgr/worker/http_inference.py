@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, Instanc
 from pydantic_core import core_schema
 from typing_extensions import TypeAliasType
 
-from teimgr.engine.job import InferOptions, Job, Lane, Pair
+from teimgr.engine.job import InferOptions, Job, Lane, Pair, Picture
 from teimgr.engine.job import Input as EngineInput
 from teimgr.errors import InvalidInput, TeimgrError, shortened
 from teimgr.http.bodies import is_json
@@ -410,7 +410,7 @@ class InferenceRequest(Body):
 def _size_bytes(one: EngineInput) -> int:
     if isinstance(one, Pair):
         return len(one.first) + len(one.second)
-    return one.nbytes if isinstance(one, np.ndarray) else len(one or "")
+    return one.nbytes if isinstance(one, (np.ndarray, Picture)) else len(one or "")
 
 
 class HttpCall(AwaitedReply, WorkerCall):

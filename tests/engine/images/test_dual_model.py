@@ -91,6 +91,16 @@ def test_a_truncated_picture_fails_alone(served: Served) -> None:
     assert np.linalg.norm(job.vectors[1:], axis=1) == pytest.approx(1.0)
 
 
+def test_a_self_test_embeds_a_picture_too(served: Served) -> None:
+    served.engine.self_test(30.0)
+    tests = [served.engine._run_self_test(30.0, served.engine._known_picture) for _ in range(2)]
+    reference = served.engine._picture_reference
+    assert reference is not None
+    assert all(test.agrees_with(reference) for test in tests)
+    assert served.engine._reference is not None
+    assert not tests[0].agrees_with(served.engine._reference)
+
+
 def test_hidden_states_of_tokens_are_refused_by_name(served: Served) -> None:
     with pytest.raises(WrongModelKind, match="models of texts and images"):
         served.send(["a"], outputs=frozenset({Output.TOKENS}))

@@ -134,12 +134,15 @@ async def test_inputs_may_be_contents_of_texts(ask: Asking) -> None:
     [
         ({"texts": []}, "`texts` cannot be empty"),
         ({"texts": ["fog", ""]}, "`texts` cannot have an empty text"),
-        ({"texts": None, "images": ["data:image/png;base64,"]}, "images are not supported"),
+        ({"texts": None, "images": ["data:image/png;base64,"]}, "images.0: only text is supported by the model"),
         ({"embedding_types": ["float4"]}, "embedding_types"),
         ({"output_dimension": 0}, "positive"),
         ({"truncate": "MIDDLE"}, "truncate"),
         ({"model": "classifier"}, "Model is not an embedding model"),
-        ({"texts": None, "inputs": [{"content": [{"type": "image_url", "image_url": {}}]}]}, "only parts of type text"),
+        (
+            {"texts": None, "inputs": [{"content": [{"type": "image_url", "image_url": {}}]}]},
+            "only parts of type text and image_url",
+        ),
     ],
 )
 async def test_errors_are_coheres(ask: Asking, more: dict[str, Any], said: str) -> None:

@@ -103,7 +103,7 @@ class ModelCards:
             "last_error": self._error(view),
             "stats": {},  # Infinity's clients need the key; the figures are on /metrics
             "backend": "torch",
-            "inputs": ["text"],
+            "inputs": list(model.modalities) if model else ["text"],
         }
         if view is not None and view.spec.load == "on_demand":
             card["residence"] = _RESIDENCE[view.state]

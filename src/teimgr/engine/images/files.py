@@ -121,8 +121,8 @@ def to_rgb(image: Image.Image) -> Image.Image:
         return _scaled(image)
     is_transparent = "A" in image.getbands() or image.info.get("transparency") is not None
     if not is_transparent:
-        return image.convert("RGB")
-    found = Image.new("RGB", image.size)
+        return image if image.mode == "RGB" else image.convert("RGB")  # a copy would hold the GIL
+    found = Image.new("RGB", image.size, None)  # not filled, which would hold it too
     rows = max(1, _STRIP_PIXELS // image.width)
     for top in range(0, image.height, rows):
         strip = image.crop((0, top, image.width, min(image.height, top + rows))).convert("RGBA")

@@ -7,11 +7,13 @@ pictures, and as many as the tokens that it takes.
 from __future__ import annotations
 
 import hashlib
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
 from teimgr.engine.batch import Encoded, PackedBatch, TokenizedTexts, pack
 from teimgr.engine.images.files import read_size
@@ -43,6 +45,15 @@ def read_picture(data: bytes, dual: DualEncoder) -> Picture:
     resized_shape(dual.steps, size.width, size.height)
     digest = hashlib.sha256(data).digest()
     return Picture(data, size.format, size.width, size.height, dual.image_tokens, digest)
+
+
+def known_picture(dual: DualEncoder) -> Picture:
+    """A file that every load makes alike, larger than what the model reads, for self-tests."""
+    down, right = np.mgrid[0 : 2 * dual.height, 0 : 3 * dual.width]
+    slope = np.stack([down % 256, right % 256, (down + right) // 5 % 256], axis=2).astype(np.uint8)
+    written = io.BytesIO()
+    Image.fromarray(slope).save(written, "PNG")
+    return read_picture(written.getvalue(), dual)
 
 
 def picture_ids(picture: Picture) -> NDArray[np.int32]:

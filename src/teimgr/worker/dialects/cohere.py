@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from teimgr.engine.job import InferOptions, Job, Output
+from teimgr.engine.job import InferOptions, Job, Output, Picture
+from teimgr.engine.job import Input as EngineInput
 from teimgr.errors import InvalidInput
 from teimgr.spec import Kind
 from teimgr.wire.frames import HttpReply, HttpRequest
 from teimgr.wire.quantisation import Precision, converted
 from teimgr.worker import http_inference as http
-from teimgr.worker import input_checks
+from teimgr.worker import images, input_checks
 from teimgr.worker.dialects import infinity, openai, rerank, tokens
+from teimgr.worker.images import SentImage
 
 EmbeddingType = Literal["float", "int8", "uint8", "binary", "ubinary", "base64"]
 # The model's prompts that fit an `input_type`, in order of preference.
@@ -29,14 +31,14 @@ _PROMPTS: Mapping[str, tuple[str, ...]] = {
 
 
 class CohereEmbedRequest(http.LenientBody):
-    """Texts to embed, and the types of the vectors; images are not supported."""
+    """Texts or images to embed, and the types of the vectors."""
 
     model: http.ModelName = None
     texts: list[str] | None = None
-    inputs: Annotated[list[dict[str, Any]] | None, Field(description="version 2: contents of parts of type text")] = (
-        None
-    )
-    images: Annotated[list[str] | None, Field(description="not supported")] = None
+    inputs: Annotated[
+        list[dict[str, Any]] | None, Field(description="version 2: contents of texts, or of one image_url, each")
+    ] = None
+    images: Annotated[list[str] | None, Field(description="data URIs, in place of texts")] = None
     input_type: Annotated[
         str | None, Field(description="search_query, search_document, …: chooses the model's prompt of that name")
     ] = None
@@ -49,35 +51,43 @@ class CohereEmbedRequest(http.LenientBody):
     def truncation(self) -> str:
         return (self.truncate or "END").upper()
 
-    def contents(self) -> list[str]:
-        """The texts; raises BadRequest for images and parts that are not text."""
+    def contents(self) -> list[EngineInput | SentImage]:
+        """Texts and images; raises BadRequest for several of the three lists, and for parts of another kind."""
+        given = [name for name in ("texts", "images", "inputs") if getattr(self, name)]
+        if "images" in given and len(given) > 1:
+            raise http.BadRequest(400, f"{given[-1]}: contradicts {given[0]}; send one of them", given[-1])
         if self.images:
-            raise http.BadRequest(400, "images: images are not supported", "images")
+            return [SentImage(one, f"images.{place}") for place, one in enumerate(self.images)]
         if self.inputs is None:
-            return self.texts or []
-        return [_text_of(place, one) for place, one in enumerate(self.inputs)]
-
-
-def _text_of(place: int, content: dict[str, Any]) -> str:
-    found = content.get("content")
-    text = input_checks.text_of_parts(found) if isinstance(found, list) else found
-    if not isinstance(text, str):
-        raise http.BadRequest(400, f"inputs.{place}.content: only parts of type text are supported", "inputs")
-    return text
+            return list(self.texts or ())
+        return [
+            images.item_of_parts(one.get("content"), f"inputs.{place}.content") for place, one in enumerate(self.inputs)
+        ]
 
 
 def _embed(version: str) -> http.HttpHandler:
     async def handle(inference: http.HttpInference, request: HttpRequest) -> HttpReply:
         body = await inference.read(request, CohereEmbedRequest)
-        inference.check_count(max(len(body.texts or ()), len(body.inputs or ())))
-        texts = await inference.truncated(body.contents(), body.max_tokens, left=body.truncation == "START")
-        return await inference.respond(lambda served: _job(version, body, texts, served))
+        inference.check_count(max(len(body.texts or ()), len(body.inputs or ()), len(body.images or ())))
+        items = body.contents()
+        texts = [one for one in items if isinstance(one, str)]
+        if len(texts) < len(items):
+            inputs = await images.read_all(inference, items)
+            return await inference.respond(lambda served: _job(version, body, inputs, served))
+        texts = await inference.truncated(texts, body.max_tokens, left=body.truncation == "START")
+        return await inference.respond(lambda served: _job_of_texts(version, body, texts, served))
 
     return handle
 
 
-def _job(version: str, body: CohereEmbedRequest, texts: list[str], served: http.ServedModel) -> http.JobSpec:
+def _job_of_texts(version: str, body: CohereEmbedRequest, texts: list[str], served: http.ServedModel) -> http.JobSpec:
     input_checks.need_texts(texts, "texts")
+    return _job(version, body, texts, served)
+
+
+def _job(
+    version: str, body: CohereEmbedRequest, inputs: Sequence[EngineInput], served: http.ServedModel
+) -> http.JobSpec:
     if body.output_dimension == 0:
         raise InvalidInput("`output_dimension` should be positive")
     prompts = _PROMPTS.get(body.input_type or "", (body.input_type or "",))
@@ -98,13 +108,30 @@ def _job(version: str, body: CohereEmbedRequest, texts: list[str], served: http.
             {
                 "id": http.new_id("embed"),
                 "embeddings": {name: _as_type(job.vectors, name) for name in types} if by_type else job.vectors,
-                "texts": body.texts if body.texts is not None else texts,
-                "meta": {"api_version": {"version": version}, "billed_units": {"input_tokens": job.tokens}},
+                **_echo(body, inputs),
+                "meta": {"api_version": {"version": version}, "billed_units": _billed(job)},
                 "response_type": "embeddings_by_type" if by_type else "embeddings_floats",
             }
         )
 
-    return http.JobSpec(texts, options, encode)
+    return http.JobSpec(inputs, options, encode)
+
+
+def _echo(body: CohereEmbedRequest, inputs: Sequence[EngineInput]) -> dict[str, Any]:
+    """The texts of a request, and what is said of its images."""
+    pictures = [
+        {"width": one.width, "height": one.height, "format": one.format.lower(), "bit_depth": 8}
+        for one in inputs
+        if isinstance(one, Picture)
+    ]
+    texts = body.texts if body.texts is not None else [one for one in inputs if isinstance(one, str)]
+    return {"texts": texts} | ({"images": pictures} if pictures else {})
+
+
+def _billed(job: Job) -> dict[str, int]:
+    count, tokens = images.counted(job.inputs)
+    units = {"input_tokens": job.tokens - tokens}
+    return units | ({"images": count, "image_tokens": tokens} if count else {})
 
 
 def _as_type(vectors: NDArray[np.float32], name: EmbeddingType) -> Any:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from teimgr.engine.job import InferOptions, Job, Output
+from teimgr.engine.job import Input as EngineInput
 from teimgr.spec import Kind
+from teimgr.wire.frames import HttpReply, HttpRequest
 from teimgr.worker import http_inference as http
-from teimgr.worker import input_checks, scores
+from teimgr.worker import images, input_checks, scores
 from teimgr.worker.dialects import rerank
 from teimgr.worker.dialects.openai import BATCH_LIMIT, EncodingFormat, embedding_objects
 
@@ -21,13 +25,24 @@ class InfinityEmbeddingsRequest(http.InferenceRequest, http.LenientBody):
     input: http.Input
     encoding_format: EncodingFormat = "float"
     dimensions: Annotated[http.U32 | None, Field(description="0: all")] = None
-    modality: Annotated[Literal["text", "image", "audio"], Field(description="only text is served")] = "text"
+    modality: Annotated[
+        Literal["text", "image", "audio"], Field(description="image: data URIs or base64; audio is not served")
+    ] = "text"
 
     def job(self, served: http.ServedModel) -> http.JobSpec:
-        if self.modality != "text":
-            raise http.BadRequest(400, f"modality: only text is supported, not {self.modality}", "modality")
         inputs = http.engine_inputs(self.input, BATCH_LIMIT)
         input_checks.need_texts(inputs, "input")
+        return self.job_of(inputs, served)
+
+    def sent_images(self) -> list[images.SentImage]:
+        """The images of a request for them; raises BadRequest: an input is no string."""
+        given = [self.input] if isinstance(self.input, str) else self.input
+        if not given or not all(isinstance(one, str) for one in given):
+            raise http.BadRequest(400, "input: with modality image, must be data URIs or base64", "input")
+        return [images.SentImage(one, f"input.{place}") for place, one in enumerate(given) if isinstance(one, str)]
+
+    def job_of(self, inputs: Sequence[EngineInput], served: http.ServedModel) -> http.JobSpec:
+        """The job of texts, ids or images."""
         output = Output.MULTI_VECTOR if served.model.kind == Kind.MULTI_VECTOR else Output.DENSE
         options = InferOptions(
             frozenset({output}), truncate=served.spec.auto_truncate, dimensions=self.dimensions or None
@@ -66,10 +81,22 @@ def _rest(model: str, job: Job) -> dict[str, Any]:
     return {"model": model, "usage": http.usage(job.tokens), "id": http.new_id("infinity"), "created": http.unix_time()}
 
 
+async def embeddings(inference: http.HttpInference, request: HttpRequest) -> HttpReply:
+    """Texts, or by `modality` images."""
+    body = await inference.read(request, InfinityEmbeddingsRequest)
+    if body.modality == "text":
+        return await inference.respond(body.job)
+    if body.modality != "image":
+        raise http.BadRequest(400, f"modality: text and image are served, not {body.modality}", "modality")
+    sent = body.sent_images()
+    inference.check_count(len(sent), BATCH_LIMIT)
+    return await inference.respond(partial(body.job_of, await images.read_all(inference, sent)))
+
+
 classify = http.single(InfinityClassifyRequest)
 
 ROUTES: http.RouteTable = {
-    **{("POST", path): http.single(InfinityEmbeddingsRequest) for path in ("/embeddings", "/v1/embeddings")},
+    **{("POST", path): embeddings for path in ("/embeddings", "/v1/embeddings")},
     **{("POST", path): rerank.handler(rerank.INFINITY) for path in ("/rerank", "/v1/rerank")},
     ("POST", "/classify"): classify,
     ("POST", "/v1/classify"): classify,

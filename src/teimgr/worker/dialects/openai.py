@@ -21,7 +21,7 @@ from teimgr.wire.error_bodies import VLLM
 from teimgr.wire.frames import HttpReply, HttpRequest
 from teimgr.wire.quantisation import Precision, converted
 from teimgr.worker import http_inference as http
-from teimgr.worker import input_checks
+from teimgr.worker import images, input_checks
 from teimgr.worker.calls import raise_first
 from teimgr.worker.dialects.binary_vectors import BINARY_FORMATS, EmbedDtype, Endianness, binary_reply
 from teimgr.worker.dialects.truncation import Side, Tokens, fitted
@@ -43,7 +43,7 @@ _PROMPTS: Mapping[str, tuple[str, ...]] = {
 }
 _WITH_WEIGHTS = "text-matching"  # a prompt of models with weights by task alone
 _NOT_SERVED = {
-    "messages": "chat messages are not supported; send `input`",
+    "messages": "contradict `input`; send one of the two",
     "late_chunking": "is not supported",
     "embedding_types": "is Cohere's, of /v1/embed and /v2/embed; use output_dtype",
     "chunk_size": "is not supported",
@@ -78,7 +78,14 @@ class OpenAIEmbeddingsRequest(http.LenientBody):
     truncation_side: Side = None
     embed_dtype: Annotated[EmbedDtype, Field(description="element type of encoding_format bytes")] = "float32"
     endianness: Annotated[Endianness, Field(description="of encoding_format bytes")] = "native"
-    messages: Annotated[Any, Field(description="not supported")] = None
+    messages: Annotated[
+        Any,
+        Field(description="in place of `input`: a message, or a list of conversations of one, with texts or an image"),
+    ] = None
+    # Infinity
+    modality: Annotated[
+        Literal["text", "image"], Field(description="image: `input` has images, as data URIs or base64")
+    ] = "text"
     embedding_types: Annotated[Any, Field(description="not supported")] = None
     chunk_size: Annotated[Any, Field(description="not supported")] = None
 
@@ -126,22 +133,55 @@ class OpenAIEmbeddingsRequest(http.LenientBody):
         return texts_of_objects(value)
 
     def job(self, inputs: list[EngineInput], dialect: str, served: http.ServedModel) -> http.JobSpec:
-        input_checks.need_inputs(inputs, "`input` cannot be an empty string or an empty array")
+        if type(self) is not OpenAIItemsRequest:  # whose images have no characters
+            input_checks.need_inputs(inputs, "`input` cannot be an empty string or an empty array")
         encode = partial(embedding_list, self.model or served.name, self.in_base64, self.precision)
         truncates = dialect != VLLM and served.spec.auto_truncate
         return http.JobSpec(inputs, self.options(served, truncates), encode, BATCH_LIMIT)
+
+
+class OpenAIItemsRequest(OpenAIEmbeddingsRequest):
+    """A request with images: Jina's objects, vLLM's messages, or Infinity's modality."""
+
+    input: Any = None
+
+    @field_validator("input", mode="before")
+    @classmethod
+    def _texts_of_objects(cls, value: Any) -> Any:
+        return value
+
+    def items(self) -> list[EngineInput | images.SentImage]:
+        """Texts and images; raises BadRequest: something is neither, or there is no input."""
+        if self.messages is not None:
+            if self.input is not None:
+                raise http.BadRequest(400, f"messages: {_NOT_SERVED['messages']}", "messages")
+            return list(images.items_of_messages(self.messages))
+        given = self.input if isinstance(self.input, list) else [self.input]
+        return [self._item(one, f"input.{place}") for place, one in enumerate(given)]
+
+    def _item(self, one: Any, place: str) -> EngineInput | images.SentImage:
+        if isinstance(one, str):
+            return images.SentImage(one, place) if self.modality == "image" else one
+        if isinstance(one, dict):
+            return images.item_of_object(one, place)
+        raise http.BadRequest(400, f"{place}: must be a text or an object with `text` or `image`", "input")
 
 
 def texts_of_objects(value: Any) -> Any:
     """An `input` of Jina's with its objects `{"text": "…"}` replaced by their texts; anything else unchanged.
 
     Raises:
-        BadRequest: an object has no text, such as an image.
+        HasImages: an object has an image.
+        BadRequest: an object has something else than a text.
     """
     if isinstance(value, dict):
+        if "image" in value:
+            raise images.HasImages
         return text_of_object(value, "input")
     if not isinstance(value, list) or not _has_objects(value):
         return value
+    if any("image" in one for one in value if isinstance(one, dict)):
+        raise images.HasImages
     return [text_of_object(one, f"input.{place}") if isinstance(one, dict) else one for place, one in enumerate(value)]
 
 
@@ -212,9 +252,36 @@ def embedding_objects(rows: Iterable[Any], in_base64: bool) -> list[dict[str, An
 
 async def embeddings(inference: http.HttpInference, request: HttpRequest) -> HttpReply:
     """The handler of the route. What is too long is cut as the instance is set, and refused in vLLM's dialect."""
-    body = await inference.read(request, OpenAIEmbeddingsRequest)
+    try:
+        body = await inference.read(request, OpenAIEmbeddingsRequest)
+    except images.HasImages:
+        return await _embed_items(inference, request)
+    except http.BadRequest:
+        if b'"messages"' in bytes(request.body):
+            return await _embed_items(inference, request)
+        raise
+    if body.modality != "text":
+        return await _embed_items(inference, request)
     body.refuse_unsupported()
-    inputs = inference.inputs(body.input, BATCH_LIMIT)
+    return await _embed(inference, request, body, inference.inputs(body.input, BATCH_LIMIT))
+
+
+async def _embed_items(inference: http.HttpInference, request: HttpRequest) -> HttpReply:
+    """Texts and images."""
+    body = await inference.read(request, OpenAIItemsRequest)
+    items = body.items()
+    inference.check_count(len(items), BATCH_LIMIT)
+    inputs = await images.read_all(inference, items)
+    checked = body.model_copy(update={"messages": None})
+    checked.refuse_unsupported()
+    if body.truncate_prompt_tokens is not None:
+        raise http.BadRequest(400, "truncate_prompt_tokens: is not for requests with images", "truncate_prompt_tokens")
+    return await _embed(inference, request, checked, inputs)
+
+
+async def _embed(
+    inference: http.HttpInference, request: HttpRequest, body: OpenAIEmbeddingsRequest, inputs: list[EngineInput]
+) -> HttpReply:
     if body.truncate_prompt_tokens is not None:
         inputs = await fitted(inference, inputs, body.truncate_prompt_tokens, left=body.left)
     if body.encoding_format not in BINARY_FORMATS:

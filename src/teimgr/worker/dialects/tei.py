@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 import numpy as np
 import orjson
@@ -18,12 +18,13 @@ from pydantic import Field, ValidationError
 
 from teimgr import __version__
 from teimgr.engine.job import InferOptions, Job, Output, Pair, SparseRow
+from teimgr.engine.job import Input as EngineInput
 from teimgr.errors import EmptyInput, InvalidInput, TeimgrError, TooLarge
 from teimgr.spec import Kind, LoadedModel
 from teimgr.wire.frames import Buffer, HttpReply, HttpRequest
 from teimgr.wire.quantisation import Precision
 from teimgr.worker import http_inference as http
-from teimgr.worker import scores
+from teimgr.worker import images, scores
 from teimgr.worker.dialects import tei_types
 from teimgr.worker.dialects.openai import BATCH_LIMIT, EncodingFormat, embedding_list
 from teimgr.worker.dialects.serde_json import Fault
@@ -160,6 +161,24 @@ class TeiEmbedRequest(TeiEmbedAllRequest):
     def job(self, served: http.ServedModel) -> http.JobSpec:
         options = {"normalize": self.normalize, "dimensions": self.dimensions}
         return self._job(served, Output.DENSE, lambda job: http.to_json(job.vectors, job.vectors.size), **options)
+
+
+class TeiItemsRequest(TeiEmbedRequest):
+    """`POST /embed` with items of a type, which TEI does not have: texts and images, or one of them."""
+
+    inputs: Any
+
+    def job_of(self, inputs: list[EngineInput], served: http.ServedModel) -> http.JobSpec:
+        """A vector per item."""
+        options = self.options(
+            served, Output.DENSE, prompt_name=self.prompt_name, normalize=self.normalize, dimensions=self.dimensions
+        )
+        encode = _vectors
+        return http.JobSpec(inputs, options, encode, served.spec.max_client_batch_size)
+
+
+def _vectors(job: Job) -> bytes:
+    return http.to_json(job.vectors, job.vectors.size)
 
 
 class TeiPredictRequest(http.InferenceRequest, TeiTruncation):
@@ -401,6 +420,8 @@ def _reparse(kind: type[http.BodyT], body: Buffer, quick: http.BodyT | None) -> 
         is_ambiguous(_quoted_fields(kind), found) or (kind is TeiVertexRequest and may_be_deep(found))
     ):
         return quick
+    if quick is None and kind is TeiEmbedRequest and b'"type"' in found and (items := _items(found)) is not None:
+        return cast(http.BodyT, items)
     try:
         return kind.model_validate(read_body(_TYPES[kind], found))
     except Fault as fault:
@@ -410,6 +431,15 @@ def _reparse(kind: type[http.BodyT], body: Buffer, quick: http.BodyT | None) -> 
             raise http.BadRequest(400, message, input_index=text.input_index if text else None) from fault
         message = f"Failed to deserialize the JSON body into the target type: {fault.sentence(found)}"
         raise http.BadRequest(422, message) from fault
+
+
+def _items(body: bytes) -> Any:
+    """A body whose inputs are items of a type, or have such among them; None for another one."""
+    with suppress(http.BadRequest, InvalidInput):
+        found = http.decoded(TeiItemsRequest, body, http.JSON_BODY)
+        given = found.inputs if isinstance(found.inputs, list) else [found.inputs]
+        return found if any(isinstance(one, dict) for one in given) else None
+    return None
 
 
 TEI_BODY = http.BodyFormat(is_ambiguous=_may_be_ambiguous, reparse=_reparse)
@@ -463,6 +493,7 @@ def info(served: http.ServedModel) -> dict[str, Any]:
         "code": list(model.code),
         "space": model.space,
         "precision": model.precision,
+        "modalities": list(model.modalities),
     }
 
 
@@ -486,9 +517,20 @@ def _inference(kind: type[http.InferenceRequest] | None = None) -> http.HttpHand
 
     async def handle(inference: http.HttpInference, request: HttpRequest) -> HttpReply:
         body = await inference.read(request, kind or _default_task(inference.served.model), TEI_BODY)
+        if type(body) is TeiItemsRequest:
+            return await _respond_to_items(inference, body)
         return await inference.respond(body.job, timings=True)
 
     return handle
+
+
+async def _respond_to_items(inference: http.HttpInference, body: TeiItemsRequest) -> HttpReply:
+    """Texts and images; a single one is a list of one, as a single text is."""
+    given = body.inputs if isinstance(body.inputs, list) else [body.inputs]
+    inference.check_count(len(given), inference.served.spec.max_client_batch_size)
+    items = [images.typed_item(one, f"inputs.{place}") for place, one in enumerate(given)]
+    inputs = await images.read_all(inference, items)
+    return await inference.respond(partial(body.job_of, inputs), timings=True)
 
 
 def _default_task(model: LoadedModel) -> type[http.InferenceRequest]:

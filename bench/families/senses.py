@@ -1,0 +1,80 @@
+"""Models of texts and images in one space: both are asked in the same jobs, and compared with transformers."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from tests.fidelity.figures import Matrix
+from tests.support.models.dual_encoders import build_clip, build_siglip, file_of, noise
+
+from bench.families.row import TRANSFORMERS, Row
+
+
+def picture_files() -> list[bytes]:
+    """Files of pictures: wide and high ones, with transparency, grey, and as photographs are saved."""
+    alpha = noise(50, 40, 3)
+    alpha.putalpha(noise(50, 40, 4).convert("L"))
+    return [
+        file_of(noise(40, 50)),
+        file_of(noise(300, 21, 1), "JPEG"),
+        file_of(noise(64, 64, 2), "WEBP"),
+        file_of(noise(5, 90, 5).convert("L")),
+        file_of(noise(33, 31, 6).convert("P"), "GIF"),
+        file_of(alpha),
+    ]
+
+
+def library(folder: Path, inputs: Sequence[Any]) -> list[Matrix]:
+    """The vectors of transformers, one input at a time: images through its processor with Pillow, SigLIP's texts padded
+    and without a mask.
+    """
+    from transformers import AutoImageProcessor, AutoModel, PreTrainedTokenizerFast
+
+    home = folder / "0_CLIPModel" if (folder / "0_CLIPModel").is_dir() else folder
+    model: Any = AutoModel.from_pretrained(home, dtype=torch.float32).eval()
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(home)
+    processor: Any = AutoImageProcessor.from_pretrained(home, backend="pil")
+    how: dict[str, Any] = {"truncation": True, "max_length": tokenizer.model_max_length, "return_tensors": "pt"}
+    how["padding"] = "max_length" if model.config.model_type == "siglip" else False
+    found = []
+    with torch.inference_mode():
+        for one in inputs:
+            if isinstance(one, bytes):
+                image = Image.open(io.BytesIO(one))
+                vector = model.get_image_features(**processor(images=[image], return_tensors="pt"))
+            else:
+                vector = model.get_text_features(input_ids=tokenizer(one, **how)["input_ids"])
+            found.append(vector.pooler_output.numpy())
+    return found
+
+
+def _row(key: str, family: str, hub: str, build: Callable[..., Any], longest: int) -> Row:
+    def make(folder: Path) -> None:
+        build(folder)
+
+    asked = {"normalize": False}
+    return Row(
+        key, family, hub, make, by=TRANSFORMERS, reference=library, asked=asked, longest=longest, has_images=True
+    )
+
+
+def _rows() -> Iterator[Row]:
+    clip = "openai/clip-vit-base-patch32, clip-vit-large-patch14, laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
+    yield _row("clip", "CLIP", clip, build_clip, 77)
+    old = "openai/clip-vit-base-patch16 (eos_token_id 2 in its config.json)"
+    yield _row("clip-old-end", "CLIP", old, partial(build_clip, old_end=True), 77)
+    legacy = "sentence-transformers/clip-ViT-B-32, clip-ViT-L-14 (0_CLIPModel)"
+    yield _row("clip-sentence-transformers", "CLIP", legacy, partial(build_clip, layout="legacy"), 77)
+    saved = "CLIP saved by sentence-transformers 6"
+    yield _row("clip-saved-now", "CLIP", saved, partial(build_clip, layout="sentence-transformers"), 77)
+    siglip = "google/siglip-base-patch16-224, siglip-so400m-patch14-384, siglip2-base-patch16-224 (fixed size)"
+    yield _row("siglip", "SigLIP", siglip, build_siglip, 64)
+
+
+ROWS = tuple(_rows())

@@ -1,0 +1,93 @@
+"""Images by the client: paths, bytes and Pillow's, and the how-to's search in a folder of pictures."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from PIL import Image
+from tests.support.daemon_process import DaemonProcess, WarmDaemonProcess
+from tests.support.models.dual_encoders import build_clip, file_of, noise
+
+from teimgr.errors import TeimgrError, ValidationError
+
+pytestmark = pytest.mark.slow
+_HOW_TO = Path(__file__).parents[2] / "docs" / "how-to" / "images.md"
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    with WarmDaemonProcess() as daemon, daemon.client() as client:
+        client.create("clip", str(build_clip(tmp_path_factory.mktemp("clip") / "clip")), dtype="float32")
+        client.wait_until_running("clip", deadline_s=100)
+        yield daemon
+
+
+def test_an_image_has_one_vector_however_it_is_given(daemon: DaemonProcess, tmp_path: Path) -> None:
+    pictures = [noise(40, 30, seed) for seed in range(11)]
+    paths = [tmp_path / f"{place}.png" for place in range(len(pictures))]
+    for path, picture in zip(paths, pictures, strict=True):
+        path.write_bytes(file_of(picture))
+    with daemon.client() as client:
+        given = [*pictures[:4], *(path.read_bytes() for path in paths[4:8]), *paths[8:]]
+        vectors = client.embed_images(given, instance="clip")
+        assert vectors.shape == (11, 24)
+        assert vectors.dtype == np.float32
+        assert np.allclose(client.embed_images(paths, instance="clip", in_flight=1), vectors, atol=1e-6)
+        assert np.allclose(client.embed_images(str(paths[5]), instance="clip"), vectors[5:6], atol=1e-6)
+        assert client.embed_images([], instance="clip").shape == (0, 0)
+        assert client.embed_images(paths[0], instance="clip", dimensions=8).shape == (1, 8)
+
+
+def test_refusals_name_the_image(daemon: DaemonProcess, tmp_path: Path) -> None:
+    with daemon.client() as client:
+        with pytest.raises(ValidationError, match=r"images\[1\]: .*no such file"):
+            client.embed_images([noise(4, 4), tmp_path / "no such file"], instance="clip")
+        with pytest.raises(ValidationError, match=r"images\[0\]: must be bytes"):
+            client.embed_images([3], instance="clip")  # type: ignore[list-item]
+        with pytest.raises(TeimgrError) as refused:
+            client.embed_images([*[noise(4, 4)] * 8, b"no image"], instance="clip")
+        assert refused.value.message.startswith("images[8] to images[8]: ")
+        assert "`inputs.0.data`: the bytes are no image of an allowed format" in refused.value.message
+
+
+def test_the_search_of_the_how_to(
+    daemon: DaemonProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    [code] = re.findall(r"```python\n(.*?)```", _HOW_TO.read_text(), re.DOTALL)
+    (tmp_path / "pictures").mkdir()
+    for colour in ("red", "lime", "blue"):
+        Image.new("RGB", (20, 20), colour).save(tmp_path / "pictures" / f"{colour}.jpg")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("teimgr.client.Client", lambda: daemon.client())
+    exec(compile(code, str(_HOW_TO), "exec"), {})
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3
+    scores = [float(line.split()[0]) for line in lines]
+    assert scores == sorted(scores, reverse=True)
+
+
+def test_a_table_with_images_and_texts_has_the_same_vectors(daemon: DaemonProcess) -> None:
+    files = [file_of(noise(40, 30)), None, file_of(noise(40, 30))[:-300], b"none", file_of(noise(40, 30)), None]
+    texts = [None, "a dog", None, None, "both", None]
+    with daemon.client() as client:
+        vectors = client.embed_images([files[0]], instance="clip")
+        query = client.embed("a dog", instance="clip")
+        for kind in (pa.binary(), pa.large_binary()):
+            table = pa.table({"image": pa.array(files, kind), "text": pa.array(texts, pa.string())})
+            found = client.infer(table, instance="clip")
+            assert np.array_equal(np.array(found["dense"][0].as_py(), np.float32), vectors[0])
+            assert np.allclose(found["dense"][1].as_py(), query[0], atol=1e-6)
+            assert [row is None for row in found["dense"].to_pylist()] == [False, False, True, True, True, True]
+            errors = found["error"].to_pylist()
+            assert errors[:2] == [None, None]
+            for error, said in zip(errors[2:], ("truncated", "send JPEG", "`image` and `text`", "null"), strict=True):
+                assert said in error
+        structs = pa.array([{"bytes": files[0], "path": None}, {"bytes": None, "path": "/etc/passwd"}])
+        found = client.infer(pa.table({"image": structs}), instance="clip")
+        assert np.array_equal(np.array(found["dense"][0].as_py(), np.float32), vectors[0])
+        assert "a `path` is not opened" in found["error"][1].as_py()
