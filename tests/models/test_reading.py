@@ -186,3 +186,13 @@ def test_the_real_minilm_is_read() -> None:
 
     assert (layout.kind, layout.poolings, layout.type_ids) == (Kind.EMBEDDING, ("mean",), True)
     assert (layout.max_length, layout.position_offset, layout.lower_case) == (256, 0, False)
+
+
+def test_big_birds_sparse_attention_is_refused_where_a_text_is_long_enough_for_it(tmp_path: Path) -> None:
+    sparse = {"attention_type": "block_sparse", "block_size": 4, "num_random_blocks": 3}
+    edit(build("big_bird", tmp_path) / "config.json", **sparse)
+
+    with pytest.raises(ModelLoadFailed, match="served up to 44 tokens: set max_seq_length to at most 44"):
+        read_layout(tmp_path)
+    edit(tmp_path / "sentence_bert_config.json", max_seq_length=44)
+    assert read_layout(tmp_path, strict=True).max_length == 44

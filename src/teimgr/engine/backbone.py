@@ -70,6 +70,7 @@ class Transformer:
         self._own_attention = module.config._attn_implementation
         self._options = {"use_cache": False} if "use_cache" in parameters else {}
         self._takes_type_ids = "token_type_ids" in parameters
+        self._takes_lengths = "lengths" in parameters  # XLM and Flaubert: without a mask, padding tokens end a text
         self.config: Any = module.config
         self.device = device
         self.dtype = torch.float32
@@ -105,7 +106,7 @@ class Transformer:
         if self._task is not None:
             raise CannotLowerError("its layers have weights by task")
         if self._alone:
-            raise CannotLowerError("its positions depend on the longest text of a batch")
+            raise CannotLowerError("its results depend on the other texts of a batch")
         kernel, program = forward_kernel(self._module, self._options, dtype, self._trained)
         _drop_linears(self._module, program.linears)
         self.dtype = torch.float32 if dtype is torch.int8 else dtype  # of what torch still computes
@@ -120,7 +121,7 @@ class Transformer:
             ValueError: the architecture does not support custom attention functions, or texts of several lengths.
         """
         if self._alone and batching is not Batching.EQUAL_LENGTH:
-            raise ValueError("its positions depend on the longest text of a batch")
+            raise ValueError("its results depend on the other texts of a batch")
         self._module.set_attn_implementation(self._own_attention if batching is Batching.EQUAL_LENGTH else PACKED)
         self.batching = batching
 
@@ -164,31 +165,35 @@ class Transformer:
         if self._kernel is not None:
             if self._trained is not None and batch.max_seqlen > self._trained and len(batch.runs) > 1:
                 return torch.cat([self.hidden(batch.part(run)) for run in batch.runs])
-            hidden = self._kernel(batch, batch.position_ids + self._offset, torch.get_num_threads())
+            hidden = self._kernel(batch, batch.positions(self._offset), torch.get_num_threads())
             return hidden if self._owner is self._module else hidden.to(self.dtype)
         if self.batching is Batching.EQUAL_LENGTH:
             parts = [self._hidden_of_run(run, batch) for run in batch.runs]
             return parts[0] if len(parts) == 1 else torch.cat(parts)
-        if self._graphs is not None and self._task is None and (by_graph := self._graphs.hidden(batch)) is not None:
-            return by_graph
+        if self._graphs is not None and self._task is None and not batch.has_padding(self._offset):
+            by_graph = self._graphs.hidden(batch)
+            if by_graph is not None:
+                return by_graph
         row = batch if gpu.is_gpu(self.device) else batch.rounded_up()
         cu_seqlens = to_device(batch.cu_seqlens, self.device) if self.batching is Batching.VARLEN else None
         hidden = self._forward(
             input_ids=to_device(row.ids, self.device).unsqueeze(0),
-            position_ids=to_device(row.position_ids + self._offset, self.device).unsqueeze(0),
+            position_ids=to_device(row.positions(self._offset), self.device).unsqueeze(0),
             packing=Packing.of(row, cu_seqlens),
             **self._type_inputs(None if row.type_ids is None else row.type_ids[None]),
         )
         return hidden[: batch.tokens]
 
     def hidden_equal_length(
-        self, ids: NDArray[Any], type_ids: NDArray[Any] | None = None, keys: NDArray[np.int32] | None = None
+        self, ids: NDArray[Any], type_ids: NDArray[Any] | None = None, keys: NDArray[Any] | None = None
     ) -> Tensor:
         """[texts, length] ids of equal length → [texts × length, H], through the library's own forward.
 
         `type_ids` has the shape of `ids`; tokens of text i attend to its first `keys[i]` tokens, to all where None.
         """
         inputs = {"input_ids": to_device(ids.astype(np.int64, copy=False), self.device), **self._type_inputs(type_ids)}
+        if keys is None and self._takes_lengths:
+            keys = np.full(len(ids), ids.shape[1])
         if keys is not None:
             inputs["attention_mask"] = to_device(
                 (np.arange(ids.shape[1]) < keys[:, None]).astype(np.int64), self.device
@@ -297,7 +302,7 @@ class StaticTable:
         return self.hidden_equal_length(batch.ids)
 
     def hidden_equal_length(
-        self, ids: NDArray[Any], type_ids: NDArray[Any] | None = None, keys: NDArray[np.int32] | None = None
+        self, ids: NDArray[Any], type_ids: NDArray[Any] | None = None, keys: NDArray[Any] | None = None
     ) -> Tensor:
         """Ids of any shape → [ids, H]; `type_ids` and `keys` have no effect."""
         places = to_device(ids.reshape(-1).astype(np.int64, copy=False), self.device)

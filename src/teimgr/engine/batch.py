@@ -211,6 +211,22 @@ class PackedBatch:
         keys = self.keys[first : first + run.texts]
         return keys if (keys < run.length).any() else None
 
+    def positions(self, offset: int) -> NDArray[np.int64]:
+        """`position_ids` from `offset` on. Positions that do not begin at 0 begin behind the padding token's id, and a
+        padding token within a text has that id and counts for none, as in the library.
+        """
+        if not self.has_padding(offset):
+            return self.position_ids + offset
+        is_padding = self.ids == offset - 1
+        seen = np.cumsum(is_padding)
+        first = np.arange(len(self.ids)) - self.position_ids
+        counted = self.position_ids + offset - (seen - seen[first] + is_padding[first])
+        return np.where(is_padding, offset - 1, counted)
+
+    def has_padding(self, offset: int) -> bool:
+        """Whether a text has the padding token itself, where positions begin behind its id."""
+        return offset > 0 and bool((self.ids == offset - 1).any())
+
     @property
     def begins(self) -> NDArray[np.int64]:
         """The first token of every text, [N]."""

@@ -60,7 +60,11 @@ def put_own_rotary(module: nn.Module) -> None:
 
 
 def depends_on_batch(module: nn.Module) -> bool:
-    """Whether the library takes frequencies by the longest text of a batch (rope type "longrope")."""
+    """Whether the library takes frequencies by the longest text of a batch (rope type "longrope"), or scales all
+    tokens of a row by how many of them are masks (ESM).
+    """
+    if getattr(getattr(module, "config", None), "token_dropout", False):
+        return True
     kinds = [getattr(child, "rope_type", None) for child in module.modules()]
     return any("longrope" in kind.values() if isinstance(kind, dict) else kind == "longrope" for kind in kinds)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from teimgr.errors import ModelLoadFailed
 from teimgr.models.directory import may_lack_modules
@@ -14,6 +15,7 @@ from teimgr.models.key_checks import check_files
 from teimgr.models.kinds import choose_kind, is_causal
 from teimgr.models.late_interaction import read_late
 from teimgr.models.layout import M3, Backbone, Dense, Layout, QueryTable, ScoringConfig, Splade
+from teimgr.models.library_code import setting
 from teimgr.models.listwise import TEMPLATE_TOKENS, is_listwise, read_listwise
 from teimgr.models.metadata import MODEL2VEC, ModelMetadata, read_metadata
 from teimgr.models.modules import (
@@ -164,6 +166,7 @@ def _read(root: Path, pooling: str | None, kind: str | None, trust_remote_code: 
     metadata.tokens.check_types(metadata.config)
     texts = text_config(metadata.config)
     longest = ENDLESS if metadata.static else max_length(texts, metadata.settings, metadata.tokens.config)
+    _check_attention(metadata.config, longest)
     layout = Layout(
         root=root,
         transformer_dir=metadata.transformer_dir,
@@ -247,6 +250,20 @@ def _read(root: Path, pooling: str | None, kind: str | None, trust_remote_code: 
         unused = f"pooling = {pooling!r} is not used: a model of the kind {layout.kind.value} has its own way"
         layout = replace(layout, warnings=(*layout.warnings, unused))
     return layout
+
+
+def _check_attention(config: dict[str, Any], longest: int) -> None:
+    """Refuse BigBird's sparse attention where a text may be long enough for it: the library gives it up for good after
+    the first short text, so that vectors would depend on the texts before.
+    """
+    if config["model_type"] != "big_bird" or setting(config, "attention_type") != "block_sparse":
+        return
+    dense = (5 + 2 * int(setting(config, "num_random_blocks"))) * int(setting(config, "block_size"))
+    if longest > dense:
+        raise ModelLoadFailed(
+            f"config.json has attention_type = 'block_sparse' (its default), which is served up to {dense} tokens: set "
+            f"max_seq_length to at most {dense}, or attention_type to 'original_full'"
+        )
 
 
 def _own_activations(metadata: ModelMetadata, layout: Layout) -> list[str]:

@@ -103,6 +103,10 @@ FURTHER = {
     "esm": Family(
         word_piece(), _of("EsmConfig", position_embedding_type="rotary", mask_token_id=4, **_BERT | {"pad_token_id": 1})
     ),
+    "flaubert": Family(
+        word_piece(typed=False),
+        _of("FlaubertConfig", emb_dim=WIDTH, n_layers=2, n_heads=4, max_position_embeddings=128, pad_index=0),
+    ),
     "gemma": Family(unigram("<s>"), _of("GemmaConfig", **_IDS, **_HEADS), "lasttoken"),
     "gemma2": Family(unigram("<s>"), _of("Gemma2Config", **_ALTERNATING, **_GEMMA, **_IDS, **_HEADS), "lasttoken"),
     "gemma3_causal": Family(
