@@ -39,3 +39,14 @@ def test_a_first_module_of_the_models_own_is_refused_though_trusted(tmp_path: Pa
 
     with pytest.raises(ModelLoadFailed, match=r"the first module of modules\.json is own\.Reader, code .* is not run"):
         read_layout(path, trust_remote_code=True)
+
+
+def test_a_dense_module_with_an_activation_of_the_models_own_is_refused(tmp_path: Path) -> None:
+    """sentence-transformers would take Tanh for it."""
+    path = build("bert", tmp_path, modules=("Dense", "Normalize"))
+    edit(path / "2_Dense" / "config.json", activation_function="own.module.Swish")
+
+    with pytest.raises(
+        ModelLoadFailed, match=r"2_Dense has the activation own\.module\.Swish, code of the model's own"
+    ):
+        read_layout(path)

@@ -259,12 +259,17 @@ def _projection(module: Module, works_on: str, gives: str) -> Projection:
     activation = config.get("activation_function", _TANH)
     if activation is None:
         activation = IDENTITY
+    if not str(activation).startswith("torch."):
+        raise ModelLoadFailed(
+            f"the Dense module {module.path.name} has the activation {activation}, code of the model's own, which is "
+            "not run here"
+        )
     return Dense(
         path=module.path,
         in_features=_given(module, config, "in_features"),
         out_features=_given(module, config, "out_features"),
         bias=bool(config.get("bias", True)),
-        activation=str(activation) if str(activation).startswith("torch.") else _TANH,
+        activation=str(activation),
         residual=bool(config.get("use_residual")),
     )
 
