@@ -1,4 +1,4 @@
-"""The page's view of scaling and recommendations: what waits and is wanted of each instance, and what to change."""
+"""The page's view of scaling and recommendations: work that waits, replicas, and what to change."""
 
 from __future__ import annotations
 

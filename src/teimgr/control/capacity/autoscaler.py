@@ -92,7 +92,7 @@ class _Course:
         self.asked, self.held_until = None, now + _HOLD_S
 
     def read(self, found: Sequence[Counters], now: float) -> Reading | None:
-        """The reading of these workers; None where there is no earlier one of any of them."""
+        """The reading of these workers; None before the second one of any of them."""
         sums = {each.incarnation: _sums(each.counters) for each in found}
         known = [(sums[name], before) for name, before in self.workers.items() if name in sums]
         self.workers = sums

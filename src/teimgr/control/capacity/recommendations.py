@@ -141,7 +141,7 @@ def recommend(seen: Observation) -> list[Recommendation]:
 
 
 def verdict(expects: Expectation, seen: Observation) -> tuple[bool | None, str]:
-    """Whether a change brought what was expected, and the sentence that says so; None: too little was computed."""
+    """Whether a change brought what was expected, and the figures as a sentence; None: too little was computed."""
     value = seen.value(expects.metric)
     words = expects.relation.replace("_", " ")
     figures = f"{expects.metric} is {value:,.4g}, expected {words} {expects.value:,.4g}"
