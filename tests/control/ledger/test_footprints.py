@@ -54,6 +54,20 @@ async def test_other_weights_in_the_same_directory_have_no_measured_figure(tmp_p
     assert (await found.of(spec)).source == "predicted"
 
 
+async def test_load_times_are_kept_and_one_slow_load_does_not_count_in_full(spec: InstanceSpec, tmp_path: Path) -> None:
+    kept = tmp_path / "state.memory.json"
+    found = Footprints(kept)
+    assert found.load_seconds(spec) is None
+    assert found.learn_load(spec, 9.0) == 9.0
+    assert found.learn_load(spec, 0.3) == 0.3
+    assert found.learn_load(spec, 0.9) == pytest.approx(0.5)
+    await found.close()
+    next_daemon = Footprints(kept)
+    next_daemon.load()
+    assert next_daemon.load_seconds(spec) == pytest.approx(0.5)
+    assert next_daemon.load_seconds(replace(spec, dtype="bfloat16")) is None
+
+
 async def test_a_model_that_is_not_here_is_assumed_and_not_learned() -> None:
     found = Footprints()
     spec = InstanceSpec(name="a", model_id="someone/not-here")

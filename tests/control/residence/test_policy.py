@@ -37,6 +37,7 @@ from teimgr.control.residence.events import (
 from teimgr.control.residence.model import Fleet, Phase
 from teimgr.control.residence.policy import MAX_WAITING, decide
 from teimgr.control.residence.rehearsal import Rehearsal, Relief
+from teimgr.control.residence.room import MAX_STAY_S, UNUSED
 
 MIB = 2**20
 
@@ -195,10 +196,32 @@ def test_a_model_just_loaded_stays_until_its_call_is_over_and_for_its_load_time(
     room.loaded("a", after_s=2.0)
     room.tell(Left(1))
     room.ask(2, "b")
-    room.now += 1.9
-    room.tell(Tick())
+    for _ in range(38):  # it is used: without a call for 50 ms at most
+        room.now += 0.05
+        room.tell(Used("a", 1, 0), Tick())
     assert not room.unloads
-    room.now += 0.2
+    room.now += 15.0
+    room.tell(Tick())
+    assert [each.model for each in room.unloads] == ["a"]
+
+
+def test_a_model_that_nobody_uses_goes_before_its_minimum_stay_is_over() -> None:
+    room = Room(budget=50, load_s=2.0)
+    room.resident("a", for_s=0.0)
+    room.ask(1, "b")
+    assert not room.unloads
+    room.now += 2.0 * UNUSED
+    room.tell(Tick())
+    assert [each.model for each in room.unloads] == ["a"]
+
+
+def test_a_first_load_that_took_a_minute_protects_its_model_for_no_longer_than_that() -> None:
+    room = Room(budget=50, load_s=None)
+    room.ask(1, "a")
+    room.loaded("a", after_s=60.0)
+    room.tell(Left(1), Used("a", 1000, 0))
+    room.ask(2, "b")
+    room.now += 60.1
     room.tell(Tick())
     assert [each.model for each in room.unloads] == ["a"]
 
@@ -438,7 +461,7 @@ def test_a_more_valuable_model_stays_longer_but_not_for_ever() -> None:
     room.resident("a", for_s=0.0)
     room.tell(Used("a", 1000, 0))
     room.ask(1, "b")
-    room.now += 8 * 2.0 - 0.1
+    room.now += MAX_STAY_S - 0.1
     room.tell(Tick())
     assert not room.unloads
     room.now += 0.2
@@ -543,7 +566,9 @@ def interleave(seed: int, steps: int) -> int:
             )
             load_s = room.fleet.models[name].load_s if name in room.fleet.models else 0.0
             if unload.evicted_for is not None:
-                assert room.now - loaded_at[name] >= min(load_s, 0.1) - 1e-9, f"{name} was just loaded: {unload}"
+                assert room.now - loaded_at[name] >= UNUSED * min(load_s, 0.1) - 1e-9, (
+                    f"{name} was just loaded: {unload}"
+                )
         seen_unloads = len(room.unloads)
         for call, name in open_calls.items():
             model = room.fleet.models.get(name)

@@ -29,6 +29,7 @@ class ScriptedOwner:
         self.busy: set[str] = set()
         self.failed: dict[str, tuple[str, float | None]] = {}
         self.loaded = asyncio.Event()
+        self.load_times: dict[str, float] = {}
 
     def declare_instance(self, name: str, **keys: object) -> None:
         self.specs[name] = InstanceSpec(name=name, model_id=name, load="on_demand", **keys)  # type: ignore[arg-type]
@@ -45,6 +46,12 @@ class ScriptedOwner:
 
     def spec(self, name: str) -> InstanceSpec | None:
         return self.specs.get(name)
+
+    def load_seconds(self, name: str) -> float | None:
+        return self.load_times.get(name)
+
+    def learn_load(self, name: str, seconds: float) -> None:
+        self.load_times[name] = seconds
 
     def failure(self, name: str) -> tuple[str, float | None]:
         return self.failed[name]
@@ -181,6 +188,19 @@ async def test_a_load_without_memory_has_an_idle_model_evicted_and_is_judged_aga
         assert owner.unloads == ["a"]
         owner.publish("b", State.RUNNING)
         assert await waiting == "b"
+
+
+async def test_the_load_time_of_an_earlier_daemon_counts_and_a_load_is_measured() -> None:
+    async with running() as (owner, residence):
+        owner.load_times["a"] = 30.0
+        owner.declare_instance("a")
+        with pytest.raises(Unavailable) as refused:
+            await call(residence, "a", 1.0)
+        assert refused.value.retry_after_s == pytest.approx(30.0, abs=1.0)
+        await owner.loaded.wait()
+        owner.publish("a", State.RUNNING)
+        assert await call(residence, "a", 60.0) == "a"
+        assert owner.load_times["a"] < 30.0
 
 
 async def test_a_load_that_the_policy_does_not_know_is_not_relieved() -> None:

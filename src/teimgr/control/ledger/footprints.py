@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 _MAX_FIGURES = 10_000
 _SAME = 0.02
 """A later measurement within this part of the kept figure is not written again."""
+_SAME_LOAD = 0.2
+"""The same of a load's time."""
 _FIELDS = ("host_bytes", "device_bytes", "loading_bytes")
 
 
@@ -66,6 +68,7 @@ class Footprints:
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
         self._measured: dict[str, Footprint] = {}
+        self._load_seconds: dict[str, float] = {}
         self._sizes: dict[tuple[object, ...], tuple[str, WeightSizes | None]] = {}
         self._writing: asyncio.Task[None] | None = None
 
@@ -74,11 +77,12 @@ class Footprints:
         if self._path is None:
             return
         try:
-            found = orjson.loads(self._path.read_bytes())["measured"]
+            kept = orjson.loads(self._path.read_bytes())
             self._measured = {
                 str(key): Footprint(**{name: int(figure[name]) for name in _FIELDS}, source="measured")
-                for key, figure in found.items()
+                for key, figure in kept["measured"].items()
             }
+            self._load_seconds = {str(key): float(seconds) for key, seconds in kept.get("load_seconds", {}).items()}
         except FileNotFoundError:
             return
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -131,6 +135,26 @@ class Footprints:
         if before is None or any(_differs(getattr(before, name), getattr(measured, name)) for name in _FIELDS):
             self._write_soon()
 
+    def load_seconds(self, spec: ModelOptions) -> float | None:
+        """How long it takes until a model serves, by earlier loads; None without one."""
+        return self._load_seconds.get(_load_key(spec))
+
+    def learn_load(self, spec: ModelOptions, seconds: float) -> float:
+        """Keep how long a load took, also for the next daemon; the result is the figure that is kept.
+
+        A shorter one counts at once. A longer one counts by a third, as it may have waited for the imports of a fork
+        server that had just started, or for other loads.
+        """
+        key = _load_key(spec)
+        before = self._load_seconds.pop(key, None)
+        kept = seconds if before is None or seconds < before else before + (seconds - before) / 3
+        self._load_seconds[key] = kept
+        while len(self._load_seconds) > _MAX_FIGURES:
+            del self._load_seconds[next(iter(self._load_seconds))]
+        if before is None or abs(kept - before) > _SAME_LOAD * before:
+            self._write_soon()
+        return kept
+
     def _write_soon(self) -> None:
         if self._path is not None and (self._writing is None or self._writing.done()):
             self._writing = asyncio.get_running_loop().create_task(self._write(), name="measured memory")
@@ -142,8 +166,10 @@ class Footprints:
     def _save(self) -> None:
         assert self._path is not None
         figures = {key: {name: getattr(it, name) for name in _FIELDS} for key, it in list(self._measured.items())}
+        loads = {key: round(seconds, 4) for key, seconds in list(self._load_seconds.items())}
         try:
-            write_atomically(self._path, orjson.dumps({"version": 1, "measured": figures}), mode=0o600)
+            kept = {"version": 1, "measured": figures, "load_seconds": loads}
+            write_atomically(self._path, orjson.dumps(kept), mode=0o600)
         except OSError as error:
             log.warning("measured memory cannot be written: %s", error)
 
@@ -168,6 +194,10 @@ def engine_version() -> str:
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return f"{__version__}+torch{importlib.metadata.version('torch')}"
     return __version__
+
+
+def _load_key(spec: ModelOptions) -> str:
+    return "|".join((spec.model_id, spec.revision or "", spec.dtype, engine_version()))
 
 
 def _options(spec: ModelOptions) -> tuple[object, ...]:

@@ -14,7 +14,7 @@ from teimgr.spec import InstanceSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """What is declared of a model; `load_s` are the seconds of its last load.
+    """What is declared of a model; `load_s` are the seconds that its load takes, as measured.
 
     A model that is not `on_demand` is never loaded or unloaded here. One that is `pinned` stays once it is loaded.
     `idle_timeout_s` 0: it is not unloaded for being idle.

@@ -180,7 +180,7 @@ def _loaded(fleet: Fleet, event: Loaded, now: float) -> Iterator[Decision]:
     if model.phase is Phase.UNLOADING:  # it had calls, and serves on
         yield from _busy(fleet, Busy(model.name), now)
         return
-    if model.phase is Phase.LOADING and model.load_began is not None:
+    if model.phase is Phase.LOADING and model.load_began is not None and model.terms.load_s is None:
         model.terms = replace(model.terms, load_s=now - model.since)
     is_short = model.phase is Phase.ROOM and model.is_reported and model.needed_bytes > 0
     enter(fleet, model, Phase.LOADED, now)

@@ -12,6 +12,7 @@ import logging
 from collections import defaultdict
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 from teimgr.control.residence.events import (
@@ -74,6 +75,12 @@ class Owner(Protocol):
 
     def spec(self, name: str) -> InstanceSpec | None:
         """The spec of an instance, None if it does not exist."""
+
+    def load_seconds(self, name: str) -> float | None:
+        """How long its model takes to load, by earlier loads, those of earlier daemons included; None without one."""
+
+    def learn_load(self, name: str, seconds: float) -> None:
+        """Keep how long a load took."""
 
     def failure(self, name: str) -> tuple[str, float | None]:
         """Why an instance failed, and in how many seconds it is retried; None: no automatic retry."""
@@ -247,13 +254,14 @@ class Residence:
             return
         before = self._entries.get(name)
         self._entries[name] = entry
-        self._decide(Declared(name, terms_of(spec)))
+        self._decide(Declared(name, replace(terms_of(spec), load_s=self._owner.load_seconds(name))))
         if before is None or before.state is not entry.state or (entry.endpoints and not before.endpoints):
             self._decide(self._event(name, entry))
 
     def _event(self, name: str, entry: RouteEntry) -> Event:
         match entry.state:
             case State.RUNNING:
+                self._learn_load(name)
                 return Loaded(name)
             case State.STARTING:
                 return Loading(name)
@@ -268,6 +276,13 @@ class Residence:
             case State.STOPPED:
                 self._used.pop(name, None)
                 return Stopped(name)
+
+    def _learn_load(self, name: str) -> None:
+        """Keep the time of a load that calls have waited for."""
+        model = self._fleet.models.get(name)
+        if model is not None and model.phase is Phase.LOADING and model.load_began is not None:
+            self._owner.learn_load(name, self._now() - model.since)
+            self._decide(Declared(name, replace(model.terms, load_s=self._owner.load_seconds(name))))
 
     def _decide(self, event: Event) -> None:
         for decision in decide(self._fleet, event, self._now()):

@@ -1,6 +1,6 @@
 """Room for models: which loaded ones are evicted for another, the least valuable first, and who waits or is refused.
 
-A model stays for as long as its load took, a more valuable one longer, and goes only without calls.
+A model that is used stays for as long as its load took, a more valuable one longer, and goes only without calls.
 """
 
 from __future__ import annotations
@@ -22,6 +22,13 @@ from teimgr.control.residence.model import (
 MIN_RESIDENCE = 1.0
 """Minimum stay of a model, in multiples of its load time; more valuable ones up to `MAX_PROTECTION` times that."""
 MAX_PROTECTION = 8.0
+MAX_STAY_S = 10.0
+"""A minimum stay longer than one load time is at most this: a load time may hold the start of the fork server."""
+UNUSED = 0.05
+"""A model that is not clearly more valuable may go before its minimum stay is over once it has had no call for this
+part of its load time: nobody uses it, and one caller who alternates between two models would wait for nothing.
+"""
+_CLEARLY_MORE = 2.0
 
 
 NOT_WANTED = "no call waits for it any more"
@@ -176,10 +183,16 @@ def _least_valuable(candidates: Iterable[Model], model: Model, now: float) -> li
 
 
 def _stays_until(victim: Model, model: Model, now: float) -> float:
-    """Until when a loaded model is not evicted for another: a more valuable one stays longer."""
+    """Until when a loaded model is not evicted for another: a more valuable one stays longer, an unused one shorter."""
+    load_s = victim.load_s
     mine, theirs = victim.value(now), model.value(now)
+    if model.terms.load_s is None:  # taken to load as long as the victim
+        theirs *= load_s / model.load_s
     protection = min(MAX_PROTECTION, max(1.0, mine / theirs)) if theirs > 0 else MAX_PROTECTION
-    return victim.since + MIN_RESIDENCE * victim.load_s * protection
+    until = victim.since + min(MIN_RESIDENCE * load_s * protection, max(load_s, MAX_STAY_S))
+    if protection < _CLEARLY_MORE:
+        return min(until, victim.used_at + UNUSED * load_s)
+    return until
 
 
 def _refuse_late(fleet: Fleet, model: Model, now: float) -> Iterator[Decision]:

@@ -497,6 +497,16 @@ class Manager:
         instance = self._instances.get(name)
         return instance.spec if instance is not None and not instance.is_deleted else None
 
+    def load_seconds(self, name: str) -> float | None:
+        """How long an instance's model takes to load, by earlier loads; None without one."""
+        spec = self.spec(name)
+        return None if spec is None else self.memory.footprints.load_seconds(spec)
+
+    def learn_load(self, name: str, seconds: float) -> None:
+        """Keep how long a load took; no effect if the instance does not exist."""
+        if (spec := self.spec(name)) is not None:
+            self.memory.footprints.learn_load(spec, seconds)
+
     def failure(self, name: str) -> tuple[str, float | None]:
         """Why an instance failed, and in how many seconds it is restarted; None: no automatic restart.
 
