@@ -83,6 +83,7 @@ class Custom(nn.Module):
     ("run", "activation"),
     [
         (lambda x, _: x * torch.sigmoid(x), "silu"),
+        (lambda x, _: x * torch.sigmoid(1.702 * x), "quick_gelu"),
         (lambda x, _: 0.5 * x * (1.0 + torch.tanh(0.7978845608 * (x + 0.044715 * x**3))), "gelu_tanh"),
         (lambda x, _: functional.relu(x), "relu"),
     ],

@@ -26,7 +26,7 @@ from teimgr.engine.native_library import LEVELS, NO_MEMORY, address, native_forw
 from teimgr.engine.packed_weights import WeightPacker
 
 _KINDS = ("embed", "linear", "attend", "norm", "add", "activate", "gate", "rotate", "quantise")
-_ACTIVATIONS = ("none", "gelu", "gelu_tanh", "relu", "silu", "tanh")
+_ACTIVATIONS = ("none", "gelu", "gelu_tanh", "relu", "silu", "tanh", "quick_gelu")
 _NORMS = ("layer", "rms")
 _INDICES = ("ids", "positions", "types")
 _MAX_TABLES = 4

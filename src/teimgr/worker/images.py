@@ -145,7 +145,7 @@ def item_of_object(given: dict[str, Any], place: str) -> Input | SentImage:
     named = [name for name in ("text", "image") if isinstance(given.get(name), str)]
     if len(named) == len(given) == 1:
         text: str = given[named[0]]
-        return SentImage(text, f"{place}.image") if named == ["image"] else text
+        return SentImage(text, place) if named == ["image"] else text
     raise http.BadRequest(
         400,
         f"{place}: needs `text` or `image`, a string, and one of them alone: this model embeds one at a time",

@@ -14,6 +14,7 @@ import transformers
 from PIL import Image
 from tests.engine.conftest import Served
 from tests.support.models.dual_encoders import build_clip, build_siglip, file_of, noise
+from tests.support.native import needs_native_forward
 
 from teimgr.engine.job import Lane, Output
 from teimgr.errors import InvalidInput, ModelLoadFailed, WrongModelKind
@@ -89,6 +90,11 @@ def test_a_truncated_picture_fails_alone(served: Served) -> None:
     assert list(job.errors) == [0]
     assert "the PNG file is truncated or broken" in job.errors[0].message
     assert np.linalg.norm(job.vectors[1:], axis=1) == pytest.approx(1.0)
+
+
+@needs_native_forward
+def test_texts_are_computed_by_the_native_forward(served: Served) -> None:
+    assert served.engine.info.forward == "native"
 
 
 def test_a_self_test_embeds_a_picture_too(served: Served) -> None:

@@ -85,7 +85,7 @@ TYPED = {"type": "image", "data": PLAIN}
     [
         ("/instances/dense/embed", {"inputs": [TYPED]}, 400, "inputs.0.data: only text is supported by the model"),
         ("/v1/embeddings", {"messages": message([PART])}, 400, "messages.0.content.0.image_url: only text"),
-        ("/jina/v1/embeddings", {"input": [{"image": URI}]}, 400, "input.0.image: only text"),
+        ("/jina/v1/embeddings", {"input": [{"image": URI}]}, 400, "input.0: only text"),
     ],
     ids=["tei", "vllm", "jina"],
 )
@@ -129,7 +129,7 @@ _LARGE = base64.b64encode(file_of(Image.new("1", (9000, 9000)))).decode()
             {"inputs": [{"type": "image", "data": _LARGE}]},
             "9000 x 9000 pixels, and 50,000,000",
         ),
-        ("/v1/embeddings", {"input": [{"image": _LINK}]}, "`input.0.image` is a link"),
+        ("/v1/embeddings", {"input": [{"image": _LINK}]}, "`input.0` is a link"),
         ("/v1/embeddings", {"messages": message([PART, {"type": "text", "text": "a"}])}, "texts or one image"),
         ("/v1/embeddings", {"messages": message([PART, PART])}, "texts or one image"),
         ("/v1/embeddings", {"input": "a", "messages": message([PART])}, "messages"),

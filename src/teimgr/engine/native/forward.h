@@ -5,7 +5,7 @@
 #include "library.h"
 
 enum step_kind { EMBED, LINEAR, ATTEND, NORM, ADD, ACTIVATE, GATE, ROTATE, QUANTISE };
-enum activation { NO_ACTIVATION, GELU, GELU_TANH, RELU, SILU, TANH };
+enum activation { NO_ACTIVATION, GELU, GELU_TANH, RELU, SILU, TANH, QUICK_GELU };
 enum norm { LAYER_NORM, RMS_NORM };
 enum index { IDS, POSITIONS, TYPES };
 enum { INDICES = 3, MAX_TABLES = 4, NO_SLOT = -1 };

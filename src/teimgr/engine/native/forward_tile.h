@@ -60,6 +60,7 @@ INLINE FLOATS LEVEL(activated)(FLOATS x, int32_t activation) {
     case RELU: return (FLOATS)((INTS)x & ~(x < 0));  // NaN stays
     case SILU: return x * LEVEL(sigmoid)(x);
     case TANH: return 2.0f * LEVEL(sigmoid)(2.0f * x) - 1.0f;
+    case QUICK_GELU: return x * LEVEL(sigmoid)(1.702f * x);  // CLIP's
     }
     return x;
 }

@@ -119,7 +119,7 @@ static int attend_is_valid(const struct program *program, const struct step *ste
 
 static int step_is_valid(const struct program *program, const struct step *step) {
     const int64_t width = step->width, groups = step->groups, size = program->bfloat16 ? 2 : 4;
-    if (!within(step->activation, NO_ACTIVATION, TANH) || !within(step->norm, LAYER_NORM, RMS_NORM)) return 0;
+    if (!within(step->activation, NO_ACTIVATION, QUICK_GELU) || !within(step->norm, LAYER_NORM, RMS_NORM)) return 0;
     if (!within(width, 1, MAX_COLUMNS) || !within(groups, 1, MAX_HEADS) || width * groups > MAX_COLUMNS) return 0;
     switch (step->kind) {
     case LINEAR: return linear_is_valid(program, step);
