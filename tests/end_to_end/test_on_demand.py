@@ -123,7 +123,7 @@ def test_calls_share_one_load(daemon: WarmDaemonProcess, client: Client) -> None
     assert last["message"] == "load"
 
 
-def test_what_only_looks_loads_nothing(daemon: WarmDaemonProcess, client: Client) -> None:
+def test_what_only_looks_loads_nothing(daemon: WarmDaemonProcess, client: Client) -> None:  # 12
     for path in ("/", "/v1/models", "/health", "/ready", "/health/ready", "/health/all", "/metrics", "/instances"):
         with urllib.request.urlopen(f"{daemon.api}{path}", timeout=30) as answer:
             answer.read()
@@ -174,6 +174,7 @@ def test_ollamas_keep_alive(daemon: WarmDaemonProcess, client: Client) -> None:
     with urllib.request.urlopen(f"{daemon.api}/api/ps") as answer:
         [running] = json.loads(answer.read())["models"]
     left = datetime.fromisoformat(running["expires_at"]) - datetime.now(UTC)
+    assert 2**20 < running["size"] < 2**30
     assert (running["name"], timedelta(minutes=50) < left <= timedelta(hours=1)) == ("a:latest", True), running
 
     status, last, _ = post(daemon, "/api/embed", asked | {"keep_alive": 0})

@@ -56,6 +56,14 @@ def test_replicas_go_at_uneven_readings_too() -> None:
     assert decision.wanted == 1
 
 
+def test_the_only_replica_that_holds_a_model_never_goes() -> None:  # 14 of the published failures
+    """Only residence unloads it, which sees the calls that are under way and those that wait."""
+    seen, terms = Seen(rate=100.0), Terms(min_replicas=0, max_replicas=4, down_delay_s=4)
+    for at in range(200):
+        seen, decision = decide(terms, seen, Reading(2.0 * at, 1, 0.0, 0.0, 0.0, 0.0))
+        assert decision.wanted == 1
+
+
 def test_no_replica_goes_while_work_waits() -> None:
     _, wanted = _readings(2, queued=150.0)  # 0.75 s: above the lower threshold, below the upper one
     assert set(wanted) == {2}

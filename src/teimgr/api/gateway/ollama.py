@@ -221,7 +221,8 @@ class OllamaRoutes:
 
     def _entry(self, listed: _Listed) -> dict[str, Any]:
         name = _tagged(listed.name)
-        return {"name": name, "model": name, "size": 0, "digest": _digest(listed), "details": _details(listed)}
+        size = sum(worker.private_bytes or 0 for worker in listed.view.workers)
+        return {"name": name, "model": name, "size": size, "digest": _digest(listed), "details": _details(listed)}
 
     def _shown(self, listed: _Listed) -> dict[str, Any]:
         model = listed.view.model
