@@ -705,3 +705,22 @@ async def test_many_connections_whose_requests_come_at_once_or_that_end_at_once_
 
     assert 0 < most_begun <= connection_gate._BEGINNINGS_PER_TURN
     assert 0 < most_ended <= connection_gate._ENDS_PER_TURN
+
+
+async def test_a_request_before_pipelined_ones_learns_that_its_connection_was_lost() -> None:
+    """uvicorn told the last one alone: the one that had begun wrote its response to a closed transport."""
+    learned: list[str] = []
+
+    async def waiting(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            assert (await receive())["type"] == "http.request"
+            learned.append((await receive())["type"])
+
+    sock = bind("127.0.0.1", 0)
+    async with serving(waiting, sock, Echo), asyncio.timeout(5):
+        _, writer = await asyncio.open_connection(*sock.getsockname())
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 2 + b"\0\r\n\r\n")  # which closes the connection
+        await eventually(lambda: learned)
+        writer.close()
+
+    assert learned == ["http.disconnect"]

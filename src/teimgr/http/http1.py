@@ -145,6 +145,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     server_state: ServerConnections
     _exchange: DirectExchange | None = None  # the last one that has begun
+    _begun: Any = None  # the last cycle of ASGI that has begun; `cycle` may be one that waits in the pipeline
     _held: DirectExchange | None = None  # has not begun, as its body is on its way
     _hold_timer: asyncio.TimerHandle | None = None
     _is_resuming = False
@@ -187,6 +188,9 @@ class HttpProtocol(HttpToolsProtocol):
         for exchange in (self._exchange, self._end_hold()):
             if exchange is not None:
                 exchange.leave()
+        if self._begun is not None:
+            self._begun.disconnected = True  # uvicorn marks `cycle` alone: this one would write to a closed transport
+            self._begun.message_event.set()
         super().connection_lost(exc)
         self._is_lost = True
         self._free()
@@ -200,6 +204,7 @@ class HttpProtocol(HttpToolsProtocol):
         if self.cycle is None or self.cycle.response_complete:
             self.cycle = cast(Any, None)
             self._exchange = None
+            self._begun = None
         self.pipeline.clear()
 
     def on_expired(self, phase: Phase) -> None:
@@ -442,6 +447,7 @@ class HttpProtocol(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         """Called by uvicorn too, when the answer to the request before is complete."""
         if not isinstance(cycle, DirectExchange):
+            self._begun = cycle
             super()._start_asgi_task(cycle, app)
             return
         self._exchange = cycle
