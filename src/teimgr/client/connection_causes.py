@@ -18,7 +18,7 @@ from teimgr.errors import InvalidConfig
 from teimgr.observability.shown_text import one_line
 
 _LIMIT_S = 3.0
-_SILENCE_S = 0.5  # a server of HTTP that says nothing for so long after a handshake waits for a request
+_SILENCE_S = 0.5  # an HTTP server that sends nothing for this long after the handshake waits for a request
 _HEAD_BYTES = 64
 _HTTP2_SETTINGS, _HTTP2_HEAD = 4, 9
 _TLS_ALERT = b"\x15\x03"
@@ -147,14 +147,14 @@ def _of_certificate(address: ServerAddress, tls: Tls, name: str, error: ssl.SSLC
 
 def _of_client(address: ServerAddress, tls: Tls, found: str) -> Cause:
     """The cause where the server ends the connection after the handshake: it judges the client's certificate then."""
-    told = f" ({found.replace('_', ' ').lower()})" if found else ""
+    alert = f" ({found.replace('_', ' ').lower()})" if found else ""
     if tls.cert is None:
-        why = f"the server ended the connection after the TLS handshake{told}, and no certificate was given"
+        why = f"the server ended the connection after the TLS handshake{alert}, and no certificate was given"
         do = "--cert FILE --key FILE (or TEIMGR_CERT, TEIMGR_KEY) name yours: docs/mtls.md"
         return Cause(f"{address.url} wants a client certificate", why, do)
     return Cause(
         f"{address.url} does not accept the client certificate {tls.cert}",
-        f"the server ended the connection after the TLS handshake{told}",
+        f"the server ended the connection after the TLS handshake{alert}",
         "it must be signed by `ca_cert` of the daemon's [auth.mtls], be valid today, and be of an allowed subject",
     )
 
@@ -174,9 +174,9 @@ def _of_protocol(address: ServerAddress, begins: bytes, *, grpc: bool) -> Cause 
             "the server speaks HTTP/2 alone",
             "give the port of REST, by default 9000; gRPC has by default 9001, and goes with --grpc-url",
         )
-    said = f"its answer begins with {one_line(begins.decode('latin-1'))!r}" if begins else "it ends the connection"
+    found = f"its answer begins with {one_line(begins.decode('latin-1'))!r}" if begins else "it ends the connection"
     return Cause(
-        f"{address.url} is no daemon", f"another program listens there: {said}", "check the port of the daemon"
+        f"{address.url} is no daemon", f"another program listens there: {found}", "check the port of the daemon"
     )
 
 

@@ -396,8 +396,9 @@ class Page:
     def _alarm_lines(self, request: Request, rows: Sequence[Values]) -> list[Values]:
         """Those of the daemon, which /health shows to everyone, then those of the caller's instances."""
         general, of_instances = all_alarms(self._manager, request.app.state.alarms), views.instance_alarms(rows)
-        told = tuple(f"{each['instance']}: failed: " for each in of_instances)  # with a link: not again
-        return [{"instance": None, "text": text} for text in general if not text.startswith(told)] + of_instances
+        # The daemon's alarms of failed instances are left out: those of the instances have a link besides.
+        failed = tuple(f"{each['instance']}: failed: " for each in of_instances)
+        return [{"instance": None, "text": text} for text in general if not text.startswith(failed)] + of_instances
 
 
 async def _static(request: Request) -> Response:
