@@ -188,9 +188,8 @@ class HttpProtocol(HttpToolsProtocol):
         for exchange in (self._exchange, self._end_hold()):
             if exchange is not None:
                 exchange.leave()
-        if self._begun is not None:
-            self._begun.disconnected = True  # uvicorn marks `cycle` alone: this one would write to a closed transport
-            self._begun.message_event.set()
+        if self._begun is not None and not self._begun.response_complete:
+            self.cycle = self._begun  # uvicorn tells `cycle` alone, and those that wait in the pipeline never begin
         super().connection_lost(exc)
         self._is_lost = True
         self._free()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Generic, TypeVar
 
 ItemT = TypeVar("ItemT")
@@ -34,58 +35,22 @@ class Rotation(Generic[ItemT]):
         return item
 
 
-class Turns:
-    """`per_turn` callers of `begin` go on in each turn of the loop; the others in later turns, by callers in rotation.
+class CallTurns:
+    """Makes `per_turn` calls in each turn of the event loop; further ones in later turns, by callers in rotation.
 
     For one event loop at a time.
     """
 
     def __init__(self, per_turn: int) -> None:
         self._per_turn = self._left = per_turn
-        self._waiting: Rotation[asyncio.Future[None]] = Rotation()
+        self._waiting: Rotation[Callable[[], object]] = Rotation()
         self._loop: asyncio.AbstractEventLoop | None = None  # the one in which the next turn is scheduled
 
-    async def begin(self, caller: Hashable) -> None:
-        """Return when `caller` may go on: at once unless this turn is used up or others wait."""
-        if self._left and not self._waiting:
-            self._left -= 1
-            self._schedule()
-            return
-        begins: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.put(caller, begins)
-        self._schedule()
-        await begins
-
-    def _schedule(self) -> None:
-        loop = asyncio.get_running_loop()
-        if self._loop is not loop:
-            self._loop = loop
-            loop.call_soon(self._next_turn)
-
-    def _next_turn(self) -> None:
-        self._loop, self._left = None, self._per_turn
-        while self._left and self._waiting:
-            begins = self._waiting.pop()
-            if not begins.done():  # else its client has gone
-                begins.set_result(None)
-                self._left -= 1
-        if self._waiting:
-            self._schedule()
-
-
-class CallTurns:
-    """Makes `per_turn` calls in each turn of the event loop; further ones in later turns, by callers in rotation.
-
-    For one event loop.
-    """
-
-    def __init__(self, per_turn: int) -> None:
-        self._per_turn = self._left = per_turn
-        self._waiting: Rotation[Callable[[], object]] = Rotation()
-        self._is_scheduled = False
-
     def call(self, caller: Hashable, function: Callable[[], object]) -> bool:
-        """Call `function` in a later turn and return True, or return False: the caller may do so now."""
+        """Call `function` in a later turn and return True, or return False: the caller may do so now.
+
+        A call that returns False is not counted.
+        """
         is_now = bool(self._left) and not self._waiting
         if is_now:
             self._left -= 1
@@ -95,15 +60,39 @@ class CallTurns:
         return not is_now
 
     def _schedule(self) -> None:
-        if not self._is_scheduled:
-            self._is_scheduled = True
-            asyncio.get_running_loop().call_soon(self._next_turn)
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            self._loop = loop
+            loop.call_soon(self._next_turn)
 
     def _next_turn(self) -> None:
-        self._is_scheduled = False
-        called = min(self._per_turn, len(self._waiting))
-        self._left = self._per_turn - called
-        if called:
+        self._loop, self._left = None, self._per_turn
+        if self._waiting:
             self._schedule()
-        for _ in range(called):
-            self._waiting.pop()()
+        while self._left and self._waiting:
+            if self._waiting.pop()() is not False:
+                self._left -= 1
+
+
+class Turns:
+    """`per_turn` callers of `begin` go on in each turn of the loop; the others in later turns, by callers in rotation.
+
+    For one event loop at a time.
+    """
+
+    def __init__(self, per_turn: int) -> None:
+        self._calls = CallTurns(per_turn)
+
+    async def begin(self, caller: Hashable) -> None:
+        """Return when `caller` may go on: at once unless this turn is used up or others wait."""
+        begins: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if self._calls.call(caller, partial(_go_on, begins)):
+            await begins
+
+
+def _go_on(begins: asyncio.Future[None]) -> bool:
+    """Have the caller of `begin` go on; False if its client has gone."""
+    if begins.done():
+        return False
+    begins.set_result(None)
+    return True
