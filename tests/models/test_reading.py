@@ -132,7 +132,6 @@ def test_modules_behind_the_pooling_are_read_in_order(tmp_path: Path) -> None:
     ("changes", "activation"),
     [
         ({"activation_function": None}, TANH),  # the key is absent
-        ({"activation_function": "my_code.Swish"}, TANH),
         ({"activation_function": "torch.nn.modules.activation.GELU"}, "torch.nn.modules.activation.GELU"),
     ],
 )

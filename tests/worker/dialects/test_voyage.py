@@ -72,7 +72,7 @@ async def test_jinas_encoding_is_honoured(ask: Asking) -> None:
         ({"output_dtype": "int4"}, "output_dtype: "),
         ({"embedding_types": ["int8"]}, "embedding_types: is Cohere's"),
         ({"late_chunking": True}, "late_chunking: is not supported"),
-        ({"messages": [{"role": "user", "content": "x"}]}, "messages: chat messages are not supported; send `input`"),
+        ({"messages": [{"role": "user", "content": "x"}]}, "messages: contradict `input`; send one of the two"),
         (
             {"input_type": "text-matching"},
             "input_type: the model has no prompt for 'text-matching'; there are: query, document",

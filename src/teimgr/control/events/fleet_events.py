@@ -23,7 +23,7 @@ KEPT_PER_INSTANCE = 100
 FOLDED = frozenset({"crashed", "failed", "unhealthy", "over_memory", "no_host", "update_failed"})
 FOLDED_OVER = 4
 _BETWEEN = ("starting", "running")
-_NUMBER = re.compile(r"\d+")
+_NUMBER = re.compile(r"(?<!replica )(?<!\d)\d+")  # but that of a replica
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +157,8 @@ class EventLog:
 
 
 def _equal_event(event: FleetEvent, history: Sequence[FleetEvent]) -> FleetEvent | None:
-    """The earlier event that this one repeats; numbers in reasons, such as process ids, make no difference.
+    """The earlier event that this one repeats; numbers in reasons, such as process ids, make no difference, but
+    that of a replica does.
 
     What lies between two equal failures, such as `starting`, is folded as they are.
     """
