@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,9 +34,9 @@ _SAMPLE_MASK, _SAMPLE_KEPT = 7, 8192
 _ENTRY_BYTES = 500  # of a kept result beside its numbers and ids
 
 
-def keys_of(encoded: Encoded) -> Iterator[Key]:
-    """A key for each text, equal for those with equal results."""
-    settings = encoded.keys, encoded.prompt_tokens, encoded.query, encoded.task
+def keys_of(encoded: Encoded, tenant: int) -> Iterator[Key]:
+    """A key for each text of a tenant, equal for its texts with equal results."""
+    settings = tenant, encoded.keys, encoded.prompt_tokens, encoded.query, encoded.task
     ids, size = encoded.ids.tobytes(), encoded.length
     types = None if encoded.type_ids is None else encoded.type_ids.tobytes()
     for begin in range(0, encoded.ids.size, size):
@@ -44,40 +44,42 @@ def keys_of(encoded: Encoded) -> Iterator[Key]:
         yield ids[4 * begin : 4 * (begin + size)], own, *settings
 
 
+def is_own(key: Key) -> bool:
+    """Whether the engine itself has asked for it."""
+    return bool(key[2] == OWN_TENANT)
+
+
 class DistinctInputs(NamedTuple):
     """What to compute for a batch: `inputs_of` has the number of the input of each text, `known` that of each key.
 
-    `known` is empty where it was not needed, or equal inputs are not looked for.
+    Inputs of different tenants are different ones. `known` is empty where it was not needed, or equal inputs are not
+    looked for.
     """
 
     inputs: list[Encoded]
     inputs_of: NDArray[np.intp]
     known: Mapping[Key, int]
 
-    def keys(self) -> list[Key]:
-        """The key of each input."""
-        return list(self.known) if self.known else [key for each in self.inputs for key in keys_of(each)]
-
 
 class ResultCache:
-    """Results by tenant and input, within `most_bytes`; those that were not used for longest go first. Thread-safe."""
+    """Results by input of a tenant, within `most_bytes`; those that were not used for longest go first. Thread-safe."""
 
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes = most_bytes
         self.bytes = 0
         self._lock = threading.Lock()
-        self._kept: OrderedDict[tuple[int, Key], Result] = OrderedDict()
+        self._kept: OrderedDict[Key, Result] = OrderedDict()
 
-    def find(self, tenant: int, key: Key, outputs: frozenset[Output]) -> Result | None:
+    def find(self, key: Key, outputs: frozenset[Output]) -> Result | None:
         """The result of an input, if all `outputs` of it are kept."""
         with self._lock:
-            found = self._kept.get((tenant, key))
+            found = self._kept.get(key)
             if found is None or not outputs <= found.keys():
                 return None
-            self._kept.move_to_end((tenant, key))
+            self._kept.move_to_end(key)
             return found
 
-    def put(self, tenant: int, key: Key, result: Result) -> None:
+    def put(self, key: Key, result: Result) -> None:
         """Keep a result, unless it has NaN or infinity."""
         own = {output: (np.array(values), indices) for output, (values, indices) in result.items()}
         if not all(np.isfinite(values).all() for values, _ in own.values()):
@@ -86,13 +88,13 @@ class ResultCache:
         if size > self.most_bytes:
             return
         with self._lock:
-            known = self._kept.pop((tenant, key), None)
+            known = self._kept.pop(key, None)
             if known is not None:
                 self.bytes -= _bytes_of(key, known)
-            self._kept[tenant, key] = own
+            self._kept[key] = own
             self.bytes += size
             while self.bytes > self.most_bytes:
-                (_, oldest), gone = self._kept.popitem(last=False)
+                oldest, gone = self._kept.popitem(last=False)
                 self.bytes -= _bytes_of(oldest, gone)
 
     def __len__(self) -> int:
@@ -108,28 +110,20 @@ def _bytes_of(key: Key, result: Result) -> int:
 class RecentBatch:
     """The last batch of a thread: inputs that were submitted before it ended, at `ended_ns`, have its results.
 
-    `distinct` are its inputs, `texts` the number of texts of each tenant in turn, and `places` where the results of an
-    input are.
+    `distinct` are its inputs, and `places` where the results of an input are.
     """
 
     distinct: DistinctInputs
-    texts: Sequence[tuple[int, int]]
     places: NDArray[np.intp]
     wait: Callable[[], Mapping[Output, HostRows]]
     outputs: frozenset[Output]
     ended_ns: int
-    _asked: set[tuple[int, int]] = field(default_factory=set)
     _rows: Mapping[Output, HostRows] | None = None
 
-    def find(self, tenant: int, key: Key, outputs: frozenset[Output]) -> Result | None:
-        """The result of an input, if the tenant asked for it in this batch too."""
+    def find(self, key: Key, outputs: frozenset[Output]) -> Result | None:
+        """The result of an input, if its tenant asked for it in this batch too."""
         at = self.distinct.known.get(key)
         if at is None or not outputs <= self.outputs:
-            return None
-        if not self._asked:
-            tenants = [each for each, count in self.texts for _ in range(count)]
-            self._asked = set(zip(tenants, self.distinct.inputs_of.tolist(), strict=True))
-        if (tenant, at) not in self._asked:
             return None
         if self._rows is None:
             self._rows = self.wait()
@@ -187,10 +181,10 @@ def known_and_rest(
         outputs = job.options.outputs
         known: list[int] = []
         unknown: list[int] = []
-        for i, key in enumerate(keys_of(entry.encoded)):
-            result = recent.find(job.tenant, key, outputs) if recent is not None and came_before else None
+        for i, key in enumerate(keys_of(entry.encoded, job.tenant)):
+            result = recent.find(key, outputs) if recent is not None and came_before else None
             if result is None and cache is not None:
-                result = cache.find(job.tenant, key, outputs)
+                result = cache.find(key, outputs)
             (unknown if result is None else known).append(i)
             if result is not None:
                 results.append((outputs, result))

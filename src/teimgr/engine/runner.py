@@ -41,12 +41,12 @@ from teimgr.engine.heads.pooling import finish_on_device
 from teimgr.engine.host_copies import HostCopies
 from teimgr.engine.job import Lane, Output
 from teimgr.engine.known_results import (
-    OWN_TENANT,
     RECENT_BYTES,
     DistinctInputs,
     RecentBatch,
     RepeatSample,
     ResultCache,
+    is_own,
     keys_of,
     known_and_rest,
     numbers_of,
@@ -264,7 +264,7 @@ class Runner:
 
         Returns an error as text: the exception itself would keep the tensors of the forward alive through its frames.
         """
-        distinct = distinct or self._distinct_inputs(entries)
+        distinct = distinct or self._distinct_inputs(entries, self._cache is not None)
         inputs, inputs_of, _ = distinct
         tokens = sum([each.ids.size for each in inputs])
         threads = 1 if tokens <= self._serial_tokens else self._threads_now(tokens)
@@ -282,7 +282,7 @@ class Runner:
             places_of = np.zeros(1, np.intp) if batch.texts == 1 else np.argsort(batch.order)
             places = inputs_of if batch.texts == 1 else places_of[inputs_of]
             copies = HostCopies(rows)
-            keep = keep_nothing if self._cache is None else partial(self._keep, entries, distinct, places_of)
+            keep = keep_nothing if self._cache is None else partial(self._keep, distinct, places_of)
             started = StartedBatch(entries, places, copies.wait, self._in_flight, tokens, finished, copies.free, keep)
         except Exception as error:  # of any kind, an overflow for one: only the texts at fault fail
             failed = gpu.fault_of(error, self._model.backbone.device)
@@ -293,9 +293,8 @@ class Runner:
             self.repeats.count(distinct.known or [(entries[0].encoded.ids.tobytes(),)])
         if self._may_have_twins() and self._result_bytes(entries) <= RECENT_BYTES:
             distinct = distinct if distinct.known else self._distinct_inputs(entries, True)
-            counts = [(entry.job.tenant, entry.texts) for entry in entries]
             outputs = frozenset(rows)
-            self._recent = RecentBatch(distinct, counts, places_of, copies.wait, outputs, time.monotonic_ns())
+            self._recent = RecentBatch(distinct, places_of, copies.wait, outputs, time.monotonic_ns())
         is_small = tokens <= _SMALL_TOKENS
         finishes = self._has_own_lane or (is_small and self._is_light)
         if self._has_queries() or not (finishes and self._finisher.finish_here(started)):
@@ -314,18 +313,16 @@ class Runner:
 
     def _keep(
         self,
-        entries: Sequence[QueueEntry],
         distinct: DistinctInputs,
         places_of: NDArray[np.intp],
         rows: Mapping[Output, HostRows],
     ) -> None:
         """Finisher thread: keep the results of a batch in the cache."""
         assert self._cache is not None
-        keys, tenants = distinct.keys(), [entry.job.tenant for entry in entries for _ in range(entry.texts)]
-        for tenant, at in set(zip(tenants, distinct.inputs_of.tolist(), strict=True)):
-            if tenant != OWN_TENANT:
+        for key, at in distinct.known.items():
+            if not is_own(key):
                 place = int(places_of[at])
-                self._cache.put(tenant, keys[at], {output: numbers_of(of, place) for output, of in rows.items()})
+                self._cache.put(key, {output: numbers_of(of, place) for output, of in rows.items()})
 
     def _has_queries(self) -> bool:
         return bool(self._queue.texts(Lane.INTERACTIVE) or self._queue.waiting_before(Lane.INTERACTIVE))
@@ -349,7 +346,7 @@ class Runner:
         return nullcontext() if self._core_load is None else self._core_load.computing(threads)
 
     def _distinct_inputs(self, entries: Sequence[QueueEntry], needs_keys: bool = False) -> DistinctInputs:
-        """What to compute for a batch: equal inputs once.
+        """What to compute for a batch: equal inputs of a tenant once, so that none learns by time what others ask.
 
         Not for an embedding table: to find them would take longer than their vectors do.
         """
@@ -357,14 +354,14 @@ class Runner:
             texts = sum([entry.texts for entry in entries])
             return DistinctInputs([entry.encoded for entry in entries], np.arange(texts), {})
         if len(entries) == 1 and entries[0].texts == 1:
-            known = dict.fromkeys(keys_of(entries[0].encoded), 0) if needs_keys else {}
+            known = dict.fromkeys(keys_of(entries[0].encoded, entries[0].job.tenant), 0) if needs_keys else {}
             return DistinctInputs([entries[0].encoded], np.zeros(1, np.intp), known)
         known = {}
         inputs: list[Encoded] = []
         inputs_of: list[int] = []
         for entry in entries:
             new = []
-            for i, key in enumerate(keys_of(entry.encoded)):
+            for i, key in enumerate(keys_of(entry.encoded, entry.job.tenant)):
                 following = len(known)
                 inputs_of.append(known.setdefault(key, following))
                 if len(known) > following:
