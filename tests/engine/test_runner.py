@@ -395,7 +395,7 @@ def test_one_row_of_many_that_does_not_fit_fails_alone() -> None:
     ids=["keys", "types", "prompt", "role"],
 )
 def test_inputs_of_the_same_ids_may_differ(other: Encoded) -> None:
-    assert list(keys_of(other)) != list(keys_of(Encoded(np.array([1, 2], dtype=np.int32))))
+    assert list(keys_of(other, 0)) != list(keys_of(Encoded(np.array([1, 2], dtype=np.int32)), 0))
 
 
 def serve(

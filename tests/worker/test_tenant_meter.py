@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,11 +16,17 @@ from typing import Any
 
 import pytest
 
-from teimgr.errors import CallOverQuota, ConcurrentTokensExceeded, DailyTokensExceeded, TokenRateExceeded
+from teimgr.engine.job import InferOptions, Lane
+from teimgr.errors import CallOverQuota, ConcurrentTokensExceeded, DailyTokensExceeded, TeimgrError, TokenRateExceeded
+from teimgr.observability.request_context import RequestContext, use_context
+from teimgr.spec import WorkerSpec
 from teimgr.wire.tenants.policy import NS_PER_S, Limits
 from teimgr.wire.tenants.table import FILE, Counter, TenantKey, TenantTable
+from teimgr.worker.calls import CallReply, WorkerCall
+from teimgr.worker.submission import Part, Submission
 from teimgr.worker.tenant_meter import Account, TenantMeter, open_meter
 from teimgr.worker.tenant_till import LockedTill, NativeTill, Till
+from teimgr.worker.tenants import Tenants
 
 DAY = 20_000
 CHARGE = """
@@ -286,3 +293,39 @@ def test_calls_that_are_charged_and_given_up_at_once_are_refunded_once(
                 account.settle(None)
     assert table.spent(tenant).of_day == 0
     assert table.in_flight(tenant) == 0
+
+
+def submission_of(tenant: int, texts: Sequence[str | None]) -> Submission:
+    context = RequestContext("id")
+    context.belongs_to(tenant)
+    with use_context(context):
+        call = WorkerCall(1, Lane.INTERACTIVE)
+    return Submission(call, [Part(range(len(texts)), texts, InferOptions())], lambda job: CallReply(b""))
+
+
+@pytest.mark.parametrize(
+    ("limits", "kind"),
+    [(Limits(rate=1, burst=10), TokenRateExceeded), (Limits(daily=10), DailyTokensExceeded)],
+)
+def test_a_call_that_the_quota_cannot_admit_is_refused_before_it_is_tokenized(
+    tmp_path: Path, table: TenantTable, limits: Limits, kind: type[TeimgrError]
+) -> None:
+    tenant = table.configure([TenantKey("one", limits)])["one"]
+    tenants = Tenants(tmp_path / FILE, WorkerSpec(name="a", model_id="model-a"))
+    whole = submission_of(tenant, ["x"] * 10)
+    tenants.charge(whole)
+    assert whole.accounts[0].charge(8) is None
+    two, three, empty = (submission_of(tenant, texts) for texts in (["x", None, "y"], ["x"] * 3, [""] * 3))
+    tenants.charge(two)  # both may be one token, which only the tokenizer knows
+    tenants.charge(empty)
+    spent = table.spent(tenant)
+
+    with pytest.raises(kind) as refused:
+        tenants.charge(three)
+    assert refused.value.retry_after_s is not None
+    with pytest.raises(CallOverQuota):
+        tenants.charge(submission_of(tenant, ["x"] * 11))
+    assert (table.spent(tenant), three.accounts) == (spent, [])
+    [(_, counts, _)] = list(table.rows())
+    assert counts.counts[tenant][Counter.REFUSED] == 2
+    assert two.accounts[0].charge(2) is None

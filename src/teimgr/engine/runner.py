@@ -41,6 +41,7 @@ from teimgr.engine.heads.pooling import finish_on_device
 from teimgr.engine.host_copies import HostCopies
 from teimgr.engine.job import Lane, Output
 from teimgr.engine.known_results import (
+    OWN_TENANT,
     RECENT_BYTES,
     DistinctInputs,
     RecentBatch,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from functools import partial
 from pathlib import Path
 
 from teimgr.engine.job import Share
@@ -18,7 +19,16 @@ from teimgr.errors import (
 )
 from teimgr.wire.tenants import policy
 from teimgr.wire.tenants.policy import NS_PER_S, S_PER_DAY, Limits
-from teimgr.wire.tenants.table import COUNTERS, VERSION_AT, Counter, TenantTable, counter_at
+from teimgr.wire.tenants.table import (
+    COUNTERS,
+    DAY_TOKENS,
+    VERSION_AT,
+    Counter,
+    TenantTable,
+    arrival_at,
+    counter_at,
+    spent_at,
+)
 from teimgr.worker.tenant_till import Slip, Till, open_till
 
 log = logging.getLogger(__name__)
@@ -27,15 +37,43 @@ log = logging.getLogger(__name__)
 class Standing:
     """What a tenant may use, read from the table once, until it is configured again; `till` is None without a quota."""
 
-    __slots__ = ("has_concurrent", "is_shadow", "limits", "share", "till")
+    __slots__ = (
+        *("_arrival_at", "_burst_ns", "_daily", "_spent_at", "_spent_of", "_token_ns", "_words"),
+        *("has_concurrent", "is_shadow", "limits", "share", "till"),
+    )
 
     def __init__(self, table: TenantTable, row: int, tenant: int) -> None:
-        self.limits = table.limits(tenant)
+        self._words = table.words
+        self._spent_of = partial(table.spent, tenant)
+        self._arrival_at, self._spent_at = arrival_at(tenant), spent_at(tenant)
+        _, burst, self._daily, _ = limits = table.limits(tenant)
+        self._token_ns = NS_PER_S // limits.rate if limits.rate else 0
+        self._burst_ns = policy.time_of(burst, limits.rate) if limits.rate else 0
+        self.limits = limits
         self.is_shadow, weight, priority = table.terms(tenant)
         self.share = Share(tenant, max(1, weight), priority)
         self.has_concurrent = self.limits.concurrent > 0
         has_quota = self.limits.rate or self.limits.daily or self.limits.concurrent
         self.till: Till | None = open_till(table, row, tenant, is_in_flight=self.has_concurrent) if has_quota else None
+
+    def refuses(self, least: int) -> TeimgrError | None:
+        """The refusal of a call that will have `least` tokens or more: it need not be tokenized.
+
+        Nothing is charged. Tokens in flight are left to the charge.
+        """
+        words = self._words
+        if not (  # which is nearly always enough
+            (self._burst_ns and words[self._arrival_at] + least * self._token_ns - time.monotonic_ns() > self._burst_ns)
+            or (self._daily and (words[self._spent_at] & DAY_TOKENS) + least > self._daily)
+        ):
+            return None
+        if self.is_shadow:
+            return None
+        moment = time.monotonic_ns(), int(time.time()) // S_PER_DAY
+        verdict = policy.charge(self.limits, self._spent_of(), 0, least, *moment)
+        if (code := verdict.refused_by) is None:
+            return None
+        return refusal(code, self.limits, least, verdict.wait_ns)
 
 
 class TenantMeter:

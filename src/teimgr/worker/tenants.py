@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from teimgr.engine.job import EQUAL, Job, Share
-from teimgr.errors import TeimgrError, TryLater
+import numpy as np
+
+from teimgr.engine.job import EQUAL, Job, Share, characters
+from teimgr.errors import CallOverQuota, TeimgrError, TryLater
 from teimgr.spec import WorkerSpec
 from teimgr.wire.tenants.table import Counter
+from teimgr.wire.text_column import TextColumn
 from teimgr.worker.calls import WorkerCall
 from teimgr.worker.submission import Submission
 from teimgr.worker.tenant_meter import Account, TenantMeter, open_meter
@@ -28,7 +31,11 @@ class Tenants:
             self._open()
 
     def charge(self, submission: Submission) -> None:
-        """Say whose the jobs of a call are, and have them charged before they are computed if the key has a quota."""
+        """Say whose the jobs of a call are, and have them charged before they are computed if the key has a quota.
+
+        Raises:
+            TenantQuotaReached, CallOverQuota: a token for each of its texts would be too many already. It is counted.
+        """
         if not (tenant := submission.call.tenant):
             return
         if not self._is_open:  # keys were configured after this worker had started
@@ -40,6 +47,9 @@ class Tenants:
         for job in submission.jobs:
             job.belongs_to(share)
             if till is not None:
+                if standing.refuses(len(job.inputs)) and (error := standing.refuses(_least_tokens(job))):
+                    self._meter.count(tenant, Counter.REFUSED)
+                    raise error
                 submission.charge_to(job, Account(standing, till))
 
     def share(self, call: WorkerCall) -> Share:
@@ -55,7 +65,7 @@ class Tenants:
             meter.answered(job.tenant, job.tokens, len(job.inputs) - len(job.errors), 0 if call.is_part else 1)
             if job.account is not None and job.account.is_shadowed:
                 meter.count(job.tenant, Counter.SHADOWED)
-        elif isinstance(error, TryLater):
+        elif isinstance(error, TryLater | CallOverQuota):
             meter.count(call.tenant, Counter.REFUSED)
 
     def refused(self, call: WorkerCall) -> None:
@@ -67,3 +77,10 @@ class Tenants:
         self._is_open = True
         if self._path is not None:
             self._meter = open_meter(self._path, self._spec.name, self._spec.model_id)
+
+
+def _least_tokens(job: Job) -> int:
+    """Tokens that a job has at least, for certain and before it is tokenized: one for each text that is not empty."""
+    if isinstance(job.inputs, TextColumn):
+        return int(np.count_nonzero(job.inputs.lengths))
+    return sum([1 for item in job.inputs if characters(item)])

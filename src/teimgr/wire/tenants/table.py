@@ -38,7 +38,7 @@ _ROWS_AT = _TENANTS_AT + TENANTS * TENANT_WORDS
 IN_FLIGHT_AT = _ROWS_AT + ROWS * _ROW_WORDS
 _WORD = 8
 DAY_SHIFT = 40  # the word of the day's tokens: the day in the upper bits
-_DAY_TOKENS = (1 << DAY_SHIFT) - 1
+DAY_TOKENS = (1 << DAY_SHIFT) - 1
 ANONYMOUS = 0
 """The tenant of calls without a key."""
 
@@ -218,7 +218,7 @@ class TenantTable:
         at = tenant_at(tenant)
         word = self.words[at + Word.SPENT]
         arrival_ns, refunded_ns = self.words[at + Word.ARRIVAL], self.words[at + Word.REFUNDED]
-        return Spent(arrival_ns, refunded_ns, word >> DAY_SHIFT, word & _DAY_TOKENS)
+        return Spent(arrival_ns, refunded_ns, word >> DAY_SHIFT, word & DAY_TOKENS)
 
     def write_spent(self, tenant: int, spent: Spent) -> None:
         """Without the library, under a lock of all workers."""
@@ -274,6 +274,11 @@ def tenant_at(tenant: int) -> int:
 def arrival_at(tenant: int) -> int:
     """The word of the moment at which a tenant's bucket is full again."""
     return tenant_at(tenant) + Word.ARRIVAL
+
+
+def spent_at(tenant: int) -> int:
+    """The word of the tokens of a day: the day, and `DAY_TOKENS` of it."""
+    return tenant_at(tenant) + Word.SPENT
 
 
 def counter_at(row: int, tenant: int) -> int:
