@@ -42,12 +42,14 @@ from teimgr.control.supervision.muxes import Muxes
 from teimgr.control.supervision.reload import Reloader
 from teimgr.control.supervision.store import Store
 from teimgr.control.supervision.worker_run import FleetProber
+from teimgr.daemon.disk_watch import DiskWatch
 from teimgr.daemon.systemd import Notifier
 from teimgr.errors import InvalidConfig, TeimgrError
 from teimgr.files import ensure_home
 from teimgr.http.auth.policy import Policy, PolicyInForce
 from teimgr.http.server import bind
 from teimgr.http.unix_listener import UnixListener, bind_unix
+from teimgr.models.hub import default_cache_folder
 from teimgr.observability import catalogue, logs
 from teimgr.observability.exposition import Page as MetricsPage
 from teimgr.observability.exposition import Sample
@@ -169,6 +171,9 @@ class Daemon:
             self.metrics.sources.append(self.cluster.forwarding.page)
         if self.batches is not None:
             self.metrics.sources.append(self.batches.page)
+        folders = {"state_file": settings.state_file.parent, "log_dir": settings.log_dir, "run_dir": settings.run_dir}
+        folders["models"] = default_cache_folder()
+        self.disks = DiskWatch({name: path.absolute() for name, path in folders.items()})
         self.page = Page(settings, self.manager, self.scraper, inventory) if settings.page else None
         self.app = create_app(
             self.manager,
@@ -236,6 +241,7 @@ class Daemon:
                     self.advisor.restore()
                     scaling = asyncio.create_task(self.autoscaler.run(), name="autoscaling")
                     advising = asyncio.create_task(self.advisor.run(), name="recommendations")
+                    disks = asyncio.create_task(self.disks.run(), name="watch of the disks")
                     # Until then a mux of an earlier daemon uses the last snapshot it got.
                     await self.manager.adoption_over()
                     async with (
@@ -260,6 +266,7 @@ class Daemon:
                         residence.cancel()
                         scaling.cancel()
                         advising.cancel()
+                        disks.cancel()
             finally:
                 await self._stop()
         return 0
@@ -336,6 +343,7 @@ class Daemon:
             self.webhooks,
             self.reloader,
             self.tenants,
+            self.disks,
         )
         return [alarm for part in (*parts, self.batches, self.cluster) if part for alarm in part.alarms()]
 

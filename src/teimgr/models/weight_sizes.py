@@ -11,6 +11,7 @@ from teimgr.errors import ModelLoadFailed
 from teimgr.models.directory import files_below, weight_files
 from teimgr.models.layout import Backbone, Layout
 from teimgr.models.safetensors_head import HeadTensor, read_head
+from teimgr.spec import Kind
 
 _NARROW = ("F16", "BF16", "F8_E4M3", "F8_E5M2", "I8", "U8")
 _TABLES = ("embed", "wte", "wpe", "shared.weight", "lm_head")
@@ -24,7 +25,7 @@ class WeightSizes:
 
     `tables` of the `parameters` are in embedding tables. `is_wide`: none has 16 or 8 bits in the files, so that these
     can be mapped as they are. `tokenizer_bytes` is the size of the tokenizer's largest file, `changed_ns` when the
-    newest file of weights was changed.
+    newest file of weights was changed. `architecture` is the `model_type` of the configuration.
     """
 
     parameters: int = 0
@@ -35,6 +36,8 @@ class WeightSizes:
     widest: int = 0
     is_wide: bool = True
     is_static: bool = False
+    architecture: str = ""
+    kind: Kind = Kind.EMBEDDING
     changed_ns: int = 0
 
 
@@ -71,6 +74,8 @@ def weight_sizes(layout: Layout) -> WeightSizes:
         widest=max(hidden, _number(config, "intermediate_size", "d_ff", "n_inner", "hidden_dim") or 4 * hidden),
         is_wide=is_wide,
         is_static=layout.backbone is Backbone.STATIC,
+        architecture=str(config.get("model_type") or ""),
+        kind=layout.kind,
         changed_ns=newest,
     )
 

@@ -15,7 +15,9 @@ from teimgr.models.weight_sizes import WeightSizes
 from teimgr.spec import InstanceSpec
 
 MIB = 2**20
-MINILM = WeightSizes(parameters=22_713_216, tables=11_917_824, tokenizer_bytes=466_247, hidden=384, widest=1536)
+MINILM = WeightSizes(
+    parameters=22_713_216, tables=11_917_824, tokenizer_bytes=466_247, hidden=384, widest=1536, architecture="bert"
+)
 
 
 @pytest.fixture(scope="module")

@@ -1,23 +1,58 @@
 """Prediction of a worker's memory from the heads of its model's files, before the model is loaded for the first time.
 
-The constants are measured on workers of the fork server. A prediction is an upper bound that is meant to be at most a
-quarter too high; the first measurement replaces it.
+The constants are measured on workers of the fork server, of all kinds by `bench ledger`. A prediction is an upper
+bound that is meant to be at most a quarter too high; the first measurement replaces it.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from teimgr.control.ledger.ledger import Footprint
 from teimgr.models.weight_sizes import WeightSizes
+from teimgr.spec import Kind
 
 ASSUMED = Footprint(host_bytes=2 << 30, source="assumed")
 """Of a model whose files are not on this host yet."""
 ASSUMED_ON_CARD = Footprint(host_bytes=2 << 30, device_bytes=2 << 30, source="assumed")
 _MIB = 1 << 20
-_PROCESS_BYTES = 38 * _MIB  # what a forked worker writes of the pages that it has from the fork server
-_STATIC_PROCESS_BYTES = 24 * _MIB  # one that never runs a transformer
+_PROCESS_BYTES = 34 * _MIB  # what a forked worker writes of the pages that it has from the fork server
+# Of a model whose tokenizer is not WordPiece, with its caches and longer texts.
+_OTHER_TOKENIZER_BYTES = 5 * _MIB
+_NARROW_BYTES = 3 * _MIB  # of types other than float32
+_WORDPIECE = frozenset({"albert", "bert", "distilbert", "electra", "mpnet", "nomic_bert"})
+# What comes on top of an embedding's head, in its largest batch.
+_KIND_BYTES = {
+    Kind.SPARSE: 3 * _MIB,
+    Kind.MULTI_VECTOR: 2 * _MIB,
+    Kind.RERANKER: 3 * _MIB,
+    Kind.CLASSIFIER: 3 * _MIB,
+    Kind.TOKEN_CLASSIFIER: 3 * _MIB,
+}
+_STATIC_PROCESS_BYTES = 18 * _MIB  # one that never runs a transformer
 _CARD_PROCESS_BYTES = 1200 * _MIB  # with a CUDA context
 CONTEXT_BYTES = 640 * _MIB
 """Of a process on a card, beside what its allocator holds."""
+
+
+class _Architecture(NamedTuple):
+    """MiB that an architecture takes beside its weights: in float32, in other types, and more while it loads."""
+
+    wide: int = 0
+    narrow: int = 0
+    loading: int = 0
+
+
+# Relative positions are made by torch's operators, whose libraries then take memory of their own; DeBERTa's code is
+# compiled at load.
+_ARCHITECTURES = {
+    "mpnet": _Architecture(19, 2, 7),
+    "t5": _Architecture(14, 0, 7),
+    "deberta": _Architecture(26, 8, 44),
+    "deberta-v2": _Architecture(26, 8, 44),
+    "gemma3_text": _Architecture(11, 3, 2),
+    "qwen3": _Architecture(5, 0, 0),
+}
 _BYTES_OF_TOKENIZER = 19  # in memory, for each byte of its file
 _MARGIN = 1.08
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
@@ -45,10 +80,16 @@ def predicted(sizes: WeightSizes, dtype: str, max_batch_tokens: int, *, on_card:
         return Footprint(
             host_bytes=found.host_bytes, loading_bytes=found.loading_bytes, device_bytes=int(device * _MARGIN)
         )
+    own = _ARCHITECTURES.get(sizes.architecture, _Architecture())
+    process = _PROCESS_BYTES + _KIND_BYTES.get(sizes.kind, 0)
+    process += own.wide * _MIB if item == 4 else own.narrow * _MIB + _NARROW_BYTES
+    if sizes.architecture not in _WORDPIECE:
+        process += _OTHER_TOKENIZER_BYTES
     layers = sizes.parameters - sizes.tables
     tables = 0 if sizes.is_wide else 4 * sizes.tables
     copied = item * layers + tables
-    return _with_margin(_PROCESS_BYTES + tokenizer + copied + batch, max(widened, 4 * layers) // 4)
+    extra = max(widened, 4 * layers) // 4 + own.loading * _MIB
+    return _with_margin(process + tokenizer + copied + batch, extra)
 
 
 def batch_bytes(sizes: WeightSizes, max_batch_tokens: int) -> int:
