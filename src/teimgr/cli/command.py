@@ -104,7 +104,7 @@ class DaemonOptions:
         return self.connection.rest_client(self.timeout_s)
 
     def cause(self, error: Unreachable) -> Cause | None:
-        """Why the daemon cannot be reached, by another attempt; None where that finds nothing."""
+        """Why the daemon cannot be reached, by another attempt; None if that attempt finds no fault."""
         if self._connection is None or error.reason.startswith("through the proxy"):
             return None
         address = ServerAddress.parse(error.address)

@@ -50,7 +50,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def diagnose(address: ServerAddress, tls: Tls, *, grpc: bool = False) -> Cause | None:
-    """The cause of a failed connection, by another attempt of at most 3 s; None where it finds no fault.
+    """The cause of a failed connection, by another attempt of at most 3 s; None if it finds no fault.
 
     `grpc`: the address was taken for that of gRPC, rather than REST.
     """
@@ -160,7 +160,7 @@ def _of_client(address: ServerAddress, tls: Tls, found: str) -> Cause:
 
 
 def _of_protocol(address: ServerAddress, begins: bytes, *, grpc: bool) -> Cause | None:
-    """The cause by how the server answers a request of HTTP/1.1; None where it speaks what was expected."""
+    """The cause by how the server answers a request of HTTP/1.1; None if it speaks what was expected."""
     if begins.startswith(b"HTTP/1"):
         if not grpc:
             return None

@@ -52,7 +52,7 @@ class ImageCalls(RpcCalls, RestCalls):
         request, `in_flight` requests at a time. The first failure cancels the rest; its message names the image.
 
         Raises:
-            ValidationError: An image is none of these, or a file cannot be read.
+            ValidationError: An image has another type, or a file cannot be read.
         """
         check_options(options, ImageOptions)
         is_one = isinstance(images, (bytes, str, PathLike)) or not isinstance(images, Sequence)

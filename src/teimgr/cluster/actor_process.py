@@ -127,7 +127,7 @@ async def place(head: ClusterHead, replica: str, host: str, limit_s: float) -> s
 
     Raises:
         NoHost: the host is not in the cluster or takes no workers, or Ray did not place the actor in time.
-        Unavailable: there is no connection to Ray.
+        Unavailable: Ray is not connected.
         LaunchFailed: none of the replica's actors has ended in time.
     """
     member = head.members.get(host)

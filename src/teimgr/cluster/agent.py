@@ -115,7 +115,7 @@ class Agent:
         return None
 
     async def emptied(self, limit_s: float) -> bool:
-        """Wait until there are no workers and no muxes; whether that took no longer than `limit_s`."""
+        """Wait until all workers and muxes have ended; whether that took at most `limit_s`."""
         try:
             async with asyncio.timeout(limit_s):
                 while self._held or self._unclaimed:
@@ -315,7 +315,7 @@ class Agent:
         return asdict(held)
 
     async def _leave(self, writer: asyncio.StreamWriter) -> None:
-        """Take no more workers, and report those that are left until there are none."""
+        """Take no more workers, and report the remaining ones until all have ended."""
         self.leaving.set()
         while True:
             write_line(writer, workers=self.workers)

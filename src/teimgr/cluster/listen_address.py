@@ -30,7 +30,7 @@ def library() -> Path | None:
 def listening_on(address: str) -> Mapping[str, str]:
     """Environment variables of a process whose sockets for all addresses shall listen on `address`, a numeric one.
 
-    Empty where there is no library.
+    Empty without the library.
     """
     path = library()
     if path is None:

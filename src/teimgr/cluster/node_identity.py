@@ -100,7 +100,7 @@ async def renew(host: str, port: int, identity: FleetIdentity) -> None:
     """Replace the node's key and certificate, by the right of the present one.
 
     Raises:
-        InvalidConfig: there is no identity. Others as `join`.
+        InvalidConfig: the identity is missing. Others as `join`.
     """
     await _take(host, port, identity.client_context(), {"op": "renew"}, identity.folder)
 

@@ -62,7 +62,7 @@ class RayLauncher:
 
         Raises:
             NoHost: the host is not in the cluster or takes no workers, or Ray did not place the actor in time.
-            Unavailable: there is no connection to Ray.
+            Unavailable: Ray is not connected.
             LaunchFailed: the worker could not be started there.
         """
         replica = f"{_PREFIX}{spec.name}/{spec.replica}"

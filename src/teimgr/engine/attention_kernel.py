@@ -93,7 +93,7 @@ class AttentionKernel:
         other instructions than the best of this CPU.
 
         Raises:
-            RuntimeError: there is no memory for the library's buffers.
+            RuntimeError: the library cannot allocate its buffers.
             ValueError: the shapes do not belong together, or the library has no code for heads of such a shape.
         """
         tokens, heads, size = query.shape
@@ -160,6 +160,6 @@ def _numbers_from(rows: Tensor) -> int:
 
 @functools.cache
 def attention_kernel() -> AttentionKernel | None:
-    """The kernel, or None if there is no library."""
+    """The kernel, or None without the library."""
     library = native_library()
     return AttentionKernel(library) if library is not None and library.knows(attention=_Call) else None

@@ -32,7 +32,7 @@ def convert(layout: Layout) -> Tokenizer:
     Raises:
         ModelLoadFailed: it needs the package sentencepiece, or cuts texts in other places than SentencePiece or the
             model's own code do.
-        FileNotFoundError: there is no vocabulary; transformers would create an empty tokenizer.
+        FileNotFoundError: the vocabulary is missing; transformers would create an empty tokenizer.
     """
     from transformers import AutoTokenizer
 

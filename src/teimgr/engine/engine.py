@@ -218,7 +218,7 @@ class Engine:
 
         Raises:
             WrongModelKind: the model embeds texts alone.
-            InvalidInput: it is no image of an allowed format, broken at its beginning, or too large.
+            InvalidInput: its format is not allowed, it is broken at its beginning, or too large.
         """
         if (dual := self.layout.dual) is None:
             raise WrongModelKind(

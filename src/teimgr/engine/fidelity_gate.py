@@ -43,7 +43,7 @@ _REQUESTED_COSINE_16_BIT = 0.99
 _REQUESTED_SCORE_DIFFERENCE = 0.1
 _EXACT_DIFFERENCE = 2e-5  # of vectors of length 1
 _EXACT_SCORE_DIFFERENCE = 1e-5
-# A packed text may stray from itself alone by so much of what 16 bits make it stray from float32: two results that are
+# The bound on the error of a packed text, as a multiple of its error in 16 bits against float32: two results that are
 # each rounded are up to twice as far from each other, and a cosine falls with the square of that.
 _OF_ROUNDING = 4.0
 _TIMED_TOKENS = 64

@@ -153,7 +153,7 @@ def forward_kernel(
     `trained` to the kernel.
 
     Raises:
-        CannotLowerError: the model computes something that is not among the steps, or there is no library for it.
+        CannotLowerError: the model computes something that is not among the steps, or the library is missing.
     """
     if native_library() is None or not native_forward_allowed():
         raise CannotLowerError("there is no native library, or the environment forbids it")
@@ -169,7 +169,7 @@ class ForwardKernel:
     that a batch with one has texts of its length alone.
 
     Raises:
-        CannotLowerError: there is no library, or the CPU lacks the instructions for `dtype`, or the program reads a
+        CannotLowerError: the library is missing, or the CPU lacks the instructions for `dtype`, or the program reads a
             result in a way that the library does not.
     """
 
@@ -226,7 +226,7 @@ class ForwardKernel:
         """Hidden states, float32 [T, width]; `positions` are int64 [T]. Any number of threads may call at a time.
 
         Raises:
-            RuntimeError: there is no memory for a thread's part of the batch.
+            RuntimeError: a thread's part of the batch cannot be allocated.
             IndexError: the model has no such token id, position or type.
             ValueError: the arrays of the batch do not belong together.
         """

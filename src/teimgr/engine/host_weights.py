@@ -30,7 +30,7 @@ class HostWeights:
         """Put the module on `device`, parameters in `dtype`; buffers (rotary frequencies) keep their precision.
 
         Raises:
-            RuntimeError: torch's own, for one where there is no memory.
+            RuntimeError: torch's own, if one cannot be allocated.
         """
         placed: dict[int, nn.Parameter] = {}  # a parameter may have two owners
         for owner, name, source in self._parameters:

@@ -152,7 +152,7 @@ def _make_tables(module: Any, kind: Any, config: Any) -> None:
 
 
 def _check_weights(layout: Layout) -> None:
-    """Raise ModelLoadFailed where there is no file of weights that the library would open."""
+    """Raise ModelLoadFailed if the library would find no file of weights."""
     folder = layout.weights_dir
     if files := weight_files(folder):
         if (lacking := next((file for file in files if not file.is_file()), None)) is not None:

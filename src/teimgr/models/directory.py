@@ -127,7 +127,7 @@ def adapter_weights(folder: Path) -> Path | None:
 
 
 def adapter_base(folder: Path) -> tuple[str, str | None] | None:
-    """The base model that an adapter names, and its revision; None if there is no adapter, or it names none."""
+    """The base model that an adapter names, and its revision; None without an adapter, or if it names none."""
     config = model_json.read_object(folder / _ADAPTER) or {}
     named, revision = config.get("base_model_name_or_path"), config.get("revision")
     if not isinstance(named, str) or not named:
@@ -309,7 +309,7 @@ def _is_unused(name: str, present: set[str]) -> bool:
 
 
 def shards_of(index: Path) -> list[str] | None:
-    """The files that an index of shards names, in the index's own folder; None if there is no index.
+    """The files that an index of shards names, in the index's own folder; None without an index.
 
     Raises:
         ModelLoadFailed: the index cannot be read, or names a file outside of its folder.

@@ -88,7 +88,7 @@ class Neighbours(Protocol):
         Raises:
             ModelNotFound: none has it.
             Unavailable: those that may have it cannot be reached, or the cache cannot be written.
-            StorageFull: there is no room for it.
+            StorageFull: it does not fit on the disk.
             ModelDownloadFailed: what they sent is not what they announced.
         """
 
@@ -109,7 +109,7 @@ def resolve(
         ModelNotFound: no such directory, repository or revision; or no local copy, and HF_HUB_OFFLINE is set.
         InvalidConfig: a directory, or a file of it, is outside of `roots`.
         ModelGated: its licence was not accepted, or HF_TOKEN is not set.
-        Unavailable: the hub or the other hosts cannot be reached and there is no local copy.
+        Unavailable: the hub or the other hosts cannot be reached and no local copy exists.
         StorageFull, ModelDownloadFailed: as `Neighbours.fetch`.
     """
     source = _resolve(model_id, revision, neighbours, roots)

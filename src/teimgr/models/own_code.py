@@ -76,7 +76,7 @@ def references(config: Config) -> list[tuple[str, str]]:
     """The repository ("" for the model's own) and `file.Class` of every entry of `auto_map`.
 
     Raises:
-        ModelLoadFailed: it is no object.
+        ModelLoadFailed: it is not an object.
     """
     named = config.get("auto_map") or {}
     if not isinstance(named, dict):

@@ -137,7 +137,7 @@ def read_layout(
 
     Raises:
         ModelNotFound: there is no such directory, or no config.json in it.
-        InvalidConfig: `pooling` or `kind` contradicts the files, or there is no pooling.
+        InvalidConfig: `pooling` or `kind` contradicts the files, or the files name no pooling.
         ModelLoadFailed: the files describe an unsupported model.
     """
     check_pooling(pooling)

@@ -72,7 +72,7 @@ def _columns(
     each batch and may raise.
 
     Raises:
-        InvalidInput: there is no batch.
+        InvalidInput: the stream has no batch.
     """
     wanted = sorted(set(positions))
     batches = []

@@ -104,7 +104,7 @@ def peer_of(ssl_object: Any) -> Peer:
     """The peer of an established connection, by its certificate.
 
     Raises:
-        Unauthenticated: there is no certificate, or not exactly one name of the fleet in it.
+        Unauthenticated: the certificate is missing, or does not hold exactly one name of the fleet.
     """
     certificate: dict[str, Any] = (ssl_object.getpeercert() if ssl_object is not None else None) or {}
     uris = [value for kind, value in certificate.get("subjectAltName", ()) if kind == "URI"]

@@ -167,7 +167,7 @@ async def connect(factory: Callable[[], RemoteT], address: RemoteAddress, identi
 
     Raises:
         WrongPeer: another node or another incarnation answers there.
-        OSError: there is no connection, or a certificate is refused (ssl.SSLError).
+        OSError: the connection failed, or a certificate is refused (ssl.SSLError).
         InvalidConfig: this node's own certificate cannot be used.
     """
     loop = asyncio.get_running_loop()

@@ -162,7 +162,7 @@ def infer_arrow(dispatcher: Dispatcher, call: MethodCall) -> None:
 
 
 def _input(dispatcher: Dispatcher, item: RowInput, row: int, refused: dict[int, InvalidInput]) -> Input:
-    """A row as the engine takes it; None, and an error in `refused`, for a file that is no image.
+    """A row as the engine takes it; None, and an error in `refused`, for a file that is not an image.
 
     Raises:
         WrongModelKind: there is an image, and the model embeds texts alone.

@@ -24,7 +24,7 @@ _LINKS = ("http:", "https:", "file:", "ftp:", "s3:", "gs:")
 
 
 class HasImages(Exception):
-    """A body with images, which a class of its own reads: raised by a validator of the class for texts."""
+    """A body with images, which another class reads: raised by a validator of the class for texts."""
 
 
 class SentImage(NamedTuple):

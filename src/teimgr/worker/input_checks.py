@@ -12,7 +12,7 @@ from teimgr.spec import LoadedModel
 
 
 def need_texts(texts: Sequence[object], field: str) -> None:
-    """Raises EmptyInput if there are no texts, or one of them is empty; ids are checked by the engine."""
+    """Raises EmptyInput if texts are missing, or one of them is empty; ids are checked by the engine."""
     if not texts:
         raise EmptyInput(f"`{field}` cannot be empty")
     _refuse([isinstance(text, str) and not text for text in texts], f"`{field}` cannot have an empty text")

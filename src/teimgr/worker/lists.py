@@ -50,7 +50,7 @@ def lists_of(parts: Sequence[Part]) -> list[DocumentList]:
     """The lists of a call: its pairs with the same query, in their order.
 
     Raises:
-        InvalidInput: an input is no pair, or the texts of one query have several options.
+        InvalidInput: an input is not a pair, or the texts of one query have several options.
         EmptyInput: a pair has no text.
     """
     found: dict[str, DocumentList] = {}

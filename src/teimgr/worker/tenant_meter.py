@@ -124,7 +124,7 @@ def open_meter(path: Path, instance: str, model: str) -> TenantMeter | None:
 class Account:
     """The charge of one job: `charge` once its tokens are known, `settle` when it is answered or given up.
 
-    There is no lock: what is done once is done by who takes the slip out of its list.
+    It takes no lock: whoever takes the slip out of its list does what must be done once.
     """
 
     __slots__ = ("_charged", "_slips", "_standing", "_taken", "_till", "is_settled", "is_shadowed")

@@ -19,7 +19,7 @@ Slip = Any
 
 
 class Till(Protocol):
-    """Atomic among all workers of the host, on any thread. `free` are slips that nobody uses.
+    """Atomic among all workers of the host, on any thread. `free` holds unused slips.
 
     `charge` gives 0 for a call that is admitted, else the number of the quota that refuses, from 1, in `policy.LIMITS`.
     The moments of `charge_at` and `refund_at` are given, those of the others are now.

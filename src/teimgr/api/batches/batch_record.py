@@ -177,7 +177,7 @@ class Batch:
         }
 
     def to_record(self, progress: BatchProgress | None = None) -> bytes:
-        """The record of this batch, with `progress` instead of its own where that is given."""
+        """The record of this batch, with `progress` if it is given."""
         values = {name: getattr(self, name) for name in self.__slots__}
         values["faults"] = [tuple(fault) for fault in self.faults]
         values["progress"] = (progress or self.progress).to_plain()

@@ -13,7 +13,7 @@ from teimgr.observability.metrics import DaemonMetrics
 
 NO_ROOM_PAUSE_S = 5.0
 _COMMIT_S = 1.0
-# With so many bytes a commit begins at once; with twice as many there is no room for further results.
+# A commit begins at once at this many bytes; at twice as many, further results must wait.
 _COMMIT_BYTES = 4 * 2**20
 
 
@@ -21,7 +21,7 @@ class Results:
     """Finished requests of one batch: added as they come, committed every second.
 
     Attributes:
-        has_room: Clear while so much waits that no further request should be begun.
+        has_room: Clear while too many bytes wait; no further request should begin then.
         problem: Why the last commit failed, if it did: the disk is full, or a quota is used up.
     """
 
@@ -55,14 +55,14 @@ class Results:
                 await asyncio.sleep(NO_ROOM_PAUSE_S)
 
     async def commit_all(self) -> None:
-        """Commit what waits, trying again while there is no room."""
+        """Commit what waits; try again while the disk is full."""
         while True:
             if await self.commit():
                 return
             await asyncio.sleep(NO_ROOM_PAUSE_S)
 
     async def commit(self) -> bool:
-        """Commit what waits; False where there is no room for it, and it goes on waiting."""
+        """Commit what waits; False if the disk is full: it goes on waiting."""
         lines = self._waiting.copy()
         if lines:
             try:

@@ -149,7 +149,7 @@ class BatchRun:
                 group.create_task(one(request))
 
     async def _write_off(self, why: LineError) -> None:
-        """A line of error for each request without a result; where there is no room for them, they are left out."""
+        """A line of error for each request without a result; left out if the disk is full."""
         if not self.batch.total:  # not validated
             return
         async with aclosing(self._open_requests()) as requests:

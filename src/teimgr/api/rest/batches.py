@@ -73,7 +73,7 @@ class ReasoningTokens(BaseModel):
 
 
 class BatchUsage(BaseModel):
-    """Tokens of the inputs that have a vector; there are no others."""
+    """Tokens of the inputs that have a vector."""
 
     input_tokens: int
     input_tokens_details: CachedTokens

@@ -43,7 +43,7 @@ class GpuInfo(Card):
 
 
 class Gpus(BaseModel):
-    """The GPUs that instances may use; `reason` is why there are none."""
+    """The GPUs that instances may use; `reason` says why the list is empty."""
 
     gpus: list[GpuInfo]
     reason: str

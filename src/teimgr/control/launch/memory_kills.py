@@ -1,4 +1,4 @@
-"""Kills by the kernel for memory (OOM kills), told apart from other deaths by SIGKILL.
+"""Kills by the kernel for memory (OOM kills), as distinct from other deaths by SIGKILL.
 
 The kernel counts the kills of each cgroup. It counts before the process is gone, so a count that has risen when a
 process is found dead by SIGKILL tells why. A rise that no death is told for is forgotten after `CLAIM_S`: it was of

@@ -45,7 +45,7 @@ class NurseryDied(LaunchFailed):
 
 
 class Ending(NamedTuple):
-    """How a forked process ended: its exit status, and the most memory of its own that it had; 0 if unknown."""
+    """How a forked process ended: its exit status, and its peak private memory; 0 if unknown."""
 
     status: int
     peak_bytes: int = 0
@@ -333,7 +333,7 @@ class NurseryProcess:
 
         Raises:
             NurseryDied: it died before the answer; if it had forked, there is a run file.
-            LaunchFailed: the fork failed, or there was no answer.
+            LaunchFailed: the fork failed, or the nursery did not answer.
         """
         try:
             self._request += 1

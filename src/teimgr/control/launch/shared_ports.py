@@ -62,7 +62,7 @@ async def borrow_ports(path: Path) -> dict[int, socket.socket]:
     if len(answer) < HEADER.size or unpack_header(answer).type != FrameType.REPLY:
         return {}
     numbers = json.loads(answer[HEADER.size :])
-    if len(sockets) < len(numbers):  # the kernel drops those for which there is no room
+    if len(sockets) < len(numbers):  # the kernel drops those that do not fit
         for sock in sockets:
             sock.close()
         raise LaunchFailed("no descriptors are left for an instance's ports: raise the limit of open files")

@@ -74,7 +74,7 @@ class Rehearsal:
         return Relief(False, tuple(unloaded), tuple(busy))
 
     def _carry_out(self, name: str, decisions: Iterable[Decision], unloaded: list[Unload]) -> bool | None:
-        """Have models unloaded at once; the answer to the load of `name`, None if there is none yet."""
+        """Have models unloaded at once; the answer to the load of `name`, None if it is not decided yet."""
         pending, answer = [*decisions], None
         while pending:
             match pending.pop(0):

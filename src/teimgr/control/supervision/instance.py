@@ -540,7 +540,7 @@ class ManagedInstance:
         self._context.records.wake(self.spec.name)
 
     def on_crash(self, supervisor: Supervisor, incident: Incident) -> None:
-        if supervisor.role == "joining":  # nobody is served by it: the update has failed, and says so
+        if supervisor.role == "joining":  # it serves nobody yet: the update has failed
             self._failed_start = incident
         else:
             self._incident = incident

@@ -128,7 +128,7 @@ class Effect(Enum):
     TERMINATE = auto()  # let the worker finish its calls, within the grace, then end it
     HAND_OVER = auto()  # as TERMINATE, after it has served routers that do not have its successor yet
     KILL = auto()  # end the worker without grace
-    END = auto()  # end the supervisor: there is no process and none will follow
+    END = auto()  # end the supervisor: it has no process and will start none
 
 
 def explain(exit: Exit, process: str = "worker") -> FailureCause:
@@ -299,14 +299,14 @@ class ReplicaState:
         return self.streak + 1 if starts and self.streak else None
 
     def next_attempt_s(self, now: float) -> float | None:
-        """Seconds until the next start; None while there is a process, or where none follows by itself."""
+        """Seconds until the next start; None while a process runs, or if no start is due."""
         waits = self.phase in (Phase.WAITING, Phase.FAILED)
         return max(0.0, self.wake_at - now) if waits and self.wake_at is not None else None
 
     def is_failing(self, now: float) -> bool:
         """Whether it starts again and again: `ALARMING_FAILURES` in a row, or failures for a whole start timeout.
 
-        It is not in the state FAILED, which is an alarm by itself.
+        It is not in the state FAILED, which is an alarm of another kind.
         """
         if not self.streak or self.phase not in (Phase.STARTING, Phase.RUNNING, Phase.REPLACING, Phase.WAITING):
             return False

@@ -56,7 +56,7 @@ class SpladeWeights:
         return True
 
     def limited(self, weights: Tensor) -> Tensor:
-        """The largest weights of each text, the others zero; NaN counts as the largest. All where there is no limit."""
+        """The largest weights of each text, the others zero; NaN counts as the largest. All without a limit."""
         if self._most is None:
             return weights
         places = weights.topk(self._most, dim=-1).indices

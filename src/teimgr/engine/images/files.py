@@ -61,7 +61,7 @@ def read_size(data: bytes) -> Size:
     """Format and size of an image file by its header.
 
     Raises:
-        InvalidInput: it is no image of an allowed format, broken at its beginning, or too large.
+        InvalidInput: its format is not allowed, it is broken at its beginning, or too large.
     """
     if not data:
         raise InvalidInput("Input validation error: the image is empty: it has no bytes")
@@ -181,7 +181,7 @@ def _orientation(image: Image.Image) -> int:
 
 
 def _webp_size(data: bytes) -> tuple[int, int] | None:
-    """Of the canvas, before Pillow makes one; None where the header is not known."""
+    """Of the canvas, before Pillow makes one; None if the header is not known."""
     kind, at = data[12:16], data[20:]
     if kind == b"VP8X" and len(at) >= 10:
         return int.from_bytes(at[4:7], "little") + 1, int.from_bytes(at[7:10], "little") + 1

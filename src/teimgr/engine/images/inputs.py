@@ -39,7 +39,7 @@ def read_picture(data: bytes, dual: DualEncoder) -> Picture:
     """An image file as an input of the model, by its header.
 
     Raises:
-        InvalidInput: it is no image of an allowed format, broken at its beginning, or too large.
+        InvalidInput: its format is not allowed, it is broken at its beginning, or too large.
     """
     size = read_size(data)
     resized_shape(dual.steps, size.width, size.height)
@@ -145,7 +145,7 @@ class DualTokenizer(TextTokenizer):
 
 @dataclass(frozen=True, slots=True)
 class PicturedBatch(PackedBatch):
-    """A batch with pictures: first its texts, as a packed batch of their own, then the pictures."""
+    """A batch with pictures: first its texts, as one packed batch, then the pictures."""
 
     words: PackedBatch | None = None
     pictures: tuple[Pixels, ...] = ()

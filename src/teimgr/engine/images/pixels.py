@@ -25,7 +25,7 @@ def resized_shape(steps: PixelSteps, width: int, height: int) -> tuple[int, int]
     """Width and height behind the resizing.
 
     Raises:
-        InvalidInput: one side is so much longer than the other that resizing would make too many pixels.
+        InvalidInput: resizing would make too many pixels, because one side is far longer than the other.
     """
     if steps.size is not None:
         return steps.size[1], steps.size[0]

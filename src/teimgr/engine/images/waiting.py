@@ -42,7 +42,7 @@ class WaitingPicture:
         self._result: Pixels | TeimgrError | None = None
 
     def take(self) -> Pixels | TeimgrError:
-        """The pixels, or why there are none; decoded by the caller where no thread has begun."""
+        """The pixels, or why they could not be had; the caller decodes them if no thread has begun."""
         if not self._done.is_set() and self.claim():
             self._decoder.decode_now(self)
         self._done.wait()
@@ -72,7 +72,7 @@ class WaitingPicture:
 
 
 class PictureDecoder:
-    """Decodes pictures of one model, on `threads` of its own and on those that need one at once. Thread-safe."""
+    """Decodes pictures of one model, on `threads` threads and on those that need one at once. Thread-safe."""
 
     def __init__(self, dual: DualEncoder, threads: int) -> None:
         self._dual = dual

@@ -100,7 +100,7 @@ static void end_team(void *data) {
 
 static void make_key(void) { pthread_key_create(&key, end_team); }
 
-// The caller's team with that many helpers, or fewer where threads cannot be had; NULL where there is no memory.
+// The caller's team with that many helpers, or fewer where threads cannot be had; NULL if memory is exhausted.
 static struct team *team_of(unsigned helpers) {
     if (mine == NULL || mine->process != getpid()) {  // a forked process has no helpers
         pthread_once(&once, make_key);

@@ -62,7 +62,7 @@ class FrameReader:
         self._open_block = 0  # the stream of a header block whose end has not come
         self._block_bytes = 0
         self.needed_units = 0
-        """What the next frame costs where `receive` had not enough for it; 0 where it processed all that it could."""
+        """The cost of the next frame if `receive` could not pay for it; 0 if it processed all that it could."""
         self.frames = 0
         """Frames that were received as a whole; one for a whole header block."""
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 TURN_UNITS = 600
 # What a connection may have processed at a time while others wait: a small call.
 PART_UNITS = 48
-# Of a caller's connections that were not behind before, so many come before one that was.
+# This many of a caller's connections that were not behind before come before one that was.
 _NEW_BEFORE_OLD = 3
 
 

@@ -95,7 +95,7 @@ class RemoteReplica(Replica):
         return link
 
     def _report(self, problem: str) -> None:
-        """Log why there is no link, once for each reason: reconnects follow each other for as long as a cut lasts."""
+        """Log why the link is down, once for each reason: reconnects follow each other for as long as a cut lasts."""
         if problem != self._problem:
             facts: dict[str, Any] = {"instance": self.instance, **self._address._asdict(), "reason": problem}
             log.warning("no link to a worker on another host", extra=facts)

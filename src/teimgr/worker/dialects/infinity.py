@@ -35,7 +35,7 @@ class InfinityEmbeddingsRequest(http.InferenceRequest, http.LenientBody):
         return self.job_of(inputs, served)
 
     def sent_images(self) -> list[images.SentImage]:
-        """The images of a request for them; raises BadRequest: an input is no string."""
+        """The images of a request for them; raises BadRequest: an input is not a string."""
         given = [self.input] if isinstance(self.input, str) else self.input
         if not given or not all(isinstance(one, str) for one in given):
             raise http.BadRequest(400, "input: with modality image, must be data URIs or base64", "input")

@@ -151,7 +151,7 @@ class OpenAIItemsRequest(OpenAIEmbeddingsRequest):
         return value
 
     def items(self) -> list[EngineInput | images.SentImage]:
-        """Texts and images; raises BadRequest: something is neither, or there is no input."""
+        """Texts and images; raises BadRequest: something is neither, or the input is missing."""
         if self.messages is not None:
             if self.input is not None:
                 raise http.BadRequest(400, f"messages: {_NOT_SERVED['messages']}", "messages")
