@@ -60,6 +60,16 @@ TEXTS: Mapping[str, Callable[[int], str]] = {
     "ligatures": partial(_repeated, "\ufdfa"),  # 18 characters each, once normalised
     "digits": partial(_repeated, "0123456789"),
     "apostrophes": partial(_repeated, "'s"),
+    "tabs": partial(_repeated, "\t"),
+    "line separators": partial(_repeated, "\u2028"),
+    "Thai": partial(_drawn, 0x0E01, 0x0E2E),
+    "Devanagari joined": partial(_repeated, "\u0915\u094d\u200d"),
+    "variation selectors": partial(_repeated, "a\ufe0f"),
+    "emoji tags": partial(_repeated, "\U0001f3f4\U000e0067\U000e0062\U000e007f"),
+    "mathematical letters": partial(_drawn, 0x1D400, 0x1D433),
+    "private use": partial(_drawn, 0xE000, 0xF8FF),
+    "right to left": partial(_repeated, "\u0639\u202e"),
+    "accents composed": partial(_repeated, "\u1e69\u0323"),
 }
 """One text of about a size: the long and the short of every script, without spaces where a tokenizer would cut."""
 
@@ -260,6 +270,18 @@ ARROW: Mapping[str, Callable[[int], bytes]] = {
     "many batches": lambda size: arrow_stream(*[_texts_batch(["a"])] * max(1, size // 250)),
     "nested column": _nested,
     "metadata": _metadata,
+    "one long metadata": lambda size: arrow_stream(
+        pa.record_batch({"text": pa.array(["rain"])}).replace_schema_metadata({"k": "v" * size})
+    ),
+    "one long name": lambda size: arrow_stream(pa.record_batch({"text": pa.array(["rain"]), "n" * size: [1]})),
+    "runs": lambda size: arrow_stream(
+        pa.record_batch({"text": pa.RunEndEncodedArray.from_arrays(pa.array([size], pa.int32()), pa.array(["rain"]))})
+    ),
+    "lists of texts": lambda size: arrow_stream(pa.record_batch({"text": pa.array([["a"] * (size // 5)])})),
+    "views": lambda size: arrow_stream(
+        pa.record_batch({"text": pa.array(["rain on the harbour"] * (size // 36), pa.string_view())})
+    ),
+    "null rows": lambda size: arrow_stream(pa.record_batch({"text": pa.array([None] * (size // 4), pa.string())})),
     "one long text": lambda size: arrow_stream(_texts_batch(["." * size])),
     "one long text, LZ4": lambda size: arrow_stream(
         _texts_batch(["." * min(size * 100, _MAX_EXPANDED)]), compression="lz4"

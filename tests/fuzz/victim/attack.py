@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+import socket
+import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -56,6 +58,10 @@ class Wire:
         except OSError:
             return False
         return True
+
+    def reset_when_closed(self) -> None:
+        """Have the end of the connection reset it, which the server cannot delay."""
+        self.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
     async def send_at_most(self, data: bytes, limit_s: float, size: int = 0) -> str:
         """Send it, again and again until it is `size` bytes, for `limit_s` at most."""

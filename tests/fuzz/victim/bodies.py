@@ -14,7 +14,17 @@ from tests.fuzz.victim.target import RANKER, READER, SHARED, Target
 
 _MAX_PORT = 2_000_000 - 1000  # the bodies of an instance's own port
 _GRPC_MAX = 40 * 2**20 - 64 * 1024
-_ROUTES = ("/v1/embeddings", f"/instances/{SHARED}/embed", "/v2/embed", "/v1/rerank", "/vllm/tokenize", "/v1/chat/none")
+_ROUTES = (
+    "/v1/embeddings",
+    f"/instances/{SHARED}/embed",
+    "/v2/embed",
+    "/v1/rerank",
+    "/vllm/tokenize",
+    "/v1/chat/none",
+    "/api/embed",
+    "/api/embeddings",
+    "/plan",
+)
 _INSTANCES = (SHARED, SHARED, READER)
 
 

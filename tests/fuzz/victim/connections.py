@@ -27,6 +27,10 @@ def attacks() -> Iterator[Attack]:
         for place, port in _PORTS.items():
             made = partial(_many, opening, port)
             yield Attack("http1", f"{name}, {place}", made, 50, _MAX_CONNECTIONS, "connections")
+    for name in ("heads begun", "bodies begun"):
+        for place, port in _PORTS.items():
+            made = partial(_many, _OPENINGS[name], port, resets=True)
+            yield Attack("http1", f"{name} and reset, {place}", made, 50, _MAX_CONNECTIONS, "connections")
     for name, opening in _HANDSHAKES.items():
         for place, port in (("REST", _api), ("mux", _mux)):
             yield Attack(
@@ -120,7 +124,13 @@ _STREAMS: dict[str, Talk] = {
 
 
 def _many(
-    opening: Callable[[], bytes], port: Callable[[Target], int], target: Target, chance: random.Random, count: int
+    opening: Callable[[], bytes],
+    port: Callable[[Target], int],
+    target: Target,
+    chance: random.Random,
+    count: int,
+    *,
+    resets: bool = False,
 ) -> Strike:
     first = opening()
 
@@ -128,7 +138,7 @@ def _many(
         opened = 0
         async with AsyncExitStack() as stack:
             for start in range(0, count, 500):
-                made = [_opened(stack, target, port(target), first) for _ in range(min(500, count - start))]
+                made = [_opened(stack, target, port(target), first, resets) for _ in range(min(500, count - start))]
                 opened += sum(await asyncio.gather(*made))
             await asyncio.sleep(_HELD_S)
         return "all taken" if opened == count else "some refused"
@@ -136,11 +146,13 @@ def _many(
     return strike
 
 
-async def _opened(stack: AsyncExitStack, target: Target, port: int, first: bytes) -> bool:
+async def _opened(stack: AsyncExitStack, target: Target, port: int, first: bytes, resets: bool) -> bool:
     try:
         connection = await stack.enter_async_context(wire(target, port))
     except OSError:
         return False
+    if resets:
+        connection.reset_when_closed()
     return not first or await connection.send(first)
 
 
