@@ -7,6 +7,8 @@ from contextlib import suppress
 from sys import getrefcount
 from typing import Any
 
+from teimgr.wire.gil_turns import Rests
+
 # Values that one call frees: a millisecond or two.
 _AT_ONCE = 2**15
 _LEAVES = frozenset((str, int, float, bool, bytes, type(None)))
@@ -19,9 +21,10 @@ def free(*values: Any) -> None:
 
     For a thread: others get the GIL between two parts.
     """
+    rest = Rests()
     for value in values:
         for _ in freed(value):
-            pass
+            rest()
 
 
 def freed(value: Any) -> Generator[None, None, None]:

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import orjson
 
+from teimgr.wire.gil_turns import Rests
+
 # Numbers, or eighths of characters, that one call encodes: a few milliseconds.
 _AT_ONCE = 2**15
 # Lists of up to this many rows are small if their first row is.
@@ -30,8 +32,10 @@ def dumps(value: Any, weight: int | None = None) -> bytes:
     if not _may_be_large(value) or _weight_up_to(value, _AT_ONCE) <= _AT_ONCE:
         return _dumped(value)
     whole = BytesIO()  # grows by parts, and gives its own buffer away: one call that joins copies all at once
+    rest = Rests()
     for piece in _pieces(value):
         whole.write(piece)
+        rest()
     return whole.getvalue()
 
 

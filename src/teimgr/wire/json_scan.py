@@ -18,6 +18,7 @@ import orjson
 
 from teimgr.errors import InvalidInput
 from teimgr.wire.freeing import freed
+from teimgr.wire.gil_turns import Rests
 
 Text = bytes | bytearray
 AnyText = Text | memoryview
@@ -68,10 +69,12 @@ def _digit(value: int) -> bytes:
 
 
 def completed(steps: Steps[ResultT]) -> ResultT:
-    """The result of all steps, one after the other."""
+    """The result of all steps, one after the other; on a thread of its own, with rests between them."""
+    rest = Rests()
     try:
         while True:
             next(steps)
+            rest()
     except StopIteration as end:
         result: ResultT = end.value
         return result

@@ -1,7 +1,8 @@
 """A thread that runs generators step by step, in turn.
 
 Every step holds the GIL. Two threads at work would leave an event loop that waits for it every third step at best, and
-one after the other a small body would wait for a large one. So there is one thread, and it takes a step of each.
+one after the other a small body would wait for a large one. So there is one thread, which takes a step of each, and
+rests now and then.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import suppress
 from threading import Lock
 from typing import Any, TypeVar
+
+from teimgr.wire.gil_turns import Rests
 
 ResultT = TypeVar("ResultT")
 
@@ -45,7 +48,9 @@ class StepThread:
         self._thread.shutdown()
 
     def _take_turns(self) -> None:
+        rest = Rests()
         while True:
+            rest()
             with self._lock:
                 if not self._turns:
                     self._is_running = False
