@@ -181,6 +181,15 @@ def test_logs_and_events_are_readable_or_json(run: Run) -> None:
     assert len(lines) == 2
     assert any("INFO" in line and "worker ready  instance=static" in line for line in lines)
     assert all(json.loads(line)["ts"] for line in run("logs", "static", "-n", 2, "--json").out.splitlines())
+    several = run("logs", "static", "classes", "--daemon", "-n", 3).out.splitlines()
+    assert {line.partition("|")[0].strip() for line in several} == {"static", "classes", "(daemon)"}
+    assert [line.partition("| ")[2][:23] for line in several] == sorted(
+        line.partition("| ")[2][:23] for line in several
+    )
+    assert "change  method=POST path=/instances status=201 by=local" in run("logs", "--daemon", "-n", 0).out
+    assert run("logs").status == ExitStatus.USAGE
+    created = run("events", "--kind", "created", "-n", 1000, "--json").out.splitlines()
+    assert {json.loads(line)["by"] for line in created} == {"local"}
     events = run("events", "static", "--kind", "running", "-n", 50).rows
     assert {(row[1], row[2]) for row in events} == {("running", "static")}
     assert run("events", "-n", 1, "--json").json["event"]

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import heapq
 import json
+import queue
 import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from operator import itemgetter
 from typing import Annotated
 
 import typer
 
-from teimgr.cli.command import CommandOutput, DaemonOptions, Name, complete_instance
+from teimgr.cli.command import CommandOutput, DaemonOptions, complete_instance
+from teimgr.cli.failures import UsageError
 from teimgr.cli.output import field, say
+from teimgr.client.rest_client import RestClient
 from teimgr.client.rest_values import InstanceEvent
 from teimgr.observability.shown_text import one_line, several_lines
 
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on with new ones until Ctrl-C.")]
+DAEMON = "(daemon)"
 _LEVEL_COLOURS = {"WARNING": "yellow", "WARN": "yellow", "ERROR": "red", "CRITICAL": "bold red", "DEBUG": "dim"}
 _SHOWN_APART = ("ts", "level", "logger", "message", "exception")
 
@@ -21,24 +30,80 @@ _SHOWN_APART = ("ts", "level", "logger", "message", "exception")
 def logs(
     server: DaemonOptions,
     output: CommandOutput,
-    name: Name,
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(help="Names of instances.", autocompletion=complete_instance, show_default=False),
+    ] = None,
     follow: Follow = False,
     lines: Annotated[int, typer.Option("--lines", "-n", help="How many past lines; 0: all.", min=0)] = 100,
     level: Annotated[str | None, typer.Option(help="Lowest level, such as warning.")] = None,
     since: Annotated[str | None, typer.Option(metavar="TIME", help="RFC 3339, or seconds ago.")] = None,
+    daemon: Annotated[bool, typer.Option("--daemon", help="The daemon's own log, with who changed what.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="The logs of all instances.")] = False,
 ) -> None:
-    """Print an instance's log.
+    """Print the log of an instance, of several in the order of time, or of the daemon.
 
     Readable lines, or with --json as they are stored.
     """
-    start = -lines if lines else 0
-    rest = server.rest
-    found = rest.follow_logs(name, start, level=level, since=since) if follow else ()
-    for line in found or (() if follow else rest.logs(name, start, level=level, since=since).lines):
+    chosen: list[str | None] = [*(names or ())]
+    if every:
+        chosen += [each.name for each in server.rest.list() if each.name not in chosen]
+    if daemon:
+        chosen.append(None)
+    if not chosen and not every:
+        raise UsageError("name an instance, or give --daemon or --all")
+    width = max((len(each or DAEMON) for each in chosen), default=0)
+    for name, line in _log_lines(server.rest, chosen, -lines if lines else 0, follow, {"level": level, "since": since}):
         if output.as_json:
             say(line, flush=follow)
-        else:
-            print(pretty_line(line, colours=output.is_terminal), flush=follow)
+            continue
+        shown = pretty_line(line, colours=output.is_terminal)
+        print(f"{name or DAEMON:{width}} | {shown}" if len(chosen) > 1 else shown, flush=follow)
+
+
+def _log_lines(
+    rest: RestClient, names: Sequence[str | None], start: int, follow: bool, only: Mapping[str, str | None]
+) -> Iterator[tuple[str | None, str]]:
+    """The lines of logs, each with the log's name: past ones in the order of their times, new ones as they come."""
+    if follow and len(names) == 1:
+        yield from ((names[0], line) for line in rest.follow_logs(names[0], start, **only))
+        return
+    read = {name: rest.logs(name, start, **only) for name in names}
+    past = (_timed(name, each.lines) for name, each in read.items())
+    yield from ((name, line) for _, name, line in heapq.merge(*past, key=itemgetter(0)))
+    if follow and names:
+        found: queue.SimpleQueue[tuple[str | None, str] | BaseException] = queue.SimpleQueue()
+        for name in names:
+            threading.Thread(target=_follow, args=(rest, name, read[name].end, only, found.put), daemon=True).start()
+        while True:
+            item = found.get()
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+
+
+def _follow(
+    rest: RestClient,
+    name: str | None,
+    start: int,
+    only: Mapping[str, str | None],
+    put: Callable[[tuple[str | None, str] | BaseException], None],
+) -> None:
+    try:
+        for line in rest.follow_logs(name, start, **only):
+            put((name, line))
+    except Exception as error:  # raised in the main thread
+        put(error)
+
+
+def _timed(name: str | None, lines: Sequence[str]) -> list[tuple[str, str | None, str]]:
+    """The lines with their times; one without a time, as of a traceback, has that of the line before it."""
+    found, moment = [], ""
+    for line in lines:
+        with suppress(ValueError, KeyError, TypeError):
+            moment = max(moment, str(json.loads(line)["ts"]))
+        found.append((moment, name, line))
+    return found
 
 
 def pretty_line(line: str, *, colours: bool = False) -> str:
@@ -97,7 +162,7 @@ def events(
 def _why(event: InstanceEvent) -> str:
     """The reason, with how often it happened; without a reason the crash report."""
     report = event.crash_report
-    text = event.reason or (f"report: {report}" if report else "")
+    text = event.reason or (f"report: {report}" if report else "") or (f"by {event.by}" if event.by else "")
     if event.count == 1:
         return text
     return f"{event.count} times since {(event.first_timestamp or '')[:19]}" + (f": {text}" if text else "")

@@ -161,27 +161,28 @@ class InstanceCalls(RestCalls):
 
     async def logs(
         self,
-        name: str,
+        name: str | None,
         start: int | None = None,
         end: int | None = None,
         *,
         level: str | None = None,
         since: str | None = None,
     ) -> Logs:
-        """Lines `[start, end)` of the instance's log, as a Python slice: negative counts from the end.
+        """Lines `[start, end)` of the log of an instance, or of the daemon with None for a name, as a Python slice.
 
-        `level` is the lowest to return, `since` a time in RFC 3339 or in seconds ago; a slice counts such lines only.
+        A negative number counts from the end. `level` is the lowest to return, `since` a time in RFC 3339 or in seconds
+        ago; a slice counts such lines only.
         """
         query = _present(start=start, end=end, level=level, since=since)
-        body = await self._call("GET", _path(name, "logs"), query=query)
+        body = await self._call("GET", _log_path(name), query=query)
         return Logs(tuple(body["lines"]), body["start"], body["end"], body["total_lines"])
 
     async def follow_logs(
-        self, name: str, start: int = -10, *, level: str | None = None, since: str | None = None
+        self, name: str | None, start: int = -10, *, level: str | None = None, since: str | None = None
     ) -> AsyncIterator[str]:
-        """The lines of the instance's log from `start` on, then each new one as it is written, without an end."""
+        """The lines of a log, as `logs` has it, from `start` on, then each new one as it is written, without an end."""
         query = _present(start=start, level=level, since=since) | given_flags(follow=True)
-        async with aclosing(self._http.events("GET", _path(name, "logs"), query=query)) as stream:
+        async with aclosing(self._http.events("GET", _log_path(name), query=query)) as stream:
             async for each in stream:
                 yield each.data["line"] if each.event == "line" else f"({each.data['reason']})"
 
@@ -234,6 +235,10 @@ def _present(**parameters: int | str | None) -> dict[str, int | str]:
 def given_flags(**flags: bool) -> dict[str, int | str]:
     """The query parameters of the flags that are set."""
     return {name: "true" for name, given in flags.items() if given}
+
+
+def _log_path(name: str | None) -> str:
+    return "/logs" if name is None else _path(name, "logs")
 
 
 def _path(name: str, verb: str = "") -> str:

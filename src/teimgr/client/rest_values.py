@@ -73,7 +73,7 @@ class Instance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceEvent:
-    """One fleet event; `event` is one of `spec.EVENTS` or "missed", `id` counts from 1 in the life of a daemon."""
+    """One fleet event; `event` is one of `spec.EVENTS` or "missed", `id` counts from 1 over all lives of the daemon."""
 
     event: str
     id: int | None = None
@@ -88,6 +88,7 @@ class InstanceEvent:
     count: int = 1
     first_timestamp: str | None = None
     replaces: int | None = None
+    by: str | None = None
     details: Mapping[str, Any]
 
     @classmethod

@@ -7,7 +7,8 @@ import contextlib
 import logging
 import os
 import signal
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import uvloop
@@ -26,6 +27,7 @@ from teimgr.config.sources import Configuration, Source
 from teimgr.control.capacity.advisor import Advisor
 from teimgr.control.capacity.autoscaler import Autoscaler
 from teimgr.control.capacity.kept_file import KeptFile, kept_path
+from teimgr.control.events.event_file import EventFile, events_path
 from teimgr.control.events.fleet_events import EventLog
 from teimgr.control.events.webhooks import Webhooks
 from teimgr.control.launch.launcher import Launcher, LocalLauncher, LocalOptions
@@ -58,6 +60,7 @@ from teimgr.observability.loop_watchdog import LoopWatchdog
 from teimgr.observability.memory import collect_garbage_rarely, raise_file_limit
 from teimgr.observability.memory_return import MemoryReturn
 from teimgr.observability.metrics import DaemonMetrics
+from teimgr.observability.request_context import ordered_by
 from teimgr.observability.telemetry import exporting, open_telemetry
 from teimgr.spec import WorkerSpec
 from teimgr.wire.gil_turns import use_short_turns
@@ -104,6 +107,7 @@ class Daemon:
         self.tenants = TenantRegistry(settings.run_dir, settings.state_file)
         self.policy = PolicyInForce(policy_of(settings.auth))
         self.events = EventLog()
+        self.event_file = EventFile(events_path(settings.state_file))
         # Processes: workers and muxes
         gpus = GpuInventory()
         options = LocalOptions(
@@ -215,11 +219,13 @@ class Daemon:
         for warning in (*self.settings.warnings(), *map(str, self.settings.missing_models())):
             log.warning(warning)
         self.settings.prepare_folders()
+        self._keep_log()
         listener = bind(self.settings.api_host, self.settings.api_port, "api_port")
         more = [bind(self.settings.api_host, port, "ollama_port") for port in filter(None, [self.settings.ollama_port])]
         with self._unix_listener() as unix, self._signals():
             try:
                 await self.manager.restore()
+                self.events.restore(await asyncio.to_thread(self.event_file.read))
                 self.policy.swap(self._policy_of(self.settings))  # the state file is ours, and so are the tenants
                 self.events.note(self.manager.list())  # later changes are events
                 for notice in self.reloader.notices():
@@ -231,7 +237,12 @@ class Daemon:
                 if self.batches is not None:
                     await self.batches.load()
                 serving = self.tls.serving(self.app, listener, self.app.state.direct, unix, more)
-                async with serving, self.webhooks.running(self.settings.webhooks):
+                async with (
+                    serving,
+                    self.webhooks.running(self.settings.webhooks),
+                    self.event_file.following(self.events),
+                    self._rotating_log(),
+                ):
                     if self.cluster is not None:
                         self.cluster.forwarding.start()
                     residence = asyncio.create_task(self.residence.run(), name="residence of models")
@@ -270,6 +281,27 @@ class Daemon:
             finally:
                 await self._stop()
         return 0
+
+    @property
+    def _own_log(self) -> Path:
+        return self.settings.log_dir / f"{logs.DAEMON}.log"
+
+    def _keep_log(self) -> None:
+        try:
+            logs.keep_in_file(self._own_log, self.settings.log_max_bytes, self.settings.log_keep)
+        except OSError as error:
+            log.warning("the daemon's log is kept in no file: %s: %s", self._own_log, error.strerror)
+
+    @contextlib.asynccontextmanager
+    async def _rotating_log(self) -> AsyncIterator[None]:
+        """Keep the log file of the daemon within its limit while the block runs."""
+        limits = self.settings.log_max_bytes, self.settings.log_keep
+        work = logs.rotate_regularly(lambda: (self._own_log,), *limits)
+        rotating = asyncio.create_task(work, name="rotation of the daemon's log")
+        try:
+            yield
+        finally:
+            rotating.cancel()
 
     @contextlib.contextmanager
     def _unix_listener(self) -> Iterator[UnixListener | None]:
@@ -344,6 +376,7 @@ class Daemon:
             self.reloader,
             self.tenants,
             self.disks,
+            self.event_file,
         )
         return [alarm for part in (*parts, self.batches, self.cluster) if part for alarm in part.alarms()]
 
@@ -368,7 +401,7 @@ class Daemon:
 
         async def reload() -> None:
             self.notifier.reloading()
-            with contextlib.suppress(InvalidConfig):  # logged, and an alarm
+            with ordered_by("SIGHUP"), contextlib.suppress(InvalidConfig):  # logged, and an alarm
                 await self.reloader.reload()
             self.notifier.send("READY=1")
 

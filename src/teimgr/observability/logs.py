@@ -51,6 +51,8 @@ STACKS_SIGNAL = signal.SIGURG
 _STYLES = {"DEBUG": "dim", "INFO": "green", "WARNING": "yellow", "ERROR": "red", "CRITICAL": "bold red"}
 _OWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
 
+DAEMON = "_daemon"
+"""The name of the daemon's own log; no instance can have it."""
 CHECK_INTERVAL_S = 30.0
 _MODE = 0o640
 _CHUNK_BYTES = 2**20
@@ -88,6 +90,17 @@ def setup(
     for name, number in levels.items():
         logging.getLogger(name).setLevel(number)
     handler.directed = tuple(levels)
+
+
+def keep_in_file(path: Path, limit_bytes: int, keep: int) -> None:
+    """Write every logger's events as JSON to `path` too, from now on; `rotate_regularly` bounds the file.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    handler = _FileHandler(os.fdopen(open_log(path, limit_bytes, keep), "w", encoding="utf-8", errors="replace"))
+    handler.setFormatter(JsonFormatter())
+    logging.getLogger().addHandler(handler)
 
 
 def write_stacks_on_signal() -> None:
@@ -188,6 +201,17 @@ class _Handler(logging.StreamHandler[TextIO]):
     """The handler that `setup` installs; `directed` are the loggers that it gave their own levels."""
 
     directed: tuple[str, ...] = ()
+
+
+class _FileHandler(logging.StreamHandler[TextIO]):
+    """The handler of `keep_in_file`. What a full disk refuses is on standard output alone."""
+
+    def close(self) -> None:
+        self.stream.close()
+        super().close()
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  the name of logging
+        """Nothing: the other handler has the event."""
 
 
 def _paint(stream: TextIO) -> Paint:

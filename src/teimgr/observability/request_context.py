@@ -209,6 +209,18 @@ class Telemetry:
 CURRENT: ContextVar[RequestContext | None] = ContextVar("request_context", default=None)
 """The request context of the current task."""
 
+ORDERED_BY: ContextVar[str | None] = ContextVar("ordered_by", default=None)
+"""Who ordered the change that the current task makes, such as `key ops`; None for what the daemon does by itself."""
+
+
+@contextmanager
+def ordered_by(who: str) -> Iterator[None]:
+    token = ORDERED_BY.set(who)
+    try:
+        yield
+    finally:
+        ORDERED_BY.reset(token)
+
 
 @contextmanager
 def use_context(context: RequestContext | None) -> Iterator[None]:

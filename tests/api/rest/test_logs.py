@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import tracemalloc
 from collections.abc import AsyncIterator
@@ -16,6 +17,7 @@ import pytest
 from tests.support.rest_listener import Front
 
 from teimgr.config.settings import Settings
+from teimgr.observability import logs
 from teimgr.observability.log_files import (
     CHUNK_BYTES,
     CUT,
@@ -63,6 +65,24 @@ async def test_slices_are_those_of_python(front: Front, log: Path, query: str, s
     log.write_text("\n".join(FIVE) + "\n")
     got = await front.call("GET", f"/instances/a/logs?{query}", 200)
     assert got == {"lines": FIVE[start:end], "start": start, "end": end, "total_lines": 5}
+
+
+async def test_the_log_of_the_daemon_is_read_as_that_of_an_instance(front: Front, log: Path) -> None:
+    root = logging.getLogger()
+    logs.keep_in_file(log.with_name("_daemon.log"), 2**20, 1)
+    handler = root.handlers[-1]
+    try:
+        logging.getLogger("teimgr.audit").warning("change", extra={"by": "key ops"})
+    finally:
+        root.removeHandler(handler)
+        handler.close()
+
+    (line,) = (await front.call("GET", "/logs", 200))["lines"]
+    assert json.loads(line) | {"ts": ""} == {
+        **{"ts": "", "level": "warning", "logger": "teimgr.audit", "message": "change", "by": "key ops"}
+    }
+    assert log.with_name("_daemon.log").stat().st_mode & 0o777 == 0o640
+    assert (await front.call("GET", "/instances/_daemon/logs", 422))["code"] == "INVALID_INSTANCE_NAME"
 
 
 @pytest.mark.clause("M2.7-deleted")

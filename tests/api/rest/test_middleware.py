@@ -221,6 +221,24 @@ async def test_a_key_for_some_instances(settings: Settings) -> None:
         assert "other" not in [view.spec.name for view in front.fleet.list()]
 
 
+async def test_every_change_is_a_line_of_the_log_with_who_made_it(
+    settings: Settings, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "teimgr.audit")
+    async with asking(settings) as front:
+        await front.call("POST", "/instances", 201, json={"name": "mine", "model_id": "tiny"}, **bearer("team"))
+        await front.call("GET", "/instances", 200, **bearer("read"))
+        await front.call("DELETE", "/instances/theirs", 403, **bearer("team"))
+    async with listening(settings) as front, aiohttp.ClientSession(front.url) as front.http:
+        await front.call("DELETE", "/instances/nowhere", 404)
+
+    lines = [vars(each) for each in caplog.records if each.name == "teimgr.audit"]
+    assert [(each["method"], each["path"], each["status"], each["by"]) for each in lines] == [
+        ("POST", "/instances", 201, "key team"),
+        ("DELETE", "/instances/nowhere", 404, "local"),
+    ]
+
+
 async def test_keys_are_swapped_at_once_and_nowhere_shown(settings: Settings, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("DEBUG")
     settings = replace(settings, auth=AUTH)

@@ -134,6 +134,27 @@ def _closed(events: EventLog) -> EventLog:
     return events
 
 
+def test_an_event_tells_who_ordered_it_until_its_effect_has_come() -> None:
+    events = began()
+    events.ordered("a", "key ops")
+    for view in (VIEW, replace(VIEW, state=State.RUNNING), replace(VIEW, state=State.RUNNING, incident=CRASH), VIEW):
+        events.note([view])
+    events.ordered("a", "local")
+    for state in (State.STOPPING, State.STOPPED, State.STARTING):
+        events.note([replace(VIEW, state=state)])
+
+    assert [(each.event, each.by) for each in events.since(0)] == [
+        ("created", "key ops"),
+        ("starting", "key ops"),
+        ("running", None),
+        ("crashed", None),
+        ("starting", None),
+        ("stopping", "local"),
+        ("stopped", "local"),
+        ("starting", None),
+    ]
+
+
 def test_the_ring_keeps_the_latest_and_numbers_go_on() -> None:
     events = EventLog(kept=3)
     events.note([])

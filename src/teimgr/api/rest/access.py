@@ -46,6 +46,7 @@ from teimgr.http.auth.policy import (
     PolicyInForce,
     Right,
     authenticate_request,
+    caller_of,
 )
 from teimgr.http.auth.sessions import Sessions, is_same_origin
 from teimgr.http.bodies import foreign_page
@@ -122,6 +123,7 @@ PERMISSIONS: dict[str, Permission] = {
     "POST /instances/{name}/stop": ADMIN,
     "POST /instances/{name}/restart": ADMIN,
     "GET /instances/{name}/logs": READ,
+    "GET /logs": READ_ALL,
     "GET /instances/{name}/events": READ,
     "GET /instances/{name}/health": EITHER,
     "POST /instances/actions": ADMIN_ALL,
@@ -255,6 +257,17 @@ class Access:
         caller = self._authenticate(policy, scope, headers)
         route.check(caller)
         return caller
+
+    def who(self, scope: Scope, headers: Mapping[bytes, bytes]) -> str:
+        """The caller in words, for records: `key NAME`, `page session of key NAME`, `certificate …` or where from."""
+        caller, certificate = caller_of(scope), scope.get(CERTIFICATE, NO_CERTIFICATE)
+        if caller.name:
+            return f"{'page session of ' if _KEY_HEADERS.isdisjoint(headers) else ''}key {caller.name}"
+        if certificate != NO_CERTIFICATE:
+            return f"certificate {', '.join(sorted(certificate.subject)) or ', '.join(sorted(certificate.sans))}"[:256]
+        host = (scope.get("client") or ("",))[0]
+        is_local = not host or host == "::1" or host.startswith(("127.", "::ffff:127."))
+        return "local" if is_local else f"address {host}"
 
     def _check_page(self, scope: Scope, headers: Mapping[bytes, bytes], route: MatchedRoute | None) -> None:
         reads = scope["method"] in READS

@@ -1,4 +1,4 @@
-"""GET /instances/{name}/logs: a slice of an instance's log, or the log as it grows as server-sent events.
+"""GET /instances/{name}/logs and GET /logs: a slice of the log of an instance or of the daemon, or the log as it grows.
 
 The log of a deleted instance is still served.
 """
@@ -20,7 +20,7 @@ from teimgr.errors import InstanceNotFound
 from teimgr.observability.log_files import Gap
 from teimgr.observability.log_filter import LogFilter
 from teimgr.observability.log_source import FleetLogs, OpenLog
-from teimgr.observability.logs import pretty
+from teimgr.observability.logs import DAEMON, pretty
 from teimgr.spec import check_name
 
 router = APIRouter(tags=["instances"], responses=ANY_FAILURE)
@@ -60,8 +60,27 @@ async def get_logs(
     both are lines for people: date, level, message, fields. Lines of several hosts come in the order of their times;
     hosts that did not answer are named in `unread`, or in a `gap`.
     """
+    return await _answer(request, check_name(name), start, end, LogFilter.of(level, since), follow)
+
+
+@router.get("/logs", response_model=LogSlice, responses=_BOTH)
+async def get_daemon_logs(
+    request: Request,
+    start: Index = None,
+    end: Index = None,
+    follow: Follow = False,
+    level: Level = None,
+    since: Since = None,
+) -> StreamingResponse:
+    """The daemon's own log, as /instances/{name}/logs has that of an instance: starts, decisions, who changed what."""
+    return await _answer(request, DAEMON, start, end, LogFilter.of(level, since), follow)
+
+
+async def _answer(
+    request: Request, name: str, start: int | None, end: int | None, filter: LogFilter, follow: bool
+) -> StreamingResponse:
     logs: FleetLogs = request.app.state.logs
-    opened = await logs.open(check_name(name), LogFilter.of(level, since), follow=follow)
+    opened = await logs.open(name, filter, follow=follow)
     if opened is None:
         raise InstanceNotFound(name)
     if follow:

@@ -29,12 +29,15 @@ from teimgr.observability.request_context import (
     Attributes,
     RequestContext,
     Telemetry,
+    ordered_by,
     use_context,
 )
 from teimgr.wire.error_bodies import COHERE, TEI, TEI_OPENAI, failure
 from teimgr.wire.frames import HttpReply
 
 log = logging.getLogger(__name__)
+audit = logging.getLogger("teimgr.audit")
+_PATH_CHARS = 256
 
 _CONTEXT_HEADERS = [(name.encode(), name) for name in (REQUEST_ID, TRACEPARENT, TRACESTATE)]
 
@@ -162,11 +165,30 @@ class Authentication:
             scope[CALLER] = self._access.check(scope, first_headers(scope))
         except (Unauthenticated, Forbidden) as error:
             return await self._refuse(error, scope)(scope, receive, send)
+        if scope["method"] not in READS:
+            return await self._audited(scope, receive, send)
         return await self._while_allowed(scope, receive, send)
 
+    async def _audited(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the application, with who has ordered the change; log one line of it with its outcome."""
+        status, by = 500, self._access.who(scope, first_headers(scope))
+
+        async def noting_status(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        with ordered_by(by):
+            try:
+                await self._app(scope, receive, noting_status)
+            finally:
+                facts = {"method": scope["method"], "path": scope["path"][:_PATH_CHARS], "status": status, "by": by}
+                audit.info("change", extra=facts)
+
     async def _while_allowed(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the application; a read, such as followed events or logs, ends when a reload takes its caller's right."""
-        if scope["method"] not in READS or (running := asyncio.current_task()) is None:
+        """Run a read; followed events or logs end when a reload takes their caller's right."""
+        if (running := asyncio.current_task()) is None:
             return await self._app(scope, receive, send)
         has_started, lost = False, None
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import deque
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from teimgr.spec import Incident, InstanceSpec, InstanceView, now_rfc3339
@@ -23,16 +23,22 @@ KEPT_PER_INSTANCE = 100
 FOLDED = frozenset({"crashed", "failed", "unhealthy", "over_memory", "no_host", "update_failed"})
 FOLDED_OVER = 4
 _BETWEEN = ("starting", "running")
+# What someone may have ordered, and what ends an order: its effects have come, or something else has.
+_ORDERED = frozenset({"created", "starting", "stopping", "stopped", "updated", "update_failed", "deleted"})
+_ENDS_ORDERS = frozenset({"running", "stopped", "failed", "unloaded", "deleted", "crashed", "updated", "update_failed"})
 _NUMBER = re.compile(r"(?<!replica )(?<!\d)\d+")  # but that of a replica
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetEvent:
-    """One event. `id` counts from 1 in the life of a daemon; `status` and `reason` are those of the instance then.
+    """One event. `id` counts from 1 over all lives of the daemon.
+
+    `status` and `reason` are those of the instance then.
 
     A `crashed` one has the worker's reason, and the name of its crash report in the folder `crashes` beside the logs.
     `nodes` are the hosts of the instance's workers in a cluster. `count` equal events since `first_timestamp` are this
-    one, which `replaces` that of the id.
+    one, which `replaces` that of the id. `by` is who ordered it (`request_context.ORDERED_BY`), None for what happened
+    by itself.
     """
 
     id: int
@@ -48,6 +54,7 @@ class FleetEvent:
     count: int = 1
     first_timestamp: str | None = None
     replaces: int | None = None
+    by: str | None = None
 
 
 class EventLog:
@@ -62,6 +69,7 @@ class EventLog:
         self._latest = 0
         self._appended = asyncio.Event()
         self._closed = False
+        self._orders: dict[str, str] = {}
 
     @property
     def latest(self) -> int:
@@ -71,6 +79,20 @@ class EventLog:
     @property
     def is_closed(self) -> bool:
         return self._closed
+
+    def restore(self, events: Iterable[FleetEvent]) -> None:
+        """Before anything else: begin with the events of the daemon before, oldest first."""
+        for event in events:
+            self._latest = event.id
+            self._keep(event)
+        self._last_dropped = min(self._ring, default=1) - 1
+
+    def ordered(self, instance: str, by: str | None) -> None:
+        """The changes of the instance are by this caller, until it runs, has stopped or has crashed."""
+        if by is None:
+            self._orders.pop(instance, None)
+        else:
+            self._orders[instance] = by
 
     def note(self, views: Sequence[InstanceView]) -> None:
         """Append the events that lead from the views before to these, which are all instances."""
@@ -123,6 +145,9 @@ class EventLog:
 
     def _append(self, kind: str, view: InstanceView, incident: Incident | None = None) -> None:
         self._latest += 1
+        by = self._orders.get(view.spec.name) if kind in _ORDERED else None
+        if kind in _ENDS_ORDERS:
+            self._orders.pop(view.spec.name, None)
         event = FleetEvent(
             id=self._latest,
             timestamp=now_rfc3339(),
@@ -134,22 +159,27 @@ class EventLog:
             tags=dict(view.spec.tags),
             crash_report=incident.crash_report if incident else None,
             nodes=tuple(sorted({worker.node for worker in view.workers if worker.node})),
+            by=by,
         )
-        history = self._histories.setdefault(event.instance, deque(maxlen=KEPT_PER_INSTANCE))
-        equal = _equal_event(event, history)
-        if equal is not None:
+        history = self._histories.get(event.instance)
+        equal = _equal_event(event, history) if history else None
+        if history and equal is not None:
             self._ring.pop(equal.id, None)
             history.remove(equal)
             first = equal.first_timestamp or equal.timestamp
             event = replace(event, count=equal.count + 1, first_timestamp=first, replaces=equal.id)
+        self._keep(event)
+        self._wake()
+
+    def _keep(self, event: FleetEvent) -> None:
         self._ring[event.id] = event
         if len(self._ring) > self._kept:
             self._last_dropped = next(iter(self._ring))
             del self._ring[self._last_dropped]
-        history.append(event)
-        if kind == "deleted":
+        if event.event == "deleted":
             self._histories.pop(event.instance, None)
-        self._wake()
+        else:
+            self._histories.setdefault(event.instance, deque(maxlen=KEPT_PER_INSTANCE)).append(event)
 
     def _wake(self) -> None:
         self._appended.set()

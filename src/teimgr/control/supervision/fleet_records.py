@@ -16,6 +16,7 @@ from teimgr.control.events.fleet_events import EventLog
 from teimgr.control.placement.planner import Planner
 from teimgr.control.supervision.crash_reports import Crash, CrashReports
 from teimgr.observability.metrics import DaemonMetrics
+from teimgr.observability.request_context import ORDERED_BY
 from teimgr.spec import CpuThreads, Incident, InstanceSpec, InstanceView
 
 _LAST_EVENTS = 20  # of its instance, in a crash report
@@ -56,6 +57,10 @@ class FleetRecords:
         self._events.note_one(name, instance.view())
         self._instances[name] = instance
         self._share(name, instance.alive)
+
+    def ordered(self, name: str) -> None:
+        """The task's caller has ordered what happens to the instance next."""
+        self._events.ordered(name, ORDERED_BY.get())
 
     def deleted(self, name: str) -> None:
         """The instance does not exist any more."""

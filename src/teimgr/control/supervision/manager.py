@@ -270,6 +270,7 @@ class Manager:
         spec = replace(spec, created_at=now_rfc3339(), wanted_running=True)
         async with self._state.creating(spec):
             self._turns.require_open()
+            self._records.ordered(spec.name)
             instance = self._add(spec)
             await instance.begin({}, start=spec.load == "eager")
         self._records.metrics.count(catalogue.CREATED, spec.name, spec.model_id)
@@ -358,6 +359,7 @@ class Manager:
             if not wanted.max_batch_tokens:
                 chosen = with_batch_tokens(wanted, self._planner.inventory, self.tokens_per_gib)
                 changes = {**changes, "max_batch_tokens": chosen.max_batch_tokens}
+            self._records.ordered(instance.spec.name)
             needed = self._planner.change_needed(instance.spec, with_changes(instance.spec, changes))
             if needed is not Change.IN_PLACE and instance.is_to_run:
                 return await self._begin_update(instance, given, changes, recreate)
@@ -541,6 +543,7 @@ class Manager:
     async def _roll(self, instance: ManagedInstance) -> None:
         await self._planner.refresh()
         async with self._turns.of(instance.spec.name):
+            self._records.ordered(instance.spec.name)
             await instance.update({}, restart=True)
 
     async def delete(self, name: str) -> InstanceView:
@@ -558,6 +561,7 @@ class Manager:
             if self._instances.get(name) is not instance:  # another call has deleted it meanwhile
                 return instance.view()
             async with self._state.planning(name, lambda spec: None):
+                self._records.ordered(name)
                 await instance.accept(Command.DELETE)
                 view = await instance.settle()
                 await instance.ended()
@@ -642,6 +646,7 @@ class Manager:
         async with self._turns.of(name):
             self._require_present(instance)
             async with self._state.planning(name, lambda spec: replace(spec, wanted_running=wanted)):
+                self._records.ordered(name)
                 await instance.accept(command)
 
     def _require_present(self, instance: ManagedInstance) -> None:

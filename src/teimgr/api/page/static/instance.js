@@ -159,6 +159,7 @@ function addEvents(events) {
       element("b", { class: `kind ${each.event}` }, each.event.replaceAll("_", " ")),
       each.count > 1 ? element("span", { class: "count", title: `since ${moment(each.first_timestamp)}` }, ` ${each.count} times`) : null,
       each.reason ? element("span", { class: "reason" }, each.reason) : null,
+      each.by ? element("span", { class: "by" }, ` by ${each.by}`) : null,
       each.crash_report ? element("code", {}, each.crash_report) : null));
   }
   while ($("#life").children.length > 100) $("#life").lastElementChild.remove();
