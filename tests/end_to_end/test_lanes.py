@@ -21,7 +21,9 @@ from teimgr.wire.frames import HEADER, FrameType, Method, pack_header, unpack_he
 from teimgr.wire.pb.tei.v1 import tei_pb2
 from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2
 
-MANY = ["a text", "fog", "harbour", "light", "rain", "boats"]  # so many are bulk, unless the caller chooses
+WORDS = ["a text", "fog", "harbour", "light", "rain", "boats"]
+FEW = [f"boats {n} " + "fog " * 10 for n in range(30)]  # below 4,096 tokens together
+MANY = [f"boats {n} " + "fog " * 40 for n in range(150)]  # above
 
 
 class Lanes:
@@ -99,7 +101,7 @@ def _arrow(texts: list[str]) -> multiplexer_pb2.EmbedArrowRequest:
 def lanes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lanes]:
     model = models.build("bert", tmp_path_factory.mktemp("model"))
     with (
-        WarmDaemonProcess(health_check_interval_secs=60) as running,
+        WarmDaemonProcess(health_check_interval_secs=60, max_client_batch_size=200) as running,
         running.client() as client,
     ):  # no self-tests between
         client.create("a", str(model))
@@ -126,8 +128,13 @@ def test_a_single_text_is_interactive_unless_its_caller_chooses_bulk(lanes: Lane
     assert moved(lanes, interface, ["rain"], "bulk") == {"interactive": 0, "bulk": 1}
 
 
+@pytest.mark.parametrize("interface", ["v1", "embed"])
+def test_several_texts_of_little_cost_are_interactive(lanes: Lanes, interface: str) -> None:
+    assert moved(lanes, interface, FEW, None) == {"interactive": len(FEW), "bulk": 0}
+
+
 @pytest.mark.parametrize("interface", SEVERAL)
-def test_many_texts_are_bulk_unless_their_caller_chooses_interactive(lanes: Lanes, interface: str) -> None:
+def test_what_costs_much_is_bulk_unless_its_caller_chooses_interactive(lanes: Lanes, interface: str) -> None:
     count = len(MANY)
     assert moved(lanes, interface, MANY, None) == {"interactive": 0, "bulk": count}
     assert moved(lanes, interface, MANY, "interactive") == {"interactive": count, "bulk": 0}
@@ -136,11 +143,11 @@ def test_many_texts_are_bulk_unless_their_caller_chooses_interactive(lanes: Lane
 def test_the_client_chooses_by_a_keyword(lanes: Lanes) -> None:
     before = lanes.texts()
     lanes.client.embed("fog", instance="a", lane="bulk")
-    lanes.client.embed_arrow(MANY, instance="a", lane="interactive")
-    list(lanes.client.embed_stream(MANY, instance="a", lane="bulk"))
+    lanes.client.embed_arrow(WORDS, instance="a", lane="interactive")
+    list(lanes.client.embed_stream(WORDS, instance="a", lane="bulk"))
     after = lanes.texts()
 
-    assert {name: after[name] - before[name] for name in after} == {"interactive": len(MANY), "bulk": len(MANY) + 1}
+    assert {name: after[name] - before[name] for name in after} == {"interactive": len(WORDS), "bulk": len(WORDS) + 1}
     with pytest.raises(ValidationError, match="lane"):
         lanes.client.embed("fog", instance="a", lane="express")
 

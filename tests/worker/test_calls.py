@@ -11,7 +11,8 @@ from tests.support.rest_listener import MODEL
 
 from teimgr.engine.job import Input, Lane, Output, Pair
 from teimgr.errors import Overloaded
-from teimgr.worker.calls import FairLimiter, WorkerCall, max_token_bytes
+from teimgr.wire.frames import Flag, Method
+from teimgr.worker.calls import FairLimiter, MethodCall, WorkerCall, lane_of, max_token_bytes
 
 
 def unexpected(call: WorkerCall, error: Exception) -> None:
@@ -34,6 +35,34 @@ class CallLimiter:
 
     def is_queued(self, call: WorkerCall) -> bool:
         return call in self.limiter and call not in self.proceeded
+
+
+@pytest.mark.parametrize(
+    ("chars", "texts", "max_length", "lane"),
+    [
+        (16, 1, 512, Lane.INTERACTIVE),
+        (40_000, 1, 512, Lane.INTERACTIVE),  # it is truncated
+        (40_000, 1, 8192, Lane.BULK),
+        (16_000, 90, 512, Lane.INTERACTIVE),  # a rerank
+        (16_000, 97, 512, Lane.BULK),
+        (40_000, 10_000, 512, Lane.BULK),
+    ],
+)
+def test_the_lane_is_chosen_by_the_cost(chars: int, texts: int, max_length: int, lane: Lane) -> None:
+    assert lane_of(chars, texts, max_length) is lane
+
+
+def test_a_call_that_chose_its_lane_or_is_part_of_a_stream_keeps_it() -> None:
+    large = b"x" * 100_000
+    for flags, lane in (
+        (Flag.NONE, Lane.BULK),
+        (Flag.INTERACTIVE, Lane.INTERACTIVE),
+        (Flag.BULK, Lane.BULK),
+        (Flag.WAIT, Lane.INTERACTIVE),
+    ):
+        call = MethodCall(Method.EMBED, large, flags)
+        call.price(1, 8192)
+        assert call.lane is lane, flags
 
 
 def test_calls_beyond_the_count_are_refused() -> None:

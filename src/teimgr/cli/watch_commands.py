@@ -7,7 +7,7 @@ import json
 import queue
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from operator import itemgetter
 from typing import Annotated
@@ -23,6 +23,8 @@ from teimgr.observability.shown_text import one_line, several_lines
 
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on with new ones until Ctrl-C.")]
 DAEMON = "(daemon)"
+Only = tuple[str | None, str | None]
+"""The lowest level, and the time from which on."""
 _LEVEL_COLOURS = {"WARNING": "yellow", "WARN": "yellow", "ERROR": "red", "CRITICAL": "bold red", "DEBUG": "dim"}
 _SHOWN_APART = ("ts", "level", "logger", "message", "exception")
 
@@ -53,7 +55,7 @@ def logs(
     if not chosen and not every:
         raise UsageError("name an instance, or give --daemon or --all")
     width = max((len(each or DAEMON) for each in chosen), default=0)
-    for name, line in _log_lines(server.rest, chosen, -lines if lines else 0, follow, {"level": level, "since": since}):
+    for name, line in _log_lines(server.rest, chosen, -lines if lines else 0, follow, (level, since)):
         if output.as_json:
             say(line, flush=follow)
             continue
@@ -62,13 +64,13 @@ def logs(
 
 
 def _log_lines(
-    rest: RestClient, names: Sequence[str | None], start: int, follow: bool, only: Mapping[str, str | None]
+    rest: RestClient, names: Sequence[str | None], start: int, follow: bool, only: Only
 ) -> Iterator[tuple[str | None, str]]:
     """The lines of logs, each with the log's name: past ones in the order of their times, new ones as they come."""
     if follow and len(names) == 1:
-        yield from ((names[0], line) for line in rest.follow_logs(names[0], start, **only))
+        yield from ((names[0], line) for line in rest.follow_logs(names[0], start, level=only[0], since=only[1]))
         return
-    read = {name: rest.logs(name, start, **only) for name in names}
+    read = {name: rest.logs(name, start, level=only[0], since=only[1]) for name in names}
     past = (_timed(name, each.lines) for name, each in read.items())
     yield from ((name, line) for _, name, line in heapq.merge(*past, key=itemgetter(0)))
     if follow and names:
@@ -86,11 +88,11 @@ def _follow(
     rest: RestClient,
     name: str | None,
     start: int,
-    only: Mapping[str, str | None],
+    only: Only,
     put: Callable[[tuple[str | None, str] | BaseException], None],
 ) -> None:
     try:
-        for line in rest.follow_logs(name, start, **only):
+        for line in rest.follow_logs(name, start, level=only[0], since=only[1]):
             put((name, line))
     except Exception as error:  # raised in the main thread
         put(error)

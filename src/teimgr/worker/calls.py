@@ -71,6 +71,18 @@ def number_count(job: Job) -> int:
     return int(job.vectors.size + job.scores.size + per_row + entries)
 
 
+INTERACTIVE_TOKENS = 4096
+"""A request of more tokens, by estimate, is computed in the bulk lane, unless its caller has chosen one."""
+_CHARS_PER_TOKEN = 4
+_CHEAP_BYTES = INTERACTIVE_TOKENS * 3  # one text of this size is below the limit, whatever it is
+
+
+def lane_of(chars: int, texts: int, max_length: int) -> Lane:
+    """The lane of a request by its cost: the estimated tokens of its texts, each of at most `max_length`."""
+    tokens = min(chars // _CHARS_PER_TOKEN, texts * max_length) + texts
+    return Lane.BULK if tokens > INTERACTIVE_TOKENS else Lane.INTERACTIVE
+
+
 class WorkerCall:
     """A request that is owed exactly one `reply` or `fail`, both on the loop's thread; subclasses implement them.
 
@@ -121,6 +133,9 @@ class WorkerCall:
         """Name the number format of its vectors, for traces."""
         self.output_dtype = name
 
+    def price(self, texts: int, max_length: int) -> None:
+        """Choose the lane by the cost of its texts, where it is open."""
+
     def reply(self, reply: CallReply) -> None:
         raise NotImplementedError
 
@@ -169,6 +184,11 @@ class MethodCall(WorkerCall):
         super().__init__(len(payload), lane, deadline, may_wait=may_wait, streamed=streamed)
         self.method = method
         self.payload = payload
+
+    def price(self, texts: int, max_length: int) -> None:
+        """Leave the interactive lane where it costs too much, unless the caller chose it or it is part of a stream."""
+        if self.size_bytes > _CHEAP_BYTES and self.fixed_lane is None and not self.streamed:
+            self.lane = lane_of(self.size_bytes, texts, max_length)
 
     def message(self, kind: type[MessageT], most_fields: int = MAX_FIELDS) -> MessageT:
         """The payload as a protobuf message of type `kind`; raises InvalidInput as `parsed`."""

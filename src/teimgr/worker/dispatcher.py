@@ -83,6 +83,7 @@ class Dispatcher:
         self.port_budget = ByteBudget(self.max_bytes)
         self._result_budget = FairLimiter(self._fail, max_bytes=self.max_bytes)
         self._decoded_budget = FairLimiter(self._fail, max_bytes=self.max_bytes)
+        self.max_length = 0  # in tokens, of a text, once the model is loaded
         self.space_headers: dict[str, str] = {}  # of a reply, once the model is loaded
         self.space_marks: Marks = ()
         self._reserving: dict[WorkerCall, asyncio.Future[None]] = {}
@@ -97,7 +98,8 @@ class Dispatcher:
 
     def attach(self, engine: Engine) -> None:
         self._engine = engine
-        self.metrics.attach(engine.stats, engine.info.max_input_length)
+        self.max_length = engine.info.max_input_length
+        self.metrics.attach(engine.stats, self.max_length)
         self.space_headers = reply_headers(engine.info.space, engine.info.precision)
         self.space_marks = reply_marks(engine.info.space, engine.info.precision)
 
@@ -124,6 +126,7 @@ class Dispatcher:
         """Count a request, and `infer`."""
         if not call.streamed:
             self.metrics.received(len(inputs))
+        call.price(len(inputs), self.max_length)
         self.infer(call, inputs, options, encode)
 
     def infer(self, call: WorkerCall, inputs: Sequence[Input], options: InferOptions, encode: Encode) -> None:

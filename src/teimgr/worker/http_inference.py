@@ -41,6 +41,7 @@ from teimgr.worker.calls import (
     CallReply,
     DeferredReply,
     WorkerCall,
+    lane_of,
     number_count,
     over_limit,
     raise_first,
@@ -352,8 +353,6 @@ def best_first(scores: NDArray[np.float32], top_n: int | None = None) -> list[in
 
 # Calls.
 
-# More inputs than this go to the bulk lane, unless the caller has chosen one.
-_INTERACTIVE_INPUTS = 4
 # A body beyond this size is parsed on a codec thread, and one beyond this size is parsed a second time on one: that
 # takes up to a microsecond a byte.
 _LARGE_BODY_BYTES = 128 * 1024
@@ -429,8 +428,10 @@ MakeJob = Callable[[ServedModel], JobSpec]
 
 
 class HttpInference:
-    """Inference for HTTP requests, in `lane`, or where it is None in that of the number of inputs; `deadline` is a
-    `time.monotonic` value or None."""
+    """Inference for HTTP requests, in `lane`, or where it is None in that of their cost.
+
+    `deadline` is a `time.monotonic` value or None.
+    """
 
     def __init__(self, dispatcher: Dispatcher, lane: Lane | None = None, deadline: float | None = None) -> None:
         self.dispatcher = dispatcher
@@ -565,8 +566,9 @@ class HttpInference:
     def _submit(
         self, spec: JobSpec, encode: Callable[[HttpCall, JobSpec, Job], CallReply | DeferredReply], *, is_part: bool
     ) -> HttpCall:
-        lane = self._lane or (Lane.BULK if len(spec.inputs) > _INTERACTIVE_INPUTS else Lane.INTERACTIVE)
-        call = HttpCall(sum(map(_size_bytes, spec.inputs)), lane, self._deadline)
+        size = sum(map(_size_bytes, spec.inputs))
+        lane = self._lane or lane_of(size, len(spec.inputs), self.dispatcher.max_length)
+        call = HttpCall(size, lane, self._deadline)
         if is_part:
             call.mark_part()
         self.dispatcher.infer(call, spec.inputs, spec.options, partial(encode, call, spec))

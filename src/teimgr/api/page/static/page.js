@@ -35,8 +35,8 @@ export function json(id) {
 export class Refused extends Error {}
 
 /** The JSON answer of a REST route; a refusal is an error with the server's sentence. */
-export async function api(method, path, body) {
-  const options = { method, headers: {}, credentials: "same-origin" };
+export async function api(method, path, body, headers = {}) {
+  const options = { method, headers: { ...headers }, credentials: "same-origin" };
   if (body !== undefined) {
     options.body = JSON.stringify(body);
     options.headers["content-type"] = "application/json";

@@ -110,7 +110,7 @@ $("#play").addEventListener("submit", async (event) => {
     const shown = await Promise.all(names.map(async (name) => {
       const instance = playground.instances.find((each) => each.name === name), call = task.call(instance, texts, query);
       const began = performance.now();
-      const answer = await api("POST", instancePath(name, call.route), call.body);
+      const answer = await api("POST", instancePath(name, call.route), call.body, { "x-teimgr-lane": "interactive" });
       return article(instance, performance.now() - began, task.show(answer, texts, instance));
     }));
     results.replaceChildren(...shown);
