@@ -17,7 +17,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.cli.mistakes import MISTAKES
 from tests.support.daemon_process import WarmDaemonProcess
+from tests.support.models import build_static
 
 from teimgr.cli.failures import ExitStatus
 from teimgr.cli.main import main
@@ -80,7 +82,7 @@ def test_an_instance_is_created_changed_stopped_started_and_deleted(run: Run, fl
     assert exists.status == ExitStatus.REFUSED
     assert exists.err == (
         "teimgr: Instance 'extra' already exists\n"
-        "  why:  error code INSTANCE_EXISTS; `teimgr explain INSTANCE_EXISTS` has its causes\n"
+        "  why:  a name belongs to one instance of a daemon, stopped ones included\n"
         "  next: `teimgr edit` changes it without a gap, `teimgr rm` deletes it\n"
     )
     assert run("edit", "extra", "--max-concurrent-requests", "7", "--tag", "default", "--wait").status == ExitStatus.OK
@@ -248,11 +250,41 @@ def test_a_load_that_would_be_refused_whole_stops_after_one_call(run: Run) -> No
         assert (done.out, says in done.err) == ("", True), done.err
 
 
+def test_typical_mistakes_are_told_with_cause_and_remedy(run: Run, tmp_path: Path) -> None:
+    """What a person reads is written to `build/mistakes.txt`."""
+    (tmp_path / "texts.txt").write_text("one\ntwo\n")
+    (tmp_path / "bad.toml").write_text('api_port = "x"\nnope = 1\n')
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1no")
+    shown = []
+    for line, says in MISTAKES:
+        done = run(*line.replace("{folder}", str(tmp_path)).split())
+        shown.append(f"$ teimgr {line}   ({done.status})\n{done.out}{done.err}")
+        assert says in done.err, shown[-1]
+        assert not any(
+            word in done.err for word in ("error code", "Traceback", "Value error", "Input should", "\x1b")
+        ), done.err
+        assert done.status or "no such events" in done.err, shown[-1]
+    report = Path(__file__).parents[2] / "build" / "mistakes.txt"
+    report.parent.mkdir(exist_ok=True)
+    report.write_text("\n".join(shown))
+
+
+def test_run_serves_a_model_once_and_says_how_to_call_it(run: Run, fleet: WarmDaemonProcess, tmp_path: Path) -> None:
+    model = build_static(tmp_path / "Tiny Static")
+    first = run("run", model)
+    assert first.status == ExitStatus.OK, first.err
+    assert f"curl {fleet.api}/v1/embeddings -H" in first.out
+    assert "teimgr embed 'some text' -i tiny-static" in first.out
+    assert run("run", model).status == ExitStatus.OK
+    assert [row[0] for row in run("list").rows] == ["static", "ranker", "classes", "tiny-static"]
+    run("rm", "tiny-static")
+
+
 def test_an_address_of_grpc_is_told_from_that_of_rest(run: Run, fleet: WarmDaemonProcess) -> None:
     wrong = run("ps", "--url", fleet.grpc)
     assert wrong.status == ExitStatus.UNREACHABLE
     assert wrong.err.startswith(f"teimgr: {fleet.grpc} is a gRPC port, not REST\n")
-    assert "no gRPC server: is it the port of REST?" in run("bench", "static", "--grpc-url", fleet.api).err
+    assert "does not speak gRPC: is it the port of REST?" in run("bench", "static", "--grpc-url", fleet.api).err
 
 
 def test_failures_have_a_status_each_and_three_parts(run: Run, tmp_path: Path) -> None:
@@ -327,7 +359,7 @@ def test_reasons_are_lines_below_the_table_of_a_terminal(run: Run, fleet: WarmDa
     failed = run("create", "broken", "an-organisation-with-a-long-name/the-model", "--wait", "--timeout", "60")
     shown = terminal("ps", "--url", fleet.api).splitlines()
     run("rm", "broken", "-y")
-    assert (failed.status, "`teimgr logs NAME`" in failed.err) == (ExitStatus.FAILED, True), failed.err
+    assert (failed.status, "copy the model to its host" in failed.err) == (ExitStatus.FAILED, True), failed.err
     assert "REASON" not in shown[0]
     assert any(line.startswith("broken: ") for line in shown)
     assert any("…/the-model" in line for line in shown)

@@ -44,7 +44,7 @@ async def test_the_ports_of_rest_and_grpc_are_told_apart(api_url: str, mux_url: 
     what, do = await cause(mux_url)
     assert what == f"{mux_url} is a gRPC port, not REST"
     assert "9000" in do
-    assert (await cause(api_url, grpc=True))[0] == f"{api_url} is no gRPC port"
+    assert (await cause(api_url, grpc=True))[0] == f"{api_url} does not speak gRPC"
     assert await cause(api_url) == await cause(mux_url, grpc=True) == ("", "")
 
 
@@ -106,7 +106,7 @@ def other_program() -> Iterator[str]:
 
 
 async def test_another_program_and_an_unknown_host(other_program: str) -> None:
-    assert (await cause(other_program))[0] == f"{other_program} is no daemon"
+    assert (await cause(other_program))[0] == f"{other_program} does not belong to a daemon"
     assert (await cause("http://no-such-host.invalid:9000"))[0] == "no daemon at http://no-such-host.invalid:9000"
 
 

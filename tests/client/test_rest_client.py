@@ -18,6 +18,7 @@ from teimgr.client.http_replies import error_from_reply
 from teimgr.client.rest import InstanceCalls, ModelCalls
 from teimgr.errors import (
     DeadlineExceeded,
+    Forbidden,
     InstanceNotFound,
     InvalidInput,
     ModelLoadFailed,
@@ -25,6 +26,7 @@ from teimgr.errors import (
     Unavailable,
     Unreachable,
     ValidationError,
+    WrongModelKind,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -154,3 +156,5 @@ def test_a_refusal_for_another_space_is_its_own_error_in_teis_dialect_too() -> N
     body = b'{"error": "the space differs", "error_type": "Validation"}'
     assert type(error_from_reply(412, body)) is SpaceDiffers
     assert type(error_from_reply(422, body)) is InvalidInput
+    for name, kind in (("FORBIDDEN", Forbidden), ("WRONG_MODEL_KIND", WrongModelKind)):
+        assert type(error_from_reply(424, body, name)) is kind

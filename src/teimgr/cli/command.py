@@ -12,27 +12,30 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, Any, get_type_hints
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
 from teimgr.cli import output as shapes
 from teimgr.cli.failures import CommandFailure, ExitStatus, exit_status, explain, report
 from teimgr.cli.output import say
-from teimgr.client.connection import ConnectionValues, DaemonConnection
+from teimgr.client.connection import VARIABLES, ConnectionValues, DaemonConnection
 from teimgr.client.connection_causes import Cause, diagnose
 from teimgr.client.rest_client import RestClient
 from teimgr.client.server_address import ServerAddress
-from teimgr.errors import TeimgrError, Unreachable
+from teimgr.errors import TeimgrError, Unauthenticated, Unreachable
 
 CONNECTION_PANEL = "Connection"
 _TIMEOUT_S = 60.0
+_API_KEY = VARIABLES["api_key"]
 
 
 def _connection_option(name: str, meaning: str, metavar: str) -> tuple[str, Any, Any]:
     flag = "--" + name.replace("_", "-")
-    option = typer.Option(flag, help=meaning, metavar=metavar, rich_help_panel=CONNECTION_PANEL, show_default=False)
+    option = typer.Option(
+        flag, help=meaning, metavar=metavar, rich_help_panel=CONNECTION_PANEL, show_default=False, hidden=True
+    )
     return name, Annotated[str | None, option], None
 
 
@@ -60,12 +63,20 @@ _REQUEST_LIMIT = (
             help="Seconds for one request.",
             metavar="S",
             rich_help_panel=CONNECTION_PANEL,
+            hidden=True,
             min=0.1,
         ),
     ],
     _TIMEOUT_S,
 )
 _JSON = ("as_json", Annotated[bool, typer.Option("--json", help="JSON on stdout, failures as JSON on stderr.")], False)
+
+
+def connection_options() -> list[tuple[str, str]]:
+    """Flags and meanings of the connection, which the help has once: `teimgr -h`."""
+    options = [(name, get_args(kind)[1].help) for name, kind, _ in (*_CONNECTION_OPTIONS, _REQUEST_LIMIT)]
+    return [("--" + name.replace("_", "-"), meaning) for name, meaning in options]
+
 
 # What reading a reply of another shape raises.
 _MISREAD = (AttributeError, IndexError, KeyError, RecursionError, TypeError, ValueError)
@@ -109,6 +120,13 @@ class DaemonOptions:
             return None
         address = ServerAddress.parse(error.address)
         return diagnose(address, self._connection.tls, grpc=self._is_grpc(error.address))
+
+    def advice(self, error: TeimgrError) -> str | None:
+        """What to do about an error that this connection explains; None if the error explains itself."""
+        is_unsent = self._connection is not None and self._connection.api_key is None and os.environ.get(_API_KEY)
+        if isinstance(error, Unauthenticated) and is_unsent:
+            return f"{_API_KEY} was not sent: it belongs to the address of TEIMGR_URL; give --api-key-file FILE"
+        return None
 
     def names(self) -> Sequence[str]:
         """Names of the instances, for messages; none where they cannot be read."""
@@ -177,7 +195,8 @@ def runnable(command: Callable[..., Any]) -> Callable[..., None]:
         try:
             status = command(**given)
         except TeimgrError as error:
-            report(explain(error, server.source_of(error), server.names, server.cause), as_json=as_json)
+            failure = explain(error, server.source_of(error), server.names, server.cause)
+            report(replace(failure, do=server.advice(error) or failure.do), as_json=as_json)
             status = exit_status(error)
         except ModuleNotFoundError as error:
             report(_incomplete(error), as_json=as_json)

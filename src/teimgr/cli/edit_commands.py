@@ -86,7 +86,7 @@ def create(
     keys = _values(given)
     if template is not None:
         keys["template"] = template
-    instance = server.rest.create(name, _absolute(model), **keys)
+    instance = server.rest.create(name, absolute_model(model), **keys)
     return _finish(server, output, instance, "created", wait, timeout)
 
 
@@ -112,7 +112,7 @@ def edit(
     if port is not None:
         changes["port"] = port
     if model is not None:
-        changes["model_id"] = _absolute(model)
+        changes["model_id"] = absolute_model(model)
     if not changes:
         changes = _edited(name, server.rest.get(name))
         if not changes:
@@ -141,7 +141,7 @@ def _finish(
     return ExitStatus.OK
 
 
-def _absolute(model: str | None) -> str | None:
+def absolute_model(model: str | None) -> str | None:
     """A directory here as an absolute path: the daemon's working directory is another. The rest is left as it is."""
     if model is not None and model.startswith((".", "~", "/")):
         return str(expanded(model).absolute())

@@ -22,7 +22,9 @@ from teimgr.errors import (
     TryLater,
     Unauthenticated,
     Unreachable,
+    WrongModelKind,
 )
+from teimgr.observability.troubleshooting import ADVICE
 
 
 class ExitStatus(IntEnum):
@@ -53,25 +55,58 @@ MEANINGS = {
     ExitStatus.INTERRUPTED: "interrupted",
 }
 
+# A cause and what to do, for codes whose message has only one of them; the others have those of `teimgr explain`.
+_CAUSES = {
+    Code.UNAUTHENTICATED: "the daemon asks for an API key or a certificate, and this call has none that it accepts",
+    Code.FORBIDDEN: "what a key may do, and for which instances, is in [[auth.api_keys]] of the daemon's configuration",
+    Code.MODEL_NOT_FOUND: "it is neither a folder nor a known model on the daemon's host",
+    Code.INSTANCE_EXISTS: "a name belongs to one instance of a daemon, stopped ones included",
+    Code.ALREADY_RUNNING: "it was started before, by a user, the configuration or the daemon's own start",
+    Code.NOT_RUNNING: "it was stopped, and stays so until it is started, also after a restart of the daemon",
+    Code.VALIDATION_ERROR: "the daemon takes no such value, and has changed nothing",
+    Code.INVALID_INPUT: "the model, or a limit of the instance, does not allow this input; nothing was computed",
+    Code.WRONG_MODEL_KIND: "each kind of model answers its own calls: embeddings, scores of documents, or labels",
+    Code.MODEL_IN_USE: "an instance needs its model's files, also while it is stopped",
+    Code.MODEL_LOAD_FAILED: "the worker ended before it could serve",
+    Code.BACKEND_UNAVAILABLE: "no worker of the instance serves now",
+    Code.TIMEOUT: "the daemon, or the model, needed longer than this command waits",
+    Code.AMBIGUOUS_INSTANCE: "the command needs one instance, and none was named",
+    Code.INTERNAL_ERROR: "the reply is not one that a daemon of this version gives, or the daemon has a defect",
+}
 _TO_DO = {
     Code.UNAUTHENTICATED: "give a key: --api-key-file FILE, TEIMGR_API_KEY, or `teimgr context add`",
-    Code.FORBIDDEN: "use a key with this right; `teimgr key new --rights …` makes one for the daemon's configuration",
-    Code.INSTANCE_NOT_FOUND: "`teimgr ps` lists the instances",
-    Code.MODEL_NOT_FOUND: "`teimgr models list` lists the models of the daemon's host",
+    Code.FORBIDDEN: "use a key that may: `teimgr key new --rights … --instances …` makes one for the configuration",
+    Code.INSTANCE_NOT_FOUND: "`teimgr ps` lists the instances, `teimgr create NAME MODEL` makes one",
+    Code.MODEL_NOT_FOUND: "check the spelling; `teimgr models list` lists the models of the daemon's host",
     Code.INSTANCE_EXISTS: "`teimgr edit` changes it without a gap, `teimgr rm` deletes it",
     Code.ALREADY_RUNNING: "`teimgr restart` starts it again, `teimgr wait` waits until it serves",
     Code.NOT_RUNNING: "`teimgr start` starts it",
-    Code.BACKEND_UNAVAILABLE: "`teimgr ps` shows its state, `teimgr start` starts it, `teimgr logs` has its log",
-    Code.MODEL_LOAD_FAILED: "`teimgr logs NAME` has the details; `teimgr models check MODEL` loads a model on trial",
+    Code.VALIDATION_ERROR: "correct what the first line names; the same command with --help lists what it takes",
+    Code.INVALID_INPUT: "`teimgr show NAME` has the limits of the instance; shorten the input, or send fewer",
+    Code.INVALID_INSTANCE_NAME: "choose another name, such as minilm or rerank-2",
+    Code.MODEL_LOAD_FAILED: "`teimgr logs NAME` has its log; `teimgr models check MODEL` loads a model on trial",
     Code.MODEL_IN_USE: "delete the instances first: `teimgr rm`",
-    Code.WRONG_MODEL_KIND: "`teimgr ps` shows what kind of model each instance has",
+    Code.WRONG_MODEL_KIND: "`teimgr ps` shows the kinds: `embed` is for embedding models, `rerank` for rerankers, "
+    "`classify` for classifiers",
     Code.UPDATE_IN_PROGRESS: "wait for it: `teimgr wait`",
     Code.OVERLOADED: "try again later, or give the instance more: `teimgr edit NAME --replicas N`",
-    Code.TIMEOUT: "give it more time with --timeout, or look at `teimgr top`",
+    Code.TIMEOUT: "give it more time, --timeout or --request-timeout; `teimgr top` shows whether it is busy",
     Code.AMBIGUOUS_INSTANCE: "name one with --instance",
     Code.PORT_CONFLICT: "choose another port, or leave it to the daemon",
     Code.MAX_INSTANCES_REACHED: "delete one with `teimgr rm`, or raise `max_instances`",
+    Code.INTERNAL_ERROR: "check that the address is a daemon's and has this version: `teimgr doctor`",
 }
+# What to do about an instance that does not serve, by a word of the message.
+_BY_STATE = {
+    "stopped": "`teimgr start {name} --wait` starts it",
+    "failed": "`teimgr logs {name}` has its log; `teimgr restart {name} --wait` tries again",
+    "starting": "`teimgr wait {name}` waits until it serves; `teimgr logs {name}` shows what it does",
+}
+_ANY_STATE = "`teimgr ps` shows its state, `teimgr logs` has its log"
+
+
+_NAMED = 8  # instances in a message
+_OFFLINE = "HF_HUB_OFFLINE"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +117,15 @@ class CommandFailure:
     why: str
     do: str
     code: str
+
+
+class WrongCommand(WrongModelKind):
+    """A command does not fit the instance's kind of model; `do` names the one that does."""
+
+    def __init__(self, message: str, why: str, do: str) -> None:
+        super().__init__(message)
+        self.why = why
+        self.do = do
 
 
 class UsageError(Refused):
@@ -123,19 +167,66 @@ def explain(
         )
     if isinstance(error, InvalidConfig | UsageError) or type(error) is Refused:  # of this program, not of a daemon
         return CommandFailure(error.message, "", "", error.code.name if isinstance(error, InvalidConfig) else "USAGE")
-    do = _TO_DO.get(error.code, "")
-    if "`normalize` is not available" in error.message:
-        do = "add --no-normalize"
-    if isinstance(error, InstanceNotFound):
-        do = _nearest(error, names) + do
     code = error.code.name
-    return CommandFailure(error.message, f"error code {code}; `teimgr explain {code}` has its causes", do, code)
+    if isinstance(error, WrongCommand):
+        return CommandFailure(error.message, _bare(error.why), error.do, code)
+    if isinstance(error, InstanceNotFound):
+        return CommandFailure(error.message, *_of_unknown(error, names()), code)
+    return CommandFailure(_bare(error.message), _why(error), _do(error), code)
 
 
-def _nearest(error: InstanceNotFound, names: Callable[[], Sequence[str]]) -> str:
+def _bare(message: str) -> str:
+    """A message without the words that other programs know it by."""
+    for prefix in ("Validation error: ", "Input validation error: ", "Backend error: "):
+        message = message.removeprefix(prefix)
+    return message
+
+
+def _why(error: TeimgrError) -> str:
+    if _OFFLINE in error.message:
+        return f"{_OFFLINE} is set in the daemon's environment, so it asks no hub"
+    known = _CAUSES.get(error.code)
+    return known if known is not None else _plain(ADVICE[error.code].causes[0])
+
+
+def _do(error: TeimgrError) -> str:
+    """What to do: by the message, by the code, else the first remedy of `teimgr explain`."""
+    if "`normalize` is not available" in error.message:
+        return "add --no-normalize"
+    if _OFFLINE in error.message:
+        return f"start the daemon without {_OFFLINE}, or copy the model to its host: docs/operations/air-gapped.md"
+    if error.code is Code.BACKEND_UNAVAILABLE:
+        name = _quoted(error)
+        return next(
+            (do.format(name=name) for state, do in _BY_STATE.items() if name and state in error.message), _ANY_STATE
+        )
+    if error.code in _TO_DO:
+        return _TO_DO[error.code]
+    return f"{_plain(ADVICE[error.code].remedies[0])}; `teimgr explain {error.code.name}` has more"
+
+
+def _of_unknown(error: InstanceNotFound, names: Sequence[str]) -> tuple[str, str]:
+    """Why an instance is not found, and what to do: by the names that there are."""
+    do = _TO_DO[Code.INSTANCE_NOT_FOUND]
+    if not names:
+        return "the daemon has no instances, or this key may not list them", do
+    near = difflib.get_close_matches(_quoted(error), names, n=1)
+    more = f", and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    if "there are '" in error.message:
+        return "no instance has this name, and no running one this model", do
+    why = f"the daemon's instances are {', '.join(names[:_NAMED])}{more}"
+    return why, f"did you mean {near[0]!r}? {do}" if near else do
+
+
+def _quoted(error: TeimgrError) -> str:
+    """The first name in quotation marks of the message; empty if it has none."""
     _, quote, rest = error.message.partition("'")
-    near = difflib.get_close_matches(rest.partition("'")[0], names(), n=1) if quote else []
-    return f"did you mean {near[0]!r}? " if near else ""
+    return rest.partition("'")[0] if quote else ""
+
+
+def _plain(sentence: str) -> str:
+    """A sentence as a part of a line."""
+    return sentence[:1].lower() + sentence[1:].rstrip(".") if sentence[1:2].islower() else sentence.rstrip(".")
 
 
 def report(failure: CommandFailure, *, as_json: bool = False) -> None:

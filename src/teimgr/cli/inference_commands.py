@@ -13,10 +13,10 @@ from urllib.parse import quote
 import typer
 
 from teimgr.cli.command import CommandOutput, DaemonOptions, complete_instance
-from teimgr.cli.failures import ExitStatus, UsageError
+from teimgr.cli.failures import ExitStatus, UsageError, WrongCommand
 from teimgr.cli.output import say
 from teimgr.client.rest_client import RestClient
-from teimgr.errors import AmbiguousInstance, Forbidden, InstanceNotFound
+from teimgr.errors import AmbiguousInstance, Forbidden, InstanceNotFound, TeimgrError, WrongModelKind
 
 # TEI's default limit of inputs in one request.
 _AT_ONCE = 32
@@ -101,10 +101,10 @@ def embed(
             expect_fingerprint,
         )
     rest = server.connection.rest_client(server.timeout_s, expect_fingerprint)
-    path = _path(chosen(rest, instance, _EMBEDDING), "embed")
+    name = chosen(rest, instance, _EMBEDDING)
     options = {"normalize": normalize, "truncate": truncate, "dimensions": dimensions, "prompt_name": prompt_name}
     for piece in _pieces(_lines_or(texts)):
-        for vector in rest.request("POST", path, body={"inputs": piece, **_given(options)}):
+        for vector in _asked(rest, name, "embed", {"inputs": piece, **_given(options)}):
             if output.is_terminal and not output.as_json:
                 values = ", ".join(f"{value:.6f}" for value in vector[:_SHOWN_VALUES])
                 say(f"[{values}, …]  {len(vector)} values; --json prints all")
@@ -128,12 +128,12 @@ def rerank(
     Prints score, position and text, best first.
     """
     given = list(_lines_or(texts))
-    path = _path(chosen(server.rest, instance, _RERANKER), "rerank")
+    name = chosen(server.rest, instance, _RERANKER)
     ranks = []
     rest, offset = server.rest, 0
     for piece in _pieces(iter(given)):
         body = {"query": query, "texts": piece, "raw_scores": raw, "truncate": truncate}
-        ranks += [{**rank, "index": rank["index"] + offset} for rank in rest.request("POST", path, body=body)]
+        ranks += [{**rank, "index": rank["index"] + offset} for rank in _asked(rest, name, "rerank", body)]
         offset += len(piece)
     ranks.sort(key=lambda rank: -rank["score"])
     shown = [{"score": rank["score"], "index": rank["index"], "text": given[rank["index"]]} for rank in ranks[:top]]
@@ -155,14 +155,14 @@ def classify(
 ) -> None:
     """Print the labels of texts with their scores."""
     rest = server.rest
-    path = _path(chosen(rest, instance, _CLASSIFIER), "predict")
+    name = chosen(rest, instance, _CLASSIFIER)
     found = []
     for piece in _pieces(_lines_or(texts)):
         # A list of lists: a plain list of two texts would be a pair.
         body = {"inputs": [[text] for text in piece], "raw_scores": raw, "truncate": truncate}
         found += [
             {"text": text, "labels": labels}
-            for text, labels in zip(piece, rest.request("POST", path, body=body), strict=True)
+            for text, labels in zip(piece, _asked(rest, name, "predict", body), strict=True)
         ]
     if output.as_json:
         output.value(found)
@@ -184,11 +184,11 @@ def similarity(
     """
     given = list(_lines_or(texts))
     rest = server.rest
-    path = _path(chosen(rest, instance, _EMBEDDING), "similarity")
+    name = chosen(rest, instance, _EMBEDDING)
     scores: list[float] = []
     for piece in _pieces(iter(given), _AT_ONCE - 1):  # the source counts as an input
         body = {"inputs": {"source_sentence": source, "sentences": piece}}
-        scores += rest.request("POST", path, body=body)
+        scores += _asked(rest, name, "similarity", body)
     order = sorted(range(len(given)), key=lambda at: -scores[at])
     if output.as_json:
         output.value([{"score": scores[at], "index": at, "text": given[at]} for at in order])
@@ -221,8 +221,42 @@ def chosen(rest: RestClient, wanted: str | None, kinds: Sequence[str]) -> str:
     return fitting[0]
 
 
-def _path(name: str, method: str) -> str:
-    return f"/instances/{quote(name, safe='')}/{method}"
+# What each kind of model is for, as a command.
+_COMMANDS = {
+    "embedding": "`teimgr embed TEXT -i {name}` or `teimgr similarity`",
+    "reranker": "`teimgr rerank QUERY TEXT… -i {name}`",
+    "classifier": "`teimgr classify TEXT -i {name}`",
+}
+_WANTED = {"embed": "embedding", "similarity": "embedding", "rerank": "reranker", "predict": "classifier"}
+
+
+def _asked(rest: RestClient, name: str, method: str, body: dict[str, Any]) -> Any:
+    """The reply of an instance's route of inference.
+
+    Raises:
+        WrongCommand: the instance's kind of model has another command, which the message names.
+    """
+    try:
+        return rest.request("POST", f"/instances/{quote(name, safe='')}/{method}", body=body)
+    except WrongModelKind as error:
+        raise _wrong_command(rest, name, method, error) from error
+
+
+def _wrong_command(rest: RestClient, name: str, method: str, error: WrongModelKind) -> WrongModelKind:
+    try:
+        instances = rest.list()
+    except TeimgrError:  # a key for inference alone
+        return error
+    kind = next((each.kind for each in instances if each.name == name), None)
+    if kind not in _COMMANDS or kind == _WANTED[method]:
+        return error
+    fitting = [each.name for each in instances if each.kind == _WANTED[method]]
+    others = f"; of the kind {_WANTED[method]}: {', '.join(fitting)}" if fitting else ""
+    return WrongCommand(
+        f"instance {name!r} has a model of the kind {kind}, and this command needs the kind {_WANTED[method]}",
+        error.message.removeprefix("Backend error: "),
+        f"use {_COMMANDS[kind].format(name=name)}{others}",
+    )
 
 
 def _given(options: dict[str, Any]) -> dict[str, Any]:

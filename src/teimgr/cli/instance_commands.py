@@ -74,6 +74,11 @@ def ps(
         output.note("no instances; `teimgr create NAME MODEL` makes one")
 
 
+def list_instances(server: DaemonOptions, output: CommandOutput) -> None:
+    """The same as `ps`; `models list` has what is in the cache."""
+    ps(server, output)
+
+
 def _print_fleet(output: CommandOutput, instances: Sequence[Instance]) -> None:
     """The table on a terminal; reasons, which are sentences, are lines below it."""
     rows = [_row(each) for each in instances]
@@ -200,10 +205,13 @@ def _each(
         try:
             instance = call(server.rest, name)
         except TeimgrError as error:
-            report(explain(error, server.connection.source, server.names), as_json=output.as_json)
+            report(explain(error, server.source_of(error), server.names, server.cause), as_json=output.as_json)
             status = status or exit_status(error)
         else:
-            bodies.append(instance.details if instance else {"name": name})
+            details = instance.details if instance else {"name": name}
+            bodies.append(details)
+            if notice := details.get("notice"):
+                output.note(f"{name}: {notice}")
             if not output.as_json and not quiet:
                 say(f"{name}\t{done}" if not output.is_terminal else f"{name}: {done}")
     if output.as_json and not quiet:

@@ -13,9 +13,10 @@ from typing import Annotated, Any
 import typer
 
 from teimgr import __version__
-from teimgr.cli.command import runnable
-from teimgr.cli.failures import MEANINGS
+from teimgr.cli.command import connection_options, runnable
+from teimgr.cli.failures import MEANINGS, CommandFailure, ExitStatus, report
 from teimgr.cli.output import say
+from teimgr.config.schema import in_own_words
 from teimgr.files import ensure_home
 
 PROGRAM = "teimgr"
@@ -32,7 +33,9 @@ COMMANDS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
         "doctor": ("daemon_commands", "doctor", _DAEMON),
         "explain": ("explain_command", "explain", _DAEMON),
         "reload": ("fleet_commands", "reload", _DAEMON),
+        "run": ("run_command", "run", _INSTANCES),
         "ps": ("instance_commands", "ps", _INSTANCES),
+        "list": ("instance_commands", "list_instances", _INSTANCES),
         "create": ("edit_commands", "create", _INSTANCES),
         "edit": ("edit_commands", "edit", _INSTANCES),
         "rm": ("instance_commands", "rm", _INSTANCES),
@@ -91,10 +94,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given[:1] != ["serve"]:  # the daemon has its own folder for this
         ensure_home(Path("/"))  # as container runtimes do
     try:
-        app(given)(given, prog_name=PROGRAM)
+        status = app(given)(given, prog_name=PROGRAM, standalone_mode=False)
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-    return 0
+    except typer.Abort:
+        say("teimgr: nothing was done", file=sys.stderr)
+        return ExitStatus.FAILED
+    except typer.TyperException as error:
+        return _wrong_line(error, as_json="--json" in given)
+    return status if isinstance(status, int) else 0
+
+
+def _wrong_line(error: Any, *, as_json: bool) -> int:
+    """Print what is wrong with a command line, and how it is used; typer's own words quote pydantic."""
+    what = in_own_words(error.message).rstrip(".")
+    hint = getattr(error, "param", None) and error.param.get_error_hint()
+    what = (
+        f"{hint.replace(chr(39), '')}: {what}"
+        if hint and type(error).__name__ == "BadParameter"
+        else error.format_message()
+    )
+    context = getattr(error, "ctx", None)
+    if as_json or context is None:
+        report(CommandFailure(what, "", "", "USAGE"), as_json=as_json)
+        return ExitStatus.USAGE
+    if "\n" in what:  # a group without a command shows its help
+        say(what, file=sys.stderr)
+        return ExitStatus.USAGE
+    say(context.get_usage(), file=sys.stderr)
+    report(CommandFailure(what, "", f"`{context.command_path} -h` lists what it takes", "USAGE"))
+    return ExitStatus.USAGE
 
 
 def app(arguments: Sequence[str] = ()) -> typer.Typer:
@@ -108,7 +137,7 @@ def app(arguments: Sequence[str] = ()) -> typer.Typer:
         help=_SUMMARY,
         epilog=_epilog(markup is not None),
         pretty_exceptions_enable=False,
-        no_args_is_help=False,
+        no_args_is_help=True,
         **settings,
     )
     root.callback(invoke_without_command=False)(_root)
@@ -120,7 +149,9 @@ def app(arguments: Sequence[str] = ()) -> typer.Typer:
             groups[group] = typer.Typer(no_args_is_help=True, **settings)
             root.add_typer(groups[group], name=group, help=GROUPS[group], rich_help_panel=panel)
         command = getattr(importlib.import_module(f"teimgr.cli.{module}"), function)
-        (groups[group] if group else root).command(verb, rich_help_panel=None if group else panel)(runnable(command))
+        run = runnable(command)
+        epilog = _REMOTE_NOTE if "url" in run.__annotations__ else None
+        (groups[group] if group else root).command(verb, rich_help_panel=None if group else panel, epilog=epilog)(run)
     return root
 
 
@@ -139,11 +170,27 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
+_EXAMPLES = (
+    ("teimgr up", "try it: a daemon with one model"),
+    ("teimgr run BAAI/bge-m3", "create an instance of a model and wait until it serves"),
+    ("teimgr ps", "list the instances"),
+    ("teimgr embed 'some text'", "a vector; -o FILE embeds a whole file"),
+    ("teimgr serve -c teimgr.toml", "the daemon with your configuration"),
+    ("teimgr doctor", "what is wrong with this host and its daemon"),
+)
+_REMOTE_NOTE = "To another daemon: --url, --api-key-file, --ca, --context and others; `teimgr -h` lists them."
+
+
 def _epilog(with_rich: bool) -> str:
-    statuses = [f"{int(code):>3}  {meaning}" for code, meaning in MEANINGS.items()]
+    sections = (
+        ("Examples:", 28, _EXAMPLES),
+        ("Options of every command that asks a daemon:", 17, connection_options()),
+        ("Exit status:", 4, ((f"{int(code):>3}", meaning) for code, meaning in MEANINGS.items())),
+    )
     if with_rich:
-        return "\n\n".join(["Exit status:", *statuses])
-    return "\n".join(["\b", "Exit status:", *(f"  {line}" for line in statuses)])
+        return "\n\n".join(line for title, _, rows in sections for line in (title, *(f"{a}  {b}" for a, b in rows)))
+    texts = ("\n".join(["\b", title, *(f"  {a:<{width}} {b}" for a, b in rows)]) for title, width, rows in sections)
+    return "\n\n".join(texts)
 
 
 def _compatible(arguments: list[str]) -> list[str]:

@@ -122,8 +122,10 @@ def remove(server: DaemonOptions, output: CommandOutput, model: HubModel) -> Non
     found = server.rest.delete_model(model)
     if output.as_json:
         output.value(found)
+    elif freed := found.get("cache_size_bytes"):
+        say(f"deleted {found['model_id']}: {size(freed)}")
     else:
-        say(f"deleted {found['model_id']}: {size(found.get('cache_size_bytes', 0))}")
+        say(f"{found['model_id']}: nothing of it was in the cache; it is no longer listed")
 
 
 def _measurements(trial: Mapping[str, Any]) -> dict[str, str]:

@@ -20,6 +20,7 @@ from teimgr.cli.output import field, say
 from teimgr.client.rest_client import RestClient
 from teimgr.client.rest_values import InstanceEvent
 from teimgr.observability.shown_text import one_line, several_lines
+from teimgr.spec import EVENTS
 
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on with new ones until Ctrl-C.")]
 DAEMON = "(daemon)"
@@ -132,6 +133,10 @@ def _coloured(text: str, style: str) -> str:
     return typer.style(text, fg=style.removeprefix("bold "), bold=bold)
 
 
+def _complete_kind(incomplete: str) -> list[str]:
+    return [each for each in EVENTS if each.startswith(incomplete)]
+
+
 def events(
     server: DaemonOptions,
     output: CommandOutput,
@@ -139,14 +144,19 @@ def events(
         list[str] | None, typer.Argument(help="Only of these instances.", autocompletion=complete_instance)
     ] = None,
     follow: Follow = False,
-    kind: Annotated[list[str] | None, typer.Option(help="Only of this kind, such as crashed; several.")] = None,
+    kind: Annotated[
+        list[str] | None,
+        typer.Option(help=f"Only of this kind, several: {', '.join(EVENTS)}.", autocompletion=_complete_kind),
+    ] = None,
     last: Annotated[int, typer.Option("--last", "-n", help="How many past events.", min=0)] = 50,
 ) -> None:
     """Print the fleet's events.
 
     Created, running, crashed, updated and others; with --json one object a line.
     """
+    some = False
     for event in server.rest.events(names or (), kind or (), last=last, follow=follow):
+        some = True
         if output.as_json:
             output.line(dict(event.details) | {"event": event.event})
             continue
@@ -159,6 +169,10 @@ def events(
         else:
             say("\t".join(field(cell or "") for cell in cells), flush=True)
     sys.stdout.flush()
+    if not some:
+        known = server.names()
+        absent = [each for each in names or () if each not in known]
+        output.note("no such events" + (f"; no instance is named {', '.join(absent)} now" if absent else ""))
 
 
 def _why(event: InstanceEvent) -> str:

@@ -20,6 +20,7 @@ from teimgr.client.http_replies import (
     EventParser,
     JsonObject,
     Query,
+    Reply,
     RestChannel,
     ServerSentEvent,
     error_from_reply,
@@ -27,6 +28,7 @@ from teimgr.client.http_replies import (
 from teimgr.client.server_address import ServerAddress, Tls
 from teimgr.errors import DeadlineExceeded, Internal, Unreachable, ValidationError
 from teimgr.wire.spaces import EXPECT_KEY
+from teimgr.wire.status import CODE_KEY
 
 _CONNECT_S = 10.0
 _CHUNK_BYTES = 65536
@@ -59,7 +61,7 @@ class BlockingHttpChannel(RestChannel):
             headers["Last-Event-ID"] = last_event_id
         with self._reply(method, path, body, query, headers, None) as (_, reply):
             if reply.status >= 400:
-                raise error_from_reply(reply.status, reply.read())
+                raise error_from_reply(reply.status, reply.read(), reply.headers.get(CODE_KEY))
             parser = EventParser()
             while chunk := reply.read1(_CHUNK_BYTES):
                 for event in parser.feed(chunk):
@@ -70,7 +72,7 @@ class BlockingHttpChannel(RestChannel):
 
     async def _exchange(
         self, method: str, path: str, body: JsonObject | None, query: Query | None, timeout_s: float | None
-    ) -> tuple[int, bytes]:
+    ) -> Reply:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         try:
             with self._reply(method, path, body, query, {}, timeout_s) as (sock, reply):
@@ -80,7 +82,7 @@ class BlockingHttpChannel(RestChannel):
                     if deadline is not None:
                         sock.settimeout(max(deadline - time.monotonic(), 0.001))
                     if not (part := reply.read1(_CHUNK_BYTES)):
-                        return reply.status, b"".join(parts)
+                        return Reply(reply.status, b"".join(parts), reply.headers.get(CODE_KEY))
                     parts.append(part)
                     size += len(part)
                     if size > MAX_REPLY_BYTES:

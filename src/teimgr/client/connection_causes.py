@@ -1,6 +1,6 @@
 """Why a server cannot be reached: wrong port, no TLS or TLS needed, unknown authority, wrong name, client certificate.
 
-`reason_of` words the exception of a failed attempt. `diagnose` makes an attempt of its own, which also finds what a
+`reason_of` words the exception of a failed attempt. `diagnose` makes another attempt, which also finds what a
 closed connection does not tell.
 """
 
@@ -137,7 +137,7 @@ def _of_certificate(address: ServerAddress, tls: Tls, name: str, error: ssl.SSLC
         state = "has expired" if error.verify_code == _EXPIRED else "is not valid yet"
         do = "renew it on the daemon's host, and check the clocks of both hosts"
         return Cause(f"the certificate of {address.url} {state}", error.verify_message, do)
-    by = f"the file {tls.ca} has not that authority" if tls.ca else "no --ca was given, and the system does not know it"
+    by = f"the file {tls.ca} lacks that authority" if tls.ca else "no --ca was given, and the system does not know it"
     return Cause(
         f"the certificate of {address.url} is of an unknown authority",
         f"{error.verify_message}; {by}",
@@ -165,7 +165,9 @@ def _of_protocol(address: ServerAddress, begins: bytes, *, grpc: bool) -> Cause 
         if not grpc:
             return None
         why = "the server speaks HTTP/1.1, which a gRPC port does not"
-        return Cause(f"{address.url} is no gRPC port", why, "give the port of gRPC, by default 9001, with --grpc-url")
+        return Cause(
+            f"{address.url} does not speak gRPC", why, "give the port of gRPC, by default 9001, with --grpc-url"
+        )
     if _is_http2(begins):
         if grpc:
             return None
@@ -176,7 +178,9 @@ def _of_protocol(address: ServerAddress, begins: bytes, *, grpc: bool) -> Cause 
         )
     found = f"its answer begins with {one_line(begins.decode('latin-1'))!r}" if begins else "it ends the connection"
     return Cause(
-        f"{address.url} is no daemon", f"another program listens there: {found}", "check the port of the daemon"
+        f"{address.url} does not belong to a daemon",
+        f"another program listens there: {found}",
+        "check the port of the daemon",
     )
 
 

@@ -76,7 +76,7 @@ def error_from_status(code: grpc.StatusCode, details: str | None, trailing: Any)
     if code is grpc.StatusCode.INTERNAL and message == _LOST_IN_CORE:
         return error_from_code(Code.BACKEND_UNAVAILABLE, "the stream was lost")
     if message.startswith(_NO_GRPC):
-        message = f"the server at this address is no gRPC server: is it the port of REST? ({message})"
+        message = f"the server at this address does not speak gRPC: is it the port of REST? ({message})"
         return error_from_code(Code.UNIMPLEMENTED, message)
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "message larger than max" in message:
         return error_from_code(Code.MESSAGE_TOO_LARGE, message)

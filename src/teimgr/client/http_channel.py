@@ -13,10 +13,19 @@ from aiohttp.client_exceptions import UnixClientConnectorError
 from yarl import URL
 
 from teimgr.client.connection_causes import reason_of
-from teimgr.client.http_replies import EventParser, JsonObject, Query, RestChannel, ServerSentEvent, error_from_reply
+from teimgr.client.http_replies import (
+    EventParser,
+    JsonObject,
+    Query,
+    Reply,
+    RestChannel,
+    ServerSentEvent,
+    error_from_reply,
+)
 from teimgr.client.server_address import ServerAddress, Tls
 from teimgr.errors import DeadlineExceeded, Internal, Unreachable, ValidationError
 from teimgr.wire.spaces import EXPECT_KEY
+from teimgr.wire.status import CODE_KEY
 
 _CONNECT_S = 10.0
 
@@ -91,7 +100,7 @@ class HttpChannel(RestChannel):
             headers["Last-Event-ID"] = last_event_id
         async with self._request(method, path, body, query, headers) as reply:
             if reply.status >= 400:
-                raise error_from_reply(reply.status, await reply.read())
+                raise error_from_reply(reply.status, await reply.read(), reply.headers.get(CODE_KEY))
             parser = EventParser()
             async for chunk in reply.content.iter_any():
                 for event in parser.feed(chunk):
@@ -102,10 +111,10 @@ class HttpChannel(RestChannel):
 
     async def _exchange(
         self, method: str, path: str, body: JsonObject | None, query: Query | None, timeout_s: float | None
-    ) -> tuple[int, bytes]:
+    ) -> Reply:
         try:
             async with asyncio.timeout(timeout_s), self._request(method, path, body, query) as reply:
-                return reply.status, await reply.read()
+                return Reply(reply.status, await reply.read(), reply.headers.get(CODE_KEY))
         except TimeoutError as error:
             raise DeadlineExceeded(f"{method} {path}: no reply within {timeout_s:g} s") from error
 

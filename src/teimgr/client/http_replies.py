@@ -26,6 +26,14 @@ class ServerSentEvent(NamedTuple):
     id: str | None = None
 
 
+class Reply(NamedTuple):
+    """An HTTP reply: status, body, and the name of the error code in its header, which few servers send."""
+
+    status: int
+    body: bytes
+    code: str | None = None
+
+
 class RestChannel(ABC):
     """A connection to the REST port: `HttpChannel` on an event loop, or `BlockingHttpChannel`."""
 
@@ -47,7 +55,7 @@ class RestChannel(ABC):
             Unreachable: no connection, or TLS failed.
             DeadlineExceeded: no complete reply within `timeout_s`; None waits without a limit.
         """
-        return json_of(path, *await self._exchange(method, path, body, query, timeout_s))
+        return json_of(path, await self._exchange(method, path, body, query, timeout_s))
 
     async def text(self, path: str, *, timeout_s: float) -> str:
         """The text of the reply to a GET.
@@ -55,10 +63,10 @@ class RestChannel(ABC):
         Raises:
             TeimgrError: as `call`.
         """
-        status, reply = await self._exchange("GET", path, None, None, timeout_s)
-        if status >= 400:
-            raise error_from_reply(status, reply)
-        return reply.decode()
+        reply = await self._exchange("GET", path, None, None, timeout_s)
+        if reply.status >= 400:
+            raise error_from_reply(*reply)
+        return reply.body.decode()
 
     async def succeeds(self, path: str, *, timeout_s: float) -> bool:
         """Whether GET answers 200 rather than 503.
@@ -66,10 +74,10 @@ class RestChannel(ABC):
         Raises:
             TeimgrError: any other answer.
         """
-        status, reply = await self._exchange("GET", path, None, None, timeout_s)
-        if status not in (200, 503):
-            raise error_from_reply(status, reply)
-        return status == 200
+        reply = await self._exchange("GET", path, None, None, timeout_s)
+        if reply.status not in (200, 503):
+            raise error_from_reply(*reply)
+        return reply.status == 200
 
     @abstractmethod
     def events(
@@ -96,8 +104,8 @@ class RestChannel(ABC):
     @abstractmethod
     async def _exchange(
         self, method: str, path: str, body: JsonObject | None, query: Query | None, timeout_s: float | None
-    ) -> tuple[int, bytes]:
-        """Status and body of the reply."""
+    ) -> Reply:
+        """The reply, whatever its status is."""
 
 
 class EventParser:
@@ -128,18 +136,18 @@ class EventParser:
                 yield event
 
 
-def json_of(path: str, status: int, reply: bytes) -> Any:
+def json_of(path: str, reply: Reply) -> Any:
     """The parsed JSON of a reply, None for an empty one.
 
     Raises:
         TeimgrError: the daemon's error reply; `Internal` where a good reply is no JSON.
     """
-    if status >= 400:
-        raise error_from_reply(status, reply)
-    if not reply:
+    if reply.status >= 400:
+        raise error_from_reply(*reply)
+    if not reply.body:
         return None
     try:
-        return json.loads(reply)
+        return json.loads(reply.body)
     except (ValueError, RecursionError) as error:
         raise Internal(f"{path}: the reply is no JSON: {error}") from error
 
@@ -158,11 +166,16 @@ _TEI_CODES = {
 _OF_STATUS = {404: Code.INSTANCE_NOT_FOUND, 412: Code.SPACE_DIFFERS}  # TEI's types are coarser
 
 
-def error_from_reply(status: int, body: bytes) -> TeimgrError:
-    """The exception for an HTTP error reply, in our shape or TEI's; another body becomes its text."""
+def error_from_reply(status: int, body: bytes, named: str | None = None) -> TeimgrError:
+    """The exception for an HTTP error reply, in our shape or TEI's; another body becomes its text.
+
+    `named` is the header with the name of the code, which is finer than TEI's types.
+    """
     try:
         fields = json.loads(body)
-        if "error_type" not in fields:
+        if named in Code.__members__:
+            code = Code[named]
+        elif "error_type" not in fields:
             code = Code[fields["code"]]
         else:
             code = _OF_STATUS.get(status) or _TEI_CODES[fields["error_type"]]

@@ -112,8 +112,7 @@ def _retry_after(dialect: str, details: ErrorDetails) -> dict[str, str]:
 
 def _reason(details: ErrorDetails) -> dict[str, str]:
     """Why the call was not served, as a word that is the same in all dialects and in gRPC's trailers."""
-    is_told = details.status in TRY_AGAIN or details.code is Code.CALL_OVER_QUOTA
-    return {CODE_KEY: details.code.name} if is_told else {}
+    return {CODE_KEY: details.code.name}
 
 
 def _openai(details: ErrorDetails) -> object:

@@ -19,7 +19,8 @@ from starlette.routing import Match
 
 from teimgr.api.gateway.routes import dialect_of
 from teimgr.api.rest.error_help import help_link
-from teimgr.api.rest.schemas import answer, in_own_words
+from teimgr.api.rest.schemas import answer
+from teimgr.config.schema import in_own_words
 from teimgr.errors import Broken, Code, Internal, TeimgrError, ValidationError
 from teimgr.spec import now_rfc3339
 from teimgr.wire.error_bodies import OPENAI, failure, refusal

@@ -13,13 +13,17 @@ from starlette.responses import Response, StreamingResponse
 
 from teimgr.api.rest.instances import ManagerDep
 from teimgr.api.rest.schemas import ANY_FAILURE, StrictQueryRoute, answer
+from teimgr.config.schema import unknown_word
 from teimgr.control.events.fleet_events import KEPT, KEPT_PER_INSTANCE, EventLog, FleetEvent
+from teimgr.errors import ValidationError
+from teimgr.spec import EVENTS
 
 router = APIRouter(tags=["fleet"], responses=ANY_FAILURE, route_class=StrictQueryRoute)
 
 DEFAULT_LAST = 100
 EVENT_STREAM = "text/event-stream"
 KEEP_ALIVE_S = 15.0
+_SHOWN_CHARS = 40
 # In OpenAPI 3.1 the schema of a stream is that of each event.
 EVENT_SCHEMA = {
     "type": "object",
@@ -95,6 +99,9 @@ async def events(
     A stream resumes after the event in `Last-Event-ID`.
     """
     event_log: EventLog = request.app.state.events
+    for kind in kinds or ():
+        if kind not in EVENTS:
+            raise ValidationError(f"event: {unknown_word(kind[:_SHOWN_CHARS], EVENTS)}; kinds are {', '.join(EVENTS)}")
     of_instances, of_kinds = frozenset(instances or ()), frozenset(kinds or ())
 
     def matches(event: FleetEvent) -> bool:

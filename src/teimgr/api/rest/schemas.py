@@ -34,7 +34,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from teimgr.config.instance_keys import shown_args
-from teimgr.config.schema import ConfigFaults, nearest, quoted
+from teimgr.config.schema import ConfigFaults, in_own_words, nearest, quoted
 from teimgr.config.sources import with_template
 from teimgr.errors import InvalidInput, TooLarge, ValidationError
 from teimgr.http.bodies import SlowClient, compression_fault, is_json, read_limited
@@ -161,11 +161,6 @@ def _problem(item: ErrorDetails, kind: type[BaseModel]) -> str:
 
 
 _NO_MODEL = "no_model"
-
-
-def in_own_words(message: str) -> str:
-    """A message of pydantic in the words of the other messages."""
-    return message.removeprefix("Value error, ").replace("Input should be", "must be", 1)
 
 
 def _word_of(words: tuple[str, ...]) -> AfterValidator:

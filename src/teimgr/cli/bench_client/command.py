@@ -38,7 +38,7 @@ from teimgr.client.payloads import (
     vector,
 )
 from teimgr.client.server_address import ServerAddress, Tls
-from teimgr.errors import Internal, InvalidConfig, Refused, TeimgrError
+from teimgr.errors import Internal, InvalidConfig, Overloaded, TeimgrError
 from teimgr.wire.pb.tei.v1 import tei_pb2
 from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
 
@@ -61,7 +61,7 @@ class Load:
     normalize: bool = True
     max_message_bytes: int = 100 * 1024 * 1024
     timeout_s: float = 120.0
-    tried_first: bool = False  # send the first text once before all of them, and no more where it is refused
+    tried_first: bool = False  # send the first text once before all of them, and no more where it fails
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -108,7 +108,7 @@ def run_load(load: Load, endpoint: str, tls: Tls, api_key: str | None = None) ->
     """Put the load on the mux at `endpoint` and print the result; the exit status is that of `main`.
 
     Raises:
-        TeimgrError: no connection, or the first text alone, sent before the others, is refused.
+        TeimgrError: no connection, or the first text alone, sent before the others, fails.
     """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_run(load, endpoint, tls, api_key))
@@ -125,7 +125,7 @@ async def _run(load: Load, endpoint: str, tls: Tls, api_key: str | None) -> int:
         await channel.connect(_CONNECT_S)
         if load.tried_first:
             tried = await _MODES[load.mode](channel, load, texts[:1], lambda count: None)
-            if isinstance(tried.error, Refused):  # so would all others be
+            if tried.error is not None and not isinstance(tried.error, Overloaded):  # so would all others fail
                 raise tried.error
         with _progress(len(texts), f"{load.mode} {load.instance}") as progress:
             outcome = await _MODES[load.mode](channel, load, texts, progress)
