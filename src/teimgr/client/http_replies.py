@@ -173,7 +173,7 @@ def error_from_reply(status: int, body: bytes, named: str | None = None) -> Teim
     """
     try:
         fields = json.loads(body)
-        if named in Code.__members__:
+        if named is not None and named in Code.__members__:
             code = Code[named]
         elif "error_type" not in fields:
             code = Code[fields["code"]]
