@@ -22,7 +22,7 @@ Every failure has one of these codes; a code is never renamed. Causes and remedi
   and a header `Link` to the code at `/docs/errors` of the daemon.
 * **Inference over HTTP**: the error body of the dialect that was called, in its words. `error_type` below is TEI's.
 * **gRPC**: the status below, and the code in the trailing metadata `{CODE_KEY}`.
-* **Command line**: `why: error code CODE`, with `--json` `error.code`; the exit status below.
+* **Command line**: the cause after `why:`, with `--json` `error.code`; the exit status below.
 
 Answers 429 and 503 have `Retry-After`, and their gRPC statuses `{PUSHBACK_KEY}`: whole seconds and milliseconds after
 which to try again. Dialects other than TEI's have neither 422 nor 424: there an input that breaks a rule is 400, and a
