@@ -24,6 +24,7 @@ _KINDS = {
     Kind.MULTI_VECTOR: "Late interaction",
     Kind.RERANKER: "Rerankers",
     Kind.CLASSIFIER: "Classifiers",
+    Kind.TOKEN_CLASSIFIER: "Token classifiers",
 }
 _UNMEASURED = {"state": "not measured", "reason": "it was added after the last run", "date": ""}
 _HEADER = ("family", "on the hub", "served", "reference", "cosine", "notes")

@@ -106,7 +106,10 @@ CLAIMS = (
     Claim(
         "R3",
         "sparse models with routes",
-        ("sparse-router-root-query", "sparse-router-root-document", "sparse-router-nested-query", "sparse-router-relu"),
+        (
+            *("sparse-router-root-query", "sparse-router-root-document", "sparse-router-nested-query"),
+            *("sparse-router-relu", "sparse-router-gte"),
+        ),
         (
             "models/test_routes.py::test_queries_and_documents_are_those_of_sentence_transformers",
             "models/test_routes.py::test_both_roles_of_a_text_in_one_batch",
@@ -219,9 +222,10 @@ CLAIMS = (
     Claim(
         "R13",
         "token classifiers; GLiNER by name",
-        ("refused-gliner",),
+        ("tokens-bert", "tokens-distilbert", "tokens-xlmr", "tokens-deberta", "tokens-modernbert", "refused-gliner"),
         (
             "worker/test_entities.py::test_entities_are_those_of_transformers",
+            "worker/test_entities.py::test_a_text_that_is_too_long_has_the_entities_of_what_was_kept",
             "worker/test_entities.py::test_a_gliner_is_refused_by_name",
         ),
     ),

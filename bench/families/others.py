@@ -16,6 +16,7 @@ from tests.fidelity import references
 from tests.fidelity.figures import Matrix
 from tests.support import plain_forwards
 from tests.support.models import (
+    MAX_LENGTH,
     build,
     build_classifier,
     build_m3,
@@ -26,12 +27,12 @@ from tests.support.models import (
 )
 from tests.support.models.encoders import build_routed_sparse
 from tests.support.models.other_forms import Variant, build_adapter, move_to_onnx
-from tests.support.models.own_code import build_jina_xlm
+from tests.support.models.own_code import build_jina_xlm, build_new_masked
 from tests.support.models.single_families import build_jina_bert
 from torch import Tensor
 
 from bench.families import files
-from bench.families.references import elsewhere, none, st_dense
+from bench.families.references import elsewhere, none, plain, st_dense
 from bench.families.row import PLAIN, TRANSFORMERS, Reference, Row
 from teimgr.engine.job import Input, Output
 from teimgr.spec import Kind
@@ -100,6 +101,16 @@ def _sparse() -> Iterator[Row]:
         reference=partial(_by_task, task="document"),
     )
 
+    def gte(folder: Path) -> Reference:
+        made: list[tuple[dict[str, Tensor], dict[str, Any]]] = []
+        build_routed_sparse(folder, make=lambda place: made.append(build_new_masked(place)))
+        write(folder / "config.json", made[0][1])
+        return plain(lambda ids: plain_forwards.new_splade(*made[0], ids)[None], "cls", MAX_LENGTH)
+
+    hub = "opensearch-project/opensearch-neural-sparse-encoding-doc-v3-gte"
+    given: dict[str, Any] = {"asked": {"prompt_name": "document"}, "reference": None, "by": PLAIN}
+    yield Row("sparse-router-gte", "Router: GTE and a table", hub, gte, Kind.SPARSE, output=Output.SPARSE, **given)
+
 
 def _by_task(folder: Path, texts: Sequence[Input], task: str) -> list[Matrix]:
     """sentence-transformers' SparseEncoder with the route of a task, one text at a time."""
@@ -153,6 +164,7 @@ def _late() -> Iterator[Row]:
         ),
         ("colbert-saved", "BERT", "MultiVectorEncoder of sentence-transformers 6", "bert", "saved", {}),
         ("colbert-xmod", "X-MOD", "antoinelouis/colbert-xm", "xmod", "pylate", {}),
+        ("colbert-lfm2", "LFM2", "LiquidAI/LFM2-ColBERT-350M, causal", "lfm2", "pylate", {}),
     )
     for key, family, hub, architecture, layout, more in layouts:
         for role in ("query", "document"):

@@ -22,6 +22,7 @@ from tests.support.models import (
 )
 from tests.support.models.listwise import PlainList, build_listwise
 from tests.support.models.own_code import build_jina_xlm, build_new
+from tests.support.models.scoring import build_token_classifier
 from tests.support.models.single_families import build_jina_bert, build_monot5, build_nemotron, monot5_scores
 from tokenizers import Tokenizer
 
@@ -384,4 +385,28 @@ def _classifiers() -> Iterator[Row]:
     )
 
 
-ROWS = (*_rerankers(), *_llm_rerankers(), *_own_code(), *_classifiers())
+def _token_classifiers() -> Iterator[Row]:
+    for key, family, hub, architecture in (
+        ("bert", "BERT", "dslim/bert-base-NER, dbmdz/bert-large-cased-finetuned-conll03-english", "bert"),
+        ("distilbert", "DistilBERT", "dslim/distilbert-NER", "distilbert"),
+        ("roberta", "RoBERTa", "Jean-Baptiste/roberta-large-ner-english", "roberta"),
+        ("xlmr", "XLM-RoBERTa", "Davlan/xlm-roberta-base-ner-hrl", "xlm_roberta"),
+        ("camembert", "CamemBERT", "Jean-Baptiste/camembert-ner", "camembert"),
+        ("deberta", "DeBERTa-v2", "lakshyakh93/deberta_finetuned_pii, DeBERTa-v3 for PII", "deberta_v2"),
+        ("electra", "ELECTRA", "ELECTRA for NER", "electra"),
+        ("modernbert", "ModernBERT", "ModernBERT for NER", "modernbert"),
+    ):
+        yield Row(
+            f"tokens-{key}",
+            family,
+            hub,
+            files.built(partial(build_token_classifier, architecture)),
+            Kind.TOKEN_CLASSIFIER,
+            TRANSFORMERS,
+            references.token_classes,
+            Output.TOKENS,
+            note="the logits of every token",
+        )
+
+
+ROWS = (*_rerankers(), *_llm_rerankers(), *_own_code(), *_classifiers(), *_token_classifiers())

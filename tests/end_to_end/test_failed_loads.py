@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.support.daemon_process import DaemonProcess
 from tests.support.hub_server import Hub
-from tests.support.models import build, edit
+from tests.support.models import build, edit, read, write
 
 from teimgr.errors import InvalidConfig, TeimgrError
 
@@ -35,10 +36,27 @@ def _nan(weights: dict[str, torch.Tensor]) -> None:
     weights["encoder.layer.0.output.dense.weight"][0, 0] = torch.nan
 
 
+def _pointer(name: str) -> tuple[Callable[[Path], object], str]:
+    return lambda folder: (folder / name).write_bytes(POINTER), f"{name} is a pointer of git-lfs"
+
+
+def _pipe(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+def _no_pad_id(folder: Path) -> None:
+    write(folder / "config.json", read(folder / "config.json") | {"model_type": "roberta", "pad_token_id": None})
+
+
+NEEDED = ("model.safetensors", "config.json", "modules.json", "tokenizer.json", "1_Pooling/config.json")
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "pointer": (lambda folder: (folder / "model.safetensors").write_bytes(POINTER), "git-lfs"),
-    "pointer-of-tokenizer": (lambda folder: (folder / "tokenizer.json").write_bytes(POINTER), "git-lfs"),
+    **{f"pointer-{name}": _pointer(name) for name in (*NEEDED, "2_Dense/model.safetensors")},
+    "null": (lambda folder: (folder / "1_Pooling" / "config.json").write_text("null"), "1_Pooling/config.json holds"),
+    "pipe": (lambda folder: _pipe(folder / "tokenizer.json"), "tokenizer.json is a FIFO"),
+    "positions-without-pad-id": (_no_pad_id, "config.json has no pad_token_id"),
     "width-of-dense": (lambda folder: edit(folder / "2_Dense" / "config.json", in_features=7), "2_Dense"),
+    "huge-dense": (lambda folder: edit(folder / "2_Dense" / "config.json", out_features=2**40), "linear.weight is (16"),
     "no-positions": (lambda folder: _weights(folder, _no_positions), "position_embeddings"),
     "nan": (lambda folder: _weights(folder, _nan), "NaN or infinity"),
     "no-pad-id": (lambda folder: edit(folder / "config.json", pad_token_id=10**6), "Padding_idx"),
@@ -102,7 +120,7 @@ def test_a_broken_model_fails_at_once_with_the_cause(
     folder = shutil.copytree(whole, tmp_path / "model")
     spoil(folder)
 
-    assert named in _reason(daemon, name, str(folder))
+    assert named in _reason(daemon, name.replace("/", "-"), str(folder))
 
 
 @pytest.mark.parametrize("status", [401, 403])

@@ -85,6 +85,26 @@ def test_an_adapter_beside_weights_is_merged_into_the_model_that_it_names(
     assert_same(serve(tmp_path / "adapter"), tmp_path / "merged")
 
 
+def test_the_pooler_that_all_linear_layers_have_beside_is_left_out(
+    tmp_path: Path, serve: Callable[..., Served]
+) -> None:
+    base = build("bert", tmp_path / "base")
+    build_adapter(base, tmp_path / "adapter", tmp_path / "merged")
+    file, layer = tmp_path / "adapter" / "adapter_model.safetensors", "base_model.model.pooler.dense"
+    unused = {f"{layer}.lora_A.weight": torch.ones(4, 32), f"{layer}.lora_B.weight": torch.ones(32, 4)}
+    save_file(load_file(file) | unused | {f"{layer}.base_layer.bias": torch.ones(32)}, file)
+
+    assert_same(serve(tmp_path / "adapter"), tmp_path / "merged")
+
+
+def test_an_adapter_of_dora_without_its_magnitudes_is_refused(tmp_path: Path, serve: Callable[..., Served]) -> None:
+    base = build("bert", tmp_path / "base")
+    build_adapter(base, tmp_path / "adapter", tmp_path / "merged", use_dora=True)
+
+    with pytest.raises(ModelLoadFailed, match="has no magnitude, and use_dora is set"):
+        serve(tmp_path / "adapter")
+
+
 def test_an_adapter_of_an_adapter_is_merged_behind_it(tmp_path: Path, serve: Callable[..., Served]) -> None:
     base = build("bert", tmp_path / "base")
     build_adapter(base, tmp_path / "first", tmp_path / "merged-first")
@@ -109,6 +129,8 @@ def test_an_adapter_of_an_adapter_is_merged_behind_it(tmp_path: Path, serve: Cal
         ({"base_model_name_or_path": None}, "names no base model"),
         ({"trainable_token_indices": [3]}, "trainable_token_indices"),
         ({"layer_replication": [[0, 1]]}, "layer_replication"),
+        ({"kasa_config": {"beta": 1}}, "kasa_config"),
+        ({"alpha_pattern": {"(": 8}}, r"alpha_pattern '\(', which is no pattern"),
         ({"lora_alpha": "8"}, "lora_alpha = '8', which should be a number"),
     ],
 )

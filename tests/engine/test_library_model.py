@@ -109,6 +109,36 @@ def test_missing_weights_are_counted_and_the_first_is_named(tmp_path: Path) -> N
         load(tmp_path)
 
 
+@pytest.mark.parametrize("prefix", ["auto_model.", "0.auto_model.", "auto_model.bert."])
+def test_a_prefix_of_all_names_is_taken_off(prefix: str, tmp_path: Path) -> None:
+    """As of a state dict of sentence-transformers' Transformer that was saved by hand."""
+    build("bert", tmp_path)
+    plain = load(tmp_path).state_dict()
+    change_weights(tmp_path, lambda weights: {f"{prefix}{name}": weight for name, weight in weights.items()})
+    found = load(tmp_path).state_dict()
+
+    assert found.keys() == plain.keys()
+    assert all(torch.equal(found[name], plain[name]) for name in plain)
+
+
+@pytest.mark.parametrize(
+    ("names", "reason"),
+    [
+        (("student.{}", "teacher.{}"), r"does not use: teacher\.embeddings\.LayerNorm\.bias"),
+        (("auto_model.{}", "2.linear.weight"), r"does not use: 2\.linear\.weight"),
+        (("layers.{}.x",), r"37 weights are missing .* the files have others, first layers\."),
+    ],
+)
+def test_names_that_are_not_the_models_alone_behind_one_prefix_are_refused(
+    names: tuple[str, ...], reason: str, tmp_path: Path
+) -> None:
+    build("bert", tmp_path)
+    change_weights(tmp_path, lambda all: {name.format(key): all[key].clone() for key in all for name in names})
+
+    with pytest.raises(ModelLoadFailed, match=reason):
+        load(tmp_path)
+
+
 def test_code_of_the_library_that_fails_is_a_sentence(tmp_path: Path) -> None:
     build("bert", tmp_path)
     edit(tmp_path / "config.json", hidden_act="no-such-function")

@@ -76,6 +76,18 @@ def classes(path: Path, inputs: Sequence[Input], activation: str) -> list[Matrix
     return found
 
 
+def token_classes(path: Path, texts: Sequence[Input]) -> list[Matrix]:
+    """The logits of every token by transformers' token classification, one text at a time."""
+    from transformers import AutoModelForTokenClassification, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    model = AutoModelForTokenClassification.from_pretrained(path, dtype=torch.float32).eval()
+    limit = min(tokenizer.model_max_length, 96)
+    with torch.inference_mode():
+        encoded = (tokenizer(text, truncation=True, max_length=limit, return_tensors="pt") for text in texts)
+        return [model(**one).logits[0].numpy() for one in encoded]
+
+
 def m3(path: Path, texts: Sequence[Input], part: str) -> list[Matrix]:
     """BGE-M3's sparse weights or token vectors, by the definition of FlagEmbedding's `BGEM3FlagModel`
     (https://github.com/FlagOpen/FlagEmbedding, `inference/embedder/encoder_only/m3.py`).

@@ -103,6 +103,12 @@ def new_impl(w: Weights, c: dict[str, Any], ids: Tensor) -> Tensor:
     return x
 
 
+def new_splade(w: Weights, c: dict[str, Any], ids: Tensor) -> Tensor:
+    """The entries [vocabulary] of SPLADE on new-impl with its masked-LM head, by `log1p_relu`."""
+    x = normed(w, "lm_head.norm", functional.gelu(linear(w, "lm_head.dense", new_impl(w, c, ids))))
+    return torch.log1p(torch.log1p(linear(w, "lm_head.decoder", x).relu())).amax(0)
+
+
 def jina_xlm_roberta(w: Weights, c: dict[str, Any], ids: Tensor) -> Tensor:
     """Jina's flash implementation of XLM-RoBERTa, hidden states [T, width]; names without `roberta.`."""
     heads, eps = c["num_attention_heads"], c["layer_norm_eps"]

@@ -35,15 +35,28 @@ def found_in(served: Served, texts: list[str], how: Aggregation, **options: Any)
 
 @pytest.mark.parametrize("family", ["bert", "roberta", "xlm_roberta"])
 def test_entities_are_those_of_transformers(family: str, tmp_path: Path, serve: Callable[..., Served]) -> None:  # noqa: F811
-    from transformers import AutoModelForTokenClassification, AutoTokenizer, pipeline
-
     path = build_token_classifier(family, tmp_path)
     served = serve(path)
+    assert (served.engine.info.kind, served.engine.info.batching) == ("token-classifier", "packed")
+    assert_those_of_transformers(served, path)
+
+
+def test_labels_of_other_schemes_and_a_long_unknown_word(tmp_path: Path, serve: Callable[..., Served]) -> None:  # noqa: F811
+    path = build_token_classifier("bert", tmp_path)
+    edit(path / "config.json", id2label=dict(enumerate(("O", "b-LOC", "I-PER", "L-PER", "U-PER"))))
+
+    assert_those_of_transformers(serve(path), path)
+
+
+def assert_those_of_transformers(served: Served, path: Path) -> None:
+    from transformers import AutoModelForTokenClassification, AutoTokenizer, pipeline
+
     tokenizer = AutoTokenizer.from_pretrained(path)
     model = AutoModelForTokenClassification.from_pretrained(path, dtype=torch.float32).eval()
-    texts = [text for text in (*TEXTS, "Zürich 🙂 東京 and\tÅrhus") if len(tokenizer(text)["input_ids"]) <= 96]
+    texts = [
+        text for text in (*TEXTS, "Zürich 🙂 東京 and\tÅrhus", "x" * 300) if len(tokenizer(text)["input_ids"]) <= 96
+    ]
 
-    assert (served.engine.info.kind, served.engine.info.batching) == ("token-classifier", "packed")
     for how in ("none", "simple"):
         pipe = pipeline(
             "token-classification", model=model, tokenizer=tokenizer, aggregation_strategy=how, device="cpu"

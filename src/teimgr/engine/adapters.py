@@ -55,7 +55,8 @@ def merge_adapter(module: nn.Module, adapter: Adapter, prefix: str) -> None:
     if not layers:
         raise ModelLoadFailed(f"{adapter.weights.name} has no LoRA weights")
     for name, tensor in whole.items():
-        _replace(_parameter(module, name, prefix), tensor, name)
+        if (parameter := _parameter(module, name, prefix)) is not None:
+            _replace(parameter, tensor, name)
     for name, layer in layers.items():
         _merge(module, name, layer.parts, adapter, prefix)
 
@@ -91,7 +92,8 @@ def _scale(adapter: Adapter, layer: str, rank: int) -> float:
 
 
 def _merge(module: nn.Module, layer: str, parts: dict[str, Tensor], adapter: Adapter, prefix: str) -> None:
-    weight = _parameter(module, f"{layer}.weight", prefix)
+    if (weight := _parameter(module, f"{layer}.weight", prefix)) is None:
+        return
     is_table = "lora_embedding_A.weight" in parts
     a, b = _pair(layer, *(parts.pop(f"lora_{'embedding_' if is_table else ''}{half}.weight", None) for half in "AB"))
     scale = _scale(adapter, layer, a.shape[0])
@@ -101,6 +103,8 @@ def _merge(module: nn.Module, layer: str, parts: dict[str, Tensor], adapter: Ada
     if change.shape != weight.shape:
         raise ModelLoadFailed(f"the adapter changes {layer} by {tuple(change.shape)}, and it is {tuple(weight.shape)}")
     magnitude = parts.pop("lora_magnitude_vector.weight", None)
+    if magnitude is None and adapter.has_magnitudes:
+        raise ModelLoadFailed(f"the adapter of {layer} has no magnitude, and use_dora is set")
     if magnitude is None:
         weight.data = weight + change
     elif adapter.transposed or is_table or magnitude.numel() != len(weight):
@@ -109,7 +113,8 @@ def _merge(module: nn.Module, layer: str, parts: dict[str, Tensor], adapter: Ada
         changed = weight + change
         weight.data = magnitude.reshape(-1, 1) * changed / changed.norm(dim=1, keepdim=True)
     if (bias := parts.pop("lora_B.bias", None)) is not None:
-        own = _parameter(module, f"{layer}.bias", prefix)
+        if (own := _parameter(module, f"{layer}.bias", prefix)) is None:
+            raise ModelLoadFailed(f"the adapter changes the bias of {layer}, which has none")
         own.data = own + scale * bias
     if parts:
         raise ModelLoadFailed(f"the adapter of {layer} has {', '.join(sorted(parts))}, which is not served")
@@ -121,8 +126,13 @@ def _replace(parameter: nn.Parameter, tensor: Tensor, name: str) -> None:
     parameter.data = tensor
 
 
-def _parameter(module: nn.Module, name: str, prefix: str) -> nn.Parameter:
-    """A parameter by its name in the model that was trained, which may have had a head or not.
+# Layers of the model that was trained which an embedding does not use: `target_modules = "all-linear"` has them too.
+_UNUSED = re.compile(r"(?:\w+\.)?(?:pooler|lm_head)\.")
+
+
+def _parameter(module: nn.Module, name: str, prefix: str) -> nn.Parameter | None:
+    """A parameter by its name in the model that was trained, which may have had a head or not; None for a head's that
+    the model does without.
 
     Raises:
         ModelLoadFailed: the model has no such parameter.
@@ -135,4 +145,6 @@ def _parameter(module: nn.Module, name: str, prefix: str) -> nn.Parameter:
             continue
         if isinstance(found, nn.Parameter):
             return found
+    if _UNUSED.match(name):
+        return None
     raise ModelLoadFailed(f"the adapter changes {name}, which the model does not have")

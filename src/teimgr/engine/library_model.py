@@ -17,7 +17,8 @@ import torch
 from teimgr.engine import gpu
 from teimgr.engine.adapters import merge_adapter
 from teimgr.engine.convolutions import centre_convolutions
-from teimgr.engine.own_weights import own_weights
+from teimgr.engine.heads.projections import read_weights
+from teimgr.engine.own_weights import Weights, own_weights, unwrapped
 from teimgr.engine.rotary import put_own_rotary
 from teimgr.engine.task_adapters import put_task_adapters
 from teimgr.errors import ModelLoadFailed
@@ -31,6 +32,7 @@ from teimgr.models.directory import (
     weight_files,
 )
 from teimgr.models.layout import Backbone, Dense, Layout
+from teimgr.models.source import file_problem
 
 # Encoder-decoders of which only the encoder is used; AutoModel would load both.
 _ENCODERS = {
@@ -89,18 +91,9 @@ def load_module(layout: Layout, device: torch.device) -> Any:
         if layout.backbone is Backbone.ENCODER and config.model_type == "t5gemma":
             config.is_encoder_decoder = False  # its encoder's class refuses the configuration of the whole
         kind = _model_class(layout, config)
-        module, report = kind.from_pretrained(
-            layout.weights_dir if weights is None else None,
-            config=config,
-            state_dict=weights,
-            dtype=torch.float32,
-            attn_implementation="sdpa" if getattr(kind, "_supports_sdpa", False) else "eager",
-            local_files_only=True,
-            use_safetensors=True if layout.safetensors_only else None,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are refused below, with both shapes
-            **(_without_pooler(kind) if layout.backbone is Backbone.ENCODER else {}),
-        )
+        module, report = _read(layout, kind, config, weights)
+        if (weights := _unwrapped(layout, report)) is not None:
+            module, report = _read(layout, kind, config, weights)
     except Exception as error:  # of any kind, the library's or the model's own code; the next try would end alike
         if gpu.is_out_of_memory(error):
             raise
@@ -119,6 +112,34 @@ def load_module(layout: Layout, device: torch.device) -> Any:
         centre_convolutions(module)
     module.eval().requires_grad_(False)
     return module.to(device)
+
+
+def _read(layout: Layout, kind: Any, config: Any, weights: Weights | None) -> tuple[Any, dict[str, Any]]:
+    """The module of the files, or of `weights`, and the library's report of names that do not fit."""
+    module, report = kind.from_pretrained(
+        layout.weights_dir if weights is None else None,
+        config=config,
+        state_dict=weights,
+        dtype=torch.float32,
+        attn_implementation="sdpa" if getattr(kind, "_supports_sdpa", False) else "eager",
+        local_files_only=True,
+        use_safetensors=True if layout.safetensors_only else None,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # they are refused by `_account_for`, with both shapes
+        **(_without_pooler(kind) if layout.backbone is Backbone.ENCODER else {}),
+    )
+    return module, report
+
+
+def _unwrapped(layout: Layout, report: dict[str, Any]) -> Weights | None:
+    """The weights of files of which no name was used, without a prefix that all of the model's have; else None."""
+    missing, unexpected = report["missing_keys"], set(report["unexpected_keys"])
+    if not missing or not unexpected or layout.weight_names is not None or not weight_files(layout.weights_dir):
+        return None
+    given = read_weights(layout.weights_dir)
+    if any(name not in unexpected and not _COMPUTED.search(name) for name in given):
+        return None
+    return unwrapped(given, missing)
 
 
 _OWN_CODE = "transformers_modules."
@@ -156,7 +177,8 @@ def _check_weights(layout: Layout) -> None:
     folder = layout.weights_dir
     if files := weight_files(folder):
         if (lacking := next((file for file in files if not file.is_file()), None)) is not None:
-            raise ModelLoadFailed(f"{lacking} is missing, or no file, and an index of shards names it")
+            problem = file_problem(lacking) or "is missing, and an index of shards names it"
+            raise ModelLoadFailed(f"{lacking} {problem}")
         _check_volume(layout, files)
         return
     if (graph := onnx_file(folder)) is not None:
@@ -175,7 +197,8 @@ def _check_volume(layout: Layout, files: Iterable[Path]) -> None:
 
     The library would take memory for it before it compares their shapes. A weight has half a byte or more.
     """
-    size_bytes = sum(file.stat().st_size for file in files if file.is_file())
+    sizes = {file.name: file.stat().st_size for file in files if file.is_file()}
+    size_bytes = sum(sizes.values())
     for config, where in ((layout.config, ""), (layout.config.get("text_config"), "text_config.")):
         for key, rows, columns in _matrices(config) if isinstance(config, dict) else ():
             if rows * columns <= 2 * size_bytes:
@@ -184,7 +207,7 @@ def _check_volume(layout: Layout, files: Iterable[Path]) -> None:
                 raise ModelLoadFailed(f"{layout.weights_dir / broken}")
             raise ModelLoadFailed(
                 f"config.json makes a weight of {rows:,} × {columns:,} ({where}{key}), and all files of weights have "
-                f"{size_bytes:,} bytes"
+                f"{size_bytes:,} bytes, first {min(sizes, default='none')}"
             )
 
 
@@ -223,7 +246,10 @@ def _configuration(layout: Layout) -> Any:
 def _account_for(report: dict[str, Any], module: Any, layout: Layout) -> None:
     """Raise ModelLoadFailed where a weight is missing, of another shape, or of no use to the model."""
     if missing := sorted(report["missing_keys"]):
-        raise ModelLoadFailed(f"{len(missing)} weights are missing from the files, first {missing[0]}")
+        others = (
+            f"; the files have others, first {min(unexpected)}" if (unexpected := report["unexpected_keys"]) else ""
+        )
+        raise ModelLoadFailed(f"{len(missing)} weights are missing from the files, first {missing[0]}{others}")
     if differing := sorted(report["mismatched_keys"], key=str):
         name, given, expected = differing[0][0], *(tuple(shape) for shape in differing[0][1:3])
         others = f", and {len(differing) - 1} more" if len(differing) > 1 else ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -34,6 +34,17 @@ def own_weights(layout: Layout) -> tuple[Weights | None, Weights]:
     given = read_weights(layout.weights_dir)
     by_task = {name: given.pop(name) for name in list(given) if _BY_TASK in name}
     return _CONVERSIONS[layout.weight_names](given, layout), by_task
+
+
+def unwrapped(weights: Weights, missing: Sequence[str]) -> Weights | None:
+    """The weights without what stands before all names of the model's, as `auto_model.` where the state of
+    sentence-transformers' module was saved by hand; None if the `missing` ones are not all behind one such prefix.
+    """
+    first = min(missing)
+    for prefix in sorted(name.removesuffix(first) for name in weights if name.endswith(f".{first}")):
+        if all(f"{prefix}{name}" in weights for name in missing):
+            return {name.removeprefix(prefix): weight for name, weight in weights.items()}
+    return None
 
 
 # Names in Jina's flash implementation, and in the library's XLM-RoBERTa and JinaEmbeddingsV3.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -70,10 +71,20 @@ def _adapter(folder: Path, config: Mapping[str, Any]) -> Adapter:
     return Adapter(
         weights=weights,
         alpha=_number(config, "lora_alpha", 8),
-        alphas={str(key): _number(config["alpha_pattern"], key) for key in config.get("alpha_pattern") or {}},
+        alphas=_alphas(config.get("alpha_pattern") or {}),
         by_root=bool(config.get("use_rslora")),
         transposed=bool(config.get("fan_in_fan_out")),
+        has_magnitudes=bool(config.get("use_dora")),
     )
+
+
+def _alphas(given: Mapping[str, Any]) -> dict[str, float]:
+    for pattern in given:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ModelLoadFailed(f"{FILE} has the alpha_pattern {pattern!r}, which is no pattern: {error}") from error
+    return {pattern: _number(given, pattern) for pattern in given}
 
 
 def _number(config: Mapping[str, Any], key: str, default: float | None = None) -> float:

@@ -8,6 +8,7 @@ another shape than what reads it can take.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def read_object(path: Path) -> dict[str, Any] | None:
     """
     content = _read(path)
     if content is not None and not isinstance(content, dict):
-        raise ModelLoadFailed(f"{path.name} should hold a JSON object")
+        raise ModelLoadFailed(f"{_shown(path)} should hold a JSON object")
     return content
 
 
@@ -64,7 +65,7 @@ def read_list(path: Path) -> list[dict[str, Any]]:
     if content is None:
         return []
     if not isinstance(content, list) or not all(isinstance(row, dict) for row in content):
-        raise ModelLoadFailed(f"{path.name} should hold a list of JSON objects")
+        raise ModelLoadFailed(f"{_shown(path)} should hold a list of JSON objects")
     return content
 
 
@@ -72,12 +73,14 @@ def check_size(path: Path) -> None:
     """Check the size of a JSON file that a library is to read; a file that is absent passes.
 
     Raises:
-        ModelLoadFailed: it cannot be read, or has more bytes than `read_object` would read.
+        ModelLoadFailed: it is no file, cannot be read, or has more bytes than `read_object` would read.
     """
+    if problem := file_problem(path):
+        raise ModelLoadFailed(f"{_shown(path)} {problem}")
     try:
         size = path.stat().st_size if path.is_file() else 0
     except OSError as error:
-        raise ModelLoadFailed(f"{path.name} cannot be read: {error.strerror or error}") from error
+        raise ModelLoadFailed(f"{_shown(path)} cannot be read: {error.strerror or error}") from error
     if size > (limit := most_bytes(path.name)):
         raise ModelLoadFailed(f"{path.name} has {size:,} bytes, and at most {limit:,} are read")
 
@@ -88,7 +91,7 @@ def most_bytes(name: str) -> int:
 
 
 def parse(content: bytes, name: str) -> Any:
-    """The value of a JSON text; `name` is that of its file, for messages.
+    """The value of a JSON text; `name` is that of its file, with or without a folder's, for messages and limits.
 
     Raises:
         ModelLoadFailed: it is not valid JSON in UTF-8, has more than `MAX_DEPTH` levels, or more values or
@@ -98,10 +101,11 @@ def parse(content: bytes, name: str) -> Any:
         raise ModelLoadFailed(f"{name} {IS_POINTER}")
     # An upper bound, counted in the text before anything is built: each value but the first is behind one of these.
     values = sum(content.count(mark) for mark in (b",", b":", b"[", b"{"))
-    limit = MAX_VALUES if name in _VOCABULARIES else _MAX_VALUES_OF_OTHERS
+    is_vocabulary = name.rpartition("/")[2] in _VOCABULARIES
+    limit = MAX_VALUES if is_vocabulary else _MAX_VALUES_OF_OTHERS
     if values > limit:
         raise ModelLoadFailed(f"{name} has more than {limit:,} values")
-    if name not in _VOCABULARIES and content.count(b"[") + content.count(b"{") > _MAX_CONTAINERS_OF_OTHERS:
+    if not is_vocabulary and content.count(b"[") + content.count(b"{") > _MAX_CONTAINERS_OF_OTHERS:
         raise ModelLoadFailed(f"{name} has more than {_MAX_CONTAINERS_OF_OTHERS:,} objects and lists")
     try:
         value = _decoded(content) if len(content) <= _WHOLE_BYTES else json_scan.read(content, _IN_PIECES)
@@ -116,18 +120,26 @@ def parse(content: bytes, name: str) -> Any:
 
 def _read(path: Path) -> Any:
     try:
-        if problem := file_problem(path):
-            raise ModelLoadFailed(f"{path.name} {problem}")
+        check_size(path)
         if not path.is_file():
             return None
-        check_size(path)
         with path.open("rb") as file:
             content = file.read(most_bytes(path.name) + 1)
     except OSError as error:
-        raise ModelLoadFailed(f"{path.name} cannot be read: {error.strerror or error}") from error
+        raise ModelLoadFailed(f"{_shown(path)} cannot be read: {error.strerror or error}") from error
     if len(content) > most_bytes(path.name):  # it grew
         raise ModelLoadFailed(f"{path.name} has more than {most_bytes(path.name):,} bytes")
-    return parse(content, path.name)
+    if (value := parse(content, _shown(path))) is None:  # which is no absent file
+        raise ModelLoadFailed(f"{_shown(path)} holds null")
+    return value
+
+
+_MODULE_FOLDER = re.compile(r"(?:\w+_)?\d+_[A-Za-z]\w*")
+
+
+def _shown(path: Path) -> str:
+    """The name of a file, behind that of its folder if this is a module's, as "1_Pooling/config.json"."""
+    return f"{path.parent.name}/{path.name}" if _MODULE_FOLDER.fullmatch(path.parent.name) else path.name
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

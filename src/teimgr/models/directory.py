@@ -223,8 +223,8 @@ def check_safetensors(root: Path, opened: Iterable[Path]) -> None:
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:
-    """The files of weights that are loaded of one directory, in shards or not, whether they exist or an index names
-    them; () without any.
+    """The files of weights that are loaded of one directory, in shards or not, whether they are files, or an index
+    names them; () without any.
 
     Raises:
         ModelLoadFailed: an index of shards is not what it should be.
@@ -233,7 +233,7 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
     for name in _WEIGHTS:
         if name in shards and (named := shards[name]) is not None:
             return tuple(folder / shard for shard in named)
-        if name not in shards and (folder / name).is_file():
+        if name not in shards and ((folder / name).is_file() or file_problem(folder / name)):
             return (folder / name,)
     return ()
 

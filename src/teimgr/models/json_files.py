@@ -139,7 +139,7 @@ def position_offset(config: dict[str, Any]) -> int:
     """The first position id of a text.
 
     Raises:
-        ModelLoadFailed: positions begin behind the padding token's id, and config.json has a null there.
+        ModelLoadFailed: positions begin behind the padding token's id, and config.json has no token's id there.
     """
     if config["model_type"] == "mpnet":  # whatever its padding token is
         return 2
@@ -149,6 +149,11 @@ def position_offset(config: dict[str, Any]) -> int:
     if padding is None:
         raise ModelLoadFailed(
             f"config.json has no pad_token_id, behind which the positions of a {config['model_type']} model begin"
+        )
+    if not 0 <= int(padding) < int(setting(config, "vocab_size")):
+        raise ModelLoadFailed(
+            f"config.json has pad_token_id = {padding}, which is no token's id, and behind which the positions of a "
+            f"{config['model_type']} model begin"
         )
     return int(padding) + 1
 

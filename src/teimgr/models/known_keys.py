@@ -210,7 +210,7 @@ ADAPTER = KnownKeys(
     harmless=_words(
         """auto_mapping task_type inference_mode target_modules exclude_modules lora_dropout layers_to_transform
         layers_pattern rank_pattern modules_to_save peft_version ensure_weight_tying qalora_group_size runtime_config
-        loftq_config eva_config corda_config megatron_core modules_to_tie"""
+        loftq_config eva_config corda_config megatron_core modules_to_tie velora_config"""
     ),
     only={
         "megatron_config": (None, {}),
@@ -222,6 +222,8 @@ ADAPTER = KnownKeys(
         "arrow_config": (None, {}),
         "lora_ga_config": (None, {}),
         "use_bdlora": (None, False),
+        "kasa_config": (None, {}),
+        "monteclora_config": (None, {}),
         "parent_library": (None,),
     },
 )

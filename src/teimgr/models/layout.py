@@ -221,7 +221,7 @@ class Adapter:
     """A LoRA adapter of PEFT: its file of weights, and its scale alpha, by layers where these have others.
 
     `by_root`: alpha is divided by the root of the rank (rsLoRA), not by the rank. `transposed`: weights of the base are
-    [in, out].
+    [in, out]. `has_magnitudes`: each layer has the length of its rows too (DoRA).
     """
 
     weights: Path
@@ -229,6 +229,7 @@ class Adapter:
     alphas: Mapping[str, float]
     by_root: bool
     transposed: bool
+    has_magnitudes: bool
 
     def alpha_of(self, layer: str) -> float:
         """The alpha of a layer by its name, as PEFT finds it: by the first pattern that matches the name's end."""

@@ -125,6 +125,8 @@ def read_chain(root: Path, trust_remote_code: bool = False) -> Chain:
         ModelLoadFailed: it has an unsupported module, or does not start with exactly one transformer.
     """
     rows = read_list(root / "modules.json")
+    if not rows and (root / "modules.json").exists():
+        raise ModelLoadFailed("modules.json names no module")
     if len(rows) == 1 and _name_of(rows[0]) == "Router":
         return _read_routes(root, rows[0])
     modules = [_module(root, row, trust_remote_code) for row in rows]
@@ -276,8 +278,9 @@ def _projection(module: Module, works_on: str, gives: str) -> Projection:
 
 def _given(module: Module, config: dict[str, object], key: str) -> int:
     value = config.get(key)
-    if not isinstance(value, int):
-        raise ModelLoadFailed(f"the config.json of the {module.name} module {module.path.name} has no {key}")
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        what = "no" if value is None else f"{key} = {value!r} in place of a whole number above 0 as its"
+        raise ModelLoadFailed(f"the config.json of the {module.name} module {module.path.name} has {what} {key}")
     return value
 
 
@@ -345,7 +348,9 @@ _WRITERS = ("ForConditionalGeneration", "WithLMHeadModel")
 
 def _saved(saved: dict[str, Any]) -> tuple[str, ...]:
     named = saved.get("pooling_mode")
-    names = [named] if isinstance(named, str) else list(named or [])
+    names = [named] if isinstance(named, str) else named or []
+    if not isinstance(names, list):
+        raise ModelLoadFailed(f"1_Pooling/config.json has pooling_mode = {named!r}, which is no name of a pooling")
     poolings = tuple(_BY_NAME[name] for name in names if name in _BY_NAME)
     if len(poolings) != len(names):
         raise ModelLoadFailed(f"the pooling {named!r} of 1_Pooling/config.json is not served")

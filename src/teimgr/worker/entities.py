@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # importing the tokenizer imports torch
 
 Aggregation = Literal["none", "simple"]
 OUTSIDE = "O"
+_ONE_TOKEN_CHARS = 10_000
 
 
 class Entity(TypedDict, total=False):
@@ -51,7 +52,8 @@ def entities(
     entity ("O") are left out. `left`: of a text that was too long the logits are those of its end.
 
     "none" gives each token; "simple" groups neighbours of one kind, with the mean of their scores, as transformers
-    does: "B-X" begins a group, "I-X" or "X" continues one of X.
+    does: "B-X" begins a group, "I-X" or "X" continues one of X. A group is called by what is behind the first "-" of
+    its first label, so "L-X" and "U-X" of other schemes are groups of X by themselves.
     """
     if not isinstance(text, str):
         return []  # of token ids no characters are known
@@ -69,7 +71,7 @@ def entities(
             for token in found
             if token.label != OUTSIDE
         ]
-    return [_group(text, group) for group in _groups(found) if _kind(group[0].label)[1] != OUTSIDE]
+    return [_group(text, group) for group in _groups(found) if _name(group[0].label) != OUTSIDE]
 
 
 def probabilities(logits: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -85,6 +87,10 @@ def _tokens(
     """The tokens of the text that were classified, without special ones."""
     kept = tokenizer.cut(text, max(len(scores) - tokenizer.special_tokens, 1), left=left)
     spans = tokenizer.tokenize(kept, True, "")
+    if 0 < len(text) - len(kept) <= _ONE_TOKEN_CHARS and len(whole := tokenizer.tokenize(text, True, "")) == len(
+        scores
+    ):
+        kept, spans = text, whole  # a word of no known pieces is one token, however long
     rows = range(len(spans)) if len(spans) <= len(scores) or not left else range(len(scores) - len(spans), len(scores))
     before = len(text) - len(kept) if left else 0
     characters = _character_places(kept)
@@ -109,6 +115,10 @@ def _kind(label: str) -> tuple[bool, str]:
     return False, label
 
 
+def _name(label: str) -> str:
+    return label.split("-", 1)[-1]
+
+
 def _groups(tokens: Sequence[_Token]) -> list[list[_Token]]:
     groups: list[list[_Token]] = []
     for token in tokens:
@@ -123,7 +133,7 @@ def _groups(tokens: Sequence[_Token]) -> list[list[_Token]]:
 def _group(text: str, tokens: list[_Token]) -> Entity:
     start, end = tokens[0].start, tokens[-1].end
     return Entity(
-        entity_group=_kind(tokens[0].label)[1],
+        entity_group=_name(tokens[0].label),
         score=float(np.mean([token.score for token in tokens])),
         word=text[start:end],
         start=start,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import string
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -147,13 +148,18 @@ def build_splade(
 
 
 def build_routed_sparse(
-    folder: Path, *, nested: bool = False, default_route: str | None = "document", activation: str = "log1p_relu"
+    folder: Path,
+    *,
+    nested: bool = False,
+    default_route: str | None = "document",
+    activation: str = "log1p_relu",
+    make: Callable[[Path], object] | None = None,
 ) -> Path:
     """opensearch-neural-sparse-encoding-doc-v3-*, with the transformer at the root, or `nested` as splade-v3-doc:
-    SPLADE for documents, a weight of each token for queries.
+    SPLADE for documents, a weight of each token for queries. `make` writes another transformer than a BERT.
     """
     home = folder / "document_0_MLMTransformer" if nested else folder
-    build_splade("bert", home, layout="plain")
+    (make or (lambda place: build_splade("bert", place, layout="plain")))(home)
     lengths = {"max_seq_length": MAX_LENGTH, "do_lower_case": False}
     write(home / "sentence_bert_config.json", lengths)
     table = folder / "query_0_SparseStaticEmbedding"

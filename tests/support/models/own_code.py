@@ -288,6 +288,22 @@ def build_new(
     return weights, config
 
 
+def build_new_masked(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The transformer of opensearch-neural-sparse-encoding-doc-v3-gte: a masked-LM head that shares its matrix.
+    Its config.json is given and not written: with it there, transformers asks about the code that it names.
+    """
+    size = save_tokenizer(folder, word_piece())
+    config = {**NEW, "vocab_size": size, "type_vocab_size": 0, "architectures": ["NewForMaskedLM"]}
+    make, weights = drawn(), new_weights(size, 0)
+    heads = {"lm_head.dense.weight": make(WIDTH, WIDTH), "lm_head.dense.bias": make(WIDTH)}
+    _norm(heads, "lm_head.norm", make)
+    heads["lm_head.decoder.bias"] = make(size)
+    saved = {f"new.{name}": tensor for name, tensor in weights.items()} | heads
+    saved["lm_head.decoder.weight"] = weights["embeddings.word_embeddings.weight"].clone()
+    save_file(saved, folder / "model.safetensors", metadata={"format": "pt"})
+    return weights | heads | {"lm_head.decoder.weight": saved["lm_head.decoder.weight"]}, config
+
+
 def jina_xlm_weights(vocabulary: int, positions: int) -> dict[str, Tensor]:
     """Names without `roberta.`; `positions` rows in the table of positions, 0 for none."""
     make, weights = drawn(), {}

@@ -125,7 +125,8 @@ def _load(projection: Projection) -> nn.Module:
         return _own_module(projection)
     if not isinstance(projection, Dense | LayerNorm):
         return NormalizeLayer()
-    layer = DenseLayer(projection) if isinstance(projection, Dense) else LayerNormLayer(projection)
+    with torch.device("meta"):  # its config.json may name any size, and the files have the memory
+        layer = DenseLayer(projection) if isinstance(projection, Dense) else LayerNormLayer(projection)
     folder = projection.path
     names = tuple(f"{name}." for name, _ in layer.named_children())
     given = {_named(projection, key): value for key, value in read_weights(folder).items()}
@@ -146,7 +147,7 @@ def _load(projection: Projection) -> nn.Module:
                 f"the weights of the module {folder.name} do not fit: {shown} is {tuple(found.shape)} in the files, "
                 f"and its config.json makes it {tuple(expected.shape)}"
             )
-    layer.load_state_dict(given)
+    layer.load_state_dict({key: value.float() for key, value in given.items()}, assign=True)
     if isinstance(projection, Dense) and projection.divisor != 1.0:
         for parameter in layer.parameters():
             parameter.data = parameter.data.float() / projection.divisor
