@@ -59,10 +59,10 @@ class Fleet:
 
 
 @contextmanager
-def fleet(checkout: Path | None = None, **keys: str) -> Iterator[Fleet]:
+def fleet(checkout: Path | None = None, state: bytes | None = None, **keys: str) -> Iterator[Fleet]:
     """A running `teimgr serve`, of this or another checkout, stopped with its workers when the block ends.
 
-    `keys` are further settings of the daemon.
+    `state` is the content of its state file, `keys` are further settings of the daemon.
 
     Raises:
         RuntimeError: it did not start to listen; the message has the end of its log.
@@ -80,6 +80,8 @@ def fleet(checkout: Path | None = None, **keys: str) -> Iterator[Fleet]:
             "TEIMGR_GRPC_SOCKET": str(folder / "grpc.sock"),
             **{f"TEIMGR_{name.upper()}": value for name, value in keys.items()},
         }
+        if state is not None:
+            (folder / "state.toml").write_bytes(state)
         with (folder / "daemon.log").open("wb") as log:
             command = [sys.executable, "-m", "teimgr", "serve"]
             if checkout is not None:

@@ -177,17 +177,20 @@ def check_instance(spec: InstanceSpec) -> None:
     parse(spec.extra_args)
 
 
+_DEFAULTS = InstanceSpec(name="", model_id="")
+
+
 def key_faults(spec: InstanceSpec, path: str = "") -> Iterator[ConfigFault]:
     """Keys with a value that they cannot have, or not together."""
-    for name in KEYS:
+    given = {name: value for name in KEYS if (value := getattr(spec, name)) is not getattr(_DEFAULTS, name)}
+    for name, value in given.items():
         allowed = "\n\t" if name == "extra_args" else ""  # prompts have lines
-        if any(has_controls(text, allowed) for text in _texts(getattr(spec, name))):
+        if any(has_controls(text, allowed) for text in _texts(value)):
             yield ConfigFault(join(path, name), "cannot have control characters")
     if not spec.model_id:
         yield ConfigFault(join(path, "model_id"), "cannot be empty")
-    for name, key in KEYS.items():
-        value = getattr(spec, name)
-        if problem := key.not_a_word(value) or key.out_of_range(value):
+    for name, value in given.items():
+        if problem := KEYS[name].not_a_word(value) or KEYS[name].out_of_range(value):
             yield ConfigFault(join(path, name), problem)
     for name in ("revision", "code_revision"):
         if problem := model_source.revision_problem(getattr(spec, name)):

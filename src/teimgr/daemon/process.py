@@ -156,6 +156,7 @@ class Daemon:
             self.tenants.rate_state,
             self.residence,
         )
+        self.manager.follow(self.gateway.on_change)
         self.batches = Batches(settings, self.gateway, self.policy, self.metrics) if settings.batches.enabled else None
         self.webhooks = Webhooks(self.events)
         self.gpu_report = GpuReport(inventory, self.manager.list, self._mux_states)

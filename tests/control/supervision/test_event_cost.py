@@ -17,7 +17,7 @@ from tests.support.fleet import Fleet
 from teimgr.control.supervision.lifecycle import Phase
 from teimgr.http.auth.policy import Policy, PolicyInForce
 from teimgr.mux.handlers import MuxHealth
-from teimgr.spec import InstanceSpec
+from teimgr.spec import InstanceSpec, State
 from teimgr.wire.routing.router import Router
 
 Fleets = Callable[..., Fleet]
@@ -85,3 +85,28 @@ async def test_the_cost_of_a_restart_is_independent_of_the_number_of_instances(f
 
     grown = {name: count - few[name] for name, count in many.items() if count - few[name] > 500}
     assert not grown, f"{few.total()} lines beside 10 instances, {many.total()} beside 1,000"
+
+
+async def test_looking_at_instances_that_rest_builds_no_views(fleets: Fleets) -> None:
+    fleet, declared = fleets(), 200
+    fleet.store.open()
+    fleet.store.save(
+        InstanceSpec(name=f"i{n}", model_id=f"org/{n}", port=24000 + n, prometheus_port=26000 + n, load="on_demand")
+        for n in range(declared)
+    )
+    fleet.store.close()
+    manager = fleet.manager
+    await manager.boot()
+    assert {view.state for view in manager.list()} == {State.UNLOADED}
+
+    with counted_lines() as looking:
+        manager.list()
+        manager.alarms()
+    assert looking["ManagedInstance._present_view"] == 0
+    assert looking.total() < 50 * declared
+
+    await manager.update("i7", {"tags": {"a": "b"}})  # what has changed is seen
+    assert manager.list()[7].spec.tags == {"a": "b"}
+    await manager.stop("i7")
+    assert [view.spec.name for view in manager.list() if view.state is State.STOPPED] == ["i7"]
+    await fleet.end()

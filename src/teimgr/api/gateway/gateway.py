@@ -27,6 +27,7 @@ from teimgr.api.gateway.model_cards import (
     VLLM_VERSION,
     WEAVIATE_META,
     WEAVIATE_PROBES,
+    CardRows,
     ModelCards,
     cohere_check_key,
     infinity_health,
@@ -74,7 +75,7 @@ from teimgr.models.source import names_a_path, shown_id
 from teimgr.observability import catalogue
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.observability.request_context import CURRENT
-from teimgr.spec import KEEP_ALIVE, LANE_KEY, LOAD_NS, InstanceView, State
+from teimgr.spec import KEEP_ALIVE, LANE_KEY, LOAD_NS, InstanceView, RouteEntry, State
 from teimgr.wire import error_bodies
 from teimgr.wire.error_bodies import INFINITY, JSON_TYPE, OLLAMA, OPENAI, TEI_OPENAI, VLLM, WEAVIATE
 from teimgr.wire.fleet_tls import FleetIdentity
@@ -104,6 +105,7 @@ log = logging.getLogger(__name__)
 _HEADERS = ("content-type", "accept", "content-encoding", DIALECT_HEADER, LANE_KEY, EXPECT_KEY)
 _KEYS = [(name, name.encode()) for name in _HEADERS]
 # Vectors as JSON are four times the size of what gRPC carries.
+_OWNER = "teimgr"
 _MAX_REPLY_BYTES = 256 * 2**20
 
 
@@ -140,10 +142,19 @@ class Gateway:
         self._views = views
         self.aliases = settings.aliases
         self._names = ModelNames(self._router, lambda: self.aliases)
+        self._rows = CardRows(self._cards)
         self._scanning = StepThread("scan")
         self._router.update(directory.snapshot())
-        self._unsubscribe = directory.subscribe(self._router.apply)
+        self._unsubscribe = directory.subscribe(self._on_route)
         self._since = int(time.time())
+
+    def _on_route(self, name: str, entry: RouteEntry | None) -> None:
+        self._router.apply(name, entry)
+        self._rows.routed(name, entry)
+
+    def on_change(self, name: str) -> None:
+        """An instance has changed in what its routes do not say."""
+        self._rows.changed(name)
 
     def reconfigure(self, settings: Settings) -> None:
         """Apply the keys of a reload that need no restart."""
@@ -349,11 +360,10 @@ class Gateway:
         return self._names.restricted(router_view(caller, self._router), caller.is_operator)
 
     async def _list_models(self, request: Request) -> Response:
-        cards = self._cards(request)
         names = self._names_for(caller_of(request.scope))
-        listed = {"object": "list", "data": [cards(name) for name in names.names()]}
-        listed["models"] = listed["data"]
-        return Response(orjson.dumps(listed), headers=dict(JSON_TYPE))
+        rows = b",".join(await self._rows_of(request, names.names()))
+        body = b"".join((b'{"object":"list","data":[', rows, b'],"models":[', rows, b"]}"))
+        return Response(body, headers=dict(JSON_TYPE))
 
     async def _weaviate_ready(self, request: Request) -> Response:
         """204 while the daemon routes, and below an instance's name while that takes calls, or is loaded by one."""
@@ -369,13 +379,14 @@ class Gateway:
             return Response(reply.body, reply.status, dict(reply.headers))
         return Response(status_code=204)
 
-    def _cards(self, request: Request) -> Callable[[str], dict[str, Any]]:
-        """The card of a name that the caller may use."""
-        caller = caller_of(request.scope)
-        names = self._names_for(caller)
+    async def _rows_of(self, request: Request, names: Sequence[str]) -> list[bytes]:
+        """The cards of names that the caller may use, as JSON."""
         dialect = dialect_of(request.url.path)
-        owner = dialect if dialect in (INFINITY, VLLM) else "teimgr"
-        return ModelCards(self._views(), names.model_id, self._since, owner, caller.is_operator).card
+        owner = dialect if dialect in (INFINITY, VLLM) else _OWNER
+        return await self._rows.rows(names, owner, caller_of(request.scope).is_operator, self.aliases)
+
+    def _cards(self, owner: str, is_for_operator: bool) -> ModelCards:
+        return ModelCards(self._views(), self._names.model_id, self._since, owner, is_for_operator)
 
     async def _get_model(self, request: Request) -> Response:
         names, name = self._names_for(caller_of(request.scope)), request.path_params["model"]
@@ -384,7 +395,12 @@ class Gateway:
         except ModelNotFound as error:
             reply = error_bodies.failure(dialect_of(request.url.path) or OPENAI, error)
             return Response(reply.body, reply.status, dict(reply.headers))
-        return Response(orjson.dumps(self._cards(request)(name)), headers=dict(JSON_TYPE))
+        if names.model_id(name) is not None:
+            [row] = await self._rows_of(request, [name])
+        else:  # a call would have an instance of it made
+            caller = caller_of(request.scope)
+            row = orjson.dumps(ModelCards((), names.model_id, self._since, _OWNER, caller.is_operator).card(name))
+        return Response(row, headers=dict(JSON_TYPE))
 
 
 # Of which clients read OpenAI's headers.
@@ -647,6 +663,7 @@ class ModelNames:
         self._router = router
         self._aliases = aliases
         self._shows_paths = shows_paths
+        self._sorted: tuple[object, object, list[str]] | None = None  # of these entries and aliases
 
     def restricted(self, router: RouterView, shows_paths: bool) -> ModelNames:
         return self if router is self._router else ModelNames(router, self._aliases, shows_paths=shows_paths)
@@ -671,8 +688,7 @@ class ModelNames:
         try:
             return self._router.lease(Target(model_id=target))
         except (ModelNotFound, Forbidden):  # there are such instances, as was just checked
-            entries = (entry for entry in self._router.snapshot.entries if entry.model_id == target)
-            found = [(entry.name, entry.state) for entry in entries]
+            found = [(entry.name, entry.state) for entry in self._router.of_model(target)]
             states = ", ".join(f"'{name}' is {state.value}" for name, state in found)
             kind = Stopped if all(state is State.STOPPED for _, state in found) else Unavailable
             shown = target if self._shows_paths else shown_id(target)
@@ -693,10 +709,14 @@ class ModelNames:
 
     def names(self) -> list[str]:
         """The names that `model` may have, sorted: instances, aliases and model ids that are listed."""
-        aliases = (alias for alias in self._aliases() if self.model_id(alias) is not None)
-        ids = {entry.model_id for entry in self._router.snapshot.entries}
+        entries, given = self._router.snapshot.entries, self._aliases()
+        if self._sorted is not None and self._sorted[0] is entries and self._sorted[1] is given:
+            return self._sorted[2]
+        aliases = (alias for alias in given if self.model_id(alias) is not None)
+        ids = {entry.model_id for entry in entries}
         listed = ids if self._shows_paths else {each for each in ids if not names_a_path(each)}
-        return sorted({*self._instances(), *listed, *aliases})
+        self._sorted = entries, given, sorted({*self._instances(), *listed, *aliases})
+        return self._sorted[2]
 
     def check(self, model: str, refusal: str = "The model '{}' does not exist") -> None:
         """Raises ModelNotFound, with similar names, for an unknown name; what is known need not run."""
@@ -709,7 +729,7 @@ class ModelNames:
         target = self.target(model)
         if (entry := self._router.find(target)) is not None:
             return entry.model_id
-        return next((target for each in self._router.snapshot.entries if each.model_id == target), None)
+        return target if self._router.of_model(target) else None
 
     def target(self, model: str) -> str:
         """The instance or the model id that an alias stands for; any other name unchanged."""

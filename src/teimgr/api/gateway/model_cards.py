@@ -6,9 +6,10 @@ health, vLLM's health and version, Cohere's check of an API key, and the probes 
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import orjson
@@ -19,7 +20,7 @@ from teimgr import __version__
 from teimgr.api.gateway.routes import WEAVIATE_BASES
 from teimgr.http.auth.policy import caller_of
 from teimgr.models.source import shown_id
-from teimgr.spec import InstanceView, Kind, LoadedModel, State
+from teimgr.spec import InstanceView, Kind, LoadedModel, RouteEntry, State
 from teimgr.wire.error_bodies import JSON_TYPE
 
 INFINITY_HEALTH = ("/v1/health", "/infinity/health", "/infinity/v1/health")
@@ -53,7 +54,53 @@ _XINFERENCE_TYPES: dict[str, str] = {
     Kind.MULTI_VECTOR: "embedding",
     Kind.RERANKER: "rerank",
 }
+_ROWS_AT_ONCE = 256  # between two turns of the event loop
 _OUTPUTS = {"dense": "dense", "sparse": "sparse", "multi-vector": "multivector", "scores": "score"}
+
+
+class CardRows:
+    """The cards of names as JSON, each made again only after its instance or its model has changed.
+
+    `cards` makes them, for an owner and for an operator or not; `routed` follows the directory.
+    """
+
+    def __init__(self, cards: Callable[[str, bool], ModelCards]) -> None:
+        self._cards = cards
+        self._rows: defaultdict[tuple[str, bool], dict[str, bytes]] = defaultdict(dict)
+        self._models: dict[str, str] = {}
+        self._changes = 0
+
+    def routed(self, name: str, entry: RouteEntry | None) -> None:
+        """An instance has this entry now, None: it was deleted."""
+        self.changed(name)
+        if entry is None:
+            self._models.pop(name, None)
+        elif self._models.get(name) != entry.model_id:
+            self._models[name] = entry.model_id
+            self.changed(name)
+
+    def changed(self, name: str) -> None:
+        """Have the rows of an instance and of its model made again when they are asked for."""
+        self._changes += 1
+        for rows in self._rows.values():
+            for stale in (name, self._models.get(name, name)):
+                rows.pop(stale, None)
+
+    async def rows(
+        self, names: Sequence[str], owner: str, is_for_operator: bool, aliases: Container[str] = ()
+    ) -> list[bytes]:
+        """The rows of these names in their order."""
+        rows = self._rows[owner, is_for_operator]
+        found = {name: row for name in names if (row := rows.get(name)) is not None and name not in aliases}
+        missing = [name for name in names if name not in found]
+        cards, changes = None, self._changes
+        for first in range(0, len(missing), _ROWS_AT_ONCE):
+            if cards is None or self._changes != changes:
+                cards, changes = self._cards(owner, is_for_operator), self._changes
+            for name in missing[first : first + _ROWS_AT_ONCE]:
+                found[name] = rows[name] = orjson.dumps(cards.card(name))
+            await asyncio.sleep(0)
+        return [found[name] for name in names]
 
 
 class ModelCards:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from teimgr.api.rest.probes import Scraper, WorkerStats
 from teimgr.control.placement.planner import InventorySource
 from teimgr.observability.catalogue import DURATION_BOUNDS
-from teimgr.spec import InstanceView
+from teimgr.spec import InstanceView, State
 
 log = logging.getLogger(__name__)
 
@@ -207,6 +207,8 @@ class Sampler:
         self._before = {key: each for key, each in known.items() if clock - each[0] < LATENCY_WINDOW_S}
         for name, view in views.items():
             workers = by_instance.get(name, ())
+            if not workers and view.state is State.UNLOADED and name not in self.figures:
+                continue  # of thousands of declared ones those have figures that were loaded
             memory = _memory(view, on_cards, workers) or _NAN
             point, by_duration = self._point(now, clock, workers, known, memory)
             self.figures.setdefault(name, Figures()).append(point, by_duration, is_fine=is_fine)

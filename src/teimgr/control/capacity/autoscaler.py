@@ -55,6 +55,9 @@ class Figures(NamedTuple):
     reason: str
 
 
+_NO_REPLICAS = Figures(0, 0.0, 0.0, 0, 0, "replicas stay as given")
+
+
 class _Sums(NamedTuple):
     """Counters of one worker, or differences of them."""
 
@@ -185,6 +188,8 @@ class Autoscaler:
 
     def _figures(self, view: InstanceView, workers: Sequence[_Sums]) -> Figures:
         course = self._courses.get(view.spec.name)
+        if course is None and not workers and view.state is State.UNLOADED:
+            return _NO_REPLICAS
         busy_s, queued = sum(each.busy_s for each in workers), sum(each.queued for each in workers)
         rate = course.seen.rate if course else None
         if rate is None:

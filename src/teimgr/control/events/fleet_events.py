@@ -205,7 +205,7 @@ def _fold_key(event: FleetEvent) -> tuple[str, str, str]:
 def _changes(before: InstanceView | None, now: InstanceView) -> Iterator[str]:
     if before is None:
         yield "created"
-    elif _settings(before.spec) != _settings(now.spec):
+    elif before.spec is not now.spec and _settings(before.spec) != _settings(now.spec):
         yield "updated"
     if before is None or before.state is not now.state:
         yield now.state.value

@@ -144,7 +144,7 @@ class Fleet:
     models: dict[str, Model] = field(default_factory=dict)
     calls: dict[int, str] = field(default_factory=dict)
     active: dict[str, Model] = field(default_factory=dict)
-    """Those that have a worker or wait for one."""
+    """Those that are loaded, end, or wait for memory: the only ones that time or another model can change."""
     clashes: dict[frozenset[str], deque[tuple[float, str]]] = field(default_factory=dict)
 
     def due(self) -> float | None:
@@ -183,10 +183,11 @@ def enter(fleet: Fleet, model: Model, phase: Phase, now: float, *, keep_since: b
     if phase is not Phase.UNLOADING:
         model.under_way = 0
     if phase in (Phase.UNLOADED, Phase.FAILED, Phase.STOPPED):
-        fleet.active.pop(model.name, None)
         model.keep(None)
-    else:
+    if phase in (Phase.ROOM, Phase.LOADED, Phase.UNLOADING):
         fleet.active[model.name] = model
+    else:
+        fleet.active.pop(model.name, None)
 
 
 def refuse_all(

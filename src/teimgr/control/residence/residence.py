@@ -56,6 +56,7 @@ log = logging.getLogger(__name__)
 COUNT_INTERVAL_S = 2.0
 """How often the workers of loaded on-demand models are asked for their calls; while one waits for memory more often."""
 _URGENT_INTERVAL_S = 0.05
+_ITEMS_AT_ONCE = 64  # that are handled between two looks at the time, and in one turn of the loop
 WAIT_LIMIT_S = 300.0
 """How long a call without a deadline waits for its model."""
 
@@ -191,13 +192,12 @@ class Residence:
                 except TimeoutError:
                     await self._on_time()
                     continue
-                if isinstance(item, _RefusedLoad):
-                    self._refused_loads[item.event.model].append(item.answer)
-                    self._decide(item.event)
-                elif isinstance(item, tuple):
-                    self._on_entry(*item)
-                else:
-                    self._decide(item)
+                self._on_item(item)
+                if (more := self._mailbox.qsize()) == 0:
+                    continue
+                for _ in range(min(more, _ITEMS_AT_ONCE)):  # thousands come when a daemon starts
+                    self._on_item(self._mailbox.get_nowait())
+                await asyncio.sleep(0)
         finally:
             for task in self._tasks:
                 task.cancel()
@@ -205,6 +205,15 @@ class Residence:
                 if not answer.done():
                     answer.set_exception(Unavailable("the daemon is ending"))
                     answer.exception()
+
+    def _on_item(self, item: Event | _RefusedLoad | tuple[str, RouteEntry | None]) -> None:
+        if isinstance(item, _RefusedLoad):
+            self._refused_loads[item.event.model].append(item.answer)
+            self._decide(item.event)
+        elif isinstance(item, tuple):
+            self._on_entry(*item)
+        else:
+            self._decide(item)
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()

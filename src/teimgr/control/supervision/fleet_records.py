@@ -48,7 +48,12 @@ class FleetRecords:
         self._crash_reports = crash_reports
         self._instances: dict[str, RecordedInstance] = {}  # those with live workers
         self._shares: dict[str, CpuThreads] = {}
+        self._listeners: list[Callable[[str], None]] = []
         self._watchers: defaultdict[str, set[asyncio.Event]] = defaultdict(set)
+
+    def follow(self, listener: Callable[[str], None]) -> None:
+        """Call `listener` with the name of each instance that changes."""
+        self._listeners.append(listener)
 
     def changed(self, instance: RecordedInstance) -> None:
         """Call after each change of an instance's state, once."""
@@ -57,6 +62,8 @@ class FleetRecords:
         self._events.note_one(name, instance.view())
         self._instances[name] = instance
         self._share(name, instance.alive)
+        for listener in self._listeners:
+            listener(name)
 
     def ordered(self, name: str) -> None:
         """The task's caller has ordered what happens to the instance next."""

@@ -90,6 +90,7 @@ class ManagedInstance:
         self._recycling: asyncio.Task[None] | None = None
         self._is_unloading = False
         self._unloaded_because: str | None = None
+        self._resting: InstanceView | None = None  # the last view, while nothing in it can change by itself
         self._add(spec, range(context.planner.replicas(spec)), "serving")
         self._publish()
 
@@ -98,6 +99,9 @@ class ManagedInstance:
     @property
     def state(self) -> State:
         """RUNNING while one replica is running."""
+        return kept.state if (kept := self.resting) is not None else self._present_state()
+
+    def _present_state(self) -> State:
         states = {each.state for each in self._serving}
         state = next(state for state in _PRECEDENCE if state in states)
         if state is State.RUNNING and self._is_unloading:
@@ -139,23 +143,44 @@ class ManagedInstance:
         """Of the workers that its supervisors have now."""
         return (each.incarnation for each in self._workers if each.incarnation is not None)
 
+    @property
+    def resting(self) -> InstanceView | None:
+        """The view of an instance without processes, as long as nothing has changed; None for any other.
+
+        Most of thousands of declared instances rest: what looks at all of them takes no time for these.
+        """
+        kept = self._resting
+        if kept is None:
+            return None
+        is_valid = kept.spec is self.spec and kept.update is self._update and kept.incident is self._incident
+        return kept if is_valid else None
+
     def view(self) -> InstanceView:
         """A snapshot for display; where it has one value for several workers, that of the first running replica."""
+        if (kept := self.resting) is not None:
+            return kept
+        view = self._present_view()
+        rests = self.adoption_done.is_set() and all(each.rests for each in self._workers)
+        self._resting = view if rests and not self._is_updating else None
+        return view
+
+    def _present_view(self) -> InstanceView:
         serving = self._serving
         views = [each.view() for each in serving]
         rank = {State.RUNNING: 0, State.STARTING: 1, State.STOPPING: 1}
         first, shown = min(zip(serving, views, strict=True), key=lambda pair: rank.get(pair[1].state, 2))
         others = [each.view() for each in (*self._with_role("joining"), *self._with_role("leaving"))]
+        state = self._present_state()
         return InstanceView(
             spec=self.spec,
-            state=self.state,
+            state=state,
             pid=shown.pid,
             uptime_secs=shown.uptime_secs,
             restarts=self._past_restarts + sum(each.restarts for each in views),
             health_check_failures=sum(each.health_check_failures for each in views),
             last_health_check=max((each.last_health_check for each in views if each.last_health_check), default=None),
             reason=self._unloaded_because
-            if self.state is State.UNLOADED
+            if state is State.UNLOADED
             else next((each.reason for each in views if each.reason), None),
             model=first.model,
             threads=first.threads,
@@ -284,6 +309,19 @@ class ManagedInstance:
     def force_stop(self) -> None:
         for each in self._workers:
             each.force_stop()
+
+    @property
+    def problems(self) -> Iterator[str]:
+        """Sentences for an operator."""
+        if (kept := self.resting) is not None and kept.state is not State.FAILED:
+            return
+        if self.state is State.FAILED and self.spec.wanted_running:
+            yield f"{self.spec.name}: failed: {self.view().reason}"
+        running = [each.number for each in self._serving if each.state is State.RUNNING]
+        starting = [each.start_problem for each in self._serving if each.start_problem]
+        for problem in (*starting[:1], *(self._memory.problems(running) if self._memory is not None else ())):
+            yield f"{self.spec.name}: {problem}"
+        yield from (each.worker_alarm for each in self._serving if each.worker_alarm is not None)
 
     def mark_failed(self, reason: str) -> None:
         """Before `begin`: the instance cannot be started as it is."""
@@ -524,6 +562,7 @@ class ManagedInstance:
 
     def _on_supervisor_ended(self, supervisor: Supervisor, task: asyncio.Task[None]) -> None:
         del self._tasks[supervisor]
+        self._resting = None
         if supervisor.role == "leaving":
             self._workers.remove(supervisor)
         if not task.cancelled() and (error := task.exception()):
@@ -531,6 +570,7 @@ class ManagedInstance:
         self._state_changed.set()
 
     def on_state_changed(self) -> None:
+        self._resting = None
         self._state_changed.set()
         self._publish()
         if not self._is_forgotten:
@@ -551,22 +591,6 @@ class ManagedInstance:
         self._context.records.changed(self)
 
     # Memory
-
-    @property
-    def memory_problems(self) -> list[str]:
-        """Sentences about replicas that are above `max_rss_mib` from their start."""
-        running = [each.number for each in self._serving if each.state is State.RUNNING]
-        return self._memory.problems(running) if self._memory is not None else []
-
-    @property
-    def start_problem(self) -> str | None:
-        """A sentence while a replica starts again and again; None otherwise."""
-        return next((each.start_problem for each in self._serving if each.start_problem), None)
-
-    @property
-    def loop_problems(self) -> list[str]:
-        """Sentences about what held the event loops of workers recently."""
-        return [each.worker_alarm for each in self._serving if each.worker_alarm is not None]
 
     def on_memory(self, supervisor: Supervisor, resident_bytes: int, fresh: bool) -> None:
         """Replace a replica that stays above `max_rss_mib`, unless an update is under way."""

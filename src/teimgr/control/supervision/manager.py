@@ -40,7 +40,7 @@ from teimgr.control.supervision.planning import Planning
 from teimgr.control.supervision.store import Store, WantedState
 from teimgr.control.supervision.supervisor import SupervisorContext
 from teimgr.control.supervision.sweep import Sweep
-from teimgr.control.supervision.validation import InstanceValidator, check_model, with_changes
+from teimgr.control.supervision.validation import InstanceValidator, Present, check_model, with_changes
 from teimgr.control.supervision.worker_run import ProbePlan, Usage
 from teimgr.errors import (
     InstanceExists,
@@ -137,8 +137,9 @@ class Manager:
         await self._launcher.start()
         if any(not spec.max_batch_tokens for spec in specs):
             await self._planner.refresh()  # only then: slow drivers must not delay the listeners without need
+        present = Present()
         for spec in specs:
-            self._restore(spec)
+            self._restore(spec, present)
         self._is_restored = True
 
     async def boot(self) -> None:
@@ -187,7 +188,7 @@ class Manager:
         """Adopt the workers of one instance, start those that are missing, end the others."""
         instance = self._instances.get(name)  # now: one that is created during the adoption begins on its own
         try:
-            adopted = await self._launcher.adopt(workers, self._accepts)
+            adopted = await self._launcher.adopt(workers, self._accepts) if workers else []
         except Exception:  # the sweep ends the workers that nothing has adopted
             log.exception("workers of an earlier daemon not adopted", extra={"instance": name})
             adopted = []
@@ -232,16 +233,17 @@ class Manager:
             instance.force_stop()
         await instance.settle()
 
-    def _restore(self, spec: InstanceSpec) -> None:
-        """List an instance of the state file; as failed, where it cannot be started as it is."""
+    def _restore(self, spec: InstanceSpec, present: Present) -> None:
+        """List an instance of the state file beside those before it; as failed, where it cannot start as it is."""
         try:
             spec = with_batch_tokens(spec, self._planner.inventory, self.tokens_per_gib)
-            self._add(self._validator.readmit(spec, self._state.specs()))
+            present.add(self._add(self._validator.readmit(spec, present)).spec)
         except (InvalidInstanceName, InstanceExists) as error:
             self._state.add_alarm(f"not restored: {error.message}")
         except TeimgrError as error:
             self._add(spec).mark_failed(error.message)
             self._not_startable.add(spec.name)
+            present.add(spec)
 
     def _accepts(self, found: WorkerSpec) -> bool:
         instance = self._instances.get(found.name)
@@ -266,7 +268,7 @@ class Manager:
         await self._check(request)
         request = with_batch_tokens(request, await self._planner.refresh(), self.tokens_per_gib)
         place(request, self._planner.inventory)
-        spec = self._validator.admit(request, self._state.specs())
+        spec = self._validator.admit(request, Present(self._state.specs()))
         spec = replace(spec, created_at=now_rfc3339(), wanted_running=True)
         async with self._state.creating(spec):
             self._turns.require_open()
@@ -585,15 +587,7 @@ class Manager:
 
     def alarms(self) -> list[str]:
         """Those of instances; `store_alarm` has that of the state file."""
-        failed = (
-            f"{name}: failed: {found.view().reason}"
-            for name, found in self._instances.items()
-            if found.state is State.FAILED and found.spec.wanted_running
-        )
-        starts = (f"{name}: {each}" for name, found in self._instances.items() if (each := found.start_problem))
-        memory = (f"{name}: {each}" for name, found in self._instances.items() for each in found.memory_problems)
-        loops = (each for found in self._instances.values() for each in found.loop_problems)
-        return [*failed, *starts, *memory, *loops, *self._sweep.alarms()]
+        return [*(each for found in self._instances.values() for each in found.problems), *self._sweep.alarms()]
 
     async def started(self, name: str) -> InstanceView:
         """The view of an instance once it is no longer starting, or as it is when its time to start is over.
@@ -635,6 +629,10 @@ class Manager:
     @property
     def store_alarm(self) -> str | None:
         return self._state.alarm_text
+
+    def follow(self, listener: Callable[[str], None]) -> None:
+        """Call `listener` with the name of each instance that changes in its view."""
+        self._records.follow(listener)
 
     async def _command(self, name: str, command: Command) -> InstanceView:
         instance = await self._adopted_instance(name)

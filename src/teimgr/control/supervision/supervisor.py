@@ -238,6 +238,12 @@ class Supervisor(LifecycleTask):
         return self._replica.is_wanted
 
     @property
+    def rests(self) -> bool:
+        """Whether it has no process and none will come by itself: its view is the same until an event."""
+        replica = self._replica
+        return self._worker is None and replica.wake_at is None and replica.phase in (Phase.STOPPED, Phase.FAILED)
+
+    @property
     def has_failed(self) -> bool:
         """Whether the last worker failed and has no running successor yet."""
         was_ended = self._replica.phase in (Phase.FAILED, Phase.WAITING, Phase.REPLACING)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -53,8 +53,8 @@ class Ports:
         self._next = start
         self._prometheus_start = self._next_prometheus = prometheus_start
 
-    def allocate(self, taken: Collection[int]) -> int:
-        """A free port of the range that is not in `taken`.
+    def allocate(self, taken: Container[int], own: int | None = None) -> int:
+        """A free port of the range that is not in `taken`, and not `own`.
 
         The search continues after the last result, so that a released port is not reused at once.
 
@@ -64,7 +64,7 @@ class Ports:
         start, size = self._range.start, len(self._range)
         for step in range(size):
             port = start + (self._next - start + step) % size
-            if port not in taken and port not in self._reserved and is_free(self._host, port):
+            if self._may_be_had(port, taken, own):
                 self._next = port + 1
                 return port
         raise PortAllocationFailed(
@@ -97,22 +97,24 @@ class Ports:
         if port in self._reserved:
             raise PortConflict(port, self._reserved[port])
 
-    def allocate_prometheus(self, taken: Collection[int]) -> int:
+    def _may_be_had(self, port: int, taken: Container[int], own: int | None) -> bool:
+        return port not in taken and port != own and port not in self._reserved and is_free(self._host, port)
+
+    def allocate_prometheus(self, taken: Container[int], own: int | None = None) -> int:
         """A free port from `prometheus_start` upwards; after the last port the search begins again at the first.
 
         Raises:
             PortAllocationFailed: none of the next thousand is free.
         """
         size = LAST_PORT + 1 - self._prometheus_start
-        tries = [
-            self._prometheus_start + (self._next_prometheus - self._prometheus_start + step) % size
-            for step in range(min(size, _PROMETHEUS_TRIES))
-        ]
+        begin = self._next_prometheus - self._prometheus_start
+        tries = (self._prometheus_start + step % size for step in range(begin, begin + min(size, _PROMETHEUS_TRIES)))
+        first = port = self._prometheus_start + begin % size
         for port in tries:
-            if port not in taken and port not in self._reserved and is_free(self._host, port):
+            if self._may_be_had(port, taken, own):
                 self._next_prometheus = port + 1
                 return port
-        raise PortAllocationFailed(f"Could not find free port in range {tries[0]}-{tries[-1]}")
+        raise PortAllocationFailed(f"Could not find free port in range {first}-{port}")
 
 
 def is_free(host: str, port: int) -> bool:
@@ -163,6 +165,21 @@ def check_model(worker: WorkerSpec) -> None:
         raise InvalidConfig(f"model_id: {worker.model_id} cannot be served: {error.message}") from error
 
 
+class Present:
+    """The names and ports of the instances beside which another one is validated."""
+
+    def __init__(self, specs: Iterable[InstanceSpec] = ()) -> None:
+        self.names: set[str] = set()
+        self.holders: dict[int, str] = {}
+        for spec in specs:
+            self.add(spec)
+
+    def add(self, spec: InstanceSpec) -> None:
+        """One more instance."""
+        self.names.add(spec.name)
+        self.holders |= {port: spec.name for port in (spec.port, spec.prometheus_port) if port}
+
+
 class InstanceValidator:
     """Validates new instances by the settings, and holds the cursors of the port ranges."""
 
@@ -177,7 +194,7 @@ class InstanceValidator:
             settings.prometheus_port_start,
         )
 
-    def admit(self, request: InstanceSpec, present: Sequence[InstanceSpec]) -> InstanceSpec:
+    def admit(self, request: InstanceSpec, present: Present) -> InstanceSpec:
         """A new request with its ports resolved, beside the instances that are present.
 
         Raises:
@@ -185,37 +202,33 @@ class InstanceValidator:
             InstanceExists, PortConflict, MaxInstancesReached, PortAllocationFailed: It does not fit.
         """
         self._check(request, present)
-        port = self._ports.check(request.port, _holders(present)) if request.port else None
+        port = self._ports.check(request.port, present.holders) if request.port else None
         if request.prometheus_port:
-            self._ports.check(request.prometheus_port, _holders(present))
+            self._ports.check(request.prometheus_port, present.holders)
             if request.prometheus_port == port:
                 raise PortConflict(request.prometheus_port, "its own port")
         return self._with_ports(replace(request, port=port or 0), present)
 
-    def readmit(self, spec: InstanceSpec, present: Sequence[InstanceSpec]) -> InstanceSpec:
+    def readmit(self, spec: InstanceSpec, present: Present) -> InstanceSpec:
         """Like `admit`, for an instance of an earlier start: its own live worker may hold its port."""
         self._check(spec, present)
         for port in filter(None, (spec.port, spec.prometheus_port)):
-            self._ports.check_holders(port, _holders(present))
+            self._ports.check_holders(port, present.holders)
         return self._with_ports(spec, present)
 
-    def _check(self, spec: InstanceSpec, present: Sequence[InstanceSpec]) -> None:
+    def _check(self, spec: InstanceSpec, present: Present) -> None:
         check_instance(spec)
         check_allowed(spec, self._settings)
-        if any(other.name == spec.name for other in present):
+        if spec.name in present.names:
             raise InstanceExists(spec.name)
-        if self._max_instances is not None and len(present) >= self._max_instances:
+        if self._max_instances is not None and len(present.names) >= self._max_instances:
             raise MaxInstancesReached(self._max_instances)
 
-    def _with_ports(self, spec: InstanceSpec, present: Sequence[InstanceSpec]) -> InstanceSpec:
-        taken = {other.port for other in present}
-        taken |= {other.prometheus_port for other in present if other.prometheus_port}
-        if spec.prometheus_port:
-            taken.add(spec.prometheus_port)
-        port = spec.port or self._ports.allocate(taken)
+    def _with_ports(self, spec: InstanceSpec, present: Present) -> InstanceSpec:
         prometheus = spec.prometheus_port
+        port = spec.port or self._ports.allocate(present.holders, prometheus)
         if prometheus is None:
-            prometheus = self._ports.allocate_prometheus(taken | {port})
+            prometheus = self._ports.allocate_prometheus(present.holders, port)
         return replace(spec, port=port, prometheus_port=prometheus)
 
 
@@ -230,8 +243,3 @@ def _own_ports(settings: Settings) -> dict[int, str]:
         own |= dict.fromkeys(settings.cluster.ray_ports, "Ray")
         own |= {settings.cluster.port: "Ray's head", settings.cluster.enrolment: "enrolment"}
     return own
-
-
-def _holders(present: Sequence[InstanceSpec]) -> dict[int, str]:
-    """The ports of instances and the names of these."""
-    return {port: other.name for other in present for port in (other.port, other.prometheus_port) if port}

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, KeysView, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import islice
@@ -192,6 +193,9 @@ class RouterView(Protocol):
     def find(self, name: str) -> RouteEntry | None:
         """A visible instance by its name."""
 
+    def of_model(self, model_id: str) -> list[RouteEntry]:
+        """The visible instances of a model, by its id."""
+
     def lease(self, target: Target) -> Lease:
         """Like `Router.lease`."""
 
@@ -257,6 +261,7 @@ class Router:
         self._node = identity.node if identity else ""
         self._snapshot: RoutingSnapshot | None = None  # made when it is needed
         self._by_name: dict[str, _Instance] = {}
+        self._by_model: defaultdict[str, dict[str, None]] = defaultdict(dict)  # names, by the id of the model
         self._stats: dict[str, LinkStats] = {}
         self._retired: set[Replica] = set()
         self._waiting = ByteBudget(self.limits.max_waiting_bytes)
@@ -274,11 +279,16 @@ class Router:
         """Route one instance by its new entry from now on; None removes it."""
         before = self._by_name.get(name)
         present = {replica.endpoint: replica for replica in before.replicas} if before else {}
+        if before is not None and (entry is None or entry.model_id != before.entry.model_id):
+            self._by_model[before.entry.model_id].pop(name)
+            if not self._by_model[before.entry.model_id]:
+                del self._by_model[before.entry.model_id]
         if entry is None:
             self._by_name.pop(name, None)
             self._stats.pop(name, None)
         else:
             self._by_name[name] = _Instance(entry, self._replicas(entry, present))
+            self._by_model[entry.model_id][name] = None
             for replica in self._by_name[name].replicas:
                 replica.reconnect_if_lost()  # the control plane still lists it
         self._retired = {replica for replica in self._retired if not replica.is_closed}
@@ -302,6 +312,12 @@ class Router:
     def find(self, name: str) -> RouteEntry | None:
         instance = self._by_name.get(name)
         return instance.entry if instance else None
+
+    def of_model(self, model_id: str) -> list[RouteEntry]:
+        return [instance.entry for instance in self._instances_of(model_id)]
+
+    def _instances_of(self, model_id: str) -> list[_Instance]:
+        return [self._by_name[name] for name in self._by_model.get(model_id, ())]
 
     def lease(self, target: Target, covers: Callable[[str], bool] = lambda name: True) -> Lease:
         """Lease the replica with the fewest bytes under way, among those that the target allows.
@@ -331,16 +347,14 @@ class Router:
     def _lease_by_model(self, model_id: str, covers: Callable[[str], bool]) -> Lease:
         found = [
             (instance.entry.name, replica)
-            for instance in self._by_name.values()
-            if instance.entry.model_id == model_id
-            and instance.entry.state is State.RUNNING
-            and covers(instance.entry.name)
+            for instance in self._instances_of(model_id)
+            if instance.entry.state is State.RUNNING and covers(instance.entry.name)
             for replica in instance.replicas
             if replica.usable
         ]
         if not found:
-            for entry in (instance.entry for instance in self._by_name.values()):
-                if entry.model_id == model_id and entry.asks_owner and covers(entry.name):
+            for entry in self.of_model(model_id):
+                if entry.asks_owner and covers(entry.name):
                     raise not_loaded(entry)
             if covers(model_id) and self.may_load(model_id):
                 raise NotLoaded(f"No instance of model '{model_id}' is loaded", model_id)
@@ -414,6 +428,9 @@ class _RestrictedRouter:
 
     def find(self, name: str) -> RouteEntry | None:
         return self._router.find(name) if self._caller.covers(name) else None
+
+    def of_model(self, model_id: str) -> list[RouteEntry]:
+        return [entry for entry in self._router.of_model(model_id) if self._caller.covers(entry.name)]
 
     def lease(self, target: Target) -> Lease:
         """Like `Router.lease`.
