@@ -8,10 +8,11 @@ twice the largest text divided by the weight. Nothing waits while there is room:
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
 from collections.abc import Iterator
 from typing import Generic, Protocol, TypeVar
+
+import numpy as np
 
 from teimgr.engine.job import Share
 from teimgr.engine.length_buckets import BatchDraft, LengthBuckets, QueueEntry
@@ -95,24 +96,36 @@ class FairLane:
         self._served[tenant] += tokens / self._shares[tenant].weight
 
     def _turns(self, budget_tokens: int, budget_texts: int | None) -> dict[int, int]:
-        """How many of its oldest texts each tenant has in the next batch, which one text at least fits."""
+        """How many of its oldest texts each tenant has in the next batch, which one text at least fits.
+
+        A tenant's counter before each of its texts is known at once, and the texts go in the order of these counters:
+        the same as taking them one by one from the tenant whose counter is least.
+        """
         turns: dict[int, int] = {}
-        lengths = {tenant: buckets.lengths_by_age() for tenant, buckets in self._waiting.items()}
-        heap = [(share.priority, self._served[tenant], tenant) for tenant, share in self._shares.items()]
-        heapq.heapify(heap)
-        tokens = texts = 0
-        while heap and (budget_texts is None or texts < budget_texts):
-            priority, served, tenant = heap[0]
-            length = next(lengths[tenant], None)
-            if length is None:
-                heapq.heappop(heap)
-                turns.setdefault(tenant, 0)  # what is left of it is dead, and removed
-                continue
-            if texts and tokens + length > budget_tokens:
+        texts = 0
+        for priority in sorted({share.priority for share in self._shares.values()}):
+            tenants = sorted(tenant for tenant, share in self._shares.items() if share.priority == priority)
+            waiting = [self._waiting[tenant].lengths_by_age(budget_tokens) for tenant in tenants]
+            lengths, owners = (
+                np.concatenate(waiting),
+                np.repeat(np.arange(len(tenants)), [len(each) for each in waiting]),
+            )
+            counters = [
+                self._served[tenant] + (np.cumsum(each) - each) / self._shares[tenant].weight
+                for tenant, each in zip(tenants, waiting, strict=True)
+            ]
+            order = np.argsort(np.concatenate(counters), kind="stable")  # of equal ones the least tenant is first
+            taken = np.cumsum(lengths[order])
+            fitting = int(np.searchsorted(taken, budget_tokens, "right"))
+            fitting = max(fitting, 0 if texts else min(1, len(order)))
+            if budget_texts is not None:
+                fitting = min(fitting, budget_texts - texts)
+            counts = np.bincount(owners[order[:fitting]], minlength=len(tenants)).tolist()
+            turns |= zip(tenants, counts, strict=True)  # what is left of one with 0 may be dead, and is removed
+            texts += fitting
+            budget_tokens -= int(taken[-1]) if fitting else 0
+            if fitting < len(order) or budget_tokens <= 0:
                 break
-            heapq.heapreplace(heap, (priority, served + length / self._shares[tenant].weight, tenant))
-            turns[tenant] = turns.get(tenant, 0) + 1
-            tokens, texts = tokens + length, texts + 1
         return turns
 
 

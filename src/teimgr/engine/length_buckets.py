@@ -6,7 +6,6 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
 
 import numpy as np
 from numpy.typing import NDArray
@@ -139,11 +138,20 @@ class LengthBuckets:
             if not bucket:
                 self._drop_bucket(head.length)
 
-    def lengths_by_age(self) -> Iterator[int]:
-        """The tokens of each waiting text, the oldest first."""
+    def lengths_by_age(self, tokens: int) -> NDArray[np.int64]:
+        """The tokens of the oldest waiting texts, as many as fit in `tokens` and one more."""
+        lengths: list[int] = []
+        texts: list[int] = []
         for entry in self._by_age:
             if not entry.taken and not entry.job.cancelled:
-                yield from repeat(entry.length, entry.texts)
+                length = entry.length
+                count = min(entry.texts, tokens // length + 1)
+                lengths.append(length)
+                texts.append(count)
+                tokens -= count * length
+                if tokens < 0:
+                    break
+        return np.repeat(np.array(lengths, np.int64), texts)
 
     def drain(self) -> list[QueueEntry]:
         """Remove and return all entries, oldest first."""
