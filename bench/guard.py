@@ -128,7 +128,7 @@ def _engine(texts: Sequence[str], rounds: int) -> dict[str, float]:
         if LEVELS[library.level] == "avx512_bf16":
             ways["bfloat16"] = forward(load("bfloat16", 1, "").model, packed(encoded))
             pairs["bfloat16 against float32, bulk"] = ("bfloat16", "native")
-            if library.multiplies_bytes:
+            if library.byte_sum_bits(library.level):
                 ways["int8"] = forward(load("int8", 1, "").model, packed(encoded))
                 pairs["int8 against bfloat16, bulk"] = ("int8", "bfloat16")
         torch.set_num_threads(1)

@@ -122,7 +122,7 @@ def test_bfloat16_is_close(module: Any) -> None:
 
 
 @needs_int8
-@pytest.mark.parametrize("level", [level for level in HERE if level.startswith("avx512")])
+@pytest.mark.parametrize("level", HERE)
 def test_int8_is_near(module: Any, level: str) -> None:
     kernel = ForwardKernel(lower(trace_forward(module, options(module))), torch.int8, level=level)
     texts = texts_of(LENGTHS)
@@ -130,6 +130,25 @@ def test_int8_is_near(module: Any, level: str) -> None:
     for text, found in zip(texts, run(kernel, pack(texts)), strict=True):
         cosine = torch.nn.functional.cosine_similarity(found, own(module, text), dim=1)
         assert float(cosine.min()) > 0.99
+
+
+@needs_int8
+@pytest.mark.parametrize("level", HERE)
+def test_sums_of_the_largest_bytes_do_not_saturate(level: str) -> None:
+    """All products are the largest that there are."""
+    width = 256
+    weights = torch.ones(64, width)
+    weights[1] = -1.0
+    steps = (
+        Step("embed", 0, width, tables=((torch.ones(2, width), "ids"),)),
+        Step("linear", 1, 64, x=Columns(0, 0, width), weights=weights),
+    )
+    kernel = ForwardKernel(ForwardProgram(steps, 64), torch.int8, level=level)
+
+    (found,) = run(kernel, pack([Encoded(np.array([0], np.int32))]))
+
+    # Two equal weights are 63.5 steps each, which are rounded to 64.
+    torch.testing.assert_close(found[0], weights.sum(dim=1), atol=0.0, rtol=0.01)
 
 
 @needs_int8

@@ -64,13 +64,14 @@ class _Programs:
     def __init__(self, library: ctypes.CDLL, chance: random.Random) -> None:
         self._library = library
         self._chance = chance
-        self._level = int(library.attention_level())
-        self._panel = int(library.panel_width(self._level))
+        self._level = self._panel = 0  # of the present program
         self._kept: list[Any] = []
 
     def call(self) -> int:
         """The status of one program, in half of the cases with some fields that are odd."""
         chance, self._kept = self._chance, []
+        self._level = chance.randint(1, self._library.attention_level())
+        self._panel = int(self._library.panel_width(self._level))
         tokens = chance.choice((1, 2, 7, 8, 64, 65, 130, 600))
         cuts = sorted(chance.sample(range(1, tokens), min(tokens - 1, chance.randrange(4))))
         begins = self._array(np.array([0, *cuts, tokens], np.int32))
@@ -80,7 +81,14 @@ class _Programs:
         steps[0].tables[0], steps[0].table_size[0] = self._floats(rows * columns), rows * columns
         slots = [_Slot(0, 4 * self._whole(columns))]
         for _ in range(chance.randrange(6)):
-            step, columns = self._next(len(slots) - 1, columns, rows)
+            last = slots[-1]
+            if chance.randrange(4) == 0 and self._library.byte_sum_bits(self._level):
+                steps.append(self._quantise(len(slots) - 1, columns))
+                slots.append(_Slot(last.offset + last.stride, self._whole(steps[-1].width)))
+                step = self._linear_of_bytes(len(slots) - 1, columns)
+                columns = step.width
+            else:
+                step, columns = self._next(len(slots) - 1, columns, rows)
             steps.append(step)
             last = slots[-1]
             slots.append(_Slot(last.offset + last.stride, 4 * self._whole(max(columns, step.width * step.groups))))
@@ -139,6 +147,22 @@ class _Programs:
                 step.bias, step.bias_size = self._floats(step.heads), step.heads
             return step, columns
         return step, step.width * step.groups
+
+    def _quantise(self, slot: int, columns: int) -> _Step:
+        step = self._step("quantise")
+        step.x, step.inner, step.operands = _Operand(slot, 0), columns, slot + 1
+        step.width = columns + 8  # with struct row_scale
+        return step
+
+    def _linear_of_bytes(self, slot: int, columns: int) -> _Step:
+        step = self._step("linear")
+        step.x, step.inner, step.width = _Operand(slot, 0), columns, 16 * self._chance.randrange(1, 9)
+        step.activation = self._chance.randrange(len(_ACTIVATIONS))
+        wide = -(-step.width // self._panel) * self._panel
+        step.weights, step.weights_size = self._array(np.full(wide * columns, 64, np.int8)), wide * columns
+        step.scales, step.scales_size = self._floats(wide), wide
+        step.sums, step.sums_size = self._array(np.full(wide, 64 * columns, np.int32)), wide
+        return step
 
     def _step(self, kind: str) -> _Step:
         none = _Operand(-1, 0)

@@ -15,7 +15,7 @@ from teimgr.engine.native_library import native_forward_allowed, native_library
 
 LIBRARY = native_library()
 HAS_FORWARD = LIBRARY is not None and native_forward_allowed()
-MULTIPLIES_BYTES = HAS_FORWARD and LIBRARY is not None and LIBRARY.multiplies_bytes
+MULTIPLIES_BYTES = HAS_FORWARD and LIBRARY is not None and bool(LIBRARY.byte_sum_bits(LIBRARY.level))
 
 FORWARD = "native" if HAS_FORWARD else "library"
 """`forward` of `/info` for a model that is lowered."""

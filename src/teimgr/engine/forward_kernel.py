@@ -183,12 +183,13 @@ class ForwardKernel:
         self._library = library
         self._level = library.level if level is None else LEVELS.index(level)
         self._panel = int(library.panel_width(self._level))
+        byte_sum_bits = int(library.byte_sum_bits(self._level))
         has_bfloat16, is_int8 = LEVELS[self._level] == "avx512_bf16", dtype is torch.int8
         self._bfloat16 = has_bfloat16 and dtype is not torch.float32
         known = {
             torch.float32: True,
             torch.bfloat16: has_bfloat16,
-            torch.int8: library.multiplies_bytes and LEVELS[self._level].startswith("avx512"),
+            torch.int8: bool(byte_sum_bits),
         }
         if not self._panel or not known.get(dtype, False):
             raise CannotLowerError(f"no {dtype} on {LEVELS[self._level]}")
@@ -201,7 +202,8 @@ class ForwardKernel:
         self._rows = [_NO_TABLE] * len(_INDICES)  # of the smallest table of each index, but those
         linears = [step for step in program.steps if step.kind == "linear" and not self._reads_bytes(step)]
         shapes = [(step.width, step.x.width) for step in linears if step.x is not None]
-        self._packer = WeightPacker(shapes, self._panel, torch.bfloat16 if self._bfloat16 else torch.float32)
+        packed_dtype = torch.bfloat16 if self._bfloat16 else torch.float32
+        self._packer = WeightPacker(shapes, self._panel, packed_dtype, byte_sum_bits)
         self._steps = (_Step * len(program.steps))(*[self._step(step, values) for step in program.steps])
         self._slots_array = (_Slot * len(slots))(*slots)
         self._program = _Program(

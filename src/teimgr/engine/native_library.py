@@ -39,8 +39,10 @@ _STRUCTS = ("attention", "slot", "step", "program", "forward")
 
 
 class NativeLibrary:
-    """The loaded library; `level` is the index in `LEVELS` of the best instructions that this CPU has, and
-    `multiplies_bytes` whether int8 is among them.
+    """The loaded library; `level` is the index in `LEVELS` of the best instructions that this CPU has.
+
+    `byte_sum_bits(level)` is 0 if a level has no int8, else the bits in which it sums the products of two neighbouring
+    bytes: 32, or 16, which saturate.
 
     `parallel` is the address of GOMP_parallel in the OpenMP that torch has loaded; None without one: then
     it runs on the calling thread. `run_threads` is the address of the function that does the same on own threads.
@@ -70,7 +72,7 @@ class NativeLibrary:
         self._sizes = {name: int(size_of(at)) for at, name in enumerate(_STRUCTS)}
         self._sizes["wordpiece"] = int(wordpiece_size())
         self.level = int(library.attention_level())
-        self.multiplies_bytes = bool(library.multiplies_bytes())
+        self.byte_sum_bits = library.byte_sum_bits
         self.parallel = _openmp_parallel()
         own = getattr(library, "run_threads", None)  # on Linux alone
         self.run_threads = self.parallel if own is None else ctypes.cast(own, ctypes.c_void_p).value

@@ -15,11 +15,14 @@ _ALIGNMENT = 64  # bytes
 class WeightPacker:
     """Packs the layers of one program, whose `shapes` are (out, in), in `dtype`: float32 or bfloat16.
 
-    `panel` is how many columns the library computes at a time.
+    `panel` is how many columns the library computes at a time, `byte_sum_bits` is that of the library.
     """
 
-    def __init__(self, shapes: Sequence[tuple[int, int]], panel: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, shapes: Sequence[tuple[int, int]], panel: int, dtype: torch.dtype, byte_sum_bits: int = 32
+    ) -> None:
         self._panel = panel
+        self._byte_sum_bits = byte_sum_bits
         self._dtype = dtype
         counts = [-(-columns // panel) * panel * inner for columns, inner in shapes]
         self._memory = _HugePages(sum(_aligned(count * dtype.itemsize) for count in counts))
@@ -41,9 +44,16 @@ class WeightPacker:
         return packed.copy_(units.permute(0, 2, 1))
 
     def pack_bytes(self, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[out, in] → int8 [panels, in / 4, panel, 4]; the scale of each column, and the sum of its bytes."""
+        """[out, in] → int8 [panels, in / 4, panel, 4]; the scale of each column, and the sum of its bytes.
+
+        Sums in 16 bits saturate unless two neighbouring weights of one sign add up to at most 128.
+        """
         weights = weights.float()
-        scales = weights.abs().amax(dim=1).clamp_min(1e-12) / 127.0
+        amounts = weights.abs()
+        if self._byte_sum_bits == 16:
+            pairs = weights.view(len(weights), -1, 2)
+            amounts = torch.maximum(pairs.clamp_min(0).sum(dim=2), -pairs.clamp_max(0).sum(dim=2))
+        scales = amounts.amax(dim=1).clamp_min(1e-12) / 127.0
         rows = self.padded((weights / scales[:, None]).round().to(torch.int8))
         packed = rows.view(-1, self._panel, weights.shape[1] // 4, 4).permute(0, 2, 1, 3).contiguous()
         return packed, self.padded(scales), rows.sum(dim=1, dtype=torch.int32)

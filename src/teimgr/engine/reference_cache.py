@@ -88,7 +88,7 @@ def reference_key(layout: Layout, dtype: str, inputs: Sequence[Encoded]) -> str 
     library = native_library()
     facts = (
         (_FORMAT, torch.__version__, transformers.__version__, torch.backends.cpu.get_cpu_capability()),
-        None if library is None else (library.level, library.multiplies_bytes),
+        None if library is None else (library.level, library.byte_sum_bits(library.level)),
         (dtype, repr(replace(layout, notes=()))),
         found,
         engine,

@@ -102,14 +102,6 @@ int attention_level(void) {
     return BASELINE;
 }
 
-int multiplies_bytes(void) {
-#if defined(__x86_64__)
-    return attention_level() >= AVX512 && __builtin_cpu_supports("avx512vnni");
-#else
-    return 0;
-#endif
-}
-
 static void attend(const struct attention *call, const struct scratch *scratch, const struct item *item) {
 #if defined(__x86_64__)
     switch (call->level) {

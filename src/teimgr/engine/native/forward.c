@@ -62,7 +62,7 @@ enum {
 
 #define LEVEL(name) name##_avx512
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma")))
-#define BYTES_TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,fma")))
+#define VNNI_TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,fma")))
 #define WIDTH 16
 #define COLUMNS 4
 #define PAIRS 0
@@ -70,7 +70,7 @@ enum {
 
 #define LEVEL(name) name##_avx512_bf16
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma")))
-#define BYTES_TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni,fma")))
+#define VNNI_TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni,fma")))
 #define WIDTH 16
 #define COLUMNS 4
 #define PAIRS 1
@@ -113,6 +113,20 @@ static int64_t units_of(const struct step *step, const struct group *group, cons
     return ceiling(group->tokens, ROWS_AT_A_TIME);
 }
 
+int byte_sum_bits(int32_t level) {
+    const int has_vnni = attention_level() >= AVX512 && __builtin_cpu_supports("avx512vnni");
+    if (level >= AVX512 && has_vnni) return 32;
+    return level == AVX512 || level == AVX2 ? 16 : 0;
+}
+
+typedef void (*linear_function)(const struct step *step, const struct group *group, int64_t unit);
+
+static linear_function linear_of_bytes(const struct program *program) {
+    if (program->bfloat16) return linear_bytes_vnni_avx512_bf16;
+    if (program->level == AVX2) return linear_bytes_avx2;
+    return byte_sum_bits(AVX512) == 32 ? linear_bytes_vnni_avx512 : linear_bytes_avx512;
+}
+
 static void run_unit(
     const struct step *step, const struct group *group, const struct attention *attention, void *scratch, int64_t unit) {
     if (step->kind == ATTEND) {
@@ -121,7 +135,7 @@ static void run_unit(
     }
     const int is_linear = step->kind == LINEAR;
     if (is_linear && step->scales != NULL)
-        (group->program->bfloat16 ? linear_bytes_avx512_bf16 : linear_bytes_avx512)(step, group, unit);
+        linear_of_bytes(group->program)(step, group, unit);
     else if (group->program->bfloat16)
         (is_linear ? linear_avx512_bf16 : run_rows_avx512_bf16)(step, group, unit);
     else if (group->program->level >= AVX512)
@@ -350,5 +364,6 @@ int forward(struct forward *call) {
 }
 #else
 int64_t panel_width(int32_t level) { return (void)level, 0; }
+int byte_sum_bits(int32_t level) { return (void)level, 0; }
 int forward(struct forward *call) { return (void)call, UNSUPPORTED; }
 #endif

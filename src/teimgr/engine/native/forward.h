@@ -99,6 +99,10 @@ struct forward {
 // the other, or for one pair of elements after the other where operands are bfloat16, or for one four of bytes.
 int64_t panel_width(int32_t level);
 
+// Bits in which a level sums the products of neighbouring bytes: 32 with VNNI; 16 without, which saturate; 0 if the
+// library has no products of bytes for the level.
+int byte_sum_bits(int32_t level);
+
 // Whether a program, and a call with one, read and write nothing but their own memory, for any ids.
 int program_is_valid(const struct program *program);
 int forward_is_valid(const struct forward *call);

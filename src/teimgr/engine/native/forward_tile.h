@@ -172,46 +172,19 @@ static TARGET void LEVEL(linear)(const struct step *step, const struct group *gr
     IN_BLOCKS(LEVEL(multiply_panel))
 }
 
+// Products of bytes: without VNNI where bfloat16 does not imply it, and with VNNI where registers are wide enough.
+#if !PAIRS
+#define VNNI 0
+#define BYTES(name) LEVEL(name##_bytes)
+#define BYTES_TARGET TARGET
+#include "bytes_tile.h"
+#endif
 #if WIDTH == 16
-#define INLINE_BYTES static inline __attribute__((always_inline)) BYTES_TARGET
-
-// Of four bytes and a four of each column.
-INLINE_BYTES INTS LEVEL(multiply_add_bytes)(int32_t a, const int32_t *b, INTS sum) {
-    return (INTS)_mm512_dpbusd_epi32((__m512i)sum, _mm512_set1_epi32(a), _mm512_loadu_si512(b));
-}
-
-// `rows` rows of bytes times one panel; as `multiply_panel`.
-INLINE_BYTES void LEVEL(multiply_byte_panel)(
-    const struct step *step, const struct group *group, int64_t row, int rows, int64_t panel) {
-    const int64_t fours = step->inner / 4;
-    const int32_t *weights = (const int32_t *)step->weights + panel * fours * PANEL, *x[MAX_ROWS];
-    INTS sums[MAX_ROWS][COLUMNS];
-    for (int r = 0; r < rows; r++) {
-        x[r] = (const int32_t *)LEVEL(row)(group, step->x.slot, row + r);
-        for (int c = 0; c < COLUMNS; c++) sums[r][c] = (INTS){};
-    }
-    for (int64_t e = 0; e < fours; e++, weights += PANEL) {
-        if (row % ROW_TILE == 0) LEVEL(fetch_ahead)(weights, FETCHED_AHEAD);
-        for (int r = 0; r < rows; r++)
-            for (int c = 0; c < COLUMNS; c++)
-                sums[r][c] = LEVEL(multiply_add_bytes)(x[r][e], weights + c * WIDTH, sums[r][c]);
-    }
-    FLOATS results[MAX_ROWS][COLUMNS];
-    for (int r = 0; r < rows; r++) {
-        const struct row_scale *of_row = (const struct row_scale *)(x[r] + fours);
-        for (int c = 0; c < COLUMNS; c++) {
-            const int64_t column = panel * PANEL + c * WIDTH;
-            const INTS exact = sums[r][c] - *(const INTS *)(step->sums + column) * of_row->zero;
-            const FLOATS scales = LEVEL(load)(step->scales + column) * of_row->scale;
-            results[r][c] = (FLOATS)_mm512_cvtepi32_ps((__m512i)exact) * scales;
-        }
-    }
-    LEVEL(finish)(step, group, row, rows, panel * PANEL, results);
-}
-
-static BYTES_TARGET void LEVEL(linear_bytes)(const struct step *step, const struct group *group, int64_t unit) {
-    IN_BLOCKS(LEVEL(multiply_byte_panel))
-}
+#define VNNI 1
+#define BYTES(name) LEVEL(name##_bytes_vnni)
+#define BYTES_TARGET VNNI_TARGET
+#include "bytes_tile.h"
+#endif
 
 INLINE FLOATS LEVEL(load_operands)(const OPERAND *from) {
 #if PAIRS
@@ -221,29 +194,43 @@ INLINE FLOATS LEVEL(load_operands)(const OPERAND *from) {
 #endif
 }
 
+INLINE float LEVEL(largest)(FLOATS x) {
+    float most = x[0];
+    for (int i = 1; i < WIDTH; i++) most = x[i] > most ? x[i] : most;
+    return most;
+}
+
+// The nearest integers, from 0 to 255, as bytes; 0 for NaN.
+INLINE void LEVEL(store_bytes)(FLOATS values, char *bytes) {
+#if WIDTH == 16
+    const __m512i whole = _mm512_max_epi32(_mm512_cvtps_epi32((__m512)values), _mm512_setzero_si512());
+    _mm_storeu_si128((__m128i *)bytes, _mm512_cvtusepi32_epi8(whole));
+#else
+    const __m256i whole = _mm256_cvtps_epi32((__m256)values);
+    const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
+    _mm_storel_epi64((__m128i *)bytes, _mm_packus_epi16(words, words));
+#endif
+}
+
 static TARGET void LEVEL(quantise)(const struct step *step, const struct group *group, int64_t row) {
     const OPERAND *x = LEVEL(operands_of)(group, step->x.slot, row) + step->x.column;
     char *bytes = LEVEL(row)(group, step->operands, row);
-    __m512 least = _mm512_setzero_ps(), most = _mm512_setzero_ps();
-    FLOATS nothing = {};  // NaN if the row has a number that is not finite, which neither minimum nor maximum shows
+    FLOATS most = {}, least = {};  // `least` with its sign turned
+    FLOATS nothing = {};  // NaN if the row has a number that is not finite, which a maximum does not show
     for (int64_t column = 0; column < step->inner; column += WIDTH) {
         const FLOATS values = LEVEL(load_operands)(x + column);
-        least = _mm512_min_ps(least, (__m512)values);
-        most = _mm512_max_ps(most, (__m512)values);
+        most = LEVEL(larger)(values, most);
+        least = LEVEL(larger)(-values, least);
         nothing += values * 0.0f;
     }
-    const float low = _mm512_reduce_min_ps(least), range = _mm512_reduce_max_ps(most) - low;
+    const float low = -LEVEL(largest)(least), range = LEVEL(largest)(most) - low;
     const float scale = range > 0 ? range / 255.0f : 1.0f, inverse = 1.0f / scale;
     const int32_t zero = range < __builtin_inff() ? (int32_t)__builtin_rintf(-low * inverse) : 0;
     struct row_scale of_row = {scale + LEVEL(sum_of)(nothing), zero};
-    for (int64_t column = 0; column < step->inner; column += WIDTH) {
-        const __m512 shifted = (__m512)(LEVEL(load_operands)(x + column) * inverse + (float)of_row.zero);
-        _mm_storeu_si128((__m128i *)(bytes + column), _mm512_cvtusepi32_epi8(_mm512_max_epi32(
-            _mm512_cvtps_epi32(shifted), _mm512_setzero_si512())));
-    }
+    for (int64_t column = 0; column < step->inner; column += WIDTH)
+        LEVEL(store_bytes)(LEVEL(load_operands)(x + column) * inverse + (float)of_row.zero, bytes + column);
     memcpy(bytes + step->inner, &of_row, sizeof of_row);
 }
-#endif
 
 static TARGET void LEVEL(embed)(const struct step *step, const struct group *group, int64_t row) {
     const struct forward *call = group->call;
@@ -335,9 +322,7 @@ static TARGET void LEVEL(run_rows)(const struct step *step, const struct group *
         case EMBED: LEVEL(embed)(step, group, row); break;
         case NORM: LEVEL(normalise)(step, group, row); break;
         case ROTATE: LEVEL(rotate)(step, group, row); break;
-#if WIDTH == 16
         case QUANTISE: LEVEL(quantise)(step, group, row); break;
-#endif
         default: LEVEL(combine)(step, group, row);
     }
 }

@@ -51,9 +51,6 @@ int attention_is_valid(const struct attention *call);
 // The best instruction set of this CPU that the library has code for.
 int attention_level(void);
 
-// Whether this CPU multiplies bytes (VPDPBUSD).
-int multiplies_bytes(void);
-
 // An item is a text, a key head and up to a fixed number of queries; any two may be computed at the same time.
 int64_t attention_items(const struct attention *call);
 

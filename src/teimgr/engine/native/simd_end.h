@@ -10,6 +10,5 @@
 #undef COLUMNS
 #undef WIDTH
 #undef TARGET
-#undef BYTES_TARGET
-#undef INLINE_BYTES
+#undef VNNI_TARGET
 #undef LEVEL

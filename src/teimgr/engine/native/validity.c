@@ -87,7 +87,7 @@ static int linear_is_valid(const struct program *program, const struct step *ste
     if (!within(inner, 1, MAX_COLUMNS) || step->weights == NULL || step->weights_size < columns * inner * size) return 0;
     if (is_bytes) {
         const int64_t row = inner + (int64_t)sizeof(struct row_scale);
-        if (program->level < AVX512 || !multiplies_bytes() || inner % 4 || step->x.column != 0) return 0;
+        if (byte_sum_bits(program->level) == 0 || inner % 4 || step->x.column != 0) return 0;
         if (step->sums == NULL || step->scales_size < columns || step->sums_size < columns) return 0;
         if (!holds(program, step->x.slot, 0, row, 1)) return 0;
     } else if ((program->bfloat16 && inner % 2) || !operand_holds(program, &step->x, inner, size)) {
@@ -125,7 +125,7 @@ static int step_is_valid(const struct program *program, const struct step *step)
     case LINEAR: return linear_is_valid(program, step);
     case ATTEND: return attend_is_valid(program, step);
     case QUANTISE:
-        return program->level >= AVX512 && within(step->inner, 1, MAX_COLUMNS) && step->inner % COLUMN_UNIT == 0 &&
+        return byte_sum_bits(program->level) != 0 && within(step->inner, 1, MAX_COLUMNS) && step->inner % COLUMN_UNIT == 0 &&
                operand_holds(program, &step->x, step->inner, size) &&
                holds(program, step->operands, 0, step->inner + (int64_t)sizeof(struct row_scale), 1);
     case ROTATE:
