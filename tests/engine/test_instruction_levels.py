@@ -147,5 +147,5 @@ def test_int8_is_refused_where_the_instructions_lack_it(
 ) -> None:
     use_level("baseline")
 
-    with pytest.raises(InvalidConfig, match="dtype int8 .* baseline"):
+    with pytest.raises(InvalidConfig, match=r"dtype int8 .* baseline"):
         serve(minilm, dtype="int8")
