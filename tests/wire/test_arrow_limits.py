@@ -145,6 +145,22 @@ def test_views_of_one_long_buffer_count_for_each_row() -> None:
         read_texts(stream(pa.record_batch([viewed], names=["text"])), 1_000_000)
 
 
+def test_columns_that_share_the_bytes_of_a_body_count_for_each() -> None:
+    """A reply that repeats such columns has the bytes once for each: 1 MB became 210 MB."""
+    size, columns = 1_234_567, 20
+    names = ["text", "long", *(f"k{number}" for number in range(columns))]
+    batch = pa.record_batch([pa.array([text]) for text in ("rain", "x" * size, *"y" * columns)], names=names)
+    ipc = bytearray(stream(batch))
+    at = ipc.index(struct.pack("<q", size)) - 24  # offset and length of the long text's offsets, then of its bytes
+    for number in range(1, columns + 1):  # a column has three buffers: validity, offsets and bytes
+        ipc[at + 48 * number : at + 48 * number + 32] = ipc[at : at + 32]
+    keys = names[1:]
+
+    with pytest.raises(TooLarge, match=r"decodes to 25\d+ bytes"):
+        read_inputs(bytes(ipc), LIMIT, key_columns=keys)
+    assert len(read_inputs(stream(batch), LIMIT, key_columns=keys).keys.fields) == columns + 1
+
+
 def test_decoded_size_of_plain_and_compressed_streams_agree_within_padding() -> None:
     batch = texts_batch(["some text"] * 1000)
 

@@ -185,10 +185,14 @@ def _has_text(view: memoryview, schema: int) -> bool:
 
 
 def _decoded_body(view: memoryview, batch: int, body: int, size: int) -> tuple[int, int]:
-    """How many buffers a batch has, and their bytes after decompression."""
+    """How many buffers a batch has, and their bytes after decompression: several may be the same bytes of the body,
+    which a reply that repeats columns has once for each."""
     vector, count = _buffers(view, batch)
-    if not _field(view, batch, _BATCH_COMPRESSION) or count > MAX_BUFFERS:
+    if count > MAX_BUFFERS:
         return count, size
+    if not _field(view, batch, _BATCH_COMPRESSION):
+        lengths = struct.unpack_from(f"<{2 * count}q", view, vector + 4)[1::2] if count else ()
+        return count, max(size, sum(length for length in lengths if length > 0))
     places = (_two_longs(view, vector + 4 + 16 * index) for index in range(count))
     return count, sum(_decoded_buffer(view, body, size, offset, length) for offset, length in places)
 
