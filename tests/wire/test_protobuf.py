@@ -13,11 +13,9 @@ from teimgr.wire.pb.tei.v1 import tei_pb2
 from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
 from teimgr.wire.protobuf import (
     MAX_FIELDS,
-    UNCOUNTED_BYTES,
     Envelope,
     Target,
     bytes_field,
-    check_fields,
     read_envelope,
     read_target,
     without_fields,
@@ -221,10 +219,3 @@ def test_as_many_fields_as_allowed_are_read() -> None:
 def test_a_target_is_bounded() -> None:
     with pytest.raises(InvalidInput, match="`target` has 262147 bytes"):
         read_target(b"\x0a\xff\xff\x0f" + bytes(2**18 - 1))
-
-
-def test_what_is_parsed_by_the_library_is_counted_from_64_kib_on() -> None:
-    check_fields(b"\x12\0" * (UNCOUNTED_BYTES // 2))
-    check_fields(b"\x0a\x80\x80\x40" + bytes(2**20))
-    with pytest.raises(InvalidInput, match="more than 5 fields"):
-        check_fields(b"\x12\0" * (UNCOUNTED_BYTES // 2 + 1), 5)

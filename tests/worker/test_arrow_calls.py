@@ -295,6 +295,7 @@ async def test_no_rows_have_the_types_of_many(m3_link: WorkerLink, outputs: list
         ({"outputs": [SCORES]}, Code.WRONG_MODEL_KIND, "not a classifier model"),
         ({"outputs": [DENSE, SCORES]}, Code.WRONG_MODEL_KIND, "not a classifier model"),
         ({"outputs": [9]}, Code.INVALID_INPUT, "`outputs` 9 is unknown"),
+        ({"outputs": [DENSE] * 101}, Code.INVALID_INPUT, "`outputs` has 101 values, more than 100"),
         ({"input": 7}, Code.INVALID_INPUT, "`input` 7 is unknown"),
         ({"input": 3}, Code.INVALID_INPUT, "No column is named `input_ids`"),
         ({"dense_type": 7}, Code.INVALID_INPUT, "`dense_type` 7 is unknown"),

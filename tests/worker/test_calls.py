@@ -10,9 +10,12 @@ import pytest
 from tests.support.rest_listener import MODEL
 
 from teimgr.engine.job import Input, Lane, Output, Pair
-from teimgr.errors import Overloaded
+from teimgr.errors import InvalidInput, Overloaded
 from teimgr.wire.frames import Flag, Method
-from teimgr.worker.calls import FairLimiter, MethodCall, WorkerCall, lane_of, max_token_bytes
+from teimgr.wire.pb.tei.v1 import tei_pb2
+from teimgr.wire.pb.teimgr.v1 import arrow_pb2
+from teimgr.wire.protobuf import UNCOUNTED_BYTES, varint
+from teimgr.worker.calls import FairLimiter, MethodCall, WorkerCall, lane_of, max_token_bytes, parsed
 
 
 def unexpected(call: WorkerCall, error: Exception) -> None:
@@ -313,3 +316,21 @@ def test_token_vectors_are_weighed_by_the_characters_up_to_the_models_limit(
     )
 
     assert max_token_bytes(model, frozenset(outputs), inputs) == tokens * width * 4
+
+
+def test_what_the_library_parses_is_counted_from_64_kib_on() -> None:
+    empty = b"\x78\0"
+    parsed(tei_pb2.EmbedRequest, empty * (UNCOUNTED_BYTES // 2))
+    parsed(tei_pb2.EmbedRequest, b"\x7a\x80\x80\x40" + bytes(2**20))
+    with pytest.raises(InvalidInput, match="more than 5 fields"):
+        parsed(tei_pb2.EmbedRequest, empty * (UNCOUNTED_BYTES // 2 + 1), 5)
+
+
+def test_packed_numbers_are_counted_as_fields_are() -> None:
+    """One field of 40 MB: the library reads it in a second, in which no other thread of the worker runs."""
+    size = UNCOUNTED_BYTES + 1
+    outputs = b"\x1a" + varint(size) + b"\x01" * size
+    with pytest.raises(InvalidInput, match=rf"`outputs` has {size} bytes of numbers, more than 4096"):
+        parsed(arrow_pb2.ArrowRequest, outputs)
+    ids = tei_pb2.DecodeRequest(ids=[1] * size).SerializeToString()
+    assert len(parsed(tei_pb2.DecodeRequest, ids, 2 * size).ids) == size  # it has a limit of its own

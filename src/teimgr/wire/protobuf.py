@@ -112,17 +112,6 @@ def bytes_field(message: Slice, number: int) -> memoryview:
     return found
 
 
-def check_fields(message: Slice, most: int = MAX_FIELDS) -> None:
-    """Check that protobuf's parser will not take long for a message; small ones are not looked at.
-
-    Raises:
-        InvalidInput: it has more than `most` fields, or the bytes are not a protobuf message.
-    """
-    if len(message) > UNCOUNTED_BYTES:
-        for _ in scan(message, most):
-            pass
-
-
 def varint(value: int) -> bytes:
     """A non-negative integer in protobuf's base-128 form."""
     out = bytearray()

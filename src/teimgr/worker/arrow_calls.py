@@ -64,6 +64,7 @@ _DEFAULT_OUTPUT: Mapping[str, Output] = {
 }
 # Members of the enums of arrow.proto by number; they have the names of ours.
 _OUTPUTS: Mapping[int, Output] = {arrow_pb2.Output.Value(f"OUTPUT_{one.name}"): one for one in Output}
+_MAX_OUTPUTS = 100  # of a request; one that is named again counts again
 _INPUTS: Mapping[int, InputKind | None] = {
     arrow_pb2.INPUT_UNSPECIFIED: None,
     **{arrow_pb2.Input.Value(f"INPUT_{one.name}"): one for one in InputKind if one is not InputKind.IMAGE},
@@ -280,8 +281,10 @@ def infer_options(message: arrow_pb2.ArrowRequest, model: LoadedModel) -> InferO
     """Options of `teimgr.v1.Arrow`: an absent `normalize` means true, absent outputs the main one of the model's kind.
 
     Raises:
-        InvalidInput: a number that is in none of the enums.
+        InvalidInput: a number that is in none of the enums, or more numbers than anyone needs.
     """
+    if len(message.outputs) > _MAX_OUTPUTS:
+        raise InvalidInput(f"`outputs` has {len(message.outputs)} values, more than {_MAX_OUTPUTS}")
     known = {arrow_pb2.OUTPUT_UNSPECIFIED: _DEFAULT_OUTPUT[model.kind], **_OUTPUTS}
     wanted = message.outputs or [arrow_pb2.OUTPUT_UNSPECIFIED]
     return request_options(

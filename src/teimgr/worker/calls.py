@@ -29,7 +29,7 @@ from teimgr.wire.frames import (
 )
 from teimgr.wire.json_scan import MAX_TEXT_BYTES, too_long_text
 from teimgr.wire.pb.tei.v1 import tei_pb2
-from teimgr.wire.protobuf import MAX_FIELDS, check_fields, scan
+from teimgr.wire.protobuf import MAX_FIELDS, UNCOUNTED_BYTES, scan
 from teimgr.wire.text_column import SharedTexts, TextColumn
 
 # Time limit of a call whose client sets none: over half an hour for the largest table at 50 texts/s.
@@ -199,23 +199,27 @@ def parsed(kind: type[MessageT], payload: Received, most_fields: int = MAX_FIELD
     """A protobuf message of type `kind`.
 
     Raises:
-        InvalidInput: it is malformed, larger than 64 KiB with more than `most_fields` fields, or has a text of more
-            than `MAX_TEXT_BYTES`.
+        InvalidInput: it is malformed, or larger than 64 KiB with more than `most_fields` fields or as many bytes of
+            packed numbers, or has a text of more than `MAX_TEXT_BYTES`.
     """
-    check_fields(payload, most_fields)
-    if len(payload) > MAX_TEXT_BYTES:
-        _check_texts(kind, payload, most_fields)
+    if len(payload) > UNCOUNTED_BYTES:
+        _check_sizes(kind, payload, most_fields)
     try:
         return kind.FromString(cast(bytes, payload))  # or a bytearray; a view would be copied
     except DecodeError as error:
         raise InvalidInput(f"Malformed {kind.DESCRIPTOR.full_name}: {error}") from error
 
 
-def _check_texts(kind: type[Message], payload: Received, most_fields: int) -> None:
-    texts = {field.number for field in kind.DESCRIPTOR.fields if field.type == field.TYPE_STRING}
+def _check_sizes(kind: type[Message], payload: Received, most_fields: int) -> None:
+    """Check that protobuf's parser, which holds the GIL until it is done, will not take long."""
+    least = min(most_fields, MAX_TEXT_BYTES)
     for number, _, start, end in scan(payload, most_fields):
-        if number in texts and end - start > MAX_TEXT_BYTES:
+        if (size := end - start) <= least or (field := kind.DESCRIPTOR.fields_by_number.get(number)) is None:
+            continue
+        if field.type == field.TYPE_STRING and size > MAX_TEXT_BYTES:
             raise too_long_text()
+        if field.is_packed and size > most_fields:
+            raise InvalidInput(f"`{field.name}` has {size} bytes of numbers, more than {most_fields}")
 
 
 def _named_lane(flags: int) -> Lane | None:
