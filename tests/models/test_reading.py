@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any, Literal
 
@@ -195,3 +196,12 @@ def test_big_birds_sparse_attention_is_refused_where_a_text_is_long_enough_for_i
         read_layout(tmp_path)
     edit(tmp_path / "sentence_bert_config.json", max_seq_length=44)
     assert read_layout(tmp_path, strict=True).max_length == 44
+
+
+def test_a_pipe_in_the_place_of_a_layer_of_m3_is_refused(tmp_path: Path) -> None:
+    build_m3(tmp_path)
+    (tmp_path / "sparse_linear.pt").unlink()
+    os.mkfifo(tmp_path / "sparse_linear.pt")
+
+    with pytest.raises(ModelLoadFailed, match=r"sparse_linear\.pt is a FIFO"):
+        read_layout(tmp_path)

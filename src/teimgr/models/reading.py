@@ -41,6 +41,7 @@ from teimgr.models.scoring import (
     score_modules,
     written_activations,
 )
+from teimgr.models.source import file_problem
 from teimgr.spec import Kind
 
 _SPARSE, _MULTI_VECTOR = "sparse_linear.pt", "colbert_linear.pt"
@@ -48,8 +49,15 @@ _UNUSED = ("cls_token", "eos_token", "pad_token", "unk_token", "bos_token", "sep
 
 
 def read_m3(metadata: ModelMetadata) -> M3 | None:
-    """BGE-M3's two additional layers, where both files exist."""
+    """BGE-M3's two additional layers, where both files exist.
+
+    Raises:
+        ModelLoadFailed: something else than a file is in the place of one.
+    """
     sparse, multi_vector = metadata.root / _SPARSE, metadata.root / _MULTI_VECTOR
+    for file in (sparse, multi_vector):
+        if problem := file_problem(file):
+            raise ModelLoadFailed(f"{file.name} {problem}")
     if not sparse.is_file() or not multi_vector.is_file():
         return None
     ids = {metadata.tokens.special(role) for role in _UNUSED}
