@@ -59,10 +59,12 @@ class Fleet:
 
 
 @contextmanager
-def fleet(checkout: Path | None = None, state: bytes | None = None, **keys: str) -> Iterator[Fleet]:
+def fleet(
+    checkout: Path | None = None, state: bytes | None = None, listen_s: float = _LISTEN_S, **keys: str
+) -> Iterator[Fleet]:
     """A running `teimgr serve`, of this or another checkout, stopped with its workers when the block ends.
 
-    `state` is the content of its state file, `keys` are further settings of the daemon.
+    `state` is the content of its state file, `listen_s` how long it may take to listen, `keys` are further settings.
 
     Raises:
         RuntimeError: it did not start to listen; the message has the end of its log.
@@ -91,7 +93,7 @@ def fleet(checkout: Path | None = None, state: bytes | None = None, **keys: str)
             process = subprocess.Popen(command, env=environ, stdout=log, stderr=log, start_new_session=True)
         try:
             with Client(f"http://127.0.0.1:{api}", f"http://127.0.0.1:{grpc}", timeout_s=120) as client:
-                _await_listening(client, process, folder / "daemon.log")
+                _await_listening(client, process, folder / "daemon.log", listen_s)
                 address = f"http://127.0.0.1:{grpc}"
                 sockets = (folder / "api.sock", folder / "grpc.sock")
                 yield Fleet(psutil.Process(process.pid), api, address, client, *sockets)
@@ -110,8 +112,8 @@ def _free_ports() -> tuple[int, int, int]:
     return api, grpc, 20_000 + (os.getpid() + next(_fleets) * 50) % 100 * _PORTS
 
 
-def _await_listening(client: Client, process: subprocess.Popen[bytes], log: Path) -> None:
-    end = time.monotonic() + _LISTEN_S
+def _await_listening(client: Client, process: subprocess.Popen[bytes], log: Path, listen_s: float) -> None:
+    end = time.monotonic() + listen_s
     while process.poll() is None and time.monotonic() < end:
         try:
             client.health()

@@ -664,8 +664,6 @@ class Manager:
         if spec.name in self._instances:
             raise InstanceExists(spec.name)
         instance = self._instances[spec.name] = ManagedInstance(spec, self._context, self._directory, self._state)
-        for family in (catalogue.RESTARTS, catalogue.PROBE_FAILURES):  # from 0: an alert counts the first one too
-            self._records.metrics.count(family, spec.name, by=0)
         return instance
 
     async def _adopted_instance(self, name: str, *, also_deleted: bool = False) -> ManagedInstance:

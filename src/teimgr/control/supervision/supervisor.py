@@ -471,6 +471,8 @@ class Supervisor(LifecycleTask):
         if self._threads is not None:
             worker.set_threads(self._threads)
         self._worker = worker
+        for family in (catalogue.RESTARTS, catalogue.PROBE_FAILURES):  # from 0: an alert counts the first one too
+            context.records.metrics.count(family, self.spec.name, by=0)
         self._worker_tasks.create_task(worker.run(), name=f"worker of {self.spec.name}")
 
     async def _plan(self) -> WorkerSpec:
@@ -562,5 +564,6 @@ class Supervisor(LifecycleTask):
 
 
 def _policy_of(spec: InstanceSpec, context: SupervisorContext) -> RestartPolicy:
-    timeout_s = spec.startup_timeout_secs or context.policy.startup_timeout_s
-    return replace(context.policy, startup_timeout_s=timeout_s)
+    if not spec.startup_timeout_secs:
+        return context.policy
+    return replace(context.policy, startup_timeout_s=spec.startup_timeout_secs)
