@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +13,7 @@ from teimgr.cli.command import CommandOutput, DaemonOptions
 from teimgr.cli.output import say, size
 from teimgr.errors import ValidationError
 
+JOIN_TOKEN = "TEIMGR_JOIN_TOKEN"
 _State = Annotated[Path, typer.Option(metavar="DIR", help="Folder of this host's run files and logs.")]
 _STATE = Path("state/node")
 
@@ -52,7 +55,7 @@ def token(
     ] = None,
     life: Annotated[float, typer.Option(metavar="MIN", help="Minutes within which it is to be used.", min=0)] = 60.0,
 ) -> None:
-    """Make a token by which one host may join the cluster, once: `teimgr node join ADDRESS --token TOKEN`."""
+    """Make a token by which one host may join the cluster, once, by `teimgr node join`."""
     made = server.rest.create_join_token(node=node, life_secs=life * 60)
     if output.as_json:
         output.value(made)
@@ -79,10 +82,14 @@ def join(
     address: Annotated[str, typer.Argument(metavar="ADDRESS", help="`[cluster] address` of the daemon, ADDRESS:PORT.")],
     state_dir: _State = _STATE,
     token: Annotated[
-        str, typer.Option(help="Join token of `teimgr cluster token`; not needed once this host has joined.")
+        str,
+        typer.Option(
+            help="Join token of `teimgr cluster token`; not needed once this host has joined. Process lists show it; "
+            f"{JOIN_TOKEN} and --token-file keep it off them."
+        ),
     ] = "",
     token_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="File with the join token, which keeps it off process lists.")
+        Path | None, typer.Option(metavar="FILE", help="File with the join token; - is standard input.")
     ] = None,
     name: Annotated[str, typer.Option(help="Name of this host in the fleet; default: its host name.")] = "",
     label: Annotated[
@@ -116,7 +123,7 @@ def join(
     options = NodeOptions(
         head=address,
         state_dir=state_dir,
-        token=token or _read(token_file),
+        token=token or _read(token_file) or os.environ.pop(JOIN_TOKEN, ""),
         enrolment_port=enrolment_port,
         address=host_address,
         name=name,
@@ -130,7 +137,7 @@ def join(
 
 def _read(file: Path | None) -> str:
     try:
-        return file.read_text().strip() if file else ""
+        return (sys.stdin.read() if str(file) == "-" else file.read_text()).strip() if file else ""
     except OSError as error:
         raise ValidationError(f"--token-file: {file}: {error.strerror}") from error
 

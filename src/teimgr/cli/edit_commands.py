@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import time
 import tomllib
 from collections.abc import Mapping
 from functools import partial
@@ -19,10 +20,15 @@ from teimgr.cli.command import CommandOutput, DaemonOptions, Name, options_of
 from teimgr.cli.failures import ExitStatus, UsageError
 from teimgr.cli.instance_commands import Timeout, Wait, await_running
 from teimgr.cli.output import say
+from teimgr.client.rest_client import RestClient
 from teimgr.client.rest_values import Instance
+from teimgr.errors import NoHost, TeimgrError
 from teimgr.files import expanded
 from teimgr.spec import KEYS, InstanceKey, updatable
 
+_HOSTS = {"node", "labels"}
+_PLACEMENT_KEY, _PLACEMENT_S = "cluster.placement_timeout_secs", 30.0
+_HOST_PAUSE_S = 1.0
 _PANEL = "Keys of the instance"
 _HEAD = '# Keys of {name}. Save and close to apply what you change; `x = "default"` takes a key back to its default.'
 _DEFAULT = "default"
@@ -86,8 +92,39 @@ def create(
     keys = _values(given)
     if template is not None:
         keys["template"] = template
-    instance = server.rest.create(name, absolute_model(model), **keys)
+    wait_s = min(timeout, _placement_s(server.rest)) if wait and keys.keys() & _HOSTS else 0.0
+    instance = _created(server.rest, output, wait_s, name, absolute_model(model), keys)
     return _finish(server, output, instance, "created", wait, timeout)
+
+
+def _created(
+    rest: RestClient, output: CommandOutput, wait_s: float, name: str, model: str | None, keys: Mapping[str, Any]
+) -> Instance:
+    """Create it; while no host fits, wait up to `wait_s` for one that joins.
+
+    Raises:
+        NoHost: none has joined.
+    """
+    end, is_noted = time.monotonic() + wait_s, False
+    while True:
+        try:
+            return rest.create(name, model, **keys)
+        except NoHost as error:
+            left_s = end - time.monotonic()
+            if left_s <= 0:
+                raise
+            if not is_noted:
+                output.note(f"{error.message}; waits up to {wait_s:g} s for a host that joins")
+                is_noted = True
+        time.sleep(min(_HOST_PAUSE_S, left_s))
+
+
+def _placement_s(rest: RestClient) -> float:
+    """How long the daemon waits for a host; its default where this caller may not read it."""
+    try:
+        return next((float(each["value"]) for each in rest.config() if each["key"] == _PLACEMENT_KEY), _PLACEMENT_S)
+    except TeimgrError:
+        return _PLACEMENT_S
 
 
 @options_of(*_CHANGED)

@@ -95,6 +95,7 @@ class Agent:
         self._held: set[Held] = set()
         self._number_changed = asyncio.Event()
         self._hosts_known = asyncio.Event()
+        self._learned = asyncio.Event()
 
     @property
     def models_bytes_per_s(self) -> int:
@@ -113,6 +114,12 @@ class Agent:
                 host = each.spec.port_host or each.spec.instance_host
                 return _OWN_ADDRESS.get(host, host), each.spec.port
         return None
+
+    async def listed(self, host: str) -> None:
+        """Wait until the daemon has this host among those where it may place workers."""
+        while host not in dict(self.fleet.services or ()):
+            self._learned.clear()
+            await self._learned.wait()
 
     async def emptied(self, limit_s: float) -> bool:
         """Wait until all workers and muxes have ended; whether that took at most `limit_s`."""
@@ -223,6 +230,7 @@ class Agent:
         self.fleet = fleet
         if fleet.services is not None:
             self._hosts_known.set()
+        self._learned.set()
 
     async def _tell_hosts(self, writer: asyncio.StreamWriter) -> None:
         try:

@@ -151,7 +151,11 @@ class Node:
             try:
                 await ray.start()
                 log.info("host joins", extra={"node": self._host.name, "head": options.head, "address": host.node_ip})
-                await self._until_left()
+                serving = asyncio.create_task(self._tell_that_it_serves(), name="until the host serves")
+                try:
+                    await self._until_left()
+                finally:
+                    serving.cancel()
             except LaunchFailed as error:
                 raise Unavailable(str(error)) from error
             finally:
@@ -165,6 +169,13 @@ class Node:
             await self._agent.close()
             await self._local.close()
         log.info("host left", extra={"node": self._host.name})
+
+    async def _tell_that_it_serves(self) -> None:
+        await self._agent.listed(self._host.name)
+        if problem := (await self._facts()).problem:
+            log.warning("host %s takes no workers", self._host.name, extra={"reason": problem})
+        else:
+            log.info("host %s serves", self._host.name, extra={"head": self._options.head})
 
     async def _until_left(self) -> None:
         """Return when the host is to leave and has no workers any more, or the grace is over."""
