@@ -216,7 +216,7 @@ def test_top_measures_load(run: Run) -> None:
     run("embed", *["a text"] * 32, "-i", "static")
     [row] = run("top", "static", "-i", "0.2").rows
     assert row[:2] == ["static", "running"]
-    assert row[11].endswith("MiB")
+    assert row[12].endswith("MiB")
     sample = run("top", "-i", "0.2", "--json").json["instances"]
     assert [each["name"] for each in sample] == ["static", "ranker", "classes"]
     assert sample[0]["resident_bytes"] > 2**20

@@ -574,3 +574,12 @@ async def test_a_worker_without_the_model_and_the_hub_loads_it_from_another_host
 
         answer = await (await far.link()).ask(Method.EMBED, embed_request("fog"))
         assert len(answer.vector) == facts["model"]["dimension"]
+
+
+async def test_an_agent_learns_that_its_host_serves(fleet: Fleet) -> None:
+    listed = asyncio.create_task(fleet.agent.listed("three"))
+    await fleet.tell(("one", HOST))
+    assert not listed.done()
+    await fleet.tell(("three", HOST))
+    async with asyncio.timeout(60):
+        await listed

@@ -220,6 +220,7 @@ def test_no_more_than_two_batches_are_under_way_and_their_time_is_counted_once(m
         device.started.get(timeout=WAIT_S)
     waiting.put(entries_of(query, length=7))
     assert finisher.running_tokens == 20
+    assert 0 < finisher.busy_s() <= (time.monotonic_ns() - began) / 1e9, "the batch that runs is counted"
     device.finish.release()
     assert device.started.get(timeout=WAIT_S) == 7  # nothing was taken from the queue before there was room for it
     assert finisher.running_tokens == 17
@@ -229,6 +230,7 @@ def test_no_more_than_two_batches_are_under_way_and_their_time_is_counted_once(m
     assert {delivered.get(timeout=WAIT_S) for _ in range(2)} == {bulk, query}
     elapsed_ns = time.monotonic_ns() - began
     assert finisher.stats.batches == 7
+    assert finisher.busy_s() == finisher.stats.busy_s
     assert finisher.stats.busy_s * 1e9 <= elapsed_ns
     assert 6 * bulk.inference_ns + query.inference_ns <= elapsed_ns
     assert finisher.running_tokens == 0

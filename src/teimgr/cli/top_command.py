@@ -16,18 +16,23 @@ from teimgr.cli.command import CommandOutput, DaemonOptions, complete_instance
 from teimgr.cli.output import field, size
 from teimgr.client.rest_client import RestClient
 from teimgr.client.rest_values import Instance
+from teimgr.observability.catalogue import DURATION_BOUNDS
 
 _SAMPLE = re.compile(r"^(\w+)(?:\{(.*)\})? (\S+)$")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_REFUSED = "refused"
 _COLUMNS = (
-    *("name", "status", "texts/s", "tokens/s", "busy", "queue", "in work", "p50", "p99", "errors/s"),
+    *("name", "status", "texts/s", "tokens/s", "busy", "queue", "in work", "p50", "p99", "failed/s", "refused/s"),
     *("workers", "memory each", "with shared", "device"),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class MetricsPage:
-    """One page of metrics: values by name and instance, added up over other labels, and buckets of durations."""
+    """One page of metrics: values by name and instance, added up over other labels, and buckets of durations.
+
+    `_REFUSED` has the refusals among the failures.
+    """
 
     moment: float
     values: Mapping[tuple[str, str], float]
@@ -47,6 +52,8 @@ class MetricsPage:
                 buckets[labels["instance"]][float(labels["le"])] += value
             elif not name.endswith("_bucket"):
                 values[name, labels["instance"]] += value
+                if labels.get("err") == "overloaded":
+                    values[_REFUSED, labels["instance"]] += value
         return cls(moment, dict(values), {name: dict(each) for name, each in buckets.items()})
 
 
@@ -54,6 +61,7 @@ class MetricsPage:
 class InstanceLoad:
     """Load of one instance between two pages. Rates are per second, latencies milliseconds, memory bytes per worker.
 
+    `busy` is the share of the time with a batch on a worker's device. `errors` have no refusals, which are `refused`.
     None: nothing was measured in that time.
     """
 
@@ -67,6 +75,7 @@ class InstanceLoad:
     p50_ms: float | None = None
     p99_ms: float | None = None
     errors: float | None = None
+    refused: float | None = None
     resident_bytes: float | None = None
     unique_bytes: float | None = None
     device_bytes: float | None = None
@@ -90,13 +99,14 @@ def load_of(instance: Instance, before: MetricsPage, after: MetricsPage) -> Inst
     def per_worker(metric: str) -> float | None:
         return None if (total := now(metric)) is None else total / max(len(workers), 1)
 
+    failed, refused = rate("te_request_failure"), rate(_REFUSED)
     bounds = _grown(before.buckets.get(instance.name, {}), after.buckets.get(instance.name, {}))
     return InstanceLoad(
         *(instance.name, instance.status.value),
         *(
             rate("teimgr_engine_texts_total"),
             rate("teimgr_engine_tokens_total"),
-            rate("teimgr_engine_busy_seconds_total"),
+            None if (busy_s := rate("teimgr_engine_busy_seconds_total")) is None else busy_s / max(len(workers), 1),
         ),
         *(
             now("teimgr_engine_queue_texts"),
@@ -104,7 +114,8 @@ def load_of(instance: Instance, before: MetricsPage, after: MetricsPage) -> Inst
             _quantile(bounds, 0.5),
             _quantile(bounds, 0.99),
         ),
-        rate("te_request_failure"),
+        None if failed is None else max(failed - (refused or 0.0), 0.0),
+        refused,
         *(
             per_worker("teimgr_worker_resident_bytes"),
             per_worker("teimgr_worker_unique_bytes"),
@@ -196,7 +207,8 @@ def _row(load: InstanceLoad) -> Sequence[str]:
         return "" if value is None else format(value, form)
 
     def latency(value: float | None) -> str:
-        return "" if value is None else f"{value:.1f} ms" if value < 100 else f"{value:,.0f} ms"
+        more = "> " if value is not None and value >= DURATION_BOUNDS[-1] * 1e3 else ""
+        return "" if value is None else f"{value:.1f} ms" if value < 100 else f"{more}{value:,.0f} ms"
 
     return (
         *(load.name, load.status, number(load.texts, ",.1f"), number(load.tokens), number(load.busy, ".0%")),
@@ -206,6 +218,7 @@ def _row(load: InstanceLoad) -> Sequence[str]:
             latency(load.p50_ms),
             latency(load.p99_ms),
             number(load.errors, ",.1f"),
+            number(load.refused, ",.1f"),
         ),
         *(str(load.workers), size(load.unique_bytes), size(load.resident_bytes)),
         size(load.device_bytes) if load.device_bytes else "",

@@ -379,7 +379,7 @@ class Daemon:
             self.disks,
             self.event_file,
         )
-        return [alarm for part in (*parts, self.batches, self.cluster) if part for alarm in part.alarms()]
+        return [alarm for part in (*parts, self.batches, self.cluster, self.page) if part for alarm in part.alarms()]
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:

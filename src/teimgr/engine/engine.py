@@ -295,6 +295,7 @@ class Engine:
             queued_texts=len(self._queue),
             queued_tokens=sum(waiting.values()),
             running_tokens=self._finisher.running_tokens,
+            busy_s=self._finisher.busy_s(),
             sampled_texts=sum(runner.repeats.sampled for runner in self._runners),
             repeated_texts=sum(runner.repeats.repeated for runner in self._runners),
             healthy=self._fault is None,

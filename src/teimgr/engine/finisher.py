@@ -287,6 +287,7 @@ class Finisher:
         self._ended = threading.Event()
         self._finishing = threading.Lock()  # held by the thread that finishes
         self._counted_ns = 0  # until this monotonic moment `busy_s` is complete
+        self._told_busy_s = 0.0
         self.limits: list[InFlightLimit] = []
         self.stats = EngineStats()
         self.fault: str | None = None  # a lasting one of the device: no batch succeeds any more
@@ -303,6 +304,14 @@ class Finisher:
     @property
     def running_tokens(self) -> int:
         return sum([limit.tokens for limit in self.limits])
+
+    def busy_s(self) -> float:
+        """Time with a batch on the device, that of running ones included; it never falls. One thread asks."""
+        done_s, counted_ns = self.stats.busy_s, self._counted_ns
+        if running := [moment for limit in self.limits if (moment := limit.began_ns) is not None]:
+            done_s += max(0, time.monotonic_ns() - max(counted_ns, min(running))) / 1e9
+        self._told_busy_s = max(self._told_busy_s, done_s)
+        return self._told_busy_s
 
     @property
     def is_free(self) -> bool:

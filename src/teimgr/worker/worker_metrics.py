@@ -181,9 +181,13 @@ class TeiMetrics:
         self._failures["batch_size"] += 1
 
     def counts(self) -> dict[str, Any]:
-        """Requests, failures, and the calls by duration: one count per bucket of `DURATION_BOUNDS`, one above."""
+        """Requests, failures, refusals, and calls by duration: one count per bucket of `DURATION_BOUNDS`, one above.
+
+        Refusals are of a full worker, and are among the failures.
+        """
         whole = self._durations.counts(catalogue.REQUEST_DURATIONS[0])
-        return {"requests": self._requests.total(), "failures": self._failures.total(), "by_duration": whole}
+        failures, refused = self._failures.total(), self._failures["overloaded"]
+        return {"requests": self._requests.total(), "failures": failures, "refused": refused, "by_duration": whole}
 
     def page(self) -> Page:
         """All metrics; a series appears with its first count."""

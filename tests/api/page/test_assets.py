@@ -74,6 +74,7 @@ def test_own_files_name_no_other_host_and_evaluate_nothing(path: object) -> None
         (format.milliseconds(0.75), "0.8 ms"),
         (format.milliseconds(12.2), "12 ms"),
         (format.milliseconds(2500), "2.5 s"),
+        (format.milliseconds(249_000), "> 249 s"),
         (format.duration(0), "0 s"),
         (format.duration(3700), "1 h 1 min"),
         (format.duration(3 * 86400 + 4 * 3600 + 59), "3 d 4 h"),

@@ -7,8 +7,10 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+import pytest
+
 from teimgr.api.page import views
-from teimgr.api.page.figures import FINE_POINTS, Figures, Point, Ring, Sampler, percentile
+from teimgr.api.page.figures import FINE_POINTS, WIDTH, Figures, Point, Ring, Sampler, percentile
 from teimgr.api.rest.probes import WorkerStats
 from teimgr.control.placement.planner import GpuInventory, Inventory
 from teimgr.observability.catalogue import DURATION_BOUNDS
@@ -22,7 +24,7 @@ def at_bucket(index: int, count: int) -> list[int]:
 
 
 def point(time: float, value: float = 1.0) -> Point:
-    return Point(time, *[value] * 9)
+    return Point(time, *[value] * WIDTH)
 
 
 def test_a_quantile_lies_in_its_bucket() -> None:
@@ -70,7 +72,7 @@ class Workers:
 
 
 def stats(incarnation: str, **counters: Any) -> WorkerStats:
-    known = {"requests": 0, "failures": 0, "texts": 0, "tokens": 0, "busy_s": 0.0, "queued_texts": 0}
+    known = {"requests": 0, "failures": 0, "refused": 0, "texts": 0, "tokens": 0, "busy_s": 0.0, "queued_texts": 0}
     return WorkerStats("a", incarnation, known | {"by_duration": NONE} | counters)
 
 
@@ -116,6 +118,32 @@ async def test_rates_are_those_of_the_same_worker() -> None:
     await sampler.sample()
     assert sampler.figures == {}
     assert sampler.version == 5
+
+
+async def test_refusals_are_told_from_failures_and_for_five_minutes_an_alarm() -> None:
+    workers, views = Workers(), [InstanceView(spec=InstanceSpec(name="a", model_id="m"), state=State.RUNNING)]
+    sampler = Sampler(workers, lambda: views, GpuInventory({}, lambda: Inventory(reason="none")))  # type: ignore[arg-type]
+    for count in (0, 40):
+        workers.now = [stats("one", failures=count, refused=count * 0.75)]
+        await sampler.sample()
+    figures = sampler.of("a")
+    assert figures.now is not None
+    assert figures.now.refused == pytest.approx(3 * figures.now.failures)
+    assert (sampler.alarms(), figures.now.failures > 0) == ([], True)
+
+    began = figures.now.time
+    for after_s, refused, alarms in (
+        (250, 1.0, 0),
+        (290, 0.0, 0),
+        (301, 1.0, 1),
+        (350, 0.0, 1),
+        (362, 0.0, 0),
+        (400, 1.0, 0),
+    ):
+        figures.append(figures.now._replace(time=began + after_s, refused=refused), NONE, is_fine=False)
+        assert len(sampler.alarms()) == alarms, after_s
+        if alarms:
+            assert "a: overloaded for" in sampler.alarms()[0]
 
 
 async def test_a_worker_of_an_earlier_version_has_no_latencies() -> None:

@@ -28,6 +28,9 @@ UNWATCHED_S = 15.0
 FINE_POINTS = 150  # 5 min
 COARSE_POINTS = 240  # 1 h
 LATENCY_WINDOW_S = 60.0
+OVERLOADED_S = 300.0
+"""Refusals for so long are an alarm; a minute without any ends them."""
+_CALM_S = 60.0
 # After a view without a stream, such as the first of a page, the fine rhythm goes on for so long.
 _LINGER_S = 20.0
 _NAN = float("nan")
@@ -37,6 +40,7 @@ class Point(NamedTuple):
     """Figures of an instance over one interval; latencies and rates are NaN where nothing is known.
 
     `time` is Unix time in seconds; rates are per second, latencies seconds, memory bytes, `busy` a share of the time.
+    `refused` calls found the workers full; they are not among the `failures`.
     """
 
     time: float
@@ -49,6 +53,7 @@ class Point(NamedTuple):
     queue: float
     memory: float
     busy: float
+    refused: float
 
 
 WIDTH = len(Point._fields) - 1
@@ -100,9 +105,22 @@ class Figures:
         self.now: Point | None = None
         self._intervals: deque[_Interval] = deque(maxlen=math.ceil(LATENCY_WINDOW_S / WATCHED_S) + 1)
         self._coarse_at = float("-inf")
+        self._refusing_since: float | None = None
+        self._refused_at = float("-inf")
+
+    @property
+    def refuses_for_s(self) -> float:
+        """How long calls have been refused, with pauses of at most a minute; 0 if none are."""
+        return self.now.time - self._refusing_since if self.now and self._refusing_since is not None else 0.0
 
     def append(self, point: Point, by_duration: list[int], *, is_fine: bool) -> None:
         self.now = point
+        if point.refused > 0:
+            self._refused_at = point.time
+            if self._refusing_since is None:
+                self._refusing_since = point.time
+        elif point.time - self._refused_at > _CALM_S:
+            self._refusing_since = None
         if any(by_duration):
             self._intervals.append(_Interval(point.time, by_duration))
         if is_fine:
@@ -118,7 +136,10 @@ class Figures:
 
 
 def percentile(counts: Sequence[int], share: float) -> float:
-    """A quantile of calls by duration (`DURATION_BOUNDS`), between the bounds of its bucket; NaN without any."""
+    """A quantile of calls by duration (`DURATION_BOUNDS`), between the bounds of its bucket; NaN without any.
+
+    Above all bounds it is the last one: the scale ends there.
+    """
     total = sum(counts)
     if not total:
         return _NAN
@@ -132,7 +153,7 @@ def percentile(counts: Sequence[int], share: float) -> float:
     return DURATION_BOUNDS[-1]
 
 
-_COUNTERS = ("requests", "failures", "texts", "tokens", "busy_s")
+_COUNTERS = ("requests", "failures", "refused", "texts", "tokens", "busy_s")
 
 
 class Sampler:
@@ -190,6 +211,14 @@ class Sampler:
         """The figures of an instance; empty ones for an unknown name."""
         return self.figures.get(name) or Figures()
 
+    def alarms(self) -> list[str]:
+        """Instances that have refused calls for `OVERLOADED_S`."""
+        return [
+            f"{name}: overloaded for {each.refuses_for_s / 60:.0f} min: it refuses calls, more come than it can compute"
+            for name, each in self.figures.items()
+            if each.refuses_for_s >= OVERLOADED_S
+        ]
+
     async def sample(self) -> None:
         """Read all workers once."""
         is_fine = self._is_watched
@@ -241,8 +270,9 @@ class Sampler:
                 durations[index] += max(0, count - earlier)
         busy = min(1.0, rates["busy_s"] / len(workers)) if is_known else _NAN
         latencies = percentile(durations, 0.5), percentile(durations, 0.99)
-        requests, failures, texts, tokens = (rates[key] for key in ("requests", "failures", "texts", "tokens"))
-        return Point(now, requests, failures, texts, tokens, *latencies, queue, memory, busy), durations
+        requests, failures, refused, texts, tokens, _ = rates.values()
+        failed = max(0.0, failures - refused) if is_known else _NAN
+        return Point(now, requests, failed, texts, tokens, *latencies, queue, memory, busy, refused), durations
 
     @property
     def _is_watched(self) -> bool:

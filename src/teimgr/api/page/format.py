@@ -8,6 +8,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _SPARK_WIDTH, _SPARK_HEIGHT = 96, 24
 _SPARK_MIN = 100.0
 NOTHING = "–"
+SCALE_END_MS = 248_000  # where the buckets of durations end, less the rounding
 
 
 def size(count: float | None) -> str:
@@ -34,6 +35,8 @@ def number(value: float | None) -> str:
 def milliseconds(value: float | None) -> str:
     if value is None:
         return NOTHING
+    if value >= SCALE_END_MS:
+        return f"> {value / 1000:.0f} s"
     if value >= 1000:
         return f"{value / 1000:.1f} s"
     return f"{value:.0f} ms" if value >= 10 or not value else f"{value:.1f} ms"

@@ -68,6 +68,10 @@ class Page:
         )
         self._templates.filters.update(format.FILTERS)
 
+    def alarms(self) -> list[str]:
+        """Instances that are overloaded."""
+        return self._sampler.alarms()
+
     def running(self) -> AbstractAsyncContextManager[None]:
         return self._sampler.running()
 

@@ -49,6 +49,8 @@ def _row(view: InstanceView, figures: Figures, cards: dict[str, Gpu], host_bytes
         "memory_total": total or None,
         "tokens": _rounded(point.tokens if point else None),
         "requests": _rounded(point.requests if point else None),
+        "errors": _rounded(point.failures if point else None),
+        "refused": _rounded(point.refused if point else None),
         "queue": None if point is None or math.isnan(point.queue) else int(point.queue),
         "p99": _milliseconds(figures.percentile(0.99, now)) if point else None,
         "spark": [_rounded(value) for value in _spark(figures)] if point else [],
@@ -89,7 +91,7 @@ def totals(rows: Sequence[Values]) -> Values:
         "instances": len(rows),
         "states": {state.value: states[state.value] for state in State},
         "tokens": _rounded(sum(row["tokens"] or 0 for row in rows)),
-        "requests": _rounded(sum(row["requests"] or 0 for row in rows)),
+        **{key: _rounded(sum(row[key] or 0 for row in rows)) for key in ("requests", "errors", "refused")},
         "queue": sum(row["queue"] or 0 for row in rows),
     }
 

@@ -13,6 +13,8 @@ const shownAs = {
   memory: (row) => size(row.memory),
   tokens: (row) => number(row.tokens),
   requests: (row) => number(row.requests),
+  errors: (row) => number(row.errors),
+  refused: (row) => number(row.refused),
   queue: (row) => number(row.queue),
   p99: (row) => milliseconds(row.p99),
 };

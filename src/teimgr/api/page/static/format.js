@@ -22,6 +22,7 @@ export function number(value) {
 
 export function milliseconds(value) {
   if (value == null) return NOTHING;
+  if (value >= 248000) return `> ${(value / 1000).toFixed(0)} s`;  // the buckets of durations end there
   if (value >= 1000) return `${(value / 1000).toFixed(1)} s`;
   return `${value >= 10 || value === 0 ? value.toFixed(0) : value.toFixed(1)} ms`;
 }

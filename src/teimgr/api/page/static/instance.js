@@ -6,11 +6,12 @@ import { fieldsOf, textOf, valueOf } from "./forms.js";
 const name = $("#instance").dataset.name;
 let { row, info } = json("info");
 
-// Charts. A point is [time, requests, failures, texts, tokens, p50, p99, queue, memory, busy].
+// Charts. A point is [time, requests, failures, texts, tokens, p50, p99, queue, memory, busy, refused].
 
 const percent = (value) => (value == null ? NOTHING : `${Math.round(100 * value)} %`);
 const CHARTS = {
   requests: { columns: [1], format: number },
+  errors: { columns: [2, 10], format: number, labels: ["failed", "refused"] },
   tokens: { columns: [4], format: number },
   latency: { columns: [5, 6], format: (value) => milliseconds(value == null ? null : value * 1000), labels: ["median", "p99"] },
   queue: { columns: [7], format: number },
