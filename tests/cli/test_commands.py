@@ -9,6 +9,7 @@ import pty
 import signal
 import subprocess
 import sys
+import tarfile
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -278,6 +279,24 @@ def test_run_serves_a_model_once_and_says_how_to_call_it(run: Run, fleet: WarmDa
     assert run("run", model).status == ExitStatus.OK
     assert [row[0] for row in run("list").rows] == ["static", "ranker", "classes", "tiny-static"]
     run("rm", "tiny-static")
+
+
+def test_doctor_judges_the_daemon_and_writes_a_bundle(run: Run, fleet: WarmDaemonProcess, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    failed = run("create", "broken", tmp_path, "--wait", "--timeout", "60")
+    bundle = tmp_path / "support.tar.gz"
+    findings = run("doctor", "--bundle", bundle, "--json").json
+    run("rm", "broken", "-y")
+    told = {(each["check"], each["outcome"]): each for each in findings}
+    assert fleet.api in told["daemon", "ok"]["text"]
+    assert ("instance", "fail") in told, failed
+    assert "broken failed" in told["instance", "fail"]["text"]
+    assert told["instance", "fail"]["advice"] == "`teimgr logs broken` and `teimgr events broken`"
+    assert {check for check, _ in told} >= {"alarms", "disk", "clock"}
+    with tarfile.open(bundle) as archive:
+        names = {Path(name).name for name in archive.getnames()}
+    assert {"doctor.json", "settings.json", "events.json", "metrics.txt", "static.log", "_daemon.log"} <= names
+    assert bundle.stat().st_mode & 0o077 == 0
 
 
 def test_an_address_of_grpc_is_told_from_that_of_rest(run: Run, fleet: WarmDaemonProcess) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from teimgr.cli import doctor_checks
+from teimgr.cli import doctor_checks, doctor_daemon
 from teimgr.config.settings import Settings
 from teimgr.control.ledger.system_memory import free_memory_bytes
 from teimgr.spec import InstanceSpec
@@ -58,6 +58,7 @@ def test_a_good_host_passes_every_check(config: Path) -> None:
         "memory",
         "cache",
         "clock",
+        "daemon",
         "torch",
         "gpus",
     } == {each["check"] for each in found}
@@ -145,3 +146,14 @@ def test_a_state_file_of_the_future_means_that_the_clock_was_set_back(tmp_path: 
     os.utime(file, (4e9, 4e9))
 
     assert findings(doctor_checks.check_clock, state_file=file) == {"clock": f"warn: {file} is of the future"}
+
+
+def test_secrets_are_hidden_in_a_bundle() -> None:
+    text = (
+        'token=s3c hf_s3cdefgh12345 Authorization: Bearer s3c.1\nhttp://me:s3c@hub/x "password": "s3c", api_key: s3c '
+        'teimgr_s3c45678901234567 teimgr1.s3c {"secret": "s3c", "tokens": 5} model=tiny'
+    )
+    shown = doctor_daemon.redacted(text)
+    assert "s3c" not in shown
+    assert shown.endswith('{"secret": "(hidden)", "tokens": 5} model=tiny')
+    assert "@hub/x" in shown

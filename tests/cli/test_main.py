@@ -68,6 +68,19 @@ def test_every_fault_is_told_with_its_line(tmp_path: Path) -> None:
     assert "instances[0].model_id: is required" in done.stderr
 
 
+def test_faults_of_every_kind_are_told_in_one_round(tmp_path: Path) -> None:
+    """Of types, of keys in their relation, of variables and of TLS files."""
+    file = tmp_path / "t.toml"
+    tls = '[auth]\nenabled = true\nproviders = []\n[auth.tls]\nserver_cert = "no.pem"\nserver_key = "no.key"\n'
+    file.write_text('max_instances = "x"\ninstance_port_start = 9200\ninstance_port_end = 9100\n' + tls)
+    done = teimgr("config", "check", file, TEIMGR_LOG_FORMAT="odd")
+    assert done.returncode == 1
+    relations = "must be greater than instance_port_start", "auth.providers: "
+    for says in ("max_instances: must be", *relations, "TEIMGR_LOG_FORMAT", "no.pem", "no.key"):
+        assert says in done.stderr, done.stderr
+    assert len(done.stderr.splitlines()) == 6, done.stderr
+
+
 def test_settings_are_shown_with_who_said_them_and_without_secrets(tmp_path: Path) -> None:
     file = tmp_path / "t.toml"
     file.write_text('grpc_port = 9101\n[[webhooks]]\nurl = "http://x"\nsecret = "hush"\n[aliases]\na = "b"\n')

@@ -85,11 +85,20 @@ def doctor(
         Path | None,
         typer.Option(metavar="DIR", help="Check a joined host: --state-dir of its `node join`.", show_default=False),
     ] = None,
+    bundle: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write settings, events, metrics and logs without secrets, .tar.gz.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> int:
-    """Check this host, with advice.
+    """Check this host and the daemon that runs, with advice.
 
-    Ports, GPUs, torch, cache, permissions, limits, clock. With `[cluster]` also the other hosts, by the running daemon.
+    Ports, GPUs, torch, cache, permissions, limits, clock. Of a running daemon its alarms, instances, disks, certificate
+    and version; with `[cluster]` also the other hosts.
     """
     from teimgr.cli.doctor import main as examine
 
-    return examine(file or config, node=node, flags=server.flags, as_json=output.as_json)
+    return examine(file or config, node=node, flags=server.flags, bundle=bundle, as_json=output.as_json)

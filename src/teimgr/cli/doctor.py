@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -22,6 +23,7 @@ from teimgr.cli.doctor_checks import (
     gib,
     is_writable,
 )
+from teimgr.cli.doctor_daemon import check_daemon, connection_of, write_bundle
 from teimgr.cli.output import say
 from teimgr.client.connection import ConnectionValues, DaemonConnection
 from teimgr.config.settings import Settings
@@ -35,21 +37,37 @@ _REST_LIMIT_S = 10.0
 
 
 def main(
-    file: Path | None, *, node: Path | None = None, flags: ConnectionValues | None = None, as_json: bool = False
+    file: Path | None,
+    *,
+    node: Path | None = None,
+    flags: ConnectionValues | None = None,
+    bundle: Path | None = None,
+    as_json: bool = False,
 ) -> int:
     """Run every check and print the findings; the result is the exit status.
 
-    `node` is the folder of a joined host, which is checked in place of a daemon's; `flags` lead to the daemon that
-    knows the other hosts.
+    `node` is the folder of a joined host, which is checked in place of a daemon's; `flags` lead to the daemon that is
+    judged too and knows the other hosts. `bundle` is a file for its state, without secrets.
     """
     findings = list(examine(file, flags) if node is None else check_node(node))
     if as_json:
         say(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
         for finding in findings:
-            advice = f"\n{'':14}→ {finding.advice}" if finding.advice else ""
-            say(f"{finding.outcome:5} {finding.check:8}{finding.text}{advice}")
+            advice = f"\n{'':15}→ {finding.advice}" if finding.advice else ""
+            say(f"{finding.outcome:5} {finding.check:9}{finding.text}{advice}")
+    if bundle is not None:
+        entries = write_bundle(bundle, connection_of(_settings(file), flags or ConnectionValues()), findings)
+        say(f"{bundle}: {len(entries)} entries; read it before you send it", file=sys.stderr)
     return int(any(finding.outcome == "fail" for finding in findings))
+
+
+def _settings(file: Path | None) -> Settings:
+    """The settings of the file; the defaults where it has faults."""
+    try:
+        return read(Source(file=file)).settings
+    except TeimgrError:
+        return Settings()
 
 
 def examine(file: Path | None, flags: ConnectionValues | None = None) -> Iterator[Finding]:
@@ -67,7 +85,13 @@ def examine(file: Path | None, flags: ConnectionValues | None = None) -> Iterato
             yield Finding("config", "warn", warning)
     for check in CHECKS:
         yield from check(settings)
-    yield from check_hosts(settings, flags or ConnectionValues())
+    flags = flags or ConnectionValues()
+    try:
+        is_named = not DaemonConnection.resolve(flags).is_default
+        yield from check_daemon(connection_of(settings, flags), is_named=is_named)
+    except TeimgrError as error:
+        yield Finding("daemon", "fail", error.message)
+    yield from check_hosts(settings, flags)
 
 
 def check_hosts(settings: Settings, flags: ConnectionValues) -> Iterator[Finding]:
@@ -75,12 +99,7 @@ def check_hosts(settings: Settings, flags: ConnectionValues) -> Iterator[Finding
     if not settings.cluster.address:
         return
     try:
-        connection = DaemonConnection.resolve(flags)
-        if connection.is_default:  # the daemon of these settings, rather than the usual port
-            scheme = "https" if settings.tls_files is not None else "http"
-            host = "127.0.0.1" if settings.api_host in ("0.0.0.0", "::") else settings.api_host
-            url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{settings.api_port}"
-            connection = DaemonConnection.resolve(ConnectionValues(url=url).over(flags))
+        connection = connection_of(settings, flags)
         found = connection.rest_client(_REST_LIMIT_S).hosts()["hosts"]
     except TeimgrError as error:
         yield Finding(

@@ -8,9 +8,10 @@ between keys are checked once each key is valid on its own.
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
@@ -119,20 +120,47 @@ def read(source: Source) -> Configuration:
     try:
         text = "" if source.file is None else _text(source.file)
         lines = key_lines(text)
-        values = _from_file(tomllib.loads(text))
+        values, found = _from_file(tomllib.loads(text))
         sources = {path: f"{source.file}:{line}" for path, line in lines.items()}
-        for path, variable in _from_environment(source.environ, values):
+        of_variables: list[str] = []
+        for path, variable in _from_environment(source.environ, values, of_variables):
             sources[path] = f"environment {variable}"
         given = {name: value for name, value in source.overrides.items() if value is not None}
         values |= schema.read(Settings, given)
         settings = Settings(**values)
-        if broken := list(faults(settings)):
-            raise ConfigFaults(*broken)
+        found += _of_the_rest(settings, {_top(fault.path) for fault in found})
+        if found or of_variables:
+            located = [_located(fault, source.file, lines) for fault in found]
+            of_tls = (
+                () if any(fault.path.startswith(("auth.tls", "auth.mtls")) for fault in found) else _of_tls(settings)
+            )
+            raise InvalidConfig("\n".join([*located, *of_variables, *of_tls]))
     except ConfigFaults as error:
         raise InvalidConfig("\n".join(_located(fault, source.file, lines) for fault in error.faults)) from error
     except RecursionError as error:  # of arrays and tables in one another, and of dotted keys
         raise InvalidConfig(f"{source.file}: nested too deep") from error
     return Configuration(settings, sources | dict.fromkeys(given, "command line"))
+
+
+def _of_the_rest(settings: Settings, wrong: Collection[str]) -> list[ConfigFault]:
+    """Faults of the keys in their relations, without those that are about the keys `wrong`, which are left out."""
+    names = [re.compile(rf"\b{re.escape(name)}\b") for name in wrong]
+    right = (fault for fault in faults(settings) if _top(fault.path) not in wrong)
+    return [fault for fault in right if not any(name.search(fault.message) for name in names)]
+
+
+def _of_tls(settings: Settings) -> Iterator[str]:
+    """The fault of the server's TLS files, beside others."""
+    try:
+        if settings.tls_files is not None:
+            settings.tls_files.context()
+    except InvalidConfig as error:
+        yield error.message
+
+
+def _top(path: str) -> str:
+    """The key of `Settings` that a path is in."""
+    return path.partition(".")[0].partition("[")[0]
 
 
 def with_template(
@@ -208,17 +236,22 @@ def _text(file: Path) -> str:
     return text
 
 
-def _from_file(table: dict[str, Any]) -> dict[str, Any]:
-    """The keys of the file, typed as those of `Settings`; seeds are completed from templates."""
+def _from_file(table: dict[str, Any]) -> tuple[dict[str, Any], list[ConfigFault]]:
+    """The keys of the file that are right, typed as those of `Settings`, and the faults of the others.
+
+    Seeds are completed from templates.
+    """
     templates, seeds = table.pop("templates", {}), table.pop("instances", [])
     values: dict[str, Any]
     values, faults = _try(lambda: schema.read(Settings, table), {})
+    if faults:
+        wrong = {_top(fault.path) for fault in faults}
+        right = {name: value for name, value in table.items() if name not in wrong}
+        values, _ = _try(lambda: schema.read(Settings, right), {})
     values["templates"], more = _try(lambda: _templates(templates), {})
     faults += more
     values["instances"], more = _try(lambda: _seeds(seeds, values["templates"]), ())
-    if faults := [*faults, *more]:
-        raise ConfigFaults(*faults)
-    return values
+    return values, [*faults, *more]
 
 
 def _templates(tables: object) -> dict[str, dict[str, Any]]:
@@ -257,8 +290,13 @@ def _located(fault: ConfigFault, file: Path | None, lines: Mapping[str, int]) ->
     return str(fault) if file is None else f"{file}: {fault}" if line is None else f"{file}:{line}: {fault}"
 
 
-def _from_environment(environ: Mapping[str, str], values: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Put each variable that is set into `values`; yields the paths of the keys and the variables."""
+def _from_environment(
+    environ: Mapping[str, str], values: dict[str, Any], wrong: list[str]
+) -> Iterator[tuple[str, str]]:
+    """Put each variable that is set into `values`; yields the paths of the keys and the variables.
+
+    Sentences about those whose text is not valid go to `wrong`.
+    """
     for scalar in scalars():
         for variable in scalar.variables:
             if (text := environ.get(variable)) is None:
@@ -268,7 +306,8 @@ def _from_environment(environ: Mapping[str, str], values: dict[str, Any]) -> Ite
             try:
                 value = schema.read(kind, {name: schema.from_text(text, scalar.annotation)})
             except (ValueError, ConfigFaults) as error:
-                raise InvalidConfig(f"Invalid {variable} value {text!r}: {error}") from error
+                wrong.append(f"Invalid {variable} value {text!r}: {error}")
+                continue
             values |= {"otel": replace(values.get("otel", Otel()), **value)} if table else value
             yield ".".join(scalar.path), variable
 
