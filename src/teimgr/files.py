@@ -62,7 +62,7 @@ def write_atomically(
         previous: Keep the replaced file under this second name.
 
     Raises:
-        OSError: The disk refused; the file at `path` is unchanged.
+        OSError: The disk refused, and the error names a path; the file at `path` is unchanged.
     """
     temporary = path.with_name(f"{path.name}.tmp")
     _write(temporary, content, mode, durable)
@@ -108,8 +108,12 @@ def lock_file(path: Path) -> int | None:
 
 def _write(path: Path, content: bytes, mode: int, durable: bool) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content)
-        if durable:
-            file.flush()
-            os.fsync(descriptor)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            if durable:
+                file.flush()
+                os.fsync(descriptor)
+    except OSError as error:
+        error.filename = str(path)  # a failed write, as on a full disk, has none
+        raise
