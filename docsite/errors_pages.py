@@ -37,8 +37,8 @@ browser; error replies of REST link there (header `Link`).
 Where to find the code of a failure: `code` in a reply of REST, `{CODE_KEY}` in the trailing metadata of gRPC, `why:` on
 the command line. [Errors](reference/errors.md) has the statuses. Without a code at hand, begin with these:
 
-* `teimgr doctor` checks the host (ports, folders, limits, torch, GPUs, the hub cache) and the daemon that runs: its alarms,
-  failing instances, disks, certificate, clock and version. `teimgr doctor --bundle FILE` writes what a report needs.
+* `teimgr doctor` checks the host (ports, folders, limits, torch, GPUs, the hub cache) and the daemon that runs: its
+  alarms, failing instances, disks, certificate, clock and version. With `--bundle FILE` it writes what a report needs.
 * `teimgr ps` shows the state of each instance, with the reason where it failed; `teimgr logs NAME` has its log.
 * `/health` lists alarms, the [page](page.md) shows them.
 * An instance stays `starting`: it downloads or loads its model; `teimgr logs NAME -f` follows it.
