@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import grpc
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -13,7 +14,9 @@ from PIL import Image
 from tests.support.daemon_process import DaemonProcess, WarmDaemonProcess
 from tests.support.models.dual_encoders import build_clip, file_of, noise
 
+from teimgr.client.payloads import unpack_vectors
 from teimgr.errors import TeimgrError, ValidationError
+from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
 
 pytestmark = pytest.mark.slow
 _HOW_TO = Path(__file__).parents[2] / "docs" / "how-to" / "images.md"
@@ -91,3 +94,26 @@ def test_a_table_with_images_and_texts_has_the_same_vectors(daemon: DaemonProces
         found = client.infer(pa.table({"image": structs}), instance="clip")
         assert np.array_equal(np.array(found["dense"][0].as_py(), np.float32), vectors[0])
         assert "a `path` is not opened" in found["error"][1].as_py()
+
+
+def test_embed_arrow_takes_a_column_of_images_with_an_error_for_each_row(daemon: DaemonProcess) -> None:
+    good = file_of(noise(40, 30))
+    structs = pa.array([{"bytes": good, "path": None}, {"bytes": None, "path": "/etc/passwd"}, None, None])
+    table = pa.table({"image": structs, "text": pa.array([None, None, "a dog", None], pa.string())})
+    with daemon.client() as client, grpc.insecure_channel(daemon.grpc) as channel:
+        expected = [client.embed_images([good], instance="clip")[0], client.embed("a dog", instance="clip")[0]]
+        call = channel.unary_unary("/tei_multiplexer.v1.TeiMultiplexer/EmbedArrow")
+        target = mux_pb2.Target(instance_name="clip")
+        asked = mux_pb2.EmbedArrowRequest(target=target, arrow_ipc=_stream(table), normalize=True)
+        found = unpack_vectors(call(asked.SerializeToString(), timeout=60))
+    assert np.array_equal(found.vectors[0], expected[0])
+    assert np.allclose(found.vectors[2], expected[1], atol=1e-6)
+    assert sorted(found.errors) == [1, 3]
+    assert "a `path` is not opened" in found.errors[1]
+
+
+def _stream(table: pa.Table) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return bytes(sink.getvalue())

@@ -220,13 +220,14 @@ class Engine:
             WrongModelKind: the model embeds texts alone.
             InvalidInput: its format is not allowed, it is broken at its beginning, or too large.
         """
-        if (dual := self.layout.dual) is None:
+        if self.layout.dual is None:
             raise WrongModelKind(
                 f"Backend error: the model {shown_id(self.info.model_id)} embeds texts alone: it takes no image"
             )
-        from teimgr.engine.images.inputs import read_picture
+        from teimgr.engine.images.inputs import PictureTokenizer
 
-        return read_picture(data, dual)
+        assert isinstance(self.tokenizer, PictureTokenizer)
+        return self.tokenizer.picture(data)
 
     def tokenize(self, text: str, add_special_tokens: bool, prompt_name: str | None) -> list[TokenSpan]:
         """Every token of prompt + text.
@@ -389,10 +390,11 @@ class Engine:
 
     def _test_picture(self) -> None:
         """The first self-test with an image, of a model that embeds such."""
-        if (dual := self.layout.dual) is not None:
-            from teimgr.engine.images.inputs import known_picture
+        if self.layout.dual is not None:
+            from teimgr.engine.images.inputs import PictureTokenizer
 
-            self._known_picture = known_picture(dual)
+            assert isinstance(self.tokenizer, PictureTokenizer)
+            self._known_picture = self.tokenizer.known_picture()
             self._picture_reference = self._run_self_test(_FIRST_SELF_TEST_S, self._known_picture)
 
     def _run_self_test(self, timeout_s: float, picture: Picture | None = None) -> SelfTest:

@@ -41,6 +41,8 @@ _ENCODERS = {
     "umt5": "UMT5EncoderModel",
     "t5gemma": "T5GemmaEncoderModel",
 }
+# Models with a head of their own, which no Auto class has.
+_OWN_CLASSES = {"colpali": "ColPaliForRetrieval", "colqwen2": "ColQwen2ForRetrieval"}
 _AUTO_CLASSES = {
     Backbone.ENCODER: "AutoModel",
     Backbone.MASKED_LM: "AutoModelForMaskedLM",
@@ -293,8 +295,8 @@ def _model_class(layout: Layout, config: Any) -> Any:
         return get_class_from_dynamic_module(
             own, str(layout.weights_dir), local_files_only=True, code_revision=revision
         )
-    if layout.backbone is Backbone.ENCODER and config.model_type in _ENCODERS:
-        return getattr(transformers, _ENCODERS[config.model_type])
+    if layout.backbone is Backbone.ENCODER and (known := (_ENCODERS | _OWN_CLASSES).get(config.model_type)):
+        return getattr(transformers, known)
     mapping = getattr(transformers, name)._model_mapping
     if type(config) not in mapping:
         raise ValueError(f"a {config.model_type} model has no {layout.backbone.value} form")

@@ -246,6 +246,10 @@ def _load(options: EngineOptions) -> EngineParts:
 def _tokenizer(layout: Layout, max_length: int) -> TextTokenizer:
     if layout.dual is None:
         return TextTokenizer(layout, max_length)
+    if layout.pages is not None:
+        from teimgr.engine.images.pages import PageTokenizer
+
+        return PageTokenizer(layout, max_length)
     from teimgr.engine.images.inputs import DualTokenizer  # with Pillow, for these models alone
 
     return DualTokenizer(layout, max_length)
@@ -254,17 +258,21 @@ def _tokenizer(layout: Layout, max_length: int) -> TextTokenizer:
 def _load_model(layout: Layout, device: torch.device, threads: int) -> Model:
     if layout.dual is None:
         return load_model(layout, device)
+    if layout.pages is not None:
+        from teimgr.engine.images.pages import load_page_model
+
+        return load_page_model(layout, device, threads)
     from teimgr.engine.images.model import load_dual_model
 
     return load_dual_model(layout, device, threads)
 
 
 def _begin_pictures(model: Model, tokenizer: TextTokenizer) -> None:
-    from teimgr.engine.images.inputs import DualTokenizer
-    from teimgr.engine.images.model import DualModel
+    from teimgr.engine.images.inputs import PictureTokenizer
+    from teimgr.engine.images.model import PicturedModel
 
-    assert isinstance(model, DualModel)
-    assert isinstance(tokenizer, DualTokenizer)
+    assert isinstance(model, PicturedModel)
+    assert isinstance(tokenizer, PictureTokenizer)
     model.check_pictures()
     tokenizer.use(model.decoder)
     model.decoder.start()
@@ -278,6 +286,8 @@ def _chosen(
     if gpu.is_gpu(device) and layout.backbone is not Backbone.STATIC:
         model = _load_model(layout, _HOST, options.threads)
         return model, choose_on_gpu(model, device, dtype, inputs)
+    if layout.pages is not None and dtype is None:
+        dtype = torch.float32  # the gate compares texts alone, and pages go through the same layers
     return choose(lambda: _load_model(layout, device, options.threads), dtype, inputs, _cache(layout, options, inputs))
 
 

@@ -108,7 +108,7 @@ class Prompts:
             self._default = self._texts.get(default_name or own, "")
             name = default_name or layout.default_prompt_name
             self.default_name = name if name in self._texts else None
-        self._queries_by_default = table is not None and table.is_default
+        self._queries_by_default = layout.pages is not None or (table is not None and table.is_default)
         self._default_query = self._is_query(default_name)
 
     @property

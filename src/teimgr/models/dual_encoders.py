@@ -13,7 +13,7 @@ from teimgr.models.bounded_json import read_object
 from teimgr.models.known_keys import KnownKeys
 from teimgr.models.layout import DualEncoder, Layout, PixelSteps
 from teimgr.models.library_code import setting
-from teimgr.models.metadata import DUAL_ENCODERS, ModelMetadata
+from teimgr.models.metadata import DUAL_ENCODERS, PAGE_ENCODERS, ModelMetadata
 
 _PROCESSORS = ("CLIPImageProcessor", "CLIPFeatureExtractor", "SiglipImageProcessor")
 _KEYS = KnownKeys(
@@ -29,6 +29,8 @@ _KEYS = KnownKeys(
 _MAX_SIDE = 4096  # pixels of a picture that a model reads; the largest known one has 512
 _MAX_RESAMPLE = 5  # the last filter of Pillow
 _METHODS = {"text": "get_text_features", "image": "get_image_features"}
+CLIP_MEANS = (0.48145466, 0.4578275, 0.40821073)
+CLIP_DEVIATIONS = (0.26862954, 0.26130258, 0.27577711)
 _OLD_END = 2  # `eos_token_id` of CLIP's first configurations, whose code takes the highest id for the end
 
 
@@ -38,7 +40,13 @@ def is_dual_encoder(metadata: ModelMetadata) -> bool:
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The configuration of what reads texts: `config` itself but for a model of texts and images."""
+    """The configuration of what reads texts: `config` itself but for a model of texts and images, or of pages."""
+    if config["model_type"] in PAGE_ENCODERS:
+        whole = config.get("vlm_config")
+        if not isinstance(whole, dict) or not isinstance(whole.get("text_config", {}), dict):
+            raise ModelLoadFailed(f"config.json has vlm_config = {str(whole)[:80]}, which should have a text_config")
+        kind = str(whole.get("model_type"))
+        return {"model_type": f"{kind}_text"} | (whole.get("text_config") or whole)
     return _part(config, "text") if config["model_type"] in DUAL_ENCODERS else config
 
 
@@ -49,10 +57,7 @@ def read_dual_encoder(metadata: ModelMetadata, layout: Layout, pooling: str | No
         InvalidConfig: `pooling` is set, and the model has its own.
         ModelLoadFailed: its files describe what is not served, or Pillow is missing.
     """
-    if importlib.util.find_spec("PIL") is None:
-        raise ModelLoadFailed(
-            "the model embeds images, for which Pillow is missing: install teimgr with the extra `images`"
-        )
+    need_pillow()
     if pooling is not None:
         raise InvalidConfig(f"pooling = {pooling!r} is not for a model of texts and images, which has its own")
     behind = [module.name for module in metadata.chain.behind]
@@ -61,7 +66,7 @@ def read_dual_encoder(metadata: ModelMetadata, layout: Layout, pooling: str | No
     _check_modalities(metadata.settings.get("modality_config") or {})
     config = metadata.config
     is_clip = config["model_type"] == "clip"
-    steps = _pixel_steps(_processor(metadata.transformer_dir))
+    steps = pixel_steps(processor_settings(metadata.transformer_dir))
     vision = _part(config, "vision")
     side, patch = _whole(vision, "image_size"), _whole(vision, "patch_size")
     if _whole(vision, "num_channels") != 3 or not patch <= side <= _MAX_SIDE:
@@ -73,6 +78,14 @@ def read_dual_encoder(metadata: ModelMetadata, layout: Layout, pooling: str | No
     dual = DualEncoder((side // patch) ** 2 + is_clip, side, side, steps)
     dual = replace(dual, end_id=_end_id(metadata)) if is_clip else replace(dual, padding_token=_padding(metadata))
     return replace(layout, poolings=("last_token",), dual=dual)
+
+
+def need_pillow() -> None:
+    """Raise ModelLoadFailed where Pillow is not installed."""
+    if importlib.util.find_spec("PIL") is None:
+        raise ModelLoadFailed(
+            "the model embeds images, for which Pillow is missing: install teimgr with the extra `images`"
+        )
 
 
 def _part(config: dict[str, Any], name: str) -> dict[str, Any]:
@@ -113,7 +126,7 @@ def _check_modalities(modalities: Mapping[str, Any]) -> None:
             )
 
 
-def _processor(folder: Path) -> dict[str, Any]:
+def processor_settings(folder: Path) -> dict[str, Any]:
     """The settings of the image processor: within processor_config.json, as the library prefers, or on their own."""
     inside = (read_object(folder / "processor_config.json") or {}).get("image_processor")
     found = inside or read_object(folder / "preprocessor_config.json")
@@ -122,7 +135,7 @@ def _processor(folder: Path) -> dict[str, Any]:
     return found
 
 
-def _pixel_steps(given: dict[str, Any]) -> PixelSteps:
+def pixel_steps(given: dict[str, Any]) -> PixelSteps:
     """What the library's image processor of these settings does.
 
     Raises:
@@ -145,8 +158,8 @@ def _pixel_steps(given: dict[str, Any]) -> PixelSteps:
     resample = given.get("resample", 3)
     if isinstance(resample, bool) or not isinstance(resample, int) or not 0 <= resample <= _MAX_RESAMPLE:
         raise ModelLoadFailed(f"preprocessor_config.json has resample = {resample!r}, which is no filter of Pillow")
-    means = (0.48145466, 0.4578275, 0.40821073) if is_clip else (0.5, 0.5, 0.5)
-    deviations = (0.26862954, 0.26130258, 0.27577711) if is_clip else (0.5, 0.5, 0.5)
+    means = CLIP_MEANS if is_clip else (0.5, 0.5, 0.5)
+    deviations = CLIP_DEVIATIONS if is_clip else (0.5, 0.5, 0.5)
     normalizes = given.get("do_normalize", True)
     return PixelSteps(
         shortest=shortest,
@@ -154,8 +167,8 @@ def _pixel_steps(given: dict[str, Any]) -> PixelSteps:
         resample=resample,
         crop=crop,
         factor=float(given.get("rescale_factor", 1 / 255)) if given.get("do_rescale", True) else None,
-        mean=_colours(given, "image_mean", means) if normalizes else None,
-        deviation=_colours(given, "image_std", deviations) if normalizes else None,
+        mean=colours(given, "image_mean", means) if normalizes else None,
+        deviation=colours(given, "image_std", deviations) if normalizes else None,
     )
 
 
@@ -172,7 +185,7 @@ def _size(given: Any, default: int | tuple[int, int]) -> tuple[int | None, tuple
     return (found[0], None) if len(found) == 1 else (None, (found[0], found[1]))
 
 
-def _colours(given: dict[str, Any], key: str, default: tuple[float, ...]) -> tuple[float, ...]:
+def colours(given: dict[str, Any], key: str, default: tuple[float, ...]) -> tuple[float, ...]:
     value = given.get(key)
     if value is None:
         return default

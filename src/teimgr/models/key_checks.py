@@ -28,7 +28,7 @@ from teimgr.models.known_keys import (
     TOKENIZER,
     config_warnings,
 )
-from teimgr.models.metadata import DUAL_ENCODERS, ModelMetadata
+from teimgr.models.metadata import DUAL_ENCODERS, PAGE_ENCODERS, ModelMetadata
 from teimgr.models.modules import KNOWN_OWN
 
 _SETTINGS_FILE, _SAVED_FILE = "sentence_bert_config.json", "config_sentence_transformers.json"
@@ -98,7 +98,7 @@ def _settings(settings: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> Iter
 
 def _check_modalities(metadata: ModelMetadata) -> None:
     modalities: Mapping[str, Any] = metadata.settings.get("modality_config") or {}
-    if metadata.config["model_type"] in DUAL_ENCODERS:
+    if metadata.config["model_type"] in (*DUAL_ENCODERS, *PAGE_ENCODERS):
         return  # `dual_encoders` reads it
     senses = sorted({sense for name in modalities for sense in name.split("+")} & set(_SENSES))
     if senses:

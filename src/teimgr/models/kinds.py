@@ -5,7 +5,7 @@ from __future__ import annotations
 from teimgr.errors import InvalidConfig, ModelLoadFailed
 from teimgr.models.late_interaction import is_pylate
 from teimgr.models.listwise import is_listwise
-from teimgr.models.metadata import ModelMetadata
+from teimgr.models.metadata import PAGE_ENCODERS, ModelMetadata
 from teimgr.models.scoring import has_prompt_of_its_own, label_count, writes_text
 from teimgr.spec import KINDS, Kind
 
@@ -39,6 +39,8 @@ def choose_kind(metadata: ModelMetadata, configured: str | None, pooling: str | 
 
 def _own_kind(metadata: ModelMetadata) -> Kind:
     named = metadata.saved.get("model_type")
+    if metadata.config["model_type"] in PAGE_ENCODERS:
+        return Kind.MULTI_VECTOR
     if metadata.static:
         return Kind.EMBEDDING
     if named == "SparseEncoder" or metadata.chain.has("SpladePooling"):

@@ -166,12 +166,37 @@ class PixelSteps:
 
 
 @dataclass(frozen=True, slots=True)
-class DualEncoder:
-    """A model of texts and images in one space (CLIP, SigLIP): its image half, and how the text half reads ids.
+class PatchSteps(PixelSteps):
+    """Steps with a resizing of their own, which keeps the ratio of the sides: both become multiples of `unit`, of
+    `least` to `most` pixels together. Each square of `unit` x `unit` pixels is a token, of patches of `patch` pixels.
+    """
 
-    An image takes `image_tokens` of the forward and has `height` x `width` pixels behind `steps`. Nothing is read
-    behind the first `end_id` of a text. With `padding_token`, each text is padded at its end to `max_length` tokens,
-    and the model reads the padding.
+    unit: int
+    patch: int
+    least: int
+    most: int
+
+
+@dataclass(frozen=True, slots=True)
+class PageTexts:
+    """The texts around what a model of page images reads, `image` around the tokens of an image, each of which is
+    `image_token`, and `query` around a query.
+    """
+
+    image_token: str
+    image: tuple[str, str]
+    query: tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class DualEncoder:
+    """A model of texts and images in one space (CLIP, SigLIP), or of queries and page images (ColPali): what it reads
+    of an image, and how the text half reads ids.
+
+    With `PatchSteps` the size of an image tells how many tokens it takes, and `height` and `width` are those of known
+    images; else an image takes `image_tokens` of the forward and has `height` x `width` pixels behind `steps`. Nothing
+    is read behind the first `end_id` of a text. With `padding_token`, each text is padded at its end to `max_length`
+    tokens, and the model reads the padding.
     """
 
     image_tokens: int
@@ -255,7 +280,7 @@ class Layout:
     `tasks`: the number of the LoRA weights, from 1, by the name of a prompt; `default_task` that of texts without a
     name, 0 for none. Their changes are multiplied by `task_scale`, or they are `task_adapters`, one for each number.
     `instruction_end` ends an instruction, of which no token is pooled, before or within a text.
-    `dual` is set for a model of texts and images.
+    `dual` is set for a model of texts and images; with `pages` it has a vector for each token of a page's image.
     `dimensions` are those of dense vectors where a request asks for none, None for all; `truncate_left`: too long texts
     are cut at their beginning unless a request sets it. `is_rounded`: dense vectors are round(127 · tanh(x)).
     `notes` are for the log, `warnings` about the files for it, `/info` and the page.
@@ -300,6 +325,7 @@ class Layout:
     truncate_left: bool = False
     is_rounded: bool = False
     dual: DualEncoder | None = None
+    pages: PageTexts | None = None
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
@@ -320,7 +346,7 @@ class Layout:
     @property
     def vocabulary(self) -> int | None:
         """The number of token ids with weights; None if config.json has none."""
-        nested = self.config.get("text_config") or {}
+        nested = (self.config.get("vlm_config") or self.config).get("text_config") or {}
         return self.config.get("vocab_size") or nested.get("vocab_size")
 
     @property

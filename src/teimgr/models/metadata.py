@@ -26,6 +26,8 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")
 _STATIC = (MODEL2VEC, "static")
 DUAL_ENCODERS = ("clip", "siglip")
 """Model types of texts and images in one space that are served."""
+PAGE_ENCODERS = ("colpali", "colqwen2")
+"""Model types of queries and page images, with a vector for each token, that are served."""
 _CARD_CHARACTERS = 10_000  # of a model card that are looked into
 _MAX_SHOWN_CHARS = 80
 
@@ -183,6 +185,9 @@ def _check_sizes(config: dict[str, Any]) -> None:
     for name, part in config.items():
         if isinstance(part, dict) and (name.endswith("_config") or name in _PARTS):
             _check_sizes_of(part, f"{name} of config.json")
+            for inner, nested in part.items() if name == "vlm_config" else ():
+                if isinstance(nested, dict) and inner.endswith("_config"):
+                    _check_sizes_of(nested, f"{name}.{inner} of config.json")
 
 
 def _check_sizes_of(config: dict[str, Any], where: str) -> None:
@@ -210,7 +215,7 @@ def _weight_names(folder: Path, own: str | None) -> str | None:
 _OTHER_MODELS = {
     **dict.fromkeys(("siglip2", "align", "altclip", "chinese_clip", "blip", "flava"), "images and text"),
     **dict.fromkeys(("clap", "whisper", "wav2vec2", "hubert", "wavlm"), "sound"),
-    **dict.fromkeys(("colpali", "colqwen2", "colmodernvbert", "modernvbert"), "pages as images"),
+    **dict.fromkeys(("colmodernvbert", "modernvbert"), "pages as images"),
     **dict.fromkeys(("vit", "dinov2", "beit", "deit", "convnext"), "images"),
 }
 _SENSES = {"vision_config": "images", "visual": "images", "audio_config": "sound"}
@@ -219,7 +224,7 @@ _SENSES = {"vision_config": "images", "visual": "images", "audio_config": "sound
 def _refuse_other_models(config: dict[str, Any]) -> None:
     """Refuse models of images and sound by what they are: their text alone would go without their chat template."""
     model_type = str(config["model_type"])
-    if model_type in DUAL_ENCODERS:
+    if model_type in (*DUAL_ENCODERS, *PAGE_ENCODERS):
         return
     senses = _OTHER_MODELS.get(model_type) or next((_SENSES[key] for key in _SENSES if config.get(key)), None)
     if senses is None and model_type.endswith(("_vl", "_omni")):

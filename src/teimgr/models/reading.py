@@ -28,6 +28,7 @@ from teimgr.models.modules import (
     read_poolings,
     read_projections,
 )
+from teimgr.models.pages import is_page_encoder, read_page_encoder
 from teimgr.models.scoring import (
     SEQ2SEQ,
     is_nemotron,
@@ -215,6 +216,8 @@ def _read(root: Path, pooling: str | None, kind: str | None, trust_remote_code: 
             layout = replace(layout, backbone=Backbone.MASKED_LM, splade=splade, query_table=table)
             if table is not None and layout.default_prompt_name is None:
                 layout = replace(layout, default_prompt_name="query" if table.is_default else "document")
+        case Kind.MULTI_VECTOR if is_page_encoder(metadata):
+            layout = read_page_encoder(metadata, layout)
         case Kind.MULTI_VECTOR:
             late, prompts = read_late(metadata)
             named = layout.default_prompt_name if layout.default_prompt_name in prompts else "document"

@@ -285,6 +285,13 @@ def read_inputs(
     return InputBatches(inputs, [len(column) for column in columns[0]], kept, refused)
 
 
+def has_images(ipc: bytes | memoryview) -> bool:
+    """Whether a stream has a column `image` of image files; raises InvalidInput: it is not an IPC stream."""
+    with _refusing():
+        schema = _opened(ipc).schema
+        return any(name == "image" and is_images(schema.field(at).type) for at, name in enumerate(schema.names))
+
+
 def _kind_by_names(names: list[str]) -> InputKind:
     if "input_ids" in names:
         return InputKind.IDS

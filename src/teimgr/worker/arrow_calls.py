@@ -14,7 +14,15 @@ from teimgr.engine.job import InferOptions, Input, Job, Lane, Output, Pair, Spar
 from teimgr.errors import InvalidInput, TeimgrError, TooLarge
 from teimgr.spec import Kind, LoadedModel
 from teimgr.wire import arrow_tables as tables
-from teimgr.wire.arrow_inputs import InputKind, RowInput, checked_size, read_inputs, read_texts
+from teimgr.wire.arrow_inputs import (
+    InputBatches,
+    InputKind,
+    RowInput,
+    checked_size,
+    has_images,
+    read_inputs,
+    read_texts,
+)
 from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2
 from teimgr.wire.pb.teimgr.v1 import arrow_pb2
 from teimgr.wire.protobuf import varint
@@ -100,15 +108,28 @@ def embed_arrow(dispatcher: Dispatcher, call: MethodCall) -> None:
     )
 
     def read(limits: _Limits) -> ReadTable:
-        texts, rows = read_texts(message.arrow_ipc, limits.decoded_bytes, limits.check_rows, limits.go_on)
+        inputs, rows, refused = _texts_or_images(dispatcher, message.arrow_ipc, limits)
         return ReadTable(
-            texts,
+            inputs,
             lambda job: tables.write_vectors(
-                job.vectors, job.errors, rows, form.dense, lz4=form.lz4, head=response_head, metadata=spaces
+                job.vectors, job.errors | refused, rows, form.dense, lz4=form.lz4, head=response_head, metadata=spaces
             ),
         )
 
     _serve_table(dispatcher, call, options, form, read, message.arrow_ipc, message.noop)
+
+
+def _texts_or_images(
+    dispatcher: Dispatcher, ipc: bytes, limits: _Limits
+) -> tuple[Sequence[Input], list[int], dict[int, InvalidInput]]:
+    """The inputs of a table, the rows of each batch, and why rows are refused: a column `image` counts where the model
+    embeds images, with `text` in rows without one.
+    """
+    if "image" in dispatcher.engine.info.modalities and has_images(ipc):
+        batches = read_inputs(ipc, limits.decoded_bytes, limits.check_rows, InputKind.IMAGE, go_on=limits.go_on)
+        return _inputs_of(dispatcher, batches), batches.rows, batches.refused
+    texts, rows = read_texts(ipc, limits.decoded_bytes, limits.check_rows, limits.go_on)
+    return texts, rows, {}
 
 
 def embed_sparse_arrow(dispatcher: Dispatcher, call: MethodCall) -> None:
@@ -143,11 +164,7 @@ def infer_arrow(dispatcher: Dispatcher, call: MethodCall) -> None:
         batches = read_inputs(
             message.arrow_ipc, limits.decoded_bytes, limits.check_rows, kind, key_columns, limits.go_on
         )
-        inputs: Sequence[Input]
-        if isinstance(batches.inputs, TextColumn | SharedTexts):
-            inputs = batches.inputs
-        else:
-            inputs = [_input(dispatcher, item, row, batches.refused) for row, item in enumerate(batches.inputs)]
+        inputs = _inputs_of(dispatcher, batches)
         limits.check_held(max_token_bytes(model, options.outputs, inputs))
 
         def write(job: Job) -> memoryview:
@@ -160,6 +177,12 @@ def infer_arrow(dispatcher: Dispatcher, call: MethodCall) -> None:
         return ReadTable(inputs, write)
 
     _serve_table(dispatcher, call, options, form, read, message.arrow_ipc)
+
+
+def _inputs_of(dispatcher: Dispatcher, batches: InputBatches) -> Sequence[Input]:
+    if isinstance(batches.inputs, TextColumn | SharedTexts):
+        return batches.inputs
+    return [_input(dispatcher, item, row, batches.refused) for row, item in enumerate(batches.inputs)]
 
 
 def _input(dispatcher: Dispatcher, item: RowInput, row: int, refused: dict[int, InvalidInput]) -> Input:

@@ -6,7 +6,6 @@ fetched; they are refused by name.
 
 from __future__ import annotations
 
-import base64
 import binascii
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -20,6 +19,7 @@ if TYPE_CHECKING:  # importing the engine imports torch
     from teimgr.worker.dispatcher import Dispatcher
 
 _SHOWN = 64
+_STEP = 2**20  # characters of base64, decoded in one call
 _LINKS = ("http:", "https:", "file:", "ftp:", "s3:", "gs:")
 
 
@@ -28,9 +28,9 @@ class HasImages(Exception):
 
 
 class SentImage(NamedTuple):
-    """An image as a request has it: a data URI, or base64, and the field that it is in."""
+    """An image as a request has it: a data URI, base64, or its bytes, and the field that it is in."""
 
-    data: str
+    data: str | bytes
     field: str
 
 
@@ -46,6 +46,8 @@ def image_bytes(sent: SentImage) -> bytes:
         InvalidInput: it is a link, no base64, or a data URI of another kind.
     """
     data, field = sent
+    if isinstance(data, bytes):
+        return data
     head = data[:_SHOWN].lstrip().lower()
     if head.startswith(_LINKS) or head.startswith("//"):
         raise InvalidInput(
@@ -57,11 +59,23 @@ def image_bytes(sent: SentImage) -> bytes:
         if not comma or not kind.rstrip().lower().endswith(";base64"):
             raise InvalidInput(f"Input validation error: `{field}` is a data URI without `;base64,`")
     try:
-        return base64.b64decode(data, validate=True)
+        return _decoded(data)
     except (binascii.Error, ValueError) as error:
         raise InvalidInput(
             f"Input validation error: `{field}` is neither a data URI nor base64 of an image file"
         ) from error
+
+
+def _decoded(data: str) -> bytes:
+    """The bytes of base64, in steps of a millisecond: a call of Python's decoder holds the GIL until it is done.
+
+    Raises:
+        binascii.Error, ValueError: it is none, or has something behind its end.
+    """
+    parts = [binascii.a2b_base64(data[at : at + _STEP], strict_mode=True) for at in range(0, len(data), _STEP)]
+    if any(len(part) != _STEP // 4 * 3 for part in parts[:-1]):
+        raise binascii.Error("there is padding before the end")
+    return b"".join(parts)
 
 
 async def read_all(inference: _Inference, items: Sequence[Input | SentImage]) -> list[Input]:
@@ -151,6 +165,17 @@ def item_of_object(given: dict[str, Any], place: str) -> Input | SentImage:
         f"{place}: needs `text` or `image`, a string, and one of them alone: this model embeds one at a time",
         place.partition(".")[0],
     )
+
+
+def has_image(given: Any) -> bool:
+    """Whether a document of a rerank has an image: Jina's `{"image": …}`, or vLLM's content of parts."""
+    if not isinstance(given, dict):
+        return False
+    parts = given.get("content")
+    of_parts = isinstance(parts, list) and any(
+        isinstance(one, dict) and _image_of_part(one) is not None for one in parts
+    )
+    return of_parts or isinstance(given.get("image"), str)
 
 
 def item_of_parts(parts: Any, place: str) -> Input | SentImage:

@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 from tests.support.models.dual_encoders import file_of, noise
 
+from teimgr.engine.images import memory, webp
 from teimgr.engine.images.files import MAX_FILE_BYTES, decode, read_size
 from teimgr.errors import InvalidInput
 
@@ -152,3 +153,55 @@ def test_a_truncated_file_is_refused(form: str) -> None:
     assert rgb(whole).shape == (64, 64, 3)
     with pytest.raises(InvalidInput, match=f"the {form} file is truncated or broken"):
         rgb(whole[: len(whole) * 2 // 3])
+
+
+_KINDS = {
+    "RGB": _IMAGE,
+    "L": _IMAGE.convert("L"),
+    "P": _IMAGE.quantize(16),
+    "RGBA": Image.fromarray(np.dstack([_PIXELS, _PIXELS[:, :, 0]])),
+    "1": _IMAGE.convert("1"),
+    "I;16": Image.fromarray(_PIXELS[:, :, 0].astype(np.uint16) * 257),
+}
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+def test_large_pictures_have_the_same_pixels_in_memory_of_our_own(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    exif = Image.Exif()
+    files = []
+    for turn in _UPRIGHT:
+        exif[0x0112] = turn
+        files.append(file_of(_KINDS[kind], "PNG", exif=exif))
+    by_pillow = [rgb(one) for one in files]
+    monkeypatch.setattr(memory, "_SMALL_PIXELS", 0)
+    monkeypatch.setattr(memory, "_STRIP_PIXELS", 40)
+    assert all((rgb(one) == other).all() for one, other in zip(files, by_pillow, strict=True))
+    assert by_pillow[0].std() > 10
+
+
+def test_pixels_of_a_large_picture_take_nothing_of_pillows_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    data = file_of(noise(1700, 1300), "JPEG", exif=exif)
+    mapped: list[int] = []
+    mapping = memory._mapping
+    monkeypatch.setattr(memory, "_mapping", lambda size: mapped.append(size) or mapping(size))
+    found = decode(data)
+    assert found.size == (1300, 1700)
+    assert mapped == [1700 * 1300 * 4] * 2
+    assert (np.asarray(found) == np.rot90(np.asarray(Image.open(io.BytesIO(data))), -1)).all()
+
+
+def test_large_webp_images_have_the_same_pixels_by_its_own_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    alpha = Image.fromarray(np.dstack([_PIXELS, _PIXELS[:, :, 0]]))
+    stills = [file_of(one, "WEBP", lossless=way, exif=exif) for one in (_IMAGE, alpha) for way in (False, True)]
+    moving = file_of(alpha, "WEBP", save_all=True, append_images=[alpha.rotate(90)])
+    by_pillow = [rgb(one) for one in (*stills, moving)]
+    monkeypatch.setattr(memory, "_SMALL_PIXELS", 0)
+    assert all((rgb(one) == other).all() for one, other in zip((*stills, moving), by_pillow, strict=True))
+    taken = [webp.decoded(one, "RGBA", _IMAGE.size) is not None for one in (*stills, moving)]
+    assert taken == [True, True, True, True, False]
+    with pytest.raises(InvalidInput, match="the WEBP file is truncated or broken"):
+        decode(stills[0][:-300])

@@ -1,4 +1,6 @@
-"""Models of texts and images, as transformers and sentence-transformers save them: CLIP, SigLIP; and pictures."""
+"""Models of texts and images, as transformers and sentence-transformers save them: CLIP, SigLIP, ColPali, ColQwen2; and
+pictures.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ import torch
 import transformers
 from PIL import Image
 from tests.support.models.files import CORPUS, _byte_level, edit, pad_and_truncate, write, write_modules
-from tokenizers import processors
+from tokenizers import Tokenizer, processors
 
 WIDTH = 24
 SIDE = 32
@@ -79,6 +81,64 @@ def _save_tokenizer(tokenizer: Any, folder: Path, longest: int, **names: Any) ->
     wrapped = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=longest, **names)
     wrapped.save_pretrained(folder)
     pad_and_truncate(folder / "tokenizer.json")
+
+
+def build_colpali(folder: Path, seed: int = 0) -> Path:
+    """Write a ColPali to `folder`, whose pictures have 16 patches."""
+    tokenizer = _wrapped(_byte_level(["<pad>", "<bos>", "<eos>"], CORPUS), 512, bos_token="<bos>", eos_token="<eos>")
+    pictures: Any = transformers.SiglipImageProcessorPil(size=_SQUARE)
+    pictures.image_seq_length = 16
+    processor: Any = transformers.ColPaliProcessor(pictures, tokenizer)
+    seen = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    seen |= {"image_size": 32, "patch_size": 8, "vision_use_head": False, "projection_dim": 32}
+    texts = _PART | {"head_dim": 8, "num_key_value_heads": 1, "vocab_size": len(tokenizer), "model_type": "gemma"}
+    texts |= {"max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    whole = transformers.PaliGemmaConfig(
+        vision_config=seen | {"model_type": "siglip_vision_model"},
+        text_config=texts,
+        image_token_id=processor.image_token_id,
+        projection_dim=32,
+        hidden_size=32,
+    )
+    config = transformers.ColPaliConfig(vlm_config=whole, embedding_dim=WIDTH)
+    return _save_whole(transformers.ColPaliForRetrieval, config, processor, folder, seed)
+
+
+def build_colqwen2(folder: Path, seed: int = 0) -> Path:
+    """Write a ColQwen2 to `folder`, whose pictures have 4 to 16 tokens."""
+    names = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
+    library = _byte_level([*names, "<|video_pad|>"], CORPUS)
+    ids = {name: library.token_to_id(name) for name in [*names, "<|video_pad|>"]}
+    tokenizer = _wrapped(library, 512, "<|endoftext|>", eos_token="<|im_end|>")
+    pictures = transformers.Qwen2VLImageProcessorPil(size={"shortest_edge": 4 * 784, "longest_edge": 16 * 784})
+    processor = transformers.ColQwen2Processor(pictures, tokenizer)
+    seen = {"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 4, "mlp_ratio": 2, "patch_size": 14}
+    texts = _PART | {"num_key_value_heads": 2, "vocab_size": len(tokenizer), "max_position_embeddings": 512}
+    texts |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
+    texts |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    whole = transformers.Qwen2VLConfig(
+        vision_config=seen,
+        text_config=texts,
+        image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"],
+    )
+    config = transformers.ColQwen2Config(vlm_config=whole, embedding_dim=WIDTH)
+    return _save_whole(transformers.ColQwen2ForRetrieval, config, processor, folder, seed)
+
+
+def _wrapped(library: Tokenizer, longest: int, pad: str = "<pad>", **names: str) -> Any:
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=library, model_max_length=longest, pad_token=pad, **names
+    )
+
+
+def _save_whole(kind: Any, config: Any, processor: Any, folder: Path, seed: int) -> Path:
+    torch.manual_seed(seed)
+    kind(config).save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return folder
 
 
 def noise(width: int, height: int, seed: int = 0) -> Image.Image:

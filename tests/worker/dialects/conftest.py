@@ -17,7 +17,7 @@ from tests.support.models import (
     build_routed_sparse,
     build_splade,
 )
-from tests.support.models.dual_encoders import build_clip
+from tests.support.models.dual_encoders import build_clip, build_colqwen2
 from tests.support.models.scoring import build_token_classifier
 from tests.worker.dialects.dialect_client import LIMIT_S, Asking
 
@@ -43,6 +43,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "reranker": build_cross_encoder("bert", folder / "reranker"),
         "classifier": build_classifier("bert", folder / "classifier"),
         "clip": build_clip(folder / "clip"),
+        "pages": build_colqwen2(folder / "pages"),
         "entities": build_token_classifier("bert", folder / "entities"),
     }
 

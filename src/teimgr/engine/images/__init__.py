@@ -1,10 +1,13 @@
 """Images of models that embed texts and images into one space.
 
     files     an image file: its format and size from the header, and its pixels, within limits
+    memory    memory of large images, taken and freed without the GIL
+    webp      large WebP images, decoded without the GIL
     pixels    pixels as the model's own image processor makes them, bit for bit
     waiting   decodes waiting pictures on a few threads ahead of their batch
     inputs    pictures beside texts: tokenizer, batches
     model     the image half of a model, and both halves as one model
+    pages     models of queries and page images: a vector for each token
     runner    batches with pictures on their way through the model
 
 Nothing of this is imported for a model of texts alone.

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
+from teimgr.engine.images import memory, webp
 from teimgr.errors import InvalidInput
 
 MAX_PIXELS = 50_000_000
@@ -21,7 +22,7 @@ MAX_FILE_BYTES = 20 * 2**20
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF")
 _MAX_PARTS = 20_000  # segments, chunks or blocks of a file: a photograph has some dozens
 _MAX_FILL_BYTES = 64  # before a marker of JPEG
-_STRIP_PIXELS = 2**20  # converted at a time
+_IN_STEPS = ("JPEG", "PNG")  # decoded into memory of ours; the others' own is that of Pillow's module for them
 _ORIENTATION = 0x0112  # of EXIF
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -95,15 +96,21 @@ def decode(data: bytes) -> Image.Image:
     """
     form = _format(data)
     with _opened(data, form) as image:
+        loaded: Image.Image | None = None
         try:
-            image.load()
+            if form in _IN_STEPS:
+                memory.give(image)
+            elif form == "WEBP" and memory.is_large(image.size):
+                loaded = webp.decoded(data, image.mode, image.size)
+            if loaded is None:
+                image.load()
         except (OSError, SyntaxError, ValueError, EOFError, MemoryError, IndexError) as error:
             raise _broken(form) from error
         if image.width * image.height > MAX_PIXELS:  # of a file whose parts contradict each other
             raise _broken(form)
         turn = _TURNS.get(_orientation(image))
-        upright = to_rgb(image)
-        return upright if turn is None else upright.transpose(turn)
+        upright = to_rgb(loaded or image)
+        return upright if turn is None else memory.turned(upright, turn)
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
@@ -117,18 +124,24 @@ def to_rgb(image: Image.Image) -> Image.Image:
             f"Input validation error: the image has pixels of Pillow's mode {image.mode}, of which black and white are "
             f"not known: {_WAY_OUT} of 8 or 16 bits"
         )
-    if image.mode.startswith("I;16"):
-        return _scaled(image)
     is_transparent = "A" in image.getbands() or image.info.get("transparency") is not None
-    if not is_transparent:
-        return image if image.mode == "RGB" else image.convert("RGB")  # a copy would hold the GIL
-    found = Image.new("RGB", image.size, None)  # not filled, which would hold it too
-    rows = max(1, _STRIP_PIXELS // image.width)
-    for top in range(0, image.height, rows):
-        strip = image.crop((0, top, image.width, min(image.height, top + rows))).convert("RGBA")
-        white = Image.new("RGBA", strip.size, (255, 255, 255, 255))
-        found.paste(Image.alpha_composite(white, strip).convert("RGB"), (0, top))
+    if image.mode == "RGB" and not is_transparent:
+        return image
+    convert = _scaled if image.mode.startswith("I;16") else _on_white if is_transparent else _converted
+    found = memory.blank("RGB", image.size)
+    for top, bottom in memory.strips(image):
+        found.paste(convert(image.crop((0, top, image.width, bottom))), (0, top))
     return found
+
+
+def _converted(image: Image.Image) -> Image.Image:
+    return image.convert("RGB")
+
+
+def _on_white(image: Image.Image) -> Image.Image:
+    strip = image.convert("RGBA")
+    white = Image.new("RGBA", strip.size, (255, 255, 255, 255))
+    return Image.alpha_composite(white, strip).convert("RGB")
 
 
 def _scaled(image: Image.Image) -> Image.Image:

@@ -17,7 +17,7 @@ from PIL import Image
 
 from teimgr.engine.batch import Encoded, PackedBatch, TokenizedTexts, pack
 from teimgr.engine.images.files import read_size
-from teimgr.engine.images.pixels import Pixels, resized_shape
+from teimgr.engine.images.pixels import Pixels, tokens_of
 from teimgr.engine.images.waiting import PictureDecoder, WaitingPicture
 from teimgr.engine.job import Input, Picture
 from teimgr.engine.tokenizer import TextTokenizer, TokenizeOptions
@@ -35,25 +35,24 @@ class EncodedPicture(Encoded):
     waiting: WaitingPicture | None = None
 
 
-def read_picture(data: bytes, dual: DualEncoder) -> Picture:
-    """An image file as an input of the model, by its header.
+def read_picture(data: bytes, dual: DualEncoder, around: int = 0) -> Picture:
+    """An image file as an input of the model, by its header; `around` are tokens of the text around it.
 
     Raises:
         InvalidInput: its format is not allowed, it is broken at its beginning, or too large.
     """
     size = read_size(data)
-    resized_shape(dual.steps, size.width, size.height)
-    digest = hashlib.sha256(data).digest()
-    return Picture(data, size.format, size.width, size.height, dual.image_tokens, digest)
+    tokens = tokens_of(dual, size.width, size.height) + around
+    return Picture(data, size.format, size.width, size.height, tokens, hashlib.sha256(data).digest())
 
 
-def known_picture(dual: DualEncoder) -> Picture:
+def known_file(dual: DualEncoder) -> bytes:
     """A file that every load makes alike, larger than what the model reads, for self-tests."""
     down, right = np.mgrid[0 : 2 * dual.height, 0 : 3 * dual.width]
     slope = np.stack([down % 256, right % 256, (down + right) // 5 % 256], axis=2).astype(np.uint8)
     written = io.BytesIO()
     Image.fromarray(slope).save(written, "PNG")
-    return read_picture(written.getvalue(), dual)
+    return written.getvalue()
 
 
 def picture_ids(picture: Picture) -> NDArray[np.int32]:
@@ -62,8 +61,49 @@ def picture_ids(picture: Picture) -> NDArray[np.int32]:
     return np.resize(own, picture.tokens)
 
 
-class DualTokenizer(TextTokenizer):
+class PictureTokenizer(TextTokenizer):
     """The tokenizer of a model of texts and images. `use` gives it the decoder of pictures when the model is loaded."""
+
+    def __init__(self, layout: Layout, max_length: int) -> None:
+        super().__init__(layout, max_length)
+        assert layout.dual is not None
+        self._dual = layout.dual
+        self._around = 0  # tokens of the text around an image
+        self._decoder: PictureDecoder | None = None
+
+    def use(self, decoder: PictureDecoder) -> None:
+        self._decoder = decoder
+
+    def picture(self, data: bytes) -> Picture:
+        """An image file as an input of the model, by its header; raises as `read_picture`."""
+        return read_picture(data, self._dual, self._around)
+
+    def known_picture(self) -> Picture:
+        """For self-tests."""
+        return self.picture(known_file(self._dual))
+
+    def encode_all(self, inputs: Sequence[Input], options: TokenizeOptions) -> TokenizedTexts:
+        """As of texts alone; pictures begin to be decoded."""
+        if isinstance(inputs, TextColumn) or not any(isinstance(one, Picture) for one in inputs):
+            return self._encode_texts(inputs, options)
+        rows = [row for row, one in enumerate(inputs) if isinstance(one, Picture)]
+        pictures = [one for one in inputs if isinstance(one, Picture)]
+        assert self._decoder is not None
+        others: dict[int, Encoded | TeimgrError] = {
+            row: EncodedPicture(picture_ids(waiting.picture), waiting=waiting)
+            for row, waiting in zip(rows, self._decoder.expect(pictures), strict=True)
+        }
+        tokenized = TokenizedTexts.without_ids(len(inputs), others)
+        if left := tokenized.missing():
+            tokenized.replace(left, self._encode_texts([inputs[row] for row in left], options))
+        return tokenized
+
+    def _encode_texts(self, inputs: Sequence[Input], options: TokenizeOptions) -> TokenizedTexts:
+        return super().encode_all(inputs, options)
+
+
+class DualTokenizer(PictureTokenizer):
+    """The tokenizer of a model of texts and images in one space."""
 
     def __init__(self, layout: Layout, max_length: int) -> None:
         """Raises InvalidConfig: a padded text does not fit `max_length`. ModelLoadFailed: its padding is no token."""
@@ -71,7 +111,6 @@ class DualTokenizer(TextTokenizer):
         assert layout.dual is not None
         self._end_id = layout.dual.end_id
         self._padding_id: int | None = None
-        self._decoder: PictureDecoder | None = None
         if (token := layout.dual.padding_token) is not None:
             self._padding_id = self.library.token_to_id(token)
             if self._padding_id is None:
@@ -82,24 +121,8 @@ class DualTokenizer(TextTokenizer):
                     "tokens of each, with padding"
                 )
 
-    def use(self, decoder: PictureDecoder) -> None:
-        self._decoder = decoder
-
-    def encode_all(self, inputs: Sequence[Input], options: TokenizeOptions) -> TokenizedTexts:
-        """As of texts alone; pictures begin to be decoded."""
-        if isinstance(inputs, TextColumn) or not any(isinstance(one, Picture) for one in inputs):
-            return self._as_trained(super().encode_all(inputs, options))
-        rows = [row for row, one in enumerate(inputs) if isinstance(one, Picture)]
-        pictures = [one for one in inputs if isinstance(one, Picture)]
-        assert self._decoder is not None
-        others: dict[int, Encoded | TeimgrError] = {
-            row: EncodedPicture(picture_ids(waiting.picture), waiting=waiting)
-            for row, waiting in zip(rows, self._decoder.expect(pictures), strict=True)
-        }
-        tokenized = TokenizedTexts.without_ids(len(inputs), others)
-        if left := tokenized.missing():
-            tokenized.replace(left, self._as_trained(super().encode_all([inputs[row] for row in left], options)))
-        return tokenized
+    def _encode_texts(self, inputs: Sequence[Input], options: TokenizeOptions) -> TokenizedTexts:
+        return self._as_trained(super()._encode_texts(inputs, options))
 
     def _as_trained(self, tokenized: TokenizedTexts) -> TokenizedTexts:
         others = {row: self._one_as_trained(other) for row, other in tokenized.others.items()}

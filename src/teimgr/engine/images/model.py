@@ -62,18 +62,63 @@ class PictureTower(nn.Module):
         return (pooled if self.projection is None else self.projection(pooled)).float()
 
 
-class DualModel(Model):
-    """A model of texts and images on one device. `decoder` prepares its pictures."""
+class PicturedModel(Model):
+    """A model that reads images beside texts, on one device. `decoder` prepares its pictures."""
+
+    def __init__(self, backbone: Transformer, heads: Heads, dual: DualEncoder, decoder: PictureDecoder) -> None:
+        super().__init__(backbone, heads)
+        self.decoder = decoder
+        self._table = PixelTable(dual.steps)
+        self.known = known_pictures(dual)
+        self._reference: Tensor | None = None
+
+    def vectors(self, pictures: Sequence[Pixels]) -> Tensor:
+        """Of pictures of one size, float32 [N, width], or [N, tokens, width], on the device."""
+        raise NotImplementedError
+
+    def _closeness(self) -> float:
+        """The lowest cosine of the known pictures to the reference."""
+        assert self._reference is not None
+        return least_cosine(self.vectors(self.known).to(self._reference.device), self._reference)
+
+    def check_pictures(self) -> None:
+        """Check that known pictures have finite vectors, which do not depend on the pictures beside them.
+
+        Raises:
+            ModelLoadFailed: they do not.
+        """
+        together = self.vectors(self.known)
+        if not torch.isfinite(together).all():
+            raise ModelLoadFailed("the model gives NaN or infinity for known pictures")
+        alone = torch.cat([self.vectors([one]) for one in self.known])
+        least = _EXACT_COSINE if self._picture_dtype is torch.float32 else MIN_COSINE
+        if least_cosine(together, alone) < least:
+            raise ModelLoadFailed("the vector of a known picture depends on the pictures beside it")
+
+    @property
+    def _picture_dtype(self) -> torch.dtype:
+        return self.backbone.dtype
+
+    def close(self, timeout_s: float) -> None:
+        """End the threads that decode pictures."""
+        self.decoder.close()
+        super().close(timeout_s)
+
+
+def least_cosine(here: Tensor, there: Tensor) -> float:
+    """The lowest cosine of rows; of pictures with a vector for each token, the lowest of the means."""
+    cosines = functional.cosine_similarity(here.double(), there.double(), dim=-1).nan_to_num(-1.0)
+    return float(cosines.reshape(len(here), -1).mean(dim=1).min())
+
+
+class DualModel(PicturedModel):
+    """A model of texts and images in one space."""
 
     def __init__(
         self, backbone: Transformer, heads: Heads, tower: PictureTower, dual: DualEncoder, decoder: PictureDecoder
     ) -> None:
-        super().__init__(backbone, heads)
-        self.decoder = decoder
+        super().__init__(backbone, heads, dual, decoder)
         self._tower = tower
-        self._table = PixelTable(dual.steps)
-        self.known = known_pictures(dual)
-        self._reference: Tensor | None = None
         self._weights: HostWeights | None = None
 
     @torch.inference_mode()
@@ -109,36 +154,14 @@ class DualModel(Model):
             log.warning("the image half stays in float32: %s deviates too much from it", dtype)
             self._weights.place(torch.float32, device)
 
-    def _closeness(self) -> float:
-        """The lowest cosine of the known pictures to the reference."""
-        assert self._reference is not None
-        found = self.vectors(self.known).to(self._reference.device)
-        cosines = functional.cosine_similarity(found.double(), self._reference.double())
-        return float(cosines.nan_to_num(-1.0).min())
-
-    def check_pictures(self) -> None:
-        """Check that known pictures have finite vectors, which do not depend on the pictures beside them.
-
-        Raises:
-            ModelLoadFailed: they do not.
-        """
-        together = self.vectors(self.known)
-        if not torch.isfinite(together).all():
-            raise ModelLoadFailed("the model gives NaN or infinity for known pictures")
-        alone = torch.cat([self.vectors([one]) for one in self.known])
-        least = _EXACT_COSINE if next(self._tower.parameters()).dtype is torch.float32 else MIN_COSINE
-        if float(functional.cosine_similarity(together.double(), alone.double()).min()) < least:
-            raise ModelLoadFailed("the vector of a known picture depends on the pictures beside it")
+    @property
+    def _picture_dtype(self) -> torch.dtype:
+        return next(self._tower.parameters()).dtype
 
     def broken_weight(self) -> str | None:
         """The name of the first weight with NaN or infinity."""
         broken = (name for name, weight in self._tower.named_parameters() if not torch.isfinite(weight).all())
         return super().broken_weight() or next(broken, None)
-
-    def close(self, timeout_s: float) -> None:
-        """End the threads that decode pictures."""
-        self.decoder.close()
-        super().close(timeout_s)
 
 
 def known_pictures(dual: DualEncoder) -> list[Pixels]:

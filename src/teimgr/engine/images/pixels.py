@@ -6,6 +6,7 @@ these are looked up when its batch begins (`PixelTable`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,10 +16,11 @@ from PIL import Image
 
 from teimgr.engine.images.files import MAX_PIXELS
 from teimgr.errors import InvalidInput
-from teimgr.models.layout import PixelSteps
+from teimgr.models.layout import DualEncoder, PatchSteps, PixelSteps
 
 Pixels = NDArray[np.uint8]
 """Of one picture: [3, height, width]."""
+_MOST_RATIO = 200  # of the sides, in Qwen2-VL's image processor
 
 
 def resized_shape(steps: PixelSteps, width: int, height: int) -> tuple[int, int]:
@@ -27,6 +29,8 @@ def resized_shape(steps: PixelSteps, width: int, height: int) -> tuple[int, int]
     Raises:
         InvalidInput: resizing would make too many pixels, because one side is far longer than the other.
     """
+    if isinstance(steps, PatchSteps):
+        return _shape_of_patches(steps, width, height)
     if steps.size is not None:
         return steps.size[1], steps.size[0]
     if steps.shortest is None:
@@ -40,6 +44,36 @@ def resized_shape(steps: PixelSteps, width: int, height: int) -> tuple[int, int]
     return (steps.shortest, longest) if width <= height else (longest, steps.shortest)
 
 
+def _shape_of_patches(steps: PatchSteps, width: int, height: int) -> tuple[int, int]:
+    """As Qwen2-VL's image processor, number for number."""
+    if max(width, height) > _MOST_RATIO * min(width, height):
+        raise InvalidInput(
+            f"Input validation error: the image has {width} x {height} pixels, and this model reads none with a side "
+            f"more than {_MOST_RATIO} times as long as the other: send it cropped"
+        )
+    unit = steps.unit
+    across, down = round(width / unit) * unit, round(height / unit) * unit
+    if down * across > steps.most:
+        scale = math.sqrt((height * width) / steps.most)
+        down = max(unit, math.floor(height / scale / unit) * unit)
+        across = max(unit, math.floor(width / scale / unit) * unit)
+    elif down * across < steps.least:
+        scale = math.sqrt(steps.least / (height * width))
+        down, across = math.ceil(height * scale / unit) * unit, math.ceil(width * scale / unit) * unit
+    return across, down
+
+
+def tokens_of(dual: DualEncoder, width: int, height: int) -> int:
+    """The tokens that an image of this size takes.
+
+    Raises:
+        InvalidInput: as `resized_shape`.
+    """
+    across, down = resized_shape(dual.steps, width, height)
+    steps = dual.steps
+    return across * down // steps.unit**2 if isinstance(steps, PatchSteps) else dual.image_tokens
+
+
 def prepare(image: Image.Image, steps: PixelSteps) -> Pixels:
     """The pixels of an RGB image, resized and cropped.
 
@@ -47,7 +81,7 @@ def prepare(image: Image.Image, steps: PixelSteps) -> Pixels:
         InvalidInput: as `resized_shape`.
     """
     shape = resized_shape(steps, *image.size)
-    resizes = steps.size is not None or steps.shortest is not None
+    resizes = steps.size is not None or steps.shortest is not None or isinstance(steps, PatchSteps)
     found = np.asarray(image.resize(shape, Image.Resampling(steps.resample)) if resizes else image)
     if steps.crop is not None:
         found = _cropped(found, *steps.crop)

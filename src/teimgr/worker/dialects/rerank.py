@@ -10,20 +10,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field
 
-from teimgr.engine.job import InferOptions, Job, Output, Pair, SparseRow
+from teimgr.engine.job import InferOptions, Input, Job, Output, Pair, SparseRow
 from teimgr.errors import EmptyInput, InputTooLong
 from teimgr.spec import Kind
 from teimgr.wire import error_bodies, json_pieces
 from teimgr.wire.error_bodies import failure
 from teimgr.wire.frames import HttpReply, HttpRequest
 from teimgr.worker import http_inference as http
-from teimgr.worker import input_checks
+from teimgr.worker import images, input_checks
 from teimgr.worker.dialects.openai import text_of_object
 from teimgr.worker.dialects.truncation import Side, Tokens, fitted_documents
 
@@ -79,6 +79,9 @@ class RerankRequest(http.LenientBody):
         has_parts = any(isinstance(one, dict) and "content" in one for one in self.documents)
         return VLLM if form is INFINITY and (has_parts or self.model_fields_set & _OF_VLLM) else form
 
+    def returns_documents(self, form: RerankForm) -> bool:
+        return form.documents if self.return_documents is None else self.return_documents
+
     def texts(self) -> list[str]:
         """The text of each document; raises BadRequest where one has none."""
         return [self._text(place, document) for place, document in enumerate(self.documents)]
@@ -114,7 +117,8 @@ class Ranking(NamedTuple):
     """The contents of an answer: `rows` best first, and `documents` by row where they are returned."""
 
     model: str
-    job: Job
+    scores: NDArray[np.float32]  # [documents]
+    tokens: int
     rows: list[int]
     documents: list[Document] | None
 
@@ -142,6 +146,8 @@ def handler(form: RerankForm) -> http.HttpHandler:
         body = await inference.read(request, RerankRequest)
         inference.check_count(len(body.documents))
         answers = body.form_among(form)
+        if any(map(images.has_image, body.documents)):
+            return await _rank_images(inference, body, answers)
         texts = await inference.truncated(await _texts(inference, body), body.max_tokens_per_doc)
         left = body.truncation_side == "left"
         texts = await fitted_documents(inference, [body.query], texts, body.truncate_prompt_tokens, left=left)
@@ -155,6 +161,27 @@ def handler(form: RerankForm) -> http.HttpHandler:
     return handle
 
 
+async def _rank_images(inference: http.HttpInference, body: RerankRequest, form: RerankForm) -> HttpReply:
+    """Documents with images among them, by the vectors of a model that embeds both: their cosines, or best matches."""
+    if body.truncate_prompt_tokens is not None or body.max_tokens_per_doc is not None:
+        raise http.BadRequest(400, "truncate_prompt_tokens, max_tokens_per_doc: are not for requests with images")
+    items = [_item(one, f"documents.{place}") for place, one in enumerate(body.documents)]
+    inputs = await images.read_all(inference, items)
+    served = inference.served
+    truncate = served.spec.auto_truncate if body.truncation is None else body.truncation
+    found = await relevance(inference, [body.query], inputs, truncate=truncate, with_prompts=True)
+    rows = http.best_first(found.scores, body.top_n or body.top_k or None)
+    documents = body.documents if body.returns_documents(form) else None
+    ranking = Ranking(body.model or served.name, found.scores, found.tokens, rows, documents)
+    return http.json_reply(await inference.dispatcher.off_loop(lambda: http.to_json(form.write(ranking))))
+
+
+def _item(given: Document, place: str) -> Input | images.SentImage:
+    if isinstance(given, str):
+        return given
+    return images.item_of_parts(given["content"], place) if "content" in given else images.item_of_object(given, place)
+
+
 def _job(body: RerankRequest, texts: list[str], form: RerankForm, served: http.ServedModel) -> http.JobSpec:
     if not texts:
         raise EmptyInput("`documents` cannot be empty")
@@ -163,12 +190,12 @@ def _job(body: RerankRequest, texts: list[str], form: RerankForm, served: http.S
     truncate = by_default if body.truncation is None else body.truncation
     truncate |= body.truncate_prompt_tokens is not None
     options = InferOptions(frozenset({Output.SCORES}), truncate=truncate, raw_scores=body.wants_logits, listed=True)
-    returned = form.documents if body.return_documents is None else body.return_documents
+    documents = body.documents if body.returns_documents(form) else None
 
     def encode(job: Job) -> bytes:
         rows = http.best_first(job.scores[:, 0], body.top_n or body.top_k or None)
         return http.to_json(
-            form.write(Ranking(body.model or served.name, job, rows, body.documents if returned else None))
+            form.write(Ranking(body.model or served.name, job.scores[:, 0], job.tokens, rows, documents))
         )
 
     return http.JobSpec([Pair(body.query, text) for text in texts], options, encode)
@@ -176,17 +203,17 @@ def _job(body: RerankRequest, texts: list[str], form: RerankForm, served: http.S
 
 def _union(version: str, ranking: Ranking) -> dict[str, Any]:
     """Cohere's `id` and `meta`, Jina's `object` and `usage`, vLLM's `model` and `usage`."""
-    units = math.ceil(len(ranking.job.inputs) / _DOCUMENTS_PER_SEARCH_UNIT)
+    units = math.ceil(len(ranking.scores) / _DOCUMENTS_PER_SEARCH_UNIT)
     return {
         "id": http.new_id("rerank"),
         "object": "list",
         "model": ranking.model,
         "results": _results(ranking),
-        "usage": http.usage(ranking.job.tokens),
+        "usage": http.usage(ranking.tokens),
         "meta": {
             "api_version": {"version": version},
             "billed_units": {"search_units": units},
-            "tokens": {"input_tokens": ranking.job.tokens},
+            "tokens": {"input_tokens": ranking.tokens},
         },
     }
 
@@ -195,7 +222,7 @@ def _vllm(ranking: Ranking) -> dict[str, Any]:
     return {
         "id": http.new_id("rerank"),
         "model": ranking.model,
-        "usage": http.usage(ranking.job.tokens),
+        "usage": http.usage(ranking.tokens),
         "results": _results(ranking),
     }
 
@@ -204,7 +231,7 @@ def _infinity(ranking: Ranking) -> dict[str, Any]:
     """Infinity's form, but for `document`: it is left out unless asked for, as clients fail at a null there."""
     results: list[dict[str, Any]] = []
     for row in ranking.rows:
-        result: dict[str, Any] = {"relevance_score": ranking.job.scores[row, 0], "index": row}
+        result: dict[str, Any] = {"relevance_score": ranking.scores[row], "index": row}
         if ranking.documents is not None:
             document = ranking.documents[row]
             result["document"] = document if isinstance(document, str) else str(document.get("text"))
@@ -213,7 +240,7 @@ def _infinity(ranking: Ranking) -> dict[str, Any]:
         "object": "rerank",
         "results": results,
         "model": ranking.model,
-        "usage": http.usage(ranking.job.tokens),
+        "usage": http.usage(ranking.tokens),
         "id": http.new_id("infinity"),
         "created": http.unix_time(),
     }
@@ -225,14 +252,14 @@ def _voyage(ranking: Ranking) -> dict[str, Any]:
     for result, row in zip(results, ranking.rows, strict=True):
         if ranking.documents is not None:
             result["document"] = ranking.documents[row]
-    return {"object": "list", "data": results, "model": ranking.model, "usage": http.usage(ranking.job.tokens)}
+    return {"object": "list", "data": results, "model": ranking.model, "usage": http.usage(ranking.tokens)}
 
 
 def _results(ranking: Ranking) -> list[dict[str, Any]]:
     """The results of all but Infinity: a document sent as a text is returned as an object."""
     results: list[dict[str, Any]] = []
     for row in ranking.rows:
-        result: dict[str, Any] = {"index": row, "relevance_score": ranking.job.scores[row, 0]}
+        result: dict[str, Any] = {"index": row, "relevance_score": ranking.scores[row]}
         if ranking.documents is not None:
             document = ranking.documents[row]
             result["document"] = {"text": document} if isinstance(document, str) else document
@@ -271,7 +298,7 @@ class Relevance(NamedTuple):
 async def relevance(
     inference: http.HttpInference,
     queries: Sequence[str],
-    documents: Sequence[str],
+    documents: Sequence[Input],
     *,
     truncate: bool,
     raw_scores: bool = False,
@@ -289,7 +316,7 @@ async def relevance(
     model = inference.served.model
     input_checks.need_kind(model, (Kind.RERANKER, *_OUTPUT_OF_KIND), "scoring")
     if model.kind == Kind.RERANKER:
-        pairs = [Pair(queries[min(row, len(queries) - 1)], text) for row, text in enumerate(documents)]
+        pairs = [Pair(queries[min(row, len(queries) - 1)], cast(str, text)) for row, text in enumerate(documents)]
         options = InferOptions(frozenset({Output.SCORES}), truncate=truncate, raw_scores=raw_scores, listed=True)
         [scored] = await inference.jobs([lambda served: http.JobSpec(pairs, options)])
         return Relevance(scored.scores[:, 0], scored.tokens)

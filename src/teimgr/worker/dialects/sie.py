@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import BeforeValidator, Field
 
-from teimgr.engine.job import InferOptions, Job, Output
+from teimgr.engine.job import InferOptions, Input, Job, Output
 from teimgr.engine.tokenizer import Prompts
 from teimgr.errors import InvalidInput, WrongModelKind
 from teimgr.http.bodies import media_type
@@ -22,7 +22,7 @@ from teimgr.wire import msgpack_pieces
 from teimgr.wire.frames import HttpReply, HttpRequest
 from teimgr.wire.quantisation import Precision, converted
 from teimgr.worker import http_inference as http
-from teimgr.worker import input_checks
+from teimgr.worker import images, input_checks
 from teimgr.worker.dialects.rerank import relevance
 from teimgr.worker.entities import OUTSIDE, entities
 from teimgr.worker.scores import predictions
@@ -41,12 +41,19 @@ MAX_INSTRUCTION = 4096
 _NOT_SERVED = ("lora_id", "muvera", "pooling", "query_template", "doc_template")
 
 
+class SieImage(http.Body):
+    """An image file: its bytes in msgpack, base64 in JSON."""
+
+    data: str | bytes
+    format: Annotated[str | None, Field(description="told by the bytes, whatever is named")] = None
+
+
 class Item(http.Body):
-    """What is encoded: a text. Images, audio, video and documents are not supported."""
+    """What is encoded: a text, or one image by a model of images. Audio, video and documents are not supported."""
 
     id: str | None = None
     text: str | None = None
-    images: Annotated[list[Any] | None, Field(description="not supported")] = None
+    images: Annotated[list[SieImage] | None, Field(description="one, and no text with it")] = None
     audio: Annotated[Any | None, Field(description="not supported")] = None
     video: Annotated[Any | None, Field(description="not supported")] = None
     document: Annotated[Any | None, Field(description="not supported")] = None
@@ -117,7 +124,8 @@ async def _encode(inference: http.HttpInference, request: HttpRequest) -> HttpRe
     began = time.monotonic()
     body = await _read(inference, request, SieEncodeRequest)
     prompts = inference.dispatcher.engine.prompts
-    [job] = await inference.jobs([lambda served: _job(body, served, prompts)])
+    inputs = await images.read_all(inference, [_item(item, f"items.{row}") for row, item in enumerate(body.items)])
+    [job] = await inference.jobs([lambda served: _job(body, inputs, served, prompts)])
     return await inference.dispatcher.off_loop(_encoded, inference.served, request, body, job, began)
 
 
@@ -127,16 +135,16 @@ async def _score(inference: http.HttpInference, request: HttpRequest) -> HttpRep
         raise http.BadRequest(400, "instruction: is not supported", "instruction")
     _check_options(body.options or {})
     query = _text(body.query, "query")
-    texts = [_text(item, f"items.{row}") for row, item in enumerate(body.items)]
-    input_checks.need_texts(texts, "items")
+    inputs = await images.read_all(inference, [_item(item, f"items.{row}") for row, item in enumerate(body.items)])
+    input_checks.need_texts(inputs, "items")
     served = inference.served
-    found = await relevance(inference, [query], texts, truncate=served.spec.auto_truncate, with_prompts=True)
+    found = await relevance(inference, [query], inputs, truncate=served.spec.auto_truncate, with_prompts=True)
     scores = [
         {"item_id": body.items[row].id or f"item-{row}", "score": float(found.scores[row]), "rank": rank}
         for rank, row in enumerate(http.best_first(found.scores))
     ]
     answer = {"model": served.name, "query_id": body.query.id, "scores": scores}
-    return _reply(request, answer | {"usage": {"input_tokens": found.tokens}})
+    return _reply(request, answer | {"usage": {"input_tokens": found.tokens, **_images(inputs)}})
 
 
 async def _extract(inference: http.HttpInference, request: HttpRequest) -> HttpReply:
@@ -224,10 +232,9 @@ def _found(served: http.ServedModel, job: Job, row: int) -> list[dict[str, Any]]
     ]
 
 
-def _job(body: SieEncodeRequest, served: http.ServedModel, prompts: Prompts) -> http.JobSpec:
+def _job(body: SieEncodeRequest, inputs: Sequence[Input], served: http.ServedModel, prompts: Prompts) -> http.JobSpec:
     params = body.params or EncodeParams()
-    texts = [_text(item, f"items.{row}") for row, item in enumerate(body.items)]
-    input_checks.need_texts(texts, "items")
+    input_checks.need_texts(inputs, "items")
     options = params.options or {}
     _check_options(options)
     given = params.instruction
@@ -238,7 +245,7 @@ def _job(body: SieEncodeRequest, served: http.ServedModel, prompts: Prompts) -> 
         prompt=prompts.instructing(given) if given and given not in served.model.prompts else None,
         normalize=options.get("normalize") is not False and served.model.kind != Kind.SPARSE,
     )
-    return http.JobSpec(texts, chosen)
+    return http.JobSpec(inputs, chosen)
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
@@ -251,11 +258,31 @@ def _role(options: Mapping[str, Any], model: LoadedModel) -> str | None:
 
 
 def _text(item: Item, place: str) -> str:
-    if any(one is not None for one in (item.images, item.audio, item.video, item.document)) or item.text is None:
+    found = _item(item, place)
+    if not isinstance(found, str):
+        raise http.BadRequest(400, f"{place}: must have a text, and no image", place.split(".")[0])
+    return found
+
+
+def _item(item: Item, place: str) -> str | images.SentImage:
+    """The text or the image of an item; raises BadRequest where it is neither, or both."""
+    field = place.split(".")[0]
+    if any(one is not None for one in (item.audio, item.video, item.document)):
+        raise http.BadRequest(400, f"{place}: audio, video and documents are not supported", field)
+    if not item.images:
+        if item.text is None:
+            raise http.BadRequest(400, f"{place}: must have a text, or an image", field)
+        return item.text
+    if item.text is not None or len(item.images) > 1:
         raise http.BadRequest(
-            400, f"{place}: must have a text; images, audio, video and documents are not supported", place.split(".")[0]
+            400, f"{place}: must have a text or one image: send several, or both, as items of their own", field
         )
-    return item.text
+    return images.SentImage(item.images[0].data, f"{place}.images.0.data")
+
+
+def _images(inputs: Sequence[Input]) -> dict[str, int]:
+    count, _ = images.counted(inputs)
+    return {"images": count} if count else {}
 
 
 def _encoded(
@@ -276,8 +303,8 @@ def _encoded(
         "tokenization_ms": job.tokenization_ns / 1e6,
         "inference_ms": job.inference_ns / 1e6,
     }
-    answer = {"model": served.name, "items": items, "timing": timing, "usage": {"input_tokens": job.tokens}}
-    return _reply(request, answer)
+    usage = {"input_tokens": job.tokens, **_images(job.inputs)}
+    return _reply(request, {"model": served.name, "items": items, "timing": timing, "usage": usage})
 
 
 def _vectors(name: OutputType, job: Job, model: LoadedModel, dtype: str) -> list[dict[str, Any]]:

@@ -177,6 +177,21 @@ class TeiItemsRequest(TeiEmbedRequest):
         return http.JobSpec(inputs, options, encode, served.spec.max_client_batch_size)
 
 
+class TeiAllItemsRequest(TeiItemsRequest):
+    """`POST /embed_all` with such items."""
+
+    def job_of(self, inputs: list[EngineInput], served: http.ServedModel) -> http.JobSpec:
+        """A vector per token of each item."""
+        options = self.options(served, scores.output_per_token(served.model), prompt_name=self.prompt_name)
+        return http.JobSpec(inputs, options, per_token, served.spec.max_client_batch_size)
+
+
+_WITH_ITEMS: dict[type[http.Body], type[TeiItemsRequest]] = {
+    TeiEmbedRequest: TeiItemsRequest,
+    TeiEmbedAllRequest: TeiAllItemsRequest,
+}
+
+
 def _vectors(job: Job) -> bytes:
     return http.to_json(job.vectors, job.vectors.size)
 
@@ -420,7 +435,8 @@ def _reparse(kind: type[http.BodyT], body: Buffer, quick: http.BodyT | None) -> 
         is_ambiguous(_quoted_fields(kind), found) or (kind is TeiVertexRequest and may_be_deep(found))
     ):
         return quick
-    if quick is None and kind is TeiEmbedRequest and b'"type"' in found and (items := _items(found)) is not None:
+    own = _WITH_ITEMS.get(kind) if quick is None and b'"type"' in found else None
+    if own is not None and (items := _items(own, found)) is not None:
         return cast(http.BodyT, items)
     try:
         return kind.model_validate(read_body(_TYPES[kind], found))
@@ -433,10 +449,10 @@ def _reparse(kind: type[http.BodyT], body: Buffer, quick: http.BodyT | None) -> 
         raise http.BadRequest(422, message) from fault
 
 
-def _items(body: bytes) -> Any:
+def _items(kind: type[TeiItemsRequest], body: bytes) -> Any:
     """A body whose inputs are items of a type, or have such among them; None for another one."""
     with suppress(http.BadRequest, InvalidInput):
-        found = http.decoded(TeiItemsRequest, body, http.JSON_BODY)
+        found = http.decoded(kind, body, http.JSON_BODY)
         given = found.inputs if isinstance(found.inputs, list) else [found.inputs]
         return found if any(isinstance(one, dict) for one in given) else None
     return None
@@ -517,7 +533,7 @@ def _inference(kind: type[http.InferenceRequest] | None = None) -> http.HttpHand
 
     async def handle(inference: http.HttpInference, request: HttpRequest) -> HttpReply:
         body = await inference.read(request, kind or _default_task(inference.served.model), TEI_BODY)
-        if type(body) is TeiItemsRequest:
+        if isinstance(body, TeiItemsRequest):
             return await _respond_to_items(inference, body)
         return await inference.respond(body.job, timings=True)
 

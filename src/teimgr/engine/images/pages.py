@@ -1,0 +1,213 @@
+"""Models of queries and page images, with a vector for each token: their texts, and the library's forward for both.
+
+A query and the tokens of an image stand in texts of their own (`PageTexts`), and only a query is truncated. Texts are
+queries; a document is an image. What the library computes for pages of one size in one forward is one batch here.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from teimgr.engine.backbone import WholeModel
+from teimgr.engine.batch import Encoded, PackedBatch, TokenizedTexts, to_device
+from teimgr.engine.fidelity_gate import MIN_COSINE
+from teimgr.engine.heads import Rows
+from teimgr.engine.heads.multi_vector import offsets
+from teimgr.engine.host_weights import HostWeights
+from teimgr.engine.images.inputs import PicturedBatch, PictureTokenizer
+from teimgr.engine.images.model import PicturedModel
+from teimgr.engine.images.pixels import Pixels
+from teimgr.engine.images.waiting import PictureDecoder
+from teimgr.engine.job import Input, Output, Pair
+from teimgr.engine.library_model import load_module
+from teimgr.engine.templates import CausalTemplate
+from teimgr.engine.tokenizer import TokenizeOptions
+from teimgr.engine.tokenizer_library import TokenizerLibrary, load_tokenizer
+from teimgr.errors import EmptyInput, InvalidInput, ModelLoadFailed, TeimgrError
+from teimgr.models.layout import DualEncoder, Layout, PageTexts, PairTemplate, PatchSteps
+
+_KNOWN = 2  # known pages: each is computed twice at load, in seconds by a large model on a CPU
+_OF_A_PAGE = "this model reads documents as images of their pages: send an image, or the text as a query"
+
+
+class PageTokenizer(PictureTokenizer):
+    """The tokenizer of a model of queries and page images."""
+
+    def __init__(self, layout: Layout, max_length: int) -> None:
+        super().__init__(layout, max_length)
+        assert layout.pages is not None
+        self._image_token = layout.pages.image_token
+        self._image_id, around = page_ids(self._library, layout.pages)
+        self._around = sum(map(len, around))
+        before, behind = layout.pages.query
+        whole = partial(self._library.encode, specials=False, offsets=True)
+        self._template = CausalTemplate(
+            PairTemplate(before, "{query}", behind), whole, self._shortener, self.max_length
+        )
+        self.special_tokens = self._template.template_tokens
+
+    def _encode_texts(self, inputs: Sequence[Input], options: TokenizeOptions) -> TokenizedTexts:
+        found = [self._refused(one, options) or self._without_tokenizer(one, options) for one in inputs]
+        rows = [row for row, one in enumerate(found) if one is None]
+        queries = [Pair(f"{options.prompt}{inputs[row]}", "") for row in rows]
+        for row, ids in zip(rows, self._template.encode(queries, options.truncate, options.left), strict=True):
+            found[row] = ids if isinstance(ids, TeimgrError) else self._check_ids(ids) or Encoded(ids, query=True)
+        return TokenizedTexts.of([self._without_images(one or EmptyInput()) for one in found])
+
+    def _without_images(self, found: Encoded | TeimgrError) -> Encoded | TeimgrError:
+        if isinstance(found, TeimgrError) or self._image_id not in found.ids:
+            return found
+        return InvalidInput(
+            f"Input validation error: `inputs` has the token {self._image_token}, which stands for a part of an image, "
+            "in a text"
+        )
+
+    def _refused(self, item: Input, options: TokenizeOptions) -> TeimgrError | None:
+        if isinstance(item, Pair):
+            return InvalidInput(f"Input validation error: `inputs` must not be pairs: {_OF_A_PAGE}")
+        if not options.query and item is not None:
+            return InvalidInput(f"Input validation error: `inputs` has a text as a document, and {_OF_A_PAGE}")
+        return None
+
+
+def page_ids(library: TokenizerLibrary, pages: PageTexts) -> tuple[int, tuple[list[int], list[int]]]:
+    """The id of an image's token, and those before and behind them.
+
+    Raises:
+        ModelLoadFailed: the tokenizer has no such token.
+    """
+    (read,) = library.encode([f"{pages.image[0]}{pages.image_token}{pages.image[1]}"], specials=False)
+    if pages.image_token not in read.tokens:
+        raise ModelLoadFailed(f"the tokenizer has no token {pages.image_token}, which stands for a part of an image")
+    at = read.tokens.index(pages.image_token)
+    return read.ids[at], (read.ids[:at], read.ids[at + 1 :])
+
+
+class QueryHalf(nn.Module):
+    """The library's forward for token ids alone: its vectors of length 1 as `logits`."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.module = module
+        self.config = module.config
+
+    def get_input_embeddings(self) -> Any:
+        return self.module.get_input_embeddings()
+
+    def forward(self, input_ids: Tensor) -> Any:
+        return SimpleNamespace(logits=self.module(**_of_ids(self.module, input_ids)).embeddings)
+
+
+def _of_ids(module: Any, ids: Tensor) -> dict[str, Tensor]:
+    """What the library's processor gives beside the ids: all tokens count, and ColPali's attend to all others."""
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    return given | ({"token_type_ids": torch.zeros_like(ids)} if module.config.model_type == "colpali" else {})
+
+
+class OwnVectors:
+    """The head of a model whose forward gives the vectors: all tokens of a query have one."""
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+
+    def __call__(self, hidden: Tensor, batch: PackedBatch) -> Rows:
+        return Rows(hidden.float(), to_device(offsets(None, batch), hidden.device))
+
+
+class PageModel(PicturedModel):
+    """A model of queries and page images on one device."""
+
+    def __init__(self, module: Any, layout: Layout, device: torch.device, decoder: PictureDecoder) -> None:
+        assert layout.dual is not None
+        assert layout.pages is not None
+        whole = WholeModel(QueryHalf(module), 0, device)
+        super().__init__(whole, {Output.MULTI_VECTOR: OwnVectors(int(module.embedding_dim))}, layout.dual, decoder)
+        self.known = self.known[:_KNOWN]
+        self._module = module
+        self._dual: DualEncoder = layout.dual
+        self._image_id, self._around = page_ids(TokenizerLibrary(load_tokenizer(layout)), layout.pages)
+
+    @torch.inference_mode()
+    def run(self, batch: PackedBatch, outputs: Iterable[Output]) -> dict[Output, Rows]:
+        """As of queries; of pages a vector for each token too, behind those of the queries."""
+        if not isinstance(batch, PicturedBatch):
+            return super().run(batch, outputs)
+        parts, lengths = [], []
+        if batch.words is not None:
+            parts.append(super().run(batch.words, (Output.MULTI_VECTOR,))[Output.MULTI_VECTOR].values)
+            lengths += np.diff(batch.words.cu_seqlens).tolist()
+        for group in self._groups(batch.pictures):
+            pages = self.vectors(group)
+            parts.append(pages.flatten(0, 1))
+            lengths += [pages.shape[1]] * len(group)
+        borders = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        return {Output.MULTI_VECTOR: Rows(torch.cat(parts), to_device(borders, self.backbone.device))}
+
+    @staticmethod
+    def _groups(pictures: Sequence[Pixels]) -> list[list[Pixels]]:
+        """Neighbours of one size."""
+        return [list(group) for _, group in itertools.groupby(pictures, key=np.shape)]
+
+    @torch.inference_mode()
+    def vectors(self, pictures: Sequence[Pixels]) -> Tensor:
+        """Of pages of one size, float32 [N, tokens, width], on the device."""
+        numbers = self._table.numbers(pictures)
+        steps = self._dual.steps
+        tokens, given = self._dual.image_tokens, {"pixel_values": numbers}
+        if isinstance(steps, PatchSteps):
+            across, down = numbers.shape[3] // steps.patch, numbers.shape[2] // steps.patch
+            tokens = numbers.shape[2] * numbers.shape[3] // steps.unit**2
+            grid = torch.tensor([[1, down, across]] * len(pictures))
+            given = {"pixel_values": _patches(numbers, steps), "image_grid_thw": grid}
+        device, dtype = self.backbone.device, next(self._module.parameters()).dtype
+        given["pixel_values"] = given["pixel_values"].to(device, dtype)
+        ids = self._ids(tokens, len(pictures)).to(device)
+        given = {name: value.to(device) for name, value in given.items()} | _of_ids(self._module, ids)
+        found: Tensor = self._module(**given).embeddings
+        return found.float()
+
+    def _ids(self, tokens: int, pages: int) -> Tensor:
+        before, behind = self._around
+        row: NDArray[np.int64] = np.array([*before, *[self._image_id] * tokens, *behind], np.int64)
+        return torch.from_numpy(np.tile(row, (pages, 1)))
+
+    def place(self, weights: HostWeights, dtype: torch.dtype, device: torch.device) -> None:
+        """Move to `device`.
+
+        Raises:
+            ModelLoadFailed: known pages deviate too much from those in float32.
+        """
+        if self._reference is None:
+            self._reference = self.vectors(self.known)
+        super().place(weights, dtype, device)
+        if dtype is not torch.float32 and self._closeness() < MIN_COSINE:
+            raise ModelLoadFailed(f"{dtype} deviates too much from float32 on known pages: set dtype = float32")
+
+
+def _patches(numbers: Tensor, steps: PatchSteps) -> Tensor:
+    """[N, 3, height, width] → [N, patches, numbers of a patch], each twice, as of a film of two equal pictures."""
+    pages, colours, height, width = numbers.shape
+    patch, merge = steps.patch, steps.unit // steps.patch
+    down, across = height // patch, width // patch
+    split = numbers.reshape(pages, colours, down // merge, merge, patch, across // merge, merge, patch)
+    own = split.permute(0, 2, 5, 3, 6, 1, 4, 7).unsqueeze(6)
+    return own.expand(*own.shape[:6], 2, patch, patch).reshape(pages, down * across, -1)
+
+
+def load_page_model(layout: Layout, device: torch.device, threads: int) -> PageModel:
+    """Load a model of queries and page images in float32.
+
+    Raises:
+        ModelLoadFailed: weights are missing, or of another shape.
+    """
+    assert layout.dual is not None
+    return PageModel(load_module(layout, device), layout, device, PictureDecoder(layout.dual, threads))

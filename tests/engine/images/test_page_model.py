@@ -1,0 +1,116 @@
+"""Models of queries and page images: a vector for each token as the library gives it, alone and in mixed batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from tests.engine.conftest import Served
+from tests.support.models.dual_encoders import build_colpali, build_colqwen2, file_of, noise
+from tests.support.models.files import edit, read
+
+from teimgr.engine.job import Output
+from teimgr.errors import InvalidInput, ModelLoadFailed
+
+QUERIES = ["what is a fox?", "The quick brown fox jumps over the lazy dog.", "Zürich <pad> x", " a\n b "]
+PAGES = [noise(40, 50), noise(300, 200, 1), noise(200, 300, 2), noise(5, 90, 3), noise(300, 200, 4)]
+BUILDERS: dict[str, Callable[[Path], Path]] = {"ColPali": build_colpali, "ColQwen2": build_colqwen2}
+VECTORS = frozenset({Output.MULTI_VECTOR})
+
+
+@pytest.fixture(scope="module", params=list(BUILDERS))
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    found = Served(BUILDERS[request.param](tmp_path_factory.mktemp("pages") / "model"))
+    yield found
+    found.engine.close(1.0)
+
+
+def reference(folder: Path) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The vectors of `QUERIES` and `PAGES` by the library and its processor, one at a time."""
+    name = "ColPali" if transformers.AutoConfig.from_pretrained(folder).model_type == "colpali" else "ColQwen2"
+    model: Any = getattr(transformers, f"{name}ForRetrieval").from_pretrained(folder).eval()
+    processor = getattr(transformers, f"{name}Processor").from_pretrained(folder)
+    with torch.inference_mode():
+        queries = [model(**processor.process_queries(text=[one])).embeddings[0] for one in QUERIES]
+        pages = [model(**processor.process_images(images=[one])).embeddings[0] for one in PAGES]
+    return queries, pages
+
+
+def least_cosine(here: Any, there: list[torch.Tensor]) -> float:
+    assert [one.shape for one in here] == [tuple(one.shape) for one in there]
+    found = [
+        torch.cosine_similarity(torch.from_numpy(one).double(), other.double(), dim=-1).min()
+        for one, other in zip(here, there, strict=True)
+    ]
+    return float(min(found))
+
+
+def test_vectors_of_queries_and_pages_are_the_librarys_in_one_mixed_call(served: Served) -> None:
+    pages = [served.engine.picture(file_of(one)) for one in PAGES]
+    mixed = [one for pair in zip(QUERIES, pages, strict=False) for one in pair] + pages[len(QUERIES) :]
+    job = served.wait(served.send(mixed, outputs=VECTORS))
+    queries, of_pages = reference(served.path)
+    assert not job.errors
+    assert least_cosine(job.multi_vectors[:8:2], queries) > 0.99999
+    assert least_cosine([*job.multi_vectors[1:8:2], job.multi_vectors[8]], of_pages) > 0.99999
+    assert [len(one) for one in job.multi_vectors[1:8:2]] == [one.tokens for one in pages[:4]]  # counted by the header
+    alone = served.wait(served.send([pages[1]], outputs=VECTORS)).multi_vectors[0]
+    assert np.abs(alone - job.multi_vectors[3]).max() < 1e-5
+
+
+def test_a_text_as_a_document_is_refused_with_the_way_out(served: Served) -> None:
+    page = served.engine.picture(file_of(PAGES[0]))
+    job = served.wait(served.send(["a text", page], outputs=VECTORS, prompt_name="document"))
+    assert list(job.errors) == [0]
+    assert "send an image" in job.errors[0].message
+    assert len(job.multi_vectors[1]) == page.tokens
+
+
+def test_a_text_with_the_token_of_an_image_is_refused_as_by_the_library(served: Served) -> None:
+    token = served.engine.layout.pages.image_token
+    job = served.wait(served.send([f"a {token} b", "a"], outputs=VECTORS))
+    assert list(job.errors) == [0]
+    assert token in job.errors[0].message
+
+
+def test_a_long_query_is_cut_and_its_end_stays(served: Served) -> None:
+    whole = served.wait(served.send(["rain " * 2000, "a"], outputs=VECTORS))
+    assert len(whole.multi_vectors[0]) == served.engine.info.max_input_length
+    refused = served.wait(served.send(["rain " * 2000], outputs=VECTORS, truncate=False))
+    assert isinstance(refused.errors[0], InvalidInput)
+
+
+def test_a_self_test_embeds_a_page_too(served: Served) -> None:
+    served.engine.self_test(60.0)
+    assert served.engine.info.modalities == ("text", "image")
+    assert served.engine.info.multi_vector_dimension == 24
+
+
+def test_a_page_too_long_for_its_width_is_refused_by_its_header(served: Served) -> None:
+    if served.engine.layout.config["model_type"] == "colpali":
+        pytest.skip("ColPali scales every image to a square")
+    with pytest.raises(InvalidInput, match="200 times"):
+        served.engine.picture(file_of(noise(2010, 5)))
+
+
+@pytest.mark.parametrize(
+    ("build", "change", "named"),
+    [
+        (build_colpali, {"image_seq_length": 0}, "image_seq_length"),
+        (build_colqwen2, {"temporal_patch_size": 4}, "temporal_patch_size"),
+        (build_colqwen2, {"size": {"shortest_edge": 1, "longest_edge": 10**9}}, "longest_edge"),
+    ],
+)
+def test_settings_that_are_not_served_are_refused_by_name(
+    tmp_path: Path, build: Callable[[Path], Path], change: dict[str, Any], named: str
+) -> None:
+    folder = build(tmp_path / "model")
+    settings = folder / "processor_config.json"
+    edit(settings, image_processor=read(settings)["image_processor"] | change)
+    with pytest.raises(ModelLoadFailed, match=named):
+        Served(folder)

@@ -1,0 +1,108 @@
+"""Images in SIE's items, in reranks, and of page models in the words of every dialect with vectors per token."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+from tests.support.models.dual_encoders import file_of, noise
+from tests.worker.dialects.dialect_client import Asking
+
+FILES = [file_of(noise(90, 60, seed)) for seed in range(3)]
+PLAIN = [base64.b64encode(one).decode() for one in FILES]
+URIS = [f"data:image/png;base64,{one}" for one in PLAIN]
+TEXT = "the quick fox"
+TYPED = [{"type": "image", "data": one} for one in PLAIN]
+
+
+async def matrix(ask: Asking, row: int) -> np.ndarray:
+    """Of a page, by the instance's own port."""
+    found = await ask.own_port("pages", "/embed_all", {"inputs": [TYPED[row]]})
+    return np.array(found[0], np.float32)
+
+
+async def of_query(ask: Asking) -> np.ndarray:
+    asked = {"inputs": TEXT, "prompt_name": "query"}
+    return np.array((await ask.own_port("pages", "/embed_all", asked))[0], np.float32)
+
+
+async def test_a_page_has_one_matrix_bit_for_bit_in_every_form(ask: Asking) -> None:
+    page, query = await matrix(ask, 0), await of_query(ask)
+    assert page.shape[1] == query.shape[1] == 24
+    mixed = (await ask.post("/instances/pages/embed_all", {"inputs": [TYPED[0], TEXT]})).ok
+    assert (np.array(mixed[0], np.float32) == page).all()
+    assert np.allclose(mixed[1], query, atol=1e-6)
+    body = {"model": "pages", "input": [URIS[0]], "modality": "image"}
+    answer = (await ask.post("/infinity/embeddings", body)).ok
+    assert (np.array(answer["data"][0]["embedding"], np.float32) == page).all()
+    assert answer["usage"]["prompt_tokens"] == len(page)
+    items = {"items": [{"images": [{"data": PLAIN[0]}]}], "params": {"output_types": ["multivector"]}}
+    answer = (await ask.post("/v1/encode/pages", items)).ok
+    assert (np.array(answer["items"][0]["multivector"]["values"], np.float32) == page).all()
+    assert answer["usage"] == {"input_tokens": len(page), "images": 1}
+
+
+async def test_sies_bytes_in_msgpack_and_texts_beside_them(ask: Asking) -> None:
+    body = {"items": [{"id": "a", "images": [{"data": FILES[0], "format": "png"}]}, {"text": TEXT}]}
+    packed: Any = msgpack.packb(body, use_bin_type=True)
+    answer = (
+        await ask.post("/v1/encode/clip", packed, content_type="application/msgpack", accept="application/json")
+    ).ok
+    expected = await ask.own_port("clip", "/embed", {"inputs": [TYPED[0], {"type": "text", "value": TEXT}]})
+    found = [one["dense"]["values"] for one in answer["items"]]
+    assert (np.array(found[0], np.float32) == np.array(expected[0], np.float32)).all()
+    assert np.allclose(found[1], expected[1], atol=1e-6)
+    assert answer["usage"]["images"] == 1
+
+
+DOCUMENTS: dict[str, list[Any]] = {
+    "Jina": [{"image": one} for one in URIS],
+    "vLLM": [{"content": [{"type": "image_url", "image_url": {"url": one}}]} for one in URIS],
+}
+
+
+@pytest.mark.parametrize("form", DOCUMENTS)
+async def test_pages_are_ranked_by_their_best_matches_and_pictures_by_their_cosine(ask: Asking, form: str) -> None:
+    query, pages = await of_query(ask), [await matrix(ask, row) for row in range(len(FILES))]
+    best = [float((query @ page.T).max(axis=1).sum()) for page in pages]
+    vectors = np.array(await ask.own_port("clip", "/embed", {"inputs": [{"type": "text", "value": TEXT}, *TYPED]}))
+    for model, expected in (("pages", best), ("clip", list(vectors[1:] @ vectors[0]))):
+        body = {"model": model, "query": TEXT, "documents": DOCUMENTS[form], "top_n": 2, "return_documents": False}
+        results = (await ask.post("/v1/rerank", body)).ok["results"]
+        assert [one["index"] for one in results] == np.argsort(expected)[::-1][:2].tolist()
+        assert np.allclose([one["relevance_score"] for one in results], sorted(expected)[:0:-1], rtol=1e-4)
+
+
+async def test_sies_score_of_a_query_against_pages(ask: Asking) -> None:
+    items = [{"id": str(row), "images": [{"data": one}]} for row, one in enumerate(PLAIN)]
+    answer = (await ask.post("/v1/score/pages", {"query": {"text": TEXT}, "items": items})).ok
+    query = await of_query(ask)
+    best = [float((query @ (await matrix(ask, row)).T).max(axis=1).sum()) for row in range(len(FILES))]
+    assert [one["item_id"] for one in answer["scores"]] == [str(row) for row in np.argsort(best)[::-1]]
+    assert answer["usage"]["images"] == len(FILES)
+
+
+IMAGE = {"data": PLAIN[0]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        ("/v1/encode/clip", {"items": [{"text": "a", "images": [IMAGE]}]}, "items.0: must have a text or one image"),
+        ("/v1/encode/clip", {"items": [{"images": [IMAGE, IMAGE]}]}, "as items of their own"),
+        ("/v1/encode/clip", {"items": [{"text": "a"}, {"images": [{"data": "!"}]}]}, "`items.1.images.0.data`"),
+        ("/v1/encode/dense", {"items": [{"images": [IMAGE]}]}, "only text is supported by the model"),
+        ("/v1/encode/dense", {"items": [{"audio": {}}]}, "items.0: audio, video and documents are not supported"),
+        ("/v1/rerank", {"model": "reranker", "query": "a", "documents": DOCUMENTS["Jina"]}, "only text is supported"),
+        ("/v1/rerank", {"model": "pages", "query": "a", "documents": ["b", *DOCUMENTS["Jina"]]}, "send an image"),
+        ("/embed", {"model": "pages", "inputs": [TYPED[0]]}, "one vector per text"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+async def test_refusals_name_the_item_and_the_way_out(ask: Asking, path: str, body: dict[str, Any], said: str) -> None:
+    told = await ask.post(path if path != "/embed" else "/instances/pages/embed", body)
+    assert 400 <= told.status < 500, told
+    assert said in told.body.decode()
