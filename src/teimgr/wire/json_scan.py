@@ -27,6 +27,8 @@ Steps = Generator[None, None, ResultT]
 
 # A regular expression takes 150 ns for each escape on a slow processor: 1.2 ms for a window of nothing else.
 WINDOW_BYTES = 16 * 1024
+# Of the patterns with alternatives, which take as long for a byte: half a millisecond for strings of one letter.
+_MATCHED_BYTES = 4 * 1024
 _TOKENS_A_STEP = 512
 # Lists, objects and long texts that one scan passes over one by one: about a second. No client sends this many.
 MAX_TOKENS = 1_000_000
@@ -92,12 +94,12 @@ def text_member(text: Text, name: str, start: int = 0) -> Steps[str | None]:
     if at >= len(text) or text[at] != _BRACE:
         return None
     at += 1
-    other, pause = _before_member(name), at + WINDOW_BYTES
+    other, pause = _before_member(name), at + _MATCHED_BYTES
     for token in range(MAX_TOKENS):
         if at >= pause or token % _TOKENS_A_STEP == _TOKENS_A_STEP - 1:
-            pause = at + WINDOW_BYTES
+            pause = at + _MATCHED_BYTES
             yield
-        found = other.match(text, at, at + WINDOW_BYTES)
+        found = other.match(text, at, at + _MATCHED_BYTES)
         at = at if found is None else found.end()
         if at >= len(text) or text[at] in _CLOSING:
             return None
@@ -152,12 +154,12 @@ def end_of_string(text: AnyText, at: int) -> Steps[int]:
 
 def _end_of_nested(text: Text, at: int, name: str) -> Steps[int]:
     """The position behind the list or object whose content begins at `at`; the end of the text if it is not closed."""
-    depth, pause = 1, at + WINDOW_BYTES
+    depth, pause = 1, at + _MATCHED_BYTES
     for token in range(MAX_TOKENS):
         if at >= pause or token % _TOKENS_A_STEP == _TOKENS_A_STEP - 1:
-            pause = at + WINDOW_BYTES
+            pause = at + _MATCHED_BYTES
             yield
-        found = _LEVEL.match(text, at, at + WINDOW_BYTES)
+        found = _LEVEL.match(text, at, at + _MATCHED_BYTES)
         at = at if found is None else found.end()
         if at >= len(text):
             return at

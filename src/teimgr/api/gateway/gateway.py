@@ -460,7 +460,7 @@ def check_encoding(headers: Mapping[str, str]) -> None:
 PARSED_BYTES = 256 * 1024
 _PARSED_LISTS = 4096
 # Of such a scan, the steps on the event loop: enough for a body of a few hundred texts. The rest is for a thread.
-_STEPS_ON_LOOP = 4
+_STEPS_ON_LOOP = 16
 _KEY = b'"model"'
 _ESCAPED_LETTER = b"\\u006"  # of "model"; no encoder escapes ASCII letters
 
