@@ -20,7 +20,7 @@ from tests.support.rest_listener import Fleet
 
 from teimgr.api.gateway import gateway
 from teimgr.api.gateway.gateway import PARSED_BYTES, Gateway, ModelNames, go_duration, model_of
-from teimgr.api.gateway.model_cards import ModelCards
+from teimgr.api.gateway.model_cards import CardRows, ModelCards
 from teimgr.api.gateway.routes import kinds_of
 from teimgr.api.rest.app import create_app
 from teimgr.config.settings import Settings
@@ -407,3 +407,33 @@ def test_an_unknown_name_in_a_large_fleet_is_answered_soon(form: str) -> None:
 )
 def test_durations_are_written_as_openai_does(seconds: float, text: str) -> None:
     assert go_duration(seconds) == text
+
+
+async def test_the_list_of_models_makes_a_card_again_only_where_its_instance_has_changed() -> None:
+    specs = {name: InstanceSpec(name=name, model_id="org/model", load="on_demand") for name in ("a", "b", "c")}
+    states = dict.fromkeys(specs, State.UNLOADED)
+    names, made = [*specs, "alias", "org/model"], []
+
+    class Cards(ModelCards):
+        def card(self, name: str) -> dict[str, Any]:
+            made.append(name)
+            return super().card(name)
+
+    def cards(owner: str, is_for_operator: bool) -> ModelCards:
+        views = [InstanceView(spec=spec, state=states[name]) for name, spec in specs.items()]
+        return Cards(views, {"alias": "org/model", "org/model": "org/model"}.get, 0, owner, is_for_operator)
+
+    rows = CardRows(cards)
+    for name, spec in specs.items():
+        rows.routed(name, RouteEntry(name=name, model_id=spec.model_id, state=State.UNLOADED))
+    first = await rows.rows(names, "teimgr", True, ["alias"])
+    assert made == names
+    made.clear()
+    assert await rows.rows(names, "teimgr", True, ["alias"]) == first
+    assert made == ["alias"]
+    made.clear()
+    states["b"] = State.RUNNING
+    rows.changed("b")
+    found = [json.loads(row) for row in await rows.rows(names, "teimgr", True, ["alias"])]
+    assert made == ["b", "alias", "org/model"]
+    assert [card["state"] for card in found] == ["available", "loaded", "available", "loaded", "loaded"]

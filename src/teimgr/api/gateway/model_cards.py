@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import orjson
@@ -87,20 +87,22 @@ class CardRows:
                 rows.pop(stale, None)
 
     async def rows(
-        self, names: Sequence[str], owner: str, is_for_operator: bool, aliases: Container[str] = ()
+        self, names: Sequence[str], owner: str, is_for_operator: bool, aliases: Iterable[str] = ()
     ) -> list[bytes]:
         """The rows of these names in their order."""
         rows = self._rows[owner, is_for_operator]
-        found = {name: row for name in names if (row := rows.get(name)) is not None and name not in aliases}
-        missing = [name for name in names if name not in found]
+        for alias in aliases:  # the instance behind it may have changed
+            rows.pop(alias, None)
+        found = [rows.get(name, b"") for name in names]
+        missing = [place for place, row in enumerate(found) if not row] if b"" in found else []
         cards, changes = None, self._changes
         for first in range(0, len(missing), _ROWS_AT_ONCE):
             if cards is None or self._changes != changes:
                 cards, changes = self._cards(owner, is_for_operator), self._changes
-            for name in missing[first : first + _ROWS_AT_ONCE]:
-                found[name] = rows[name] = orjson.dumps(cards.card(name))
+            for place in missing[first : first + _ROWS_AT_ONCE]:
+                found[place] = rows[names[place]] = orjson.dumps(cards.card(names[place]))
             await asyncio.sleep(0)
-        return [found[name] for name in names]
+        return found
 
 
 class ModelCards:
