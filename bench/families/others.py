@@ -361,10 +361,9 @@ def _refused() -> Iterator[Row]:
     yield Row(
         "refused-qwen3-vl", "Qwen3-VL", "Qwen/Qwen3-VL-Embedding-2B", files_of(vl, "model.safetensors"), reference=none
     )
-    pali = {"model_type": "colpali", "architectures": ["ColPaliForRetrieval"]}
-    yield Row(
-        "refused-colpali", "ColPali", "vidore/colpali-v1.3-hf", files_of(pali, "model.safetensors"), reference=none
-    )
+    pages = {"model_type": "colmodernvbert", "architectures": ["ColModernVBertForRetrieval"]}
+    hub = "ModernVBERT/colmodernvbert"
+    yield Row("refused-colmodernvbert", "ColModernVBert", hub, files_of(pages, "model.safetensors"), reference=none)
     duo = {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "d_model": 32}
     duo_files = files_of(duo, "model.safetensors")
     hub = "castorini/duot5-base-msmarco (documents in pairs), T5 that writes text"
