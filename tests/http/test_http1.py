@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import socket
+import struct
 import time
 from contextlib import suppress
 from itertools import pairwise
@@ -673,7 +674,10 @@ async def test_more_bodies_than_fit_are_read_one_after_the_other() -> None:
         assert budget.taken_bytes == 0
 
 
-async def test_many_connections_whose_requests_come_at_once_or_that_end_at_once_leave_turns_to_others() -> None:
+@pytest.mark.parametrize("is_reset", [False, True], ids=["closed", "reset"])
+async def test_many_connections_whose_requests_come_at_once_or_that_end_at_once_leave_turns_to_others(
+    is_reset: bool,
+) -> None:
     """Thousands in one turn hold the event loop for a third of a second, and every other client waits for that."""
     begun = 0
 
@@ -695,7 +699,12 @@ async def test_many_connections_whose_requests_come_at_once_or_that_end_at_once_
             most_begun, before = max(most_begun, begun - before), begun
         for client in clients:
             assert client.recv(65536).startswith(b"HTTP/1.1 200")
-            client.shutdown(socket.SHUT_WR)
+        for client in clients:
+            if is_reset:
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                client.close()
+            else:
+                client.shutdown(socket.SHUT_WR)
         most_ended, left = 0, gate.count
         while gate.count:
             await asyncio.sleep(0)

@@ -198,6 +198,10 @@ class Ticket:
             self.network, transport.close
         )
 
+    def ends_later(self, end: Callable[[], object]) -> bool:
+        """Whether `end`, for a connection that was reset, is called in a later turn, as many end in this one."""
+        return self._gate.closings.call(self.network, end)
+
     def begins_later(self, begin: Callable[[], object]) -> bool:
         """Whether `begin`, for the first bytes of the client, is called in a later turn, as many begin in this one."""
         return self._gate.beginnings.call(self.network, begin)
@@ -297,7 +301,7 @@ class ConnectionGate:
         count: The connections that are open now.
         held_bytes: What they hold (`Ticket.hold`).
         beginnings: Begins to serve connections whose first bytes have come.
-        closings: Closes connections whose clients have closed.
+        closings: Closes connections whose clients have closed, and ends those that they have reset.
     """
 
     def __init__(

@@ -6,6 +6,7 @@ import asyncio
 import os
 import socket
 from collections.abc import Callable, Mapping
+from functools import partial
 from time import perf_counter
 from typing import Any, Protocol, cast
 
@@ -181,6 +182,12 @@ class HttpProtocol(HttpToolsProtocol):
         return self._ticket.keeps_open(self.transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        if exc is None or not self._ticket.ends_later(
+            partial(self._lost, exc)
+        ):  # those closed by the client took turns
+            self._lost(exc)
+
+    def _lost(self, exc: Exception | None) -> None:
         self._ticket.leave()
         self._stall_guard.resumed()
         self._buffered.release()
