@@ -57,6 +57,19 @@ async def test_a_unix_socket_is_served_beside_the_port(tmp_path: Path) -> None:
     assert listener.sock.fileno() == -1
 
 
+async def test_a_server_without_connections_ends_without_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    paused: list[float] = []
+    pause = asyncio.sleep
+
+    async def noted(seconds: float) -> None:
+        paused.append(seconds)
+        await pause(seconds)
+
+    async with serving(hello, bind("127.0.0.1", 0)):
+        monkeypatch.setattr(asyncio, "sleep", noted)
+    assert not [seconds for seconds in paused if seconds > 0]
+
+
 async def test_a_taken_port_is_a_conflict() -> None:
     owner = rf"in use by process {os.getpid()} \(.+\); choose another `api_port`"
     with socket.create_server(("127.0.0.1", 0)) as stranger, pytest.raises(PortConflict, match=owner):
