@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from teimgr.models.reading import read_layout
 def chosen(path: Path, wanted: torch.dtype | None) -> Choice:
     layout = read_layout(path)
     inputs = probe_inputs(layout, TextTokenizer(layout, layout.max_length))
-    return choose(lambda: load_model(layout, torch.device("cpu")), wanted, inputs)[1]
+    return choose(partial(load_model, layout, torch.device("cpu")), wanted, inputs)[1]
 
 
 @pytest.mark.parametrize(
@@ -107,7 +108,7 @@ def test_the_first_model_is_gone_before_another_is_loaded(
     loaded: list[weakref.ref[torch.nn.Module]] = []
     alive: list[int] = []
 
-    def load() -> Model:
+    def load(*, is_known: bool = False) -> Model:
         alive.append(sum(ref() is not None for ref in loaded))
         embedder = load_model(layout, torch.device("cpu"))
         loaded.append(weakref.ref(embedder.backbone._module))

@@ -16,8 +16,9 @@ from tests.engine.plain_models import layout_of
 from tests.support.models import TEXTS, build, build_cross_encoder, build_multi_vector, build_splade, edit, read, write
 from tests.support.models.own_code import build_decoder
 from tests.support.models.single_families import build_t5gemma
+from torch import nn
 
-from teimgr.engine.library_model import load_module
+from teimgr.engine.library_model import load_module, load_plain_module
 from teimgr.errors import ModelLoadFailed
 from teimgr.models.layout import Backbone, Kind
 from teimgr.models.reading import read_layout
@@ -177,3 +178,36 @@ def test_a_shard_that_is_missing_is_named(tmp_path: Path) -> None:
 
     with pytest.raises(ModelLoadFailed, match=r"model-00001-of-00001\.safetensors is missing"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["bert", "distilbert", "modernbert", "qwen3"])
+def test_the_short_way_gives_the_weights_and_buffers_of_the_librarys_own(family: str, tmp_path: Path) -> None:
+    layout = read_layout(build(family, tmp_path))
+    plain, own = load_plain_module(layout, CPU), load_module(layout, CPU)
+
+    assert plain is not None
+    assert type(plain) is type(own)
+    for given in (nn.Module.named_parameters, nn.Module.named_buffers):
+        ours, theirs = dict(given(plain)), dict(given(own))
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert (plain.training, plain.config._attn_implementation) == (False, own.config._attn_implementation)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda weights: {name: weight for name, weight in weights.items() if "word_embeddings" not in name},
+        lambda weights: {f"bert.{name}": weight for name, weight in weights.items()},
+        lambda weights: {name: weight.half() for name, weight in weights.items()},
+        lambda weights: weights | {"linear.weight": torch.ones(3, 8)},
+        lambda weights: weights | {"embeddings.LayerNorm.bias": torch.ones(3)},
+    ],
+)
+def test_files_that_need_the_librarys_own_loading_have_no_short_way(
+    change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    build("bert", tmp_path)
+    change_weights(tmp_path, change)
+
+    assert load_plain_module(read_layout(tmp_path), CPU) is None

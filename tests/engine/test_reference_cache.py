@@ -13,7 +13,7 @@ import torch
 from tests.support.models import build
 from tests.support.native import needs_native_forward
 
-from teimgr.engine import fidelity_gate, reference_cache
+from teimgr.engine import fidelity_gate, model, reference_cache
 from teimgr.engine.batch import Encoded, pack
 from teimgr.engine.forward_kernel import ForwardKernel
 from teimgr.engine.job import Output
@@ -87,6 +87,37 @@ def test_a_dtype_that_a_fast_machine_prefers_is_not_measured_again(
     assert len(dtypes) == 1
     # Without instructions for bfloat16 the forward is not native in it, and nothing is kept.
     assert len(measured) == (1 if any((tmp_path / "r").glob("*")) else 3)
+
+
+@needs_native_forward
+def test_float32_is_measured_until_three_loads_in_a_row_have_found_it_faster(
+    model_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[torch.dtype] = []
+
+    def fastest(_: Any) -> torch.dtype:
+        measured.append(torch.float32)
+        return torch.float32
+
+    monkeypatch.setattr(fidelity_gate, "_fastest", fastest)
+    dtypes = {loaded(model_dir("bert"), tmp_path / "r", "auto").info.dtype for _ in range(5)}
+
+    assert (dtypes, len(measured)) == ({"float32"}, 3)
+
+
+@needs_native_forward
+def test_a_known_model_is_loaded_the_short_way_where_its_files_are_plain(
+    model_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ways: list[str] = []
+    for name in ("load_module", "load_plain_module"):
+        way = getattr(model, name)
+        monkeypatch.setattr(model, name, lambda *args, name=name, way=way: ways.append(name) or way(*args))
+
+    vectors = [vector(loaded(model_dir("bert"), tmp_path / "r")) for _ in range(2)]
+
+    assert torch.equal(*vectors)
+    assert ways == ["load_module", "load_plain_module"]
 
 
 def test_nothing_is_kept_of_a_model_that_its_own_code_computes(

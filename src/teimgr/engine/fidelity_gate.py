@@ -9,9 +9,9 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +49,7 @@ _OF_ROUNDING = 4.0
 _TIMED_TOKENS = 64
 _TIMED_RUNS = 8
 _MIN_SPEEDUP = 1.15
+_WINS = 3
 _LONG_TEXT_WORDS = 300
 _WIDEST_PROBED_WINDOW = 1024  # tokens; a text past a wider one would cost seconds of every load on a CPU
 _WINDOW_KEYS = ("sliding_window", "local_attention")
@@ -210,8 +211,14 @@ def probe_inputs(layout: Layout, tokenizer: TextTokenizer) -> list[Encoded]:
     return encoded
 
 
+class Load(Protocol):
+    """Loads the model; one that `is_known` the shortest way, as it is compared with results of an earlier load."""
+
+    def __call__(self, *, is_known: bool = False) -> Model: ...
+
+
 def choose(
-    load: Callable[[], Model],
+    load: Load,
     wanted: torch.dtype | None,
     inputs: Sequence[Encoded],
     cache: ReferenceCache | None = None,
@@ -226,7 +233,9 @@ def choose(
         InvalidConfig: int8 is requested, and the model or the CPU cannot compute in it.
     """
     if cache is not None and (known := cache.read()) is not None:
-        if (found := _choose_known(load(), wanted, inputs, known)) is not None:
+        if (found := _choose_known(load(is_known=True), wanted, inputs, known)) is not None:
+            if wanted is None and known.dtype is None:
+                cache.write(_measured(known, found[1].dtype))
             return found
         cache.discard()
         gc.collect()  # as below
@@ -249,13 +258,24 @@ def choose(
                 continue
             if choice is not None:
                 if cache is not None and choice.batching is Batching.NATIVE:
-                    # A float32 that was only measured to be faster is not for good: other load may have disturbed it.
                     settled = wanted is None and types[0] is not torch.float32
-                    cache.write(KnownReference(reference, choice.dtype if settled else None))
+                    fresh = KnownReference(reference, choice.dtype if settled else None)
+                    cache.write(fresh if settled or wanted is not None else _measured(fresh, choice.dtype))
                 return model, choice
             is_fresh = False
         log.warning("%s deviates too much from float32 for this model", dtype)
     raise ModelLoadFailed(f"the model's results in {types[-1]} differ from its own float32 results on known texts")
+
+
+def _measured(known: KnownReference, dtype: torch.dtype) -> KnownReference:
+    """What the next load knows: other load may disturb a measurement, so `_WINS` in a row have to find float32 faster.
+
+    A faster bfloat16 is kept at once.
+    """
+    if dtype is not torch.float32:
+        return replace(known, dtype=dtype)
+    wins = known.wins + 1
+    return replace(known, wins=wins, dtype=dtype if wins >= _WINS else None)
 
 
 def _choose_known(

@@ -7,6 +7,7 @@ a word. What is left over may only be a head that is not used, or a table that t
 from __future__ import annotations
 
 import inspect
+import logging
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -33,6 +34,8 @@ from teimgr.models.directory import (
 )
 from teimgr.models.layout import Backbone, Dense, Layout
 from teimgr.models.source import file_problem
+
+log = logging.getLogger(__name__)
 
 # Encoder-decoders of which only the encoder is used; AutoModel would load both.
 _ENCODERS = {
@@ -87,15 +90,10 @@ def load_module(layout: Layout, device: torch.device) -> Any:
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     weights, by_task = own_weights(layout)
     try:
-        config = _configuration(layout)
-        # What a forward returns besides is not used, and some configurations of training are saved so.
-        config.return_dict, config.output_hidden_states, config.output_attentions = True, False, False
-        if layout.backbone is Backbone.ENCODER and config.model_type == "t5gemma":
-            config.is_encoder_decoder = False  # its encoder's class refuses the configuration of the whole
-        kind = _model_class(layout, config)
-        module, report = _read(layout, kind, config, weights)
+        kind, config, options = _class_and_options(layout)
+        module, report = _read(layout, kind, config, options, weights)
         if (weights := _unwrapped(layout, report)) is not None:
-            module, report = _read(layout, kind, config, weights)
+            module, report = _read(layout, kind, config, options, weights)
     except Exception as error:  # of any kind, the library's or the model's own code; the next try would end alike
         if gpu.is_out_of_memory(error):
             raise
@@ -110,25 +108,22 @@ def load_module(layout: Layout, device: torch.device) -> Any:
     put_own_rotary(module)
     if layout.tasks:
         put_task_adapters(module, layout, by_task)
-    if module.config.model_type == "lfm2" and not getattr(module.config, "is_causal", True):
-        centre_convolutions(module)
-    module.eval().requires_grad_(False)
-    return module.to(device)
+    return _finished(module, device)
 
 
-def _read(layout: Layout, kind: Any, config: Any, weights: Weights | None) -> tuple[Any, dict[str, Any]]:
+def _read(
+    layout: Layout, kind: Any, config: Any, options: dict[str, Any], weights: Weights | None
+) -> tuple[Any, dict[str, Any]]:
     """The module of the files, or of `weights`, and the library's report of names that do not fit."""
     module, report = kind.from_pretrained(
         layout.weights_dir if weights is None else None,
         config=config,
         state_dict=weights,
-        dtype=torch.float32,
-        attn_implementation="sdpa" if getattr(kind, "_supports_sdpa", False) else "eager",
         local_files_only=True,
         use_safetensors=True if layout.safetensors_only else None,
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # they are refused by `_account_for`, with both shapes
-        **(_without_pooler(kind) if layout.backbone is Backbone.ENCODER else {}),
+        **options,
     )
     return module, report
 
@@ -142,6 +137,61 @@ def _unwrapped(layout: Layout, report: dict[str, Any]) -> Weights | None:
     if any(name not in unexpected and not _COMPUTED.search(name) for name in given):
         return None
     return unwrapped(given, missing)
+
+
+def load_plain_module(layout: Layout, device: torch.device) -> Any | None:
+    """Like `load_module` in a third of its time, for files of plain form: each weight of the model is in them in
+    float32, under its own name; None for any other.
+
+    The library's own loading also renames, converts and ties weights; this one does not. So what comes out is only for
+    a comparison with results of `load_module`.
+    """
+    from transformers.initialization import no_init_weights
+
+    from teimgr.engine.own_models import register_own_models
+
+    own_ways = layout.trust_remote_code or layout.adapters or layout.tasks or layout.weight_names is not None
+    files = weight_files(layout.weights_dir)
+    if own_ways or not files or any(file.suffix != ".safetensors" for file in files):
+        return None
+    register_own_models()
+    try:
+        kind, config, options = _class_and_options(layout)
+        with no_init_weights():
+            module = kind._from_config(config, **options)
+        weights, wanted = read_weights(layout.weights_dir), module.state_dict()
+        if _unused(weights.keys() - wanted.keys(), module, layout):
+            return None
+        for name, weight in wanted.items():
+            if name not in weights or (weights[name].dtype, weights[name].shape) != (torch.float32, weight.shape):
+                return None
+        module.load_state_dict({name: weights[name] for name in wanted}, assign=True)
+    except Exception as error:  # of any kind: `load_module` tells what is wrong
+        log.info("a model is not loaded the short way: %s", error)
+        return None
+    put_own_rotary(module)
+    return _finished(module, device)
+
+
+def _finished(module: Any, device: torch.device) -> Any:
+    """A module with all its weights, as it is run."""
+    if module.config.model_type == "lfm2" and not getattr(module.config, "is_causal", True):
+        centre_convolutions(module)
+    module.eval().requires_grad_(False)
+    return module.to(device)
+
+
+def _class_and_options(layout: Layout) -> tuple[Any, Any, dict[str, Any]]:
+    """The class to load, its configuration, and what else it is made with."""
+    config = _configuration(layout)
+    # What a forward returns besides is not used, and some configurations of training are saved so.
+    config.return_dict, config.output_hidden_states, config.output_attentions = True, False, False
+    if layout.backbone is Backbone.ENCODER and config.model_type == "t5gemma":
+        config.is_encoder_decoder = False  # its encoder's class refuses the configuration of the whole
+    kind = _model_class(layout, config)
+    attention = "sdpa" if getattr(kind, "_supports_sdpa", False) else "eager"
+    options = _without_pooler(kind) if layout.backbone is Backbone.ENCODER else {}
+    return kind, config, {"dtype": torch.float32, "attn_implementation": attention, **options}
 
 
 _OWN_CODE = "transformers_modules."

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -255,9 +256,9 @@ def _tokenizer(layout: Layout, max_length: int) -> TextTokenizer:
     return DualTokenizer(layout, max_length)
 
 
-def _load_model(layout: Layout, device: torch.device, threads: int) -> Model:
+def _load_model(layout: Layout, device: torch.device, threads: int, is_known: bool = False) -> Model:
     if layout.dual is None:
-        return load_model(layout, device)
+        return load_model(layout, device, is_known=is_known)
     if layout.pages is not None:
         from teimgr.engine.images.pages import load_page_model
 
@@ -288,7 +289,8 @@ def _chosen(
         return model, choose_on_gpu(model, device, dtype, inputs)
     if layout.pages is not None and dtype is None:
         dtype = torch.float32  # the gate compares texts alone, and pages go through the same layers
-    return choose(lambda: _load_model(layout, device, options.threads), dtype, inputs, _cache(layout, options, inputs))
+    load = partial(_load_model, layout, device, options.threads)
+    return choose(load, dtype, inputs, _cache(layout, options, inputs))
 
 
 def _cache(layout: Layout, options: EngineOptions, inputs: Sequence[Encoded]) -> ReferenceCache | None:

@@ -31,7 +31,7 @@ from teimgr.engine.heads.splade import RoutedWeights, SpladeHead, SpladeVectorHe
 from teimgr.engine.heads.table import TableMeanHead
 from teimgr.engine.host_weights import HostWeights
 from teimgr.engine.job import Output
-from teimgr.engine.library_model import load_module
+from teimgr.engine.library_model import load_module, load_plain_module
 from teimgr.errors import ModelLoadFailed
 from teimgr.models.layout import Backbone, Layout, QueryTable
 from teimgr.spec import Kind
@@ -138,8 +138,9 @@ def _reads_hidden(head: Head, batch: PackedBatch) -> bool:
     return not isinstance(head, TableMeanHead)
 
 
-def load_model(layout: Layout, device: torch.device) -> Model:
-    """Load a model in float32.
+def load_model(layout: Layout, device: torch.device, *, is_known: bool = False) -> Model:
+    """Load a model in float32; one that `is_known` is compared with results of an earlier load, and loaded a shorter
+    way where it has one.
 
     Raises:
         ModelLoadFailed: weights are missing, of another shape, or of an unknown architecture.
@@ -151,7 +152,7 @@ def load_model(layout: Layout, device: torch.device) -> Model:
         if Output.DENSE in heads and layout.poolings == ("mean",) and layout.include_prompt and table.is_float32_on_cpu:
             fast[Output.DENSE] = table.mean_head(load_projections(layout.projections, device))
         return Model(table, fast, (table, heads))
-    module = load_module(layout, device)
+    module = (load_plain_module(layout, device) if is_known else None) or load_module(layout, device)
     if layout.backbone is Backbone.ENCODER:
         transformer = Transformer(module, layout.position_offset, device)
         return Model(transformer, _heads_of(layout, transformer.width, device))

@@ -4,7 +4,7 @@ The fidelity gate compares every load with the library's own float32 forward of 
 small model's load. Those results are the same each time for the same files, so the first load of a model writes them
 down. The comparison itself is done at every load, and where it fails the reference is computed afresh.
 
-A file is a line of JSON (digest and dtype) followed by tensors in safetensors' format.
+A file is a line of JSON (digest, dtype, wins) followed by tensors in safetensors' format.
 """
 
 from __future__ import annotations
@@ -35,17 +35,21 @@ MAX_FILES = 32
 MAX_BYTES = 2 * 1024 * 1024
 """Of a file; larger results are not kept."""
 _MAX_MODEL_FILES = 1000  # a folder with more is not a model's alone, and looking at all takes too long
-_FORMAT = 1
+_FORMAT = 2
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _SUFFIX = ".reference"
 
 
 @dataclass(frozen=True, slots=True)
 class KnownReference:
-    """The reference results, by input; `dtype` is what `auto` came to, None if it must be measured again."""
+    """The reference results, by input; `dtype` is what `auto` came to, None if it must be measured again.
+
+    `wins` are the loads in a row that have measured float32 to be the faster one.
+    """
 
     results: list[dict[Output, Tensor]]
     dtype: torch.dtype | None
+    wins: int = 0
 
 
 class ReferenceCache:
@@ -108,7 +112,7 @@ def _content(known: KnownReference) -> bytes:
     }
     payload = safetensors.numpy.save(tensors)  # torch's form refuses results that share memory
     dtype = None if known.dtype is None else str(known.dtype).removeprefix("torch.")
-    header: dict[str, object] = {"inputs": len(known.results), "dtype": dtype}
+    header: dict[str, object] = {"inputs": len(known.results), "dtype": dtype, "wins": known.wins}
     return json.dumps(header | {"digest": _digest(header, payload)}).encode() + b"\n" + payload
 
 
@@ -123,7 +127,8 @@ def _parsed(content: bytes) -> KnownReference | None:
         for name, rows in safetensors.torch.load(payload).items():
             place, _, output = name.partition(".")
             results[int(place)][Output(output)] = rows
-        return KnownReference(results, None if header["dtype"] is None else _DTYPES[header["dtype"]])
+        dtype = None if header["dtype"] is None else _DTYPES[header["dtype"]]
+        return KnownReference(results, dtype, int(header["wins"]))
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, SafetensorError):
         return None
 

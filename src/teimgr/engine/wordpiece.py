@@ -83,7 +83,7 @@ class WordPiece:
         begins_added[[ord(content[0]) for content in added]] = 1
         # The structure has their addresses alone.
         self._arrays = (ids, pieces, table, kinds, mapped, leading, trailing, begins_added)
-        strings = "".join(f"{piece}\0" for piece in vocabulary).encode()
+        strings = "\0".join([*vocabulary, ""]).encode()
         added_strings = "".join(f"{content}\0" for content in added).encode()
         self._vocabulary = _Vocabulary(
             bytes=strings,
@@ -162,7 +162,7 @@ def _supported(tokenizer: Tokenizer, spec: dict[str, Any], specials: bool) -> bo
         return False
     if model["max_input_chars_per_word"] > _LONGEST_WORD or model["unk_token"] not in model["vocab"]:
         return False
-    if not model["continuing_subword_prefix"] or any("\0" in piece for piece in model["vocab"]):
+    if not model["continuing_subword_prefix"] or "\0" in "".join(model["vocab"]):
         return False
     # One letter is one token, and none of the template's tokens has another type.
     letter = tokenizer.encode("a", add_special_tokens=specials)

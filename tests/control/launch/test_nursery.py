@@ -63,7 +63,7 @@ def test_the_table_of_weight_names_is_made_before_the_first_fork(monkeypatch: py
 
     monkeypatch.setattr(conversion_mapping, "_checkpoint_conversion_mapping_cache", None)
 
-    nursery.make_table_of_weight_names()
+    nursery.make_tables()
 
     assert conversion_mapping._checkpoint_conversion_mapping_cache is not None
 

@@ -46,6 +46,7 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 from teimgr.control.launch.process_handle import WorkerPaths, WorkerRunFile
+from teimgr.models.library_code import declared_keys
 from teimgr.observability.memory import resident_bytes
 from teimgr.spec import WorkerSpec
 
@@ -54,13 +55,12 @@ NAME, STANDBY_NAME = "teimgr-nursery", "teimgr-standby"
 MESSAGE_LIMIT_BYTES = 128 * 1024
 PORTS_LIMIT = 8
 ENTRY = "teimgr.worker.process:main"
+FAMILIES = ("bert", "roberta", "xlm_roberta", "distilbert", "modernbert", "mpnet")
 PRELOAD = (
     "torch",
     "transformers",
-    *(
-        f"transformers.models.{family}.modeling_{family}"
-        for family in ("bert", "roberta", "xlm_roberta", "distilbert", "modernbert", "mpnet")
-    ),
+    *(f"transformers.models.{family}.modeling_{family}" for family in FAMILIES),
+    "teimgr.engine.own_models",
 )
 # Read by libraries that start threads when they are loaded; a worker sets its own number later.
 ONE_THREAD = {
@@ -120,7 +120,7 @@ def main(arguments: Sequence[str]) -> int:
         os.environ.setdefault(name, value)
     _name_process(NAME)
     missing = preload(filter(None, options.preload.split(",")))
-    make_table_of_weight_names()
+    make_tables()
     entry = find_entry(options.entry)
     gc.collect()  # collected during the imports too: garbage freed here leaves holes that children fill, and so copy
     gc.disable()
@@ -143,8 +143,12 @@ def preload(modules: Sequence[str] | filter[str]) -> list[str]:
     return missing
 
 
-def make_table_of_weight_names() -> None:
-    """Have transformers make the table that every load needs: 50 ms, mostly a thousand regular expressions."""
+def make_tables() -> None:
+    """Make what every load needs: transformers' table of weight names (50 ms, mostly a thousand regular expressions),
+    and what it declares about the families (50 ms, read from its source).
+    """
+    for family in FAMILIES if "transformers" in sys.modules else ():
+        declared_keys(family.replace("_", "-"))
     module = sys.modules.get("transformers.conversion_mapping")
     make = getattr(module, "get_checkpoint_conversion_mapping", None)
     if make is not None:  # a detail of transformers, which may go: then each worker makes what it needs
