@@ -76,7 +76,7 @@ class DeviceUseInfo(BaseModel):
 
 
 class Plan(BaseModel):
-    """What would happen, or with `apply` what happened. `fits`: nothing is refused."""
+    """What would happen, or with `apply` what happened. `fits`: nothing is refused, and nothing waits."""
 
     fits: bool
     workers: list[PlannedWorkerInfo]

@@ -59,6 +59,8 @@ class Model:
     wanted_until: float = 0.0  # by a refused call that may retry
     kept_s: float | None = None  # for how long calls have asked that it stay; until it is unloaded
     is_reported: bool = False  # its owner has said that it is loading
+    loaded_for: int = 0  # calls that waited for its last load
+    calls: int = 0  # of its workers since then
     is_growing: bool = False  # loaded, and one more worker of it waits for memory
 
     def is_wanted(self, now: float) -> bool:
@@ -72,6 +74,11 @@ class Model:
     @property
     def is_busy(self) -> bool:
         return bool(self.under_way or self.serving or self.waiting)
+
+    @property
+    def is_used_again(self) -> bool:
+        """Whether calls have come since its load beside those that waited for it."""
+        return self.calls > self.loaded_for
 
     @property
     def load_s(self) -> float:
@@ -131,6 +138,14 @@ class Model:
     def spare(self, winner: str, until: float) -> None:
         """It has lost a war: it does not evict the winner until then."""
         self.peace = (winner, until)
+
+    def begin_stay(self) -> None:
+        """It is loaded, for the calls that wait."""
+        self.loaded_for, self.calls = len(self.waiting), 0
+
+    def serve(self, calls: int) -> None:
+        """Its workers report further calls."""
+        self.calls += calls
 
     def count(self, calls: float, now: float) -> None:
         self.hits = self.rate(now) * RATE_MEMORY_S + calls

@@ -153,6 +153,7 @@ def _kept(fleet: Fleet, event: Kept, now: float) -> Iterator[Decision]:
 def _used(fleet: Fleet, event: Used, now: float) -> Iterator[Decision]:
     if (model := fleet.models.get(event.model)) is not None:
         if event.calls > 0:
+            model.serve(event.calls)
             model.count(event.calls, now)
         elif event.under_way:
             model.use(now)
@@ -189,6 +190,7 @@ def _loaded(fleet: Fleet, event: Loaded, now: float) -> Iterator[Decision]:
         model.begin_load(now)
     model.use(now)
     model.yield_to(None)
+    model.begin_stay()
     for call in [*model.waiting]:
         del model.waiting[call]
         model.serving.add(call)

@@ -1,6 +1,7 @@
 """Room for models: which loaded ones are evicted for another, the least valuable first, and who waits or is refused.
 
-A model that is used stays for as long as its load took, a more valuable one longer, and goes only without calls.
+A model stays for as long as its load took, a more valuable one longer, and goes only without calls. Only one that had
+no call but those it was loaded for may go sooner.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ MIN_RESIDENCE = 1.0
 MAX_PROTECTION = 8.0
 MAX_STAY_S = 10.0
 """A minimum stay longer than one load time is at most this: a load time may hold the start of the fork server."""
-UNUSED = 0.05
-"""A model that is not clearly more valuable may go before its minimum stay is over once it has had no call for this
-part of its load time: nobody uses it, and one caller who alternates between two models would wait for nothing.
+UNUSED = 0.1
+"""A model that is not clearly more valuable may go before its minimum stay is over if, for this part of its load time,
+no call came but those it was loaded for: a caller who alternates between two models would wait for nothing. A further
+call, however long ago, keeps it for the whole stay.
 """
 _CLEARLY_MORE = 2.0
 
@@ -190,7 +192,7 @@ def _stays_until(victim: Model, model: Model, now: float) -> float:
         theirs *= load_s / model.load_s
     protection = min(MAX_PROTECTION, max(1.0, mine / theirs)) if theirs > 0 else MAX_PROTECTION
     until = victim.since + min(MIN_RESIDENCE * load_s * protection, max(load_s, MAX_STAY_S))
-    if protection < _CLEARLY_MORE:
+    if protection < _CLEARLY_MORE and not victim.is_used_again:
         return min(until, victim.used_at + UNUSED * load_s)
     return until
 
