@@ -92,6 +92,7 @@ async def test_the_openapi_document_names_every_route_and_its_failures(front: Fr
         "/instances/{name}/stop",
         "/instances/{name}/restart",
         "/instances/{name}/logs",
+        "/logs",
         "/instances/{name}/health",
         "/instances/actions",
         "/health/all",
