@@ -204,10 +204,10 @@ CLIENT_VARIABLES = frozenset(
     f"TEIMGR_{name}"
     for name in (
         *("URL", "GRPC_URL", "API_KEY", "API_KEY_FILE", "CA", "CERT", "KEY", "SERVER_NAME", "CONTEXT", "CONTEXTS"),
-        "COMPLETE",
+        *("COMPLETE", "JOIN_TOKEN"),
     )
 )
-"""Variables of `client/connection.py`, which the shell of a daemon may have too."""
+"""Variables of commands, most of `client/connection.py`, which the shell of a daemon may have too."""
 
 
 def unread_variables(environ: Mapping[str, str] = os.environ) -> Iterator[str]:

@@ -307,7 +307,7 @@ def test_charts_have_points(page: Any, daemon: DaemonProcess) -> None:
     page.goto("/ui/instances/embedding")
     with daemon.client(api_key=SECRETS["admin"]) as client:
         client.embed(["some text"] * 20, instance="embedding")
-    assert page.locator(".chart canvas").count() == 6
+    assert page.locator(".chart canvas").count() == 7
     expect(page.locator("[data-latest=latency]")).to_contain_text("p99")
     assert "now" in page.locator("[data-chart=tokens]").get_attribute("aria-label")
     page.get_by_role("radio", name="1 hour").check()
