@@ -100,7 +100,7 @@ def test_embed_arrow_takes_a_column_of_images_with_an_error_for_each_row(daemon:
     good = file_of(noise(40, 30))
     structs = pa.array([{"bytes": good, "path": None}, {"bytes": None, "path": "/etc/passwd"}, None, None])
     table = pa.table({"image": structs, "text": pa.array([None, None, "a dog", None], pa.string())})
-    with daemon.client() as client, grpc.insecure_channel(daemon.grpc) as channel:
+    with daemon.client() as client, grpc.insecure_channel(daemon.grpc.removeprefix("http://")) as channel:
         expected = [client.embed_images([good], instance="clip")[0], client.embed("a dog", instance="clip")[0]]
         call = channel.unary_unary("/tei_multiplexer.v1.TeiMultiplexer/EmbedArrow")
         target = mux_pb2.Target(instance_name="clip")

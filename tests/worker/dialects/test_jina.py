@@ -39,13 +39,14 @@ async def test_a_query_may_be_an_object_with_a_text_and_images_are_refused_by_na
     path, body = "/jina/v1/rerank", {"model": "reranker", "query": TEXTS[0], "documents": TEXTS}
     as_object = (await ask.post(path, body | {"query": {"text": TEXTS[0]}})).ok
     assert as_object["results"] == (await ask.post(path, body)).ok["results"]
-    for more, place in (
-        ({"query": {"image": "aGk="}}, "query"),
-        ({"documents": ["a", {"image": "aGk="}]}, "documents.1"),
+    of_text = "only text is supported by the model reranker"
+    for more, told in (
+        ({"query": {"image": "aGk="}}, "query: `image` is not supported"),
+        ({"documents": ["a", {"image": "aGk="}]}, f"documents.1: {of_text}"),
     ):
         refused = await ask.post(path, body | more)
         assert (refused.status, list(refused.json)) == (400, ["detail"])
-        assert refused.json["detail"].startswith(f"{place}: `image` is not supported")
+        assert refused.json["detail"].startswith(told)
 
 
 @pytest.mark.parametrize("instance", ["dense", "m3"])

@@ -149,7 +149,7 @@ async def test_documents_are_cut_to_the_tokens_asked_for(ask: Asking) -> None:
     ("body", "status", "said"),
     [
         (request(documents=[]), 400, "`documents` cannot be empty"),
-        (request(documents=[{"image": "x"}]), 400, "documents.0: `image` is not supported"),
+        (request(documents=[{"image": "x"}]), 400, "documents.0: only text is supported by the model reranker"),
         (request(documents=None), 400, "documents"),
         (request(model="dense"), 400, "kind embedding and does not do reranking"),
         (request(model="rerankr"), 404, "did you mean 'reranker'"),
