@@ -6,7 +6,6 @@ import asyncio
 import random
 import socket
 import struct
-import time
 from contextlib import suppress
 from itertools import pairwise
 from typing import Any, cast
@@ -23,11 +22,14 @@ from teimgr.http.bodies import SlowClient, read_body
 from teimgr.http.byte_budget import ByteBudget, Charge
 from teimgr.http.connection_gate import ConnectionGate, Phase
 from teimgr.http.direct import PART_BYTES, Direct, DirectReply, DirectRequest
+from teimgr.http.loop_turns import TURN_UNITS
 from teimgr.http.server import bind, serving
 from tests.support.http_peers import Echo, answered, connected, hello, within
 from tests.support.polling import eventually
 
 MAX_HEAD_BYTES = http_protocol._MAX_HEAD_BYTES
+PIECE_BYTES = http_protocol._PIECE_BYTES
+CONNECTIONS = 8
 
 
 async def upload_all(scope: Any, receive: Any, send: Any) -> None:
@@ -407,22 +409,41 @@ async def test_bytes_that_wait_are_bounded_over_all_connections(monkeypatch: pyt
             writer.close()
 
 
-async def test_one_byte_chunks_and_many_heads_leave_turns_to_others() -> None:
-    """A read of 256 KiB of them is parsed in turns of some milliseconds."""
+@pytest.mark.parametrize(
+    ("called", "start", "repeated", "most"),
+    [
+        ("on_chunk_header", CHUNKED_POST, b"1\r\na\r\n", TURN_UNITS + PIECE_BYTES // 6),
+        ("on_header", b"GET / HTTP/1.1\r\n", b"a:\r\n", TURN_UNITS + PIECE_BYTES // 4),
+    ],
+    ids=["chunks", "fields"],
+)
+async def test_chunks_of_one_byte_and_heads_of_many_fields_leave_turns_to_others(
+    called: str, start: bytes, repeated: bytes, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each calls back. Every connection had 5 ms of each turn, and a call takes a dozen turns."""
+    count, parsed = 0, getattr(http_protocol.HttpProtocol, called)
+
+    def counted(*given: Any) -> None:
+        nonlocal count
+        count += 1
+        parsed(*given)
+
+    monkeypatch.setattr(http_protocol.HttpProtocol, called, counted)
     sock = bind("127.0.0.1", 0)
     async with serving(upload_all, sock), asyncio.timeout(60):
-        loop = asyncio.get_running_loop()
-        reader, writer = await connected(sock)
-        writer.write(CHUNKED_POST)
-        longest, last, turns = 0.0, loop.time(), 0
-        writer.write(b"1\r\na\r\n" * 400_000 + b"0\r\n\r\n")
-        answer = asyncio.ensure_future(reader.readuntil(b"400000"))
-        while not answer.done():
+        clients = [await connected(sock) for _ in range(CONNECTIONS)]
+        for _, writer in clients:
+            writer.write(start + repeated * 40_000 + b"0\r\n\r\n")
+        answers = asyncio.gather(*(reader.readline() for reader, _ in clients))
+        worst = before = 0
+        while not answers.done():
             await asyncio.sleep(0)
-            turns += 1
-            longest, last = max(longest, time.perf_counter() - last) if turns > 1 else 0.0, time.perf_counter()
-        assert longest < 0.1
-        writer.close()
+            worst, before = max(worst, count - before), count
+
+        assert {answer[9:12] for answer in answers.result()} == {b"200" if called == "on_chunk_header" else b"400"}
+        assert worst <= most
+        for _, writer in clients:
+            writer.close()
 
 
 @pytest.mark.parametrize(

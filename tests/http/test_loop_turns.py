@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from teimgr.http.http2.loop_turns import PART_UNITS, TURN_UNITS, LoopTurns
+from teimgr.http.loop_turns import PART_UNITS, TURN_UNITS, LoopTurns
 
 
 class Connection:

@@ -7,8 +7,9 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
-# Cost of what is processed in one turn of the loop for all connections together, in units of `Framing.receive`: some
-# 8 ms at most, the time of a header block of Huffman strings that is as long as one may be.
+# Cost of what is processed in one turn of the loop for all connections of a protocol together. In HTTP/2's units, those
+# of `Framing.receive`, that is 8 ms at most, the time of a header block of Huffman strings that is as long as one may
+# be; in HTTP/1's, chunks of a body, some 2 ms.
 TURN_UNITS = 600
 # What a connection may have processed at a time while others wait: a small call.
 PART_UNITS = 48
@@ -52,7 +53,7 @@ class LoopTurns:
         self._left = TURN_UNITS
         self._part: int | None = None  # of the connection that catches up
         self._groups: OrderedDict[Hashable, _Group] = OrderedDict()  # by caller, those that wait, the next one first
-        self._is_scheduled = False
+        self._loop: asyncio.AbstractEventLoop | None = None  # the one in which the next turn is scheduled
 
     @property
     def units(self) -> int:
@@ -75,13 +76,13 @@ class LoopTurns:
         self._schedule()
 
     def _schedule(self) -> None:
-        if not self._is_scheduled:
-            self._is_scheduled = True
-            asyncio.get_running_loop().call_soon(self._turn)
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            self._loop = loop
+            loop.call_soon(self._turn)
 
     def _turn(self) -> None:
-        self._is_scheduled = False
-        self._left = TURN_UNITS
+        self._loop, self._left = None, TURN_UNITS
         while self._groups:
             caller, group = next(iter(self._groups.items()))
             if group.next()[0].units > self._left:
