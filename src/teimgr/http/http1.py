@@ -186,9 +186,7 @@ class HttpProtocol(HttpToolsProtocol):
         return self._ticket.keeps_open(self.transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if exc is None or not self._ticket.ends_later(
-            partial(self._lost, exc)
-        ):  # those closed by the client took turns
+        if not self._ticket.ends_later(partial(self._lost, exc)):
             self._lost(exc)
 
     def _lost(self, exc: Exception | None) -> None:

@@ -51,7 +51,7 @@ class CallTurns:
 
         A call that returns False is not counted.
         """
-        is_now = bool(self._left) and not self._waiting
+        is_now = self._left > 0 and not self._waiting
         if is_now:
             self._left -= 1
         else:
@@ -69,7 +69,7 @@ class CallTurns:
         self._loop, self._left = None, self._per_turn
         if self._waiting:
             self._schedule()
-        while self._left and self._waiting:
+        while self._left > 0 and self._waiting:
             if self._waiting.pop()() is not False:
                 self._left -= 1
 

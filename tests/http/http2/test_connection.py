@@ -203,6 +203,30 @@ async def test_a_client_with_heavy_headers_holds_up_others_for_a_block_at_a_time
         await light.settled()
 
 
+@pytest.mark.parametrize("many", [1, 40])
+async def test_the_streams_of_lost_connections_end_a_few_in_each_turn(
+    many: int, address: tuple[str, int], listener: Listener, gate: ConnectionGate
+) -> None:
+    """The tasks of a thousand calls learned it in one turn, which was long for everybody else."""
+    async with connecting(*address) as connect:
+        peers = [await connect() for _ in range(many)]
+        for peer in peers:
+            for _ in range(200 // many):
+                peer.open(HEAD)
+            peer.flush()
+        tasks = listener._server.server_state.tasks
+        await eventually(lambda: len(tasks) == 200)
+        for peer in peers:
+            peer.writer.transport.abort()
+        most, left = 0, (200, many)
+        while tasks or gate.count:
+            await asyncio.sleep(0)
+            now = len(tasks), gate.count
+            most, left = max(most, *(before - after for before, after in zip(left, now, strict=True))), now
+
+    assert 0 < most <= connection_gate._ENDS_PER_TURN
+
+
 async def test_pings_of_a_client_that_does_not_read_fill_no_buffer(
     address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,10 +17,10 @@ from teimgr.http.http1 import ListenerState
 from teimgr.http.http2.frame_types import ConnectionBroken, ErrorCode, Payload
 from teimgr.http.http2.framing import Framing
 from teimgr.http.http2.header_decoder import Headers
-from teimgr.http.loop_turns import LoopTurns
 from teimgr.http.http2.request_head import InvalidHead, RequestHead, read_head
 from teimgr.http.http2.sender import Sender
 from teimgr.http.http2.stream import Stalled, Stream, StreamLost
+from teimgr.http.loop_turns import LoopTurns
 
 log = logging.getLogger(__name__)
 
@@ -215,6 +215,10 @@ class Connection(asyncio.Protocol):
         return self._ticket is not None and self._ticket.keeps_open(self.transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        if self._ticket is None or not self._ticket.ends_later(self._lost):
+            self._lost()
+
+    def _lost(self) -> None:
         self.closed.set_result(None)
         self._stall_guard.resumed()
         if self._frame_timer is not None:
@@ -470,7 +474,8 @@ class Connection(asyncio.Protocol):
             self.transport.close()
 
     def _lose_streams(self) -> None:
+        ends_later = None if self._ticket is None else self._ticket.ends_later
         for stream in tuple(self._streams.values()):
-            stream.lose()
+            stream.lose(ends_later)
         for number in tuple(self._answered):
             self._forget(number)

@@ -278,14 +278,21 @@ class Stream:
             self.has_ended = True
             self.connection.reset(self, code)
 
-    def lose(self) -> None:
-        """Called by the connection when nothing can be received or sent any more."""
+    def lose(self, ends_later: Callable[[Callable[[], object]], bool] | None = None) -> None:
+        """Called by the connection when nothing can be received or sent any more.
+
+        Its task learns it now, or if `ends_later` returns True when that calls what it was given.
+        """
         if not self.is_lost:
             self.is_lost = True
-            self.received.fail(StreamLost(f"stream {self.number} is lost"))
-            self.end_sending()
-            if self.on_lost is not None:
-                self.on_lost()
+            if ends_later is None or not ends_later(self._tell_loss):
+                self._tell_loss()
+
+    def _tell_loss(self) -> None:
+        self.received.fail(StreamLost(f"stream {self.number} is lost"))
+        self.end_sending()
+        if self.on_lost is not None:
+            self.on_lost()
 
     def end_sending(self) -> None:
         """Called by the connection when all of `unsent` is sent or lost."""
