@@ -87,6 +87,21 @@ def test_safetensors_only_is_decided_by_what_would_be_opened(
         load_parts(options)
 
 
+@pytest.mark.parametrize(("count", "name"), [(29_999, "x"), (30_001, "x"), (200_000, "x"), (200_000, "x" * 80)])
+def test_more_tensors_than_a_model_has_are_refused(
+    count: int, name: str, model_dir: Callable[..., Path], tmp_path: Path
+) -> None:
+    """200,000 empty ones did not end loading in minutes."""
+    root = shutil.copytree(model_dir("bert", dense=(8, TANH)), tmp_path / "model")
+    empty = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    head = json.dumps({f"{name}{number}": empty for number in range(count)}).encode()
+    (root / DENSE / "model.safetensors").write_bytes(len(head).to_bytes(8, "little") + head)
+
+    refusal = "model.safetensors has more than 30,000 tensors|files of weights have more than 30,000|at most 16,777,216"
+    with pytest.raises(ModelLoadFailed, match=refusal):
+        load_parts(EngineOptions(path=root, model_id="m"))
+
+
 @pytest.mark.parametrize(("batch", "beside_queries"), [(16384, 4096), (4096, 2048), (1000, 1000)])
 def test_bulk_batches_are_smaller_beside_queries_on_a_gpu_too(batch: int, beside_queries: int) -> None:
     options = EngineOptions(path=Path("x"), model_id="x", device="cuda", max_batch_tokens=batch)

@@ -34,6 +34,7 @@ from teimgr.errors import InvalidConfig, ModelLoadFailed, TeimgrError
 from teimgr.models.directory import check_safetensors
 from teimgr.models.layout import Backbone, Layout
 from teimgr.models.reading import read_layout, refuse_warnings
+from teimgr.models.weight_sizes import check_tensors
 from teimgr.spec import LoadedModel
 
 log = logging.getLogger(__name__)
@@ -163,6 +164,7 @@ def _load(options: EngineOptions) -> EngineParts:
     if options.safetensors_only:
         check_safetensors(layout.root, layout.weights)
         layout = replace(layout, safetensors_only=True)
+    check_tensors(layout)
     prompts = Prompts(layout, options.default_prompt_name, options.default_prompt)
     if layout.max_length > options.max_batch_tokens:
         log.warning("texts are limited to the %d tokens of a batch", options.max_batch_tokens)

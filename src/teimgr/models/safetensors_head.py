@@ -14,6 +14,8 @@ from teimgr.models import bounded_json as model_json
 
 MAX_HEAD_BYTES = 16 * 2**20
 """Known ones have 1 MB."""
+MAX_TENSORS = 30_000
+"""Of a model. Known ones have 19,000, with an expert's weights one by one; of 200,000 the libraries take minutes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +42,24 @@ def read_head(file: Path) -> list[HeadTensor]:
     Raises:
         NoHead: it does not begin with the length of a head.
         CutShort: it ends within the head. A file may still end before the data that the head announces.
-        ModelLoadFailed: the head is not what the format says.
+        ModelLoadFailed: the head is not what the format says, or has more bytes or tensors than are read.
         OSError: it cannot be read.
     """
     with file.open("rb") as opened:
         whole = file.stat().st_size
         size = int.from_bytes(opened.read(8), "little")
+        if MAX_HEAD_BYTES < size <= whole - 8:
+            raise ModelLoadFailed(
+                f"the head of {file.name} has {size:,} bytes, and at most {MAX_HEAD_BYTES:,} are read"
+            )
         if whole < 8 or not 0 < size <= MAX_HEAD_BYTES:
             raise NoHead(f"{file.name} is no safetensors file")
         if whole < 8 + size:
             raise CutShort(f"{file.name} ends too soon")
-        head = model_json.parse(opened.read(size), file.name)
+        content = opened.read(size)
+    if content.count(b'"data_offsets"') > MAX_TENSORS:  # counted before any is made
+        raise ModelLoadFailed(f"{file.name} has more than {MAX_TENSORS:,} tensors")
+    head = model_json.parse(content, file.name)
     try:
         return [_tensor(name, each, 8 + size) for name, each in head.items() if name != "__metadata__"]
     except (AttributeError, KeyError, TypeError, ValueError) as error:

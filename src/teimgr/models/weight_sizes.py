@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from teimgr.errors import ModelLoadFailed
 from teimgr.models.directory import files_below, weight_files
 from teimgr.models.layout import Backbone, Layout
-from teimgr.models.safetensors_head import HeadTensor, read_head
+from teimgr.models.safetensors_head import MAX_TENSORS, CutShort, HeadTensor, NoHead, read_head
 from teimgr.spec import Kind
 
 _NARROW = ("F16", "BF16", "F8_E4M3", "F8_E5M2", "I8", "U8")
@@ -78,6 +79,23 @@ def weight_sizes(layout: Layout) -> WeightSizes:
         kind=layout.kind,
         changed_ns=newest,
     )
+
+
+def check_tensors(layout: Layout) -> None:
+    """Check the number of tensors in all safetensors files of a model. Blocking.
+
+    Files that are missing, cut short or of another format pass: the load tells what is wrong.
+
+    Raises:
+        ModelLoadFailed: there are more than `MAX_TENSORS`, or a head is not one that is read.
+    """
+    count = 0
+    for file in dict.fromkeys(_files(layout)):
+        if file.suffix == ".safetensors":
+            with suppress(NoHead, CutShort, OSError):
+                count += len(read_head(file))
+        if count > MAX_TENSORS:
+            raise ModelLoadFailed(f"the files of weights have more than {MAX_TENSORS:,} tensors")
 
 
 def _files(layout: Layout) -> Iterator[Path]:
