@@ -41,18 +41,21 @@ class CallLimiter:
 
 
 @pytest.mark.parametrize(
-    ("chars", "texts", "max_length", "lane"),
+    ("chars", "texts", "max_length", "image_tokens", "lane"),
     [
-        (16, 1, 512, Lane.INTERACTIVE),
-        (40_000, 1, 512, Lane.INTERACTIVE),  # it is truncated
-        (40_000, 1, 8192, Lane.BULK),
-        (16_000, 90, 512, Lane.INTERACTIVE),  # a rerank
-        (16_000, 97, 512, Lane.BULK),
-        (40_000, 10_000, 512, Lane.BULK),
+        (16, 1, 512, 0, Lane.INTERACTIVE),
+        (40_000, 1, 512, 0, Lane.INTERACTIVE),  # it is truncated
+        (40_000, 1, 8192, 0, Lane.BULK),
+        (16_000, 90, 512, 0, Lane.INTERACTIVE),  # a rerank
+        (16_000, 97, 512, 0, Lane.BULK),
+        (40_000, 10_000, 512, 0, Lane.BULK),
+        (0, 0, 77, 32 * 50, Lane.INTERACTIVE),  # pictures of CLIP
+        (0, 0, 8192, 4 * 1030, Lane.BULK),  # pages of ColPali
+        (5000, 1, 8192, 3 * 1030, Lane.BULK),
     ],
 )
-def test_the_lane_is_chosen_by_the_cost(chars: int, texts: int, max_length: int, lane: Lane) -> None:
-    assert lane_of(chars, texts, max_length) is lane
+def test_the_lane_is_chosen_by_the_cost(chars: int, texts: int, max_length: int, image_tokens: int, lane: Lane) -> None:
+    assert lane_of(chars, texts, max_length, image_tokens) is lane
 
 
 def test_a_call_that_chose_its_lane_or_is_part_of_a_stream_keeps_it() -> None:

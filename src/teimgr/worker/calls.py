@@ -77,9 +77,11 @@ _CHARS_PER_TOKEN = 4
 _CHEAP_BYTES = INTERACTIVE_TOKENS * 3  # one text of this size is below the limit, whatever it is
 
 
-def lane_of(chars: int, texts: int, max_length: int) -> Lane:
-    """The lane of a request by its cost: the estimated tokens of its texts, each of at most `max_length`."""
-    tokens = min(chars // _CHARS_PER_TOKEN, texts * max_length) + texts
+def lane_of(chars: int, texts: int, max_length: int, image_tokens: int = 0) -> Lane:
+    """The lane of a request by its cost: the tokens of its images, and the estimated tokens of its texts, each of at
+    most `max_length`.
+    """
+    tokens = min(chars // _CHARS_PER_TOKEN, texts * max_length) + texts + image_tokens
     return Lane.BULK if tokens > INTERACTIVE_TOKENS else Lane.INTERACTIVE
 
 

@@ -567,12 +567,21 @@ class HttpInference:
         self, spec: JobSpec, encode: Callable[[HttpCall, JobSpec, Job], CallReply | DeferredReply], *, is_part: bool
     ) -> HttpCall:
         size = sum(map(_size_bytes, spec.inputs))
-        lane = self._lane or lane_of(size, len(spec.inputs), self.dispatcher.max_length)
+        lane = self._lane or self._lane_of(spec.inputs, size)
         call = HttpCall(size, lane, self._deadline)
         if is_part:
             call.mark_part()
         self.dispatcher.infer(call, spec.inputs, spec.options, partial(encode, call, spec))
         return call
+
+    def _lane_of(self, inputs: Sequence[EngineInput], size_bytes: int) -> Lane:
+        """By the tokens of its images, not by the bytes of their files: these say little about the forward."""
+        limit = self.dispatcher.max_length
+        if "image" not in self.dispatcher.engine.info.modalities:
+            return lane_of(size_bytes, len(inputs), limit)
+        images = [one for one in inputs if isinstance(one, Picture)]
+        chars = size_bytes - sum([one.nbytes for one in images])
+        return lane_of(chars, len(inputs) - len(images), limit, sum([one.tokens for one in images]))
 
 
 def _encode(call: HttpCall, spec: JobSpec, job: Job) -> CallReply | DeferredReply:
