@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.fuzz import rest, rpc, target
+from tests.fuzz import images, rest, rpc, target
 from tests.support.daemon_process import WarmDaemonProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 REST_CASES = 50
 RPC_CASES = 200
+IMAGE_CASES = 300
 
 
 @pytest.fixture(scope="module")
@@ -34,3 +35,9 @@ def test_malformed_protobuf_and_arrow_are_refused_and_harm_nobody(running: targe
 
     assert report.cases >= RPC_CASES
     assert report.statuses["OK"] > RPC_CASES // 20  # the cases reach the models
+
+
+def test_broken_files_of_images_are_refused_or_decoded(tmp_path: Path) -> None:
+    found = images.read_cases(IMAGE_CASES, target.SEED, tmp_path / "case")
+    assert not found["failures"]
+    assert found["outcomes"].keys() >= {"refused", *images.FORMATS}
