@@ -262,6 +262,24 @@ def test_what_the_tokenizers_two_files_say_differently_is_a_warning(
     assert named in warning
 
 
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"lowercase": False}, "do_lower_case = true"),
+        ({"handle_chinese_chars": False}, "tokenize_chinese_chars = true"),
+    ],
+)
+def test_a_setting_that_the_tokenizers_class_has_by_default_is_compared_too(
+    changes: dict[str, bool], named: str, bert: Path
+) -> None:
+    own = {"type": "BertNormalizer", "clean_text": True, "handle_chinese_chars": True, "strip_accents": None}
+    edit(bert / "tokenizer.json", normalizer={**own, "lowercase": True, **changes})
+    edit(bert / TOKENIZER, tokenizer_class="BertTokenizer")
+
+    (warning,) = warnings_of(bert)
+    assert f"{named} by default" in warning
+
+
 def test_e5_mistrals_end_token_is_behind_every_text_as_its_authors_measured(tmp_path: Path) -> None:
     build_decoder("mistral", tmp_path)
     edit(tmp_path / "tokenizer.json", post_processor=None)

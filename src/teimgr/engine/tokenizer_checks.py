@@ -13,7 +13,8 @@ from teimgr.engine.declared_tokens import tokens_without_vectors
 from teimgr.models.json_files import TokenFiles
 from teimgr.models.layout import Backbone, Layout
 
-# Tokenizer classes of which `do_lower_case`, `strip_accents` and `tokenize_chinese_chars` are settings.
+# Tokenizer classes of which `do_lower_case`, `strip_accents` and `tokenize_chinese_chars` are settings. transformers
+# makes their normalizer of these alone, and where the file has none of the first or the last, that is true.
 _CASED = ("Bert", "DistilBert", "Electra", "MobileBert", "ConvBert", "Funnel", "MPNet", "SqueezeBert", "LayoutLM")
 
 
@@ -24,7 +25,8 @@ def contradictions(layout: Layout, tokenizer: Tokenizer) -> tuple[str, ...]:
     config = TokenFiles(layout.transformer_dir).config
     left = tuple(tokens_without_vectors(tokenizer, layout))
     return left + tuple(
-        f"tokenizer_config.json has {key} = {str(given).lower()}, and tokenizer.json does otherwise: the latter counts"
+        f"tokenizer_config.json has {key} = {str(given).lower()}{'' if key in config else ' by default'}, and "
+        "tokenizer.json does otherwise: the latter counts"
         for key, given, used in _compared(layout, config, tokenizer)
         if isinstance(given, bool) and used is not None and given is not used
     )
@@ -38,9 +40,9 @@ def _compared(
     if own in _CASED and tokenizer.normalizer is not None:
         normalized = tokenizer.normalizer.normalize_str
         if not layout.lower_case:
-            yield "do_lower_case", config.get("do_lower_case"), normalized("A") == "a"
+            yield "do_lower_case", config.get("do_lower_case", True), normalized("A") == "a"
         yield "strip_accents", config.get("strip_accents"), normalized("é") == "e"
-        yield "tokenize_chinese_chars", config.get("tokenize_chinese_chars"), normalized("東") == " 東 "
+        yield "tokenize_chinese_chars", config.get("tokenize_chinese_chars", True), normalized("東") == " 東 "
     if tokenizer.pre_tokenizer is not None:
         steps = flattened(json.loads(tokenizer.pre_tokenizer.__getstate__()), "pretokenizers")
         levels = [step for step in steps if step["type"] == "ByteLevel"]
