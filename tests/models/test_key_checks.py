@@ -280,6 +280,43 @@ def test_a_setting_that_the_tokenizers_class_has_by_default_is_compared_too(
     assert f"{named} by default" in warning
 
 
+@pytest.mark.parametrize(
+    ("family", "declared", "kinds"),
+    [
+        ("bert", "RobertaTokenizer", "which is BPE, and tokenizer.json has WordPiece"),
+        ("bert", "XLMRobertaTokenizerFast", "which is Unigram, and tokenizer.json has WordPiece"),
+        ("roberta", "BertTokenizer", "which is WordPiece, and tokenizer.json has BPE"),
+    ],
+)
+def test_a_tokenizer_class_of_another_kind_of_model_is_a_warning(
+    family: str, declared: str, kinds: str, tmp_path: Path
+) -> None:
+    build(family, tmp_path)
+    edit(tmp_path / TOKENIZER, tokenizer_class=declared)
+
+    assert any(f"tokenizer_class = {declared}, {kinds}" in warning for warning in warnings_of(tmp_path))
+
+
+@pytest.mark.parametrize("declared", ["BertTokenizerFast", "PreTrainedTokenizerFast", "LlamaTokenizer", None])
+def test_a_tokenizer_class_of_the_same_kind_or_of_none_that_is_known_is_no_warning(
+    declared: str | None, bert: Path
+) -> None:
+    edit(bert / TOKENIZER, tokenizer_class=declared)
+
+    assert not any("tokenizer_class" in warning for warning in warnings_of(bert))
+
+
+@pytest.mark.parametrize("key", ["model_args", "model_kwargs"])
+def test_safetensors_that_the_settings_rule_out_are_not_read(key: str, bert: Path) -> None:
+    write(bert / SETTINGS, read(bert / SETTINGS) | {key: {"use_safetensors": False}})
+    (bert / "pytorch_model.bin").write_bytes(b"other weights")
+    with pytest.raises(ModelLoadFailed, match=rf"use_safetensors = False \({key}\)"):
+        read_layout(bert)
+
+    (bert / "model.safetensors").unlink()
+    assert read_layout(bert, strict=True).warnings == ()
+
+
 def test_e5_mistrals_end_token_is_behind_every_text_as_its_authors_measured(tmp_path: Path) -> None:
     build_decoder("mistral", tmp_path)
     edit(tmp_path / "tokenizer.json", post_processor=None)

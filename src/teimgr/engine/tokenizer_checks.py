@@ -16,6 +16,15 @@ from teimgr.models.layout import Backbone, Layout
 # Tokenizer classes of which `do_lower_case`, `strip_accents` and `tokenize_chinese_chars` are settings. transformers
 # makes their normalizer of these alone, and where the file has none of the first or the last, that is true.
 _CASED = ("Bert", "DistilBert", "Electra", "MobileBert", "ConvBert", "Funnel", "MPNet", "SqueezeBert", "LayoutLM")
+# By tokenizer class, the model that transformers makes of a tokenizer.json's vocabulary. Left out are classes of which
+# well-known models declare another, as of LlamaTokenizer with Unigram.
+_MODELS = {
+    **dict.fromkeys(_CASED, "WordPiece"),
+    **dict.fromkeys(("Roberta", "Longformer", "GPT2", "Bart", "Qwen2", "Deberta", "GPTNeoX"), "BPE"),
+    **dict.fromkeys(("XLMRoberta", "T5", "Albert", "DebertaV2", "MBart"), "Unigram"),
+}
+# Model types of which transformers takes tokenizer.json as it is, whatever the class, or a class of its own choice.
+_CLASS_IS_IGNORED = ("modernbert", "modernbert-decoder", "mistral", "phi3", "qwen2")
 
 
 def contradictions(layout: Layout, tokenizer: Tokenizer) -> tuple[str, ...]:
@@ -23,7 +32,7 @@ def contradictions(layout: Layout, tokenizer: Tokenizer) -> tuple[str, ...]:
     if layout.backbone is Backbone.STATIC or not (layout.transformer_dir / "tokenizer.json").is_file():
         return ()  # converted from tokenizer_config.json, or without special tokens
     config = TokenFiles(layout.transformer_dir).config
-    left = tuple(tokens_without_vectors(tokenizer, layout))
+    left = (*tokens_without_vectors(tokenizer, layout), *_other_models(layout, config, tokenizer))
     return left + tuple(
         f"tokenizer_config.json has {key} = {str(given).lower()}{'' if key in config else ' by default'}, and "
         "tokenizer.json does otherwise: the latter counts"
@@ -32,12 +41,26 @@ def contradictions(layout: Layout, tokenizer: Tokenizer) -> tuple[str, ...]:
     )
 
 
+def _own(config: dict[str, Any]) -> str:
+    return str(config.get("tokenizer_class") or "").removesuffix("Fast").removesuffix("Tokenizer")
+
+
+def _other_models(layout: Layout, config: dict[str, Any], tokenizer: Tokenizer) -> Iterator[str]:
+    """A sentence where the declared class cuts words by another kind of model than tokenizer.json has."""
+    declared, used = _MODELS.get(_own(config)), type(tokenizer.model).__name__
+    ignored = "auto_map" in config or layout.config.get("model_type") in _CLASS_IS_IGNORED
+    if declared is not None and used in _MODELS.values() and used != declared and not ignored:
+        yield (
+            f"tokenizer_config.json has tokenizer_class = {config['tokenizer_class']}, which is {declared}, and "
+            f"tokenizer.json has {used}: the latter counts"
+        )
+
+
 def _compared(
     layout: Layout, config: dict[str, Any], tokenizer: Tokenizer
 ) -> Iterator[tuple[str, object, bool | None]]:
     """Key, value in the file, and what the tokenizer does; None if it has no such step."""
-    own = str(config.get("tokenizer_class") or "").removesuffix("Fast").removesuffix("Tokenizer")
-    if own in _CASED and tokenizer.normalizer is not None:
+    if _own(config) in _CASED and tokenizer.normalizer is not None:
         normalized = tokenizer.normalizer.normalize_str
         if not layout.lower_case:
             yield "do_lower_case", config.get("do_lower_case", True), normalized("A") == "a"

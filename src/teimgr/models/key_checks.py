@@ -7,11 +7,12 @@ tokenizer.json: `engine/tokenizer_checks.py`, which has the tokenizer.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from teimgr.errors import ModelLoadFailed
 from teimgr.models.bounded_json import read_list, read_object
-from teimgr.models.directory import base_model_of, use_original
+from teimgr.models.directory import base_model_of, use_original, weight_files
 from teimgr.models.known_keys import (
     CONFIG_KWARGS,
     MODEL_KWARGS,
@@ -52,7 +53,7 @@ def check_files(metadata: ModelMetadata) -> tuple[str, ...]:
     """
     found = [
         *_config(metadata),
-        *_settings(metadata.settings, metadata.tokens.config),
+        *_settings(metadata.settings, metadata.tokens.config, metadata.weights_dir),
         *_saved(metadata),
         *_modules(metadata),
     ]
@@ -75,13 +76,19 @@ def _config(metadata: ModelMetadata) -> list[str]:
     return config_warnings(config)
 
 
-def _settings(settings: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> Iterator[str]:
+def _settings(settings: Mapping[str, Any], tokenizer: Mapping[str, Any], weights_dir: Path) -> Iterator[str]:
     yield from SETTINGS.warnings(_SETTINGS_FILE, settings)
     for key, known in _KWARGS.items():
         given = settings.get(key) or {}
         if known is CONFIG_KWARGS and (changed := sorted(set(given) - known.harmless)):
             raise ModelLoadFailed(
                 f"{_SETTINGS_FILE} changes {', '.join(changed)} of config.json ({key}): write it into config.json"
+            )
+        pickled = known is MODEL_KWARGS and given.get("use_safetensors") is False
+        if pickled and any(file.name.endswith(".safetensors") for file in weight_files(weights_dir)):
+            raise ModelLoadFailed(
+                f"{_SETTINGS_FILE} has use_safetensors = False ({key}), and the model has safetensors, which are "
+                "read first: remove the setting, or the files that are not meant"
             )
         if known is PROCESSOR_KWARGS:
             changed = sorted(name for name in OF_TOKENS & given.keys() if given[name] != tokenizer.get(name))
