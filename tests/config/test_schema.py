@@ -13,6 +13,7 @@ from tests.config.loaded_settings import MTLS, SECOND, SEED, refused
 from teimgr.config import schema
 from teimgr.config.settings import Settings
 from teimgr.errors import InvalidConfig
+from teimgr.spec import InstanceSpec
 
 
 @pytest.mark.clause("M3.2-unknown")
@@ -106,3 +107,10 @@ def test_any_plain_table_is_read_or_refused_with_a_path(table: dict[str, object]
         assert any(error.message.startswith(name) for name in table)
     else:
         assert set(values) == set(table)
+
+
+def test_the_types_of_a_table_are_evaluated_once_not_for_each_instance(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = {"name": "a", "model_id": "m"}
+    first = schema.build(InstanceSpec, entry)
+    monkeypatch.delattr(schema, "get_type_hints")
+    assert schema.build(InstanceSpec, entry) == first

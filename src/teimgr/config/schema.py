@@ -12,6 +12,7 @@ import re
 import types
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -74,7 +75,7 @@ def read(kind: type[Any], table: object, path: str = "", *, hidden: Collection[s
     """
     if not isinstance(table, Mapping):
         raise refused(path, f"must be a table (got {quoted(table)})")
-    hints = get_type_hints(kind)
+    hints = _hints_of(kind)  # type: ignore[arg-type]
     known = {field.name: field for field in fields(kind) if field.name not in hidden}
 
     def one(name: str, value: object) -> Any:
@@ -83,6 +84,12 @@ def read(kind: type[Any], table: object, path: str = "", *, hidden: Collection[s
         return convert(value, hints[name], join(path, name), key_of(known[name]))
 
     return each(table.items(), one)
+
+
+@cache
+def _hints_of(kind: type[Any]) -> Mapping[str, Any]:
+    """The types of the fields of a dataclass. Kept: for each of a thousand instances they would be evaluated anew."""
+    return get_type_hints(kind)
 
 
 def each(items: Iterable[tuple[K, object]], one: Callable[[K, object], V]) -> dict[K, V]:

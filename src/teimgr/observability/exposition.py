@@ -50,6 +50,7 @@ def histogram(
 def text(page: Page, *, helps: bool = True) -> str:
     """The page in Prometheus' text format; TEI's pages have no HELP lines."""
     lines: list[str] = []
+    written: dict[int, str] = {}  # labels that families share, once for all: series of thousands of instances
     for family, samples in page.items():
         if not samples:
             continue
@@ -57,8 +58,10 @@ def text(page: Page, *, helps: bool = True) -> str:
             lines.append(f"# HELP {family.name} {family.help}\n")
         lines.append(f"# TYPE {family.name} {family.kind}\n")
         for suffix, labels, value in samples:
-            inner = ",".join(f'{name}="{word.translate(_ESCAPED)}"' for name, word in labels.items())
-            shown = f"{{{inner}}}" if inner else ""
+            shown = written.get(id(labels))
+            if shown is None:
+                inner = ",".join(f'{name}="{word.translate(_ESCAPED)}"' for name, word in labels.items())
+                shown = written[id(labels)] = f"{{{inner}}}" if inner else ""
             lines.append(f"{family.name}{suffix}{shown} {value!r}\n")
         lines.append("\n")
     return "".join(lines)

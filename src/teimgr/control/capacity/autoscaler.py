@@ -202,7 +202,7 @@ class Autoscaler:
 
     async def page(self) -> Page:
         """The metrics of scaling; a series of each instance, at zero replicas too."""
-        found = await self.figures()
+        found = [({"instance": name}, figures) for name, figures in (await self.figures()).items()]
         columns = {
             catalogue.SCALING_QUEUED: "queued_tokens",
             catalogue.SCALING_WAITING: "waiting_seconds",
@@ -210,7 +210,7 @@ class Autoscaler:
             catalogue.SCALING_WANTED: "wanted",
         }
         return {
-            family: [Sample("", {"instance": name}, getattr(figures, column)) for name, figures in found.items()]
+            family: [Sample("", labels, getattr(figures, column)) for labels, figures in found]
             for family, column in columns.items()
         }
 
