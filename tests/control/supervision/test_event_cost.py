@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import sys
@@ -87,7 +88,7 @@ async def test_the_cost_of_a_restart_is_independent_of_the_number_of_instances(f
     assert not grown, f"{few.total()} lines beside 10 instances, {many.total()} beside 1,000"
 
 
-async def test_looking_at_instances_that_rest_builds_no_views(fleets: Fleets) -> None:
+async def test_instances_that_rest_have_no_task_and_looking_at_them_builds_no_views(fleets: Fleets) -> None:
     fleet, declared = fleets(), 200
     fleet.store.open()
     fleet.store.save(
@@ -98,6 +99,7 @@ async def test_looking_at_instances_that_rest_builds_no_views(fleets: Fleets) ->
     manager = fleet.manager
     await manager.boot()
     assert {view.state for view in manager.list()} == {State.UNLOADED}
+    assert not [task for task in asyncio.all_tasks() if task.get_name().startswith("supervisor of")]
 
     with counted_lines() as looking:
         manager.list()
@@ -109,4 +111,6 @@ async def test_looking_at_instances_that_rest_builds_no_views(fleets: Fleets) ->
     assert manager.list()[7].spec.tags == {"a": "b"}
     await manager.stop("i7")
     assert [view.spec.name for view in manager.list() if view.state is State.STOPPED] == ["i7"]
+    await manager.delete("i8")
+    assert "i8" not in {view.spec.name for view in manager.list()}
     await fleet.end()

@@ -76,14 +76,12 @@ class ManagedInstance:
         self._unsaved: StateNotSaved | None = None  # why the last update was rolled back
         self.placing = asyncio.Lock()
         self._one_command = asyncio.Lock()  # of commands and updates
-        self._state_changed = asyncio.Event()
         self._is_past_cancelling = False  # the update under way is committed, or is being rolled back
         self._is_deleted = False
         self._is_closing = False  # with the daemon: nothing starts any more
         self._is_forgotten = False
         self._serves: tuple[str, ...] = ()  # by the last model that was loaded
-        self.adoption_done = asyncio.Event()
-        """Set once workers of an earlier daemon are adopted; commands wait for it."""
+        self._is_adopted = False  # the workers of an earlier daemon are
         self._incident: Incident | None = None
         self._failed_start: Incident | None = None  # the crash of a worker that an update under way has started
         self._memory: MemoryLimit | None = None  # while there is a limit
@@ -108,7 +106,7 @@ class ManagedInstance:
             return State.STOPPING
         if state is not State.STOPPED:
             return state
-        if self._with_role("joining") or (self.spec.wanted_running and not self.adoption_done.is_set()):
+        if self._with_role("joining") or (self.spec.wanted_running and not self._is_adopted):
             return State.STARTING
         return State.UNLOADED if self._loads_on_demand else state
 
@@ -160,7 +158,7 @@ class ManagedInstance:
         if (kept := self.resting) is not None:
             return kept
         view = self._present_view()
-        rests = self.adoption_done.is_set() and all(each.rests for each in self._workers)
+        rests = self._is_adopted and all(each.rests for each in self._workers)
         self._resting = view if rests and not self._is_updating else None
         return view
 
@@ -194,19 +192,28 @@ class ManagedInstance:
     async def begin(self, adopted: Mapping[int, Adopted], *, start: bool) -> None:
         """Start supervision, with the adopted workers by replica; `start` the replicas that have none.
 
-        Those that failed for good are not started.
+        Those that failed for good are not started, and those without work get no task before their first command.
         """
         async with self._one_command:
             self._add(self.spec, range(len(self._serving), self._context.planner.replicas(self.spec)), "serving")
-            for each in self._serving:
+            begun = [each for each in self._serving if start or each.number in adopted]
+            for each in begun:
                 self._supervise(each, adopted.get(each.number))
-            await asyncio.gather(*(each.started.wait() for each in self._serving))
-            for each in self._serving:
+            await asyncio.gather(*(each.started.wait() for each in begun))
+            for each in begun:
                 if start and not self._is_closing and each.state is State.STOPPED:
                     await each.accept(Command.START)
-        self.adoption_done.set()
+        self._is_adopted = True
+        self._context.records.wake(self.spec.name)
         if self.state is State.UNLOADED:
             self.on_state_changed()
+
+    async def adoption_over(self) -> None:
+        """Return once the workers of an earlier daemon are adopted."""
+        with self._context.records.watching(self.spec.name) as changed:
+            while not self._is_adopted:
+                await changed.wait()
+                changed.clear()
 
     def accepts_no_more_starts(self) -> None:
         """The daemon ends: starts, restarts and updates are refused from now on."""
@@ -280,7 +287,7 @@ class ManagedInstance:
                 await self._cancel_update()
             asked = self._workers if command is Command.DELETE else self._serving
             is_unloaded = self.state is State.UNLOADED
-            answers = await asyncio.gather(*(each.accept(command) for each in asked), return_exceptions=True)
+            answers = await asyncio.gather(*(self._order(each, command) for each in asked), return_exceptions=True)
             refusals = [answer for answer in answers if isinstance(answer, BaseException)]
             may_be_refused = command is Command.DELETE or (is_unloaded and command is Command.STOP)
             if len(refusals) == len(answers) and not may_be_refused:
@@ -494,14 +501,15 @@ class ManagedInstance:
         return new
 
     async def _all_running(self, workers: Iterable[Supervisor]) -> None:
-        while True:
-            self._state_changed.clear()
-            for each in workers:
-                if each.has_failed or each not in self._tasks:
-                    raise UpdateFailed(each.reason or "the new worker failed")
-            if all(each.state is State.RUNNING for each in workers):
-                return
-            await self._state_changed.wait()
+        with self._context.records.watching(self.spec.name) as changed:
+            while True:
+                changed.clear()
+                for each in workers:
+                    if each.has_failed or each not in self._tasks:
+                        raise UpdateFailed(each.reason or "the new worker failed")
+                if all(each.state is State.RUNNING for each in workers):
+                    return
+                await changed.wait()
 
     async def _commit(self, spec: InstanceSpec) -> None:
         self._is_past_cancelling = True
@@ -528,7 +536,13 @@ class ManagedInstance:
     async def _send(self, workers: Iterable[Supervisor], command: Command) -> None:
         for each in workers:
             with suppress(TeimgrError):  # refused where the replica is in the desired state already
-                await each.accept(command)
+                await self._order(each, command)
+
+    async def _order(self, replica: Supervisor, command: Command) -> None:
+        """Pass a command to a replica; with its first one begins the task of one that has rested from the start."""
+        if replica not in self._tasks and not replica.is_closed:
+            self._supervise(replica, None)
+        await replica.accept(command)
 
     async def _cancel_update(self) -> None:
         """Roll back the update under way, or wait for its end if it is committed or fails already."""
@@ -567,11 +581,10 @@ class ManagedInstance:
             self._workers.remove(supervisor)
         if not task.cancelled() and (error := task.exception()):
             log.critical("supervisor ended by a defect", exc_info=error, extra={"task": task.get_name()})
-        self._state_changed.set()
+        self._context.records.wake(self.spec.name)
 
     def on_state_changed(self) -> None:
         self._resting = None
-        self._state_changed.set()
         self._publish()
         if not self._is_forgotten:
             self._context.records.changed(self)

@@ -403,7 +403,7 @@ class Manager:
                 log.info("an update is begun again", extra={"instance": name, "changes": sorted(changes)})
                 if instance is None:
                     raise InstanceNotFound(name)
-                await instance.adoption_done.wait()
+                await instance.adoption_over()
                 await self._turns.carry_out(self._update(instance, changes, recreate), f"update of {name}")
         except (TeimgrError, ValueError, KeyError, TypeError) as error:
             self._state.add_alarm(f"the update of '{name}' that was under way is given up: {error}")
@@ -674,7 +674,7 @@ class Manager:
         """
         await self.booted.wait()
         instance = self._find(name)
-        await instance.adoption_done.wait()
+        await instance.adoption_over()
         if instance.is_deleted and not also_deleted:
             raise InstanceNotFound(name)
         return instance

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 from teimgr.control.launch.launcher import Adopted, Launcher, WorkerHandle
@@ -67,9 +67,12 @@ class LifecycleTask:
 
     def __init__(self, policy: RestartPolicy, facts: Mapping[str, Any]) -> None:
         self._replica = ReplicaState(policy=policy)
-        # Without a bound: each event is handled at once, and few tasks send any.
-        self._mailbox: asyncio.Queue[Any] = asyncio.Queue()
         self._facts = facts
+
+    @cached_property
+    def _mailbox(self) -> asyncio.Queue[Any]:
+        """Without a bound: each event is handled at once, and few tasks send any."""
+        return asyncio.Queue()
 
     async def _next(self) -> Any:
         """The next item of the mailbox; a `Tick` when the time comes first that the state waits for."""
@@ -138,8 +141,8 @@ class Supervisor(LifecycleTask):
     """Supervises the `number`-th replica of the instance `spec`.
 
     `role` is its part in an update, as in `WorkerView`. `host` and `gpu` are the name of the host, empty in a fleet of
-    one, and the UUID of the card that the present worker was, or the next one is to be, placed on. `started` is set
-    once `run` has begun and an adopted worker is taken over.
+    one, and the UUID of the card that the present worker was, or the next one is to be, placed on. What its task needs
+    is made when the task begins: thousands of instances rest from the daemon's start, and have none.
     """
 
     def __init__(
@@ -160,10 +163,8 @@ class Supervisor(LifecycleTask):
         """Of the present worker, from before its launch until its process is gone."""
         self.model: LoadedModel | None = None
         """Of the last worker that was ready."""
-        self.started = asyncio.Event()
         self._context = context
         self._owner = owner
-        self._settled = asyncio.Condition()
         self._worker: WorkerRun | None = None
         self._worker_tasks: asyncio.TaskGroup | None = None
         self._threads: CpuThreads | None = None
@@ -172,6 +173,15 @@ class Supervisor(LifecycleTask):
         self._reservation: Reservation | None = None  # of the present worker's memory, until its process is gone
         self._private_bytes: int | None = None  # of the present worker, as it said last
         self._closed = False
+
+    @cached_property
+    def started(self) -> asyncio.Event:
+        """Set once `run` has begun and an adopted worker is taken over."""
+        return asyncio.Event()
+
+    @cached_property
+    def _settled(self) -> asyncio.Condition:
+        return asyncio.Condition()
 
     # Commands
 
@@ -189,6 +199,8 @@ class Supervisor(LifecycleTask):
 
     async def settle(self) -> None:
         """Return as soon as no process is ending."""
+        if self._closed or not self._replica.is_ending:
+            return
         async with self._settled:
             await self._settled.wait_for(lambda: self._closed or not self._replica.is_ending)
 
@@ -228,6 +240,11 @@ class Supervisor(LifecycleTask):
         self._replica = ReplicaState.failed(self._replica.policy, reason)
 
     # State
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether its task has ended; it takes no command any more."""
+        return self._closed
 
     @property
     def state(self) -> State:
