@@ -26,6 +26,7 @@ KEYS: dict[str, dict[str, Any]] = {
     "daily": {"tokens_per_day": 3001},
     "rate": {"tokens_per_second": 1, "burst_tokens": 60},
     "shadow": {"tokens_per_day": 10, "shadow": True},
+    "little": {"tokens_per_day": 100},
     "free": {},
 }
 EMBED = "/tei_multiplexer.v1.TeiMultiplexer/Embed"
@@ -55,7 +56,9 @@ def post(daemon: DaemonProcess, key: str, path: str, body: dict[str, Any]) -> tu
         headers = {"authorization": f"Bearer {key_of(key)}", "content-type": "application/json"}
         connection.request("POST", path, json.dumps(body), headers)
         reply = connection.getresponse()
-        return reply.status, {name.lower(): value for name, value in reply.getheaders()}, json.loads(reply.read())
+        content, found = reply.read(), {name.lower(): value for name, value in reply.getheaders()}
+        is_json = found.get("content-type", "").startswith("application/json")  # some dialects refuse in plain words
+        return reply.status, found, json.loads(content) if is_json else content
     finally:
         connection.close()
 
@@ -149,6 +152,64 @@ def test_other_keys_do_not_notice_and_a_shadow_refuses_nothing(daemon: DaemonPro
 
     assert statuses == {200}
     assert usage(daemon)["shadow",]["shadowed"] >= 9
+
+
+TWO = ["river " * 7, "a lake and a river"]
+_LISTED = ("/v1/embeddings", "/jina/v1/embeddings", "/vllm/v1/embeddings", "/voyage/v1/embeddings", "/vllm/pooling")
+_OF_INSTANCE = ("/instances/a/v1/embeddings", "/infinity/embeddings", "/embeddings")
+DIALECTS: dict[str, dict[str, Any]] = {
+    **{path: {"model": "a", "input": TWO} for path in (*_LISTED, *_OF_INSTANCE, "/api/embed")},
+    "/cohere/v1/embed": {"model": "a", "texts": TWO, "input_type": "search_document"},
+    "/v2/embed": {"model": "a", "texts": TWO, "input_type": "search_document", "embedding_types": ["float"]},
+    "/v1/encode/a": {"items": [{"text": text} for text in TWO]},
+    "/instances/a/embed": {"inputs": TWO},
+    "/instances/a/similarity": {"inputs": {"source_sentence": TWO[0], "sentences": TWO[1:]}},
+}
+ONE_TEXT: dict[str, dict[str, Any]] = {
+    "/api/embeddings": {"model": "a", "prompt": TWO[0]},
+    "/weaviate/a/vectors": {"text": TWO[0]},
+    "/instances/a/embed": {"inputs": TWO[0]},
+}
+
+
+def counted(daemon: DaemonProcess) -> Counter[str]:
+    row = usage(daemon).get(("free",), {})
+    return Counter({name: row.get(name, 0) for name in ("tokens", "texts", "calls")})
+
+
+def test_every_dialect_counts_the_same_tokens_and_a_refused_call_none(daemon: DaemonProcess) -> None:
+    tokens_of = {
+        text: embed(daemon, "free", text)[2]["usage"]["total_tokens"] for text in TWO
+    }  # as a client of OpenAI is told
+    found = {}
+    for bodies, texts in ((DIALECTS, TWO), (ONE_TEXT, TWO[:1])):
+        expected = Counter(tokens=sum(tokens_of[text] for text in texts), texts=len(texts), calls=1)
+        for path, body in bodies.items():
+            before = counted(daemon)
+            status, _, _ = post(daemon, "free", path, body)
+            if (status, new := counted(daemon) - before) != (200, expected):
+                found[path] = status, new
+    assert found == {}
+
+    before = counted(daemon)
+    assert embed_by_grpc(daemon, "free", TWO[0])[0] == "OK"
+    assert counted(daemon) - before == Counter(tokens=tokens_of[TWO[0]], texts=1, calls=1)
+
+    before = counted(daemon)
+    for path in (*DIALECTS, *ONE_TEXT):
+        assert post(daemon, "free", path, {"model": "a", "inputs": 7, "input": 7})[0] >= 400
+    assert counted(daemon) == before
+
+
+def test_every_dialect_refuses_a_used_up_quota_by_the_same_code_and_each_is_counted(daemon: DaemonProcess) -> None:
+    first = [post(daemon, "little", "/v1/embeddings", DIALECTS["/v1/embeddings"])[0] for _ in range(9)]
+    assert set(first) == {200, 429}
+    replies = {path: post(daemon, "little", path, body)[:2] for path, body in DIALECTS.items()}
+    refused = {path: (status, headers.get("x-teimgr-code")) for path, (status, headers) in replies.items()}
+    assert refused == dict.fromkeys(DIALECTS, (429, "DAILY_TOKENS_EXCEEDED"))
+    assert all(int(headers["retry-after"]) > 0 for _, headers in replies.values())
+    row = usage(daemon)["little",]
+    assert (row["calls"], row["refused"]) == (first.count(200), first.count(429) + len(DIALECTS))
 
 
 def test_usage_is_the_clients_own_count_and_outlives_workers_and_daemon(daemon: DaemonProcess) -> None:
