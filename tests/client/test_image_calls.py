@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,11 +10,13 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 from tests.support.daemon_process import DaemonProcess, WarmDaemonProcess
 from tests.support.models.dual_encoders import build_clip, file_of, noise
 
+from teimgr.client.corpus import embed_file
 from teimgr.client.payloads import unpack_vectors
 from teimgr.errors import TeimgrError, ValidationError
 from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
@@ -110,6 +113,35 @@ def test_embed_arrow_takes_a_column_of_images_with_an_error_for_each_row(daemon:
     assert np.allclose(found.vectors[2], expected[1], atol=1e-6)
     assert sorted(found.errors) == [1, 3]
     assert "a `path` is not opened" in found.errors[1]
+
+
+def test_the_images_of_a_folder_and_of_a_column_are_embedded_into_a_file(daemon: DaemonProcess, tmp_path: Path) -> None:
+    folder, files = tmp_path / "pictures", [file_of(noise(40, 30, seed)) for seed in range(3)]
+    (folder / "b").mkdir(parents=True)
+    names = ["a.png", "b/c.png", "z.jpg"]
+    for name, content in zip(names, [*files[:2], b"none"], strict=True):
+        (folder / name).write_bytes(content)
+    rows = [{"bytes": files[2], "path": None}, {"bytes": None, "path": "/etc/passwd"}]
+    pq.write_table(pa.table({"id": [7, 8], "image": rows}), tmp_path / "a.parquet")
+    with daemon.client() as client:
+        expected = client.embed_images(files, instance="clip")
+        done = embed_file(client, folder, tmp_path / "v.parquet", instance="clip")
+        of_table = embed_file(client, tmp_path / "a.parquet", tmp_path / "w.parquet", instance="clip")
+    found, column = (pq.read_table(tmp_path / name) for name in ("v.parquet", "w.parquet"))
+    assert found["path"].to_pylist() == names
+    assert np.allclose(found["embedding"].to_pylist()[:2], expected[:2], atol=1e-6)
+    assert found["embedding"][2].as_py() is None
+    assert done.failures is not None
+    told = json.loads(done.failures.read_text())
+    assert (told["row"], told["path"]) == (2, "z.jpg")
+    assert "send JPEG" in told["error"]
+    assert column["id"].to_pylist() == [7, 8]
+    assert np.allclose(column["embedding"][0].as_py(), expected[2], atol=1e-6)
+    assert of_table.failures is not None
+    assert json.loads(of_table.failures.read_text()) == {
+        "row": 1,
+        "error": "the row has no `bytes`: a `path` is not opened",
+    }
 
 
 def _stream(table: pa.Table) -> bytes:

@@ -48,7 +48,8 @@ def embed(
         list[str],
         typer.Argument(
             metavar="TEXT|-|FILE",
-            help="Texts; `-`: the lines of stdin; with -o a file: .parquet, .jsonl, .csv, .txt or .arrow.",
+            help="Texts; `-`: the lines of stdin; with -o a file: .parquet, .jsonl, .csv, .txt or .arrow, or a folder "
+            "of images.",
             show_default=False,
         ),
     ],
@@ -60,7 +61,9 @@ def embed(
     truncate: Truncate = True,
     dimensions: Annotated[int | None, typer.Option(help="Cut the vectors (Matryoshka models).", min=1)] = None,
     prompt_name: Annotated[str | None, typer.Option(help="One of the model's prompts, such as query.")] = None,
-    column: Annotated[str | None, typer.Option(help="Column of the texts of a file.  [default: text]")] = None,
+    column: Annotated[
+        str | None, typer.Option(help="Column of the texts or images of a file.  [default: text, or image]")
+    ] = None,
     keep: Annotated[
         str | None, typer.Option(metavar="A,B", help="Columns of a file to copy.  [default: id, where there is one]")
     ] = None,
@@ -76,7 +79,7 @@ def embed(
         typer.Option(metavar="SPACE", help="Refuse vectors of another space: 64 hex digits, or SPACE/PRECISION."),
     ] = None,
 ) -> int:
-    """Embed texts, or a whole file.
+    """Embed texts, or a whole file, or the images of a folder.
 
     A file is streamed in constant memory. A run that was interrupted or killed goes on where it was when the same
     command is given again. Row i of the output is row i of the file; rows that fail have no vector there, and their
@@ -86,7 +89,7 @@ def embed(
         from teimgr.cli.corpus_command import embed_corpus
 
         if len(texts) != 1 or texts[0] == "-":
-            raise UsageError("with -o, name one file of texts")
+            raise UsageError("with -o, name one file of texts or images, or a folder of images")
         return embed_corpus(
             server,
             output,

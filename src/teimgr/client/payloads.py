@@ -14,6 +14,7 @@ from teimgr.client.values import Embedded, Vectors
 from teimgr.config.schema import quoted
 from teimgr.errors import Code, Internal, InvalidInput, ValidationError, error_from_code
 from teimgr.spec import LANE_KEY, LANES
+from teimgr.wire.image_columns import is_images
 from teimgr.wire.pb.tei.v1 import tei_pb2
 from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
 from teimgr.wire.pb.teimgr.v1 import arrow_pb2
@@ -236,11 +237,14 @@ def slices(texts: Texts, batch_rows: int) -> Iterator[Texts]:
 def pack_texts(
     texts: Texts, compression: Compression | None = None, *, name: str = "texts", first_row: int = 0
 ) -> bytes:
-    """An IPC stream of one batch with the column `text`; the field is nullable only where a text is null.
+    """An IPC stream of one batch with the column `text`, or `image` of an Arrow array of files (binary values). The
+    field is nullable only where a text is null.
 
     Raises:
         ValidationError: an item of `texts` is not a string; the message has `name` and the row, from `first_row`.
     """
+    if isinstance(texts, pa.Array | pa.ChunkedArray) and is_images(texts.type):
+        return pack_table(pa.table({"image": texts}), compression)
     column = _column(texts, name, first_row)
     schema = pa.schema([pa.field("text", column.type, nullable=bool(column.null_count))])
     return pack_table(pa.table([column], schema=schema), compression)

@@ -430,5 +430,9 @@ def _text_column(schema: pa.Schema) -> int:
     names = schema.names
     candidates = [position for position, field in enumerate(schema) if is_string(field.type)]
     if not candidates:
+        if any(is_images(field.type) for field in schema):
+            raise InvalidInput(
+                "No string column: only text is supported by this model, and the table has files of images"
+            )
         raise InvalidInput(f"No string column: expected `text`, got {_shown_names(names)} (a StringArray is needed)")
     return next((position for position in candidates if names[position] == "text"), candidates[0])

@@ -1,4 +1,4 @@
-"""`embed_file`: texts of a file to vectors in a file, over `EmbedArrowStream`, resumed where an earlier run ended."""
+"""`embed_file`: texts or images to vectors in a file, over `EmbedArrowStream`, resumed where an earlier run ended."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ import pyarrow.compute as pc
 
 from teimgr.client.clients import Client
 from teimgr.client.corpus import outputs
+from teimgr.client.corpus.image_files import FolderSource
 from teimgr.client.corpus.partial import PartialOutput, discard
-from teimgr.client.corpus.sources import FAULT, TEXT, TextSource, open_source
+from teimgr.client.corpus.sources import FAULT, MAX_FILE_BYTES, TEXT, TextSource, open_source
 from teimgr.client.values import Embedded
 from teimgr.errors import InvalidConfig, Refused, TryLater
 from teimgr.wire.spaces import reply_headers
 
 _BATCH_ROWS = 2048
 _BATCH_BYTES = 4 << 20
-_TEXT_BYTES = 16 << 20
 _COMMIT_S = 0.5
 # A message holds what the model computes in about this time: a slow one answers before the client's timeout, and an
 # interruption costs little.
@@ -81,10 +81,13 @@ def embed_file(
 ) -> EmbeddedFile:
     """Embed every row of `source` (.parquet, .jsonl, .csv, .txt, .arrow) into `output` (.parquet, .arrow, .npy).
 
+    In place of texts the column may hold the files of images: binary, or the struct of Hugging Face datasets. Of a
+    folder each image file in it and below is a row, whose `path` is copied.
+
     Row i of the output is row i of the source: columns `row`, those of `keep`, and `embedding` (float32, or float16).
-    A row that fails has a null there (NaN in NumPy), and its reason and text in `<output>.failed.jsonl`. The space of
-    the vectors is in the metadata of the schema, with NumPy in `<output>.space.json`; vectors of another one end the
-    run. Memory does not grow with the file. Until the end the rows are in `<output>.partial`; a run that was
+    A row that fails has a null there (NaN in NumPy), and its reason and text or path in `<output>.failed.jsonl`. The
+    space of the vectors is in the metadata of the schema, with NumPy in `<output>.space.json`; vectors of another one
+    end the run. Memory does not grow with the file. Until the end the rows are in `<output>.partial`; a run that was
     interrupted or killed is resumed by the same call, and repeats at most `commit_s` of work. `batch_rows` bounds one
     message; a slow model gets fewer. `options` are those of `Client.embed_arrow`, with `instance` or `model`.
 
@@ -97,7 +100,7 @@ def embed_file(
     """
     if output.suffix.lower() not in outputs.SUFFIXES:
         raise InvalidConfig(f"{output}: the suffix is not one of {', '.join(outputs.SUFFIXES)}")
-    texts = open_source(source, text_column, keep)
+    texts = (FolderSource if source.is_dir() else open_source)(source, text_column, keep)
     failures = output.with_name(f"{output.name}.failed.jsonl")
     if restart:
         discard(output, failures)
@@ -119,9 +122,8 @@ def embed_file(
 
 def _identity(source: TextSource, float16: bool, options: dict[str, Any]) -> dict[str, Any]:
     """What makes two runs the same job."""
-    status = source.path.stat()
     return {
-        **{"source": str(source.path.absolute()), "bytes": status.st_size, "modified_ns": status.st_mtime_ns},
+        **source.identity(),
         **{"text_column": source.text_column, "keep": list(source.keep), "float16": float16},
         **{key: value for key, value in sorted(options.items()) if value is not None},
     }
@@ -214,12 +216,16 @@ class _Work:
         kept = batch.columns[2:]  # by position: a kept column may have the name of another
         rows = pa.array(np.arange(first_row, first_row + count))
         whole = pa.RecordBatch.from_arrays([rows, *kept, vectors], schema=schema)
-        texts = batch.column(TEXT)
         failures = (
-            {"row": first_row + row, "error": faults[row].as_py() or reason, "text": texts[row].as_py()}
+            {"row": first_row + row, "error": faults[row].as_py() or reason, **self._named(batch, row)}
             for row, reason in sorted(answer.errors.items())
         )
         self._partial.append(whole, failures)
+
+    def _named(self, batch: pa.RecordBatch, row: int) -> dict[str, Any]:
+        """What a row was, where that is no file."""
+        told = self._source.told
+        return {} if told is None else {told: batch.column(told)[row].as_py()}
 
     def _report(self, waiting: str | None = None) -> None:
         self._progress(
@@ -230,10 +236,11 @@ class _Work:
 def _bounded(batch: pa.RecordBatch, most_rows: Callable[[], int]) -> Iterator[pa.RecordBatch]:
     """The batch in pieces of bounded rows and bytes; a text beyond the limit of one message is a row that fails."""
     lengths = pc.fill_null(pc.binary_length(batch.column(TEXT)), 0).to_numpy(zero_copy_only=False)
-    if lengths.max(initial=0) > _TEXT_BYTES:
-        over = lengths > _TEXT_BYTES
+    if lengths.max(initial=0) > MAX_FILE_BYTES:
+        over = lengths > MAX_FILE_BYTES
         columns = list(batch.columns)
-        reason = f"a text of over {_TEXT_BYTES >> 20} MiB"
+        what = "a text" if pa.types.is_unicode(columns[0].type) else "an image"
+        reason = f"{what} of over {MAX_FILE_BYTES >> 20} MiB"
         columns[0] = pc.if_else(pa.array(over), pa.scalar(None, columns[0].type), columns[0])
         columns[1] = pc.if_else(pa.array(over), pa.scalar(reason), columns[1])
         batch = pa.RecordBatch.from_arrays(columns, schema=batch.schema)

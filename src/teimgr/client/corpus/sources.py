@@ -1,4 +1,4 @@
-"""Files of texts, read in batches in constant memory: Parquet, JSON lines, CSV, text, Arrow."""
+"""Files of texts, read in batches in constant memory: Parquet, JSON lines, CSV, text, Arrow. Tables may have images."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.csv
 import pyarrow.parquet as pq
 
 from teimgr.errors import InvalidConfig
+from teimgr.wire.image_columns import is_images
 
 TEXT = "text"
 FAULT = "fault"
@@ -22,6 +24,11 @@ FAULT = "fault"
 
 SUFFIXES = (".parquet", ".jsonl", ".ndjson", ".csv", ".txt", ".arrow", ".feather")
 
+MAX_FILE_BYTES = 16 << 20
+"""Of a text, and of the file of an image; a longer one is a row that fails."""
+
+_IMAGE = "image"
+_IMAGE_ROWS = 32  # of a table in memory: each may have megabytes
 _STRINGS = (pa.utf8(), pa.large_utf8(), pa.string_view())
 _READ_BYTES = 1 << 20
 _TYPED_ROWS = 1000
@@ -35,10 +42,14 @@ class TextSource(ABC):
     Attributes:
         kept: Names and types of the columns that are copied to the output.
         rows: How many rows there are; None if only reading it all would show.
+        has_images: The column `text` of its batches holds files of images.
+        told: The column that tells of a failed row what it was; None where that is a file.
     """
 
     kept: pa.Schema
     rows: int | None = None
+    has_images = False
+    told: str | None = TEXT
 
     def __init__(self, path: Path, text_column: str, keep: Sequence[str]) -> None:
         self.path = path
@@ -57,22 +68,31 @@ class TextSource(ABC):
         """The share of the file that was read, from 0 to 1, of CSV; None of other formats."""
         return None
 
+    def identity(self) -> dict[str, Any]:
+        """What tells whether it is the same file as before."""
+        status = self.path.stat()
+        return {"source": str(self.path.absolute()), "bytes": status.st_size, "modified_ns": status.st_mtime_ns}
+
     def _chosen(self, schema: pa.Schema) -> pa.Schema:
         """The kept columns of a schema, after a look for the text column.
 
         Raises:
-            InvalidConfig: a column is missing, or the text column holds no strings.
+            InvalidConfig: a column is missing, or the text column holds neither strings nor files.
         """
         for name in (self.text_column, *self.keep):
             if name not in schema.names:
                 raise InvalidConfig(f"{self.path}: no column {name!r}; there are {', '.join(schema.names)}")
         found = schema.field(self.text_column).type
-        if found not in _STRINGS and not pa.types.is_dictionary(found):
-            raise InvalidConfig(f"{self.path}: the column {self.text_column!r} holds {found}, not strings")
+        if is_images(found):
+            self.has_images, self.told = True, None
+        elif found not in _STRINGS and not pa.types.is_dictionary(found):
+            raise InvalidConfig(f"{self.path}: the column {self.text_column!r} holds {found}, not strings or files")
         return pa.schema([schema.field(name) for name in self.keep])
 
     def _batch(self, texts: Any, kept: Sequence[Any], faults: Any = None) -> pa.RecordBatch:
-        if texts.type not in (pa.utf8(), pa.large_utf8()):
+        if self.has_images:
+            texts, faults = _files_of(texts)
+        elif texts.type not in (pa.utf8(), pa.large_utf8()):
             texts = texts.cast(pa.large_utf8())
         faults = faults if faults is not None else pa.nulls(len(texts), pa.utf8())
         schema = pa.schema([(TEXT, texts.type), (FAULT, pa.utf8()), *self.kept])
@@ -85,7 +105,8 @@ class TextSource(ABC):
 def open_source(path: Path, text_column: str | None = None, keep: Sequence[str] | None = None) -> TextSource:
     """The source for a file by its suffix.
 
-    `text_column` defaults to `text`; `keep` to the column `id` where there is one. A text file has lines, no columns.
+    `text_column` defaults to `text`, of a table without it to `image` where that holds files; `keep` to the column `id`
+    where there is one. A text file has lines, no columns.
 
     Raises:
         InvalidConfig: another suffix, an unreadable file, or a missing column.
@@ -98,10 +119,30 @@ def open_source(path: Path, text_column: str | None = None, keep: Sequence[str] 
     try:
         if keep is None:
             keep = [name for name in kind.columns(path) if name == "id" and name != text_column]
-        source: TextSource = kind(path, text_column or TEXT, keep)
+        source: TextSource = kind(path, text_column or _default_column(kind, path), keep)
         return source
     except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
         raise InvalidConfig(f"{path}: {error}") from error
+
+
+def _default_column(kind: Any, path: Path) -> str:
+    if kind in (ParquetSource, ArrowSource):
+        schema = kind.schema(path)
+        if TEXT not in schema.names and _IMAGE in schema.names and is_images(schema.field(_IMAGE).type):
+            return _IMAGE
+    return TEXT
+
+
+def _files_of(column: Any) -> tuple[Any, Any]:
+    """The bytes of a column of files, and why rows have none: a path in it is not opened."""
+    if not pa.types.is_struct(column.type):
+        return column, None
+    files = pc.struct_field(column, "bytes")
+    if column.type.get_field_index("path") < 0:
+        return files, None
+    named = pc.and_(pc.is_null(files), pc.is_valid(pc.struct_field(column, "path")))
+    reason = pa.scalar("the row has no `bytes`: a `path` is not opened", pa.utf8())
+    return files, pc.if_else(named, reason, pa.scalar(None, pa.utf8()))
 
 
 class ParquetSource(TextSource):
@@ -114,8 +155,12 @@ class ParquetSource(TextSource):
             self.rows = file.metadata.num_rows
 
     @staticmethod
-    def columns(path: Path) -> list[str]:
-        names: list[str] = pq.read_schema(path).names
+    def schema(path: Path) -> pa.Schema:
+        return pq.read_schema(path)
+
+    @classmethod
+    def columns(cls, path: Path) -> list[str]:
+        names: list[str] = cls.schema(path).names
         return names
 
     def batches(self, first_row: int, size: int) -> Iterator[pa.RecordBatch]:
@@ -129,6 +174,7 @@ class ParquetSource(TextSource):
                 else:
                     groups.append(group)
             columns = list(dict.fromkeys([self.text_column, *self.keep]))
+            size = min(size, _IMAGE_ROWS) if self.has_images else size
             for batch in file.iter_batches(batch_size=size, row_groups=groups, columns=columns):
                 if skip >= batch.num_rows:
                     skip -= batch.num_rows
@@ -154,14 +200,18 @@ class ArrowSource(TextSource):
             self.kept = self._chosen(reader.schema)
 
     @staticmethod
-    def columns(path: Path) -> list[str]:
+    def schema(path: Path) -> pa.Schema:
         with pa.memory_map(str(path)) as mapped:
             try:
-                names: list[str] = pa.ipc.open_file(mapped).schema.names
+                return pa.ipc.open_file(mapped).schema
             except pa.ArrowInvalid:
                 mapped.seek(0)
-                names = pa.ipc.open_stream(mapped).schema.names
-            return names
+                return pa.ipc.open_stream(mapped).schema
+
+    @classmethod
+    def columns(cls, path: Path) -> list[str]:
+        names: list[str] = cls.schema(path).names
+        return names
 
     def batches(self, first_row: int, size: int) -> Iterator[pa.RecordBatch]:
         with pa.memory_map(str(self.path)) as mapped:
@@ -170,6 +220,7 @@ class ArrowSource(TextSource):
                 if skip >= batch.num_rows:
                     skip -= batch.num_rows
                     continue
+                size = min(size, _IMAGE_ROWS) if self.has_images else size
                 for start in range(skip, batch.num_rows, size):
                     yield self._of_table(batch.slice(start, size))
                 skip = 0

@@ -1,0 +1,96 @@
+"""Folders of image files as rows, and tables whose column holds files; no server is needed to read them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from teimgr.client.corpus.image_files import FolderSource
+from teimgr.client.corpus.sources import open_source
+from teimgr.client.payloads import pack_texts
+from teimgr.errors import InvalidConfig
+from teimgr.wire.arrow_inputs import has_images
+
+FILES = {"a.jpg": b"A", "b/c.PNG": b"C", "b/d/e.webp": b"E", "z.tiff": b"Z"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name, content in {**FILES, "notes.txt": b"no", ".hidden.png": b"no", ".cache/f.png": b"no"}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    return tmp_path
+
+
+@pytest.mark.parametrize("first_row", range(5))
+def test_the_images_of_a_folder_are_rows_by_their_paths(folder: Path, first_row: int) -> None:
+    source = FolderSource(folder, None, None)
+    batches = list(source.batches(first_row, 3))
+    assert source.rows == len(FILES)
+    assert [path for batch in batches for path in batch["path"].to_pylist()] == list(FILES)[first_row:]
+    assert [data for batch in batches for data in batch["text"].to_pylist()] == list(FILES.values())[first_row:]
+    assert all(0 < batch.num_rows <= 3 for batch in batches)
+
+
+def test_a_file_that_cannot_be_read_is_a_row_with_the_reason(folder: Path) -> None:
+    os.mkfifo(folder / "pipe.jpg")
+    (folder / "gone.jpg").symlink_to(folder / "nowhere")
+    with (folder / "large.jpg").open("wb") as file:
+        file.truncate((16 << 20) + 1)
+    [batch] = FolderSource(folder, None, None).batches(0, 10)
+    faults = {row["path"]: row["fault"] for row in batch.to_pylist() if row["fault"]}
+    assert faults == {"gone.jpg": "no file", "large.jpg": "an image of over 16 MiB", "pipe.jpg": "no file"}
+
+
+def test_a_changed_folder_is_another_job(folder: Path) -> None:
+    before = FolderSource(folder, None, None).identity()
+    assert FolderSource(folder, None, None).identity() == before
+    (folder / "b" / "c.PNG").write_bytes(b"other")
+    assert FolderSource(folder, None, None).identity() != before
+
+
+@pytest.mark.parametrize("given", [("text", None), (None, ["id"])], ids=["column", "keep"])
+def test_a_folder_without_images_or_with_columns_is_refused(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory, given: tuple[Any, Any]
+) -> None:
+    with pytest.raises(InvalidConfig, match="no columns but path"):
+        FolderSource(folder, *given)
+    with pytest.raises(InvalidConfig, match=r"no image in this folder or below: none of \.avif"):
+        FolderSource(tmp_path_factory.mktemp("empty"), None, None)
+
+
+def _arrow(table: pa.Table, path: Path) -> None:
+    with pa.ipc.new_file(path, table.schema) as writer:
+        writer.write_table(table)
+
+
+@pytest.mark.parametrize(("suffix", "write"), [(".parquet", pq.write_table), (".arrow", _arrow)])
+def test_a_column_of_files_is_read_some_rows_at_a_time(
+    suffix: str, write: Callable[[pa.Table, Path], None], tmp_path: Path
+) -> None:
+    file = tmp_path / f"a{suffix}"
+    structs = [{"bytes": b"%d" % row, "path": None} for row in range(70)]
+    structs[2] = {"bytes": None, "path": "/etc/passwd"}
+    write(pa.table({"id": range(70), "image": structs}), file)
+    source = open_source(file)
+    batches = list(source.batches(1, 2048))
+    assert source.text_column == "image"
+    assert max(batch.num_rows for batch in batches) <= 32
+    assert [data for batch in batches for data in batch["text"].to_pylist()] == [
+        None if row == 2 else b"%d" % row for row in range(1, 70)
+    ]
+    assert batches[0]["fault"].to_pylist()[:3] == [None, "the row has no `bytes`: a `path` is not opened", None]
+    assert batches[0]["id"][0].as_py() == 1
+    assert has_images(pack_texts(batches[0].column("text")))
+
+
+def test_a_column_image_of_strings_is_not_taken_for_texts(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"image": ["https://example.com/a.png"]}), tmp_path / "a.parquet")
+    with pytest.raises(InvalidConfig, match="no column 'text'"):
+        open_source(tmp_path / "a.parquet")
