@@ -1,7 +1,7 @@
 """`bench own_code`: bulk rate of models whose code is on the hub (GTE, JinaBERT), beside that code in plain PyTorch.
 
 The code of both is no class of transformers, so sentence-transformers cannot run it without a hub. In its place stands
-the forward that the tests compare with (`tests/support/plain_forwards.py`), over batches of 32 texts of equal length:
+the forward that the tests compare with (`tests/support/plain_forwards.py`), over batches of texts of equal length:
 sentence-transformers' own batch, without the padding that it would compute.
 """
 
@@ -30,7 +30,8 @@ from bench.progress import partial, say
 from bench.report import publish
 
 _LAYERS, _WIDTH, _INNER, _HEADS = 12, 768, 3072, 12
-_BATCH = 32
+_BATCH = 32  # texts of a batch of plain PyTorch, at most
+_TOKENS = 4096  # and its tokens, at most
 _LONGEST = 512
 _GTE = {"rope_scaling": {"type": "ntk", "factor": 2.0}, "rope_theta": 500000, "type_vocab_size": 0}
 HEADER = (
@@ -75,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
                 engine.close()
     facts = {
         "models": f"{_LAYERS} × {_WIDTH}, random weights, small vocabularies: the hub's layout of each",
-        "baseline": f"the authors' forward in plain PyTorch, float32, batches of {_BATCH} texts of equal length",
+        "baseline": f"the authors' forward in plain PyTorch, float32, batches of at most {_BATCH} texts and {_TOKENS:,} tokens",
         "teimgr": "the bare engine, float32, the same texts as one bulk job",
         "method": f"{options.rounds} rounds, one pass of each path in turn; ratios within a round",
     }
@@ -129,7 +130,7 @@ def _compared(
     def plain(some: list[str]) -> Any:
         ids = torch.tensor([encoded.ids for encoded in tokenizer.encode_batch(some)])
         with torch.inference_mode():
-            hidden = torch.cat([forward(part) for part in ids.split(_BATCH)])
+            hidden = torch.cat([forward(part) for part in ids.split(min(_BATCH, _TOKENS // tokens))])
             vectors = hidden[:, 0] if pooling == "cls" else hidden.mean(dim=1)
             return torch.nn.functional.normalize(vectors, dim=-1).numpy()
 
@@ -163,7 +164,7 @@ def _texts(tokenizer: Tokenizer, tokens: int) -> list[str]:
     words = ["the", "lazy", "fox", "dog", "fog", "and", "brown", "jumps", "over", "quick"]
     chance = np.random.default_rng(0)
     found: list[str] = []
-    while len(found) < max(_BATCH, 4096 // tokens // _BATCH * _BATCH):
+    while len(found) < _TOKENS // tokens:
         text = ""
         while len(tokenizer.encode(more := f"{text} {chance.choice(words)}".strip()).ids) <= tokens:
             text = more
