@@ -116,7 +116,7 @@ def _speed() -> list[str]:
         "",
         "## Speed beside the code on the hub",
         "",
-        "Times the rate of the authors' forward in plain PyTorch, in float32, in batches of 32 texts of equal length",
+        "Times the rate of the authors' forward in plain PyTorch, in float32, in batches of texts of equal length",
         f"([result](../bench/results/{results[-1].stem}.md)): {factors}.",
     ]
 
