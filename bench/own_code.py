@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
                 engine.close()
     facts = {
         "models": f"{_LAYERS} × {_WIDTH}, random weights, small vocabularies: the hub's layout of each",
-        "baseline": f"the authors' forward in plain PyTorch, float32, up to {_BATCH} texts and {_TOKENS} tokens a batch",
+        "baseline": f"the authors' forward in PyTorch, float32, up to {_BATCH} texts and {_TOKENS} tokens a batch",
         "teimgr": "the bare engine, float32, the same texts as one bulk job",
         "method": f"{options.rounds} rounds, one pass of each path in turn; ratios within a round",
     }
