@@ -94,10 +94,10 @@ def _absent(connection: DaemonConnection, error: TeimgrError, *, is_named: bool)
     return Finding("daemon", "fail", f"{connection.url}: {error.message}", "give a key of it: --api-key-file")
 
 
-def _clock(told: str, began: float, ended: float) -> Finding:
-    """The daemon's clock beside that of this host; the time of the call itself is no difference."""
+def _clock(time: str, began: float, ended: float) -> Finding:
+    """The daemon's clock beside that of this host; the time of the call itself does not count."""
     try:
-        theirs = datetime.fromisoformat(told).timestamp()
+        theirs = datetime.fromisoformat(time).timestamp()
     except ValueError:
         return Finding("clock", "warn", "the daemon tells no time", "has it this version?")
     ahead = theirs - min(max(theirs, began), ended)
@@ -237,7 +237,7 @@ def _log(rest: RestClient, name: str | None) -> str:
 
 
 def _answer(ask: Callable[[], str]) -> str:
-    """A reply, or why there is none: a bundle of a broken daemon is made too."""
+    """A reply, or why it failed: a bundle of a broken daemon is made too."""
     try:
         return ask()
     except TeimgrError as error:

@@ -1,4 +1,4 @@
-"""`teimgr run MODEL`: an instance of a model that serves, made if there is none yet, and how to call it."""
+"""`teimgr run MODEL`: an instance of a model that serves, made if it does not exist yet, and how to call it."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def read(kind: type[Any], table: object, path: str = "", *, hidden: Collection[s
 
 @cache
 def _hints_of(kind: type[Any]) -> Mapping[str, Any]:
-    """The types of the fields of a dataclass. Kept: for each of a thousand instances they would be evaluated anew."""
+    """The types of the fields of a dataclass. Kept: they would be evaluated once for each instance."""
     return get_type_hints(kind)
 
 

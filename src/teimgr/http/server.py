@@ -242,7 +242,7 @@ class Server(uvicorn.Server):
         self._leaving.set()
 
     async def main_loop(self) -> None:
-        """As uvicorn's, which looks for its end ten times a second: this one looks at once."""
+        """The loop of uvicorn looks for its end ten times a second; this one looks at once."""
         counter = 0
         while not await self.on_tick(counter):
             counter += _TICKS_A_SECOND
@@ -251,7 +251,7 @@ class Server(uvicorn.Server):
                     await self._leaving.wait()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's, which waits for a tenth of a second in any case: this one only where there are connections."""
+        """Uvicorn waits for a tenth of a second in any case; this one only if there are connections."""
         if self.gate.count or self.server_state.tasks:
             await super().shutdown(sockets)
             return

@@ -73,7 +73,7 @@ def check_size(path: Path) -> None:
     """Check the size of a JSON file that a library is to read; a file that is absent passes.
 
     Raises:
-        ModelLoadFailed: it is no file, cannot be read, or has more bytes than `read_object` would read.
+        ModelLoadFailed: it is not a file, cannot be read, or has more bytes than `read_object` would read.
     """
     if problem := file_problem(path):
         raise ModelLoadFailed(f"{_shown(path)} {problem}")
@@ -129,7 +129,7 @@ def _read(path: Path) -> Any:
         raise ModelLoadFailed(f"{_shown(path)} cannot be read: {error.strerror or error}") from error
     if len(content) > most_bytes(path.name):  # it grew
         raise ModelLoadFailed(f"{path.name} has more than {most_bytes(path.name):,} bytes")
-    if (value := parse(content, _shown(path))) is None:  # which is no absent file
+    if (value := parse(content, _shown(path))) is None:  # `null`, in a file that exists
         raise ModelLoadFailed(f"{_shown(path)} holds null")
     return value
 

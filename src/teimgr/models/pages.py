@@ -40,7 +40,7 @@ _QWEN_KEYS = KnownKeys(
     only={"do_convert_rgb": (True, None), "temporal_patch_size": (2,), "default_to_square": (False, None)},
 )
 _QWEN_IMAGE = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>Describe the image.<|im_end|><|endoftext|>"
-_MOST_PIXELS = 16_777_216  # that a model reads of an image; the known ones read about a million
+_MAX_PIXELS = 16_777_216  # that a model reads of an image; the known ones read about a million
 _MAX_PROMPT = 1000  # characters
 
 
@@ -105,8 +105,8 @@ def _patch_steps(given: dict[str, Any]) -> PatchSteps:
     size = given.get("size") or {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
     if not isinstance(size, dict) or not given.get("do_resize", True):
         raise ModelLoadFailed("preprocessor_config.json resizes no image to what the model reads")
-    least = _whole(given.get("min_pixels") or size.get("shortest_edge"), "shortest_edge", _MOST_PIXELS)
-    most = _whole(given.get("max_pixels") or size.get("longest_edge"), "longest_edge", _MOST_PIXELS)
+    least = _whole(given.get("min_pixels") or size.get("shortest_edge"), "shortest_edge", _MAX_PIXELS)
+    most = _whole(given.get("max_pixels") or size.get("longest_edge"), "longest_edge", _MAX_PIXELS)
     patch = _whole(given.get("patch_size", 14), "patch_size", 1024)
     unit = patch * _whole(given.get("merge_size", 2), "merge_size", 16)
     if not unit * unit <= least <= most:

@@ -70,7 +70,7 @@ def _decoded(data: str) -> bytes:
     """The bytes of base64, in steps of a millisecond: a call of Python's decoder holds the GIL until it is done.
 
     Raises:
-        binascii.Error, ValueError: it is none, or has something behind its end.
+        binascii.Error, ValueError: it is not base64, or has something behind its end.
     """
     parts = [binascii.a2b_base64(data[at : at + _STEP], strict_mode=True) for at in range(0, len(data), _STEP)]
     if any(len(part) != _STEP // 4 * 3 for part in parts[:-1]):

@@ -24,14 +24,14 @@ _PIECE_BYTES = 4 << 20
 class FolderSource(TextSource):
     """The images of a folder and of all folders in it, in the order of their paths; the column `path` is copied.
 
-    Hidden files and files of other suffixes are no rows. The paths are held in memory, the files some at a time.
+    Hidden files and files of other suffixes are left out. The paths are held in memory, the files some at a time.
     """
 
     has_images = True
     told = _PATH
 
     def __init__(self, path: Path, text_column: str | None, keep: Sequence[str] | None) -> None:
-        """Raises InvalidConfig: there is no image, or a column is asked for that files do not have."""
+        """Raises InvalidConfig: the folder has no image, or a column is asked for that files do not have."""
         if text_column is not None or list(keep or [_PATH]) != [_PATH]:
             raise InvalidConfig(f"{path}: a folder of images has no columns but {_PATH}")
         super().__init__(path, _PATH, [_PATH])

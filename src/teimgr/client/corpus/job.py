@@ -223,7 +223,7 @@ class _Work:
         self._partial.append(whole, failures)
 
     def _named(self, batch: pa.RecordBatch, row: int) -> dict[str, Any]:
-        """What a row was, where that is no file."""
+        """What a row was, unless that is a file."""
         told = self._source.told
         return {} if told is None else {told: batch.column(told)[row].as_py()}
 

@@ -32,7 +32,7 @@ def blank(mode: str, size: tuple[int, int]) -> Image.Image:
     """An image of zeros.
 
     Raises:
-        MemoryError: there is none for it.
+        MemoryError: it cannot be allocated.
     """
     return Image.Image()._new(core(mode, size))
 

@@ -20,7 +20,7 @@ from teimgr.models.layout import DualEncoder, PatchSteps, PixelSteps
 
 Pixels = NDArray[np.uint8]
 """Of one picture: [3, height, width]."""
-_MOST_RATIO = 200  # of the sides, in Qwen2-VL's image processor
+_MAX_RATIO = 200  # of the sides, in Qwen2-VL's image processor
 
 
 def resized_shape(steps: PixelSteps, width: int, height: int) -> tuple[int, int]:
@@ -45,11 +45,11 @@ def resized_shape(steps: PixelSteps, width: int, height: int) -> tuple[int, int]
 
 
 def _shape_of_patches(steps: PatchSteps, width: int, height: int) -> tuple[int, int]:
-    """As Qwen2-VL's image processor, number for number."""
-    if max(width, height) > _MOST_RATIO * min(width, height):
+    """The size that Qwen2-VL's image processor resizes to, number for number."""
+    if max(width, height) > _MAX_RATIO * min(width, height):
         raise InvalidInput(
             f"Input validation error: the image has {width} x {height} pixels, and this model reads none with a side "
-            f"more than {_MOST_RATIO} times as long as the other: send it cropped"
+            f"more than {_MAX_RATIO} times as long as the other: send it cropped"
         )
     unit = steps.unit
     across, down = round(width / unit) * unit, round(height / unit) * unit

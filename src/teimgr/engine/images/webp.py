@@ -41,7 +41,7 @@ def _parts(data: bytes) -> Iterator[bytes]:
 
 @functools.cache
 def _decoder() -> Any:
-    """WebPDecodeRGBAInto, called without the GIL; None where Pillow brings no library of its own."""
+    """WebPDecodeRGBAInto, called without the GIL; None if Pillow has no such library."""
     found = sorted((Path(PIL.__file__).parent.parent / "pillow.libs").glob("libwebp-*.so*"))
     if not found or not memory.IS_MAPPED:
         return None
