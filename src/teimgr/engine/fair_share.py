@@ -106,10 +106,8 @@ class FairLane:
         for priority in sorted({share.priority for share in self._shares.values()}):
             tenants = sorted(tenant for tenant, share in self._shares.items() if share.priority == priority)
             waiting = [self._waiting[tenant].lengths_by_age(budget_tokens) for tenant in tenants]
-            lengths, owners = (
-                np.concatenate(waiting),
-                np.repeat(np.arange(len(tenants)), [len(each) for each in waiting]),
-            )
+            lengths = np.concatenate(waiting)
+            owners = np.repeat(np.arange(len(tenants)), [len(each) for each in waiting])
             counters = [
                 self._served[tenant] + (np.cumsum(each) - each) / self._shares[tenant].weight
                 for tenant, each in zip(tenants, waiting, strict=True)

@@ -194,12 +194,6 @@ INLINE FLOATS LEVEL(load_operands)(const OPERAND *from) {
 #endif
 }
 
-INLINE float LEVEL(largest)(FLOATS x) {
-    float most = x[0];
-    for (int i = 1; i < WIDTH; i++) most = x[i] > most ? x[i] : most;
-    return most;
-}
-
 // The nearest integers, from 0 to 255, as bytes; 0 for NaN.
 INLINE void LEVEL(store_bytes)(FLOATS values, char *bytes) {
 #if WIDTH == 16
@@ -223,7 +217,7 @@ static TARGET void LEVEL(quantise)(const struct step *step, const struct group *
         least = LEVEL(larger)(-values, least);
         nothing += values * 0.0f;
     }
-    const float low = -LEVEL(largest)(least), range = LEVEL(largest)(most) - low;
+    const float low = -LEVEL(largest_of)(least), range = LEVEL(largest_of)(most) - low;
     const float scale = range > 0 ? range / 255.0f : 1.0f, inverse = 1.0f / scale;
     const int32_t zero = range < __builtin_inff() ? (int32_t)__builtin_rintf(-low * inverse) : 0;
     struct row_scale of_row = {scale + LEVEL(sum_of)(nothing), zero};
