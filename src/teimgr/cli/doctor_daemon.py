@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import json
 import re
-import shutil
+import socket
+import ssl
 import tarfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,13 +23,15 @@ from teimgr.client.connection_causes import diagnose
 from teimgr.client.rest_client import RestClient
 from teimgr.client.server_address import ServerAddress
 from teimgr.config.settings import Settings, is_loopback
+from teimgr.daemon.disk_watch import disk_usage, level_of
 from teimgr.errors import InvalidConfig, TeimgrError, Unreachable
 from teimgr.files import write_atomically
 from teimgr.spec import State
 
 _LIMIT_S = 10.0
 _CLOCK_LIMIT_S = 2.0
-_FULL, _NEARLY_FULL = 0.95, 0.90
+_OF_LEVEL: Mapping[int | None, Outcome] = {90: "warn", 95: "fail"}
+_MANY_FILES = 0.90  # of the limit
 _MANY_RESTARTS = 5
 _FEW_DAYS = 21
 _FOLDERS = ("state_dir", "log_dir", "run_dir")
@@ -94,10 +97,10 @@ def _absent(connection: DaemonConnection, error: TeimgrError, *, is_named: bool)
     return Finding("daemon", "fail", f"{connection.url}: {error.message}", "give a key of it: --api-key-file")
 
 
-def _clock(time: str, began: float, ended: float) -> Finding:
+def _clock(timestamp: str, began: float, ended: float) -> Finding:
     """The daemon's clock beside that of this host; the time of the call itself does not count."""
     try:
-        theirs = datetime.fromisoformat(time).timestamp()
+        theirs = datetime.fromisoformat(timestamp).timestamp()
     except ValueError:
         return Finding("clock", "warn", "the daemon tells no time", "has it this version?")
     ahead = theirs - min(max(theirs, began), ended)
@@ -137,10 +140,9 @@ def _folders(connection: DaemonConnection, rest: RestClient) -> Iterator[Finding
         folder = Path(str(values.get(key) or ""))
         if not folder.is_absolute() or not folder.is_dir():
             continue
-        usage = shutil.disk_usage(folder)
-        share = 1 - usage.free / usage.total if usage.total else 0.0
-        outcome: Outcome = "fail" if share >= _FULL else "warn" if share >= _NEARLY_FULL else "ok"
-        text = f"{key} {folder}: {gib(usage.free)} free, {share:.0%} used"
+        _, used, left = disk_usage(folder)
+        outcome: Outcome = _OF_LEVEL.get(level_of(used), "ok")
+        text = f"{key} {folder}: {gib(left)} free, {used:.0%} used"
         yield Finding(
             "disk", outcome, text, "" if outcome == "ok" else "make room: a full disk stops changes and starts"
         )
@@ -155,30 +157,26 @@ def _limits(connection: DaemonConnection, rest: RestClient) -> Iterator[Finding]
     opened, most = (float(each[1]) if each else None for each in found.values())
     if opened is None or not most:
         return
-    outcome: Outcome = "warn" if opened / most > _NEARLY_FULL else "ok"
+    outcome: Outcome = "warn" if opened / most > _MANY_FILES else "ok"
     advice = "" if outcome == "ok" else "raise LimitNOFILE of its service, or `ulimit -n`"
     yield Finding("limits", outcome, f"the daemon has {opened:.0f} of {most:.0f} files open", advice)
 
 
 def check_certificates(connection: DaemonConnection) -> Iterator[Finding]:
-    """How long the daemon's certificate, and that of this client, are valid."""
-    import ssl
-
+    """How long the daemon's certificate is valid."""
     address = ServerAddress.parse(connection.url)
-    if address.secure and not address.path:
-        try:
-            import socket
-
-            with (
-                socket.create_connection((address.host, address.port), timeout=_LIMIT_S) as sock,
-                connection.tls.ssl_context().wrap_socket(
-                    sock, server_hostname=connection.tls.server_name or address.host
-                ) as secured,
-            ):
-                ends = ssl.cert_time_to_seconds(str((secured.getpeercert() or {})["notAfter"]))
-            yield _validity("the daemon's certificate", ends)
-        except (OSError, KeyError, ValueError, InvalidConfig) as error:
-            yield Finding("tls", "warn", f"the daemon's certificate cannot be read: {error}")
+    if not address.secure or address.path:
+        return
+    try:
+        name = connection.tls.server_name or address.host
+        with (
+            socket.create_connection((address.host, address.port), timeout=_LIMIT_S) as sock,
+            connection.tls.ssl_context().wrap_socket(sock, server_hostname=name) as secured,
+        ):
+            ends = ssl.cert_time_to_seconds(str((secured.getpeercert() or {})["notAfter"]))
+        yield _validity("the daemon's certificate", ends)
+    except (OSError, KeyError, ValueError, InvalidConfig) as error:
+        yield Finding("tls", "warn", f"the daemon's certificate cannot be read: {error}")
 
 
 def _validity(what: str, ends: float) -> Finding:

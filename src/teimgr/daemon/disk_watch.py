@@ -43,12 +43,17 @@ class DiskWatch:
         self._alarms = [
             f"the disk of {', '.join(folders)} is over {level} % full: {left >> 20} MiB are left"
             for used, left, folders in found.values()
-            if (level := next((each for each in _LEVELS if 100 * used >= each), None))
+            if (level := level_of(used))
         ]
 
     def alarms(self) -> list[str]:
         """A sentence for each disk that is nearly full."""
         return self._alarms
+
+
+def level_of(used: float) -> int | None:
+    """The highest level, in percent, that a disk with this part in use has reached; None below all."""
+    return next((each for each in _LEVELS if 100 * used >= each), None)
 
 
 def disk_usage(folder: Path) -> tuple[int, float, int]:
