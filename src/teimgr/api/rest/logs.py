@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterable
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Annotated
 
 import orjson
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Depends, Query, Request
 from starlette.responses import StreamingResponse
 
 from teimgr.api.rest.events import EVENT_STREAM, Event, event_stream
@@ -31,28 +32,34 @@ I32 = 2**31
 # With `follow` and no `start`, as `tail -f` does.
 _TAIL_LINES = 10
 
-Index = Annotated[int | None, Query(ge=-I32, lt=I32, description="as in a Python slice; negative counts from the end")]
-Follow = Annotated[
+_Index = Annotated[int | None, Query(ge=-I32, lt=I32, description="as in a Python slice; negative counts from the end")]
+_Follow = Annotated[
     bool,
     Query(description="server-sent events: `line` from `start` on (default -10), then new ones; `end` is ignored"),
 ]
-Level = Annotated[str | None, Query(description="minimum level; a slice then counts only such lines")]
-Since = Annotated[str | None, Query(description="a time in RFC 3339, or in seconds ago")]
+_Level = Annotated[str | None, Query(description="minimum level; a slice then counts only such lines")]
+_Since = Annotated[str | None, Query(description="a time in RFC 3339, or in seconds ago")]
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """The part of a log that a request asks for."""
+
+    start: _Index = None
+    end: _Index = None
+    follow: _Follow = False
+    level: _Level = None
+    since: _Since = None
+
+
+Asked = Annotated[Slice, Depends()]
 _BOTH = UNKNOWN | {
     200: {"model": LogSlice, "content": {EVENT_STREAM: {}, PLAIN_TEXT: {}}, "description": "a slice, events, or lines"}
 }
 
 
 @router.get("/instances/{name}/logs", response_model=LogSlice, responses=_BOTH)
-async def get_logs(
-    request: Request,
-    name: str,
-    start: Index = None,
-    end: Index = None,
-    follow: Follow = False,
-    level: Level = None,
-    since: Since = None,
-) -> StreamingResponse:
+async def get_logs(request: Request, name: str, asked: Asked) -> StreamingResponse:
     """Lines [start, end) of the log, rotated files included, or the log as it grows; memory does not grow with it.
 
     `level` and `since` apply to JSON lines; others belong to the JSON line before them. With `follow`, an event `line`
@@ -60,34 +67,25 @@ async def get_logs(
     both are lines for people: date, level, message, fields. Lines of several hosts come in the order of their times;
     hosts that did not answer are named in `unread`, or in a `gap`.
     """
-    return await _answer(request, check_name(name), start, end, LogFilter.of(level, since), follow)
+    return await _answer(request, check_name(name), asked)
 
 
 @router.get("/logs", response_model=LogSlice, responses=_BOTH)
-async def get_daemon_logs(
-    request: Request,
-    start: Index = None,
-    end: Index = None,
-    follow: Follow = False,
-    level: Level = None,
-    since: Since = None,
-) -> StreamingResponse:
+async def get_daemon_logs(request: Request, asked: Asked) -> StreamingResponse:
     """The daemon's own log, as /instances/{name}/logs has that of an instance: starts, decisions, who changed what."""
-    return await _answer(request, DAEMON, start, end, LogFilter.of(level, since), follow)
+    return await _answer(request, DAEMON, asked)
 
 
-async def _answer(
-    request: Request, name: str, start: int | None, end: int | None, filter: LogFilter, follow: bool
-) -> StreamingResponse:
+async def _answer(request: Request, name: str, asked: Slice) -> StreamingResponse:
     logs: FleetLogs = request.app.state.logs
-    opened = await logs.open(name, filter, follow=follow)
+    opened = await logs.open(name, LogFilter.of(asked.level, asked.since), follow=asked.follow)
     if opened is None:
         raise InstanceNotFound(name)
-    if follow:
-        first = slice(-_TAIL_LINES if start is None else start, None).indices(opened.total)[0]
+    if asked.follow:
+        first = slice(-_TAIL_LINES if asked.start is None else asked.start, None).indices(opened.total)[0]
         events = _events(opened, first)
         return _plain(_shown(events)) if wants_text(request) else event_stream(events)
-    first, last, _ = slice(start, end).indices(opened.total)
+    first, last, _ = slice(asked.start, asked.end).indices(opened.total)
     if wants_text(request):
         return _plain(_text(opened, first, last))
     return StreamingResponse(_body(opened, first, last), media_type="application/json")
