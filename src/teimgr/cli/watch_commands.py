@@ -24,6 +24,7 @@ from teimgr.spec import EVENTS
 
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on with new ones until Ctrl-C.")]
 DAEMON = "(daemon)"
+_WAITING_LINES = 1000  # of all followed logs; their readers wait while as many are not printed
 Only = tuple[str | None, str | None]
 """The lowest level, and the time from which on."""
 _LEVEL_COLOURS = {"WARNING": "yellow", "WARN": "yellow", "ERROR": "red", "CRITICAL": "bold red", "DEBUG": "dim"}
@@ -75,7 +76,7 @@ def _log_lines(
     past = (_timed(name, each.lines) for name, each in read.items())
     yield from ((name, line) for _, name, line in heapq.merge(*past, key=itemgetter(0)))
     if follow and names:
-        found: queue.SimpleQueue[tuple[str | None, str] | BaseException] = queue.SimpleQueue()
+        found: queue.Queue[tuple[str | None, str] | BaseException] = queue.Queue(_WAITING_LINES)
         for name in names:
             threading.Thread(target=_follow, args=(rest, name, read[name].end, only, found.put), daemon=True).start()
         while True:

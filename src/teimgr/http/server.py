@@ -34,7 +34,7 @@ _CLOSE_GRACE_S = 5
 # vanished without a FIN would be counted for good.
 _KEEPALIVE_IDLE_S = 300
 _SHOWN_COMMAND = 60
-_TICKS_A_SECOND = 10  # of uvicorn, which makes its headers anew with each tenth one
+_TICKS_A_SECOND = 10  # of uvicorn; its headers are rebuilt at each tenth one
 _CONNECTION_CLOSE = (b"connection", b"close")
 AsgiApp = Callable[..., Any]
 

@@ -104,8 +104,8 @@ log = logging.getLogger(__name__)
 # The request headers that a dialect may read.
 _HEADERS = ("content-type", "accept", "content-encoding", DIALECT_HEADER, LANE_KEY, EXPECT_KEY)
 _KEYS = [(name, name.encode()) for name in _HEADERS]
-# Vectors as JSON are four times the size of what gRPC carries.
 _OWNER = "teimgr"
+# Vectors as JSON are four times the size of what gRPC carries.
 _MAX_REPLY_BYTES = 256 * 2**20
 
 

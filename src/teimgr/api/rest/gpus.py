@@ -43,7 +43,7 @@ class GpuInfo(Card):
 
 
 class Gpus(BaseModel):
-    """The GPUs that instances may use; `reason` says why the list is empty."""
+    """The GPUs that instances may use; `reason` is the cause of an empty list."""
 
     gpus: list[GpuInfo]
     reason: str

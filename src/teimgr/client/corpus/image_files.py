@@ -28,7 +28,7 @@ class FolderSource(TextSource):
     """
 
     has_images = True
-    told = _PATH
+    label = _PATH
 
     def __init__(self, path: Path, text_column: str | None, keep: Sequence[str] | None) -> None:
         """Raises InvalidConfig: the folder has no image, or a column is asked for that files do not have."""

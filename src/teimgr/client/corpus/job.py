@@ -223,9 +223,9 @@ class _Work:
         self._partial.append(whole, failures)
 
     def _named(self, batch: pa.RecordBatch, row: int) -> dict[str, Any]:
-        """What a row was, unless that is a file."""
-        told = self._source.told
-        return {} if told is None else {told: batch.column(told)[row].as_py()}
+        """The text or path of a row, by its column; empty if the row is a file."""
+        label = self._source.label
+        return {} if label is None else {label: batch.column(label)[row].as_py()}
 
     def _report(self, waiting: str | None = None) -> None:
         self._progress(

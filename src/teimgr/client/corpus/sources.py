@@ -43,13 +43,13 @@ class TextSource(ABC):
         kept: Names and types of the columns that are copied to the output.
         rows: How many rows there are; None if only reading it all would show.
         has_images: The column `text` of its batches holds files of images.
-        told: The column that tells of a failed row what it was; None where that is a file.
+        label: The column that a report of failed rows copies, to identify them; None if it holds files.
     """
 
     kept: pa.Schema
     rows: int | None = None
     has_images = False
-    told: str | None = TEXT
+    label: str | None = TEXT
 
     def __init__(self, path: Path, text_column: str, keep: Sequence[str]) -> None:
         self.path = path
@@ -84,7 +84,7 @@ class TextSource(ABC):
                 raise InvalidConfig(f"{self.path}: no column {name!r}; there are {', '.join(schema.names)}")
         found = schema.field(self.text_column).type
         if is_images(found):
-            self.has_images, self.told = True, None
+            self.has_images, self.label = True, None
         elif found not in _STRINGS and not pa.types.is_dictionary(found):
             raise InvalidConfig(f"{self.path}: the column {self.text_column!r} holds {found}, not strings or files")
         return pa.schema([schema.field(name) for name in self.keep])

@@ -593,7 +593,7 @@ class ManagedInstance:
         self._context.records.wake(self.spec.name)
 
     def on_crash(self, supervisor: Supervisor, incident: Incident) -> None:
-        if supervisor.role == "joining":  # it serves nobody yet: the update has failed
+        if supervisor.role == "joining":  # not routed to yet: the update has failed
             self._failed_start = incident
         else:
             self._incident = incident
