@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.models import MAX_LENGTH, build, build_cross_encoder, build_splade, build_static
+from tests.support.models import MAX_LENGTH, build, build_cross_encoder, build_splade, build_static, edit
 from tests.support.models.scoring import build_token_classifier
 
 from teimgr.engine.engine import Engine, EngineOptions
@@ -40,13 +41,25 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build("bert", tmp_path_factory.mktemp("bert") / "model")
 
 
-def test_an_embedder_is_verified_with_a_long_text_a_prompt_and_an_empty_one(bert: Path) -> None:
+def test_an_embedder_is_verified_with_a_long_text_a_prompt_and_a_blank_one(bert: Path) -> None:
     found = compared(bert)
     assert (found.compared_with, found.not_compared, found.agrees) == (ST, None, True)
     assert found.min_cosine is not None
     assert found.min_cosine >= 0.99999
     assert found.longest_tokens > MAX_LENGTH // 2
-    assert found.inputs >= 6
+    assert found.inputs == 7  # three short ones, the long one, the blank one, and two behind a prompt
+
+
+def test_a_text_of_white_space_alone_is_compared(tmp_path: Path) -> None:
+    file = build("bert", tmp_path / "model") / "tokenizer.json"
+    saved = file.read_bytes()
+    blank = {"type": "Replace", "pattern": {"Regex": "^ $"}, "content": "hello"}
+    own = json.loads(saved)["normalizer"]
+    edit(file, normalizer={"type": "Sequence", "normalizers": [blank, own]})
+    with loaded(file.parent) as engine:
+        file.write_bytes(saved)
+        found = compare_with_library(engine, 1, None, 100.0)
+    assert (found.compared_with, found.agrees) == (ST, False)
 
 
 def test_another_pooling_than_the_files_have_is_found(bert: Path) -> None:

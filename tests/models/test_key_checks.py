@@ -269,12 +269,13 @@ def test_what_the_tokenizers_two_files_say_differently_is_a_warning(
         ({"handle_chinese_chars": False}, "tokenize_chinese_chars = true"),
     ],
 )
+@pytest.mark.parametrize("declared", ["BertTokenizer", None])
 def test_a_setting_that_the_tokenizers_class_has_by_default_is_compared_too(
-    changes: dict[str, bool], named: str, bert: Path
+    declared: str | None, changes: dict[str, bool], named: str, bert: Path
 ) -> None:
     own = {"type": "BertNormalizer", "clean_text": True, "handle_chinese_chars": True, "strip_accents": None}
     edit(bert / "tokenizer.json", normalizer={**own, "lowercase": True, **changes})
-    edit(bert / TOKENIZER, tokenizer_class="BertTokenizer")
+    edit(bert / TOKENIZER, tokenizer_class=declared)
 
     (warning,) = warnings_of(bert)
     assert f"{named} by default" in warning
@@ -295,6 +296,19 @@ def test_a_tokenizer_class_of_another_kind_of_model_is_a_warning(
     edit(tmp_path / TOKENIZER, tokenizer_class=declared)
 
     assert any(f"tokenizer_class = {declared}, {kinds}" in warning for warning in warnings_of(tmp_path))
+
+
+def test_without_a_tokenizer_class_the_librarys_for_the_model_type_counts(tmp_path: Path) -> None:
+    build("roberta", tmp_path)
+    edit(tmp_path / TOKENIZER, tokenizer_class=None)
+    assert warnings_of(tmp_path) == ()
+    edit(tmp_path / CONFIG, tokenizer_class="BertTokenizer")
+    (warning,) = warnings_of(tmp_path)
+    assert "config.json has tokenizer_class = BertTokenizer, which is WordPiece, and tokenizer.json has BPE" in warning
+    build("mpnet", tmp_path / "other")
+    edit(tmp_path / "other" / TOKENIZER, tokenizer_class=None)
+    (warning,) = warnings_of(tmp_path / "other")
+    assert "no file has a tokenizer_class, the library's for mpnet is MPNetTokenizer, which is WordPiece" in warning
 
 
 @pytest.mark.parametrize("declared", ["BertTokenizerFast", "PreTrainedTokenizerFast", "LlamaTokenizer", None])

@@ -32,7 +32,8 @@ _LONGEST_TEXT = 4096
 _OVER_HALF = 9 / 16
 _PROMPT = "query: "
 _SHORT = (PROBE_TEXTS[1], PROBE_TEXTS[3], PROBE_TEXTS[4])
-_EMPTY = ""
+_EMPTY = ""  # beside another text, of a pair
+_BLANK = " "  # alone: a text without a character is refused on every surface, one of white space is answered
 # Lowest cosine and largest difference of scores, relative to the largest above 1, by dtype.
 _LIMITS = {"float32": (0.999, 1e-3), "bfloat16": (0.98, 0.1), "float16": (0.98, 0.1), "int8": (0.95, 0.2)}
 _LOADING_BYTES = 1 << 30  # of the library itself and of its results, beside the weights
@@ -114,7 +115,7 @@ def _compared(engine: Engine, reference: LibraryReference, deadline: float) -> L
             if time.monotonic() > deadline:
                 raise NoReferenceError(f"{reference.name} took too long")
             job = engine.answers([one], probe.options(reference.output), max(1.0, deadline - time.monotonic()))
-            if 0 in job.errors:  # a text without tokens, or of one text where pairs are wanted: refused, never served
+            if 0 in job.errors:  # one text where pairs are wanted: refused, never served
                 continue
             theirs = reference.compute(one, _prompt(engine, probe, reference))
             ours = _result(job, reference.output, theirs.shape[-1])
@@ -135,13 +136,13 @@ def _compared(engine: Engine, reference: LibraryReference, deadline: float) -> L
 
 
 def _probes(engine: Engine) -> Sequence[_Probe]:
-    """Short texts, a long one, an empty one, one with a prompt; pairs of these where the model scores pairs."""
+    """Short texts, a long one, a blank one, one with a prompt; pairs of these where the model scores pairs."""
     info = engine.info
     long = _long_text(engine)
     if info.kind == Kind.RERANKER:
         pairs = (Pair(_SHORT[0], _SHORT[1]), Pair(_SHORT[2], _SHORT[0]), Pair(_SHORT[0], long), Pair(_SHORT[0], _EMPTY))
         return [_Probe(pairs, None, None)]
-    plain = (*_SHORT, long, _EMPTY)
+    plain = (*_SHORT, long, _BLANK)
     if info.kind == Kind.CLASSIFIER:
         return [_Probe((*plain, Pair(_SHORT[0], _SHORT[1])), None, None)]
     if info.kind in (Kind.TOKEN_CLASSIFIER, Kind.MULTI_VECTOR):

@@ -41,26 +41,39 @@ def contradictions(layout: Layout, tokenizer: Tokenizer) -> tuple[str, ...]:
     )
 
 
-def _own(config: dict[str, Any]) -> str:
-    return str(config.get("tokenizer_class") or "").removesuffix("Fast").removesuffix("Tokenizer")
+def _class_of(layout: Layout, config: dict[str, Any]) -> tuple[str, str]:
+    """The tokenizer class that transformers takes, and the words for where it is from: the files, or its default for
+    the model type. Both are "" where the model has its own code, which may choose another.
+    """
+    for file, content in (("tokenizer_config.json", config), ("config.json", layout.config)):
+        if (declared := content.get("tokenizer_class")) is not None:
+            return str(declared), f"{file} has tokenizer_class = {declared}"
+    if "auto_map" in config or layout.config_is_changed or layout.config.get("auto_map"):
+        return "", ""
+    from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
+
+    model_type = str(layout.config.get("model_type"))
+    default = TOKENIZER_MAPPING_NAMES.get(model_type) or ""
+    return default, f"no file has a tokenizer_class, the library's for {model_type} is {default}"
+
+
+def _own(layout: Layout, config: dict[str, Any]) -> str:
+    return _class_of(layout, config)[0].removesuffix("Fast").removesuffix("Tokenizer")
 
 
 def _other_models(layout: Layout, config: dict[str, Any], tokenizer: Tokenizer) -> Iterator[str]:
     """A sentence where the declared class cuts words by another kind of model than tokenizer.json has."""
-    declared, used = _MODELS.get(_own(config)), type(tokenizer.model).__name__
+    declared, used = _MODELS.get(_own(layout, config)), type(tokenizer.model).__name__
     ignored = "auto_map" in config or layout.config.get("model_type") in _CLASS_IS_IGNORED
     if declared is not None and used in _MODELS.values() and used != declared and not ignored:
-        yield (
-            f"tokenizer_config.json has tokenizer_class = {config['tokenizer_class']}, which is {declared}, and "
-            f"tokenizer.json has {used}: the latter counts"
-        )
+        yield (f"{_class_of(layout, config)[1]}, which is {declared}, and tokenizer.json has {used}: the latter counts")
 
 
 def _compared(
     layout: Layout, config: dict[str, Any], tokenizer: Tokenizer
 ) -> Iterator[tuple[str, object, bool | None]]:
     """Key, value in the file, and what the tokenizer does; None if it has no such step."""
-    if _own(config) in _CASED and tokenizer.normalizer is not None:
+    if _own(layout, config) in _CASED and tokenizer.normalizer is not None:
         normalized = tokenizer.normalizer.normalize_str
         if not layout.lower_case:
             yield "do_lower_case", config.get("do_lower_case", True), normalized("A") == "a"
