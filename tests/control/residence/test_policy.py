@@ -149,6 +149,33 @@ def test_the_first_call_loads_and_all_share_one_load() -> None:
     assert [*room.served] == [0, 1, 2, 3, 4]
 
 
+def test_an_eviction_that_only_half_succeeds_is_judged_by_what_it_has_freed() -> None:
+    """Of two victims one has a call: what the other has freed counts when room is looked for again."""
+    room = Room(budget=100, sizes=(50, 50, 100))
+    room.resident("a", "b")
+    room.unseen = {"b"}
+    room.ask(1, "c")
+    assert [each.model for each in room.unloads] == ["a"]
+    assert room.phase("c") is Phase.ROOM
+    room.unseen.clear()
+    room.tell(Used("b", 1, 0))  # its call has ended
+    room.now += 100.0
+    room.tell(Tick())
+    assert [each.model for each in room.unloads] == ["a", "b"]
+    room.loaded("c")
+    assert 1 in room.served
+
+
+def test_room_that_another_eviction_has_left_is_used_though_a_second_victim_stays() -> None:
+    room = Room(budget=120, sizes=(40, 40, 40, 60))
+    room.resident("a", "b", "c")
+    room.unseen = {"b"}
+    room.ask(1, "d")  # has two of them evicted, of which one stays
+    assert [each.model for each in room.unloads] == ["a", "c"]
+    room.loaded("d")
+    assert 1 in room.served
+
+
 def test_a_model_that_answers_a_call_is_not_evicted() -> None:  # 1
     room = Room(budget=100)
     room.resident("a", "b")
@@ -621,6 +648,26 @@ def interleave(seed: int, steps: int) -> int:
             room.tell(Tick())
         busy &= {each for each in names if room.phase(each) is Phase.LOADED}
         check()
+    # When the calls that were served are over, every other one is answered.
+    room.unseen.clear()
+    for _ in range(2 * len(names)):
+        for call in [call for call in open_calls if call in room.served]:
+            del open_calls[call]
+            room.tell(Left(call))
+        for each in names:
+            if room.phase(each) is Phase.LOADED:
+                room.tell(Used(each, 0, 0))
+            elif room.phase(each) is Phase.FAILED:
+                room.tell(Unloaded(each))
+        busy.clear()
+        room.now += 100
+        room.tell(Tick())
+        for each in names:
+            if room.phase(each) is Phase.LOADING and each in room.held:
+                loaded_at[each] = room.now
+                room.tell(Loaded(each))
+        check()
+    assert not any(model.waiting for model in room.fleet.models.values()), "a call waits for ever"
     # At the end every caller leaves, and everything that is wanted by nobody is at rest.
     for call in [*open_calls]:
         room.tell(Left(call))

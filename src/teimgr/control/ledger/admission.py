@@ -112,9 +112,10 @@ class Admission:
                 return found
             if found.may_pass:
                 await self._change(place.host, is_first=True)
-            elif self._relief is None or not await self._relief(spec, found):
-                self._wake_next(place.host)
-                raise OutOfDeviceMemory(found.reason)
+            else:
+                self._wake_next(place.host)  # relief may take long, and what comes next may fit
+                if self._relief is None or not await self._relief(spec, found):
+                    raise OutOfDeviceMemory(found.reason)
             await self._refresh()
 
     def adopt(self, spec: WorkerSpec) -> Reservation:

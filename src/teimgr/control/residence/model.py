@@ -53,6 +53,7 @@ class Model:
     needed_bytes: int = 0  # of one that waits for room
     free_bytes: int = 0
     held: Mapping[str, int] = field(default_factory=dict)  # by all models of that device
+    is_outdated: bool = False  # these figures: memory was released since
     evicted_for: str | None = None
     peace: tuple[str, float] | None = None  # the winner of a war, and until when this one does not evict it
     load_began: float | None = None
@@ -126,6 +127,11 @@ class Model:
     def lack(self, needed_bytes: int, free_bytes: int, held: Mapping[str, int]) -> None:
         """Its device has too little for it; 0 bytes: not asked yet."""
         self.needed_bytes, self.free_bytes, self.held = needed_bytes, free_bytes, held
+        self.is_outdated = needed_bytes == 0
+
+    def doubt(self) -> None:
+        """Memory was released: what its device had for it is to be asked anew."""
+        self.is_outdated = True
 
     def hold(self, count: int) -> None:
         """It holds `count` bytes of a device that has too little for another model."""

@@ -71,20 +71,26 @@ def no_room(fleet: Fleet, event: NoRoom, now: float) -> Iterator[Decision]:
 
 
 def use_room(fleet: Fleet, now: float) -> Iterator[Decision]:
-    """Memory was released: the models that wait for room try again, the first one first."""
-    if not _ending(fleet):
-        for model in waiting_for_room(fleet):
+    """Memory was released: the models that wait for room try again, the first one first; once no victim is ending."""
+    is_ending = bool(_ending(fleet))
+    for model in waiting_for_room(fleet):
+        model.doubt()
+        if not is_ending:
             yield from _try_again(fleet, model, now)
 
 
 def make_rooms(fleet: Fleet, now: float) -> Iterator[Decision]:
-    """Look for victims again, for the models that wait for room and have none that is ending."""
+    """Look for victims again, for the models that wait for room and have none that is ending.
+
+    One whose figures are outdated tries again instead: of two victims one may have gone, and one had a call.
+    """
     ending = _ending(fleet)
     for model in waiting_for_room(fleet):
-        if model.needed_bytes and model.name not in ending:
+        if model.is_outdated:
+            if not ending:
+                yield from _try_again(fleet, model, now)
+        elif model.name not in ending:
             yield from make_room(fleet, model, now)
-        elif not ending:
-            yield from _try_again(fleet, model, now)
 
 
 def make_room(fleet: Fleet, model: Model, now: float) -> Iterator[Decision]:
