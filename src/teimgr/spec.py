@@ -414,6 +414,8 @@ class WorkerSpec:
     max_message_bytes: int = 40 * 1024 * 1024
     payload_limit_bytes: int = 2_000_000
     auto_truncate: bool = True
+    auto_truncate_given: bool = False
+    """Whether the flag was given: a small `max_batch_tokens` cuts every text, which has to be wanted."""
     api_key: str | None = None
     cors_allow_origin: tuple[str, ...] = ()
     default_prompt_name: str | None = None
@@ -450,7 +452,7 @@ class WorkerSpec:
     def hash(self) -> str:
         """Sixteen hex digits; a running worker with another hash has to be replaced. `threads` changes in place,
         `restarts` is a figure for display, how other hosts reach the worker is set by its node, and where its model may
-        come from matters only while it loads.
+        come from, and whether its texts may be cut, matters only while it loads.
         """
         # A key that is newer than 0.1.0 counts where it is set: workers of that version are adopted.
         unset = {
@@ -466,13 +468,18 @@ class WorkerSpec:
             "token_encoding": TOKEN_ENCODING,
         }
         facts = {key: value for key, value in asdict(self).items() if key not in unset or value != unset[key]}
-        for name in ("threads", "restarts", "link_address", "identity_dir", "port_host", "agent_socket", "model_roots"):
+        others = ("link_address", "identity_dir", "port_host", "agent_socket", "model_roots", "auto_truncate_given")
+        for name in ("threads", "restarts", *others):
             del facts[name]
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 WORKER_KEYS = tuple(item.name for item in fields(WorkerSpec) if item.name in KEYS and item.name != "threads")
 """The keys of an instance that its workers are launched with; `threads` is resolved to a share of the cores."""
+
+
+CUT_TEXTS = "texts are cut to "
+"""What the warning that `max_batch_tokens` is below the length of the model begins with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -488,11 +495,11 @@ class LoadedModel:
     `forward` is "native" where our C library computes all layers in one call, else "library". `mean_cosine` and
     `min_cosine` are those of the results to float32 on known texts, 1.0 for models with scores only. `most_dimensions`
     may be asked of a dense vector where its files cut it to fewer, `dimension`; else 0. `warnings` are about the
-    model's files: keys without effect, and contradictions. `code` is the code of models' own that runs: each repository
-    with its commit and its files. `listwise`: a reranker whose scores depend on all documents of a query; then
-    `multi_vector_dimension` is that of what it compares. `space` is the SHA-256 of all that decides what a vector means
-    (`engine/space`), `precision` the class of its element type: fp32, 16-bit or int8.
-    `modalities`: what it embeds, "text" and for some "image".
+    model's files (keys without effect, contradictions) and texts that are cut. `code` is the code of models' own that
+    runs: each repository with its commit and its files. `listwise`: a reranker whose scores depend on all documents of
+    a query; then `multi_vector_dimension` is that of what it compares. `space` is the SHA-256 of all that decides what
+    a vector means (`engine/space`), `precision` the class of its element type: fp32, 16-bit or int8. `modalities`: what
+    it embeds, "text" and for some "image".
     """
 
     model_id: str
@@ -526,6 +533,11 @@ class LoadedModel:
     space: str = ""
     precision: str = ""
     modalities: tuple[str, ...] = ("text",)
+
+    @property
+    def cut_notice(self) -> str | None:
+        """That `max_batch_tokens` cuts texts which the model could read, if it does."""
+        return next((each for each in self.warnings if each.startswith(CUT_TEXTS)), None)
 
     def to_dict(self) -> dict[str, Any]:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}

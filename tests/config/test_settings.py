@@ -154,6 +154,10 @@ def test_a_file_that_is_missing_or_no_toml_is_refused(file: Path) -> None:
     [
         ("api_port = 80", "api_port: API port must be >= 1024 (got 80)"),
         ("grpc_port = 9000", "grpc_port: 9000 is the API port too"),
+        ("health_port = 9000", "health_port: 9000 is the API port too"),
+        ("ollama_port = 9002\nhealth_port = 9002", "health_port: 9002 is the Ollama port too"),
+        ("ollama_port = 9001", "ollama_port: 9001 is the gRPC port too"),
+        ("health_port = 9002\n" + SEED + "port = 9002", "Instance 'a' port 9002 conflicts with health port"),
         (
             f"api_socket = '/{'x' * 107}'",
             "api_socket: must be a path of at most 107 bytes (got 108, as an absolute path)",

@@ -137,7 +137,15 @@ def test_the_configuration_of_the_pods_is_one_of_teimgr(tmp_path: Path) -> None:
     file.write_text(of_kind("ConfigMap")["data"]["teimgr.toml"])
     settings = read(Source(file=file, environ={})).settings
     ports = {port["name"]: port["containerPort"] for port in container()["ports"]}
-    assert (settings.api_port, settings.grpc_port) == (ports["rest"], ports["grpc"])
+    assert (settings.api_port, settings.grpc_port, settings.health_port) == (
+        ports["rest"],
+        ports["grpc"],
+        ports["health"],
+    )
+    for probe, path in (("startup", "/livez"), ("liveness", "/livez"), ("readiness", "/readyz")):
+        get = container()[f"{probe}Probe"]["httpGet"]
+        assert (get["path"], get["port"]) == (path, "health")  # which needs neither key nor certificate
+    assert settings.grpc_max_connection_age_secs > 0
     assert settings.instances[0].port == ports["tei"]
     assert (
         settings.graceful_shutdown_timeout_secs

@@ -110,6 +110,32 @@ def test_bulk_batches_are_smaller_beside_queries_on_a_gpu_too(batch: int, beside
     assert (limits.tokens, limits.bulk_tokens_beside_interactive) == (batch, beside_queries)
 
 
+def test_texts_are_cut_to_a_batch_only_where_that_can_be_meant_and_never_silently(
+    model_dir: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    path = model_dir("bert")
+
+    def length(tokens: int, cuts_texts: bool | None) -> int:
+        options = EngineOptions(path=path, model_id="x", max_batch_tokens=tokens, cuts_texts=cuts_texts)
+        info = load_parts(options).info
+        assert info.cut_notice is None or info.cut_notice in caplog.text
+        notes.append(info.cut_notice)
+        return info.max_input_length
+
+    notes: list[str | None] = []
+    whole = length(16384, None)
+    assert length(whole, None) == length(whole, False) == whole < 512
+    assert notes == [None] * 3
+    with pytest.raises(
+        InvalidConfig, match=f"max_batch_tokens is 10: .* cut to 10 tokens.* {whole} or more.*--auto-tr"
+    ):
+        length(10, None)
+    with pytest.raises(InvalidConfig, match=f"max_batch_tokens is 10, .*--auto-truncate is false.*{whole}"):
+        length(10, False)
+    assert length(10, True) == 10
+    assert notes[3:] == [f"texts are cut to the 10 tokens of max_batch_tokens; the model reads {whole}"]
+
+
 @pytest.mark.parametrize("tokens", [0, 1, 2])
 def test_a_limit_without_room_for_a_text_is_refused_by_name(tokens: int, model_dir: Callable[..., Path]) -> None:
     path = model_dir("bert")

@@ -197,6 +197,56 @@ async def test_a_second_stop_with_a_shorter_grace_counts(start_mux: Any, start_w
     await control.close()
 
 
+async def test_clients_connect_anew_at_the_greatest_age_and_no_call_fails(start_mux: Any, start_worker: Any) -> None:
+    mux = start_mux(max_connection_age_s=0.2)
+    control = await Control.connect(mux)
+    worker: FrameWorker = await start_worker(lengths)
+    stats = await control.push(running("a", worker))
+    made = asyncio.Semaphore(0)
+    pipes: set[asyncio.Task[None]] = set()
+
+    async def pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError):
+            while data := await reader.read(65536):
+                writer.write(data)
+        writer.close()
+
+    def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async def both() -> None:
+            there, back = await asyncio.open_connection("127.0.0.1", stats["port"])
+            await asyncio.gather(pipe(reader, back), pipe(there, writer))
+
+        made.release()
+        pipes.add(asyncio.create_task(both()))
+
+    server = await asyncio.start_server(connected, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    has_enough = asyncio.Event()
+    async with asyncio.timeout(60), client({"port": port}) as channel:
+        embed_one = stub(channel, "Embed")
+
+        async def call() -> int:
+            calls = 0
+            while not has_enough.is_set():
+                assert list((await embed_one(embed("four"))).embeddings) == [4.0]
+                calls += 1
+            return calls
+
+        callers = [asyncio.create_task(call()) for _ in range(8)]
+        stream = stub(channel, "EmbedStream")()  # outlives the age of its connection
+        for _ in range(6):
+            await made.acquire()
+            await stream.write(embed("xy"))
+            assert list((await stream.read()).embeddings) == [2.0]
+        has_enough.set()
+        assert min(await asyncio.gather(*callers)) > 0
+        await stream.done_writing()
+        assert await stream.code() is Status.OK
+    server.close()
+    await asyncio.gather(*pipes)
+    await control.close()
+
+
 async def test_an_idle_stream_does_not_hold_up_a_drain_and_what_is_in_flight_is_answered(
     start_mux: Any, start_worker: Any
 ) -> None:

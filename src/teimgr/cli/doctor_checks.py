@@ -84,12 +84,7 @@ def _present(folder: Path) -> Path:
 
 def _ports(settings: Settings) -> Iterator[Finding]:
     """The daemon's ports are free, or its own."""
-    listeners = [("api_port", settings.api_host, settings.api_port)]
-    if settings.ollama_port is not None:
-        listeners.append(("ollama_port", settings.api_host, settings.ollama_port))
-    if settings.grpc_enabled:
-        listeners.append(("grpc_port", settings.grpc_host, settings.grpc_port))
-    for key, host, port in listeners:
+    for key, _, host, port in settings.listeners():
         try:
             bind(host, port).close()
         except TeimgrError as error:
@@ -99,7 +94,7 @@ def _ports(settings: Settings) -> Iterator[Finding]:
                 yield Finding("ports", "fail", f"{key} {host}:{port}: {error.message}", f"choose another {key}")
         else:
             yield Finding("ports", "ok", f"{key} {host}:{port} is free")
-        if not is_loopback(host) and settings.auth is None:
+        if not is_loopback(host) and settings.auth is None and key != "health_port":
             yield Finding("ports", "warn", f"{key} listens on {host} without authentication", "see docs/api-keys.md")
 
 

@@ -15,7 +15,7 @@ from teimgr.cli.output import duration, say, shortened, size, spinner
 from teimgr.client.rest_client import RestClient
 from teimgr.client.rest_values import Instance
 from teimgr.errors import DeadlineExceeded, ModelLoadFailed, NotRunning, TeimgrError
-from teimgr.spec import State, attempt_text
+from teimgr.spec import CUT_TEXTS, State, attempt_text
 
 _COLUMNS = (
     "name",
@@ -252,6 +252,8 @@ def await_running(rest: RestClient, names: Sequence[str], timeout_s: float, outp
                     )
                 if _serves(instance):
                     waiting.remove(name)
+                    for warning in _cut(instance):
+                        output.note(f"{name}: {warning}")
             if not waiting:
                 return [found[name] for name in names]
             update("waiting for " + "; ".join(f"{name}: {noted[name]}" for name in waiting))
@@ -260,6 +262,12 @@ def await_running(rest: RestClient, names: Sequence[str], timeout_s: float, outp
                 raise DeadlineExceeded(f"not ready after {timeout_s:g} s: {states}")
             time.sleep(min(pause_s, max(end - time.monotonic(), 0)))
             pause_s = min(pause_s * 1.5, _LONGEST_PAUSE_S)
+
+
+def _cut(instance: Instance) -> list[str]:
+    """The warning that texts are cut to `max_batch_tokens`, if there is one."""
+    warnings = (instance.details.get("model") or {}).get("warnings", ())
+    return [each for each in warnings if each.startswith(CUT_TEXTS)]
 
 
 def _serves(instance: Instance) -> bool:

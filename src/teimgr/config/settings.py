@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from teimgr.config.auth import MTLS, PROVIDERS, Auth, Mtls
 from teimgr.config.auth import faults as auth_faults
@@ -73,6 +73,15 @@ class Webhook:
     max_attempts: int = key(5, "tries of one event, with growing pauses, before it is given up", low=1, high=100)
 
 
+class Listener(NamedTuple):
+    """A TCP port of the daemon: the key that has it, what it is called, its address."""
+
+    key: str
+    noun: str
+    host: str
+    port: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """The daemon's settings. `run_dir` and `log_dir` are beside the state file unless given."""
@@ -93,6 +102,14 @@ class Settings:
         high=U16,
         label="Ollama port",
     )
+    health_port: int | None = key(
+        None,
+        "a port for probes at the address of REST, without key and TLS: GET /livez and GET /readyz, a status and one "
+        "word; absent: none",
+        low=UNPRIVILEGED_PORT,
+        high=U16,
+        label="health port",
+    )
     grpc_enabled: bool = key(True, "run the gRPC multiplexer", also="TEI_MANAGER_GRPC_ENABLED")
     grpc_host: str = key("127.0.0.1", "address of the gRPC listener")
     grpc_port: int = key(9001, "port of the gRPC listener", low=1, high=U16, also="TEI_MANAGER_GRPC_PORT")
@@ -105,6 +122,16 @@ class Settings:
         "limit of a unary call, and of the wait for each message of RerankStream; 0: none, and 120 s",
         low=0,
         high=I64,
+    )
+    grpc_max_connection_age_secs: int = key(
+        0,
+        "after so long, a tenth more or less, a gRPC connection gets GOAWAY: its client connects anew and so reaches "
+        "other servers behind the name; no call fails by it; 0: never",
+        low=0,
+        high=I64,
+    )
+    grpc_max_connection_age_grace_secs: int = key(
+        300, "time for the calls that are open at that age; later their connection is closed", low=1, high=I64
     )
     api_socket: Path | None = key(None, f"Unix socket of REST beside the port, at most {SOCKET_PATH_BYTES} bytes")
     grpc_socket: Path | None = key(
@@ -263,6 +290,16 @@ class Settings:
             if getattr(self, name) is None:
                 object.__setattr__(self, name, self.state_file.parent / folder)
 
+    def listeners(self) -> Iterator[Listener]:
+        """The TCP ports on which clients reach the daemon and its muxes."""
+        yield Listener("api_port", "API", self.api_host, self.api_port)
+        if self.grpc_enabled:
+            yield Listener("grpc_port", "gRPC", self.grpc_host, self.grpc_port)
+        if self.ollama_port is not None:
+            yield Listener("ollama_port", "Ollama", self.api_host, self.ollama_port)
+        if self.health_port is not None:
+            yield Listener("health_port", "health", self.api_host, self.health_port)
+
     @property
     def socket_permissions(self) -> int:
         return int(self.socket_mode, 8)
@@ -357,12 +394,11 @@ def faults(settings: Settings) -> Iterator[ConfigFault]:
 
 
 def _listeners_and_ranges(settings: Settings) -> Iterator[ConfigFault]:
-    if settings.grpc_enabled and settings.api_port == settings.grpc_port:
-        yield ConfigFault("grpc_port", f"{settings.grpc_port} is the API port too")
-    if settings.ollama_port == settings.api_port:
-        yield ConfigFault("ollama_port", f"{settings.ollama_port} is the API port too")
-    if settings.grpc_enabled and settings.ollama_port == settings.grpc_port:
-        yield ConfigFault("ollama_port", f"{settings.ollama_port} is the gRPC port too")
+    nouns: dict[int, str] = {}
+    for listener in settings.listeners():
+        noun = nouns.setdefault(listener.port, listener.noun)
+        if noun != listener.noun:
+            yield ConfigFault(listener.key, f"{listener.port} is the {noun} port too")
     first, end, most = settings.instance_port_start, settings.instance_port_end, settings.max_instances
     if end <= first:
         yield ConfigFault(
@@ -423,10 +459,9 @@ def _seed_port(
     who = f"Instance '{seed.name}' port"
     if seed.port < 1024:
         yield ConfigFault(path, f"{who} must be >= 1024 (got {seed.port})")
-    if seed.port == settings.api_port:
-        yield ConfigFault(path, f"{who} {seed.port} conflicts with API port")
-    if settings.grpc_enabled and seed.port == settings.grpc_port:
-        yield ConfigFault(path, f"{who} {seed.port} conflicts with gRPC port")
+    for listener in settings.listeners():
+        if seed.port == listener.port:
+            yield ConfigFault(path, f"{who} {seed.port} conflicts with {listener.noun} port")
     if any(other.port == seed.port for other in before):
         yield ConfigFault(path, f"Duplicate port {seed.port} in instance configs")
 

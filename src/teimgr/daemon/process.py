@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from teimgr.api.gateway import Gateway
 from teimgr.api.page.page import Page
 from teimgr.api.rest.app import RestTls, create_app, reconfigure
 from teimgr.api.rest.gpus import GpuReport
-from teimgr.api.rest.probes import Scraper
+from teimgr.api.rest.health_port import Word, serving_health
+from teimgr.api.rest.probes import Scraper, routes_calls
 from teimgr.cluster.opening import open_cluster
 from teimgr.config.auth import policy_of
 from teimgr.config.settings import Settings
@@ -223,6 +225,10 @@ class Daemon:
         self._keep_log()
         listener = bind(self.settings.api_host, self.settings.api_port, "api_port")
         more = [bind(self.settings.api_host, port, "ollama_port") for port in filter(None, [self.settings.ollama_port])]
+        async with self._health_port():
+            return await self._serve(listener, more)
+
+    async def _serve(self, listener: socket.socket, more: Sequence[socket.socket]) -> int:
         with self._unix_listener() as unix, self._signals():
             try:
                 await self.manager.restore()
@@ -282,6 +288,21 @@ class Daemon:
             finally:
                 await self._stop()
         return 0
+
+    @contextlib.asynccontextmanager
+    async def _health_port(self) -> AsyncIterator[None]:
+        """Answer probes on `health_port`, where there is one, from before the start until the workers have ended."""
+        if self.settings.health_port is None:
+            yield
+            return
+        sock = bind(self.settings.api_host, self.settings.health_port, "health_port")
+        async with serving_health(sock, self._routing):
+            yield
+
+    def _routing(self) -> Word:
+        if self.stopping.is_set():
+            return "stopping"
+        return "ready" if routes_calls(self.app, self.manager) else "starting"
 
     @property
     def _own_log(self) -> Path:

@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,7 @@ from teimgr.models.directory import check_safetensors
 from teimgr.models.layout import Backbone, Layout
 from teimgr.models.reading import read_layout, refuse_warnings
 from teimgr.models.weight_sizes import check_tensors
-from teimgr.spec import LoadedModel
+from teimgr.spec import CUT_TEXTS, LoadedModel
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +62,8 @@ _SERIAL_MULTIPLICATIONS_NATIVE = 14_000_000
 # Of a bulk batch on a GPU while queries come: fewer do not fill it, and a query waits for one such batch.
 _MIN_BULK_TOKENS_BESIDE_INTERACTIVE = 2048
 _MAX_BULK_TOKENS_BESIDE_INTERACTIVE = 4096
+# A smaller `max_batch_tokens` below the model's length is a mistake, unless the caller says otherwise.
+_FEW_TOKENS = 512
 _VECTORS = (Output.DENSE, Output.SPARSE, Output.MULTI_VECTOR)  # the first that a model has gives its dimension
 
 
@@ -71,9 +73,10 @@ class EngineOptions:
 
     `device` is "cpu" or "cuda" (the one visible GPU); `core_load` is the file of `core_load.CoreLoad`, `references` the
     folder of `reference_cache`, `spaces` that of `space`, if any; `max_queued_tokens` is per lane, `cache_bytes` of
-    `known_results`. `model_sha` is the
-    requested revision, `commit` what it resolved to; both only go into `LoadedModel`. `code` goes there too, and into
-    the space. `code_revision` is of the other repositories that the code of a trusted model is in.
+    `known_results`. `model_sha` is the requested revision, `commit` what it resolved to; both only go into
+    `LoadedModel`. `code` goes there too, and into the space. `cuts_texts`: whether texts may be cut to a
+    `max_batch_tokens` below the model's length; None: to no fewer than `_FEW_TOKENS`. `code_revision` is of the other
+    repositories that the code of a trusted model is in.
     """
 
     path: Path
@@ -94,6 +97,7 @@ class EngineOptions:
     references: Path | None = None
     spaces: Path | None = None
     max_batch_tokens: int = 16384
+    cuts_texts: bool | None = True
     max_batch_requests: int | None = None
     max_queued_tokens: int = 2_000_000
     cache_bytes: int = 0
@@ -166,16 +170,15 @@ def _load(options: EngineOptions) -> EngineParts:
         layout = replace(layout, safetensors_only=True)
     check_tensors(layout)
     prompts = Prompts(layout, options.default_prompt_name, options.default_prompt)
-    if layout.max_length > options.max_batch_tokens:
-        log.warning("texts are limited to the %d tokens of a batch", options.max_batch_tokens)
     with tokenizer_faults(layout):
         tokenizer = _tokenizer(layout, min(layout.max_length, options.max_batch_tokens))
         warnings = (*layout.warnings, *contradictions(layout, tokenizer.library))
     if options.strict_model_files:
         refuse_warnings(warnings)
+    _check_room(layout, options, tokenizer.special_tokens + 1)
+    warnings = (*_cut(layout, options), *warnings)
     for note in (*layout.notes, *warnings):
         log.warning("%s: %s", options.model_id, note)
-    _check_room(layout, options, tokenizer.special_tokens + 1)
     with tokenizer_faults(layout):
         inputs = probe_inputs(layout, tokenizer)
     of_others = tuple(each for each in options.code if not each.startswith(options.model_id))
@@ -317,6 +320,23 @@ def _check_room(layout: Layout, options: EngineOptions, least: int) -> None:
             raise InvalidConfig(
                 f"{key} is {tokens}, too little for a text and the special tokens: it must be at least {least}"
             )
+
+
+def _cut(layout: Layout, options: EngineOptions) -> Iterator[str]:
+    """The warning that texts are cut to a batch, where they are; raises InvalidConfig where nobody can have meant that.
+
+    Lists of documents are not cut: a prompt that is too long is refused by its call.
+    """
+    few, length = options.max_batch_tokens, layout.max_length
+    if few >= length or layout.listwise is not None:
+        return
+    if options.cuts_texts is False:
+        text = f"max_batch_tokens is {few}, the model reads {length} tokens, and --auto-truncate is false: longer texts"
+        raise InvalidConfig(f"{text} could not be served. Set max_batch_tokens to {length}, or leave the flag out")
+    if options.cuts_texts is None and few < _FEW_TOKENS:
+        text = f"max_batch_tokens is {few}: each text would be cut to {few} tokens, and the model reads {length}"
+        raise InvalidConfig(f'{text}. Set it to {length} or more, or allow it: extra_args = ["--auto-truncate"]')
+    yield f"{CUT_TEXTS}the {few} tokens of max_batch_tokens; the model reads {length}"
 
 
 def _limits(options: EngineOptions, model: Model) -> BatchLimits:

@@ -24,7 +24,7 @@ from teimgr.http.auth.policy import (
 from teimgr.http.byte_budget import ByteBudget, UnreadReplies
 from teimgr.http.connection_gate import Ticket
 from teimgr.http.http1 import ListenerState
-from teimgr.http.http2.connection import Connection
+from teimgr.http.http2.connection import Connection, MaxAge
 from teimgr.http.http2.stream import Stream, StreamLost
 from teimgr.mux.forwarding import (
     INSTANCE_KEY,
@@ -185,7 +185,8 @@ class MuxHandlers:
 
     `request_timeout_s` limits single calls (0 = no limit); `window` bounds the messages of a stream in flight. Limits
     on memory and open calls are those of all `processes` that share the port; this one has its part of them.
-    `policy` authenticates and authorises every call of the table before its first message is read.
+    `policy` authenticates and authorises every call of the table before its first message is read. Connections have a
+    `max_age`, None for none.
     """
 
     def __init__(
@@ -200,7 +201,9 @@ class MuxHandlers:
         health: MuxHealth,
         telemetry: Telemetry | None = None,
         loads: ModelLoads = NO_LOADS,
+        max_age: MaxAge | None = None,
     ) -> None:
+        self._max_age = max_age
         self._telemetry = telemetry or Telemetry()
         self._loads = loads
         self._router = router
@@ -223,7 +226,7 @@ class MuxHandlers:
     def protocol(self, state: ListenerState, ticket: Ticket) -> Connection:
         """The protocol of a connection."""
         serve = partial(self._serve, Peer(self._unread))
-        return Connection(serve, state, ticket, stays_open=True)
+        return Connection(serve, state, ticket, stays_open=True, max_age=self._max_age)
 
     def _serve(self, peer: Peer, stream: Stream) -> Coroutine[Any, Any, None]:
         rpc = BY_PATH.get(stream.head.target.decode("ascii"))

@@ -31,6 +31,7 @@ from teimgr.config.on_demand import allows
 from teimgr.errors import InvalidConfig, TeimgrError, Unavailable
 from teimgr.http.auth.policy import Policy, PolicyInForce
 from teimgr.http.auth.tls_files import Pems, TlsFiles, TlsWatch
+from teimgr.http.http2.connection import MaxAge
 from teimgr.http.server import bind
 from teimgr.http.unix_listener import UnixListener, bind_unix, remove_stale
 from teimgr.mux.control import Message, MuxControl
@@ -145,6 +146,7 @@ class Mux:
             self._control.open_to_other_hosts(listener, self._identity, config.incarnation)
 
     def _build_server(self) -> GrpcServer:
+        age_s = self._config.max_connection_age_s
         handlers = MuxHandlers(
             self._router,
             self._counters,
@@ -155,6 +157,7 @@ class Mux:
             health=self._health,
             telemetry=self._telemetry,
             loads=self._loads,
+            max_age=MaxAge(age_s, self._config.connection_grace_s) if age_s else None,
         )
         context = None if self._config.tls is None else tls_context(self._config.tls)
         return GrpcServer(handlers.protocol, context)

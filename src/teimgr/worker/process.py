@@ -275,6 +275,7 @@ class Worker:
             references=None if spec.gpu else self.run_dir / _REFERENCES_FOLDER,
             spaces=self.run_dir / _SPACES_FOLDER,
             max_batch_tokens=spec.max_batch_tokens,
+            cuts_texts=spec.auto_truncate if spec.auto_truncate_given else None,
             max_batch_requests=spec.max_batch_requests,
             max_queued_tokens=self._dispatcher.max_bytes,  # the dispatcher is the bound: a token has a byte or more
             cache_bytes=spec.cache_bytes,

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from datetime import datetime
 from html.parser import HTMLParser
 
 import pytest
-from tests.support.rest_listener import Front
+from tests.support.rest_listener import MODEL, Front
 
 from teimgr import __version__
+from teimgr.api.rest import probes
+from teimgr.spec import CUT_TEXTS
 
 
 @pytest.mark.clause("M2.3-health")
@@ -20,6 +23,21 @@ async def test_health_is_200_while_alive_and_shows_alarms(front: Front) -> None:
     front.fleet.store_alarm = "the state file was corrupt"
     front.alarms.append("the multiplexer died")
     assert (await front.call("GET", "/health", 200))["alarms"] == ["the state file was corrupt", "the multiplexer died"]
+
+
+async def test_health_tells_whose_texts_are_cut_and_of_many_how_many(
+    front: Front, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probes, "_CUT_SHOWN", 2)
+    cut = replace(MODEL, warnings=("config.json: unknown key", f"{CUT_TEXTS}the 600 tokens of max_batch_tokens"))
+    for number in range(5):
+        await front.create(f"m{number}")
+        front.fleet.ready(f"m{number}")
+        if number:
+            front.fleet.put(replace(front.fleet.get(f"m{number}"), model=cut))
+    notices = (await front.call("GET", "/health", 200))["notices"]
+    assert notices[0] == "m1: texts are cut to the 600 tokens of max_batch_tokens"
+    assert notices[2:] == ["instances whose texts are cut too: 2"]
 
 
 @pytest.mark.clause("D-listeners")

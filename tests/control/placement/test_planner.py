@@ -259,3 +259,12 @@ def test_pickled_weights_are_off_where_the_settings_forbid_them() -> None:
     spec = InstanceSpec(name="a", model_id="org/m")
     assert worker_spec(spec, Settings(allow_pickled_weights=False)).safetensors_only
     assert not worker_spec(spec, Settings()).safetensors_only
+
+
+@pytest.mark.parametrize(
+    ("flags", "given", "cuts"),
+    [((), False, True), (("--auto-truncate",), True, True), (("--auto-truncate", "false"), True, False)],
+)
+def test_that_texts_may_be_cut_is_known_to_be_said(flags: tuple[str, ...], given: bool, cuts: bool) -> None:
+    made = worker_spec(InstanceSpec(name="a", model_id="m", extra_args=flags), Settings())
+    assert (made.auto_truncate_given, made.auto_truncate) == (given, cuts)

@@ -36,7 +36,7 @@ from teimgr.http.server import Listener, bind, serving
 HEAD = request("/hang")
 SETTINGS = 4
 LARGE = 1 << 20
-DATA, RST_STREAM, GOAWAY = 0, 3, 7
+DATA, HEADERS, RST_STREAM, GOAWAY = 0, 1, 3, 7
 Connect = Callable[[], Awaitable[Peer]]
 
 
@@ -323,6 +323,32 @@ async def test_a_connection_that_stays_open_is_closed_without_streams_later_once
         else:
             assert (await used.ask(request("/")))[0] == 200
             await used.settled()
+
+
+@pytest.mark.parametrize("grace_s", [0.1, 60.0])
+async def test_a_call_that_is_open_at_the_greatest_age_has_the_grace(
+    grace_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "_GOAWAY_S", 0.05)
+    release = asyncio.Event()
+
+    async def serve(stream: Stream) -> None:
+        await release.wait()
+        await stream.send_headers([(b":status", b"200")], end=True)
+
+    def aging(state: ServerConnections, ticket: Ticket) -> connection.Connection:
+        return connection.Connection(serve, state, ticket, max_age=connection.MaxAge(0.1, grace_s))
+
+    sock = bind("127.0.0.1", 0)
+    async with serving(application, sock, aging), connecting(*sock.getsockname()) as connect:
+        peer = await connect()
+        asked = peer.open(request("/"), end=True)
+        await peer.until(h2.events.ConnectionTerminated)
+        if grace_s > 1:
+            release.set()
+        async with asyncio.timeout(LIMIT_S):
+            frames = frames_of(await peer.reader.read(-1))
+        assert [kind for kind, _, stream, _ in frames if stream == asked] == ([HEADERS] if grace_s > 1 else [])
 
 
 async def test_bytes_of_frames_that_have_not_ended_are_held_by_the_gate(connect: Connect, gate: ConnectionGate) -> None:

@@ -29,7 +29,7 @@ from teimgr.api.rest.access import own_names
 from teimgr.api.rest.app import PageRoutes
 from teimgr.api.rest.events import Event, event_stream
 from teimgr.api.rest.models import ModelInfo
-from teimgr.api.rest.probes import Scraper, all_alarms
+from teimgr.api.rest.probes import Scraper, all_alarms, all_notices
 from teimgr.api.rest.schemas import instance_info
 from teimgr.config.settings import Settings
 from teimgr.control.ledger.system_memory import host_memory
@@ -182,14 +182,13 @@ class Page:
 
     async def _alarms(self, request: Request) -> Response:
         rows = await self._rows(request)
-        reloader = request.app.state.reloader
         caller = caller_of(request.scope)
         return self._html(
             request,
             "alarms.html",
             view="alarms",
             alarms=self._alarm_lines(request, rows),
-            notices=list(reloader.notices()) if reloader else [],
+            notices=all_notices(self._manager, request.app.state.reloader),
             events=views.events_for(caller, request.app.state.events, EVENTS_SHOWN),
         )
 

@@ -9,13 +9,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 import orjson
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, FastAPI, Query, Request
 from starlette.responses import Response
 
 from teimgr import __version__
 from teimgr.api.rest.instances import ManagerDep
 from teimgr.api.rest.schemas import ANY_FAILURE, Liveness, Readiness, Routing, answer
 from teimgr.control.supervision.manager import Manager
+from teimgr.control.supervision.reload import Reloader
 from teimgr.errors import TeimgrError
 from teimgr.observability import catalogue
 from teimgr.observability.exposition import CONTENT_TYPE, Page, Sample, added, condensed, text, to_json, unpack
@@ -31,6 +32,7 @@ log = logging.getLogger(__name__)
 
 SCRAPE_LIMIT_S = 1.0
 MAX_AGE_S = 1.0
+_CUT_SHOWN = 10
 
 router = APIRouter(tags=["probes"], responses=ANY_FAILURE)
 
@@ -59,7 +61,7 @@ async def health(request: Request, manager: ManagerDep) -> Response:
             "timestamp": now_rfc3339(),
             "version": __version__,
             "alarms": all_alarms(manager, state.alarms),
-            "notices": list(state.reloader.notices()) if state.reloader else [],
+            "notices": all_notices(manager, state.reloader),
         }
     )
 
@@ -85,9 +87,14 @@ async def health_ready(request: Request, manager: ManagerDep) -> Response:
     It stays 200 until the daemon stops, whatever becomes of single instances: load balancers and Kubernetes take a
     daemon out of service by it. /ready says whether every instance serves.
     """
-    routing: RoutingState = request.app.state.routing
-    is_ready = request.app.state.booted() and routing.has_settled(manager.list())
+    is_ready = routes_calls(request.app, manager)
     return answer({"ready": is_ready, "timestamp": now_rfc3339()}, 200 if is_ready else 503)
+
+
+def routes_calls(app: FastAPI, manager: Manager) -> bool:
+    """Whether the daemon has booted and the instances of its start have settled."""
+    routing: RoutingState = app.state.routing
+    return bool(app.state.booted()) and routing.has_settled(manager.list())
 
 
 class RoutingState:
@@ -127,6 +134,15 @@ async def metrics(
 def all_alarms(manager: Manager, others: Alarms) -> list[str]:
     """The state file's alarm first, then those of the rest of the daemon."""
     return [alarm for alarm in (manager.store_alarm, *others()) if alarm]
+
+
+def all_notices(manager: Manager, reloader: Reloader | None) -> list[str]:
+    """What needs no action but should be known: of the configuration, then of instances whose texts are cut."""
+    cut = ((view.spec.name, view.model.cut_notice) for view in manager.list() if view.model is not None)
+    lines = [f"{name}: {notice}" for name, notice in cut if notice]
+    if len(lines) > _CUT_SHOWN:
+        lines[_CUT_SHOWN:] = [f"instances whose texts are cut too: {len(lines) - _CUT_SHOWN}"]
+    return [*(reloader.notices() if reloader else ()), *lines]
 
 
 class WorkerStats(NamedTuple):

@@ -357,7 +357,8 @@ def worker_spec(
     )
     if not settings.allow_pickled_weights:
         made = replace(made, safetensors_only=True)
-    return replace(made, **parse(spec.extra_args))
+    flags = parse(spec.extra_args)
+    return replace(made, auto_truncate_given="auto_truncate" in flags, **flags)
 
 
 def place(spec: InstanceSpec, inventory: Inventory, others: Others | None = None) -> Gpu | None:

@@ -234,11 +234,7 @@ class InstanceValidator:
 
 def _own_ports(settings: Settings) -> dict[int, str]:
     """The daemon's own ports, and what each is."""
-    own = {settings.api_port: "the API port"}
-    if settings.ollama_port is not None:
-        own[settings.ollama_port] = "the Ollama port"
-    if settings.grpc_enabled:
-        own[settings.grpc_port] = "the gRPC port"
+    own = {listener.port: f"the {listener.noun} port" for listener in settings.listeners()}
     if settings.cluster.address:
         own |= dict.fromkeys(settings.cluster.ray_ports, "Ray")
         own |= {settings.cluster.port: "Ray's head", settings.cluster.enrolment: "enrolment"}

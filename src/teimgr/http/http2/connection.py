@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from collections.abc import Callable, Coroutine, Hashable
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from teimgr.http.byte_budget import ByteBudget
 from teimgr.http.connection_gate import LIMITS, MIN_READ_BYTES, ConnectionGate, Phase, StallGuard, Ticket
@@ -54,10 +55,20 @@ _GOAWAY_S = 1.0
 _DISCARD_S = LIMITS[Phase.DISCARD].seconds
 _DISCARDED_BYTES = cast(int, LIMITS[Phase.DISCARD].bytes)
 
+# By this part, either way, ages differ, so that connections that were made together are not made anew together.
+_AGE_SPREAD = 0.1
+
 _MALFORMED: Headers = ((b":status", b"400"), (b"content-type", b"text/plain; charset=utf-8"))
 
 Serve = Callable[[Stream], Coroutine[Any, Any, None]]
 """Serves one stream; runs as a task, cancelled when the stream is lost, unless it sets `Stream.on_lost`."""
+
+
+class MaxAge(NamedTuple):
+    """After `seconds` a connection gets GOAWAY; calls that are open `grace_s` later are cut off."""
+
+    seconds: float
+    grace_s: float
 
 
 class _Answered:
@@ -76,7 +87,8 @@ class Connection(asyncio.Protocol):
 
     A malformed request is answered 400 and its stream reset; `serve` does not see it. A connection without streams is
     closed after a time, by GOAWAY; one that `stays_open` after a longer time, once it has had a stream. `ticket` counts
-    it; without one it is the only connection of its own gate.
+    it; without one it is the only connection of its own gate. With a `max_age` its client connects anew now and then,
+    and so comes to other servers behind the same name.
 
     What it receives is processed in parts, as `LoopTurns` gives the time; meanwhile it is hardly read.
     """
@@ -84,7 +96,13 @@ class Connection(asyncio.Protocol):
     _turns = LoopTurns()  # of all connections: a process has one event loop that serves
 
     def __init__(
-        self, serve: Serve, state: ListenerState, ticket: Ticket | None = None, *, stays_open: bool = False
+        self,
+        serve: Serve,
+        state: ListenerState,
+        ticket: Ticket | None = None,
+        *,
+        stays_open: bool = False,
+        max_age: MaxAge | None = None,
     ) -> None:
         self._serve = serve
         self._state = state
@@ -109,6 +127,8 @@ class Connection(asyncio.Protocol):
         self._has_settings = False
         self._is_stopping = self._sent_goaway = self._lingers = False
         self.stays_open = stays_open
+        self._max_age = max_age
+        self._age_timer: asyncio.TimerHandle | None = None
 
     # Called by asyncio.
 
@@ -126,6 +146,9 @@ class Connection(asyncio.Protocol):
         self._state.connections.add(cast(Any, self))
         self.sender.flush()
         ticket.enter(Phase.HEAD)
+        if self._max_age is not None:
+            spread = random.uniform(1 - _AGE_SPREAD, 1 + _AGE_SPREAD)
+            self._age_timer = self._loop.call_later(self._max_age.seconds * spread, self._retire, self._max_age.grace_s)
 
     def data_received(self, data: bytes) -> None:
         """Process received bytes; a protocol error ends this connection only."""
@@ -223,6 +246,8 @@ class Connection(asyncio.Protocol):
         self._stall_guard.resumed()
         if self._frame_timer is not None:
             self._frame_timer.cancel()
+        if self._age_timer is not None:
+            self._age_timer.cancel()
         if self._ticket is not None:
             self._ticket.leave()
         self._state.connections.discard(cast(Any, self))
@@ -257,11 +282,24 @@ class Connection(asyncio.Protocol):
         """Send GOAWAY: the client makes later calls on other connections, those on the way included. Close once the
         calls here are answered and the client had time to close.
         """
-        self._lingers = True
-        self._send_goaway()
+        self._say_goodbye()
         for stream in tuple(self._streams.values()):
             if stream.on_leaving is not None:
                 stream.on_leaving()
+
+    def _retire(self, grace_s: float) -> None:
+        """The connection has its greatest age: as `leave`, but streams that pause have the grace too."""
+        self._say_goodbye()
+        self._age_timer = self._loop.call_later(grace_s, self._cut_off)
+
+    def _cut_off(self) -> None:
+        for task in tuple(self._tasks):
+            task.cancel()
+        self.shutdown()
+
+    def _say_goodbye(self) -> None:
+        self._lingers = True
+        self._send_goaway()
         self._loop.call_later(_GOAWAY_S, self._end_lingering)
 
     def shutdown(self) -> None:
