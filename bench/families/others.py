@@ -359,7 +359,7 @@ def _refused() -> Iterator[Row]:
     yield Row("refused-siglip2-naflex", "SigLIP2", hub, files_of(flexible, "model.safetensors"), reference=none)
     vl = {"model_type": "qwen3_vl", "architectures": ["Qwen3VLForConditionalGeneration"]}
     yield Row(
-        "refused-qwen3-vl", "Qwen3-VL", "Qwen/Qwen3-VL-Embedding-2B", files_of(vl, "model.safetensors"), reference=none
+        "refused-qwen3-vl", "Qwen3-VL", "Qwen/Qwen3-VL-2B-Instruct", files_of(vl, "model.safetensors"), reference=none
     )
     pages = {"model_type": "colmodernvbert", "architectures": ["ColModernVBertForRetrieval"]}
     hub = "ModernVBERT/colmodernvbert"

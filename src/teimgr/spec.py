@@ -499,7 +499,7 @@ class LoadedModel:
     runs: each repository with its commit and its files. `listwise`: a reranker whose scores depend on all documents of
     a query; then `multi_vector_dimension` is that of what it compares. `space` is the SHA-256 of all that decides what
     a vector means (`engine/space`), `precision` the class of its element type: fp32, 16-bit or int8. `modalities`: what
-    it embeds, "text" and for some "image".
+    it embeds, "text" and for some "image"; `fused`: both in one input.
     """
 
     model_id: str
@@ -533,6 +533,7 @@ class LoadedModel:
     space: str = ""
     precision: str = ""
     modalities: tuple[str, ...] = ("text",)
+    fused: bool = False
 
     @property
     def cut_notice(self) -> str | None:

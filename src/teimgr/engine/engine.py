@@ -78,7 +78,7 @@ class Engine:
         self._on_fault = on_fault
         self._fault: str | None = None  # why the engine is unhealthy; never reset
         self._reference: SelfTest | None = None
-        self._known_picture: Picture | None = None
+        self._known_picture: Input = None
         self._picture_reference: SelfTest | None = None
         self._doubt: SelfTest | None = None  # the self-test under way because of a bad result; of who finishes
         self._doubted_at = -_BAD_RESULT_PAUSE_S
@@ -397,7 +397,7 @@ class Engine:
             self._known_picture = self.tokenizer.known_picture()
             self._picture_reference = self._run_self_test(_FIRST_SELF_TEST_S, self._known_picture)
 
-    def _run_self_test(self, timeout_s: float, picture: Picture | None = None) -> SelfTest:
+    def _run_self_test(self, timeout_s: float, picture: Input = None) -> SelfTest:
         test = SelfTest(self.info, picture)
         self._intake.put(test, self.prompts.tokenize_options(test.options), bounded=False)
         if not test.done.wait(timeout_s):
@@ -433,7 +433,7 @@ class SelfTest(AwaitedJob):
 
     __slots__ = ("_output", "has_picture")
 
-    def __init__(self, info: LoadedModel, picture: Picture | None = None) -> None:
+    def __init__(self, info: LoadedModel, picture: Input = None) -> None:
         self.has_picture = picture is not None
         self._output = Output(info.outputs[0])
         options = InferOptions(frozenset({self._output}), normalize=info.kind != Kind.SPARSE, raw_scores=True)

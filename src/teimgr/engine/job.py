@@ -72,6 +72,32 @@ class Picture:
         return len(self.data)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Content:
+    """A text with images as one input, of a model that reads both: the images stand before the text.
+
+    `instruction` is for this input, in place of the prompt of its job.
+    """
+
+    text: str
+    pictures: tuple[Picture, ...] = ()
+    instruction: str | None = None
+
+    def __len__(self) -> int:
+        """Of its characters, without those of an instruction."""
+        return len(self.text)
+
+    def __bool__(self) -> bool:
+        return True
+
+
+class ContentPair(NamedTuple):
+    """A query and a document, with images in them."""
+
+    first: Content
+    second: Content
+
+
 class SparseRow(NamedTuple):
     """The non-zero entries of a vector: uint32 [K] ascending, float32 [K]."""
 
@@ -79,8 +105,9 @@ class SparseRow(NamedTuple):
     values: NDArray[np.float32]
 
 
-# A text, a pair, token ids of the model's vocabulary (int32 [tokens], special ones included), an image, or null.
-Input = str | Pair | NDArray[np.int32] | Picture | None
+# A text, a pair, token ids of the model's vocabulary (int32 [tokens], special ones included), an image, or null; of
+# models that read texts and images in one input these too.
+Input = str | Pair | NDArray[np.int32] | Picture | Content | ContentPair | None
 
 
 class Share(NamedTuple):
@@ -276,7 +303,16 @@ def characters(item: Input) -> int:
     """The number of characters of an input, or of ids; 0 for null."""
     if item is None:
         return 0
-    return len(item.first) + len(item.second) if isinstance(item, Pair) else len(item)
+    return len(item.first) + len(item.second) if isinstance(item, (Pair, ContentPair)) else len(item)
+
+
+def pictures_of(item: Input) -> tuple[Picture, ...]:
+    """The images in an input."""
+    if isinstance(item, Picture):
+        return (item,)
+    if isinstance(item, ContentPair):
+        return (*item.first.pictures, *item.second.pictures)
+    return item.pictures if isinstance(item, Content) else ()
 
 
 def total_characters(inputs: Sequence[Input]) -> int:

@@ -46,6 +46,8 @@ _ENCODERS = {
 }
 # Models with a head of their own, which no Auto class has.
 _OWN_CLASSES = {"colpali": "ColPaliForRetrieval", "colqwen2": "ColQwen2ForRetrieval"}
+# Language models that the Auto class of causal ones does not have.
+_CHAT_CLASSES = {"qwen3_vl": "Qwen3VLForConditionalGeneration"}
 _AUTO_CLASSES = {
     Backbone.ENCODER: "AutoModel",
     Backbone.MASKED_LM: "AutoModelForMaskedLM",
@@ -346,6 +348,8 @@ def _model_class(layout: Layout, config: Any) -> Any:
             own, str(layout.weights_dir), local_files_only=True, code_revision=revision
         )
     if layout.backbone is Backbone.ENCODER and (known := (_ENCODERS | _OWN_CLASSES).get(config.model_type)):
+        return getattr(transformers, known)
+    if layout.backbone is Backbone.CAUSAL_LM and (known := _CHAT_CLASSES.get(config.model_type)):
         return getattr(transformers, known)
     mapping = getattr(transformers, name)._model_mapping
     if type(config) not in mapping:

@@ -230,6 +230,7 @@ def _load(options: EngineOptions) -> EngineParts:
         listwise=layout.listwise is not None,
         space=space.result(),
         precision=precision_class(str(choice.dtype).removeprefix("torch.")),
+        fused=layout.chat is not None,
         modalities=("text",) if layout.dual is None else ("text", "image"),
     )
     log.info(
@@ -256,6 +257,10 @@ def _tokenizer(layout: Layout, max_length: int) -> TextTokenizer:
         from teimgr.engine.images.pages import PageTokenizer
 
         return PageTokenizer(layout, max_length)
+    if layout.chat is not None:
+        from teimgr.engine.images.chat_texts import ChatTokenizer
+
+        return ChatTokenizer(layout, max_length)
     from teimgr.engine.images.inputs import DualTokenizer  # with Pillow, for these models alone
 
     return DualTokenizer(layout, max_length)
@@ -268,6 +273,10 @@ def _load_model(layout: Layout, device: torch.device, threads: int, is_known: bo
         from teimgr.engine.images.pages import load_page_model
 
         return load_page_model(layout, device, threads)
+    if layout.chat is not None:
+        from teimgr.engine.images.chats import load_chat_model
+
+        return load_chat_model(layout, device, threads)
     from teimgr.engine.images.model import load_dual_model
 
     return load_dual_model(layout, device, threads)
@@ -292,8 +301,8 @@ def _chosen(
     if gpu.is_gpu(device) and layout.backbone is not Backbone.STATIC:
         model = _load_model(layout, _HOST, options.threads)
         return model, choose_on_gpu(model, device, dtype, inputs)
-    if layout.pages is not None and dtype is None:
-        dtype = torch.float32  # the gate compares texts alone, and pages go through the same layers
+    if (layout.pages is not None or layout.chat is not None) and dtype is None:
+        dtype = torch.float32  # the gate compares texts alone, and images go through the same layers
     load = partial(_load_model, layout, device, options.threads)
     return choose(load, dtype, inputs, _cache(layout, options, inputs))
 

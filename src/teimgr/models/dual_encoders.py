@@ -13,7 +13,7 @@ from teimgr.models.bounded_json import read_object
 from teimgr.models.known_keys import KnownKeys
 from teimgr.models.layout import DualEncoder, Layout, PixelSteps
 from teimgr.models.library_code import setting
-from teimgr.models.metadata import DUAL_ENCODERS, PAGE_ENCODERS, ModelMetadata
+from teimgr.models.metadata import DUAL_ENCODERS, PAGE_ENCODERS, VISION_CHATS, ModelMetadata
 
 _PROCESSORS = ("CLIPImageProcessor", "CLIPFeatureExtractor", "SiglipImageProcessor")
 _KEYS = KnownKeys(
@@ -47,6 +47,8 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
             raise ModelLoadFailed(f"config.json has vlm_config = {str(whole)[:80]}, which should have a text_config")
         kind = str(whole.get("model_type"))
         return {"model_type": f"{kind}_text"} | (whole.get("text_config") or whole)
+    if config["model_type"] in VISION_CHATS:
+        return _part(config, "text") | {"model_type": f"{config['model_type']}_text"}
     return _part(config, "text") if config["model_type"] in DUAL_ENCODERS else config
 
 

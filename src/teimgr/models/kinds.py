@@ -7,6 +7,7 @@ from teimgr.models.late_interaction import is_pylate
 from teimgr.models.listwise import is_listwise
 from teimgr.models.metadata import PAGE_ENCODERS, ModelMetadata
 from teimgr.models.scoring import has_prompt_of_its_own, label_count, writes_text
+from teimgr.models.vision_chats import is_vision_chat, kind_of_vision_chat
 from teimgr.spec import KINDS, Kind
 
 _SCORING = (Kind.RERANKER, Kind.CLASSIFIER, Kind.TOKEN_CLASSIFIER)
@@ -41,6 +42,8 @@ def _own_kind(metadata: ModelMetadata) -> Kind:
     named = metadata.saved.get("model_type")
     if metadata.config["model_type"] in PAGE_ENCODERS:
         return Kind.MULTI_VECTOR
+    if is_vision_chat(metadata):
+        return kind_of_vision_chat(metadata)
     if metadata.static:
         return Kind.EMBEDDING
     if named == "SparseEncoder" or metadata.chain.has("SpladePooling"):
@@ -97,6 +100,8 @@ def _obstacle(metadata: ModelMetadata, own: Kind, wanted: Kind) -> str | None:
     """Why a model of kind `own` cannot be served as `wanted`; None if it can."""
     if is_listwise(metadata):
         return "they are those of a reranker that compares the documents of a list"
+    if is_vision_chat(metadata):
+        return f"they are those of a model of the kind {own.value}"
     if wanted is Kind.EMBEDDING:
         return "they describe a vector per token and no pooling" if own is Kind.MULTI_VECTOR else None
     if wanted is Kind.SPARSE:

@@ -189,9 +189,26 @@ class PageTexts:
 
 
 @dataclass(frozen=True, slots=True)
+class ChatTexts:
+    """The chat that a model reads texts and images in, one content of both (Qwen3-VL-Embedding) or a query and a
+    document (Qwen3-VL-Reranker).
+
+    It is `pieces` with the instruction behind the first of them, and a content behind each other one but the last.
+    `image` goes around the tokens of an image, each of which is `image_token`. Where a request has no instruction it is
+    `instruction`. A text may have none of the tokens `reserved`.
+    """
+
+    pieces: tuple[str, ...]
+    image: tuple[str, str]
+    image_token: str
+    instruction: str
+    reserved: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class DualEncoder:
-    """A model of texts and images in one space (CLIP, SigLIP), or of queries and page images (ColPali): what it reads
-    of an image, and how the text half reads ids.
+    """A model of texts and images in one space (CLIP, SigLIP), of queries and page images (ColPali), or of both in one
+    input: what it reads of an image, and how the text half reads ids.
 
     With `PatchSteps` the size of an image tells how many tokens it takes, and `height` and `width` are those of known
     images; else an image takes `image_tokens` of the forward and has `height` x `width` pixels behind `steps`. Nothing
@@ -280,7 +297,8 @@ class Layout:
     `tasks`: the number of the LoRA weights, from 1, by the name of a prompt; `default_task` that of texts without a
     name, 0 for none. Their changes are multiplied by `task_scale`, or they are `task_adapters`, one for each number.
     `instruction_end` ends an instruction, of which no token is pooled, before or within a text.
-    `dual` is set for a model of texts and images; with `pages` it has a vector for each token of a page's image.
+    `dual` is set for a model of texts and images; with `pages` it has a vector for each token of a page's image, with
+    `chat` it reads texts and images in one input.
     `dimensions` are those of dense vectors where a request asks for none, None for all; `truncate_left`: too long texts
     are cut at their beginning unless a request sets it. `is_rounded`: dense vectors are round(127 · tanh(x)).
     `notes` are for the log, `warnings` about the files for it, `/info` and the page.
@@ -326,6 +344,7 @@ class Layout:
     is_rounded: bool = False
     dual: DualEncoder | None = None
     pages: PageTexts | None = None
+    chat: ChatTexts | None = None
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 

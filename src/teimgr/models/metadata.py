@@ -28,6 +28,8 @@ DUAL_ENCODERS = ("clip", "siglip")
 """Model types of texts and images in one space that are served."""
 PAGE_ENCODERS = ("colpali", "colqwen2")
 """Model types of queries and page images, with a vector for each token, that are served."""
+VISION_CHATS = ("qwen3_vl",)
+"""Model types of texts and images in one input, of which embedding models and rerankers are served."""
 _CARD_CHARACTERS = 10_000  # of a model card that are looked into
 _MAX_SHOWN_CHARS = 80
 
@@ -224,7 +226,7 @@ _SENSES = {"vision_config": "images", "visual": "images", "audio_config": "sound
 def _refuse_other_models(config: dict[str, Any]) -> None:
     """Refuse models of images and sound by what they are: their text alone would go without their chat template."""
     model_type = str(config["model_type"])
-    if model_type in (*DUAL_ENCODERS, *PAGE_ENCODERS):
+    if model_type in (*DUAL_ENCODERS, *PAGE_ENCODERS, *VISION_CHATS):
         return
     senses = _OTHER_MODELS.get(model_type) or next((_SENSES[key] for key in _SENSES if config.get(key)), None)
     if senses is None and model_type.endswith(("_vl", "_omni")):

@@ -81,7 +81,7 @@ def _colpali(metadata: ModelMetadata, named: dict[str, Any], given: dict[str, An
 
 
 def _colqwen2(metadata: ModelMetadata, named: dict[str, Any], given: dict[str, Any]) -> tuple[DualEncoder, PageTexts]:
-    steps = _patch_steps(given)
+    steps = patch_steps(given, "ColQwen2")
     prompt = _text(named, "visual_prompt_prefix", _QWEN_IMAGE)
     before, found, behind = prompt.partition("<|image_pad|>")
     if not found or "<|image_pad|>" in behind:
@@ -93,12 +93,16 @@ def _colqwen2(metadata: ModelMetadata, named: dict[str, Any], given: dict[str, A
     return DualEncoder(0, side, side, steps), PageTexts("<|image_pad|>", (before, behind), query)
 
 
-def _patch_steps(given: dict[str, Any]) -> PatchSteps:
-    """What Qwen2-VL's image processor of these settings does."""
+def patch_steps(given: dict[str, Any], family: str) -> PatchSteps:
+    """What Qwen2-VL's image processor of these settings does, of a model of `family`.
+
+    Raises:
+        ModelLoadFailed: it is another processor, or does something else besides.
+    """
     named = str(given.get("image_processor_type"))
     if named.removesuffix("Fast").removesuffix("Pil") != "Qwen2VLImageProcessor":
         raise ModelLoadFailed(
-            f"the image processor {named} is not served for ColQwen2, whose own is Qwen2VLImageProcessor"
+            f"the image processor {named} is not served for {family}, whose own is Qwen2VLImageProcessor"
         )
     if unknown := _QWEN_KEYS.warnings("preprocessor_config.json", given):
         raise ModelLoadFailed(unknown[0])

@@ -43,6 +43,7 @@ from teimgr.models.scoring import (
     written_activations,
 )
 from teimgr.models.source import file_problem
+from teimgr.models.vision_chats import is_vision_chat, read_vision_chat
 from teimgr.spec import Kind
 
 _SPARSE, _MULTI_VECTOR = "sparse_linear.pt", "colbert_linear.pt"
@@ -209,6 +210,12 @@ def _read(root: Path, pooling: str | None, kind: str | None, trust_remote_code: 
     match chosen:
         case Kind.EMBEDDING if is_dual_encoder(metadata):
             layout = read_dual_encoder(metadata, layout, pooling)
+        case Kind.EMBEDDING if is_vision_chat(metadata):
+            pooled = _embedding(metadata, layout, None) if metadata.chain.modules else layout
+            layout = read_vision_chat(metadata, pooled, pooling, render=render)
+        case Kind.RERANKER if is_vision_chat(metadata):
+            layout = replace(layout, backbone=Backbone.CAUSAL_LM)
+            layout = read_vision_chat(metadata, layout, None, render=render)
         case Kind.EMBEDDING:
             layout = _embedding(metadata, layout, pooling)
         case Kind.SPARSE:
@@ -350,6 +357,8 @@ def _without_final_normalize(modules: tuple[Module, ...]) -> tuple[Module, ...]:
 
 def _check_task(metadata: ModelMetadata, layout: Layout) -> None:
     """Check that sentence-transformers would use the same output of the transformer."""
+    if layout.chat is not None:
+        return
     named = metadata.settings.get("transformer_task")
     if named not in (None, *_TASKS):
         raise ModelLoadFailed(f"the transformer's task is {named}, which is not served")

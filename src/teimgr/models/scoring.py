@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from teimgr.errors import ModelLoadFailed
+from teimgr.models import chats
 from teimgr.models.layout import CausalRerank, Dense, PairTemplate, ScoringConfig
 from teimgr.models.metadata import ModelMetadata
 from teimgr.models.modules import IDENTITY, SCORES, Module
@@ -339,43 +340,10 @@ def _by_recipe(metadata: ModelMetadata) -> tuple[CausalRerank, PairTemplate]:
     return CausalRerank(yes, no), template
 
 
-# By its expressions, and by the file itself where it is not UTF-8.
-_RAISED_BY_TEMPLATES = (
-    *(ArithmeticError, AttributeError, LookupError, MemoryError),
-    *(RecursionError, TypeError, ValueError),
-)
-
-
 def _rendered(metadata: ModelMetadata) -> str:
-    from jinja2 import TemplateError
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    special = {
-        role: str(token.get("content", "") if isinstance(token, dict) else token or "")
-        for role, token in metadata.tokens.config.items()
-        if role.endswith("_token")
-    }
-    chosen = (metadata.settings.get("processing_kwargs") or {}).get("chat_template") or {}
-    try:
-        template = _template(metadata)
-        return environment.from_string(template).render(
-            messages=_messages(metadata, template), **({"add_generation_prompt": False} | special | chosen)
-        )
-    except (TemplateError, *_RAISED_BY_TEMPLATES) as error:
-        raise ModelLoadFailed(f"the chat template cannot be used for query and document: {error}") from error
-
-
-def _template(metadata: ModelMetadata) -> str:
-    file = metadata.transformer_dir / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
-    template = metadata.tokens.config.get("chat_template")
-    if not isinstance(template, str):
-        raise ModelLoadFailed("the reranker has no chat template to put query and document into")
-    return template
+    template, options = chats.read_template(metadata)
+    messages = _messages(metadata, template)
+    return chats.rendered(metadata, template, messages, {"add_generation_prompt": False} | options)
 
 
 def _messages(metadata: ModelMetadata, template: str) -> list[dict[str, Any]]:

@@ -1,5 +1,5 @@
-"""Models of texts and images, as transformers and sentence-transformers save them: CLIP, SigLIP, ColPali, ColQwen2; and
-pictures.
+"""Models of texts and images, as transformers and sentence-transformers save them: CLIP, SigLIP, ColPali, ColQwen2,
+Qwen3-VL-Embedding and -Reranker; and pictures.
 """
 
 from __future__ import annotations
@@ -139,6 +139,149 @@ def _save_whole(kind: Any, config: Any, processor: Any, folder: Path, seed: int)
     kind(config).save_pretrained(folder)
     processor.save_pretrained(folder)
     return folder
+
+
+INSTRUCTION = "Represent the user's input."
+LEAST, MOST = 4 * 32 * 32, 16 * 32 * 32
+_NAMES = (
+    *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"),
+    *("<|video_pad|>", "yes", "no"),
+)
+# Of the same results as Qwen3-VL's own for messages of texts and images.
+_CONTENT = (
+    "{%- if message.content is string %}{{ message.content }}{%- else %}{%- for part in message.content %}"
+    "{%- if part.type == 'image' %}{{ '<|vision_start|><|image_pad|><|vision_end|>' }}"
+    "{%- elif part.type == 'video' %}{{ '<|vision_start|><|video_pad|><|vision_end|>' }}"
+    "{%- else %}{{ part.text }}{%- endif %}{%- endfor %}{%- endif %}"
+)
+CHAT = (
+    "{%- for message in messages %}{{ '<|im_start|>' + message.role + '\\n' }}"
+    + _CONTENT
+    + "{{ '<|im_end|>\\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+JUDGE = (
+    "Judge whether the Document meets the requirements based on the Query and the Instruct provided. Note that the "
+    'answer can only be "yes" or "no".'
+)
+CANDIDATES = "Given a search query, retrieve relevant candidates that answer the query."
+RERANK = (
+    "{{ '<|im_start|>system\\n" + JUDGE + "<|im_end|>\\n<|im_start|>user\\n<Instruct>: ' }}"
+    "{%- set told = messages | selectattr('role', 'equalto', 'system') | list %}"
+    "{%- if told %}{%- for message in told %}"
+    + _CONTENT
+    + "{%- endfor %}{%- else %}{{ '"
+    + CANDIDATES
+    + "' }}{%- endif %}"
+    "{%- for message in messages %}{%- if message.role == 'query' %}{{ '<Query>:' }}" + _CONTENT + "{%- endif %}"
+    "{%- if message.role == 'document' %}{{ '\\n<Document>:' }}" + _CONTENT + "{%- endif %}{%- endfor %}"
+    "{{ '<|im_end|>\\n' }}{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+_PACKAGE = "sentence_transformers"
+
+
+def build_qwen3_vl_embedding(
+    folder: Path, seed: int = 0, *, modules: bool = True, ends: bool = False, prompts: dict[str, str] | None = None
+) -> Path:
+    """Write a Qwen3-VL-Embedding to `folder`, whose images have 4 to 16 tokens.
+
+    Without `modules` it is as its authors saved it, with a model card; with `ends` the tokenizer ends each text by a
+    token.
+    """
+    _save_chat(folder, seed, ends=ends)
+    (folder / "chat_template.jinja").write_text(CHAT)
+    if not modules:
+        (folder / "README.md").write_text("---\nlicense: apache-2.0\n---\n# Qwen3-VL-Embedding-2B\n")
+        return folder
+    write_modules(
+        folder,
+        f"{_PACKAGE}.base.modules.transformer.Transformer",
+        f"{_PACKAGE}.sentence_transformer.modules.pooling.Pooling",
+        f"{_PACKAGE}.sentence_transformer.modules.normalize.Normalize",
+    )
+    write(folder / "1_Pooling" / "config.json", {"embedding_dimension": 32, "pooling_mode": "lasttoken"})
+    write(folder / "2_Normalize" / "config.json", {})
+    _settings(folder, "last_hidden_state", "token_embeddings", {"add_generation_prompt": True})
+    saved = {
+        "prompts": prompts or {"default": INSTRUCTION},
+        "default_prompt_name": next(iter(prompts or {"default": 0})),
+    }
+    write(folder / "config_sentence_transformers.json", {"model_type": "SentenceTransformer", **saved})
+    return folder
+
+
+def build_qwen3_vl_reranker(folder: Path, seed: int = 0, *, modules: bool = True) -> Path:
+    """Write a Qwen3-VL-Reranker to `folder`; without `modules` it is as its authors saved it, with a model card."""
+    ids = _save_chat(folder, seed)
+    (folder / "chat_template.jinja").write_text(CHAT)
+    if not modules:
+        (folder / "README.md").write_text("---\nlicense: apache-2.0\n---\n# Qwen3-VL-Reranker-2B\n")
+        return folder
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "reranker.jinja").write_text(RERANK)
+    write_modules(
+        folder,
+        f"{_PACKAGE}.base.modules.transformer.Transformer",
+        f"{_PACKAGE}.cross_encoder.modules.logit_score.LogitScore",
+    )
+    tokens = {"true_token_id": ids["yes"], "false_token_id": ids["no"], "module_input_name": "causal_logits"}
+    write(folder / "1_LogitScore" / "config.json", tokens)
+    chat = {"chat_template": "reranker", "add_generation_prompt": True}
+    _settings(folder, "logits", "causal_logits", chat, task="any-to-any")
+    saved = {"model_type": "CrossEncoder", "activation_fn": "torch.nn.modules.activation.Sigmoid"}
+    write(folder / "config_sentence_transformers.json", saved)
+    return folder
+
+
+def _settings(folder: Path, output: str, named: str, chat: dict[str, Any], *, task: str = "feature-extraction") -> None:
+    how = {"method": "forward", "method_output_name": output}
+    modalities: dict[str, Any] = dict.fromkeys(("text", "image", "video"), how)
+    modalities["message"] = how | {"format": "structured"}
+    settings = {"transformer_task": task, "modality_config": modalities, "module_output_name": named}
+    write(folder / "sentence_bert_config.json", settings | {"processing_kwargs": {"chat_template": chat}})
+
+
+def _save_chat(folder: Path, seed: int, *, ends: bool = False) -> dict[str, int]:
+    library = _byte_level(list(_NAMES), CORPUS)
+    ids = {name: library.token_to_id(name) for name in _NAMES}
+    if ends:
+        end = _NAMES[0]
+        library.post_processor = processors.TemplateProcessing(single=f"$A {end}", special_tokens=[(end, ids[end])])
+    tokenizer: Any = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=library, model_max_length=512, pad_token=_NAMES[0], eos_token="<|im_end|>"
+    )
+    seen = {"depth": 3, "hidden_size": 32, "intermediate_size": 64, "num_heads": 4, "out_hidden_size": 32}
+    seen |= {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64, "patch_size": 16}
+    texts = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "head_dim": 8,
+    }
+    texts |= {"num_key_value_heads": 2, "vocab_size": len(tokenizer), "max_position_embeddings": 512}
+    texts |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
+    config = transformers.Qwen3VLConfig(
+        vision_config=seen,
+        text_config=texts,
+        image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"],
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(seed)
+    transformers.Qwen3VLForConditionalGeneration(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    pictures: Any = transformers.Qwen2VLImageProcessorPil(
+        patch_size=16,
+        image_mean=[0.5] * 3,
+        image_std=[0.5] * 3,
+        size={"shortest_edge": LEAST, "longest_edge": MOST},
+    )
+    pictures.save_pretrained(folder)
+    edit(folder / "preprocessor_config.json", image_processor_type="Qwen2VLImageProcessorFast")
+    return ids
 
 
 def noise(width: int, height: int, seed: int = 0) -> Image.Image:

@@ -8,6 +8,8 @@
     inputs    pictures beside texts: tokenizer, batches
     model     the image half of a model, and both halves as one model
     pages     models of queries and page images: a vector for each token
+    chats     models that read texts and images in one input
+    chat_texts    their token ids, in the words of a chat
     runner    batches with pictures on their way through the model
 
 Nothing of this is imported for a model of texts alone.

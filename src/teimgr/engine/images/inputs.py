@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -30,9 +30,11 @@ _BELOW_ZERO = np.int32(-(2**31))
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EncodedPicture(Encoded):
-    """A picture as an input of the model; one each."""
+    """An input of the model with pictures; one each. Its only token ids are those of its pictures, unless the model
+    reads texts and images in one input.
+    """
 
-    waiting: WaitingPicture | None = None
+    waiting: tuple[WaitingPicture, ...] = ()
 
 
 def read_picture(data: bytes, dual: DualEncoder, around: int = 0) -> Picture:
@@ -78,7 +80,7 @@ class PictureTokenizer(TextTokenizer):
         """An image file as an input of the model, by its header; raises as `read_picture`."""
         return read_picture(data, self._dual, self._around)
 
-    def known_picture(self) -> Picture:
+    def known_picture(self) -> Input:
         """For self-tests."""
         return self.picture(known_file(self._dual))
 
@@ -90,7 +92,7 @@ class PictureTokenizer(TextTokenizer):
         pictures = [one for one in inputs if isinstance(one, Picture)]
         assert self._decoder is not None
         others: dict[int, Encoded | TeimgrError] = {
-            row: EncodedPicture(picture_ids(waiting.picture), waiting=waiting)
+            row: EncodedPicture(picture_ids(waiting.picture), waiting=(waiting,))
             for row, waiting in zip(rows, self._decoder.expect(pictures), strict=True)
         }
         tokenized = TokenizedTexts.without_ids(len(inputs), others)
@@ -188,12 +190,17 @@ def pack_with_pictures(inputs: Sequence[Encoded]) -> PackedBatch:
     order = np.concatenate([of_texts if words is None else of_texts[words.order], np.array(of_pictures, np.intp)])
     whole = pack([Encoded(each.ids) for each in pictures]) if words is None else words
     given = {item.name: getattr(whole, item.name) for item in fields(PackedBatch)}
-    return PicturedBatch(**given | {"order": order}, words=words, pictures=tuple(map(_pixels_of, pictures)))
+    return PicturedBatch(**given | {"order": order}, words=words, pictures=pixels_of(pictures))
 
 
-def _pixels_of(picture: EncodedPicture) -> Pixels:
-    assert picture.waiting is not None
-    pixels = picture.waiting.take()
+def pixels_of(inputs: Iterable[Encoded]) -> tuple[Pixels, ...]:
+    """Of all pictures of inputs, in their order."""
+    waiting = [one for each in inputs if isinstance(each, EncodedPicture) for one in each.waiting]
+    return tuple(map(_pixels_of, waiting))
+
+
+def _pixels_of(waiting: WaitingPicture) -> Pixels:
+    pixels = waiting.take()
     if isinstance(pixels, TeimgrError):  # the runner has failed those before
         raise pixels
     return pixels

@@ -13,12 +13,12 @@ from torch.nn import functional
 
 from teimgr.engine import gpu
 from teimgr.engine.backbone import Transformer
-from teimgr.engine.batch import PackedBatch
+from teimgr.engine.batch import Encoded, PackedBatch
 from teimgr.engine.fidelity_gate import MIN_COSINE
 from teimgr.engine.heads import Rows
 from teimgr.engine.heads.pooling import DenseHead
 from teimgr.engine.host_weights import HostWeights
-from teimgr.engine.images.inputs import PicturedBatch
+from teimgr.engine.images.inputs import PicturedBatch, pack_with_pictures
 from teimgr.engine.images.pixels import Pixels, PixelTable
 from teimgr.engine.images.waiting import PictureDecoder
 from teimgr.engine.job import Output
@@ -71,6 +71,10 @@ class PicturedModel(Model):
         self._table = PixelTable(dual.steps)
         self.known = known_pictures(dual)
         self._reference: Tensor | None = None
+
+    def pack(self, inputs: Sequence[Encoded]) -> PackedBatch:
+        """A batch of inputs, whose pictures are decoded."""
+        return pack_with_pictures(inputs)
 
     def vectors(self, pictures: Sequence[Pixels]) -> Tensor:
         """Of pictures of one size, float32 [N, width], or [N, tokens, width], on the device."""

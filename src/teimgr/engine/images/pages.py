@@ -167,7 +167,7 @@ class PageModel(PicturedModel):
             across, down = numbers.shape[3] // steps.patch, numbers.shape[2] // steps.patch
             tokens = numbers.shape[2] * numbers.shape[3] // steps.unit**2
             grid = torch.tensor([[1, down, across]] * len(pictures))
-            given = {"pixel_values": _patches(numbers, steps), "image_grid_thw": grid}
+            given = {"pixel_values": patches(numbers, steps), "image_grid_thw": grid}
         device, dtype = self.backbone.device, next(self._module.parameters()).dtype
         given["pixel_values"] = given["pixel_values"].to(device, dtype)
         ids = self._ids(tokens, len(pictures)).to(device)
@@ -193,7 +193,7 @@ class PageModel(PicturedModel):
             raise ModelLoadFailed(f"{dtype} deviates too much from float32 on known pages: set dtype = float32")
 
 
-def _patches(numbers: Tensor, steps: PatchSteps) -> Tensor:
+def patches(numbers: Tensor, steps: PatchSteps) -> Tensor:
     """[N, 3, height, width] → [N, patches, numbers of a patch], each twice, as of a film of two equal pictures."""
     pages, colours, height, width = numbers.shape
     patch, merge = steps.patch, steps.unit // steps.patch

@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from teimgr.engine.finisher import Failures
-from teimgr.engine.images.inputs import EncodedPicture, pack_with_pictures
+from teimgr.engine.images.inputs import EncodedPicture
+from teimgr.engine.images.model import PicturedModel
 from teimgr.engine.intake import Intake
-from teimgr.engine.job import Job, Picture
+from teimgr.engine.job import Job, pictures_of
 from teimgr.engine.known_results import DistinctInputs
 from teimgr.engine.queue import QueueEntry
 from teimgr.engine.runner import Runner
@@ -25,7 +26,7 @@ class PictureIntake(Intake):
         texts = super().estimate(job, options)
         if isinstance(job.inputs, (TextColumn, SharedTexts)):
             return texts
-        return texts + sum([one.tokens for one in job.inputs if isinstance(one, Picture)])
+        return texts + sum([one.tokens for item in job.inputs for one in pictures_of(item)])
 
 
 class PictureRunner(Runner):
@@ -35,7 +36,8 @@ class PictureRunner(Runner):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._pack = pack_with_pictures
+        assert isinstance(self._model, PicturedModel)
+        self._pack = self._model.pack
 
     def serve_queries(self, entries: list[QueueEntry]) -> bool:
         """As of texts, for texts alone."""
@@ -48,9 +50,9 @@ class PictureRunner(Runner):
         failed, left = [], []
         for entry in entries:
             encoded = entry.encoded
-            result = encoded.waiting.take() if isinstance(encoded, EncodedPicture) and encoded.waiting else None
-            if isinstance(result, TeimgrError):
-                failed.append((entry.job, int(entry.rows[0]), result))
+            taken = [one.take() for one in encoded.waiting] if isinstance(encoded, EncodedPicture) else []
+            if broken := [result for result in taken if isinstance(result, TeimgrError)]:
+                failed.append((entry.job, int(entry.rows[0]), broken[0]))
             else:
                 left.append(entry)
         if failed:

@@ -1,0 +1,219 @@
+"""The token ids of texts and images in one input, in the words of a model's chat.
+
+Ids are those of the model's authors: the chat is tokenized as one text with one token for each image, which is then
+repeated as often as the image has tokens. Only texts are truncated.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from teimgr.engine.batch import Encoded, TokenizedTexts
+from teimgr.engine.images.inputs import EncodedPicture, PictureTokenizer, known_file, picture_ids
+from teimgr.engine.job import Content, ContentPair, Input, Pair, Picture
+from teimgr.engine.templates import CausalTemplate
+from teimgr.engine.tokenizer import TokenizeOptions
+from teimgr.engine.tokenizer_library import TokenizerLibrary
+from teimgr.engine.truncation import Shortener
+from teimgr.errors import EmptyInput, InputTooLong, InvalidInput, ModelLoadFailed, TeimgrError, TokenizerFailed
+from teimgr.models.layout import ChatTexts, Layout, PairTemplate
+from teimgr.spec import Kind
+
+Contents = tuple[Content, ...]
+"""What stands between the pieces of the chat: one content, or a query and a document."""
+_MAX_INSTRUCTION = 16_384  # characters
+_NEEDS_PAIRS = "Input validation error: `inputs` must be pairs for this model"
+
+
+def repeated(contents: Contents) -> int:
+    """The tokens of images beyond one for each."""
+    return sum(one.tokens - 1 for content in contents for one in content.pictures)
+
+
+class ChatWriter:
+    """Writes the chat of a model; `limit` is in tokens, all included."""
+
+    def __init__(self, chat: ChatTexts, library: TokenizerLibrary, shortener: Shortener, limit: int) -> None:
+        """Raises ModelLoadFailed where the tokenizer has no token of an image."""
+        self.chat = chat
+        self._library = library
+        self._shortener = shortener
+        self._limit = limit
+        self._reserved = {token: self._id(token) for token in chat.reserved}
+        self.image_id = self._id(chat.image_token)
+        self._block = f"{chat.image[0]}{chat.image_token}{chat.image[1]}"
+
+    def _id(self, token: str) -> int:
+        (read,) = self._library.encode([token], specials=False)
+        if read.tokens != [token]:
+            raise ModelLoadFailed(f"the tokenizer has no token {token}, which stands for a part of an image or a video")
+        return int(read.ids[0])
+
+    def ids(
+        self, instruction: str, inputs: Sequence[Contents], *, truncate: bool, left: bool
+    ) -> list[NDArray[np.int32] | TeimgrError]:
+        """The ids of inputs with as many images each, and as many tokens of these, one token for every image; or their
+        refusals.
+
+        Raises:
+            TokenizerFailed: the library refused one of them.
+        """
+        try:
+            told = self._told(instruction)
+        except InvalidInput as error:
+            return [error for _ in inputs]
+        template = self._template(told, [len(content.pictures) for content in inputs[0]])
+        whole = partial(self._library.encode, specials=False, offsets=True)
+        limit = max(self._limit - repeated(inputs[0]), 0)
+        pairs = [Pair(one[0].text, one[1].text if len(one) > 1 else "") for one in inputs]
+        made = CausalTemplate(template, whole, self._shortener, limit).encode(pairs, truncate, left)
+        return [self._checked(ids, contents, limit) for ids, contents in zip(made, inputs, strict=True)]
+
+    def _told(self, instruction: str) -> str:
+        """The instruction as the model's authors end it: by a full stop, where no punctuation does."""
+        told = instruction.strip() or self.chat.instruction
+        if len(told) > _MAX_INSTRUCTION:
+            raise InvalidInput(
+                f"Input validation error: the instruction has {len(told):,} characters, and {_MAX_INSTRUCTION:,} are "
+                "allowed"
+            )
+        return told if unicodedata.category(told[-1]).startswith("P") else f"{told}."
+
+    def _template(self, told: str, images: Sequence[int]) -> PairTemplate:
+        pieces = self.chat.pieces
+        blocks = [self._block * count for count in images]
+        prefix = f"{pieces[0]}{told}{pieces[1]}{blocks[0]}"
+        body = "{query}" if len(images) == 1 else f"{{query}}{pieces[2]}{blocks[1]}{{document}}"
+        return PairTemplate(prefix, body, pieces[-1])
+
+    def _checked(
+        self, ids: NDArray[np.int32] | InvalidInput, contents: Contents, limit: int
+    ) -> NDArray[np.int32] | TeimgrError:
+        if isinstance(ids, InvalidInput):
+            return ids
+        pictures = [one for content in contents for one in content.pictures]
+        found = int((ids == self.image_id).sum())
+        for token, id in self._reserved.items():
+            if (found > len(pictures)) if id == self.image_id else bool((ids == id).any()):
+                return InvalidInput(
+                    f"Input validation error: `inputs` has the token {token} in a text or an instruction, which stands "
+                    "for a part of an image or of a video"
+                )
+        if len(ids) > limit or found < len(pictures):
+            tokens = sum(one.tokens for one in pictures)
+            return InputTooLong(
+                f"Input validation error: the images of an input take {tokens} tokens, and with the words around them "
+                f"there is no room in the {self._limit} tokens of an input: images are not truncated, send them "
+                "smaller, or fewer",
+                self._limit,
+                f"at least {len(ids) + tokens - found} tokens",
+            )
+        return ids
+
+    def with_pictures(self, ids: NDArray[np.int32], pictures: Iterable[Picture]) -> NDArray[np.int32]:
+        """The ids with those of each picture in the place of its token."""
+        parts, begin = [], 0
+        for at, picture in zip(np.flatnonzero(ids == self.image_id).tolist(), pictures, strict=True):
+            parts += [ids[begin:at], picture_ids(picture)]
+            begin = at + 1
+        return np.concatenate([*parts, ids[begin:]])
+
+
+class ChatTokenizer(PictureTokenizer):
+    """The tokenizer of a model that reads texts and images in one input."""
+
+    def __init__(self, layout: Layout, max_length: int) -> None:
+        super().__init__(layout, max_length)
+        assert layout.chat is not None
+        self._takes_pairs = layout.kind is Kind.RERANKER
+        self.writer = ChatWriter(layout.chat, self._library, self._shortener, max_length)
+        empty = Content("")
+        (alone,) = self.writer.ids("", [(empty, empty) if self._takes_pairs else (empty,)], truncate=False, left=False)
+        self.special_tokens = 0 if isinstance(alone, TeimgrError) else len(alone)
+
+    def known_picture(self) -> Input:
+        """For self-tests: an image, for a reranker with a query."""
+        picture = self.picture(known_file(self._dual))
+        return ContentPair(Content("a slope"), Content("", (picture,))) if self._takes_pairs else picture
+
+    def encode_all(self, inputs: Sequence[Input], options: TokenizeOptions) -> TokenizedTexts:
+        """As of texts alone; pictures begin to be decoded."""
+        found: list[Encoded | TeimgrError | None] = [None] * len(inputs)
+        groups: dict[tuple[str, tuple[int, ...], int], list[tuple[int, Contents]]] = {}
+        for row, item in enumerate(inputs):
+            contents = self._contents(item, options)
+            if not isinstance(contents, tuple):
+                found[row] = contents
+                continue
+            told = contents[0].instruction
+            told = options.prompt if told is None else told
+            key = told, tuple(len(one.pictures) for one in contents), repeated(contents)
+            groups.setdefault(key, []).append((row, contents))
+        for (told, *_), rows in groups.items():
+            written = self._written(told, [contents for _, contents in rows], options)
+            for (row, contents), ids in zip(rows, written, strict=True):
+                found[row] = ids if isinstance(ids, TeimgrError) else self._with_pictures(ids, contents)
+        return TokenizedTexts.of([one or EmptyInput() for one in found])
+
+    def _contents(self, item: Input, options: TokenizeOptions) -> Contents | Encoded | TeimgrError:
+        """What stands in the chat; the encoding of ids, or a refusal."""
+        match item:
+            case Content():
+                found: Contents = (item,)
+            case ContentPair():
+                found = (item.first, item.second)
+            case Picture():
+                found = (Content("", (item,)),)
+            case Pair():
+                found = (Content(item.first), Content(item.second))
+            case np.ndarray():
+                return self._of_ids(item, options)
+            case _:
+                if (error := self.check(item, options)) is not None:
+                    return error
+                found = (Content(str(item)),)
+        if self._takes_pairs != (len(found) == 2):
+            is_pair = "Input validation error: `inputs` must not be pairs for this model"
+            return InvalidInput(_NEEDS_PAIRS if self._takes_pairs else is_pair)
+        if not any(one.text or one.pictures for one in found):
+            return EmptyInput()
+        if not options.truncate and (error := self._check_characters(sum(map(len, found)))) is not None:
+            return error
+        return found
+
+    def _of_ids(self, ids: NDArray[np.int32], options: TokenizeOptions) -> Encoded | TeimgrError:
+        if self._takes_pairs:
+            return InvalidInput(_NEEDS_PAIRS)
+        found = self._without_tokenizer(ids, options._replace(prompt=""))
+        assert found is not None
+        if isinstance(found, Encoded) and self.writer.image_id in found.ids:
+            return InvalidInput(
+                f"Input validation error: `inputs` has the id {self.writer.image_id}, which stands for a part of an "
+                "image"
+            )
+        return found
+
+    def _written(
+        self, told: str, inputs: Sequence[Contents], options: TokenizeOptions
+    ) -> list[NDArray[np.int32] | TeimgrError]:
+        try:
+            return self.writer.ids(told, inputs, truncate=options.truncate, left=options.left)
+        except TokenizerFailed as error:  # of all together: retried one by one, so that only bad ones fail
+            if len(inputs) == 1:
+                return [error]
+            return [self._written(told, [one], options)[0] for one in inputs]
+
+    def _with_pictures(self, ids: NDArray[np.int32], contents: Contents) -> Encoded | TeimgrError:
+        if (error := self._check_ids(ids)) is not None:
+            return error
+        pictures = [one for content in contents for one in content.pictures]
+        if not pictures:
+            return Encoded(ids)
+        assert self._decoder is not None
+        waiting = tuple(self._decoder.expect(pictures))
+        return EncodedPicture(self.writer.with_pictures(ids, pictures), waiting=waiting)

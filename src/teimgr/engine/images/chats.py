@@ -1,0 +1,292 @@
+"""Models that read texts and images in one input: one packed forward for all inputs of a batch.
+
+The image half computes all pictures of a batch at once. Its vectors take the places of their tokens, and others of it
+are added behind the first layers; the tokens of an image have positions in its rows and columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional
+
+from teimgr.engine import gpu
+from teimgr.engine.attention import Packing
+from teimgr.engine.backbone import Batching, Transformer
+from teimgr.engine.batch import Encoded, PackedBatch, Run, pack, to_device
+from teimgr.engine.boundaries import Boundaries
+from teimgr.engine.fidelity_gate import MIN_COSINE
+from teimgr.engine.forward_program import CannotLowerError
+from teimgr.engine.heads import Head
+from teimgr.engine.heads.pooling import DenseHead
+from teimgr.engine.heads.scoring import CausalHead
+from teimgr.engine.host_weights import HostWeights
+from teimgr.engine.images.chat_texts import ChatWriter
+from teimgr.engine.images.inputs import EncodedPicture, pixels_of
+from teimgr.engine.images.model import PicturedModel
+from teimgr.engine.images.pages import patches
+from teimgr.engine.images.pixels import Pixels, PixelTable
+from teimgr.engine.images.waiting import PictureDecoder
+from teimgr.engine.job import Content, Output, Picture
+from teimgr.engine.library_model import load_module
+from teimgr.engine.tokenizer_library import TokenizerLibrary, load_tokenizer
+from teimgr.engine.truncation import Shortener
+from teimgr.errors import ModelLoadFailed, TeimgrError
+from teimgr.models.layout import Layout, PatchSteps
+
+_KNOWN = 2  # known images: each is computed a few times at load, in seconds by a large model on a CPU
+_NO_LIMIT = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class ChatBatch(PackedBatch):
+    """A batch with pictures in its inputs: `is_image` tells their tokens (bool [T]), `places` has the positions of all
+    tokens in time, rows and columns (int64 [3, T]).
+    """
+
+    pictures: tuple[Pixels, ...] = ()
+    is_image: NDArray[np.bool_] | None = None
+    places: NDArray[np.int64] | None = None
+
+
+def pack_chats(inputs: Sequence[Encoded], image_id: int, unit: int) -> PackedBatch:
+    """Like `pack`; of pictures, which are decoded, the pixels go with the batch. Squares of `unit` are tokens."""
+    packed = pack(inputs)
+    if not any(isinstance(each, EncodedPicture) for each in inputs):
+        return packed
+    owners = np.repeat(np.arange(len(inputs)), [each.texts for each in inputs])[packed.order]
+    pictures = pixels_of([inputs[at] for at in owners.tolist()])
+    is_image = packed.ids < 0
+    sides = iter([(picture.shape[1] // unit, picture.shape[2] // unit) for picture in pictures])
+    borders = packed.cu_seqlens
+    places = [
+        image_places(is_image[begin:end], [next(sides) for _ in _pictures_in(inputs[at])])
+        for begin, end, at in zip(borders[:-1].tolist(), borders[1:].tolist(), owners.tolist(), strict=True)
+    ]
+    given = {item.name: getattr(packed, item.name) for item in fields(PackedBatch)}
+    given["ids"] = np.where(is_image, image_id, packed.ids)
+    return ChatBatch(**given, pictures=pictures, is_image=is_image, places=np.concatenate(places, axis=1))
+
+
+def _pictures_in(encoded: Encoded) -> Sequence[object]:
+    return encoded.waiting if isinstance(encoded, EncodedPicture) else ()
+
+
+def image_places(is_image: NDArray[np.bool_], sides: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
+    """The positions of the tokens of one input in time, rows and columns, [3, tokens]; its images have `sides` in
+    tokens, height and width. What follows an image goes on behind the longer one of them.
+    """
+    found = np.zeros((3, len(is_image)), np.int64)
+    at = position = 0
+    ends = [*np.flatnonzero(np.diff(is_image.astype(np.int8)) == 1) + 1, len(is_image)]
+    for end, side in zip(ends, [*sides, None], strict=True):
+        found[:, at:end] = np.arange(position, position + end - at)
+        position, at = position + end - at, int(end)
+        if side is None:
+            break
+        down, across = side
+        rows, columns = np.divmod(np.arange(down * across), across)
+        found[:, at : at + down * across] = position + np.stack([np.zeros_like(rows), rows, columns])
+        position, at = position + max(side), at + down * across
+    return found
+
+
+class ChatBackbone(Transformer):
+    """The texts' half of a library model, with the vectors of images among those of tokens."""
+
+    def __init__(self, whole: Any, steps: PatchSteps, device: torch.device) -> None:
+        super().__init__(whole.language_model, 0, device, owner=whole)
+        self._whole = whole
+        self._steps = steps
+        self._table = PixelTable(steps)
+
+    def make_native(self, dtype: torch.dtype) -> None:
+        """Raises CannotLowerError always: inputs with images need the layers that the kernel would replace."""
+        raise CannotLowerError("it reads images too")
+
+    def hidden(self, batch: PackedBatch) -> Tensor:
+        if not isinstance(batch, ChatBatch):
+            return super().hidden(batch)
+        seen, added = self._seen(batch.pictures)
+        if self.batching is Batching.EQUAL_LENGTH:
+            return torch.cat([self._hidden_of_run_with(run, batch, seen, added) for run in batch.runs])
+        row = batch if gpu.is_gpu(self.device) else batch.rounded_up()
+        idle = len(row.ids) - batch.tokens
+        assert batch.is_image is not None
+        assert batch.places is not None
+        is_image, places = np.pad(batch.is_image, (0, idle)), np.pad(batch.places, ((0, 0), (0, idle)))
+        cu_seqlens = to_device(batch.cu_seqlens, self.device) if self.batching is Batching.VARLEN else None
+        inputs = self._inputs(row.ids[None], is_image[None], places[:, None], seen, added)
+        return self._forward(**inputs, packing=Packing.of(row, cu_seqlens))[: batch.tokens]
+
+    def _hidden_of_run_with(self, run: Run, batch: ChatBatch, seen: Tensor, added: Sequence[Tensor]) -> Tensor:
+        assert batch.is_image is not None
+        assert batch.places is not None
+        tokens, shape = slice(run.start, run.stop), (run.texts, run.length)
+        first = int(batch.is_image[: run.start].sum())
+        own = slice(first, first + int(batch.is_image[tokens].sum()))
+        places = batch.places[:, tokens].reshape(3, *shape)
+        is_image = batch.is_image[tokens].reshape(shape)
+        return self._forward(
+            **self._inputs(batch.ids[tokens].reshape(shape), is_image, places, seen[own], [each[own] for each in added])
+        )
+
+    def _inputs(
+        self,
+        ids: NDArray[np.int64],
+        is_image: NDArray[np.bool_],
+        places: NDArray[np.int64],
+        seen: Tensor,
+        added: Sequence[Tensor],
+    ) -> dict[str, Any]:
+        """What the library's forward takes: [rows, tokens], and [3, rows, tokens] `places`."""
+        embedded = self._module.get_input_embeddings()(to_device(ids, self.device))
+        given = {"position_ids": to_device(places, self.device)}
+        if not is_image.any():
+            return given | {"inputs_embeds": embedded}
+        mask = to_device(is_image, self.device)
+        embedded = embedded.masked_scatter(mask[..., None], seen.to(embedded.dtype))
+        more = {"visual_pos_masks": mask, "deepstack_visual_embeds": list(added)}
+        return given | {"inputs_embeds": embedded} | more
+
+    def _seen(self, pictures: Sequence[Pixels]) -> tuple[Tensor, list[Tensor]]:
+        """The vectors of all tokens of pictures, and those that are added behind the first layers."""
+        patch = self._steps.patch
+        grids = [[1, picture.shape[1] // patch, picture.shape[2] // patch] for picture in pictures]
+        pixels = torch.cat([patches(self._table.numbers([picture]), self._steps)[0] for picture in pictures])
+        vision = self._whole.visual
+        given = pixels.to(self.device, next(vision.parameters()).dtype)
+        found = vision(given, grid_thw=torch.tensor(grids, device=self.device), return_dict=True)
+        return found.pooler_output, list(found.deepstack_features)
+
+
+class TwoTokens(nn.Module):
+    """The logits of two tokens, in float32."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight.float().clone(), requires_grad=False)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return functional.linear(rows.float(), self.weight)
+
+
+class ChatModel(PicturedModel):
+    """A model that reads texts and images in one input, on one device."""
+
+    def __init__(
+        self,
+        backbone: ChatBackbone,
+        heads: dict[Output, Head],
+        layout: Layout,
+        decoder: PictureDecoder,
+        writer: ChatWriter,
+    ) -> None:
+        assert layout.dual is not None
+        super().__init__(backbone, heads, layout.dual, decoder)
+        self.known = self.known[:_KNOWN]
+        assert isinstance(layout.dual.steps, PatchSteps)
+        self._unit = layout.dual.steps.unit
+        self._writer = writer
+        self._alone = self._of_one_image(layout)
+        self._reference = self.vectors(self.known)
+
+    def pack(self, inputs: Sequence[Encoded]) -> PackedBatch:
+        return pack_chats(inputs, self._writer.image_id, self._unit)
+
+    def _of_one_image(self, layout: Layout) -> NDArray[np.int32]:
+        """The ids of an image alone, as one token; for a reranker, as a document."""
+        assert layout.chat is not None
+        picture = Content("", (Picture(b"", "", 0, 0, 1, b""),))
+        contents = (picture,) if len(layout.chat.pieces) == 3 else (Content("a slope"), picture)
+        (ids,) = self._writer.ids("", [contents], truncate=False, left=False)
+        if isinstance(ids, TeimgrError):
+            raise ModelLoadFailed(f"the chat of an image cannot be tokenized: {ids.message}")
+        return ids
+
+    @torch.inference_mode()
+    def vectors(self, pictures: Sequence[Pixels]) -> Tensor:
+        """The last hidden states of pictures of one size, each alone in its input: float32 [N, width]."""
+        at = int(np.flatnonzero(self._alone == self._writer.image_id)[0])
+        side = pictures[0].shape[1] // self._unit, pictures[0].shape[2] // self._unit
+        own = np.full(side[0] * side[1], -1, np.int32)
+        ids = np.concatenate([self._alone[:at], own, self._alone[at + 1 :]])
+        packed = pack([Encoded(np.tile(ids, (len(pictures), 1)))])
+        is_image = packed.ids < 0
+        places = np.tile(image_places(ids < 0, [side]), len(pictures))
+        given = {item.name: getattr(packed, item.name) for item in fields(PackedBatch)}
+        given["ids"] = np.where(is_image, self._writer.image_id, packed.ids)
+        batch = ChatBatch(**given, pictures=tuple(pictures), is_image=is_image, places=places)
+        hidden = self.backbone.hidden(batch)
+        return hidden[to_device(batch.ends - 1, hidden.device)].float()
+
+    def check_pictures(self) -> None:
+        """As of texts and images; and that they are those of float32.
+
+        Raises:
+            ModelLoadFailed: they are not.
+        """
+        super().check_pictures()
+        if self._picture_dtype is not torch.float32 and self._closeness() < MIN_COSINE:
+            self._refuse()
+
+    def place(self, weights: HostWeights, dtype: torch.dtype, device: torch.device) -> None:
+        """Move to `device`.
+
+        Raises:
+            ModelLoadFailed: known images deviate too much from those in float32.
+        """
+        super().place(weights, dtype, device)
+        if dtype is not torch.float32 and self._closeness() < MIN_COSINE:
+            self._refuse()
+
+    def _refuse(self) -> None:
+        dtype = str(self._picture_dtype).removeprefix("torch.")
+        raise ModelLoadFailed(f"{dtype} deviates too much from float32 on known images: set dtype = float32")
+
+
+def load_chat_model(layout: Layout, device: torch.device, threads: int) -> ChatModel:
+    """Load a model that reads texts and images in one input, in float32.
+
+    Raises:
+        ModelLoadFailed: weights are missing, or of another shape.
+    """
+    assert layout.dual is not None
+    assert layout.chat is not None
+    assert isinstance(layout.dual.steps, PatchSteps)
+    module: Any = load_module(layout, device)
+    heads: dict[Output, Head]
+    if layout.scoring is None:
+        whole, width = module, int(module.config.text_config.hidden_size)
+        heads = {Output.DENSE: DenseHead(layout.poolings, nn.Sequential(), width)}
+    else:
+        causal = layout.scoring.causal
+        assert causal is not None
+        whole, output = module.model, module.get_output_embeddings().weight
+        tokens = [causal.true_token_id, causal.false_token_id]
+        if max(one or 0 for one in tokens) >= len(output):
+            raise ModelLoadFailed(f"the model has no output for the tokens {tokens}")
+        heads = {Output.SCORES: CausalHead(TwoTokens(output[tokens]))}
+    _check_patches(whole.config.vision_config, layout.dual.steps)
+    backbone = ChatBackbone(whole, layout.dual.steps, device)
+    tokenizer = load_tokenizer(layout)
+    writer = ChatWriter(
+        layout.chat, TokenizerLibrary(tokenizer), Shortener(Boundaries(tokenizer), layout.max_length), _NO_LIMIT
+    )
+    return ChatModel(backbone, heads, layout, PictureDecoder(layout.dual, threads), writer)
+
+
+def _check_patches(vision: Any, steps: PatchSteps) -> None:
+    """Check that the model reads the patches that the image processor makes."""
+    wanted = int(vision.patch_size), int(vision.patch_size) * int(vision.spatial_merge_size)
+    if (steps.patch, steps.unit) != wanted or int(vision.temporal_patch_size) != 2:
+        raise ModelLoadFailed(
+            f"preprocessor_config.json has patches of {steps.patch} pixels in squares of {steps.unit}, and "
+            f"vision_config of config.json {wanted[0]} in {wanted[1]}"
+        )
