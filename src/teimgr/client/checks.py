@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterable, Callable, Collection, Iterable, Mapping, Sequence, Set
 from functools import cache
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any, get_type_hints
 
 from teimgr.config.schema import ConfigFaults, convert, quoted, unknown
@@ -89,6 +89,11 @@ def check_limit(name: str, value: object) -> None:
         raise _not(name, "at least 1", value)
 
 
+def check_number(name: str, value: object) -> None:
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise _not(name, "a number", value)
+
+
 def check_flag(name: str, value: object) -> None:
     # numpy's bool is recognised by its name, so that clients of REST alone need no numpy.
     if not isinstance(value, bool) and type(value).__name__ not in ("bool", "bool_"):
@@ -116,6 +121,7 @@ def _not(name: str, wanted: str, value: object) -> ValidationError:
 _BY_TYPE: dict[Any, Callable[[str, object], None]] = {
     str: check_text,
     int: check_count,
+    float: check_number,
     bool: check_flag,
     Sequence[str]: check_texts,
 }

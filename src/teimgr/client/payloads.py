@@ -70,7 +70,7 @@ class TableOptions(EmbedOptions, total=False):
 
     `outputs` are of dense, sparse, multi_vector, tokens and scores; `input` is text, pair or ids where the names of the
     columns shall not decide; `keys` are columns to return unchanged. `dense_type` and `token_type` are float32,
-    float16, int8, uint8, binary or ubinary.
+    float16, int8, uint8, binary or ubinary. Of the vectors per token of a document 1 / `pool_factor` are left.
     """
 
     outputs: Sequence[str]
@@ -80,6 +80,7 @@ class TableOptions(EmbedOptions, total=False):
     dense_type: str
     token_type: str
     lz4_reply: bool
+    pool_factor: float
 
 
 # Protobuf requests
@@ -172,6 +173,7 @@ def infer_request(ipc: bytes, options: TableOptions) -> bytes:
         normalize=options.get("normalize", True),
         dimensions=options.get("dimensions"),
         raw_scores=options.get("raw_scores", False),
+        pool_factor=options.get("pool_factor"),
         dense_type=_enum_name("dense_type", "ELEMENT_TYPE_", options.get("dense_type"), arrow_pb2.ElementType),
         token_type=_enum_name("token_type", "ELEMENT_TYPE_", options.get("token_type"), arrow_pb2.ElementType),
         compression=_reply_compression(options),

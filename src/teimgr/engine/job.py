@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -149,7 +150,8 @@ class InferOptions(NamedTuple):
     beginning where `truncation_left`, or where the model's files ask for it and the request does not name a side
     (`names_side`). `prompt` is the text of a prompt, in place of one by name. `raw_scores` skips the model's
     activation: logits. On a late-interaction model `prompt_name` "query" or "document" chooses the role, "document"
-    where it is None. `listed`: the pairs with the same query are a list, which a listwise reranker scores together.
+    where it is None. `listed`: the pairs with the same query are a list, which a listwise reranker scores together. Of
+    the vectors per token of a document 1 / `pool_factor` are left, by who encodes the answer (`token_pooling`).
     """
 
     outputs: frozenset[Output] = frozenset({Output.DENSE})
@@ -162,6 +164,7 @@ class InferOptions(NamedTuple):
     dimensions: int | None = None
     raw_scores: bool = False
     listed: bool = False
+    pool_factor: float = 1.0
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -353,6 +356,8 @@ def check_supported(info: LoadedModel, options: InferOptions) -> None:
         if output in options.outputs and output.value not in offered:
             message = _UNSUPPORTED.get((Kind(info.kind), output), _UNSUPPORTED[None, output])
             raise WrongModelKind(f"Backend error: {message}")
+    if options.pool_factor != 1.0:
+        _check_pool_factor(options)
     if Output.DENSE not in options.outputs:
         return
     if info.kind == Kind.SPARSE and options.normalize:
@@ -363,4 +368,16 @@ def check_supported(info: LoadedModel, options: InferOptions) -> None:
     if dimensions is not None and dimensions > max(info.dimension, info.most_dimensions):
         raise InvalidInput(
             "Input validation error: `dimensions` should be smaller than the maximum embedding dimension."
+        )
+
+
+def _check_pool_factor(options: InferOptions) -> None:
+    if Output.MULTI_VECTOR not in options.outputs:
+        raise InvalidInput(
+            "Input validation error: `pool_factor` is for the vectors per token of a late-interaction model, which are "
+            "not asked for here"
+        )
+    if not 1.0 <= options.pool_factor < math.inf:
+        raise InvalidInput(
+            f"Input validation error: `pool_factor` is {options.pool_factor:g}, and must be a number of at least 1"
         )

@@ -317,6 +317,7 @@ def infer_options(message: arrow_pb2.ArrowRequest, model: LoadedModel) -> InferO
         normalize=message.normalize if message.HasField("normalize") else True,
         dimensions=optional(message, "dimensions"),
         raw_scores=message.raw_scores,
+        pool_factor=message.pool_factor if message.HasField("pool_factor") else 1.0,
     )
 
 

@@ -55,9 +55,12 @@ class CallReply(NamedTuple):
 
 
 class DeferredReply(NamedTuple):
-    """A reply so large that a codec thread encodes it, by `encode`: replies of other calls need not wait for it."""
+    """A reply that takes so long that a codec thread encodes it, by `encode`: replies of other calls need not wait for
+    it. Where it `pools` tokens, a thread for that does, since codecs need not wait for it either.
+    """
 
     encode: Callable[[], CallReply]
+    pools: bool = False
 
 
 # Encoding more numbers than this takes over a millisecond, so it is done on a codec thread.

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from teimgr.engine.engine import Engine
 from teimgr.engine.job import InferOptions, Input, Job
+from teimgr.engine.token_pooling import is_pooled, pool_documents
 from teimgr.errors import Cancelled, DeadlineExceeded, Internal, Overloaded, TeimgrError, Unavailable
 from teimgr.http.byte_budget import ByteBudget
 from teimgr.observability.request_context import CURRENT, RequestContext, use_context
@@ -93,6 +94,7 @@ class Dispatcher:
         self._tasks: set[asyncio.Task[None]] = set()
         self._codec = ThreadPoolExecutor(2, "codec")
         self._tokenizing = ThreadPoolExecutor(1, "tokenize")
+        self._pooling = ThreadPoolExecutor(1, "pooling")  # of tokens
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -298,7 +300,7 @@ class Dispatcher:
                 continue
             reply: CallReply | DeferredReply | TeimgrError
             try:
-                reply = submission.encode(whole)
+                reply = self._pooled(submission, whole) if is_pooled(whole) else submission.encode(whole)
             except TeimgrError as error:
                 reply = error
             except Exception as error:
@@ -308,6 +310,16 @@ class Dispatcher:
             self._finish_all(outcomes)
         else:
             self._loop.call_soon_threadsafe(self._finish_all, outcomes)
+
+    def _pooled(self, submission: Submission, job: Job) -> DeferredReply:
+        """The reply with token pooling, which may take part of a second for each document."""
+
+        def encode() -> CallReply:
+            pool_documents(job, self.engine.info, partial(self.check_awaited, submission.call))
+            reply = submission.encode(job)
+            return reply.encode() if isinstance(reply, DeferredReply) else reply
+
+        return DeferredReply(encode, pools=True)
 
     async def off_loop(self, work: Callable[..., ResultT], *arguments: object) -> ResultT:
         with short_turns():
@@ -328,7 +340,10 @@ class Dispatcher:
 
     async def _encode_deferred(self, call: WorkerCall, job: Job, deferred: DeferredReply) -> None:
         if call in self._call_limiter:  # and stays there: its memory is at its largest now
-            self._finish(call, job, await self.off_loop(deferred.encode))
+            with short_turns():
+                threads = self._pooling if deferred.pools else self._codec
+                reply = await self._loop.run_in_executor(threads, deferred.encode)
+            self._finish(call, job, reply)
 
     # Stage 5: the reply.
 
@@ -422,7 +437,7 @@ class Dispatcher:
 
     def close(self) -> None:
         """Stop the threads of codecs and tokenization; the engine is closed by its owner."""
-        for pool in (self._codec, self._tokenizing):
+        for pool in (self._codec, self._tokenizing, self._pooling):
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _check_idle(self) -> None:

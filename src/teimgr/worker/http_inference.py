@@ -97,6 +97,12 @@ TruncationDirection = TypeAliasType(
 )
 # An object of anything: pydantic would look at each of 50,000 members in one call.
 AnyObject = InstanceOf[dict[str, Any]]
+PoolFactor = Annotated[
+    float,
+    Field(
+        strict=False, description="1 / pool_factor of a document's vectors per token are left; 1: all (token pooling)"
+    ),
+]
 ModelName = Annotated[str | None, Field(description="an instance, a model id or an alias")]
 
 

@@ -28,6 +28,7 @@ class InfinityEmbeddingsRequest(http.InferenceRequest, http.LenientBody):
     modality: Annotated[
         Literal["text", "image", "audio"], Field(description="image: data URIs or base64; audio is not served")
     ] = "text"
+    pool_factor: http.PoolFactor = 1.0
 
     def job(self, served: http.ServedModel) -> http.JobSpec:
         inputs = http.engine_inputs(self.input, BATCH_LIMIT)
@@ -45,7 +46,10 @@ class InfinityEmbeddingsRequest(http.InferenceRequest, http.LenientBody):
         """The job of texts, ids or images."""
         output = Output.MULTI_VECTOR if served.model.kind == Kind.MULTI_VECTOR else Output.DENSE
         options = InferOptions(
-            frozenset({output}), truncate=served.spec.auto_truncate, dimensions=self.dimensions or None
+            frozenset({output}),
+            truncate=served.spec.auto_truncate,
+            dimensions=self.dimensions or None,
+            pool_factor=self.pool_factor,
         )
 
         def encode(job: Job) -> bytes:

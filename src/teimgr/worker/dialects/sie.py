@@ -77,7 +77,9 @@ class EncodeParams(http.Body):
     instruction: Annotated[
         str | None, Field(max_length=MAX_INSTRUCTION, description="the name of one of the model's prompts, or a text")
     ] = None
-    options: Annotated[http.AnyObject | None, Field(description="is_query, normalize, output_dtype")] = None
+    options: Annotated[http.AnyObject | None, Field(description="is_query, normalize, output_dtype, pool_factor")] = (
+        None
+    )
 
     @property
     def outputs(self) -> Sequence[OutputType]:
@@ -244,6 +246,7 @@ def _job(body: SieEncodeRequest, inputs: Sequence[Input], served: http.ServedMod
         prompt_name=given if given in served.model.prompts else _role(options, served.model),
         prompt=prompts.instructing(given) if given and given not in served.model.prompts else None,
         normalize=options.get("normalize") is not False and served.model.kind != Kind.SPARSE,
+        pool_factor=_pool_factor(options),
     )
     return http.JobSpec(inputs, chosen)
 
@@ -251,6 +254,13 @@ def _job(body: SieEncodeRequest, inputs: Sequence[Input], served: http.ServedMod
 def _check_options(options: Mapping[str, Any]) -> None:
     if found := [name for name in _NOT_SERVED if options.get(name)]:
         raise http.BadRequest(400, f"options.{found[0]}: is not supported", "options")
+
+
+def _pool_factor(options: Mapping[str, Any]) -> float:
+    given = options.get("pool_factor", 1.0)
+    if isinstance(given, bool) or not isinstance(given, int | float):
+        raise http.BadRequest(400, "options.pool_factor: must be a number of at least 1", "options")
+    return float(given)
 
 
 def _role(options: Mapping[str, Any], model: LoadedModel) -> str | None:

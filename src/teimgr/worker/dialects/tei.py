@@ -127,15 +127,11 @@ class TeiTruncation(http.Body):
         )
 
 
-class TeiEmbedAllRequest(http.InferenceRequest, TeiTruncation):
-    """`POST /embed_all`: a vector per token."""
+class TeiInputsRequest(http.InferenceRequest, TeiTruncation):
+    """What all requests for vectors have."""
 
     inputs: http.Input
     prompt_name: str | None = None
-
-    def job(self, served: http.ServedModel) -> http.JobSpec:
-        """Hidden states, or the token vectors that a late-interaction model makes of them."""
-        return self._job(served, scores.output_per_token(served.model), per_token)
 
     def _job(
         self, served: http.ServedModel, output: Output, encode: Callable[[Job], bytes], **more: Any
@@ -145,14 +141,24 @@ class TeiEmbedAllRequest(http.InferenceRequest, TeiTruncation):
         return http.JobSpec(http.engine_inputs(self.inputs, limit), options, encode, limit)
 
 
-class TeiEmbedSparseRequest(TeiEmbedAllRequest):
+class TeiEmbedAllRequest(TeiInputsRequest):
+    """`POST /embed_all`: a vector per token."""
+
+    pool_factor: http.PoolFactor = 1.0
+
+    def job(self, served: http.ServedModel) -> http.JobSpec:
+        """Hidden states, or the token vectors that a late-interaction model makes of them."""
+        return self._job(served, scores.output_per_token(served.model), per_token, pool_factor=self.pool_factor)
+
+
+class TeiEmbedSparseRequest(TeiInputsRequest):
     """`POST /embed_sparse`: the weights of vocabulary entries."""
 
     def job(self, served: http.ServedModel) -> http.JobSpec:
         return self._job(served, Output.SPARSE, sparse)
 
 
-class TeiEmbedRequest(TeiEmbedAllRequest):
+class TeiEmbedRequest(TeiInputsRequest):
     """`POST /embed`: a vector per input."""
 
     normalize: bool = True
@@ -180,9 +186,12 @@ class TeiItemsRequest(TeiEmbedRequest):
 class TeiAllItemsRequest(TeiItemsRequest):
     """`POST /embed_all` with such items."""
 
+    pool_factor: http.PoolFactor = 1.0
+
     def job_of(self, inputs: list[EngineInput], served: http.ServedModel) -> http.JobSpec:
         """A vector per token of each item."""
-        options = self.options(served, scores.output_per_token(served.model), prompt_name=self.prompt_name)
+        output = scores.output_per_token(served.model)
+        options = self.options(served, output, prompt_name=self.prompt_name, pool_factor=self.pool_factor)
         return http.JobSpec(inputs, options, per_token, served.spec.max_client_batch_size)
 
 

@@ -104,6 +104,7 @@ class VllmPoolingRequest(VllmRequest):
     endianness: Annotated[Endianness, Field(description="of encoding_format bytes")] = "native"
     normalize: bool | None = None
     use_activation: bool | None = None
+    pool_factor: http.PoolFactor = 1.0
 
 
 async def _score(inference: http.HttpInference, request: HttpRequest) -> HttpReply:
@@ -157,7 +158,8 @@ def _pooling_job(body: VllmPoolingRequest, inputs: list[EngineInput], served: ht
     input_checks.need_texts(inputs, "input")
     output = _output(body.task, served)
     normalize = body.normalize is not False and served.model.kind != Kind.SPARSE
-    options = body.options(output, normalize=normalize, raw_scores=body.use_activation is False)
+    logits, pool_factor = body.use_activation is False, body.pool_factor
+    options = body.options(output, normalize=normalize, raw_scores=logits, pool_factor=pool_factor)
 
     def encode(job: Job) -> bytes:
         in_base64 = body.encoding_format == "base64"

@@ -53,7 +53,7 @@ ELEMENT_TYPE_BINARY: ElementType
 ELEMENT_TYPE_UBINARY: ElementType
 
 class ArrowRequest(_message.Message):
-    __slots__ = ("target", "arrow_ipc", "outputs", "input", "key_columns", "truncate", "truncation_direction", "prompt_name", "normalize", "dimensions", "raw_scores", "dense_type", "token_type", "compression")
+    __slots__ = ("target", "arrow_ipc", "outputs", "input", "key_columns", "truncate", "truncation_direction", "prompt_name", "normalize", "dimensions", "raw_scores", "dense_type", "token_type", "compression", "pool_factor")
     TARGET_FIELD_NUMBER: _ClassVar[int]
     ARROW_IPC_FIELD_NUMBER: _ClassVar[int]
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
@@ -68,6 +68,7 @@ class ArrowRequest(_message.Message):
     DENSE_TYPE_FIELD_NUMBER: _ClassVar[int]
     TOKEN_TYPE_FIELD_NUMBER: _ClassVar[int]
     COMPRESSION_FIELD_NUMBER: _ClassVar[int]
+    POOL_FACTOR_FIELD_NUMBER: _ClassVar[int]
     target: _multiplexer_pb2.Target
     arrow_ipc: bytes
     outputs: _containers.RepeatedScalarFieldContainer[Output]
@@ -82,7 +83,8 @@ class ArrowRequest(_message.Message):
     dense_type: ElementType
     token_type: ElementType
     compression: _multiplexer_pb2.ArrowCompression
-    def __init__(self, target: _Optional[_Union[_multiplexer_pb2.Target, _Mapping]] = ..., arrow_ipc: _Optional[bytes] = ..., outputs: _Optional[_Iterable[_Union[Output, str]]] = ..., input: _Optional[_Union[Input, str]] = ..., key_columns: _Optional[_Iterable[str]] = ..., truncate: _Optional[bool] = ..., truncation_direction: _Optional[_Union[_tei_pb2.TruncationDirection, str]] = ..., prompt_name: _Optional[str] = ..., normalize: _Optional[bool] = ..., dimensions: _Optional[int] = ..., raw_scores: _Optional[bool] = ..., dense_type: _Optional[_Union[ElementType, str]] = ..., token_type: _Optional[_Union[ElementType, str]] = ..., compression: _Optional[_Union[_multiplexer_pb2.ArrowCompression, str]] = ...) -> None: ...
+    pool_factor: float
+    def __init__(self, target: _Optional[_Union[_multiplexer_pb2.Target, _Mapping]] = ..., arrow_ipc: _Optional[bytes] = ..., outputs: _Optional[_Iterable[_Union[Output, str]]] = ..., input: _Optional[_Union[Input, str]] = ..., key_columns: _Optional[_Iterable[str]] = ..., truncate: _Optional[bool] = ..., truncation_direction: _Optional[_Union[_tei_pb2.TruncationDirection, str]] = ..., prompt_name: _Optional[str] = ..., normalize: _Optional[bool] = ..., dimensions: _Optional[int] = ..., raw_scores: _Optional[bool] = ..., dense_type: _Optional[_Union[ElementType, str]] = ..., token_type: _Optional[_Union[ElementType, str]] = ..., compression: _Optional[_Union[_multiplexer_pb2.ArrowCompression, str]] = ..., pool_factor: _Optional[float] = ...) -> None: ...
 
 class ArrowResponse(_message.Message):
     __slots__ = ("arrow_ipc",)
