@@ -9,6 +9,7 @@
     python3.11 dev.py bench X  run the benchmark X; `bench guard` is that of the gate, `bench all` makes the report
     python3.11 dev.py gpu      all about a card in ten minutes (bench/card.py), with torch's own interpreter where this
                                is one; `gpu --carry DIR` packs what a machine without a network lacks
+    python3.11 dev.py arm      the C library for 64-bit Arm: a wheel by a cross compiler, its kernels under an emulator
     python3.11 dev.py audit    bandit, pip-audit, and a bill of materials (sbom.json)
     python3.11 dev.py soak     1,000 random faults under load (python -m tests.faults); or `soak saturation`,
                                `soak overload`, `soak fleet`, `soak hosts`, `soak cluster`, `soak fuzz`,
@@ -72,6 +73,7 @@ def main(argv: list[str]) -> int:
         "proto": proto,
         "bench": bench,
         "gpu": gpu,
+        "arm": arm,
         "audit": audit,
         "soak": soak,
         "setup": lambda _: install("test", "check"),
@@ -143,6 +145,11 @@ def gpu(arguments: list[str]) -> int:
         python = str(PYTHON)
     os.environ["PYTHONPATH"] = f"{ROOT / 'src'}{os.pathsep}{ROOT}"
     return call(python, "-m", "bench", "card", *arguments)
+
+
+def arm(arguments: list[str]) -> int:
+    """The wheel for 64-bit Arm, left in the folder that the argument names, and its kernels under an emulator."""
+    return install("test", "check") or call(PYTHON, "-m", "tests.engine.native.arm", *arguments)
 
 
 def audit(arguments: list[str]) -> int:

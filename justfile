@@ -42,6 +42,10 @@ bench name *args:
 gpu *args:
     {{python}} dev.py gpu {{args}}
 
+# the C library for 64-bit Arm, under an emulator; `arm FOLDER` leaves its wheel there
+arm *args:
+    {{python}} dev.py arm {{args}}
+
 # 1,000 random faults under load; or `soak saturation`, `soak overload`, `soak fleet`, `soak fuzz`
 soak *args:
     {{python}} dev.py soak {{args}}

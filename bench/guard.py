@@ -29,7 +29,7 @@ from bench.progress import limit_passed, say
 from bench.report import markdown_table
 from teimgr.engine.backbone import Batching
 from teimgr.engine.batch import Encoded
-from teimgr.engine.native_library import LEVELS, native_library
+from teimgr.engine.native_library import BFLOAT16_LEVEL, native_library
 from teimgr.engine.tokenizer import TokenizeOptions
 
 _BOUNDS = Path(__file__).with_name("bounds.json")
@@ -125,7 +125,7 @@ def _engine(texts: Sequence[str], rounds: int) -> dict[str, float]:
             "native forward against the model's own, one query": ("native, one", "own, one"),
             "native WordPiece against the tokenizers library": ("wordpiece", "tokenizers"),
         }
-        if LEVELS[library.level] == "avx512_bf16":
+        if library.level >= BFLOAT16_LEVEL:
             ways["bfloat16"] = forward(load("bfloat16", 1, "").model, packed(encoded))
             pairs["bfloat16 against float32, bulk"] = ("bfloat16", "native")
             if library.byte_sum_bits(library.level):

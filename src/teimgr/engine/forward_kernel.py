@@ -22,7 +22,14 @@ from teimgr.engine.forward_program import CannotLowerError, ForwardProgram, Step
 from teimgr.engine.forward_trace import trace_forward
 from teimgr.engine.helper_waits import HelperWaits
 from teimgr.engine.lowering import lower
-from teimgr.engine.native_library import LEVELS, NO_MEMORY, address, native_forward_allowed, native_library
+from teimgr.engine.native_library import (
+    BFLOAT16_LEVEL,
+    LEVELS,
+    NO_MEMORY,
+    address,
+    native_forward_allowed,
+    native_library,
+)
 from teimgr.engine.packed_weights import WeightPacker
 
 _KINDS = ("embed", "linear", "attend", "norm", "add", "activate", "gate", "rotate", "quantise")
@@ -184,7 +191,7 @@ class ForwardKernel:
         self._level = library.level if level is None else LEVELS.index(level)
         self._panel = int(library.panel_width(self._level))
         byte_sum_bits = int(library.byte_sum_bits(self._level))
-        has_bfloat16, is_int8 = LEVELS[self._level] == "avx512_bf16", dtype is torch.int8
+        has_bfloat16, is_int8 = self._level >= BFLOAT16_LEVEL, dtype is torch.int8
         self._bfloat16 = has_bfloat16 and dtype is not torch.float32
         known = {
             torch.float32: True,

@@ -11,6 +11,7 @@ import functools
 import importlib.machinery
 import logging
 import os
+import platform
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,11 @@ from numpy.typing import NDArray
 
 log = logging.getLogger(__name__)
 
-LEVELS = ("baseline", "avx2", "avx512", "avx512_bf16")  # `attention_level` of library.h
+# `attention_level` of library.h
+_X86_LEVELS = ("baseline", "avx2", "avx512", "avx512_bf16")
+_ARM_LEVELS = ("baseline", "neon", "neon_dot", "neon_bf16")
+LEVELS = _ARM_LEVELS if platform.machine() in ("aarch64", "arm64") else _X86_LEVELS
+BFLOAT16_LEVEL = 3  # the first that multiplies bfloat16
 MAX_HEAD_SIZE, MAX_HEADS = 1024, 1 << 16  # of library.h: what its buffers take
 NO_MEMORY = "can't allocate memory"  # torch's words too: by them `runner` sees that a batch was too large
 # "0": the library is not used. "attention": only its attention is, within the model's own forward.
@@ -39,7 +44,7 @@ _STRUCTS = ("attention", "slot", "step", "program", "forward")
 
 
 class NativeLibrary:
-    """The loaded library; `level` is the index in `LEVELS` of the best instructions that this CPU has.
+    """The library in `path`; `level` is the index in `LEVELS` of the best instructions that this CPU has.
 
     `byte_sum_bits(level)` is 0 if a level has no int8, else the bits in which it sums the products of two neighbouring
     bytes: 32, or 16, which saturate.
@@ -49,6 +54,7 @@ class NativeLibrary:
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
+        self.path = library._name
         self.attention = library.attention
         self.forward = library.forward
         self.panel_width = library.panel_width

@@ -88,6 +88,25 @@ static void clear_blind_rows(const struct attention *call, const struct item *it
 #define COLUMNS 4
 #define PAIRS 1
 #include "attention_tile.h"
+
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#if defined(__linux__)
+#include <sys/auxv.h>
+#endif
+#define LEVEL(name) name##_neon
+#define TARGET
+#define WIDTH 4
+#define COLUMNS 4
+#define PAIRS 0
+#include "attention_tile.h"
+
+#define LEVEL(name) name##_neon_bf16
+#define TARGET __attribute__((target("arch=armv8.2-a+dotprod+bf16+i8mm")))
+#define WIDTH 4
+#define COLUMNS 4
+#define PAIRS 1
+#include "attention_tile.h"
 #endif
 
 int attention_level(void) {
@@ -98,6 +117,14 @@ int attention_level(void) {
     if (avx512 && __builtin_cpu_supports("avx512bf16")) return AVX512_BF16;
     if (avx512) return AVX512;
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return AVX2;
+#elif defined(__aarch64__)
+    enum { DOT = 1 << 20, BYTES = 1 << 13, BF16 = 1 << 14 };  // the kernel's HWCAP_ASIMDDP, HWCAP2_I8MM, HWCAP2_BF16
+#if defined(__linux__)
+    const unsigned long first = getauxval(AT_HWCAP), second = getauxval(AT_HWCAP2);
+    if ((first & DOT) && (second & BYTES) && (second & BF16)) return NEON_BF16;
+    if (first & DOT) return NEON_DOT;
+#endif
+    return NEON;
 #endif
     return BASELINE;
 }
@@ -112,6 +139,15 @@ static void attend(const struct attention *call, const struct scratch *scratch, 
         }  // fall through
     case AVX512: attend_avx512(call, scratch, item); return;
     case AVX2: attend_avx2(call, scratch, item); return;
+    }
+#elif defined(__aarch64__)
+    if (call->level >= NEON_BF16 && call->bfloat16) {
+        attend_neon_bf16(call, scratch, item);
+        return;
+    }
+    if (call->level >= NEON) {
+        attend_neon(call, scratch, item);
+        return;
     }
 #endif
     attend_baseline(call, scratch, item);

@@ -169,7 +169,7 @@ static TARGET float LEVEL(exponentials)(
         FLOATS weight = LEVEL(power_of_two)(x * factor - offset);
         sums += weight;
 #if PAIRS
-        _mm256_storeu_si256((__m256i *)(weights + j), (__m256i)_mm512_cvtneps_pbh((__m512)weight));
+        LEVEL(store_bfloat16)(weight, weights + j);
 #else
         *(FLOATS *)(scores + j) = weight;
 #endif
@@ -211,8 +211,7 @@ static TARGET void LEVEL(store_row)(const struct attention *call, const float *r
     }
     uint16_t *out = (uint16_t *)call->out + at;
 #if PAIRS
-    for (; d + WIDTH <= size; d += WIDTH)
-        _mm256_storeu_si256((__m256i *)(out + d), (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(row + d) * factor));
+    for (; d + WIDTH <= size; d += WIDTH) LEVEL(store_bfloat16)(*(const FLOATS *)(row + d) * factor, out + d);
 #endif
     for (; d < size; d++) out[d] = to_bfloat16(row[d] * factor);
 }

@@ -21,13 +21,17 @@ enum {
 
 static inline int64_t ceiling(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
 
-#if defined(__x86_64__)
-#include <immintrin.h>
+#if defined(__x86_64__) || defined(__aarch64__)
 #include <pthread.h>
 #include <sched.h>
 #include <time.h>
 
 enum {
+#if defined(__aarch64__)
+    ZERO_OF_BYTES = 128,  // bytes of rows are signed: SDOT and SMMLA multiply signed bytes alone
+#else
+    ZERO_OF_BYTES = 0,  // they are unsigned, as PMADDUBSW and VPDPBUSD want them
+#endif
     MAX_ROWS = 6,       // that share a load of the weights
     FETCHED_AHEAD = 32,  // elements of a row of weights, from memory: of 64 columns 8 KiB
     TAKEN_AHEAD = 12,    // the same, from the second-level cache
@@ -53,6 +57,37 @@ enum {
         row += rows;                                                                                    \
     }
 
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#define LEVEL(name) name##_neon
+#define TARGET
+#define WIDTH 4
+#define COLUMNS 4
+#define PAIRS 0
+#define DOTS 0
+#include "forward_tile.h"
+
+#define LEVEL(name) name##_neon_dot
+#define TARGET __attribute__((target("arch=armv8.2-a+dotprod")))
+#define WIDTH 4
+#define COLUMNS 4
+#define PAIRS 0
+#define DOTS 1
+#include "forward_tile.h"
+
+#define LEVEL(name) name##_neon_bf16
+#define TARGET __attribute__((target("arch=armv8.2-a+dotprod+bf16+i8mm")))
+#define WIDTH 4
+#define COLUMNS 4
+#define PAIRS 1
+#define DOTS 1
+#include "forward_tile.h"
+
+int64_t panel_width(int32_t level) { return level >= NEON ? 16 : 0; }
+
+int byte_sum_bits(int32_t level) { return level >= NEON_DOT ? 32 : 0; }
+#else
+#include <immintrin.h>
 #define LEVEL(name) name##_avx2
 #define TARGET __attribute__((target("avx2,fma")))
 #define WIDTH 8
@@ -77,6 +112,13 @@ enum {
 #include "forward_tile.h"
 
 int64_t panel_width(int32_t level) { return level >= AVX512 ? 64 : level == AVX2 ? 16 : 0; }
+
+int byte_sum_bits(int32_t level) {
+    const int has_vnni = attention_level() >= AVX512 && __builtin_cpu_supports("avx512vnni");
+    if (level >= AVX512 && has_vnni) return 32;
+    return level == AVX512 || level == AVX2 ? 16 : 0;
+}
+#endif
 
 // What attention is asked for a group.
 static struct attention attention_of(const struct step *step, const struct group *group) {
@@ -113,19 +155,37 @@ static int64_t units_of(const struct step *step, const struct group *group, cons
     return ceiling(group->tokens, ROWS_AT_A_TIME);
 }
 
-int byte_sum_bits(int32_t level) {
-    const int has_vnni = attention_level() >= AVX512 && __builtin_cpu_supports("avx512vnni");
-    if (level >= AVX512 && has_vnni) return 32;
-    return level == AVX512 || level == AVX2 ? 16 : 0;
+typedef void (*unit_function)(const struct step *step, const struct group *group, int64_t unit);
+
+#if defined(__aarch64__)
+static unit_function linear_of_bytes(const struct program *program) {
+    return program->bfloat16 ? linear_bytes_neon_bf16 : linear_bytes_neon_dot;
 }
 
-typedef void (*linear_function)(const struct step *step, const struct group *group, int64_t unit);
+static unit_function linear_of_numbers(const struct program *program) {
+    return program->bfloat16 ? linear_neon_bf16 : program->level >= NEON_DOT ? linear_neon_dot : linear_neon;
+}
 
-static linear_function linear_of_bytes(const struct program *program) {
+static unit_function rows_of(const struct program *program) {
+    return program->bfloat16 ? run_rows_neon_bf16 : program->level >= NEON_DOT ? run_rows_neon_dot : run_rows_neon;
+}
+#else
+static unit_function linear_of_bytes(const struct program *program) {
     if (program->bfloat16) return linear_bytes_vnni_avx512_bf16;
     if (program->level == AVX2) return linear_bytes_avx2;
     return byte_sum_bits(AVX512) == 32 ? linear_bytes_vnni_avx512 : linear_bytes_avx512;
 }
+
+static unit_function linear_of_numbers(const struct program *program) {
+    if (program->bfloat16) return linear_avx512_bf16;
+    return program->level >= AVX512 ? linear_avx512 : linear_avx2;
+}
+
+static unit_function rows_of(const struct program *program) {
+    if (program->bfloat16) return run_rows_avx512_bf16;
+    return program->level >= AVX512 ? run_rows_avx512 : run_rows_avx2;
+}
+#endif
 
 static void run_unit(
     const struct step *step, const struct group *group, const struct attention *attention, void *scratch, int64_t unit) {
@@ -133,15 +193,12 @@ static void run_unit(
         attention_item(attention, scratch, unit);
         return;
     }
-    const int is_linear = step->kind == LINEAR;
-    if (is_linear && step->scales != NULL)
+    if (step->kind != LINEAR)
+        rows_of(group->program)(step, group, unit);
+    else if (step->scales != NULL)
         linear_of_bytes(group->program)(step, group, unit);
-    else if (group->program->bfloat16)
-        (is_linear ? linear_avx512_bf16 : run_rows_avx512_bf16)(step, group, unit);
-    else if (group->program->level >= AVX512)
-        (is_linear ? linear_avx512 : run_rows_avx512)(step, group, unit);
     else
-        (is_linear ? linear_avx2 : run_rows_avx2)(step, group, unit);
+        linear_of_numbers(group->program)(step, group, unit);
 }
 
 // Writes a group's result to its place in the batch.
@@ -246,7 +303,7 @@ static int64_t wait_for(atomic_llong *done, int64_t units) {
     for (int64_t i = 0; atomic_load_explicit(done, memory_order_acquire) < units; i++) {
         if (i == SPINS) began = now();
         if (i < SPINS)
-            _mm_pause();
+            pause_briefly();
         else
             sched_yield();
     }
@@ -330,7 +387,7 @@ static int64_t shared_groups(const struct group *groups, int64_t count, int64_t 
 int forward(struct forward *call) {
     const struct program *program = call->program;
     if (program == NULL) return BAD_CALL;
-    if (panel_width(program->level) == 0 || (program->bfloat16 && program->level < AVX512_BF16)) return UNSUPPORTED;
+    if (panel_width(program->level) == 0 || (program->bfloat16 && program->level < FIRST_OF_BFLOAT16)) return UNSUPPORTED;
     if (!forward_is_valid(call)) return BAD_CALL;
     if (!indices_are_valid(call)) return BAD_INDEX;
     struct work work = {.call = call, .caller = pthread_self()};

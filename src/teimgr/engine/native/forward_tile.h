@@ -14,7 +14,7 @@ INLINE FLOATS LEVEL(load)(const float *from) { return *(const FLOATS *)from; }
 INLINE void LEVEL(store)(FLOATS value, float *floats, OPERAND *operands, int64_t column) {
     if (floats != NULL) *(FLOATS *)(floats + column) = value;
 #if PAIRS
-    if (operands != NULL) _mm256_storeu_si256((__m256i *)(operands + column), (__m256i)_mm512_cvtneps_pbh((__m512)value));
+    if (operands != NULL) LEVEL(store_bfloat16)(value, operands + column);
 #else
     if (operands != NULL) *(FLOATS *)(operands + column) = value;
 #endif
@@ -137,10 +137,17 @@ INLINE void LEVEL(fetch_ahead)(const void *weights, int elements) {
     for (int byte = 0; byte < PANEL * 4; byte += 64) __builtin_prefetch(ahead + byte);
 }
 
-// Adds the products of `rows` rows and a panel of weights; `fetches` where these are read for the first time. Later rows
+#if PAIRS && defined(__aarch64__)
+#include "tiles_neon.h"
+#endif
+
+// Adds the products of `rows` rows and a panel of weights to sums of 0; `fetches` where these are read for the first time. Later rows
 // take them from the second-level cache, whose speed float32 needs: bfloat16 has twice the work for the same bytes.
 INLINE void LEVEL(add_products)(
     const ELEMENT *weights, int64_t elements, const ELEMENT *const *x, int rows, int fetches, FLOATS (*sums)[COLUMNS]) {
+#if PAIRS && defined(__aarch64__)
+    LEVEL(multiply_tiles)(weights, elements, x, rows, fetches, 0, sums);
+#else
     for (int64_t e = 0; e < elements; e++, weights += PANEL) {
         if (fetches)
             LEVEL(fetch_ahead)(weights, FETCHED_AHEAD);
@@ -149,6 +156,7 @@ INLINE void LEVEL(add_products)(
         for (int r = 0; r < rows; r++)
             for (int c = 0; c < COLUMNS; c++) sums[r][c] = LEVEL(multiply_add)(x[r][e], weights + c * WIDTH, sums[r][c]);
     }
+#endif
 }
 
 // `rows` rows times one panel.
@@ -172,7 +180,16 @@ static TARGET void LEVEL(linear)(const struct step *step, const struct group *gr
     IN_BLOCKS(LEVEL(multiply_panel))
 }
 
-// Products of bytes: without VNNI where bfloat16 does not imply it, and with VNNI where registers are wide enough.
+// Products of bytes: on Arm by dot products, where there are any; else without VNNI where bfloat16 does not imply it, and
+// with VNNI where registers are wide enough.
+#if defined(__aarch64__)
+#if DOTS
+#define VNNI 0
+#define BYTES(name) LEVEL(name##_bytes)
+#define BYTES_TARGET TARGET
+#include "bytes_tile.h"
+#endif
+#else
 #if !PAIRS
 #define VNNI 0
 #define BYTES(name) LEVEL(name##_bytes)
@@ -185,18 +202,23 @@ static TARGET void LEVEL(linear)(const struct step *step, const struct group *gr
 #define BYTES_TARGET VNNI_TARGET
 #include "bytes_tile.h"
 #endif
+#endif
 
 INLINE FLOATS LEVEL(load_operands)(const OPERAND *from) {
 #if PAIRS
-    return (FLOATS)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)), 16);
+    return LEVEL(load_bfloat16)(from);
 #else
     return LEVEL(load)(from);
 #endif
 }
 
-// The nearest integers, from 0 to 255, as bytes; 0 for NaN.
+// The nearest integers, from 0 to 255, less ZERO_OF_BYTES, as bytes; 0 for NaN.
 INLINE void LEVEL(store_bytes)(FLOATS values, char *bytes) {
-#if WIDTH == 16
+#if defined(__aarch64__)
+    const int16x4_t words = vqmovn_s32(vcvtnq_s32_f32((float32x4_t)values));
+    const uint8x8_t whole = veor_u8(vqmovun_s16(vcombine_s16(words, words)), vdup_n_u8(ZERO_OF_BYTES));
+    vst1_lane_u32((uint32_t *)bytes, vreinterpret_u32_u8(whole), 0);
+#elif WIDTH == 16
     const __m512i whole = _mm512_max_epi32(_mm512_cvtps_epi32((__m512)values), _mm512_setzero_si512());
     _mm_storeu_si128((__m128i *)bytes, _mm512_cvtusepi32_epi8(whole));
 #else
@@ -220,9 +242,9 @@ static TARGET void LEVEL(quantise)(const struct step *step, const struct group *
     const float low = -LEVEL(largest_of)(least), range = LEVEL(largest_of)(most) - low;
     const float scale = range > 0 ? range / 255.0f : 1.0f, inverse = 1.0f / scale;
     const int32_t zero = range < __builtin_inff() ? (int32_t)__builtin_rintf(-low * inverse) : 0;
-    struct row_scale of_row = {scale + LEVEL(sum_of)(nothing), zero};
+    struct row_scale of_row = {scale + LEVEL(sum_of)(nothing), zero - ZERO_OF_BYTES};
     for (int64_t column = 0; column < step->inner; column += WIDTH)
-        LEVEL(store_bytes)(LEVEL(load_operands)(x + column) * inverse + (float)of_row.zero, bytes + column);
+        LEVEL(store_bytes)(LEVEL(load_operands)(x + column) * inverse + (float)zero, bytes + column);
     memcpy(bytes + step->inner, &of_row, sizeof of_row);
 }
 
@@ -322,4 +344,5 @@ static TARGET void LEVEL(run_rows)(const struct step *step, const struct group *
 }
 
 #undef OPERAND
+#undef DOTS
 #include "simd_end.h"

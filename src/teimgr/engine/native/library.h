@@ -35,7 +35,15 @@ struct attention {
     parallel_function parallel;                        // NULL: on the calling thread
 };
 
+// Instruction sets, each with those before it. On x86-64: AVX2 with FMA; AVX-512; products of bfloat16. On 64-bit Arm: NEON,
+// which each has; dot products of bytes; products of matrices of bfloat16 and of bytes.
+#if defined(__aarch64__)
+enum { BASELINE, NEON, NEON_DOT, NEON_BF16 };
+enum { FIRST_OF_FORWARD = NEON, FIRST_OF_BFLOAT16 = NEON_BF16 };
+#else
 enum { BASELINE, AVX2, AVX512, AVX512_BF16 };
+enum { FIRST_OF_FORWARD = AVX2, FIRST_OF_BFLOAT16 = AVX512_BF16 };
+#endif
 enum { DONE, NO_MEMORY, UNSUPPORTED, BAD_INDEX, BAD_CALL };
 
 enum { MAX_HEAD_SIZE = 1024, MAX_HEADS = 1 << 16 };
@@ -59,6 +67,15 @@ int64_t attention_scratch_bytes(const struct attention *call);
 
 // Computes an item; the first ones are those of the last texts.
 void attention_item(const struct attention *call, void *memory, int64_t i);
+
+// For a thread that waits for another: a moment in which its core may do something else.
+static inline void pause_briefly(void) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("isb" ::: "memory");
+#endif
+}
 
 static inline int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t greater(int64_t a, int64_t b) { return a > b ? a : b; }

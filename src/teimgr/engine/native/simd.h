@@ -3,7 +3,7 @@
 //   TARGET       the attribute that allows its instructions
 //   WIDTH        float32 numbers in a register
 //   COLUMNS      registers of neighbouring results that are summed at a time
-//   PAIRS        1: products of pairs of bfloat16 numbers with float32 sums (VDPBF16PS); 0: float32 throughout
+//   PAIRS        1: products of pairs of bfloat16 numbers with float32 sums (VDPBF16PS, BFDOT); 0: float32 throughout
 // and simd_end.h undefines them.
 
 #define FLOATS LEVEL(floats)
@@ -88,9 +88,32 @@ INLINE FLOATS LEVEL(power_of_two)(FLOATS x) {
 }
 
 INLINE FLOATS LEVEL(multiply_add)(ELEMENT a, const ELEMENT *b, FLOATS sum) {
-#if PAIRS
+#if PAIRS && defined(__aarch64__)
+    const bfloat16x8_t numbers = vreinterpretq_bf16_u32(vdupq_n_u32(a));
+    return (FLOATS)vbfdotq_f32((float32x4_t)sum, numbers, vreinterpretq_bf16_u32(vld1q_u32((const uint32_t *)b)));
+#elif PAIRS
     return (FLOATS)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32((int)a), (__m512bh)_mm512_loadu_si512(b));
 #else
     return sum + a * *(const FLOATS *)b;
 #endif
 }
+
+#if PAIRS
+// WIDTH numbers as bfloat16, to the nearest.
+INLINE void LEVEL(store_bfloat16)(FLOATS values, uint16_t *to) {
+#if defined(__aarch64__)
+    vst1_u16(to, vreinterpret_u16_bf16(vcvt_bf16_f32((float32x4_t)values)));
+#else
+    _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh((__m512)values));
+#endif
+}
+
+// WIDTH numbers of bfloat16.
+INLINE FLOATS LEVEL(load_bfloat16)(const uint16_t *from) {
+#if defined(__aarch64__)
+    return (FLOATS)vshll_n_u16(vld1_u16(from), 16);
+#else
+    return (FLOATS)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)), 16);
+#endif
+}
+#endif

@@ -164,9 +164,7 @@ void run_threads(void (*body)(void *), void *data, unsigned threads, unsigned fl
     unsigned done;
     for (unsigned i = 0; (done = atomic_load(&team->done)) < begun; i++) {
         if (i < SPINS) {
-#if defined(__x86_64__)
-            __builtin_ia32_pause();
-#endif
+            pause_briefly();
             continue;
         }
         atomic_store(&team->sleeps, 1);

@@ -152,8 +152,8 @@ static int step_is_valid(const struct program *program, const struct step *step)
 
 int program_is_valid(const struct program *program) {
     if (program->steps == NULL || program->slots == NULL) return 0;
-    if (!within(program->level, AVX2, attention_level()) || !within(program->bfloat16, 0, 1)) return 0;
-    if (program->bfloat16 && program->level < AVX512_BF16) return 0;
+    if (!within(program->level, FIRST_OF_FORWARD, attention_level()) || !within(program->bfloat16, 0, 1)) return 0;
+    if (program->bfloat16 && program->level < FIRST_OF_BFLOAT16) return 0;
     if (!within(program->step_count, 1, MAX_STEPS) || !within(program->slot_count, 1, 3 * MAX_STEPS)) return 0;
     if (!within(program->bytes, 1, MAX_TOKEN_BYTES)) return 0;
     for (int64_t i = 0; i < program->slot_count; i++) {
