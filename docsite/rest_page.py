@@ -13,6 +13,7 @@ from teimgr.api.gateway.routes import DIALECT_HEADER, INFO, describe, paths
 from teimgr.api.rest import (
     batches,
     config,
+    daemon,
     events,
     files,
     fleet,
@@ -80,7 +81,7 @@ def to_markdown() -> str:
 def _openapi() -> dict[str, Any]:
     app = FastAPI()
     for part in (
-        *(instances, fleet, plan, logs, events, models, config, gpus),
+        *(instances, fleet, plan, logs, events, models, config, daemon, gpus),
         *(usage, hosts, probes, scaling, recommendations, files, batches),
     ):
         app.router.routes.extend(part.router.routes)

@@ -252,7 +252,7 @@ class UpdateInProgress(Refused, code=Code.UPDATE_IN_PROGRESS):
 
 
 class UpdateFailed(Refused, code=Code.UPDATE_FAILED):
-    """The workers of an update did not start; the instance was rolled back."""
+    """The workers of an update did not start, or the successor of a daemon: those of before serve on."""
 
 
 class PortConflict(Refused, code=Code.PORT_CONFLICT):

@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import pwd
 import stat
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
+from teimgr import __version__
 from teimgr.errors import InvalidConfig
 
 # What `getpass.getuser` reads before it looks for the user's entry.
 _USER_VARIABLES = ("LOGNAME", "USER", "LNAME", "USERNAME")
+
+
+@cache
+def code_id() -> str:
+    """The version with a digest of this package's Python files, as they are at the first call.
+
+    Call it when a process has imported what it uses: files that are replaced later are not its code.
+    """
+    folder, digest = Path(__file__).parent, hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(path.relative_to(folder).as_posix().encode())
+        digest.update(path.read_bytes())
+    return f"{__version__}+{digest.hexdigest()[:12]}"
 
 
 def expanded(path: str | Path) -> Path:

@@ -30,10 +30,11 @@ def serve(
     log_format: Annotated[Literal["json", "pretty"] | None, typer.Option(help="json: one object per line.")] = None,
 ) -> int:
     """Run the daemon in the foreground (also: teimgr -c FILE)."""
-    from teimgr.daemon.container_init import leave_pid_1
+    from teimgr.daemon.parent import leave_pid_1
 
     leave_pid_1()
     from teimgr.config.sources import Source, read, unread_variables
+    from teimgr.daemon.succession import following
 
     keys = {
         "api_port": port,
@@ -43,13 +44,14 @@ def serve(
         "log_format": log_format,
     }
     source = Source(file=config, overrides=keys)
-    configuration = read(source)
-    for warning in unread_variables():
-        say(f"teimgr: warning: {warning}", file=sys.stderr)
-    # The daemon's imports are slow; invalid settings are reported before them.
-    from teimgr.daemon.process import main as run
+    with following() as predecessor:
+        configuration = read(source)
+        for warning in unread_variables():
+            say(f"teimgr: warning: {warning}", file=sys.stderr)
+        # The daemon's imports are slow; invalid settings are reported before them.
+        from teimgr.daemon.process import main as run
 
-    return run(configuration, source)
+        return run(configuration, source, predecessor)
 
 
 def up(

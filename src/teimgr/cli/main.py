@@ -33,6 +33,7 @@ COMMANDS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
         "doctor": ("daemon_commands", "doctor", _DAEMON),
         "explain": ("explain_command", "explain", _DAEMON),
         "reload": ("fleet_commands", "reload", _DAEMON),
+        "daemon restart": ("restart_command", "restart", _DAEMON),
         "run": ("run_command", "run", _INSTANCES),
         "ps": ("instance_commands", "ps", _INSTANCES),
         "list": ("instance_commands", "list_instances", _INSTANCES),
@@ -78,6 +79,7 @@ COMMANDS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
 )
 GROUPS = MappingProxyType(
     {
+        "daemon": "The daemon that answers.",
         "models": "Models: list, download, try out, delete.",
         "config": "A daemon's configuration file.",
         "cluster": "The hosts of a fleet on several hosts.",

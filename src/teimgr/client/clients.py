@@ -232,6 +232,8 @@ class Client:
 
     config = _blocking(AsyncClient.config)
     reload = _blocking(AsyncClient.reload)
+    daemon = _blocking(AsyncClient.daemon)
+    restart_daemon = _blocking(AsyncClient.restart_daemon)
     gpus = _blocking(AsyncClient.gpus)
     usage = _blocking(AsyncClient.usage)
     recommendations = _blocking(AsyncClient.recommendations)

@@ -35,6 +35,20 @@ class FleetCalls(RestCalls):
         result: Mapping[str, Any] = await self._call("POST", "/config/reload", query=query)
         return result
 
+    async def daemon(self) -> Mapping[str, Any]:
+        """`pid`, `version` and `uptime_secs` of the daemon that answers."""
+        found: Mapping[str, Any] = await self._call("GET", "/daemon")
+        return found
+
+    async def restart_daemon(self) -> Mapping[str, Any]:
+        """Have the next daemon take over; `pid` and `version` of it, which `daemon` shows as soon as it serves.
+
+        Raises:
+            UpdateFailed: it does not start; the present one serves on.
+        """
+        found: Mapping[str, Any] = await self._call("POST", "/daemon/restart")
+        return found
+
     async def gpus(self) -> Mapping[str, Any]:
         """`gpus` with memory, load and workers of each; without any, `reason` has why."""
         gpus: Mapping[str, Any] = await self._call("GET", "/gpus")

@@ -111,6 +111,8 @@ class RestClient:
 
     config = _blocking(_Calls.config)
     reload = _blocking(_Calls.reload)
+    daemon = _blocking(_Calls.daemon)
+    restart_daemon = _blocking(_Calls.restart_daemon)
     gpus = _blocking(_Calls.gpus)
     usage = _blocking(_Calls.usage)
     recommendations = _blocking(_Calls.recommendations)

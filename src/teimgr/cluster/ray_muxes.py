@@ -14,7 +14,7 @@ from teimgr.cluster.node_muxes import mux_spec
 from teimgr.config.cluster import address_on_host
 from teimgr.config.mux import MuxConfig
 from teimgr.control.launch.control_link import MuxLink
-from teimgr.control.launch.mux_launcher import config_hash
+from teimgr.control.launch.mux_launcher import MuxHandle, config_hash
 from teimgr.control.launch.remote_control import open_mux_link
 from teimgr.http.auth.tls_files import TlsFiles
 from teimgr.wire.remote_frames import RemoteAddress
@@ -82,6 +82,12 @@ class RayMuxLauncher:
         name = await place(self._head, self._replica, self.host, self._placement_limit_s)
         held = await launch(self._head, name, self.host, [self._spec, "launch mux"], _LAUNCH_LIMIT_S)
         return self._mux(name, held, is_current=True)
+
+    def may_overlap(self) -> bool:
+        return False  # the actor of the present one has the name
+
+    def record(self, mux: MuxHandle) -> None:
+        """The actors are the record."""
 
     def clean_up(self) -> None:
         """Its host's agent removes the files."""

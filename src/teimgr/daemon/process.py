@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +47,14 @@ from teimgr.control.supervision.reload import Reloader
 from teimgr.control.supervision.store import Store
 from teimgr.control.supervision.worker_run import FleetProber
 from teimgr.daemon.disk_watch import DiskWatch
+from teimgr.daemon.listeners import Listeners, open_listeners
+from teimgr.daemon.parent import block_signals
+from teimgr.daemon.succession import Follower, Predecessor, Succession
 from teimgr.daemon.systemd import Notifier
 from teimgr.errors import InvalidConfig, TeimgrError
 from teimgr.files import ensure_home
 from teimgr.http.auth.policy import Policy, PolicyInForce
-from teimgr.http.server import bind
-from teimgr.http.unix_listener import UnixListener, bind_unix
+from teimgr.http.server import Listener
 from teimgr.models.hub import default_cache_folder
 from teimgr.observability import catalogue, logs
 from teimgr.observability.exposition import Page as MetricsPage
@@ -71,35 +73,44 @@ from teimgr.wire.routing.router import Directory
 log = logging.getLogger(__name__)
 
 EXIT_REFUSED = 1
+_NOT_IN_A_CLUSTER = "[cluster]: a daemon of several hosts is not restarted in place; stop it and start it again"
 LAST_GRACE_S = 1.0
 """What workers have at the end of a stop at least, to finish a batch and give their device and ports back."""
 
 
-def main(configuration: Configuration, source: Source) -> int:
-    """Run the daemon until a signal ends it; the result is the exit status."""
+def main(configuration: Configuration, source: Source, predecessor: Predecessor | None = None) -> int:
+    """Run the daemon until a signal ends it; the result is the exit status. It takes over from its predecessor."""
     settings = configuration.settings
     logs.setup(settings.log_level, settings.log_format)
     if ensure_home(settings.state_file.parent):
         log.warning("this user has no home directory: HOME is now %s, for caches of models", os.environ["HOME"])
     raise_file_limit()
     try:
-        return uvloop.run(Daemon(configuration, source).run())
+        daemon = Daemon(configuration, source, predecessor)
+        return daemon.succession.leave(uvloop.run(daemon.run()))
     except TeimgrError as error:
         log.critical("cannot start: %s", error.message, extra={"code": error.code.name})
+        if predecessor is not None:
+            predecessor.refuse(error.message)
         return EXIT_REFUSED
 
 
 class Daemon:
     """Composition root: constructs the parts, starts and stops them in order, applies a reload.
 
-    `stopping` ends `run`. A reload reads `source` again.
+    `stopping` ends `run`. A reload reads `source` again. `predecessor` is the daemon that this one follows.
     """
 
-    def __init__(self, configuration: Configuration, source: Source) -> None:
+    def __init__(self, configuration: Configuration, source: Source, predecessor: Predecessor | None = None) -> None:
         self.settings = settings = configuration.settings
         self.stopping = asyncio.Event()
         self._stop_began: float | None = None
         self.notifier = Notifier()
+        self.predecessor = predecessor
+        self.facts = {name: str(getattr(settings, name).absolute()) for name in ("state_file", "run_dir")}
+        self.succession = Succession(
+            self.facts, self._take_over, self.notifier.environ, _NOT_IN_A_CLUSTER if settings.cluster.address else None
+        )
         # Shared state
         self.metrics = DaemonMetrics()
         self.watchdog: LoopWatchdog | None = None
@@ -202,6 +213,7 @@ class Daemon:
             batches=self.batches,
             page=self.page.routes() if self.page else None,
             enrolment=self.cluster.head.enrolment if self.cluster else None,
+            restarter=self.succession,
             log_sources=FleetLogs(
                 LocalLogs(settings.log_dir, self.cluster.head.host.name if self.cluster else ""),
                 self.cluster.logs if self.cluster else tuple,
@@ -223,81 +235,89 @@ class Daemon:
             log.warning(warning)
         self.settings.prepare_folders()
         self._keep_log()
-        listener = bind(self.settings.api_host, self.settings.api_port, "api_port")
-        more = [bind(self.settings.api_host, port, "ollama_port") for port in filter(None, [self.settings.ollama_port])]
-        async with self._health_port():
-            return await self._serve(listener, more)
+        take = self.predecessor.take if self.predecessor else lambda name: None
+        with open_listeners(self.settings, take) as listeners, self._signals():
+            self.succession.offer(listeners.by_name)
+            await self._await_turn(listeners)
+            self.succession.watch_parent()
+            async with self._health_port(listeners.health) as health:
+                return await self._serve(listeners, health)
 
-    async def _serve(self, listener: socket.socket, more: Sequence[socket.socket]) -> int:
-        with self._unix_listener() as unix, self._signals():
-            try:
-                await self.manager.restore()
-                self.events.restore(await asyncio.to_thread(self.event_file.read))
-                self.policy.swap(self._policy_of(self.settings))  # the state file is ours, and so are the tenants
-                self.events.note(self.manager.list())  # later changes are events
-                for notice in self.reloader.notices():
-                    log.warning(notice)
-                preflight = asyncio.create_task(self.preflight.run(), name="preflight of the GPUs")
-                if self.preflight.must_pass:
-                    await preflight
-                await self.registry.start()
-                if self.batches is not None:
-                    await self.batches.load()
-                serving = self.tls.serving(self.app, listener, self.app.state.direct, unix, more)
+    async def _serve(self, listeners: Listeners, health: Listener | None) -> int:
+        try:
+            await self.manager.restore()
+            self.events.restore(await asyncio.to_thread(self.event_file.read))
+            self.policy.swap(self._policy_of(self.settings))  # the state file is ours, and so are the tenants
+            self.events.note(self.manager.list())  # later changes are events
+            for notice in self.reloader.notices():
+                log.warning(notice)
+            preflight = asyncio.create_task(self.preflight.run(), name="preflight of the GPUs")
+            if self.preflight.must_pass:
+                await preflight
+            await self.registry.start()
+            if self.batches is not None:
+                await self.batches.load()
+            serving = self.tls.serving(self.app, listeners.rest, self.app.state.direct, listeners.unix, listeners.more)
+            async with (
+                serving as server,
+                self._giving_way(),
+                self.webhooks.running(self.settings.webhooks),
+                self.event_file.following(self.events),
+                self._rotating_log(),
+            ):
+                if self.predecessor is not None:
+                    self.predecessor.serve(server.take)
+                if self.cluster is not None:
+                    self.cluster.forwarding.start()
+                residence = asyncio.create_task(self.residence.run(), name="residence of models")
+                await self.manager.boot()
+                await asyncio.to_thread(self.scaling_figures.load)
+                self.autoscaler.restore()
+                self.advisor.restore()
+                scaling = asyncio.create_task(self.autoscaler.run(), name="autoscaling")
+                advising = asyncio.create_task(self.advisor.run(), name="recommendations")
+                disks = asyncio.create_task(self.disks.run(), name="watch of the disks")
+                # Until then a mux of an earlier daemon uses the last snapshot it got.
+                await self.manager.adoption_over()
                 async with (
-                    serving,
-                    self.webhooks.running(self.settings.webhooks),
-                    self.event_file.following(self.events),
-                    self._rotating_log(),
+                    self.muxes.running(),
+                    self.page.running() if self.page else contextlib.nullcontext(),
+                    self.batches.running() if self.batches else contextlib.nullcontext(),
+                    self.tenants.running(),
                 ):
-                    if self.cluster is not None:
-                        self.cluster.forwarding.start()
-                    residence = asyncio.create_task(self.residence.run(), name="residence of models")
-                    await self.manager.boot()
-                    await asyncio.to_thread(self.scaling_figures.load)
-                    self.autoscaler.restore()
-                    self.advisor.restore()
-                    scaling = asyncio.create_task(self.autoscaler.run(), name="autoscaling")
-                    advising = asyncio.create_task(self.advisor.run(), name="recommendations")
-                    disks = asyncio.create_task(self.disks.run(), name="watch of the disks")
-                    # Until then a mux of an earlier daemon uses the last snapshot it got.
-                    await self.manager.adoption_over()
-                    async with (
-                        self.muxes.running(),
-                        self.page.running() if self.page else contextlib.nullcontext(),
-                        self.batches.running() if self.batches else contextlib.nullcontext(),
-                        self.tenants.running(),
-                    ):
-                        addresses = {"rest": f"{self.settings.api_host}:{self.settings.api_port}"}
-                        if self.settings.grpc_enabled:
-                            addresses["grpc"] = f"{self.settings.grpc_host}:{self.settings.grpc_port}"
-                        sockets = {name: getattr(self.settings, name) for name in ("api_socket", "grpc_socket")}
-                        addresses |= {name: str(path) for name, path in sockets.items() if path is not None}
-                        collect_garbage_rarely()
-                        MemoryReturn()
-                        log.info("daemon ready", extra={"version": __version__, **addresses})
-                        async with self.notifier.serving(f"{len(self.manager.list())} instances"):
-                            await self.stopping.wait()
-                        self._stop_began = asyncio.get_running_loop().time()
-                        self.events.close()  # ends the long requests that follow events or wait for a download
-                        await self.registry.close()
-                        residence.cancel()
-                        scaling.cancel()
-                        advising.cancel()
-                        disks.cancel()
-            finally:
-                await self._stop()
+                    addresses = {"rest": f"{self.settings.api_host}:{self.settings.api_port}"}
+                    if self.settings.grpc_enabled:
+                        addresses["grpc"] = f"{self.settings.grpc_host}:{self.settings.grpc_port}"
+                    sockets = {name: getattr(self.settings, name) for name in ("api_socket", "grpc_socket")}
+                    addresses |= {name: str(path) for name, path in sockets.items() if path is not None}
+                    collect_garbage_rarely()
+                    MemoryReturn()
+                    renewing = asyncio.create_task(self._renew(), name="processes of another version")
+                    log.info("daemon ready", extra={"version": __version__, **addresses})
+                    async with self.notifier.serving(f"{len(self.manager.list())} instances"):
+                        await self.stopping.wait()
+                    if self.succession.is_taking_over:
+                        self._leave_listeners(listeners, server, health)
+                    self._stop_began = asyncio.get_running_loop().time()
+                    self.events.close()  # ends the long requests that follow events or wait for a download
+                    await self.registry.close()
+                    residence.cancel()
+                    scaling.cancel()
+                    advising.cancel()
+                    disks.cancel()
+                    renewing.cancel()
+        finally:
+            await self._stop()
         return 0
 
     @contextlib.asynccontextmanager
-    async def _health_port(self) -> AsyncIterator[None]:
+    async def _health_port(self, sock: socket.socket | None) -> AsyncIterator[Listener | None]:
         """Answer probes on `health_port`, where there is one, from before the start until the workers have ended."""
-        if self.settings.health_port is None:
-            yield
+        if sock is None:
+            yield None
             return
-        sock = bind(self.settings.api_host, self.settings.health_port, "health_port")
-        async with serving_health(sock, self._routing):
-            yield
+        async with serving_health(sock, self._routing) as listener:
+            yield listener
 
     def _routing(self) -> Word:
         if self.stopping.is_set():
@@ -325,19 +345,55 @@ class Daemon:
         finally:
             rotating.cancel()
 
-    @contextlib.contextmanager
-    def _unix_listener(self) -> Iterator[UnixListener | None]:
-        """The listener of `api_socket`, None without that key; closed at the end.
+    async def _renew(self) -> None:
+        """After an upgrade: replace what was adopted of another version, the muxes first, which route to the others."""
+        await self.muxes.replaced()
+        await self.manager.renew_workers()
+
+    async def _await_turn(self, listeners: Listeners) -> None:
+        """Wait for the word of a predecessor: until then state file, run directory and the file of the socket are its.
 
         Raises:
-            PortConflict, InvalidConfig: it cannot be bound.
+            Unavailable: it gives none.
         """
-        if self.settings.api_socket is None:
-            yield None
+        if self.predecessor is None:
             return
-        listener = bind_unix(self.settings.api_socket.absolute(), self.settings.socket_permissions, "api_socket")
-        with contextlib.closing(listener):
-            yield listener
+        try:
+            await self.predecessor.word(self.facts)
+        except BaseException:
+            listeners.keep_files()
+            raise
+        log.info("taking over from the daemon before")
+
+    def _take_over(self, follower: Follower) -> None:
+        """A successor is ready: leave everything to it."""
+        if self.succession.tells_supervisor:
+            self.notifier.leave_to(follower.pid)
+        self.stopping.set()
+
+    def _leave_listeners(self, listeners: Listeners, server: Listener, health: Listener | None) -> None:
+        """Leave new connections to the successor, and open ones too, as far as another process can serve them."""
+        if health is not None:
+            health.leave()
+        listeners.keep_files()
+        pass_on = None if self.settings.tls_files else self.succession.pass_on
+        server.leave(pass_on, self.settings.graceful_shutdown_timeout_secs)
+
+    @contextlib.asynccontextmanager
+    async def _giving_way(self) -> AsyncIterator[None]:
+        """After the block, before open requests end: give up what a successor needs, and give it the word."""
+        yield
+        if not self.succession.is_taking_over:
+            return
+        await self.registry.close()
+        if self.batches is not None:
+            await asyncio.to_thread(self.batches.close)
+        await self.manager.release()
+        await self.launcher.close()
+        self.tenants.close()
+        await self.scaling_figures.close()
+        pid = self.succession.give_word()
+        log.info("the next daemon has taken over", extra={"successor": pid})
 
     def _places(self) -> dict[str, object]:
         """Where this daemon keeps what it keeps, as absolute paths, for the first line of its log."""
@@ -346,7 +402,16 @@ class Daemon:
         return {"version": __version__, "pid": os.getpid(), "config": file and str(file.absolute()), **folders}
 
     async def _stop(self) -> None:
-        """After REST is closed: end the muxes, then the workers, then the rest. Calls have one grace for all phases."""
+        """After REST is closed: end the muxes, then the workers, then the rest. Calls have one grace for all phases.
+
+        Where a successor has the word, muxes and workers are its.
+        """
+        await self.succession.cancel()
+        if self.succession.has_given_word:
+            await self.gateway.close()
+            await self.scraper.close()
+            await asyncio.to_thread(self.telemetry.close)
+            return
         grace_s, clock = self.settings.graceful_shutdown_timeout_secs, asyncio.get_running_loop().time
         ends = (self._stop_began or clock()) + grace_s
         log.info("stopping", extra={"grace_s": grace_s})
@@ -399,12 +464,16 @@ class Daemon:
             self.tenants,
             self.disks,
             self.event_file,
+            self.succession,
         )
         return [alarm for part in (*parts, self.batches, self.cluster, self.page) if part for alarm in part.alarms()]
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """SIGINT or SIGTERM: stop in order; a second one: stop without grace. SIGHUP: reload."""
+        """SIGINT or SIGTERM: stop in order; a second one: stop without grace. SIGHUP: reload. SIGUSR2: restart.
+
+        Once a successor has the word, they are passed on to it.
+        """
         loop = asyncio.get_running_loop()
         tasks: set[asyncio.Task[None]] = set()
         forced = False
@@ -427,12 +496,30 @@ class Daemon:
                 await self.reloader.reload()
             self.notifier.send("READY=1")
 
-        handlers = {signal.SIGINT: on_stop, signal.SIGTERM: on_stop, signal.SIGHUP: lambda: run(reload())}
-        for number, handler in handlers.items():
-            loop.add_signal_handler(number, handler)
+        async def restart() -> None:
+            with ordered_by("SIGUSR2"), contextlib.suppress(TeimgrError):  # logged
+                await self.succession.begin()
+
+        handlers: dict[signal.Signals, Callable[[], None]] = {
+            signal.SIGINT: on_stop,
+            signal.SIGTERM: on_stop,
+            signal.SIGHUP: lambda: run(reload()),
+            signal.SIGUSR2: lambda: run(restart()),
+        }
+
+        def on_signal(number: signal.Signals) -> None:
+            if not self.succession.is_taking_over:
+                handlers[number]()
+            elif number != signal.SIGUSR2:  # it is being restarted
+                self.succession.send_signal(number)
+
+        for number in handlers:
+            loop.add_signal_handler(number, on_signal, number)
         try:
             yield
         finally:
+            if self.succession.has_given_word:
+                block_signals()  # for the parent that this process becomes
             for number in handlers:
                 loop.remove_signal_handler(number)
 

@@ -22,6 +22,10 @@ class Notifier:
     def __init__(self) -> None:
         self._address = os.environ.pop(_SOCKET, "")
         timeout_us, pid = os.environ.pop(_WATCHDOG_USEC, ""), os.environ.pop(_WATCHDOG_PID, "")
+        self.environ = {
+            name: value for name, value in ((_SOCKET, self._address), (_WATCHDOG_USEC, timeout_us)) if value
+        }
+        """What a successor of this process needs to notify."""
         is_ours = timeout_us.isdigit() and pid in ("", str(os.getpid()))
         self.watchdog_s = int(timeout_us) / 1e6 if is_ours else None
 
@@ -37,6 +41,11 @@ class Notifier:
     def reloading(self) -> None:
         """A reload has begun; `send("READY=1")` ends it."""
         self.send("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
+
+    def leave_to(self, pid: int) -> None:
+        """The service goes on in another process, whose notifications alone count; this one sends nothing more."""
+        self.send(f"MAINPID={pid}", "WATCHDOG=1")
+        self._address = ""
 
     @contextlib.asynccontextmanager
     async def serving(self, status: str) -> AsyncIterator[None]:

@@ -121,8 +121,9 @@ class Listener:
         """Serve a connection that another process passed on."""
         self._server.acceptors[0].take(sock, address_of_peer(sock), Phase.IDLE)
 
-    def leave(self, pass_on: PassOn | None = None) -> None:
-        """Stop accepting, and leave the address to the processes that share the socket.
+    def leave(self, pass_on: PassOn | None = None, grace_s: int = _CLOSE_GRACE_S) -> None:
+        """Stop accepting, and leave the address to the processes that share the socket. At the end of `serving`,
+        requests in flight have `grace_s`.
 
         HTTP/1: every open connection ends with its next response, which carries `connection: close`, so that a client
         is not cut off between two requests. With `pass_on` a connection without an unanswered request goes to that at
@@ -132,6 +133,7 @@ class Listener:
         for acceptor in self._server.acceptors:
             acceptor.close()
         state = self._server.server_state
+        self._server.config.timeout_graceful_shutdown = grace_s
         self._server.config.encoded_headers.append(_CONNECTION_CLOSE)  # uvicorn's source of the next second's list
         state.default_headers.append(_CONNECTION_CLOSE)  # the current list, held by requests in flight
         state.leave_to(pass_on)

@@ -45,6 +45,10 @@ class SocketFile:
                 self.path.unlink()
         self._identity = None
 
+    def keep(self) -> None:
+        """Leave the file to a process that has the socket too: `remove` has no effect from now on."""
+        self._identity = None
+
 
 class UnixListener:
     """A listening socket and its file."""

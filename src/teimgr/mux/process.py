@@ -166,7 +166,8 @@ class Mux:
         """Listen on the port and, where one is configured, on the Unix socket; raises Unavailable."""
         config = self._config
         try:
-            sock = bind(config.host, config.port, is_shared=config.processes > 1)
+            # Also where there is one: its successor of another version listens before it leaves.
+            sock = bind(config.host, config.port, is_shared=True)
             self._server.add(sock)
             self._port = sock.getsockname()[1]
         except (TeimgrError, OSError) as error:

@@ -176,8 +176,11 @@ ADVICE: Mapping[Code, Advice] = MappingProxyType(
             ("`teimgr wait NAME`, then repeat the change.",),
         ),
         Code.UPDATE_FAILED: Advice(
-            ("The workers with the new settings did not pass their self-test; the old ones serve on.",),
-            ("The message has the reason of the new worker.", _SHOW_LOG),
+            (
+                "The workers with the new settings did not pass their self-test; the old ones serve on.",
+                "The next daemon of a `daemon restart` did not get ready; the present one serves on.",
+            ),
+            ("The message has the reason of the new process.", _SHOW_LOG),
         ),
         Code.UNAUTHENTICATED: Advice(
             (

@@ -37,6 +37,7 @@ from teimgr.errors import (
     Refused,
     TeimgrError,
 )
+from teimgr.files import code_id
 from teimgr.http.server import Listener, bind, serving
 from teimgr.models import hub
 from teimgr.models.neighbours import FleetNeighbours
@@ -363,6 +364,7 @@ class Worker:
             "code": None,
             "permanent": False,
             "threads": self._threads.own,
+            "build": code_id(),
             **more,
         }
         if self._remote is not None:

@@ -96,6 +96,7 @@ def verbs(route: Route) -> list[str]:
 
 # Routes that an application without event log and reloader has not.
 NEEDS_TOOLS = {"GET /events", "GET /instances/{name}/events", "GET /config", "POST /config/reload"}
+NEEDS_TOOLS |= {"GET /daemon", "POST /daemon/restart"}
 
 
 async def test_every_route_says_what_it_asks_for(everything: Everything) -> None:

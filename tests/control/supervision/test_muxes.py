@@ -368,6 +368,45 @@ async def test_a_mux_that_is_terminated_finishes_its_calls_beside_its_successor(
     worker.drop()
 
 
+async def test_an_adopted_mux_of_another_configuration_is_replaced_while_it_serves(settings: Settings) -> None:
+    (first,) = await fed(settings, stop=False)
+    worker = FrameWorker(settings.run_dir / "worker.sock", "incarnation", lengths)
+    await worker.listen()
+    directory = Directory()
+    directory.publish(running("a", worker))
+    other = replace(settings, grpc_request_timeout_secs=settings.grpc_request_timeout_secs + 1)
+    muxes = Muxes(other, directory, DaemonMetrics())
+    answers = 0
+    async with asyncio.timeout(LIMIT_S), muxes.running(), client({"port": settings.grpc_port}) as channel:
+        await eventually(lambda: muxes.states() == {"": "serving"})
+        replacing = asyncio.create_task(muxes.replaced())
+        while not replacing.done() or look_up(first) is not None:
+            answers += [*(await stub(channel, "Embed")(embed("xx"))).embeddings] == [2.0]
+            async with client({"port": settings.grpc_port}) as another:
+                answers += [*(await stub(another, "Embed")(embed("xx"))).embeddings] == [2.0]
+        await eventually(lambda: muxes.states() == {"": "serving"})
+        (second,) = pids(other)
+        assert second != first
+        assert answers > 2
+    await muxes.stop(0)
+    worker.drop()
+
+
+async def test_one_whose_successor_does_not_start_serves_on_with_an_alarm(settings: Settings) -> None:
+    (first,) = await fed(settings, stop=False)
+    (settings.run_dir / "mux-0.config").unlink()
+    (settings.run_dir / "mux-0.config").mkdir()
+    other = replace(settings, grpc_request_timeout_secs=settings.grpc_request_timeout_secs + 1)
+    muxes = Muxes(other, Directory(), DaemonMetrics())
+    async with asyncio.timeout(LIMIT_S), muxes.running():
+        await muxes.replaced()
+        await eventually(lambda: any("its successor does not start" in each for each in muxes.alarms()))
+        assert pids(other) == [first]
+        (settings.run_dir / "mux-0.config").rmdir()
+    await muxes.stop(0)
+    assert pids(other) == []
+
+
 @pytest.mark.clause("M3.1-port-taken")
 async def test_a_stranger_on_the_port_is_said_at_once(settings: Settings) -> None:
     with socket.create_server(("127.0.0.1", settings.grpc_port)), pytest.raises(PortConflict):

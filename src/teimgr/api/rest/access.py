@@ -132,6 +132,8 @@ PERMISSIONS: dict[str, Permission] = {
     "GET /events": READ_ALL,
     "GET /config": ADMIN_ALL,
     "POST /config/reload": ADMIN_ALL,
+    "GET /daemon": READ_ALL,
+    "POST /daemon/restart": ADMIN_ALL,
     "GET /gpus": READ_ALL,
     "GET /usage": READ_ALL,
     "POST /plan": ADMIN_ALL,

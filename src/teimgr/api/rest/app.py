@@ -29,6 +29,7 @@ from teimgr.api.gateway.routes import describe
 from teimgr.api.rest import batches as batch_routes
 from teimgr.api.rest import (
     config,
+    daemon,
     error_answers,
     error_help,
     events,
@@ -46,6 +47,7 @@ from teimgr.api.rest import (
     usage,
 )
 from teimgr.api.rest.access import Access
+from teimgr.api.rest.daemon import Restarter
 from teimgr.api.rest.gpus import GpuReport
 from teimgr.api.rest.hosts import HostEnrolment
 from teimgr.api.rest.inference import Inference
@@ -149,6 +151,7 @@ def create_app(
     page: PageRoutes | None = None,
     enrolment: HostEnrolment | None = None,
     log_sources: FleetLogs | None = None,
+    restarter: Restarter | None = None,
 ) -> FastAPI:
     """The REST application over `manager`; a part that is None has no routes.
 
@@ -173,6 +176,7 @@ def create_app(
         page: The web page.
         enrolment: Who may join the cluster; without it its routes refuse.
         log_sources: Logs of instances; without them those in `log_dir`.
+        restarter: Routes of /daemon.
     """
     app = FastAPI(
         title="teimgr",
@@ -191,6 +195,7 @@ def create_app(
     app.state.document, app.state.document_lock = None, threading.Lock()
     app.state.promised_workers = instances.PromisedWorkers()
     app.state.logs = log_sources or FleetLogs(LocalLogs(settings.log_dir))
+    app.state.restarter = restarter
     app.state.events, app.state.live_probe, app.state.reloader = event_log, live_probe, reloader
     for router, is_there in (
         (instances.router, True),
@@ -202,6 +207,7 @@ def create_app(
         (error_help.router, True),
         (events.router, event_log is not None),
         (config.router, reloader is not None),
+        (daemon.router, restarter is not None),
         (models.router, registry is not None),
         (gpus.router, gpu_report is not None),
         (usage.router, tenants is not None),

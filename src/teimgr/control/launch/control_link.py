@@ -29,7 +29,7 @@ _CONNECT_RETRY_S = 0.02
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
     """The status that a worker sends on WATCH, at once and at every change. `address` is where it listens for other
-    hosts, if it does.
+    hosts, if it does. `build` is the `code_id` of what it runs; empty of one from before there was that.
     """
 
     state: str
@@ -43,6 +43,7 @@ class WorkerStatus:
     threads: int = 0
     node: str = ""
     address: str = ""
+    build: str = ""
 
     @classmethod
     def from_json(cls, payload: bytes) -> WorkerStatus:

@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from teimgr import __version__
 from teimgr.config.mux import MuxConfig
 from teimgr.config.settings import Settings
 from teimgr.control.launch.control_link import MuxLink, MuxLost
 from teimgr.control.launch.process_handle import Exit, ProcessHandle, RunFile
-from teimgr.errors import InvalidConfig
-from teimgr.files import write_atomically
+from teimgr.errors import InvalidConfig, TeimgrError
+from teimgr.files import code_id, write_atomically
 from teimgr.http.auth.tls_files import Stamp, TlsFiles
+from teimgr.http.server import bind
 from teimgr.observability.logs import LogSpan, log_size, open_log
 from teimgr.observability.telemetry import exporting
 from teimgr.wire.fleet_tls import FleetIdentity
@@ -91,6 +91,12 @@ class MuxLauncher(Protocol):
             OSError, LaunchFailed, TeimgrError: it could not be started.
         """
 
+    def may_overlap(self) -> bool:
+        """Whether a second mux can listen beside the present one."""
+
+    def record(self, mux: MuxHandle) -> None:
+        """Have the next daemon find this one, and replace it."""
+
     def clean_up(self) -> None:
         """Remove what a stopped mux has left."""
 
@@ -128,7 +134,7 @@ class MuxPaths:
 
 def config_hash(config: MuxConfig) -> str:
     """What a running mux was started with; another one has to be replaced."""
-    return f"{__version__}:{config.hash}"  # the protocol may differ between versions
+    return f"{code_id()}:{config.hash}"
 
 
 class LocalMux(ProcessHandle):
@@ -197,6 +203,17 @@ class LocalMuxLauncher:
         return spawn_mux(
             self._paths, self.config, config_hash(self.config), self.log_path, *self._rotation, self._command
         )
+
+    def may_overlap(self) -> bool:
+        try:
+            bind(self.config.host, self.config.port, is_shared=True).close()
+        except TeimgrError:  # one of another user, or of a version that did not share its port
+            return False
+        return True
+
+    def record(self, mux: MuxHandle) -> None:
+        if (run_file := MuxRunFile.of(mux.pid, config_hash="")) is not None:
+            run_file.write(self._paths.run_file)
 
     def clean_up(self) -> None:
         self._paths.remove()

@@ -46,6 +46,7 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 from teimgr.control.launch.process_handle import WorkerPaths, WorkerRunFile
+from teimgr.files import code_id
 from teimgr.models.library_code import declared_keys
 from teimgr.observability.memory import resident_bytes
 from teimgr.spec import WorkerSpec
@@ -121,6 +122,7 @@ def main(arguments: Sequence[str]) -> int:
     _name_process(NAME)
     missing = preload(filter(None, options.preload.split(",")))
     make_tables()
+    code_id()  # workers have the code of now, whatever is installed later
     entry = find_entry(options.entry)
     gc.collect()  # collected during the imports too: garbage freed here leaves holes that children fill, and so copy
     gc.disable()

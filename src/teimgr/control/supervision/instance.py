@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -551,6 +551,11 @@ class ManagedInstance:
                 self._update_task.cancel()
             await asyncio.wait({self._update_task})
 
+    async def give_up_update(self, limit_s: float) -> None:
+        """As the daemon ends and its workers go on: roll back an update that is not committed, within the limit."""
+        if self._is_updating:
+            await asyncio.wait({asyncio.create_task(self._cancel_update())}, timeout=limit_s)
+
     # Supervisors
 
     def siblings_of(self, supervisor: Supervisor) -> list[Supervisor]:
@@ -658,9 +663,20 @@ class ManagedInstance:
         Raises:
             UpdateFailed: no other host takes one, or it failed to start; the old one serves on.
         """
+        await self._replace_each(lambda worker: worker.host == host)
+
+    async def renew(self, incarnations: Collection[str]) -> None:
+        """Replace each of these workers, one after the other, by the steps of an update.
+
+        Raises:
+            UpdateFailed: one failed to start; the old one serves on, as do those after it.
+        """
+        await self._replace_each(lambda worker: worker.incarnation in incarnations)
+
+    async def _replace_each(self, which: Callable[[Supervisor], bool]) -> None:
         for old in self._serving:
             async with self._one_command:
-                if not self._may_update or old.host != host or old.state is not State.RUNNING:
+                if not self._may_update or not which(old) or old.state is not State.RUNNING:
                     continue
                 self._begin_update_of(partial(self._replace_one, old), ())
             await self.update_finished()

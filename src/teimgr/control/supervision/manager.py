@@ -51,6 +51,7 @@ from teimgr.errors import (
     TeimgrError,
     Unavailable,
 )
+from teimgr.files import code_id
 from teimgr.observability import catalogue
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.spec import Change, Incident, InstanceSpec, InstanceView, State, WorkerSpec, now_rfc3339
@@ -100,6 +101,7 @@ class Manager:
         self._state = WantedState(store, lambda: [instance.spec for instance in self._instances.values()])
         self._is_restored = False
         self._adopting: set[asyncio.Task[None]] = set()
+        self._of_other_code: dict[str, set[str]] = {}  # adopted workers by instance, as incarnations
         self._is_shutting_down = False
         self._background: set[asyncio.Task[None]] = set()  # the ends of updates, crash reports
         self._turns = CommandTurns()
@@ -192,9 +194,29 @@ class Manager:
         except Exception:  # the sweep ends the workers that nothing has adopted
             log.exception("workers of an earlier daemon not adopted", extra={"instance": name})
             adopted = []
+        if others := {each.handle.incarnation for each in adopted if each.status.build != code_id()}:
+            self._of_other_code[name] = others
         if instance is not None:
             start = instance.spec.load == "eager" and instance.spec.wanted_running and name not in self._not_startable
             await instance.begin({each.handle.spec.replica: each for each in adopted}, start=start)
+
+    async def renew_workers(self) -> None:
+        """Replace the adopted workers that run other code than this daemon, one after the other and without a gap.
+
+        One that cannot be replaced, as for lack of memory for a second one, serves on.
+        """
+        await self.adoption_over()
+        for name, incarnations in self._of_other_code.items():
+            if (instance := self._instances.get(name)) is None:
+                continue
+            log.info("replacing workers of another version", extra={"instance": name, "workers": len(incarnations)})
+            try:
+                await self._planner.refresh()
+                await instance.renew(incarnations)
+            except TeimgrError as error:
+                facts = {"instance": name, "reason": error.message}
+                log.warning("a worker of another version is not replaced, and serves on", extra=facts)
+        self._of_other_code.clear()
 
     async def shutdown(self, *, within_s: float | None = None, at_once: bool = False) -> None:
         """Stop every worker in parallel; the desired state on disk stays. Also works after a failed boot.
@@ -215,6 +237,22 @@ class Manager:
                 instance.force_stop()
         await stopping
         await self._turns.ended(_BACKGROUND_LIMIT_S)
+        await self._end_supervision()
+
+    async def release(self) -> None:
+        """End, and leave every worker running: the next daemon adopts them, and begins interrupted updates again."""
+        self._is_shutting_down = True
+        self._turns.close()
+        await self.adoption_over()
+        await self._sweep.end()
+        for instance in self._instances.values():
+            instance.accepts_no_more_starts()
+        await asyncio.gather(*(instance.give_up_update(_BACKGROUND_LIMIT_S) for instance in self._instances.values()))
+        await self._turns.ended(_BACKGROUND_LIMIT_S)
+        await self._end_supervision()
+
+    async def _end_supervision(self) -> None:
+        """Leave the processes that there are, end what goes on in the background, release the state file."""
         if tasks := [task for instance in self._instances.values() for task in instance.close()]:
             await asyncio.wait(tasks)
         if self._background:  # before the state file is released, which they may write

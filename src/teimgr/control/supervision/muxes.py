@@ -10,6 +10,7 @@ import json
 import logging
 import random
 import re
+import signal
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -110,6 +111,9 @@ class MuxSupervisor(LifecycleTask):
         self._grace_s = 0.0  # of a process that another one stopped
         self._draining: dict[asyncio.Task[Exit | None], MuxHandle] = {}
         self._forced: set[asyncio.Task[Exit | None]] = set()
+        self._replacing: asyncio.Task[None] | None = None
+        self._prepared: MuxHandle | None = None  # serves already, beside the process that it follows
+        self._stale: str | None = None  # why a mux of another version or configuration was not replaced
         self._routes: int | None = None  # the version of the oldest that the process may use; None: it has none yet
         self._routes_changed = asyncio.Event()
         self._is_fed = False
@@ -121,7 +125,8 @@ class MuxSupervisor(LifecycleTask):
         return self.alarm or ("serving" if self._is_fed else "starting")
 
     async def adopt(self) -> bool:
-        """Take over the live mux of an earlier daemon; one with another configuration is stopped.
+        """Take over the live mux of an earlier daemon; one of another version or configuration is replaced, where the
+        next one can listen beside it without a gap.
 
         Raises:
             Unavailable: it cannot be looked for now, as for lack of descriptors; the mux serves on.
@@ -133,11 +138,11 @@ class MuxSupervisor(LifecycleTask):
         if self._process is None:
             return False
         facts = {"mux": self.name, "pid": self._process.pid}
-        if self._process.is_current:
-            log.info("adopted a running mux", extra=facts)
+        if self._process.is_current or self.launcher.may_overlap():
+            log.info("adopted a running mux", extra=facts | {"is_current": self._process.is_current})
             self._set_routes(0)
             return True
-        log.info("replacing a mux with another configuration", extra=facts)
+        log.info("replacing a mux of another version or configuration", extra=facts)
         await self.stop(grace_s=1)
         return False
 
@@ -147,12 +152,20 @@ class MuxSupervisor(LifecycleTask):
             if self._process is not None:
                 self._step(Command.ADOPT)
                 self._begin()
+                if not self._process.is_current:
+                    replacing = self._replace(self._process)
+                    self._replacing = self._tasks.create_task(replacing, name=f"successor of {self.name}")
             else:
                 self._step(Command.START)
             while True:
                 event: Observation = await self._next()
                 self._record(event)
                 self._step(event)
+
+    async def replaced(self) -> None:
+        """Return when no mux of another version or configuration is being replaced."""
+        if self._replacing is not None:
+            await asyncio.wait({self._replacing})
 
     async def routes_confirmed(self) -> None:
         """Return when no mux process uses older routes than those of now: it has confirmed them, or is gone, which one
@@ -169,13 +182,14 @@ class MuxSupervisor(LifecycleTask):
 
     async def stop(self, grace_s: float) -> None:
         """Let the mux finish its calls, at most `grace_s`, then end it. Call after `run` was cancelled."""
-        if self._process is not None:
-            self._drain(self._process, grace_s)
+        for process in (self._process, self._prepared):
+            if process is not None:
+                self._drain(process, grace_s)
         await asyncio.gather(*self._draining)
         self.launcher.clean_up()
 
     def force_stop(self) -> None:
-        for process in (self._process, *self._draining.values()):
+        for process in (self._process, self._prepared, *self._draining.values()):
             if process is not None:
                 # At a second SIGTERM it exits without waiting for calls; one that hangs is killed.
                 task = asyncio.create_task(self._end(process, _FORCED_S), name=f"forced end of {self.name}")
@@ -219,7 +233,8 @@ class MuxSupervisor(LifecycleTask):
         """Update what is shown; no decision depends on it."""
         match event:
             case ProbeOk():
-                self.alarm = f"{self.name}: {self._problem}" if self._problem else None
+                problem = self._problem or self._stale
+                self.alarm = f"{self.name}: {problem}" if problem else None
             case ProbeFailed(reason) if self._replica.phase is Phase.RUNNING:  # its start takes its time
                 self.alarm = reason
                 log.warning("probe failed", extra={"mux": self.name, "reason": reason})
@@ -260,7 +275,9 @@ class MuxSupervisor(LifecycleTask):
     async def _run_process(self) -> None:
         """Launch a mux unless one was adopted, and feed it until it has ended or leaves; never raises."""
         try:
-            process = self._process = self._process or await self.launcher.launch()
+            if self._process is None:
+                self._process = await self._launch()
+            process = self._process
             exit = await self._serve(process)
         except (LaunchFailed, OSError, TeimgrError) as error:
             exit = Exit(None, ExitReport(Code.INTERNAL_ERROR, str(error), permanent=False))
@@ -270,6 +287,47 @@ class MuxSupervisor(LifecycleTask):
             if self._process is not None:
                 await self._end(self._process, 0)
         self._mailbox.put_nowait(Exited(exit, random.random()))
+
+    async def _launch(self) -> MuxHandle:
+        await self.replaced()
+        prepared, self._prepared = self._prepared, None
+        return prepared or await self.launcher.launch()
+
+    async def _replace(self, old: MuxHandle) -> None:
+        """Start a mux beside an adopted one of another version or configuration, which ends once that has the routes.
+
+        Until then connections come to both, or wait in the backlog of the new one.
+        """
+        while not self._is_fed:  # by the control socket, whose path the new one gets
+            if self._process is not old:  # it has ended, and a current one follows
+                return
+            await self._routes_changed.wait()
+        try:
+            new = self._prepared = await self.launcher.launch()
+            await self._give_routes(new)
+        except (LaunchFailed, MuxLost, OSError, TeimgrError) as error:
+            self._stale = f"it has another version or configuration, and its successor does not start: {error}"
+            log.error("mux not replaced", extra={"mux": self.name, "reason": str(error)})
+            failed, self._prepared = self._prepared, None
+            if failed is not None:
+                await self._end(failed, 0)
+            self.launcher.record(old)
+            return
+        except asyncio.CancelledError:  # the daemon ends: the next one finds the new mux, and gives it routes
+            old.send_signal(signal.SIGTERM)
+            raise
+        log.info("replacing a mux without a gap", extra={"mux": self.name, "pid": old.pid, "successor": new.pid})
+        old.send_signal(signal.SIGTERM)
+
+    async def _give_routes(self, process: MuxHandle) -> None:
+        """Have a new mux serve by the routes of now. Raises MuxLost."""
+        async with asyncio.timeout(self._timeouts.connect_limit_s):
+            link = await process.connect(self._timeouts.connect_limit_s)
+            try:
+                link.send(policy=self._policy.now.to_json(), snapshot=self._directory.snapshot().to_json())
+                await link.ask("ack")
+            finally:
+                link.close()
 
     async def _serve(self, process: MuxHandle) -> Exit:
         ended = asyncio.ensure_future(process.wait())
@@ -528,6 +586,10 @@ class Muxes:
             log.exception("mux of another host could not be stopped", extra={"mux": supervisor.name})
         self._metrics.mux_gone(supervisor.name)
         del self._leaving[supervisor]
+
+    async def replaced(self) -> None:
+        """Return when no mux of another version or configuration is being replaced."""
+        await asyncio.gather(*(each.replaced() for each in self._all))
 
     async def routes_confirmed(self) -> None:
         """Return when all route by the directory as it is now."""

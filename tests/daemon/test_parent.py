@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(not _CAN, reason="this host allows no PID namesp
 ORPHANS = """
 import os, subprocess, sys, time
 from pathlib import Path
-from teimgr.daemon.container_init import leave_pid_1
+from teimgr.daemon.parent import leave_pid_1
 leave_pid_1()
 for _ in range(3):  # each shell ends at once and leaves an orphan, which ends then
     subprocess.run(["sh", "-c", "sleep 0.05 & exit"], check=True)
@@ -32,10 +32,10 @@ while (left := [p for p in Path("/proc").glob("[0-9]*/comm") if p.read_text() ==
     assert time.monotonic() < end, [Path(p.parent, "stat").read_text().split()[2] for p in left]
     time.sleep(0.01)
 """
-EXITS = "import os, sys\nfrom teimgr.daemon.container_init import leave_pid_1\nleave_pid_1()\n{end}\n"
+EXITS = "import os, sys\nfrom teimgr.daemon.parent import leave_pid_1\nleave_pid_1()\n{end}\n"
 SIGNALLED = """
 import signal, sys
-from teimgr.daemon.container_init import leave_pid_1
+from teimgr.daemon.parent import leave_pid_1
 leave_pid_1()
 got = []
 def on_signal(number, frame):

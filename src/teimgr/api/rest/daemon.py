@@ -1,0 +1,67 @@
+"""GET /daemon: the process that answers. POST /daemon/restart: have another one take over from it."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any, Protocol
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel
+from starlette.responses import Response
+
+from teimgr import __version__
+from teimgr.api.rest.schemas import ANY_FAILURE, Failure, StrictQueryRoute, answer
+
+router = APIRouter(tags=["configuration"], responses=ANY_FAILURE, route_class=StrictQueryRoute)
+
+_WRONG: dict[int | str, dict[str, Any]] = {
+    409: {"model": Failure, "description": "the next daemon does not start, and this one serves on"},
+    501: {"model": Failure, "description": "a daemon with `[cluster]` is not restarted in place"},
+}
+
+
+class Follower(Protocol):
+    """A daemon that is ready to take over."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def version(self) -> str: ...
+
+
+class Restarter(Protocol):
+    """Starts the successor of this daemon."""
+
+    async def begin(self) -> Follower:
+        """Return when it is ready. Raises TeimgrError: there is none, and this daemon serves on."""
+
+
+class DaemonProcess(BaseModel):
+    """A daemon's process; `uptime_secs` is missing of one that is about to take over."""
+
+    pid: int
+    version: str
+    uptime_secs: int | None = None
+
+
+_began = time.monotonic()
+
+
+@router.get("/daemon", response_model=DaemonProcess)
+async def daemon(request: Request) -> Response:
+    """The process and version that answers; it is another one after a restart."""
+    return answer({"pid": os.getpid(), "version": __version__, "uptime_secs": int(time.monotonic() - _began)})
+
+
+@router.post("/daemon/restart", response_model=DaemonProcess, responses=_WRONG)
+async def restart(request: Request) -> Response:
+    """Start the next daemon, by the same command line, and have it take over; the answer names it.
+
+    It comes when that is ready: GET /daemon is answered by it as soon as it serves. Workers and muxes serve on, and
+    clients that connect meanwhile wait. A daemon that does not get ready changes nothing.
+    """
+    restarter: Restarter = request.app.state.restarter
+    found = await restarter.begin()
+    return answer({"pid": found.pid, "version": found.version})

@@ -1,0 +1,370 @@
+"""Succession of daemons without a gap: the running daemon starts its successor, which takes over once it is ready.
+
+    SIGUSR2 or POST /daemon/restart
+    old: starts the same command line, and serves on                new: imports, reads the configuration, binds what
+                                                                         the old one does not listen on
+    old: leaves its listeners, gives up the state file              new: says that it is ready
+         and the run directory; workers and muxes serve on
+    old: gives the word                                             new: adopts workers and muxes, serves
+    old: answers the requests it has begun, ends
+
+Clients that connect meanwhile wait in the backlog of the listening sockets, which both have. Open HTTP/1 connections
+are passed on between two requests (not with TLS, whose state is in the old process). A successor that does not get
+ready changes nothing. The two have a socket pair, whose messages are JSON with descriptors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from teimgr import __version__
+from teimgr.daemon.parent import LINK, become_parent
+from teimgr.errors import TeimgrError, Unavailable, Unsupported, UpdateFailed
+from teimgr.observability.request_context import ORDERED_BY
+from teimgr.worker.connection_queue import RECEIVE_END, SEND_END, ConnectionQueue
+
+CONTROL = "_TEIMGR_SUCCESSION_FD"
+"""The variable with the descriptor of a successor's end of the socket pair."""
+
+READY_LIMIT_S = 120.0
+"""For the imports of a successor, and all else that it does before it is ready."""
+_EXIT_LIMIT_S = 5.0
+_WORD_LIMIT_S = 60.0  # from ready to the word: the old daemon finishes the commands it has accepted
+_MESSAGE_BYTES = 64 << 10
+_MAX_DESCRIPTORS = 64
+_LAST_CONNECTIONS_S = 1.0
+
+log = logging.getLogger(__name__)
+
+
+def inherited(variable: str) -> socket.socket | None:
+    """The socket that a variable of the environment names, which is taken out: workers and muxes have no use for it."""
+    number = os.environ.pop(variable, "")
+    if not number.isdigit():
+        return None
+    found = socket.socket(fileno=int(number))
+    found.set_inheritable(False)
+    return found
+
+
+class Predecessor:
+    """The daemon that this one is to follow: its listening sockets by name, and its word to begin."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        content, descriptors, _, _ = socket.recv_fds(control, _MESSAGE_BYTES, _MAX_DESCRIPTORS)
+        names: list[str] = json.loads(content)["sockets"] if content else []
+        self._sockets: dict[str, socket.socket] = dict(
+            zip(names, [socket.socket(fileno=each) for each in descriptors], strict=False)
+        )
+        self._queue: ConnectionQueue | None = None
+
+    @classmethod
+    def from_environment(cls) -> Predecessor | None:
+        """None for a daemon that follows none."""
+        control = inherited(CONTROL)
+        return None if control is None else cls(control)
+
+    def take(self, name: str) -> socket.socket | None:
+        """Its listening socket of this name; the caller owns it."""
+        return self._sockets.pop(name, None)
+
+    def refuse(self, reason: str) -> None:
+        """Tell it why this daemon cannot follow it."""
+        with contextlib.suppress(OSError):
+            self._control.send(json.dumps({"error": reason[:2000]}).encode())
+
+    async def word(self, facts: Mapping[str, str]) -> None:
+        """Say that this daemon is ready, and return at the predecessor's word, after which the state is this one's.
+
+        Raises:
+            Unavailable: it ended without one, or gives none.
+        """
+        ends = {int(name): self._sockets.pop(name) for name in (str(RECEIVE_END), str(SEND_END))}
+        self._queue = ConnectionQueue(ends)
+        for sock in self._sockets.values():  # of ports that the configuration has no more
+            sock.close()
+        self._control.setblocking(False)
+        loop = asyncio.get_running_loop()
+        ready = {**facts, "version": __version__}
+        await loop.sock_sendall(self._control, json.dumps({"ready": ready}).encode())
+        try:
+            async with asyncio.timeout(_WORD_LIMIT_S):
+                if not await loop.sock_recv(self._control, _MESSAGE_BYTES):
+                    raise Unavailable("the daemon that this one was to follow has ended")
+        except TimeoutError:
+            raise Unavailable(f"the daemon to follow gives no word within {_WORD_LIMIT_S:g} s") from None
+
+    def serve(self, take: Callable[[socket.socket], None]) -> None:
+        """Have `take` serve the open connections that the predecessor passes on, until it has ended."""
+        queue, loop = self._queue, asyncio.get_running_loop()
+        assert queue is not None
+        queue.serve(lambda _, connection: take(connection))
+
+        def on_end() -> None:
+            loop.remove_reader(self._control)
+            self._control.close()
+            loop.call_later(_LAST_CONNECTIONS_S, queue.close)
+
+        loop.add_reader(self._control, on_end)  # it says nothing more
+
+
+@contextlib.contextmanager
+def following() -> Iterator[Predecessor | None]:
+    """The predecessor of this process, which is told of an error that ends the block."""
+    predecessor = Predecessor.from_environment()
+    try:
+        yield predecessor
+    except BaseException as error:
+        if predecessor is not None:
+            predecessor.refuse(error.message if isinstance(error, TeimgrError) else f"{type(error).__name__}: {error}")
+        raise
+
+
+@dataclass(frozen=True, slots=True)
+class Follower:
+    """What a successor says of itself once it is ready."""
+
+    pid: int
+    version: str
+
+
+class Succession:
+    """The start of this daemon's successor, and the end of this process after it.
+
+    `facts` must be the same in the successor: by the state file and the run directory it finds what it adopts.
+    `environ` are variables of a supervisor that were taken out of the environment: it is told of the new process, while
+    others wait for the pid that they know. `take_over` is called once, when a successor is ready: this daemon is to
+    leave, and to call `give_word`. `refusal` is why it can have no successor.
+    """
+
+    def __init__(
+        self,
+        facts: Mapping[str, str],
+        take_over: Callable[[Follower], None],
+        environ: Mapping[str, str],
+        refusal: str | None = None,
+        *,
+        command: Sequence[str] | None = None,
+        limit_s: float = READY_LIMIT_S,
+    ) -> None:
+        self._sockets: dict[str, socket.socket] = {}
+        self._facts = dict(facts)
+        self._take_over = take_over
+        self._environ = dict(environ)
+        self._refusal = refusal
+        self._failure: str | None = None
+        self._command = [*(command or command_line())]
+        self._limit_s = limit_s
+        self._parent = inherited(LINK)
+        self._link: socket.socket | None = None  # this process's end, as the parent of its successor
+        self._queue: ConnectionQueue | None = None
+        self._control: socket.socket | None = None
+        self._child: subprocess.Popen[bytes] | None = None
+        self._preparing: asyncio.Task[Follower] | None = None
+        self._may_begin = True
+        self.is_taking_over = False
+        """Whether a successor is ready, to which this daemon leaves everything."""
+        self.has_given_word = False
+
+    @property
+    def tells_supervisor(self) -> bool:
+        """Whether the one who started the daemon is told of the new process, and no parent keeps the pid."""
+        return bool(self._environ) and self._parent is None
+
+    def offer(self, sockets: Mapping[str, socket.socket]) -> None:
+        """Give a successor these listening sockets, by name."""
+        self._sockets.update(sockets)
+
+    def alarms(self) -> list[str]:
+        return [self._failure] if self._failure else []
+
+    def watch_parent(self) -> None:
+        """Kill this process when its parent is killed: workers and muxes go on, and the next daemon adopts them."""
+        if self._parent is not None:
+            asyncio.get_running_loop().add_reader(self._parent, self._on_parent)
+
+    def _on_parent(self) -> None:
+        log.critical("the parent process was killed: ending like a daemon that was killed")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    async def begin(self) -> Follower:
+        """Start a successor; returns when it is ready, and this daemon about to leave. Calls meanwhile wait for it too.
+
+        Raises:
+            Unsupported: a daemon with this configuration can have none.
+            UpdateFailed: it does not get ready; this daemon serves on.
+            Unavailable: this daemon is ending.
+        """
+        if self._refusal is not None:
+            log.error("no restart: %s", self._refusal)
+            raise Unsupported(self._refusal)
+        if not self._may_begin:
+            raise Unavailable("the daemon is ending")
+        if self._preparing is None:
+            self._preparing = asyncio.create_task(self._prepare(), name="successor of the daemon")
+            self._preparing.add_done_callback(self._on_prepared)
+        return await asyncio.shield(self._preparing)
+
+    def _on_prepared(self, preparing: asyncio.Task[Follower]) -> None:
+        self._preparing = None
+        if preparing.cancelled():
+            return
+        if (error := preparing.exception()) is not None:
+            self._failure = f"the last restart of the daemon failed, and this one serves on: {error}"
+            log.error("restart failed", extra={"reason": str(error)})
+            return
+        self.is_taking_over, self._may_begin = True, False
+        self._take_over(preparing.result())
+
+    async def cancel(self) -> None:
+        """Begin none any more, and end one that is not ready."""
+        self._may_begin = False
+        if self._preparing is not None:
+            self._preparing.cancel()
+            await asyncio.wait({self._preparing})
+
+    async def _prepare(self) -> Follower:
+        try:
+            self._start()
+        except OSError as error:
+            self._discard()
+            raise UpdateFailed(f"The next daemon cannot be started: {error}") from error
+        try:
+            follower = await self._ready()
+        except BaseException:
+            child = self._child
+            self._discard()
+            await asyncio.to_thread(_end, child)
+            raise
+        facts = {"successor": follower.pid, "successor_version": follower.version, "by": ORDERED_BY.get()}
+        log.info("the next daemon is ready, and takes over", extra=facts)
+        return follower
+
+    def _start(self) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._queue = ConnectionQueue({})
+        with theirs, contextlib.ExitStack() as held:
+            environ = {**os.environ, **self._environ, CONTROL: str(theirs.fileno())}
+            passed = [theirs.fileno()]
+            if self._parent is not None:
+                link = self._parent
+            elif self.tells_supervisor:
+                link = None
+            else:
+                self._link, link = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                held.enter_context(link)
+            if link is not None:
+                environ[LINK] = str(link.fileno())
+                passed.append(link.fileno())
+            sockets = {**self._sockets, **{str(name): sock for name, sock in self._queue.ends.items()}}
+            message = json.dumps({"sockets": [*sockets]}).encode()
+            socket.send_fds(self._control, [message], [each.fileno() for each in sockets.values()])
+            # With a session of its own: a Ctrl-C in the terminal would else reach it twice.
+            self._child = subprocess.Popen(self._command, env=environ, pass_fds=passed, start_new_session=True)
+            log.info("the next daemon is being started", extra={"successor": self._child.pid})
+
+    async def _ready(self) -> Follower:
+        assert self._control is not None
+        assert self._child is not None
+        self._control.setblocking(False)
+        try:
+            async with asyncio.timeout(self._limit_s):
+                content = await asyncio.get_running_loop().sock_recv(self._control, _MESSAGE_BYTES)
+        except TimeoutError:
+            raise UpdateFailed(f"The next daemon is not ready within {self._limit_s:g} s") from None
+        message: dict[str, Any] = json.loads(content) if content else {}
+        if "ready" not in message:
+            status = await asyncio.to_thread(_end, self._child)
+            reason = message.get("error") or f"it ended with status {status}; its messages are where this daemon logs"
+            raise UpdateFailed(f"The next daemon does not start: {reason}")
+        found = message["ready"]
+        for name, value in self._facts.items():
+            if found.get(name) != value:
+                raise UpdateFailed(
+                    f"The next daemon would have {name} = {found.get(name)!r} and not {value!r}: it would not find "
+                    "what this one has started. Stop the daemon and start it again"
+                )
+        return Follower(self._child.pid, str(found.get("version")))
+
+    def _discard(self) -> None:
+        for each in (self._control, self._link, self._queue):
+            if each is not None:
+                each.close()
+        self._control = self._link = self._queue = self._child = None
+
+    # The word, and after it
+
+    def pass_on(self, connection: socket.socket) -> None:
+        """Give the successor an open connection."""
+        assert self._queue is not None
+        self._queue.pass_on(0, connection)
+
+    def give_word(self) -> int:
+        """Let the successor begin; the result is its pid. The state file and the run directory are free."""
+        assert self._control is not None
+        assert self._child is not None
+        self.has_given_word = True
+        if self._parent is not None:
+            with contextlib.suppress(OSError):
+                self._parent.send(str(self._child.pid).encode())
+        with contextlib.suppress(OSError):  # it is gone: this process ends with a failure
+            self._control.send(b'{"begin": true}')
+        return self._child.pid
+
+    def send_signal(self, number: int) -> None:
+        """Pass a signal on to the successor, once it has the word."""
+        if self._child is not None:
+            self._child.send_signal(number)
+
+    def leave(self, status: int) -> int:
+        """At the end of this process: the exit status, unless the process becomes its successor's parent."""
+        if not self.has_given_word or self._child is None:
+            return status
+        if (ended := self._child.poll()) is not None:
+            return ended if ended >= 0 else 128 - ended
+        if self._link is not None:
+            become_parent(self._child.pid, self._link)
+        return status
+
+
+def command_line() -> list[str]:
+    """The command of this process, begun by the program's own file where there is one.
+
+    A path that leads to another version now, as by a link that was moved, so starts that version, with its interpreter.
+    """
+    first, *rest = sys.orig_argv
+    if rest and not rest[0].startswith("-") and os.access(rest[0], os.X_OK) and _is_script(Path(rest[0])):
+        return rest
+    return [first, *rest]
+
+
+def _is_script(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(2) == b"#!"
+    except OSError:
+        return False
+
+
+def _end(child: subprocess.Popen[bytes] | None) -> int | None:
+    """Kill a successor that was not to serve, unless it ends; its exit status."""
+    if child is None:
+        return None
+    try:
+        return child.wait(_EXIT_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        return child.wait()

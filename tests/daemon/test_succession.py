@@ -1,0 +1,180 @@
+"""A daemon that is replaced by its successor while clients call: nothing is refused, nothing is lost."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from teimgr.client import Client
+from teimgr.errors import UpdateFailed
+from tests.end_to_end.rolling_load import SteadyLoad
+from tests.support.daemon_process import DaemonProcess, WarmDaemonProcess
+from tests.support.models import build
+from tests.support.polling import until
+
+LIMIT_S = 120.0
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("small")
+    build("bert", folder)
+    return folder
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
+    with WarmDaemonProcess(api_socket=str(tmp_path / "api.sock")) as running:
+        yield running
+
+
+@dataclass
+class Polls:
+    """REST asked all the time, on a connection that is kept and on new ones, until the block ends."""
+
+    port: int
+    answers: list[int] = field(default_factory=list)
+    """The pids that answered."""
+    failures: list[str] = field(default_factory=list)
+
+    def __enter__(self) -> Polls:
+        self._ends = threading.Event()
+        self._threads = [threading.Thread(target=self._poll, args=(kept,)) for kept in (True, False)]
+        for each in self._threads:
+            each.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ends.set()
+        for each in self._threads:
+            each.join(60)
+            assert not each.is_alive()
+
+    def _poll(self, is_kept: bool) -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        while not self._ends.wait(0.01):
+            try:
+                connection.request("GET", "/daemon")
+                reply = connection.getresponse()
+                self.answers.append(json.loads(reply.read())["pid"])
+                if reply.getheader("connection") == "close":
+                    self.failures.append("the connection was closed")
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                self.failures.append(f"{'kept' if is_kept else 'new'}: {error!r}")
+                connection.close()
+            if not is_kept:
+                connection.close()
+        connection.close()
+
+
+def processes(daemon: DaemonProcess) -> dict[str, int]:
+    """The pids of the worker and of the mux, which a restart leaves as they are."""
+    with daemon.client() as client:
+        worker = client.get("a").pid
+    mux = json.loads((daemon.folder / "run" / "mux-0.run").read_text())["pid"]
+    assert worker is not None
+    return {"worker": worker, "mux": mux}
+
+
+def pid(daemon: DaemonProcess, socket: str | None = None) -> int:
+    with Client(socket or daemon.api, daemon.grpc) as client:
+        return int(client.daemon()["pid"])
+
+
+def test_calls_meet_no_gap_and_workers_and_muxes_are_those_of_before(daemon: DaemonProcess, model: Path) -> None:
+    with daemon.client() as client:
+        client.create("a", str(model), dtype="float32")
+        client.wait_until_running("a", deadline_s=LIMIT_S)
+        port = client.get("a").port
+    before, first = processes(daemon), pid(daemon)
+    assert daemon.process is not None
+    assert first == daemon.process.pid
+
+    pids = [first]
+    with SteadyLoad(daemon, "a", port) as calls, Polls(daemon.api_port) as polls:
+        for _ in range(2):  # the second one has a parent already
+            os.kill(daemon.process.pid, signal.SIGUSR2)
+            until(lambda: polls.answers and polls.answers[-1] not in pids, "another daemon", LIMIT_S)
+            pids.append(polls.answers[-1])
+            calls.progress(20)
+
+    assert polls.failures == []
+    assert calls.failures == {}
+    assert [*dict.fromkeys(polls.answers)] == pids, "each daemon answers, and then never again"
+    assert processes(daemon) == before
+    assert pid(daemon, f"unix:{daemon.settings['api_socket']}") == pids[-1]
+    with daemon.client() as client:
+        assert client.get("a").restarts == 0
+    assert daemon.is_running, "the pid that was started is still there"
+    assert psutil.Process(daemon.process.pid).memory_info().rss < 32 << 20
+    until(lambda: not psutil.pid_exists(pids[1]), "the end of the second daemon")
+    assert daemon.stop() == 0
+    until(lambda: daemon.processes() == [], "the end of all", LIMIT_S)
+
+
+def test_the_command_waits_for_the_next_daemon_and_names_both(daemon: DaemonProcess) -> None:
+    first = pid(daemon)
+    done = subprocess.run(
+        [sys.executable, "-m", "teimgr", "daemon", "restart", "--url", daemon.api, "--json"],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert done.returncode == 0, done.stderr
+    told: dict[str, Any] = json.loads(done.stdout)
+    assert (told["before"]["pid"], told["now"]["pid"]) == (first, pid(daemon))
+    assert '"POST", "path": "/daemon/restart"' in daemon.log().replace('method": ', "")
+
+
+def test_one_that_does_not_start_changes_nothing_and_says_why(daemon: DaemonProcess) -> None:
+    config = daemon.folder / "teimgr.toml"
+    good, first = config.read_text(), pid(daemon)
+    with daemon.client() as client:
+        for content, reason in (
+            (good + "\nno_such_key = 1\n", "no_such_key"),
+            (good.replace("state.toml", "other.toml"), "it would not find what this one has started"),
+        ):
+            config.write_text(content)
+            with pytest.raises(UpdateFailed, match=reason):
+                client.restart_daemon()
+            assert pid(daemon) == first
+            assert any("restart of the daemon failed" in each for each in client.health().details["alarms"])
+        config.write_text(good)
+        second = client.restart_daemon()["pid"]
+    until(lambda: pid(daemon) == second, "the next daemon", LIMIT_S)
+
+
+def test_a_stop_while_the_next_one_starts_stops_both(daemon: DaemonProcess) -> None:
+    assert daemon.process is not None
+    os.kill(daemon.process.pid, signal.SIGUSR2)
+    until(lambda: "the next daemon is being started" in (daemon.folder / "daemon.log").read_text())
+    assert daemon.stop() == 0
+    until(lambda: daemon.processes() == [], "the end of all", LIMIT_S)
+
+
+def test_where_the_parent_is_killed_the_daemon_ends_as_by_kill_9(daemon: DaemonProcess, model: Path) -> None:
+    with daemon.client() as client:
+        client.create("a", str(model), dtype="float32")
+        client.wait_until_running("a", deadline_s=LIMIT_S)
+        before, second = processes(daemon), client.restart_daemon()["pid"]
+        until(lambda: pid(daemon) == second, "the next daemon", LIMIT_S)
+        assert daemon.process is not None
+        until(lambda: psutil.Process(daemon.process.pid).cmdline()[2:4] == ["-m", "teimgr.daemon.parent"], "a parent")
+        daemon.kill()
+        until(lambda: not psutil.pid_exists(second), "the end of the daemon")
+        daemon.start()
+        client.wait_until_running("a", deadline_s=LIMIT_S)
+    assert processes(daemon) == before
