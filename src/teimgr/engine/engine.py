@@ -29,7 +29,19 @@ from teimgr.engine.core_load import CoreLoad
 from teimgr.engine.fidelity_gate import PROBE_TEXTS
 from teimgr.engine.finisher import EngineStats, Failures, Finisher, InFlightLimit, failed_rows
 from teimgr.engine.intake import Intake
-from teimgr.engine.job import EQUAL, InferOptions, Input, Job, Lane, Output, Pair, Picture, Share, check_supported
+from teimgr.engine.job import (
+    EQUAL,
+    InferOptions,
+    Input,
+    Job,
+    Lane,
+    Output,
+    Pair,
+    Picture,
+    Share,
+    Sound,
+    check_supported,
+)
 from teimgr.engine.known_results import OWN_TENANT, ResultCache
 from teimgr.engine.loading import EngineOptions, EngineParts, load_parts
 from teimgr.engine.model import tensor_bytes
@@ -95,7 +107,7 @@ class Engine:
         self._core_load = _core_load(options)
         threads = CpuThreads(options.threads, options.threads)
         cache = ResultCache(options.cache_bytes) if options.cache_bytes else None
-        own_runner, own_intake = (Runner, Intake) if parts.layout.dual is None else _of_pictures()
+        own_runner, own_intake = _of_pictures() if parts.layout.reads_files else (Runner, Intake)
         self._runners = [
             own_runner(
                 *(parts.model, self._queue, self._finisher, threads, parts.serial_tokens, self._core_load),
@@ -221,13 +233,25 @@ class Engine:
             InvalidInput: its format is not allowed, it is broken at its beginning, or too large.
         """
         if self.layout.dual is None:
-            raise WrongModelKind(
-                f"Backend error: the model {shown_id(self.info.model_id)} embeds texts alone: it takes no image"
-            )
+            raise WrongModelKind(f"Backend error: the model {shown_id(self.info.model_id)} takes no image")
         from teimgr.engine.images.inputs import PictureTokenizer
 
         assert isinstance(self.tokenizer, PictureTokenizer)
         return self.tokenizer.picture(data)
+
+    def sound(self, data: bytes) -> Sound:
+        """A sound file as an input, by its header; it is decoded on threads of the engine.
+
+        Raises:
+            WrongModelKind: the model embeds no sounds.
+            InvalidInput: its format is not allowed, it is empty, broken at its beginning, or too long.
+        """
+        if self.layout.sound is None:
+            raise WrongModelKind(f"Backend error: the model {shown_id(self.info.model_id)} takes no sound")
+        from teimgr.engine.sounds.inputs import SoundTokenizer
+
+        assert isinstance(self.tokenizer, SoundTokenizer)
+        return self.tokenizer.sound(data)
 
     def tokenize(self, text: str, add_special_tokens: bool, prompt_name: str | None) -> list[TokenSpan]:
         """Every token of prompt + text.
@@ -375,7 +399,7 @@ class Engine:
 
     def _compare(self, test: SelfTest) -> None:
         """Mark the engine unhealthy where a finished self-test is wrong."""
-        failure, known = test.errors.get(0), "picture" if test.has_picture else "text"
+        failure, known = test.errors.get(0), "file" if test.has_picture else "text"
         reference = self._picture_reference if test.has_picture else self._reference
         if isinstance(failure, InferenceFailed):
             self._mark_unhealthy(f"the self-test failed: {failure.message}")
@@ -389,8 +413,8 @@ class Engine:
             self._on_fault(reason)
 
     def _test_picture(self) -> None:
-        """The first self-test with an image, of a model that embeds such."""
-        if self.layout.dual is not None:
+        """The first self-test with an image or a sound, of a model that embeds such."""
+        if self.layout.reads_files:
             from teimgr.engine.images.inputs import PictureTokenizer
 
             assert isinstance(self.tokenizer, PictureTokenizer)

@@ -46,17 +46,15 @@ class Pair(NamedTuple):
     second: str
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Picture:
-    """An image among the inputs: its file, with its format and size in pixels by its header.
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class MediaFile:
+    """An image or a sound among the inputs: its file, with its format by its header.
 
     It takes `tokens` of the forward. `digest` is the SHA-256 of the file: equal files have equal results.
     """
 
     data: bytes
     format: str
-    width: int
-    height: int
     tokens: int
     digest: bytes
 
@@ -71,6 +69,21 @@ class Picture:
     def nbytes(self) -> int:
         """Of its file."""
         return len(self.data)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Picture(MediaFile):
+    """An image, with its size in pixels by its header."""
+
+    width: int
+    height: int
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Sound(MediaFile):
+    """A sound, with its length by its header."""
+
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,9 +119,9 @@ class SparseRow(NamedTuple):
     values: NDArray[np.float32]
 
 
-# A text, a pair, token ids of the model's vocabulary (int32 [tokens], special ones included), an image, or null; of
+# A text, a pair, token ids of the model's vocabulary (int32 [tokens], special ones included), a file, or null; of
 # models that read texts and images in one input these too.
-Input = str | Pair | NDArray[np.int32] | Picture | Content | ContentPair | None
+Input = str | Pair | NDArray[np.int32] | MediaFile | Content | ContentPair | None
 
 
 class Share(NamedTuple):
@@ -309,9 +322,9 @@ def characters(item: Input) -> int:
     return len(item.first) + len(item.second) if isinstance(item, (Pair, ContentPair)) else len(item)
 
 
-def pictures_of(item: Input) -> tuple[Picture, ...]:
-    """The images in an input."""
-    if isinstance(item, Picture):
+def pictures_of(item: Input) -> tuple[MediaFile, ...]:
+    """The images, or the sound, in an input."""
+    if isinstance(item, MediaFile):
         return (item,)
     if isinstance(item, ContentPair):
         return (*item.first.pictures, *item.second.pictures)

@@ -194,7 +194,7 @@ def _load(options: EngineOptions) -> EngineParts:
     except RuntimeError as error:
         gpu.raise_if_the_devices(error, device)
         raise
-    if layout.dual is not None:
+    if layout.reads_files:
         _begin_pictures(model, tokenizer)
     return_freed_memory()
     served = model.outputs if layout.listwise is None else frozenset({Output.SCORES})
@@ -231,7 +231,7 @@ def _load(options: EngineOptions) -> EngineParts:
         space=space.result(),
         precision=precision_class(str(choice.dtype).removeprefix("torch.")),
         fused=layout.chat is not None,
-        modalities=("text",) if layout.dual is None else ("text", "image"),
+        modalities=layout.modalities,
     )
     log.info(
         "%s on %s in %s, %s (attention: %s), cosine to float32 on known texts: mean %.6f, lowest %.6f, "
@@ -251,6 +251,10 @@ def _load(options: EngineOptions) -> EngineParts:
 
 
 def _tokenizer(layout: Layout, max_length: int) -> TextTokenizer:
+    if layout.sound is not None:
+        from teimgr.engine.sounds.inputs import SoundTokenizer
+
+        return SoundTokenizer(layout, max_length)
     if layout.dual is None:
         return TextTokenizer(layout, max_length)
     if layout.pages is not None:
@@ -267,6 +271,10 @@ def _tokenizer(layout: Layout, max_length: int) -> TextTokenizer:
 
 
 def _load_model(layout: Layout, device: torch.device, threads: int, is_known: bool = False) -> Model:
+    if layout.sound is not None:
+        from teimgr.engine.sounds.model import load_sound_model
+
+        return load_sound_model(layout, device, threads)
     if layout.dual is None:
         return load_model(layout, device, is_known=is_known)
     if layout.pages is not None:

@@ -54,7 +54,9 @@ _NOT_OF_THE_SPACE = frozenset(
         *("lower_case", "end_token", "own_tokenizer", "trust_remote_code", "code_revision"),
     )
 )
-_LATER_FIELDS = frozenset(("dual", "pages"))  # of `Layout`, since FORMAT was last raised: hashed where they are set
+_LATER_FIELDS = frozenset(
+    ("dual", "pages", "sound")
+)  # of `Layout`, since FORMAT was last raised: hashed where they are set
 # Of config.json: where a file comes from and how it was saved.
 _ORIGIN = frozenset(("_name_or_path", "_commit_hash", "transformers_version", "torch_dtype", "dtype", "use_cache"))
 _DTYPES = {

@@ -13,7 +13,7 @@ from teimgr.models.bounded_json import read_object
 from teimgr.models.known_keys import KnownKeys
 from teimgr.models.layout import DualEncoder, Layout, PixelSteps
 from teimgr.models.library_code import setting
-from teimgr.models.metadata import DUAL_ENCODERS, PAGE_ENCODERS, VISION_CHATS, ModelMetadata
+from teimgr.models.metadata import DUAL_ENCODERS, PAGE_ENCODERS, SOUND_ENCODERS, VISION_CHATS, ModelMetadata
 
 _PROCESSORS = ("CLIPImageProcessor", "CLIPFeatureExtractor", "SiglipImageProcessor")
 _KEYS = KnownKeys(
@@ -40,7 +40,7 @@ def is_dual_encoder(metadata: ModelMetadata) -> bool:
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The configuration of what reads texts: `config` itself but for a model of texts and images, or of pages."""
+    """The configuration of what reads texts: `config` itself but for a model of images, pages or sounds."""
     if config["model_type"] in PAGE_ENCODERS:
         whole = config.get("vlm_config")
         if not isinstance(whole, dict) or not isinstance(whole.get("text_config", {}), dict):
@@ -49,7 +49,7 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
         return {"model_type": f"{kind}_text"} | (whole.get("text_config") or whole)
     if config["model_type"] in VISION_CHATS:
         return _part(config, "text") | {"model_type": f"{config['model_type']}_text"}
-    return _part(config, "text") if config["model_type"] in DUAL_ENCODERS else config
+    return _part(config, "text") if config["model_type"] in (*DUAL_ENCODERS, *SOUND_ENCODERS) else config
 
 
 def read_dual_encoder(metadata: ModelMetadata, layout: Layout, pooling: str | None) -> Layout:

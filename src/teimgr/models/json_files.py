@@ -122,7 +122,17 @@ _TYPES_AS_WORDS = {"codegen", "ctrl", "flaubert", "gpt2", "gpt_bigcode", "gpt_ne
 ENDLESS = 1_000_000
 # Model types whose position ids start behind the padding token's id.
 OFFSET_TYPES = {
-    *("roberta", "xlm-roberta", "camembert", "xlm-roberta-xl", "roberta-prelayernorm", "xmod", "data2vec-text", "mpnet")
+    *(
+        "roberta",
+        "xlm-roberta",
+        "camembert",
+        "xlm-roberta-xl",
+        "roberta-prelayernorm",
+        "xmod",
+        "data2vec-text",
+        "mpnet",
+    ),
+    "clap_text_model",
 }
 _SETTINGS = tuple(
     f"sentence_{kind}_config.json"

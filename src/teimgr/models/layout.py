@@ -225,6 +225,32 @@ class DualEncoder:
 
 
 @dataclass(frozen=True, slots=True)
+class SoundSteps:
+    """What the feature extractor makes of a sound of `rate` samples a second: decibels of `mels` bands from `least_hz`
+    to `most_hz`, each `hop` samples by a transform of `fft`. A window has `window` samples; shorter sounds are padded
+    by `padding`. `fuses`: of a longer one the model reads four spectrograms together.
+    """
+
+    rate: int
+    window: int
+    hop: int
+    fft: int
+    mels: int
+    least_hz: float
+    most_hz: float
+    padding: str
+    fuses: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SoundEncoder:
+    """A model of texts and sounds in one space (CLAP): what it reads of a sound. A window begun is `window_tokens`."""
+
+    window_tokens: int
+    steps: SoundSteps
+
+
+@dataclass(frozen=True, slots=True)
 class PairTemplate:
     """The text that a language model is given of a pair.
 
@@ -298,7 +324,7 @@ class Layout:
     name, 0 for none. Their changes are multiplied by `task_scale`, or they are `task_adapters`, one for each number.
     `instruction_end` ends an instruction, of which no token is pooled, before or within a text.
     `dual` is set for a model of texts and images; with `pages` it has a vector for each token of a page's image, with
-    `chat` it reads texts and images in one input.
+    `chat` it reads texts and images in one input. `sound` is set for a model of texts and sounds.
     `dimensions` are those of dense vectors where a request asks for none, None for all; `truncate_left`: too long texts
     are cut at their beginning unless a request sets it. `is_rounded`: dense vectors are round(127 · tanh(x)).
     `notes` are for the log, `warnings` about the files for it, `/info` and the page.
@@ -345,8 +371,18 @@ class Layout:
     dual: DualEncoder | None = None
     pages: PageTexts | None = None
     chat: ChatTexts | None = None
+    sound: SoundEncoder | None = None
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+
+    @property
+    def reads_files(self) -> bool:
+        """Whether it is a model of images or sounds beside texts."""
+        return self.dual is not None or self.sound is not None
+
+    @property
+    def modalities(self) -> tuple[str, ...]:
+        return ("text", *(("image",) if self.dual else ()), *(("audio",) if self.sound else ()))
 
     @property
     def weights(self) -> tuple[Path, ...]:

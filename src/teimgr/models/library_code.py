@@ -18,7 +18,7 @@ from typing import Any
 _OWN_READS = re.compile(r"\bself\.([a-z]\w*)|kwargs\.(?:pop|get)\(\"(\w+)\"")
 _READS = re.compile(r"\bconfig\.([a-z]\w*)|getattr\((?:self\.)?config, \"(\w+)\"")
 
-_MODEL_PART = re.compile("_(?:text|vision)_model$")
+_MODEL_PART = re.compile("_(?:text|vision|audio)_model$")
 _OWN = Path(__file__).parents[1] / "engine" / "own_models"
 
 

@@ -30,6 +30,8 @@ PAGE_ENCODERS = ("colpali", "colqwen2")
 """Model types of queries and page images, with a vector for each token, that are served."""
 VISION_CHATS = ("qwen3_vl",)
 """Model types of texts and images in one input, of which embedding models and rerankers are served."""
+SOUND_ENCODERS = ("clap",)
+"""Model types of texts and sounds in one space that are served."""
 _CARD_CHARACTERS = 10_000  # of a model card that are looked into
 _MAX_SHOWN_CHARS = 80
 
@@ -174,6 +176,7 @@ _SIZES = {
     "moe_intermediate_size": 1 << 20,
 }
 _MAY_BE_ZERO = ("type_vocab_size", "max_position_embeddings", "num_labels", "num_experts", "num_local_experts")
+_MAX_STAGES = 16  # with heads of their own, of a Swin transformer
 _PARTS = ("encoder", "decoder")  # beside `text_config` and its like
 
 
@@ -198,6 +201,8 @@ def _check_sizes_of(config: dict[str, Any], where: str) -> None:
         least = 0 if key in _MAY_BE_ZERO else 1
         if value is None:
             continue
+        if key == "num_attention_heads" and isinstance(value, list) and 1 <= len(value) <= _MAX_STAGES:
+            value = next((one for one in value if not isinstance(one, int) or not 1 <= one <= most), 1)
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
             shown = repr(value)[:_MAX_SHOWN_CHARS]
             raise ModelLoadFailed(f"{where} has {key} = {shown}, which should be a whole number of {least} to {most}")
@@ -216,7 +221,7 @@ def _weight_names(folder: Path, own: str | None) -> str | None:
 # What is not a text embedding model at all, by model type: what to say of it.
 _OTHER_MODELS = {
     **dict.fromkeys(("siglip2", "align", "altclip", "chinese_clip", "blip", "flava"), "images and text"),
-    **dict.fromkeys(("clap", "whisper", "wav2vec2", "hubert", "wavlm"), "sound"),
+    **dict.fromkeys(("whisper", "wav2vec2", "hubert", "wavlm"), "sound"),
     **dict.fromkeys(("colmodernvbert", "modernvbert"), "pages as images"),
     **dict.fromkeys(("vit", "dinov2", "beit", "deit", "convnext"), "images"),
 }
@@ -226,7 +231,7 @@ _SENSES = {"vision_config": "images", "visual": "images", "audio_config": "sound
 def _refuse_other_models(config: dict[str, Any]) -> None:
     """Refuse models of images and sound by what they are: their text alone would go without their chat template."""
     model_type = str(config["model_type"])
-    if model_type in (*DUAL_ENCODERS, *PAGE_ENCODERS, *VISION_CHATS):
+    if model_type in (*DUAL_ENCODERS, *PAGE_ENCODERS, *VISION_CHATS, *SOUND_ENCODERS):
         return
     senses = _OTHER_MODELS.get(model_type) or next((_SENSES[key] for key in _SENSES if config.get(key)), None)
     if senses is None and model_type.endswith(("_vl", "_omni")):

@@ -42,6 +42,7 @@ from teimgr.models.scoring import (
     score_modules,
     written_activations,
 )
+from teimgr.models.sounds import is_sound_encoder, read_sound_encoder
 from teimgr.models.source import file_problem
 from teimgr.models.vision_chats import is_vision_chat, read_vision_chat
 from teimgr.spec import Kind
@@ -216,6 +217,8 @@ def _read(root: Path, pooling: str | None, kind: str | None, trust_remote_code: 
         case Kind.RERANKER if is_vision_chat(metadata):
             layout = replace(layout, backbone=Backbone.CAUSAL_LM)
             layout = read_vision_chat(metadata, layout, None, render=render)
+        case Kind.EMBEDDING if is_sound_encoder(metadata):
+            layout = read_sound_encoder(metadata, layout, pooling)
         case Kind.EMBEDDING:
             layout = _embedding(metadata, layout, pooling)
         case Kind.SPARSE:

@@ -203,7 +203,7 @@ class ChatModel(PicturedModel):
     def _of_one_image(self, layout: Layout) -> NDArray[np.int32]:
         """The ids of an image alone, as one token; for a reranker, as a document."""
         assert layout.chat is not None
-        picture = Content("", (Picture(b"", "", 0, 0, 1, b""),))
+        picture = Content("", (Picture(data=b"", format="", tokens=1, digest=b"", width=0, height=0),))
         contents = (picture,) if len(layout.chat.pieces) == 3 else (Content("a slope"), picture)
         (ids,) = self._writer.ids("", [contents], truncate=False, left=False)
         if isinstance(ids, TeimgrError):

@@ -10,6 +10,7 @@ import hashlib
 import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,9 +18,9 @@ from PIL import Image
 
 from teimgr.engine.batch import Encoded, PackedBatch, TokenizedTexts, pack
 from teimgr.engine.images.files import read_size
-from teimgr.engine.images.pixels import Pixels, tokens_of
-from teimgr.engine.images.waiting import PictureDecoder, WaitingPicture
-from teimgr.engine.job import Input, Picture
+from teimgr.engine.images.pixels import tokens_of
+from teimgr.engine.images.waiting import FileDecoder, WaitingPicture
+from teimgr.engine.job import Input, MediaFile, Picture
 from teimgr.engine.tokenizer import TextTokenizer, TokenizeOptions
 from teimgr.errors import InvalidConfig, InvalidInput, ModelLoadFailed, TeimgrError
 from teimgr.models.layout import DualEncoder, Layout
@@ -45,7 +46,14 @@ def read_picture(data: bytes, dual: DualEncoder, around: int = 0) -> Picture:
     """
     size = read_size(data)
     tokens = tokens_of(dual, size.width, size.height) + around
-    return Picture(data, size.format, size.width, size.height, tokens, hashlib.sha256(data).digest())
+    return Picture(
+        data=data,
+        format=size.format,
+        tokens=tokens,
+        digest=hashlib.sha256(data).digest(),
+        width=size.width,
+        height=size.height,
+    )
 
 
 def known_file(dual: DualEncoder) -> bytes:
@@ -57,7 +65,7 @@ def known_file(dual: DualEncoder) -> bytes:
     return written.getvalue()
 
 
-def picture_ids(picture: Picture) -> NDArray[np.int32]:
+def picture_ids(picture: MediaFile) -> NDArray[np.int32]:
     """Its ids: numbers below 0, by its digest and again from the first on."""
     own = np.frombuffer(picture.digest, np.int32) | _BELOW_ZERO
     return np.resize(own, picture.tokens)
@@ -71,9 +79,9 @@ class PictureTokenizer(TextTokenizer):
         assert layout.dual is not None
         self._dual = layout.dual
         self._around = 0  # tokens of the text around an image
-        self._decoder: PictureDecoder | None = None
+        self._decoder: FileDecoder | None = None
 
-    def use(self, decoder: PictureDecoder) -> None:
+    def use(self, decoder: FileDecoder) -> None:
         self._decoder = decoder
 
     def picture(self, data: bytes) -> Picture:
@@ -86,10 +94,10 @@ class PictureTokenizer(TextTokenizer):
 
     def encode_all(self, inputs: Sequence[Input], options: TokenizeOptions) -> TokenizedTexts:
         """As of texts alone; pictures begin to be decoded."""
-        if isinstance(inputs, TextColumn) or not any(isinstance(one, Picture) for one in inputs):
+        if isinstance(inputs, TextColumn) or not any(isinstance(one, MediaFile) for one in inputs):
             return self._encode_texts(inputs, options)
-        rows = [row for row, one in enumerate(inputs) if isinstance(one, Picture)]
-        pictures = [one for one in inputs if isinstance(one, Picture)]
+        rows = [row for row, one in enumerate(inputs) if isinstance(one, MediaFile)]
+        pictures = [one for one in inputs if isinstance(one, MediaFile)]
         assert self._decoder is not None
         others: dict[int, Encoded | TeimgrError] = {
             row: EncodedPicture(picture_ids(waiting.picture), waiting=(waiting,))
@@ -173,7 +181,7 @@ class PicturedBatch(PackedBatch):
     """A batch with pictures: first its texts, as one packed batch, then the pictures."""
 
     words: PackedBatch | None = None
-    pictures: tuple[Pixels, ...] = ()
+    pictures: tuple[Any, ...] = ()
 
 
 def pack_with_pictures(inputs: Sequence[Encoded]) -> PackedBatch:
@@ -193,13 +201,13 @@ def pack_with_pictures(inputs: Sequence[Encoded]) -> PackedBatch:
     return PicturedBatch(**given | {"order": order}, words=words, pictures=pixels_of(pictures))
 
 
-def pixels_of(inputs: Iterable[Encoded]) -> tuple[Pixels, ...]:
+def pixels_of(inputs: Iterable[Encoded]) -> tuple[Any, ...]:
     """Of all pictures of inputs, in their order."""
     waiting = [one for each in inputs if isinstance(each, EncodedPicture) for one in each.waiting]
     return tuple(map(_pixels_of, waiting))
 
 
-def _pixels_of(waiting: WaitingPicture) -> Pixels:
+def _pixels_of(waiting: WaitingPicture) -> Any:
     pixels = waiting.take()
     if isinstance(pixels, TeimgrError):  # the runner has failed those before
         raise pixels

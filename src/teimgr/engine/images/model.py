@@ -20,7 +20,7 @@ from teimgr.engine.heads.pooling import DenseHead
 from teimgr.engine.host_weights import HostWeights
 from teimgr.engine.images.inputs import PicturedBatch, pack_with_pictures
 from teimgr.engine.images.pixels import Pixels, PixelTable
-from teimgr.engine.images.waiting import PictureDecoder
+from teimgr.engine.images.waiting import FileDecoder, PictureDecoder
 from teimgr.engine.job import Output
 from teimgr.engine.library_model import load_module
 from teimgr.engine.model import Heads, Model
@@ -65,18 +65,20 @@ class PictureTower(nn.Module):
 class PicturedModel(Model):
     """A model that reads images beside texts, on one device. `decoder` prepares its pictures."""
 
+    files = "pictures"
+
     def __init__(self, backbone: Transformer, heads: Heads, dual: DualEncoder, decoder: PictureDecoder) -> None:
         super().__init__(backbone, heads)
-        self.decoder = decoder
+        self.decoder: FileDecoder = decoder
         self._table = PixelTable(dual.steps)
-        self.known = known_pictures(dual)
+        self.known: list[Any] = known_pictures(dual)
         self._reference: Tensor | None = None
 
     def pack(self, inputs: Sequence[Encoded]) -> PackedBatch:
         """A batch of inputs, whose pictures are decoded."""
         return pack_with_pictures(inputs)
 
-    def vectors(self, pictures: Sequence[Pixels]) -> Tensor:
+    def vectors(self, pictures: Sequence[Any]) -> Tensor:
         """Of pictures of one size, float32 [N, width], or [N, tokens, width], on the device."""
         raise NotImplementedError
 
@@ -93,11 +95,11 @@ class PicturedModel(Model):
         """
         together = self.vectors(self.known)
         if not torch.isfinite(together).all():
-            raise ModelLoadFailed("the model gives NaN or infinity for known pictures")
+            raise ModelLoadFailed(f"the model gives NaN or infinity for known {self.files}")
         alone = torch.cat([self.vectors([one]) for one in self.known])
         least = _EXACT_COSINE if self._picture_dtype is torch.float32 else MIN_COSINE
         if least_cosine(together, alone) < least:
-            raise ModelLoadFailed("the vector of a known picture depends on the pictures beside it")
+            raise ModelLoadFailed(f"the vector of one of the known {self.files} depends on those beside it")
 
     @property
     def _picture_dtype(self) -> torch.dtype:
@@ -122,7 +124,7 @@ class DualModel(PicturedModel):
         self, backbone: Transformer, heads: Heads, tower: PictureTower, dual: DualEncoder, decoder: PictureDecoder
     ) -> None:
         super().__init__(backbone, heads, dual, decoder)
-        self._tower = tower
+        self._tower: nn.Module = tower
         self._weights: HostWeights | None = None
 
     @torch.inference_mode()
@@ -137,7 +139,7 @@ class DualModel(PicturedModel):
         return {Output.DENSE: Rows(torch.cat([texts.float(), pictures]))}
 
     @torch.inference_mode()
-    def vectors(self, pictures: Sequence[Pixels]) -> Tensor:
+    def vectors(self, pictures: Sequence[Any]) -> Tensor:
         """Of pictures, float32 [N, width of a vector], on the device."""
         found: Tensor = self._tower(self._table.numbers(pictures).to(self.backbone.device))
         return found
@@ -155,7 +157,7 @@ class DualModel(PicturedModel):
         assert self._weights is not None
         self._weights.place(dtype, device)
         if dtype is not torch.float32 and self._closeness() < MIN_COSINE:
-            log.warning("the image half stays in float32: %s deviates too much from it", dtype)
+            log.warning("the half of %s stays in float32: %s deviates too much from it", self.files, dtype)
             self._weights.place(torch.float32, device)
 
     @property

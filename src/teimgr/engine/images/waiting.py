@@ -14,10 +14,11 @@ import weakref
 from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
+from typing import Any
 
 from teimgr.engine.images.files import MAX_PIXELS, decode
 from teimgr.engine.images.pixels import Pixels, prepare
-from teimgr.engine.job import Picture
+from teimgr.engine.job import MediaFile, Picture
 from teimgr.errors import InferenceFailed, TeimgrError
 from teimgr.models.layout import DualEncoder
 
@@ -33,15 +34,15 @@ class WaitingPicture:
 
     __slots__ = ("__weakref__", "_decoder", "_done", "_held_bytes", "_result", "_started", "picture")
 
-    def __init__(self, picture: Picture, decoder: PictureDecoder) -> None:
+    def __init__(self, picture: MediaFile, decoder: FileDecoder) -> None:
         self.picture = picture
         self._decoder = decoder
         self._started = False
         self._held_bytes = 0
         self._done = threading.Event()
-        self._result: Pixels | TeimgrError | None = None
+        self._result: Any = None
 
-    def take(self) -> Pixels | TeimgrError:
+    def take(self) -> Any:
         """The pixels, or why they could not be had; the caller decodes them if no thread has begun."""
         if not self._done.is_set() and self.claim():
             self._decoder.decode_now(self)
@@ -56,7 +57,7 @@ class WaitingPicture:
             was_started, self._started = self._started, True
         return not was_started
 
-    def finish(self, result: Pixels | TeimgrError, held_bytes: int) -> None:
+    def finish(self, result: Any, held_bytes: int) -> None:
         """It is decoded; `held_bytes` count until it is taken or dropped."""
         self._result, self._held_bytes = result, held_bytes
         self._done.set()
@@ -71,15 +72,19 @@ class WaitingPicture:
             self._decoder.taken(self)
 
 
-class PictureDecoder:
-    """Decodes pictures of one model, on `threads` threads and on those that need one at once. Thread-safe."""
+class FileDecoder:
+    """Decodes files of one model, on `threads` threads and on those that need one at once. Thread-safe.
 
-    def __init__(self, dual: DualEncoder, threads: int) -> None:
-        self._dual = dual
+    Of all that are decoded at a time the sizes are at most `most`.
+    """
+
+    most: int
+
+    def __init__(self, threads: int) -> None:
         self.lock = threading.RLock()  # reentrant: a dropped picture is released wherever that happens
         self._changed = threading.Condition(self.lock)
         self._waiting: deque[weakref.ref[WaitingPicture]] = deque()
-        self._pixels_in_flight = 0
+        self._in_flight = 0
         self._held_bytes = 0
         self._closed = False
         self._threads = [
@@ -97,7 +102,15 @@ class PictureDecoder:
             self._closed = True
             self._changed.notify_all()
 
-    def expect(self, pictures: Iterable[Picture]) -> list[WaitingPicture]:
+    def size_of(self, file: Any) -> int:
+        """How much it counts while it is decoded."""
+        raise NotImplementedError
+
+    def prepared(self, file: Any) -> Any:
+        """What the model reads of a file; raises InvalidInput: it is broken."""
+        raise NotImplementedError
+
+    def expect(self, pictures: Iterable[MediaFile]) -> list[WaitingPicture]:
         """The pictures, to be decoded in this order if nothing needs one earlier."""
         expected = [WaitingPicture(picture, self) for picture in pictures]
         with self._changed:
@@ -107,10 +120,10 @@ class PictureDecoder:
 
     def decode_now(self, waiting: WaitingPicture) -> None:
         """Decode a claimed picture on this thread, when there is room for its pixels."""
-        size = waiting.picture.width * waiting.picture.height
+        size = self.size_of(waiting.picture)
         with self._changed:
             self._changed.wait_for(lambda: self._has_room(size))
-            self._pixels_in_flight += size
+            self._in_flight += size
         self._decode(waiting, size, is_ahead=False)
 
     def taken(self, waiting: WaitingPicture) -> None:
@@ -139,20 +152,20 @@ class PictureDecoder:
                 waiting = self._waiting.popleft()()
                 if waiting is None or not waiting.claim():
                     continue
-                size = waiting.picture.width * waiting.picture.height
+                size = self.size_of(waiting.picture)
                 self._changed.wait_for(lambda size=size: self._has_room(size))  # type: ignore[misc]
-                self._pixels_in_flight += size
+                self._in_flight += size
                 return waiting, size
 
     def _has_room(self, size: int) -> bool:
-        return not self._pixels_in_flight or self._pixels_in_flight + size <= MAX_PIXELS
+        return not self._in_flight or self._in_flight + size <= self.most
 
     def _decode(self, waiting: WaitingPicture, size: int, *, is_ahead: bool) -> None:
         try:
             result = self._result(waiting.picture)
         finally:
             with self._changed:
-                self._pixels_in_flight -= size
+                self._in_flight -= size
                 self._changed.notify_all()
         held = 0
         if is_ahead and not isinstance(result, TeimgrError):
@@ -161,13 +174,31 @@ class PictureDecoder:
                 self._held_bytes += held
         waiting.finish(result, held)
 
-    def _result(self, picture: Picture) -> Pixels | TeimgrError:
+    def _result(self, picture: MediaFile) -> Any:
         try:
-            return prepare(decode(picture.data), self._dual.steps)
+            return self.prepared(picture)
         except TeimgrError as error:
             return error
         except MemoryError:
-            return InferenceFailed(f"There is no memory for an image of {picture.width} x {picture.height} pixels")
-        except Exception as error:  # of any kind: only this picture fails
-            log.exception("an image cannot be decoded")
-            return InferenceFailed(f"Backend error: the image cannot be decoded: {type(error).__name__}")
+            return InferenceFailed(f"There is no memory to decode a {picture.format} file of {picture.nbytes:,} bytes")
+        except Exception as error:  # of any kind: only this file fails
+            log.exception("a file cannot be decoded")
+            return InferenceFailed(f"Backend error: the file cannot be decoded: {type(error).__name__}")
+
+
+class PictureDecoder(FileDecoder):
+    """Decodes pictures."""
+
+    most = MAX_PIXELS
+
+    def __init__(self, dual: DualEncoder, threads: int) -> None:
+        super().__init__(threads)
+        self._dual = dual
+
+    def size_of(self, file: Picture) -> int:
+        """Its pixels."""
+        return file.width * file.height
+
+    def prepared(self, file: Picture) -> Pixels:
+        """Its pixels behind the model's own steps; raises InvalidInput."""
+        return prepare(decode(file.data), self._dual.steps)

@@ -1,0 +1,233 @@
+"""Sound files of callers: format and length by the header, then the samples, each within limits.
+
+A sound is decoded in blocks to one channel, the mean of all, at the rate that the model reads. libsndfile decodes, as
+`soundfile`; what it takes for whole although it was cut is found here.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import soundfile
+import soxr
+from numpy.typing import NDArray
+
+from teimgr.errors import InvalidInput
+
+MAX_SECONDS = 600
+MAX_FILE_BYTES = 20 * 2**20
+FORMATS = ("WAV", "FLAC", "OGG", "MP3")
+_MAX_SAMPLES = MAX_SECONDS * 48_000 * 2  # of all channels: ten minutes in stereo
+_RATES = (4_000, 192_000)
+_MAX_CHANNELS = 8
+_MAX_PARTS = 100_000  # chunks or pages of a file
+_BLOCK_SAMPLES = 1 << 16
+_LAST_PAGE = 4  # a flag of OGG
+_WAY_OUT = "send WAV, FLAC, OGG (Vorbis, Opus) or MP3"
+_KNOWN_OTHERS = (
+    (b"RF64", "RF64"),
+    (b"RIFX", "WAV of the other byte order"),
+    (b"FORM", "AIFF"),
+    (b".snd", "AU"),
+    (b"\x1a\x45\xdf\xa3", "WebM or Matroska"),
+    (b"#!AMR", "AMR"),
+    (b"MThd", "MIDI"),
+    (b"caff", "CAF"),
+)
+
+
+class Header(NamedTuple):
+    """What a sound file says at its beginning: `frames` are samples of each channel."""
+
+    format: str
+    rate: int
+    channels: int
+    frames: int
+
+    @property
+    def seconds(self) -> float:
+        return self.frames / self.rate
+
+
+def read_header(data: bytes) -> Header:
+    """Format and length of a sound file by its header.
+
+    Raises:
+        InvalidInput: its format is not allowed, it is empty, broken or cut, or too long.
+    """
+    if not data:
+        raise InvalidInput("Input validation error: the sound is empty: it has no bytes")
+    if len(data) > MAX_FILE_BYTES:
+        raise InvalidInput(
+            f"Input validation error: the sound has {len(data):,} bytes, and {MAX_FILE_BYTES:,} are allowed: send it "
+            "in parts, or compressed"
+        )
+    form = _format(data)
+    _CHECKS[form](data)
+    with _opened(data, form) as file:
+        header = Header(form, int(file.samplerate), int(file.channels), int(file.frames))
+    _check(header)
+    return header
+
+
+def _check(header: Header) -> None:
+    least, most = _RATES
+    if not least <= header.rate <= most:
+        raise InvalidInput(
+            f"Input validation error: the sound has {header.rate:,} samples a second, and {least:,} to {most:,} are "
+            "allowed: send it at another rate"
+        )
+    if not 1 <= header.channels <= _MAX_CHANNELS:
+        raise InvalidInput(
+            f"Input validation error: the sound has {header.channels} channels, and {_MAX_CHANNELS} are allowed: send "
+            "it mixed down"
+        )
+    if header.frames < 1:
+        raise InvalidInput("Input validation error: the sound is empty: it has 0 samples")
+    if header.frames > MAX_SECONDS * header.rate or header.frames * header.channels > _MAX_SAMPLES:
+        raise InvalidInput(
+            f"Input validation error: the sound has {header.seconds:,.0f} s in {header.channels} channels of "
+            f"{header.rate:,} samples a second, and {MAX_SECONDS} s are allowed, of {_MAX_SAMPLES:,} samples in all: "
+            "send it in parts"
+        )
+
+
+def decode(data: bytes, rate: int) -> NDArray[np.float32]:
+    """The samples of a file that `read_header` accepts: one channel, `rate` samples a second.
+
+    Raises:
+        InvalidInput: the file is cut or broken, or samples are no numbers.
+    """
+    header = read_header(data)
+    found = np.empty(-(-header.frames * rate // header.rate) + rate, np.float32)
+    filled = 0
+    for part in _resampled(_blocks(data, header), header, rate):
+        if filled + len(part) > len(found):
+            raise _broken(header.format)
+        found[filled : filled + len(part)] = part
+        filled += len(part)
+    if not filled:
+        raise InvalidInput("Input validation error: the sound is too short: it has no sample at the model's rate")
+    if not np.isfinite(found[:filled]).all():
+        raise InvalidInput("Input validation error: the sound has samples that are no finite numbers")
+    return found[:filled]
+
+
+def _blocks(data: bytes, header: Header) -> Iterator[NDArray[np.float32]]:
+    """The samples of all channels together, as many as the header promises."""
+    step, left = max(1, _BLOCK_SAMPLES // header.channels), header.frames
+    with _opened(data, header.format) as file:
+        while left:
+            try:
+                block = file.read(min(step, left), dtype="float32", always_2d=True)
+            except Exception as error:  # of any kind: its text has an address
+                raise _broken(header.format) from error
+            if not len(block):
+                raise _broken(header.format)
+            left -= len(block)
+            yield block[:, 0] if header.channels == 1 else block.mean(axis=1, dtype=np.float32)
+
+
+def _resampled(blocks: Iterator[NDArray[np.float32]], header: Header, rate: int) -> Iterator[NDArray[np.float32]]:
+    if header.rate == rate:
+        yield from blocks
+        return
+    stream = soxr.ResampleStream(header.rate, rate, 1, dtype="float32")
+    for block in blocks:
+        yield stream.resample_chunk(block)
+    yield stream.resample_chunk(np.empty(0, np.float32), last=True)
+
+
+def _format(data: bytes) -> str:
+    if data[:4] == b"RIFF" and data[8:12] == b"WAVE":
+        return "WAV"
+    if data[:4] in (b"fLaC", b"OggS"):
+        return "FLAC" if data[:4] == b"fLaC" else "OGG"
+    if data[:3] == b"ID3" or (len(data) > 1 and data[0] == 0xFF and data[1] & 0xE6 == 0xE2):  # MPEG, layer III
+        return "MP3"
+    named = next((name for start, name in _KNOWN_OTHERS if data.startswith(start)), None)
+    if named is None and data[4:8] == b"ftyp":
+        named = "MP4, M4A or AAC"
+    raise InvalidInput(
+        "Input validation error: the bytes are no sound of an allowed format"
+        + (f", but {named}" if named else "")
+        + f": {_WAY_OUT}"
+    )
+
+
+def _opened(data: bytes, form: str) -> Any:
+    try:
+        file = soundfile.SoundFile(io.BytesIO(data))
+    except Exception as error:  # of any kind: its text has an address
+        raise _broken(form) from error
+    if file.format not in (form, f"{form}EX"):  # WAVEX, of more channels
+        file.close()
+        raise _broken(form)
+    return file
+
+
+def _broken(form: str) -> InvalidInput:
+    return InvalidInput(
+        f"Input validation error: the sound cannot be decoded: the {form} file is truncated or broken: send it whole"
+    )
+
+
+def _check_wav(data: bytes) -> None:
+    """Refuse a file whose samples end before its header says; libsndfile would take what is there."""
+    at, parts = 12, 0
+    while at + 8 <= len(data):
+        size = int.from_bytes(data[at + 4 : at + 8], "little")
+        if data[at : at + 4] == b"data":
+            if at + 8 + size > len(data):
+                raise _broken("WAV")
+            return
+        at, parts = at + 8 + size + size % 2, parts + 1
+        if parts > _MAX_PARTS:
+            break
+    raise _broken("WAV")
+
+
+def _check_ogg(data: bytes) -> None:
+    """Refuse a file whose last page is not its stream's last; libsndfile would take what is there."""
+    at, parts, serial = 0, 0, data[14:18]
+    while at + 27 <= len(data) and data[at : at + 4] == b"OggS":
+        is_last = bool(data[at + 5] & _LAST_PAGE)
+        lengths = data[at + 27 : at + 27 + data[at + 26]]
+        end = at + 27 + data[at + 26] + sum(lengths)
+        if data[at + 14 : at + 18] != serial or end > len(data) or len(lengths) != data[at + 26]:
+            break  # several streams in one file are not read either
+        at, parts = end, parts + 1
+        if is_last:
+            if at == len(data):
+                return
+            break
+        if parts > _MAX_PARTS:
+            break
+    raise _broken("OGG")
+
+
+def _check_mp3(data: bytes) -> None:
+    """Refuse a file that is shorter than the header of its encoder says."""
+    head = data[:4096]
+    at = next((at for tag in (b"Xing", b"Info") if (at := head.find(tag)) >= 0), -1)
+    if at < 0:
+        return
+    flags = int.from_bytes(head[at + 4 : at + 8], "big")
+    has_bytes, place = bool(flags & 2), at + 8 + 4 * (flags & 1)
+    if has_bytes and int.from_bytes(head[place : place + 4], "big") > len(data):
+        raise _broken("MP3")
+
+
+def _check_flac(data: bytes) -> None:
+    """libFLAC finds the end missing."""
+
+
+_CHECKS: dict[str, Callable[[bytes], None]] = {
+    "WAV": _check_wav,
+    "FLAC": _check_flac,
+    "OGG": _check_ogg,
+    "MP3": _check_mp3,
+}

@@ -1,0 +1,121 @@
+"""Both halves of a model of texts and sounds: the library's modules, and the heads behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from teimgr.engine.backbone import Transformer
+from teimgr.engine.heads.pooling import DenseHead
+from teimgr.engine.host_weights import HostWeights
+from teimgr.engine.images.model import DualModel
+from teimgr.engine.job import Output
+from teimgr.engine.library_model import load_module
+from teimgr.engine.model import Heads, Model
+from teimgr.engine.sounds.inputs import SoundDecoder, known_samples
+from teimgr.engine.sounds.spectrograms import Spectrograms, prepare
+from teimgr.errors import ModelLoadFailed
+from teimgr.models.layout import Layout, SoundEncoder
+
+_WINDOWS_AT_ONCE = 8  # of some 100 MB each within the model
+_SPECTROGRAMS = 4  # that a model with fusion reads of a long sound
+_KNOWN = (0.3, 1.0, 1.7)  # windows of the known sounds
+
+
+class UnitLength(nn.Module):
+    """Rows of length 1, as the library's own vectors of both halves are."""
+
+    def forward(self, vectors: Tensor) -> Tensor:
+        return functional.normalize(vectors.float(), dim=-1)
+
+
+class SoundTower(nn.Module):
+    """The sound half: float32 [windows, spectrograms, frames, mels] → float32 [windows, width of a vector]."""
+
+    def __init__(self, audio: Any, projection: nn.Module) -> None:
+        super().__init__()
+        self.audio = audio
+        self.projection = projection
+        self._fuses = bool(audio.config.enable_fusion)
+
+    def forward(self, spectrograms: Tensor) -> Tensor:
+        """The vectors, of length 1."""
+        given = spectrograms.to(next(self.audio.parameters()).dtype)
+        is_longer = torch.full((len(given), 1), given.shape[1] == _SPECTROGRAMS, device=given.device)
+        if self._fuses:
+            given = given.expand(-1, _SPECTROGRAMS, -1, -1)
+        pooled = self.audio(input_features=given, is_longer=is_longer).pooler_output
+        return functional.normalize(self.projection(pooled).float(), dim=-1)
+
+
+class SoundModel(DualModel):
+    """A model of texts and sounds in one space."""
+
+    files = "sounds"
+
+    def __init__(
+        self, backbone: Transformer, heads: Heads, tower: SoundTower, sound: SoundEncoder, decoder: SoundDecoder
+    ) -> None:
+        Model.__init__(self, backbone, heads)  # `DualModel` has pixels besides
+        self.decoder = decoder
+        self.known = [prepare(known_samples(sound.steps, long, at), sound.steps) for at, long in enumerate(_KNOWN)]
+        self._reference = None
+        self._tower = tower
+        self._weights: HostWeights | None = None
+
+    @torch.inference_mode()
+    def vectors(self, pictures: Sequence[Spectrograms]) -> Tensor:
+        """Of sounds: the mean of those of their windows, of length 1."""
+        single = [each for sound in pictures for each in sound]
+        found: list[Tensor | None] = [None] * len(single)
+        for places in _alike(single):
+            given = torch.stack([torch.from_numpy(single[at]) for at in places])
+            for at, vector in zip(places, self._tower(given.to(self.backbone.device)), strict=True):
+                found[at] = vector
+        windows = torch.stack([one for one in found if one is not None])
+        lengths = [len(sound) for sound in pictures]
+        return functional.normalize(torch.stack([each.mean(dim=0) for each in torch.split(windows, lengths)]), dim=-1)
+
+
+def _alike(spectrograms: Sequence[Spectrograms]) -> Iterable[list[int]]:
+    """Places of those of one shape, a few at a time."""
+    by_shape: dict[tuple[int, ...], list[int]] = {}
+    for at, each in enumerate(spectrograms):
+        by_shape.setdefault(each.shape, []).append(at)
+    for places in by_shape.values():
+        yield from (places[at : at + _WINDOWS_AT_ONCE] for at in range(0, len(places), _WINDOWS_AT_ONCE))
+
+
+def _no_warning(*_: Any) -> None:
+    """Nothing is padded here."""
+
+
+def load_sound_model(layout: Layout, device: torch.device, threads: int) -> SoundModel:
+    """Load a model of texts and sounds in float32.
+
+    Raises:
+        ModelLoadFailed: weights are missing, of another shape, or do not fit the feature extractor.
+    """
+    sound = layout.sound
+    assert sound is not None
+    module: Any = load_module(layout, device)
+    texts, pooler = module.text_model, module.text_model.pooler
+    texts.pooler = None  # computed in float32 behind the pooling, as all projections are
+    texts.warn_if_padding_and_no_attention_mask = _no_warning  # it looks at ids, so that no forward could be traced
+    transformer = Transformer(texts, layout.position_offset, device)
+    layers = nn.Sequential(pooler.dense, pooler.activation, module.text_projection, UnitLength())
+    width = int(module.text_projection.linear2.out_features)
+    head = DenseHead(layout.poolings, layers, width)
+    tower = SoundTower(module.audio_model, module.audio_projection).eval()
+    model = SoundModel(transformer, {Output.DENSE: head}, tower, sound, SoundDecoder(sound, threads))
+    try:
+        given = model.vectors(model.known[:1])
+    except (RuntimeError, ValueError, IndexError) as error:
+        raise ModelLoadFailed(f"the sound half of the model fails for a known sound: {error}") from error
+    if given.shape[1] != width:
+        raise ModelLoadFailed(f"the vectors of sounds have {given.shape[1]} numbers, and those of texts {width}")
+    return model

@@ -1,0 +1,142 @@
+"""Awkward sound files: each is read as it sounds, or refused with a reason and a way out."""
+
+from __future__ import annotations
+
+import io
+import threading
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+import soxr
+from tests.support.models.sounds import RATE, file_of, sound
+
+from teimgr.engine.job import Sound
+from teimgr.engine.sounds.files import MAX_SECONDS, decode, read_header
+from teimgr.engine.sounds.inputs import SoundDecoder
+from teimgr.engine.sounds.spectrograms import prepare
+from teimgr.errors import InvalidInput
+from teimgr.models.layout import SoundEncoder, SoundSteps
+
+STEPS = SoundSteps(RATE, 10 * RATE, 480, 1024, 64, 50.0, 14_000.0, "repeatpad", False)
+PLAIN = sound(3.0)
+FORMS: dict[str, tuple[str, str]] = {
+    "WAV, 16 bits": ("WAV", "PCM_16"),
+    "WAV, 24 bits": ("WAV", "PCM_24"),
+    "WAV, floats": ("WAV", "FLOAT"),
+    "WAV, 8 bits": ("WAV", "PCM_U8"),
+    "FLAC": ("FLAC", "PCM_16"),
+    "Vorbis": ("OGG", "VORBIS"),
+    "Opus": ("OGG", "OPUS"),
+    "MP3": ("MP3", "MPEG_LAYER_III"),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_file_of_each_format_is_read_whole(form: str) -> None:
+    data = file_of(PLAIN, *FORMS[form])
+    header = read_header(data)
+    assert (header.rate, header.channels) == (RATE, 1)
+    found = decode(data, RATE)
+    assert abs(len(found) - len(PLAIN)) <= 2 * 1152
+    if form.startswith(("WAV", "FLAC")):
+        assert np.abs(found - PLAIN).max() < 0.02
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("left", [2 / 3, 0.99])
+def test_a_cut_file_is_refused(form: str, left: float) -> None:
+    data = file_of(PLAIN, *FORMS[form])
+    with pytest.raises(InvalidInput, match="file is truncated or broken: send it whole"):
+        decode(data[: int(len(data) * left)], RATE)
+
+
+def test_44_1_khz_in_stereo_is_mixed_and_resampled() -> None:
+    stereo = sound(2.0, 1, 44_100, 2)
+    found = decode(file_of(stereo, rate=44_100), RATE)
+    expected = soxr.resample(stereo.mean(axis=1), 44_100, RATE)
+    assert abs(len(found) - 2 * RATE) <= 1
+    assert np.abs(found[: len(expected)] - expected[: len(found)]).max() < 1e-4
+
+
+def test_ten_minutes_of_silence_in_a_small_file_are_judged_by_the_header() -> None:
+    written = io.BytesIO()
+    with soundfile.SoundFile(written, "w", RATE, 1, format="FLAC", subtype="PCM_16") as file:
+        for _ in range(MAX_SECONDS + 1):
+            file.write(np.zeros(RATE, np.int16))
+    data = written.getvalue()
+    assert len(data) < 120_000
+    tracemalloc.start()
+    with pytest.raises(InvalidInput, match=r"has 601 s in 1 channels .* and 600 s are allowed"):
+        read_header(data)
+    assert tracemalloc.get_traced_memory()[1] < 4 * 2**20
+    tracemalloc.stop()
+
+
+REFUSED: dict[str, tuple[bytes, str]] = {
+    "nothing": (b"", "it has no bytes"),
+    "0 samples": (file_of(np.zeros(0, np.float32)), "it has 0 samples"),
+    "a text": (b"RIFFle shuffle", "no sound of an allowed format: send WAV"),
+    "AIFF": (file_of(PLAIN, "AIFF", "PCM_16"), "but AIFF: send WAV"),
+    "AU": (file_of(PLAIN, "AU", "PCM_16"), "but AU: send WAV"),
+    "MP4": (b"\0\0\0\x20ftypM4A \0", "but MP4, M4A or AAC"),
+    "too many channels": (file_of(sound(0.1, channels=9)), "has 9 channels, and 8 are allowed"),
+    "a rate of 1 kHz": (file_of(sound(0.5, rate=1000), rate=1000), "has 1,000 samples a second"),
+    "a WAV without samples": (file_of(PLAIN)[:36], "truncated or broken"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_others_are_refused_by_their_header(name: str) -> None:
+    data, said = REFUSED[name]
+    with pytest.raises(InvalidInput, match=said):
+        read_header(data)
+
+
+def test_samples_that_are_no_numbers_are_refused() -> None:
+    broken = PLAIN.copy()
+    broken[1000] = np.nan
+    with pytest.raises(InvalidInput, match="no finite numbers"):
+        decode(file_of(broken), RATE)
+
+
+def test_a_text_that_looks_like_a_path_opens_nothing(tmp_path: Path) -> None:
+    (tmp_path / "a.wav").write_bytes(file_of(PLAIN))
+    with pytest.raises(InvalidInput, match="no sound of an allowed format"):
+        read_header(str(tmp_path / "a.wav").encode())
+
+
+@pytest.mark.parametrize("seconds", [0.001, 0.4, 10.0, 10.001, 25.0])
+def test_windows_are_full_and_at_fixed_places(seconds: float) -> None:
+    found = prepare(sound(seconds), STEPS)
+    assert found.shape[1:] == (1, 1001, 64)
+    assert len(found) == max(1, -(-int(seconds * RATE) // STEPS.window))
+    assert (found == prepare(sound(seconds), STEPS)).all()
+
+
+def test_no_more_seconds_are_decoded_at_a_time_than_are_allowed() -> None:
+    """Three sounds of 400 s: one after the other."""
+    at_once, most = 0, 0
+    lock = threading.Lock()
+
+    class Counting(SoundDecoder):
+        def prepared(self, file: Sound) -> Any:
+            nonlocal at_once, most
+            with lock:
+                at_once += 1
+                most = max(most, at_once)
+            found = np.zeros((1, 1, 1, 1), np.float32)
+            with lock:
+                at_once -= 1
+            return found
+
+    decoder = Counting(SoundEncoder(64, STEPS), 3)
+    decoder.start()
+    sounds = [Sound(data=b"", format="WAV", tokens=1, digest=b"", seconds=400.0) for _ in range(3)]
+    for waiting in decoder.expect(sounds):
+        waiting.take()
+    decoder.close()
+    assert most == 1
