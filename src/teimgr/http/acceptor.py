@@ -22,6 +22,7 @@ from typing import Any, cast
 
 from teimgr.errors import TeimgrError, Unavailable
 from teimgr.http.connection_gate import ConnectionGate, Phase, Ticket, network_of
+from teimgr.http.tls import TlsTransport
 from teimgr.http.turns import Rotation
 
 log = logging.getLogger(__name__)
@@ -249,21 +250,32 @@ class _Arrival:
 
     async def _connect(self) -> None:
         acceptor, context = self._acceptor, self._context
-        limit_s = None if context is None else acceptor.gate.limits[Phase.HANDSHAKE].seconds
+        tls = None
+        if context is not None:
+            tls = TlsTransport(context, lambda: acceptor.protocol(self._ticket), self._ticket.network)
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
-                lambda: acceptor.protocol(self._ticket), self._sock, ssl=context, ssl_handshake_timeout=limit_s
+                lambda: acceptor.protocol(self._ticket) if tls is None else tls, self._sock
             )
+            if tls is not None:
+                async with asyncio.timeout(acceptor.gate.limits[Phase.HANDSHAKE].seconds):
+                    await tls.handshake
         except Exception as error:
-            self._sock.close()
-            self._ticket.leave()
+            self._give_up(tls)
             acceptor.failed(self._ticket.client, error)
         except BaseException:
-            self._sock.close()
-            self._ticket.leave()
+            self._give_up(tls)
             raise
         finally:
+            tls = None  # whose handshake has the error, whose traceback has this frame: a reference cycle
             acceptor.arrivals.discard(self)
+
+    def _give_up(self, tls: TlsTransport | None) -> None:
+        self._ticket.leave()
+        if tls is not None and tls.is_connected:
+            tls.abort()
+        else:
+            self._sock.close()
 
     def end(self) -> None:
         """Close the connection, unless its protocol is about to take it."""

@@ -194,10 +194,8 @@ class Ticket:
     def keeps_open(self, transport: asyncio.Transport) -> bool:
         """For `eof_received`: whether the connection is closed in a later turn of the loop, as many end in this one.
 
-        False lets the event loop close it now, as it always does with TLS.
+        False lets the event loop close it now.
         """
-        if transport.get_extra_info("sslcontext") is not None:
-            return False
         self._had_turn = True
         return self._gate.closings.call(self.network, transport.close)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+import socket
+import ssl
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 from functools import partial
@@ -36,6 +38,8 @@ def attacks() -> Iterator[Attack]:
             yield Attack(
                 "tls", f"{name}, {place}", partial(_silent, opening, port), 50, _MAX_CONNECTIONS, "connections"
             )
+    for place, port in (("REST", _api), ("mux", _mux)):
+        yield Attack("tls", f"records of one byte, {place}", partial(_small_records, port), 20, 1000, "connections")
 
 
 def _api(target: Target) -> int:
@@ -202,6 +206,50 @@ def _silent(
         return "all taken" if opened == count else "some refused"
 
     return strike
+
+
+def _small_records(port: Callable[[Target], int], target: Target, chance: random.Random, count: int) -> Strike:
+    """Connections that send one byte in each TLS record, 2,000 records each."""
+
+    async def one() -> str:
+        opened = await asyncio.to_thread(_handshaken, target, port(target))
+        if opened is None:
+            return "refused"
+        sock, records = opened
+        with sock:
+            try:
+                async with asyncio.timeout(_HELD_S):
+                    await asyncio.get_running_loop().sock_sendall(sock, records)
+                    await asyncio.get_running_loop().sock_recv(sock, 1)
+            except (OSError, TimeoutError):
+                return "cut off"
+        return "answered"
+
+    return together([one] * count)
+
+
+def _handshaken(target: Target, port: int) -> tuple[socket.socket, bytes] | None:
+    """A connection whose handshake is done, and 2,000 records of one byte; None where there is no TLS."""
+    if target.trust is None:
+        return None
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    tls = target.trust.wrap_bio(incoming, outgoing, server_hostname="127.0.0.1")
+    try:
+        sock = socket.create_connection(("127.0.0.1", port), _HELD_S, ADDRESS)
+        while True:
+            try:
+                tls.do_handshake()
+                break
+            except ssl.SSLWantReadError:
+                sock.sendall(outgoing.read())
+                incoming.write(sock.recv(2**16))
+        sock.sendall(outgoing.read())
+    except OSError:
+        return None
+    for _ in range(2000):
+        tls.write(b"x")
+    sock.setblocking(False)
+    return sock, outgoing.read()
 
 
 _HANDSHAKES: dict[str, Callable[[random.Random], bytes]] = {

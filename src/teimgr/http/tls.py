@@ -1,0 +1,337 @@
+"""The server's end of a TLS connection, whose work is shared among the turns of the event loop.
+
+The TLS of asyncio and uvloop processes all that was received in one go, up to 256 KiB. In records of one byte, or in
+key updates (RFC 8446, section 4.6.3), that takes 10 to 100 ms for each connection, before a key or a certificate is
+asked for. This one processes a few KiB at a time, for as long as `LoopTurns` has units left, and keeps 64 KiB at most.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+from collections.abc import Callable, Hashable, Iterable
+from contextlib import suppress
+from math import ceil
+from typing import Any, ClassVar
+
+from teimgr.http.loop_turns import PART_UNITS, TURN_UNITS, LoopTurns
+
+# What is processed before the time is looked at: 1.5 ms where it is all key updates.
+_STEP_BYTES = 4096
+# `TURN_UNITS` are 8 ms.
+_UNIT_S = 0.008 / TURN_UNITS
+_RECORD_BYTES = 2**14  # at most, of plain text
+_WRITE_BYTES = 2**18  # encrypted at a time
+# How long a client's `close_notify` is awaited after the server's, and how much of what comes meanwhile is dropped. The
+# clients of asyncio may lose the end of an answer when the connection ends before they have sent theirs.
+_CLOSE_LIMIT_S = 30.0
+_MAX_DROPPED = 2**20
+# What processing makes, answers to key updates, of a client that does not read; beyond it the connection is aborted.
+_MAX_UNREAD_ANSWERS = 2**16
+
+Bytes = bytes | bytearray | memoryview
+
+
+class TlsTransport(asyncio.Transport, asyncio.BufferedProtocol):
+    """The transport of a protocol over TLS, and itself the protocol of the connection below.
+
+    `protocol` makes the protocol once the handshake has ended; `caller` is who shares turns with whom. The protocol may
+    be an `asyncio.BufferedProtocol`.
+
+    Attributes:
+        handshake: Done when the handshake has ended. Its exception is an ssl.SSLError, or a ConnectionError where the
+            connection ended before.
+    """
+
+    _turns = LoopTurns()  # of all connections: a process has one event loop that serves
+    # What was received last, of any connection: it is processed, or copied, before the event loop receives more.
+    _received: ClassVar = memoryview(bytearray(2**16))
+
+    def __init__(
+        self, context: ssl.SSLContext, protocol: Callable[[], asyncio.BaseProtocol], caller: Hashable = None
+    ) -> None:
+        super().__init__()
+        self.handshake: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._context = context
+        self._make_protocol = protocol
+        self._caller = caller
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=True)
+        self._protocol: Any = None
+        self._below: Any = None  # the transport
+        self._behind = memoryview(b"")  # received, not processed
+        self._plain: list[bytes] = []  # processed, not given to the protocol
+        self._waits = False  # for its turn
+        self._is_paused = False  # reading, by the protocol
+        self._is_writing_paused = False
+        self._is_closing = False  # by the protocol, to which nothing more is given
+        self._is_over = False  # for both
+        self._has_ended = self._has_told_end = False  # the client sends no more; the protocol knows
+        self._unread_answers = self._dropped = 0
+        self._closing: asyncio.TimerHandle | None = None
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether it owns its socket."""
+        return self._below is not None
+
+    # The protocol of the connection below.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._below = transport
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._received
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._process(self._received[:nbytes])
+
+    def eof_received(self) -> bool:
+        self._has_ended = True
+        if not self._behind and not self._plain:
+            self._end()
+        return True  # it is closed here
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._is_closing = self._is_over = True
+        if self._closing is not None:
+            self._closing.cancel()
+        self._behind, self._plain = memoryview(b""), []
+        protocol, self._protocol = self._protocol, None  # a reference cycle
+        if protocol is not None:
+            protocol.connection_lost(exc)
+        elif not self.handshake.done():
+            self.handshake.set_exception(exc or ConnectionResetError("the client left in the TLS handshake"))
+
+    def pause_writing(self) -> None:
+        self._is_writing_paused = True
+        if self._protocol is not None:
+            self._protocol.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._is_writing_paused = False
+        self._unread_answers = 0
+        if self._protocol is not None:
+            self._protocol.resume_writing()
+
+    # What is received.
+
+    def _process(self, data: memoryview) -> None:
+        """Process what there are units for, and the rest in later turns of the loop, while nothing more is read."""
+        rest = data[self._take(data) :]
+        if rest and not self._is_over:
+            self._behind = memoryview(bytes(rest))
+            self._wait()
+        self._deliver()
+
+    def _wait(self) -> None:
+        if not self._waits:
+            self._waits = True
+            self._below.pause_reading()
+            self._turns.wait(self._caller, self._catch_up)
+
+    def _catch_up(self) -> int:
+        """Process a part of what is behind; the result is the units that the next part needs."""
+        if not self._is_over and not self._is_paused:
+            self._behind = self._behind[self._take(self._behind) :]
+            self._deliver()
+            if self._behind and not self._is_over and not self._is_paused:
+                return PART_UNITS
+        self._waits = False
+        self._go_on()
+        return 0
+
+    def _go_on(self) -> None:
+        """Read again, unless something is behind."""
+        if self._is_over or self._is_paused or self._waits:
+            return
+        if self._behind:
+            self._wait()
+        elif self._has_ended:
+            self._end()
+        else:
+            self._below.resume_reading()
+
+    def _take(self, data: memoryview) -> int:
+        """Decrypt a begin of `data`, as long as there are units; the result is its length."""
+        done = 0
+        while done < len(data) and not self._is_over and (units := self._turns.units):
+            began = now = time.thread_time()
+            until = began + units * _UNIT_S
+            while done < len(data) and not self._is_over and now < until:
+                done += self._incoming.write(data[done : done + _STEP_BYTES])
+                self._advance()
+                now = time.thread_time()
+            self._turns.spend(ceil((now - began) / _UNIT_S))
+        return done
+
+    def _advance(self) -> None:
+        """Shake hands or decrypt, with what the TLS library has now."""
+        try:
+            if self._protocol is None and not self._shake_hands():
+                return
+            while data := self._tls.read(_RECORD_BYTES):
+                self._keep(data)
+            self._has_ended = True  # a close_notify
+            self._behind = memoryview(b"")
+        except ssl.SSLWantReadError:
+            pass
+        except ssl.SSLError as error:
+            self._fail(error)
+            return
+        if self._outgoing.pending:
+            if self._is_writing_paused:
+                self._unread_answers += self._outgoing.pending
+            self._flush()
+            if self._unread_answers > _MAX_UNREAD_ANSWERS:
+                self.abort()
+
+    def _keep(self, data: bytes) -> None:
+        if not self._is_closing:
+            self._plain.append(data)
+            return
+        self._dropped += len(data)
+        if self._dropped > _MAX_DROPPED:
+            self.abort()
+
+    def _shake_hands(self) -> bool:
+        """Whether the handshake has ended; the protocol is made then."""
+        try:
+            self._tls.do_handshake()
+        finally:
+            self._flush()  # of one that fails, the alert
+        if self.handshake.done():  # cancelled
+            return False
+        self._extra = {
+            "sslcontext": self._context,
+            "ssl_object": self._tls,
+            "peercert": self._tls.getpeercert(),
+            "cipher": self._tls.cipher(),
+        }
+        self._protocol = self._make_protocol()
+        del self._make_protocol
+        self.handshake.set_result(None)
+        self._protocol.connection_made(self)
+        return True
+
+    def _fail(self, error: ssl.SSLError) -> None:
+        if self._protocol is None and not self.handshake.done():
+            self.handshake.set_exception(error.with_traceback(None))  # whose frames have this transport
+        self._flush()
+        self.abort()
+
+    def _deliver(self) -> None:
+        """Give the protocol what was decrypted, and the end of it."""
+        if self._plain and not self._is_paused and not self._is_closing:
+            data, self._plain = b"".join(self._plain), []
+            if isinstance(self._protocol, asyncio.BufferedProtocol):
+                self._fill(self._protocol, memoryview(data))
+            else:
+                self._protocol.data_received(data)
+        if self._has_ended and not self._behind and not self._plain:
+            self._end()
+
+    def _fill(self, protocol: asyncio.BufferedProtocol, data: memoryview) -> None:
+        while data and not self._is_closing:
+            if self._is_paused:
+                self._plain.insert(0, bytes(data))
+                return
+            buffer = memoryview(protocol.get_buffer(len(data)))
+            length = min(len(buffer), len(data))
+            buffer[:length] = data[:length]
+            protocol.buffer_updated(length)
+            data = data[length:]
+
+    def _end(self) -> None:
+        """The client sends no more."""
+        if self._has_told_end and not self._is_closing:
+            return
+        self._has_told_end = True
+        if self._is_closing or self._protocol is None:
+            self._below.close()
+        elif not self._protocol.eof_received():
+            self.close()
+
+    # The transport of the protocol.
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        found = self._extra.get(name)
+        return self._below.get_extra_info(name, default) if found is None else found
+
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        self._protocol = protocol
+
+    def get_protocol(self) -> asyncio.BaseProtocol:
+        return self._protocol  # type: ignore[no-any-return]
+
+    def is_reading(self) -> bool:
+        return not self._is_paused and not self._is_closing
+
+    def pause_reading(self) -> None:
+        if not self._is_paused and not self._is_closing:
+            self._is_paused = True
+            self._below.pause_reading()
+
+    def resume_reading(self) -> None:
+        if self._is_paused and not self._is_closing:
+            self._is_paused = False
+            if self._plain:
+                asyncio.get_running_loop().call_soon(self._resume)
+            else:
+                self._go_on()
+
+    def _resume(self) -> None:
+        self._deliver()
+        self._go_on()
+
+    def write(self, data: Bytes) -> None:
+        if self._is_closing or not data:
+            return
+        view = memoryview(data).cast("B")
+        try:
+            for start in range(0, len(view), _WRITE_BYTES):
+                self._tls.write(view[start : start + _WRITE_BYTES])
+                self._flush()
+        except ssl.SSLError as error:
+            self._fail(error)
+
+    def writelines(self, list_of_data: Iterable[Bytes]) -> None:
+        self.write(b"".join(list_of_data))
+
+    def _flush(self) -> None:
+        if self._outgoing.pending and not self._below.is_closing():
+            self._below.write(self._outgoing.read())
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        self._below.set_write_buffer_limits(high, low)
+
+    def get_write_buffer_size(self) -> int:
+        return int(self._below.get_write_buffer_size())
+
+    def can_write_eof(self) -> bool:
+        return False
+
+    def is_closing(self) -> bool:
+        return self._is_closing or self._below.is_closing()
+
+    def close(self) -> None:
+        """Close once what was written is sent."""
+        if self._is_closing:
+            return
+        self._is_closing = True
+        self._plain = []
+        if self._protocol is not None:
+            with suppress(ssl.SSLError):  # it wants the client's close_notify
+                self._tls.unwrap()
+            self._flush()
+        if self._protocol is None or self._has_ended:
+            self._below.close()
+            return
+        self._closing = asyncio.get_running_loop().call_later(_CLOSE_LIMIT_S, self.abort)
+        self._is_paused = False
+        self._go_on()
+
+    def abort(self) -> None:
+        self._is_closing = self._is_over = True
+        self._below.abort()
