@@ -151,6 +151,13 @@ def test_the_configuration_of_the_pods_is_one_of_teimgr(tmp_path: Path) -> None:
         settings.graceful_shutdown_timeout_secs
         < of_kind("Deployment")["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
     )
+    in_memory = {
+        each["name"] for each in of_kind("Deployment")["spec"]["template"]["spec"]["volumes"] if "Memory" in str(each)
+    }
+    run = [
+        mount["name"] for mount in container()["volumeMounts"] if settings.run_dir.is_relative_to(mount["mountPath"])
+    ]
+    assert set(run) <= in_memory
     writable = {mount["mountPath"] for mount in container()["volumeMounts"] if not mount.get("readOnly")}
     for path in (settings.state_file, settings.log_dir, settings.run_dir):
         assert any(path.is_relative_to(mount) for mount in writable), path
@@ -268,6 +275,9 @@ def test_the_unit_lets_workers_live_and_the_daemon_stop_in_time() -> None:
     assert int(found["WatchdogSec"]) >= 10
     assert int(found["TimeoutStopSec"]) > Settings().graceful_shutdown_timeout_secs
     folders = dict(part.split("=", 1) for part in found["Environment"].split())
+    # In memory, and kept for the daemon that adopts.
+    assert folders.pop("TEIMGR_RUN_DIR") == f"/run/{found['RuntimeDirectory']}"
+    assert (found["RuntimeDirectoryPreserve"], found["RuntimeDirectoryMode"]) == ("yes", "0700")
     home = f"/var/lib/{found['StateDirectory']}/"  # what ProtectSystem leaves writable
     assert all(folder.startswith(home) for folder in folders.values())
     assert set(folders) == {"TEIMGR_STATE_DIR", "HF_HOME"}
