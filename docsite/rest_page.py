@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -53,6 +54,23 @@ shape of [Errors](errors.md).
 *right*: what an [API key](../api-keys.md) needs; without authentication every route is open. Lists show a key with
 `instances` those alone.
 """
+_EXAMPLE = "<!-- not run: an example by the declaration of the route -->"
+# What the calls have in the places of their paths.
+_PLACES = {"model_id": "sentence-transformers/all-MiniLM-L6-v2", "id": "ID"}
+# Instances of routes that `mini`, a model of dense vectors, does not answer, as in the examples of bodies.
+_KINDS = {
+    "rerank": "reranker",
+    "score": "reranker",
+    "predict": "classifier",
+    "extract": "classifier",
+    "embed_sparse": "splade",
+}
+_ANSWERS_HEAD = """## Bodies of answers
+
+Fields that do not apply are absent or `null`. A failure has `error`, `code` and `timestamp` everywhere but in the
+dialects ([Errors](errors.md)); any route answers 401 `UNAUTHENTICATED` and 403 `FORBIDDEN` where keys are required, 404
+for a name that is not there, 400 or 422 for a body or query that is refused, 429 and 503 with `Retry-After`.
+"""
 _INFERENCE_HEAD = f"""## Inference
 
 Where several products share a path, the first dialect is the default; the header `{DIALECT_HEADER}: NAME` chooses
@@ -71,11 +89,12 @@ def to_markdown() -> str:
     for path, operations in api["paths"].items():
         for method, operation in operations.items():
             if operation["tags"] != [_INFERENCE]:
-                by_tag[operation["tags"][0]] += _operation(method.upper(), path, operation)
+                by_tag[operation["tags"][0]] += _operation(api, method.upper(), path, operation)
     lines = _HEAD.splitlines()
     for tag, title in _TITLES.items():
         lines += ["", f"## {title}", *by_tag[tag]]
-    return document([*lines, "", *_INFERENCE_HEAD.splitlines(), "", *_inference(api)])
+    bodies = ["", *_ANSWERS_HEAD.splitlines(), *_answers(api)]
+    return document([*lines, "", *_INFERENCE_HEAD.splitlines(), "", *_inference(api), *_calls(api), *bodies])
 
 
 def _openapi() -> dict[str, Any]:
@@ -89,9 +108,10 @@ def _openapi() -> dict[str, Any]:
     return app.openapi()
 
 
-def _operation(method: str, path: str, operation: Mapping[str, Any]) -> Iterator[str]:
+def _operation(api: Mapping[str, Any], method: str, path: str, operation: Mapping[str, Any]) -> Iterator[str]:
     yield from ("", f"### {method} {path}", "")
     yield _prose(operation["description"])
+    yield from ("", _EXAMPLE, "```console", curl(method, path, operation), "```")
     rows = [*_parameters(operation), *_fields(operation)]
     if rows:
         yield from ("", *table(("", "in", "meaning"), rows))
@@ -100,7 +120,100 @@ def _operation(method: str, path: str, operation: Mapping[str, Any]) -> Iterator
         for status, answer in sorted(operation["responses"].items())
         if status not in ("200", "default") and answer["description"] != "Successful Response"
     ]
-    yield from ("", f"Right: {_right(method, path)}.{' Answers: ' + '; '.join(answers) + '.' if answers else ''}")
+    others = f" Others: {'; '.join(answers)}." if answers else ""
+    yield from ("", f"Right: {_right(method, path)}.{_answered(api, operation)}{others}")
+
+
+def curl(method: str, path: str, operation: Mapping[str, Any]) -> str:
+    """A call of the route; names in its path are examples, the body is that of the document."""
+    kind = next((kind for route, kind in _KINDS.items() if f"/{route}" in path.removeprefix("/v1")), "mini")
+    for name, value in ({"name": kind, "model": kind} | _PLACES).items():
+        path = path.replace(f"{{{name}}}", value)
+    parts = ["curl", "--silent", *(() if method in ("GET", "POST") else ("--request", method)), f"localhost:9000{path}"]
+    contents = operation.get("requestBody", {}).get("content", {})
+    if "multipart/form-data" in contents:
+        parts += ["--form", "purpose=batch", "--form", "file=@calls.jsonl"]
+    elif (example := _example(contents.get("application/json", {}))) is not None:
+        parts += ["--json", json.dumps(example, ensure_ascii=False)]
+    elif method == "POST":
+        parts += ["--request", "POST"]
+    return " ".join(each if each.startswith("localhost") else shlex.quote(each) for each in parts)
+
+
+def _example(content: Mapping[str, Any]) -> Any:
+    return (
+        content["example"] if "example" in content else next(iter(content.get("schema", {}).get("examples", ())), None)
+    )
+
+
+def _answered(api: Mapping[str, Any], operation: Mapping[str, Any]) -> str:
+    """The status and the body of success, the latter as a link to its fields."""
+    for status, answer in operation["responses"].items():
+        if status.startswith("2"):
+            schema = answer.get("content", {}).get("application/json", {}).get("schema") or {}
+            listed, schema = schema.get("type") == "array", schema.get("items", schema)
+            if name := _name(schema):
+                return f" Answer: {status}, {'a list of ' if listed else ''}[{name}](#{name.lower()})."
+            return f" Answer: {status}."
+    return ""
+
+
+def _name(schema: Mapping[str, Any]) -> str:
+    """The name of the schema that is referred to, directly or as one of several; empty if none is."""
+    for each in (schema, schema.get("items", {}), *schema.get("anyOf", ())):
+        if "$ref" in each:
+            return str(each["$ref"]).rpartition("/")[2]
+    return _name(schema["items"]) if "anyOf" in schema.get("items", {}) else ""
+
+
+def _answers(api: Mapping[str, Any]) -> Iterator[str]:
+    """The fields of each body of success, and of what these refer to."""
+    schemas = api["components"]["schemas"]
+    waiting = [
+        name
+        for operations in api["paths"].values()
+        for operation in operations.values()
+        if operation["tags"] != [_INFERENCE]
+        for status, answer in operation["responses"].items()
+        if status.startswith("2")
+        for schema in (answer.get("content", {}).get("application/json", {}).get("schema") or {},)
+        if (name := _name(schema))
+    ]
+    seen: dict[str, None] = {}
+    while waiting:
+        name = waiting.pop(0)
+        if name in seen or name not in schemas:
+            continue
+        seen[name] = None
+        waiting += [found for field in schemas[name].get("properties", {}).values() if (found := _name(field))]
+    for name in sorted(seen):
+        rows = [
+            (
+                code(key),
+                " ".join(filter(None, (_with_type(field.get("description", ""), field), _linked(_name(field))))),
+            )
+            for key, field in schemas[name].get("properties", {}).items()
+        ]
+        yield from ("", f"### {name}", "")
+        yield from (
+            table(("field", "meaning"), rows) if rows else (_prose(schemas[name].get("description", "Any JSON.")),)
+        )
+
+
+def _linked(name: str) -> str:
+    return f"[{name}](#{name.lower()})" if name else ""
+
+
+def _calls(api: Mapping[str, Any]) -> Iterator[str]:
+    """A call of each route of inference with a body, without its prefixed names."""
+    prefixes = tuple(f"/{each}/" for each in ("cohere", "infinity", "jina", "vllm", "voyage"))
+    yield from ("", "### Calls", "", _EXAMPLE, "```console")
+    for path, operations in api["paths"].items():
+        operation = operations.get("post", {})
+        content = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
+        if operation.get("tags") == [_INFERENCE] and _example(content) is not None and not path.startswith(prefixes):
+            yield curl("POST", path, operation)
+    yield "```"
 
 
 def _parameters(operation: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
