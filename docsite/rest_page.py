@@ -25,6 +25,7 @@ from teimgr.api.rest import (
     models,
     plan,
     probes,
+    rebalance,
     recommendations,
     scaling,
     usage,
@@ -100,7 +101,7 @@ def to_markdown() -> str:
 def _openapi() -> dict[str, Any]:
     app = FastAPI()
     for part in (
-        *(instances, fleet, plan, logs, events, models, config, daemon, gpus),
+        *(instances, fleet, plan, rebalance, logs, events, models, config, daemon, gpus),
         *(usage, hosts, probes, scaling, recommendations, files, batches),
     ):
         app.router.routes.extend(part.router.routes)

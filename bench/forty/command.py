@@ -21,7 +21,7 @@ from bench.forty.calls import CALLS, alone, post
 from bench.forty.catalogue import Model
 from bench.forty.residence import Stay, stays
 from bench.forty.traffic import BROKEN, REFUSED, RIGHT, WRONG, Outcome, drive
-from bench.forty.watching import Seen, memory_of, watching
+from bench.forty.watching import Seen, watching
 from bench.progress import partial, say
 from bench.report import publish
 from teimgr.spec import State
@@ -85,7 +85,7 @@ class Found:
             "calls": f"{len(over)} of {options.callers} callers in {options.minutes:g} min over "
             f"{len({each.surface for each in self.outcomes})} interfaces: {count[RIGHT]} right, "
             f"{count[REFUSED]} refused with a reason, {count[WRONG]} wrong, {count[BROKEN]} broken",
-            "memory": f"{self._mib:.0f} MiB at most by PSS in {len(self.seen.memory)} samples, "
+            "memory": f"{self._mib:.0f} MiB of the workers' own at most in {len(self.seen.memory)} samples, "
             f"{self.seen.most_workers} workers at most",
             "evictions": f"{len(self.stays())}, of which {len(judged)} of models with further calls: "
             + (f"stayed {least:.2f} load times at least" if least is not None else "none to judge"),
@@ -122,9 +122,7 @@ def _under_load(running: Fleet, made: Sequence[Model], found: Found, options: ar
     _create(running, made[0])
     _call(running, made[0])  # the fork server has imported torch
     _unload(running, made[0])
-    idle = memory_of(running)
-    assert idle is not None, "a process came or went in an idle fleet"
-    with watching(running, idle[0]) as found.seen:
+    with watching(running) as found.seen:
         right: dict[str, Sequence[np.ndarray]] = {}
         taken: dict[str, list[float]] = {_PAGE_CACHE: [], _STAGED: [], _WARM: []}
         for number, model in enumerate(made, 1):

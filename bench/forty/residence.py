@@ -16,7 +16,7 @@ _TOLERANCE = 0.8
 """Of a load time: events are written a moment after what they report."""
 _HEARD_S = 0.2
 """A call that ended so long before an eviction was counted when the victim was chosen."""
-_RESIDENT = re.compile(r"resident (\S+) s;")
+_EVICTED = re.compile(r"resident (\S+) s; for (\S+)")
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,9 @@ class Answered:
 
 
 def stays(events: Sequence[Mapping[str, Any]], answered: Iterable[Answered]) -> list[Stay]:
-    """Every stay that an eviction ended, in order. The load time of a model is that of its fastest load.
+    """Every stay that an eviction ended, in order.
+
+    The load time of a model is that of its fastest load, from the moment when the last one evicted for it was gone.
 
     Raises:
         ValueError: events are missing in between, or an eviction has no length of the stay.
@@ -60,6 +62,7 @@ def stays(events: Sequence[Mapping[str, Any]], answered: Iterable[Answered]) -> 
     began: dict[str, float] = {}
     running: dict[str, float] = {}
     load_s: dict[str, float] = {}
+    goes_for: dict[str, str] = {}
     found: list[Stay] = []
     for event in events:
         name, at = event["instance"], datetime.fromisoformat(event["timestamp"]).timestamp()
@@ -69,11 +72,13 @@ def stays(events: Sequence[Mapping[str, Any]], answered: Iterable[Answered]) -> 
             case "running" if name in began:
                 running[name] = at
                 load_s[name] = min(load_s.get(name, at - began[name]), at - began.pop(name))
+            case "unloaded" if (other := goes_for.pop(name, "")) in began:
+                began[other] = at
             case "evicted" if name in running:
-                resident = _RESIDENT.search(event["reason"])
-                if resident is None:
-                    raise ValueError(f"an eviction without a time: {event['reason']}")
-                since = running.pop(name)
+                told = _EVICTED.search(event["reason"])
+                if told is None:
+                    raise ValueError(f"an eviction without a time or its cause: {event['reason']}")
+                since, goes_for[name] = running.pop(name), told[2]
                 again = any(call.began > since and call.ended < at - _HEARD_S for call in calls[name])
-                found.append(Stay(name, float(resident[1]), load_s[name], event["reason"], again))
+                found.append(Stay(name, float(told[1]), load_s[name], event["reason"], again))
     return found

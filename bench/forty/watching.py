@@ -6,24 +6,24 @@ import json
 import threading
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import psutil
 
 from bench.fleet import Fleet
-from teimgr.observability.memory import proc_sizes
+from teimgr.observability.memory import private_bytes, proc_sizes
 
 LOOK_S = 0.1
 _EVENTS_S = 2.0
 _LAST = 1000
-_WORKER, _FORK_SERVERS = "tei:", ("teimgr-nursery", "teimgr-standby")
+_WORKER = "tei:"
 
 
 @dataclass
 class Seen:
-    """Samples of added memory in bytes with the number of workers then, and the events in their order."""
+    """Samples of the memory of all workers, each with how many there were, and the events in their order."""
 
     memory: list[tuple[int, int]] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
@@ -38,14 +38,12 @@ class Seen:
 
 
 @contextmanager
-def watching(fleet: Fleet, idle_bytes: int) -> Iterator[Seen]:
-    """Within the block memory is sampled and events are read; `idle_bytes` are `memory_of` a fleet without workers."""
+def watching(fleet: Fleet) -> Iterator[Seen]:
+    """Within the block memory is sampled and events are read."""
     seen, over = Seen(), threading.Event()
 
     def look() -> None:
-        sample = memory_of(fleet)
-        if sample is not None:
-            seen.memory.append((sample[0] - idle_bytes, sample[1]))
+        seen.memory.append(_memory_of(fleet))
 
     def read() -> None:
         seen.events += events_after(fleet, seen.events[-1]["id"] if seen.events else 0)
@@ -70,29 +68,17 @@ def _again(work: Callable[[], None], interval_s: float, over: threading.Event) -
         work()
 
 
-def memory_of(fleet: Fleet) -> tuple[int, int] | None:
-    """Memory of the workers and their fork servers in proportion to who shares it (PSS), and the number of workers.
+def _memory_of(fleet: Fleet) -> tuple[int, int]:
+    """Memory that the workers have of their own, beside what they share with their fork server, and their number.
 
-    Mapped files are left out: they are page cache. None where a process came or went meanwhile, as the parts of a page
-    that several share would then not add up.
+    It is what a budget is for: what comes back when a worker ends. Mapped files are page cache.
     """
-    before = _members(fleet)
-    sizes = [proc_sizes(pid, "smaps_rollup").get("Pss_Anon") for pid in before]
-    if None in sizes or _members(fleet) != before:
-        return None
-    return sum(size or 0 for size in sizes), sum(name.startswith(_WORKER) for name in before.values())
-
-
-def _members(fleet: Fleet) -> dict[int, str]:
-    found = {}
+    sizes = []
     for process in fleet.process.children(recursive=True):
-        try:
-            name = process.name()
-        except psutil.NoSuchProcess:
-            continue
-        if name.startswith(_WORKER) or name in _FORK_SERVERS:
-            found[process.pid] = name
-    return found
+        with suppress(psutil.NoSuchProcess):
+            if process.name().startswith(_WORKER):
+                sizes.append(private_bytes(proc_sizes(process.pid, "smaps_rollup")) or 0)
+    return sum(sizes), len(sizes)
 
 
 def events_after(fleet: Fleet, id: int) -> list[dict[str, Any]]:

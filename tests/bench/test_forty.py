@@ -33,6 +33,10 @@ def _events(*happened: tuple[float, str, str]) -> list[Mapping[str, Any]]:
     ]
 
 
+def _loaded(name: str) -> list[Mapping[str, Any]]:
+    return [{**event, "instance": name} for event in _events((-2, "starting", ""), (-1, "running", ""))]
+
+
 def _evicted_after(seconds: float) -> list[Mapping[str, Any]]:
     """A load of two seconds, and an eviction so long after it."""
     reason = f"evicted a: value 0.1 < 0.2, resident {seconds:.3g} s; for b"
@@ -64,6 +68,18 @@ def test_a_gap_in_the_events_is_no_evidence() -> None:
     with pytest.raises(ValueError, match="1 events are missing"):
         stays([events[0], events[2]], [])
     assert [stay.least_s for stay in stays([events[0], *events[1:2], {**events[2], "id": 11, "count": 3}], [])] == [2.0]
+
+
+def test_a_load_begins_when_the_last_one_that_was_evicted_for_it_is_gone() -> None:
+    first = {"instance": "b", "event": "evicted", "reason": "evicted b: value 0 < 1, resident 9 s; for a"}
+    events = [
+        *_events((0, "starting", "")),
+        *({**each, **first} for each in _events((5, "", ""))),
+        *({**each, "instance": "b"} for each in _events((6, "unloaded", ""))),
+        *_events((8, "running", ""), (9, "evicted", "evicted a: value 0 < 1, resident 1 s; for c")),
+    ]
+    numbered = [{**event, "id": number} for number, event in enumerate(_loaded("b") + events)]
+    assert [(stay.model, stay.least_s) for stay in stays(numbered, [])] == [("b", 1.0), ("a", 2.0)]
 
 
 @pytest.mark.long

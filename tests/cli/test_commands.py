@@ -230,6 +230,10 @@ def test_the_fleet_as_a_whole(run: Run) -> None:
     assert "no GPUs: " in run("gpus").err
     assert "nothing differs" in run("reload", "--plan").err
     assert run("templates").out == ""
+    for options in ((), ("--plan",)):
+        done = run("rebalance", *options)
+        assert "nothing to move" in done.err
+        assert {row[-1] for row in done.rows} == {"there is one device: the CPU of one host"}
     assert run("recommendations", "--json").json["window_secs"] == 600
     assert run("recommendations", "--window", 1).status == ExitStatus.OK
     assert run("recommendations", "--apply", "idle.nope").status == ExitStatus.REFUSED

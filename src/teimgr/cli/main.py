@@ -59,6 +59,7 @@ COMMANDS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
         "models rm": ("model_commands", "remove", _FLEET),
         "gpus": ("fleet_commands", "gpus", _FLEET),
         "plan": ("plan_command", "plan", _FLEET),
+        "rebalance": ("rebalance_command", "rebalance", _FLEET),
         "recommendations": ("recommendations_command", "recommendations", _FLEET),
         "usage": ("fleet_commands", "usage", _FLEET),
         "templates": ("fleet_commands", "templates", _FLEET),

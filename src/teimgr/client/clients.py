@@ -239,6 +239,7 @@ class Client:
     recommendations = _blocking(AsyncClient.recommendations)
     apply_recommendation = _blocking(AsyncClient.apply_recommendation)
     plan = _blocking(AsyncClient.plan)
+    rebalance = _blocking(AsyncClient.rebalance)
     hosts = _blocking(AsyncClient.hosts)
     create_join_token = _blocking(AsyncClient.create_join_token)
     remove_host = _blocking(AsyncClient.remove_host)

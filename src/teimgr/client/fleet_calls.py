@@ -76,6 +76,11 @@ class FleetCalls(RestCalls):
         found: Mapping[str, Any] = await self._call("POST", "/plan", body=body)
         return found
 
+    async def rebalance(self, *, dry_run: bool = False) -> Mapping[str, Any]:
+        """`moves` of workers to better places, without a gap, and what `stays`, with reasons; `dry_run` only plans."""
+        found: Mapping[str, Any] = await self._call("POST", "/rebalance", query=given_flags(dry_run=dry_run))
+        return found
+
     async def recommendations(self, *, window_secs: int = 600) -> Mapping[str, Any]:
         """`recommendations` by the figures of the last `window_secs`, each with its evidence and PATCH; `applied` has
         those of the past."""

@@ -118,6 +118,7 @@ class RestClient:
     recommendations = _blocking(_Calls.recommendations)
     apply_recommendation = _blocking(_Calls.apply_recommendation)
     plan = _blocking(_Calls.plan)
+    rebalance = _blocking(_Calls.rebalance)
     hosts = _blocking(_Calls.hosts)
     create_join_token = _blocking(_Calls.create_join_token)
     remove_host = _blocking(_Calls.remove_host)

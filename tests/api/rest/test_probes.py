@@ -117,6 +117,7 @@ async def test_the_openapi_document_names_every_route_and_its_failures(front: Fr
         "/templates",
         "/hosts/tokens",
         "/plan",
+        "/rebalance",
         "/hosts/{name}",
     }
     create = document["paths"]["/instances"]["post"]

@@ -19,11 +19,12 @@ from tests.support.fleet import LIMIT_S, Fleet, settings_for
 from tests.support.polling import eventually
 
 from teimgr.control.launch.process_handle import look_up
+from teimgr.control.ledger.ledger import Place
 from teimgr.control.placement.hosts import Host
 from teimgr.control.placement.planner import Inventory
 from teimgr.control.supervision.crash_reports import CrashReports
 from teimgr.control.supervision.store import parse
-from teimgr.errors import StateNotSaved, ValidationError
+from teimgr.errors import NotRunning, StateNotSaved, UpdateFailed, ValidationError
 from teimgr.spec import InstanceSpec, State, UpdateView
 from teimgr.wire.routing.router import Router
 
@@ -460,5 +461,73 @@ async def test_a_worker_that_no_other_host_takes_serves_on_while_its_host_is_abo
         await eventually(lambda: (found := update()) is not None and found.state == "failed", LIMIT_S)
         after = fleet.manager.get("a")
         assert (after.state, after.pid) == (State.RUNNING, before.pid)
+    finally:
+        await fleet.end()
+
+
+async def test_a_further_replica_avoids_the_hosts_of_those_that_stay(folder: Path) -> None:
+    """Replicas of an update see those that serve on: else each further one would go where the first one is."""
+    fleet = Fleet(folder, settings_for(folder), inventory=TwoHosts())
+    try:
+        await fleet.manager.boot()
+        await fleet.create(placement="spread")
+        await fleet.running()
+        [first] = fleet.manager.get("a").workers
+        await fleet.create(name="b", node="one" if first.node == "two" else "two")  # the other host is the busier one
+        await fleet.create(name="c", node="one" if first.node == "two" else "two")
+        for name in "bc":
+            await fleet.running(name)
+        await fleet.manager.update("a", {"replicas": 2}, wait=True)
+        assert {each.node for each in fleet.manager.get("a").workers} == {"one", "two"}
+    finally:
+        await fleet.end()
+
+
+async def test_rebalancing_moves_workers_to_the_emptier_host_without_a_gap(folder: Path) -> None:
+    hosts = TwoHosts()
+    hosts.problem = "it is not there yet"
+    fleet = Fleet(folder, settings_for(folder), inventory=hosts)
+    try:
+        await fleet.manager.boot()
+        for name in "ab":
+            await fleet.create(name=name)
+            await fleet.running(name)
+        hosts.problem = ""
+        planned = await fleet.manager.rebalance(dry_run=True)
+        [move] = planned["moves"]
+        assert (move["instance"], move["from"]["node"], move["to"]["node"]) == ("a", "one", "two")
+        before = fleet.manager.get("a").pid
+        assert [each.node for each in fleet.manager.get("a").workers] == ["one"], "a plan moves nothing"
+
+        gaps: list[str] = []
+        fleet.directory.subscribe(
+            lambda name, entry: None if entry is not None and entry.endpoints else gaps.append(name)
+        )
+        moved = await fleet.manager.rebalance()
+
+        assert [each["outcome"] for each in moved["moves"]] == ["moved"]
+        view = await fleet.running("a", not_pid=before)
+        assert [each.node for each in view.workers if each.role == "serving"] == ["two"]
+        assert not gaps
+        again = await fleet.manager.rebalance()
+        assert (again["moves"], len(again["stays"])) == ([], 2)
+    finally:
+        await fleet.end()
+
+
+async def test_a_move_that_fails_leaves_the_worker_where_it_serves(folder: Path) -> None:
+    hosts = TwoHosts()
+    fleet = Fleet(folder, settings_for(folder), inventory=hosts)
+    try:
+        await fleet.manager.boot()
+        await fleet.create()
+        before = await fleet.running()
+        instance = fleet.manager._instances["a"]
+        with pytest.raises(UpdateFailed, match="three is not there any more"):
+            await instance.move(0, Place("three"))
+        assert fleet.manager.get("a").pid == before.pid
+        assert fleet.manager.get("a").state is State.RUNNING
+        with pytest.raises(NotRunning):
+            await instance.move(1, Place("two"))
     finally:
         await fleet.end()

@@ -137,6 +137,7 @@ PERMISSIONS: dict[str, Permission] = {
     "GET /gpus": READ_ALL,
     "GET /usage": READ_ALL,
     "POST /plan": ADMIN_ALL,
+    "POST /rebalance": ADMIN_ALL,
     "GET /recommendations": READ,
     "POST /recommendations/{id}/apply": ADMIN,
     "GET /hosts": READ_ALL,

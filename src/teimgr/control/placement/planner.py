@@ -17,7 +17,7 @@ from teimgr.config.instance_limits import model_roots
 from teimgr.config.settings import Settings
 from teimgr.control.ledger.admission import Admission
 from teimgr.control.ledger.footprints import Footprints, figures_path
-from teimgr.control.ledger.ledger import Ledger
+from teimgr.control.ledger.ledger import Ledger, Place
 from teimgr.control.ledger.prediction import CONTEXT_BYTES
 from teimgr.control.ledger.system_memory import free_memory_bytes, host_memory, memory_label
 from teimgr.control.placement.fleet_load import FleetCounts, LoadSlots
@@ -245,16 +245,17 @@ class Planner:
         card = next((card for card in self.inventory.gpus if card.uuid == gpu), None)
         return "gpu" if gpu is not None and card is None else device_kind(card)
 
-    def plan(self, spec: InstanceSpec, replica: int, others: Others) -> WorkerSpec:
-        """The spec for one launch.
+    def plan(self, spec: InstanceSpec, replica: int, others: Others, destination: Place | None = None) -> WorkerSpec:
+        """The spec for one launch, at `destination` if it is given.
 
         Raises:
             InvalidGpuId: `gpu_id` is not one of the cards.
-            NoHost: none of the hosts fits.
+            NoHost: none of the hosts fits, or the destination has gone.
             InvalidConfig: an extra argument cannot be parsed.
         """
-        gpu = place(spec, self.inventory, others)
-        host = gpu.node if gpu else cpu_host(spec, self.inventory, others)
+        inventory = self.inventory if destination is None else only_at(self.inventory, destination)
+        gpu = place(spec, inventory, others)
+        host = gpu.node if gpu else cpu_host(spec, inventory, others)
         threads = spec.threads or self.share(others.alive.get(host, 0), host).own
         return worker_spec(spec, self._settings, gpu.uuid if gpu else None, threads, replica, host)
 
@@ -397,6 +398,15 @@ def place(spec: InstanceSpec, inventory: Inventory, others: Others | None = None
         return (has_room, *crowd, -others.beside.get(gpu.uuid, 0), -spare_bytes(gpu))
 
     return max(cards, key=pack if spec.placement == "pack" else spread, default=None)
+
+
+def only_at(inventory: Inventory, where: Place) -> Inventory:
+    """The part of the inventory that one place is. Raises NoHost: it is not there."""
+    cards = tuple(card for card in inventory.gpus if card.uuid == where.gpu)
+    hosts = tuple(host for host in inventory.hosts if host.name == where.host)
+    if (where.gpu is not None and not cards) or (where.host and not hosts):
+        raise NoHost(f"{where.gpu or where.host} is not there any more")
+    return replace(inventory, gpus=cards, hosts=hosts)
 
 
 def device_kind(card: Gpu | None) -> str:

@@ -25,14 +25,22 @@ from functools import partial
 from typing import Any
 
 from teimgr.control.launch.launcher import Adopted
-from teimgr.control.ledger.ledger import Overrun
+from teimgr.control.ledger.ledger import Overrun, Place
 from teimgr.control.supervision.lifecycle import Command, is_routable
 from teimgr.control.supervision.memory_limit import MemoryLimit, Verdict
 from teimgr.control.supervision.store import WantedState
 from teimgr.control.supervision.supervisor import Supervisor, SupervisorContext
 from teimgr.control.supervision.validation import with_changes
 from teimgr.control.supervision.worker_run import Usage
-from teimgr.errors import InstanceNotFound, StateNotSaved, TeimgrError, Unavailable, UpdateFailed, UpdateInProgress
+from teimgr.errors import (
+    InstanceNotFound,
+    NotRunning,
+    StateNotSaved,
+    TeimgrError,
+    Unavailable,
+    UpdateFailed,
+    UpdateInProgress,
+)
 from teimgr.observability import catalogue
 from teimgr.spec import (
     KEYS,
@@ -84,6 +92,7 @@ class ManagedInstance:
         self._is_adopted = False  # the workers of an earlier daemon are
         self._incident: Incident | None = None
         self._failed_start: Incident | None = None  # the crash of a worker that an update under way has started
+        self._outgoing: frozenset[Supervisor] = frozenset()  # what the update under way is to end
         self._memory: MemoryLimit | None = None  # while there is a limit
         self._recycling: asyncio.Task[None] | None = None
         self._is_unloading = False
@@ -135,7 +144,7 @@ class ManagedInstance:
 
     @property
     def _may_update(self) -> bool:
-        return not (self._is_deleted or self._is_closing or self._is_updating)
+        return not (self._is_deleted or self._is_closing or self.is_updating)
 
     def incarnations(self) -> Iterator[str]:
         """Of the workers that its supervisors have now."""
@@ -159,7 +168,7 @@ class ManagedInstance:
             return kept
         view = self._present_view()
         rests = self._is_adopted and all(each.rests for each in self._workers)
-        self._resting = view if rests and not self._is_updating else None
+        self._resting = view if rests and not self.is_updating else None
         return view
 
     def _present_view(self) -> InstanceView:
@@ -375,7 +384,7 @@ class ManagedInstance:
                 raise InstanceNotFound(self.spec.name)
             if self._is_closing:
                 raise Unavailable("the daemon is ending")
-            if self._is_updating:
+            if self.is_updating:
                 raise UpdateInProgress(self.spec.name)
             spec = self._updated_spec = with_changes(self.spec, changes)
             needed = Change.REPLACE if restart else self._context.planner.change_needed(self.spec, spec)
@@ -394,11 +403,12 @@ class ManagedInstance:
     @property
     def planned_workers(self) -> int:
         """The workers there are, or will be by the spec or by the update under way."""
-        spec = self._updated_spec if self._is_updating else self.spec
+        spec = self._updated_spec if self.is_updating else self.spec
         return max(len(self._workers), self._context.planner.replicas(spec))
 
     @property
-    def _is_updating(self) -> bool:
+    def is_updating(self) -> bool:
+        """Whether an update is under way."""
         return self._update_task is not None and not self._update_task.done()
 
     def _begin_update_of(self, steps: Callable[[], Awaitable[None]], changes: Iterable[str]) -> asyncio.Task[None]:
@@ -453,7 +463,7 @@ class ManagedInstance:
             if stops_first:
                 await self._send(old, Command.STOP)
                 await asyncio.gather(*(each.settle() for each in old))
-            new = await self._join(spec, range(self._context.planner.replicas(spec)))
+            new = await self._join(spec, range(self._context.planner.replicas(spec)), outgoing=old)
         except BaseException:
             self._is_past_cancelling = True
             if stops_first:
@@ -474,15 +484,26 @@ class ManagedInstance:
             each.respecify(spec)
         await self._switch(new, leaving=present[count:])
 
-    async def _join(self, spec: InstanceSpec, numbers: Iterable[int]) -> list[Supervisor]:
+    async def _join(
+        self,
+        spec: InstanceSpec,
+        numbers: Iterable[int],
+        outgoing: Iterable[Supervisor] = (),
+        destination: Place | None = None,
+    ) -> list[Supervisor]:
         """Start replicas, wait until all run, commit the spec; roll back on failure.
+
+        They are placed beside the serving ones, but for those that are `outgoing`; at `destination`, if it is given.
 
         Raises:
             UpdateFailed: one of them failed.
         """
         runs = self.is_to_run
+        self._outgoing = frozenset(outgoing)
         new = self._add(spec, numbers, "joining")
         for each in new:
+            if destination is not None:
+                each.go_to(destination)
             self._supervise(each, None)
         before = self.spec
         try:
@@ -553,14 +574,17 @@ class ManagedInstance:
 
     async def give_up_update(self, limit_s: float) -> None:
         """As the daemon ends and its workers go on: roll back an update that is not committed, within the limit."""
-        if self._is_updating:
+        if self.is_updating:
             await asyncio.wait({asyncio.create_task(self._cancel_update())}, timeout=limit_s)
 
     # Supervisors
 
     def siblings_of(self, supervisor: Supervisor) -> list[Supervisor]:
-        """The other replicas with the same part in an update."""
-        return [each for each in self._with_role(supervisor.role) if each is not supervisor]
+        """The other replicas that it will serve beside."""
+        others = [each for each in self._with_role(supervisor.role) if each is not supervisor]
+        if supervisor.role == "joining":
+            others += [each for each in self._serving if each not in self._outgoing]
+        return others
 
     @property
     def _serving(self) -> list[Supervisor]:
@@ -615,7 +639,7 @@ class ManagedInstance:
         limit_mib = supervisor.spec.max_rss_mib
         if limit_mib is None:
             self._memory = None
-        if limit_mib is None or supervisor.role == "leaving" or (self._is_updating and not fresh):
+        if limit_mib is None or supervisor.role == "leaving" or (self.is_updating and not fresh):
             return
         self._memory = self._memory or MemoryLimit()
         number, now = supervisor.number, asyncio.get_running_loop().time()
@@ -692,8 +716,25 @@ class ManagedInstance:
             self.on_incident(Incident(event="no_host", reason=reason, at=now_rfc3339()))
             await self._send(there, Command.RESTART)
 
-    async def _replace_one(self, old: Supervisor) -> None:
-        new = await self._join(self.spec, (old.number,))
+    async def move(self, replica: int, destination: Place) -> None:
+        """Replace a running replica by one at `destination`, by the steps of an update; returns when that is done.
+
+        Raises:
+            NotRunning: it does not run, or not any more.
+            UpdateInProgress: an update is under way.
+            UpdateFailed: the new one did not start; the old one serves on.
+        """
+        async with self._one_command:
+            old = next((each for each in self._serving if each.number == replica), None)
+            if self._is_deleted or self._is_closing or old is None or old.state is not State.RUNNING:
+                raise NotRunning(self.spec.name, self.state.value)
+            if self.is_updating:
+                raise UpdateInProgress(self.spec.name)
+            self._begin_update_of(partial(self._replace_one, old, destination), ())
+        await self.update_finished()
+
+    async def _replace_one(self, old: Supervisor, destination: Place | None = None) -> None:
+        new = await self._join(self.spec, (old.number,), (old,), destination)
         self._past_restarts += old.restarts + 1
         await self._switch(new, leaving=(old,))
         self._workers.sort(key=lambda each: each.number)  # a scaling ends the last

@@ -37,6 +37,7 @@ from teimgr.control.supervision.host_departures import HostDepartures
 from teimgr.control.supervision.instance import ManagedInstance
 from teimgr.control.supervision.lifecycle import Backoff, Command, RestartPolicy
 from teimgr.control.supervision.planning import Planning
+from teimgr.control.supervision.rebalancing import Rebalancer
 from teimgr.control.supervision.store import Store, WantedState
 from teimgr.control.supervision.supervisor import SupervisorContext
 from teimgr.control.supervision.sweep import Sweep
@@ -106,6 +107,7 @@ class Manager:
         self._background: set[asyncio.Task[None]] = set()  # the ends of updates, crash reports
         self._turns = CommandTurns()
         self._planning = Planning(self._planner, self._instances, lambda: self.tokens_per_gib)
+        self._rebalancer = Rebalancer(self._planner, self._instances)
         self._sweep = Sweep(launcher, self._owned)
         self._not_startable: set[str] = set()
         self._departures = HostDepartures(self._instances, self.booted, self._in_background)
@@ -356,6 +358,17 @@ class Manager:
                 changed.clear()
                 await changed.wait()
         return self._planning.happened(spec.name)
+
+    async def rebalance(self, *, dry_run: bool = False) -> dict[str, Any]:
+        """Move workers to better places, without a gap; with `dry_run` only tell which. Both tell what stays, and why.
+
+        A caller who leaves ends nothing: the moves go on.
+        """
+        await self.booted.wait()
+        if dry_run:
+            return self._rebalancer.described(await self._rebalancer.plan())
+        moving = self._turns.carry_out(self._rebalancer.carry_out(), "rebalancing")
+        return self._rebalancer.described(await moving)
 
     def plan_evictions_by(self, rehearsal: Callable[[], Awaitable[Rehearsal]]) -> None:
         """Have plans say what is evicted, by a rehearsal of the policy that evicts."""

@@ -113,7 +113,7 @@ class Owner(Protocol):
     """Held by the worker that gets its place and memory: the next one finds it there, as in a plan."""
 
     def siblings_of(self, supervisor: Supervisor) -> Sequence[Supervisor]:
-        """The other replicas with the same part in an update."""
+        """The other replicas that it will serve beside."""
 
     def on_state_changed(self) -> None:
         """After every change of the state or the card of a worker."""
@@ -172,6 +172,7 @@ class Supervisor(LifecycleTask):
         self._give_back: Callable[[], None] | None = None  # the load slot
         self._reservation: Reservation | None = None  # of the present worker's memory, until its process is gone
         self._private_bytes: int | None = None  # of the present worker, as it said last
+        self._destination: Place | None = None  # of its first worker, where that was chosen
         self._closed = False
 
     @cached_property
@@ -212,6 +213,10 @@ class Supervisor(LifecycleTask):
     async def usage(self) -> Usage | None:
         """What the present worker says of its calls; None without one that answers."""
         return await self._worker.usage() if self._worker is not None else None
+
+    def go_to(self, destination: Place) -> None:
+        """Have its first worker placed there; later ones are placed as any other."""
+        self._destination = destination
 
     def join(self) -> None:
         """Serve from now on, as the update that started this replica is committed."""
@@ -510,7 +515,8 @@ class Supervisor(LifecycleTask):
         others = [each.place for each in self._owner.siblings_of(self) if each.place is not None]
         beside = Counter(each.gpu for each in others if each.gpu is not None)
         beside_hosts = Counter(each.host for each in others if each.host)
-        spec = planner.plan(self.spec, self.number, planner.others(self.spec, beside, beside_hosts))
+        destination, self._destination = self._destination, None
+        spec = planner.plan(self.spec, self.number, planner.others(self.spec, beside, beside_hosts), destination)
         spec = replace(spec, restarts=self._replica.restarts)
         self.place = Place(spec.host, spec.gpu)
         if (self.host, self.gpu) != self.place:
