@@ -48,7 +48,7 @@ CLAIMS = (
     Claim(
         "W4",
         "weights that no module takes refuse the model",
-        (),
+        ("refused-relative-positions", "refused-unknown-weight"),
         (
             "engine/test_library_model.py::test_a_weight_that_no_module_takes_refuses_the_model",
             "engine/test_library_model.py::test_voyages_linear_layer_is_not_dropped",
@@ -105,12 +105,14 @@ CLAIMS = (
     ),
     Claim(
         "R3",
-        "sparse models with routes",
+        "models with routes, sparse and dense",
         (
             *("sparse-router-root-query", "sparse-router-root-document", "sparse-router-nested-query"),
-            *("sparse-router-relu", "sparse-router-gte"),
+            *("sparse-router-relu", "sparse-router-gte", "router-two-query", "router-table-query"),
+            "router-behind-query",
         ),
         (
+            "models/test_dense_routes.py::test_vectors_of_both_roles_are_those_of_sentence_transformers",
             "models/test_routes.py::test_queries_and_documents_are_those_of_sentence_transformers",
             "models/test_routes.py::test_both_roles_of_a_text_in_one_batch",
             "models/test_routes.py::test_other_routes_are_refused_by_name",

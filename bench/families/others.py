@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from tests.fidelity import references
 from tests.fidelity.figures import Matrix
 from tests.support import plain_forwards
@@ -23,9 +24,10 @@ from tests.support.models import (
     build_multi_vector,
     build_splade,
     build_static,
+    edit,
     write,
 )
-from tests.support.models.encoders import build_routed_sparse
+from tests.support.models.encoders import build_routed_dense, build_routed_sparse
 from tests.support.models.other_forms import Variant, build_adapter, move_to_onnx
 from tests.support.models.own_code import build_jina_xlm, build_new_masked
 from tests.support.models.single_families import build_jina_bert
@@ -110,6 +112,33 @@ def _sparse() -> Iterator[Row]:
     hub = "opensearch-project/opensearch-neural-sparse-encoding-doc-v3-gte"
     given: dict[str, Any] = {"asked": {"prompt_name": "document"}, "reference": None, "by": PLAIN}
     yield Row("sparse-router-gte", "Router: GTE and a table", hub, gte, Kind.SPARSE, output=Output.SPARSE, **given)
+
+
+def _dense_routes() -> Iterator[Row]:
+    for key, family, hub, way in (
+        ("router-two", "Router: RoBERTa and BERT", "MongoDB/mdbr-leaf-ir-asym, mdbr-leaf-mt-asym", "two"),
+        ("router-table", "Router: a table and BERT", "StaticEmbedding for queries, an encoder for documents", "table"),
+        ("router-behind", "BERT and a Router", "a Dense for each role behind one encoder (Asym)", "behind"),
+    ):
+        for role in ("document", "query"):
+            yield Row(
+                f"{key}-{role}",
+                family,
+                f"{hub}, role {role}",
+                files.built(partial(build_routed_dense, way=way)),
+                reference=partial(_dense_by_task, task=role),
+                asked={"prompt_name": role},
+            )
+
+
+def _dense_by_task(folder: Path, texts: Sequence[Input], task: str) -> list[Matrix]:
+    """sentence-transformers with the route of a task, one text at a time."""
+    from sentence_transformers import SentenceTransformer
+
+    model = SentenceTransformer(str(folder), device="cpu")
+    encode = model.encode_query if task == "query" else model.encode_document
+    found = encode(list(texts), normalize_embeddings=True, show_progress_bar=False, batch_size=1)
+    return [np.asarray(row)[None, :] for row in found]
 
 
 def _by_task(folder: Path, texts: Sequence[Input], task: str) -> list[Matrix]:
@@ -380,5 +409,28 @@ def _refused() -> Iterator[Row]:
     hub = "Qwen/Qwen3-Embedding-0.6B-GGUF, nomic-ai/nomic-embed-text-v1.5-GGUF"
     yield Row("refused-gguf", "GGUF", hub, gguf, reference=none)
 
+    def relative(folder: Path) -> None:
+        build("bert", folder)
+        edit(folder / "config.json", position_embedding_type="relative_key_query")
 
-ROWS = (*_sparse(), *_late(), *_jina_colberts(), *_m3_and_static(), *_adapters(), *_onnx(), *_refused())
+    def unknown_weight(folder: Path) -> None:
+        build("bert", folder)
+        weights = load_file(folder / "model.safetensors")
+        save_file({**weights, "encoder.gate.weight": torch.ones(4, 4)}, folder / "model.safetensors")
+
+    hub = "BERT with position_embedding_type = relative_key_query"
+    yield Row("refused-relative-positions", "BERT", hub, relative, reference=none)
+    hub = "weights of a layer that the library's class does not have"
+    yield Row("refused-unknown-weight", "BERT", hub, unknown_weight, reference=none)
+
+
+ROWS = (
+    *_sparse(),
+    *_dense_routes(),
+    *_late(),
+    *_jina_colberts(),
+    *_m3_and_static(),
+    *_adapters(),
+    *_onnx(),
+    *_refused(),
+)

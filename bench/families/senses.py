@@ -1,4 +1,4 @@
-"""Models of texts and images in one space: both are asked in the same jobs, and compared with transformers."""
+"""Models of texts and images: both are asked in the same jobs, and compared with transformers."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from typing import Any
 import torch
 from PIL import Image
 from tests.fidelity.figures import Matrix
-from tests.support.models.dual_encoders import build_clip, build_siglip, file_of, noise
+from tests.support.models.dual_encoders import build_clip, build_colpali, build_colqwen2, build_siglip, file_of, noise
 
+from bench.families import files
 from bench.families.row import TRANSFORMERS, Row
+from teimgr.engine.job import Output
+from teimgr.spec import Kind
 
 
 def picture_files() -> list[bytes]:
@@ -54,6 +57,44 @@ def library(folder: Path, inputs: Sequence[Any]) -> list[Matrix]:
     return found
 
 
+_SHORT_ENOUGH = 100
+"""Tokens of a model that reads pages: the library cuts no text, so probes are within what it computes."""
+
+
+def page_library(folder: Path, inputs: Sequence[Any]) -> list[Matrix]:
+    """The vectors of each token of a query or of a page image, by transformers and its processor, one at a time."""
+    import transformers
+
+    name = "ColPali" if transformers.AutoConfig.from_pretrained(folder).model_type == "colpali" else "ColQwen2"
+    model: Any = getattr(transformers, f"{name}ForRetrieval").from_pretrained(folder, dtype=torch.float32).eval()
+    processor: Any = getattr(transformers, f"{name}Processor").from_pretrained(folder)
+    found = []
+    with torch.inference_mode():
+        for one in inputs:
+            if isinstance(one, bytes):
+                read = processor.process_images(images=[Image.open(io.BytesIO(one))])
+            else:
+                read = processor.process_queries(text=[one])
+            found.append(model(**read).embeddings[0].numpy())
+    return found
+
+
+def _page_row(key: str, family: str, hub: str, build: Callable[[Path], Path]) -> Row:
+    return Row(
+        key,
+        family,
+        hub,
+        files.built(build),
+        Kind.MULTI_VECTOR,
+        by=TRANSFORMERS,
+        reference=page_library,
+        output=Output.MULTI_VECTOR,
+        longest=_SHORT_ENOUGH,
+        note="queries and page images, a vector for each token",
+        has_images=True,
+    )
+
+
 def _row(key: str, family: str, hub: str, build: Callable[..., Any], longest: int) -> Row:
     def make(folder: Path) -> None:
         build(folder)
@@ -75,6 +116,8 @@ def _rows() -> Iterator[Row]:
     yield _row("clip-saved-now", "CLIP", saved, partial(build_clip, layout="sentence-transformers"), 77)
     siglip = "google/siglip-base-patch16-224, siglip-so400m-patch14-384, siglip2-base-patch16-224 (fixed size)"
     yield _row("siglip", "SigLIP", siglip, build_siglip, 64)
+    yield _page_row("colpali", "ColPali", "vidore/colpali-v1.2-hf, colpali-v1.3-hf", build_colpali)
+    yield _page_row("colqwen2", "ColQwen2", "vidore/colqwen2-v1.0-hf", build_colqwen2)
 
 
 ROWS = tuple(_rows())

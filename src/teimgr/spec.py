@@ -496,10 +496,11 @@ class LoadedModel:
     `min_cosine` are those of the results to float32 on known texts, 1.0 for models with scores only. `most_dimensions`
     may be asked of a dense vector where its files cut it to fewer, `dimension`; else 0. `warnings` are about the
     model's files (keys without effect, contradictions) and texts that are cut. `code` is the code of models' own that
-    runs: each repository with its commit and its files. `listwise`: a reranker whose scores depend on all documents of
-    a query; then `multi_vector_dimension` is that of what it compares. `space` is the SHA-256 of all that decides what
-    a vector means (`engine/space`), `precision` the class of its element type: fp32, 16-bit or int8. `modalities`: what
-    it embeds, "text" and for some "image"; `fused`: both in one input.
+    runs: each repository with its commit and its files. `has_routes`: queries go another way than documents.
+    `listwise`: a reranker whose scores depend on all documents of a query; then `multi_vector_dimension` is that of
+    what it compares. `space` is the SHA-256 of all that decides what a vector means (`engine/space`), `precision` the
+    class of its element type: fp32, 16-bit or int8. `modalities`: what it embeds, "text" and for some "image"; `fused`:
+    both in one input.
     """
 
     model_id: str
@@ -530,6 +531,7 @@ class LoadedModel:
     warnings: tuple[str, ...] = ()
     code: tuple[str, ...] = ()
     listwise: bool = False
+    has_routes: bool = False
     space: str = ""
     precision: str = ""
     modalities: tuple[str, ...] = ("text",)

@@ -214,6 +214,19 @@ def test_a_static_model_adds_no_special_tokens_and_gives_zeros_for_a_text_withou
     assert isinstance(served.embed([" "], outputs=TOKENS).errors[0], EmptyInput)  # it has no tokens
 
 
+def test_a_static_model_cuts_texts_where_its_tokenizers_file_does(tmp_path: Path, serve: Callable[..., Served]) -> None:
+    from sentence_transformers import SentenceTransformer
+
+    path = models.build_static(tmp_path)
+    cut = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+    models.edit(path / "0_StaticEmbedding" / "tokenizer.json", truncation=cut)
+    served, texts = serve(path), ["fog", "the quick brown fox jumps over the lazy dog"]
+    truth = SentenceTransformer(str(path), device="cpu").encode(texts, normalize_embeddings=True)
+
+    assert served.engine.info.max_input_length == 4
+    np.testing.assert_allclose(run(served, texts).vectors, truth, atol=1e-6)
+
+
 @pytest.mark.parametrize("layout", ["model2vec", "sentence-transformers"])
 def test_an_unknown_token_counts_for_nothing_in_model2vec_alone(
     layout: Literal["model2vec", "sentence-transformers"], tmp_path: Path, serve: Callable[..., Served]

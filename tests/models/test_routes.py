@@ -109,7 +109,7 @@ def change(folder: Path, **keys: Any) -> None:
         (lambda at: change(at, parameters={"default_route": "other"}), "default_route 'other'"),
         (
             lambda at: change(at, parameters={"route_mappings": {"(None, 'text')": "query"}}),
-            "only SparseStaticEmbedding for queries",
+            "chosen by route_mappings .* only a route for queries",
         ),
         (lambda at: write(at / TABLE / "config.json", {"path": "idf.json"}), "path = 'idf.json'"),
         (lambda at: change(at, types={**read(at / "router_config.json")["types"], TABLE: "own.Table"}), "own.Table"),

@@ -203,6 +203,22 @@ class PackedBatch:
             tasks=None if self.tasks is None else self.tasks[texts],
         )
 
+    def only(self, texts: NDArray[np.bool_]) -> PackedBatch:
+        """Those of the texts that are marked, at least one, in their order as a batch. Roles are left out."""
+        lengths = np.diff(self.cu_seqlens)
+        tokens, kept = np.repeat(texts, lengths), lengths[texts]
+        return PackedBatch(
+            ids=self.ids[: self.tokens][tokens],
+            position_ids=self.position_ids[: self.tokens][tokens],
+            cu_seqlens=np.concatenate([np.zeros(1, np.int32), np.cumsum(kept, dtype=np.int32)]),
+            max_seqlen=int(kept.max()),
+            runs=tuple(_runs(kept, None)),
+            order=np.arange(len(kept)),
+            prompt_lens=None if self.prompt_lens is None else self.prompt_lens[texts],
+            type_ids=None if self.type_ids is None else self.type_ids[: self.tokens][tokens],
+            keys=None if self.keys is None else self.keys[texts],
+        )
+
     def keys_of(self, run: Run) -> NDArray[np.int32] | None:
         """The `keys` of the texts of one run, int32 [texts]; None if all tokens attend to all."""
         if self.keys is None or run.start >= self.tokens:

@@ -147,13 +147,20 @@ def _probes(engine: Engine) -> Sequence[_Probe]:
         return [_Probe((*plain, Pair(_SHORT[0], _SHORT[1])), None, None)]
     if info.kind in (Kind.TOKEN_CLASSIFIER, Kind.MULTI_VECTOR):
         return [_Probe(plain, None, None)]
+    if info.has_routes:
+        return [_Probe(plain, "document", None), _Probe(plain, "query", None)]
     named = next((name for name in info.prompts if engine.prompts.text(name)), None)
     prompted = _Probe(_SHORT[:2], named, None) if named else _Probe(_SHORT[:2], None, _PROMPT)
     return [_Probe(plain, None, None), prompted]
 
 
 def _prompt(engine: Engine, probe: _Probe, reference: LibraryReference) -> dict[str, str]:
-    """The keyword arguments for the prompt; sentence-transformers reads its default and its names from the files."""
+    """The keyword arguments for the prompt; sentence-transformers reads its default and its names from the files, and
+    the route of a text from `task`.
+    """
+    if engine.info.has_routes:
+        text = engine.prompts.text(probe.prompt_name)
+        return {"task": probe.prompt_name or "", "prompt": text}
     if probe.prompt is not None:
         return {"prompt": probe.prompt}
     if reference.library == TRANSFORMERS:

@@ -21,7 +21,7 @@ from teimgr.spec import Kind
 
 Matrix = NDArray[np.float32]
 Prompt = Mapping[str, str]
-"""None, or one of `prompt_name` and `prompt`, as the arguments of `SentenceTransformer.encode`."""
+"""None, or one of `prompt_name` and `prompt`, and `task`, as the arguments of `SentenceTransformer.encode`."""
 Compute = Callable[[Input, Prompt], Matrix]
 
 SENTENCE_TRANSFORMERS, TRANSFORMERS = "sentence-transformers", "transformers"
@@ -156,7 +156,7 @@ def _bare(layout: Layout) -> LibraryReference:
     """A model without modules.json, by the class of transformers that its kind needs."""
     import transformers
 
-    if layout.late is not None or layout.m3 is not None or layout.query_table is not None or layout.projections:
+    if layout.late is not None or layout.m3 is not None or layout.has_routes or layout.projections:
         raise NoReferenceError("transformers has no module for what follows the transformer")
     names = {
         Backbone.ENCODER: "AutoModel",

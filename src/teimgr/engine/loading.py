@@ -25,6 +25,7 @@ from teimgr.engine.job import Output
 from teimgr.engine.model import Model, load_model
 from teimgr.engine.queue import BatchLimits
 from teimgr.engine.reference_cache import ReferenceCache, reference_key
+from teimgr.engine.routes import RoutedModel
 from teimgr.engine.runner import return_freed_memory
 from teimgr.engine.space import SpaceDigest, precision_class
 from teimgr.engine.tokenizer import Prompts, TextTokenizer
@@ -171,7 +172,7 @@ def _load(options: EngineOptions) -> EngineParts:
     check_tensors(layout)
     prompts = Prompts(layout, options.default_prompt_name, options.default_prompt)
     with tokenizer_faults(layout):
-        tokenizer = _tokenizer(layout, min(layout.max_length, options.max_batch_tokens))
+        tokenizer = _tokenizer(layout, options.max_batch_tokens)
         warnings = (*layout.warnings, *contradictions(layout, tokenizer.library))
     if options.strict_model_files:
         refuse_warnings(warnings)
@@ -186,11 +187,11 @@ def _load(options: EngineOptions) -> EngineParts:
     space.begin()
     try:
         model, choice = _chosen(layout, device, options, inputs)
-        max_batch_tokens = options.max_batch_tokens
-        if gpu.is_gpu(device):
-            max_batch_tokens = proven_tokens(model, inputs, max_batch_tokens, tokenizer.max_length)
-            if isinstance(model.backbone, Transformer) and choice.batching is Batching.VARLEN and graphs_are_wanted():
-                model.backbone.use_graphs(forward_graphs.CudaCapture())
+        max_batch_tokens = _proven(model, choice, device, inputs, options.max_batch_tokens, tokenizer.max_length)
+        if layout.query_route is not None:
+            model, choice, max_batch_tokens = _with_queries(
+                model, choice, layout, device, options, tokenizer.of_queries, max_batch_tokens
+            )
     except RuntimeError as error:
         gpu.raise_if_the_devices(error, device)
         raise
@@ -211,7 +212,7 @@ def _load(options: EngineOptions) -> EngineParts:
         most_dimensions=0 if cut is None else width,
         max_input_length=tokenizer.max_length,
         max_batch_tokens=max_batch_tokens,
-        batching="equal-length" if choice.batching is Batching.EQUAL_LENGTH else "packed",
+        batching="packed" if model.is_packed else "equal-length",
         prompts=prompts.names,
         default_prompt_name=prompts.default_name,
         outputs=tuple(output.value for output in Output if output in served),
@@ -228,6 +229,7 @@ def _load(options: EngineOptions) -> EngineParts:
         warnings=warnings,
         code=options.code,
         listwise=layout.listwise is not None,
+        has_routes=layout.has_routes,
         space=space.result(),
         precision=precision_class(str(choice.dtype).removeprefix("torch.")),
         fused=layout.chat is not None,
@@ -250,13 +252,14 @@ def _load(options: EngineOptions) -> EngineParts:
     return EngineParts(layout, tokenizer, prompts, model, limits, _serial_tokens(model), info)
 
 
-def _tokenizer(layout: Layout, max_length: int) -> TextTokenizer:
+def _tokenizer(layout: Layout, most: int) -> TextTokenizer:
+    max_length = min(layout.max_length, most)
     if layout.sound is not None:
         from teimgr.engine.sounds.inputs import SoundTokenizer
 
         return SoundTokenizer(layout, max_length)
     if layout.dual is None:
-        return TextTokenizer(layout, max_length)
+        return TextTokenizer(layout, max_length, most if layout.query_route is not None else None)
     if layout.pages is not None:
         from teimgr.engine.images.pages import PageTokenizer
 
@@ -309,10 +312,53 @@ def _chosen(
     if gpu.is_gpu(device) and layout.backbone is not Backbone.STATIC:
         model = _load_model(layout, _HOST, options.threads)
         return model, choose_on_gpu(model, device, dtype, inputs)
-    if (layout.pages is not None or layout.chat is not None) and dtype is None:
-        dtype = torch.float32  # the gate compares texts alone, and images go through the same layers
+    is_whole = layout.pages is not None or layout.chat is not None or layout.query_route is not None
+    if is_whole and dtype is None:
+        dtype = torch.float32  # images go through the same layers as the texts of the gate; routes share one dtype
     load = partial(_load_model, layout, device, options.threads)
     return choose(load, dtype, inputs, _cache(layout, options, inputs))
+
+
+def _proven(
+    model: Model, choice: Choice, device: torch.device, inputs: Sequence[Encoded], most: int, longest: int
+) -> int:
+    """The tokens of a batch for which the memory of the device is enough; on a GPU graphs are allowed behind that."""
+    if not gpu.is_gpu(device):
+        return most
+    tokens = proven_tokens(model, inputs, most, longest)
+    if isinstance(model.backbone, Transformer) and choice.batching is Batching.VARLEN and graphs_are_wanted():
+        model.backbone.use_graphs(forward_graphs.CudaCapture())
+    return tokens
+
+
+def _with_queries(
+    documents: Model,
+    choice: Choice,
+    layout: Layout,
+    device: torch.device,
+    options: EngineOptions,
+    tokenizer: TextTokenizer,
+    max_batch_tokens: int,
+) -> tuple[Model, Choice, int]:
+    """The model with the route of queries beside that of documents: with its transformer, or its own, which the gate
+    has let run in the same dtype; what is worse of both choices; and the tokens of a batch.
+    """
+    assert layout.query_route is not None
+    route = layout.query_route.layout
+    reads_alike = all(getattr(layout, key) == getattr(route, key) for key in _OF_READING)
+    if reads_alike and isinstance(documents.backbone, Transformer):
+        return RoutedModel(documents, documents.with_heads_of(route)), choice, max_batch_tokens
+    inputs = probe_inputs(route, tokenizer)
+    own = replace(options, dtype=str(choice.dtype).removeprefix("torch."))
+    queries, other = _chosen(replace(route, code_revision=options.code_revision), device, own, inputs)
+    tokens = _proven(queries, other, device, inputs, max_batch_tokens, tokenizer.max_length)
+    worse = min(choice, other, key=lambda each: each.closeness.min_cosine)
+    batching = next((each.batching for each in (choice, other) if each.batching is Batching.EQUAL_LENGTH), None)
+    return RoutedModel(documents, queries), replace(worse, batching=batching or choice.batching), tokens
+
+
+# Of a layout, what the transformer and its token ids follow from.
+_OF_READING = ("transformer_dir", "weights_dir", "adapters", "backbone", "config", "max_length")
 
 
 def _cache(layout: Layout, options: EngineOptions, inputs: Sequence[Encoded]) -> ReferenceCache | None:
@@ -365,8 +411,7 @@ def _limits(options: EngineOptions, model: Model) -> BatchLimits:
     few = _TABLE_BATCH_TOKENS if isinstance(model.backbone, StaticTable) else _CPU_BATCH_TOKENS
     tokens = min(options.max_batch_tokens, few, affordable)
     beside = min(tokens, _CPU_BULK_TOKENS_BESIDE_INTERACTIVE)
-    is_native = model.backbone.batching is Batching.NATIVE  # which several threads may call at a time
-    return BatchLimits(tokens, beside, options.max_batch_requests, own_threads=is_native)
+    return BatchLimits(tokens, beside, options.max_batch_requests, own_threads=model.is_native)
 
 
 def _serial_tokens(model: Model) -> int:
@@ -374,8 +419,7 @@ def _serial_tokens(model: Model) -> int:
     if isinstance(model.backbone, StaticTable):
         return sys.maxsize
     hidden, widest = _widths(model)
-    is_native = model.backbone.batching is Batching.NATIVE
-    few = _SERIAL_MULTIPLICATIONS_NATIVE if is_native else _SERIAL_MULTIPLICATIONS
+    few = _SERIAL_MULTIPLICATIONS_NATIVE if model.is_native else _SERIAL_MULTIPLICATIONS
     return few // (hidden * (4 * hidden + 2 * widest))
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from teimgr.engine.backbone import StaticTable, Transformer, WholeModel, load_table
+from teimgr.engine.backbone import Batching, StaticTable, Transformer, WholeModel, load_table
 from teimgr.engine.batch import Encoded, PackedBatch, pack
 from teimgr.engine.heads import Head, Rows, TokensHead
 from teimgr.engine.heads.library import HeadTrial, LibraryHead
@@ -70,6 +70,21 @@ class Model:
     def device_bytes_per_text(self) -> dict[Output, int]:
         """What an output keeps on a GPU for each text of a batch until its results are on the host, by output."""
         return {output: getattr(head, "device_bytes_per_text", 0) for output, head in self._heads.items()}
+
+    @property
+    def is_native(self) -> bool:
+        """Whether several threads may call it at a time."""
+        return self.backbone.batching is Batching.NATIVE
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether texts of all lengths share a row."""
+        return self.backbone.batching is not Batching.EQUAL_LENGTH
+
+    def with_heads_of(self, layout: Layout) -> Model:
+        """The same transformer, in its dtype and with its batching, with the heads of another layout."""
+        assert isinstance(self.backbone, Transformer)
+        return Model(self.backbone, _heads_of(layout, self.backbone.width, self.backbone.device))
 
     def host_weights(self) -> HostWeights:
         """The weights of a transformer that was loaded on the host, for `place`."""

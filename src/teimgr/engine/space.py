@@ -51,7 +51,7 @@ _NOT_OF_THE_SPACE = frozenset(
     (
         *("root", "transformer_dir", "weights_dir", "safetensors_only", "config_is_changed", "weight_names"),
         *("notes", "warnings", "prompts", "default_prompt_name", "max_length"),
-        *("lower_case", "end_token", "own_tokenizer", "trust_remote_code", "code_revision"),
+        *("lower_case", "end_token", "own_tokenizer", "trust_remote_code", "code_revision", "query_route"),
     )
 )
 _LATER_FIELDS = frozenset(
@@ -139,7 +139,12 @@ class SpaceDigest:
         if self.folder is None:
             return None
         layout = self.layout
-        folders = {layout.root, layout.transformer_dir, layout.weights_dir, *(_folder(path) for path in _paths(layout))}
+        folders = {
+            layout.root,
+            layout.transformer_dir,
+            layout.weights_dir,
+            *(_folder(path) for path in _places(layout)),
+        }
         try:
             found = identities({folder.resolve() for folder in folders}, _MAX_FILES)
         except OSError as error:
@@ -154,14 +159,13 @@ class SpaceDigest:
 def space_of(layout: Layout, tokenizer: TextTokenizer, prompts: Prompts, found: ContentDigests) -> str:
     """The SHA-256 of a loaded model's space, 64 hex digits."""
     weights = dict(zip(_places(layout), found.weights, strict=True))
+    route = layout.query_route
     facts = {
         "format": FORMAT,
-        "layout": {
-            item.name: _plain(getattr(layout, item.name), weights)
-            for item in fields(layout)
-            if item.name not in _NOT_OF_THE_SPACE
-            if item.name not in _LATER_FIELDS or getattr(layout, item.name) is not None
-        },
+        "layout": _of_layout(layout, weights),
+        **(
+            {} if route is None else {"queries": [_of_layout(route.layout, weights), weights[route.layout.weights_dir]]}
+        ),
         "weights": weights[layout.weights_dir],
         "tokenizers": found.tokenizers,
         "max_length": tokenizer.max_length,
@@ -169,6 +173,15 @@ def space_of(layout: Layout, tokenizer: TextTokenizer, prompts: Prompts, found: 
         "code": found.code,
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def _of_layout(layout: Layout, weights: Mapping[Path, str]) -> dict[str, Any]:
+    return {
+        item.name: _plain(getattr(layout, item.name), weights)
+        for item in fields(layout)
+        if item.name not in _NOT_OF_THE_SPACE
+        if item.name not in _LATER_FIELDS or getattr(layout, item.name) is not None
+    }
 
 
 def digests_of(layout: Layout, tokenizer: TextTokenizer, code: Iterable[str], threads: int) -> ContentDigests:
@@ -186,7 +199,9 @@ def digests_of(layout: Layout, tokenizer: TextTokenizer, code: Iterable[str], th
 
 def _places(layout: Layout) -> list[Path]:
     """The folders and files of weights, in the order in which the layout names them, each once."""
-    return list(dict.fromkeys((layout.weights_dir, *_paths(layout))))
+    own = (layout.weights_dir, *_paths(layout))
+    others = [] if layout.query_route is None else _places(layout.query_route.layout)
+    return list(dict.fromkeys((*own, *others)))
 
 
 def _paths(layout: Layout) -> Iterator[Path]:

@@ -82,21 +82,20 @@ _INSTRUCT = re.compile(r"(Instruct: ).*(\n ?Query: ?)", re.DOTALL)
 class Prompts:
     """The prompts of a model by name, and the default one: named at start, given as text at start, or the model's own.
 
-    On late-interaction models their names are the two roles, with or without a text; a sparse model with routes has
-    both roles among them. `default_name` is None if the default is not a prompt, or was given as text.
+    On late-interaction models their names are the two roles, with or without a text; a model with routes has both
+    roles among them. `default_name` is None if the default is not a prompt, or was given as text.
     """
 
     def __init__(self, layout: Layout, default_name: str | None = None, default_text: str | None = None) -> None:
         """Raises InvalidConfig where the model has no prompt called `default_name`."""
-        table = layout.query_table
-        self._roles = layout.late is not None or table is not None
+        self._roles = layout.late is not None or layout.has_routes
         self._left = layout.truncate_left
         self._tasks, self._default_task = layout.tasks, layout.default_task
         self._instruction_end = layout.instruction_end
         self._texts = dict(layout.prompts)
         if self._roles:
             self._texts = {name: layout.prompts.get(name, "") for name in (QUERY, DOCUMENT)}
-        if table is not None:
+        if layout.has_routes:
             self._texts |= layout.prompts
         if default_name is not None and default_name not in self._texts:
             raise InvalidConfig(self._missing(default_name))
@@ -108,7 +107,7 @@ class Prompts:
             self._default = self._texts.get(default_name or own, "")
             name = default_name or layout.default_prompt_name
             self.default_name = name if name in self._texts else None
-        self._queries_by_default = layout.pages is not None or (table is not None and table.is_default)
+        self._queries_by_default = layout.pages is not None or layout.has_queries_by_default
         self._default_query = self._is_query(default_name)
 
     @property
@@ -163,12 +162,12 @@ class Prompts:
 class TextTokenizer:
     """The tokenizer of one model. Safe from any thread.
 
-    `max_length` is in tokens, including the `special_tokens` of the model's template around a text. Queries of a sparse
-    model with routes have their own tokenizer.
+    `max_length` is in tokens, including the `special_tokens` of the model's template around a text. Queries of a model
+    with routes have their own tokenizer, of at most `most_of_query` tokens.
     """
 
-    def __init__(self, layout: Layout, max_length: int) -> None:
-        self._queries = _query_tokenizer(layout, max_length)
+    def __init__(self, layout: Layout, max_length: int, most_of_query: int | None = None) -> None:
+        self._queries = _query_tokenizer(layout, most_of_query or max_length)
         tokenizer = load_tokenizer(layout)
         self.library = tokenizer
         self._library = TokenizerLibrary(tokenizer)
@@ -209,6 +208,11 @@ class TextTokenizer:
             specials = tokenizer.num_special_tokens_to_add(is_pair=False) if self._add_specials else 0
             self.special_tokens = prefix + specials
 
+    @property
+    def of_queries(self) -> TextTokenizer:
+        """The one of queries: this one, where they have none of their own."""
+        return self._queries or self
+
     def all(self) -> tuple[TextTokenizer, ...]:
         """This tokenizer, and that of queries where these have their own."""
         return (self,) if self._queries is None else (self, self._queries)
@@ -235,6 +239,8 @@ class TextTokenizer:
 
     def check(self, item: Input, options: TokenizeOptions) -> TeimgrError | None:
         """Validate an input before tokenization; None if it is valid."""
+        if options.query and self._queries is not None:
+            return self._queries.check(item, options._replace(query=False))
         if item is None:
             return InvalidInput("Input validation error: `inputs` cannot be null")
         if not any(map(len, item)) if isinstance(item, Pair) else not len(item):
@@ -607,7 +613,9 @@ class TextTokenizer:
 
 
 def _query_tokenizer(layout: Layout, max_length: int) -> TextTokenizer | None:
-    """The tokenizer of a table of queries, which adds no special tokens."""
+    """The tokenizer of queries that go their own way; that of a table adds no special tokens."""
+    if layout.query_route is not None:
+        return TextTokenizer(layout.query_route.layout, min(layout.query_route.layout.max_length, max_length))
     if (table := layout.query_table) is None:
         return None
     own = replace(

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from itertools import islice
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from teimgr.errors import InvalidConfig, ModelLoadFailed
 from teimgr.models import bounded_json as model_json
@@ -147,12 +148,28 @@ def module_places(root: Path) -> list[ModulePlace]:
     places = []
     for row in rows:
         name, path = str(row.get("type", "")).rsplit(".", 1)[-1], folder_in(root, str(row.get("path", "")))
-        places += _routed(root, path) if name in ("Router", "Asym") else [ModulePlace(name, path)]
+        places += _routed(root, path) if name in ROUTERS else [ModulePlace(name, path)]
     return places
 
 
+ROUTERS = ("Router", "Asym")
+"""Classes of a module with routes: the library's, and its name before sentence-transformers 5."""
+
+
+def router_file(folder: Path) -> tuple[str, dict[str, Any] | None]:
+    """The name of the file of routes in a Router's directory, and its content; None where there is none.
+
+    Raises:
+        ModelLoadFailed: it cannot be read.
+    """
+    own = model_json.read_object(folder / "router_config.json")
+    if own is None and "structure" in (old := model_json.read_object(folder / "config.json") or {}):  # of an Asym
+        return "config.json", old
+    return "router_config.json", own
+
+
 def _routed(root: Path, path: Path) -> list[ModulePlace]:
-    types = (model_json.read_object(path / "router_config.json") or {}).get("types")
+    types = (router_file(path)[1] or {}).get("types")
     if not isinstance(types, dict):
         return []
     below = path.relative_to(root).as_posix()

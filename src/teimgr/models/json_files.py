@@ -18,6 +18,7 @@ _TYPED_MODELS = {"bert", "electra", "mobilebert", "convbert", "nomic_bert", "jin
 
 # Of tokenizer.json, how it cuts texts.
 _CUTS_LEFT = re.compile(r'"truncation"\s*:\s*\{[^{}]*"direction"\s*:\s*"Left"')
+_CUTS_AT = re.compile(r'"truncation"\s*:\s*\{[^{}]*"max_length"\s*:\s*(\d+)')
 _HEAD_CHARACTERS = 4096
 
 
@@ -92,11 +93,21 @@ class TokenFiles:
         """Whether too long texts lose their beginning by tokenizer.json, whose settings the library takes where
         tokenizer_config.json has no side. They stand at its beginning.
         """
+        return _CUTS_LEFT.search(self._head) is not None
+
+    @property
+    def cuts_at(self) -> int | None:
+        """The tokens of a text by tokenizer.json, which an embedding table of the library goes by; None for no end."""
+        found = _CUTS_AT.search(self._head)
+        return None if found is None else checked_length(int(found[1]), "tokenizer.json")
+
+    @cached_property
+    def _head(self) -> str:
         try:
             with (self._folder / "tokenizer.json").open(encoding="utf-8", errors="replace") as file:
-                return _CUTS_LEFT.search(file.read(_HEAD_CHARACTERS)) is not None
+                return file.read(_HEAD_CHARACTERS)
         except OSError:  # refused where it is needed
-            return False
+            return ""
 
     @cached_property
     def _file(self) -> dict[str, Any]:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from teimgr.errors import ModelLoadFailed
-from teimgr.models.bounded_json import read_list, read_object
-from teimgr.models.directory import base_model_of, use_original, weight_files
+from teimgr.models.bounded_json import read_list
+from teimgr.models.directory import ROUTERS, base_model_of, router_file, use_original, weight_files
 from teimgr.models.known_keys import (
     CONFIG_KWARGS,
     MODEL_KWARGS,
@@ -141,10 +141,12 @@ def _modules(metadata: ModelMetadata) -> Iterator[str]:
     for row in rows:
         known_row = {key: row[key] for key in row if key != "kwargs" or row.get("type") not in KNOWN_OWN}
         yield from MODULE_ROW.warnings("modules.json", known_row)
-    if metadata.chain.query is not None:
-        router = read_object(metadata.root / str(rows[0].get("path", "")) / "router_config.json") or {}
-        yield from ROUTER.warnings("router_config.json", router)
-        yield from ROUTER_PARAMETERS.warnings("parameters of router_config.json", router.get("parameters") or {})
+    for row in rows:
+        if str(row.get("type", "")).rsplit(".", 1)[-1] in ROUTERS:
+            file, router = router_file(metadata.root / str(row.get("path", "")))
+            if router is not None:
+                yield from ROUTER.warnings(file, router)
+                yield from ROUTER_PARAMETERS.warnings(f"parameters of {file}", router.get("parameters") or {})
     version = str((metadata.saved.get("__version__") or {}).get("sentence_transformers") or "0")
     major = int(version.partition(".")[0]) if version.partition(".")[0].isdecimal() else 0
     for module in metadata.chain.all:

@@ -99,6 +99,16 @@ class QueryTable:
 
 
 @dataclass(frozen=True, slots=True)
+class QueryRoute:
+    """Queries of a dense model with routes by role: the layout of their modules, those of documents being the model's
+    own. `is_default`: texts without a role are queries.
+    """
+
+    layout: Layout
+    is_default: bool
+
+
+@dataclass(frozen=True, slots=True)
 class LateInteraction:
     """ColBERT: every token's hidden state goes through `projections` and is normalised.
 
@@ -344,6 +354,7 @@ class Layout:
     backbone: Backbone = Backbone.ENCODER
     splade: Splade | None = None
     query_table: QueryTable | None = None
+    query_route: QueryRoute | None = None
     late: LateInteraction | None = None
     m3: M3 | None = None
     scoring: ScoringConfig | None = None
@@ -394,9 +405,21 @@ class Layout:
         files += [adapter.weights for adapter in (*self.adapters, *self.task_adapters)]
         if self.query_table is not None:
             folders.append(self.query_table.folder)
+        if self.query_route is not None:
+            files += self.query_route.layout.weights
         if self.m3 is not None:
             files += [self.m3.sparse, self.m3.multi_vector]
         return (self.weights_dir, *folders, *files)
+
+    @property
+    def has_routes(self) -> bool:
+        """Whether queries go another way than documents."""
+        return self.query_table is not None or self.query_route is not None
+
+    @property
+    def has_queries_by_default(self) -> bool:
+        """Whether a text without a role goes the way of queries, on a model with routes."""
+        return any(way is not None and way.is_default for way in (self.query_table, self.query_route))
 
     @property
     def vocabulary(self) -> int | None:

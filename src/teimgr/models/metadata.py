@@ -9,10 +9,11 @@ from typing import Any
 from teimgr.errors import ModelLoadFailed, ModelNotFound
 from teimgr.models.adapters import read_adapters, read_task_adapters
 from teimgr.models.bounded_json import check_size, read_list, read_object
+from teimgr.models.chain import read_chain
 from teimgr.models.directory import base_model_of, check_fetched, files_below, only_in, onnx_file, other_format
 from teimgr.models.json_files import TokenFiles, read_settings
 from teimgr.models.layout import Adapter
-from teimgr.models.modules import JINA_TRANSFORMER, Chain, read_chain
+from teimgr.models.modules import JINA_TRANSFORMER, Chain
 from teimgr.models.own_code import ONNX, added_end, has_own_tokenizer, served_config
 from teimgr.models.served_config import ServedConfig
 
@@ -98,8 +99,8 @@ class ModelMetadata:
         return {**self.own.prompts, **saved}
 
 
-def read_metadata(root: Path, trust_remote_code: bool) -> ModelMetadata:
-    """Read the metadata files in `root`.
+def read_metadata(root: Path, trust_remote_code: bool, chain: Chain | None = None) -> ModelMetadata:
+    """Read the metadata files in `root`; `chain` is one of the routes of its modules.json.
 
     Raises:
         ModelNotFound: there is no such directory, or no config.json in it.
@@ -113,7 +114,7 @@ def read_metadata(root: Path, trust_remote_code: bool) -> ModelMetadata:
             "the model is a GLiNER (gliner_config.json), which finds entities of kinds that a request names; "
             "it is not served. Token classifiers with their own labels are"
         )
-    chain = read_chain(root, trust_remote_code)
+    chain = chain or read_chain(root, trust_remote_code)
     transformer = chain.modules[0].path if chain.modules else root
     config = read_object(transformer / "config.json")
     static = chain.first == "StaticEmbedding" or (config or {}).get("model_type") in _STATIC

@@ -1,21 +1,17 @@
-"""modules.json of sentence-transformers and PyLate: the chain of modules and their configurations."""
+"""Modules of sentence-transformers and PyLate: their configurations, poolings and projections. Which: `chain`."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from teimgr.errors import InvalidConfig, ModelLoadFailed
-from teimgr.models.bounded_json import read_list, read_object
-from teimgr.models.directory import folder_in
+from teimgr.models.bounded_json import read_object
 from teimgr.models.layout import Dense, LayerNorm, Normalize, OwnModule, Projection
 from teimgr.spec import POOLINGS
 
-# The packages of supported module classes; any other class is code in the model's own repository.
-_PACKAGES = ("sentence_transformers.", "pylate.")
 JINA_TRANSFORMER, INT8_TANH = "custom_st.Transformer", "Int8Tanh"
 # Classes of repositories' own that are known, the module that each is taken for, and the arguments of a call that it
 # may have: of jina-embeddings-v3 and v5 a Transformer, and of pplx-embed-v1 round(127 · tanh(x)), what it does by
@@ -24,26 +20,7 @@ KNOWN_OWN = {
     JINA_TRANSFORMER: ("Transformer", ["task", "truncate_dim"]),
     "st_quantize.FlexibleQuantizer": (INT8_TANH, ["quantization"]),
 }
-_NOT_SERVED = {
-    "Asym": "it sends queries and documents through different modules",
-    "Router": "it sends queries and documents through different modules, before or behind others",
-    "BoW": "it counts words and has no transformer",
-    "CNN": "it puts a convolution behind the transformer",
-    "LSTM": "it puts a recurrent network behind the transformer",
-    "SparseAutoEncoder": "its sparse entries are features of an autoencoder, which no surface can name",
-    "SparseStaticEmbedding": "it weighs the words of a query without a model, outside of a Router",
-    "TokenPooling": "it merges the token vectors of a text",
-    "WeightedLayerPooling": "it mixes the layers of the transformer",
-    "WordEmbeddings": "it looks words up in its own table and has no tokenizer file",
-    "WordWeights": "it weighs words with its own table",
-}
-_SERVED = {
-    *("Transformer", "MLMTransformer", "StaticEmbedding", "Pooling", "SpladePooling", "MultiVectorMask", "LogitScore"),
-    *("CLIPModel", "Dense", "Dropout", "LayerNorm", "Normalize"),
-}
-
-
-_READERS = ("Transformer", "MLMTransformer", "StaticEmbedding", "CLIPModel")
+SPARSE_TABLE = "SparseStaticEmbedding"
 _CONFIGURED = {"Pooling", "Dense", "LayerNorm", "SpladePooling", "LogitScore"}
 
 
@@ -77,13 +54,19 @@ class Module:
 class Chain:
     """The modules in order; none for a bare transformer. Dropout, without effect at inference, is left out.
 
-    Of a Router they are those of documents; `query` is the one of queries, and `queries_by_default` whether a text
-    without a role is one.
+    Of a model with a Router they are those of documents; `queries` are those of queries, and `queries_by_default`
+    whether a text without a role is one.
     """
 
     modules: tuple[Module, ...]
-    query: Module | None = None
+    queries: Chain | None = None
     queries_by_default: bool = False
+
+    @property
+    def table(self) -> Module | None:
+        """The weights of queries of a sparse model (SparseStaticEmbedding), where they have no transformer."""
+        one = self.queries.modules[0] if self.queries is not None else None
+        return one if one is not None and one.name == SPARSE_TABLE else None
 
     @property
     def first(self) -> str:
@@ -92,8 +75,8 @@ class Chain:
 
     @property
     def all(self) -> tuple[Module, ...]:
-        """With the one of queries."""
-        return self.modules if self.query is None else (*self.modules, self.query)
+        """With those of queries, each once."""
+        return tuple(dict.fromkeys((*self.modules, *(() if self.queries is None else self.queries.modules))))
 
     @property
     def behind(self) -> tuple[Module, ...]:
@@ -117,105 +100,6 @@ class Chain:
     def __str__(self) -> str:
         return " > ".join(module.name for module in self.modules) or "none"
 
-
-def read_chain(root: Path, trust_remote_code: bool = False) -> Chain:
-    """Read modules.json; modules of the model's own code count where it is trusted.
-
-    Raises:
-        ModelLoadFailed: it has an unsupported module, or does not start with exactly one transformer.
-    """
-    rows = read_list(root / "modules.json")
-    if not rows and (root / "modules.json").exists():
-        raise ModelLoadFailed("modules.json names no module")
-    if len(rows) == 1 and _name_of(rows[0]) == "Router":
-        return _read_routes(root, rows[0])
-    modules = [_module(root, row, trust_remote_code) for row in rows]
-    modules = [module for module in modules if module.name != "Dropout"]
-    chain = Chain(tuple(modules))
-    if modules and modules[0].code is not None:
-        raise ModelLoadFailed(
-            f"the first module of modules.json is {modules[0].name}, code in the model's own repository, which would "
-            "read texts in place of a tokenizer and a transformer: it is not run, trusted or not; modules behind the "
-            "pooling are"
-        )
-    readers = [module.name for module in modules if module.name in _READERS]
-    if modules and (len(readers) != 1 or chain.first not in readers):
-        raise ModelLoadFailed(f"modules.json should start with one transformer, and names: {chain}")
-    return chain
-
-
-_BY_OLD_NAME = {"MLMTransformer": "Transformer"}
-_SERVED_ROUTES = {"query": ["SparseStaticEmbedding"], "document": ["Transformer", "SpladePooling"]}
-
-
-def _read_routes(root: Path, row: dict[str, Any]) -> Chain:
-    """The modules of a Router that has a table of weights for queries, and a SPLADE model for documents.
-
-    Raises:
-        ModelLoadFailed: it has other routes, or chooses among them by something else than the role.
-    """
-    home = str(row.get("path", ""))
-    file = folder_in(root, home) / "router_config.json"
-    if (routes := read_object(file)) is None:
-        raise ModelLoadFailed("modules.json names a Router module, and its router_config.json is missing")
-    types, structure, parameters = (routes.get(key) or {} for key in ("types", "structure", "parameters"))
-    below = f"{home}/" if home not in ("", ".") else ""
-    modules = {
-        name: [_routed(root, f"{below}{key}", str(types.get(key, ""))) for key in keys]
-        for name, keys in structure.items()
-    }
-    names = {name: [_BY_OLD_NAME.get(one.name, one.name) for one in found] for name, found in modules.items()}
-    if names != _SERVED_ROUTES or parameters.get("route_mappings"):
-        shown = "; ".join(f"{name}: {' > '.join(found) or 'nothing'}" for name, found in names.items())
-        raise ModelLoadFailed(
-            f"modules.json has a Router module of {shown or 'no routes'}: only SparseStaticEmbedding for queries and a "
-            "transformer with SpladePooling for documents, by their role, are served"
-        )
-    default = parameters.get("default_route")
-    if default is None and parameters.get("allow_empty_key", True):
-        default = next(iter(structure))
-    if default not in names:
-        raise ModelLoadFailed(f"router_config.json has the default_route {default!r}, which is not one of its routes")
-    return Chain(tuple(modules["document"]), modules["query"][0], default == "query")
-
-
-def _routed(root: Path, path: str, dotted: str) -> Module:
-    name = dotted.rsplit(".", 1)[-1]
-    if not dotted.startswith(_PACKAGES):
-        raise ModelLoadFailed(
-            f"router_config.json has {dotted or 'a module without a type'}, code in the model's own repository, which "
-            "is not run here"
-        )
-    return Module(name, folder_in(root, path))
-
-
-def _name_of(row: dict[str, Any]) -> str:
-    return str(row.get("type", "")).rsplit(".", 1)[-1]
-
-
-def _module(root: Path, row: dict[str, Any], trusts: bool) -> Module:
-    dotted, path = str(row.get("type", "")), str(row.get("path", ""))
-    name = _name_of(row)
-    taken_for, arguments = KNOWN_OWN.get(dotted, ("", []))
-    given = row.get("kwargs") or []
-    if taken_for and isinstance(given, list) and all(one in arguments for one in given):
-        return Module(taken_for, folder_in(root, path))
-    if not dotted.startswith(_PACKAGES):
-        if trusts and _OWN_CODE.fullmatch(dotted):
-            return Module(dotted, folder_in(root, path), (dotted, root))
-        raise ModelLoadFailed(
-            f"modules.json has {dotted}, code in the model's own repository: behind the pooling it is run where the "
-            "instance sets trust_remote_code = true"
-        )
-    if name in _NOT_SERVED:
-        raise ModelLoadFailed(f"modules.json has a {name} module: {_NOT_SERVED[name]}, which is not served")
-    if name not in _SERVED:
-        raise ModelLoadFailed(f"modules.json has a {name} module, which is not known here")
-    return Module(name, folder_in(root, path))
-
-
-# As transformers finds code: a file of the model's root, and a class in it.
-_OWN_CODE = re.compile(r"[A-Za-z_]\w*\.[A-Za-z_]\w*")
 
 TEXT, TOKENS, SCORES = "sentence_embedding", "token_embeddings", "scores"
 _TANH = "torch.nn.modules.activation.Tanh"  # sentence-transformers' default for a Dense module

@@ -7,14 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from teimgr.errors import ModelLoadFailed
+from teimgr.errors import InvalidConfig, ModelLoadFailed
 from teimgr.models.directory import may_lack_modules
 from teimgr.models.dual_encoders import is_dual_encoder, read_dual_encoder, text_config
 from teimgr.models.json_files import ENDLESS, TokenFiles, checked_length, max_length, position_offset
 from teimgr.models.key_checks import check_files
 from teimgr.models.kinds import choose_kind, is_causal
 from teimgr.models.late_interaction import read_late
-from teimgr.models.layout import M3, Backbone, Dense, Layout, QueryTable, ScoringConfig, Splade
+from teimgr.models.layout import M3, Backbone, Dense, Layout, QueryRoute, QueryTable, ScoringConfig, Splade
 from teimgr.models.library_code import setting
 from teimgr.models.listwise import TEMPLATE_TOKENS, is_listwise, read_listwise
 from teimgr.models.metadata import MODEL2VEC, ModelMetadata, read_metadata
@@ -23,6 +23,7 @@ from teimgr.models.modules import (
     INT8_TANH,
     SCORES,
     TEXT,
+    Chain,
     Module,
     check_pooling,
     read_poolings,
@@ -94,7 +95,7 @@ def read_query_table(metadata: ModelMetadata) -> QueryTable | None:
     Raises:
         ModelLoadFailed: the length of its tokenizer is not a number above 0.
     """
-    if (module := metadata.chain.query) is None:
+    if (module := metadata.chain.table) is None:
         return None
     given = TokenFiles(module.path).config.get("model_max_length")
     longest = ENDLESS if given is None else checked_length(given, f"{module.path.name}/tokenizer_config.json")
@@ -112,6 +113,13 @@ def _positive(metadata: ModelMetadata, key: str) -> int | None:
 def _dimensions(metadata: ModelMetadata) -> int | None:
     """`truncate_dim` of a dense model: the dimensions of its vectors where a request asks for none."""
     return None if metadata.saved.get("model_type") == "SparseEncoder" else _positive(metadata, "truncate_dim")
+
+
+def _longest_of_table(metadata: ModelMetadata) -> int:
+    """The tokens of a text in an embedding table: StaticEmbedding leaves tokenizer.json's truncation on, and Model2Vec
+    has none.
+    """
+    return ENDLESS if metadata.config["model_type"] == MODEL2VEC else metadata.tokens.cuts_at or ENDLESS
 
 
 def _truncates_left(metadata: ModelMetadata) -> bool:
@@ -168,15 +176,24 @@ def refuse_warnings(warnings: Sequence[str]) -> None:
         raise ModelLoadFailed(f"{'; '.join(warnings)} (strict_model_files = true makes this a refusal)")
 
 
-def _read(root: Path, pooling: str | None, kind: str | None, trust_remote_code: bool, render: bool) -> Layout:
-    metadata = read_metadata(root, trust_remote_code)
+def _read(
+    root: Path,
+    pooling: str | None,
+    kind: str | None,
+    trust_remote_code: bool,
+    render: bool,
+    chain: Chain | None = None,
+) -> Layout:
+    metadata = read_metadata(root, trust_remote_code, chain)
     if metadata.chain.first == "CLIPModel" and not is_dual_encoder(metadata):
         named = metadata.config["model_type"]
         raise ModelLoadFailed(f"modules.json has a CLIPModel module, and its config.json is that of a {named}")
     chosen = choose_kind(metadata, kind, pooling)
     metadata.tokens.check_types(metadata.config)
     texts = text_config(metadata.config)
-    longest = ENDLESS if metadata.static else max_length(texts, metadata.settings, metadata.tokens.config)
+    longest = (
+        _longest_of_table(metadata) if metadata.static else max_length(texts, metadata.settings, metadata.tokens.config)
+    )
     _check_attention(metadata.config, longest)
     layout = Layout(
         root=root,
@@ -221,11 +238,16 @@ def _read(root: Path, pooling: str | None, kind: str | None, trust_remote_code: 
             layout = read_sound_encoder(metadata, layout, pooling)
         case Kind.EMBEDDING:
             layout = _embedding(metadata, layout, pooling)
+            if metadata.chain.table is not None:
+                raise InvalidConfig(
+                    'kind = "embedding" contradicts the files: queries have a weight for each token, and no vector'
+                )
+            if (queries := metadata.chain.queries) is not None:
+                other = _read(root, pooling, chosen.value, trust_remote_code, render, queries)
+                layout = _with_route(layout, QueryRoute(other, metadata.chain.queries_by_default))
         case Kind.SPARSE:
             splade, table = read_splade(metadata), read_query_table(metadata)
             layout = replace(layout, backbone=Backbone.MASKED_LM, splade=splade, query_table=table)
-            if table is not None and layout.default_prompt_name is None:
-                layout = replace(layout, default_prompt_name="query" if table.is_default else "document")
         case Kind.MULTI_VECTOR if is_page_encoder(metadata):
             layout = read_page_encoder(metadata, layout)
         case Kind.MULTI_VECTOR:
@@ -262,15 +284,38 @@ def _read(root: Path, pooling: str | None, kind: str | None, trust_remote_code: 
             layout = replace(layout, backbone=Backbone.SEQUENCE_CLASSIFICATION, scoring=scoring)
             if template is not None:  # the prompts are part of it
                 layout = replace(layout, prompts={}, default_prompt_name=None)
+    if layout.has_routes and layout.default_prompt_name is None:
+        role = "query" if layout.has_queries_by_default else "document"
+        layout = replace(layout, default_prompt_name=role)
     _check_task(metadata, layout)
     warnings = (*layout.warnings, *metadata.warnings, *check_files(metadata), *_own_activations(metadata, layout))
     if chosen is Kind.EMBEDDING and not metadata.static and may_lack_modules(root):
         warnings = (*warnings, _FETCHED_IN_PART)
-    layout = replace(layout, warnings=warnings)
+    layout = replace(layout, warnings=tuple(dict.fromkeys(warnings)))
     if pooling is not None and layout.pooling != pooling.replace("-", "_"):
         unused = f"pooling = {pooling!r} is not used: a model of the kind {layout.kind.value} has its own way"
         layout = replace(layout, warnings=(*layout.warnings, unused))
     return layout
+
+
+def _with_route(layout: Layout, route: QueryRoute) -> Layout:
+    """The layout of documents with the way of queries.
+
+    Raises:
+        ModelLoadFailed: the two cannot be served as one model.
+    """
+    own = route.layout
+    if layout.backbone is own.backbone is Backbone.STATIC:
+        raise ModelLoadFailed(
+            "modules.json has a Router of two embedding tables: one of its routes needs a transformer"
+        )
+    for key in ("truncate_left", "is_rounded"):
+        if getattr(layout, key) != getattr(own, key):
+            raise ModelLoadFailed(f"the routes of modules.json differ in {key}, which is served for both alike alone")
+    for one in (layout, own):
+        if one.tasks or one.m3 is not None or one.instruction_end is not None:
+            raise ModelLoadFailed("a Router with a model that has tasks, instructions or further outputs is not served")
+    return replace(layout, query_route=route, warnings=(*layout.warnings, *own.warnings))
 
 
 def _check_attention(config: dict[str, Any], longest: int) -> None:

@@ -11,7 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from tests.support.models.families import FAMILIES, MAX_LENGTH, WIDTH, Family
-from tests.support.models.files import edit, pad_and_truncate, with_marks, word_piece, write, write_modules
+from tests.support.models.files import edit, pad_and_truncate, read, with_marks, word_piece, write, write_modules
 from tests.support.models.further import family_of
 from torch import nn
 
@@ -188,6 +188,48 @@ def build_routed_sparse(
     write_modules(folder, "sentence_transformers.models.Router")
     saved = {"model_type": "SparseEncoder", "prompts": {"query": "", "document": ""}, "default_prompt_name": None}
     write(folder / "config_sentence_transformers.json", saved)
+    return folder
+
+
+def build_routed_dense(
+    folder: Path, way: str = "two", *, default_route: str | None = "document", saved: bool = True
+) -> Path:
+    """A dense model with a Router, as sentence-transformers saves it: queries through a smaller transformer and a Dense
+    (`two`, as mdbr-leaf-ir-asym), through a table (`table`), or each role through a Dense of its own behind one
+    transformer (`behind`); unless `saved` the last in the files of an Asym before sentence-transformers 5.
+    """
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.base.modules import Router
+    from sentence_transformers.sentence_transformer.modules import Dense, Normalize, Pooling, StaticEmbedding
+    from sentence_transformers.sentence_transformer.modules import Transformer as Reader
+
+    torch.manual_seed(11)
+    reader = Reader(str(build("bert", folder.parent / f"{folder.name}-documents")), max_seq_length=MAX_LENGTH)
+    width = reader.get_embedding_dimension()
+    if way == "behind":
+        roles = {"query": [Dense(width, 24)], "document": [Dense(width, 24, bias=False)]}
+        modules = [reader, Pooling(width, pooling_mode="mean"), Router(roles, default_route=default_route), Normalize()]
+    else:
+        documents = [reader, Pooling(width, pooling_mode="cls")]
+        if way == "two":
+            other = Reader(str(build("roberta", folder.parent / f"{folder.name}-queries")), max_seq_length=30)
+            own = other.get_embedding_dimension()
+            queries = [other, Pooling(own, pooling_mode="mean"), Dense(own, width)]
+        else:
+            queries = [StaticEmbedding(reader.tokenizer, embedding_dim=width)]
+        modules = [Router.for_query_document(queries, documents, default_route=default_route), Normalize()]
+    prompts = {"query": "search: ", "document": ""}
+    SentenceTransformer(modules=modules, prompts=prompts, device="cpu").save_pretrained(str(folder))
+    if not saved:
+        home = folder / next(row["path"] for row in read(folder / "modules.json") if row["type"].endswith("Router"))
+        router = read(home / "router_config.json")
+        (home / "router_config.json").unlink()
+        router["structure"] = {"query": router["structure"]["query"], "doc": router["structure"]["document"]}
+        router["parameters"] = {"allow_empty_key": True}
+        write(home / "config.json", router)
+        rows = read(folder / "modules.json")
+        rows = [{**row, "type": row["type"].replace("Router", "Asym")} for row in rows]
+        write(folder / "modules.json", rows)
     return folder
 
 

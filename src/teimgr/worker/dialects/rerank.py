@@ -307,7 +307,7 @@ async def relevance(
     """A score per document, for one query or for one query each.
 
     `with_prompts` puts the model's own prompts for queries and for documents before the texts of embedding models;
-    sparse models always have them, since their queries may go another way than documents.
+    models whose queries go another way than documents always have them.
 
     Raises:
         WrongModelKind: a classifier has no such score.
@@ -322,7 +322,7 @@ async def relevance(
         return Relevance(scored.scores[:, 0], scored.tokens)
 
     def side(role: str, prompts: Sequence[str]) -> InferOptions:
-        by_role = with_prompts or model.kind == Kind.SPARSE
+        by_role = with_prompts or model.has_routes
         name = role if model.kind == Kind.MULTI_VECTOR else http.prompt_among(model, prompts if by_role else ())
         return InferOptions(frozenset({_OUTPUT_OF_KIND[model.kind]}), truncate=truncate, prompt_name=name)
 
