@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 from tests.support.daemon_process import DaemonProcess, WarmDaemonProcess
-from tests.support.models.dual_encoders import build_clip, file_of, noise
+from tests.support.models.dual_encoders import build_clip, build_qwen3_vl_embedding, file_of, noise
 
 from teimgr.client.corpus import embed_file
 from teimgr.client.payloads import unpack_vectors
@@ -29,7 +31,10 @@ _HOW_TO = Path(__file__).parents[2] / "docs" / "how-to" / "images.md"
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     with WarmDaemonProcess() as daemon, daemon.client() as client:
         client.create("clip", str(build_clip(tmp_path_factory.mktemp("clip") / "clip")), dtype="float32")
+        chat = build_qwen3_vl_embedding(tmp_path_factory.mktemp("chat") / "chat")
+        client.create("chat", str(chat), dtype="float32")
         client.wait_until_running("clip", deadline_s=100)
+        client.wait_until_running("chat", deadline_s=100)
         yield daemon
 
 
@@ -97,6 +102,26 @@ def test_a_table_with_images_and_texts_has_the_same_vectors(daemon: DaemonProces
         found = client.infer(pa.table({"image": structs}), instance="clip")
         assert np.array_equal(np.array(found["dense"][0].as_py(), np.float32), vectors[0])
         assert "a `path` is not opened" in found["error"][1].as_py()
+
+
+def test_a_row_with_image_and_text_is_one_input_of_a_model_that_reads_both(daemon: DaemonProcess) -> None:
+    file = file_of(noise(60, 40))
+    table = pa.table({"image": pa.array([file, file, None]), "text": pa.array([None, "a fox", "a fox"])})
+    content = {"content": [{"type": "image", "data": base64.b64encode(file).decode()}, "a fox"]}
+    with daemon.client() as client:
+        found = client.infer(table, instance="chat")
+        port = client.get("chat").port
+    asked = urllib.request.Request(
+        f"http://127.0.0.1:{port}/embed",
+        json.dumps({"inputs": [content]}).encode(),
+        {"content-type": "application/json"},
+    )
+    with urllib.request.urlopen(asked, timeout=60) as reply:
+        expected = np.array(json.load(reply)[0], np.float32)
+    rows = [np.array(row, np.float32) for row in found["dense"].to_pylist()]
+    assert found["error"].to_pylist() == [None] * 3
+    assert np.allclose(rows[1], expected, atol=1e-6)
+    assert all(np.abs(rows[1] - row).max() > 1e-3 for row in (rows[0], rows[2]))
 
 
 def test_embed_arrow_takes_a_column_of_images_with_an_error_for_each_row(daemon: DaemonProcess) -> None:

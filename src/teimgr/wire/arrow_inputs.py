@@ -225,8 +225,8 @@ _INLINE_BYTES = 12
 _ID_TYPES = (pa.uint32(), pa.int32(), pa.int64())
 _MAX_ID = np.iinfo(np.int32).max
 
-# A text, two texts, int32 [tokens], a file of an image, or a row that is null.
-RowInput = str | tuple[str, str] | NDArray[np.int32] | bytes | None
+# A text, two texts, int32 [tokens], a file of an image, with a text beside it, or a row that is null.
+RowInput = str | tuple[str, str] | NDArray[np.int32] | bytes | tuple[bytes, str] | None
 
 
 class InputKind(Enum):

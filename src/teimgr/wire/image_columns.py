@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from teimgr.errors import InvalidInput
 
-ImageRow = bytes | str | None
+ImageRow = bytes | str | tuple[bytes, str] | None
 
 
 def is_images(kind: pa.DataType) -> bool:
@@ -27,7 +27,7 @@ def _is_binary(kind: pa.DataType) -> bool:
 def images_of(
     columns: Sequence[pa.Array], texts: Sequence[str | None] | None
 ) -> tuple[list[ImageRow], dict[int, InvalidInput]]:
-    """The rows of columns of images, where one has none its text; and why rows are refused.
+    """The rows of columns of images, where one has none its text, else both; and why rows are refused.
 
     `texts` has a text or None for each row. A path is never opened.
     """
@@ -40,15 +40,9 @@ def images_of(
         for at in range(len(column)):
             file = files[at].as_py() if column[at].is_valid else None
             text = next(others)
-            if file is not None and text is not None:
-                refused[len(rows)] = InvalidInput(
-                    "Input validation error: the row has `image` and `text`: this model embeds one at a time, send two "
-                    "rows"
-                )
-                file = text = None
-            elif file is None and is_struct and text is None and column[at].is_valid:
+            if file is None and is_struct and text is None and column[at].is_valid:
                 refused[len(rows)] = InvalidInput(
                     "Input validation error: the row of `image` has no `bytes`: a `path` is not opened, send the file"
                 )
-            rows.append(text if file is None else file)
+            rows.append(text if file is None else file if text is None else (file, text))
     return rows, refused

@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from teimgr.engine.job import InferOptions, Input, Job, Lane, Output, Pair, SparseRow, total_characters
+from teimgr.engine.job import Content, InferOptions, Input, Job, Lane, Output, Pair, SparseRow, total_characters
 from teimgr.errors import InvalidInput, TeimgrError, TooLarge
 from teimgr.spec import Kind, LoadedModel
 from teimgr.wire import arrow_tables as tables
@@ -50,6 +50,9 @@ _MAX_ROWS = 100_000
 # A reply of as many rows is encoded on a codec thread, as is one of many numbers or a compressed one; others on the
 # finisher's, without the way there.
 _MANY_ROWS = 512
+_ONE_AT_A_TIME = (
+    "Input validation error: the row has `image` and `text`: this model embeds one at a time, send two rows"
+)
 # Headers of a message up to this size are read on the loop: a thread would take longer.
 _SMALL_TABLE_BYTES = 64 * 1024
 # Limit on the decoded size of a table, and on the vectors per token that the engine holds for it, as a multiple of the
@@ -123,7 +126,7 @@ def _texts_or_images(
     dispatcher: Dispatcher, ipc: bytes, limits: _Limits
 ) -> tuple[Sequence[Input], list[int], dict[int, InvalidInput]]:
     """The inputs of a table, the rows of each batch, and why rows are refused: a column `image` counts where the model
-    embeds images, with `text` in rows without one.
+    embeds images, with `text` in rows without one, and beside it where the model reads both in one input.
     """
     if "image" in dispatcher.engine.info.modalities and has_images(ipc):
         batches = read_inputs(ipc, limits.decoded_bytes, limits.check_rows, InputKind.IMAGE, go_on=limits.go_on)
@@ -191,13 +194,19 @@ def _input(dispatcher: Dispatcher, item: RowInput, row: int, refused: dict[int, 
     Raises:
         WrongModelKind: there is an image, and the model embeds texts alone.
     """
-    if isinstance(item, bytes):
-        try:
-            return dispatcher.engine.picture(item)
-        except InvalidInput as error:
-            refused[row] = error
-            return None
-    return Pair(*item) if isinstance(item, tuple) else item
+    file, text = item if isinstance(item, tuple) else (item, None)
+    if isinstance(file, str) and text is not None:
+        return Pair(file, text)
+    if not isinstance(file, bytes):
+        return file
+    try:
+        if text is not None and not dispatcher.engine.info.fused:
+            raise InvalidInput(_ONE_AT_A_TIME)
+        picture = dispatcher.engine.picture(file)
+    except InvalidInput as error:
+        refused[row] = error
+        return None
+    return picture if text is None else Content(text, (picture,))
 
 
 def _serve_table(

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import numpy as np
 from google.protobuf.message import DecodeError, Message
 
-from teimgr.engine.job import InferOptions, Input, Job, Lane, Output, Picture, characters
+from teimgr.engine.job import InferOptions, Input, Job, Lane, Output, characters, pictures_of
 from teimgr.errors import InvalidInput, Overloaded, Refused, TeimgrError, TooLarge
 from teimgr.observability.request_context import CURRENT, CallStats, RequestContext
 from teimgr.spec import LoadedModel
@@ -430,7 +430,8 @@ def max_token_bytes(model: LoadedModel, outputs: frozenset[Output], inputs: Iter
         tokens = int(np.minimum(inputs.characters_of_each() + _EXTRA_TOKENS, model.max_input_length).sum())
     else:
         tokens = sum(
-            item.tokens if isinstance(item, Picture) else min(characters(item) + _EXTRA_TOKENS, model.max_input_length)
+            min(characters(item) + _EXTRA_TOKENS, model.max_input_length)
+            + sum([one.tokens for one in pictures_of(item)])
             for item in inputs
         )
     return tokens * width * _NUMBER_BYTES

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, Instanc
 from pydantic_core import core_schema
 from typing_extensions import TypeAliasType
 
-from teimgr.engine.job import InferOptions, Job, Lane, Pair, Picture
+from teimgr.engine.job import InferOptions, Job, Lane, Picture, characters, pictures_of
 from teimgr.engine.job import Input as EngineInput
 from teimgr.errors import InvalidInput, TeimgrError, shortened
 from teimgr.http.bodies import is_json
@@ -413,9 +413,9 @@ class InferenceRequest(Body):
 
 
 def _size_bytes(one: EngineInput) -> int:
-    if isinstance(one, Pair):
-        return len(one.first) + len(one.second)
-    return one.nbytes if isinstance(one, (np.ndarray, Picture)) else len(one or "")
+    if isinstance(one, np.ndarray):
+        return one.nbytes
+    return characters(one) + sum([picture.nbytes for picture in pictures_of(one)])
 
 
 class HttpCall(AwaitedReply, WorkerCall):
@@ -585,9 +585,10 @@ class HttpInference:
         limit = self.dispatcher.max_length
         if "image" not in self.dispatcher.engine.info.modalities:
             return lane_of(size_bytes, len(inputs), limit)
-        images = [one for one in inputs if isinstance(one, Picture)]
+        images = [one for item in inputs for one in pictures_of(item)]
         chars = size_bytes - sum([one.nbytes for one in images])
-        return lane_of(chars, len(inputs) - len(images), limit, sum([one.tokens for one in images]))
+        texts = len(inputs) - sum([isinstance(one, Picture) for one in inputs])
+        return lane_of(chars, texts, limit, sum([one.tokens for one in images]))
 
 
 def _encode(call: HttpCall, spec: JobSpec, job: Job) -> CallReply | DeferredReply:

@@ -10,7 +10,7 @@ import binascii
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from teimgr.engine.job import Input, Picture
+from teimgr.engine.job import Content, Input, Picture, pictures_of
 from teimgr.errors import InvalidInput, TeimgrError
 from teimgr.models.source import shown_id
 from teimgr.worker import http_inference as http
@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # importing the engine imports torch
 
 _SHOWN = 64
 _STEP = 2**20  # characters of base64, decoded in one call
+_MAX_IMAGES = 8  # of an input
 _LINKS = ("http:", "https:", "file:", "ftp:", "s3:", "gs:")
 
 
@@ -32,6 +33,18 @@ class SentImage(NamedTuple):
 
     data: str | bytes
     field: str
+
+
+class SentContent(NamedTuple):
+    """A text with images as a request has them, for a model that reads both in one input; `field` is where it is."""
+
+    text: str
+    images: tuple[SentImage, ...]
+    field: str
+    instruction: str | None = None
+
+
+SentItem = Input | SentImage | SentContent
 
 
 class _Inference(Protocol):
@@ -78,22 +91,22 @@ def _decoded(data: str) -> bytes:
     return b"".join(parts)
 
 
-async def read_all(inference: _Inference, items: Sequence[Input | SentImage]) -> list[Input]:
+async def read_all(inference: _Inference, items: Sequence[SentItem]) -> list[Input]:
     """The items with their images as the engine takes them, each read on a thread.
 
     Raises:
-        BadRequest: the model embeds texts alone; with the field of the image.
+        BadRequest: the model embeds texts alone, or one image or text at a time; with the field.
         InvalidInput: an image is none, is too large, or is a link; with its place and field.
     """
     dispatcher = inference.dispatcher
     found: list[Input] = []
     for place, item in enumerate(items):
-        if not isinstance(item, SentImage):
+        if not isinstance(item, (SentImage, SentContent)):
             found.append(item)
             continue
-        _need_images(dispatcher, item)
+        _need_modality(dispatcher, item)
         try:
-            found.append(await dispatcher.off_loop(_read, dispatcher, item))
+            found.append(await _read_item(dispatcher, item))
         except TeimgrError as error:
             if len(items) > 1:
                 error.name_input(place)
@@ -101,6 +114,35 @@ async def read_all(inference: _Inference, items: Sequence[Input | SentImage]) ->
             dispatcher.metrics.failed(error)
             raise
     return found
+
+
+async def _read_item(dispatcher: Dispatcher, item: SentImage | SentContent) -> Input:
+    if isinstance(item, SentImage):
+        return await dispatcher.off_loop(_read, dispatcher, item)
+    pictures = [await dispatcher.off_loop(_read, dispatcher, one) for one in item.images]
+    return Content(item.text, tuple(pictures), item.instruction)
+
+
+def _need_modality(dispatcher: Dispatcher, item: SentImage | SentContent) -> None:
+    """Raise BadRequest where the model does not read what is in an item."""
+    for sent in [item] if isinstance(item, SentImage) else item.images:
+        _need_images(dispatcher, sent)
+    if isinstance(item, SentImage):
+        return
+    field = item.field.partition(".")[0]
+    if not dispatcher.engine.info.fused:
+        if item.instruction is not None:
+            message = f"{item.field}: needs one message with a content, and no system message: this model has no chat"
+        else:
+            message = (
+                f"{item.field}: needs texts or one image: this model embeds one at a time, and no text with an image; "
+                "send them as inputs of their own"
+            )
+        raise http.BadRequest(400, message, field)
+    if len(item.images) > _MAX_IMAGES:
+        raise http.BadRequest(
+            400, f"{item.field}: has {len(item.images)} images, and {_MAX_IMAGES} are allowed in an input", field
+        )
 
 
 def _need_images(dispatcher: Dispatcher, sent: SentImage) -> None:
@@ -120,9 +162,9 @@ def _read(dispatcher: Dispatcher, sent: SentImage) -> Picture:
         raise
 
 
-def typed_item(given: Any, place: str) -> Input | SentImage:
-    """An item of TEI's route with a type: `{"type": "text", "value": …}`, `{"type": "image", "data" or "url": …}`; a
-    text as such is a text.
+def typed_item(given: Any, place: str) -> SentItem:
+    """An item of TEI's route with a type: `{"type": "text", "value": …}`, `{"type": "image", "data" or "url": …}`, or
+    `{"content": […]}` of several of these; a text as such is a text.
 
     Raises:
         BadRequest: it is something else; with its place.
@@ -131,14 +173,34 @@ def typed_item(given: Any, place: str) -> Input | SentImage:
         return given
     if not isinstance(given, dict):
         raise http.BadRequest(422, f"{place}: must be a text or an object with `type`", place.partition(".")[0])
-    kind = given.get("type")
+    kind = given.get("type", "content" if "content" in given else None)
+    if kind == "content" and isinstance(given.get("content"), list):
+        parts = [typed_item(one, f"{place}.content.{at}") for at, one in enumerate(given["content"])]
+        return _together(parts, f"{place}.content", 422)
     if kind == "text":
         return _string(given, ("value", "text"), place)
     if kind == "image":
         name = "url" if given.get("url") is not None else "data"
         return SentImage(_string(given, ("data", "url"), place), f"{place}.{name}")
-    known = "text and image are" if kind != "content" else "a content of several parts is not; text and image are"
+    known = "text and image are, and a list of these as content"
     raise http.BadRequest(422, f"{place}.type: {str(kind)[:_SHOWN]!r} is not served: {known}", place.partition(".")[0])
+
+
+def _together(parts: Sequence[SentItem], place: str, status: int, instruction: str | None = None) -> SentItem:
+    """One item of texts and images: as such where it is one image, or texts alone.
+
+    Raises:
+        BadRequest: it is empty, or a content is within a content; with its place.
+    """
+    texts = [one for one in parts if isinstance(one, str)]
+    sent = tuple(one for one in parts if isinstance(one, SentImage))
+    if not parts or len(texts) + len(sent) < len(parts):
+        raise http.BadRequest(status, f"{place}: needs texts and images", place.partition(".")[0])
+    if instruction is None and not sent:
+        return "\n".join(texts)
+    if instruction is None and len(sent) == 1 and not texts:
+        return sent[0]
+    return SentContent("\n".join(texts), sent, place, instruction)
 
 
 def _string(given: dict[str, Any], names: Sequence[str], place: str) -> str:
@@ -150,8 +212,8 @@ def _string(given: dict[str, Any], names: Sequence[str], place: str) -> str:
     return values[0]
 
 
-def item_of_object(given: dict[str, Any], place: str) -> Input | SentImage:
-    """Jina's `{"text": …}` or `{"image": …}`.
+def item_of_object(given: dict[str, Any], place: str) -> SentItem:
+    """Jina's `{"text": …}` or `{"image": …}`; both together for a model that reads them in one input.
 
     Raises:
         BadRequest: it is something else; with its place.
@@ -160,9 +222,11 @@ def item_of_object(given: dict[str, Any], place: str) -> Input | SentImage:
     if len(named) == len(given) == 1:
         text: str = given[named[0]]
         return SentImage(text, place) if named == ["image"] else text
+    if len(named) == len(given) == 2:
+        return SentContent(given["text"], (SentImage(given["image"], f"{place}.image"),), place)
     raise http.BadRequest(
         400,
-        f"{place}: needs `text` or `image`, a string, and one of them alone: this model embeds one at a time",
+        f"{place}: needs `text` or `image`, a string, and nothing else",
         place.partition(".")[0],
     )
 
@@ -178,37 +242,30 @@ def has_image(given: Any) -> bool:
     return of_parts or isinstance(given.get("image"), str)
 
 
-def item_of_parts(parts: Any, place: str) -> Input | SentImage:
-    """The one item of a content: a text, or parts of texts, or one image (`image_url`, `image`, `input_image`).
+def item_of_parts(parts: Any, place: str, instruction: str | None = None) -> SentItem:
+    """The one item of a content: a text, or parts of texts and images (`image_url`, `image`, `input_image`).
 
     Raises:
-        BadRequest: it has images and texts, several images, or parts of another kind; with its place.
+        BadRequest: it has parts of another kind; with its place.
     """
     field = place.partition(".")[0]
     if isinstance(parts, str):
-        return parts
+        return parts if instruction is None else SentContent(parts, (), place, instruction)
     if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
         raise http.BadRequest(400, f"{place}: must be a text or a list of parts", field)
-    texts: list[str] = []
-    sent: list[SentImage] = []
+    found: list[SentItem] = []
     for at, part in enumerate(parts):
         where = f"{place}.{at}"
         if part.get("type", "text" if "text" in part else None) == "text" and isinstance(part.get("text"), str):
-            texts.append(part["text"])
+            found.append(part["text"])
         elif (url := _image_of_part(part)) is not None:
-            sent.append(SentImage(url, f"{where}.image_url"))
+            found.append(SentImage(url, f"{where}.image_url"))
         else:
-            raise http.BadRequest(400, f"{where}: only parts of type text and image_url are served", field)
-    if not sent and texts:
-        return "\n".join(texts)
-    if len(sent) != 1 or texts:
-        raise http.BadRequest(
-            400,
-            f"{place}: needs texts or one image: this model embeds one at a time, and no text with an image; send them "
-            "as inputs of their own",
-            field,
-        )
-    return sent[0]
+            given = str(part.get("type", next(iter(part), "")))[:_SHOWN]
+            raise http.BadRequest(
+                400, f"{where}: only parts of type text and image_url are served, and this is {given!r}", field
+            )
+    return _together(found, place, 400, instruction)
 
 
 def _image_of_part(part: dict[str, Any]) -> str | None:
@@ -218,22 +275,44 @@ def _image_of_part(part: dict[str, Any]) -> str | None:
     return url if isinstance(url, str) else None
 
 
-def items_of_messages(messages: Any) -> Iterator[Input | SentImage]:
-    """vLLM's: one conversation is one item, a list of conversations as many. Of one the user's content counts.
+def items_of_messages(messages: Any) -> Iterator[SentItem]:
+    """vLLM's: one conversation is one item, a list of conversations as many. Of one the user's content counts; a system
+    message before it is an instruction, and an assistant's behind it is empty.
 
     Raises:
-        BadRequest: it is something else, or a conversation has several messages.
+        BadRequest: it is something else, or a conversation has several messages of a user.
     """
     several = isinstance(messages, list) and messages and isinstance(messages[0], list)
     conversations = messages if several else [messages]
     for at, conversation in enumerate(conversations):
         where = f"messages.{at}" if several else "messages"
-        if not isinstance(conversation, list) or len(conversation) != 1 or not isinstance(conversation[0], dict):
-            raise http.BadRequest(400, f"{where}: needs one message with a content: this model has no chat", "messages")
-        yield item_of_parts(conversation[0].get("content"), f"{where}.0.content")
+        if not isinstance(conversation, list) or not all(isinstance(one, dict) for one in conversation):
+            raise http.BadRequest(400, f"{where}: must be a list of messages", "messages")
+        yield _of_conversation(list(enumerate(conversation)), where)
+
+
+def _of_conversation(messages: list[tuple[int, dict[str, Any]]], where: str) -> SentItem:
+    instruction: str | None = None
+    if len(messages) > 1 and messages[0][1].get("role") == "system":
+        at, message = messages.pop(0)
+        told = item_of_parts(message.get("content"), f"{where}.{at}.content")
+        if not isinstance(told, str):
+            raise http.BadRequest(400, f"{where}.{at}.content: an instruction is a text, and has no images", "messages")
+        instruction = told
+    last = messages[-1][1] if len(messages) > 1 else {}
+    if last.get("role") == "assistant" and last.get("content") in (None, "", [], [{"type": "text", "text": ""}]):
+        messages.pop()
+    if len(messages) != 1:
+        raise http.BadRequest(
+            400,
+            f"{where}: needs one message with a content, and a system message with an instruction before it at most",
+            "messages",
+        )
+    at, message = messages[0]
+    return item_of_parts(message.get("content"), f"{where}.{at}.content", instruction)
 
 
 def counted(job_inputs: Sequence[Input]) -> tuple[int, int]:
     """The images of a job, and the tokens that they take."""
-    tokens = [one.tokens for one in job_inputs if isinstance(one, Picture)]
+    tokens = [one.tokens for item in job_inputs for one in pictures_of(item)]
     return len(tokens), sum(tokens)

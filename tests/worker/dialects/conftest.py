@@ -17,7 +17,12 @@ from tests.support.models import (
     build_routed_sparse,
     build_splade,
 )
-from tests.support.models.dual_encoders import build_clip, build_colqwen2
+from tests.support.models.dual_encoders import (
+    build_clip,
+    build_colqwen2,
+    build_qwen3_vl_embedding,
+    build_qwen3_vl_reranker,
+)
 from tests.support.models.scoring import build_token_classifier
 from tests.worker.dialects.dialect_client import LIMIT_S, Asking
 
@@ -44,6 +49,8 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "classifier": build_classifier("bert", folder / "classifier"),
         "clip": build_clip(folder / "clip"),
         "pages": build_colqwen2(folder / "pages"),
+        "chat": build_qwen3_vl_embedding(folder / "chat"),
+        "judge": build_qwen3_vl_reranker(folder / "judge"),
         "entities": build_token_classifier("bert", folder / "entities"),
     }
 

@@ -91,8 +91,8 @@ IMAGE = {"data": PLAIN[0]}
 @pytest.mark.parametrize(
     ("path", "body", "said"),
     [
-        ("/v1/encode/clip", {"items": [{"text": "a", "images": [IMAGE]}]}, "items.0: must have a text or one image"),
-        ("/v1/encode/clip", {"items": [{"images": [IMAGE, IMAGE]}]}, "as items of their own"),
+        ("/v1/encode/clip", {"items": [{"text": "a", "images": [IMAGE]}]}, "items.0: needs texts or one image"),
+        ("/v1/encode/clip", {"items": [{"images": [IMAGE, IMAGE]}]}, "as inputs of their own"),
         ("/v1/encode/clip", {"items": [{"text": "a"}, {"images": [{"data": "!"}]}]}, "`items.1.images.0.data`"),
         ("/v1/encode/dense", {"items": [{"images": [IMAGE]}]}, "only text is supported by the model"),
         ("/v1/encode/dense", {"items": [{"audio": {}}]}, "items.0: audio, video and documents are not supported"),

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from teimgr.engine.job import InferOptions, Job, Output, Picture
+from teimgr.engine.job import InferOptions, Job, Output, Picture, pictures_of
 from teimgr.engine.job import Input as EngineInput
 from teimgr.errors import InvalidInput
 from teimgr.spec import Kind
@@ -18,7 +18,7 @@ from teimgr.wire.quantisation import Precision, converted
 from teimgr.worker import http_inference as http
 from teimgr.worker import images, input_checks
 from teimgr.worker.dialects import infinity, openai, rerank, tokens
-from teimgr.worker.images import SentImage
+from teimgr.worker.images import SentImage, SentItem
 
 EmbeddingType = Literal["float", "int8", "uint8", "binary", "ubinary", "base64"]
 # The model's prompts that fit an `input_type`, in order of preference.
@@ -36,7 +36,7 @@ class CohereEmbedRequest(http.LenientBody):
     model: http.ModelName = None
     texts: list[str] | None = None
     inputs: Annotated[
-        list[dict[str, Any]] | None, Field(description="version 2: contents of texts, or of one image_url, each")
+        list[dict[str, Any]] | None, Field(description="version 2: contents of texts, of one image_url, or of both")
     ] = None
     images: Annotated[list[str] | None, Field(description="data URIs, in place of texts")] = None
     input_type: Annotated[
@@ -51,7 +51,7 @@ class CohereEmbedRequest(http.LenientBody):
     def truncation(self) -> str:
         return (self.truncate or "END").upper()
 
-    def contents(self) -> list[EngineInput | SentImage]:
+    def contents(self) -> list[SentItem]:
         """Texts and images; raises BadRequest for several of the three lists, and for parts of another kind."""
         given = [name for name in ("texts", "images", "inputs") if getattr(self, name)]
         if "images" in given and len(given) > 1:
@@ -121,7 +121,8 @@ def _echo(body: CohereEmbedRequest, inputs: Sequence[EngineInput]) -> dict[str, 
     """The texts of a request, and what is said of its images."""
     pictures = [
         {"width": one.width, "height": one.height, "format": one.format.lower(), "bit_depth": 8}
-        for one in inputs
+        for item in inputs
+        for one in pictures_of(item)
         if isinstance(one, Picture)
     ]
     texts = body.texts if body.texts is not None else [one for one in inputs if isinstance(one, str)]

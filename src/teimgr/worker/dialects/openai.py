@@ -80,7 +80,7 @@ class OpenAIEmbeddingsRequest(http.LenientBody):
     endianness: Annotated[Endianness, Field(description="of encoding_format bytes")] = "native"
     messages: Annotated[
         Any,
-        Field(description="in place of `input`: a message, or a list of conversations of one, with texts or an image"),
+        Field(description="in place of `input`: a message, or a list of conversations of one, with texts or images"),
     ] = None
     # Infinity
     modality: Annotated[
@@ -144,14 +144,18 @@ class OpenAIItemsRequest(OpenAIEmbeddingsRequest):
     """A request with images: Jina's objects, vLLM's messages, or Infinity's modality."""
 
     input: Any = None
+    mm_processor_kwargs: Any = None
 
     @field_validator("input", mode="before")
     @classmethod
     def _texts_of_objects(cls, value: Any) -> Any:
         return value
 
-    def items(self) -> list[EngineInput | images.SentImage]:
+    def items(self) -> list[images.SentItem]:
         """Texts and images; raises BadRequest: something is neither, or the input is missing."""
+        if self.mm_processor_kwargs:
+            message = "mm_processor_kwargs: is not supported: images are prepared as the model's files say"
+            raise http.BadRequest(400, message, "mm_processor_kwargs")
         if self.messages is not None:
             if self.input is not None:
                 raise http.BadRequest(400, f"messages: {_NOT_SERVED['messages']}", "messages")
@@ -159,7 +163,7 @@ class OpenAIItemsRequest(OpenAIEmbeddingsRequest):
         given = self.input if isinstance(self.input, list) else [self.input]
         return [self._item(one, f"input.{place}") for place, one in enumerate(given)]
 
-    def _item(self, one: Any, place: str) -> EngineInput | images.SentImage:
+    def _item(self, one: Any, place: str) -> images.SentItem:
         if isinstance(one, str):
             return images.SentImage(one, place) if self.modality == "image" else one
         if isinstance(one, dict):

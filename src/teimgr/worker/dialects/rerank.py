@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, NamedTuple, cast
 
@@ -16,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field
 
-from teimgr.engine.job import InferOptions, Input, Job, Output, Pair, SparseRow
+from teimgr.engine.job import Content, ContentPair, InferOptions, Input, Job, Output, Pair, Picture, SparseRow
 from teimgr.errors import EmptyInput, InputTooLong
 from teimgr.spec import Kind
 from teimgr.wire import error_bodies, json_pieces
@@ -34,6 +35,8 @@ Document = str | dict[str, Any]
 
 
 def _text_of_query(given: Any) -> Any:
+    if images.has_image(given):
+        raise images.HasImages
     return text_of_object(given, "query") if isinstance(given, dict) else given
 
 
@@ -58,7 +61,9 @@ class RerankRequest(http.LenientBody):
     truncate_prompt_tokens: Tokens = None
     truncation_side: Side = None
     priority: Annotated[int | None, Field(description="not used")] = None
-    instruction: Annotated[str | None, Field(description="not supported")] = None
+    instruction: Annotated[
+        str | None, Field(description="by models that read texts and images in one input; not supported by others")
+    ] = None
     max_tokens_per_query: Annotated[int | None, Field(description="not supported")] = None
 
     @property
@@ -71,9 +76,8 @@ class RerankRequest(http.LenientBody):
         Raises:
             BadRequest: a field that is not supported.
         """
-        for name in ("instruction", "max_tokens_per_query"):
-            if getattr(self, name):
-                raise http.BadRequest(400, f"{name}: is not supported", name)
+        if self.max_tokens_per_query:
+            raise http.BadRequest(400, "max_tokens_per_query: is not supported", "max_tokens_per_query")
         if "top_k" in self.model_fields_set:
             return VOYAGE
         has_parts = any(isinstance(one, dict) and "content" in one for one in self.documents)
@@ -100,6 +104,12 @@ class RerankRequest(http.LenientBody):
                 return text_of_object(document, f"documents.{place}")
             raise http.BadRequest(400, f"documents.{place}: has no text; only texts can be ranked here", "documents")
         return found
+
+
+class RerankItemsRequest(RerankRequest):
+    """A request whose query has images."""
+
+    query: Any
 
 
 def _text_of_field(place: int, field: str, value: Any) -> str:
@@ -143,11 +153,16 @@ async def _texts(inference: http.HttpInference, body: RerankRequest) -> list[str
 
 def handler(form: RerankForm) -> http.HttpHandler:
     async def handle(inference: http.HttpInference, request: HttpRequest) -> HttpReply:
-        body = await inference.read(request, RerankRequest)
+        try:
+            body = await inference.read(request, RerankRequest)
+        except images.HasImages:
+            body = await inference.read(request, RerankItemsRequest)
         inference.check_count(len(body.documents))
         answers = body.form_among(form)
-        if any(map(images.has_image, body.documents)):
-            return await _rank_images(inference, body, answers)
+        if body.instruction and not inference.served.model.fused:
+            raise http.BadRequest(400, "instruction: is not supported", "instruction")
+        if body.instruction or any(map(images.has_image, (body.query, *body.documents))):
+            return await _rank_items(inference, body, answers)
         texts = await inference.truncated(await _texts(inference, body), body.max_tokens_per_doc)
         left = body.truncation_side == "left"
         texts = await fitted_documents(inference, [body.query], texts, body.truncate_prompt_tokens, left=left)
@@ -161,24 +176,39 @@ def handler(form: RerankForm) -> http.HttpHandler:
     return handle
 
 
-async def _rank_images(inference: http.HttpInference, body: RerankRequest, form: RerankForm) -> HttpReply:
-    """Documents with images among them, by the vectors of a model that embeds both: their cosines, or best matches."""
+async def _rank_items(inference: http.HttpInference, body: RerankRequest, form: RerankForm) -> HttpReply:
+    """Texts and images: scored by a reranker that reads both, or by the vectors of a model that embeds both, their
+    cosines or best matches.
+    """
     if body.truncate_prompt_tokens is not None or body.max_tokens_per_doc is not None:
         raise http.BadRequest(400, "truncate_prompt_tokens, max_tokens_per_doc: are not for requests with images")
     items = [_item(one, f"documents.{place}") for place, one in enumerate(body.documents)]
-    inputs = await images.read_all(inference, items)
+    query, *inputs = await images.read_all(inference, [_item(body.query, "query"), *items])
+    if not inputs:
+        raise EmptyInput("`documents` cannot be empty")
     served = inference.served
-    truncate = served.spec.auto_truncate if body.truncation is None else body.truncation
-    found = await relevance(inference, [body.query], inputs, truncate=truncate, with_prompts=True)
+    by_default = served.spec.auto_truncate and not (form.refuses and served.model.kind == Kind.RERANKER)
+    truncate = by_default if body.truncation is None else body.truncation
+    found = await relevance(
+        inference,
+        [query],
+        inputs,
+        truncate=truncate,
+        raw_scores=body.wants_logits,
+        with_prompts=True,
+        instruction=body.instruction,
+    )
     rows = http.best_first(found.scores, body.top_n or body.top_k or None)
     documents = body.documents if body.returns_documents(form) else None
     ranking = Ranking(body.model or served.name, found.scores, found.tokens, rows, documents)
     return http.json_reply(await inference.dispatcher.off_loop(lambda: http.to_json(form.write(ranking))))
 
 
-def _item(given: Document, place: str) -> Input | images.SentImage:
+def _item(given: Document, place: str) -> images.SentItem:
     if isinstance(given, str):
         return given
+    if not isinstance(given, dict):
+        raise http.BadRequest(400, f"{place}: must be a text or an object", place.partition(".")[0])
     return images.item_of_parts(given["content"], place) if "content" in given else images.item_of_object(given, place)
 
 
@@ -297,14 +327,16 @@ class Relevance(NamedTuple):
 
 async def relevance(
     inference: http.HttpInference,
-    queries: Sequence[str],
+    queries: Sequence[Input],
     documents: Sequence[Input],
     *,
     truncate: bool,
     raw_scores: bool = False,
     with_prompts: bool = False,
+    instruction: str | None = None,
 ) -> Relevance:
-    """A score per document, for one query or for one query each.
+    """A score per document, for one query or for one query each. `instruction` is for models that read texts and images
+    in one input.
 
     `with_prompts` puts the model's own prompts for queries and for documents before the texts of embedding models;
     models whose queries go another way than documents always have them.
@@ -316,7 +348,8 @@ async def relevance(
     model = inference.served.model
     input_checks.need_kind(model, (Kind.RERANKER, *_OUTPUT_OF_KIND), "scoring")
     if model.kind == Kind.RERANKER:
-        pairs = [Pair(queries[min(row, len(queries) - 1)], cast(str, text)) for row, text in enumerate(documents)]
+        last = len(queries) - 1
+        pairs = [_pair(queries[min(row, last)], one, instruction) for row, one in enumerate(documents)]
         options = InferOptions(frozenset({Output.SCORES}), truncate=truncate, raw_scores=raw_scores, listed=True)
         [scored] = await inference.jobs([lambda served: http.JobSpec(pairs, options)])
         return Relevance(scored.scores[:, 0], scored.tokens)
@@ -324,7 +357,8 @@ async def relevance(
     def side(role: str, prompts: Sequence[str]) -> InferOptions:
         by_role = with_prompts or model.has_routes
         name = role if model.kind == Kind.MULTI_VECTOR else http.prompt_among(model, prompts if by_role else ())
-        return InferOptions(frozenset({_OUTPUT_OF_KIND[model.kind]}), truncate=truncate, prompt_name=name)
+        own = instruction if role == "query" else None
+        return InferOptions(frozenset({_OUTPUT_OF_KIND[model.kind]}), truncate=truncate, prompt_name=name, prompt=own)
 
     of_queries, of_documents = await inference.jobs(
         [
@@ -334,6 +368,20 @@ async def relevance(
     )
     scores = await inference.dispatcher.off_loop(_compared, model.kind, of_queries, of_documents)
     return Relevance(scores, of_queries.tokens + of_documents.tokens)
+
+
+def _pair(query: Input, document: Input, instruction: str | None) -> Input:
+    """A pair of texts, or one with images or an instruction."""
+    if isinstance(query, str) and isinstance(document, str) and not instruction:
+        return Pair(query, document)
+    first = _content(query)
+    return ContentPair(first if not instruction else replace(first, instruction=instruction), _content(document))
+
+
+def _content(item: Input) -> Content:
+    if isinstance(item, Content):
+        return item
+    return Content("", (item,)) if isinstance(item, Picture) else Content(cast(str, item))
 
 
 def _compared(kind: str, queries: Job, documents: Job) -> NDArray[np.float32]:

@@ -53,7 +53,9 @@ class Item(http.Body):
 
     id: str | None = None
     text: str | None = None
-    images: Annotated[list[SieImage] | None, Field(description="one, and no text with it")] = None
+    images: Annotated[
+        list[SieImage] | None, Field(description="with a text, or several, by models that read them in one input")
+    ] = None
     audio: Annotated[Any | None, Field(description="not supported")] = None
     video: Annotated[Any | None, Field(description="not supported")] = None
     document: Annotated[Any | None, Field(description="not supported")] = None
@@ -100,7 +102,9 @@ class SieScoreRequest(http.Body):
 
     query: Item
     items: Items
-    instruction: Annotated[str | None, Field(description="not supported")] = None
+    instruction: Annotated[
+        str | None, Field(description="by models that read texts and images in one input; not supported by others")
+    ] = None
     options: http.AnyObject | None = None
     expect_fingerprint: http.ExpectedSpace = None
 
@@ -133,14 +137,16 @@ async def _encode(inference: http.HttpInference, request: HttpRequest) -> HttpRe
 
 async def _score(inference: http.HttpInference, request: HttpRequest) -> HttpReply:
     body = await _read(inference, request, SieScoreRequest)
-    if body.instruction:
+    if body.instruction and not inference.served.model.fused:
         raise http.BadRequest(400, "instruction: is not supported", "instruction")
     _check_options(body.options or {})
-    query = _text(body.query, "query")
-    inputs = await images.read_all(inference, [_item(item, f"items.{row}") for row, item in enumerate(body.items)])
+    asked = _item if inference.served.model.fused else _text
+    items = [_item(item, f"items.{row}") for row, item in enumerate(body.items)]
+    query, *inputs = await images.read_all(inference, [asked(body.query, "query"), *items])
     input_checks.need_texts(inputs, "items")
     served = inference.served
-    found = await relevance(inference, [query], inputs, truncate=served.spec.auto_truncate, with_prompts=True)
+    truncate, told = served.spec.auto_truncate, body.instruction
+    found = await relevance(inference, [query], inputs, truncate=truncate, with_prompts=True, instruction=told)
     scores = [
         {"item_id": body.items[row].id or f"item-{row}", "score": float(found.scores[row]), "rank": rank}
         for rank, row in enumerate(http.best_first(found.scores))
@@ -274,8 +280,8 @@ def _text(item: Item, place: str) -> str:
     return found
 
 
-def _item(item: Item, place: str) -> str | images.SentImage:
-    """The text or the image of an item; raises BadRequest where it is neither, or both."""
+def _item(item: Item, place: str) -> images.SentItem:
+    """The text and the images of an item; raises BadRequest where it has neither."""
     field = place.split(".")[0]
     if any(one is not None for one in (item.audio, item.video, item.document)):
         raise http.BadRequest(400, f"{place}: audio, video and documents are not supported", field)
@@ -283,11 +289,10 @@ def _item(item: Item, place: str) -> str | images.SentImage:
         if item.text is None:
             raise http.BadRequest(400, f"{place}: must have a text, or an image", field)
         return item.text
-    if item.text is not None or len(item.images) > 1:
-        raise http.BadRequest(
-            400, f"{place}: must have a text or one image: send several, or both, as items of their own", field
-        )
-    return images.SentImage(item.images[0].data, f"{place}.images.0.data")
+    sent = tuple(images.SentImage(one.data, f"{place}.images.{at}.data") for at, one in enumerate(item.images))
+    if item.text is None and len(sent) == 1:
+        return sent[0]
+    return images.SentContent(item.text or "", sent, place)
 
 
 def _images(inputs: Sequence[Input]) -> dict[str, int]:

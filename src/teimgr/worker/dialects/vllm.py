@@ -17,7 +17,7 @@ from teimgr.errors import InvalidInput
 from teimgr.spec import Kind
 from teimgr.wire.frames import HttpReply, HttpRequest
 from teimgr.worker import http_inference as http
-from teimgr.worker import input_checks
+from teimgr.worker import images, input_checks
 from teimgr.worker.dialects import infinity, openai, rerank, tokens
 from teimgr.worker.dialects.binary_vectors import BINARY_FORMATS, EmbedDtype, Endianness, binary_reply
 from teimgr.worker.dialects.openai import AnyEncoding
@@ -63,6 +63,9 @@ class VllmScoreRequest(VllmRequest):
     data_1: Text | None = None
     data_2: Text | None = None
     use_activation: Annotated[bool | None, Field(description="false: logits instead of scores")] = None
+    instruction: Annotated[
+        str | None, Field(description="by models that read texts and images in one input; not supported by others")
+    ] = None
 
     def sides(self) -> tuple[list[str], list[str]]:
         """Both sides: of equal length, or one text and several.
@@ -84,6 +87,38 @@ class VllmScoreRequest(VllmRequest):
                 input_checks.need_texts(texts, name)
                 return texts
         raise http.BadRequest(400, f"{names[0]}: Field required (or {', '.join(names[1:])})", names[0])
+
+
+class VllmScoreItemsRequest(VllmScoreRequest):
+    """Contents of texts and images in the places of texts."""
+
+    queries: Any = None
+    documents: Any = None
+    items: Any = None
+    text_1: Any = None
+    text_2: Any = None
+    data_1: Any = None
+    data_2: Any = None
+
+    def contents(self) -> tuple[list[images.SentItem], list[images.SentItem]]:
+        """Both sides, as `sides`."""
+        first, second = self.sides()
+        return [_item(*one) for one in first], [_item(*one) for one in second]
+
+    def _first_of(self, *names: str) -> list[Any]:
+        for name in names:
+            if (value := getattr(self, name)) is not None:
+                given = value if isinstance(value, list) else [value]
+                return [(one, f"{name}.{at}") for at, one in enumerate(given)]
+        return super()._first_of(*names)
+
+
+def _item(given: Any, place: str) -> images.SentItem:
+    if isinstance(given, str):
+        return given
+    if not isinstance(given, dict) or "content" not in given:
+        raise http.BadRequest(400, f"{place}: must be a text or an object with `content`", place.partition(".")[0])
+    return images.item_of_parts(given["content"], f"{place}.content")
 
 
 class VllmClassifyRequest(VllmRequest):
@@ -108,12 +143,39 @@ class VllmPoolingRequest(VllmRequest):
 
 
 async def _score(inference: http.HttpInference, request: HttpRequest) -> HttpReply:
-    body = await inference.read(request, VllmScoreRequest)
+    try:
+        body = await inference.read(request, VllmScoreRequest)
+    except http.BadRequest:
+        if b'"content"' in bytes(request.body):
+            return await _score_items(inference, request)
+        raise
+    if body.instruction:
+        return await _score_items(inference, request)
     queries, documents = body.sides()
     inference.check_count(max(len(queries), len(documents)))
     documents = await fitted_documents(inference, queries, documents, body.truncate_prompt_tokens, left=body.left)
     truncate, raw_scores = body.truncate_prompt_tokens is not None, body.use_activation is False
     found = await relevance(inference, queries, documents, truncate=truncate, raw_scores=raw_scores)
+    return _scores(inference, body, found)
+
+
+async def _score_items(inference: http.HttpInference, request: HttpRequest) -> HttpReply:
+    """Texts and images."""
+    body = await inference.read(request, VllmScoreItemsRequest)
+    if body.instruction and not inference.served.model.fused:
+        raise http.BadRequest(400, "instruction: is not supported", "instruction")
+    if body.truncate_prompt_tokens is not None:
+        raise http.BadRequest(400, "truncate_prompt_tokens: is not for requests with images", "truncate_prompt_tokens")
+    queries, documents = body.contents()
+    inference.check_count(max(len(queries), len(documents)))
+    read = await images.read_all(inference, [*queries, *documents])
+    first, second = read[: len(queries)], read[len(queries) :]
+    raw_scores, told = body.use_activation is False, body.instruction
+    found = await relevance(inference, first, second, truncate=False, raw_scores=raw_scores, instruction=told)
+    return _scores(inference, body, found)
+
+
+def _scores(inference: http.HttpInference, body: VllmScoreRequest, found: rerank.Relevance) -> HttpReply:
     data = [{"index": row, "object": "score", "score": score} for row, score in enumerate(found.scores)]
     return http.json_reply(_list("score", body.model or inference.served.name, data, found.tokens))
 
