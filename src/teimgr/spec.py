@@ -500,7 +500,8 @@ class LoadedModel:
     `listwise`: a reranker whose scores depend on all documents of a query; then `multi_vector_dimension` is that of
     what it compares. `space` is the SHA-256 of all that decides what a vector means (`engine/space`), `precision` the
     class of its element type: fp32, 16-bit or int8. `modalities`: what it embeds, "text" and for some "image"; `fused`:
-    both in one input.
+    both in one input. `dtype_reason` is why it has its dtype, and `dtype_candidates` what else was considered
+    (`engine/loading`).
     """
 
     model_id: str
@@ -536,6 +537,8 @@ class LoadedModel:
     precision: str = ""
     modalities: tuple[str, ...] = ("text",)
     fused: bool = False
+    dtype_reason: str = ""
+    dtype_candidates: tuple[dict[str, Any], ...] = ()
 
     @property
     def cut_notice(self) -> str | None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from teimgr.engine import attention, fidelity_gate
 from teimgr.engine.backbone import Batching
 from teimgr.engine.batch import Encoded, PackedBatch, pack
+from teimgr.engine.dtype_speed import Preference
 from teimgr.engine.fidelity_gate import PROBE_TEXTS, Choice, choose, compare, probe_inputs, probe_texts
 from teimgr.engine.job import Output
 from teimgr.engine.model import Model, load_model
@@ -89,7 +90,7 @@ def test_only_a_model_with_a_window_is_tried_with_a_long_text() -> None:
 def test_auto_returns_to_float32_where_a_faster_type_strays(
     model_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fidelity_gate, "_fastest", lambda model: torch.bfloat16)
+    monkeypatch.setattr(fidelity_gate, "preference", lambda model: Preference(torch.bfloat16, "", {}))
     assert chosen(model_dir("bert"), None).dtype is torch.bfloat16
 
     monkeypatch.setattr(fidelity_gate, "MIN_COSINE", 0.99999999)
@@ -101,7 +102,7 @@ def test_auto_returns_to_float32_where_a_faster_type_strays(
 def test_the_first_model_is_gone_before_another_is_loaded(
     model_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fidelity_gate, "_fastest", lambda model: torch.bfloat16)
+    monkeypatch.setattr(fidelity_gate, "preference", lambda model: Preference(torch.bfloat16, "", {}))
     monkeypatch.setattr(fidelity_gate, "MIN_COSINE", 0.99999999)
     layout = read_layout(model_dir("bert"))
     inputs = probe_inputs(layout, TextTokenizer(layout, layout.max_length))
@@ -185,7 +186,7 @@ def test_a_sparse_model_is_packed(tmp_path: Path) -> None:
 
 def test_a_type_in_which_scores_stray_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = models.build_cross_encoder("bert", tmp_path)
-    monkeypatch.setattr(fidelity_gate, "_fastest", lambda model: torch.bfloat16)
+    monkeypatch.setattr(fidelity_gate, "preference", lambda model: Preference(torch.bfloat16, "", {}))
     monkeypatch.setattr(fidelity_gate, "_MAX_SCORE_DIFFERENCE", 1.0)
     choice = chosen(path, None)
     assert choice.dtype is torch.bfloat16

@@ -15,6 +15,7 @@ from tests.support.native import needs_native_forward
 
 from teimgr.engine import fidelity_gate, model, reference_cache
 from teimgr.engine.batch import Encoded, pack
+from teimgr.engine.dtype_speed import Preference
 from teimgr.engine.forward_kernel import ForwardKernel
 from teimgr.engine.job import Output
 from teimgr.engine.loading import EngineOptions, EngineParts, load_parts
@@ -59,7 +60,8 @@ def test_a_second_load_computes_no_reference_and_has_the_same_vectors_and_proof(
     # Measured, it may be either; a reference is kept only of a native forward, which has bfloat16 on some CPUs.
     library = native_library()
     fastest = torch.bfloat16 if library and LEVELS[library.level] == "avx512_bf16" else torch.float32
-    monkeypatch.setattr(fidelity_gate, "_fastest", lambda _: fastest)
+    why = Preference(fastest, "a test", {"float32": 2.0, "bfloat16": 1.0})
+    monkeypatch.setattr(fidelity_gate, "preference", lambda _: why)
     first = loaded(model_dir("bert"), tmp_path / "r", dtype)
     assert len(computed) == len(fidelity_gate.PROBE_TEXTS)
 
@@ -68,41 +70,29 @@ def test_a_second_load_computes_no_reference_and_has_the_same_vectors_and_proof(
 
     assert computed == []
     assert torch.equal(vector(second), vector(first))
-    facts = ("dtype", "forward", "mean_cosine", "min_cosine")
+    facts = ("dtype", "forward", "mean_cosine", "min_cosine", "dtype_reason", "dtype_candidates")
     assert [getattr(second.info, fact) for fact in facts] == [getattr(first.info, fact) for fact in facts]
 
 
-def test_a_dtype_that_a_fast_machine_prefers_is_not_measured_again(
-    model_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@needs_native_forward
+@pytest.mark.parametrize("name", ["float32", "bfloat16"])
+def test_what_auto_came_to_is_not_measured_again(
+    name: str, model_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measured: list[torch.dtype] = []
+    """Other load on the machine would disturb a second measurement, and the vectors would change between starts."""
+    measured: list[str] = []
 
-    def fastest(_: Any) -> torch.dtype:
-        measured.append(torch.bfloat16)
-        return torch.bfloat16
+    def preferred(_: Any) -> Preference:
+        measured.append(name)
+        return Preference(getattr(torch, name), "a test", {"float32": 2.0, "bfloat16": 1.0, "int8": 0.5})
 
-    monkeypatch.setattr(fidelity_gate, "_fastest", fastest)
-    dtypes = {loaded(model_dir("bert"), tmp_path / "r", "auto").info.dtype for _ in range(3)}
+    monkeypatch.setattr(fidelity_gate, "preference", preferred)
+    found = [loaded(model_dir("bert"), tmp_path / "r", "auto").info for _ in range(3)]
 
-    assert len(dtypes) == 1
+    assert len({info.dtype for info in found}) == 1
+    assert all(info.dtype_candidates == found[0].dtype_candidates for info in found)
     # Without instructions for bfloat16 the forward is not native in it, and nothing is kept.
     assert len(measured) == (1 if any((tmp_path / "r").glob("*")) else 3)
-
-
-@needs_native_forward
-def test_float32_is_measured_until_three_loads_in_a_row_have_found_it_faster(
-    model_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    measured: list[torch.dtype] = []
-
-    def fastest(_: Any) -> torch.dtype:
-        measured.append(torch.float32)
-        return torch.float32
-
-    monkeypatch.setattr(fidelity_gate, "_fastest", fastest)
-    dtypes = {loaded(model_dir("bert"), tmp_path / "r", "auto").info.dtype for _ in range(5)}
-
-    assert (dtypes, len(measured)) == ({"float32"}, 3)
 
 
 @needs_native_forward

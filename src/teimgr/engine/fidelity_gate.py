@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import gc
 import logging
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from teimgr.engine import gpu, varlen_kernel
 from teimgr.engine.attention import CannotPackError
 from teimgr.engine.attention_kernel import DTYPES, attention_kernel
-from teimgr.engine.backbone import Batching, PackedLinear, StaticTable, prepacking_works
+from teimgr.engine.backbone import Batching, prepacking_works
 from teimgr.engine.batch import Encoded, pack
+from teimgr.engine.dtype_speed import Preference, preference
 from teimgr.engine.forward_program import CannotLowerError
 from teimgr.engine.heads import Rows
 from teimgr.engine.job import Input, Output, Pair
@@ -46,10 +46,6 @@ _EXACT_SCORE_DIFFERENCE = 1e-5
 # The bound on the error of a packed text, as a multiple of its error in 16 bits against float32: two results that are
 # each rounded are up to twice as far from each other, and a cosine falls with the square of that.
 _OF_ROUNDING = 4.0
-_TIMED_TOKENS = 64
-_TIMED_RUNS = 8
-_MIN_SPEEDUP = 1.15
-_WINS = 3
 _LONG_TEXT_WORDS = 300
 _WIDEST_PROBED_WINDOW = 1024  # tokens; a text past a wider one would cost seconds of every load on a CPU
 _WINDOW_KEYS = ("sliding_window", "local_attention")
@@ -165,11 +161,17 @@ def _result(rows: Rows, i: int, width: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The chosen dtype and batching, and how close they are to the float32 reference over the known inputs."""
+    """The chosen dtype and batching, and how close they are to the float32 reference over the known inputs.
+
+    `why` is what `auto` went by, None where the dtype was requested; `refused` has the lowest cosine of each dtype that
+    the native forward was too far off in.
+    """
 
     dtype: torch.dtype
     batching: Batching
     closeness: Closeness
+    why: Preference | None = None
+    refused: dict[str, float] = field(default_factory=dict)
 
 
 def probe_texts(config: dict[str, Any], max_length: int) -> tuple[str, ...]:
@@ -234,17 +236,17 @@ def choose(
     """
     if cache is not None and (known := cache.read()) is not None:
         if (found := _choose_known(load(is_known=True), wanted, inputs, known)) is not None:
-            if wanted is None and known.dtype is None:
-                cache.write(_measured(known, found[1].dtype))
             return found
         cache.discard()
         gc.collect()  # as below
     model = load()
     reference = finite_reference(model, inputs)
-    types = list(dict.fromkeys([_fastest(model), torch.float32])) if wanted is None else [wanted]
+    why = preference(model) if wanted is None else None
+    types = [wanted] if why is None else list(dict.fromkeys([why.dtype, torch.float32]))
+    refused: dict[str, float] = {}
     is_fresh = True
     for dtype in types:
-        for choose_way in (_choose_native, *([_choose_batching] if dtype is not torch.int8 else [])):
+        for choose_way in (_choose_native, *([_choose_batching] if _has_other_ways(dtype, wanted) else [])):
             if not is_fresh:
                 del model  # before the next is loaded: there may be no room for two
                 gc.collect()  # modules are in reference cycles
@@ -256,26 +258,22 @@ def choose(
                     raise InvalidConfig(f"dtype int8 is not for this model or this machine: {refusal}") from refusal
                 log.info("the forward is not native: %s", refusal)
                 continue
-            if choice is not None:
+            if isinstance(choice, Choice):
                 if cache is not None and choice.batching is Batching.NATIVE:
-                    settled = wanted is None and types[0] is not torch.float32
-                    fresh = KnownReference(reference, choice.dtype if settled else None)
-                    cache.write(fresh if settled or wanted is not None else _measured(fresh, choice.dtype))
-                return model, choice
+                    cache.write(KnownReference(reference, None if wanted else choice.dtype, why, refused))
+                return model, replace(choice, why=why, refused=refused)
+            if choice is not None:
+                refused[str(dtype).removeprefix("torch.")] = round(choice.min_cosine, 6)
             is_fresh = False
         log.warning("%s deviates too much from float32 for this model", dtype)
     raise ModelLoadFailed(f"the model's results in {types[-1]} differ from its own float32 results on known texts")
 
 
-def _measured(known: KnownReference, dtype: torch.dtype) -> KnownReference:
-    """What the next load knows: other load may disturb a measurement, so `_WINS` in a row have to find float32 faster.
-
-    A faster bfloat16 is kept at once.
-    """
-    if dtype is not torch.float32:
-        return replace(known, dtype=dtype)
-    wins = known.wins + 1
-    return replace(known, wins=wins, dtype=dtype if wins >= _WINS else None)
+def _has_other_ways(dtype: torch.dtype, wanted: torch.dtype | None) -> bool:
+    """Whether torch's operators compute in a dtype that was requested, or that a layer was measured in."""
+    if wanted is None:  # on some CPUs bfloat16 is fast in the native forward alone
+        return dtype is torch.float32 or prepacking_works(dtype)
+    return dtype is not torch.int8
 
 
 def _choose_known(
@@ -284,19 +282,20 @@ def _choose_known(
     """The native forward, compared with the reference of an earlier load; None if it does not match that."""
     if len(known.results) != len(inputs) or any(result.keys() != model.outputs for result in known.results):
         return None
-    dtype = wanted or known.dtype or _fastest(model)
+    if (dtype := wanted or known.dtype) is None:
+        return None
     try:
         choice = _choose_native(model, dtype, inputs, known.results, requested=wanted is not None)
     except (CannotLowerError, ValueError) as refusal:
         log.info("the reference of an earlier load does not serve: %s", refusal)
         return None
-    return None if choice is None else (model, choice)
+    return (model, replace(choice, why=known.why, refused=known.refused)) if isinstance(choice, Choice) else None
 
 
 def _choose_native(
     model: Model, dtype: torch.dtype, inputs: Sequence[Encoded], reference: Sequence[ProbeResult], requested: bool
-) -> Choice | None:
-    """The forward as one call of our library; None if its results do not match the reference.
+) -> Choice | Closeness:
+    """The forward as one call of our library; how far off it is if its results do not match the reference.
 
     Raises:
         CannotLowerError: the model has none.
@@ -306,7 +305,7 @@ def _choose_native(
     if _close_enough(close, dtype, requested):
         return Choice(dtype, Batching.NATIVE, close)
     log.warning("the native forward in %s is refused: %s", dtype, close)
-    return None
+    return close
 
 
 def _choose_batching(
@@ -379,32 +378,3 @@ def _close_enough(close: Closeness, dtype: torch.dtype, requested: bool) -> bool
         least = _REQUESTED_COSINE.get(dtype, _REQUESTED_COSINE_16_BIT)
         return close.min_cosine >= least and close.score_difference <= _REQUESTED_SCORE_DIFFERENCE
     return close.min_cosine >= MIN_COSINE and close.score_difference <= _MAX_SCORE_DIFFERENCE
-
-
-def _fastest(model: Model) -> torch.dtype:
-    """The dtype to try first: bfloat16 where layers run faster in it."""
-    transformer = model.backbone
-    if isinstance(transformer, StaticTable):  # a look-up costs nothing
-        return torch.float32
-    if not prepacking_works(torch.bfloat16):
-        return torch.float32
-    slow, fast = _time_layers(int(getattr(transformer.config, "hidden_size", 512)))
-    log.debug("a layer takes %.0f µs in float32 and %.0f µs in bfloat16", slow * 1e6, fast * 1e6)
-    return torch.bfloat16 if fast * _MIN_SPEEDUP < slow else torch.float32
-
-
-@torch.inference_mode()
-def _time_layers(hidden: int) -> tuple[float, float]:
-    """Seconds for a feed-forward layer of this width in float32 and in bfloat16.
-
-    Alternating, and the best of several, so that a busy machine disturbs both alike.
-    """
-    types, linear = (torch.float32, torch.bfloat16), nn.Linear(hidden, 4 * hidden)
-    trials = [(PackedLinear(linear, dtype), torch.zeros(_TIMED_TOKENS, hidden, dtype=dtype)) for dtype in types]
-    best = [float("inf"), float("inf")]
-    for _ in range(_TIMED_RUNS):
-        for i, (layer, x) in enumerate(trials):
-            began = time.perf_counter()
-            layer(x)
-            best[i] = min(best[i], time.perf_counter() - began)
-    return best[0], best[1]

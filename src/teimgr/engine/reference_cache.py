@@ -4,7 +4,7 @@ The fidelity gate compares every load with the library's own float32 forward of 
 small model's load. Those results are the same each time for the same files, so the first load of a model writes them
 down. The comparison itself is done at every load, and where it fails the reference is computed afresh.
 
-A file is a line of JSON (digest, dtype, wins) followed by tensors in safetensors' format.
+A file is a line of JSON (digest, dtype, what `auto` went by) followed by tensors in safetensors' format.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import safetensors.numpy
@@ -24,6 +24,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from teimgr.engine.batch import Encoded
+from teimgr.engine.dtype_speed import Preference
 from teimgr.engine.job import Output
 from teimgr.engine.kept_files import KeptFile, files_of, identities, identity
 from teimgr.engine.native_library import native_library
@@ -35,21 +36,22 @@ MAX_FILES = 32
 MAX_BYTES = 2 * 1024 * 1024
 """Of a file; larger results are not kept."""
 _MAX_MODEL_FILES = 1000  # a folder with more is not a model's alone, and looking at all takes too long
-_FORMAT = 2
+_FORMAT = 3
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _SUFFIX = ".reference"
 
 
 @dataclass(frozen=True, slots=True)
 class KnownReference:
-    """The reference results, by input; `dtype` is what `auto` came to, None if it must be measured again.
+    """The reference results, by input; `dtype` is what `auto` came to, None if one was requested.
 
-    `wins` are the loads in a row that have measured float32 to be the faster one.
+    `why` and `refused` are those of `fidelity_gate.Choice`.
     """
 
     results: list[dict[Output, Tensor]]
     dtype: torch.dtype | None
-    wins: int = 0
+    why: Preference | None = None
+    refused: dict[str, float] = field(default_factory=dict)
 
 
 class ReferenceCache:
@@ -111,8 +113,9 @@ def _content(known: KnownReference) -> bytes:
         for output, rows in result.items()
     }
     payload = safetensors.numpy.save(tensors)  # torch's form refuses results that share memory
-    dtype = None if known.dtype is None else str(known.dtype).removeprefix("torch.")
-    header: dict[str, object] = {"inputs": len(known.results), "dtype": dtype, "wins": known.wins}
+    why = None if known.why is None else [_name(known.why.dtype), known.why.reason, known.why.layer_us]
+    header: dict[str, object] = {"inputs": len(known.results), "dtype": _name(known.dtype), "why": why}
+    header["refused"] = known.refused
     return json.dumps(header | {"digest": _digest(header, payload)}).encode() + b"\n" + payload
 
 
@@ -128,9 +131,17 @@ def _parsed(content: bytes) -> KnownReference | None:
             place, _, output = name.partition(".")
             results[int(place)][Output(output)] = rows
         dtype = None if header["dtype"] is None else _DTYPES[header["dtype"]]
-        return KnownReference(results, dtype, int(header["wins"]))
+        why = None
+        if header["why"] is not None:
+            preferred, reason, layer_us = header["why"]
+            why = Preference(_DTYPES[preferred], reason, layer_us)
+        return KnownReference(results, dtype, why, header["refused"])
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, SafetensorError):
         return None
+
+
+def _name(dtype: torch.dtype | None) -> str | None:
+    return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def _digest(header: dict[str, object], payload: bytes) -> str:

@@ -512,6 +512,7 @@ def info(served: http.ServedModel) -> dict[str, Any]:
         "attention": model.attention,
         "forward": model.forward,
         "fidelity": {"mean_cosine": model.mean_cosine, "min_cosine": model.min_cosine},
+        "dtype_choice": {"reason": model.dtype_reason, "candidates": list(model.dtype_candidates)},
         "prompts": list(model.prompts),
         "default_prompt_name": model.default_prompt_name,
         "warnings": list(model.warnings),
