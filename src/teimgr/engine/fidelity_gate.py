@@ -241,8 +241,10 @@ def choose(
         gc.collect()  # as below
     model = load()
     reference = finite_reference(model, inputs)
-    why = preference(model) if wanted is None else None
-    types = [wanted] if why is None else list(dict.fromkeys([why.dtype, torch.float32]))
+    why, types = None, [wanted or torch.float32]
+    if wanted is None:
+        why = preference(model)
+        types = list(dict.fromkeys([why.dtype, *types]))
     refused: dict[str, float] = {}
     is_fresh = True
     for dtype in types:
