@@ -1,7 +1,7 @@
 """The servers that `bench servers` compares: how each is started, awaited, measured and ended.
 
-Infinity has been run by this (0.0.78). The commands of TEI, tei-manager and vLLM are written after their documents and
-sources and have not been run.
+Infinity (0.0.78), TEI (1.9.3) and tei-manager (0.12.0) have been run by this. The command of vLLM is written after its
+documents and sources and has not been run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ from bench.front import INSTANCE, MUX_SERVICE
 from bench.load import LoadTask
 from bench.machine import cpu_s
 from bench.progress import say
+from teimgr.client import Client
+from teimgr.errors import TeimgrError
 
 ONE, FLOAT, BASE64 = "/v1/embeddings", "/v1/embeddings float × 64", "/v1/embeddings base64 × 64"
 MUX, ARROW = "mux Embed", "mux EmbedArrow × 64"
@@ -64,8 +66,8 @@ PEERS = {
         ),
     ),
 }
-"""tei-manager gets addresses and folders in its environment, and the router's arguments with `POST /instances`; its
-HTTP loads go to the port of its instance, which is TEI's."""
+"""tei-manager gets addresses and folders in its environment, and the router's arguments with `POST /instances`. All its
+loads go to its multiplexer: its instances speak gRPC alone, and nothing else of it computes."""
 
 PROGRAMS = {"infinity": "infinity_emb", "tei": "text-embeddings-router", "tei-manager": "tei-manager", "vllm": "vllm"}
 _STOP_S = 5.0
@@ -84,7 +86,6 @@ class Server:
     process: psutil.Process
     tasks: dict[str, LoadTask]
     vectors: Any = None
-    further: list[int] = field(default_factory=list)  # ports of tei-manager
 
     def family(self) -> list[psutil.Process]:
         """Its process and everything it started that still runs."""
@@ -107,6 +108,14 @@ class Server:
             NotStarted: it refused, or gave something else.
             OSError: it does not listen.
         """
+        if ONE not in self.tasks:
+            address = f"127.0.0.1:{self.tasks[MUX].port}"
+            try:
+                with Client(grpc=address, timeout_s=_CALL_S) as client:
+                    self.vectors = np.asarray(client.embed(list(texts), instance=INSTANCE))
+            except TeimgrError as error:
+                raise NotStarted(f"{address}: {error}") from error
+            return
         port = self.tasks[ONE].port
         self.vectors = np.array([row["embedding"] for row in _rows(_post(port, ONE, openai_body(texts)))])
         try:
@@ -118,7 +127,7 @@ class Server:
 
 def own_server(running: Fleet, texts: Sequence[str]) -> Server:
     """The daemon, whose instance runs."""
-    found = Server(running.process, _tasks(running.api_port, running.grpc_port))
+    found = Server(running.process, _http_tasks(running.api_port) | _mux_tasks(running.grpc_port))
     found.take_vectors(texts)
     return found
 
@@ -151,7 +160,7 @@ def launched(
         )
     server = None
     try:
-        server = Server(psutil.Process(process.pid), _tasks(port, grpc if peer == "tei-manager" else None))
+        server = Server(psutil.Process(process.pid), _mux_tasks(grpc) if peer == "tei-manager" else _http_tasks(port))
 
         def ready(texts: Sequence[str], seconds: float) -> Server:
             end = time.monotonic() + seconds
@@ -221,13 +230,13 @@ def _stop(process: subprocess.Popen[bytes], server: Server | None) -> None:
         process.wait()
 
 
-def _tasks(http_port: int, grpc_port: int | None = None) -> dict[str, LoadTask]:
-    """Where each load goes; without those that the server does not have."""
-    found = {load: LoadTask("http", http_port, ONE) for load in (ONE, FLOAT, BASE64)}
-    if grpc_port is not None:
-        found[MUX] = LoadTask("grpc", grpc_port, f"{MUX_SERVICE}Embed")
-        found[ARROW] = LoadTask("grpc", grpc_port, f"{MUX_SERVICE}EmbedArrow")
-    return found
+def _http_tasks(port: int) -> dict[str, LoadTask]:
+    return {load: LoadTask("http", port, ONE) for load in (ONE, FLOAT, BASE64)}
+
+
+def _mux_tasks(port: int) -> dict[str, LoadTask]:
+    rpcs = {MUX: "Embed", ARROW: "EmbedArrow"}
+    return {load: LoadTask("grpc", port, f"{MUX_SERVICE}{rpc}") for load, rpc in rpcs.items()}
 
 
 def _rows(content: bytes) -> list[dict[str, Any]]:

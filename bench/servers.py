@@ -58,7 +58,7 @@ _BULK = (FLOAT, BASE64, ARROW)
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the scenario."""
     for option, program in PROGRAMS.items():
-        tried = "" if option == "infinity" else "; not tried yet"
+        tried = "; not tried yet" if option == "vllm" else ""
         parser.add_argument(f"--{option}", type=Path, metavar="PATH", help=f"the program {program}{tried}")
         parser.add_argument(f"--{option}-arguments", default="", metavar="'...'", help="further arguments of it")
     parser.add_argument("--only", nargs="+", choices=tuple(PEERS), metavar="PEER", help="of: " + "; ".join(PEERS))

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from bench import peer_servers, report, servers, weights
-from bench.peer_servers import ARROW, BASE64, FLOAT, ONE
+from bench.peer_servers import ARROW, BASE64, FLOAT, MUX, ONE
 from tests.bench import openai_server
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -94,6 +94,23 @@ def test_an_interrupt_ends_every_server_and_keeps_what_was_measured(model: Path,
     (file,) = tmp_path.glob("*.json")
     assert file.name.startswith("partial-servers-")
     assert [(row["load"], row["callers"]) for row in json.loads(file.read_text())["rows"]] == [(ONE, 1)]
+
+
+@pytest.mark.long
+def test_tei_manager_is_measured_through_its_multiplexer_alone(model: Path, tmp_path: Path) -> None:
+    """By a stand-in that reads its variables and has its routes: this daemon."""
+    manager = tmp_path / "tei-manager"
+    manager.write_text(f'#!/bin/sh\nexec {sys.executable} -m teimgr serve "$@"\n')
+    manager.chmod(0o755)
+
+    with peer_servers.launched("tei-manager", manager, (), model, tmp_path, None) as ready:
+        server = ready(["one text", "another"], 100)
+        answered = server.cpu_s()
+
+    assert server.tasks.keys() == {MUX, ARROW}
+    assert server.vectors.shape == (2, 32)
+    assert answered > 0
+    assert not psutil.pid_exists(server.process.pid)
 
 
 def test_without_a_peer_nothing_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
