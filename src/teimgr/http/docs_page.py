@@ -14,6 +14,7 @@ body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto
 section { border-top: 1px solid #8884; padding: .5rem 0 }
 h2 { font-size: 1rem; margin: .5rem 0 } h2 b { display: inline-block; min-width: 4.5rem }
 pre { overflow-x: auto; font-size: .85rem; background: #8882; padding: .5rem }
+table { display: block; overflow-x: auto } h2 { overflow-wrap: anywhere }
 code, h2 { font-family: ui-monospace, monospace } table { border-collapse: collapse; font-size: .9rem }
 td { padding: .1rem 1rem .1rem 0; vertical-align: top } :root { color-scheme: light dark }
 """

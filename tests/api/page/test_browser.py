@@ -177,6 +177,38 @@ def test_filter_sort_and_keyboard(page: Any) -> None:
         assert shown == names(shown)
 
 
+def test_the_filter_is_in_the_address(page: Any) -> None:
+    page.goto("/?q=rerank&status=running")
+    assert page.locator("#shown").inner_text() == "1 shown"
+    page.locator("#filter").fill("")
+    assert page.url.endswith("/?status=running")
+    page.get_by_role("radio", name="all 3").check()
+    assert page.url.endswith("/")
+    page.goto("/?status=nonsense")
+    assert page.locator("#fleet tbody tr:visible").count() == 3
+
+
+@pytest.mark.parametrize("path", ["/", "/ui/instances/reranker", "/docs"])
+def test_nothing_is_cut_off_on_a_phone_or_a_small_screen(page: Any, path: str) -> None:
+    for width in (390, 1360):
+        page.set_viewport_size({"width": width, "height": 850})
+        page.goto(path)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        if path != "/docs":
+            for each in page.locator("nav a").all():
+                box = each.bounding_box()
+                assert 0 <= box["x"] <= width - box["width"]
+        if path == "/":
+            hidden = page.locator(".scroll").evaluate("(box) => box.scrollWidth - box.clientWidth")
+            assert hidden <= 0
+            assert row_of(page, "reranker").locator("[data-field=state]").bounding_box()["x"] < width
+
+
+def test_an_instance_says_how_to_call_it(page: Any, daemon: DaemonProcess) -> None:
+    page.goto("/ui/instances/reranker")
+    expect(page.locator("#call code")).to_contain_text(f'curl {daemon.api}/v1/rerank --json \'{{"model":"reranker"')
+
+
 def test_the_theme_is_kept(page: Any) -> None:
     page.emulate_media(color_scheme="light")
     page.goto("/")

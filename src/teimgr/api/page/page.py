@@ -116,7 +116,7 @@ class Page:
             request,
             "fleet.html",
             view="fleet",
-            rows=rows,
+            rows=views.failed_first(rows),
             totals=views.totals(rows) | await self._memory(request),
             alarms=alarms,
             states=[*State],

@@ -60,6 +60,12 @@ def _row(view: InstanceView, figures: Figures, cards: dict[str, Gpu], host_bytes
     }
 
 
+def failed_first(rows: Iterable[Values]) -> list[Values]:
+    """The rows in their order, behind those that need someone: failed, then such as should serve and do not."""
+    needs = {State.FAILED.value: 0, State.STARTING.value: 1}
+    return sorted(rows, key=lambda row: needs.get(row["state"], 2))
+
+
 def largest_first(rows: Iterable[Values]) -> list[Values]:
     """The rows by their memory; those whose memory is not known yet, such as of workers that load, come last."""
     return sorted(rows, key=lambda row: row["memory"] or 0, reverse=True)

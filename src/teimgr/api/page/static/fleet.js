@@ -95,6 +95,22 @@ function filter() {
   $("#none").hidden = shown > 0;
 }
 
+/** The filter is in the address, so that a view can be kept and sent. */
+function keepFilter() {
+  const query = new URLSearchParams({ q: $("#filter").value, status: $("input[name=state]:checked").value });
+  for (const [key, value] of [...query]) if (!value) query.delete(key);
+  history.replaceState(null, "", `${location.pathname}${query.size ? `?${query}` : ""}${location.hash}`);
+  filter();
+}
+
+function takeFilter() {
+  const query = new URLSearchParams(location.search);
+  $("#filter").value = query.get("q") ?? "";
+  for (const choice of $$("input[name=state]")) choice.checked = choice.value === (query.get("status") ?? "");
+  if (!$("input[name=state]:checked")) $("input[name=state]").checked = true;
+  filter();
+}
+
 const TEXTS = ["name", "state", "device"], collator = new Intl.Collator(undefined, { numeric: true });
 let order = null;
 function sort() {
@@ -117,8 +133,8 @@ if (table) {
       sort();
     });
   }
-  $("#filter").addEventListener("input", filter);
-  for (const choice of $$("input[name=state]")) choice.addEventListener("change", filter);
-  filter();
+  $("#filter").addEventListener("input", keepFilter);
+  for (const choice of $$("input[name=state]")) choice.addEventListener("change", keepFilter);
+  takeFilter();
 }
 follow("/ui/fleet/live", { fleet: onFleet });

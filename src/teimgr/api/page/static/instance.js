@@ -112,7 +112,26 @@ const facts = {
   last_health_check: () => moment(info.last_health_check),
 };
 
+// By kind: the route at the daemon's address, and a body.
+const CALLS = {
+  embedding: ["/v1/embeddings", { model: name, input: "a text" }],
+  reranker: ["/v1/rerank", { model: name, query: "a question", documents: ["a text", "another"] }],
+  classifier: [`/instances/${name}/predict`, { inputs: "a text" }],
+  "token-classifier": [`/instances/${name}/predict`, { inputs: "a text" }],
+  sparse: [`/instances/${name}/embed_sparse`, { inputs: "a text" }],
+  "multi-vector": [`/instances/${name}/embed_all`, { inputs: "a text" }],
+};
+
+function showCall() {
+  const line = $("#call");
+  if (!line) return;
+  const [path, body] = CALLS[info.kind] ?? CALLS.embedding;
+  line.hidden = !info.kind;
+  $("code", line).textContent = `curl ${location.origin}${prefix}${path} --json '${JSON.stringify(body)}'`;
+}
+
 function show() {
+  showCall();
   setState($("h1 .state"), info.status);
   $("h1 .attempt").textContent = row.attempt;
   for (const [fact, text] of Object.entries(facts)) {
