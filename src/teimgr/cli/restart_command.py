@@ -23,13 +23,13 @@ def restart(
 
     Upgrades it where another version is installed at its path. The next daemon is started by the same command line and
     takes over once it is ready: workers and multiplexers serve on, and clients that connect meanwhile wait. One that
-    does not get ready changes nothing, and the command says why.
+    does not get ready changes nothing, and the command prints the reason.
     """
     ends = time.monotonic() + timeout
     rest = server.connection.rest_client(timeout)
     before = rest.daemon()
-    told = rest.restart_daemon()
-    now = _serving(server, before, told, ends)
+    following = rest.restart_daemon()
+    now = _serving(server, before, following, ends)
     if output.as_json:
         output.value({"before": before, "now": now})
     else:
@@ -37,7 +37,7 @@ def restart(
 
 
 def _serving(
-    server: DaemonOptions, before: Mapping[str, Any], told: Mapping[str, Any], ends: float
+    server: DaemonOptions, before: Mapping[str, Any], following: Mapping[str, Any], ends: float
 ) -> Mapping[str, Any]:
     """The daemon that answers, once it is the new one.
 
@@ -52,7 +52,9 @@ def _serving(
         if found["pid"] != before["pid"]:
             return found
         time.sleep(_PAUSE_S)
-    raise UpdateFailed(f"{_name(told)} was to take over and does not answer in time; `teimgr logs --daemon` has why")
+    raise UpdateFailed(
+        f"{_name(following)} was to take over and does not answer in time; `teimgr logs --daemon` has why"
+    )
 
 
 def _name(daemon: Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@ from teimgr.http.server import bind
 from teimgr.http.unix_listener import UnixListener, bind_unix
 
 TakeOver = Callable[[str], socket.socket | None]
-"""The socket of this name that a predecessor listens on; None: there is none."""
+"""The socket of this name that a predecessor listens on, or None."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """The parent of a daemon, `python -m teimgr.daemon.parent <pid> <descriptor>`: keeps a process id while daemons change.
 
 It passes signals on, reaps orphans, and exits with the daemon's status. It is PID 1 of a container (init), and what a
-daemon becomes once its successor serves: whoever started the daemon (a shell, Docker, an init of its own) waits for
+daemon becomes once its successor serves: the shell, container runtime or supervisor that started the daemon waits for
 that process, and would take its exit for the end of the service.
 
 The kernel gives PID 1 the orphans of the whole container, whose zombies it must reap, and no default actions for

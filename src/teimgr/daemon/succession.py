@@ -3,7 +3,7 @@
     SIGUSR2 or POST /daemon/restart
     old: starts the same command line, and serves on                new: imports, reads the configuration, binds what
                                                                          the old one does not listen on
-    old: leaves its listeners, gives up the state file              new: says that it is ready
+    old: leaves its listeners, gives up the state file              new: reports that it is ready
          and the run directory; workers and muxes serve on
     old: gives the word                                             new: adopts workers and muxes, serves
     old: answers the requests it has begun, ends
@@ -123,7 +123,7 @@ class Predecessor:
 
 @contextlib.contextmanager
 def following() -> Iterator[Predecessor | None]:
-    """The predecessor of this process, which is told of an error that ends the block."""
+    """The predecessor of this process, which gets an error that ends the block."""
     predecessor = Predecessor.from_environment()
     try:
         yield predecessor
@@ -135,7 +135,7 @@ def following() -> Iterator[Predecessor | None]:
 
 @dataclass(frozen=True, slots=True)
 class Follower:
-    """What a successor says of itself once it is ready."""
+    """What a successor reports once it is ready."""
 
     pid: int
     version: str
@@ -145,8 +145,8 @@ class Succession:
     """The start of this daemon's successor, and the end of this process after it.
 
     `facts` must be the same in the successor: by the state file and the run directory it finds what it adopts.
-    `environ` are variables of a supervisor that were taken out of the environment: it is told of the new process, while
-    others wait for the pid that they know. `take_over` is called once, when a successor is ready: this daemon is to
+    `environ` are variables of a supervisor that were taken out of the environment: it learns the new pid, while
+    others wait for the one that they know. `take_over` is called once, when a successor is ready: this daemon is to
     leave, and to call `give_word`. `refusal` is why it can have no successor.
     """
 
@@ -181,7 +181,7 @@ class Succession:
 
     @property
     def tells_supervisor(self) -> bool:
-        """Whether the one who started the daemon is told of the new process, and no parent keeps the pid."""
+        """Whether a supervisor is to learn the new pid, as no parent keeps the former one."""
         return bool(self._environ) and self._parent is None
 
     def offer(self, sockets: Mapping[str, socket.socket]) -> None:
@@ -272,7 +272,7 @@ class Succession:
             sockets = {**self._sockets, **{str(name): sock for name, sock in self._queue.ends.items()}}
             message = json.dumps({"sockets": [*sockets]}).encode()
             socket.send_fds(self._control, [message], [each.fileno() for each in sockets.values()])
-            # With a session of its own: a Ctrl-C in the terminal would else reach it twice.
+            # In a new session: a Ctrl-C in the terminal would else reach it twice.
             self._child = subprocess.Popen(self._command, env=environ, pass_fds=passed, start_new_session=True)
             log.info("the next daemon is being started", extra={"successor": self._child.pid})
 

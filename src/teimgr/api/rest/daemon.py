@@ -35,7 +35,7 @@ class Restarter(Protocol):
     """Starts the successor of this daemon."""
 
     async def begin(self) -> Follower:
-        """Return when it is ready. Raises TeimgrError: there is none, and this daemon serves on."""
+        """Return when it is ready. Raises TeimgrError: it does not start, and this daemon serves on."""
 
 
 class DaemonProcess(BaseModel):
