@@ -374,6 +374,10 @@ class NotLoaded(Unavailable):
         self.instance = instance
 
 
+class Returning(NotLoaded):
+    """No worker of `instance` takes calls now, and one is expected soon: a call may wait for it."""
+
+
 class FailedToLoad(Unavailable):
     """The instance failed: an attempt succeeds only after an operator's help or a late retry."""
 

@@ -680,6 +680,11 @@ class RouteEntry:
         return self.on_demand and self.state in (State.UNLOADED, State.STARTING, State.STOPPING)
 
     @property
+    def returns(self) -> bool:
+        """Whether its worker is being started again: its model was loaded before."""
+        return not self.on_demand and self.state is State.STARTING and (self.dimension > 0 or len(self.serves) > 1)
+
+    @property
     def asks_owner(self) -> bool:
         """Whether a call asks for its model: who loads it knows whether, and when, a failed one is tried again."""
         return self.is_loadable or (self.on_demand and self.state is State.FAILED)

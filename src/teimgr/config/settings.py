@@ -239,6 +239,12 @@ class Settings:
         low=0,
         high=86400,
     )
+    worker_wait_secs: float = key(
+        5.0,
+        "how long a call waits for the worker of an instance that is started again, within its deadline; 0: not at all",
+        low=0,
+        high=86400,
+    )
     restart_backoff_max_secs: float = key(30.0, "longest wait between two restarts", low=0, high=86400)
     auto_max_batch_tokens_per_gib: int = key(
         2048,

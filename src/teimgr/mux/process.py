@@ -48,6 +48,7 @@ from teimgr.spec import RouteEntry, RoutingSnapshot
 from teimgr.wire.fleet_tls import FleetIdentity
 from teimgr.wire.grpc_core.rpc_table import SERVICES
 from teimgr.wire.routing.links import LinkLimits
+from teimgr.wire.routing.returning import ReturningWorkers
 from teimgr.wire.routing.router import Router
 
 _log = logging.getLogger("teimgr.mux")
@@ -156,7 +157,7 @@ class Mux:
             policy=self._policy,
             health=self._health,
             telemetry=self._telemetry,
-            loads=self._loads,
+            loads=ReturningWorkers(self._router, self._loads, self._config.worker_wait_s, self._config.processes),
             max_age=MaxAge(age_s, self._config.connection_grace_s) if age_s else None,
         )
         context = None if self._config.tls is None else tls_context(self._config.tls)

@@ -94,6 +94,7 @@ from teimgr.wire.json_scan import text_member
 from teimgr.wire.protobuf import Target
 from teimgr.wire.routing.links import LinkLimits
 from teimgr.wire.routing.on_demand import NO_LOADS, ModelStays, refused_by_end, when_loaded
+from teimgr.wire.routing.returning import ReturningWorkers
 from teimgr.wire.routing.router import Directory, Lease, Router, RouterView, router_view
 from teimgr.wire.spaces import EXPECT_KEY
 from teimgr.wire.status import STATUS
@@ -139,6 +140,7 @@ class Gateway:
             identity,
             partial(allows, settings.on_demand.models),
         )
+        self._waits = ReturningWorkers(self._router, loads, settings.worker_wait_secs)
         self._views = views
         self.aliases = settings.aliases
         self._names = ModelNames(self._router, lambda: self.aliases)
@@ -296,7 +298,7 @@ class Gateway:
             return await self._call_loaded(request[0], names, named, request[1], holder, flags, left_s, is_held=True)
 
         with self._bodies.held_for(missing.instance, body, holder):
-            return await when_loaded(self._loads, missing, self._timeout_s, call)
+            return await when_loaded(self._waits, missing, self._timeout_s, call)
 
     async def _call_loaded(
         self,

@@ -272,6 +272,7 @@ def mux_config(number: int, settings: Settings, identity: FleetIdentity | None =
         socket=str(settings.grpc_socket.absolute()) if settings.grpc_socket and number == 0 else "",
         socket_mode=settings.socket_permissions,
         on_demand_models=settings.on_demand.models,
+        worker_wait_s=settings.worker_wait_secs,
         log_level=settings.log_level,
         node=identity.node if identity else "",
         identity_dir=str(identity.folder) if identity else "",

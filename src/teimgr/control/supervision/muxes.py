@@ -163,9 +163,12 @@ class MuxSupervisor(LifecycleTask):
                 self._step(event)
 
     async def replaced(self) -> None:
-        """Return when no mux of another version or configuration is being replaced."""
-        if self._replacing is not None:
-            await asyncio.wait({self._replacing})
+        """Return when a mux of another version or configuration has been replaced, and its successor has the routes."""
+        if self._replacing is None:
+            return
+        await asyncio.wait({self._replacing})
+        while self._prepared is not None or not self._is_fed:
+            await self._routes_changed.wait()
 
     async def routes_confirmed(self) -> None:
         """Return when no mux process uses older routes than those of now: it has confirmed them, or is gone, which one
@@ -289,7 +292,8 @@ class MuxSupervisor(LifecycleTask):
         self._mailbox.put_nowait(Exited(exit, random.random()))
 
     async def _launch(self) -> MuxHandle:
-        await self.replaced()
+        if self._replacing is not None:
+            await asyncio.wait({self._replacing})
         prepared, self._prepared = self._prepared, None
         return prepared or await self.launcher.launch()
 
@@ -413,8 +417,8 @@ class MuxSupervisor(LifecycleTask):
         try:
             while True:
                 answer = await self._ask(link, request)
-                self._set_routes(version)
                 self._is_fed = True
+                self._set_routes(version)
                 if request == "stats":
                     self._problem = answer.get("alarm") or certificates.alarm
                     self._metrics.mux_stats(self.name, answer)

@@ -23,6 +23,7 @@ from teimgr.errors import (
     ModelNotFound,
     NotLoaded,
     Overloaded,
+    Returning,
     Stopped,
     TeimgrError,
     Unavailable,
@@ -231,13 +232,15 @@ class _Instance:
         if entry.state is not State.RUNNING:
             if entry.asks_owner:
                 raise not_loaded(entry)
+            if entry.returns:
+                raise Returning(not_loaded(entry).message, entry.name)
             reason = f": {entry.reason}" if entry.reason else ""
             error_type = {State.STOPPED: Stopped, State.FAILED: FailedToLoad}.get(entry.state, Unavailable)
             raise error_type(f"Instance '{entry.name}' is not running (status: {entry.state.value}){reason}")
         usable = [replica for replica in self.replicas if replica.usable]
         if not usable:
             why = "its worker is gone" if self.replicas else "its worker does not pass its health probes"
-            raise Unavailable(f"Instance '{entry.name}' is not running (status: restarting): {why}")
+            raise Returning(f"Instance '{entry.name}' is not running (status: restarting): {why}", entry.name)
         return usable
 
 
@@ -265,6 +268,7 @@ class Router:
         self._stats: dict[str, LinkStats] = {}
         self._retired: set[Replica] = set()
         self._waiting = ByteBudget(self.limits.max_waiting_bytes)
+        self._watchers: dict[str, set[asyncio.Future[None]]] = {}
 
     def update(self, snapshot: RoutingSnapshot) -> None:
         """Route by `snapshot` from now on. Workers missing in it finish the calls in flight, then lose their links."""
@@ -296,6 +300,31 @@ class Router:
             replica.retire()
             self._retired.add(replica)
         self._snapshot = None
+        for watcher in self._watchers.get(name, ()):
+            if not watcher.done():
+                watcher.set_result(None)
+
+    async def changed(self, name: str) -> None:
+        """Return at the next entry of an instance."""
+        watcher = asyncio.get_running_loop().create_future()
+        watchers = self._watchers.setdefault(name, set())
+        watchers.add(watcher)
+        try:
+            await watcher
+        finally:
+            watchers.discard(watcher)
+            if not watchers:
+                self._watchers.pop(name, None)
+
+    def problem(self, name: str) -> Unavailable | None:
+        """Why an instance takes no calls now; None if it takes them, or does not exist."""
+        instance = self._by_name.get(name)
+        try:
+            if instance is not None:
+                instance.usable()
+        except Unavailable as error:
+            return error
+        return None
 
     @property
     def instances(self) -> KeysView[str]:
@@ -356,6 +385,9 @@ class Router:
             for entry in self.of_model(model_id):
                 if entry.asks_owner and covers(entry.name):
                     raise not_loaded(entry)
+            for entry in self.of_model(model_id):
+                if isinstance(error := self.problem(entry.name), Returning) and covers(entry.name):
+                    raise error
             if covers(model_id) and self.may_load(model_id):
                 raise NotLoaded(f"No instance of model '{model_id}' is loaded", model_id)
             raise ModelNotFound(f"No running instance of model '{model_id}' found")

@@ -1,0 +1,68 @@
+"""Calls that come between the death of an instance's only worker and its successor: they wait for it, within limits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from teimgr.errors import DeadlineExceeded, Overloaded, Returning, Unavailable
+from teimgr.wire.routing.on_demand import ModelLoads
+from teimgr.wire.routing.router import Router
+
+_MAX_CALLS = 4096
+_MAX_BYTES = 256 * 2**20
+_LOOK_S = 0.25  # a worker whose connection broke is back without a new route
+
+
+class ReturningWorkers:
+    """Has calls of `router` wait for at most `limit_s`, 0 for not at all; `others` load models on demand.
+
+    `processes` share the limits on the number and the bytes of calls that wait.
+    """
+
+    def __init__(self, router: Router, others: ModelLoads, limit_s: float, processes: int = 1) -> None:
+        self._router = router
+        self._others = others
+        self._limit_s = limit_s
+        self._max_calls, self._max_bytes = _MAX_CALLS // processes, _MAX_BYTES // processes
+        self._calls = self._bytes = 0
+
+    @asynccontextmanager
+    async def loaded(self, instance: str, timeout_s: float | None, size_bytes: int = 0) -> AsyncIterator[None]:
+        """A block that begins once a worker is back, or is not expected any more.
+
+        Raises:
+            Unavailable: it was not back within the limit.
+            DeadlineExceeded: `timeout_s` has passed.
+            Overloaded: too many calls wait.
+            TeimgrError: of an instance on demand, as `others`.
+        """
+        entry = self._router.find(instance)
+        if entry is None or entry.on_demand:
+            async with self._others.loaded(instance, timeout_s, size_bytes):
+                yield
+            return
+        if self._calls >= self._max_calls or self._bytes + size_bytes > self._max_bytes:
+            raise Overloaded(f"Too many calls wait for workers that are started again, as for '{instance}'")
+        self._calls += 1
+        self._bytes += size_bytes
+        try:
+            await self._back(instance, timeout_s)
+        finally:
+            self._calls -= 1
+            self._bytes -= size_bytes
+        yield
+
+    async def _back(self, instance: str, timeout_s: float | None) -> None:
+        clock = asyncio.get_running_loop().time
+        has_deadline = timeout_s is not None and timeout_s <= self._limit_s
+        ends = clock() + (timeout_s if timeout_s is not None and has_deadline else self._limit_s)
+        while isinstance(error := self._router.problem(instance), Returning):
+            if (left_s := ends - clock()) <= 0:
+                raise DeadlineExceeded if has_deadline else Unavailable(error.message)
+            try:
+                async with asyncio.timeout(min(left_s, _LOOK_S)):
+                    await self._router.changed(instance)
+            except TimeoutError:
+                continue

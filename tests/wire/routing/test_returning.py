@@ -1,0 +1,89 @@
+"""Calls between the death of an only worker and its successor: they wait within limits."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from teimgr.errors import DeadlineExceeded, Overloaded, Returning, Stopped, Unavailable
+from teimgr.spec import RouteEntry, State, WorkerEndpoint
+from teimgr.wire.protobuf import Target
+from teimgr.wire.routing.on_demand import NO_LOADS
+from teimgr.wire.routing.returning import ReturningWorkers
+from teimgr.wire.routing.router import Router
+
+RUNNING = RouteEntry(
+    "a", "model", State.RUNNING, dimension=8, endpoints=(WorkerEndpoint("/run/one.sock", "one"),), serves=("dense",)
+)
+GONE = replace(RUNNING, state=State.STARTING, endpoints=(), reason="killed by SIGKILL")
+BACK = replace(RUNNING, endpoints=(WorkerEndpoint("/run/two.sock", "two"),))
+A = Target(instance_name="a")
+
+
+def routed(entry: RouteEntry) -> Router:
+    router = Router()
+    router.apply("a", entry)
+    return router
+
+
+@pytest.mark.parametrize("target", [A, Target(model_id="model"), Target(instance_index=0)])
+async def test_a_call_is_made_once_the_worker_is_back(target: Target) -> None:
+    router = routed(GONE)
+    with pytest.raises(Returning, match=r"status: starting\): killed by SIGKILL"):
+        router.lease(target)
+
+    async def call() -> str:
+        async with ReturningWorkers(router, NO_LOADS, 60.0).loaded("a", None):
+            with router.lease(target) as lease:
+                return lease.instance
+
+    waiting = asyncio.create_task(call())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    router.apply("a", BACK)
+    assert await waiting == "a"
+
+
+async def test_the_limit_and_the_deadline_end_the_wait() -> None:
+    router = routed(GONE)
+    for limit_s, timeout_s, error in (
+        (0.0, None, Unavailable),
+        (0.01, 60.0, Unavailable),
+        (60.0, 0.01, DeadlineExceeded),
+    ):
+        with pytest.raises(error) as found:
+            async with ReturningWorkers(router, NO_LOADS, limit_s).loaded("a", timeout_s):
+                pass
+        assert not isinstance(found.value, Returning), "it would be tried again"
+
+
+async def test_one_that_will_not_come_back_is_not_waited_for() -> None:
+    router = routed(GONE)
+
+    async def call() -> None:
+        async with ReturningWorkers(router, NO_LOADS, 60.0).loaded("a", None):
+            router.lease(A)
+
+    waiting = asyncio.create_task(call())
+    await asyncio.sleep(0)
+    router.apply("a", replace(GONE, state=State.STOPPED))
+    with pytest.raises(Stopped):
+        await waiting
+
+
+def test_a_first_start_and_a_model_on_demand_are_no_return() -> None:
+    with pytest.raises(Unavailable) as found:
+        routed(replace(GONE, dimension=0)).lease(A)
+    assert not isinstance(found.value, Returning)
+    with pytest.raises(Unavailable) as found:
+        routed(replace(GONE, on_demand=True)).lease(A)
+    assert not isinstance(found.value, Returning)
+
+
+async def test_the_bytes_of_calls_that_wait_are_bounded() -> None:
+    workers = ReturningWorkers(routed(GONE), NO_LOADS, 60.0)
+    with pytest.raises(Overloaded):
+        async with workers.loaded("a", None, size_bytes=2**40):
+            pass
