@@ -122,3 +122,23 @@ def test_the_daemon_as_first_process_stops_in_order() -> None:
         assert look_up(pid_1) is None
     finally:
         daemon.close()
+
+
+def test_pid_1_follows_a_daemon_to_its_successor() -> None:
+    daemon = DaemonProcess(grpc_enabled=False)
+    daemon.within = _NAMESPACE
+    try:
+        daemon.start()
+        assert daemon.process is not None
+        pid_1 = pid_1_of(daemon.process.pid)
+        with daemon.client(timeout_s=120.0) as client:
+            for _ in range(2):
+                first = client.daemon()["pid"]
+                os.kill(pid_1, signal.SIGUSR2)
+                until(lambda first=first: client.daemon()["pid"] != first, "another daemon", 120.0)
+        os.kill(pid_1, signal.SIGTERM)
+
+        assert daemon.process.wait(60) == 0
+        assert look_up(pid_1) is None
+    finally:
+        daemon.close()

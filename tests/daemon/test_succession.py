@@ -6,6 +6,7 @@ import http.client
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -178,3 +179,31 @@ def test_where_the_parent_is_killed_the_daemon_ends_as_by_kill_9(daemon: DaemonP
         daemon.start()
         client.wait_until_running("a", deadline_s=LIMIT_S)
     assert processes(daemon) == before
+
+
+def test_systemd_learns_the_next_process_which_is_then_the_one_that_notifies(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind(str(tmp_path / "notify"))
+        systemd.settimeout(LIMIT_S)
+        with WarmDaemonProcess() as daemon:
+            daemon.stop()
+            daemon.start({"NOTIFY_SOCKET": str(tmp_path / "notify"), "WATCHDOG_USEC": "600000000"})
+            assert received(systemd, "READY=1")
+            with daemon.client() as client:
+                second = client.restart_daemon()["pid"]
+            assert f"MAINPID={second}" in received(systemd, "MAINPID=")
+            assert received(systemd, "READY=1"), "of the next one: the former one sends nothing more"
+            assert daemon.process is not None
+            assert daemon.process.wait(LIMIT_S) == 0
+            os.kill(second, signal.SIGTERM)
+            assert received(systemd, "STOPPING=1")
+            until(lambda: daemon.processes() == [], "the end of all", LIMIT_S)
+
+
+def received(systemd: socket.socket, what: str) -> list[str]:
+    """The first notification that has this; none but those of the watchdog come before it."""
+    while True:
+        found = systemd.recv(4096).decode().split("\n")
+        if any(each.startswith(what) for each in found):
+            return found
+        assert found == ["WATCHDOG=1"], found

@@ -78,7 +78,7 @@ class RayMuxLauncher:
             await old.stop(_LEFTOVER_GRACE_S)
         return found[-1] if found else None
 
-    async def launch(self) -> RayMux:
+    async def launch(self, *, beside: bool = False) -> RayMux:
         name = await place(self._head, self._replica, self.host, self._placement_limit_s)
         held = await launch(self._head, name, self.host, [self._spec, "launch mux"], _LAUNCH_LIMIT_S)
         return self._mux(name, held, is_current=True)

@@ -1,4 +1,4 @@
-"""The mux process, `python -m teimgr.mux.process <config.json>`: gRPC for clients, framed links to workers.
+"""The mux process, `python -m teimgr.mux.process <config.json> [beside]`: gRPC for clients, framed links to workers.
 
 Its directory comes from the daemon by the control socket. It outlives the daemon and serves the last snapshot until
 the next daemon connects or the orphan grace is over. Exit status: 0 after a stop, 2 for a bad config, 4 when it cannot
@@ -52,16 +52,19 @@ from teimgr.wire.routing.returning import ReturningWorkers
 from teimgr.wire.routing.router import Router
 
 _log = logging.getLogger("teimgr.mux")
+BESIDE = "beside"
+"""The argument, after the path of the configuration, of a mux that listens beside the one that it is to follow."""
 _DRAIN_S = 10.0
 _EXIT_BAD_CONFIG = 2
 _EXIT_CANNOT_LISTEN = 4
 
 
 class Mux:
-    """The server of one process; `run` is its lifetime."""
+    """The server of one process; `run` is its lifetime. It may listen beside the mux that it is to follow."""
 
-    def __init__(self, config: MuxConfig) -> None:
+    def __init__(self, config: MuxConfig, *, is_beside: bool = False) -> None:
         self._config = config
+        self._is_beside = is_beside
         self._identity = FleetIdentity(Path(config.identity_dir), config.node) if config.identity_dir else None
         limits = LinkLimits(max_message_bytes=config.max_message_bytes)
         self._router = Router(limits, self._identity, partial(allows, config.on_demand_models))
@@ -167,8 +170,9 @@ class Mux:
         """Listen on the port and, where one is configured, on the Unix socket; raises Unavailable."""
         config = self._config
         try:
-            # Also where there is one: its successor of another version listens before it leaves.
-            sock = bind(config.host, config.port, is_shared=True)
+            sock = bind(config.host, config.port, is_shared=config.processes > 1 or self._is_beside)
+            # From now on: a successor of another version listens before this process leaves, and no stranger does.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             self._server.add(sock)
             self._port = sock.getsockname()[1]
         except (TeimgrError, OSError) as error:
@@ -269,8 +273,8 @@ class Mux:
         }
 
 
-async def serve(config: MuxConfig) -> None:
-    mux = Mux(config)
+async def serve(config: MuxConfig, *, is_beside: bool = False) -> None:
+    mux = Mux(config, is_beside=is_beside)
     collect_garbage_rarely()
     MemoryReturn()
     await mux.run()
@@ -286,7 +290,7 @@ def main(arguments: list[str]) -> int:
     faulthandler.enable()
     logs.write_stacks_on_signal()
     try:
-        uvloop.run(serve(config))
+        uvloop.run(serve(config, is_beside=BESIDE in arguments[2:]))
     except TeimgrError as error:
         _log.error("mux cannot serve: %s", error.message)
         return _EXIT_CANNOT_LISTEN

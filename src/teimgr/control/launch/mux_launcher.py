@@ -32,6 +32,7 @@ from teimgr.wire.fleet_tls import FleetIdentity
 log = logging.getLogger(__name__)
 
 COMMAND = (sys.executable, "-m", "teimgr.mux.process")
+_BESIDE = "beside"  # as `mux/process.py` has it
 # glibc gives every buffer of some megabytes back to the kernel and faults it in again: raised thresholds make Arrow
 # calls of 10,000 texts 2.5 to 3.5 times as fast through a mux (DESIGN.md, decisions).
 _MALLOC = {
@@ -84,8 +85,8 @@ class MuxLauncher(Protocol):
     async def adopt(self) -> MuxHandle | None:
         """The live mux of an earlier daemon. Raises OSError, Unavailable: it cannot be looked for now."""
 
-    async def launch(self) -> MuxHandle:
-        """Start the process; its control link may not accept connections yet.
+    async def launch(self, *, beside: bool = False) -> MuxHandle:
+        """Start the process, `beside` the one that it is to follow; its control link may not accept connections yet.
 
         Raises:
             OSError, LaunchFailed, TeimgrError: it could not be started.
@@ -199,10 +200,9 @@ class LocalMuxLauncher:
         socket = self._paths.socket
         return LocalMux(found.pid, pidfd, None, socket, self.log_path, 0, started_at, is_current)
 
-    async def launch(self) -> LocalMux:
-        return spawn_mux(
-            self._paths, self.config, config_hash(self.config), self.log_path, *self._rotation, self._command
-        )
+    async def launch(self, *, beside: bool = False) -> LocalMux:
+        known_by, more = config_hash(self.config), (_BESIDE,) if beside else ()
+        return spawn_mux(self._paths, self.config, known_by, self.log_path, *self._rotation, self._command, more)
 
     def may_overlap(self) -> bool:
         try:
@@ -227,15 +227,19 @@ def spawn_mux(
     log_max_bytes: int,
     log_keep: int,
     command: Sequence[str] = COMMAND,
+    more: Sequence[str] = (),
 ) -> LocalMux:
-    """Start a mux, which inherits `config.control_fd`; `known_by` is the hash for its run file. Raises OSError."""
+    """Start a mux, which inherits `config.control_fd`; `known_by` is the hash for its run file, `more` are arguments.
+
+    Raises OSError.
+    """
     paths.socket.unlink(missing_ok=True)
     write_atomically(paths.config, config.to_json().encode())
     output = open_log(log_path, log_max_bytes, log_keep)
     log_start, started_at = os.fstat(output).st_size, time.time()
     try:
         child = subprocess.Popen(
-            [*command, str(paths.config)],
+            [*command, str(paths.config), *more],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,

@@ -307,7 +307,7 @@ class MuxSupervisor(LifecycleTask):
                 return
             await self._routes_changed.wait()
         try:
-            new = self._prepared = await self.launcher.launch()
+            new = self._prepared = await self.launcher.launch(beside=True)
             await self._give_routes(new)
         except (LaunchFailed, MuxLost, OSError, TeimgrError) as error:
             self._stale = f"it has another version or configuration, and its successor does not start: {error}"
