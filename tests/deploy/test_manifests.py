@@ -171,12 +171,21 @@ def test_names_of_manifests_fit_one_another() -> None:
     for service in services:
         assert service["spec"]["selector"] == labels
         assert {port["targetPort"] for port in service["spec"]["ports"]} <= names
+    assert of_kind("PodDisruptionBudget")["spec"]["selector"]["matchLabels"] == labels
+    policy = of_kind("NetworkPolicy")["spec"]
+    assert policy["podSelector"]["matchLabels"] == labels
+    opened = {port["port"] for rule in policy["ingress"] for port in rule["ports"]}
+    assert opened == {port["targetPort"] for service in services for port in service["spec"]["ports"]}
     [monitor] = documents(KUBERNETES / "podmonitor.yaml")
     assert monitor["spec"]["selector"]["matchLabels"] == labels
     assert {each["port"] for each in monitor["spec"]["podMetricsEndpoints"]} <= names
     for name in ("scaledobject", "scaledobject-metrics-api"):
         [scaled] = documents(KUBERNETES / f"{name}.yaml")
         assert scaled["spec"]["scaleTargetRef"]["name"] == deployment["metadata"]["name"]
+
+
+def test_a_rollout_needs_no_spare_card() -> None:
+    assert of_kind("Deployment")["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
 
 
 def trigger(name: str) -> dict[str, str]:
