@@ -13,6 +13,7 @@ import sys
 import time
 import zlib
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -153,10 +154,14 @@ def outcome_of(case: bytes) -> str:
 
 
 def read_cases(cases: int, seed: int, place: Path) -> dict[str, Any]:
+    """Outcomes and failures of so many cases of images."""
+    return outcomes_of(Mutator(seed, seeds(), _TOKENS, structured), outcome_of, cases, place)
+
+
+def outcomes_of(mutator: Mutator, outcome_of: Callable[[bytes], str], cases: int, place: Path) -> dict[str, Any]:
     """Outcomes and failures of so many cases, and the memory of this process after a tenth of them and after all."""
     outcomes: Counter[str] = Counter()
     failures, memory = [], []
-    mutator = Mutator(seed, seeds(), _TOKENS, structured)
     for number, case in enumerate(mutator.cases(cases)):
         place.write_bytes(case)
         began = time.monotonic()
@@ -172,11 +177,11 @@ def read_cases(cases: int, seed: int, place: Path) -> dict[str, Any]:
     return {"outcomes": outcomes, "failures": failures[:10], "grown_mib": memory[-1] - memory[0] if memory else 0.0}
 
 
-def run(cases: int, report: Report) -> None:
-    """So many files, read in a process of their own."""
+def run(cases: int, report: Report, module: str = "tests.fuzz.images") -> None:
+    """So many files, read in a process of their own, which `module` is."""
     with TemporaryDirectory() as folder:
         place = Path(folder) / "case"
-        command = [sys.executable, "-m", "tests.fuzz.images", str(cases), str(SEED + report.cases), str(place)]
+        command = [sys.executable, "-m", module, str(cases), str(SEED + report.cases), str(place)]
         try:
             done = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=_PROCESS_S, check=False)
         except subprocess.TimeoutExpired:

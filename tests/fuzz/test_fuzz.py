@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.fuzz import images, rest, rpc, target
+from tests.fuzz import images, rest, rpc, sounds, target
 from tests.support.daemon_process import WarmDaemonProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 REST_CASES = 50
 RPC_CASES = 200
 IMAGE_CASES = 300
+SOUND_CASES = 300
 
 
 @pytest.fixture(scope="module")
@@ -41,3 +42,9 @@ def test_broken_files_of_images_are_refused_or_decoded(tmp_path: Path) -> None:
     found = images.read_cases(IMAGE_CASES, target.SEED, tmp_path / "case")
     assert not found["failures"]
     assert found["outcomes"].keys() >= {"refused", *images.FORMATS}
+
+
+def test_broken_files_of_sounds_are_refused_or_decoded(tmp_path: Path) -> None:
+    found = sounds.read_cases(SOUND_CASES, target.SEED, tmp_path / "case")
+    assert not found["failures"]
+    assert found["outcomes"].keys() >= {"refused", *sounds.FORMATS}

@@ -114,7 +114,7 @@ def _ranks(reply: tei_pb2.RerankResponse) -> Sequence[Rank]:
 Table: TypeAlias = pa.Table | pa.RecordBatch
 
 _SERVICE = "/teimgr.v1.Arrow/"
-_INPUTS = ("text", "text_pair", "query", "input_ids", "image")
+_INPUTS = ("text", "text_pair", "query", "input_ids", "image", "audio")
 _WINDOW = 4
 
 
@@ -132,10 +132,10 @@ class TableCalls(RpcCalls):
     ) -> pa.Table:
         """A row for every row of `table`, in order: the columns `keys`, a column per output, and `error`.
 
-        The inputs are its column `text`, or `text` with `text_pair`, `query` with `text`, `input_ids`, or `image` (the
-        bytes of files, with `text` in rows without one); others that are no `keys` are not sent. `batch_rows` rows
-        travel per call, `in_flight` calls at a time. A row that fails alone has nulls and its reason in `error`; a
-        failing call raises.
+        The inputs are its column `text`, or `text` with `text_pair`, `query` with `text`, `input_ids`, or `image` or
+        `audio` (the bytes of files, with `text` in rows without one); others that are no `keys` are not sent.
+        `batch_rows` rows travel per call, `in_flight` calls at a time. A row that fails alone has nulls and its reason
+        in `error`; a failing call raises.
         """
         check_options(options, TableOptions)
         check_limit("batch_rows", batch_rows)

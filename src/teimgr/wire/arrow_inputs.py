@@ -225,7 +225,7 @@ _INLINE_BYTES = 12
 _ID_TYPES = (pa.uint32(), pa.int32(), pa.int64())
 _MAX_ID = np.iinfo(np.int32).max
 
-# A text, two texts, int32 [tokens], a file of an image, with a text beside it, or a row that is null.
+# A text, two texts, int32 [tokens], a file, with a text beside it, or a row that is null.
 RowInput = str | tuple[str, str] | NDArray[np.int32] | bytes | tuple[bytes, str] | None
 
 
@@ -236,6 +236,7 @@ class InputKind(Enum):
     PAIR = "pair"
     IDS = "ids"
     IMAGE = "image"
+    AUDIO = "audio"
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +250,10 @@ class InputBatches:
     rows: list[int]
     keys: Keys
     refused: dict[int, InvalidInput]
+
+
+FILES = (InputKind.IMAGE, InputKind.AUDIO)
+"""Kinds that a column is named after, with `text` in rows without a file."""
 
 
 def read_inputs(
@@ -285,18 +290,18 @@ def read_inputs(
     return InputBatches(inputs, [len(column) for column in columns[0]], kept, refused)
 
 
-def has_images(ipc: bytes | memoryview) -> bool:
-    """Whether a stream has a column `image` of image files; raises InvalidInput: it is not an IPC stream."""
+def has_files(ipc: bytes | memoryview, column: str) -> bool:
+    """Whether a stream has files in a column of this name; raises InvalidInput: it is not an IPC stream."""
     with _refusing():
         schema = _opened(ipc).schema
-        return any(name == "image" and is_images(schema.field(at).type) for at, name in enumerate(schema.names))
+        return any(name == column and is_images(schema.field(at).type) for at, name in enumerate(schema.names))
 
 
 def _kind_by_names(names: list[str]) -> InputKind:
     if "input_ids" in names:
         return InputKind.IDS
-    if "image" in names:
-        return InputKind.IMAGE
+    if (file := next((kind for kind in FILES if kind.value in names), None)) is not None:
+        return file
     return InputKind.PAIR if "query" in names or "text_pair" in names else InputKind.TEXT
 
 
@@ -305,8 +310,8 @@ def _names(names: list[str], kind: InputKind) -> tuple[str, ...]:
         return ("input_ids",)
     if kind is InputKind.TEXT:
         return ("text",)
-    if kind is InputKind.IMAGE:
-        return ("image", "text") if "text" in names else ("image",)
+    if kind in FILES:
+        return (kind.value, "text") if "text" in names else (kind.value,)
     if "query" in names and "text_pair" in names:
         raise InvalidInput("Pairs are `text` with `text_pair` or `query` with `text`: the batch has all three columns")
     return ("query", "text") if "query" in names else ("text", "text_pair")
@@ -325,9 +330,9 @@ def _source(schema: pa.Schema, names: list[str], name: str) -> int:
     kind = schema.field(position).type
     if name == "input_ids" and not _is_ids(kind):
         raise InvalidInput(f"Column `{name}` must be a list of uint32, int32 or int64, not {_shown(str(kind))}")
-    if name == "image" and not is_images(kind):
-        raise InvalidInput(f"Column `{name}` must be of image files, binary, not {_shown(str(kind))}")
-    if name not in ("input_ids", "image") and not is_string(kind):
+    if name in ("image", "audio") and not is_images(kind):
+        raise InvalidInput(f"Column `{name}` must be of {name} files, binary, not {_shown(str(kind))}")
+    if name not in ("input_ids", "image", "audio") and not is_string(kind):
         raise InvalidInput(f"Column `{name}` must be of strings, not {_shown(str(kind))}")
     return position
 
@@ -345,7 +350,7 @@ def _inputs(
         return _ids(columns[0])
     if kind is InputKind.TEXT:
         return texts_of(columns[0], limit_bytes), {}
-    if kind is InputKind.IMAGE:
+    if kind in FILES:
         texts = _strings(texts_of(columns[1], limit_bytes), limit_bytes) if len(columns) > 1 else None
         return images_of(columns[0], texts)
     firsts, seconds = (_strings(texts_of(column, limit_bytes), limit_bytes) for column in columns)

@@ -15,11 +15,12 @@ from teimgr.errors import InvalidInput, TeimgrError, TooLarge
 from teimgr.spec import Kind, LoadedModel
 from teimgr.wire import arrow_tables as tables
 from teimgr.wire.arrow_inputs import (
+    FILES,
     InputBatches,
     InputKind,
     RowInput,
     checked_size,
-    has_images,
+    has_files,
     read_inputs,
     read_texts,
 )
@@ -51,7 +52,7 @@ _MAX_ROWS = 100_000
 # finisher's, without the way there.
 _MANY_ROWS = 512
 _ONE_AT_A_TIME = (
-    "Input validation error: the row has `image` and `text`: this model embeds one at a time, send two rows"
+    "Input validation error: the row has `image` or `audio` and `text`: this model embeds one at a time, send two rows"
 )
 # Headers of a message up to this size are read on the loop: a thread would take longer.
 _SMALL_TABLE_BYTES = 64 * 1024
@@ -78,7 +79,7 @@ _OUTPUTS: Mapping[int, Output] = {arrow_pb2.Output.Value(f"OUTPUT_{one.name}"): 
 _MAX_OUTPUTS = 100  # of a request; one that is named again counts again
 _INPUTS: Mapping[int, InputKind | None] = {
     arrow_pb2.INPUT_UNSPECIFIED: None,
-    **{arrow_pb2.Input.Value(f"INPUT_{one.name}"): one for one in InputKind if one is not InputKind.IMAGE},
+    **{arrow_pb2.Input.Value(f"INPUT_{one.name}"): one for one in InputKind if one not in FILES},
 }
 _ELEMENTS: Mapping[int, Precision] = {
     arrow_pb2.ELEMENT_TYPE_UNSPECIFIED: Precision.FLOAT32,
@@ -125,11 +126,15 @@ def embed_arrow(dispatcher: Dispatcher, call: MethodCall) -> None:
 def _texts_or_images(
     dispatcher: Dispatcher, ipc: bytes, limits: _Limits
 ) -> tuple[Sequence[Input], list[int], dict[int, InvalidInput]]:
-    """The inputs of a table, the rows of each batch, and why rows are refused: a column `image` counts where the model
-    embeds images, with `text` in rows without one, and beside it where the model reads both in one input.
+    """The inputs of a table, the rows of each batch, and why rows are refused.
+
+    A column `image` or `audio` counts where the model embeds such, with `text` in rows without a file, and beside one
+    where the model reads both in one input.
     """
-    if "image" in dispatcher.engine.info.modalities and has_images(ipc):
-        batches = read_inputs(ipc, limits.decoded_bytes, limits.check_rows, InputKind.IMAGE, go_on=limits.go_on)
+    for kind in FILES:
+        if kind.value not in dispatcher.engine.info.modalities or not has_files(ipc, kind.value):
+            continue
+        batches = read_inputs(ipc, limits.decoded_bytes, limits.check_rows, kind, go_on=limits.go_on)
         return _inputs_of(dispatcher, batches), batches.rows, batches.refused
     texts, rows = read_texts(ipc, limits.decoded_bytes, limits.check_rows, limits.go_on)
     return texts, rows, {}
@@ -189,10 +194,10 @@ def _inputs_of(dispatcher: Dispatcher, batches: InputBatches) -> Sequence[Input]
 
 
 def _input(dispatcher: Dispatcher, item: RowInput, row: int, refused: dict[int, InvalidInput]) -> Input:
-    """A row as the engine takes it; None, and an error in `refused`, for a file that is not an image.
+    """A row as the engine takes it; None, and an error in `refused`, for a file that is no image or sound.
 
     Raises:
-        WrongModelKind: there is an image, and the model embeds texts alone.
+        WrongModelKind: there is a file, and the model embeds texts alone.
     """
     file, text = item if isinstance(item, tuple) else (item, None)
     if isinstance(file, str) and text is not None:
@@ -202,6 +207,8 @@ def _input(dispatcher: Dispatcher, item: RowInput, row: int, refused: dict[int, 
     try:
         if text is not None and not dispatcher.engine.info.fused:
             raise InvalidInput(_ONE_AT_A_TIME)
+        if "audio" in dispatcher.engine.info.modalities:
+            return dispatcher.engine.sound(file)
         picture = dispatcher.engine.picture(file)
     except InvalidInput as error:
         refused[row] = error

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, Instanc
 from pydantic_core import core_schema
 from typing_extensions import TypeAliasType
 
-from teimgr.engine.job import InferOptions, Job, Lane, Picture, characters, pictures_of
+from teimgr.engine.job import InferOptions, Job, Lane, MediaFile, characters, pictures_of
 from teimgr.engine.job import Input as EngineInput
 from teimgr.errors import InvalidInput, TeimgrError, shortened
 from teimgr.http.bodies import is_json
@@ -583,11 +583,11 @@ class HttpInference:
     def _lane_of(self, inputs: Sequence[EngineInput], size_bytes: int) -> Lane:
         """By the tokens of its images, not by the bytes of their files: these say little about the forward."""
         limit = self.dispatcher.max_length
-        if "image" not in self.dispatcher.engine.info.modalities:
+        if len(self.dispatcher.engine.info.modalities) == 1:
             return lane_of(size_bytes, len(inputs), limit)
         images = [one for item in inputs for one in pictures_of(item)]
         chars = size_bytes - sum([one.nbytes for one in images])
-        texts = len(inputs) - sum([isinstance(one, Picture) for one in inputs])
+        texts = len(inputs) - sum([isinstance(one, MediaFile) for one in inputs])
         return lane_of(chars, texts, limit, sum([one.tokens for one in images]))
 
 

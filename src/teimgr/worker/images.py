@@ -1,7 +1,7 @@
-"""Images in requests: as data URIs or base64, or in the parts of a content, read off the event loop.
+"""Images and sounds in requests: as data URIs or base64, or in the parts of a content, read off the event loop.
 
-A text is never taken for an image, whatever it looks like: only what a request marks as an image is one. Links are not
-fetched; they are refused by name.
+A text is never taken for a file, whatever it looks like: only what a request marks as an image or a sound is one.
+Links are not fetched; they are refused by name.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import binascii
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from teimgr.engine.job import Content, Input, Picture, pictures_of
+from teimgr.engine.job import Content, Input, Picture, Sound, pictures_of
 from teimgr.errors import InvalidInput, TeimgrError
 from teimgr.models.source import shown_id
 from teimgr.worker import http_inference as http
@@ -29,10 +29,13 @@ class HasImages(Exception):
 
 
 class SentImage(NamedTuple):
-    """An image as a request has it: a data URI, base64, or its bytes, and the field that it is in."""
+    """An image, or by `kind` a sound, as a request has it: a data URI, base64, or its bytes, and the field that it is
+    in.
+    """
 
     data: str | bytes
     field: str
+    kind: str = "image"
 
 
 class SentContent(NamedTuple):
@@ -53,19 +56,19 @@ class _Inference(Protocol):
 
 
 def image_bytes(sent: SentImage) -> bytes:
-    """The bytes of an image.
+    """The bytes of an image or a sound.
 
     Raises:
         InvalidInput: it is a link, no base64, or a data URI of another kind.
     """
-    data, field = sent
+    data, field = sent.data, sent.field
     if isinstance(data, bytes):
         return data
     head = data[:_SHOWN].lstrip().lower()
     if head.startswith(_LINKS) or head.startswith("//"):
         raise InvalidInput(
             f"Input validation error: `{field}` is a link ({data[:_SHOWN]!r}), and links are not fetched here: send "
-            "the image itself, as a data URI or as base64"
+            f"the {sent.kind} itself, as a data URI or as base64"
         )
     if head.startswith("data:"):
         kind, comma, data = data.partition(",")
@@ -75,7 +78,7 @@ def image_bytes(sent: SentImage) -> bytes:
         return _decoded(data)
     except (binascii.Error, ValueError) as error:
         raise InvalidInput(
-            f"Input validation error: `{field}` is neither a data URI nor base64 of an image file"
+            f"Input validation error: `{field}` is neither a data URI nor base64 of an {sent.kind} file"
         ) from error
 
 
@@ -119,8 +122,8 @@ async def read_all(inference: _Inference, items: Sequence[SentItem]) -> list[Inp
 async def _read_item(dispatcher: Dispatcher, item: SentImage | SentContent) -> Input:
     if isinstance(item, SentImage):
         return await dispatcher.off_loop(_read, dispatcher, item)
-    pictures = [await dispatcher.off_loop(_read, dispatcher, one) for one in item.images]
-    return Content(item.text, tuple(pictures), item.instruction)
+    files = [await dispatcher.off_loop(_read, dispatcher, one) for one in item.images]
+    return Content(item.text, tuple(one for one in files if isinstance(one, Picture)), item.instruction)
 
 
 def _need_modality(dispatcher: Dispatcher, item: SentImage | SentContent) -> None:
@@ -147,15 +150,16 @@ def _need_modality(dispatcher: Dispatcher, item: SentImage | SentContent) -> Non
 
 def _need_images(dispatcher: Dispatcher, sent: SentImage) -> None:
     info = dispatcher.engine.info
-    if "image" not in info.modalities:
-        message = f"{sent.field}: only text is supported by the model {shown_id(info.model_id)}, and this is an image"
+    if sent.kind not in info.modalities:
+        known = "only text is" if len(info.modalities) == 1 else f"{' and '.join(info.modalities)} are"
+        message = f"{sent.field}: {known} supported by the model {shown_id(info.model_id)}, and this is an {sent.kind}"
         raise http.BadRequest(400, message, sent.field.partition(".")[0])
 
 
-def _read(dispatcher: Dispatcher, sent: SentImage) -> Picture:
+def _read(dispatcher: Dispatcher, sent: SentImage) -> Picture | Sound:
     engine = dispatcher.engine
     try:
-        return engine.picture(image_bytes(sent))
+        return (engine.sound if sent.kind == "audio" else engine.picture)(image_bytes(sent))
     except InvalidInput as error:
         if f"`{sent.field}`" not in error.message:
             error.reword(error.message.replace(": ", f": `{sent.field}`: ", 1))
@@ -179,10 +183,10 @@ def typed_item(given: Any, place: str) -> SentItem:
         return _together(parts, f"{place}.content", 422)
     if kind == "text":
         return _string(given, ("value", "text"), place)
-    if kind == "image":
+    if kind in ("image", "audio"):
         name = "url" if given.get("url") is not None else "data"
-        return SentImage(_string(given, ("data", "url"), place), f"{place}.{name}")
-    known = "text and image are, and a list of these as content"
+        return SentImage(_string(given, ("data", "url"), place), f"{place}.{name}", kind)
+    known = "text, image and audio are, and a list of these as content"
     raise http.BadRequest(422, f"{place}.type: {str(kind)[:_SHOWN]!r} is not served: {known}", place.partition(".")[0])
 
 
@@ -260,11 +264,12 @@ def item_of_parts(parts: Any, place: str, instruction: str | None = None) -> Sen
             found.append(part["text"])
         elif (url := _image_of_part(part)) is not None:
             found.append(SentImage(url, f"{where}.image_url"))
+        elif (sent := _sound_of_part(part, where)) is not None:
+            found.append(sent)
         else:
             given = str(part.get("type", next(iter(part), "")))[:_SHOWN]
-            raise http.BadRequest(
-                400, f"{where}: only parts of type text and image_url are served, and this is {given!r}", field
-            )
+            known = "text, image_url, input_audio and audio_url"
+            raise http.BadRequest(400, f"{where}: only parts of type {known} are served, and this is {given!r}", field)
     return _together(found, place, 400, instruction)
 
 
@@ -273,6 +278,16 @@ def _image_of_part(part: dict[str, Any]) -> str | None:
     given = part.get("image_url", part.get("image_base64"))
     url = given.get("url") if isinstance(given, dict) else given
     return url if isinstance(url, str) else None
+
+
+def _sound_of_part(part: dict[str, Any], where: str) -> SentImage | None:
+    """OpenAI's `input_audio` with `data`, vLLM's `audio_url` with a data URI."""
+    for name, key in (("input_audio", "data"), ("audio_url", "url")):
+        given = part.get(name)
+        found = given.get(key) if isinstance(given, dict) else given
+        if isinstance(found, str):
+            return SentImage(found, f"{where}.{name}", "audio")
+    return None
 
 
 def items_of_messages(messages: Any) -> Iterator[SentItem]:
@@ -314,5 +329,10 @@ def _of_conversation(messages: list[tuple[int, dict[str, Any]]], where: str) -> 
 
 def counted(job_inputs: Sequence[Input]) -> tuple[int, int]:
     """The images of a job, and the tokens that they take."""
-    tokens = [one.tokens for item in job_inputs for one in pictures_of(item)]
+    tokens = [one.tokens for item in job_inputs for one in pictures_of(item) if isinstance(one, Picture)]
     return len(tokens), sum(tokens)
+
+
+def heard_ms(job_inputs: Sequence[Input]) -> int:
+    """The milliseconds of the sounds of a job."""
+    return round(1e3 * sum([one.seconds for one in job_inputs if isinstance(one, Sound)]))

@@ -15,7 +15,7 @@ from teimgr.client.corpus.image_files import FolderSource
 from teimgr.client.corpus.sources import open_source
 from teimgr.client.payloads import pack_texts
 from teimgr.errors import InvalidConfig
-from teimgr.wire.arrow_inputs import has_images
+from teimgr.wire.arrow_inputs import has_files
 
 FILES = {"a.jpg": b"A", "b/c.PNG": b"C", "b/d/e.webp": b"E", "z.tiff": b"Z"}
 
@@ -87,7 +87,7 @@ def test_a_column_of_files_is_read_some_rows_at_a_time(
     ]
     assert batches[0]["fault"].to_pylist()[:3] == [None, "the row has no `bytes`: a `path` is not opened", None]
     assert batches[0]["id"][0].as_py() == 1
-    assert has_images(pack_texts(batches[0].column("text")))
+    assert has_files(pack_texts(batches[0].column("text")), "image")
 
 
 def test_a_column_image_of_strings_is_not_taken_for_texts(tmp_path: Path) -> None:

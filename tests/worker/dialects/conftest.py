@@ -24,6 +24,7 @@ from tests.support.models.dual_encoders import (
     build_qwen3_vl_reranker,
 )
 from tests.support.models.scoring import build_token_classifier
+from tests.support.models.sounds import build_clap
 from tests.worker.dialects.dialect_client import LIMIT_S, Asking
 
 PROMPTS = {"query": "query: ", "document": "document: "}
@@ -48,6 +49,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "reranker": build_cross_encoder("bert", folder / "reranker"),
         "classifier": build_classifier("bert", folder / "classifier"),
         "clip": build_clip(folder / "clip"),
+        "clap": build_clap(folder / "clap"),
         "pages": build_colqwen2(folder / "pages"),
         "chat": build_qwen3_vl_embedding(folder / "chat"),
         "judge": build_qwen3_vl_reranker(folder / "judge"),

@@ -112,7 +112,7 @@ _LARGE = base64.b64encode(file_of(Image.new("1", (9000, 9000)))).decode()
             "links are not fetched here: send",
         ),
         ("/instances/clip/embed", {"inputs": [{"type": "image"}]}, "inputs.0: needs `data` or `url`"),
-        ("/instances/clip/embed", {"inputs": [{"type": "video", "data": PLAIN}]}, "text and image are"),
+        ("/instances/clip/embed", {"inputs": [{"type": "video", "data": PLAIN}]}, "text, image and audio are"),
         (
             "/instances/clip/embed",
             {"inputs": [{"type": "image", "data": "no base64!"}]},
@@ -135,7 +135,7 @@ _LARGE = base64.b64encode(file_of(Image.new("1", (9000, 9000)))).decode()
         ("/v1/embeddings", {"input": "a", "messages": message([PART])}, "messages"),
         ("/v2/embed", {"images": [URI], "texts": [TEXT]}, "contradicts"),
         ("/infinity/embeddings", {"input": [[1, 2]], "modality": "image"}, "must be data URIs or base64"),
-        ("/infinity/embeddings", {"input": [URI], "modality": "audio"}, "text and image are served"),
+        ("/infinity/embeddings", {"input": [URI], "modality": "audio"}, "text and image are supported by the model"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

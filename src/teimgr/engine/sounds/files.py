@@ -25,6 +25,7 @@ _RATES = (4_000, 192_000)
 _MAX_CHANNELS = 8
 _MAX_PARTS = 100_000  # chunks or pages of a file
 _BLOCK_SAMPLES = 1 << 16
+_LOUDEST = 1000  # full scale is 1
 _LAST_PAGE = 4  # a flag of OGG
 _WAY_OUT = "send WAV, FLAC, OGG (Vorbis, Opus) or MP3"
 _KNOWN_OTHERS = (
@@ -111,8 +112,11 @@ def decode(data: bytes, rate: int) -> NDArray[np.float32]:
         filled += len(part)
     if not filled:
         raise InvalidInput("Input validation error: the sound is too short: it has no sample at the model's rate")
-    if not np.isfinite(found[:filled]).all():
-        raise InvalidInput("Input validation error: the sound has samples that are no finite numbers")
+    if not np.abs(found[:filled]).max() <= _LOUDEST:  # nor where one is NaN
+        raise InvalidInput(
+            f"Input validation error: the sound has samples that are no finite numbers, or beyond {_LOUDEST:,} times "
+            "full scale"
+        )
     return found[:filled]
 
 

@@ -26,7 +26,7 @@ class InfinityEmbeddingsRequest(http.InferenceRequest, http.LenientBody):
     encoding_format: EncodingFormat = "float"
     dimensions: Annotated[http.U32 | None, Field(description="0: all")] = None
     modality: Annotated[
-        Literal["text", "image", "audio"], Field(description="image: data URIs or base64; audio is not served")
+        Literal["text", "image", "audio"], Field(description="image and audio: data URIs or base64")
     ] = "text"
     pool_factor: http.PoolFactor = 1.0
 
@@ -36,11 +36,13 @@ class InfinityEmbeddingsRequest(http.InferenceRequest, http.LenientBody):
         return self.job_of(inputs, served)
 
     def sent_images(self) -> list[images.SentImage]:
-        """The images of a request for them; raises BadRequest: an input is not a string."""
+        """The images or sounds of a request for them; raises BadRequest: an input is not a string."""
         given = [self.input] if isinstance(self.input, str) else self.input
         if not given or not all(isinstance(one, str) for one in given):
-            raise http.BadRequest(400, "input: with modality image, must be data URIs or base64", "input")
-        return [images.SentImage(one, f"input.{place}") for place, one in enumerate(given) if isinstance(one, str)]
+            message = f"input: with modality {self.modality}, must be data URIs or base64"
+            raise http.BadRequest(400, message, "input")
+        sent = [one for one in given if isinstance(one, str)]
+        return [images.SentImage(one, f"input.{place}", self.modality) for place, one in enumerate(sent)]
 
     def job_of(self, inputs: Sequence[EngineInput], served: http.ServedModel) -> http.JobSpec:
         """The job of texts, ids or images."""
@@ -86,12 +88,10 @@ def _rest(model: str, job: Job) -> dict[str, Any]:
 
 
 async def embeddings(inference: http.HttpInference, request: HttpRequest) -> HttpReply:
-    """Texts, or by `modality` images."""
+    """Texts, or by `modality` images or sounds."""
     body = await inference.read(request, InfinityEmbeddingsRequest)
     if body.modality == "text":
         return await inference.respond(body.job)
-    if body.modality != "image":
-        raise http.BadRequest(400, f"modality: text and image are served, not {body.modality}", "modality")
     sent = body.sent_images()
     inference.check_count(len(sent), BATCH_LIMIT)
     return await inference.respond(partial(body.job_of, await images.read_all(inference, sent)))

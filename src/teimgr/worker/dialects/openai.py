@@ -84,7 +84,7 @@ class OpenAIEmbeddingsRequest(http.LenientBody):
     ] = None
     # Infinity
     modality: Annotated[
-        Literal["text", "image"], Field(description="image: `input` has images, as data URIs or base64")
+        Literal["text", "image", "audio"], Field(description="what `input` has: images, sounds, as data URIs or base64")
     ] = "text"
     embedding_types: Annotated[Any, Field(description="not supported")] = None
     chunk_size: Annotated[Any, Field(description="not supported")] = None
@@ -165,7 +165,7 @@ class OpenAIItemsRequest(OpenAIEmbeddingsRequest):
 
     def _item(self, one: Any, place: str) -> images.SentItem:
         if isinstance(one, str):
-            return images.SentImage(one, place) if self.modality == "image" else one
+            return one if self.modality == "text" else images.SentImage(one, place, self.modality)
         if isinstance(one, dict):
             return images.item_of_object(one, place)
         raise http.BadRequest(400, f"{place}: must be a text or an object with `text` or `image`", "input")

@@ -48,15 +48,23 @@ class SieImage(http.Body):
     format: Annotated[str | None, Field(description="told by the bytes, whatever is named")] = None
 
 
+class SieAudio(http.Body):
+    """A sound file: its bytes in msgpack, base64 in JSON."""
+
+    data: str | bytes
+    format: Annotated[str | None, Field(description="told by the bytes, whatever is named")] = None
+    sample_rate: Annotated[int | None, Field(description="told by the bytes, whatever is named")] = None
+
+
 class Item(http.Body):
-    """What is encoded: a text, or one image by a model of images. Audio, video and documents are not supported."""
+    """What is encoded: a text, or one image or sound by a model of these. Video and documents are not supported."""
 
     id: str | None = None
     text: str | None = None
     images: Annotated[
         list[SieImage] | None, Field(description="with a text, or several, by models that read them in one input")
     ] = None
-    audio: Annotated[Any | None, Field(description="not supported")] = None
+    audio: Annotated[SieAudio | None, Field(description="and no text with it")] = None
     video: Annotated[Any | None, Field(description="not supported")] = None
     document: Annotated[Any | None, Field(description="not supported")] = None
 
@@ -283,8 +291,12 @@ def _text(item: Item, place: str) -> str:
 def _item(item: Item, place: str) -> images.SentItem:
     """The text and the images of an item; raises BadRequest where it has neither."""
     field = place.split(".")[0]
-    if any(one is not None for one in (item.audio, item.video, item.document)):
-        raise http.BadRequest(400, f"{place}: audio, video and documents are not supported", field)
+    if any(one is not None for one in (item.video, item.document)):
+        raise http.BadRequest(400, f"{place}: video and documents are not supported", field)
+    if item.audio is not None:
+        if item.text is not None or item.images:
+            raise http.BadRequest(400, f"{place}: must have a text or a sound: send both as items of their own", field)
+        return images.SentImage(item.audio.data, f"{place}.audio.data", "audio")
     if not item.images:
         if item.text is None:
             raise http.BadRequest(400, f"{place}: must have a text, or an image", field)
@@ -297,7 +309,8 @@ def _item(item: Item, place: str) -> images.SentItem:
 
 def _images(inputs: Sequence[Input]) -> dict[str, int]:
     count, _ = images.counted(inputs)
-    return {"images": count} if count else {}
+    heard = images.heard_ms(inputs)
+    return ({"images": count} if count else {}) | ({"audio_ms": heard} if heard else {})
 
 
 def _encoded(
