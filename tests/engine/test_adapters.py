@@ -145,6 +145,20 @@ def test_an_adapter_that_cannot_be_merged_is_refused_by_name(
         read_layout(tmp_path / "adapter")
 
 
+@pytest.mark.parametrize("changes", [{"r": 16}, {"rank_pattern": {"query": 16}}])
+def test_an_adapter_of_another_rank_than_its_configuration_says_is_refused_naming_both(
+    changes: dict[str, Any], tmp_path: Path, serve: Callable[..., Served]
+) -> None:
+    base = build("bert", tmp_path / "base")
+    build_adapter(base, tmp_path / "adapter", tmp_path / "merged", **changes)
+
+    named = (
+        r"r = 16 for encoder.layer.0.*query, and its matrices in adapter_model.safetensors have the rank 4, A \(4, 32"
+    )
+    with pytest.raises(ModelLoadFailed, match=named):
+        serve(tmp_path / "adapter")
+
+
 @pytest.mark.parametrize(
     ("names", "reason"),
     [

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from teimgr.errors import ModelLoadFailed
+from teimgr.models.json_files import max_length, position_offset
 from teimgr.models.reading import read_layout
 from tests.support.models import build, edit, read, write
 
@@ -35,6 +36,14 @@ def test_without_a_saved_length_the_tokenizer_and_the_positions_decide(bert: Pat
     del config["model_max_length"]
     write(bert / "tokenizer_config.json", config | {"max_len": 33})  # its name before 2020
     assert read_layout(bert).max_length == 33
+
+
+def test_a_size_that_config_json_leaves_out_is_that_of_its_class_by_its_own_name(tmp_path: Path) -> None:
+    """GPT-2 calls its positions n_positions, of which there are 1,024; RoBERTa's padding token is 1."""
+    assert max_length({"model_type": "gpt2"}, {}, {}) == 1024
+    assert max_length({"model_type": "gpt2", "n_positions": 256}, {}, {}) == 256
+    assert position_offset({"model_type": "roberta"}) == 2
+    assert max_length({"model_type": "roberta"}, {}, {}) == 510
 
 
 def test_mpnet_has_two_positions_less_than_its_table(tmp_path: Path) -> None:

@@ -76,14 +76,21 @@ def matrices_of(adapter: Adapter) -> Iterator[tuple[str, Tensor, Tensor]]:
     if not halves or adapter.transposed:
         raise ModelLoadFailed(f"{adapter.weights} has no LoRA weights of linear layers")
     for layer, given in halves.items():
-        a, b = _pair(layer, given.get("lora_A"), given.get("lora_B"))
+        a, b = _pair(adapter, layer, given.get("lora_A"), given.get("lora_B"))
         yield layer, a, _scale(adapter, layer, len(a)) * b
 
 
-def _pair(layer: str, a: Tensor | None, b: Tensor | None) -> tuple[Tensor, Tensor]:
-    """A [r, in] and B [out, r] of one layer; raises ModelLoadFailed where one is missing or of another shape."""
+def _pair(adapter: Adapter, layer: str, a: Tensor | None, b: Tensor | None) -> tuple[Tensor, Tensor]:
+    """A [r, in] and B [out, r] of one layer; raises ModelLoadFailed where one is missing or of another shape, as by
+    another r than that of the configuration.
+    """
     if a is None or b is None or a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1]:
         raise ModelLoadFailed(f"the adapter of {layer} has no matrices A and B that fit together")
+    if len(a) != (rank := adapter.rank_of(layer)):
+        raise ModelLoadFailed(
+            f"adapter_config.json has r = {rank:g} for {layer}, and its matrices in {adapter.weights.name} have the "
+            f"rank {len(a)}, A {tuple(a.shape)} and B {tuple(b.shape)}: one of the two files is of another adapter"
+        )
     return a, b
 
 
@@ -95,7 +102,9 @@ def _merge(module: nn.Module, layer: str, parts: dict[str, Tensor], adapter: Ada
     if (weight := _parameter(module, f"{layer}.weight", prefix)) is None:
         return
     is_table = "lora_embedding_A.weight" in parts
-    a, b = _pair(layer, *(parts.pop(f"lora_{'embedding_' if is_table else ''}{half}.weight", None) for half in "AB"))
+    a, b = _pair(
+        adapter, layer, *(parts.pop(f"lora_{'embedding_' if is_table else ''}{half}.weight", None) for half in "AB")
+    )
     scale = _scale(adapter, layer, a.shape[0])
     change = scale * (b @ a)
     if adapter.transposed or is_table:

@@ -54,6 +54,9 @@ _NOT_OF_THE_SPACE = frozenset(
         *("lower_case", "end_token", "own_tokenizer", "trust_remote_code", "code_revision", "query_route"),
     )
 )
+# Of parts of a layout: where a module's own code is, which is hashed as such, and an adapter's rank, which is that of
+# its weights.
+_BY_WEIGHTS = ("root", "rank", "ranks")
 _LATER_FIELDS = frozenset(
     ("dual", "pages", "sound")
 )  # of `Layout`, since FORMAT was last raised: hashed where they are set
@@ -233,7 +236,7 @@ def _plain(value: Any, weights: Mapping[Path, str]) -> Any:
     if isinstance(value, Enum):
         return value.value
     if is_dataclass(value):
-        named = ((item.name, getattr(value, item.name)) for item in fields(value) if item.name != "root")
+        named = ((one.name, getattr(value, one.name)) for one in fields(value) if one.name not in _BY_WEIGHTS)
         return {name: _plain(each, weights) for name, each in named}
     if isinstance(value, Mapping):
         return {str(key): _plain(each, weights) for key, each in value.items() if key not in _ORIGIN}

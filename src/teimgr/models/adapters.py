@@ -71,19 +71,22 @@ def _adapter(folder: Path, config: Mapping[str, Any]) -> Adapter:
     return Adapter(
         weights=weights,
         alpha=_number(config, "lora_alpha", 8),
-        alphas=_alphas(config.get("alpha_pattern") or {}),
+        alphas=_by_pattern(config, "alpha_pattern"),
         by_root=bool(config.get("use_rslora")),
         transposed=bool(config.get("fan_in_fan_out")),
         has_magnitudes=bool(config.get("use_dora")),
+        rank=_number(config, "r", 8),
+        ranks=_by_pattern(config, "rank_pattern"),
     )
 
 
-def _alphas(given: Mapping[str, Any]) -> dict[str, float]:
+def _by_pattern(config: Mapping[str, Any], key: str) -> dict[str, float]:
+    given = config.get(key) or {}
     for pattern in given:
         try:
             re.compile(pattern)
         except re.error as error:
-            raise ModelLoadFailed(f"{FILE} has the alpha_pattern {pattern!r}, which is no pattern: {error}") from error
+            raise ModelLoadFailed(f"{FILE} has the {key} {pattern!r}, which is no pattern: {error}") from error
     return {pattern: _number(given, pattern) for pattern in given}
 
 

@@ -205,11 +205,11 @@ SAVED = KnownKeys(
 ADAPTER = KnownKeys(
     honoured=_words(
         """peft_type base_model_name_or_path revision r lora_alpha alpha_pattern use_rslora use_dora fan_in_fan_out
-        init_lora_weights lora_bias bias"""
+        init_lora_weights lora_bias bias rank_pattern"""
     ),
     harmless=_words(
         """auto_mapping task_type inference_mode target_modules exclude_modules lora_dropout layers_to_transform
-        layers_pattern rank_pattern modules_to_save peft_version ensure_weight_tying qalora_group_size runtime_config
+        layers_pattern modules_to_save peft_version ensure_weight_tying qalora_group_size runtime_config
         loftq_config eva_config corda_config megatron_core modules_to_tie velora_config"""
     ),
     only={

@@ -296,7 +296,7 @@ class ScoringConfig:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A LoRA adapter of PEFT: its file of weights, and its scale alpha, by layers where these have others.
+    """A LoRA adapter of PEFT: its file of weights, and its scale alpha and rank, by layers where these have others.
 
     `by_root`: alpha is divided by the root of the rank (rsLoRA), not by the rank. `transposed`: weights of the base are
     [in, out]. `has_magnitudes`: each layer has the length of its rows too (DoRA).
@@ -308,13 +308,19 @@ class Adapter:
     by_root: bool
     transposed: bool
     has_magnitudes: bool
+    rank: float
+    ranks: Mapping[str, float]
 
     def alpha_of(self, layer: str) -> float:
-        """The alpha of a layer by its name, as PEFT finds it: by the first pattern that matches the name's end."""
-        for pattern, alpha in self.alphas.items():
-            if re.match(rf"(.*\.)?({pattern})$", layer):
-                return alpha
-        return self.alpha
+        return _of_layer(self.alphas, layer, self.alpha)
+
+    def rank_of(self, layer: str) -> float:
+        return _of_layer(self.ranks, layer, self.rank)
+
+
+def _of_layer(values: Mapping[str, float], layer: str, default: float) -> float:
+    """The value of a layer by its name, as PEFT finds it: by the first pattern that matches the name's end."""
+    return next((value for pattern, value in values.items() if re.match(rf"(.*\.)?({pattern})$", layer)), default)
 
 
 @dataclass(frozen=True, slots=True)
