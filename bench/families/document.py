@@ -128,7 +128,8 @@ def _evidence(records: Mapping[str, Record]) -> list[str]:
         "## What shows it",
         "",
         "The claims by number: W1 to W8 are what was once served wrong without a word, R1 to R15 the families that",
-        "were refused. Rows by their key (`--only KEY` measures one), tests below `tests/`.",
+        "were refused; behind these what holds for all models. Rows by their key (`--only KEY` measures one), tests",
+        "below `tests/`.",
         "",
         *(line for claim in CLAIMS for line in _claim(claim, records)),
     ]

@@ -1,6 +1,7 @@
 """What shows each claim of issue 28: its rows by number, what is claimed, rows of the catalogue, and tests.
 
-W1 to W8 were served and silently wrong, R1 to R15 refused. A test's name is `folder/file::function` below `tests/`.
+W1 to W8 were served and silently wrong, R1 to R15 refused; those with a word for a number are of all models. A test's
+name is `folder/file::function` below `tests/`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ class Claim:
 
 _OWN = "models/test_own_code.py::"
 _KEYS = "models/test_key_checks.py::"
+_LIBRARY = "engine/test_library_comparison.py::"
+_LOADS = "end_to_end/test_failed_loads.py::"
 
 CLAIMS = (
     Claim(
@@ -248,6 +251,77 @@ CLAIMS = (
             "engine/test_converted_tokenizer.py::test_xlm_roberta_has_the_ids_of_fairseq",
             "engine/test_converted_tokenizer.py::test_a_tokenizer_that_cuts_otherwise_is_refused",
             "engine/test_converted_tokenizer.py::test_without_the_extra_the_hint_names_it",
+        ),
+    ),
+    Claim(
+        "rule",
+        "every key of a model's files is honoured, harmless, a warning or a refusal; strict_model_files makes a "
+        "warning a refusal",
+        ("files-saved-now", "files-lower-case", "files-position-ids"),
+        (
+            f"{_KEYS}test_an_unknown_key_that_is_switched_on_is_a_warning_and_a_refusal_where_strict",
+            f"{_KEYS}test_an_unknown_key_that_is_switched_off_is_none",
+            f"{_KEYS}test_a_layout_as_its_library_saves_it_has_no_warning",
+            f"{_KEYS}test_a_file_that_modules_json_names_and_that_is_missing_is_named",
+            f"{_KEYS}test_what_the_tokenizers_two_files_say_differently_is_a_warning",
+            f"{_KEYS}test_without_a_tokenizer_class_the_librarys_for_the_model_type_counts",
+        ),
+    ),
+    Claim(
+        "verified",
+        "models check compares with sentence-transformers or transformers and names it",
+        (),
+        (
+            f"{_LIBRARY}test_an_embedder_is_verified_with_a_long_text_a_prompt_and_a_blank_one",
+            f"{_LIBRARY}test_a_text_of_white_space_alone_is_compared",
+            f"{_LIBRARY}test_scores_sparse_vectors_and_labels_of_tokens_are_compared",
+            f"{_LIBRARY}test_without_sentence_transformers_it_says_so",
+        ),
+    ),
+    Claim(
+        "TEI",
+        "a pooling that compose files of TEI give a reranker is a warning",
+        (),
+        ("models/test_kinds.py::test_a_pooling_that_means_nothing_is_a_warning",),
+    ),
+    Claim(
+        "roles",
+        "routes by role on every surface that has one",
+        ("router-behind-query", "router-behind-document"),
+        (
+            "worker/dialects/test_roles.py::test_prompt_name_and_is_query_choose_the_way",
+            "worker/dialects/test_roles.py::test_scores_compare_a_query_with_documents",
+        ),
+    ),
+    Claim(
+        "entities",
+        "token classifiers in each dialect that has such a route",
+        ("tokens-bert",),
+        (
+            "worker/dialects/test_tei.py::test_a_token_classifier_predicts_entities",
+            "worker/dialects/test_tei.py::test_what_a_token_classifier_is_not_asked",
+            "worker/dialects/test_vllm.py::test_a_token_classifier_pools_a_probability_per_label_and_token",
+        ),
+    ),
+    Claim(
+        "files",
+        "one list of files for download, completeness, trial and loading",
+        ("files-dense-bin", "files-transformer-bin", "files-bin-shards", "files-0-transformer-bin", "files-links"),
+        (
+            "models/test_directory.py::test_a_model_is_downloaded_whole_and_found_offline",
+            "models/test_directory.py::test_a_module_folder_may_be_a_link_within_the_models_cache",
+            "models/test_directory.py::test_shards_of_pickled_weights_are_read_together",
+        ),
+    ),
+    Claim(
+        "loads",
+        "a load that cannot succeed ends, and create --wait with it",
+        (),
+        (
+            f"{_LOADS}test_a_broken_model_fails_at_once_with_the_cause",
+            f"{_LOADS}test_a_hub_that_refuses_the_token_is_named",
+            f"{_LOADS}test_a_cache_that_is_no_folder_is_named",
+            "models/test_json_files.py::test_a_size_that_config_json_leaves_out_is_that_of_its_class_by_its_own_name",
         ),
     ),
     Claim(
