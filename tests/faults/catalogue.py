@@ -7,8 +7,8 @@ import os
 import shutil
 import signal
 import socket
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -16,14 +16,17 @@ from typing import Generic, TypeVar
 import aiohttp
 import psutil
 
+from teimgr.client import AsyncClient
 from teimgr.control.launch.nursery import NAME, STANDBY_NAME
 from teimgr.control.launch.process_handle import look_up
-from teimgr.errors import StateNotSaved, TeimgrError
+from teimgr.errors import StateNotSaved, TeimgrError, TryLater
 from teimgr.spec import State
 from tests.faults.world import MINILM, MODELS, Wanted, World
 from tests.support.polling import eventually
 
 _TARGETS = ("pair", "single")
+_ON_DEMAND = 8  # with what always runs more than `MEMORY_MIB` holds
+_ATTEMPTS = 100
 
 Fault = Callable[[World], Awaitable[None]]
 WorldT = TypeVar("WorldT", bound=World)
@@ -263,6 +266,91 @@ def _accept_saved(world: World) -> None:
             world.ports[name] = spec.port
         else:
             world.wanted[name] = replace(known, model=model, is_running=spec.wanted_running)
+
+
+@fault()
+async def scaled_up_and_down(world: World) -> None:
+    """Replicas come and go while calls run."""
+    for replicas in (3, 1):
+        async with world.client(60.0) as client:
+            await client.update("single", replicas=replicas, wait=True)
+        world.wanted["single"] = replace(world.wanted["single"], replicas=replicas)
+
+
+# Models on demand
+
+
+@asynccontextmanager
+async def _declared(world: World, names: Sequence[str]) -> AsyncIterator[AsyncClient]:
+    """Instances on demand, each of the one or the other model, that are there within the block."""
+    async with world.client(60.0) as client:
+        for number, name in enumerate(names):
+            model = [*MODELS][number % len(MODELS)]
+            world.allowed[name] = {model}
+            await client.create(name, str(world.folder / model), dtype="float32", load="on_demand")
+        try:
+            yield client
+        finally:
+            for name in names:
+                await client.delete(name)
+
+
+async def _answered(world: World, client: AsyncClient, name: str) -> None:
+    """Have a text embedded, and compare."""
+    row = world.random.randrange(len(world.texts))
+    vector = await client.embed(world.texts[row], instance=name)
+    world.check_vectors(f"{name}, on demand", [row], vector, world.allowed[name])
+
+
+@fault()
+async def worker_killed_in_a_load_on_demand(world: World) -> None:
+    """Calls that wait for the load are answered by the next one, or refused with a reason."""
+    async with _declared(world, ["lazy"]) as client:
+        calls = [asyncio.create_task(_answered(world, client, "lazy")) for _ in range(8)]
+        await _moment(world)
+        for pid in await world.worker_pids("lazy"):
+            _send(world, pid, signal.SIGKILL)
+        for result in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(result, BaseException) and not isinstance(result, TryLater):
+                raise result
+        async for attempt in _attempts():
+            with suppress(TryLater):
+                await _answered(world, client, "lazy")
+                break
+            assert attempt < _ATTEMPTS, "it is not loaded again"
+
+
+@fault()
+async def unloaded_under_calls(world: World) -> None:
+    """A model that is told to go whenever it has no calls loses none of them."""
+    async with _declared(world, ["lazy"]) as client, aiohttp.ClientSession() as http:
+        for _ in range(4):
+            calls = [asyncio.create_task(_answered(world, client, "lazy")) for _ in range(4)]
+            await _moment(world, 0.2)
+            async with http.post(f"{world.daemon.api}/api/generate", json={"model": "lazy", "keep_alive": 0}) as reply:
+                assert reply.status == 200, await reply.text()
+            await asyncio.gather(*calls)
+
+
+@fault(heals_within_s=120.0)
+async def evicted_for_each_other(world: World) -> None:
+    """More models on demand than the memory budget holds: each call is answered, and some have others evicted."""
+    names = [f"lazy-{number}" for number in range(_ON_DEMAND)]
+    async with _declared(world, names) as client:
+        async with asyncio.timeout(100.0):
+            for _ in range(2):
+                world.random.shuffle(names)
+                await asyncio.gather(*(_answered(world, client, name) for name in names))
+        async with aiohttp.ClientSession() as http, http.get(f"{world.daemon.api}/events?event=evicted") as reply:
+            evicted = await reply.json()
+        if not any(event["instance"] in names for event in evicted):
+            world.breaches.append(f"none of {len(names)} models was evicted: the budget is too large for this fault")
+
+
+async def _attempts() -> AsyncIterator[int]:
+    for number in range(1, _ATTEMPTS + 1):
+        yield number
+        await asyncio.sleep(0.2)
 
 
 # Disk

@@ -30,6 +30,8 @@ MINILM = "minilm"
 # The float32 of a worker and of sentence-transformers differ by less than 1e-6; the two models by more than a tenth.
 MIN_COSINE = 0.9999
 TEXTS = 64
+# For the fleet, what changes of it take besides, and a few models on demand.
+MEMORY_MIB = 480
 CALL_LIMIT_S = 10.0
 # For processes that end by themselves, such as the nursery of a killed daemon: it may be importing torch.
 _LEFT_OVER_S = 60.0
@@ -104,6 +106,7 @@ class World:
             health_probe_timeout_secs=1,
             restart_backoff_max_secs=1,
             startup_timeout_secs=60,
+            host_memory_budget_mib=MEMORY_MIB,
         )
         return cls(daemon.start(), folder, chance, texts, references)
 
