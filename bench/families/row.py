@@ -29,7 +29,8 @@ class Row:
     `make` writes the model to a folder, and gives the reference where that needs what was written; else it is
     `reference`, named `by`. `hub` are examples of repositories. `asked` are the options for the engine that the
     reference answers to. `longest` is the model's maximal length in tokens. `reads_lists`: it is asked for the scores
-    of whole lists (`lists`), and its reference is given these. `has_images`: files of images are asked beside texts.
+    of whole lists (`lists`), and its reference is given these. `has_images`: files of images are asked beside texts,
+    and with `has_sounds` those of sounds.
     """
 
     key: str
@@ -48,3 +49,4 @@ class Row:
     takes_pairs: bool = False
     reads_lists: bool = False
     has_images: bool = False
+    has_sounds: bool = False

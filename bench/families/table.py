@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench.families import decoders, encoders, others, own_code, scoring, senses, trusted
+from bench.families import decoders, encoders, others, own_code, scoring, senses, sounds, trusted
 from bench.families.row import Row
 
 ROWS: tuple[Row, ...] = (
@@ -11,6 +11,7 @@ ROWS: tuple[Row, ...] = (
     *own_code.ROWS,
     *others.ROWS,
     *senses.ROWS,
+    *sounds.ROWS,
     *scoring.ROWS,
     *trusted.ROWS,
 )

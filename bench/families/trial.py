@@ -19,6 +19,7 @@ from bench.families.probes import probes
 from bench.families.references import st_dense
 from bench.families.row import Reference, Row
 from bench.families.senses import picture_files
+from bench.families.sounds import sound_files
 from teimgr.engine.engine import Engine, EngineOptions
 from teimgr.engine.job import InferOptions, Output
 from teimgr.errors import EmptyInput, TeimgrError
@@ -84,9 +85,12 @@ def _compared(row: Row, folder: Path, dtype: str, options: InferOptions, referen
     inputs: Sequence[Any] = LISTS if row.reads_lists else probes(row.longest, row.takes_pairs)
     if row.has_images:
         inputs = [*picture_files(), *inputs]
+    if row.has_sounds:
+        inputs = [*sound_files(), *inputs]
     theirs = reference(folder, inputs)
     asker = Asker(folder, _options(row, dtype), width=theirs[0].shape[-1])
-    inputs = [asker.engine.picture(one) if isinstance(one, bytes) else one for one in inputs]
+    read = asker.engine.sound if row.has_sounds else asker.engine.picture
+    inputs = [read(one) if isinstance(one, bytes) else one for one in inputs]
     try:
         if row.reads_lists:
             together, alone = scores(asker, inputs), [found for one in inputs for found in scores(asker, [one])]
