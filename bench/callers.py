@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,10 +24,12 @@ _RECEIVE_BYTES = 2**16
 
 
 class Caller:
-    """Of an instance, whose precision is the caller's `dtype`."""
+    """Of an instance, whose precision is the caller's `dtype`, where its gRPC address is known."""
 
     def __init__(self, task: Task) -> None:
-        self._instance = task.instance
+        self._instance, self.dtype = task.instance, ""
+        if not task.grpc:
+            return
         with Client(grpc=task.grpc, timeout_s=_SILENCE_S) as client:
             self.dtype = client.info(instance=task.instance).dtype
 
@@ -161,7 +166,32 @@ class OpenAiRoute(Route):
 
     def query(self, text: str) -> Any:
         """One row."""
-        return np.array(self.post({"model": self._instance, "input": text})["data"][0]["embedding"], np.float32)
+        return np.array(self.query_all(text)[0]["embedding"], np.float32)
+
+    def query_all(self, texts: str | list[str]) -> list[Any]:
+        """The rows of a call, as it answers them."""
+        rows: list[Any] = self.post({"model": self._instance, "input": texts, "encoding_format": "float"})["data"]
+        return rows
+
+
+class OpenAiBulk:
+    """A bulk job over OpenAI's route of any server: four callers, each with 32 texts in the call under way."""
+
+    dtype = ""
+    _CALLERS, _TEXTS = 4, 32  # of texts a call, what TEI takes by default
+
+    def __init__(self, task: Task) -> None:
+        self._routes = [OpenAiRoute(task) for _ in range(self._CALLERS)]
+
+    def encode(self, texts: list[str]) -> Any:
+        """Nothing of the vectors is kept."""
+        batches = iter([texts[at : at + self._TEXTS] for at in range(0, len(texts), self._TEXTS)])
+        with ThreadPoolExecutor(self._CALLERS) as pool:
+            return np.zeros((sum(pool.map(partial(self._send, batches), self._routes)), 1), np.float32)
+
+    @staticmethod
+    def _send(batches: Iterator[list[str]], route: OpenAiRoute) -> int:
+        return sum(len(route.query_all(batch)) for batch in batches)
 
 
 class EmbedRoute(Route):

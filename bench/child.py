@@ -45,6 +45,7 @@ KINDS: dict[str, type[Any]] = {
     "grpc": callers.OverGrpc,
     "http2": callers.OverHttp2,
     "openai": callers.OpenAiRoute,
+    "openai-bulk": callers.OpenAiBulk,
     "embed": callers.EmbedRoute,
 }
 _WARM_UP_TEXTS = 128
