@@ -1,6 +1,6 @@
 """The listener of `health_port`, for probes without key or certificate: GET /livez and GET /readyz, one word each.
 
-Kubernetes' kubelet has no client certificate, so with mutual TLS it cannot ask the REST port. Whoever reaches this port
+Kubernetes' kubelet has no client certificate, so with mutual TLS it cannot ask the REST port. A client of this port
 learns whether the daemon lives and routes calls, and nothing else: neither names, version nor reasons.
 """
 
