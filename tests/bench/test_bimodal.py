@@ -15,6 +15,7 @@ from tests.bench import openai_server
 @pytest.mark.long
 def test_queries_beside_bulk_are_measured_at_both_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "RESULTS", tmp_path)
+    monkeypatch.setattr(bimodal, "_WARM_S", 0.0)  # a pass of so small a model takes less than the second
     model = weights.random_static(tmp_path / "static", weights.minilm(), width=32)
     router = tmp_path / "router"
     router.write_text(f"#!{sys.executable}\n{Path(openai_server.__file__).read_text()}".replace('"verb"', '"--verb"'))
