@@ -30,7 +30,8 @@ class Row:
     `reference`, named `by`. `hub` are examples of repositories. `asked` are the options for the engine that the
     reference answers to. `longest` is the model's maximal length in tokens. `reads_lists`: it is asked for the scores
     of whole lists (`lists`), and its reference is given these. `has_images`: files of images are asked beside texts,
-    and with `has_sounds` those of sounds.
+    and with `has_sounds` those of sounds. `also` are further inputs: texts with images
+    (`senses.Together`).
     """
 
     key: str
@@ -50,3 +51,4 @@ class Row:
     reads_lists: bool = False
     has_images: bool = False
     has_sounds: bool = False
+    also: Sequence[Any] = ()

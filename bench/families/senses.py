@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,21 @@ from typing import Any
 import torch
 from PIL import Image
 from tests.fidelity.figures import Matrix
-from tests.support.models.dual_encoders import build_clip, build_colpali, build_colqwen2, build_siglip, file_of, noise
+from tests.support.models.dual_encoders import (
+    INSTRUCTION,
+    build_clip,
+    build_colpali,
+    build_colqwen2,
+    build_qwen3_vl_embedding,
+    build_siglip,
+    file_of,
+    noise,
+)
 
 from bench.families import files
 from bench.families.row import TRANSFORMERS, Row
-from teimgr.engine.job import Output
+from teimgr.engine.engine import Engine
+from teimgr.engine.job import Content, Input, Output
 from teimgr.spec import Kind
 
 
@@ -95,6 +106,82 @@ def _page_row(key: str, family: str, hub: str, build: Callable[[Path], Path]) ->
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Together:
+    """A text with files of images as one input."""
+
+    text: str
+    files: tuple[bytes, ...] = ()
+
+    def shown(self) -> str:
+        """As it stands in a chat, before the tokens of its images are repeated."""
+        return "<|vision_start|><|image_pad|><|vision_end|>" * len(self.files) + self.text
+
+
+def taken(engine: Engine, one: Any) -> Input:
+    """An input of the catalogue as an engine takes it."""
+    if isinstance(one, bytes):
+        return engine.picture(one)
+    if isinstance(one, Together):
+        return Content(one.text, tuple(map(engine.picture, one.files)))
+    given: Input = one
+    return given
+
+
+def _together(one: Any) -> Together:
+    if isinstance(one, Together):
+        return one
+    return Together("", (one,)) if isinstance(one, bytes) else Together(one)
+
+
+class ChatLibrary:
+    """Qwen3-VL of transformers: its image processor with Pillow, its tokenizer and its forward, one input at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoImageProcessor, PreTrainedTokenizerFast, Qwen3VLForConditionalGeneration
+
+        self.model: Any = Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+        self.tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(folder)
+        self._processor: Any = AutoImageProcessor.from_pretrained(folder, backend="pil")
+
+    def inputs(self, chat: str, files: Sequence[bytes]) -> dict[str, torch.Tensor]:
+        seen: dict[str, Any] = {}
+        if files:
+            seen = dict(self._processor(images=[Image.open(io.BytesIO(one)) for one in files], return_tensors="pt"))
+            for grid in seen["image_grid_thw"]:
+                chat = chat.replace("<|image_pad|>", "<|part|>" * (int(grid.prod()) // 4), 1)
+        ids = self.tokenizer(chat.replace("<|part|>", "<|image_pad|>"), return_tensors="pt")["input_ids"]
+        return {"input_ids": ids, "mm_token_type_ids": (ids == self.model.config.image_token_id).int(), **seen}
+
+
+def chat_vectors(folder: Path, inputs: Sequence[Any]) -> list[Matrix]:
+    """The last hidden states, in the chat of the authors' code."""
+    library = ChatLibrary(folder)
+    found = []
+    with torch.inference_mode():
+        for one in map(_together, inputs):
+            chat = (
+                f"<|im_start|>system\n{INSTRUCTION}<|im_end|>\n<|im_start|>user\n{one.shown()}<|im_end|>\n"
+                "<|im_start|>assistant\n"
+            )
+            hidden = library.model.model(**library.inputs(chat, one.files)).last_hidden_state
+            found.append(hidden[:, -1].numpy())
+    return found
+
+
+def _chat_rows() -> Iterator[Row]:
+    files_of_all = picture_files()
+    both = [Together(f"a caption of {place}", (one,)) for place, one in enumerate(files_of_all)]
+    both.append(Together("two of them", tuple(files_of_all[:2])))
+    note = "texts, images, and both in one input"
+    common: dict[str, Any] = {"by": TRANSFORMERS, "longest": _SHORT_ENOUGH, "note": note}
+    for suffix, modules in (("", True), ("-bare", False)):
+        hub = "Qwen/Qwen3-VL-Embedding-2B, -8B" + ("" if modules else " (without modules.json)")
+        make = files.built(partial(build_qwen3_vl_embedding, modules=modules))
+        asked = {"asked": {"normalize": False}, "reference": chat_vectors, "has_images": True, "also": both}
+        yield Row(f"qwen3-vl-embedding{suffix}", "Qwen3-VL", hub, make, **common, **asked)
+
+
 def _row(key: str, family: str, hub: str, build: Callable[..., Any], longest: int) -> Row:
     def make(folder: Path) -> None:
         build(folder)
@@ -118,6 +205,7 @@ def _rows() -> Iterator[Row]:
     yield _row("siglip", "SigLIP", siglip, build_siglip, 64)
     yield _page_row("colpali", "ColPali", "vidore/colpali-v1.2-hf, colpali-v1.3-hf", build_colpali)
     yield _page_row("colqwen2", "ColQwen2", "vidore/colqwen2-v1.0-hf", build_colqwen2)
+    yield from _chat_rows()
 
 
 ROWS = tuple(_rows())

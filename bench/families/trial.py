@@ -18,7 +18,7 @@ from bench.families.lists import LISTS, scores
 from bench.families.probes import probes
 from bench.families.references import st_dense
 from bench.families.row import Reference, Row
-from bench.families.senses import picture_files
+from bench.families.senses import picture_files, taken
 from bench.families.sounds import sound_files
 from teimgr.engine.engine import Engine, EngineOptions
 from teimgr.engine.job import InferOptions, Output
@@ -87,10 +87,14 @@ def _compared(row: Row, folder: Path, dtype: str, options: InferOptions, referen
         inputs = [*picture_files(), *inputs]
     if row.has_sounds:
         inputs = [*sound_files(), *inputs]
+    inputs = [*row.also, *inputs]
     theirs = reference(folder, inputs)
     asker = Asker(folder, _options(row, dtype), width=theirs[0].shape[-1])
-    read = asker.engine.sound if row.has_sounds else asker.engine.picture
-    inputs = [read(one) if isinstance(one, bytes) else one for one in inputs]
+    engine = asker.engine
+    if row.has_sounds:
+        inputs = [engine.sound(one) if isinstance(one, bytes) else one for one in inputs]
+    else:
+        inputs = [taken(engine, one) for one in inputs]
     try:
         if row.reads_lists:
             together, alone = scores(asker, inputs), [found for one in inputs for found in scores(asker, [one])]
