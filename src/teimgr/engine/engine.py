@@ -229,7 +229,7 @@ class Engine:
         """An image file as an input, by its header; it is decoded on threads of the engine.
 
         Raises:
-            WrongModelKind: the model embeds texts alone.
+            WrongModelKind: the model takes no image.
             InvalidInput: its format is not allowed, it is broken at its beginning, or too large.
         """
         if self.layout.dual is None:

@@ -197,7 +197,7 @@ def _input(dispatcher: Dispatcher, item: RowInput, row: int, refused: dict[int, 
     """A row as the engine takes it; None, and an error in `refused`, for a file that is no image or sound.
 
     Raises:
-        WrongModelKind: there is a file, and the model embeds texts alone.
+        WrongModelKind: there is a file, and the model takes no image or no sound.
     """
     file, text = item if isinstance(item, tuple) else (item, None)
     if isinstance(file, str) and text is not None:

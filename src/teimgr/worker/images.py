@@ -98,7 +98,7 @@ async def read_all(inference: _Inference, items: Sequence[SentItem]) -> list[Inp
     """The items with their images as the engine takes them, each read on a thread.
 
     Raises:
-        BadRequest: the model embeds texts alone, or one image or text at a time; with the field.
+        BadRequest: the model takes no image, or one image or text at a time; with the field.
         InvalidInput: an image is none, is too large, or is a link; with its place and field.
     """
     dispatcher = inference.dispatcher

@@ -142,5 +142,5 @@ def test_files_that_make_another_picture_than_the_model_reads_are_refused(tmp_pa
 def test_a_model_of_texts_refuses_a_picture_by_name(
     model_dir: Callable[..., Path], serve: Callable[..., Served]
 ) -> None:
-    with pytest.raises(WrongModelKind, match="embeds texts alone"):
+    with pytest.raises(WrongModelKind, match="takes no image"):
         serve(model_dir("bert")).engine.picture(file_of(Image.new("RGB", (4, 4))))
