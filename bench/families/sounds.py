@@ -10,7 +10,7 @@ from typing import Any
 import soundfile
 import torch
 from tests.fidelity.figures import Matrix
-from tests.support.models.sounds import RATE, build_clap, file_of, sound
+from tests.support.models.dual_encoders import RATE, build_clap, sound, sound_file
 
 from bench.families.row import TRANSFORMERS, Row
 
@@ -20,9 +20,9 @@ _LONGEST = 90
 def sound_files() -> list[bytes]:
     """Files of sounds: shorter than the window of the model, and as long."""
     return [
-        file_of(sound(0.7)),
-        file_of(sound(2.0, 1), "FLAC", "PCM_16"),
-        file_of(sound(1.2, 2), "OGG", "VORBIS"),
+        sound_file(sound(0.7)),
+        sound_file(sound(2.0, 1), "FLAC", "PCM_16"),
+        sound_file(sound(1.2, 2), "OGG", "VORBIS"),
     ]
 
 

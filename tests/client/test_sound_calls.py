@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.daemon_process import DaemonProcess, WarmDaemonProcess
-from tests.support.models.sounds import build_clap, file_of, sound
+from tests.support.models.dual_encoders import build_clap, sound, sound_file
 
 pytestmark = pytest.mark.slow
 _HOW_TO = Path(__file__).parents[2] / "docs" / "how-to" / "audio.md"
@@ -28,7 +28,7 @@ def test_the_how_to_finds_sounds_by_a_text(
     folder = tmp_path / "sounds"
     folder.mkdir()
     for seed in range(7):
-        (folder / f"{seed}.wav").write_bytes(file_of(sound(0.5 + seed, seed)))
+        (folder / f"{seed}.wav").write_bytes(sound_file(sound(0.5 + seed, seed)))
     blocks = re.findall(r"```python\n(.*?)```", _HOW_TO.read_text(), re.DOTALL)
     assert len(blocks) == 1
     code = blocks[0].replace("Client()", f"Client({daemon.api!r}, {daemon.grpc!r})")

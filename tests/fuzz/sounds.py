@@ -19,7 +19,7 @@ from teimgr.errors import InvalidInput
 from teimgr.models.layout import SoundSteps
 from tests.fuzz.images import outcomes_of
 from tests.fuzz.mutation import Mutator
-from tests.support.models.sounds import file_of, sound
+from tests.support.models.dual_encoders import sound, sound_file
 
 _RATE = 16_000
 _STEPS = SoundSteps(_RATE, _RATE, 160, 512, 16, 0.0, 8000.0, "repeatpad", True)
@@ -43,11 +43,14 @@ def seeds() -> list[bytes]:
     """Small files of every format."""
     mono, stereo = sound(0.2, rate=_RATE), sound(0.1, 1, _RATE, 2)
     return [
-        *(file_of(mono, "WAV", kind, _RATE) for kind in ("PCM_16", "PCM_24", "FLOAT", "PCM_U8", "ULAW", "IMA_ADPCM")),
-        file_of(stereo, "WAV", "PCM_16", _RATE),
-        *(file_of(each, "FLAC", "PCM_16", _RATE) for each in (mono, stereo)),
-        *(file_of(mono, "OGG", kind, _RATE) for kind in ("VORBIS", "OPUS")),
-        *(file_of(each, "MP3", "MPEG_LAYER_III", _RATE) for each in (mono, stereo)),
+        *(
+            sound_file(mono, "WAV", kind, _RATE)
+            for kind in ("PCM_16", "PCM_24", "FLOAT", "PCM_U8", "ULAW", "IMA_ADPCM")
+        ),
+        sound_file(stereo, "WAV", "PCM_16", _RATE),
+        *(sound_file(each, "FLAC", "PCM_16", _RATE) for each in (mono, stereo)),
+        *(sound_file(mono, "OGG", kind, _RATE) for kind in ("VORBIS", "OPUS")),
+        *(sound_file(each, "MP3", "MPEG_LAYER_III", _RATE) for each in (mono, stereo)),
     ]
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import soundfile
 import soxr
-from tests.support.models.sounds import RATE, file_of, sound
+from tests.support.models.dual_encoders import RATE, sound, sound_file
 
 from teimgr.engine.job import Sound
 from teimgr.engine.sounds.files import MAX_SECONDS, decode, read_header
@@ -37,7 +37,7 @@ FORMS: dict[str, tuple[str, str]] = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_file_of_each_format_is_read_whole(form: str) -> None:
-    data = file_of(PLAIN, *FORMS[form])
+    data = sound_file(PLAIN, *FORMS[form])
     header = read_header(data)
     assert (header.rate, header.channels) == (RATE, 1)
     found = decode(data, RATE)
@@ -49,14 +49,14 @@ def test_a_file_of_each_format_is_read_whole(form: str) -> None:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("left", [2 / 3, 0.99])
 def test_a_cut_file_is_refused(form: str, left: float) -> None:
-    data = file_of(PLAIN, *FORMS[form])
+    data = sound_file(PLAIN, *FORMS[form])
     with pytest.raises(InvalidInput, match="file is truncated or broken: send it whole"):
         decode(data[: int(len(data) * left)], RATE)
 
 
 def test_44_1_khz_in_stereo_is_mixed_and_resampled() -> None:
     stereo = sound(2.0, 1, 44_100, 2)
-    found = decode(file_of(stereo, rate=44_100), RATE)
+    found = decode(sound_file(stereo, rate=44_100), RATE)
     expected = soxr.resample(stereo.mean(axis=1), 44_100, RATE)
     assert abs(len(found) - 2 * RATE) <= 1
     assert np.abs(found[: len(expected)] - expected[: len(found)]).max() < 1e-4
@@ -78,14 +78,14 @@ def test_ten_minutes_of_silence_in_a_small_file_are_judged_by_the_header() -> No
 
 REFUSED: dict[str, tuple[bytes, str]] = {
     "nothing": (b"", "it has no bytes"),
-    "0 samples": (file_of(np.zeros(0, np.float32)), "it has 0 samples"),
+    "0 samples": (sound_file(np.zeros(0, np.float32)), "it has 0 samples"),
     "a text": (b"RIFFle shuffle", "no sound of an allowed format: send WAV"),
-    "AIFF": (file_of(PLAIN, "AIFF", "PCM_16"), "but AIFF: send WAV"),
-    "AU": (file_of(PLAIN, "AU", "PCM_16"), "but AU: send WAV"),
+    "AIFF": (sound_file(PLAIN, "AIFF", "PCM_16"), "but AIFF: send WAV"),
+    "AU": (sound_file(PLAIN, "AU", "PCM_16"), "but AU: send WAV"),
     "MP4": (b"\0\0\0\x20ftypM4A \0", "but MP4, M4A or AAC"),
-    "too many channels": (file_of(sound(0.1, channels=9)), "has 9 channels, and 8 are allowed"),
-    "a rate of 1 kHz": (file_of(sound(0.5, rate=1000), rate=1000), "has 1,000 samples a second"),
-    "a WAV without samples": (file_of(PLAIN)[:36], "truncated or broken"),
+    "too many channels": (sound_file(sound(0.1, channels=9)), "has 9 channels, and 8 are allowed"),
+    "a rate of 1 kHz": (sound_file(sound(0.5, rate=1000), rate=1000), "has 1,000 samples a second"),
+    "a WAV without samples": (sound_file(PLAIN)[:36], "truncated or broken"),
 }
 
 
@@ -100,11 +100,11 @@ def test_samples_that_are_no_numbers_are_refused() -> None:
     broken = PLAIN.copy()
     broken[1000] = np.nan
     with pytest.raises(InvalidInput, match="no finite numbers"):
-        decode(file_of(broken), RATE)
+        decode(sound_file(broken), RATE)
 
 
 def test_a_text_that_looks_like_a_path_opens_nothing(tmp_path: Path) -> None:
-    (tmp_path / "a.wav").write_bytes(file_of(PLAIN))
+    (tmp_path / "a.wav").write_bytes(sound_file(PLAIN))
     with pytest.raises(InvalidInput, match="no sound of an allowed format"):
         read_header(str(tmp_path / "a.wav").encode())
 

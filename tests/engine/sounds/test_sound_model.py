@@ -12,8 +12,8 @@ import pytest
 import torch
 import transformers
 from tests.engine.conftest import Served
+from tests.support.models.dual_encoders import RATE, build_clap, sound, sound_file
 from tests.support.models.files import edit
-from tests.support.models.sounds import RATE, build_clap, file_of, sound
 from tests.support.native import needs_native_forward
 
 from teimgr.engine.job import Lane, Output
@@ -67,7 +67,7 @@ def cosines(here: np.ndarray[Any, Any], there: torch.Tensor) -> float:
 
 
 def test_vectors_are_the_librarys_in_one_mixed_call(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    sounds = [served.engine.sound(file_of(one)) for one in SOUNDS]
+    sounds = [served.engine.sound(sound_file(one)) for one in SOUNDS]
     job = served.wait(served.send([TEXTS[0], *sounds, *TEXTS[1:]], normalize=False))
     assert not job.errors
     assert cosines(job.vectors[[0, 6, 7, 8]], reference_of_texts(served.path)) > 0.99999
@@ -78,12 +78,12 @@ def test_vectors_are_the_librarys_in_one_mixed_call(served: Served, monkeypatch:
 
 
 def test_a_window_begun_is_charged_before_anything_is_decoded(served: Served) -> None:
-    short, one, two, seven, _ = (served.engine.sound(file_of(each)).tokens for each in SOUNDS)
+    short, one, two, seven, _ = (served.engine.sound(sound_file(each)).tokens for each in SOUNDS)
     assert (short, two, seven) == (one, 2 * one, 4 * one)
 
 
 def test_a_sound_has_one_vector_alone_twice_and_among_others(served: Served) -> None:
-    files = [file_of(one) for one in SOUNDS] * 3
+    files = [sound_file(one) for one in SOUNDS] * 3
     alone = [served.wait(served.send([served.engine.sound(each)], Lane.BULK)).vectors[0] for each in files[:5]]
     again = served.wait(served.send([served.engine.sound(files[3])], Lane.BULK)).vectors[0]
     assert (again == alone[3]).all()
@@ -92,7 +92,7 @@ def test_a_sound_has_one_vector_alone_twice_and_among_others(served: Served) -> 
 
 
 def test_a_cut_sound_fails_alone(served: Served) -> None:
-    whole = file_of(SOUNDS[1], "FLAC", "PCM_16")
+    whole = sound_file(SOUNDS[1], "FLAC", "PCM_16")
     job = served.wait(served.send([served.engine.sound(whole[:-900]), "a text", served.engine.sound(whole)]))
     assert list(job.errors) == [0]
     assert "the FLAC file is truncated or broken" in job.errors[0].message

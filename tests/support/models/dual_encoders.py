@@ -1,5 +1,5 @@
 """Models of texts and images, as transformers and sentence-transformers save them: CLIP, SigLIP, ColPali, ColQwen2,
-Qwen3-VL-Embedding and -Reranker; and pictures.
+Qwen3-VL-Embedding and -Reranker; CLAP, of texts and sounds; and pictures and sounds.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import soundfile
 import torch
 import transformers
 from PIL import Image
@@ -17,6 +18,7 @@ from tokenizers import Tokenizer, processors
 
 WIDTH = 24
 SIDE = 32
+RATE = 48_000
 _PART = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 _SEEN = {"image_size": SIDE, "patch_size": 16}
 _SQUARE = {"height": SIDE, "width": SIDE}
@@ -210,9 +212,9 @@ def build_qwen3_vl_embedding(
     return folder
 
 
-def build_qwen3_vl_reranker(folder: Path, seed: int = 0, *, modules: bool = True) -> Path:
+def build_qwen3_vl_reranker(folder: Path, seed: int = 0, *, modules: bool = True, longest: int = 512) -> Path:
     """Write a Qwen3-VL-Reranker to `folder`; without `modules` it is as its authors saved it, with a model card."""
-    ids = _save_chat(folder, seed)
+    ids = _save_chat(folder, seed, longest=longest)
     (folder / "chat_template.jinja").write_text(CHAT)
     if not modules:
         (folder / "README.md").write_text("---\nlicense: apache-2.0\n---\n# Qwen3-VL-Reranker-2B\n")
@@ -241,14 +243,14 @@ def _settings(folder: Path, output: str, named: str, chat: dict[str, Any], *, ta
     write(folder / "sentence_bert_config.json", settings | {"processing_kwargs": {"chat_template": chat}})
 
 
-def _save_chat(folder: Path, seed: int, *, ends: bool = False) -> dict[str, int]:
+def _save_chat(folder: Path, seed: int, *, ends: bool = False, longest: int = 512) -> dict[str, int]:
     library = _byte_level(list(_NAMES), CORPUS)
     ids = {name: library.token_to_id(name) for name in _NAMES}
     if ends:
         end = _NAMES[0]
         library.post_processor = processors.TemplateProcessing(single=f"$A {end}", special_tokens=[(end, ids[end])])
     tokenizer: Any = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=library, model_max_length=512, pad_token=_NAMES[0], eos_token="<|im_end|>"
+        tokenizer_object=library, model_max_length=longest, pad_token=_NAMES[0], eos_token="<|im_end|>"
     )
     seen = {"depth": 3, "hidden_size": 32, "intermediate_size": 64, "num_heads": 4, "out_hidden_size": 32}
     seen |= {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64, "patch_size": 16}
@@ -259,7 +261,7 @@ def _save_chat(folder: Path, seed: int, *, ends: bool = False) -> dict[str, int]
         "num_attention_heads": 4,
         "head_dim": 8,
     }
-    texts |= {"num_key_value_heads": 2, "vocab_size": len(tokenizer), "max_position_embeddings": 512}
+    texts |= {"num_key_value_heads": 2, "vocab_size": len(tokenizer), "max_position_embeddings": longest}
     texts |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
     config = transformers.Qwen3VLConfig(
         vision_config=seen,
@@ -294,4 +296,52 @@ def file_of(image: Image.Image, form: str = "PNG", **options: Any) -> bytes:
     """The bytes of an image file."""
     written = io.BytesIO()
     image.save(written, form, **options)
+    return written.getvalue()
+
+
+def build_clap(folder: Path, *, fuses: bool = False, seed: int = 0) -> Path:
+    """Write a CLAP to `folder`, which reads windows of two seconds."""
+    names = ["<s>", "<pad>", "</s>", "<unk>"]
+    tokenizer = _byte_level(names, CORPUS)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[(name, tokenizer.token_to_id(name)) for name in ("<s>", "</s>")]
+    )
+    ids = {name: tokenizer.token_to_id(name) for name in names}
+    texts = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    texts |= {"vocab_size": tokenizer.get_vocab_size(), "max_position_embeddings": 100}
+    texts |= {"pad_token_id": ids["<pad>"], "bos_token_id": ids["<s>"], "eos_token_id": ids["</s>"]}
+    sounds: dict[str, Any] = {"hidden_size": 32, "patch_embeds_hidden_size": 16, "depths": [1, 1]}
+    sounds |= {"num_attention_heads": [2, 2], "spec_size": 256, "window_size": 8, "enable_fusion": fuses}
+    sounds |= {"fusion_type": "aff_2d" if fuses else None}
+    config = transformers.ClapConfig(text_config=texts, audio_config=sounds, projection_dim=WIDTH)
+    torch.manual_seed(seed)
+    model: Any = transformers.ClapModel(config)
+    with torch.no_grad():  # the library's own statistics are those of no sound
+        model.audio_model.audio_encoder.batch_norm.running_mean.fill_(-30.0)
+        model.audio_model.audio_encoder.batch_norm.running_var.fill_(200.0)
+    model.save_pretrained(folder)
+    extractor: Any = transformers.ClapFeatureExtractor(
+        max_length_s=2, frequency_min=50, truncation="fusion" if fuses else "rand_trunc"
+    )
+    extractor.save_pretrained(folder)
+    wrapped = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, model_max_length=90, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+    )
+    wrapped.save_pretrained(folder)
+    pad_and_truncate(folder / "tokenizer.json")
+    return folder
+
+
+def sound(seconds: float, seed: int = 0, rate: int = RATE, channels: int = 1) -> np.ndarray:
+    """A rising tone over noise, float32 [samples] or [samples, channels]."""
+    at = np.arange(int(seconds * rate))[:, None] / rate
+    noise = np.random.default_rng(seed).standard_normal((len(at), channels))
+    found = 0.4 * np.sin(2 * np.pi * (200 + 100 * seed + 300 * at) * at) + 0.1 * noise
+    return np.squeeze(found.astype(np.float32), 1) if channels == 1 else found.astype(np.float32)
+
+
+def sound_file(samples: np.ndarray, form: str = "WAV", subtype: str | None = "FLOAT", rate: int = RATE) -> bytes:
+    """The bytes of a sound file."""
+    written = io.BytesIO()
+    soundfile.write(written, samples, rate, format=form, subtype=subtype)
     return written.getvalue()

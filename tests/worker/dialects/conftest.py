@@ -18,13 +18,13 @@ from tests.support.models import (
     build_splade,
 )
 from tests.support.models.dual_encoders import (
+    build_clap,
     build_clip,
     build_colqwen2,
     build_qwen3_vl_embedding,
     build_qwen3_vl_reranker,
 )
 from tests.support.models.scoring import build_token_classifier
-from tests.support.models.sounds import build_clap
 from tests.worker.dialects.dialect_client import LIMIT_S, Asking
 
 PROMPTS = {"query": "query: ", "document": "document: "}

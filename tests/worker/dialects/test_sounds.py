@@ -10,11 +10,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from tests.support.models.dual_encoders import file_of as picture_file
-from tests.support.models.dual_encoders import noise
-from tests.support.models.sounds import file_of, sound
+from tests.support.models.dual_encoders import noise, sound, sound_file
 from tests.worker.dialects.dialect_client import Asking
 
-FILES = [file_of(sound(seconds, seed), "FLAC", "PCM_16") for seed, seconds in enumerate((0.5, 3.0))]
+FILES = [sound_file(sound(seconds, seed), "FLAC", "PCM_16") for seed, seconds in enumerate((0.5, 3.0))]
 PLAIN = [base64.b64encode(one).decode() for one in FILES]
 URIS = [f"data:audio/flac;base64,{one}" for one in PLAIN]
 TEXT = "a dog barks"

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers import ClapTextModel
 
 from teimgr.engine.backbone import Transformer
 from teimgr.engine.heads.pooling import DenseHead
@@ -31,6 +32,18 @@ class UnitLength(nn.Module):
 
     def forward(self, vectors: Tensor) -> Tensor:
         return functional.normalize(vectors.float(), dim=-1)
+
+
+class TextHalf(ClapTextModel):  # type: ignore[no-untyped-call]
+    """The library's text half without its pooler: it is computed in float32 behind the pooling, as projections are."""
+
+    def __init__(self, own: ClapTextModel) -> None:
+        with torch.device("meta"):
+            super().__init__(own.config, add_pooling_layer=False)
+        self.embeddings, self.encoder = own.embeddings, own.encoder
+
+    def warn_if_padding_and_no_attention_mask(self, *_: Any) -> None:
+        """Nothing is padded here; the library's looks at ids, so that no forward could be traced."""
 
 
 class SoundTower(nn.Module):
@@ -90,10 +103,6 @@ def _alike(spectrograms: Sequence[Spectrograms]) -> Iterable[list[int]]:
         yield from (places[at : at + _WINDOWS_AT_ONCE] for at in range(0, len(places), _WINDOWS_AT_ONCE))
 
 
-def _no_warning(*_: Any) -> None:
-    """Nothing is padded here."""
-
-
 def load_sound_model(layout: Layout, device: torch.device, threads: int) -> SoundModel:
     """Load a model of texts and sounds in float32.
 
@@ -103,10 +112,9 @@ def load_sound_model(layout: Layout, device: torch.device, threads: int) -> Soun
     sound = layout.sound
     assert sound is not None
     module: Any = load_module(layout, device)
-    texts, pooler = module.text_model, module.text_model.pooler
-    texts.pooler = None  # computed in float32 behind the pooling, as all projections are
-    texts.warn_if_padding_and_no_attention_mask = _no_warning  # it looks at ids, so that no forward could be traced
-    transformer = Transformer(texts, layout.position_offset, device)
+    texts: nn.Module = TextHalf(module.text_model)
+    pooler = module.text_model.pooler
+    transformer = Transformer(texts.eval(), layout.position_offset, device)
     layers = nn.Sequential(pooler.dense, pooler.activation, module.text_projection, UnitLength())
     width = int(module.text_projection.linear2.out_features)
     head = DenseHead(layout.poolings, layers, width)
