@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,15 @@ from tests.support.models import TEXTS, build_classifier
 from teimgr.engine import forward_graphs
 from teimgr.engine.backbone import Batching, Transformer
 from teimgr.engine.batch import Encoded, PackedBatch, pack
-from teimgr.engine.forward_graphs import MAX_TOKENS, ForwardGraphs, RowInputs, bucket_of, host_row, shortened
+from teimgr.engine.forward_graphs import (
+    MAX_TOKENS,
+    CudaCapture,
+    ForwardGraphs,
+    RowInputs,
+    bucket_of,
+    host_row,
+    shortened,
+)
 from teimgr.engine.loading import EngineOptions, load_parts
 from teimgr.engine.model import load_model
 from teimgr.models.reading import read_layout
@@ -334,6 +343,35 @@ def test_a_fault_of_the_device_during_a_capture_is_one_of_the_next_batch(card: S
     assert uses(graphs, 6, 3) == [False] * 3
     with pytest.raises(torch.AcceleratorError):
         graphs.hidden(texts_of([6]))
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_what_fails_within_a_capture_is_told_where_its_end_fails_too(
+    monkeypatch: pytest.MonkeyPatch, *, ends: bool
+) -> None:
+    """CUDA ends an invalidated capture with an error of its own; without a GPU it is given here."""
+    calls: list[str] = []
+
+    class Graph:
+        def capture_begin(self, **_: Any) -> None:
+            calls.append("begin")
+
+        def capture_end(self) -> None:
+            calls.append("end")
+            if not ends:
+                raise torch.AcceleratorError("CUDA error: operation failed due to a previous error during capture")
+
+    def body() -> None:
+        if calls:
+            raise RuntimeError("the cause")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    with pytest.raises(RuntimeError, match="the cause"):
+        CudaCapture()(body)
+    assert calls == ["begin", "end"]
 
 
 def test_what_waits_for_the_device_cannot_be_captured() -> None:

@@ -18,6 +18,7 @@ import os
 import threading
 from collections import Counter, deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -93,8 +94,11 @@ class CudaCapture:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 body()
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with suppress(RuntimeError):  # a consequence: the cause is what the body raised
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         return graph.replay
 
 
