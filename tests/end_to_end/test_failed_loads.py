@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -130,6 +132,33 @@ def test_a_hub_that_refuses_the_token_is_named(status: int, daemon: DaemonProces
         assert f"the hub answered {status}, HF_TOKEN is refused" in _reason(daemon, f"refused-{status}", MODEL)
     finally:
         hub.refuses = None
+
+
+@pytest.mark.parametrize("name", ["pointer-model.safetensors", "nan", 401])
+def test_the_command_ends_with_the_reason(
+    name: str | int, daemon: DaemonProcess, hub: Hub, whole: Path, tmp_path: Path
+) -> None:
+    """`teimgr create --wait`, as a deployment's script calls it."""
+    model, named = MODEL, "the hub answered 401, HF_TOKEN is refused"
+    if isinstance(name, str):
+        spoil, named = FAULTS[name]
+        model = str(shutil.copytree(whole, tmp_path / "model"))
+        spoil(Path(model))
+    hub.refuses = name if isinstance(name, int) else None
+    try:
+        instance = f"by-command-{name}".lower().replace(".", "-")
+        call = [sys.executable, "-m", "teimgr", "create", instance, model, "--wait"]
+        found = subprocess.run(
+            [*call, "--dtype", "float32", "--url", daemon.api],
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+    finally:
+        hub.refuses = None
+    assert found.returncode != 0
+    assert named in found.stderr, found.stderr
 
 
 def test_a_cache_that_is_no_folder_is_named(daemon: DaemonProcess, home: Path) -> None:

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.models import CORPUS, LABELS, WIDTH, build_classifier, build_cross_encoder, build_m3, build_splade
+from tests.support.models import (
+    CORPUS,
+    LABELS,
+    WIDTH,
+    build_classifier,
+    build_cross_encoder,
+    build_m3,
+    build_routed_dense,
+    build_routed_sparse,
+    build_splade,
+)
 from tests.support.worker_process import Connect, WorkerLink, WorkerProcess, arrow, embed_request, table
 
 from teimgr.errors import Code
@@ -391,6 +402,33 @@ async def test_sparse_arrow_is_the_sparse_call_row_by_row(splade: WorkerProcess,
         assert [entry["index"] for entry in row] == [entry.index for entry in reply.sparse_embeddings]
         values = [entry.value for entry in reply.sparse_embeddings]
         np.testing.assert_allclose([entry["value"] for entry in row], values, atol=1e-5)
+
+
+async def test_every_call_of_grpc_takes_the_route_of_its_role(tmp_path: Path, connect: Connect) -> None:
+    """Of a sparse and of a dense model with a Router; without a role documents are the default of both."""
+    with (
+        WorkerProcess(build_routed_sparse(tmp_path / "sparse")) as sparse,
+        WorkerProcess(build_routed_dense(tmp_path / "dense", "behind")) as dense,
+    ):
+        link, found = await ready(sparse, connect), {}
+        for role in ("query", "document", None):
+            named = {"truncate": True, "prompt_name": role}
+            single = await one_by_one(
+                link, Method.EMBED_SPARSE, tei_pb2.EmbedSparseRequest, tei_pb2.EmbedSparseResponse, **named
+            )
+            rows = table((await link.ask(Method.EMBED_SPARSE_ARROW, sparse_arrow(TEXTS, **named))).reply)
+            found[role] = [[entry["index"] for entry in row] for row in rows["sparse_embeddings"].to_pylist()]
+            assert found[role] == [[entry.index for entry in reply.sparse_embeddings] for reply in single]
+        assert found["query"] != found["document"] == found[None]
+        link, vectors = await ready(dense, connect), {}
+        for role in ("query", "document", None):
+            named = {"truncate": True, "normalize": True, "prompt_name": role}
+            single = await one_by_one(link, Method.EMBED, tei_pb2.EmbedRequest, tei_pb2.EmbedResponse, **named)
+            rows = table((await link.ask(Method.EMBED_ARROW, arrow(TEXTS, **named))).reply)
+            vectors[role] = np.array([reply.embeddings for reply in single])
+            np.testing.assert_allclose(matrix(rows["embeddings"]), vectors[role], atol=1e-5)
+        assert not np.allclose(vectors["query"], vectors["document"], atol=1e-3)
+        np.testing.assert_allclose(vectors[None], vectors["document"], atol=1e-5)
 
 
 @pytest.mark.clause("M1.9-noop")
