@@ -7,17 +7,20 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from PIL import Image
 from tests.fidelity.figures import Matrix
 from tests.support.models.dual_encoders import (
+    CANDIDATES,
     INSTRUCTION,
+    JUDGE,
     build_clip,
     build_colpali,
     build_colqwen2,
     build_qwen3_vl_embedding,
+    build_qwen3_vl_reranker,
     build_siglip,
     file_of,
     noise,
@@ -26,7 +29,7 @@ from tests.support.models.dual_encoders import (
 from bench.families import files
 from bench.families.row import TRANSFORMERS, Row
 from teimgr.engine.engine import Engine
-from teimgr.engine.job import Content, Input, Output
+from teimgr.engine.job import Content, ContentPair, Input, Output, Pair
 from teimgr.spec import Kind
 
 
@@ -118,12 +121,21 @@ class Together:
         return "<|vision_start|><|image_pad|><|vision_end|>" * len(self.files) + self.text
 
 
+class Sides(NamedTuple):
+    """A query and a document with files of images."""
+
+    query: Together
+    document: Together
+
+
 def taken(engine: Engine, one: Any) -> Input:
     """An input of the catalogue as an engine takes it."""
     if isinstance(one, bytes):
         return engine.picture(one)
     if isinstance(one, Together):
         return Content(one.text, tuple(map(engine.picture, one.files)))
+    if isinstance(one, Sides):
+        return ContentPair(*(Content(side.text, tuple(map(engine.picture, side.files))) for side in one))
     given: Input = one
     return given
 
@@ -132,6 +144,10 @@ def _together(one: Any) -> Together:
     if isinstance(one, Together):
         return one
     return Together("", (one,)) if isinstance(one, bytes) else Together(one)
+
+
+_LONGEST_PAIR = 1024
+"""Tokens of a reranker of chats: the library cuts no pair, and the longest of the probes has some 560."""
 
 
 class ChatLibrary:
@@ -169,6 +185,23 @@ def chat_vectors(folder: Path, inputs: Sequence[Any]) -> list[Matrix]:
     return found
 
 
+def chat_scores(folder: Path, inputs: Sequence[Any]) -> list[Matrix]:
+    """The probability of yes against no, in the chat of the authors' code, one pair at a time."""
+    library = ChatLibrary(folder)
+    yes, no = (library.tokenizer.convert_tokens_to_ids(word) for word in ("yes", "no"))
+    found = []
+    with torch.inference_mode():
+        for one in inputs:
+            query, document = map(_together, one) if isinstance(one, Pair) else one
+            chat = (
+                f"<|im_start|>system\n{JUDGE}<|im_end|>\n<|im_start|>user\n<Instruct>: {CANDIDATES}"
+                f"<Query>:{query.shown()}\n<Document>:{document.shown()}<|im_end|>\n<|im_start|>assistant\n"
+            )
+            logits = library.model(**library.inputs(chat, query.files + document.files)).logits[:, -1]
+            found.append(torch.sigmoid(logits[:, yes] - logits[:, no]).numpy())
+    return found
+
+
 def _chat_rows() -> Iterator[Row]:
     files_of_all = picture_files()
     both = [Together(f"a caption of {place}", (one,)) for place, one in enumerate(files_of_all)]
@@ -180,6 +213,16 @@ def _chat_rows() -> Iterator[Row]:
         make = files.built(partial(build_qwen3_vl_embedding, modules=modules))
         asked = {"asked": {"normalize": False}, "reference": chat_vectors, "has_images": True, "also": both}
         yield Row(f"qwen3-vl-embedding{suffix}", "Qwen3-VL", hub, make, **common, **asked)
+    sides = [Sides(Together("what is a fox?"), one) for one in both]
+    sides += [Sides(one, Together("The quick brown fox")) for one in both]
+    sides.append(Sides(Together("", tuple(files_of_all[:1])), Together("", tuple(files_of_all[1:2]))))
+    common["note"] = "queries and documents with texts, images, and both"
+    for suffix, modules in (("", True), ("-bare", False)):
+        hub = "Qwen/Qwen3-VL-Reranker-2B, -8B" + ("" if modules else " (without modules.json)")
+        make = files.built(partial(build_qwen3_vl_reranker, modules=modules, longest=_LONGEST_PAIR))
+        asked = {"kind": Kind.RERANKER, "reference": chat_scores, "output": Output.SCORES}
+        asked |= {"takes_pairs": True, "also": sides}
+        yield Row(f"rerank-qwen3-vl{suffix}", "Qwen3-VL", hub, make, **common, **asked)
 
 
 def _row(key: str, family: str, hub: str, build: Callable[..., Any], longest: int) -> Row:
