@@ -95,7 +95,7 @@ IMAGE = {"data": PLAIN[0]}
         ("/v1/encode/clip", {"items": [{"images": [IMAGE, IMAGE]}]}, "as inputs of their own"),
         ("/v1/encode/clip", {"items": [{"text": "a"}, {"images": [{"data": "!"}]}]}, "`items.1.images.0.data`"),
         ("/v1/encode/dense", {"items": [{"images": [IMAGE]}]}, "only text is supported by the model"),
-        ("/v1/encode/dense", {"items": [{"audio": {}}]}, "items.0: audio, video and documents are not supported"),
+        ("/v1/encode/dense", {"items": [{"video": {}}]}, "items.0: video and documents are not supported"),
         ("/v1/rerank", {"model": "reranker", "query": "a", "documents": DOCUMENTS["Jina"]}, "only text is supported"),
         ("/v1/rerank", {"model": "pages", "query": "a", "documents": ["b", *DOCUMENTS["Jina"]]}, "send an image"),
         ("/embed", {"model": "pages", "inputs": [TYPED[0]]}, "one vector per text"),
