@@ -130,7 +130,7 @@ def test_an_adapter_of_an_adapter_is_merged_behind_it(tmp_path: Path, serve: Cal
         ({"trainable_token_indices": [3]}, "trainable_token_indices"),
         ({"layer_replication": [[0, 1]]}, "layer_replication"),
         ({"kasa_config": {"beta": 1}}, "kasa_config"),
-        ({"alpha_pattern": {"(": 8}}, r"alpha_pattern '\(', which is no pattern"),
+        ({"alpha_pattern": {"(": 8}}, r"alpha_pattern '\(', which is not a pattern"),
         ({"lora_alpha": "8"}, "lora_alpha = '8', which should be a number"),
     ],
 )

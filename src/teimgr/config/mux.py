@@ -23,7 +23,7 @@ class MuxConfig:
     max_message_bytes: int = 40 * 1024 * 1024  # in either direction
     max_parallel_streams: int = 1024  # messages of one stream that may be in flight
     request_timeout_s: float = 30.0  # of a single call, 0 for none; batches and streams have none
-    max_connection_age_s: float = 0.0  # after which clients are told to connect anew, 0 for never
+    max_connection_age_s: float = 0.0  # after which clients are asked to reconnect, 0 for never
     connection_grace_s: float = 300.0  # for the calls that are open then
     orphan_grace_s: float = 300.0  # without any daemon connection; then the process stops
     run_dir: str = ""  # of the run files, mode 0700

@@ -125,7 +125,7 @@ class Settings:
     )
     grpc_max_connection_age_secs: int = key(
         0,
-        "after so long, a tenth more or less, a gRPC connection gets GOAWAY: its client connects anew and so reaches "
+        "after so long, a tenth more or less, a gRPC connection gets GOAWAY: its client reconnects and so reaches "
         "other servers behind the name; no call fails by it; 0: never",
         low=0,
         high=I64,

@@ -1,6 +1,6 @@
 """What `dtype = "auto"` tries first on a CPU: the types in which a layer runs here, their measured speed, the reason.
 
-The instruction set says which type ought to be faster, and the measurement of a layer overrules it only by a margin
+The instruction set suggests which type is faster, and the measurement of a layer overrules it only by a margin
 that no other load on the machine makes up: a model keeps its type, and the precision of its space, from start to start.
 """
 
@@ -25,7 +25,7 @@ from teimgr.engine.native_library import BFLOAT16_LEVEL, LEVELS, native_forward_
 
 _TOKENS = 64
 _RUNS = 8
-_LEAST_RUNS = 3
+_MIN_RUNS = 3
 _LIMIT_S = 0.02  # of all runs
 _WIDTHS = 64, 512  # of a measured layer at least, at most: wider ones take longer to make than to measure
 _WIDTH_UNIT = 16
@@ -73,7 +73,7 @@ def decided(times_as_fast: float, multiplies: bool, instructions: str) -> tuple[
         return dtype, f"{instructions}: {measured}{rule}"
     if times_as_fast >= _CLEAR:
         return torch.bfloat16, f"{instructions} has no products of bfloat16, but {measured}"
-    return torch.float32, f"{instructions} has no products of bfloat16; {measured}, and less than {_CLEAR:g} is no gain"
+    return torch.float32, f"{instructions} has no products of bfloat16; {measured}, and a gain needs {_CLEAR:g}"
 
 
 def _instructions() -> tuple[str, bool]:
@@ -123,7 +123,7 @@ def _timed(layers: dict[torch.dtype, Callable[[], object]]) -> dict[torch.dtype,
     best = dict.fromkeys(layers, float("inf"))
     end = time.perf_counter() + _LIMIT_S
     for number in range(_RUNS):
-        if number >= _LEAST_RUNS and time.perf_counter() > end:
+        if number >= _MIN_RUNS and time.perf_counter() > end:
             break
         for dtype, run in layers.items():
             began = time.perf_counter()

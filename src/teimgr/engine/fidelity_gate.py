@@ -163,7 +163,7 @@ def _result(rows: Rows, i: int, width: int) -> Tensor:
 class Choice:
     """The chosen dtype and batching, and how close they are to the float32 reference over the known inputs.
 
-    `why` is what `auto` went by, None where the dtype was requested; `refused` has the lowest cosine of each dtype that
+    `why` is what `auto` went by, None if the dtype was requested; `refused` has the lowest cosine of each dtype that
     the native forward was too far off in.
     """
 

@@ -44,7 +44,7 @@ _ENCODERS = {
     "umt5": "UMT5EncoderModel",
     "t5gemma": "T5GemmaEncoderModel",
 }
-# Models with a head of their own, which no Auto class has.
+# Models with a head that no Auto class has.
 _OWN_CLASSES = {"colpali": "ColPaliForRetrieval", "colqwen2": "ColQwen2ForRetrieval"}
 # Language models that the Auto class of causal ones does not have.
 _CHAT_CLASSES = {"qwen3_vl": "Qwen3VLForConditionalGeneration"}

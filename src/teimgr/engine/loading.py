@@ -421,7 +421,7 @@ def _check_room(layout: Layout, options: EngineOptions, least: int) -> None:
 
 
 def _cut(layout: Layout, options: EngineOptions) -> Iterator[str]:
-    """The warning that texts are cut to a batch, where they are; raises InvalidConfig where nobody can have meant that.
+    """The warning that texts are cut to a batch, if they are; raises InvalidConfig if that cannot be intended.
 
     Lists of documents are not cut: a prompt that is too long is refused by its call.
     """

@@ -210,7 +210,7 @@ class TextTokenizer:
 
     @property
     def of_queries(self) -> TextTokenizer:
-        """The one of queries: this one, where they have none of their own."""
+        """The tokenizer of queries: this one, unless they have another."""
         return self._queries or self
 
     def all(self) -> tuple[TextTokenizer, ...]:

@@ -23,7 +23,7 @@ _MODELS = {
     **dict.fromkeys(("Roberta", "Longformer", "GPT2", "Bart", "Qwen2", "Deberta", "GPTNeoX"), "BPE"),
     **dict.fromkeys(("XLMRoberta", "T5", "Albert", "DebertaV2", "MBart"), "Unigram"),
 }
-# Model types of which transformers takes tokenizer.json as it is, whatever the class, or a class of its own choice.
+# Model types of which transformers takes tokenizer.json as it is, whatever the class, or chooses the class itself.
 _CLASS_IS_IGNORED = ("modernbert", "modernbert-decoder", "mistral", "phi3", "qwen2")
 
 

@@ -86,7 +86,7 @@ def _by_pattern(config: Mapping[str, Any], key: str) -> dict[str, float]:
         try:
             re.compile(pattern)
         except re.error as error:
-            raise ModelLoadFailed(f"{FILE} has the {key} {pattern!r}, which is no pattern: {error}") from error
+            raise ModelLoadFailed(f"{FILE} has the {key} {pattern!r}, which is not a pattern: {error}") from error
     return {pattern: _number(given, pattern) for pattern in given}
 
 

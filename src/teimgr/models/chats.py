@@ -22,7 +22,7 @@ def read_template(metadata: ModelMetadata) -> tuple[str, dict[str, Any]]:
     """The template that sentence_bert_config.json chooses, or the model's own, and what it is rendered with besides.
 
     Raises:
-        ModelLoadFailed: there is none.
+        ModelLoadFailed: there is no template.
     """
     options = dict((metadata.settings.get("processing_kwargs") or {}).get("chat_template") or {})
     options.pop("restore_suffix", None)  # sentence-transformers' own: the end stays where a text is cut, as here

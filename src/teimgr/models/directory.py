@@ -157,7 +157,7 @@ ROUTERS = ("Router", "Asym")
 
 
 def router_file(folder: Path) -> tuple[str, dict[str, Any] | None]:
-    """The name of the file of routes in a Router's directory, and its content; None where there is none.
+    """The name of the file of routes in a Router's directory, and its content, or None if it does not exist.
 
     Raises:
         ModelLoadFailed: it cannot be read.

@@ -133,7 +133,7 @@ def processor_settings(folder: Path) -> dict[str, Any]:
     inside = (read_object(folder / "processor_config.json") or {}).get("image_processor")
     found = inside or read_object(folder / "preprocessor_config.json")
     if not isinstance(found, dict):
-        raise ModelLoadFailed("the model embeds images, and there is no preprocessor_config.json")
+        raise ModelLoadFailed("the model embeds images, and preprocessor_config.json is missing")
     return found
 
 
@@ -159,7 +159,7 @@ def pixel_steps(given: dict[str, Any]) -> PixelSteps:
         crop = crop or (square or 0, square or 0)
     resample = given.get("resample", 3)
     if isinstance(resample, bool) or not isinstance(resample, int) or not 0 <= resample <= _MAX_RESAMPLE:
-        raise ModelLoadFailed(f"preprocessor_config.json has resample = {resample!r}, which is no filter of Pillow")
+        raise ModelLoadFailed(f"preprocessor_config.json has resample = {resample!r}, which is not a filter of Pillow")
     means = CLIP_MEANS if is_clip else (0.5, 0.5, 0.5)
     deviations = CLIP_DEVIATIONS if is_clip else (0.5, 0.5, 0.5)
     normalizes = given.get("do_normalize", True)

@@ -173,7 +173,7 @@ def position_offset(config: dict[str, Any]) -> int:
         )
     if not 0 <= int(padding) < int(setting(config, "vocab_size")):
         raise ModelLoadFailed(
-            f"config.json has pad_token_id = {padding}, which is no token's id, and behind which the positions of a "
+            f"config.json has pad_token_id = {padding}, which is not a token's id, and behind which the positions of a "
             f"{config['model_type']} model begin"
         )
     return int(padding) + 1

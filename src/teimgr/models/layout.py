@@ -161,8 +161,8 @@ class Listwise:
 @dataclass(frozen=True, slots=True)
 class PixelSteps:
     """What an image processor does to a picture, in this order: resize by Pillow's filter `resample`, so that the
-    shortest side has `shortest` pixels or to `size` (height, width); cut `crop` (height, width) from the middle, black
-    where there is none; multiply by `factor`; subtract `mean` and divide by `deviation`, of red, green and blue. None
+    shortest side has `shortest` pixels or to `size` (height, width); cut `crop` (height, width) from the middle, padded
+    with black; multiply by `factor`; subtract `mean` and divide by `deviation`, of red, green and blue. None
     leaves a step out.
     """
 
@@ -177,7 +177,7 @@ class PixelSteps:
 
 @dataclass(frozen=True, slots=True)
 class PatchSteps(PixelSteps):
-    """Steps with a resizing of their own, which keeps the ratio of the sides: both become multiples of `unit`, of
+    """Steps whose resizing keeps the ratio of the sides: both become multiples of `unit`, of
     `least` to `most` pixels together. Each square of `unit` x `unit` pixels is a token, of patches of `patch` pixels.
     """
 

@@ -177,7 +177,7 @@ _SIZES = {
     "moe_intermediate_size": 1 << 20,
 }
 _MAY_BE_ZERO = ("type_vocab_size", "max_position_embeddings", "num_labels", "num_experts", "num_local_experts")
-_MAX_STAGES = 16  # with heads of their own, of a Swin transformer
+_MAX_STAGES = 16  # of a Swin transformer, each with its number of heads
 _PARTS = ("encoder", "decoder")  # beside `text_config` and its like
 
 

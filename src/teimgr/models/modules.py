@@ -234,7 +234,7 @@ def _saved(saved: dict[str, Any]) -> tuple[str, ...]:
     named = saved.get("pooling_mode")
     names = [named] if isinstance(named, str) else named or []
     if not isinstance(names, list):
-        raise ModelLoadFailed(f"1_Pooling/config.json has pooling_mode = {named!r}, which is no name of a pooling")
+        raise ModelLoadFailed(f"1_Pooling/config.json has pooling_mode = {named!r}, which is not a pooling")
     poolings = tuple(_BY_NAME[name] for name in names if name in _BY_NAME)
     if len(poolings) != len(names):
         raise ModelLoadFailed(f"the pooling {named!r} of 1_Pooling/config.json is not served")

@@ -34,7 +34,7 @@ _KEYS = KnownKeys(
     only={"padding_value": (0, 0.0, None)},
 )
 _MOST = {"sampling_rate": 192_000, "hop_length": 1 << 16, "max_length_s": 60, "fft_window_size": 1 << 16}
-_MOST_BANDS = 1024
+_MAX_BANDS = 1024
 
 
 def is_sound_encoder(metadata: ModelMetadata) -> bool:
@@ -97,7 +97,7 @@ def _steps(metadata: ModelMetadata) -> SoundSteps:
     least, most = (_number(given, key, default) for key, default in (("frequency_min", 0), ("frequency_max", 14_000)))
     if not 0 <= least < most <= rate / 2:
         raise ModelLoadFailed(f"{_FILE} has bands from {least:g} to {most:g} Hz, of {rate} samples a second")
-    bands = _whole(given, "feature_size", 64, _MOST_BANDS)
+    bands = _whole(given, "feature_size", 64, _MAX_BANDS)
     hop, fft = _whole(given, "hop_length", 480), _whole(given, "fft_window_size", 1024)
     if fft % 2 or not hop <= rate * seconds or fft >= rate * seconds:
         raise ModelLoadFailed(f"{_FILE} has hop_length = {hop} and fft_window_size = {fft}, for {seconds} s")

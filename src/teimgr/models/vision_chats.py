@@ -28,10 +28,10 @@ _JUDGE = (
 )
 _LEAST, _MOST = 4 * 32 * 32, 1800 * 32 * 32
 _LONGEST = {Kind.EMBEDDING: 8192, Kind.RERANKER: 10_240}
-# Of any Qwen3-VL, which chats: its authors' code replaces these by their own for vectors and scores.
+# Of any Qwen3-VL, which chats: its authors' code replaces these for vectors and scores.
 _OF_ANY = (65_536, 16_777_216)
 # Marks for what goes into a chat, of characters that no template contains.
-_TOLD, _FIRST, _SECOND = "\ue000told\ue001", "\ue000first\ue001", "\ue000second\ue001"
+_SYSTEM, _FIRST, _SECOND = "\ue000system\ue001", "\ue000first\ue001", "\ue000second\ue001"
 
 
 def is_vision_chat(metadata: ModelMetadata) -> bool:
@@ -127,17 +127,17 @@ def _texts(metadata: ModelMetadata, layout: Layout, *, render: bool) -> ChatText
 
 
 def _rendered(metadata: ModelMetadata, is_reranker: bool) -> tuple[tuple[str, ...], tuple[str, str], str]:
-    """The pieces of the chat, what goes around an image, and the instruction that the template has of its own."""
+    """The pieces of the chat, what goes around an image, and the template's own instruction."""
     template, options = chats.read_template(metadata)
     options = {"add_generation_prompt": True} | options
 
-    def shown(*, told: bool = True, image: bool = False) -> str:
+    def shown(*, with_system: bool = True, image: bool = False) -> str:
         roles = ("query", "document") if is_reranker else ("user",)
-        messages = [_message("system", _TOLD)] if told else []
+        messages = [_message("system", _SYSTEM)] if with_system else []
         messages += [_message(role, mark, image=image) for role, mark in zip(roles, (_FIRST, _SECOND), strict=False)]
         return chats.rendered(metadata, template, messages, options)
 
-    marks = (_TOLD, _FIRST, *((_SECOND,) if is_reranker else ()))
+    marks = (_SYSTEM, _FIRST, *((_SECOND,) if is_reranker else ()))
     pieces = _split(shown(), marks)
     with_image = _split(shown(image=True), marks)
     block = with_image[1].removeprefix(pieces[1])
@@ -145,7 +145,7 @@ def _rendered(metadata: ModelMetadata, is_reranker: bool) -> tuple[tuple[str, ..
     around = block.split(_IMAGE)
     if len(around) != 2 or with_image != expected or not with_image[1].startswith(pieces[1]):
         raise ModelLoadFailed(f"the chat template has no place for an image before a text: it gives {block[:80]!r}")
-    alone = shown(told=False)
+    alone = shown(with_system=False)
     first, rest = alone.removeprefix(pieces[0]), pieces[1] + _FIRST
     own = first.partition(rest)[0] if alone.startswith(pieces[0]) and rest in first else ""
     return pieces, (around[0], around[1]), own

@@ -194,7 +194,7 @@ def _inputs_of(dispatcher: Dispatcher, batches: InputBatches) -> Sequence[Input]
 
 
 def _input(dispatcher: Dispatcher, item: RowInput, row: int, refused: dict[int, InvalidInput]) -> Input:
-    """A row as the engine takes it; None, and an error in `refused`, for a file that is no image or sound.
+    """A row as the engine takes it; None, and an error in `refused`, for a file that is neither an image nor a sound.
 
     Raises:
         WrongModelKind: there is a file, and the model takes no image or no sound.

@@ -99,7 +99,7 @@ async def read_all(inference: _Inference, items: Sequence[SentItem]) -> list[Inp
 
     Raises:
         BadRequest: the model takes no image, or one image or text at a time; with the field.
-        InvalidInput: an image is none, is too large, or is a link; with its place and field.
+        InvalidInput: an image cannot be read, is too large, or is a link; with its place and field.
     """
     dispatcher = inference.dispatcher
     found: list[Input] = []
@@ -139,7 +139,7 @@ def _need_modality(dispatcher: Dispatcher, item: SentImage | SentContent) -> Non
         else:
             message = (
                 f"{item.field}: needs texts or one image: this model embeds one at a time, and no text with an image; "
-                "send them as inputs of their own"
+                "send them as separate inputs"
             )
         raise http.BadRequest(400, message, field)
     if len(item.images) > _MAX_IMAGES:
@@ -310,10 +310,10 @@ def _of_conversation(messages: list[tuple[int, dict[str, Any]]], where: str) -> 
     instruction: str | None = None
     if len(messages) > 1 and messages[0][1].get("role") == "system":
         at, message = messages.pop(0)
-        told = item_of_parts(message.get("content"), f"{where}.{at}.content")
-        if not isinstance(told, str):
+        given = item_of_parts(message.get("content"), f"{where}.{at}.content")
+        if not isinstance(given, str):
             raise http.BadRequest(400, f"{where}.{at}.content: an instruction is a text, and has no images", "messages")
-        instruction = told
+        instruction = given
     last = messages[-1][1] if len(messages) > 1 else {}
     if last.get("role") == "assistant" and last.get("content") in (None, "", [], [{"type": "text", "text": ""}]):
         messages.pop()

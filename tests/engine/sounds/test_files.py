@@ -79,7 +79,7 @@ def test_ten_minutes_of_silence_in_a_small_file_are_judged_by_the_header() -> No
 REFUSED: dict[str, tuple[bytes, str]] = {
     "nothing": (b"", "it has no bytes"),
     "0 samples": (sound_file(np.zeros(0, np.float32)), "it has 0 samples"),
-    "a text": (b"RIFFle shuffle", "no sound of an allowed format: send WAV"),
+    "a text": (b"RIFFle shuffle", "not a sound of an allowed format: send WAV"),
     "AIFF": (sound_file(PLAIN, "AIFF", "PCM_16"), "but AIFF: send WAV"),
     "AU": (sound_file(PLAIN, "AU", "PCM_16"), "but AU: send WAV"),
     "MP4": (b"\0\0\0\x20ftypM4A \0", "but MP4, M4A or AAC"),
@@ -99,13 +99,13 @@ def test_others_are_refused_by_their_header(name: str) -> None:
 def test_samples_that_are_no_numbers_are_refused() -> None:
     broken = PLAIN.copy()
     broken[1000] = np.nan
-    with pytest.raises(InvalidInput, match="no finite numbers"):
+    with pytest.raises(InvalidInput, match="not finite numbers"):
         decode(sound_file(broken), RATE)
 
 
 def test_a_text_that_looks_like_a_path_opens_nothing(tmp_path: Path) -> None:
     (tmp_path / "a.wav").write_bytes(sound_file(PLAIN))
-    with pytest.raises(InvalidInput, match="no sound of an allowed format"):
+    with pytest.raises(InvalidInput, match="not a sound of an allowed format"):
         read_header(str(tmp_path / "a.wav").encode())
 
 

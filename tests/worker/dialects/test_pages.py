@@ -92,7 +92,7 @@ IMAGE = {"data": PLAIN[0]}
     ("path", "body", "said"),
     [
         ("/v1/encode/clip", {"items": [{"text": "a", "images": [IMAGE]}]}, "items.0: needs texts or one image"),
-        ("/v1/encode/clip", {"items": [{"images": [IMAGE, IMAGE]}]}, "as inputs of their own"),
+        ("/v1/encode/clip", {"items": [{"images": [IMAGE, IMAGE]}]}, "as separate inputs"),
         ("/v1/encode/clip", {"items": [{"text": "a"}, {"images": [{"data": "!"}]}]}, "`items.1.images.0.data`"),
         ("/v1/encode/dense", {"items": [{"images": [IMAGE]}]}, "only text is supported by the model"),
         ("/v1/encode/dense", {"items": [{"video": {}}]}, "items.0: video and documents are not supported"),

@@ -96,7 +96,7 @@ async def test_a_column_of_arrow_has_errors_by_row(ask: Asking) -> None:
         ("/instances/dense/embed", {"inputs": [TYPED[0]]}, "only text is supported by the model"),
         ("/instances/clip/embed", {"inputs": [TYPED[0]]}, "text and image are supported by the model"),
         ("/instances/clap/embed", {"inputs": [{"type": "image", "data": PICTURE}]}, "text and audio are supported"),
-        ("/instances/clap/embed", {"inputs": [TEXT, {"type": "audio", "data": PICTURE}]}, "no sound of an allowed"),
+        ("/instances/clap/embed", {"inputs": [TEXT, {"type": "audio", "data": PICTURE}]}, "not a sound of an allowed"),
         ("/instances/clap/embed", {"inputs": [{"type": "audio", "url": "http://a/b.wav"}]}, "links are not fetched"),
         ("/infinity/embeddings", {"model": "clap", "input": ["!"], "modality": "audio"}, "base64 of an audio file"),
         ("/v1/encode/clap", {"items": [{"text": "a", "audio": {"data": PLAIN[0]}}]}, "must have a text or a sound"),

@@ -1,6 +1,6 @@
 """Rebalancing: which running workers would serve better elsewhere, and why the others stay.
 
-A pure function by the rules of placement: each worker is placed anew in a copy of the ledger, beside all others. It
+A pure function by the rules of placement: each worker is placed again in a copy of the ledger, beside all others. It
 moves where that makes the fleet more even: off a host or card with more replicas of its instance, off a host with more
 workers for each core, off a card with less to spare, or from the CPU to a card. After a move the new place is never
 worse off than the old one was, so a second rebalancing finds nothing. Old and new worker run side by side for a

@@ -130,7 +130,7 @@ class Model:
         self.is_outdated = needed_bytes == 0
 
     def doubt(self) -> None:
-        """Memory was released: what its device had for it is to be asked anew."""
+        """Memory was released: what its device had for it is outdated."""
         self.is_outdated = True
 
     def hold(self, count: int) -> None:

@@ -97,7 +97,7 @@ class ManagedInstance:
         self._recycling: asyncio.Task[None] | None = None
         self._is_unloading = False
         self._unloaded_because: str | None = None
-        self._resting: InstanceView | None = None  # the last view, while nothing in it can change by itself
+        self._resting: InstanceView | None = None  # the last view, while nothing in it can change without an event
         self._add(spec, range(context.planner.replicas(spec)), "serving")
         self._publish()
 

@@ -371,7 +371,7 @@ class Manager:
         return self._rebalancer.described(await moving)
 
     def plan_evictions_by(self, rehearsal: Callable[[], Awaitable[Rehearsal]]) -> None:
-        """Have plans say what is evicted, by a rehearsal of the policy that evicts."""
+        """Have plans list what is evicted, by a rehearsal of the policy that evicts."""
         self._planning.rehearse_by(rehearsal)
 
     async def update(

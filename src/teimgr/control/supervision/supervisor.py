@@ -261,7 +261,7 @@ class Supervisor(LifecycleTask):
 
     @property
     def rests(self) -> bool:
-        """Whether it has no process and none will come by itself: its view is the same until an event."""
+        """Whether it has no process and no start is scheduled: its view is the same until an event."""
         replica = self._replica
         return self._worker is None and replica.wake_at is None and replica.phase in (Phase.STOPPED, Phase.FAILED)
 

@@ -64,30 +64,30 @@ class ChatWriter:
             TokenizerFailed: the library refused one of them.
         """
         try:
-            told = self._told(instruction)
+            instruction = self._complete(instruction)
         except InvalidInput as error:
             return [error for _ in inputs]
-        template = self._template(told, [len(content.pictures) for content in inputs[0]])
+        template = self._template(instruction, [len(content.pictures) for content in inputs[0]])
         whole = partial(self._library.encode, specials=False, offsets=True)
         limit = max(self._limit - repeated(inputs[0]), 0)
         pairs = [Pair(one[0].text, one[1].text if len(one) > 1 else "") for one in inputs]
         made = CausalTemplate(template, whole, self._shortener, limit).encode(pairs, truncate, left)
         return [self._checked(ids, contents, limit) for ids, contents in zip(made, inputs, strict=True)]
 
-    def _told(self, instruction: str) -> str:
-        """The instruction as the model's authors end it: by a full stop, where no punctuation does."""
-        told = instruction.strip() or self.chat.instruction
-        if len(told) > _MAX_INSTRUCTION:
+    def _complete(self, instruction: str) -> str:
+        """The instruction, or the model's default; ends with a full stop unless it ends with punctuation."""
+        instruction = instruction.strip() or self.chat.instruction
+        if len(instruction) > _MAX_INSTRUCTION:
             raise InvalidInput(
-                f"Input validation error: the instruction has {len(told):,} characters, and {_MAX_INSTRUCTION:,} are "
-                "allowed"
+                f"Input validation error: the instruction has {len(instruction):,} characters, and "
+                f"{_MAX_INSTRUCTION:,} are allowed"
             )
-        return told if unicodedata.category(told[-1]).startswith("P") else f"{told}."
+        return instruction if unicodedata.category(instruction[-1]).startswith("P") else f"{instruction}."
 
-    def _template(self, told: str, images: Sequence[int]) -> PairTemplate:
+    def _template(self, instruction: str, images: Sequence[int]) -> PairTemplate:
         pieces = self.chat.pieces
         blocks = [self._block * count for count in images]
-        prefix = f"{pieces[0]}{told}{pieces[1]}{blocks[0]}"
+        prefix = f"{pieces[0]}{instruction}{pieces[1]}{blocks[0]}"
         body = "{query}" if len(images) == 1 else f"{{query}}{pieces[2]}{blocks[1]}{{document}}"
         return PairTemplate(prefix, body, pieces[-1])
 
@@ -150,12 +150,12 @@ class ChatTokenizer(PictureTokenizer):
             if not isinstance(contents, tuple):
                 found[row] = contents
                 continue
-            told = contents[0].instruction
-            told = options.prompt if told is None else told
-            key = told, tuple(len(one.pictures) for one in contents), repeated(contents)
+            instruction = contents[0].instruction
+            instruction = options.prompt if instruction is None else instruction
+            key = instruction, tuple(len(one.pictures) for one in contents), repeated(contents)
             groups.setdefault(key, []).append((row, contents))
-        for (told, *_), rows in groups.items():
-            written = self._written(told, [contents for _, contents in rows], options)
+        for (instruction, *_), rows in groups.items():
+            written = self._written(instruction, [contents for _, contents in rows], options)
             for (row, contents), ids in zip(rows, written, strict=True):
                 found[row] = ids if isinstance(ids, TeimgrError) else self._with_pictures(ids, contents)
         return TokenizedTexts.of([one or EmptyInput() for one in found])
@@ -199,14 +199,14 @@ class ChatTokenizer(PictureTokenizer):
         return found
 
     def _written(
-        self, told: str, inputs: Sequence[Contents], options: TokenizeOptions
+        self, instruction: str, inputs: Sequence[Contents], options: TokenizeOptions
     ) -> list[NDArray[np.int32] | TeimgrError]:
         try:
-            return self.writer.ids(told, inputs, truncate=options.truncate, left=options.left)
+            return self.writer.ids(instruction, inputs, truncate=options.truncate, left=options.left)
         except TokenizerFailed as error:  # of all together: retried one by one, so that only bad ones fail
             if len(inputs) == 1:
                 return [error]
-            return [self._written(told, [one], options)[0] for one in inputs]
+            return [self._written(instruction, [one], options)[0] for one in inputs]
 
     def _with_pictures(self, ids: NDArray[np.int32], contents: Contents) -> Encoded | TeimgrError:
         if (error := self._check_ids(ids)) is not None:

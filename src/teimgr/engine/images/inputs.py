@@ -116,7 +116,7 @@ class DualTokenizer(PictureTokenizer):
     """The tokenizer of a model of texts and images in one space."""
 
     def __init__(self, layout: Layout, max_length: int) -> None:
-        """Raises InvalidConfig: a padded text does not fit `max_length`. ModelLoadFailed: its padding is no token."""
+        """Raises InvalidConfig: a padded text exceeds `max_length`. ModelLoadFailed: its padding is not a token."""
         super().__init__(layout, max_length)
         assert layout.dual is not None
         self._end_id = layout.dual.end_id

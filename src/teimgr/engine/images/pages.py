@@ -1,6 +1,6 @@
 """Models of queries and page images, with a vector for each token: their texts, and the library's forward for both.
 
-A query and the tokens of an image stand in texts of their own (`PageTexts`), and only a query is truncated. Texts are
+A query and the tokens of an image are separate texts (`PageTexts`), and only a query is truncated. Texts are
 queries; a document is an image. What the library computes for pages of one size in one forward is one batch here.
 """
 

@@ -100,7 +100,7 @@ def decode(data: bytes, rate: int) -> NDArray[np.float32]:
     """The samples of a file that `read_header` accepts: one channel, `rate` samples a second.
 
     Raises:
-        InvalidInput: the file is cut or broken, or samples are no numbers.
+        InvalidInput: the file is cut or broken, or a sample is not a number.
     """
     header = read_header(data)
     found = np.empty(-(-header.frames * rate // header.rate) + rate, np.float32)
@@ -114,7 +114,7 @@ def decode(data: bytes, rate: int) -> NDArray[np.float32]:
         raise InvalidInput("Input validation error: the sound is too short: it has no sample at the model's rate")
     if not np.abs(found[:filled]).max() <= _LOUDEST:  # nor where one is NaN
         raise InvalidInput(
-            f"Input validation error: the sound has samples that are no finite numbers, or beyond {_LOUDEST:,} times "
+            f"Input validation error: the sound has samples that are not finite numbers, or beyond {_LOUDEST:,} times "
             "full scale"
         )
     return found[:filled]
@@ -156,7 +156,7 @@ def _format(data: bytes) -> str:
     if named is None and data[4:8] == b"ftyp":
         named = "MP4, M4A or AAC"
     raise InvalidInput(
-        "Input validation error: the bytes are no sound of an allowed format"
+        "Input validation error: the bytes are not a sound of an allowed format"
         + (f", but {named}" if named else "")
         + f": {_WAY_OUT}"
     )

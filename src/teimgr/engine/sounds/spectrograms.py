@@ -18,7 +18,7 @@ from teimgr.models.layout import SoundSteps
 Spectrograms = NDArray[np.float32]
 """Of one sound: [windows, 1, frames, mels], with fusion [1, 1, frames, mels], or [1, 4, frames, mels] of a long one."""
 _FRAMES_AT_ONCE = 512
-_LEAST_POWER = 1e-10
+_MIN_POWER = 1e-10
 
 
 def windows_of(steps: SoundSteps, seconds: float) -> int:
@@ -57,7 +57,7 @@ def _fused(mels: Spectrograms, steps: SoundSteps) -> Spectrograms:
 
 
 def _shrunk(mels: Spectrograms, frames: int) -> Spectrograms:
-    """As many frames, between neighbours, as torch's `interpolate` does."""
+    """This many frames, interpolated linearly like torch's `interpolate`."""
     places = np.maximum((np.arange(frames, dtype=np.float32) + 0.5) * np.float32(len(mels) / frames) - 0.5, 0)
     before = places.astype(np.intp)
     part = (places - before)[:, None].astype(np.float32)
@@ -75,7 +75,7 @@ def _mels(samples: NDArray[np.float32], steps: SoundSteps, filters: NDArray[np.f
     for at in range(0, len(frames), _FRAMES_AT_ONCE):
         spectrum = np.fft.rfft(frames[at : at + _FRAMES_AT_ONCE] * shape).astype(np.complex64)
         power = np.abs(spectrum, dtype=np.float64) ** 2
-        found[at : at + _FRAMES_AT_ONCE] = 10 * np.log10(np.maximum(power @ filters, _LEAST_POWER))
+        found[at : at + _FRAMES_AT_ONCE] = 10 * np.log10(np.maximum(power @ filters, _MIN_POWER))
     return found
 
 

@@ -55,7 +55,7 @@ _GOAWAY_S = 1.0
 _DISCARD_S = LIMITS[Phase.DISCARD].seconds
 _DISCARDED_BYTES = cast(int, LIMITS[Phase.DISCARD].bytes)
 
-# By this part, either way, ages differ, so that connections that were made together are not made anew together.
+# By this part, either way, ages differ, so that connections that were opened together do not all end together.
 _AGE_SPREAD = 0.1
 
 _MALFORMED: Headers = ((b":status", b"400"), (b"content-type", b"text/plain; charset=utf-8"))
@@ -87,7 +87,7 @@ class Connection(asyncio.Protocol):
 
     A malformed request is answered 400 and its stream reset; `serve` does not see it. A connection without streams is
     closed after a time, by GOAWAY; one that `stays_open` after a longer time, once it has had a stream. `ticket` counts
-    it; without one it is the only connection of its own gate. With a `max_age` its client connects anew now and then,
+    it; without one it has a gate to itself. With a `max_age` its client reconnects now and then,
     and so comes to other servers behind the same name.
 
     What it receives is processed in parts, as `LoopTurns` gives the time; meanwhile it is hardly read.

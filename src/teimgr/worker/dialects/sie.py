@@ -45,15 +45,15 @@ class SieImage(http.Body):
     """An image file: its bytes in msgpack, base64 in JSON."""
 
     data: str | bytes
-    format: Annotated[str | None, Field(description="told by the bytes, whatever is named")] = None
+    format: Annotated[str | None, Field(description="ignored: read from the data")] = None
 
 
 class SieAudio(http.Body):
     """A sound file: its bytes in msgpack, base64 in JSON."""
 
     data: str | bytes
-    format: Annotated[str | None, Field(description="told by the bytes, whatever is named")] = None
-    sample_rate: Annotated[int | None, Field(description="told by the bytes, whatever is named")] = None
+    format: Annotated[str | None, Field(description="ignored: read from the data")] = None
+    sample_rate: Annotated[int | None, Field(description="ignored: read from the data")] = None
 
 
 class Item(http.Body):
@@ -153,8 +153,8 @@ async def _score(inference: http.HttpInference, request: HttpRequest) -> HttpRep
     query, *inputs = await images.read_all(inference, [asked(body.query, "query"), *items])
     input_checks.need_texts(inputs, "items")
     served = inference.served
-    truncate, told = served.spec.auto_truncate, body.instruction
-    found = await relevance(inference, [query], inputs, truncate=truncate, with_prompts=True, instruction=told)
+    truncate, instruction = served.spec.auto_truncate, body.instruction
+    found = await relevance(inference, [query], inputs, truncate=truncate, with_prompts=True, instruction=instruction)
     scores = [
         {"item_id": body.items[row].id or f"item-{row}", "score": float(found.scores[row]), "rank": rank}
         for rank, row in enumerate(http.best_first(found.scores))
@@ -295,7 +295,7 @@ def _item(item: Item, place: str) -> images.SentItem:
         raise http.BadRequest(400, f"{place}: video and documents are not supported", field)
     if item.audio is not None:
         if item.text is not None or item.images:
-            raise http.BadRequest(400, f"{place}: must have a text or a sound: send both as items of their own", field)
+            raise http.BadRequest(400, f"{place}: must have a text or a sound: send them as separate items", field)
         return images.SentImage(item.audio.data, f"{place}.audio.data", "audio")
     if not item.images:
         if item.text is None:

@@ -170,8 +170,8 @@ async def _score_items(inference: http.HttpInference, request: HttpRequest) -> H
     inference.check_count(max(len(queries), len(documents)))
     read = await images.read_all(inference, [*queries, *documents])
     first, second = read[: len(queries)], read[len(queries) :]
-    raw_scores, told = body.use_activation is False, body.instruction
-    found = await relevance(inference, first, second, truncate=False, raw_scores=raw_scores, instruction=told)
+    raw_scores, instruction = body.use_activation is False, body.instruction
+    found = await relevance(inference, first, second, truncate=False, raw_scores=raw_scores, instruction=instruction)
     return _scores(inference, body, found)
 
 
