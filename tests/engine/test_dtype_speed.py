@@ -58,7 +58,7 @@ def test_layers_are_measured_for_a_bounded_time(monkeypatch: pytest.MonkeyPatch)
 
     dtype_speed._timed({torch.float32: lambda: runs.append("float32"), torch.int8: lambda: runs.append("int8")})
 
-    assert runs == ["float32", "int8"] * dtype_speed._LEAST_RUNS
+    assert runs == ["float32", "int8"] * dtype_speed._MIN_RUNS
 
 
 def test_info_has_the_reason_and_the_candidates(
