@@ -16,6 +16,7 @@ from typing import Any
 
 from teimgr.errors import Unauthenticated, Unavailable
 from teimgr.http.connection_gate import MIN_READ_BYTES
+from teimgr.http.tls import TlsTransport
 from teimgr.wire.fleet_tls import DAEMON, HANDSHAKE_LIMIT_S, FleetIdentity, FleetName, peer_of
 from teimgr.wire.json_messages import LENGTH_BYTES, pack, reported_error, unpack, unpack_length
 from teimgr.wire.remote_frames import set_tcp_limits
@@ -127,7 +128,8 @@ class HostLink:
             return
         transport: Any = self._writer.transport
         transport.set_write_buffer_limits(_STREAM_BUFFER_BYTES)
-        transport.set_read_buffer_limits(_STREAM_BUFFER_BYTES)
+        if not isinstance(transport, TlsTransport):  # which keeps little; uvloop's TLS keeps 256 KiB
+            transport.set_read_buffer_limits(_STREAM_BUFFER_BYTES)
         with suppress(OSError):  # it is closed already
             sock = self._writer.get_extra_info("socket")
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
