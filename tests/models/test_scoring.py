@@ -124,12 +124,12 @@ def test_a_chat_template_is_rendered_around_query_and_document(tmp_path: Path) -
     ("template", "reason"),
     [
         ("{{ messages[0].content }}", "query once and then the document once"),
-        ("{{ raise_error() }}", "cannot be used for query and document"),
-        ("{% for message in messages %}", "cannot be used for query and document"),
-        ("{{ 1 / 0 }}", "cannot be used for query and document"),
-        ("{{ 'a' * 10 ** 15 }}", "cannot be used for query and document"),
-        ("{{ 'a'.encode('nothing') }}", "cannot be used for query and document"),
-        ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "cannot be used for query and document"),
+        ("{{ raise_error() }}", "cannot be used for the model's inputs"),
+        ("{% for message in messages %}", "cannot be used for the model's inputs"),
+        ("{{ 1 / 0 }}", "cannot be used for the model's inputs"),
+        ("{{ 'a' * 10 ** 15 }}", "cannot be used for the model's inputs"),
+        ("{{ 'a'.encode('nothing') }}", "cannot be used for the model's inputs"),
+        ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "cannot be used for the model's inputs"),
     ],
 )
 def test_a_chat_template_without_places_for_both_is_refused(tmp_path: Path, template: str, reason: str) -> None:

@@ -52,7 +52,7 @@ _MAX_ROWS = 100_000
 # finisher's, without the way there.
 _MANY_ROWS = 512
 _ONE_AT_A_TIME = (
-    "Input validation error: the row has `image` or `audio` and `text`: this model embeds one at a time, send two rows"
+    "Input validation error: the row has `{column}` and `text`: this model embeds one at a time, send two rows"
 )
 # Headers of a message up to this size are read on the loop: a thread would take longer.
 _SMALL_TABLE_BYTES = 64 * 1024
@@ -205,9 +205,10 @@ def _input(dispatcher: Dispatcher, item: RowInput, row: int, refused: dict[int, 
     if not isinstance(file, bytes):
         return file
     try:
+        is_sound = "audio" in dispatcher.engine.info.modalities
         if text is not None and not dispatcher.engine.info.fused:
-            raise InvalidInput(_ONE_AT_A_TIME)
-        if "audio" in dispatcher.engine.info.modalities:
+            raise InvalidInput(_ONE_AT_A_TIME.format(column="audio" if is_sound else "image"))
+        if is_sound:
             return dispatcher.engine.sound(file)
         picture = dispatcher.engine.picture(file)
     except InvalidInput as error:

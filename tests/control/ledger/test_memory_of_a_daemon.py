@@ -59,7 +59,8 @@ def _fill_the_budget(daemon: DaemonProcess, model: str, budget_mib: int) -> None
         assert refused.status.value == "failed"
         assert "MiB of host memory" in str(refused.reason)
         assert f"budget {budget_mib}" in str(refused.reason)
-        assert str(refused.reason).split(", ")[:3] == planned["reason"].split(", ")[:3], "but for what the system has"
+        needs = planned["reason"].split(", ")[0]
+        assert str(refused.reason).startswith(needs), "what is free may have been measured again since"
 
         client.delete("a")
         client.delete("c")

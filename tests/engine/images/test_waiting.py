@@ -55,7 +55,7 @@ def test_pictures_are_decoded_ahead_until_enough_wait(dual: DualEncoder, monkeyp
 def test_pixels_in_flight_are_bounded_and_one_of_any_size_has_its_turn(
     dual: DualEncoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MAX_PIXELS", 100 * 100)
+    monkeypatch.setattr(PictureDecoder, "most", 100 * 100)
     most, now, lock = [0], [0], threading.Lock()
     decode = module.decode
 
