@@ -170,7 +170,8 @@ def test_a_native_forward_shares_all_but_the_shortest_queries_between_threads() 
 
 def of_widths(hidden: int, widest: int, batching: Batching) -> Any:
     config = SimpleNamespace(hidden_size=hidden, intermediate_size=widest)
-    return SimpleNamespace(backbone=SimpleNamespace(config=config, batching=batching))
+    backbone = SimpleNamespace(config=config, batching=batching)
+    return SimpleNamespace(backbone=backbone, is_native=batching is Batching.NATIVE)
 
 
 def _with_nan(root: Path) -> None:

@@ -57,9 +57,8 @@ _NOT_OF_THE_SPACE = frozenset(
 # Of parts of a layout: where a module's own code is, which is hashed as such, and an adapter's rank, which is that of
 # its weights.
 _BY_WEIGHTS = ("root", "rank", "ranks")
-_LATER_FIELDS = frozenset(
-    ("dual", "pages", "sound")
-)  # of `Layout`, since FORMAT was last raised: hashed where they are set
+# Of `Layout`, since FORMAT was last raised: hashed where they are set.
+_LATER_FIELDS = frozenset(("dual", "pages", "sound", "chat"))
 # Of config.json: where a file comes from and how it was saved.
 _ORIGIN = frozenset(("_name_or_path", "_commit_hash", "transformers_version", "torch_dtype", "dtype", "use_cache"))
 _DTYPES = {
