@@ -239,6 +239,11 @@ class Manager:
                 instance.force_stop()
         await stopping
         await self._turns.ended(_BACKGROUND_LIMIT_S)
+        # A command that was under way may have added an instance since, or begun to start one that was not supervised.
+        late = [each for each in self._instances.values() if each.is_supervised and each not in supervised]
+        for instance in late:
+            instance.accepts_no_more_starts()
+        await asyncio.gather(*(self._shut_down(instance, at_once=True) for instance in late))
         await self._end_supervision()
 
     async def release(self) -> None:
