@@ -8,7 +8,6 @@ import ssl
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import pytest
 
@@ -128,8 +127,7 @@ async def test_many_connections_in_records_of_one_byte_hold_the_loop_for_some_tu
     authority: Authority, server_context: ssl.SSLContext
 ) -> None:
     """Each sends 2,500 records at once, which takes 3 ms to decrypt; together they would hold it for 0.1 s and more."""
-    loop, made = asyncio.get_running_loop(), list[Reading]()
-    held = [0.0]
+    made, held = list[Reading](), [0.0]
 
     def protocol() -> Reading:
         made.append(Reading())
@@ -157,7 +155,7 @@ async def test_many_connections_in_records_of_one_byte_hold_the_loop_for_some_tu
             client.sock.close()
         for each in made:
             await each.lost
-    assert max(held) < 0.04, loop
+    assert max(held) < 0.04
 
 
 @pytest.mark.parametrize("pauses", [False, True])
@@ -249,9 +247,7 @@ async def test_a_client_that_leaves_in_the_handshake_is_told(server_context: ssl
 
 
 @on_uvloop
-async def test_a_broken_record_ends_the_connection(
-    authority: Authority, server_context: ssl.SSLContext, tmp_path: Path
-) -> None:
+async def test_a_broken_record_ends_the_connection(authority: Authority, server_context: ssl.SSLContext) -> None:
     made: list[Reading] = []
 
     def protocol() -> Reading:

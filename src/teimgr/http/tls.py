@@ -19,8 +19,7 @@ from teimgr.http.loop_turns import PART_UNITS, TURN_UNITS, LoopTurns
 
 # What is processed before the time is looked at: 1.5 ms where it is all key updates.
 _STEP_BYTES = 4096
-# `TURN_UNITS` are 8 ms.
-_UNIT_S = 0.008 / TURN_UNITS
+_UNIT_S = 0.008 / TURN_UNITS  # all units of a turn are 8 ms
 _RECORD_BYTES = 2**14  # at most, of plain text
 _WRITE_BYTES = 2**18  # encrypted at a time
 # How long a client's `close_notify` is awaited after the server's, and how much of what comes meanwhile is dropped. The
@@ -276,10 +275,7 @@ class TlsTransport(asyncio.Transport, asyncio.BufferedProtocol):
     def resume_reading(self) -> None:
         if self._is_paused and not self._is_closing:
             self._is_paused = False
-            if self._plain:
-                asyncio.get_running_loop().call_soon(self._resume)
-            else:
-                self._go_on()
+            asyncio.get_running_loop().call_soon(self._resume)
 
     def _resume(self) -> None:
         self._deliver()

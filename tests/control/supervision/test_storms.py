@@ -18,8 +18,7 @@ from teimgr.spec import InstanceSpec
 NAMES = ("a", "b")
 SEEDS = 100
 LONG_SEEDS = 12_000
-FOUND = (6809,)
-"""Seeds of the long run that found something: a worker of an instance that is created while the daemon ends."""
+FOUND = (6809,)  # seeds of the long run: an instance is created while the daemon ends
 
 
 def draw(manager: Manager, rng: random.Random) -> Coroutine[Any, Any, Any]:

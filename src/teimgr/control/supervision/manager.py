@@ -241,8 +241,6 @@ class Manager:
         await self._turns.ended(_BACKGROUND_LIMIT_S)
         # A command that was under way may have added an instance since, or begun to start one that was not supervised.
         late = [each for each in self._instances.values() if each.is_supervised and each not in supervised]
-        for instance in late:
-            instance.accepts_no_more_starts()
         await asyncio.gather(*(self._shut_down(instance, at_once=True) for instance in late))
         await self._end_supervision()
 
@@ -270,6 +268,7 @@ class Manager:
         await self._state.close()
 
     async def _shut_down(self, instance: ManagedInstance, at_once: bool) -> None:
+        instance.accepts_no_more_starts()
         if at_once:
             instance.force_stop()
         with suppress(NotRunning, InstanceNotFound, Unavailable):
