@@ -86,5 +86,10 @@ def _show(found: Mapping[str, Any], output: CommandOutput) -> None:
 def _place(worker: Mapping[str, Any]) -> str:
     if worker["outcome"] == "on_demand":
         return ""
-    device = "cpu" if worker["gpu"] is None else f"gpu {worker['gpu_id']}"
-    return f"{worker['node']} {device}" if worker["node"] else device
+    return place_name(worker)
+
+
+def place_name(place: Mapping[str, Any]) -> str:
+    """The host and device of a worker, by `node`, `gpu` and `gpu_id`."""
+    device = "cpu" if place["gpu"] is None else f"gpu {place['gpu_id']}"
+    return f"{place['node']} {device}" if place["node"] else device

@@ -9,6 +9,7 @@ import typer
 
 from teimgr.cli.command import CommandOutput, DaemonOptions
 from teimgr.cli.failures import ExitStatus
+from teimgr.cli.plan_command import place_name
 
 
 def rebalance(
@@ -31,18 +32,21 @@ def rebalance(
 
 def _show(found: Mapping[str, Any], output: CommandOutput) -> None:
     rows = [
-        (each["instance"], each["replica"], each["outcome"], _place(each["from"]), _place(each["to"]), each["reason"])
+        (
+            each["instance"],
+            each["replica"],
+            each["outcome"],
+            place_name(each["from"]),
+            place_name(each["to"]),
+            each["reason"],
+        )
         for each in found["moves"]
     ]
     rows += [
-        (each["instance"], each["replica"], "stays", _place(each["at"]), "", each["reason"]) for each in found["stays"]
+        (each["instance"], each["replica"], "stays", place_name(each["at"]), "", each["reason"])
+        for each in found["stays"]
     ]
     if not found["moves"]:
         output.note("nothing to move")
     if rows:
         output.table(("instance", "replica", "outcome", "from", "to", "reason"), rows)
-
-
-def _place(place: Mapping[str, Any]) -> str:
-    device = "cpu" if place["gpu"] is None else f"gpu {place['gpu_id']}"
-    return f"{place['node']} {device}" if place["node"] else device

@@ -118,7 +118,7 @@ class Predecessor:
             self._control.close()
             loop.call_later(_LAST_CONNECTIONS_S, queue.close)
 
-        loop.add_reader(self._control, on_end)  # it says nothing more
+        loop.add_reader(self._control, on_end)  # readable at its end alone: no message follows
 
 
 @contextlib.contextmanager

@@ -64,7 +64,7 @@ _SERIAL_MULTIPLICATIONS_NATIVE = 14_000_000
 # Of a bulk batch on a GPU while queries come: fewer do not fill it, and a query waits for one such batch.
 _MIN_BULK_TOKENS_BESIDE_INTERACTIVE = 2048
 _MAX_BULK_TOKENS_BESIDE_INTERACTIVE = 4096
-# A smaller `max_batch_tokens` below the model's length is a mistake, unless the caller says otherwise.
+# A `max_batch_tokens` below both this and the model's length is refused unless `cuts_texts` is True.
 _FEW_TOKENS = 512
 _VECTORS = (Output.DENSE, Output.SPARSE, Output.MULTI_VECTOR)  # the first that a model has gives its dimension
 
@@ -352,7 +352,7 @@ def _with_queries(
     if reads_alike and isinstance(documents.backbone, Transformer):
         return RoutedModel(documents, documents.with_heads_of(route)), choice, max_batch_tokens
     inputs = probe_inputs(route, tokenizer)
-    own = replace(options, dtype=str(choice.dtype).removeprefix("torch."))
+    own = replace(options, dtype=_name(choice.dtype))
     queries, other = _chosen(replace(route, code_revision=options.code_revision), device, own, inputs)
     tokens = _proven(queries, other, device, inputs, max_batch_tokens, tokenizer.max_length)
     worse = min(choice, other, key=lambda each: each.closeness.min_cosine)

@@ -225,12 +225,7 @@ class Manager:
 
         `within_s` shortens the grace; `at_once` kills them without any, even where an earlier call allowed some.
         """
-        self._is_shutting_down = True
-        self._turns.close()
-        await self.adoption_over()
-        await self._sweep.end()
-        for instance in self._instances.values():
-            instance.accepts_no_more_starts()
+        await self._begin_end()
         supervised = [instance for instance in self._instances.values() if instance.is_supervised]
         stopping = asyncio.gather(*(self._shut_down(instance, at_once) for instance in supervised))
         if within_s is not None:
@@ -239,22 +234,26 @@ class Manager:
                 instance.force_stop()
         await stopping
         await self._turns.ended(_BACKGROUND_LIMIT_S)
-        # A command that was under way may have added an instance since, or begun to start one that was not supervised.
+        # A start that was under way may have begun to supervise an instance since.
         late = [each for each in self._instances.values() if each.is_supervised and each not in supervised]
         await asyncio.gather(*(self._shut_down(instance, at_once=True) for instance in late))
         await self._end_supervision()
 
     async def release(self) -> None:
         """End, and leave every worker running: the next daemon adopts them, and begins interrupted updates again."""
+        await self._begin_end()
+        await asyncio.gather(*(instance.give_up_update(_BACKGROUND_LIMIT_S) for instance in self._instances.values()))
+        await self._turns.ended(_BACKGROUND_LIMIT_S)
+        await self._end_supervision()
+
+    async def _begin_end(self) -> None:
+        """Refuse commands and starts from now on."""
         self._is_shutting_down = True
         self._turns.close()
         await self.adoption_over()
         await self._sweep.end()
         for instance in self._instances.values():
             instance.accepts_no_more_starts()
-        await asyncio.gather(*(instance.give_up_update(_BACKGROUND_LIMIT_S) for instance in self._instances.values()))
-        await self._turns.ended(_BACKGROUND_LIMIT_S)
-        await self._end_supervision()
 
     async def _end_supervision(self) -> None:
         """Leave the processes that there are, end what goes on in the background, release the state file."""
@@ -268,7 +267,6 @@ class Manager:
         await self._state.close()
 
     async def _shut_down(self, instance: ManagedInstance, at_once: bool) -> None:
-        instance.accepts_no_more_starts()
         if at_once:
             instance.force_stop()
         with suppress(NotRunning, InstanceNotFound, Unavailable):

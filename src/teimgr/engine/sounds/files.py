@@ -41,7 +41,7 @@ _KNOWN_OTHERS = (
 
 
 class Header(NamedTuple):
-    """What a sound file says at its beginning: `frames` are samples of each channel."""
+    """The header of a sound file: `frames` are samples of each channel."""
 
     format: str
     rate: int
@@ -180,7 +180,7 @@ def _broken(form: str) -> InvalidInput:
 
 
 def _check_wav(data: bytes) -> None:
-    """Refuse a file whose samples end before its header says; libsndfile would take what is there."""
+    """Refuse a file with fewer bytes of samples than its header declares, of which libsndfile would read those."""
     at, parts = 12, 0
     while at + 8 <= len(data):
         size = int.from_bytes(data[at + 4 : at + 8], "little")
@@ -214,7 +214,7 @@ def _check_ogg(data: bytes) -> None:
 
 
 def _check_mp3(data: bytes) -> None:
-    """Refuse a file that is shorter than the header of its encoder says."""
+    """Refuse a file with fewer bytes than its Xing or Info header declares."""
     head = data[:4096]
     at = next((at for tag in (b"Xing", b"Info") if (at := head.find(tag)) >= 0), -1)
     if at < 0:
