@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TextIO
 
@@ -98,3 +98,9 @@ def size(count: float | None) -> str:
             return f"{value:.0f} {unit}" if value >= 10 or unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
     return f"{value:.1f} TiB"
+
+
+def where(place: Mapping[str, Any]) -> str:
+    """The host and device of a worker, by `node`, `gpu` and `gpu_id`."""
+    device = "cpu" if place["gpu"] is None else f"gpu {place['gpu_id']}"
+    return f"{place['node']} {device}" if place["node"] else device

@@ -11,7 +11,7 @@ import typer
 
 from teimgr.cli.command import CommandOutput, DaemonOptions
 from teimgr.cli.failures import ExitStatus
-from teimgr.cli.output import size
+from teimgr.cli.output import size, where
 from teimgr.errors import InvalidConfig
 
 
@@ -86,10 +86,4 @@ def _show(found: Mapping[str, Any], output: CommandOutput) -> None:
 def _place(worker: Mapping[str, Any]) -> str:
     if worker["outcome"] == "on_demand":
         return ""
-    return place_name(worker)
-
-
-def place_name(place: Mapping[str, Any]) -> str:
-    """The host and device of a worker, by `node`, `gpu` and `gpu_id`."""
-    device = "cpu" if place["gpu"] is None else f"gpu {place['gpu_id']}"
-    return f"{place['node']} {device}" if place["node"] else device
+    return where(worker)

@@ -9,7 +9,7 @@ import typer
 
 from teimgr.cli.command import CommandOutput, DaemonOptions
 from teimgr.cli.failures import ExitStatus
-from teimgr.cli.plan_command import place_name
+from teimgr.cli.output import where
 
 
 def rebalance(
@@ -32,19 +32,11 @@ def rebalance(
 
 def _show(found: Mapping[str, Any], output: CommandOutput) -> None:
     rows = [
-        (
-            each["instance"],
-            each["replica"],
-            each["outcome"],
-            place_name(each["from"]),
-            place_name(each["to"]),
-            each["reason"],
-        )
+        (each["instance"], each["replica"], each["outcome"], where(each["from"]), where(each["to"]), each["reason"])
         for each in found["moves"]
     ]
     rows += [
-        (each["instance"], each["replica"], "stays", place_name(each["at"]), "", each["reason"])
-        for each in found["stays"]
+        (each["instance"], each["replica"], "stays", where(each["at"]), "", each["reason"]) for each in found["stays"]
     ]
     if not found["moves"]:
         output.note("nothing to move")
