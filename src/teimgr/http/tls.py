@@ -244,13 +244,12 @@ class TlsTransport(asyncio.Transport, asyncio.BufferedProtocol):
 
     def _end(self) -> None:
         """The client sends no more."""
-        if self._has_told_end and not self._is_closing:
-            return
-        self._has_told_end = True
         if self._is_closing or self._protocol is None:
             self._below.close()
-        elif not self._protocol.eof_received():
-            self.close()
+        elif not self._has_told_end:
+            self._has_told_end = True
+            if not self._protocol.eof_received():
+                self.close()
 
     # The transport of the protocol.
 
@@ -260,9 +259,6 @@ class TlsTransport(asyncio.Transport, asyncio.BufferedProtocol):
 
     def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
         self._protocol = protocol
-
-    def get_protocol(self) -> asyncio.BaseProtocol:
-        return self._protocol  # type: ignore[no-any-return]
 
     def is_reading(self) -> bool:
         return not self._is_paused and not self._is_closing

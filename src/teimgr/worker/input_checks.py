@@ -10,6 +10,7 @@ from teimgr.engine.job import MediaFile
 from teimgr.errors import EmptyInput, WrongModelKind
 from teimgr.models.source import shown_id
 from teimgr.spec import LoadedModel
+from teimgr.worker import http_inference as http
 
 
 def need_texts(texts: Sequence[object], field: str) -> None:
@@ -23,6 +24,12 @@ def need_inputs(inputs: Sequence[EngineInput], refusal: str) -> None:
     """Raises EmptyInput with the sentence `refusal` if one of the inputs is empty."""
     are_empty = [one is None or (not len(one) and not isinstance(one, MediaFile)) for one in inputs]
     _refuse(are_empty, refusal)
+
+
+def need_no_instruction(model: LoadedModel, instruction: str | None) -> None:
+    """Raises BadRequest for an instruction, unless the model reads texts and images in one input."""
+    if instruction and not model.fused:
+        raise http.BadRequest(400, "instruction: is not supported", "instruction")
 
 
 def _refuse(are_empty: list[bool], refusal: str) -> None:

@@ -69,9 +69,15 @@ def pack_chats(inputs: Sequence[Encoded], image_id: int, unit: int) -> PackedBat
         image_places(is_image[begin:end], [next(sides) for _ in _pictures_in(inputs[at])])
         for begin, end, at in zip(borders[:-1].tolist(), borders[1:].tolist(), owners.tolist(), strict=True)
     ]
+    return _chats(packed, pictures, image_id, np.concatenate(places, axis=1))
+
+
+def _chats(packed: PackedBatch, pictures: Sequence[Pixels], image_id: int, places: NDArray[np.int64]) -> ChatBatch:
+    """A batch whose ids below 0 stand for the tokens of `pictures`."""
+    is_image = packed.ids < 0
     given = {item.name: getattr(packed, item.name) for item in fields(PackedBatch)}
     given["ids"] = np.where(is_image, image_id, packed.ids)
-    return ChatBatch(**given, pictures=pictures, is_image=is_image, places=np.concatenate(places, axis=1))
+    return ChatBatch(**given, pictures=tuple(pictures), is_image=is_image, places=places)
 
 
 def _pictures_in(encoded: Encoded) -> Sequence[object]:
@@ -218,11 +224,8 @@ class ChatModel(PicturedModel):
         own = np.full(side[0] * side[1], -1, np.int32)
         ids = np.concatenate([self._alone[:at], own, self._alone[at + 1 :]])
         packed = pack([Encoded(np.tile(ids, (len(pictures), 1)))])
-        is_image = packed.ids < 0
         places = np.tile(image_places(ids < 0, [side]), len(pictures))
-        given = {item.name: getattr(packed, item.name) for item in fields(PackedBatch)}
-        given["ids"] = np.where(is_image, self._writer.image_id, packed.ids)
-        batch = ChatBatch(**given, pictures=tuple(pictures), is_image=is_image, places=places)
+        batch = _chats(packed, pictures, self._writer.image_id, places)
         hidden = self.backbone.hidden(batch)
         return hidden[to_device(batch.ends - 1, hidden.device)].float()
 

@@ -159,8 +159,7 @@ def handler(form: RerankForm) -> http.HttpHandler:
             body = await inference.read(request, RerankItemsRequest)
         inference.check_count(len(body.documents))
         answers = body.form_among(form)
-        if body.instruction and not inference.served.model.fused:
-            raise http.BadRequest(400, "instruction: is not supported", "instruction")
+        input_checks.need_no_instruction(inference.served.model, body.instruction)
         if body.instruction or any(map(images.has_image, (body.query, *body.documents))):
             return await _rank_items(inference, body, answers)
         texts = await inference.truncated(await _texts(inference, body), body.max_tokens_per_doc)

@@ -48,11 +48,9 @@ class SieImage(http.Body):
     format: Annotated[str | None, Field(description="ignored: read from the data")] = None
 
 
-class SieAudio(http.Body):
+class SieAudio(SieImage):
     """A sound file: its bytes in msgpack, base64 in JSON."""
 
-    data: str | bytes
-    format: Annotated[str | None, Field(description="ignored: read from the data")] = None
     sample_rate: Annotated[int | None, Field(description="ignored: read from the data")] = None
 
 
@@ -145,8 +143,7 @@ async def _encode(inference: http.HttpInference, request: HttpRequest) -> HttpRe
 
 async def _score(inference: http.HttpInference, request: HttpRequest) -> HttpReply:
     body = await _read(inference, request, SieScoreRequest)
-    if body.instruction and not inference.served.model.fused:
-        raise http.BadRequest(400, "instruction: is not supported", "instruction")
+    input_checks.need_no_instruction(inference.served.model, body.instruction)
     _check_options(body.options or {})
     asked = _item if inference.served.model.fused else _text
     items = [_item(item, f"items.{row}") for row, item in enumerate(body.items)]

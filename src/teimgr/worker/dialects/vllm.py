@@ -162,8 +162,7 @@ async def _score(inference: http.HttpInference, request: HttpRequest) -> HttpRep
 async def _score_items(inference: http.HttpInference, request: HttpRequest) -> HttpReply:
     """Texts and images."""
     body = await inference.read(request, VllmScoreItemsRequest)
-    if body.instruction and not inference.served.model.fused:
-        raise http.BadRequest(400, "instruction: is not supported", "instruction")
+    input_checks.need_no_instruction(inference.served.model, body.instruction)
     if body.truncate_prompt_tokens is not None:
         raise http.BadRequest(400, "truncate_prompt_tokens: is not for requests with images", "truncate_prompt_tokens")
     queries, documents = body.contents()
