@@ -415,9 +415,9 @@ class Engine:
     def _test_picture(self) -> None:
         """The first self-test with an image or a sound, of a model that embeds such."""
         if self.layout.reads_files:
-            from teimgr.engine.images.inputs import PictureTokenizer
+            from teimgr.engine.images.inputs import FileTokenizer
 
-            assert isinstance(self.tokenizer, PictureTokenizer)
+            assert isinstance(self.tokenizer, FileTokenizer)
             self._known_picture = self.tokenizer.known_picture()
             self._picture_reference = self._run_self_test(_FIRST_SELF_TEST_S, self._known_picture)
 

@@ -297,11 +297,11 @@ def _load_model(layout: Layout, device: torch.device, threads: int, is_known: bo
 
 
 def _begin_pictures(model: Model, tokenizer: TextTokenizer) -> None:
-    from teimgr.engine.images.inputs import PictureTokenizer
+    from teimgr.engine.images.inputs import FileTokenizer
     from teimgr.engine.images.model import PicturedModel
 
     assert isinstance(model, PicturedModel)
-    assert isinstance(tokenizer, PictureTokenizer)
+    assert isinstance(tokenizer, FileTokenizer)
     model.check_pictures()
     tokenizer.use(model.decoder)
     model.decoder.start()

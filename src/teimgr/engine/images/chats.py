@@ -29,7 +29,7 @@ from teimgr.engine.heads.scoring import CausalHead
 from teimgr.engine.host_weights import HostWeights
 from teimgr.engine.images.chat_texts import ChatWriter
 from teimgr.engine.images.inputs import EncodedPicture, pixels_of
-from teimgr.engine.images.model import PicturedModel
+from teimgr.engine.images.model import PicturedModel, known_pictures
 from teimgr.engine.images.pages import patches
 from teimgr.engine.images.pixels import Pixels, PixelTable
 from teimgr.engine.images.waiting import PictureDecoder
@@ -195,8 +195,7 @@ class ChatModel(PicturedModel):
         writer: ChatWriter,
     ) -> None:
         assert layout.dual is not None
-        super().__init__(backbone, heads, layout.dual, decoder)
-        self.known = self.known[:_KNOWN]
+        super().__init__(backbone, heads, decoder, known_pictures(layout.dual)[:_KNOWN])
         assert isinstance(layout.dual.steps, PatchSteps)
         self._unit = layout.dual.steps.unit
         self._writer = writer

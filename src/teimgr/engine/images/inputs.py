@@ -71,26 +71,17 @@ def picture_ids(picture: MediaFile) -> NDArray[np.int32]:
     return np.resize(own, picture.tokens)
 
 
-class PictureTokenizer(TextTokenizer):
-    """The tokenizer of a model of texts and images. `use` gives it the decoder of pictures when the model is loaded."""
+class FileTokenizer(TextTokenizer):
+    """The tokenizer of a model of texts and files. `use` gives it the decoder of files when the model is loaded."""
 
-    def __init__(self, layout: Layout, max_length: int) -> None:
-        super().__init__(layout, max_length)
-        assert layout.dual is not None
-        self._dual = layout.dual
-        self._around = 0  # tokens of the text around an image
-        self._decoder: FileDecoder | None = None
+    _decoder: FileDecoder | None = None
 
     def use(self, decoder: FileDecoder) -> None:
         self._decoder = decoder
 
-    def picture(self, data: bytes) -> Picture:
-        """An image file as an input of the model, by its header; raises as `read_picture`."""
-        return read_picture(data, self._dual, self._around)
-
     def known_picture(self) -> Input:
         """For self-tests."""
-        return self.picture(known_file(self._dual))
+        raise NotImplementedError
 
     def encode_all(self, inputs: Sequence[Input], options: TokenizeOptions) -> TokenizedTexts:
         """As of texts alone; pictures begin to be decoded."""
@@ -110,6 +101,24 @@ class PictureTokenizer(TextTokenizer):
 
     def _encode_texts(self, inputs: Sequence[Input], options: TokenizeOptions) -> TokenizedTexts:
         return super().encode_all(inputs, options)
+
+
+class PictureTokenizer(FileTokenizer):
+    """The tokenizer of a model of texts and images."""
+
+    def __init__(self, layout: Layout, max_length: int) -> None:
+        super().__init__(layout, max_length)
+        assert layout.dual is not None
+        self._dual = layout.dual
+        self._around = 0  # tokens of the text around an image
+
+    def picture(self, data: bytes) -> Picture:
+        """An image file as an input of the model, by its header; raises as `read_picture`."""
+        return read_picture(data, self._dual, self._around)
+
+    def known_picture(self) -> Input:
+        """For self-tests."""
+        return self.picture(known_file(self._dual))
 
 
 class DualTokenizer(PictureTokenizer):

@@ -48,30 +48,31 @@ class TextTables(nn.Module):
 
 
 class PictureTower(nn.Module):
-    """The image half: float32 [N, 3, height, width] → float32 [N, width of a vector]."""
+    """The image half: N pictures of one size → float32 [N, width of a vector]."""
 
-    def __init__(self, vision: nn.Module, projection: nn.Module | None) -> None:
+    def __init__(self, vision: nn.Module, projection: nn.Module | None, table: PixelTable) -> None:
         super().__init__()
         self.vision = vision
         self.projection = projection
+        self._table = table
 
-    def forward(self, numbers: Tensor) -> Tensor:
+    def forward(self, pictures: Sequence[Pixels]) -> Tensor:
         """The vectors, not normalised."""
         parameter = next(self.vision.parameters())
-        pooled: Tensor = self.vision(pixel_values=numbers.to(parameter.dtype)).pooler_output
+        numbers = self._table.numbers(pictures).to(parameter.device, parameter.dtype)
+        pooled: Tensor = self.vision(pixel_values=numbers).pooler_output
         return (pooled if self.projection is None else self.projection(pooled)).float()
 
 
 class PicturedModel(Model):
-    """A model that reads images beside texts, on one device. `decoder` prepares its pictures."""
+    """A model that reads images beside texts, on one device. `decoder` prepares its pictures, such as the `known`."""
 
     files = "pictures"
 
-    def __init__(self, backbone: Transformer, heads: Heads, dual: DualEncoder, decoder: PictureDecoder) -> None:
+    def __init__(self, backbone: Transformer, heads: Heads, decoder: FileDecoder, known: Sequence[Any]) -> None:
         super().__init__(backbone, heads)
-        self.decoder: FileDecoder = decoder
-        self._table = PixelTable(dual.steps)
-        self.known: list[Any] = known_pictures(dual)
+        self.decoder = decoder
+        self.known = known
         self._reference: Tensor | None = None
 
     def pack(self, inputs: Sequence[Encoded]) -> PackedBatch:
@@ -118,13 +119,13 @@ def least_cosine(here: Tensor, there: Tensor) -> float:
 
 
 class DualModel(PicturedModel):
-    """A model of texts and images in one space."""
+    """A model of texts and images, or sounds, in one space. `tower` gives the vectors of these."""
 
     def __init__(
-        self, backbone: Transformer, heads: Heads, tower: PictureTower, dual: DualEncoder, decoder: PictureDecoder
+        self, backbone: Transformer, heads: Heads, tower: nn.Module, decoder: FileDecoder, known: Sequence[Any]
     ) -> None:
-        super().__init__(backbone, heads, dual, decoder)
-        self._tower: nn.Module = tower
+        super().__init__(backbone, heads, decoder, known)
+        self._tower = tower
         self._weights: HostWeights | None = None
 
     @torch.inference_mode()
@@ -141,7 +142,7 @@ class DualModel(PicturedModel):
     @torch.inference_mode()
     def vectors(self, pictures: Sequence[Any]) -> Tensor:
         """Of pictures, float32 [N, width of a vector], on the device."""
-        found: Tensor = self._tower(self._table.numbers(pictures).to(self.backbone.device))
+        found: Tensor = self._tower(pictures)
         return found
 
     def host_weights(self) -> HostWeights:
@@ -196,11 +197,12 @@ def load_dual_model(layout: Layout, device: torch.device, threads: int) -> DualM
         if not module.vision_model.use_head:
             raise ModelLoadFailed("the image half of the model has no head (vision_use_head), so no vector of an image")
     module.text_model.embeddings = TextTables(module.text_model.embeddings)
-    tower = PictureTower(module.vision_model, of_images).eval()
+    tower = PictureTower(module.vision_model, of_images, PixelTable(dual.steps)).eval()
     transformer = Transformer(module.text_model, layout.position_offset, device)
     width = int(of_texts.out_features)
     head = DenseHead(layout.poolings, nn.Sequential(of_texts), width)
-    model = DualModel(transformer, {Output.DENSE: head}, tower, dual, PictureDecoder(dual, threads))
+    decoder = PictureDecoder(dual, threads)
+    model = DualModel(transformer, {Output.DENSE: head}, tower, decoder, known_pictures(dual))
     if not gpu.is_gpu(device):
         given = int(model.vectors(model.known[:1]).shape[1])
         if given != width:

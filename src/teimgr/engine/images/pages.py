@@ -24,8 +24,8 @@ from teimgr.engine.heads import Rows
 from teimgr.engine.heads.multi_vector import offsets
 from teimgr.engine.host_weights import HostWeights
 from teimgr.engine.images.inputs import PicturedBatch, PictureTokenizer
-from teimgr.engine.images.model import PicturedModel
-from teimgr.engine.images.pixels import Pixels
+from teimgr.engine.images.model import PicturedModel, known_pictures
+from teimgr.engine.images.pixels import Pixels, PixelTable
 from teimgr.engine.images.waiting import PictureDecoder
 from teimgr.engine.job import Input, Output, Pair
 from teimgr.engine.library_model import load_module
@@ -130,8 +130,9 @@ class PageModel(PicturedModel):
         assert layout.dual is not None
         assert layout.pages is not None
         whole = WholeModel(QueryHalf(module), 0, device)
-        super().__init__(whole, {Output.MULTI_VECTOR: OwnVectors(int(module.embedding_dim))}, layout.dual, decoder)
-        self.known = self.known[:_KNOWN]
+        heads = {Output.MULTI_VECTOR: OwnVectors(int(module.embedding_dim))}
+        super().__init__(whole, heads, decoder, known_pictures(layout.dual)[:_KNOWN])
+        self._table = PixelTable(layout.dual.steps)
         self._module = module
         self._dual: DualEncoder = layout.dual
         self._image_id, self._around = page_ids(TokenizerLibrary(load_tokenizer(layout)), layout.pages)

@@ -10,25 +10,21 @@ import numpy as np
 import soundfile
 from numpy.typing import NDArray
 
-from teimgr.engine.images.inputs import PictureTokenizer
+from teimgr.engine.images.inputs import FileTokenizer
 from teimgr.engine.images.waiting import FileDecoder
 from teimgr.engine.job import MediaFile, Sound
 from teimgr.engine.sounds.files import MAX_SECONDS, decode, read_header
 from teimgr.engine.sounds.spectrograms import Spectrograms, prepare, windows_of
-from teimgr.engine.tokenizer import TextTokenizer
 from teimgr.models.layout import Layout, SoundEncoder, SoundSteps
 
 
-class SoundTokenizer(PictureTokenizer):
+class SoundTokenizer(FileTokenizer):
     """The tokenizer of a model of texts and sounds."""
 
     def __init__(self, layout: Layout, max_length: int) -> None:
-        TextTokenizer.__init__(
-            self, layout, max_length
-        )  # the model reads no pictures, which `PictureTokenizer` asks for
+        super().__init__(layout, max_length)
         assert layout.sound is not None
         self._sound = layout.sound
-        self._decoder = None
 
     def sound(self, data: bytes) -> Sound:
         """A sound file as an input of the model, by its header.

@@ -12,15 +12,13 @@ from transformers import ClapTextModel
 
 from teimgr.engine.backbone import Transformer
 from teimgr.engine.heads.pooling import DenseHead
-from teimgr.engine.host_weights import HostWeights
 from teimgr.engine.images.model import DualModel
 from teimgr.engine.job import Output
 from teimgr.engine.library_model import load_module
-from teimgr.engine.model import Heads, Model
 from teimgr.engine.sounds.inputs import SoundDecoder, known_samples
 from teimgr.engine.sounds.spectrograms import Spectrograms, prepare
 from teimgr.errors import ModelLoadFailed
-from teimgr.models.layout import Layout, SoundEncoder
+from teimgr.models.layout import Layout
 
 _WINDOWS_AT_ONCE = 8  # of some 100 MB each within the model
 _SPECTROGRAMS = 4  # that a model with fusion reads of a long sound
@@ -47,7 +45,7 @@ class TextHalf(ClapTextModel):  # type: ignore[no-untyped-call]
 
 
 class SoundTower(nn.Module):
-    """The sound half: float32 [windows, spectrograms, frames, mels] → float32 [windows, width of a vector]."""
+    """The sound half: N sounds → float32 [N, width of a vector], the means of those of their windows, of length 1."""
 
     def __init__(self, audio: Any, projection: nn.Module) -> None:
         super().__init__()
@@ -55,9 +53,22 @@ class SoundTower(nn.Module):
         self.projection = projection
         self._fuses = bool(audio.config.enable_fusion)
 
-    def forward(self, spectrograms: Tensor) -> Tensor:
-        """The vectors, of length 1."""
-        given = spectrograms.to(next(self.audio.parameters()).dtype)
+    def forward(self, sounds: Sequence[Spectrograms]) -> Tensor:
+        """The vectors."""
+        single = [each for sound in sounds for each in sound]
+        found: list[Tensor | None] = [None] * len(single)
+        for places in _alike(single):
+            given = torch.stack([torch.from_numpy(single[at]) for at in places])
+            for at, vector in zip(places, self._of_windows(given), strict=True):
+                found[at] = vector
+        windows = torch.stack([one for one in found if one is not None])
+        lengths = [len(sound) for sound in sounds]
+        return functional.normalize(torch.stack([each.mean(dim=0) for each in torch.split(windows, lengths)]), dim=-1)
+
+    def _of_windows(self, spectrograms: Tensor) -> Tensor:
+        """Of length 1: float32 [windows, spectrograms, frames, mels] → float32 [windows, width of a vector]."""
+        parameter = next(self.audio.parameters())
+        given = spectrograms.to(parameter.device, parameter.dtype)
         is_longer = torch.full((len(given), 1), given.shape[1] == _SPECTROGRAMS, device=given.device)
         if self._fuses:
             given = given.expand(-1, _SPECTROGRAMS, -1, -1)
@@ -69,29 +80,6 @@ class SoundModel(DualModel):
     """A model of texts and sounds in one space."""
 
     files = "sounds"
-
-    def __init__(
-        self, backbone: Transformer, heads: Heads, tower: SoundTower, sound: SoundEncoder, decoder: SoundDecoder
-    ) -> None:
-        Model.__init__(self, backbone, heads)  # `DualModel` has pixels besides
-        self.decoder = decoder
-        self.known = [prepare(known_samples(sound.steps, long, at), sound.steps) for at, long in enumerate(_KNOWN)]
-        self._reference = None
-        self._tower = tower
-        self._weights: HostWeights | None = None
-
-    @torch.inference_mode()
-    def vectors(self, pictures: Sequence[Spectrograms]) -> Tensor:
-        """Of sounds: the mean of those of their windows, of length 1."""
-        single = [each for sound in pictures for each in sound]
-        found: list[Tensor | None] = [None] * len(single)
-        for places in _alike(single):
-            given = torch.stack([torch.from_numpy(single[at]) for at in places])
-            for at, vector in zip(places, self._tower(given.to(self.backbone.device)), strict=True):
-                found[at] = vector
-        windows = torch.stack([one for one in found if one is not None])
-        lengths = [len(sound) for sound in pictures]
-        return functional.normalize(torch.stack([each.mean(dim=0) for each in torch.split(windows, lengths)]), dim=-1)
 
 
 def _alike(spectrograms: Sequence[Spectrograms]) -> Iterable[list[int]]:
@@ -119,7 +107,8 @@ def load_sound_model(layout: Layout, device: torch.device, threads: int) -> Soun
     width = int(module.text_projection.linear2.out_features)
     head = DenseHead(layout.poolings, layers, width)
     tower = SoundTower(module.audio_model, module.audio_projection).eval()
-    model = SoundModel(transformer, {Output.DENSE: head}, tower, sound, SoundDecoder(sound, threads))
+    known = [prepare(known_samples(sound.steps, long, at), sound.steps) for at, long in enumerate(_KNOWN)]
+    model = SoundModel(transformer, {Output.DENSE: head}, tower, SoundDecoder(sound, threads), known)
     try:
         given = model.vectors(model.known[:1])
     except (RuntimeError, ValueError, IndexError) as error:
