@@ -5,6 +5,7 @@ Qwen3-VL-Embedding and -Reranker; CLAP, of texts and sounds; and pictures and so
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -106,6 +107,12 @@ def build_colpali(folder: Path, seed: int = 0) -> Path:
     return _save_whole(transformers.ColPaliForRetrieval, config, processor, folder, seed)
 
 
+def _vision_ids(ids: Mapping[str, int]) -> dict[str, int]:
+    """The ids of Qwen's tokens of pictures, by the keys of a configuration."""
+    names = {"image": "image_pad", "video": "video_pad", "vision_start": "vision_start", "vision_end": "vision_end"}
+    return {f"{key}_token_id": ids[f"<|{name}|>"] for key, name in names.items()}
+
+
 def build_colqwen2(folder: Path, seed: int = 0) -> Path:
     """Write a ColQwen2 to `folder`, whose pictures have 4 to 16 tokens."""
     names = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
@@ -121,10 +128,7 @@ def build_colqwen2(folder: Path, seed: int = 0) -> Path:
     whole = transformers.Qwen2VLConfig(
         vision_config=seen,
         text_config=texts,
-        image_token_id=ids["<|image_pad|>"],
-        video_token_id=ids["<|video_pad|>"],
-        vision_start_token_id=ids["<|vision_start|>"],
-        vision_end_token_id=ids["<|vision_end|>"],
+        **_vision_ids(ids),
     )
     config = transformers.ColQwen2Config(vlm_config=whole, embedding_dim=WIDTH)
     return _save_whole(transformers.ColQwen2ForRetrieval, config, processor, folder, seed)
@@ -266,10 +270,7 @@ def _save_chat(folder: Path, seed: int, *, ends: bool = False, longest: int = 51
     config = transformers.Qwen3VLConfig(
         vision_config=seen,
         text_config=texts,
-        image_token_id=ids["<|image_pad|>"],
-        video_token_id=ids["<|video_pad|>"],
-        vision_start_token_id=ids["<|vision_start|>"],
-        vision_end_token_id=ids["<|vision_end|>"],
+        **_vision_ids(ids),
         tie_word_embeddings=True,
     )
     torch.manual_seed(seed)
