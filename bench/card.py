@@ -26,10 +26,11 @@ CARRIED = ROOT / ".card"
 """Where what was carried is looked for."""
 SITE, MODEL = ROOT / "build" / "card-site", ROOT / "build" / "card-minilm"
 """Where carried packages are installed, and the carried model is unpacked."""
-# Seconds for each step, those that teach most first; a step gets what is left of the whole at most.
+# Seconds for each step, those that teach most first after what the others need. A step gets what is left of the whole
+# at most.
 STEPS = {
-    "facts": 30,
     "carried": 60,
+    "facts": 30,
     "fork": 40,
     "fidelity": 75,
     "served": 150,
@@ -39,6 +40,7 @@ STEPS = {
     "bulk": 60,
     "faults": 40,
     "tests": 120,
+    "peers": 150,
 }
 _MIN_S = 5.0
 _ON_CPU = 4.0  # times as long: only whether a step runs is tried there

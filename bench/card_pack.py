@@ -147,12 +147,20 @@ def install(pack: Path, target: Path) -> dict[str, Any]:
 
 
 def _write_half(model: Path, target: Path) -> None:
-    """MiniLM with weights of half precision, compressed: some 42 MB."""
+    """MiniLM with weights of half precision, compressed: some 38 MB.
+
+    The table of words, half of it, is rounded to eight significant bits, which compresses better; what is measured is
+    compared with these very weights.
+    """
+    import torch
     from safetensors.torch import load_file, save_file
 
     shutil.copytree(model, target, ignore=shutil.ignore_patterns(*_LEFT_OUT, "onnx", "openvino"))
     weights = load_file(model / _WEIGHTS)
     kept = {name: each.half().contiguous() for name, each in weights.items() if not name.startswith("pooler.")}
+    for name in kept:
+        if name.endswith("word_embeddings.weight"):
+            kept[name] = ((kept[name].view(torch.int16) + 4) & -8).view(torch.float16)
     save_file(kept, target / _WEIGHTS, metadata={"format": "pt"})
     with (target / _WEIGHTS).open("rb") as plain, gzip.open(target / f"{_WEIGHTS}.gz", "wb") as packed:
         shutil.copyfileobj(plain, packed)

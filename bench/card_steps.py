@@ -10,6 +10,7 @@ import importlib
 import inspect
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from bench.card_pack import install
 from bench.card_served import served
 from bench.card_sweep import sweep
 from bench.machine import versions
+from bench.report import RESULTS
 
 
 def facts(device: str, model: Path) -> None:
@@ -64,6 +66,7 @@ def carried(device: str, model: Path) -> None:
     if pack.is_dir():
         for key, value in install(pack, target).items():
             found[key] = value
+    importlib.invalidate_caches()  # the folder was not there when this process began
     found["versions"] = versions()
     missing = []
     for name in ("fastapi", "uvicorn", "httptools", "orjson", "grpc", "pyarrow", "lz4", "aiohttp", "hpack", "typer"):
@@ -302,6 +305,18 @@ def tests(device: str, model: Path) -> None:
         raise RuntimeError(f"pytest ended with status {status}")
 
 
+def peers(device: str, model: Path) -> None:
+    """`bench gpu`: BERT-base here and in sentence-transformers, in turn."""
+    before = set(RESULTS.glob("gpu-*"))
+    command = [sys.executable, "-m", "bench", "gpu", "--shape", "base", "--texts", "6000", "--rounds", "2"]
+    status = subprocess.run([*command, "--model", str(model)], check=False).returncode
+    for report in set(RESULTS.glob("gpu-*")) - before:
+        shutil.copy(report, os.environ["CARD_OUT"])
+    Findings()["status"] = status
+    if status:
+        raise RuntimeError(f"bench gpu ended with status {status}")
+
+
 def _mixed(tokens: int) -> list[int]:
     """Lengths of 1 to 512, long-tailed, that add up to `tokens`."""
     chooser, left, lengths = np.random.default_rng(1), tokens, list[int]()
@@ -330,7 +345,7 @@ def _nothing() -> None:
 
 STEPS: dict[str, Callable[[str, Path], None]] = {
     each.__name__: each
-    for each in (facts, carried, fork, fidelity, served, forward, queries, sweep, bulk, faults, tests)
+    for each in (facts, carried, fork, fidelity, served, forward, queries, sweep, bulk, faults, tests, peers)
 }
 
 if __name__ == "__main__":

