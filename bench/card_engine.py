@@ -87,9 +87,9 @@ def corpora(is_card: bool) -> dict[str, list[str]]:
     """Texts by their length, a few where there is no card."""
     mixed = corpus.corpus(20_000 if is_card else 100)
     words = " ".join(mixed).split()
-    texts = 20_000 if is_card else 50
+    texts = 60_000 if is_card else 50  # a pass takes seconds: of one call's texts nothing overlaps
     short = [" ".join(words[at % 50_000 : at % 50_000 + 34]) for at in range(0, 34 * texts, 34)]
-    long = [" ".join(words[at % 50_000 : at % 50_000 + 480]) for at in range(0, 48 * texts, 480)]
+    long = [" ".join(words[at % 50_000 : at % 50_000 + 480]) for at in range(0, 60 * texts, 480)]
     return {"some 50 tokens": short, "up to 512 tokens": long, "mixed": mixed}
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+from collections.abc import Iterable
 from enum import Enum
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,7 @@ from torch.nn import functional
 from teimgr.engine import gpu
 from teimgr.engine.attention import PACKED, Packing
 from teimgr.engine.batch import PackedBatch, Run, to_device
-from teimgr.engine.forward_graphs import Capture, ForwardGraphs, RowInputs
+from teimgr.engine.forward_graphs import Capture, ForwardGraphs, RowInputs, most_tokens
 from teimgr.engine.forward_kernel import ForwardKernel, forward_kernel
 from teimgr.engine.forward_program import CannotLowerError
 from teimgr.engine.heads.projections import read_weights
@@ -125,9 +126,13 @@ class Transformer:
         self._module.set_attn_implementation(self._own_attention if batching is Batching.EQUAL_LENGTH else PACKED)
         self.batching = batching
 
-    def use_graphs(self, capture: Capture) -> None:
-        """Launch small batches as graphs from now on; for VARLEN on a GPU. The dtype does not change any more."""
-        self._graphs = ForwardGraphs(self._forward_row, self._offset, self.device, capture)
+    def use_graphs(self, capture: Capture, first: Iterable[PackedBatch] = ()) -> None:
+        """Launch batches as graphs from now on, those of `first` as soon as they are captured; for VARLEN on a GPU.
+        The dtype does not change any more."""
+        most = most_tokens(self.width)
+        self._graphs = ForwardGraphs(self._forward_row, self._offset, self.device, capture, most)
+        if self._task is None:
+            self._graphs.prepare(first)
 
     @property
     def graphs(self) -> int:

@@ -1,9 +1,12 @@
-"""CUDA graphs of the forward: a batch of few tokens is one launch instead of some 170, which take longer than they run.
+"""CUDA graphs of the forward: a batch is one launch instead of some 170, which take longer than they run.
+
+On an H200's host a layer of BERT takes a millisecond to launch kernel by kernel, and 0.4 ms to run with 16,384 tokens
+(`bench card`, step forward): so graphs are for bulk too, up to `most_tokens` of a model's width.
 
 A graph is for a `Bucket` of batches; smaller ones are filled up with idle tokens behind the last text and with empty
-texts. When its bucket is asked for the third time, it is captured by another thread, for which the engine's thread
-never waits, and serves once it has given the results of the forward itself for that batch and for another one. What
-fails before ends the use of graphs alone.
+texts. When its bucket is asked for the third time, or before any is (`prepare`), it is captured by another thread, for
+which the engine's thread never waits, and serves once it has given the results of the forward itself for that batch and
+for another one. What fails before ends the use of graphs alone.
 
 What the capturing thread computes, it launches on the stream that the engine uses, between the engine's batches: graphs
 share the memory of intermediate results, so no two may run at a time. Only the capture, which runs nothing, has a
@@ -17,7 +20,7 @@ import logging
 import os
 import threading
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeVar
@@ -33,10 +36,14 @@ from teimgr.engine.batch import Encoded, PackedBatch, copy_to, pack
 
 log = logging.getLogger(__name__)
 
-MAX_TOKENS = 4096
-"""From here on the launches of a forward are hidden behind its kernels."""
+MAX_TOKENS = 32_768
+MIN_MOST_TOKENS = 4096
+_SMALL_WORK = MAX_TOKENS * 1024**2  # tokens × width²: a larger layer runs longer than its launches take
+_MAX_KEPT_TOKENS = 64 * MIN_MOST_TOKENS  # of all graphs: each keeps a result
+_FINE = 4096  # buckets of more tokens are finer: idle tokens cost as much as others
 _MIN_TOKENS = 16
 _MIN_LONGEST = 64
+_QUERY_LENGTHS = (16, 24, 32, 48, 64, 96, 128)
 _CAPTURED_AT = 3  # the use of a bucket
 _MAX_GRAPHS = 64
 _LOWEST_COSINE, _LOWEST_MEAN_COSINE = 0.99, 0.999  # of tokens' hidden states; a row's length changes the order of sums
@@ -102,9 +109,14 @@ class CudaCapture:
         return graph.replay
 
 
-def bucket_of(batch: PackedBatch) -> Bucket | None:
-    """The smallest bucket for a batch; None for one that is large, or whose texts do not see all their tokens."""
-    if batch.keys is not None or batch.tokens > MAX_TOKENS:
+def most_tokens(width: int) -> int:
+    """The largest batches for which graphs pay, with hidden states of `width`."""
+    return min(MAX_TOKENS, max(MIN_MOST_TOKENS, _SMALL_WORK // width**2))
+
+
+def bucket_of(batch: PackedBatch, most: int = MAX_TOKENS) -> Bucket | None:
+    """The smallest bucket for a batch; None for one of more than `most` tokens, or whose texts do not see them all."""
+    if batch.keys is not None or batch.tokens > most:
         return None
     tokens, longest = _rounded(batch.tokens, _MIN_TOKENS), _power(batch.max_seqlen, _MIN_LONGEST)
     return Bucket(tokens, _power(batch.texts), longest, batch.type_ids is not None)
@@ -126,16 +138,20 @@ def host_row(batch: PackedBatch, bucket: Bucket, offset: int) -> NDArray[np.int6
 
 
 class ForwardGraphs:
-    """Graphs of one forward; `hidden` is called by one thread at a time. `offset` is that of positions."""
+    """Graphs of one forward for batches of up to `most` tokens; `hidden` is called by one thread at a time. `offset` is
+    that of positions."""
 
-    def __init__(self, forward: Forward, offset: int, device: torch.device, capture: Capture) -> None:
+    def __init__(
+        self, forward: Forward, offset: int, device: torch.device, capture: Capture, most: int = MAX_TOKENS
+    ) -> None:
+        self._most = most
         self._forward = forward
         self._offset = offset
         self._device = device
         self._capture = capture
         self._uses: Counter[Bucket] = Counter()
         self._graphs: dict[Bucket, _Graph] = {}
-        self._asked = 0  # graphs that are in use, or wait for their capture
+        self._asked: set[Bucket] = set()  # in use, or waiting for their capture
         self._waiting: deque[tuple[Bucket, PackedBatch]] = deque()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -154,15 +170,21 @@ class ForwardGraphs:
         """
         if self._fault is not None:
             raise self._fault
-        bucket = bucket_of(batch) if self._is_used else None
+        bucket = bucket_of(batch, self._most) if self._is_used else None
         if bucket is None:
             return None
         if (graph := self._graphs.get(bucket)) is not None:
             return graph.run(batch, self._offset)
         self._uses[bucket] += 1
-        if self._uses[bucket] == _CAPTURED_AT and self._asked < _MAX_GRAPHS:
+        if self._uses[bucket] == _CAPTURED_AT:
             self._ask_for(bucket, batch)
         return None
+
+    def prepare(self, batches: Iterable[PackedBatch]) -> None:
+        """Capture the graphs of these batches now, rather than when they are asked for again and again."""
+        for batch in batches:
+            if (bucket := bucket_of(batch, self._most)) is not None:
+                self._ask_for(bucket, batch)
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until nothing is to be captured; False where that takes longer."""
@@ -181,9 +203,11 @@ class ForwardGraphs:
 
     def _ask_for(self, bucket: Bucket, batch: PackedBatch) -> None:
         with self._changed:
-            if not self._is_used:  # meanwhile
+            kept = sum(each.tokens for each in self._asked) + bucket.tokens
+            is_full = len(self._asked) >= _MAX_GRAPHS or kept > _MAX_KEPT_TOKENS
+            if not self._is_used or is_full or bucket in self._asked:
                 return
-            self._asked += 1
+            self._asked.add(bucket)
             self._waiting.append((bucket, batch))
             self._changed.notify_all()
             if self._thread is None:
@@ -264,6 +288,13 @@ def shortened(batch: PackedBatch) -> PackedBatch:
     return pack(texts)
 
 
+def queries(known: Sequence[Encoded], longest: int) -> list[PackedBatch]:
+    """A query of each of the usual lengths, of ids of the `known` texts, but of none above `longest` tokens."""
+    ids = np.concatenate([text.ids for text in known])
+    lengths = [length for length in _QUERY_LENGTHS if length <= longest]
+    return [pack([Encoded(np.resize(ids, length))]) for length in lengths]
+
+
 def graphs_are_wanted() -> bool:
     return os.environ.get("TEIMGR_CUDA_GRAPHS") != "0"
 
@@ -289,6 +320,9 @@ def _power(number: int, least: int = 1) -> int:
 
 
 def _rounded(number: int, least: int) -> int:
-    """The next power of two or three quarters of one: a third more at most."""
+    """The next power of two or three quarters of one: a third more at most; from `_FINE` on an eighth more."""
     power = _power(number, least)
+    if number > _FINE:
+        step = power // 16
+        return -(-number // step) * step
     return power * 3 // 4 if power > least and number <= power * 3 // 4 else power

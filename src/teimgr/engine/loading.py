@@ -20,7 +20,7 @@ from teimgr.engine.backbone import Batching, StaticTable, Transformer
 from teimgr.engine.batch import Encoded
 from teimgr.engine.budget_proof import proven_tokens
 from teimgr.engine.fidelity_gate import Choice, choose, probe_inputs
-from teimgr.engine.forward_graphs import graphs_are_wanted
+from teimgr.engine.forward_graphs import graphs_are_wanted, queries
 from teimgr.engine.gpu_choice import choose_on_gpu
 from teimgr.engine.job import Output
 from teimgr.engine.model import Model, load_model
@@ -330,7 +330,7 @@ def _proven(
         return most
     tokens = proven_tokens(model, inputs, most, longest)
     if isinstance(model.backbone, Transformer) and choice.batching is Batching.VARLEN and graphs_are_wanted():
-        model.backbone.use_graphs(forward_graphs.CudaCapture())
+        model.backbone.use_graphs(forward_graphs.CudaCapture(), queries(inputs, longest))
     return tokens
 
 
