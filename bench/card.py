@@ -33,14 +33,14 @@ STEPS = {
     "facts": 30,
     "fork": 40,
     "fidelity": 75,
-    "served": 150,
+    "served": 200,
     "forward": 75,
     "queries": 45,
     "sweep": 120,
     "bulk": 60,
     "faults": 40,
     "tests": 120,
-    "peers": 150,
+    "peers": 90,
 }
 _MIN_S = 5.0
 _ON_CPU = 4.0  # times as long: only whether a step runs is tried there

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import base64
 import json
+import os
+import shutil
 import statistics
+import subprocess
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,10 +18,12 @@ from typing import Any, Protocol
 
 from bench import corpus, weights
 from bench.card_engine import Findings, LoadedEngine, corpora, latencies, matrix_rate, timed_s
+from bench.machine import cpu_s
 
 _PASSES = 2
 _QUERY_S = 3.0
 _START_S = 90.0
+_PROFILED_S = 3
 _IN_FLIGHT = 4  # calls of the client, each with `_ROWS` texts
 _ROWS = 2048
 
@@ -24,7 +31,11 @@ _ROWS = 2048
 class Server(Protocol):
     """Where texts go."""
 
-    def bulk(self, texts: list[str]) -> None:
+    @property
+    def pids(self) -> dict[str, int]:
+        """What works for it, by name; empty where it is this process alone."""
+
+    def bulk(self, texts: list[str], in_flight: int = _IN_FLIGHT) -> None:
         """Embed all texts; raises where one fails."""
 
     def queries(self, texts: list[str]) -> dict[str, Any]:
@@ -48,7 +59,10 @@ def served(device: str, model: Path) -> None:
             try:
                 with opened() as start:
                     for shape, path in models.items():
-                        _measure(found, f"{way}, {shape}", start(shape, path), path, texts, rate)
+                        began = time.perf_counter()
+                        server = start(shape, path)
+                        found[f"{way}, {shape}, seconds to start"] = round(time.perf_counter() - began, 2)
+                        _measure(found, f"{way}, {shape}", server, path, texts, rate)
             except Exception as error:  # of any kind: what can be measured otherwise still is
                 found[f"{way} failed"] = f"{type(error).__name__}: {error}"[-1500:]
             else:
@@ -59,24 +73,70 @@ def served(device: str, model: Path) -> None:
 def _measure(
     found: Findings, name: str, server: Server, path: Path, texts: dict[str, list[str]], rate: float | None
 ) -> None:
-    if path.name != "large":
+    is_large = path.name == "large"
+    if not is_large:
         found[f"{name}, one query, ms"] = server.queries(corpus.queries(256))
     for kind, chosen in texts.items():
-        if kind == "mixed" or (path.name == "large" and kind != "up to 512 tokens"):
+        if kind == "mixed" or (is_large and kind != "up to 512 tokens"):
             continue
-        chosen = chosen[: len(chosen) // 3] if path.name == "large" else chosen
+        chosen = chosen[: len(chosen) // 3] if is_large else chosen
         tokens = weights.count_tokens(path, chosen)
         server.bulk(chosen[: len(chosen) // 4])
+        before = _cpu_s(server.pids)
         times = [timed_s(lambda: server.bulk(chosen)) for _ in range(_PASSES)]  # noqa: B023  called here
+        took = {process: spent - before[process] for process, spent in _cpu_s(server.pids).items()}
         figures = {
             "tokens a text": round(tokens / len(chosen), 1),
             "tokens/s, median": round(tokens / statistics.median(times)),
             "tokens/s, best": round(tokens / min(times)),
+            "cores in use": {process: round(spent / sum(times), 2) for process, spent in took.items()},
         }
+        if not is_large:
+            figures["tokens/s, 8 calls in flight"] = round(tokens / timed_s(lambda: server.bulk(chosen, 8)))  # noqa: B023
         if rate is not None:
             flop = flop_of_token(path, tokens / len(chosen))
             figures["of the bfloat16 matrix rate"] = round(tokens * flop / statistics.median(times) / rate, 3)
         found[f"{name}, {kind}"] = figures
+        _profile(f"{name}, {kind}", server, chosen)
+    if not is_large:
+        with _kept_busy(server, texts["some 50 tokens"]):
+            found[f"{name}, one query beside bulk, ms"] = server.queries(corpus.queries(256))
+
+
+def _cpu_s(pids: dict[str, int]) -> dict[str, float]:
+    return {name: cpu_s(pid) for name, pid in pids.items()}
+
+
+@contextmanager
+def _kept_busy(server: Server, texts: list[str]) -> Iterator[None]:
+    """Embed `texts` again and again until the block ends."""
+    stopped = threading.Event()
+
+    def body() -> None:
+        while not stopped.is_set():
+            server.bulk(texts)
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    try:
+        yield
+    finally:
+        stopped.set()
+        thread.join()
+
+
+def _profile(name: str, server: Server, texts: list[str]) -> None:
+    """Stacks of the worker and the mux in bulk, folded, beside the findings; nothing where py-spy is not installed."""
+    if shutil.which("py-spy") is None:
+        return
+    with _kept_busy(server, texts):
+        spies = []
+        for process in ("worker", "mux"):
+            target = Path(os.environ["CARD_OUT"]) / f"{name}-{process}.folded".replace(", ", "-").replace(" ", "-")
+            command = ["py-spy", "record", "-p", str(server.pids[process]), "-d", str(_PROFILED_S), "-r", "100"]
+            spies.append(subprocess.Popen([*command, "-t", "-f", "raw", "-o", str(target)], stdout=subprocess.DEVNULL))
+        for spy in spies:
+            spy.wait(timeout=60)
 
 
 def flop_of_token(path: Path, length: float) -> float:
@@ -111,9 +171,14 @@ class _Instance:
     def __init__(self, running: Any, name: str) -> None:
         self._running, self._name = running, name
 
-    def bulk(self, texts: list[str]) -> None:
+    @property
+    def pids(self) -> dict[str, int]:
+        """The daemon, the mux, the worker, and this process."""
+        return {**self._running.pids(self._name), "client": os.getpid()}
+
+    def bulk(self, texts: list[str], in_flight: int = _IN_FLIGHT) -> None:
         """By teimgr's client."""
-        found = self._running.client.embed_arrow(texts, instance=self._name, batch_rows=_ROWS, in_flight=_IN_FLIGHT)
+        found = self._running.client.embed_arrow(texts, instance=self._name, batch_rows=_ROWS, in_flight=in_flight)
         found.checked()
 
     def queries(self, texts: list[str]) -> dict[str, Any]:
@@ -170,7 +235,9 @@ def _in_process(device: str) -> Iterator[Callable[[str, Path], Server]]:
 
 
 class _Engine(LoadedEngine):
-    def bulk(self, texts: list[str]) -> None:
+    pids: dict[str, int] = {}  # noqa: RUF012  no other process works for it
+
+    def bulk(self, texts: list[str], in_flight: int = _IN_FLIGHT) -> None:
         """As one job."""
         job = self.run(texts)
         if job.errors:

@@ -308,8 +308,8 @@ def tests(device: str, model: Path) -> None:
 def peers(device: str, model: Path) -> None:
     """`bench gpu`: BERT-base here and in sentence-transformers, in turn."""
     before = set(RESULTS.glob("gpu-*"))
-    command = [sys.executable, "-m", "bench", "gpu", "--shape", "base", "--texts", "6000", "--rounds", "2"]
-    status = subprocess.run([*command, "--model", str(model)], check=False).returncode
+    command = [sys.executable, "-m", "bench", "gpu", "--shape", "base", "--texts", "6000", "--rounds", "3"]
+    status = subprocess.run([*command, "--brief", "--model", str(model)], check=False).returncode
     for report in set(RESULTS.glob("gpu-*")) - before:
         shutil.copy(report, os.environ["CARD_OUT"])
     Findings()["status"] = status

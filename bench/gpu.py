@@ -27,6 +27,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--texts", type=int, default=20_000, help="texts of the corpus (20000)")
     parser.add_argument("--rounds", type=int, default=3, help="passes of each path, in turn (3)")
     parser.add_argument("--model", type=Path, help="a local model directory instead of MiniLM")
+    parser.add_argument("--brief", action="store_true", help="half precision alone")
     parser.add_argument("--shape", choices=("minilm", "base"), default="minilm", help="base: 12 × 768, random weights")
 
 
@@ -51,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
 def _contest(device: str, model: Path, options: argparse.Namespace) -> None:
     texts = corpus.corpus(options.texts)
     tokens = weights.count_tokens(model, texts)
-    tasks = _tasks(str(model))
+    tasks = _tasks(str(model), options.brief)
     with entrants(tasks) as children:
         rows = compete(children, texts, options.rounds, {})
     facts = {
@@ -66,15 +67,16 @@ def _contest(device: str, model: Path, options: argparse.Namespace) -> None:
     publish(name, facts, HEADER, table, {"rows": [record(row, rows[0], len(texts), tokens) for row in rows]})
 
 
-def _tasks(model: str) -> dict[str, Task]:
+def _tasks(model: str, is_brief: bool) -> dict[str, Task]:
     """The usual way in single and half precision, small and large batches; then ours."""
     kind = "sentence-transformers" if importlib.util.find_spec("sentence_transformers") else "padded"
     label = kind if kind != "padded" else "transformers, padded"
-    plans: list[tuple[str, Task]] = [(f"{label}, batch 32", Task(kind, model, "cuda", "float32", 32))]
-    for dtype in _DTYPES:
+    dtypes = _DTYPES[:1] if is_brief else _DTYPES
+    plans = [] if is_brief else [(f"{label}, batch 32", Task(kind, model, "cuda", "float32", 32))]
+    for dtype in dtypes:
         plans += [(f"{label}, {dtype}, batch {size}", Task(kind, model, "cuda", dtype, size)) for size in _BATCHES]
-    plans += [(f"teimgr engine, {dtype}", Task("engine", model, "cuda", dtype)) for dtype in (*_DTYPES, "auto")]
-    return dict(plans)
+    plans += [(f"teimgr engine, {dtype}", Task("engine", model, "cuda", dtype)) for dtype in dtypes]
+    return dict(plans if is_brief else [*plans, ("teimgr engine, auto", Task("engine", model, "cuda", "auto"))])
 
 
 def _device() -> Any:
