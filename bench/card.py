@@ -10,6 +10,7 @@ installs it there.
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import subprocess
@@ -65,7 +66,9 @@ def run(options: argparse.Namespace) -> int:
         return 0
     out: Path = options.out or Path(os.environ.get("OUT") or ROOT / "bench" / "results")
     out.mkdir(parents=True, exist_ok=True)
-    found: dict[str, Any] = {"machine": describe(), "device": options.device, "steps": {}}
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    found: dict[str, Any] = {"scenario": "card", "date": today, "machine": describe(), "facts": {}, "steps": {}}
+    found["facts"]["device"] = options.device
     deadline, slower = time.monotonic() + options.limit, _ON_CPU if options.device == "cpu" else 1.0
     out = out.resolve()
     options.model = options.model or card_pack.unpacked_model(options.pack, MODEL) or weights.minilm()

@@ -87,22 +87,48 @@ def targets(documents: Documents) -> Iterator[Target]:
 
 
 def _gpu(documents: Documents) -> Iterator[Target]:
-    why = NO_CARD if "gpu" not in documents else "a card was measured: section gpu; this page does not compare it yet"
+    """From the step `served` of `bench card`."""
+    served = documents.get("card", {}).get("steps", {}).get("served", {})
+    of = "daemon, {}, {}".format
     for what, at_least, figures in (
         (
             "GPU, BERT-base size, Arrow, H200 (H100 in brackets)",
             "2.2 M (2.0 M) tokens/s at 512 tokens, 2.0 M (1.8 M) at 50",
-            {"at 512 tokens": "2.2 M (2.0 M) tokens/s", "at 50 tokens": "2.0 M (1.8 M) tokens/s"},
+            [
+                ("at 512 tokens", Form.RATE, of("base", "up to 512 tokens"), "tokens/s, median", 2_200_000),
+                ("at 50 tokens", Form.RATE, of("base", "some 50 tokens"), "tokens/s, median", 2_000_000),
+            ],
         ),
         (
             "GPU, BERT-large size at 512 tokens",
             "55 % of the measured bf16 matrix rate",
-            {"of the measured bf16 matrix rate": "55 %"},
+            [
+                (
+                    "of the measured bf16 matrix rate",
+                    Form.SHARE,
+                    of("large", "up to 512 tokens"),
+                    "of the bfloat16 matrix rate",
+                    0.55,
+                )
+            ],
         ),
-        ("GPU, one short query through the worker", "1.2 ms p50", {"p50": "1.2 ms"}),
+        (
+            "GPU, one short query through the worker",
+            "1.2 ms p50",
+            [("p50", Form.MS, of("minilm", "one query, ms"), "p50_ms", 1.2)],
+        ),
     ):
-        lines = [Line(name, Form.RATE, asked=asked, unmeasured=why) for name, asked in figures.items()]
-        yield Target(what, at_least, lines)
+        yield Target(what, at_least, [_of_card(served, *figure) for figure in figures])
+
+
+def _of_card(served: dict[str, Any], name: str, form: Form, part: str, key: str, asked: float) -> Line:
+    at_most = form is Form.MS
+    found = served.get(part, {})
+    measured = found.get("worker, /embed", found).get(key)
+    if measured is None:
+        word = "at most" if at_most else "at least"
+        return Line(name, form, asked=f"{word} {form.asked(asked)}", unmeasured=NO_CARD)
+    return Line(name, form, [Value("", measured, asked)], at_most, why=f"card {'query' if at_most else 'bulk'}")
 
 
 def _missing(scenario: str) -> str:

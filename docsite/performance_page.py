@@ -72,7 +72,7 @@ way, with random weights.
 
 ## Not measured
 
-GPUs: this version was not run on one. `just gpu` measures one in ten minutes: [the engine on a GPU](gpu.md).
+GPUs other than one H200, which was tried for a quarter of an hour: [the engine on a GPU](gpu.md).
 """
 
 

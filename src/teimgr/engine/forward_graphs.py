@@ -39,13 +39,13 @@ log = logging.getLogger(__name__)
 MAX_TOKENS = 32_768
 MIN_MOST_TOKENS = 4096
 _SMALL_WORK = MAX_TOKENS * 1024**2  # tokens × width²: a larger layer runs longer than its launches take
-_MAX_KEPT_TOKENS = 64 * MIN_MOST_TOKENS  # of all graphs: each keeps a result
-_FINE = 4096  # buckets of more tokens are finer: idle tokens cost as much as others
+_LARGE = 4096  # tokens: beyond, the kernels take as long as the launches
+_MAX_LARGE_TOKENS = 1 << 19  # of all large graphs: each keeps a result. Small ones are never refused for them
 _MIN_TOKENS = 16
 _MIN_LONGEST = 64
-_QUERY_LENGTHS = (16, 24, 32, 48, 64, 96, 128)
+_QUERY_LENGTHS = (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 _CAPTURED_AT = 3  # the use of a bucket
-_MAX_GRAPHS = 64
+_MAX_GRAPHS = 64  # small ones, and as many large ones
 _LOWEST_COSINE, _LOWEST_MEAN_COSINE = 0.99, 0.999  # of tokens' hidden states; a row's length changes the order of sums
 
 _Row = TypeVar("_Row", Tensor, NDArray[np.int64])
@@ -115,11 +115,14 @@ def most_tokens(width: int) -> int:
 
 
 def bucket_of(batch: PackedBatch, most: int = MAX_TOKENS) -> Bucket | None:
-    """The smallest bucket for a batch; None for one of more than `most` tokens, or whose texts do not see them all."""
+    """The smallest bucket for a batch; None for more than `most` tokens, or texts that do not see all of theirs."""
     if batch.keys is not None or batch.tokens > most:
         return None
-    tokens, longest = _rounded(batch.tokens, _MIN_TOKENS), _power(batch.max_seqlen, _MIN_LONGEST)
-    return Bucket(tokens, _power(batch.texts), longest, batch.type_ids is not None)
+    # Idle tokens cost as much as others, places of texts next to nothing: large buckets are fine in the one and coarse
+    # in the other, so that there are few.
+    tokens, step = _rounded(batch.tokens, _MIN_TOKENS), 2 if batch.tokens > _LARGE else 1
+    texts, longest = _power(batch.texts, step=step), _power(batch.max_seqlen, step * _MIN_LONGEST, step)
+    return Bucket(tokens, texts, longest, batch.type_ids is not None)
 
 
 def host_row(batch: PackedBatch, bucket: Bucket, offset: int) -> NDArray[np.int64]:
@@ -203,8 +206,8 @@ class ForwardGraphs:
 
     def _ask_for(self, bucket: Bucket, batch: PackedBatch) -> None:
         with self._changed:
-            kept = sum(each.tokens for each in self._asked) + bucket.tokens
-            is_full = len(self._asked) >= _MAX_GRAPHS or kept > _MAX_KEPT_TOKENS
+            alike = [each.tokens for each in self._asked if (each.tokens > _LARGE) is (bucket.tokens > _LARGE)]
+            is_full = len(alike) >= _MAX_GRAPHS or (bucket.tokens > _LARGE and sum(alike) >= _MAX_LARGE_TOKENS)
             if not self._is_used or is_full or bucket in self._asked:
                 return
             self._asked.add(bucket)
@@ -314,15 +317,16 @@ def _inputs(row: Tensor, bucket: Bucket) -> RowInputs:
     return RowInputs(ids, positions, types if bucket.typed else None, ends, bucket.longest)
 
 
-def _power(number: int, least: int = 1) -> int:
-    """The next power of two."""
-    return max(least, 1 << (number - 1).bit_length())
+def _power(number: int, least: int = 1, step: int = 1) -> int:
+    """The least `least` · 2 ** (k · `step`) from `number` on, for a whole k; `least` is a power of two."""
+    bits = (number - 1).bit_length()
+    return max(least, 1 << (bits + (least.bit_length() - 1 - bits) % step))
 
 
 def _rounded(number: int, least: int) -> int:
-    """The next power of two or three quarters of one: a third more at most; from `_FINE` on an eighth more."""
+    """The next power of two or three quarters of one: a third more at most; from `_LARGE` on an eighth more."""
     power = _power(number, least)
-    if number > _FINE:
+    if number > _LARGE:
         step = power // 16
         return -(-number // step) * step
     return power * 3 // 4 if power > least and number <= power * 3 // 4 else power
