@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,6 +16,8 @@ from tests.engine.token_ids import ids
 from tests.support.native import needs_native_forward
 from tokenizers import Tokenizer, normalizers
 
+from teimgr.engine import tokenizer as tokenizer_module
+from teimgr.engine.batch import Encoded
 from teimgr.engine.job import Pair
 from teimgr.engine.tokenizer import TextTokenizer, TokenizeOptions
 from teimgr.engine.tokenizer_library import load_tokenizer
@@ -40,6 +43,23 @@ WORDS = [
     "#",
 ]
 ADDED = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+BEYOND_ASCII = [
+    "naïve",
+    "“don’t”",
+    "—",
+    "日本",
+    "ΑΣ",
+    "İ",
+    "e\u0301",
+    "\u0338",
+    "<\u0338",
+    "a\u00a0b",
+    "ﬁne",
+    "x\u200b\ufeff",
+    "é" * 90,
+    "[MASK]é",
+    "\x00é",
+]
 TEXTS = st.lists(st.one_of(st.sampled_from(WORDS), st.text(st.characters(max_codepoint=127), max_size=12))).map(
     " ".join
 )
@@ -106,13 +126,19 @@ def test_truncation_keeps_either_end(library: Tokenizer, left: bool, limit: int)
     assert int(ends[-1]) == len(found)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(texts=st.lists(st.one_of(TEXTS, st.text(max_size=20), st.just("a [MASK] b")), min_size=1, max_size=6))
+MIXED = st.lists(st.one_of(st.sampled_from(WORDS + BEYOND_ASCII), st.text(max_size=8)), max_size=12).flatmap(
+    lambda words: st.sampled_from([" ", "\n", " \t", "\r\n", "\x0b"]).map(lambda space: space.join(words))
+)
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(texts=st.lists(st.one_of(TEXTS, MIXED, st.text(max_size=20), st.just("a [MASK] b")), min_size=1, max_size=6))
 @pytest.mark.parametrize("options", [TokenizeOptions(), TokenizeOptions(left=True), TokenizeOptions(truncate=False)])
 def test_results_are_the_same_without_it(minilm: Path, texts: list[str], options: TokenizeOptions) -> None:
-    """Texts that it covers beside those that it does not, empty and too long ones."""
+    """Texts that it covers beside those that it does not or only in part, empty and too long ones."""
     with_it, without = with_and_without(minilm)
-    found = [with_it.encode(inputs, options) for inputs in (texts, TextColumn.of(texts))]
+    with mock.patch.object(tokenizer_module, "_LEAST_MIXED", 0):
+        found = [with_it.encode(inputs, options) for inputs in (texts, TextColumn.of(texts))]
     for ours, from_column, theirs in zip(*found, without.encode(texts, options), strict=True):
         assert type(ours) is type(from_column) is type(theirs)
         assert [str(ours)] == [str(from_column)] == [str(theirs)]
@@ -141,6 +167,44 @@ def test_what_it_does_not_cover(library: Tokenizer, minilm: Path) -> None:
     tokenizer = TextTokenizer(read_layout(minilm), 96)
     assert ids(tokenizer, "a [MASK] b") == library.encode("a [MASK] b").ids
     assert ids(tokenizer, Pair("fog", "rain")) == library.encode("fog", "rain").ids
+
+
+def test_words_beyond_ascii_are_the_librarys_and_all_others_its_own(library: Tokenizer) -> None:
+    prose = "the harbour and the rain are near " * 3
+    texts = [f"{prose}naïve fog", "plain", f"“Don’t”\n{prose}", "日本語 fog", f"{prose}[MASK] é", "", f"é{prose}\x00 ö"]
+    found, ends = native_form(library).encode_mixed(TextColumn.of(texts), Truncation(20, False))
+    own = Tokenizer.from_str(library.to_str())
+    own.enable_truncation(20)
+    covered = [0, 1, 2, 6]
+
+    assert np.flatnonzero(np.diff(ends, prepend=0)).tolist() == covered
+    assert found.tolist() == [id for row in covered for id in own.encode(texts[row]).ids]
+
+
+@pytest.mark.parametrize("added", ["two words", "naïve"])
+def test_a_text_is_not_split_where_an_added_token_reaches_over_words(library: Tokenizer, added: str) -> None:
+    other = Tokenizer.from_str(library.to_str())
+    other.add_special_tokens([added])
+    native = wordpiece(other, True)
+    assert native is not None
+
+    assert (
+        native.encode_mixed(TextColumn.of(["two words and the harbour in the rain, naïve and more"]), None)[0].size == 0
+    )
+
+
+def test_one_word_beyond_ascii_does_not_leave_a_long_text_to_the_library(library: Tokenizer, minilm: Path) -> None:
+    tokenizer = TextTokenizer(read_layout(minilm), 256)
+    texts = ["the harbour and the rain " * 40 + " café " + "and fog " * 100] * 2
+    own = Tokenizer.from_str(library.to_str())
+    own.enable_truncation(256)
+    want = own.encode(texts[0]).ids
+
+    with mock.patch.object(tokenizer, "_one_by_one", side_effect=AssertionError):
+        ours = tokenizer.encode(texts, TokenizeOptions())
+        one = tokenizer.encode(TextColumn.of(texts[:1]), TokenizeOptions())
+
+    assert [each.ids.tolist() for each in (*ours, *one) if isinstance(each, Encoded)] == [want] * 3
 
 
 def test_a_slice_of_a_column_has_the_ids_of_its_texts(library: Tokenizer) -> None:

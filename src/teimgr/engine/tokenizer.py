@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -46,6 +47,9 @@ from teimgr.wire.text_column import TextColumn
 
 # No language has this many characters per token, so a longer text is cut (or refused) before it costs time.
 _CHARS_PER_TOKEN = 250
+# Characters of texts whose words are told apart: in one of them, whose arrays hold the GIL for a millisecond, and at
+# least in all together, since for fewer the library is as fast.
+_LONGEST_MIXED, _LEAST_MIXED = 16_384, 1_500
 
 
 @dataclass(frozen=True, slots=True)
@@ -470,10 +474,24 @@ class TextTokenizer:
         longest = self.max_length * _CHARS_PER_TOKEN  # longer ones the library need not tokenize whole
         if len(inputs) == 1 and isinstance(inputs, list):
             return self._one_by_wordpiece(native, inputs[0], options, truncation, longest, prompt_tokens)
+        given = inputs
         if not isinstance(inputs, TextColumn) or prompt:
             texts = [item if isinstance(item, str) and item.isascii() else "" for item in inputs]
             inputs = TextColumn.of([prompt + text if text else "" for text in texts] if prompt else texts)
-        ids, ends = native.encode(inputs, truncation, longest)
+        tokenized = self._of_native(*native.encode(inputs, truncation, longest), options, prompt_tokens)
+        mixed = {row: item for row in tokenized.missing() if isinstance(item := given[row], str) and not item.isascii()}
+        most = min(_LONGEST_MIXED, longest) - len(prompt)
+        mixed = {row: prompt + item for row, item in mixed.items() if len(item) <= most}
+        if sum(map(len, mixed.values())) >= _LEAST_MIXED:
+            with suppress(TokenizerFailed, UnicodeEncodeError):  # which the library says of the texts at fault
+                found = native.encode_mixed(TextColumn.of([*mixed.values()]), truncation)
+                tokenized.replace([*mixed], self._of_native(*found, options, prompt_tokens))
+        return tokenized
+
+    def _of_native(
+        self, ids: NDArray[np.int32], ends: NDArray[np.int64], options: TokenizeOptions, prompt_tokens: int
+    ) -> TokenizedTexts:
+        """What the native WordPiece found; texts that it does not cover are missing."""
         begins = np.zeros(len(ends), np.int64)
         begins[1:] = ends[:-1]
         types = np.zeros(len(ids), np.uint8) if self._type_ids else None

@@ -1,7 +1,8 @@
-"""WordPiece tokenization of ASCII texts by the C library of `native/`, for tokenizers of BERT's kind.
+"""WordPiece tokenization by the C library of `native/`, for tokenizers of BERT's kind.
 
-The ids are those of the tokenizers library at a tenth of its time. What it does not cover, the library tokenizes: other
-characters, pairs, texts with added tokens like "[MASK]" in them, and every other kind of tokenizer.
+The ids are those of the tokenizers library at a tenth of its time. Of a text with some words that are not ASCII, the
+library tokenizes these words alone: none of BERT's rules reaches over white space. It tokenizes whole what else is not
+covered: pairs, texts with added tokens like "[MASK]" in them, and every other kind of tokenizer.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import json
 import sys
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from tokenizers import Tokenizer
 
 from teimgr.engine.boundaries import flattened
 from teimgr.engine.native_library import NativeLibrary, address, native_forward_allowed, native_library
+from teimgr.engine.tokenizer_library import library_errors
 from teimgr.engine.truncation import Truncation
 from teimgr.wire.text_column import TextColumn
 
@@ -24,6 +27,9 @@ _NORMALIZERS = {"BertNormalizer", "Lowercase", "StripAccents", "NFC", "NFD", "NF
 _DROPPED, _SPACE, _ISOLATED, _LETTER = range(4)  # of wordpiece.c
 _LONGEST_WORD = 256
 _MIN_SLOTS_PER_PIECE = 2
+_LAST_ASCII = 127
+_MOST_BEYOND = 0.25  # of a text's bytes, in words that are not ASCII
+_TOGETHER_CHARS = 1_000  # of words, in one call of the library
 _Offsets = ctypes.c_int64 * 2
 
 
@@ -76,13 +82,18 @@ class WordPiece:
         around = tokenizer.encode("a", add_special_tokens=specials)
         text = around.special_tokens_mask.index(0)
         leading, trailing = (np.array(ids, np.int32) for ids in (around.ids[:text], around.ids[text + 1 :]))
+        self._tokenizer = tokenizer
+        self._added = tuple(token["content"] for token in spec["added_tokens"])
+        self._is_space = np.zeros(256, np.bool_)
+        self._is_space[:128] = kinds == _SPACE
+        self._splits = all(token.isascii() and not token.split()[1:] for token in self._added)
         self._encode = library.wordpiece_encode
         self._special_tokens = len(leading) + len(trailing)
         added = [token["content"] for token in spec["added_tokens"] if token["content"].isascii()]
         begins_added = np.zeros(128, np.uint8)
         begins_added[[ord(content[0]) for content in added]] = 1
         # The structure has their addresses alone.
-        self._arrays = (ids, pieces, table, kinds, mapped, leading, trailing, begins_added)
+        self._arrays = (leading, trailing, ids, pieces, table, kinds, mapped, begins_added)
         strings = "\0".join([*vocabulary, ""]).encode()
         added_strings = "".join(f"{content}\0" for content in added).encode()
         self._vocabulary = _Vocabulary(
@@ -109,8 +120,12 @@ class WordPiece:
             unknown=vocabulary[model["unk_token"]],
         )
         self._at = ctypes.addressof(self._vocabulary)
+        # Without special tokens.
+        self._plain = _Vocabulary.from_buffer_copy(self._vocabulary)
+        self._plain.leading_count = self._plain.trailing_count = 0
         if library.wordpiece_fill(ctypes.byref(self._vocabulary)):
             raise ValueError("native library: a vocabulary that is not what its sizes say")
+        self._plain.longest_piece = self._vocabulary.longest_piece
 
     def encode(
         self, texts: TextColumn, truncation: Truncation | None, longest: int = sys.maxsize
@@ -119,15 +134,119 @@ class WordPiece:
 
         Texts that are not covered, empty, or of more than `longest` bytes have none.
         """
-        room = int(texts.offsets[-1] - texts.offsets[0]) + len(texts) * self._special_tokens
+        bounds = (0, False) if truncation is None else (truncation.limit, truncation.left)
+        return self._encoded(self._at, self._special_tokens, texts, bounds, longest)
+
+    def _encoded(
+        self, vocabulary: int, specials: int, texts: TextColumn, bounds: tuple[int, bool], longest: int
+    ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        room = int(texts.offsets[-1] - texts.offsets[0]) + len(texts) * specials
         ids = np.empty(room, np.int32)
         ends = np.empty(len(texts), np.int64)
-        bounds = (0, False) if truncation is None else (truncation.limit, truncation.left)
         column = texts.data.ctypes.data, len(texts.data), address(texts.offsets)
-        total = self._encode(self._at, *column, len(texts), longest, *bounds, address(ids), room, address(ends))
+        total = self._encode(vocabulary, *column, len(texts), longest, *bounds, address(ids), room, address(ends))
         if total < 0:
             raise ValueError("native library: the borders of the texts are outside of their bytes")
         return ids[:total].copy(), ends  # a copy: some four bytes of five are free
+
+    def encode_mixed(
+        self, texts: TextColumn, truncation: Truncation | None
+    ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """Like `encode`, for texts of which some words are not ASCII: the library tokenizes these words. Texts that are
+        mostly of such words have no ids.
+
+        Raises:
+            TokenizerFailed: the library refused a word.
+        """
+        data, borders = texts.data, texts.offsets
+        if not self._splits:
+            return np.zeros(0, np.int32), np.zeros(len(texts), np.int64)
+        begins, stops = self._words_beyond_ascii(data, borders)
+        # Rows of a column: what is between these words, whose own rows have no ids.
+        cuts = np.unique(np.concatenate([borders, begins, stops]))
+        bounds = (0, False)
+        ids, ends = self._encoded(ctypes.addressof(self._plain), 0, TextColumn(data, cuts), bounds, sys.maxsize)
+        words = [data[begin:stop].tobytes().decode() for begin, stop in zip(begins, stops, strict=True)]
+        word_ids, counts = self._by_library(words)
+        of_words = np.searchsorted(cuts, begins)
+        at = ends[of_words]  # such a row ends where the one before does
+        whole = np.insert(ids, np.repeat(at, counts), word_ids)
+        row_ends = ends + np.cumsum(np.bincount(of_words, counts, len(ends)).astype(np.int64))
+        refused = self._refused(data, cuts, ends, of_words, words)
+        return self._around(whole, row_ends, np.searchsorted(cuts, borders), refused, truncation)
+
+    def _words_beyond_ascii(
+        self, data: NDArray[np.uint8], borders: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Where words that are not ASCII begin and stop, between white space or the borders of a text; but not those of
+        texts with many."""
+        here = data[borders[0] : borders[-1]]
+        places = np.flatnonzero(here > _LAST_ASCII) + borders[0]
+        spaces = np.flatnonzero(self._is_space[here]) + borders[0]
+        # A word begins behind a space or at a border, and stops before a space or at one.
+        begin_at, stop_at = (np.sort(np.concatenate([borders, each]), kind="stable") for each in (spaces + 1, spaces))
+        begins = begin_at[np.searchsorted(begin_at, places, side="right") - 1]
+        stops = stop_at[np.searchsorted(stop_at, places, side="right")]
+        words = np.flatnonzero(np.diff(begins, prepend=-1))
+        begins, stops = begins[words], stops[words]
+        of_text = np.searchsorted(borders, begins, side="right") - 1
+        shares = np.bincount(of_text, stops - begins, len(borders) - 1) / np.maximum(np.diff(borders), 1)
+        kept = (shares <= _MOST_BEYOND)[of_text]
+        return begins[kept], stops[kept]
+
+    def _by_library(self, words: list[str]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """The ids of all words, without special tokens, and how many each has."""
+        ids, counts = [np.zeros(0, np.int32)], [np.zeros(0, np.int64)]
+        begin, chars = 0, 0
+        for stop, word in enumerate(words, 1):
+            chars += len(word)
+            if chars >= _TOGETHER_CHARS or stop == len(words):
+                with library_errors():
+                    encoding = self._tokenizer.encode(words[begin:stop], is_pretokenized=True, add_special_tokens=False)
+                ids.append(np.array(encoding.ids, np.int32))
+                counts.append(np.bincount(np.array(encoding.word_ids, np.int64), minlength=stop - begin))
+                begin, chars = stop, 0
+        return np.concatenate(ids), np.concatenate(counts)
+
+    def _refused(
+        self,
+        data: NDArray[np.uint8],
+        cuts: NDArray[np.int64],
+        ends: NDArray[np.int64],
+        of_words: NDArray[np.int64],
+        words: list[str],
+    ) -> list[int]:
+        """Rows for whose text the library is needed: with an added token, or with nothing but what is dropped."""
+        refused = [
+            row for row, word in zip(of_words.tolist(), words, strict=True) if any(each in word for each in self._added)
+        ]
+        empty = np.setdiff1d(np.flatnonzero(np.diff(ends, prepend=0) == 0), of_words)
+        return refused + [row for row in empty.tolist() if not self._is_space[data[cuts[row] : cuts[row + 1]]].all()]
+
+    def _around(
+        self,
+        ids: NDArray[np.int32],
+        ends: NDArray[np.int64],
+        borders: NDArray[np.int64],
+        refused: list[int],
+        truncation: Truncation | None,
+    ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """The texts with their special tokens, cut; text i are the rows from `borders[i]` to `borders[i + 1]`."""
+        leading, trailing = self._arrays[:2]
+        limit = None if truncation is None else max(0, truncation.limit - self._special_tokens)
+        places = np.concatenate([[0], ends])[borders].tolist()
+        without = set((np.searchsorted(borders, refused, side="right") - 1).tolist())
+        pieces: list[NDArray[np.int32]] = [leading[:0]]
+        counts = np.zeros(len(borders) - 1, np.int64)
+        for text, (begin, stop) in enumerate(pairwise(places)):
+            if begin == stop or text in without:
+                continue
+            own = ids[begin:stop]
+            if limit is not None and truncation is not None:
+                own = own[max(0, len(own) - limit) :] if truncation.left else own[:limit]
+            pieces += (leading, own, trailing)
+            counts[text] = len(own) + self._special_tokens
+        return np.concatenate(pieces), np.cumsum(counts)
 
     def encode_one(self, text: str, truncation: Truncation | None, longest: int) -> NDArray[np.int32] | None:
         """The ids of an ASCII text, int32 [T]; None if `encode` has none. Without the arrays of a column."""
