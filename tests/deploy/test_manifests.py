@@ -13,6 +13,7 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
+from tests.deploy.kustomization import build
 
 from teimgr.api.rest.scaling import Scaling, ScalingFigures, flat
 from teimgr.config.settings import Settings
@@ -26,12 +27,12 @@ SYSTEMD = ROOT / "configs" / "systemd" / "teimgr.service"
 VERSION = "1.33"  # of Kubernetes
 
 
-def documents(path: Path) -> list[dict[str, Any]]:
-    return list(yaml.safe_load_all(path.read_text()))
+def documents(overlay: str) -> list[dict[str, Any]]:
+    return build(KUBERNETES / "overlays" / overlay)
 
 
-def of_kind(kind: str) -> dict[str, Any]:
-    [found] = [each for each in documents(KUBERNETES / "teimgr.yaml") if each["kind"] == kind]
+def of_kind(kind: str, overlay: str = "keda") -> dict[str, Any]:
+    [found] = [each for each in documents(overlay) if each["kind"] == kind]
     return found
 
 
@@ -121,15 +122,13 @@ CUSTOM = {
 }
 
 
-def test_manifests_are_valid_by_the_schemas_of_kubernetes() -> None:
-    for document in documents(KUBERNETES / "teimgr.yaml"):
-        kubernetes_validate.validate(document, VERSION, strict=True)
-
-
-@pytest.mark.parametrize("name", ["podmonitor", "scaledobject", "scaledobject-metrics-api"])
-def test_custom_resources_have_the_keys_of_their_definitions(name: str) -> None:
-    [document] = documents(KUBERNETES / f"{name}.yaml")
-    jsonschema.validate(document, CUSTOM[document["kind"]])
+@pytest.mark.parametrize("overlay", ["cpu", "gpu", "keda", "keda-metrics-api"])
+def test_manifests_are_valid_by_the_schemas_of_kubernetes_and_of_the_custom_resources(overlay: str) -> None:
+    for document in documents(overlay):
+        if document["kind"] in CUSTOM:
+            jsonschema.validate(document, CUSTOM[document["kind"]])
+        else:
+            kubernetes_validate.validate(document, VERSION, strict=True)
 
 
 def test_the_configuration_of_the_pods_is_one_of_teimgr(tmp_path: Path) -> None:
@@ -167,7 +166,7 @@ def test_names_of_manifests_fit_one_another() -> None:
     deployment = of_kind("Deployment")
     labels = deployment["spec"]["template"]["metadata"]["labels"]
     names = {port["name"] for port in container()["ports"]}
-    services = [each for each in documents(KUBERNETES / "teimgr.yaml") if each["kind"] == "Service"]
+    services = [each for each in documents("keda") if each["kind"] == "Service"]
     for service in services:
         assert service["spec"]["selector"] == labels
         assert {port["targetPort"] for port in service["spec"]["ports"]} <= names
@@ -176,11 +175,11 @@ def test_names_of_manifests_fit_one_another() -> None:
     assert policy["podSelector"]["matchLabels"] == labels
     opened = {port["port"] for rule in policy["ingress"] for port in rule["ports"]}
     assert opened == {port["targetPort"] for service in services for port in service["spec"]["ports"]}
-    [monitor] = documents(KUBERNETES / "podmonitor.yaml")
+    monitor = of_kind("PodMonitor")
     assert monitor["spec"]["selector"]["matchLabels"] == labels
     assert {each["port"] for each in monitor["spec"]["podMetricsEndpoints"]} <= names
-    for name in ("scaledobject", "scaledobject-metrics-api"):
-        [scaled] = documents(KUBERNETES / f"{name}.yaml")
+    for overlay in ("keda", "keda-metrics-api"):
+        scaled = of_kind("ScaledObject", overlay)
         assert scaled["spec"]["scaleTargetRef"]["name"] == deployment["metadata"]["name"]
 
 
@@ -188,19 +187,18 @@ def test_a_rollout_needs_no_spare_card() -> None:
     assert of_kind("Deployment")["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
 
 
-def trigger(name: str) -> dict[str, str]:
-    [document] = documents(KUBERNETES / f"{name}.yaml")
-    [found] = document["spec"]["triggers"]
+def trigger(overlay: str) -> dict[str, str]:
+    [found] = of_kind("ScaledObject", overlay)["spec"]["triggers"]
     return dict(found["metadata"])
 
 
 def test_keda_asks_for_series_and_fields_that_there_are() -> None:
-    names = re.findall(r"teimgr_\w+", trigger("scaledobject")["query"])
+    names = re.findall(r"teimgr_\w+", trigger("keda")["query"])
     assert names
     assert set(names) <= FAMILIES.keys()
-    assert trigger("scaledobject")["ignoreNullValues"] == "false"  # an outage of Prometheus is no load of 0
+    assert trigger("keda")["ignoreNullValues"] == "false"  # an outage of Prometheus is no load of 0
 
-    asked = trigger("scaledobject-metrics-api")
+    asked = trigger("keda-metrics-api")
     ports = {port["name"]: port["containerPort"] for port in container()["ports"]}
     assert asked["url"] == f"http://teimgr.default.svc.cluster.local:{ports['rest']}/metrics/scaling"
     assert asked["aggregationType"] == "sum"
