@@ -7,6 +7,7 @@ else runs on the machine hardly changes it. What falls below its bound is measur
 from __future__ import annotations
 
 import argparse
+import base64
 import json
 import tempfile
 import time
@@ -20,7 +21,7 @@ from bench import corpus, weights
 from bench.bare_server import bare_server
 from bench.contest import child
 from bench.encoders import Bare, SentenceTransformers, Task
-from bench.fleet import fleet
+from bench.fleet import Fleet, fleet
 from bench.forward import forward, load, packed
 from bench.front import Load, Target
 from bench.load import LoadTask
@@ -38,6 +39,7 @@ _CALLERS = 32
 _LOAD_S = 1.0
 # With fewer calls in a pass the machine is too busy to tell: what the processes do by themselves would be counted.
 _MIN_CALLS = 400
+_SHORT_CALLERS, _SHORT_PASSES, _SHORT_S = 64, 3, 1.5
 # Of a call that is answered by a model: so many calls of a bare server, to have ratios near 1.
 _BARE_CALLS = 10
 _SERVED = {
@@ -172,6 +174,7 @@ def _servers(texts: Sequence[str], rounds: int) -> dict[str, float]:
             running.client.embed_arrow(bulk, instance="guard").checked()
             served_s.append(running.cpu_s() - began)
         engine_s = cheapest_s({"engine": lambda: engine.encode(bulk)}, rounds)["engine"]
+        short = _one_a_call(open_, running, target, engine, queries)
         engine.close()
     cheapest = {name: min(each) for name, each in costs.items()}
     against_bare = {
@@ -179,7 +182,25 @@ def _servers(texts: Sequence[str], rounds: int) -> dict[str, float]:
         for name, load_name in _SERVED.items()
         if load_name in cheapest
     }
-    return against_bare | {"EmbedArrow against the engine, bulk": engine_s / min(served_s[1:])}
+    return against_bare | short | {"EmbedArrow against the engine, bulk": engine_s / min(served_s[1:])}
+
+
+def _one_a_call(
+    open_: ExitStack, running: Fleet, target: Target, engine: Bare, queries: Sequence[str]
+) -> dict[str, float]:
+    """What short texts cost the engine in batches, against one a call of many callers through the worker's port."""
+    caller = open_.enter_context(child(LoadTask("http", running.client.get("guard").port, "/embed")))
+    bodies = (json.dumps({"inputs": text}).encode() for text in queries)
+    caller.ask("requests", str(target.texts([base64.b64encode(body).decode() for body in bodies])))
+    batches = [list(queries[at : at + _SHORT_CALLERS]) for at in range(0, len(queries), _SHORT_CALLERS)]
+    served: list[float] = []
+    for _ in range(_SHORT_PASSES + 1):
+        began = running.cpu_s()
+        answer = caller.ask("run", {"callers": _SHORT_CALLERS, "seconds": _SHORT_S})
+        served.append((running.cpu_s() - began) / answer["all_calls"])
+    ways = {"engine": lambda: [engine.encode(batch) for batch in batches]}
+    text_s = cheapest_s(ways, _SHORT_PASSES)["engine"] / len(queries)
+    return {"one text a call, 64 callers, against the engine": text_s / min(served[1:])}
 
 
 def _query(text: str) -> str:
