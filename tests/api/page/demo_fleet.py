@@ -56,6 +56,7 @@ def pictured_fleet(folder: Path) -> Iterator[DaemonProcess]:
 
 def _create(client: Any, made: Mapping[str, Path]) -> None:
     for name, model in made.items():
-        client.create(name, str(model), dtype="float32", tags={"team": "search"}, prometheus_port=0)
+        tags = {"team": "moderation" if name in ("classifier", "sentiment") else "search"}
+        client.create(name, str(model), dtype="float32", tags=tags, prometheus_port=0)
     for name in made:
         client.wait_until_running(name, deadline_s=LIMIT_S)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import html
 import json
 import re
 import ssl
@@ -104,6 +105,18 @@ async def test_the_fleet_shows_states_reasons_and_alarms(serving: Serving) -> No
         assert 'class="state running"' in text
 
 
+async def test_the_fleet_may_be_grouped_by_the_tags_that_it_has(serving: Serving) -> None:
+    async with serving() as front:
+        await front.create("a")
+        assert re.search('<label id="grouping" hidden>', await text_of(front, "/"))
+        await front.create("b", tags={"team": "it's", "<i>": ""})
+        text = await text_of(front, "/")
+        assert re.findall("<option>(.*?)</option>", text) == ["&lt;i&gt;", "team"]
+        tags = [json.loads(html.unescape(each)) for each in re.findall("data-tags='(.*?)'", text)]
+        assert tags == [{}, {"team": "it's", "<i>": ""}]
+        assert ">team=it&#39;s<" in await text_of(front, "/ui/instances/b")
+
+
 async def test_a_start_that_repeats_shows_its_number_and_its_events_are_counted(serving: Serving) -> None:
     async with serving() as front:
         view = await front.fleet.create(InstanceSpec(name="a", model_id="org/model"))
@@ -151,10 +164,10 @@ async def test_the_first_view_of_200_instances_is_small(serving: Serving) -> Non
             front.fleet.ready(view.spec.name)
         async with front.http.get("/", auto_decompress=False) as reply:
             page = await reply.read()
-        html = gzip.decompress(page).decode()
-        assert html.count("<tr data-name") == 200
+        text = gzip.decompress(page).decode()
+        assert text.count("<tr data-name") == 200
         weight = len(page)
-        for asset in set(re.findall(r'(?:src|href)="(/ui/static/[^"]+)"', html)):
+        for asset in set(re.findall(r'(?:src|href)="(/ui/static/[^"]+)"', text)):
             folder = asset.rpartition("/")[0]
             async with front.http.get(asset, auto_decompress=False) as reply:
                 body = await reply.read()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _SPARK_WIDTH, _SPARK_HEIGHT = 96, 24
@@ -55,6 +55,11 @@ def duration(seconds: float | None) -> str:
     return " ".join(parts[:2])
 
 
+def tags(named: Mapping[str, str]) -> list[str]:
+    """Tags such as team=search; one without a value is its name."""
+    return [f"{name}={value}" if value else name for name, value in named.items()]
+
+
 def spark(values: Sequence[float | None]) -> str:
     """The `points` of a polyline of the values, in a box of 96 by 24; empty for fewer than two.
 
@@ -76,5 +81,6 @@ FILTERS = {
     "number": number,
     "ms": milliseconds,
     "duration": duration,
+    "tags": tags,
     "spark": spark,
 }

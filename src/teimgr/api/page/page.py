@@ -120,6 +120,7 @@ class Page:
             totals=views.totals(rows) | await self._memory(request),
             alarms=alarms,
             states=[*State],
+            tag_names=views.tag_names(rows),
         )
 
     async def _instance(self, request: Request) -> Response:

@@ -55,9 +55,14 @@ def _row(view: InstanceView, figures: Figures, cards: dict[str, Gpu], host_bytes
         "p99": _milliseconds(figures.percentile(0.99, now)) if point else None,
         "spark": [_rounded(value) for value in _spark(figures)] if point else [],
         "workers": f"{running}/{len(view.workers)}" if len(view.workers) > 1 else "",
-        "tags": [f"{name}={value}" if value else name for name, value in view.spec.tags.items()],
+        "tags": dict(view.spec.tags),
         "port": view.spec.port,
     }
+
+
+def tag_names(rows: Iterable[Values]) -> list[str]:
+    """Names of the tags by which the rows may be grouped."""
+    return sorted({name for row in rows for name in row["tags"]})
 
 
 def failed_first(rows: Iterable[Values]) -> list[Values]:

@@ -1,6 +1,7 @@
-// The fleet: rows that follow the live stream, a filter, sorting.
+// The fleet: rows that follow the live stream, a filter, sorting, groups, density.
 import { $, $$, alarmItems, follow, prefix, setState } from "./page.js";
-import { milliseconds, number, share, size, spark } from "./format.js";
+import { milliseconds, number, share, size, spark, tags } from "./format.js";
+import { arrange, offer, sum, tagsOf } from "./groups.js";
 
 const table = $("#fleet");
 const rows = new Map();  // as the live stream has sent them
@@ -30,6 +31,7 @@ function update(line, row) {
     setState($("[data-field=state]", line), row.state);
   }
   $(".bar .fill", line).setAttribute("width", share(row.memory, row.memory_total));
+  line.dataset.tags = JSON.stringify(row.tags);
   $(".spark polyline", line).setAttribute("points", spark(row.spark));
 }
 
@@ -39,23 +41,22 @@ async function fetchRows() {
   const page = new DOMParser().parseFromString(text, "text/html");
   for (const line of $$("#fleet tbody tr", page)) {
     if (lines.has(line.dataset.name)) continue;
-    $("tbody", table).append(document.adoptNode(line));
-    lines.set(line.dataset.name, line);
+    lines.set(line.dataset.name, document.adoptNode(line));
   }
-  sort();
-  filter();
+  regroup();
 }
 
 let fetching = null;
 function onFleet({ rows: changed, gone, totals, alarms }) {
   if (!table) { if (changed.length) location.reload(); return; }
-  let isNew = false, stateChanged = gone.length > 0;
+  let isNew = false, isMoved = false, stateChanged = gone.length > 0;
   for (const row of changed) {
     const line = lines.get(row.name);
-    stateChanged ||= rows.get(row.name)?.state !== row.state;
     rows.set(row.name, row);
-    if (line) update(line, row);
-    else isNew = true;
+    if (!line) { isNew = true; continue; }
+    stateChanged ||= line.dataset.state !== row.state;
+    isMoved ||= JSON.stringify(tagsOf(line)) !== JSON.stringify(row.tags);
+    update(line, row);
   }
   for (const name of gone) {
     lines.get(name)?.remove();
@@ -69,7 +70,9 @@ function onFleet({ rows: changed, gone, totals, alarms }) {
   }
   showAlarms(alarms);
   if (isNew) fetching ??= fetchRows().finally(() => { fetching = null; });
-  if (stateChanged) filter();
+  if (isMoved) regroup();
+  else if (stateChanged) filter();
+  else sum(table, rows);
 }
 
 let alarmsShown = null;
@@ -87,17 +90,25 @@ function filter() {
   const state = $("input[name=state]:checked").value;
   let shown = 0;
   for (const line of lines.values()) {
-    const matches = (!state || line.dataset.state === state) && words.every((word) => line.dataset.find.includes(word));
+    const text = [line.dataset.name, $(".model", line).textContent, ...tags(tagsOf(line))].join(" ").toLowerCase();
+    const matches = (!state || line.dataset.state === state) && words.every((word) => text.includes(word));
     line.hidden = !matches;
     shown += matches;
   }
   $("#shown").textContent = words.length || state ? `${shown} shown` : "";
   $("#none").hidden = shown > 0;
+  sum(table, rows);
+}
+
+function regroup() {
+  offer($("#group"), [...lines.values()]);
+  sort();
+  filter();
 }
 
 /** The filter is in the address, so that a view can be kept and sent. */
 function keepFilter() {
-  const query = new URLSearchParams({ q: $("#filter").value, status: $("input[name=state]:checked").value });
+  const query = new URLSearchParams({ q: $("#filter").value, status: $("input[name=state]:checked").value, group: $("#group").value });
   for (const [key, value] of [...query]) if (!value) query.delete(key);
   history.replaceState(null, "", `${location.pathname}${query.size ? `?${query}` : ""}${location.hash}`);
   filter();
@@ -108,19 +119,26 @@ function takeFilter() {
   $("#filter").value = query.get("q") ?? "";
   for (const choice of $$("input[name=state]")) choice.checked = choice.value === (query.get("status") ?? "");
   if (!$("input[name=state]:checked")) $("input[name=state]").checked = true;
+  $("#group").value = query.get("group") ?? "";
+  if ($("#group").selectedIndex < 0) $("#group").value = "";
+  sort();
   filter();
 }
 
 const TEXTS = ["name", "state", "device"], collator = new Intl.Collator(undefined, { numeric: true });
 let order = null;
+/** The lines in the chosen order, by default the server's, within their groups. */
 function sort() {
-  if (!order) return;
-  const { key, sign } = order, isText = TEXTS.includes(key);
+  arrange(table, order ? sorted(order) : [...lines.values()], $("#group").value);
+}
+
+function sorted({ key, sign }) {
+  const isText = TEXTS.includes(key);
   const compare = isText ? collator.compare : (x, y) => x - y;
   // Without a value, last from the greatest down.
   const keyed = [...lines.values()].map((line) => [rows.get(line.dataset.name)?.[key] ?? (isText ? "" : -1), line]);
   keyed.sort(([x], [y]) => sign * compare(x, y));
-  $("tbody", table).append(...keyed.map(([, line]) => line));
+  return keyed.map(([, line]) => line);
 }
 
 if (table) {
@@ -131,10 +149,18 @@ if (table) {
       for (const other of $$("th[aria-sort]", table)) other.removeAttribute("aria-sort");
       head.setAttribute("aria-sort", order.sign > 0 ? "ascending" : "descending");
       sort();
+      sum(table, rows);
     });
   }
   $("#filter").addEventListener("input", keepFilter);
   for (const choice of $$("input[name=state]")) choice.addEventListener("change", keepFilter);
+  $("#group").addEventListener("change", () => { sort(); keepFilter(); });
+  const dense = $("#dense"), root = document.documentElement;
+  dense.checked = root.dataset.density === "dense";
+  dense.addEventListener("change", () => {
+    root.dataset.density = dense.checked ? "dense" : "";
+    try { localStorage.setItem("teimgr-density", root.dataset.density); } catch { /* for this view alone */ }
+  });
   takeFilter();
 }
 follow("/ui/fleet/live", { fleet: onFleet });

@@ -39,6 +39,10 @@ export function duration(seconds) {
   return parts.slice(0, 2).join(" ");
 }
 
+export function tags(named) {
+  return Object.entries(named).map(([name, value]) => (value ? `${name}=${value}` : name));
+}
+
 export function spark(values) {
   const known = values.map((value) => value ?? 0);
   if (known.length < 2) return "";
