@@ -49,6 +49,8 @@ _ROUTES = {"actions"}
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _PATH_PREFIX = re.compile(r"(?:/(?!\.\.?(?:/|$))[A-Za-z0-9._~-]+){0,16}/?")
 _MAX_PATH_PREFIX = 256
+GRAPH_TOKENS = 3 << 17
+"""Tokens whose hidden states the CUDA graphs of a model keep at most, in 16 bits: memory of a card."""
 PLACEMENTS = ("spread", "pack")
 LOADS = ("eager", "on_demand")
 

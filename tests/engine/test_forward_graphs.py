@@ -274,7 +274,7 @@ def test_large_graphs_keep_results_of_so_many_tokens_and_leave_room_for_small_on
 ) -> None:
     """On the card a fleet of large ones had used up all that there might be, and batches beside queries had none."""
     monkeypatch.setattr(forward_graphs, "_LARGE", 50)
-    monkeypatch.setattr(forward_graphs, "_MAX_LARGE_TOKENS", 150)
+    monkeypatch.setattr(forward_graphs, "_MAX_LARGE_TOKENS", 190)
     graphs, _ = graphs_of()
 
     for length in (80, 100, 120, 40, 20):

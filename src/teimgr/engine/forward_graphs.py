@@ -33,6 +33,7 @@ from torch.nn import functional
 
 from teimgr.engine import gpu
 from teimgr.engine.batch import Encoded, PackedBatch, copy_to, pack
+from teimgr.spec import GRAPH_TOKENS
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +41,8 @@ MAX_TOKENS = 32_768
 MIN_MOST_TOKENS = 4096
 _SMALL_WORK = MAX_TOKENS * 1024**2  # tokens × width²: a larger layer runs longer than its launches take
 _LARGE = 4096  # tokens: beyond, the kernels take as long as the launches
-_MAX_LARGE_TOKENS = 1 << 19  # of all large graphs: each keeps a result. Small ones are never refused for them
+# Of all large graphs, each of which keeps a result, and of all small ones: large ones leave room for these.
+_MAX_LARGE_TOKENS, _MAX_SMALL_TOKENS = 2 * GRAPH_TOKENS // 3, GRAPH_TOKENS // 3
 _MIN_TOKENS = 16
 _MIN_LONGEST = 64
 _QUERY_LENGTHS = (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
@@ -207,7 +209,8 @@ class ForwardGraphs:
     def _ask_for(self, bucket: Bucket, batch: PackedBatch) -> None:
         with self._changed:
             alike = [each.tokens for each in self._asked if (each.tokens > _LARGE) is (bucket.tokens > _LARGE)]
-            is_full = len(alike) >= _MAX_GRAPHS or (bucket.tokens > _LARGE and sum(alike) >= _MAX_LARGE_TOKENS)
+            most = _MAX_LARGE_TOKENS if bucket.tokens > _LARGE else _MAX_SMALL_TOKENS
+            is_full = len(alike) >= _MAX_GRAPHS or sum(alike) + bucket.tokens > most
             if not self._is_used or is_full or bucket in self._asked:
                 return
             self._asked.add(bucket)

@@ -97,4 +97,6 @@ def test_on_a_card_weights_and_batches_count_there() -> None:
     small = predicted(MINILM, "bfloat16", 1024, on_card=True)
     large = predicted(MINILM, "bfloat16", 32768, on_card=True)
     assert large.device_bytes - small.device_bytes > 100 * MIB
+    graphs = 393_216 * 384 * 2  # tokens, hidden size, bytes
+    assert small.device_bytes > graphs + 640 * MIB
     assert predicted(MINILM, "float32", 1024, on_card=True).device_bytes - small.device_bytes > 40 * MIB

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from teimgr.control.ledger.ledger import Footprint
 from teimgr.models.weight_sizes import WeightSizes
-from teimgr.spec import Kind
+from teimgr.spec import GRAPH_TOKENS, Kind
 
 ASSUMED = Footprint(host_bytes=2 << 30, source="assumed")
 """Of a model whose files are not on this host yet."""
@@ -75,7 +75,8 @@ def predicted(sizes: WeightSizes, dtype: str, max_batch_tokens: int, *, on_card:
     batch = _batch_bytes(sizes, max_batch_tokens, on_card=on_card)
     widened = 0 if sizes.is_wide else 4 * sizes.parameters  # for the comparison with float32, while it loads
     if on_card:
-        device = CONTEXT_BYTES + min(item, 4) * sizes.parameters + batch
+        graphs = GRAPH_TOKENS * sizes.hidden * _ITEM_BYTES["float16"]  # as if in use from the start
+        device = CONTEXT_BYTES + min(item, 4) * sizes.parameters + batch + graphs
         found = _with_margin(_CARD_PROCESS_BYTES + tokenizer, widened)
         return Footprint(
             host_bytes=found.host_bytes, loading_bytes=found.loading_bytes, device_bytes=int(device * _MARGIN)
