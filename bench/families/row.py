@@ -30,7 +30,7 @@ class Row:
     `reference`, named `by`. `hub` are examples of repositories. `asked` are the options for the engine that the
     reference answers to. `longest` is the model's maximal length in tokens. `reads_lists`: it is asked for the scores
     of whole lists (`lists`), and its reference is given these. `has_images`: files of images are asked beside texts,
-    and with `has_sounds` those of sounds. `also` are further inputs: texts with images
+    `only_images` without any, and with `has_sounds` those of sounds. `also` are further inputs: texts with images
     (`senses.Together`).
     """
 
@@ -50,5 +50,6 @@ class Row:
     takes_pairs: bool = False
     reads_lists: bool = False
     has_images: bool = False
+    only_images: bool = False
     has_sounds: bool = False
     also: Sequence[Any] = ()

@@ -19,6 +19,7 @@ from tests.support.models.dual_encoders import (
     build_clip,
     build_colpali,
     build_colqwen2,
+    build_dinov2,
     build_qwen3_vl_embedding,
     build_qwen3_vl_reranker,
     build_siglip,
@@ -69,6 +70,23 @@ def library(folder: Path, inputs: Sequence[Any]) -> list[Matrix]:
                 vector = model.get_text_features(input_ids=tokenizer(one, **how)["input_ids"])
             found.append(vector.pooler_output.numpy())
     return found
+
+
+def image_library(folder: Path, inputs: Sequence[Any]) -> list[Matrix]:
+    """The first token's last hidden state behind the last normalisation, by transformers, one image at a time."""
+    from transformers import AutoImageProcessor, AutoModel
+
+    model: Any = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+    processor: Any = AutoImageProcessor.from_pretrained(folder, backend="pil")
+    with torch.inference_mode():
+        images = [processor(images=[Image.open(io.BytesIO(one))], return_tensors="pt") for one in inputs]
+        return [model(**one).last_hidden_state[:, 0].numpy() for one in images]
+
+
+def _image_row(key: str, hub: str, registers: int) -> Row:
+    make = files.built(partial(build_dinov2, registers=registers))
+    common: dict[str, Any] = {"by": TRANSFORMERS, "reference": image_library, "asked": {"normalize": False}}
+    return Row(key, "DINOv2", hub, make, note="images alone", only_images=True, **common)
 
 
 _SHORT_ENOUGH = 100
@@ -246,6 +264,8 @@ def _rows() -> Iterator[Row]:
     yield _row("clip-saved-now", "CLIP", saved, partial(build_clip, layout="sentence-transformers"), 77)
     siglip = "google/siglip-base-patch16-224, siglip-so400m-patch14-384, siglip2-base-patch16-224 (fixed size)"
     yield _row("siglip", "SigLIP", siglip, build_siglip, 64)
+    yield _image_row("dinov2", "facebook/dinov2-small, -base, -large, -giant", 0)
+    yield _image_row("dinov2-registers", "facebook/dinov2-with-registers-small, -base, -large, -giant", 4)
     yield _page_row("colpali", "ColPali", "vidore/colpali-v1.2-hf, colpali-v1.3-hf", build_colpali)
     yield _page_row("colqwen2", "ColQwen2", "vidore/colqwen2-v1.0-hf", build_colqwen2)
     yield from _chat_rows()

@@ -83,8 +83,8 @@ def _worst(outcomes: Sequence[Outcome]) -> Outcome:
 
 def _compared(row: Row, folder: Path, dtype: str, options: InferOptions, reference: Reference) -> Outcome:
     inputs: Sequence[Any] = LISTS if row.reads_lists else probes(row.longest, row.takes_pairs)
-    if row.has_images:
-        inputs = [*picture_files(), *inputs]
+    if row.has_images or row.only_images:
+        inputs = [*picture_files(), *([] if row.only_images else inputs)]
     if row.has_sounds:
         inputs = [*sound_files(), *inputs]
     inputs = [*row.also, *inputs]

@@ -149,7 +149,8 @@ class Engine:
         for thread in (*engine._tokenizing, *engine._running, engine._finishing):
             thread.start()
         try:
-            engine._reference = engine._run_self_test(_FIRST_SELF_TEST_S)
+            if engine.layout.reads_texts:
+                engine._reference = engine._run_self_test(_FIRST_SELF_TEST_S)
             engine._test_picture()
         except (Unavailable, DeadlineExceeded) as error:
             engine.close(grace_s=0.0)
@@ -285,7 +286,7 @@ class Engine:
         recent = time.monotonic() - self._finisher.finished_at < _RECENT_BATCH_S
         if self._fault is None and self._doubt is None and recent:
             return
-        if self._fault is None:
+        if self._fault is None and self._reference is not None:
             self._compare(self._run_self_test(timeout_s))
         if self._fault is None and self._known_picture is not None:
             self._compare(self._run_self_test(timeout_s, self._known_picture))
@@ -389,9 +390,10 @@ class Engine:
         """Finisher thread: run a self-test at once. A bad result fails its text alone, a wrong self-test the engine."""
         now = time.monotonic()
         busy = self._doubt is not None or now - self._doubted_at < _BAD_RESULT_PAUSE_S
-        if busy or self._reference is None or self._fault is not None:
+        known = None if self.layout.reads_texts else self._known_picture
+        if busy or (self._reference or self._picture_reference) is None or self._fault is not None:
             return
-        self._doubt, self._doubted_at = SelfTest(self.info), now
+        self._doubt, self._doubted_at = SelfTest(self.info, known), now
         try:
             self._intake.put(self._doubt, self.prompts.tokenize_options(self._doubt.options), bounded=False)
         except Unavailable:  # the engine is closing

@@ -39,7 +39,7 @@ MIN_COSINE = 0.9995
 _MAX_SCORE_DIFFERENCE = 1e-2
 # A dtype that the user chose is refused only if it is plainly broken; eight bits are further off.
 _REQUESTED_COSINE = {torch.int8: 0.98}
-_REQUESTED_COSINE_16_BIT = 0.99
+MIN_REQUESTED_COSINE = 0.99
 _REQUESTED_SCORE_DIFFERENCE = 0.1
 _EXACT_DIFFERENCE = 2e-5  # of vectors of length 1
 _EXACT_SCORE_DIFFERENCE = 1e-5
@@ -377,6 +377,6 @@ def _close_enough(close: Closeness, dtype: torch.dtype, requested: bool) -> bool
     if dtype is torch.float32:
         return close.difference <= _EXACT_DIFFERENCE and close.score_difference <= _EXACT_SCORE_DIFFERENCE
     if requested:
-        least = _REQUESTED_COSINE.get(dtype, _REQUESTED_COSINE_16_BIT)
+        least = _REQUESTED_COSINE.get(dtype, MIN_REQUESTED_COSINE)
         return close.min_cosine >= least and close.score_difference <= _REQUESTED_SCORE_DIFFERENCE
     return close.min_cosine >= MIN_COSINE and close.score_difference <= _MAX_SCORE_DIFFERENCE

@@ -52,7 +52,7 @@ def choose_on_gpu(model: Model, device: torch.device, wanted: torch.dtype | None
     reference = finite_reference(model, inputs)
     weights = model.host_weights()
     architecture = str(getattr(model.backbone.config, "model_type", ""))
-    types = candidate_dtypes(architecture, _has_bfloat16()) if wanted is None else [wanted]
+    types = candidate_dtypes(architecture, has_bfloat16()) if wanted is None else [wanted]
     for dtype in types:
         try:
             model.place(weights, dtype, device)
@@ -98,5 +98,6 @@ def _fused(
     return None
 
 
-def _has_bfloat16() -> bool:
+def has_bfloat16() -> bool:
+    """Whether the GPU computes in bfloat16 itself."""
     return bool(torch.cuda.is_bf16_supported(including_emulation=False))

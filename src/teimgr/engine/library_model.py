@@ -274,6 +274,11 @@ def _matrices(config: dict[str, Any]) -> Iterator[tuple[str, int, int]]:
     yield "intermediate_size", int(config.get("intermediate_size") or config.get("d_ff") or 0), hidden
     yield "hidden_size", hidden, hidden
     yield "head_dim", int(config.get("head_dim") or config.get("d_kv") or 0) * heads, hidden
+    ratio, side, patch = config.get("mlp_ratio"), config.get("image_size"), config.get("patch_size")
+    if isinstance(ratio, (int, float)):
+        yield "mlp_ratio", int(hidden * ratio), hidden
+    if isinstance(side, int) and isinstance(patch, int) and patch > 0:
+        yield "image_size", (side // patch) ** 2, hidden
     if config.get("model_type") in _POSITION_TABLES:
         yield "max_position_embeddings", int(config.get("max_position_embeddings") or 0), narrow
 

@@ -182,7 +182,7 @@ def _load(options: EngineOptions) -> EngineParts:
     for note in (*layout.notes, *warnings):
         log.warning("%s: %s", options.model_id, note)
     with tokenizer_faults(layout):
-        inputs = probe_inputs(layout, tokenizer)
+        inputs = probe_inputs(layout, tokenizer) if layout.reads_texts else []
     of_others = tuple(each for each in options.code if not each.startswith(options.model_id))
     space = SpaceDigest(layout, tokenizer, prompts, of_others, options.threads, options.spaces)
     space.begin()
@@ -271,6 +271,10 @@ def _tokenizer(layout: Layout, most: int) -> TextTokenizer:
         from teimgr.engine.images.chat_texts import ChatTokenizer
 
         return ChatTokenizer(layout, max_length)
+    if not layout.reads_texts:
+        from teimgr.engine.images.alone import ImageTokenizer
+
+        return ImageTokenizer(layout, layout.max_length)
     from teimgr.engine.images.inputs import DualTokenizer  # with Pillow, for these models alone
 
     return DualTokenizer(layout, max_length)
@@ -312,6 +316,11 @@ def _chosen(
 ) -> tuple[Model, Choice]:
     """The model on its device, as the gate lets it run."""
     dtype = _DTYPES[options.dtype]
+    if not layout.reads_texts:
+        from teimgr.engine.images.alone import load_image_model
+
+        images = load_image_model(layout, options.threads)
+        return images, images.choose(device, dtype)
     if gpu.is_gpu(device) and layout.backbone is not Backbone.STATIC:
         model = _load_model(layout, _HOST, options.threads)
         return model, choose_on_gpu(model, device, dtype, inputs)
@@ -326,7 +335,7 @@ def _proven(
     model: Model, choice: Choice, device: torch.device, inputs: Sequence[Encoded], most: int, longest: int
 ) -> int:
     """The tokens of a batch for which the memory of the device is enough; on a GPU graphs are allowed behind that."""
-    if not gpu.is_gpu(device):
+    if not gpu.is_gpu(device) or not inputs:
         return most
     tokens = proven_tokens(model, inputs, most, longest)
     if isinstance(model.backbone, Transformer) and choice.batching is Batching.VARLEN and graphs_are_wanted():
@@ -426,7 +435,7 @@ def _cut(layout: Layout, options: EngineOptions) -> Iterator[str]:
     Lists of documents are not cut: a prompt that is too long is refused by its call.
     """
     few, length = options.max_batch_tokens, layout.max_length
-    if few >= length or layout.listwise is not None:
+    if few >= length or layout.listwise is not None or not layout.reads_texts:
         return
     if options.cuts_texts is False:
         text = f"max_batch_tokens is {few}, the model reads {length} tokens, and --auto-truncate is false: longer texts"

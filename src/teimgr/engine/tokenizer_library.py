@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from tokenizers import Encoding, Tokenizer, normalizers, processors
+from tokenizers import Encoding, Tokenizer, models, normalizers, processors
 
 from teimgr.engine.boundaries import flattened
 from teimgr.engine.converted_tokenizer import VOCABULARIES, convert
@@ -109,6 +109,8 @@ def tokenizer_faults(layout: Layout) -> Iterator[None]:
 
 
 def _loaded(layout: Layout) -> Tokenizer:
+    if not layout.reads_texts:
+        return Tokenizer(models.BPE())  # without tokens
     path = layout.transformer_dir / "tokenizer.json"
     is_file_enough = path.is_file() and not layout.own_tokenizer
     tokenizer = Tokenizer.from_file(str(path)) if is_file_enough else convert(layout)

@@ -15,7 +15,7 @@ from teimgr.models.layout import DualEncoder, Layout, PixelSteps
 from teimgr.models.library_code import setting
 from teimgr.models.metadata import DUAL_ENCODERS, PAGE_ENCODERS, SOUND_ENCODERS, VISION_CHATS, ModelMetadata
 
-_PROCESSORS = ("CLIPImageProcessor", "CLIPFeatureExtractor", "SiglipImageProcessor")
+_PROCESSORS = ("CLIPImageProcessor", "CLIPFeatureExtractor", "BitImageProcessor", "SiglipImageProcessor")
 _KEYS = KnownKeys(
     honoured=frozenset(
         (
@@ -70,8 +70,8 @@ def read_dual_encoder(metadata: ModelMetadata, layout: Layout, pooling: str | No
     is_clip = config["model_type"] == "clip"
     steps = pixel_steps(processor_settings(metadata.transformer_dir))
     vision = _part(config, "vision")
-    side, patch = _whole(vision, "image_size"), _whole(vision, "patch_size")
-    if _whole(vision, "num_channels") != 3 or not patch <= side <= _MAX_SIDE:
+    side, patch = whole_number(vision, "image_size"), whole_number(vision, "patch_size")
+    if whole_number(vision, "num_channels") != 3 or not patch <= side <= _MAX_SIDE:
         raise ModelLoadFailed(f"vision_config of config.json makes pictures of {side} pixels in patches of {patch}")
     given = steps.crop or steps.size
     if given != (side, side):
@@ -97,7 +97,7 @@ def _part(config: dict[str, Any], name: str) -> dict[str, Any]:
     return {**given, "model_type": f"{config['model_type']}_{name}_model"}
 
 
-def _whole(config: dict[str, Any], key: str) -> int:
+def whole_number(config: dict[str, Any], key: str) -> int:
     value = setting(config, key)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ModelLoadFailed(f"config.json has {key} = {value!r}, which should be a whole number above 0")
@@ -106,8 +106,8 @@ def _whole(config: dict[str, Any], key: str) -> int:
 
 def _end_id(metadata: ModelMetadata) -> int:
     texts = text_config(metadata.config)
-    given = _whole(texts, "eos_token_id")
-    return _whole(texts, "vocab_size") - 1 if given == _OLD_END else given
+    given = whole_number(texts, "eos_token_id")
+    return whole_number(texts, "vocab_size") - 1 if given == _OLD_END else given
 
 
 def _padding(metadata: ModelMetadata) -> str:
@@ -146,7 +146,7 @@ def pixel_steps(given: dict[str, Any]) -> PixelSteps:
     named = str(given.get("image_processor_type") or given.get("feature_extractor_type") or "none")
     kind = named.removesuffix("Fast").removesuffix("Pil")
     if kind not in _PROCESSORS:
-        raise ModelLoadFailed(f"the image processor {named} is not served: of models of texts and images CLIP's is")
+        raise ModelLoadFailed(f"the image processor {named} is not served: CLIP's, SigLIP's and DINOv2's are")
     if unknown := _KEYS.warnings("preprocessor_config.json", given):
         raise ModelLoadFailed(unknown[0])
     is_clip = kind != "SiglipImageProcessor"

@@ -29,7 +29,7 @@ from teimgr.models.known_keys import (
     TOKENIZER,
     config_warnings,
 )
-from teimgr.models.metadata import DUAL_ENCODERS, PAGE_ENCODERS, SOUND_ENCODERS, VISION_CHATS, ModelMetadata
+from teimgr.models.metadata import SENSES, ModelMetadata
 from teimgr.models.modules import KNOWN_OWN
 
 _SETTINGS_FILE, _SAVED_FILE = "sentence_bert_config.json", "config_sentence_transformers.json"
@@ -105,7 +105,7 @@ def _settings(settings: Mapping[str, Any], tokenizer: Mapping[str, Any], weights
 
 def _check_modalities(metadata: ModelMetadata) -> None:
     modalities: Mapping[str, Any] = metadata.settings.get("modality_config") or {}
-    if metadata.config["model_type"] in (*DUAL_ENCODERS, *PAGE_ENCODERS, *VISION_CHATS, *SOUND_ENCODERS):
+    if metadata.config["model_type"] in SENSES:
         return  # what reads these models does
     senses = sorted({sense for name in modalities for sense in name.split("+")} & set(_SENSES))
     if senses:

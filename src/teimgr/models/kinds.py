@@ -5,7 +5,7 @@ from __future__ import annotations
 from teimgr.errors import InvalidConfig, ModelLoadFailed
 from teimgr.models.late_interaction import is_pylate
 from teimgr.models.listwise import is_listwise
-from teimgr.models.metadata import PAGE_ENCODERS, ModelMetadata
+from teimgr.models.metadata import IMAGE_ENCODERS, PAGE_ENCODERS, ModelMetadata
 from teimgr.models.scoring import has_prompt_of_its_own, label_count, writes_text
 from teimgr.models.vision_chats import is_vision_chat, kind_of_vision_chat
 from teimgr.spec import KINDS, Kind
@@ -42,6 +42,8 @@ def _own_kind(metadata: ModelMetadata) -> Kind:
     named = metadata.saved.get("model_type")
     if metadata.config["model_type"] in PAGE_ENCODERS:
         return Kind.MULTI_VECTOR
+    if metadata.config["model_type"] in IMAGE_ENCODERS:
+        return Kind.EMBEDDING
     if is_vision_chat(metadata):
         return kind_of_vision_chat(metadata)
     if metadata.static:

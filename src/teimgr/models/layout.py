@@ -235,6 +235,11 @@ class DualEncoder:
 
 
 @dataclass(frozen=True, slots=True)
+class ImageEncoder(DualEncoder):
+    """A model of images alone (DINOv2): what it reads of one."""
+
+
+@dataclass(frozen=True, slots=True)
 class SoundSteps:
     """What the feature extractor makes of a sound of `rate` samples a second: decibels of `mels` bands from `least_hz`
     to `most_hz`, each `hop` samples by a transform of `fft`. A window has `window` samples; shorter sounds are padded
@@ -398,8 +403,14 @@ class Layout:
         return self.dual is not None or self.sound is not None
 
     @property
+    def reads_texts(self) -> bool:
+        """Whether it is anything but a model of images alone."""
+        return not isinstance(self.dual, ImageEncoder)
+
+    @property
     def modalities(self) -> tuple[str, ...]:
-        return ("text", *(("image",) if self.dual else ()), *(("audio",) if self.sound else ()))
+        senses = {"text": self.reads_texts, "image": self.dual, "audio": self.sound}
+        return tuple(name for name, has in senses.items() if has)
 
     @property
     def weights(self) -> tuple[Path, ...]:

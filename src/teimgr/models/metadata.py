@@ -27,12 +27,16 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")
 _STATIC = (MODEL2VEC, "static")
 DUAL_ENCODERS = ("clip", "siglip")
 """Model types of texts and images in one space that are served."""
+IMAGE_ENCODERS = ("dinov2", "dinov2_with_registers")
+"""Model types of images alone that are served."""
 PAGE_ENCODERS = ("colpali", "colqwen2")
 """Model types of queries and page images, with a vector for each token, that are served."""
 VISION_CHATS = ("qwen3_vl",)
 """Model types of texts and images in one input, of which embedding models and rerankers are served."""
 SOUND_ENCODERS = ("clap",)
 """Model types of texts and sounds in one space that are served."""
+SENSES = (*DUAL_ENCODERS, *IMAGE_ENCODERS, *PAGE_ENCODERS, *VISION_CHATS, *SOUND_ENCODERS)
+"""Model types of anything but texts alone that are served."""
 _CARD_CHARACTERS = 10_000  # of a model card that are looked into
 _MAX_SHOWN_CHARS = 80
 
@@ -224,17 +228,19 @@ _OTHER_MODELS = {
     **dict.fromkeys(("siglip2", "align", "altclip", "chinese_clip", "blip", "flava"), "images and text"),
     **dict.fromkeys(("whisper", "wav2vec2", "hubert", "wavlm"), "sound"),
     **dict.fromkeys(("colmodernvbert", "modernvbert"), "pages as images"),
-    **dict.fromkeys(("vit", "dinov2", "beit", "deit", "convnext"), "images"),
+    **dict.fromkeys(("vit", "beit", "deit", "convnext"), "images"),
 }
-_SENSES = {"vision_config": "images", "visual": "images", "audio_config": "sound"}
+_KEYS_OF_SENSES = {"vision_config": "images", "visual": "images", "audio_config": "sound"}
 
 
 def _refuse_other_models(config: dict[str, Any]) -> None:
     """Refuse models of images and sound by what they are: their text alone would go without their chat template."""
     model_type = str(config["model_type"])
-    if model_type in (*DUAL_ENCODERS, *PAGE_ENCODERS, *VISION_CHATS, *SOUND_ENCODERS):
+    if model_type in SENSES:
         return
-    senses = _OTHER_MODELS.get(model_type) or next((_SENSES[key] for key in _SENSES if config.get(key)), None)
+    senses = _OTHER_MODELS.get(model_type) or next(
+        (_KEYS_OF_SENSES[key] for key in _KEYS_OF_SENSES if config.get(key)), None
+    )
     if senses is None and model_type.endswith(("_vl", "_omni")):
         senses = "images"
     if senses is not None:

@@ -10,6 +10,7 @@ from typing import Any
 from teimgr.errors import InvalidConfig, ModelLoadFailed
 from teimgr.models.directory import may_lack_modules
 from teimgr.models.dual_encoders import is_dual_encoder, read_dual_encoder, text_config
+from teimgr.models.image_encoders import is_image_encoder, read_image_encoder
 from teimgr.models.json_files import ENDLESS, TokenFiles, checked_length, max_length, position_offset
 from teimgr.models.key_checks import check_files
 from teimgr.models.kinds import choose_kind, is_causal
@@ -115,6 +116,15 @@ def _dimensions(metadata: ModelMetadata) -> int | None:
     return None if metadata.saved.get("model_type") == "SparseEncoder" else _positive(metadata, "truncate_dim")
 
 
+def _longest(metadata: ModelMetadata, texts: dict[str, Any]) -> int:
+    """The tokens of an input."""
+    if metadata.static:
+        return _longest_of_table(metadata)
+    if is_image_encoder(metadata):
+        return ENDLESS  # until the image processor is read
+    return max_length(texts, metadata.settings, metadata.tokens.config)
+
+
 def _longest_of_table(metadata: ModelMetadata) -> int:
     """The tokens of a text in an embedding table: StaticEmbedding leaves tokenizer.json's truncation on, and Model2Vec
     has none.
@@ -191,9 +201,7 @@ def _read(
     chosen = choose_kind(metadata, kind, pooling)
     metadata.tokens.check_types(metadata.config)
     texts = text_config(metadata.config)
-    longest = (
-        _longest_of_table(metadata) if metadata.static else max_length(texts, metadata.settings, metadata.tokens.config)
-    )
+    longest = _longest(metadata, texts)
     _check_attention(metadata.config, longest)
     layout = Layout(
         root=root,
@@ -228,6 +236,8 @@ def _read(
     match chosen:
         case Kind.EMBEDDING if is_dual_encoder(metadata):
             layout = read_dual_encoder(metadata, layout, pooling)
+        case Kind.EMBEDDING if is_image_encoder(metadata):
+            layout = read_image_encoder(metadata, layout, pooling)
         case Kind.EMBEDDING if is_vision_chat(metadata):
             pooled = _embedding(metadata, layout, None) if metadata.chain.modules else layout
             layout = read_vision_chat(metadata, pooled, pooling, render=render)

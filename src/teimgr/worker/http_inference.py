@@ -583,7 +583,7 @@ class HttpInference:
     def _lane_of(self, inputs: Sequence[EngineInput], size_bytes: int) -> Lane:
         """By the tokens of its images, not by the bytes of their files: these say little about the forward."""
         limit = self.dispatcher.max_length
-        if len(self.dispatcher.engine.info.modalities) == 1:
+        if self.dispatcher.engine.info.modalities == ("text",):
             return lane_of(size_bytes, len(inputs), limit)
         images = [one for item in inputs for one in pictures_of(item)]
         chars = size_bytes - sum([one.nbytes for one in images])

@@ -151,7 +151,8 @@ def _need_modality(dispatcher: Dispatcher, item: SentImage | SentContent) -> Non
 def _need_images(dispatcher: Dispatcher, sent: SentImage) -> None:
     info = dispatcher.engine.info
     if sent.kind not in info.modalities:
-        known = "only text is" if len(info.modalities) == 1 else f"{' and '.join(info.modalities)} are"
+        known = " and ".join(info.modalities)
+        known = f"only {known} is" if len(info.modalities) == 1 else f"{known} are"
         message = f"{sent.field}: {known} supported by the model {shown_id(info.model_id)}, and this is an {sent.kind}"
         raise http.BadRequest(400, message, sent.field.partition(".")[0])
 

@@ -1,5 +1,5 @@
 """Models of texts and images, as transformers and sentence-transformers save them: CLIP, SigLIP, ColPali, ColQwen2,
-Qwen3-VL-Embedding and -Reranker; CLAP, of texts and sounds; and pictures and sounds.
+Qwen3-VL-Embedding and -Reranker; DINOv2, of images alone; CLAP, of texts and sounds; and pictures and sounds.
 """
 
 from __future__ import annotations
@@ -71,6 +71,25 @@ def build_siglip(folder: Path, *, seed: int = 0) -> Path:
     _save(transformers.SiglipModel, config, seed, transformers.SiglipImageProcessorPil(size=_SQUARE), folder)
     _save_tokenizer(tokenizer, folder, 64, eos_token=end, pad_token=pad)
     edit(folder / "tokenizer_config.json", padding_side="right")
+    return folder
+
+
+def build_dinov2(folder: Path, *, registers: int = 0, trained: int = 56, seed: int = 0) -> Path:
+    """Write a DINOv2 to `folder`, which reads 42 x 42 pixels and was `trained` on others."""
+    config: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config |= {"image_size": trained, "patch_size": 14, "mlp_ratio": 2}
+    kind: Any = transformers.Dinov2Model
+    own: Any = transformers.Dinov2Config(**config)
+    if registers:
+        kind = transformers.Dinov2WithRegistersModel
+        own = transformers.Dinov2WithRegistersConfig(**config, num_register_tokens=registers)
+    processor = transformers.BitImageProcessorPil(
+        size={"shortest_edge": 48},
+        crop_size={"height": 42, "width": 42},
+        image_mean=[0.485, 0.456, 0.406],
+        image_std=[0.229, 0.224, 0.225],
+    )
+    _save(kind, own, seed, processor, folder)
     return folder
 
 

@@ -21,6 +21,7 @@ from tests.support.models.dual_encoders import (
     build_clap,
     build_clip,
     build_colqwen2,
+    build_dinov2,
     build_qwen3_vl_embedding,
     build_qwen3_vl_reranker,
 )
@@ -49,6 +50,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "reranker": build_cross_encoder("bert", folder / "reranker"),
         "classifier": build_classifier("bert", folder / "classifier"),
         "clip": build_clip(folder / "clip"),
+        "dinov2": build_dinov2(folder / "dinov2"),
         "clap": build_clap(folder / "clap"),
         "pages": build_colqwen2(folder / "pages"),
         "chat": build_qwen3_vl_embedding(folder / "chat"),

@@ -157,3 +157,39 @@ async def test_what_a_model_embeds_is_told(ask: Asking) -> None:
     assert (await ask.get("/v1/models/clip")).ok["inputs"] == ["text", "image"]
     assert (await ask.get("/v1/models/dense")).ok["inputs"] == ["text"]
     assert '"modalities":["text","image"]' in await ask.own_text("clip", "/info")
+
+
+_OF_IMAGES = "this model embeds images alone: send an image"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        ("/instances/dinov2/embed", {"inputs": [TYPED, {"type": "text", "value": TEXT}]}, _OF_IMAGES),
+        ("/instances/dinov2/embed", {"inputs": TEXT}, _OF_IMAGES),
+        ("/instances/dinov2/tokenize", {"inputs": TEXT}, "embeds images alone"),
+        ("/instances/dinov2/decode", {"ids": [1]}, "embeds images alone"),
+        ("/v1/embeddings", {"input": [[1, 2]]}, _OF_IMAGES),
+        ("/v2/embed", {"texts": [TEXT], "input_type": "image", "embedding_types": ["float"]}, _OF_IMAGES),
+        ("/v1/rerank", {"query": TEXT, "documents": [{"image": URI}]}, _OF_IMAGES),
+        ("/infinity/embeddings", {"input": [URI], "modality": "audio"}, "only image is supported by the model"),
+    ],
+    ids=["item", "text", "tokenize", "decode", "ids", "cohere", "rerank", "audio"],
+)
+async def test_a_model_of_images_alone_refuses_what_else_there_is_by_name(
+    ask: Asking, path: str, body: dict[str, Any], said: str
+) -> None:
+    told = await ask.post(path, {"model": "dinov2", **body})
+    assert 400 <= told.status < 500, told
+    assert said in told.body.decode()
+
+
+async def test_a_model_of_images_alone_embeds_them_in_each_form(ask: Asking) -> None:
+    image = np.array(await ask.own_port("dinov2", "/embed", {"inputs": [TYPED]}), np.float32)[0]
+    answer = (await ask.post("/v1/embeddings", {"model": "dinov2", "input": [URI, PLAIN], "modality": "image"})).ok
+    assert all((np.array(one["embedding"], np.float32) == image).all() for one in answer["data"])
+    assert answer["usage"]["prompt_tokens"] == 2 * 10  # nine patches and one for all, each
+    query = {"model": "dinov2", "query": {"image": URI}, "documents": [{"image": URI}]}
+    assert (await ask.post("/v1/rerank", query)).ok["results"][0]["relevance_score"] == pytest.approx(1.0, abs=1e-5)
+    assert (await ask.get("/v1/models/dinov2")).ok["inputs"] == ["image"]
+    assert '"modalities":["image"]' in await ask.own_text("dinov2", "/info")

@@ -133,7 +133,9 @@ async def test_the_lists_have_what_embeds(ask: Asking) -> None:
     assert {"dense:latest", "m3:latest", "text-embedding-3-small:latest"} <= set(names)
     assert not {"reranker:latest", "classifier:latest", "splade:latest", "dead:latest"} & set(names)
     running = (await ask.get("/api/ps")).ok["models"]
-    assert {each["model"] for each in running} == {f"{name}:latest" for name in ("chat", "clap", "clip", "dense", "m3")}
+    assert {each["model"] for each in running} == {
+        f"{name}:latest" for name in ("chat", "clap", "clip", "dense", "dinov2", "m3")
+    }
     for each in tags + running:
         assert each["name"] == each["model"]
         assert len(each["digest"]) == 64

@@ -29,7 +29,7 @@ from teimgr.models.layout import DualEncoder, Layout
 
 log = logging.getLogger(__name__)
 
-_EXACT_COSINE = 0.99999  # of a known picture in a batch to itself alone, in float32
+EXACT_COSINE = 0.99999  # of a known picture in a batch to itself alone, in float32
 
 
 class TextTables(nn.Module):
@@ -98,7 +98,7 @@ class PicturedModel(Model):
         if not torch.isfinite(together).all():
             raise ModelLoadFailed(f"the model gives NaN or infinity for known {self.files}")
         alone = torch.cat([self.vectors([one]) for one in self.known])
-        least = _EXACT_COSINE if self._picture_dtype is torch.float32 else MIN_COSINE
+        least = EXACT_COSINE if self._picture_dtype is torch.float32 else MIN_COSINE
         if least_cosine(together, alone) < least:
             raise ModelLoadFailed(f"the vector of one of the known {self.files} depends on those beside it")
 
