@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 from tests.support.small_servers import INSTANCE, Certificates, vector_of
 
-from teimgr.client import AsyncClient, Tls
+from teimgr.client import AsyncClient, Tls, grpc_channel
 from teimgr.client.grpc_channel import GrpcChannel
 from teimgr.client.server_address import ServerAddress
 from teimgr.errors import DeadlineExceeded, Unavailable, Unreachable
@@ -69,3 +72,53 @@ async def test_a_proxy_is_named_in_the_error(silent_proxy: str) -> None:
             await client.embed("a", instance=INSTANCE)
         with pytest.raises(DeadlineExceeded, match=named):
             await anext(client.embed_stream(["a"], instance=INSTANCE))
+
+
+class Held(grpc.GenericRpcHandler):
+    """Answers calls once `may_answer` is set, and counts those that wait."""
+
+    def __init__(self) -> None:
+        self.waiting = 0
+        self.changed = asyncio.Condition()
+        self.may_answer = asyncio.Event()
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        return grpc.unary_unary_rpc_method_handler(self._answer)
+
+    async def _answer(self, request: bytes, _: Any) -> bytes:
+        async with self.changed:
+            self.waiting += 1
+            self.changed.notify_all()
+        await self.may_answer.wait()
+        return request
+
+
+@pytest.fixture
+async def held() -> AsyncIterator[tuple[Held, str]]:
+    server, handler = grpc.aio.server(), Held()
+    server.add_generic_rpc_handlers((handler,))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    yield handler, f"http://127.0.0.1:{port}"
+    handler.may_answer.set()
+    await server.stop(None)
+
+
+async def test_so_many_calls_are_sent_and_the_others_wait_within_their_time(
+    held: tuple[Held, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grpc_channel, "MOST_CALLS", 2)
+    handler, url = held
+    channel = GrpcChannel(ServerAddress.parse(url), Tls(), 1 << 20)
+    await channel.open()
+    first = [asyncio.ensure_future(channel.unary("Any", bytes([i]), 60.0)) for i in range(2)]
+    async with handler.changed:
+        await handler.changed.wait_for(lambda: handler.waiting == 2)
+    with pytest.raises(DeadlineExceeded, match="before its turn"):
+        await channel.unary("Any", b"late", 0.05)
+    others = [asyncio.ensure_future(channel.unary("Any", bytes([i]), 60.0)) for i in range(2, 6)]
+    handler.may_answer.set()
+
+    assert await asyncio.gather(*first, *others) == [bytes([i]) for i in range(6)]
+    assert handler.waiting == 6
+    await channel.close()

@@ -25,6 +25,8 @@ from teimgr.errors import (
 from teimgr.wire.spaces import EXPECT_KEY
 from teimgr.wire.status import CODE_KEY
 
+MOST_CALLS = 512
+"""Calls of one request that a channel has under way at most."""
 SERVICE = "/tei_multiplexer.v1.TeiMultiplexer/"
 
 _CONNECTING = (grpc.ChannelConnectivity.IDLE, grpc.ChannelConnectivity.CONNECTING)
@@ -105,6 +107,8 @@ class GrpcChannel:
         self._proxy: Proxy | None = None
         self._channel: Any = None
         self._unary: dict[str, Any] = {}
+        # grpcio may send more than a server takes at once before it knows how many that is, and those are refused.
+        self._turns = asyncio.Semaphore(MOST_CALLS)
 
     async def open(self) -> None:
         """Create the channel; nothing is sent yet.
@@ -174,9 +178,26 @@ class GrpcChannel:
     async def unary(self, method: str, request: bytes, timeout_s: float, metadata: Metadata = ()) -> bytes:
         """The reply to one request; `method` is a method of the multiplexer service, or a full path.
 
+        At most `MOST_CALLS` are sent and not answered; others wait for their turn, within `timeout_s`.
+
         Raises:
             TeimgrError: the error of the reply's status; DeadlineExceeded after `timeout_s`.
         """
+        if not self._turns.locked():
+            async with self._turns:
+                return await self._sent(method, request, timeout_s, metadata)
+        deadline = time.monotonic() + timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._turns.acquire()
+        except TimeoutError as error:
+            raise self._failure(*_no_reply("before its turn", timeout_s)) from error
+        try:
+            return await self._sent(method, request, max(0.0, deadline - time.monotonic()), metadata)
+        finally:
+            self._turns.release()
+
+    async def _sent(self, method: str, request: bytes, timeout_s: float, metadata: Metadata) -> bytes:
         call = self._unary.get(method)
         if call is None:
             call = self._unary[method] = self._opened().unary_unary(_path(method))
