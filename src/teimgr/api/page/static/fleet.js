@@ -1,6 +1,7 @@
 // The fleet: rows that follow the live stream, a filter, sorting, groups, density.
 import { $, $$, alarmItems, follow, prefix, setState } from "./page.js";
 import { milliseconds, number, share, size, spark, tags } from "./format.js";
+import { offerActions } from "./bulk.js";
 import { arrange, offer, sum, tagsOf } from "./groups.js";
 
 const table = $("#fleet");
@@ -88,15 +89,17 @@ function showAlarms(alarms) {
 function filter() {
   const words = $("#filter").value.toLowerCase().split(/\s+/).filter(Boolean);
   const state = $("input[name=state]:checked").value;
-  let shown = 0;
+  const shown = [];
   for (const line of lines.values()) {
     const text = [line.dataset.name, $(".model", line).textContent, ...tags(tagsOf(line))].join(" ").toLowerCase();
     const matches = (!state || line.dataset.state === state) && words.every((word) => text.includes(word));
     line.hidden = !matches;
-    shown += matches;
+    if (matches) shown.push(line);
   }
-  $("#shown").textContent = words.length || state ? `${shown} shown` : "";
-  $("#none").hidden = shown > 0;
+  const isFiltered = Boolean(words.length || state);
+  $("#shown").textContent = isFiltered ? `${shown.length} shown` : "";
+  $("#none").hidden = shown.length > 0;
+  offerActions(shown, isFiltered);
   sum(table, rows);
 }
 
@@ -161,6 +164,7 @@ if (table) {
     root.dataset.density = dense.checked ? "dense" : "";
     try { localStorage.setItem("teimgr-density", root.dataset.density); } catch { /* for this view alone */ }
   });
+  document.addEventListener("bulk-done", filter);
   takeFilter();
 }
 follow("/ui/fleet/live", { fleet: onFleet });
