@@ -186,6 +186,21 @@ def test_a_second_signal_ends_the_daemon_without_grace() -> None:
         assert psutil.wait_procs([mux], timeout=5)[1] == []
 
 
+def test_a_daemon_that_is_refused_the_run_directory_leaves_the_others_muxes() -> None:
+    """It had ended what it had never started: socket and run files, without which the next daemon adopts no mux."""
+    with WarmDaemonProcess() as daemon:
+        until((daemon.folder / "run" / "mux-0.sock").exists)
+        before = daemon.run_files()
+        second = DaemonProcess(run_dir=str(daemon.folder / "run"))
+
+        with pytest.raises(AssertionError):
+            second.start()
+
+        assert "run_dir: another daemon uses" in second.log()
+        assert daemon.run_files() == before
+        assert {"mux-0.run", "mux-0.sock", "mux-0.config", "nursery.run"} <= set(before)
+
+
 def test_workers_without_a_daemon_end_when_the_grace_is_over(tiny: Path) -> None:
     with WarmDaemonProcess(orphan_grace_secs=1) as daemon:
         with daemon.client() as client:

@@ -105,6 +105,7 @@ class Daemon:
         self.settings = settings = configuration.settings
         self.stopping = asyncio.Event()
         self._stop_began: float | None = None
+        self._owns_folders = False  # the state file and the run directory, with what earlier daemons have left there
         self.notifier = Notifier()
         self.predecessor = predecessor
         self.facts = {name: str(getattr(settings, name).absolute()) for name in ("state_file", "run_dir")}
@@ -246,6 +247,7 @@ class Daemon:
     async def _serve(self, listeners: Listeners, health: Listener | None) -> int:
         try:
             await self.manager.restore()
+            self._owns_folders = True
             self.events.restore(await asyncio.to_thread(self.event_file.read))
             self.policy.swap(self._policy_of(self.settings))  # the state file is ours, and so are the tenants
             self.events.note(self.manager.list())  # later changes are events
@@ -420,7 +422,8 @@ class Daemon:
             await asyncio.to_thread(self.batches.close)
         await self.gateway.close()
         await self.scraper.close()
-        await self.muxes.stop(max(0.0, ends - clock()))
+        if self._owns_folders:
+            await self.muxes.stop(max(0.0, ends - clock()))
         if self.cluster is not None:
             self.cluster.forwarding.leave()
         await self.manager.shutdown(within_s=max(LAST_GRACE_S, ends - clock()))

@@ -265,8 +265,13 @@ async def test_a_spec_of_another_version_is_never_adopted(launcher: LocalLaunche
 
 
 async def test_a_second_daemon_is_refused_the_run_directory(launcher: LocalLauncher, folder: Path) -> None:
+    run = folder / "run"
+    second, before = local_launcher(folder), {path.name for path in run.iterdir()}
     with pytest.raises(InvalidConfig, match="another daemon uses"):
-        await local_launcher(folder).start()
+        await second.start()
+    await second.close()
+
+    assert {path.name for path in run.iterdir()} == before >= {"nursery.run"}
 
 
 async def test_a_run_directory_that_cannot_be_written_is_refused(folder: Path) -> None:
