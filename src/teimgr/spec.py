@@ -43,6 +43,7 @@ EVENTS = (
     *("created", "starting", "running", "stopping", "stopped", "failed", "unhealthy"),
     *("crashed", "over_memory", "no_host", "updated", "update_failed", "deleted"),
     *("unloaded", "evicted", "war", "scaled", "applied", "taken_back"),
+    *("reloaded", "reload_refused"),  # of the configuration, so of no instance
 )
 
 _ROUTES = {"actions"}

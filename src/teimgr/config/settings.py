@@ -220,6 +220,12 @@ class Settings:
     log_max_bytes: int = key(10 * 2**20, "an instance's log file is rotated at this size", low=4096, high=I64)
     log_keep: int = key(3, "rotated log files kept per instance", low=0, high=100)
 
+    config_watch_secs: int = key(
+        0,
+        "how often the configuration file is looked at; one whose content has changed is reloaded; 0: never",
+        low=0,
+        high=86400,
+    )
     auto_restore_on_restart: bool = key(True, "start with the instances of the state file; false: with the seeds alone")
     startup_timeout_secs: int = key(300, "a start that takes longer has failed", low=1, high=I64)
     graceful_shutdown_timeout_secs: int = key(

@@ -7,6 +7,7 @@ between keys are checked once each key is valid on its own.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import tomllib
@@ -104,10 +105,14 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """Settings, and the source of each key that was given, by its path; the others have their defaults."""
+    """Settings, and the source of each key that was given, by its path; the others have their defaults.
+
+    `digest` is the SHA-256 of the file's content, "" without a file.
+    """
 
     settings: Settings
     sources: Mapping[str, str]
+    digest: str = ""
 
 
 def read(source: Source) -> Configuration:
@@ -118,7 +123,7 @@ def read(source: Source) -> Configuration:
     """
     lines: dict[str, int] = {}
     try:
-        text = "" if source.file is None else _text(source.file)
+        text, digest = ("", "") if source.file is None else _text(source.file)
         lines = key_lines(text)
         values, found = _from_file(tomllib.loads(text))
         sources = {path: f"{source.file}:{line}" for path, line in lines.items()}
@@ -139,7 +144,7 @@ def read(source: Source) -> Configuration:
         raise InvalidConfig("\n".join(_located(fault, source.file, lines) for fault in error.faults)) from error
     except RecursionError as error:  # of arrays and tables in one another, and of dotted keys
         raise InvalidConfig(f"{source.file}: nested too deep") from error
-    return Configuration(settings, sources | dict.fromkeys(given, "command line"))
+    return Configuration(settings, sources | dict.fromkeys(given, "command line"), digest)
 
 
 def _of_the_rest(settings: Settings, wrong: Collection[str]) -> list[ConfigFault]:
@@ -225,15 +230,22 @@ def unread_variables(environ: Mapping[str, str] = os.environ) -> Iterator[str]:
             yield f"the environment variable {variable} is not read; {schema.nearest(variable, known)}"
 
 
-def _text(file: Path) -> str:
+def digest_of(content: bytes) -> str:
+    """What a file's content is recognised by: its SHA-256."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def _text(file: Path) -> tuple[str, str]:
+    """The text of a file and the digest of its content."""
     try:
-        text = file.read_text(encoding="utf-8")
+        content = file.read_bytes()
+        text = content.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
         tomllib.loads(text)
     except OSError as error:
         raise InvalidConfig(f"{file}: cannot be read: {error.strerror}") from error
     except ValueError as error:  # TOML syntax, or bytes that are no UTF-8
         raise InvalidConfig(f"{file}: {error}") from error
-    return text
+    return text, digest_of(content)
 
 
 def _from_file(table: dict[str, Any]) -> tuple[dict[str, Any], list[ConfigFault]]:

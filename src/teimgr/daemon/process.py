@@ -46,6 +46,7 @@ from teimgr.control.supervision.muxes import Muxes
 from teimgr.control.supervision.reload import Reloader
 from teimgr.control.supervision.store import Store
 from teimgr.control.supervision.worker_run import FleetProber
+from teimgr.daemon.config_watch import ConfigWatch
 from teimgr.daemon.disk_watch import DiskWatch
 from teimgr.daemon.listeners import Listeners, open_listeners
 from teimgr.daemon.parent import block_signals
@@ -158,7 +159,8 @@ class Daemon:
             settings, self.directory, self.metrics, self.policy, node_identity, hosts, loads=self.residence
         )
         self.registry = Registry(settings, local, gpus, self.metrics, self.manager.list, booted=self.manager.booted)
-        self.reloader = Reloader(source, configuration, self.manager, self._apply)
+        self.reloader = Reloader(source, configuration, self.manager, self._apply, self.events)
+        self.config_watch = ConfigWatch(source.file, settings.config_watch_secs, self.reloader)
         # HTTP
         self.tls = RestTls(settings.tls_files)
         self.gateway = Gateway(
@@ -286,6 +288,7 @@ class Daemon:
                     self.page.running() if self.page else contextlib.nullcontext(),
                     self.batches.running() if self.batches else contextlib.nullcontext(),
                     self.tenants.running(),
+                    self.config_watch.running(),
                 ):
                     addresses = {"rest": f"{self.settings.api_host}:{self.settings.api_port}"}
                     if self.settings.grpc_enabled:
@@ -464,6 +467,7 @@ class Daemon:
             self.preflight,
             self.webhooks,
             self.reloader,
+            self.config_watch,
             self.tenants,
             self.disks,
             self.event_file,

@@ -47,7 +47,7 @@ class Moving:
         self.applied: list[Settings] = []
 
     def parts(self, fleet: Any) -> dict[str, Any]:
-        self.reloader = Reloader(Source(file=self.file, environ={}), self.said, fleet, self.applied.append)
+        self.reloader = Reloader(Source(file=self.file, environ={}), self.said, fleet, self.applied.append, self.events)
         self.events.note(fleet.list())
         fleet.on_views_changed = self.events.note
         return {"event_log": self.events, "live_probe": FleetProber(Directory(), 1.0), "reloader": self.reloader}

@@ -20,7 +20,7 @@ from teimgr.spec import Incident, InstanceSpec, InstanceView, now_rfc3339
 KEPT = 1000
 # Of each instance that exists, whatever happens to the others.
 KEPT_PER_INSTANCE = 100
-FOLDED = frozenset({"crashed", "failed", "unhealthy", "over_memory", "no_host", "update_failed"})
+FOLDED = frozenset({"crashed", "failed", "unhealthy", "over_memory", "no_host", "update_failed", "reload_refused"})
 FOLDED_OVER = 4
 _BETWEEN = ("starting", "running")
 # What someone may have ordered, and what ends an order: its effects have come, or something else has.
@@ -33,7 +33,8 @@ _NUMBER = re.compile(r"(?<!replica )(?<!\d)\d+")  # but that of a replica
 class FleetEvent:
     """One event. `id` counts from 1 over all lives of the daemon.
 
-    `status` and `reason` are those of the instance then.
+    `status` and `reason` are those of the instance then. An event of the configuration has "" for `instance`,
+    `model_id` and `status`.
 
     A `crashed` one has the worker's reason, and the name of its crash report in the folder `crashes` beside the logs.
     `nodes` are the hosts of the instance's workers in a cluster. `count` equal events since `first_timestamp` are this
@@ -120,6 +121,13 @@ class EventLog:
         elif before is not None:
             self._append("deleted", before)
 
+    def note_configuration(self, kind: str, reason: str, by: str | None) -> None:
+        """Append an event of the configuration, which is of no instance."""
+        now = now_rfc3339()
+        self._add(
+            FleetEvent(id=0, timestamp=now, event=kind, instance="", model_id="", status="", reason=reason, by=by)
+        )
+
     def since(self, id: int) -> Iterator[FleetEvent]:
         """The events after `id` that are still kept, oldest first."""
         return iter([event for event in self._ring.values() if event.id > id])
@@ -144,12 +152,11 @@ class EventLog:
         self._wake()
 
     def _append(self, kind: str, view: InstanceView, incident: Incident | None = None) -> None:
-        self._latest += 1
         by = self._orders.get(view.spec.name) if kind in _ORDERED else None
         if kind in _ENDS_ORDERS:
             self._orders.pop(view.spec.name, None)
         event = FleetEvent(
-            id=self._latest,
+            id=0,
             timestamp=now_rfc3339(),
             event=kind,
             instance=view.spec.name,
@@ -161,6 +168,12 @@ class EventLog:
             nodes=tuple(sorted({worker.node for worker in view.workers if worker.node})),
             by=by,
         )
+        self._add(event)
+
+    def _add(self, event: FleetEvent) -> None:
+        """Append an event under the next id, in place of an equal one."""
+        self._latest += 1
+        event = replace(event, id=self._latest)
         history = self._histories.get(event.instance)
         equal = _equal_event(event, history) if history else None
         if history and equal is not None:

@@ -7,25 +7,31 @@ changes nothing.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import re
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from teimgr.config.settings import Settings
-from teimgr.config.sources import Configuration, Source, effective, plain, read
+from teimgr.config.sources import Configuration, Source, digest_of, effective, plain, read
+from teimgr.control.events.fleet_events import EventLog
 from teimgr.control.supervision.manager import Manager
 from teimgr.errors import InvalidConfig, TeimgrError
+from teimgr.observability.request_context import ORDERED_BY
 from teimgr.spec import KEYS, Change, InstanceSpec, key_of
 
 log = logging.getLogger(__name__)
 
 LIVE = frozenset(item.name for item in fields(Settings) if key_of(item).live)
 """The settings that a reload changes; the others change at the next start."""
+
+_REASON_CHARS = 4096  # of an event: the log and the answer have the rest
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,21 +85,33 @@ Move = tuple[Literal["remove", "update", "recreate", "create"], str, Callable[[]
 
 
 class Reloader:
-    """Reads `source` again on request and moves the fleet to it.
+    """Reads `source` again on request, moves the fleet to it, and records in `events` what came of it.
 
     `apply` is called with the present settings and the new live keys; it applies all, or raises InvalidConfig.
     `configuration` is in effect: keys that change at the next start have their present values.
     """
 
     def __init__(
-        self, source: Source, configuration: Configuration, fleet: Manager, apply: Callable[[Settings], None]
+        self,
+        source: Source,
+        configuration: Configuration,
+        fleet: Manager,
+        apply: Callable[[Settings], None],
+        events: EventLog,
     ) -> None:
         self.configuration = configuration
         self.source = source
         self._fleet = fleet
         self._apply = apply
+        self._events = events
+        self._tried = configuration.digest
         self._lock = asyncio.Lock()
         self._alarm: str | None = None
+
+    @property
+    def tried(self) -> str:
+        """The digest of the file that was read last, whether it was taken or refused."""
+        return self._tried
 
     def alarms(self) -> list[str]:
         return [self._alarm] if self._alarm else []
@@ -138,12 +156,14 @@ class Reloader:
         """
         async with self._lock:
             try:
+                self._tried = await asyncio.to_thread(_digest, self.source.file)
                 found = await asyncio.to_thread(read, self.source)
                 (plan, moves), configuration = self._plan(found, prune), _in_effect(self.configuration, found)
                 self._apply(configuration.settings)
             except InvalidConfig as error:
                 self._alarm = f"the configuration was not reloaded: {error.message}"
                 log.error("reload refused", extra={"reason": error.message})
+                self._record("reload_refused", error.message)
                 raise
             self.configuration = configuration
             steps = [await _try(*move) for move in moves]
@@ -151,6 +171,8 @@ class Reloader:
             self._alarm = f"the configuration was reloaded in part: {'; '.join(failed)}" if failed else None
             facts = {key: value for key, value in asdict(plan).items() if value}
             log.log(logging.ERROR if failed else logging.INFO, "reloaded", extra={"plan": facts, "failed": failed})
+            if said := [*_in_words(plan), *(f"failed: {each}" for each in failed)]:
+                self._record("reloaded", "; ".join(said))
             return Reloaded(dry_run=False, plan=plan, steps=steps, failed=len(failed))
 
     def _plan(self, found: Configuration, prune: bool | None) -> tuple[ReloadPlan, list[Move]]:
@@ -180,9 +202,31 @@ class Reloader:
         ]
         return plan, moves
 
+    def _record(self, kind: str, reason: str) -> None:
+        self._events.note_configuration(kind, reason[:_REASON_CHARS], ORDERED_BY.get())
+
     async def _recreate(self, spec: InstanceSpec) -> None:
         await self._fleet.delete(spec.name)
         await self._fleet.create(spec)
+
+
+def _digest(file: Path | None) -> str:
+    """The digest of the file that is read next; one that cannot be read has none."""
+    if file is None:
+        return ""
+    with contextlib.suppress(OSError):
+        return digest_of(file.read_bytes())
+    return ""
+
+
+def _in_words(plan: ReloadPlan) -> Iterator[str]:
+    """What a plan changes, without the values, of which some are long; nothing where all stays as it is."""
+    updated = [f"{name} ({', '.join(keys)})" for name, keys in plan.update.items()]
+    moved = {"created": plan.create, "updated": updated, "recreated": plan.recreate, "deleted": plan.remove}
+    yield from (f"{verb} {', '.join(names)}" for verb, names in moved.items() if names)
+    for applies in ("at once", "at the next start"):
+        if keys := [each.key for each in plan.settings if each.applies == applies]:
+            yield f"{applies}: {', '.join(keys)}"
 
 
 def differences(seed: InstanceSpec, spec: InstanceSpec) -> dict[str, Any]:
