@@ -416,11 +416,6 @@ def test_scripts_agree_with_the_server(page: Any) -> None:
             [f"{folder}/format.js", name, values],
         )
         assert found == [shown(value) for value in values], name
-    sparks = [[], [1.0], [0.0, 3.0, None, 250.0], [5.0] * 30]
-    found = page.evaluate(
-        "([path, values]) => import(path).then((all) => values.map(all.spark))", [f"{folder}/format.js", sparks]
-    )
-    assert found == [format.spark(each) for each in sparks]
     points = [[0.0, 0.0], [3.0, 0.0], [3.0, 4.0], [-2.0, 1.0]]
     products = [[sum(x * y for x, y in zip(a, b, strict=True)) for b in points] for a in points]
     places = page.evaluate(

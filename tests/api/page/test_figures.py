@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from teimgr.api.page import views
+from teimgr.api.page import format, views
 from teimgr.api.page.figures import FINE_POINTS, WIDTH, Figures, Point, Ring, Sampler, percentile
 from teimgr.api.rest.probes import WorkerStats
 from teimgr.control.placement.planner import GpuInventory, Inventory
@@ -161,3 +161,19 @@ async def test_a_worker_of_an_earlier_version_has_no_latencies() -> None:
 def test_rows_without_a_figure_of_memory_come_last() -> None:
     rows = [{"name": "loads", "memory": None}, {"name": "small", "memory": 1}, {"name": "large", "memory": 2}]
     assert [row["name"] for row in views.largest_first(rows)] == ["large", "small", "loads"]
+
+
+def test_lines_end_at_a_round_value_and_have_gaps() -> None:
+    ends = {0: 100, 100: 100, 101: 200, 210: 500, 4_999: 5_000, 5_001: 10_000, 12_000: 20_000}
+    assert {value: format.scale_end(value) for value in ends} == ends
+    assert format.spark([], 100) == ""
+    assert format.spark([0.0, 50.0, None, 100.0], 100) == "M80.8,22.0L85.9,12.0M96.0,2.0"
+
+
+def test_a_line_shows_five_minutes_whether_a_page_was_open_or_not() -> None:
+    watched, alone = Figures(), Figures()
+    for figures, pace in ((watched, 2), (alone, 15)):
+        for moment in range(0, 601, pace):
+            figures.append(point(1000.0 + moment, 7.0), NONE, is_fine=pace == 2)
+    for figures in (watched, alone):
+        assert views._spark(figures, 1600.0) == [7.0] * 20

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 from tests.api.page.chromium import CHROMIUM, OPTIONS, missing
 from tests.api.page.conftest import Serving
+from tests.api.page.test_page import next_event
 from tests.support.rest_listener import Front
+
+from teimgr.api.page import format
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing() or "there")]
 
@@ -157,3 +162,29 @@ async def test_refused_actions_are_told_by_name_and_the_others_are_done(opened: 
         await page.get_by_text("Stopped 9 instances").wait_for()
         assert "embedding: " in await page.get_by_text("2 instances refused: ").inner_text()
         await expect(page.locator("#bulk").get_by_role("button").first).to_have_text("Start 9")
+
+
+async def test_the_lines_of_the_fleet_are_named_and_have_one_scale(opened: Opened) -> None:
+    async with opened() as (front, page):
+        folder = (await page.locator("script[src*=page]").get_attribute("src")).rpartition("/")[0]
+        sparks = [[], [1.0], [0.0, 3.0, None, 250.0, 9000.0], [5.0] * 20]
+        of_scripts = "([path, values]) => import(path).then((all) => values.map((each) => all.spark(each, 500)))"
+        found = await page.evaluate(of_scripts, [f"{folder}/format.js", sparks])
+        assert found == [format.spark(each, 500) for each in sparks]
+        await expect(page.locator(".scale")).to_have_text("5 min, 0 to 100")
+        async with front.http.get("/ui/fleet/live") as reply:
+            sent = await next_event(reply)
+        row = next(row for row in sent["rows"] if row["name"] == "embedding") | {"spark": [0.0, 900.0]}
+        body = ""
+        for rows, top in (([row], 1000), ([], 5000)):  # the row does not change, the scale does
+            event = json.dumps(sent | {"rows": rows, "totals": sent["totals"] | {"spark_top": top}})
+            body += f"event: fleet\ndata: {event}\n\n"
+        await page.route("**/ui/fleet/live", partial(answer, body))
+        await page.reload()
+        await expect(page.locator(".scale")).to_have_text("5 min, 0 to 5k")
+        line = page.locator("tr[data-name=embedding] .spark path")
+        assert await line.get_attribute("d") == format.spark([0.0, 900.0], 5000)
+
+
+async def answer(body: str, route: Any) -> None:
+    await route.fulfill(content_type="text/event-stream", body=body)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _SPARK_WIDTH, _SPARK_HEIGHT = 96, 24
-_SPARK_MIN = 100.0
+_SPARK_MIN = 100.0  # self-tests of an idle fleet are not load
+SPARK_POINTS = 20
+"""Those of five minutes at the pace of an hour's chart."""
 NOTHING = "–"
 SCALE_END_MS = 248_000  # where the buckets of durations end, less the rounding
 
@@ -60,20 +63,26 @@ def tags(named: Mapping[str, str]) -> list[str]:
     return [f"{name}={value}" if value else name for name, value in named.items()]
 
 
-def spark(values: Sequence[float | None]) -> str:
-    """The `points` of a polyline of the values, in a box of 96 by 24; empty for fewer than two.
+def scale_end(greatest: float) -> float:
+    """Where a scale from 0 that holds the value ends: 1, 2 or 5 times a power of ten, and at least `_SPARK_MIN`."""
+    power = 10.0 ** math.floor(math.log10(max(greatest, _SPARK_MIN)))
+    return next(end for end in (power, 2 * power, 5 * power, 10 * power) if end >= greatest)
 
-    Below `_SPARK_MIN` the line stays low: the self-tests of an idle instance are not load.
+
+def spark(values: Sequence[float | None], top: float) -> str:
+    """The path of a line through the values, in a box of 96 by 24 that ends at `top`; a gap where one is missing.
+
+    The last value is at the right, and the box has room for `SPARK_POINTS`: lines beside each other show equal times.
     """
-    known = [value or 0.0 for value in values]
-    if len(known) < 2:
-        return ""
-    top = max(*known, _SPARK_MIN)
-    step = _SPARK_WIDTH / (len(known) - 1)
-    return " ".join(
-        f"{index * step:.1f},{_SPARK_HEIGHT - 2 - value / top * (_SPARK_HEIGHT - 4):.1f}"
-        for index, value in enumerate(known)
-    )
+    step, first = _SPARK_WIDTH / (SPARK_POINTS - 1), SPARK_POINTS - len(values)
+    path, move = [], "M"
+    for index, value in enumerate(values, first):
+        if value is None:
+            move = "M"
+            continue
+        path.append(f"{move}{index * step:.1f},{_SPARK_HEIGHT - 2 - min(value / top, 1) * (_SPARK_HEIGHT - 4):.1f}")
+        move = "L"
+    return "".join(path)
 
 
 FILTERS = {

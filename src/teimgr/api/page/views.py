@@ -8,14 +8,14 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from teimgr.api.page.figures import Figures, Point, Sampler
+from teimgr.api.page.figures import UNWATCHED_S, Figures, Point, Sampler
+from teimgr.api.page.format import SPARK_POINTS, scale_end
 from teimgr.control.events.fleet_events import EventLog, FleetEvent
 from teimgr.control.ledger.system_memory import host_memory
 from teimgr.control.placement.planner import Gpu
 from teimgr.http.auth.policy import ANONYMOUS, Caller, Right
 from teimgr.spec import InstanceView, State, attempt_text
 
-SPARK_POINTS = 30
 EVENTS_SHOWN = 100
 Values = dict[str, Any]
 
@@ -53,7 +53,7 @@ def _row(view: InstanceView, figures: Figures, cards: dict[str, Gpu], host_bytes
         "refused": _rounded(point.refused if point else None),
         "queue": None if point is None or math.isnan(point.queue) else int(point.queue),
         "p99": _milliseconds(figures.percentile(0.99, now)) if point else None,
-        "spark": [_rounded(value) for value in _spark(figures)] if point else [],
+        "spark": _spark(figures, now) if point else [],
         "workers": f"{running}/{len(view.workers)}" if len(view.workers) > 1 else "",
         "tags": dict(view.spec.tags),
         "port": view.spec.port,
@@ -76,11 +76,10 @@ def largest_first(rows: Iterable[Values]) -> list[Values]:
     return sorted(rows, key=lambda row: row["memory"] or 0, reverse=True)
 
 
-def _spark(figures: Figures) -> list[float]:
-    """Tokens per second of the last minute, or of the last minutes where no page was open."""
-    fine = figures.fine.last(SPARK_POINTS, "tokens")
-    values = fine if len(fine) >= SPARK_POINTS // 2 else figures.coarse.last(SPARK_POINTS, "tokens")
-    return [value for value in values if not math.isnan(value)]
+def _spark(figures: Figures, now: float) -> list[float | None]:
+    """Tokens per second of the last five minutes, whether a page was open or not."""
+    recent = figures.coarse.after(now - SPARK_POINTS * UNWATCHED_S)
+    return [_rounded(point.tokens) for point in recent][-SPARK_POINTS:]
 
 
 def device_of(view: InstanceView) -> str:
@@ -104,6 +103,7 @@ def totals(rows: Sequence[Values]) -> Values:
         "tokens": _rounded(sum(row["tokens"] or 0 for row in rows)),
         **{key: _rounded(sum(row[key] or 0 for row in rows)) for key in ("requests", "errors", "refused")},
         "queue": sum(row["queue"] or 0 for row in rows),
+        "spark_top": scale_end(max((value or 0 for row in rows for value in row["spark"]), default=0)),
     }
 
 

@@ -33,7 +33,13 @@ function update(line, row) {
   }
   $(".bar .fill", line).setAttribute("width", share(row.memory, row.memory_total));
   line.dataset.tags = JSON.stringify(row.tags);
-  $(".spark polyline", line).setAttribute("points", spark(row.spark));
+  draw(line, row);
+}
+
+/** The lines of all instances end at the same value. */
+let sparkTop = 0;
+function draw(line, row) {
+  $(".spark path", line).setAttribute("d", spark(row.spark, sparkTop));
 }
 
 /** Rows that are new come rendered from the server, as the first ones did. */
@@ -50,6 +56,8 @@ async function fetchRows() {
 let fetching = null;
 function onFleet({ rows: changed, gone, totals, alarms }) {
   if (!table) { if (changed.length) location.reload(); return; }
+  const isRescaled = sparkTop !== totals.spark_top;
+  sparkTop = totals.spark_top;
   let isNew = false, isMoved = false, stateChanged = gone.length > 0;
   for (const row of changed) {
     const line = lines.get(row.name);
@@ -69,6 +77,7 @@ function onFleet({ rows: changed, gone, totals, alarms }) {
     const value = name in totals.states ? totals.states[name] : totals[name];
     cell.textContent = name === "memory" ? size(value) : number(value);
   }
+  if (isRescaled) for (const [name, row] of rows) if (lines.has(name)) draw(lines.get(name), row);
   showAlarms(alarms);
   if (isNew) fetching ??= fetchRows().finally(() => { fetching = null; });
   if (isMoved) regroup();

@@ -43,11 +43,15 @@ export function tags(named) {
   return Object.entries(named).map(([name, value]) => (value ? `${name}=${value}` : name));
 }
 
-export function spark(values) {
-  const known = values.map((value) => value ?? 0);
-  if (known.length < 2) return "";
-  const top = Math.max(...known, 100), step = 96 / (known.length - 1);
-  return known.map((value, index) => `${(index * step).toFixed(1)},${(22 - (value / top) * 20).toFixed(1)}`).join(" ");
+export function spark(values, top) {
+  let path = "", move = "M";
+  values.forEach((value, index) => {
+    if (value == null) { move = "M"; return; }
+    const x = ((20 - values.length + index) * 96) / 19, y = 22 - Math.min(value / top, 1) * 20;
+    path += `${move}${x.toFixed(1)},${y.toFixed(1)}`;
+    move = "L";
+  });
+  return path;
 }
 
 export function share(used, total) {
