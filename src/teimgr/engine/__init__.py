@@ -1,6 +1,7 @@
 """A model on a device: texts, pairs and ids in, vectors and scores out, without padding.
 
 loading                        load a model from `EngineOptions`
+rehearsal                      what a first load does once for all later ones, done ahead in the fork server
 fidelity_gate                  the choice of dtype and batching, verified on known inputs
 reference_cache                what a load is compared with, kept in files for the next load of the model
 engine                         the public interface: submit, tokenize, self-test, statistics, close

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from fnmatch import fnmatch
+from fnmatch import translate
 from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -43,6 +43,8 @@ _OTHER_RUNTIMES = (
     *("onnx/*", "openvino/*", "coreml/*", "checkpoint-*/*", "*/checkpoint-*/*"),
     *(f"*.{ending}" for ending in _OTHER_ENDINGS),
 )
+# Compiled here, so that a forked worker has it: it takes longer than reading a small model's config.json.
+_OF_OTHER_RUNTIMES = re.compile("|".join(map(translate, _OTHER_RUNTIMES)))
 _TRAINING = ("training_args.bin", "optimizer.bin", "scheduler.bin")
 OPTIONAL = [*_OTHER_RUNTIMES, "*.bin"]
 """Patterns of all files that some repository has and does not need."""
@@ -316,7 +318,7 @@ def needed(names: Sequence[str]) -> list[str]:
 
 
 def _is_unused(name: str, present: set[str]) -> bool:
-    if any(fnmatch(name, pattern) for pattern in _OTHER_RUNTIMES):
+    if _OF_OTHER_RUNTIMES.fullmatch(name):
         return True
     path = PurePosixPath(name)
     if path.suffix != ".bin" and path.name != PICKLED_INDEX:

@@ -88,3 +88,12 @@ def test_the_generated_code_of_many_shapes_takes_little_memory() -> None:
     grown_mib = int(subprocess.check_output([sys.executable, "-c", SHAPES], env=environ, text=True))
 
     assert grown_mib < 200
+
+
+def test_functions_that_fail_ahead_of_the_workers_are_reported_and_do_not_stop_it() -> None:
+    names = ("json:loads", "no_such_module:main", "json:no_such_function", "json")
+
+    missing, failed = nursery.preload(names), nursery.call_ahead(names)
+
+    assert [each.partition(" ")[0] for each in missing] == ["no_such_module:main:"]
+    assert [each.partition(" ")[0] for each in failed] == ["json:loads:", "json:no_such_function:"]

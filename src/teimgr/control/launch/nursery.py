@@ -1,9 +1,9 @@
 """Nursery: the fork server (zygote), a process that has imported what workers need and forks them.
 
-    python -m teimgr.control.launch.nursery CONTROL_FD [--entry module:function] [--preload module,module…]
+    python -m teimgr.control.launch.nursery CONTROL_FD [--entry module:function] [--preload module,module:function…]
 
-It does nothing but import and fork: one thread, no tensor operation (a parallel one would leave a thread pool that
-does not exist in a child), no CUDA, no gRPC. Its control socket (SOCK_SEQPACKET) carries one JSON object
+It does nothing but import and fork: one thread, no parallel tensor operation (one would leave a thread pool that does
+not exist in a child), no CUDA, no gRPC. Its control socket (SOCK_SEQPACKET) carries one JSON object
 per message:
 
     in    {"id", "incarnation", "run_dir", "spec", "ports"}
@@ -62,7 +62,9 @@ PRELOAD = (
     "transformers",
     *(f"transformers.models.{family}.modeling_{family}" for family in FAMILIES),
     "teimgr.engine.own_models",
+    "teimgr.engine.rehearsal:rehearse",
 )
+"""Modules, and functions of modules that are called once."""
 # Read by libraries that start threads when they are loaded; a worker sets its own number later.
 ONE_THREAD = {
     **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),
@@ -120,10 +122,12 @@ def main(arguments: Sequence[str]) -> int:
     for name, value in LIBRARY_SETTINGS.items():
         os.environ.setdefault(name, value)
     _name_process(NAME)
-    missing = preload(filter(None, options.preload.split(",")))
+    names = [*filter(None, options.preload.split(","))]
+    missing = preload(names)
     make_tables()
     code_id()  # workers have the code of now, whatever is installed later
     entry = find_entry(options.entry)
+    missing += call_ahead(names)  # last: `re` keeps 512 patterns, and the tables take more
     gc.collect()  # collected during the imports too: garbage freed here leaves holes that children fill, and so copy
     gc.disable()
     gc.freeze()  # a collection in a child would write to, and so copy, every page with objects of the nursery
@@ -134,15 +138,28 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def preload(modules: Sequence[str] | filter[str]) -> list[str]:
-    """Import `modules`; the result lists those that failed, which workers may not need."""
+def preload(names: Sequence[str]) -> list[str]:
+    """Import modules, those of functions included; the result lists those that failed, which workers may not need."""
     missing = []
-    for name in modules:
+    for name in names:
         try:
-            importlib.import_module(name)
+            importlib.import_module(name.partition(":")[0])
         except ImportError as error:
             missing.append(f"{name}: {error}")
     return missing
+
+
+def call_ahead(names: Sequence[str]) -> list[str]:
+    """Call the functions among `names`; the result lists those that failed: workers do without what they make."""
+    failed = []
+    for name in names:
+        module, _, function = name.partition(":")
+        if function and module in sys.modules:
+            try:
+                getattr(sys.modules[module], function)()
+            except Exception as error:  # of any kind: the code of libraries
+                failed.append(f"{name}: {type(error).__name__}: {error}")
+    return failed
 
 
 def make_tables() -> None:
@@ -178,7 +195,7 @@ class Nursery:
         """Answer requests and report exits until the daemon closes the control socket or is gone; then return None.
 
         A standby is forked inside this call, so in the standby's process it returns too: with the control socket for
-        which that process then makes its own `Nursery`. `missing` are the modules that `preload` could not import.
+        which that process then makes its own `Nursery`. `missing` is what `preload` and `call_ahead` could not do.
         """
         with suppress(BrokenPipeError, ConnectionResetError):
             self._send({"threads": self._threads, "missing": missing, "torch": asdict(TorchBuild.imported())})

@@ -426,7 +426,7 @@ class NurseryProcess:
         if threads != 1:
             log.warning("nursery has several threads; workers start slowly", extra={"threads": threads})
         for problem in missing:
-            log.warning("nursery could not import", extra={"problem": problem})
+            log.warning("nursery could not prepare", extra={"problem": problem})
         self._owner.on_ready(self)
 
     def _on_ended(self) -> None:
