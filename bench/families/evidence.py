@@ -327,9 +327,11 @@ CLAIMS = (
     Claim(
         "§3",
         "code that is trusted",
-        ("trusted-model", "trusted-module", "trusted-module-new", "refused-first-module"),
+        ("trusted-model", "trusted-module", "trusted-module-new", "trusted-first", "trusted-first-old"),
         (
             "end_to_end/test_trusted_code.py::test_trusted_code_runs_and_gives_what_it_computes",
+            "engine/test_own_reader.py::test_it_gives_what_sentence_transformers_gives",
+            "engine/test_own_reader.py::test_what_it_does_otherwise_is_refused_by_name",
             "end_to_end/test_trusted_code.py::test_a_trial_compares_with_the_code_at_the_same_revision",
             "end_to_end/test_trusted_code.py::test_a_revision_that_the_code_lacks_is_named",
         ),

@@ -59,7 +59,39 @@ from sentence_transformers.models import Transformer
 
 
 class OwnTransformer(Transformer):
-    pass
+    def forward(self, features, **kwargs):
+        features = super().forward(features, **kwargs)
+        features["token_embeddings"] = features["token_embeddings"].tanh()
+        return features
+"""
+_FIRST_OLD = """
+import json
+import os
+
+import torch
+from transformers import AutoModel, AutoTokenizer
+
+
+class OwnTransformer(torch.nn.Module):
+    def __init__(self, model_name_or_path, max_seq_length=None, model_args=None, tokenizer_args=None,
+                 config_args=None, cache_dir=None, backend="torch", **kwargs):
+        super().__init__()
+        self.auto_model = AutoModel.from_pretrained(model_name_or_path, **(model_args or {}))
+        self.tokenizer = AutoTokenizer.from_pretrained(model_name_or_path, **(tokenizer_args or {}))
+        self.max_seq_length = max_seq_length
+
+    def tokenize(self, texts, padding=True):
+        return self.tokenizer(texts, padding=padding, truncation=True, return_tensors="pt",
+                              max_length=self.max_seq_length)
+
+    def forward(self, features, task=None):
+        features["token_embeddings"] = self.auto_model(**features, return_dict=False)[0].tanh()
+        return features
+
+    @staticmethod
+    def load(input_path):
+        with open(os.path.join(input_path, "sentence_bert_config.json")) as file:
+            return OwnTransformer(input_path, **json.load(file))
 """
 
 
@@ -80,12 +112,15 @@ def _module(parameters: str, place: str) -> Callable[[Path], None]:
     return make
 
 
-def _first(folder: Path) -> None:
-    build("bert", folder)
-    (folder / "own_first.py").write_text(_FIRST)
-    rows = json.loads((folder / "modules.json").read_text())
-    rows[0]["type"] = "own_first.OwnTransformer"
-    write(folder / "modules.json", rows)
+def _first(code: str) -> Callable[[Path], None]:
+    def make(folder: Path) -> None:
+        build("bert", folder)
+        (folder / "own_first.py").write_text(code)
+        rows = json.loads((folder / "modules.json").read_text())
+        rows[0]["type"] = "own_first.OwnTransformer"
+        write(folder / "modules.json", rows)
+
+    return make
 
 
 def _add(folder: Path, at: int, path: str, dotted: str) -> None:
@@ -99,14 +134,17 @@ def _trusted() -> Iterator[Row]:
             "reference": partial(st_dense, trusted=True),
             "note": "trust_remote_code = true",
         } | more
-        return Row(key, "code of its own", hub, make, by=ST, engine_options=_TRUST, **given)
+        return Row(key, "own code", hub, make, by=ST, engine_options=_TRUST, **given)
 
     yield row("trusted-model", "models with modeling code of their own (auto_map)", _model)
     old = _module("path", "Path(path)")
     yield row("trusted-module", "modules of their own behind the pooling, saved before sentence-transformers 5", old)
     new = _module('path, subfolder="", **others', "(Path(path) / subfolder)")
     yield row("trusted-module-new", "modules of their own behind the pooling, since sentence-transformers 5", new)
-    yield row("refused-first-module", "a first module of their own in modules.json", _first, reference=none)
+    new = "an own first module in modules.json, since sentence-transformers 5"
+    yield row("trusted-first", new, _first(_FIRST))
+    old = "jinaai/jina-embeddings-v3's kind: an own first module, saved before sentence-transformers 5"
+    yield row("trusted-first-old", old, _first(_FIRST_OLD))
 
 
 def _pieces(family: str, name: str, tokenizer: str, **options: Any) -> Callable[[Path], None]:

@@ -10,7 +10,7 @@ import pytest
 from teimgr.errors import ModelLoadFailed
 from teimgr.models.layout import Splade
 from teimgr.models.reading import read_layout
-from tests.support.models import build, build_splade, edit, read, write
+from tests.support.models import build, build_splade, edit
 
 
 @pytest.mark.parametrize("layout", ["version-5", "saved"])
@@ -29,16 +29,6 @@ def test_a_sparse_model_of_another_pooling_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(ModelLoadFailed, match="SpladePooling with 'median' and 'relu'"):
         read_layout(path)
-
-
-def test_a_first_module_of_the_models_own_is_refused_though_trusted(tmp_path: Path) -> None:
-    path = build("bert", tmp_path)
-    rows = read(path / "modules.json")
-    rows[0]["type"] = "own.Reader"
-    write(path / "modules.json", rows)
-
-    with pytest.raises(ModelLoadFailed, match=r"the first module of modules\.json is own\.Reader, code .* is not run"):
-        read_layout(path, trust_remote_code=True)
 
 
 def test_a_dense_module_with_an_activation_of_the_models_own_is_refused(tmp_path: Path) -> None:

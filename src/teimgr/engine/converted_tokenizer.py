@@ -16,14 +16,15 @@ from teimgr.models.layout import Layout
 _NOT_ARGUMENTS = ("auto_map", "tokenizer_class", "added_tokens_decoder", "backend", "is_local")
 _SENTENCE_PIECE = ("sentencepiece.bpe.model", "spiece.model", "spm.model", "tokenizer.model")
 VOCABULARIES = ("vocab.txt", "vocab.json", *_SENTENCE_PIECE)
-# Texts on which the two are compared: several scripts, and characters that Unicode's compatibility forms change.
-_PROBES = (
+PROBES = (
     "The quick brown fox jumps over the lazy dog.",
     "Zürich, Łódź and São Paulo: 3.14159 km² — “quoted”, hyphen-ated; (nested [brackets]).",
     "  Ａｂｃ  ① ﬁne\u00a0space\ttab  ",
     "Καλημέρα κόσμε, привет мир, 東京は日本の首都です。 مرحبا नमस्ते 🙂",
     "don't I'll e\u0301te\u0301 x_y=z; #include <a.h>",
 )
+"""Texts on which two tokenizers are compared: several scripts, and characters that Unicode's compatibility forms
+change."""
 
 
 def convert(layout: Layout) -> Tokenizer:
@@ -65,7 +66,7 @@ def _own(layout: Layout) -> Tokenizer:
     name, backend = type(own).__name__, getattr(own, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer):
         raise ModelLoadFailed(f"the tokenizer's own code, {name}, is not a fast tokenizer: not served")
-    for text in _PROBES:
+    for text in PROBES:
         if own(text)["input_ids"] != backend.encode(text).ids:
             raise ModelLoadFailed(f"the tokenizer's own code, {name}, does more than its fast form with {text!r}")
     return backend
@@ -119,7 +120,7 @@ def _checked(tokenizer: Tokenizer, file: Path) -> Tokenizer:
 def _difference(tokenizer: Tokenizer, pieces: Any) -> str | None:
     """The first probe that the two cut differently; unknown characters are alike by whatever name."""
     unknown = pieces.unk_id()
-    for text in _PROBES:
+    for text in PROBES:
         encoding = tokenizer.encode(text, add_special_tokens=False)
         theirs = [None if id == unknown else pieces.id_to_piece(id) for id in pieces.encode(text)]
         known = {piece for piece in theirs if piece is not None}

@@ -82,14 +82,11 @@ def load_module(layout: Layout, device: torch.device) -> Any:
     Raises:
         ModelLoadFailed: the architecture is unknown to transformers, or weights are missing or of another shape.
     """
-    from transformers.utils import logging as transformers_logging
-
     from teimgr.engine.own_models import register_own_models
 
     register_own_models()
-    _check_weights(layout)
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    check_weights(layout)
+    silence()
     weights, by_task = own_weights(layout)
     try:
         kind, config, options = _class_and_options(layout)
@@ -111,6 +108,14 @@ def load_module(layout: Layout, device: torch.device) -> Any:
     if layout.tasks:
         put_task_adapters(module, layout, by_task)
     return _finished(module, device)
+
+
+def silence() -> None:
+    """Let transformers draw no bars, and log errors alone."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
 
 
 def _read(
@@ -226,7 +231,7 @@ def _make_tables(module: Any, kind: Any, config: Any) -> None:
                 setattr(target, key, value.clone())
 
 
-def _check_weights(layout: Layout) -> None:
+def check_weights(layout: Layout) -> None:
     """Raise ModelLoadFailed if the library would find no file of weights."""
     folder = layout.weights_dir
     if files := weight_files(folder):

@@ -101,16 +101,7 @@ def _by_modules(layout: Layout) -> LibraryReference:
             "sentence-transformers is not installed, which its modules.json is made for: "
             "pip install sentence-transformers"
         ) from None
-    place = str(layout.root)
-    safe = {"use_safetensors": True} if layout.safetensors_only else {}
-    options: dict[str, Any] = {
-        "device": "cpu",
-        "trust_remote_code": layout.trust_remote_code,
-        "local_files_only": True,
-        "model_kwargs": _Kept({"dtype": torch.float32} | safe | _code(layout)),
-        "config_kwargs": _code(layout),
-        "processor_kwargs": _code(layout),
-    }
+    place, options = str(layout.root), library_options(layout)
     match layout.kind:
         case Kind.EMBEDDING:
             dense: Any = sentence_transformers.SentenceTransformer(place, **options)
@@ -145,6 +136,19 @@ def _by_modules(layout: Layout) -> LibraryReference:
             )
         case _:
             return _bare(layout)
+
+
+def library_options(layout: Layout) -> dict[str, Any]:
+    """The arguments by which sentence-transformers loads the model of a layout, in float32 on the CPU."""
+    safe = {"use_safetensors": True} if layout.safetensors_only else {}
+    return {
+        "device": "cpu",
+        "trust_remote_code": layout.trust_remote_code,
+        "local_files_only": True,
+        "model_kwargs": _Kept({"dtype": torch.float32} | safe | _code(layout)),
+        "config_kwargs": _code(layout),
+        "processor_kwargs": _code(layout),
+    }
 
 
 def _code(layout: Layout) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from teimgr.engine.heads.table import TableMeanHead
 from teimgr.engine.host_weights import HostWeights
 from teimgr.engine.job import Output
 from teimgr.engine.library_model import load_module, load_plain_module
+from teimgr.engine.own_reader import load_own_reader
 from teimgr.errors import ModelLoadFailed
 from teimgr.models.layout import Backbone, Layout, QueryTable
 from teimgr.spec import Kind
@@ -167,6 +168,9 @@ def load_model(layout: Layout, device: torch.device, *, is_known: bool = False) 
         if Output.DENSE in heads and layout.poolings == ("mean",) and layout.include_prompt and table.is_float32_on_cpu:
             fast[Output.DENSE] = table.mean_head(load_projections(layout.projections, device))
         return Model(table, fast, (table, heads))
+    if layout.reader is not None:
+        reader = load_own_reader(layout, device)
+        return Model(reader, _heads_of(layout, reader.width, device))
     module = (load_plain_module(layout, device) if is_known else None) or load_module(layout, device)
     if layout.backbone is Backbone.ENCODER:
         transformer = Transformer(module, layout.position_offset, device)

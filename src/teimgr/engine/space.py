@@ -58,7 +58,7 @@ _NOT_OF_THE_SPACE = frozenset(
 # its weights.
 _BY_WEIGHTS = ("root", "rank", "ranks")
 # Of `Layout`, since FORMAT was last raised: hashed where they are set.
-_LATER_FIELDS = frozenset(("dual", "pages", "sound", "chat"))
+_LATER_FIELDS = frozenset(("dual", "pages", "sound", "chat", "reader"))
 # Of config.json: where a file comes from and how it was saved.
 _ORIGIN = frozenset(("_name_or_path", "_commit_hash", "transformers_version", "torch_dtype", "dtype", "use_cache"))
 _DTYPES = {

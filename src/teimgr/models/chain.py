@@ -11,10 +11,8 @@ from typing import Any
 from teimgr.errors import ModelLoadFailed
 from teimgr.models.bounded_json import read_list
 from teimgr.models.directory import ROUTERS, folder_in, router_file
-from teimgr.models.modules import KNOWN_OWN, SPARSE_TABLE, Chain, Module
+from teimgr.models.modules import KNOWN_OWN, PACKAGES, SPARSE_TABLE, Chain, Module, untrusted
 
-# The packages of supported module classes; any other class is code in the model's own repository.
-_PACKAGES = ("sentence_transformers.", "pylate.")
 _NOT_SERVED = {
     "BoW": "it counts words and has no transformer",
     "CNN": "it puts a convolution behind the transformer",
@@ -65,13 +63,7 @@ def _checked(modules: list[Module]) -> Chain:
     """The chain of modules; raises ModelLoadFailed where it does not start with exactly one transformer."""
     modules = [module for module in modules if module.name != "Dropout"]
     chain = Chain(tuple(modules))
-    if modules and modules[0].code is not None:
-        raise ModelLoadFailed(
-            f"the first module of modules.json is {modules[0].name}, code in the model's own repository, which would "
-            "read texts in place of a tokenizer and a transformer: it is not run, trusted or not; modules behind the "
-            "pooling are"
-        )
-    readers = [module.name for module in modules if module.name in _READERS]
+    readers = [module.name for module in modules if module.name in _READERS or module is chain.reader]
     if modules and (len(readers) != 1 or chain.first not in readers):
         raise ModelLoadFailed(f"modules.json should start with one transformer, and names: {chain}")
     return chain
@@ -130,7 +122,7 @@ def _other_routes(modules: dict[str, list[Module]], parameters: dict[str, Any]) 
 
 def _routed(root: Path, path: str, dotted: str, file: str) -> Module:
     name = dotted.rsplit(".", 1)[-1]
-    if not dotted.startswith(_PACKAGES):
+    if not dotted.startswith(PACKAGES):
         raise ModelLoadFailed(
             f"{file} has {dotted or 'a module without a type'}, code in the model's own repository, which is not run "
             "in a route"
@@ -149,13 +141,10 @@ def _module(root: Path, row: dict[str, Any], trusts: bool) -> Module:
     given = row.get("kwargs") or []
     if taken_for and isinstance(given, list) and all(one in arguments for one in given):
         return Module(taken_for, folder_in(root, path))
-    if not dotted.startswith(_PACKAGES):
+    if not dotted.startswith(PACKAGES):
         if trusts and _OWN_CODE.fullmatch(dotted):
             return Module(dotted, folder_in(root, path), (dotted, root))
-        raise ModelLoadFailed(
-            f"modules.json has {dotted}, code in the model's own repository: behind the pooling it is run where the "
-            "instance sets trust_remote_code = true"
-        )
+        raise ModelLoadFailed(untrusted(dotted))
     if name in _NOT_SERVED:
         raise ModelLoadFailed(f"modules.json has a {name} module: {_NOT_SERVED[name]}, which is not served")
     if name not in _SERVED:

@@ -7,7 +7,6 @@ tokenizer.json: `engine/tokenizer_checks.py`, which has the tokenizer.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from teimgr.errors import ModelLoadFailed
@@ -53,7 +52,7 @@ def check_files(metadata: ModelMetadata) -> tuple[str, ...]:
     """
     found = [
         *_config(metadata),
-        *_settings(metadata.settings, metadata.tokens.config, metadata.weights_dir),
+        *_settings(metadata),
         *_saved(metadata),
         *_modules(metadata),
     ]
@@ -64,7 +63,7 @@ def check_files(metadata: ModelMetadata) -> tuple[str, ...]:
 
 def _config(metadata: ModelMetadata) -> list[str]:
     config = metadata.config
-    if config.get("auto_map"):  # its own code, which reads what it likes
+    if config.get("auto_map") or metadata.chain.reader is not None:  # its own code, which reads what it likes
         return []
     if (quantised := config.get("quantization_config")) is not None:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
@@ -76,7 +75,10 @@ def _config(metadata: ModelMetadata) -> list[str]:
     return config_warnings(config)
 
 
-def _settings(settings: Mapping[str, Any], tokenizer: Mapping[str, Any], weights_dir: Path) -> Iterator[str]:
+def _settings(metadata: ModelMetadata) -> Iterator[str]:
+    settings, tokenizer, weights_dir = metadata.settings, metadata.tokens.config, metadata.weights_dir
+    if metadata.chain.reader is not None:  # whose arguments they are
+        return
     yield from SETTINGS.warnings(_SETTINGS_FILE, settings)
     for key, known in _KWARGS.items():
         given = settings.get(key) or {}
@@ -138,9 +140,16 @@ def _saved(metadata: ModelMetadata) -> list[str]:
 
 def _modules(metadata: ModelMetadata) -> Iterator[str]:
     rows = read_list(metadata.root / "modules.json")
+    own = [module.code[0] for module in metadata.chain.all if module.code is not None]
     for row in rows:
-        known_row = {key: row[key] for key in row if key != "kwargs" or row.get("type") not in KNOWN_OWN}
+        name = str(row.get("type", ""))
+        known_row = {key: row[key] for key in row if key != "kwargs" or name not in (*KNOWN_OWN, *own)}
         yield from MODULE_ROW.warnings("modules.json", known_row)
+        if row.get("kwargs") and name in own:
+            yield (
+                f"modules.json has kwargs = {row['kwargs']!r} of {name}, arguments of a call that no request has here: "
+                "its defaults hold"
+            )
     for row in rows:
         if str(row.get("type", "")).rsplit(".", 1)[-1] in ROUTERS:
             file, router = router_file(metadata.root / str(row.get("path", "")))

@@ -61,7 +61,7 @@ class Normalize:
 
 @dataclass(frozen=True, slots=True)
 class OwnModule:
-    """A module behind the pooling that is code of the model's own, which the instance trusts: its directory, and
+    """A module of modules.json that is code of the model's own, which the instance trusts: its directory, and
     `file.Class` in the directory `root`.
     """
 
@@ -341,6 +341,8 @@ class Layout:
     (`config_is_changed`: not as it is in the file), `weight_names` whose names the weights have in the files, None for
     the library's (`engine/own_weights`). `end_token` follows every text, even if tokenizer.json lacks it;
     `own_tokenizer`: code of the model's own makes the tokenizer, whatever tokenizer.json has.
+    `reader` is the first module where it is code of the model's own: it computes hidden states in place of the
+    library's model (`engine/own_reader`).
     `tasks`: the number of the LoRA weights, from 1, by the name of a prompt; `default_task` that of texts without a
     name, 0 for none. Their changes are multiplied by `task_scale`, or they are `task_adapters`, one for each number.
     `instruction_end` ends an instruction, of which no token is pooled, before or within a text.
@@ -384,6 +386,7 @@ class Layout:
     weight_names: str | None = None
     end_token: str | None = None
     own_tokenizer: bool = False
+    reader: OwnModule | None = None
     instruction_end: str | None = None
     prompts: dict[str, str] = field(default_factory=dict)
     default_prompt_name: str | None = None

@@ -138,7 +138,14 @@ def read_metadata(root: Path, trust_remote_code: bool, chain: Chain | None = Non
     _check_sizes(config)
     served = served_config(config, trust_remote_code)
     if not served.tasks and any(row.get("type") == JINA_TRANSFORMER for row in read_list(root / "modules.json")):
-        raise ModelLoadFailed(f"modules.json has {JINA_TRANSFORMER}, code in the model's own repository, not run here")
+        chain = chain.read_by(JINA_TRANSFORMER, root, trust_remote_code)
+    if chain.reader is not None:
+        served = ServedConfig(config)  # for its code, as it is in the file
+        if adapters:
+            raise ModelLoadFailed(
+                f"{chain.reader.name}, the first module of modules.json, is code in the model's own repository, and "
+                "has an adapter of PEFT beside it, which is not served"
+            )
     settings = read_settings(transformer)
     if adapters and not any((transformer / name).is_file() for name in _TOKENIZERS):
         transformer = weights_dir  # the tokenizer is that of the base model
@@ -155,7 +162,7 @@ def read_metadata(root: Path, trust_remote_code: bool, chain: Chain | None = Non
         config_is_changed=served.is_changed,
         own=served,
         task_adapters=read_task_adapters(weights_dir, served.adapters),
-        weight_names=_weight_names(weights_dir, served.weight_names),
+        weight_names=None if chain.reader is not None else _weight_names(weights_dir, served.weight_names),
         own_tokenizer=has_own_tokenizer(tokens.config),
         end_token=added_end(tokens.config, str(config["model_type"]), trust_remote_code),
         notes=served.notes,

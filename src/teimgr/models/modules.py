@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,24 @@ KNOWN_OWN = {
 }
 SPARSE_TABLE = "SparseStaticEmbedding"
 _CONFIGURED = {"Pooling", "Dense", "LayerNorm", "SpladePooling", "LogitScore"}
+
+
+# The packages of supported module classes; any other class is code in the model's own repository.
+PACKAGES = ("sentence_transformers.", "pylate.")
+
+
+def is_own_module(row: Mapping[str, Any]) -> bool:
+    """Whether a row of modules.json names a class of the model's own that is not known here."""
+    dotted = str(row.get("type", ""))
+    return bool(dotted) and not dotted.startswith(PACKAGES) and dotted not in KNOWN_OWN
+
+
+def untrusted(code: str) -> str:
+    """Why a module of the model's own code is refused."""
+    return (
+        f"modules.json has {code}, code in the model's own repository: it is run only where the instance sets "
+        "trust_remote_code = true"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +92,11 @@ class Chain:
         return self.modules[0].name if self.modules else "Transformer"
 
     @property
+    def reader(self) -> Module | None:
+        """The first module where it is code of the model's own, which reads texts in place of a transformer."""
+        return self.modules[0] if self.modules and self.modules[0].code is not None else None
+
+    @property
     def all(self) -> tuple[Module, ...]:
         """With those of queries, each once."""
         return tuple(dict.fromkeys((*self.modules, *(() if self.queries is None else self.queries.modules))))
@@ -81,6 +104,16 @@ class Chain:
     @property
     def behind(self) -> tuple[Module, ...]:
         return self.modules[1:]
+
+    def read_by(self, code: str, root: Path, trust_remote_code: bool) -> Chain:
+        """With `code`, `file.Class` in the directory `root`, in the place of the first module.
+
+        Raises:
+            ModelLoadFailed: the instance does not trust it.
+        """
+        if not trust_remote_code:
+            raise ModelLoadFailed(untrusted(code))
+        return replace(self, modules=(Module(code, self.modules[0].path, (code, root)), *self.behind))
 
     def has(self, name: str) -> bool:
         return any(module.name == name for module in self.modules)

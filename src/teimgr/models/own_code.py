@@ -16,8 +16,9 @@ from typing import Any
 
 from teimgr.errors import ModelLoadFailed
 from teimgr.models import jina_code
-from teimgr.models.bounded_json import read_object
+from teimgr.models.bounded_json import read_list, read_object
 from teimgr.models.directory import configuration_folder
+from teimgr.models.modules import is_own_module
 from teimgr.models.served_config import (
     HEADS,
     Config,
@@ -398,7 +399,11 @@ def code_repositories(config: Config, tokenizer: Config) -> list[str]:
 def code_repositories_of(model: Path) -> list[str]:
     """`code_repositories` of a model's directory. Raises ModelLoadFailed: a file cannot be read."""
     folder = configuration_folder(model)
-    return code_repositories(*(read_object(folder / name) or {} for name in ("config.json", "tokenizer_config.json")))
+    config, tokenizer = (read_object(folder / name) or {} for name in ("config.json", "tokenizer_config.json"))
+    if not is_own_module(next(iter(read_list(model / "modules.json")), {})):
+        return code_repositories(config, tokenizer)
+    # A first module of its own loads what the files name, whether it is known here or not.
+    return sorted({where for where, _ in (*references(config), *references(tokenizer)) if where})
 
 
 def _end_of(tokenizer: Config) -> str | None:

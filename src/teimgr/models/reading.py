@@ -15,10 +15,10 @@ from teimgr.models.json_files import ENDLESS, TokenFiles, checked_length, max_le
 from teimgr.models.key_checks import check_files
 from teimgr.models.kinds import choose_kind, is_causal
 from teimgr.models.late_interaction import read_late
-from teimgr.models.layout import M3, Backbone, Dense, Layout, QueryRoute, QueryTable, ScoringConfig, Splade
+from teimgr.models.layout import M3, Backbone, Dense, Layout, OwnModule, QueryRoute, QueryTable, ScoringConfig, Splade
 from teimgr.models.library_code import setting
 from teimgr.models.listwise import TEMPLATE_TOKENS, is_listwise, read_listwise
-from teimgr.models.metadata import MODEL2VEC, ModelMetadata, read_metadata
+from teimgr.models.metadata import MODEL2VEC, SENSES, ModelMetadata, read_metadata
 from teimgr.models.modules import (
     IDENTITY,
     INT8_TANH,
@@ -201,6 +201,19 @@ def _read(
     chosen = choose_kind(metadata, kind, pooling)
     metadata.tokens.check_types(metadata.config)
     texts = text_config(metadata.config)
+    reader = metadata.chain.reader
+    if reader is not None:
+        if chosen is not Kind.EMBEDDING:
+            raise ModelLoadFailed(
+                f"{reader.name}, the first module of modules.json, is code in the model's own repository, which is run "
+                f"for dense vectors alone: the model is of the kind {chosen.value}"
+            )
+        if metadata.static or metadata.config["model_type"] in SENSES:
+            raise ModelLoadFailed(
+                f"{reader.name}, the first module of modules.json, is code in the model's own repository, and "
+                f"config.json is of a {metadata.config['model_type']} model: not served together"
+            )
+        texts = {**texts, "model_type": reader.name}  # its positions are not those of a model that is known
     longest = _longest(metadata, texts)
     _check_attention(metadata.config, longest)
     layout = Layout(
@@ -227,6 +240,7 @@ def _read(
         instruction_end=metadata.own.instruction_end,
         end_token=metadata.end_token,
         own_tokenizer=metadata.own_tokenizer,
+        reader=None if reader is None or reader.code is None else OwnModule(reader.path, *reader.code),
         prompts=metadata.prompts,
         dimensions=_dimensions(metadata),
         default_prompt_name=metadata.saved.get("default_prompt_name"),
@@ -372,7 +386,7 @@ def _embedding(metadata: ModelMetadata, layout: Layout, pooling: str | None) -> 
         include_prompt=include_prompt and layout.instruction_end is None,
         projections=(*_own_projection(metadata), *read_projections(behind[:-1] if is_rounded else behind)),
         is_rounded=is_rounded,
-        m3=read_m3(metadata),
+        m3=None if metadata.chain.reader is not None else read_m3(metadata),
         warnings=(*layout.warnings, *guessed),
     )
 
@@ -383,7 +397,12 @@ def _own_projection(metadata: ModelMetadata) -> tuple[Dense, ...]:
     """
     config = metadata.config
     width = config.get("num_labels")
-    if config["model_type"] != "qwen3" or config.get("is_causal") is not False or width is None:
+    if (
+        metadata.chain.reader is not None
+        or config["model_type"] != "qwen3"
+        or config.get("is_causal") is not False
+        or width is None
+    ):
         return ()
     if isinstance(width, bool) or not isinstance(width, int) or width < 1:
         raise ModelLoadFailed(f"config.json has num_labels = {width!r}, which should be a positive number")

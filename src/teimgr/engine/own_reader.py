@@ -1,0 +1,230 @@
+"""The first module of a model's own code (`Layout.reader`), as sentence-transformers loads it: it computes hidden
+states of the ids that our tokenizer makes.
+
+The way in which it reads texts itself is not run while serving. So at load it is compared with ours on known texts:
+their ids, where they are cut, and what else the module is given. What differs refuses the model, and so does a module
+whose results differ from load to load, since sentence-transformers draws weights at random that the files lack.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from teimgr.engine import gpu
+from teimgr.engine.backbone import Batching, Transformer
+from teimgr.engine.batch import Encoded
+from teimgr.engine.converted_tokenizer import PROBES
+from teimgr.engine.forward_program import CannotLowerError
+from teimgr.engine.library_model import check_weights, silence
+from teimgr.engine.library_reference import library_options
+from teimgr.engine.tokenizer import TextTokenizer, TokenizeOptions
+from teimgr.errors import ModelLoadFailed
+from teimgr.models.layout import Layout
+
+log = logging.getLogger(__name__)
+
+_PROMPT = "query: "
+_BLANK = " "
+_TOLERANCE = 1e-4  # of hidden states between two loads, relative to the largest
+_IDS, _MASK, _TYPES, _PROMPT_LENGTH = "input_ids", "attention_mask", "token_type_ids", "prompt_length"
+# Of its results, those that sentence-transformers' Pooling reads beside the mask.
+_STATES, _FIRST_STATE, _WEIGHTS = "token_embeddings", "cls_token_embeddings", "token_weights_sum"
+
+
+class OwnReader(Transformer):
+    """A first module of the model's own code: one of its forwards per run of equal lengths."""
+
+    def make_native(self, dtype: torch.dtype) -> None:
+        """Raises CannotLowerError always."""
+        raise CannotLowerError("its first module is code of the model's own")
+
+    def use(self, batching: Batching) -> None:
+        """Raises ValueError for any batching but EQUAL_LENGTH."""
+        if batching is not Batching.EQUAL_LENGTH:
+            raise ValueError("its first module is code of the model's own")
+
+
+def load_own_reader(layout: Layout, device: torch.device) -> OwnReader:
+    """Load the first module of `layout` in float32, twice, and compare the way in which it reads texts with ours.
+
+    Raises:
+        ModelLoadFailed: sentence-transformers is missing, the module fails, reads texts otherwise, or gives other
+            results with each load.
+    """
+    assert layout.reader is not None
+    name = layout.reader.code
+    check_weights(layout)
+    silence()
+    tokenizer = TextTokenizer(layout, layout.max_length)
+    try:
+        states = _checked(layout, tokenizer, seed=0)[1]
+        gc.collect()  # the first copy, before there is a second
+        module, again = _checked(layout, tokenizer, seed=1)
+    except ModelLoadFailed:
+        raise
+    except Exception as error:  # of any kind: it is the model's own code
+        if gpu.is_out_of_memory(error):
+            raise
+        raise ModelLoadFailed(f"{name} of modules.json fails: {type(error).__name__}: {error}") from error
+    for one, other in zip(states, again, strict=True):
+        if not (one - other).abs().max() <= _TOLERANCE * max(1.0, float(one.abs().max())):
+            raise ModelLoadFailed(
+                f"{name} of modules.json gives other results with each load: weights that the files lack are drawn at "
+                "random"
+            )
+    return OwnReader(module.to(device), 0, device)
+
+
+@torch.inference_mode()
+def _checked(layout: Layout, tokenizer: TextTokenizer, seed: int) -> tuple[_Features, list[Tensor]]:
+    """The module, and its hidden states of the known texts."""
+    library = _loaded(layout, seed)
+    given = _compared(library, layout, tokenizer)
+    first = next(iter(library.children()))
+    module = _Features(first, given, layout)
+    options = TokenizeOptions(left=layout.truncate_left)
+    encoded = [one for one in tokenizer.encode(PROBES, options) if isinstance(one, Encoded)]
+    return module, [module(torch.from_numpy(one.ids).long()[None]).last_hidden_state for one in encoded]
+
+
+def _loaded(layout: Layout, seed: int) -> Any:
+    """The model as sentence-transformers loads it, on the host in float32."""
+    assert layout.reader is not None
+    try:
+        import sentence_transformers
+    except ImportError:
+        raise ModelLoadFailed(
+            f"the first module of modules.json is {layout.reader.code}, code in the model's own repository, which "
+            "sentence-transformers loads, and that is not installed: pip install sentence-transformers"
+        ) from None
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        library = sentence_transformers.SentenceTransformer(str(layout.root), **library_options(layout))
+    return library.float().eval().requires_grad_(False)
+
+
+def _compared(library: Any, layout: Layout, tokenizer: TextTokenizer) -> dict[str, Any]:
+    """What the module is given beside ids and mask: the same for each text, token types of 0 among them.
+
+    Raises:
+        ModelLoadFailed: it reads a known text otherwise than `tokenizer`.
+    """
+    assert layout.reader is not None
+    name = f"{layout.reader.code} of modules.json"
+    constants: dict[str, Any] | None = None
+    for text, prompt in _known_texts(layout):
+        features = dict(library.preprocess([text], prompt=prompt or None))
+        ids = _only_row(features.pop(_IDS, None), name)
+        if not all(_only_row(features.pop(_MASK, None), name)):
+            raise ModelLoadFailed(f"{name} leaves tokens of {text[:40]!r} out of its attention, which is not served")
+        if (types := features.pop(_TYPES, None)) is not None and bool(types.any()):
+            raise ModelLoadFailed(f"{name} gives the tokens of {text[:40]!r} types, which is not served")
+        pooled_from = int(features.pop(_PROMPT_LENGTH, 0) or 0)
+        if prompt and not layout.include_prompt and pooled_from != tokenizer.prompt_len(prompt):
+            raise ModelLoadFailed(f"{name} pools a prompt, which include_prompt of its pooling leaves out")
+        _compare_ids(ids, text, prompt, layout, tokenizer)
+        given = features | ({} if types is None else {_TYPES: True})
+        if any(isinstance(one, Tensor) for one in given.values()):
+            named = next(key for key, one in given.items() if isinstance(one, Tensor))
+            raise ModelLoadFailed(f"{name} reads {named!r} of a text beside its ids, which is not served")
+        if constants is not None and given != constants:
+            raise ModelLoadFailed(f"{name} reads more of a text than its ids, which is not served: {sorted(given)}")
+        constants = given
+    return constants or {}
+
+
+def _compare_ids(ids: list[int], text: str, prompt: str, layout: Layout, tokenizer: TextTokenizer) -> None:
+    """Raise ModelLoadFailed where the module's ids are not ours."""
+    assert layout.reader is not None
+    options = TokenizeOptions(prompt=prompt, left=layout.truncate_left)
+    (found,) = tokenizer.encode([text], options)
+    if not isinstance(found, Encoded):
+        raise ModelLoadFailed(f"the tokenizer fails on {text[:40]!r}: {found.message}")
+    ours = found.ids.tolist()
+    if ids == ours:
+        return
+    name = f"{layout.reader.code} of modules.json"
+    if len(ours) == layout.max_length < len(ids) == len(tokenizer.library.encode(prompt + text).ids):
+        log.warning("%s does not cut long texts: they are cut to the %d tokens of the files", name, len(ours))
+        return
+    if len(ours) == layout.max_length != len(ids):
+        raise ModelLoadFailed(
+            f"{name} cuts a long text to {len(ids)} tokens, and by its files the model reads {layout.max_length}: "
+            f"set max_seq_length in sentence_bert_config.json to {len(ids)}"
+        )
+    raise ModelLoadFailed(
+        f"{name} makes other tokens of {(prompt + text)[:40]!r} than the tokenizer's files do, which is not served"
+    )
+
+
+def _known_texts(layout: Layout) -> Iterator[tuple[str, str]]:
+    """Texts with their prompts: one that is longer than the model reads, short ones, one of white space."""
+    words = " ".join(PROBES).split()
+    yield " ".join(words[at % len(words)] for at in range(layout.max_length + 1)), ""
+    for text in (*PROBES, _BLANK):
+        yield text, ""
+    yield PROBES[0], _PROMPT
+
+
+def _only_row(found: Any, name: str) -> list[int]:
+    if not isinstance(found, Tensor) or found.dim() != 2 or len(found) != 1:
+        raise ModelLoadFailed(f"{name} gives no {_IDS} and {_MASK} of a text, which is not served")
+    return [int(one) for one in found[0].tolist()]
+
+
+class _Features(nn.Module):
+    """A module of sentence-transformers by the interface of a model of transformers; `given` it gets with each text."""
+
+    def __init__(self, module: Any, given: dict[str, Any], layout: Layout) -> None:
+        super().__init__()
+        assert layout.reader is not None
+        self.module = module
+        self._name = layout.reader.code
+        self._has_types = _TYPES in given
+        self._given = {key: value for key, value in given.items() if key != _TYPES}
+        width = self(torch.zeros(1, 2, dtype=torch.int64)).last_hidden_state.shape[-1]
+        wide = layout.config.get("intermediate_size")
+        self.config = _Config(width, wide if isinstance(wide, int) else 4 * width, self._name)
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Raises NotImplementedError always."""
+        raise NotImplementedError
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> SimpleNamespace:
+        """Raises ValueError where the module gives no vector for each token, or others than these to be pooled."""
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        features = {**self._given, _IDS: input_ids, _MASK: mask.clone()}
+        if self._has_types:
+            features[_TYPES] = torch.zeros_like(input_ids)
+        found = self.module(features)
+        states = found.get(_STATES)
+        if not isinstance(states, Tensor) or states.shape[:-1] != input_ids.shape:
+            raise ValueError(f"{self._name} gives no vector for each token ({_STATES}), which is not served")
+        if not torch.equal(found.get(_MASK, mask).to(mask.dtype), mask):
+            raise ValueError(f"{self._name} leaves tokens out of the pooling, which is not served")
+        if found.get(_WEIGHTS) is not None:
+            raise ValueError(f"{self._name} weighs tokens for the pooling ({_WEIGHTS}), which is not served")
+        if (first := found.get(_FIRST_STATE)) is not None and not torch.equal(first, states[:, 0]):
+            raise ValueError(f"{self._name} pools another vector than that of the first token, which is not served")
+        return SimpleNamespace(last_hidden_state=states)
+
+
+@dataclass
+class _Config:
+    """What the engine reads of the configuration of a model of transformers."""
+
+    hidden_size: int
+    intermediate_size: int
+    model_type: str
+    _attn_implementation: str = "eager"
+
+    def get_text_config(self) -> _Config:
+        return self
