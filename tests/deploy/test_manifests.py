@@ -78,10 +78,11 @@ _METRICS_API = _object(
     method={"enum": ["header", "query"]},
     aggregationType={"enum": ["average", "sum", "max", "min"]},
 )
+_METRIC_TYPE = {"enum": ["AverageValue", "Value"]}
 _TRIGGER = {
     "oneOf": [
-        _object(["type", "metadata"], type={"const": "prometheus"}, metadata=_PROMETHEUS),
-        _object(["type", "metadata"], type={"const": "metrics-api"}, metadata=_METRICS_API),
+        _object(["type", "metadata"], type={"const": "prometheus"}, metricType=_METRIC_TYPE, metadata=_PROMETHEUS),
+        _object(["type", "metadata"], type={"const": "metrics-api"}, metricType=_METRIC_TYPE, metadata=_METRICS_API),
     ]
 }
 _BEHAVIORS = ("static", "currentReplicas", "currentReplicasIfHigher", "currentReplicasIfLower", "scalingModifiers")
@@ -187,26 +188,33 @@ def test_a_rollout_needs_no_spare_card() -> None:
     assert of_kind("Deployment")["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
 
 
-def trigger(overlay: str) -> dict[str, str]:
-    [found] = of_kind("ScaledObject", overlay)["spec"]["triggers"]
-    return dict(found["metadata"])
+def triggers(overlay: str) -> list[dict[str, str]]:
+    return [dict(each["metadata"]) for each in of_kind("ScaledObject", overlay)["spec"]["triggers"]]
 
 
 def test_keda_asks_for_series_and_fields_that_there_are() -> None:
-    names = re.findall(r"teimgr_\w+", trigger("keda")["query"])
-    assert names
-    assert set(names) <= FAMILIES.keys()
-    assert trigger("keda")["ignoreNullValues"] == "false"  # an outage of Prometheus is no load of 0
+    for asked in triggers("keda"):
+        names = re.findall(r"teimgr_\w+", asked["query"])
+        assert names
+        assert set(names) <= FAMILIES.keys()
+        assert asked["ignoreNullValues"] == "false"  # an outage of Prometheus is no load of 0
 
-    asked = trigger("keda-metrics-api")
     ports = {port["name"]: port["containerPort"] for port in container()["ports"]}
-    assert asked["url"] == f"http://teimgr.default.svc.cluster.local:{ports['rest']}/metrics/scaling"
-    assert asked["aggregationType"] == "sum"
-    top, alias, field = asked["valueLocation"].split(".")
     seeds = tomllib.loads(of_kind("ConfigMap")["data"]["teimgr.toml"])["instances"]
-    assert alias in flat({each["name"]: {} for each in seeds})
-    assert top in Scaling.model_fields
-    assert ScalingFigures.model_fields[field].annotation is int
+    for asked in triggers("keda-metrics-api"):
+        assert asked["url"] == f"http://teimgr.default.svc.cluster.local:{ports['rest']}/metrics/scaling"
+        assert asked["aggregationType"] == "sum"
+        top, alias, field = asked["valueLocation"].split(".")
+        assert alias in flat({each["name"]: {} for each in seeds})
+        assert top in Scaling.model_fields
+        assert ScalingFigures.model_fields[field].annotation in (int, float)
+
+
+@pytest.mark.parametrize("overlay", ["keda", "keda-metrics-api"])
+def test_keda_counts_what_waits_by_pod_and_multiplies_the_pods_while_calls_are_refused(overlay: str) -> None:
+    waiting, refused = of_kind("ScaledObject", overlay)["spec"]["triggers"]
+    assert ("queued_tokens" in str(waiting), "metricType" in waiting) == (True, False)
+    assert ("refused_per_second" in str(refused), refused["metricType"]) == (True, "Value")
 
 
 # Compose and images

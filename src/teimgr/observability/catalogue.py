@@ -107,6 +107,12 @@ SCALING_QUEUED = _daemon(
 SCALING_WAITING = _daemon(
     "teimgr_scaling_waiting_seconds", "gauge", "How long the replicas take to compute what waits", "instance"
 )
+SCALING_REFUSED = _daemon(
+    "teimgr_scaling_refused_per_second",
+    "gauge",
+    "Calls per second that full replicas refused, over the last minute",
+    "instance",
+)
 SCALING_REPLICAS = _daemon("teimgr_scaling_replicas", "gauge", "Replicas that serve", "instance")
 SCALING_WANTED = _daemon("teimgr_scaling_wanted_replicas", "gauge", "Replicas that there should be", "instance")
 DOWNLOADS = _daemon("teimgr_model_downloads_total", "counter", "Downloads by the registry, by outcome", "outcome")

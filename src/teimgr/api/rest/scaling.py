@@ -22,6 +22,7 @@ class ScalingFigures(BaseModel):
     queued_tokens: int = Field(description="tokens that wait in its workers")
     waiting_seconds: float = Field(description="how long its replicas take to compute them")
     tokens_per_second: float = Field(description="what one replica computes, as measured; 0: not yet")
+    refused_per_second: float = Field(description="calls that full replicas refused, over the last minute")
     replicas: int = Field(description="those that serve")
     wanted: int = Field(description="those that there should be; as `replicas` without max_replicas")
     reason: str

@@ -16,6 +16,7 @@ from teimgr.control.capacity.history import Counters
 from teimgr.control.capacity.kept_file import KeptFile
 from teimgr.control.capacity.policy import Decision, Reading, Seen, Terms, adds, decide
 from teimgr.control.capacity.rates import MeasuredRates, rates_key
+from teimgr.control.capacity.refusals import Refusals
 from teimgr.errors import TeimgrError
 from teimgr.observability import catalogue
 from teimgr.observability.exposition import Page, Sample
@@ -50,12 +51,13 @@ class Figures(NamedTuple):
     queued_tokens: int
     waiting_seconds: float
     tokens_per_second: float
+    refused_per_second: float
     replicas: int
     wanted: int
     reason: str
 
 
-_NO_REPLICAS = Figures(0, 0.0, 0.0, 0, 0, "replicas stay as given")
+_NO_REPLICAS = Figures(0, 0.0, 0.0, 0.0, 0, 0, "replicas stay as given")
 
 
 class _Sums(NamedTuple):
@@ -120,6 +122,7 @@ class Autoscaler:
         self._stats = stats
         self._rates = MeasuredRates(kept or KeptFile())
         self._courses: dict[str, _Course] = {}
+        self._refusals = Refusals()
 
     async def run(self) -> None:
         """Decide until cancelled."""
@@ -182,11 +185,14 @@ class Autoscaler:
         """The load of every instance, those without a replica included."""
         views = self._fleet.list()
         sums: defaultdict[str, list[_Sums]] = defaultdict(list)
-        for each in await self._stats(None):
+        found = await self._stats(None)
+        for each in found:
             sums[each.instance].append(_sums(each.counters))
-        return {view.spec.name: self._figures(view, sums[view.spec.name]) for view in views}
+        refused = self._refusals.read(found, asyncio.get_running_loop().time())
+        names = ((view, view.spec.name) for view in views)
+        return {name: self._figures(view, sums[name], refused.get(name, 0.0)) for view, name in names}
 
-    def _figures(self, view: InstanceView, workers: Sequence[_Sums]) -> Figures:
+    def _figures(self, view: InstanceView, workers: Sequence[_Sums], refused: float) -> Figures:
         course = self._courses.get(view.spec.name)
         if course is None and not workers and view.state is State.UNLOADED:
             return _NO_REPLICAS
@@ -198,7 +204,7 @@ class Autoscaler:
         decision = course.decision if course and view.state is State.RUNNING else None
         waiting_s = queued / (rate * running) if rate and running else 0.0
         wanted, reason = (decision.wanted, decision.reason) if decision else (running, "replicas stay as given")
-        return Figures(round(queued), round(waiting_s, 3), round(rate, 1), running, wanted, reason)
+        return Figures(round(queued), round(waiting_s, 3), round(rate, 1), round(refused, 3), running, wanted, reason)
 
     async def page(self) -> Page:
         """The metrics of scaling; a series of each instance, at zero replicas too."""
@@ -206,6 +212,7 @@ class Autoscaler:
         columns = {
             catalogue.SCALING_QUEUED: "queued_tokens",
             catalogue.SCALING_WAITING: "waiting_seconds",
+            catalogue.SCALING_REFUSED: "refused_per_second",
             catalogue.SCALING_REPLICAS: "replicas",
             catalogue.SCALING_WANTED: "wanted",
         }
