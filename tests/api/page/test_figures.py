@@ -177,3 +177,24 @@ def test_a_line_shows_five_minutes_whether_a_page_was_open_or_not() -> None:
             figures.append(point(1000.0 + moment, 7.0), NONE, is_fine=pace == 2)
     for figures in (watched, alone):
         assert views._spark(figures, 1600.0) == [7.0] * 20
+
+
+async def test_figures_of_workers_that_do_not_answer_are_the_last_and_have_their_time() -> None:
+    worker = WorkerView(replica=0, role="serving", state=State.RUNNING)
+    view = InstanceView(spec=InstanceSpec(name="a", model_id="m"), state=State.RUNNING, workers=(worker,))
+    workers, fleet = Workers(), [view]
+    sampler = Sampler(workers, lambda: fleet, GpuInventory({}, lambda: Inventory(reason="none")))  # type: ignore[arg-type]
+    for tokens in (0, 500):
+        workers.now = [stats("one", tokens=tokens, queued_texts=3)]
+        await sampler.sample()
+    [row] = views.fleet_rows(fleet, sampler, ())
+    assert (row["as_of"], row["queue"]) == (None, 3)
+    answered = sampler.of("a").now
+    assert answered is not None
+    workers.now = []
+    await sampler.sample()
+    [silent] = views.fleet_rows(fleet, sampler, ())
+    assert (silent["as_of"], silent["tokens"], silent["queue"]) == (round(answered.time), row["tokens"], 3)
+    fleet[:] = [replace(view, state=State.STOPPED, workers=())]
+    [stopped] = views.fleet_rows(fleet, sampler, ())
+    assert (stopped["as_of"], stopped["tokens"]) == (None, None)

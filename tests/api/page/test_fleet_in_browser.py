@@ -186,5 +186,35 @@ async def test_the_lines_of_the_fleet_are_named_and_have_one_scale(opened: Opene
         assert await line.get_attribute("d") == format.spark([0.0, 900.0], 5000)
 
 
+async def test_figures_are_dimmed_and_have_their_time_once_they_are_not_current(opened: Opened) -> None:
+    async with opened() as (front, page):
+        async with front.http.get("/ui/fleet/live") as reply:
+            sent = await next_event(reply)
+        silent = next(row for row in sent["rows"] if row["name"] == "embedding") | {
+            "as_of": 1_764_000_202,
+            "tokens": 71,
+        }
+        body = f"retry: 60000\nevent: fleet\ndata: {json.dumps(sent | {'rows': [silent]})}\n\n"
+        await page.route("**/ui/fleet/live", partial(answer, body))
+        await page.set_viewport_size({"width": 390, "height": 850})
+        await page.reload()
+        row = page.locator("tr[data-name=embedding]")
+        await expect(row.locator("[data-field=as_of]")).to_have_text("no answer since 16:03:22 UTC")
+        assert format.clock(1_764_000_202) == "16:03:22 UTC"
+        # The stream has ended.
+        await expect(page.locator("#live")).to_have_text(re.compile(r"Reconnecting, figures of \d\d:\d\d:\d\d UTC"))
+        assert await page.locator("#live .live-text").is_visible()
+        assert await page.evaluate("document.documentElement.scrollWidth") <= 390
+        await page.set_viewport_size({"width": 1360, "height": 850})
+        dimmed = "(cell) => getComputedStyle(cell).opacity < 1"
+        numbers = page.locator("[data-field=requests], #totals dd")
+        assert await numbers.evaluate_all(f"(cells) => cells.every({dimmed})")
+
+        await page.unroute_all()
+        await page.reload()
+        await expect(page.locator("#live")).to_have_text("Live")
+        assert not await numbers.evaluate_all(f"(cells) => cells.some({dimmed})")
+
+
 async def answer(body: str, route: Any) -> None:
     await route.fulfill(content_type="text/event-stream", body=body)

@@ -103,6 +103,7 @@ class Figures:
         self.fine = Ring(FINE_POINTS)
         self.coarse = Ring(COARSE_POINTS)
         self.now: Point | None = None
+        self.answered: Point | None = None  # the last for which a worker answered
         self._intervals: deque[_Interval] = deque(maxlen=math.ceil(LATENCY_WINDOW_S / WATCHED_S) + 1)
         self._coarse_at = float("-inf")
         self._refusing_since: float | None = None
@@ -115,6 +116,8 @@ class Figures:
 
     def append(self, point: Point, by_duration: list[int], *, is_fine: bool) -> None:
         self.now = point
+        if not math.isnan(point.tokens):
+            self.answered = point
         if point.refused > 0:
             self._refused_at = point.time
             if self._refusing_since is None:

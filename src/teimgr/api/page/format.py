@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _SPARK_WIDTH, _SPARK_HEIGHT = 96, 24
@@ -63,6 +64,11 @@ def tags(named: Mapping[str, str]) -> list[str]:
     return [f"{name}={value}" if value else name for name, value in named.items()]
 
 
+def clock(moment: float | None) -> str:
+    """A Unix time such as 14:03:22 UTC; empty for None."""
+    return "" if moment is None else f"{datetime.fromtimestamp(moment, UTC):%H:%M:%S} UTC"
+
+
 def scale_end(greatest: float) -> float:
     """Where a scale from 0 that holds the value ends: 1, 2 or 5 times a power of ten, and at least `_SPARK_MIN`."""
     power = 10.0 ** math.floor(math.log10(max(greatest, _SPARK_MIN)))
@@ -91,5 +97,6 @@ FILTERS = {
     "ms": milliseconds,
     "duration": duration,
     "tags": tags,
+    "clock": clock,
     "spark": spark,
 }

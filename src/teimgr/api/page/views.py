@@ -29,7 +29,9 @@ def fleet_rows(views: Iterable[InstanceView], sampler: Sampler, gpus: Sequence[G
 
 
 def _row(view: InstanceView, figures: Figures, cards: dict[str, Gpu], host_bytes: int, now: float) -> Values:
-    point = figures.now if view.state is State.RUNNING else None
+    point, as_of = figures.now if view.state is State.RUNNING else None, None
+    if point is not None and math.isnan(point.queue) and figures.answered is not None:
+        point, as_of = figures.answered, round(figures.answered.time)  # its workers do not answer
     on = [cards[uuid] for uuid in dict.fromkeys(worker.gpu for worker in view.workers) if uuid in cards]
     total = sum(card.memory_total_bytes or 0 for card in on) if on else host_bytes
     memory = None if figures.now is None or math.isnan(figures.now.memory) else int(figures.now.memory)
@@ -53,6 +55,7 @@ def _row(view: InstanceView, figures: Figures, cards: dict[str, Gpu], host_bytes
         "refused": _rounded(point.refused if point else None),
         "queue": None if point is None or math.isnan(point.queue) else int(point.queue),
         "p99": _milliseconds(figures.percentile(0.99, now)) if point else None,
+        "as_of": as_of,
         "spark": _spark(figures, now) if point else [],
         "workers": f"{running}/{len(view.workers)}" if len(view.workers) > 1 else "",
         "tags": dict(view.spec.tags),

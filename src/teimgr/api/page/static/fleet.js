@@ -1,6 +1,6 @@
 // The fleet: rows that follow the live stream, a filter, sorting, groups, density.
 import { $, $$, alarmItems, follow, prefix, setState } from "./page.js";
-import { milliseconds, number, share, size, spark, tags } from "./format.js";
+import { clock, milliseconds, number, share, size, spark, tags } from "./format.js";
 import { offerActions } from "./bulk.js";
 import { arrange, offer, sum, tagsOf } from "./groups.js";
 
@@ -11,6 +11,7 @@ const shownAs = {
   device: (row) => row.device,
   workers: (row) => row.workers,
   attempt: (row) => row.attempt,
+  as_of: (row) => (row.as_of ? `no answer since ${clock(row.as_of)}` : ""),
   reason: (row) => row.reason ?? "",
   memory: (row) => size(row.memory),
   tokens: (row) => number(row.tokens),
@@ -26,6 +27,7 @@ function update(line, row) {
     const cell = $(`[data-field=${name}]`, line), now = text(row);
     if (cell.textContent !== now) cell.textContent = now;
   }
+  line.classList.toggle("stale", row.as_of != null);
   $("[data-field=reason]", line).title = row.reason ?? "";
   if (line.dataset.state !== row.state) {
     line.dataset.state = row.state;

@@ -54,6 +54,10 @@ export function spark(values, top) {
   return path;
 }
 
+export function clock(moment) {
+  return moment == null ? "" : `${new Date(moment * 1000).toISOString().slice(11, 19)} UTC`;
+}
+
 export function share(used, total) {
   return total ? Math.min(100, (100 * (used ?? 0)) / total).toFixed(1) : "0";
 }

@@ -1,4 +1,6 @@
 // What every view has: calls of the REST routes, live streams, messages, questions, the theme.
+import { clock } from "./format.js";
+
 export const $ = (selector, within = document) => within.querySelector(selector);
 export const $$ = (selector, within = document) => [...within.querySelectorAll(selector)];
 /** The path below which a proxy serves this daemon, empty without one: every URL of it begins so. */
@@ -102,12 +104,13 @@ export function ask(title, text, yes) {
 /** Follows server-sent events while the page is visible: a browser has only six connections for all tabs of a host. */
 export function follow(path, handlers, { light = false, opened } = {}) {
   const indicator = light ? null : $("#live");
-  let source = null, retry = null;
+  let source = null, retry = null, newest = Date.now() / 1000;
   const show = (is_on) => {
     if (!indicator) return;
     indicator.hidden = false;
     indicator.classList.toggle("off", !is_on);
-    $(".live-text", indicator).textContent = is_on ? "Live" : "Reconnecting";
+    document.body.classList.toggle("stale", !is_on);
+    $(".live-text", indicator).textContent = is_on ? "Live" : `Reconnecting, figures of ${clock(newest)}`;
   };
   const close = () => { source?.close(); source = null; clearTimeout(retry); };
   const open = () => {
@@ -123,7 +126,10 @@ export function follow(path, handlers, { light = false, opened } = {}) {
       else retry = setTimeout(() => { if (!document.hidden) open(); }, 5000);
     };
     for (const [name, handle] of Object.entries(handlers)) {
-      source.addEventListener(name, (event) => handle(JSON.parse(event.data)));
+      source.addEventListener(name, (event) => {
+        newest = Date.now() / 1000;
+        handle(JSON.parse(event.data));
+      });
     }
   };
   const onVisibility = () => (document.hidden ? close() : source ?? open());
