@@ -240,6 +240,8 @@ CLAIMS = (
         ("refused-gguf",),
         (
             "models/test_directory.py::test_a_directory_of_llama_cpps_files_is_refused_by_name",
+            "models/test_directory.py::test_a_repository_of_llama_cpps_files_is_refused_by_name",
+            "engine/test_loading.py::test_a_gguf_file_is_not_read_beside_safetensors_and_refused_alone",
             f"{_KEYS}test_a_value_that_changes_vectors_is_refused_by_name",
         ),
     ),

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
-from tests.support.models import build_static
+from tests.support.models import build, build_static
 
 from teimgr.engine.backbone import Batching
 from teimgr.engine.loading import EngineOptions, _limits, _serial_tokens, load_parts
@@ -84,6 +84,22 @@ def test_safetensors_only_is_decided_by_what_would_be_opened(
     change(root)
 
     with pytest.raises(InvalidConfig, match=r"only safetensors are allowed|a link out of the model's directory"):
+        load_parts(options)
+
+
+@pytest.mark.parametrize("family", ["bert", "nomic_bert", "qwen3"])
+def test_a_gguf_file_is_not_read_beside_safetensors_and_refused_alone(family: str, tmp_path: Path) -> None:
+    root = build(family, tmp_path / "model")
+    (root / "model-Q8_0.gguf").write_bytes(b"GGUF")
+    options = EngineOptions(path=root, model_id="m", pooling="mean", dtype="float32")
+    assert load_parts(options).info.min_cosine >= 0.99999
+
+    (root / "model.safetensors").unlink()
+    with pytest.raises(ModelLoadFailed, match=r"GGUF .llama.cpp. alone .model-Q8_0.gguf.*: use the original model"):
+        load_parts(options)
+
+    (root / "config.json").unlink()
+    with pytest.raises(ModelLoadFailed, match=r"GGUF .llama.cpp. alone .model-Q8_0.gguf.*: use the original model"):
         load_parts(options)
 
 

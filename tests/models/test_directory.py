@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -253,16 +254,19 @@ def test_files_of_a_directory_follow_links(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "form"),
     [
-        (["nomic-embed-text-v1.5.Q8_0.gguf", "README.md"], "GGUF (llama.cpp)"),
-        (["config.json", "tf_model.h5"], "TensorFlow"),
-        (["config.json", "openvino_model.xml", "openvino_model.bin"], "OpenVINO"),
-        (["config.json", "onnx/model_quantized.onnx"], "ONNX, optimised or quantised"),
+        (["README.md", "nomic-embed-text-v1.5.Q8_0.gguf"], ("GGUF (llama.cpp)", "nomic-embed-text-v1.5.Q8_0.gguf")),
+        (["config.json", "tf_model.h5"], ("TensorFlow", "tf_model.h5")),
+        (["config.json", "openvino_model.xml", "openvino_model.bin"], ("OpenVINO", "openvino_model.xml")),
+        (
+            ["config.json", "onnx/model_quantized.onnx"],
+            ("ONNX, optimised or quantised", "onnx/model_quantized.onnx"),
+        ),
         (["config.json", "onnx/model.onnx", "onnx/model_quantized.onnx"], None),
         (["config.json", "model.safetensors", "x.gguf"], None),
         (["config.json"], None),
     ],
 )
-def test_weights_of_another_format_are_known_by_their_files(names: list[str], form: str | None) -> None:
+def test_weights_of_another_format_are_known_by_their_files(names: list[str], form: tuple[str, str] | None) -> None:
     assert other_format(names) == form
 
 
@@ -287,5 +291,18 @@ def test_a_directory_of_llama_cpps_files_is_refused_by_name(tmp_path: Path) -> N
     (tmp_path / "model-Q8_0.gguf").write_bytes(b"GGUF")
     (tmp_path / "README.md").write_text("---\nbase_model: BAAI/bge-m3\n---\n")
 
-    with pytest.raises(ModelNotFound, match=r"GGUF .llama.cpp. alone, which is not read: use the original model, BAAI"):
-        hub.resolve(str(tmp_path))
+    alone = r"in GGUF .llama.cpp. alone .model-Q8_0.gguf., which is not read: use the original model, BAAI/bge-m3"
+    for place in (tmp_path, tmp_path / "model-Q8_0.gguf"):
+        with pytest.raises(ModelNotFound, match=alone):
+            hub.resolve(str(place))
+
+
+def test_a_repository_of_llama_cpps_files_is_refused_by_name() -> None:
+    info = SimpleNamespace(card_data=SimpleNamespace(base_model=["Qwen/Qwen3-Embedding-0.6B"]))
+
+    assert hub.format_problem(["README.md", "Qwen3-Embedding-0.6B-f16.gguf"], info) == (
+        "has weights in GGUF (llama.cpp) alone (Qwen3-Embedding-0.6B-f16.gguf), which is not read: use the original "
+        "model, Qwen/Qwen3-Embedding-0.6B"
+    )
+    assert hub.format_problem(["model.safetensors", "Qwen3-Embedding-0.6B-f16.gguf"], info) is None
+    assert needed(["model.safetensors", "config.json", "x.gguf"]) == ["model.safetensors", "config.json"]

@@ -78,14 +78,14 @@ def onnx_file(folder: Path) -> Path | None:
     return next((folder / name for name in _ONNX if (folder / name).is_file()), None)
 
 
-def other_format(names: Iterable[str]) -> str | None:
-    """The format of the weights of files that have none for this engine, such as "GGUF (llama.cpp)"; None if they have
-    such, or no weights at all.
+def other_format(names: Iterable[str]) -> tuple[str, str] | None:
+    """The format of the weights of files that have none for this engine, such as "GGUF (llama.cpp)", and the first of
+    these files; None if they have such, or no weights at all.
     """
     given = list(names)
     if any(PurePosixPath(name).name in (*_WEIGHTS, *_ADAPTER_WEIGHTS) or name in _ONNX for name in given):
         return None
-    found = (form for ending, form in _FORMATS.items() if any(name.lower().endswith(ending) for name in given))
+    found = ((form, name) for ending, form in _FORMATS.items() for name in given if name.lower().endswith(ending))
     return next(found, None)
 
 
@@ -113,9 +113,12 @@ def use_original(named: str | None) -> str:
     return "use the original model" + (f", {named}" if named else "")
 
 
-def only_in(form: str, original: str | None) -> str:
-    """The end of a refusal of weights in another format, behind "weights"; `original` names the original model."""
-    return f"in {form} alone, which is not read: {use_original(original)}"
+def only_in(found: tuple[str, str], original: str | None) -> str:
+    """The end of a refusal of weights in another format (`other_format`), behind "weights"; `original` names the
+    original model.
+    """
+    form, file = found
+    return f"in {form} alone ({file}), which is not read: {use_original(original)}"
 
 
 def has_configuration(path: Path) -> bool:

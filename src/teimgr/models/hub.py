@@ -392,6 +392,10 @@ def _cached_ids() -> list[str]:
 
 
 def _local(model_id: str, path: Path, *, of_a_fleet: bool, hints: bool) -> ModelSource:
+    if path.is_file():
+        form = other_format([path.name])
+        why = f"has weights {only_in(form, base_model_of(path.parent))}" if form else "is a file: name its directory"
+        raise ModelNotFound(f"'{model_id}' {why}")
     if not path.is_dir():
         nearest = nearest_here(model_id) if hints else ""
         copies = "; directories are not copied between hosts: each needs it at this path" if of_a_fleet else ""
