@@ -44,7 +44,15 @@ _ABSENT_HERE = {f for f in FAMILIES.values() if f.source == "GPU"} | {c.DOWNLOAD
 # What a test makes no more than appear.
 _MAY_BE_ZERO = {
     *(c.BY_STATE, c.ALARMS, c.WORKER_ANSWERS, c.QUEUED_TOKENS, c.WORKER_CALLS, c.LINK_IN_FLIGHT, c.PADDING_SAVED),
-    *(c.FAILED_TEXTS, c.EXPIRED_TEXTS, c.DEVICE_BYTES, c.RESTARTS, c.WORKER_START),
+    *(
+        c.SCALING_REFUSED,
+        c.REQUEST_FAILURE,
+        c.FAILED_TEXTS,
+        c.EXPIRED_TEXTS,
+        c.DEVICE_BYTES,
+        c.RESTARTS,
+        c.WORKER_START,
+    ),
 }
 
 
@@ -75,6 +83,13 @@ def panels() -> list[Expression]:
     ]
     notes = dashboard()["annotations"]["list"]
     return found + [Expression(f"annotation {note['name']}", note["expr"]) for note in notes]
+
+
+def filled(text: str, span: str = "20s") -> str:
+    """An expression of the board with values for its variables."""
+    for variable, value in (("$__rate_interval", span), ("$__range", span), ("$host", ".*"), ("$instance", ".*")):
+        text = text.replace(variable, value)
+    return text
 
 
 def alerts() -> list[Expression]:
@@ -111,6 +126,73 @@ def test_every_panel_has_a_place_of_its_own_and_an_id() -> None:
 )
 def test_promtool_accepts_it(what: tuple[str, ...]) -> None:
     promtool(*what)
+
+
+def test_the_first_row_is_the_service_and_the_table_leads_to_the_page() -> None:
+    found = dashboard()["panels"]
+    first = sorted((each for each in found if each["gridPos"]["y"] == 1), key=lambda each: each["gridPos"]["x"])
+    assert [each["title"] for each in first] == ["Error ratio", "p99", "Saturation", "Refused"]
+    [table] = [each for each in found if each["type"] == "table"]
+    named = next(each for each in table["fieldConfig"]["overrides"] if each["matcher"]["options"] == "Instance")
+    [links] = [each["value"] for each in named["properties"] if each["id"] == "links"]
+    assert [each["url"] for each in links] == ["${page}/ui/instances/${__value.text}"]
+    assert "page" in {each["name"] for each in dashboard()["templating"]["list"]}
+
+
+@needs_promtool
+def test_the_board_says_what_is_wrong_and_draws_no_more_than_ten_lines_of_a_panel(tmp_path: Path) -> None:
+    """Thirty instances, of which the last ten have most; one fails, one refuses, one is busy."""
+    series = []
+    for number in range(30):
+        labels = f'{{host="h", instance="i{number}"}}'
+        load = 60 * (number + 1)
+        series += [
+            (f"te_request_count{labels}", f"0+{load}x30"),
+            (f"teimgr_engine_tokens_total{labels}", f"0+{load}x30"),
+            (f"teimgr_engine_busy_seconds_total{labels}", f"0+{57 if number == 3 else 6}x30"),
+            (f"teimgr_scaling_replicas{labels}", f"{2 if number == 4 else 1}+0x30"),
+            (f"teimgr_scaling_refused_per_second{labels}", f"{4 if number == 5 else 0}+0x30"),
+            (f"teimgr_worker_calls{labels}", f"{number}+0x30"),
+        ]
+    series.append(('te_request_failure{host="h", instance="i9", err="inference"}', "0+279x30"))
+    series.append(('te_request_failure{host="h", instance="i5", err="overloaded"}', "0+9000x30"))
+    series.append(('te_request_duration_bucket{host="h", instance="i9", le="1"}', "0+60x30"))
+    series.append(('te_request_duration_bucket{host="h", instance="i9", le="+Inf"}', "0+60x30"))
+    of = {
+        each["title"]: filled(each["targets"][0]["expr"], "5m") for each in dashboard()["panels"] if "targets" in each
+    }
+    wanted = {
+        of["Error ratio"]: 0.01,  # 279 of 27,900
+        of["p99"]: 0.99,
+        of["Saturation"]: 0.95,
+        of["Refused"]: 4,
+        f"count({of['Requests by instance']})": 10,
+        f"count({of['Tokens by instance']})": 10,
+        f"count({of['Calls in the workers']})": 10,
+        f"min({of['Calls in the workers']})": 20,
+    }
+    checks = [
+        {"expr": f"round({expr}, 0.001)", "eval_time": "20m", "exp_samples": [{"labels": "{}", "value": value}]}
+        for expr, value in wanted.items()
+    ]
+    inputs = [{"series": name, "values": values} for name, values in series]
+    tests = {"tests": [{"interval": "1m", "input_series": inputs, "promql_expr_test": checks}]}
+    (tmp_path / "board.yml").write_text(yaml.safe_dump(tests))
+    promtool("test", "rules", str(tmp_path / "board.yml"))
+
+
+@needs_promtool
+def test_prometheus_reads_every_expression_of_the_board(tmp_path: Path) -> None:
+    rules = [{"record": f"r{number}", "expr": filled(each.text)} for number, each in enumerate(panels())]
+    (tmp_path / "rules.yml").write_text(yaml.safe_dump({"groups": [{"name": "board", "rules": rules}]}))
+    promtool("check", "rules", str(tmp_path / "rules.yml"))
+
+
+def test_a_panel_by_instance_is_cut_to_the_first_ten() -> None:
+    for panel in dashboard()["panels"]:
+        for target in panel.get("targets", ()):
+            if panel["type"] == "timeseries" and "{{instance}}" in target["legendFormat"]:
+                assert "and on (instance) topk(10, " in target["expr"], panel["title"]
 
 
 @needs_promtool
@@ -228,9 +310,7 @@ def test_every_panel_shows_something_that_moves(watched: Watched) -> None:
     for expression in panels():
         if set(expression.families) <= _ABSENT_HERE or expression.where.startswith("annotation"):
             continue
-        text = expression.text
-        for variable, value in (("$__rate_interval", "20s"), ("$host", ".*"), ("$instance", ".*")):
-            text = text.replace(variable, value)
+        text = filled(expression.text)
         may_be_zero = bool(set(expression.families) & _MAY_BE_ZERO)
         until(partial(shows, watched, text, may_be_zero), str(expression), 30)
 
