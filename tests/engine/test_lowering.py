@@ -13,6 +13,7 @@ import transformers
 from tests.support.models import FAMILIES
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from teimgr.engine.forward_program import CannotLowerError, ForwardProgram
 from teimgr.engine.forward_trace import trace_forward
@@ -50,6 +51,32 @@ def test_the_layers_of_a_bert_are_fused(model_dir: Callable[..., Path]) -> None:
     assert program.steps[2].width == 3 * 32  # queries, keys and values
     assert program.steps[6].activation == "gelu"
     assert len(program.linears) == 2 * 6
+
+
+class Made(TorchDispatchMode):
+    """Counts the tensors that are made of a range of numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ranges = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ranges += func is torch.ops.aten.arange.default
+        return func(*args, **kwargs or {})
+
+
+def test_what_places_look_like_is_made_once_for_all_layers() -> None:
+    made = []
+    for layers in (1, 4):
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": layers}
+        model = transformers.BertModel(transformers.BertConfig(**sizes, attn_implementation="sdpa")).eval()
+        record = trace_forward(model, {})
+        with Made() as counter:
+            program = lower(record)
+        assert Counter(step.kind for step in program.steps)["attend"] == layers
+        made.append(counter.ranges)
+
+    assert made[0] == made[1]
 
 
 @pytest.mark.parametrize(

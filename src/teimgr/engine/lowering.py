@@ -89,6 +89,7 @@ class _Lowering:
     steps: list[Step] = field(default_factory=list)
     values: dict[int, Any] = field(default_factory=dict)  # by identity of a tensor of the record
     computed: dict[int, tuple[Any, StepRows]] = field(default_factory=dict)  # by identity of a value
+    whole: dict[int, Tensor] = field(default_factory=dict)  # places of whole results, by their columns
 
     def run(self) -> ForwardProgram:
         record = self.record
@@ -154,8 +155,14 @@ class _Lowering:
             raise CannotLowerError(f"{width} columns")
         key = len(self.steps)
         self.steps.append(Step(kind, key, width, **fields))
-        places = torch.arange(TRACED_TOKENS)[:, None] * TOKEN + torch.arange(width * groups)[None, :]
-        return StepRows(key, places[None])
+        return StepRows(key, self._whole(width * groups)[None])
+
+    def _whole(self, width: int) -> Tensor:
+        """The places of `width` columns from the first on, [T, width]: made once, as layers are alike."""
+        if (places := self.whole.get(width)) is None:
+            places = torch.arange(TRACED_TOKENS)[:, None] * TOKEN + torch.arange(width)[None, :]
+            self.whole[width] = places
+        return places
 
     def _rows(self, value: Any) -> StepRows:
         """A value as the result of a step, which is added where it has not been computed yet."""
@@ -186,8 +193,7 @@ class _Lowering:
             raise CannotLowerError(f"values of shape {tuple(places.shape)}")
         places = places.reshape(TRACED_TOKENS, -1)
         first, width = int(places[0, 0]), places.shape[1]
-        expected = torch.arange(TRACED_TOKENS)[:, None] * TOKEN + first + torch.arange(width)[None, :]
-        if not torch.equal(places, expected):
+        if not torch.equal(places - first if first else places, self._whole(width)):
             raise CannotLowerError("columns that are not consecutive")
         return Columns(rows.key, first, width)
 
