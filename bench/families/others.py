@@ -383,9 +383,6 @@ def _refused() -> Iterator[Row]:
 
         return make
 
-    flexible = {"model_type": "siglip2", "architectures": ["Siglip2Model"], "text_config": {}, "vision_config": {}}
-    hub = "google/siglip2-base-patch16-naflex"
-    yield Row("refused-siglip2-naflex", "SigLIP2", hub, files_of(flexible, "model.safetensors"), reference=none)
     vl = {"model_type": "qwen3_vl", "architectures": ["Qwen3VLForConditionalGeneration"]}
     yield Row(
         "refused-qwen3-vl", "Qwen3-VL", "Qwen/Qwen3-VL-2B-Instruct", files_of(vl, "model.safetensors"), reference=none

@@ -23,6 +23,7 @@ from tests.support.models.dual_encoders import (
     build_qwen3_vl_embedding,
     build_qwen3_vl_reranker,
     build_siglip,
+    build_siglip2_naflex,
     file_of,
     noise,
 )
@@ -50,7 +51,7 @@ def picture_files() -> list[bytes]:
 
 def library(folder: Path, inputs: Sequence[Any]) -> list[Matrix]:
     """The vectors of transformers, one input at a time: images through its processor with Pillow, SigLIP's texts padded
-    and without a mask.
+    and without a mask, SigLIP2 NaFlex's lower-cased too.
     """
     from transformers import AutoImageProcessor, AutoModel, PreTrainedTokenizerFast
 
@@ -59,7 +60,8 @@ def library(folder: Path, inputs: Sequence[Any]) -> list[Matrix]:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(home)
     processor: Any = AutoImageProcessor.from_pretrained(home, backend="pil")
     how: dict[str, Any] = {"truncation": True, "max_length": tokenizer.model_max_length, "return_tensors": "pt"}
-    how["padding"] = "max_length" if model.config.model_type == "siglip" else False
+    how["padding"] = "max_length" if model.config.model_type.startswith("siglip") else False
+    is_lowered = model.config.model_type == "siglip2"
     found = []
     with torch.inference_mode():
         for one in inputs:
@@ -67,7 +69,9 @@ def library(folder: Path, inputs: Sequence[Any]) -> list[Matrix]:
                 image = Image.open(io.BytesIO(one))
                 vector = model.get_image_features(**processor(images=[image], return_tensors="pt"))
             else:
-                vector = model.get_text_features(input_ids=tokenizer(one, **how)["input_ids"])
+                vector = model.get_text_features(
+                    input_ids=tokenizer(one.lower() if is_lowered else one, **how)["input_ids"]
+                )
             found.append(vector.pooler_output.numpy())
     return found
 
@@ -264,6 +268,8 @@ def _rows() -> Iterator[Row]:
     yield _row("clip-saved-now", "CLIP", saved, partial(build_clip, layout="sentence-transformers"), 77)
     siglip = "google/siglip-base-patch16-224, siglip-so400m-patch14-384, siglip2-base-patch16-224 (fixed size)"
     yield _row("siglip", "SigLIP", siglip, build_siglip, 64)
+    flexible = "google/siglip2-base-patch16-naflex, siglip2-so400m-patch16-naflex"
+    yield _row("siglip2-naflex", "SigLIP2", flexible, build_siglip2_naflex, 64)
     yield _image_row("dinov2", "facebook/dinov2-small, -base, -large, -giant", 0)
     yield _image_row("dinov2-registers", "facebook/dinov2-with-registers-small, -base, -large, -giant", 4)
     yield _page_row("colpali", "ColPali", "vidore/colpali-v1.2-hf, colpali-v1.3-hf", build_colpali)

@@ -203,7 +203,7 @@ def test_a_row_of_modules_json_with_arguments_is_refused(bert: Path) -> None:
         ({"model_type": "qwen2_5_vl", "vision_config": {"depth": 2}}, "images"),
         ({"model_type": "qwen2_vl"}, "images"),
         ({"model_type": "align"}, "images and text"),
-        ({"model_type": "siglip2"}, "images and text"),
+        ({"model_type": "altclip"}, "images and text"),
         ({"model_type": "whisper"}, "sound"),
         ({"model_type": "colmodernvbert"}, "pages as images"),
     ],

@@ -1,8 +1,9 @@
-"""Models of texts and images in one space: CLIP, SigLIP and SigLIP2 of fixed size, from their files."""
+"""Models of texts and images in one space: CLIP, SigLIP and SigLIP2 with its NaFlex, from their files."""
 
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 from teimgr.errors import InvalidConfig, ModelLoadFailed
 from teimgr.models.bounded_json import read_object
 from teimgr.models.known_keys import KnownKeys
-from teimgr.models.layout import DualEncoder, Layout, PixelSteps
+from teimgr.models.layout import DualEncoder, FlexibleSteps, Layout, PixelSteps
 from teimgr.models.library_code import setting
 from teimgr.models.metadata import DUAL_ENCODERS, PAGE_ENCODERS, SOUND_ENCODERS, VISION_CHATS, ModelMetadata
 
@@ -26,6 +27,18 @@ _KEYS = KnownKeys(
     harmless=frozenset(("processor_class", "use_square_size", "data_format", "input_data_format", "return_tensors")),
     only={"do_convert_rgb": (True, None), "do_pad": (False, None), "default_to_square": (False, None)},
 )
+_FLEXIBLE_KEYS = KnownKeys(
+    honoured=frozenset(
+        (
+            *("do_normalize", "do_rescale", "do_resize", "image_mean", "image_std", "resample", "rescale_factor"),
+            *("max_num_patches", "patch_size", "image_processor_type"),
+        )
+    ),
+    harmless=_KEYS.harmless,
+    only={"do_convert_rgb": (True, None), "do_pad": (False, None), "size": (None,), "default_to_square": (True, None)},
+)
+_PATCHES = 16, 4096  # that a picture may have at most; of the known models 256, and 1,024 on request
+_MAX_PATCH = 256  # pixels of a side
 _MAX_SIDE = 4096  # pixels of a picture that a model reads; the largest known one has 512
 _MAX_RESAMPLE = 5  # the last filter of Pillow
 _METHODS = {"text": "get_text_features", "image": "get_image_features"}
@@ -66,10 +79,21 @@ def read_dual_encoder(metadata: ModelMetadata, layout: Layout, pooling: str | No
     if behind not in ([], ["Normalize"]):
         raise ModelLoadFailed(f"modules behind a model of texts and images are not served: {metadata.chain}")
     _check_modalities(metadata.settings.get("modality_config") or {})
-    config = metadata.config
-    is_clip = config["model_type"] == "clip"
+    if metadata.config["model_type"] == "siglip2":
+        if metadata.chain.modules:  # sentence-transformers would mask the padding of its texts
+            raise ModelLoadFailed(
+                f"SigLIP2 NaFlex in the layout of sentence-transformers ({metadata.chain}) is not served: use the one "
+                "that transformers saved"
+            )
+        # Its authors lower-case texts, as the library's tokenizer for it does.
+        return replace(layout, poolings=("last_token",), dual=_of_any_size(metadata), lower_case=True)
+    return replace(layout, poolings=("last_token",), dual=_of_one_size(metadata))
+
+
+def _of_one_size(metadata: ModelMetadata) -> DualEncoder:
+    is_clip = metadata.config["model_type"] == "clip"
     steps = pixel_steps(processor_settings(metadata.transformer_dir))
-    vision = _part(config, "vision")
+    vision = _part(metadata.config, "vision")
     side, patch = whole_number(vision, "image_size"), whole_number(vision, "patch_size")
     if whole_number(vision, "num_channels") != 3 or not patch <= side <= _MAX_SIDE:
         raise ModelLoadFailed(f"vision_config of config.json makes pictures of {side} pixels in patches of {patch}")
@@ -78,8 +102,23 @@ def read_dual_encoder(metadata: ModelMetadata, layout: Layout, pooling: str | No
         shown = "pictures of any size" if given is None else f"pictures of {given[0]} x {given[1]} pixels"
         raise ModelLoadFailed(f"the image processor gives {shown}, and the model reads {side} x {side}")
     dual = DualEncoder((side // patch) ** 2 + is_clip, side, side, steps)
-    dual = replace(dual, end_id=_end_id(metadata)) if is_clip else replace(dual, padding_token=_padding(metadata))
-    return replace(layout, poolings=("last_token",), dual=dual)
+    return replace(dual, end_id=_end_id(metadata)) if is_clip else replace(dual, padding_token=_padding(metadata))
+
+
+def _of_any_size(metadata: ModelMetadata) -> DualEncoder:
+    """What SigLIP2 NaFlex reads: known images are squares of about the most patches."""
+    steps = flexible_steps(processor_settings(metadata.transformer_dir))
+    vision = _part(metadata.config, "vision")
+    patch, positions = whole_number(vision, "patch_size"), whole_number(vision, "num_patches")
+    if whole_number(vision, "num_channels") != 3 or patch != steps.patch:
+        raise ModelLoadFailed(
+            f"the image processor makes patches of {steps.patch} x {steps.patch} pixels, and vision_config of "
+            f"config.json reads {patch} x {patch}"
+        )
+    if positions > _PATCHES[1] or math.isqrt(positions) ** 2 != positions:
+        raise ModelLoadFailed(f"vision_config of config.json has num_patches = {positions}, which should be a square")
+    side = math.isqrt(steps.patches) * patch
+    return DualEncoder(0, side, side, steps, padding_token=_padding(metadata))
 
 
 def need_pillow() -> None:
@@ -114,7 +153,8 @@ def _padding(metadata: ModelMetadata) -> str:
     """The padding token of SigLIP's texts, which the model was trained to read at their end."""
     if metadata.tokens.config.get("padding_side", "right") != "right":
         raise ModelLoadFailed("tokenizer_config.json pads texts at their beginning; the model was trained to read it")
-    return metadata.tokens.text("pad_token") or "</s>"  # of SiglipTokenizer by default
+    by_default = "<pad>" if metadata.config["model_type"] == "siglip2" else "</s>"  # of the library's tokenizers
+    return metadata.tokens.text("pad_token") or by_default
 
 
 def _check_modalities(modalities: Mapping[str, Any]) -> None:
@@ -172,6 +212,44 @@ def pixel_steps(given: dict[str, Any]) -> PixelSteps:
         mean=colours(given, "image_mean", means) if normalizes else None,
         deviation=colours(given, "image_std", deviations) if normalizes else None,
     )
+
+
+def flexible_steps(given: dict[str, Any]) -> FlexibleSteps:
+    """What SigLIP2's image processor of these settings does.
+
+    Raises:
+        ModelLoadFailed: it is another processor, or does something else besides.
+    """
+    named = str(given.get("image_processor_type"))
+    if named.removesuffix("Fast").removesuffix("Pil") != "Siglip2ImageProcessor":
+        raise ModelLoadFailed(f"the image processor {named} is not served for SigLIP2 NaFlex: its own is")
+    if unknown := _FLEXIBLE_KEYS.warnings("preprocessor_config.json", given):
+        raise ModelLoadFailed(unknown[0])
+    if not given.get("do_resize", True):
+        raise ModelLoadFailed("preprocessor_config.json resizes no image to what the model reads")
+    normalizes = given.get("do_normalize", True)
+    return FlexibleSteps(
+        shortest=None,
+        size=None,
+        resample=_setting_within(given, "resample", 2, (0, _MAX_RESAMPLE)),
+        crop=None,
+        factor=float(given.get("rescale_factor", 1 / 255)) if given.get("do_rescale", True) else None,
+        mean=colours(given, "image_mean", (0.5, 0.5, 0.5)) if normalizes else None,
+        deviation=colours(given, "image_std", (0.5, 0.5, 0.5)) if normalizes else None,
+        patch=_setting_within(given, "patch_size", 16, (1, _MAX_PATCH)),
+        patches=_setting_within(given, "max_num_patches", 256, _PATCHES),
+    )
+
+
+def _setting_within(given: dict[str, Any], key: str, default: int, bounds: tuple[int, int]) -> int:
+    value = given.get(key, default)
+    least, most = bounds
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        shown = str(value)[:80]
+        raise ModelLoadFailed(
+            f"preprocessor_config.json has {key} = {shown}, which should be a whole number of {least} to {most}"
+        )
+    return value
 
 
 def _size(given: Any, default: int | tuple[int, int]) -> tuple[int | None, tuple[int, int] | None]:

@@ -188,6 +188,16 @@ class PatchSteps(PixelSteps):
 
 
 @dataclass(frozen=True, slots=True)
+class FlexibleSteps(PixelSteps):
+    """Steps whose resizing keeps about the ratio of the sides (SigLIP2 NaFlex): both become multiples of `patch`, of at
+    most `patches` squares of `patch` x `patch` pixels, each of which is a token.
+    """
+
+    patch: int
+    patches: int
+
+
+@dataclass(frozen=True, slots=True)
 class PageTexts:
     """The texts around what a model of page images reads, `image` around the tokens of an image, each of which is
     `image_token`, and `query` around a query.
@@ -220,10 +230,10 @@ class DualEncoder:
     """A model of texts and images in one space (CLIP, SigLIP), of queries and page images (ColPali), or of both in one
     input: what it reads of an image, and how the text half reads ids.
 
-    With `PatchSteps` the size of an image tells how many tokens it takes, and `height` and `width` are those of known
-    images; else an image takes `image_tokens` of the forward and has `height` x `width` pixels behind `steps`. Nothing
-    is read behind the first `end_id` of a text. With `padding_token`, each text is padded at its end to `max_length`
-    tokens, and the model reads the padding.
+    With `PatchSteps` or `FlexibleSteps` the size of an image tells how many tokens it takes, and `height` and `width`
+    are those of known images; else an image takes `image_tokens` of the forward and has `height` x `width` pixels
+    behind `steps`. Nothing is read behind the first `end_id` of a text. With `padding_token`, each text is padded at
+    its end to `max_length` tokens, and the model reads the padding.
     """
 
     image_tokens: int

@@ -25,7 +25,7 @@ _READ_BY_LIBRARIES = (
 )
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")
 _STATIC = (MODEL2VEC, "static")
-DUAL_ENCODERS = ("clip", "siglip")
+DUAL_ENCODERS = ("clip", "siglip", "siglip2")
 """Model types of texts and images in one space that are served."""
 IMAGE_ENCODERS = ("dinov2", "dinov2_with_registers")
 """Model types of images alone that are served."""
@@ -232,7 +232,7 @@ def _weight_names(folder: Path, own: str | None) -> str | None:
 
 # What is not a text embedding model at all, by model type: what to say of it.
 _OTHER_MODELS = {
-    **dict.fromkeys(("siglip2", "align", "altclip", "chinese_clip", "blip", "flava"), "images and text"),
+    **dict.fromkeys(("align", "altclip", "chinese_clip", "blip", "flava"), "images and text"),
     **dict.fromkeys(("whisper", "wav2vec2", "hubert", "wavlm"), "sound"),
     **dict.fromkeys(("colmodernvbert", "modernvbert"), "pages as images"),
     **dict.fromkeys(("vit", "beit", "deit", "convnext"), "images"),

@@ -74,6 +74,22 @@ def build_siglip(folder: Path, *, seed: int = 0) -> Path:
     return folder
 
 
+def build_siglip2_naflex(folder: Path, *, patches: int = 20, seed: int = 0) -> Path:
+    """Write a SigLIP2 NaFlex to `folder`, which reads at most so many patches of an image."""
+    pad, end = "<pad>", "<eos>"
+    tokenizer = _byte_level([pad, end], CORPUS)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"$A {end}", special_tokens=[(end, tokenizer.token_to_id(end))]
+    )
+    texts = _PART | {"vocab_size": tokenizer.get_vocab_size(), "max_position_embeddings": 64}
+    config = transformers.Siglip2Config(text_config=texts, vision_config=_PART | {"patch_size": 16, "num_patches": 16})
+    processor = transformers.Siglip2ImageProcessorPil(max_num_patches=patches, do_convert_rgb=True)
+    _save(transformers.Siglip2Model, config, seed, processor, folder)
+    _save_tokenizer(tokenizer, folder, 64, eos_token=end, pad_token=pad)
+    edit(folder / "tokenizer_config.json", padding_side="right")
+    return folder
+
+
 def build_dinov2(folder: Path, *, registers: int = 0, trained: int = 56, seed: int = 0) -> Path:
     """Write a DINOv2 to `folder`, which reads 42 x 42 pixels and was `trained` on others."""
     config: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -25,7 +25,7 @@ from teimgr.engine.job import Output
 from teimgr.engine.library_model import load_module
 from teimgr.engine.model import Heads, Model
 from teimgr.errors import ModelLoadFailed
-from teimgr.models.layout import DualEncoder, Layout
+from teimgr.models.layout import DualEncoder, FlexibleSteps, Layout
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +62,41 @@ class PictureTower(nn.Module):
         numbers = self._table.numbers(pictures).to(parameter.device, parameter.dtype)
         pooled: Tensor = self.vision(pixel_values=numbers).pooler_output
         return (pooled if self.projection is None else self.projection(pooled)).float()
+
+
+class FlexibleTower(nn.Module):
+    """The image half of a model that reads pictures of several sizes: N of them → float32 [N, width of a vector].
+
+    Pictures of one size go together, so that none needs padding: a vector is that of the picture alone.
+    """
+
+    def __init__(self, vision: Any, steps: FlexibleSteps) -> None:
+        super().__init__()
+        self.vision = vision
+        self._patch = steps.patch
+        self._table = PixelTable(steps)
+
+    def forward(self, pictures: Sequence[Pixels]) -> Tensor:
+        """The vectors, not normalised."""
+        by_shape: dict[tuple[int, ...], list[int]] = {}
+        for place, picture in enumerate(pictures):
+            by_shape.setdefault(picture.shape, []).append(place)
+        found = [self._of_one_size([pictures[at] for at in places]) for places in by_shape.values()]
+        order = torch.tensor([at for places in by_shape.values() for at in places], device=found[0].device)
+        return torch.cat(found)[torch.argsort(order)]
+
+    def _of_one_size(self, pictures: Sequence[Pixels]) -> Tensor:
+        parameter = next(self.vision.parameters())
+        numbers = self._table.numbers(pictures).to(parameter.device, parameter.dtype)
+        count, colours, height, width = numbers.shape
+        down, across = height // self._patch, width // self._patch
+        split = numbers.reshape(count, colours, down, self._patch, across, self._patch)
+        pooled: Tensor = self.vision(
+            pixel_values=split.permute(0, 2, 4, 3, 5, 1).reshape(count, down * across, -1),
+            pixel_attention_mask=torch.ones((count, down * across), dtype=torch.long, device=numbers.device),
+            spatial_shapes=torch.tensor([[down, across]] * count, device=numbers.device),
+        ).pooler_output
+        return pooled.float()
 
 
 class PicturedModel(Model):
@@ -197,12 +232,16 @@ def load_dual_model(layout: Layout, device: torch.device, threads: int) -> DualM
         if not module.vision_model.use_head:
             raise ModelLoadFailed("the image half of the model has no head (vision_use_head), so no vector of an image")
     module.text_model.embeddings = TextTables(module.text_model.embeddings)
-    tower = PictureTower(module.vision_model, of_images, PixelTable(dual.steps)).eval()
+    tower: nn.Module = PictureTower(module.vision_model, of_images, PixelTable(dual.steps))
+    known = known_pictures(dual)
+    if isinstance(dual.steps, FlexibleSteps):
+        tower = FlexibleTower(module.vision_model, dual.steps)
+        known.append(np.ascontiguousarray(known[0][:, : dual.steps.patch]))  # of another shape, beside which they stay
     transformer = Transformer(module.text_model, layout.position_offset, device)
     width = int(of_texts.out_features)
     head = DenseHead(layout.poolings, nn.Sequential(of_texts), width)
     decoder = PictureDecoder(dual, threads)
-    model = DualModel(transformer, {Output.DENSE: head}, tower, decoder, known_pictures(dual))
+    model = DualModel(transformer, {Output.DENSE: head}, tower.eval(), decoder, known)
     if not gpu.is_gpu(device):
         given = int(model.vectors(model.known[:1]).shape[1])
         if given != width:

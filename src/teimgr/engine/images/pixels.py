@@ -16,10 +16,11 @@ from PIL import Image
 
 from teimgr.engine.images.files import MAX_PIXELS
 from teimgr.errors import InvalidInput
-from teimgr.models.layout import DualEncoder, PatchSteps, PixelSteps
+from teimgr.models.layout import DualEncoder, FlexibleSteps, PatchSteps, PixelSteps
 
 Pixels = NDArray[np.uint8]
 """Of one picture: [3, height, width]."""
+_SCALE_STEP, _MAX_SCALE = 1e-5, 100.0  # of SigLIP2's image processor
 _MAX_RATIO = 200  # of the sides, in Qwen2-VL's image processor
 
 
@@ -31,6 +32,8 @@ def resized_shape(steps: PixelSteps, width: int, height: int) -> tuple[int, int]
     """
     if isinstance(steps, PatchSteps):
         return _shape_of_patches(steps, width, height)
+    if isinstance(steps, FlexibleSteps):
+        return _shape_within(steps, width, height)
     if steps.size is not None:
         return steps.size[1], steps.size[0]
     if steps.shortest is None:
@@ -63,6 +66,22 @@ def _shape_of_patches(steps: PatchSteps, width: int, height: int) -> tuple[int, 
     return across, down
 
 
+def _shape_within(steps: FlexibleSteps, width: int, height: int) -> tuple[int, int]:
+    """The size that SigLIP2's image processor resizes to, number for number: its scale is found by halving."""
+
+    def scaled(side: int, scale: float) -> int:
+        return max(steps.patch, math.ceil(side * scale / steps.patch) * steps.patch)
+
+    low, high = _SCALE_STEP / 10, _MAX_SCALE
+    while high - low >= _SCALE_STEP:
+        scale = (low + high) / 2
+        if scaled(width, scale) * scaled(height, scale) <= steps.patches * steps.patch**2:
+            low = scale
+        else:
+            high = scale
+    return scaled(width, low), scaled(height, low)
+
+
 def tokens_of(dual: DualEncoder, width: int, height: int) -> int:
     """The tokens that an image of this size takes.
 
@@ -71,6 +90,8 @@ def tokens_of(dual: DualEncoder, width: int, height: int) -> int:
     """
     across, down = resized_shape(dual.steps, width, height)
     steps = dual.steps
+    if isinstance(steps, FlexibleSteps):
+        return across * down // steps.patch**2
     return across * down // steps.unit**2 if isinstance(steps, PatchSteps) else dual.image_tokens
 
 
@@ -81,7 +102,7 @@ def prepare(image: Image.Image, steps: PixelSteps) -> Pixels:
         InvalidInput: as `resized_shape`.
     """
     shape = resized_shape(steps, *image.size)
-    resizes = steps.size is not None or steps.shortest is not None or isinstance(steps, PatchSteps)
+    resizes = steps.size is not None or steps.shortest is not None or isinstance(steps, (PatchSteps, FlexibleSteps))
     found = np.asarray(image.resize(shape, Image.Resampling(steps.resample)) if resizes else image)
     if steps.crop is not None:
         found = _cropped(found, *steps.crop)
