@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from tests.api.page.chromium import CHROMIUM, OPTIONS, missing
 from tests.api.page.conftest import Serving
+from tests.api.page.test_browser import AXE
 from tests.api.page.test_page import next_event
 from tests.support.rest_listener import Front
 
@@ -218,3 +219,14 @@ async def test_figures_are_dimmed_and_have_their_time_once_they_are_not_current(
 
 async def answer(body: str, route: Any) -> None:
     await route.fulfill(content_type="text/event-stream", body=body)
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+async def test_axe_finds_nothing_in_groups_actions_and_dimmed_figures(opened: Opened, theme: str) -> None:
+    async with opened("/?q=team&group=team") as (_, page):
+        await page.emulate_media(color_scheme=theme)
+        await page.get_by_label("Dense").check()
+        await page.evaluate("document.body.classList.add('stale')")
+        await page.evaluate(AXE)
+        found = await page.evaluate("axe.run().then((found) => found.violations)")
+        assert [(each["id"], [node["html"][:200] for node in each["nodes"][:3]]) for each in found] == []
