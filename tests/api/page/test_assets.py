@@ -78,9 +78,10 @@ def test_own_files_name_no_other_host_and_evaluate_nothing(path: object) -> None
         (format.duration(0), "0 s"),
         (format.duration(3700), "1 h 1 min"),
         (format.duration(3 * 86400 + 4 * 3600 + 59), "3 d 4 h"),
-        (format.spark([1.0]), ""),
-        (format.spark([0.0, 200.0, None]), "0.0,22.0 48.0,2.0 96.0,22.0"),
-        (format.spark([0.0, 10.0]), "0.0,22.0 96.0,20.0"),
+        (format.clock(None), ""),
+        (format.clock(1_764_000_202), "16:03:22 UTC"),
+        (", ".join(format.tags({"team": "search", "new": ""})), "team=search, new"),
+        (format.spark([1.0, None], 100), "M90.9,21.8"),
     ],
 )
 def test_figures_as_text(shown: str, value: str) -> None:
