@@ -8,7 +8,6 @@ prints a line for each case before it begins and one with its outcome: `refused 
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 import shutil
@@ -88,8 +87,6 @@ def main(base: Path, folder: Path) -> None:
     transformers.logging.disable_progress_bar()
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()  # each load collects garbage, and would look at all that torch and transformers consist of
     for name, prepare in cases(read(base / "config.json")):
         case = folder / "case"
         shutil.rmtree(case, ignore_errors=True)
