@@ -114,6 +114,25 @@ def test_trusted_code_runs_and_gives_what_it_computes(
     assert hub.asked == ["own_code.py"]
 
 
+def test_a_first_module_loads_the_code_at_the_pinned_revision(
+    daemon: DaemonProcess, coded: Path, tmp_path: Path
+) -> None:
+    """The module is sentence-transformers' own by another name, so that the vectors are those without it."""
+    folder = shutil.copytree(coded, tmp_path / "model")
+    reader = "from sentence_transformers.sentence_transformer.modules import Transformer\n\n\n"
+    (folder / "first.py").write_text(f"{reader}class Reader(Transformer):\n    pass\n")
+    chain = json.loads((folder / "modules.json").read_text())
+    chain[0]["type"] = "first.Reader"
+    (folder / "modules.json").write_text(json.dumps(chain))
+    with daemon.client() as client:
+        for name, place in (("plain-first", coded), ("own-first", folder)):
+            client.create(name, str(place), trust_remote_code=True, code_revision=SHA, dtype="float32")
+            client.wait_until_running(name, deadline_s=120)
+        found, expected = (client.embed(TEXTS, instance=name) for name in ("own-first", "plain-first"))
+
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
 def test_a_trial_compares_with_the_code_at_the_same_revision(daemon: DaemonProcess, coded: Path) -> None:
     """The cache has this commit of the code and no other, by no name: without the revision no library finds it."""
     with daemon.client() as client:
