@@ -87,7 +87,9 @@ IN_PROCESS: dict[str, list[Family]] = {
     "a port is forwarded to another host": [c.FORWARDED],
     "an engine falls sick and holds device memory": [c.HEALTHY, c.DEVICE_BYTES],
     "calls with a key are answered and refused": [c.KEY_TOKENS, c.KEY_CALLS, c.KEY_REFUSED],
-    "work waits for an instance": [c.SCALING_QUEUED, c.SCALING_WAITING, c.SCALING_REPLICAS, c.SCALING_WANTED],
+    "work waits for an instance": [
+        *(c.SCALING_QUEUED, c.SCALING_WAITING, c.SCALING_REFUSED, c.SCALING_REPLICAS, c.SCALING_WANTED),
+    ],
     "the event loop of a process is held": [c.LOOP_HELD, c.MUX_LOOP_HELD, c.WORKER_LOOP_HELD],
     "a GPU works": [
         *(c.GPU_MEMORY_TOTAL, c.GPU_MEMORY_USED, c.GPU_UTILIZATION, c.GPU_TEMPERATURE, c.GPU_POWER),
@@ -167,7 +169,7 @@ async def test_figures_of_keys_move() -> None:
 async def test_figures_of_scaling_move() -> None:
     class Load:
         def __init__(self) -> None:
-            self.now = ScalingFigures(0, 0.0, 100.0, 1, 1, "")
+            self.now = ScalingFigures(0, 0.0, 100.0, 0.0, 1, 1, "")
 
         async def figures(self) -> dict[str, ScalingFigures]:
             return {"a": self.now}
@@ -175,7 +177,7 @@ async def test_figures_of_scaling_move() -> None:
     load = Load()
 
     def act() -> None:
-        load.now = ScalingFigures(500, 5.0, 100.0, 2, 3, "")
+        load.now = ScalingFigures(500, 5.0, 100.0, 4.0, 2, 3, "")
 
     await moves("work waits for an instance", partial(Autoscaler.page, cast(Any, load)), act)
 
