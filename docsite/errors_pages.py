@@ -31,8 +31,10 @@ route takes.
 """
 _TROUBLE_HEAD = f"""# Troubleshooting by error code
 
-{MADE_BY} `teimgr explain CODE` shows the same in a terminal, `/docs/errors` of the daemon in a
-browser; error replies of REST link there (header `Link`).
+{MADE_BY}
+
+`teimgr explain CODE` shows the same in a terminal, `/docs/errors` of the daemon in a browser;
+error replies of REST link there (header `Link`).
 
 Where to find the code of a failure: `code` in a reply of REST, `{CODE_KEY}` in the trailing metadata of gRPC, `why:` on
 the command line. [Errors](reference/errors.md) has the statuses. Without a code at hand, begin with these:

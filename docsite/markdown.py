@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-MADE_BY = "Made by `python -m docsite`; a test checks that it is up to date."
+MADE_BY = "<!-- Made by `python -m docsite`; a test checks that it is up to date. -->"
+"""For who edits the file; a reader of the page sees nothing of it."""
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

@@ -17,9 +17,11 @@ FILE = Path(__file__).parents[2] / "docs" / "conformance.md"
 _HEAD = """\
 # Conformance with TEI and tei-manager
 
-Written by `python -m tests.conformance`; the cases are in `tests/conformance`, and every one runs in `just test`. A
-clause is a section of the contract of Text Embeddings Inference and what it requires; those that begin with `mux` are
-of tei-manager's on its gRPC port. A case is one request with its exact status, headers and body.
+<!-- Written by `python -m tests.conformance`. -->
+
+The cases are in `tests/conformance`, and every one runs in `just test`. A clause is a section of the contract of Text
+Embeddings Inference and what it requires; those that begin with `mux` are of tei-manager's
+on its gRPC port. A case is one request with its exact status, headers and body.
 
 | Clause | Cases | Where |
 |---|---|---|

@@ -22,9 +22,11 @@ SOURCE = Path(__file__).with_name("clauses.toml")
 _HEAD = """\
 # The contract of tei-manager, clause by clause
 
-Written by `python -m tests.contract`, which fails when a clause has no test. The clauses are in
-`tests/contract/clauses.toml`; a test names those that it proves with `@pytest.mark.clause`. "decided" marks where
-teimgr does otherwise than the program it stands in for. Cases are those of [conformance.md](conformance.md).
+<!-- Written by `python -m tests.contract`, which fails when a clause has no test. -->
+
+The clauses are in `tests/contract/clauses.toml`, and each has a test; a test names those that it proves with
+`@pytest.mark.clause`. "decided" marks where teimgr does otherwise than the program it stands in for. Cases are those of
+[conformance.md](conformance.md).
 """
 
 

@@ -18,6 +18,13 @@ _LIMIT_S = 60
 # Attributes that make a browser fetch something; a link to follow is none.
 _FETCHED = {("script", "src"), ("img", "src"), ("iframe", "src"), ("source", "src"), ("link", "href")}
 
+# Tables that a reader has to scroll sideways: wider than the column of the text.
+_OVER = """() => [...document.querySelectorAll(".md-content table")].flatMap((table) => {
+  const room = table.closest(".md-content__inner").clientWidth;
+  const fits = table.scrollWidth <= Math.min(room, table.clientWidth) + 1;
+  return fits ? [] : [`${table.scrollWidth} px in ${room}: ${table.innerText.slice(0, 40)}`];
+})"""
+
 pytestmark = pytest.mark.skipif(not MKDOCS.exists(), reason="no .venv-docs: `dev.py docs` makes it")
 
 
@@ -57,11 +64,40 @@ def pages(site: Path) -> dict[Path, Page]:
     return {path: Page(path) for path in site.rglob("*.html") if path.name != "404.html"}
 
 
-def test_every_page_of_docs_is_in_the_navigation(site: Path) -> None:
+def test_every_page_of_docs_is_in_the_navigation_but_the_results_which_pages_link_to(
+    site: Path, pages: dict[Path, Page]
+) -> None:
     home = Page(site / "index.html")
     shown = {path.split("#")[0] for path in home.links}
-    wanted = {path.relative_to(ROOT / "docs").with_suffix(".html").as_posix() for path in (ROOT / "docs").rglob("*.md")}
-    assert sorted(wanted - shown - {"index.html"}) == []
+    every = {path.relative_to(ROOT / "docs").with_suffix(".html").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    results = {path for path in every if path.startswith("results/")}
+    assert sorted(every - results - shown - {"index.html"}) == []
+    assert [path for path in shown if "results/" in path] == []
+    named = {(path.parent / link.split("#")[0]).resolve() for path, page in pages.items() for link in page.links}
+    assert [path for path in sorted(results) if site / path not in named] == []
+
+
+def test_who_made_a_page_is_said_to_those_who_edit_it_alone(site: Path) -> None:
+    made = re.compile("(Made|Written|Generated) by <code>python")
+    assert [path.name for path in site.rglob("*.html") if made.search(path.read_text())] == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(missing()), reason=missing() or "there")
+def test_tables_fit_a_window_of_1280_pixels(site: Path) -> None:
+    from playwright.sync_api import sync_playwright
+
+    pages = [
+        path for path in sorted(site.rglob("*.html")) if "results" not in path.parts and "<table" in path.read_text()
+    ]
+    wide: list[str] = []
+    with sync_playwright() as playwright, playwright.chromium.launch(executable_path=CHROMIUM, **OPTIONS) as browser:
+        window = browser.new_page(viewport={"width": 1280, "height": 800}, java_script_enabled=False)
+        for path in pages:
+            window.goto(path.as_uri(), wait_until="domcontentloaded")
+            over = window.evaluate(_OVER)
+            wide += [f"{path.relative_to(site)}: {each}" for each in over]
+    assert wide == []
 
 
 def test_nothing_is_fetched_from_elsewhere(pages: dict[Path, Page]) -> None:

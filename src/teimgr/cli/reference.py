@@ -14,7 +14,7 @@ from teimgr.client.connection import VARIABLES
 
 _HEAD = """# Command line
 
-Made by `python -m teimgr.cli.reference > docs/cli.md`; a test checks that it is up to date.
+<!-- Made by `python -m teimgr.cli.reference > docs/cli.md`; a test checks that it is up to date. -->
 
 Results go to stdout, everything else to stderr. On a terminal results are tables; in a pipe they are tab-separated
 columns without headings, for `cut` and `awk`; with `--json` they are JSON. Progress is shown on a terminal alone.

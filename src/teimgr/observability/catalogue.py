@@ -272,7 +272,7 @@ def to_markdown() -> str:
     lines = [
         "# Metrics",
         "",
-        "Made by `python -m teimgr.observability.catalogue > docs/metrics.md`; a test checks that it is up to date.",
+        "<!-- Made by `python -m teimgr.observability.catalogue > docs/metrics.md`; a test checks it. -->",
         "",
         "`GET /metrics` on the REST port has all of these, as text for Prometheus or, with `?format=json`, as JSON. An",
         "instance's own port (and its `prometheus_port`) has its `te_*` alone and without the label `instance`.",
