@@ -126,7 +126,7 @@ def test_a_type_that_was_asked_for_is_not_second_guessed_until_it_is_broken(
     monkeypatch.setattr(fidelity_gate, "MIN_COSINE", 0.99999999)
     assert chosen(model_dir("bert"), torch.bfloat16).dtype is torch.bfloat16
 
-    monkeypatch.setattr(fidelity_gate, "_REQUESTED_COSINE_16_BIT", 1.1)
+    monkeypatch.setattr(fidelity_gate, "MIN_REQUESTED_COSINE", 1.1)
     with pytest.raises(ModelLoadFailed, match="differ"):
         chosen(model_dir("bert"), torch.bfloat16)
 
