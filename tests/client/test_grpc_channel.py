@@ -107,7 +107,7 @@ async def held() -> AsyncIterator[tuple[Held, str]]:
 async def test_so_many_calls_are_sent_and_the_others_wait_within_their_time(
     held: tuple[Held, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grpc_channel, "MOST_CALLS", 2)
+    monkeypatch.setattr(grpc_channel, "MAX_CALLS", 2)
     handler, url = held
     channel = GrpcChannel(ServerAddress.parse(url), Tls(), 1 << 20)
     await channel.open()

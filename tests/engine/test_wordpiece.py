@@ -137,7 +137,7 @@ MIXED = st.lists(st.one_of(st.sampled_from(WORDS + BEYOND_ASCII), st.text(max_si
 def test_results_are_the_same_without_it(minilm: Path, texts: list[str], options: TokenizeOptions) -> None:
     """Texts that it covers beside those that it does not or only in part, empty and too long ones."""
     with_it, without = with_and_without(minilm)
-    with mock.patch.object(tokenizer_module, "_LEAST_MIXED", 0):
+    with mock.patch.object(tokenizer_module, "_MIN_MIXED", 0):
         found = [with_it.encode(inputs, options) for inputs in (texts, TextColumn.of(texts))]
     for ours, from_column, theirs in zip(*found, without.encode(texts, options), strict=True):
         assert type(ours) is type(from_column) is type(theirs)

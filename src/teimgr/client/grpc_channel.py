@@ -25,7 +25,7 @@ from teimgr.errors import (
 from teimgr.wire.spaces import EXPECT_KEY
 from teimgr.wire.status import CODE_KEY
 
-MOST_CALLS = 512
+MAX_CALLS = 512
 """Calls of one request that a channel has under way at most."""
 SERVICE = "/tei_multiplexer.v1.TeiMultiplexer/"
 
@@ -108,7 +108,7 @@ class GrpcChannel:
         self._channel: Any = None
         self._unary: dict[str, Any] = {}
         # grpcio may send more than a server takes at once before it knows how many that is, and those are refused.
-        self._turns = asyncio.Semaphore(MOST_CALLS)
+        self._turns = asyncio.Semaphore(MAX_CALLS)
 
     async def open(self) -> None:
         """Create the channel; nothing is sent yet.
@@ -178,7 +178,7 @@ class GrpcChannel:
     async def unary(self, method: str, request: bytes, timeout_s: float, metadata: Metadata = ()) -> bytes:
         """The reply to one request; `method` is a method of the multiplexer service, or a full path.
 
-        At most `MOST_CALLS` are sent and not answered; others wait for their turn, within `timeout_s`.
+        At most `MAX_CALLS` are sent and not answered; others wait for their turn, within `timeout_s`.
 
         Raises:
             TeimgrError: the error of the reply's status; DeadlineExceeded after `timeout_s`.

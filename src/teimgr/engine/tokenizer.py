@@ -47,9 +47,9 @@ from teimgr.wire.text_column import TextColumn
 
 # No language has this many characters per token, so a longer text is cut (or refused) before it costs time.
 _CHARS_PER_TOKEN = 250
-# Characters of texts whose words are told apart: in one of them, whose arrays hold the GIL for a millisecond, and at
+# Characters of texts that are split by words: in one of them, whose arrays hold the GIL for a millisecond, and at
 # least in all together, since for fewer the library is as fast.
-_LONGEST_MIXED, _LEAST_MIXED = 16_384, 1_500
+_MAX_MIXED, _MIN_MIXED = 16_384, 1_500
 
 
 @dataclass(frozen=True, slots=True)
@@ -480,9 +480,9 @@ class TextTokenizer:
             inputs = TextColumn.of([prompt + text if text else "" for text in texts] if prompt else texts)
         tokenized = self._of_native(*native.encode(inputs, truncation, longest), options, prompt_tokens)
         mixed = {row: item for row in tokenized.missing() if isinstance(item := given[row], str) and not item.isascii()}
-        most = min(_LONGEST_MIXED, longest) - len(prompt)
+        most = min(_MAX_MIXED, longest) - len(prompt)
         mixed = {row: prompt + item for row, item in mixed.items() if len(item) <= most}
-        if sum(map(len, mixed.values())) >= _LEAST_MIXED:
+        if sum(map(len, mixed.values())) >= _MIN_MIXED:
             with suppress(TokenizerFailed, UnicodeEncodeError):  # which the library says of the texts at fault
                 found = native.encode_mixed(TextColumn.of([*mixed.values()]), truncation)
                 tokenized.replace([*mixed], self._of_native(*found, options, prompt_tokens))

@@ -28,7 +28,7 @@ _DROPPED, _SPACE, _ISOLATED, _LETTER = range(4)  # of wordpiece.c
 _LONGEST_WORD = 256
 _MIN_SLOTS_PER_PIECE = 2
 _LAST_ASCII = 127
-_MOST_BEYOND = 0.25  # of a text's bytes, in words that are not ASCII
+_MAX_BEYOND = 0.25  # of a text's bytes, in words that are not ASCII
 _TOGETHER_CHARS = 1_000  # of words, in one call of the library
 _Offsets = ctypes.c_int64 * 2
 
@@ -191,7 +191,7 @@ class WordPiece:
         begins, stops = begins[words], stops[words]
         of_text = np.searchsorted(borders, begins, side="right") - 1
         shares = np.bincount(of_text, stops - begins, len(borders) - 1) / np.maximum(np.diff(borders), 1)
-        kept = (shares <= _MOST_BEYOND)[of_text]
+        kept = (shares <= _MAX_BEYOND)[of_text]
         return begins[kept], stops[kept]
 
     def _by_library(self, words: list[str]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:

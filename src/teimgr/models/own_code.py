@@ -402,7 +402,7 @@ def code_repositories_of(model: Path) -> list[str]:
     config, tokenizer = (read_object(folder / name) or {} for name in ("config.json", "tokenizer_config.json"))
     if not is_own_module(next(iter(read_list(model / "modules.json")), {})):
         return code_repositories(config, tokenizer)
-    # A first module of its own loads what the files name, whether it is known here or not.
+    # Such a first module loads what the files name, whether it is known here or not.
     return sorted({where for where, _ in (*references(config), *references(tokenizer)) if where})
 
 
