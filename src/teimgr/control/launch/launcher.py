@@ -440,7 +440,7 @@ class LocalLauncher:
     async def close(self) -> None:
         """Release the workers, end the nursery and the log rotation, unlock the run directory; one that is another
         daemon's stays as it is."""
-        if self._lock is None:
+        if not self._regular:  # never started
             return
         await asyncio.gather(*self._ending)
         for worker in tuple(self._workers):
@@ -450,8 +450,9 @@ class LocalLauncher:
         for task in self._regular:
             task.cancel()
         await asyncio.gather(*self._regular, return_exceptions=True)
-        os.close(self._lock)
-        self._lock = None
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def _find(self, paths: WorkerPaths) -> LocalWorker | None:
         """The live worker of a run file; an unreadable spec becomes one that nothing accepts. Raises OSError."""
