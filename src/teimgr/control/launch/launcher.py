@@ -438,9 +438,8 @@ class LocalLauncher:
         return self._log_dir / f"{name}.log"
 
     async def close(self) -> None:
-        """Release the workers, end the nursery and the log rotation, unlock the run directory; one that is another
-        daemon's stays as it is."""
-        if not self._regular:  # never started
+        """Release the workers, end the nursery and the log rotation, unlock the run directory."""
+        if not self._regular:  # never started: the run directory may be another daemon's
             return
         await asyncio.gather(*self._ending)
         for worker in tuple(self._workers):
