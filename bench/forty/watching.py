@@ -71,14 +71,22 @@ def _again(work: Callable[[], None], interval_s: float, over: threading.Event) -
 def _memory_of(fleet: Fleet) -> tuple[int, int]:
     """Memory that the workers have of their own, beside what they share with their fork server, and their number.
 
-    It is what a budget is for: what comes back when a worker ends. Mapped files are page cache.
+    It is what a budget is for: what comes back when a worker ends. Mapped files are page cache. A worker that has ended
+    by the end of the look does not count: what it gave back may be in what was read of its successor.
     """
-    sizes = []
+    sizes = {}
     for process in fleet.process.children(recursive=True):
         with suppress(psutil.NoSuchProcess):
             if process.name().startswith(_WORKER):
-                sizes.append(private_bytes(proc_sizes(process.pid, "smaps_rollup")) or 0)
-    return sum(sizes), len(sizes)
+                sizes[process] = private_bytes(proc_sizes(process.pid, "smaps_rollup")) or 0
+    kept = [size for process, size in sizes.items() if _runs(process)]
+    return sum(kept), len(kept)
+
+
+def _runs(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    return False
 
 
 def events_after(fleet: Fleet, id: int) -> list[dict[str, Any]]:
