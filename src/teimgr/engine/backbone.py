@@ -228,21 +228,29 @@ class Transformer:
         return hidden.flatten(0, 1)
 
 
-class WholeModel(Transformer):
+class UnpackedTransformer(Transformer):
+    """A transformer for EQUAL_LENGTH alone; `why_unpacked` is what the refusals of other ways say."""
+
+    why_unpacked: str
+
+    def make_native(self, dtype: torch.dtype) -> None:
+        """Raises CannotLowerError always."""
+        raise CannotLowerError(self.why_unpacked)
+
+    def use(self, batching: Batching) -> None:
+        """Raises ValueError for any batching but EQUAL_LENGTH."""
+        if batching is not Batching.EQUAL_LENGTH:
+            raise ValueError(self.why_unpacked)
+
+
+class WholeModel(UnpackedTransformer):
     """A library model together with its head: its `hidden` states are logits.
 
     [T, vocabulary] where the head works on tokens, [N, labels] where it works on texts. The reference for a head that
     is run separately, and the fallback where it cannot be: one forward per run of equal lengths.
     """
 
-    def make_native(self, dtype: torch.dtype) -> None:
-        """Raises CannotLowerError always."""
-        raise CannotLowerError("the head of this model cannot be run on its own")
-
-    def use(self, batching: Batching) -> None:
-        """Raises ValueError for any batching but EQUAL_LENGTH."""
-        if batching is not Batching.EQUAL_LENGTH:
-            raise ValueError("the head of this model cannot be run on its own")
+    why_unpacked = "the head of this model cannot be run on its own"
 
     def _forward(self, **inputs: Any) -> Tensor:
         ids = inputs["input_ids"]

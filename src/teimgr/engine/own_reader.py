@@ -19,10 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from teimgr.engine import gpu
-from teimgr.engine.backbone import Batching, Transformer
+from teimgr.engine.backbone import UnpackedTransformer
 from teimgr.engine.batch import Encoded
 from teimgr.engine.converted_tokenizer import PROBES
-from teimgr.engine.forward_program import CannotLowerError
 from teimgr.engine.library_model import check_weights, silence
 from teimgr.engine.library_reference import library_options
 from teimgr.engine.tokenizer import TextTokenizer, TokenizeOptions
@@ -39,17 +38,10 @@ _IDS, _MASK, _TYPES, _PROMPT_LENGTH = "input_ids", "attention_mask", "token_type
 _STATES, _FIRST_STATE, _WEIGHTS = "token_embeddings", "cls_token_embeddings", "token_weights_sum"
 
 
-class OwnReader(Transformer):
+class OwnReader(UnpackedTransformer):
     """A first module of the model's own code: one of its forwards per run of equal lengths."""
 
-    def make_native(self, dtype: torch.dtype) -> None:
-        """Raises CannotLowerError always."""
-        raise CannotLowerError("its first module is code of the model's own")
-
-    def use(self, batching: Batching) -> None:
-        """Raises ValueError for any batching but EQUAL_LENGTH."""
-        if batching is not Batching.EQUAL_LENGTH:
-            raise ValueError("its first module is code of the model's own")
+    why_unpacked = "its first module is code of the model's own"
 
 
 def load_own_reader(layout: Layout, device: torch.device) -> OwnReader:
