@@ -106,7 +106,6 @@ class Daemon:
         self.settings = settings = configuration.settings
         self.stopping = asyncio.Event()
         self._stop_began: float | None = None
-        self._owns_folders = False  # the state file and the run directory, with what earlier daemons have left there
         self.notifier = Notifier()
         self.predecessor = predecessor
         self.facts = {name: str(getattr(settings, name).absolute()) for name in ("state_file", "run_dir")}
@@ -249,7 +248,6 @@ class Daemon:
     async def _serve(self, listeners: Listeners, health: Listener | None) -> int:
         try:
             await self.manager.restore()
-            self._owns_folders = True
             self.events.restore(await asyncio.to_thread(self.event_file.read))
             self.policy.swap(self._policy_of(self.settings))  # the state file is ours, and so are the tenants
             self.events.note(self.manager.list())  # later changes are events
@@ -425,7 +423,7 @@ class Daemon:
             await asyncio.to_thread(self.batches.close)
         await self.gateway.close()
         await self.scraper.close()
-        if self._owns_folders:
+        if self.manager.is_restored:  # else the run directory may be another daemon's
             await self.muxes.stop(max(0.0, ends - clock()))
         if self.cluster is not None:
             self.cluster.forwarding.leave()

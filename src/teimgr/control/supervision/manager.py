@@ -100,7 +100,8 @@ class Manager:
         self._validator = InstanceValidator(settings)
         self._instances: dict[str, ManagedInstance] = {}
         self._state = WantedState(store, lambda: [instance.spec for instance in self._instances.values()])
-        self._is_restored = False
+        self.is_restored = False
+        """Whether the state file and the run directory are this daemon's, and its instances listed."""
         self._adopting: set[asyncio.Task[None]] = set()
         self._of_other_code: dict[str, set[str]] = {}  # adopted workers by instance, as incarnations
         self._is_shutting_down = False
@@ -144,7 +145,7 @@ class Manager:
         present = Present()
         for spec in specs:
             self._restore(spec, present)
-        self._is_restored = True
+        self.is_restored = True
 
     async def boot(self) -> None:
         """Adopt live workers and begin to start the missing ones; includes `restore` if it has not run.
@@ -154,7 +155,7 @@ class Manager:
         Raises:
             InvalidConfig: the launcher cannot use the run directory.
         """
-        if not self._is_restored:
+        if not self.is_restored:
             await self.restore()
         await self._planner.refresh()
         found = await self._launcher.find()
