@@ -67,8 +67,8 @@ def run(options: argparse.Namespace) -> int:
     out: Path = options.out or Path(os.environ.get("OUT") or ROOT / "bench" / "results")
     out.mkdir(parents=True, exist_ok=True)
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    found: dict[str, Any] = {"scenario": "card", "date": today, "machine": describe(), "facts": {}, "steps": {}}
-    found["facts"]["device"] = options.device
+    found: dict[str, Any] = {"scenario": "card", "date": today, "machine": describe(), "steps": {}}
+    found["facts"] = {"device": options.device}
     deadline, slower = time.monotonic() + options.limit, _ON_CPU if options.device == "cpu" else 1.0
     out = out.resolve()
     options.model = options.model or card_pack.unpacked_model(options.pack, MODEL) or weights.minilm()

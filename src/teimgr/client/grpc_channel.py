@@ -183,9 +183,6 @@ class GrpcChannel:
         Raises:
             TeimgrError: the error of the reply's status; DeadlineExceeded after `timeout_s`.
         """
-        if not self._turns.locked():
-            async with self._turns:
-                return await self._sent(method, request, timeout_s, metadata)
         deadline = time.monotonic() + timeout_s
         try:
             async with asyncio.timeout(timeout_s):

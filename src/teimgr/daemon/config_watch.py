@@ -17,11 +17,11 @@ from teimgr.observability.request_context import ordered_by
 log = logging.getLogger(__name__)
 
 BY = "watch of the configuration file"
-_LIMIT_S = 10.0  # of a look: a lost file server holds it for ever
+_LIMIT_S = 10.0  # of a look, which never ends where a file server is lost
 
 
 class Reloads(Protocol):
-    """Who reloads the file, and what of it was tried last, by whomever."""
+    """What reloads the file; `tried` is the digest of the content that was read last, on whatever order."""
 
     @property
     def tried(self) -> str: ...
@@ -71,7 +71,7 @@ class ConfigWatch:
             await asyncio.wait({task})
 
     def alarms(self) -> list[str]:
-        """Why the file cannot be looked at; what is wrong in it, those who reload it say."""
+        """Why the file cannot be looked at; faults in its content are alarms of the reload."""
         return [self._alarm] if self._alarm else []
 
     async def _run(self) -> None:

@@ -479,11 +479,14 @@ class TextTokenizer:
             texts = [item if isinstance(item, str) and item.isascii() else "" for item in inputs]
             inputs = TextColumn.of([prompt + text if text else "" for text in texts] if prompt else texts)
         tokenized = self._of_native(*native.encode(inputs, truncation, longest), options, prompt_tokens)
-        mixed = {row: item for row in tokenized.missing() if isinstance(item := given[row], str) and not item.isascii()}
         most = min(_MAX_MIXED, longest) - len(prompt)
-        mixed = {row: prompt + item for row, item in mixed.items() if len(item) <= most}
+        mixed = {
+            row: prompt + item
+            for row in tokenized.missing()
+            if isinstance(item := given[row], str) and not item.isascii() and len(item) <= most
+        }
         if sum(map(len, mixed.values())) >= _MIN_MIXED:
-            with suppress(TokenizerFailed, UnicodeEncodeError):  # which the library says of the texts at fault
+            with suppress(TokenizerFailed, UnicodeEncodeError):  # then each is tokenized whole, and those at fault fail
                 found = native.encode_mixed(TextColumn.of([*mixed.values()]), truncation)
                 tokenized.replace([*mixed], self._of_native(*found, options, prompt_tokens))
         return tokenized

@@ -233,7 +233,8 @@ class WordPiece:
     ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         """The texts with their special tokens, cut; text i are the rows from `borders[i]` to `borders[i + 1]`."""
         leading, trailing = self._arrays[:2]
-        limit = None if truncation is None else max(0, truncation.limit - self._special_tokens)
+        room = sys.maxsize if truncation is None else max(0, truncation.limit - self._special_tokens)
+        keeps_end = truncation is not None and truncation.left
         places = np.concatenate([[0], ends])[borders].tolist()
         without = set((np.searchsorted(borders, refused, side="right") - 1).tolist())
         pieces: list[NDArray[np.int32]] = [leading[:0]]
@@ -241,9 +242,7 @@ class WordPiece:
         for text, (begin, stop) in enumerate(pairwise(places)):
             if begin == stop or text in without:
                 continue
-            own = ids[begin:stop]
-            if limit is not None and truncation is not None:
-                own = own[max(0, len(own) - limit) :] if truncation.left else own[:limit]
+            own = ids[max(begin, stop - room) : stop] if keeps_end else ids[begin : min(stop, begin + room)]
             pieces += (leading, own, trailing)
             counts[text] = len(own) + self._special_tokens
         return np.concatenate(pieces), np.cumsum(counts)

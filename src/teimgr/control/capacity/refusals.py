@@ -13,7 +13,7 @@ _KEPT = 2 + int(WINDOW_S / _APART_S)
 
 
 class Refusals:
-    """Readings of the last minute, for as long as someone asks; the first one of an instance gives no rate yet."""
+    """Readings of the last minute; the first one of an instance gives no rate yet."""
 
     def __init__(self) -> None:
         self._workers: dict[str, dict[str, float]] = {}

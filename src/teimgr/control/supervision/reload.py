@@ -171,8 +171,8 @@ class Reloader:
             self._alarm = f"the configuration was reloaded in part: {'; '.join(failed)}" if failed else None
             facts = {key: value for key, value in asdict(plan).items() if value}
             log.log(logging.ERROR if failed else logging.INFO, "reloaded", extra={"plan": facts, "failed": failed})
-            if said := [*_in_words(plan), *(f"failed: {each}" for each in failed)]:
-                self._record("reloaded", "; ".join(said))
+            if changes := [*_in_words(plan), *(f"failed: {each}" for each in failed)]:
+                self._record("reloaded", "; ".join(changes))
             return Reloaded(dry_run=False, plan=plan, steps=steps, failed=len(failed))
 
     def _plan(self, found: Configuration, prune: bool | None) -> tuple[ReloadPlan, list[Move]]:
