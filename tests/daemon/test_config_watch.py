@@ -56,6 +56,14 @@ class Seen:
         return None
 
 
+def watched(folder: Path) -> tuple[Path, Seen, ConfigWatch]:
+    """A file, what is reloaded of it, and its watch."""
+    file = folder / "t.toml"
+    file.write_text("a")
+    seen = Seen(file)
+    return file, seen, ConfigWatch(file, 5, seen)
+
+
 async def look_twice(watch: ConfigWatch) -> None:
     await watch.look()
     await watch.look()
@@ -90,10 +98,7 @@ async def test_a_refused_file_is_tried_once_and_the_one_before_is_taken_again(tm
 
 
 async def test_a_file_that_is_being_written_is_left_until_it_stays_the_same(tmp_path: Path) -> None:
-    file = tmp_path / "t.toml"
-    file.write_text("a")
-    seen = Seen(file)
-    watch = ConfigWatch(file, 5, seen)
+    file, seen, watch = watched(tmp_path)
     await look_twice(watch)
     for content in ("ab", "abc"):
         file.write_text(content)
@@ -104,10 +109,7 @@ async def test_a_file_that_is_being_written_is_left_until_it_stays_the_same(tmp_
 
 
 async def test_what_someone_else_has_reloaded_is_not_reloaded_again(tmp_path: Path) -> None:
-    file = tmp_path / "t.toml"
-    file.write_text("a")
-    seen = Seen(file)
-    watch = ConfigWatch(file, 5, seen)
+    file, seen, watch = watched(tmp_path)
     file.write_text("ab")
     await seen.reload()
     await look_twice(watch)
@@ -115,10 +117,7 @@ async def test_what_someone_else_has_reloaded_is_not_reloaded_again(tmp_path: Pa
 
 
 async def test_a_file_that_is_gone_or_no_file_is_an_alarm_while_it_is(tmp_path: Path) -> None:
-    file = tmp_path / "t.toml"
-    file.write_text("a")
-    seen = Seen(file)
-    watch = ConfigWatch(file, 5, seen)
+    file, seen, watch = watched(tmp_path)
     file.unlink()
     await watch.look()
     assert watch.alarms() == [f"{file}: changes of the configuration are not seen: No such file or directory"]
