@@ -14,6 +14,7 @@ core_load                      CPU threads of a batch, by the load of the host's
 helper_waits                   one thread for small batches while other processes hold up its helpers
 model, backbone                the forward of a packed row: on CPUs one call of the C library is tried first, else the
                                model's own code runs, on CPUs with linear layers prepacked for oneDNN
+own_reader                     the first module of a model's own code, run in place of a transformer
 forward_trace, lowering,       how a model's own forward becomes a list of steps: the record of its operators, its
 lowered_values,                interpretation, fusions of steps and bytes (int8)
 forward_program
