@@ -18,6 +18,7 @@ from teimgr.wire.protobuf import (
     bytes_field,
     read_envelope,
     read_target,
+    split_off,
     without_fields,
 )
 
@@ -148,6 +149,12 @@ def test_dropping_fields_leaves_the_others_in_order(message: bytes) -> None:
 
     assert list(left.f1) == list(whole.f1)
     assert list(left.f2) == []
+
+
+@cheap
+@given(fields, st.integers(1, 4))
+def test_splitting_a_field_off_gives_the_rest_and_its_last_value(message: bytes, number: int) -> None:
+    assert split_off(message, number) == (without_fields(message, number), bytes_field(message, number))
 
 
 def test_parts_that_would_be_copied_whole_are_refused() -> None:

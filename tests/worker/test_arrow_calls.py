@@ -29,6 +29,7 @@ from teimgr.wire.frames import Method
 from teimgr.wire.pb.tei.v1 import tei_pb2
 from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2
 from teimgr.wire.pb.teimgr.v1 import arrow_pb2
+from teimgr.wire.protobuf import UNCOUNTED_BYTES
 from teimgr.wire.quantisation import Precision, converted
 from teimgr.worker.arrow_calls import response_head
 
@@ -101,6 +102,21 @@ def matrix(column: pa.ChunkedArray) -> np.ndarray:
 async def one_by_one(link: WorkerLink, method: int, kind: type, reply: type, **options: object) -> list:
     requests = [kind(inputs=text, **options).SerializeToString() for text in TEXTS]
     return [reply.FromString((await link.ask(method, request)).reply) for request in requests]
+
+
+async def test_a_large_table_is_read_at_any_place_of_its_message(m3_link: WorkerLink) -> None:
+    given = pa.table({"text": [text * 400 for text in TEXTS]})
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, given.schema) as writer:
+        writer.write_table(given)
+    request = arrow_pb2.ArrowRequest(arrow_ipc=sink.getvalue().to_pybytes()).SerializeToString()
+    assert len(request) > UNCOUNTED_BYTES
+    unknown = [b"\x7a" + bytes([size]) + b"?" * size for size in range(8)]
+
+    replies = {(await m3_link.ask(Method.INFER_ARROW, before + request)).reply for before in unknown}
+
+    assert len(replies) == 1
+    assert replies != {b""}
 
 
 # Bounds.

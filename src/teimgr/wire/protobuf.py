@@ -9,7 +9,7 @@ the GIL held all the time: a message that has more of them than any request need
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 from teimgr.errors import InvalidInput
@@ -88,15 +88,27 @@ def without_fields(message: Slice, *numbers: int) -> Slice:
     Raises:
         InvalidInput: the bytes are not a protobuf message, or the rest has parts of more than `MAX_JOINED_BYTES`.
     """
+    return _split(message, numbers)[0]
+
+
+def split_off(message: Slice, number: int) -> tuple[Slice, memoryview]:
+    """`message` as `without_fields`, and the last value of that field of bytes as `bytes_field`; raises as both."""
+    return _split(message, (number,))
+
+
+def _split(message: Slice, numbers: Collection[int]) -> tuple[Slice, memoryview]:
     kept: list[tuple[int, int]] = []
+    value = memoryview(b"")
     at = 0
-    for number, _, _, end in scan(message):
+    for number, wire_type, start, end in scan(message):
         if number not in numbers:
             joins = kept and kept[-1][1] == at
             kept[-1:] = [(kept[-1][0], end)] if joins else [*kept[-1:], (at, end)]
+        elif wire_type == _BYTES:
+            value = memoryview(message)[start:end]
         at = end
     parts = [memoryview(message)[start:end] for start, end in kept]
-    return parts[0] if len(parts) == 1 and len(parts[0]) > _VIEW_BYTES else _joined(parts)
+    return parts[0] if len(parts) == 1 and len(parts[0]) > _VIEW_BYTES else _joined(parts), value
 
 
 def bytes_field(message: Slice, number: int) -> memoryview:

@@ -56,6 +56,7 @@ _ONE_AT_A_TIME = (
 )
 # Headers of a message up to this size are read on the loop: a thread would take longer.
 _SMALL_TABLE_BYTES = 64 * 1024
+_ALIGNMENT = 8  # of Arrow's numbers
 # Limit on the decoded size of a table, and on the vectors per token that the engine holds for it, as a multiple of the
 # message limit; a compressed body may declare any size.
 _MAX_INFLATION = 8
@@ -101,7 +102,7 @@ class ReadTable(NamedTuple):
 
 def embed_arrow(dispatcher: Dispatcher, call: MethodCall) -> None:
     """`EmbedArrow`; an absent `normalize` means false here."""
-    message, spaces = call.message(multiplexer_pb2.EmbedArrowRequest), dispatcher.space_headers
+    (message, ipc), spaces = call.table_message(multiplexer_pb2.EmbedArrowRequest), dispatcher.space_headers
     form = embed_form(message, dispatcher.spec.arrow_output_dtype)
     options = request_options(
         message,
@@ -111,8 +112,8 @@ def embed_arrow(dispatcher: Dispatcher, call: MethodCall) -> None:
         dimensions=optional(message, "dimensions"),
     )
 
-    def read(limits: _Limits) -> ReadTable:
-        inputs, rows, refused = _texts_or_images(dispatcher, message.arrow_ipc, limits)
+    def read(ipc: bytes | memoryview, limits: _Limits) -> ReadTable:
+        inputs, rows, refused = _texts_or_images(dispatcher, ipc, limits)
         return ReadTable(
             inputs,
             lambda job: tables.write_vectors(
@@ -120,11 +121,11 @@ def embed_arrow(dispatcher: Dispatcher, call: MethodCall) -> None:
             ),
         )
 
-    _serve_table(dispatcher, call, options, form, read, message.arrow_ipc, message.noop)
+    _serve_table(dispatcher, call, options, form, read, ipc, message.noop)
 
 
 def _texts_or_images(
-    dispatcher: Dispatcher, ipc: bytes, limits: _Limits
+    dispatcher: Dispatcher, ipc: bytes | memoryview, limits: _Limits
 ) -> tuple[Sequence[Input], list[int], dict[int, InvalidInput]]:
     """The inputs of a table, the rows of each batch, and why rows are refused.
 
@@ -141,12 +142,12 @@ def _texts_or_images(
 
 
 def embed_sparse_arrow(dispatcher: Dispatcher, call: MethodCall) -> None:
-    message, spaces = call.message(multiplexer_pb2.EmbedSparseArrowRequest), dispatcher.space_headers
+    (message, ipc), spaces = call.table_message(multiplexer_pb2.EmbedSparseArrowRequest), dispatcher.space_headers
     form = ArrowReplyForm(lz4=_lz4(message))
     options = request_options(message, Output.SPARSE, prompt_name=optional(message, "prompt_name"))
 
-    def read(limits: _Limits) -> ReadTable:
-        texts, rows = read_texts(message.arrow_ipc, limits.decoded_bytes, limits.check_rows, limits.go_on)
+    def read(ipc: bytes | memoryview, limits: _Limits) -> ReadTable:
+        texts, rows = read_texts(ipc, limits.decoded_bytes, limits.check_rows, limits.go_on)
         return ReadTable(
             texts,
             lambda job: tables.write_sparse(
@@ -154,12 +155,12 @@ def embed_sparse_arrow(dispatcher: Dispatcher, call: MethodCall) -> None:
             ),
         )
 
-    _serve_table(dispatcher, call, options, form, read, message.arrow_ipc, message.noop)
+    _serve_table(dispatcher, call, options, form, read, ipc, message.noop)
 
 
 def infer_arrow(dispatcher: Dispatcher, call: MethodCall) -> None:
     """`teimgr.v1.Arrow`: any outputs of any kind of input; key columns of the request are repeated in the reply."""
-    message, spaces = call.message(arrow_pb2.ArrowRequest), dispatcher.space_headers
+    (message, ipc), spaces = call.table_message(arrow_pb2.ArrowRequest), dispatcher.space_headers
     model = dispatcher.engine.info
     options = infer_options(message, model)
     form = infer_form(message, options)
@@ -168,10 +169,8 @@ def infer_arrow(dispatcher: Dispatcher, call: MethodCall) -> None:
     if taken := set(key_columns) & set(column_names(options.outputs)):
         raise InvalidInput(f"Key columns may not be called {sorted(taken)}: columns of the answer are")
 
-    def read(limits: _Limits) -> ReadTable:
-        batches = read_inputs(
-            message.arrow_ipc, limits.decoded_bytes, limits.check_rows, kind, key_columns, limits.go_on
-        )
+    def read(ipc: bytes | memoryview, limits: _Limits) -> ReadTable:
+        batches = read_inputs(ipc, limits.decoded_bytes, limits.check_rows, kind, key_columns, limits.go_on)
         inputs = _inputs_of(dispatcher, batches)
         limits.check_held(max_token_bytes(model, options.outputs, inputs))
 
@@ -184,7 +183,7 @@ def infer_arrow(dispatcher: Dispatcher, call: MethodCall) -> None:
 
         return ReadTable(inputs, write)
 
-    _serve_table(dispatcher, call, options, form, read, message.arrow_ipc)
+    _serve_table(dispatcher, call, options, form, read, ipc)
 
 
 def _inputs_of(dispatcher: Dispatcher, batches: InputBatches) -> Sequence[Input]:
@@ -222,15 +221,15 @@ def _serve_table(
     call: MethodCall,
     options: InferOptions,
     form: ArrowReplyForm,
-    read: Callable[[_Limits], ReadTable],
-    ipc: bytes,
+    read: Callable[[bytes | memoryview, _Limits], ReadTable],
+    ipc: bytes | memoryview,
     noop: bool = False,
 ) -> None:
     """Admit the call, read its table on a codec thread, run the model unless `noop`, and write the reply."""
     call.note_output_dtype(_DTYPE_NAMES.get(form.dense, form.dense.value))
 
     def read_counted(limits: _Limits) -> ReadTable:
-        table = read(limits)
+        table = read(_aligned(ipc), limits)
         total_characters(table.inputs)  # a column keeps the number: on the loop it would take milliseconds
         return table
 
@@ -263,6 +262,18 @@ def _serve_table(
     dispatcher.admit_async(call, run)
 
 
+def _aligned(ipc: bytes | memoryview) -> bytes | memoryview:
+    """`ipc` at an address that Arrow's numbers may have: a view of a message is copied, without the GIL."""
+    if not isinstance(ipc, memoryview):
+        return ipc
+    found = np.frombuffer(ipc, np.uint8)
+    if found.ctypes.data % _ALIGNMENT == 0:
+        return ipc
+    copy = np.empty_like(found)
+    np.copyto(copy, found)
+    return copy.data
+
+
 class _Limits:
     """Bounds of one table: its decoded bytes, the vectors per token held for it, its reply, and its call's time."""
 
@@ -272,7 +283,7 @@ class _Limits:
         self._row_bytes = least_row_bytes(dispatcher.engine.info, options, form)
         self.decoded_bytes = self._message_bytes * _MAX_INFLATION
 
-    def size(self, ipc: bytes) -> int:
+    def size(self, ipc: bytes | memoryview) -> int:
         """Bytes that a table takes in memory: its decoded buffers, and what is made of them at most.
 
         Raises:

@@ -29,12 +29,13 @@ from teimgr.wire.frames import (
 )
 from teimgr.wire.json_scan import MAX_TEXT_BYTES, too_long_text
 from teimgr.wire.pb.tei.v1 import tei_pb2
-from teimgr.wire.protobuf import MAX_FIELDS, UNCOUNTED_BYTES, scan
+from teimgr.wire.protobuf import MAX_FIELDS, UNCOUNTED_BYTES, Slice, scan, split_off
 from teimgr.wire.text_column import SharedTexts, TextColumn
 
 # Time limit of a call whose client sets none: over half an hour for the largest table at 50 texts/s.
 MAX_CALL_S = 3600.0
 _NUMBER_BYTES = 4
+_TABLE_FIELD = "arrow_ipc"
 # Queued when the worker is full, also without `Flag.WAIT`, as in TEI, where other unary calls are refused at once.
 _ALWAYS_WAITING = frozenset({Method.RERANK, Method.RERANK_STREAM})
 # May wait as messages of streams do, but count as requests: a unary call, or a whole table.
@@ -199,8 +200,22 @@ class MethodCall(WorkerCall):
         """The payload as a protobuf message of type `kind`; raises InvalidInput as `parsed`."""
         return parsed(kind, self.payload, most_fields)
 
+    def table_message(self, kind: type[MessageT]) -> tuple[MessageT, bytes | memoryview]:
+        """The payload as a message without its `arrow_ipc`, and that: a view of the payload where this is large.
 
-def parsed(kind: type[MessageT], payload: Received, most_fields: int = MAX_FIELDS) -> MessageT:
+        Protobuf's parser would copy the table, and copy it again at each look at it, with the GIL held.
+
+        Raises:
+            InvalidInput: as `parsed`, or the other fields come in parts of more than `MAX_JOINED_BYTES`.
+        """
+        if len(self.payload) <= UNCOUNTED_BYTES:
+            message = self.message(kind)
+            return message, getattr(message, _TABLE_FIELD)
+        rest, table = split_off(self.payload, kind.DESCRIPTOR.fields_by_name[_TABLE_FIELD].number)
+        return parsed(kind, rest), table
+
+
+def parsed(kind: type[MessageT], payload: Slice, most_fields: int = MAX_FIELDS) -> MessageT:
     """A protobuf message of type `kind`.
 
     Raises:
@@ -215,7 +230,7 @@ def parsed(kind: type[MessageT], payload: Received, most_fields: int = MAX_FIELD
         raise InvalidInput(f"Malformed {kind.DESCRIPTOR.full_name}: {error}") from error
 
 
-def _check_sizes(kind: type[Message], payload: Received, most_fields: int) -> None:
+def _check_sizes(kind: type[Message], payload: Slice, most_fields: int) -> None:
     """Check that protobuf's parser, which holds the GIL until it is done, will not take long."""
     least = min(most_fields, MAX_TEXT_BYTES)
     for number, _, start, end in scan(payload, most_fields):
