@@ -434,6 +434,8 @@ class WorkerSpec:
     log_format: str = "json"
     token_inputs: str = TOKEN_INPUTS[0]
     token_encoding: str = TOKEN_ENCODING
+    media_url_hosts: tuple[str, ...] = ()
+    media_url_networks: tuple[str, ...] = ()
     restarts: int = 0
     """Of the replica until this worker: the next daemon, which adopts it, counts on."""
 
@@ -448,7 +450,8 @@ class WorkerSpec:
     def from_json(cls, text: str) -> WorkerSpec:
         """The inverse of `to_json`; unknown keys are an error."""
         values = json.loads(text)
-        lists = {name: values[name] for name in ("cors_allow_origin", "model_roots") if values.get(name) is not None}
+        names = ("cors_allow_origin", "model_roots", "media_url_hosts", "media_url_networks")
+        lists = {name: values[name] for name in names if values.get(name) is not None}
         return cls(**values | {name: tuple(value) for name, value in lists.items()})
 
     @property
@@ -469,6 +472,8 @@ class WorkerSpec:
             "host": "",
             "token_inputs": TOKEN_INPUTS[0],
             "token_encoding": TOKEN_ENCODING,
+            "media_url_hosts": (),
+            "media_url_networks": (),
         }
         facts = {key: value for key, value in asdict(self).items() if key not in unset or value != unset[key]}
         others = ("link_address", "identity_dir", "port_host", "agent_socket", "model_roots", "auto_truncate_given")

@@ -49,6 +49,7 @@ GRPC_SOCKET_BYTES = SOCKET_PATH_BYTES - len(".4194304")
 # A browser's Origin header has no path and no default port.
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^\s/]+", re.IGNORECASE)
 _HOST = re.compile(r"[^\s/:]+")
+_MEDIA_HOST = re.compile(r"([a-z0-9_-]+(\.[a-z0-9_-]+)*|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
 TEI_BINARY = "text-embeddings-router"
 
 
@@ -200,6 +201,14 @@ class Settings:
         "accept", "token ids in requests, unless the instance says: the model's own, refused, or read by tiktoken"
     )
     token_encoding: str = key(TOKEN_ENCODING, "tiktoken's encoding of such ids, unless the instance says")
+
+    media_url_hosts: tuple[str, ...] = key(
+        (),
+        "hosts, 'images.example' or 'minio:9000', whose files may be linked to in requests; none: links are refused",
+    )
+    media_url_networks: tuple[str, ...] = key(
+        (), "networks such as 10.0.0.0/8 that these hosts may be in beside public addresses"
+    )
 
     state_dir: Path = key(Path("state"), "folder of the state file, logs and run files, unless those are given")
     state_file: Path = key(
@@ -397,6 +406,7 @@ def faults(settings: Settings) -> Iterator[ConfigFault]:
     yield from _caught("root_path", path_prefix, settings.root_path)
     for index, proxy in enumerate(settings.trusted_proxies):
         yield from _caught(f"trusted_proxies[{index}]", _check_proxy, proxy)
+    yield from _media_urls(settings)
     yield from _aliases(settings)
     yield from _default_instances(settings)
     yield from _webhooks(settings)
@@ -445,14 +455,26 @@ def _caught(path: str, check: Callable[[Any], object], value: object) -> Iterato
         yield ConfigFault(path, error.message.removeprefix(f"{path.rpartition('.')[2]}: "))
 
 
+def _media_urls(settings: Settings) -> Iterator[ConfigFault]:
+    for index, host in enumerate(settings.media_url_hosts):
+        if not _MEDIA_HOST.fullmatch(host):
+            text = f"must be a host in lower case, with a port or without, such as minio:9000 (got {host!r})"
+            yield ConfigFault(f"media_url_hosts[{index}]", text)
+    for index, network in enumerate(settings.media_url_networks):
+        yield from _caught(f"media_url_networks[{index}]", _check_network, network)
+
+
 def _check_proxy(entry: str) -> None:
     """Raises InvalidConfig: neither an address, a network, `unix` nor `*`."""
-    if entry in ("unix", "*"):
-        return
+    if entry not in ("unix", "*"):
+        _check_network(entry, ", 'unix' or '*'")
+
+
+def _check_network(entry: str, others: str = "") -> None:
     try:
         ipaddress.ip_network(entry)
     except ValueError as error:
-        raise InvalidConfig(f"must be an address, a network such as 10.0.0.0/8, 'unix' or '*': {error}") from error
+        raise InvalidConfig(f"must be an address, a network such as 10.0.0.0/8{others}: {error}") from error
 
 
 def _seed(settings: Settings, seed: InstanceSpec, path: str, before: tuple[InstanceSpec, ...]) -> Iterator[ConfigFault]:

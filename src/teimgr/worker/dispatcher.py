@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from teimgr.engine.engine import Engine
 from teimgr.engine.job import InferOptions, Input, Job
@@ -29,6 +29,9 @@ from teimgr.worker.lists import ListSubmission, lists_of, prompts_of
 from teimgr.worker.submission import Encode, Part, Submission
 from teimgr.worker.tenants import Tenants
 from teimgr.worker.worker_metrics import TeiMetrics
+
+if TYPE_CHECKING:
+    from teimgr.worker.media_links import LinkFetcher
 
 log = logging.getLogger(__name__)
 
@@ -95,6 +98,7 @@ class Dispatcher:
         self._codec = ThreadPoolExecutor(2, "codec")
         self._tokenizing = ThreadPoolExecutor(1, "tokenize")
         self._pooling = ThreadPoolExecutor(1, "pooling")  # of tokens
+        self.fetcher = _link_fetcher(spec)
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -439,6 +443,8 @@ class Dispatcher:
         """Stop the threads of codecs and tokenization; the engine is closed by its owner."""
         for pool in (self._codec, self._tokenizing, self._pooling):
             pool.shutdown(wait=False, cancel_futures=True)
+        if self.fetcher is not None:
+            self.fetcher.close()
 
     def _check_idle(self) -> None:
         if not self._answering and not self._call_limiter:
@@ -453,6 +459,15 @@ def masked(error: Exception, context: RequestContext | None = None) -> Internal:
     with use_context(context or CURRENT.get()):
         log.error("request failed", exc_info=error)
     return Internal("Internal error: see the worker's log")
+
+
+def _link_fetcher(spec: WorkerSpec) -> LinkFetcher | None:
+    """Fetches the files that requests link to; None if no host may be linked to."""
+    if not spec.media_url_hosts:
+        return None
+    from teimgr.worker.media_links import LinkFetcher  # whose client no other worker needs
+
+    return LinkFetcher(spec.media_url_hosts, spec.media_url_networks, spec.max_message_bytes)
 
 
 def _freed_in_short_turns(members: dict[str, Any]) -> None:

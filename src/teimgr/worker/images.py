@@ -1,18 +1,21 @@
 """Images and sounds in requests: as data URIs or base64, or in the parts of a content, read off the event loop.
 
 A text is never taken for a file, whatever it looks like: only what a request marks as an image or a sound is one.
-Links are not fetched; they are refused by name.
+Links are refused by name unless the daemon's settings list hosts that may be linked to (`media_links`).
 """
 
 from __future__ import annotations
 
+import asyncio
 import binascii
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from teimgr.engine.job import Content, Input, Picture, Sound, pictures_of
 from teimgr.errors import InvalidInput, TeimgrError
 from teimgr.models.source import shown_id
+from teimgr.observability.request_context import CURRENT
 from teimgr.worker import http_inference as http
 
 if TYPE_CHECKING:  # importing the engine imports torch
@@ -21,6 +24,7 @@ if TYPE_CHECKING:  # importing the engine imports torch
 _SHOWN = 64
 _STEP = 2**20  # characters of base64, decoded in one call
 _MAX_IMAGES = 8  # of an input
+_FETCHED = ("http://", "https://")
 _LINKS = ("http:", "https:", "file:", "ftp:", "s3:", "gs:")
 
 
@@ -94,41 +98,78 @@ def _decoded(data: str) -> bytes:
     return b"".join(parts)
 
 
-async def read_all(inference: _Inference, items: Sequence[SentItem]) -> list[Input]:
-    """The items with their images as the engine takes them, each read on a thread.
+async def read_all(inference: _Inference, items: Sequence[SentItem], first: int = 0) -> list[Input]:
+    """The items with their images as the engine takes them, each read on a thread. The first has the place `first`;
+    one below 0 is a query.
 
     Raises:
         BadRequest: the model takes no image, or one image or text at a time; with the field.
         InvalidInput: an image cannot be read, is too large, or is a link; with its place and field.
     """
     dispatcher = inference.dispatcher
+    sent = [item for item in items if isinstance(item, (SentImage, SentContent))]
+    for one in sent:
+        _need_modality(dispatcher, one)
     found: list[Input] = []
-    for place, item in enumerate(items):
-        if not isinstance(item, (SentImage, SentContent)):
-            found.append(item)
-            continue
-        _need_modality(dispatcher, item)
-        try:
-            found.append(await _read_item(dispatcher, item))
-        except TeimgrError as error:
-            if len(items) > 1:
-                error.name_input(place)
-            dispatcher.metrics.received(len(items))
-            dispatcher.metrics.failed(error)
-            raise
+    async with _fetching(dispatcher, sent) as files:
+        for place, item in enumerate(items, first):
+            if not isinstance(item, (SentImage, SentContent)):
+                found.append(item)
+                continue
+            try:
+                found.append(await _read_item(dispatcher, item, files))
+            except TeimgrError as error:
+                if len(items) > 1 and place >= 0:
+                    error.name_input(place)
+                dispatcher.metrics.received(len(items))
+                dispatcher.metrics.failed(error)
+                raise
     return found
 
 
-async def _read_item(dispatcher: Dispatcher, item: SentImage | SentContent) -> Input:
+_Files = Mapping[str, "asyncio.Task[bytes]"]  # that are fetched, by their links
+
+
+def _fetching(dispatcher: Dispatcher, items: Sequence[SentImage | SentContent]) -> AbstractAsyncContextManager[_Files]:
+    """The files that items link to, on their way; none where links are refused."""
+    links = [link for item in items for one in _sent_in(item) if (link := _link(one)) is not None]
+    if dispatcher.fetcher is None or not links:
+        return nullcontext({})
+    context = CURRENT.get()
+    return dispatcher.fetcher.fetching(links, 0 if context is None else context.tenant)
+
+
+def _sent_in(item: SentImage | SentContent) -> Sequence[SentImage]:
+    return (item,) if isinstance(item, SentImage) else item.images
+
+
+def _link(sent: SentImage) -> str | None:
+    """The link of what is sent by one that may be fetched."""
+    data = sent.data
+    return data if isinstance(data, str) and data[:_SHOWN].lstrip().lower().startswith(_FETCHED) else None
+
+
+async def _read_item(dispatcher: Dispatcher, item: SentImage | SentContent, files: _Files) -> Input:
     if isinstance(item, SentImage):
-        return await dispatcher.off_loop(_read, dispatcher, item)
-    files = [await dispatcher.off_loop(_read, dispatcher, one) for one in item.images]
-    return Content(item.text, tuple(one for one in files if isinstance(one, Picture)), item.instruction)
+        return await _read_sent(dispatcher, item, files)
+    read = [await _read_sent(dispatcher, one, files) for one in item.images]
+    return Content(item.text, tuple(one for one in read if isinstance(one, Picture)), item.instruction)
+
+
+async def _read_sent(dispatcher: Dispatcher, sent: SentImage, files: _Files) -> Picture | Sound:
+    try:
+        link = _link(sent) if files else None
+        fetched = sent if link is None else sent._replace(data=await files[link])
+        return await dispatcher.off_loop(_read, dispatcher, fetched)
+    except InvalidInput as error:
+        if f"`{sent.field}`" not in error.message:
+            error.reword(error.message.replace(": ", f": `{sent.field}`: ", 1))
+        raise
 
 
 def _need_modality(dispatcher: Dispatcher, item: SentImage | SentContent) -> None:
     """Raise BadRequest where the model does not read what is in an item."""
-    for sent in [item] if isinstance(item, SentImage) else item.images:
+    for sent in _sent_in(item):
         _need_images(dispatcher, sent)
     if isinstance(item, SentImage):
         return
@@ -159,12 +200,7 @@ def _need_images(dispatcher: Dispatcher, sent: SentImage) -> None:
 
 def _read(dispatcher: Dispatcher, sent: SentImage) -> Picture | Sound:
     engine = dispatcher.engine
-    try:
-        return (engine.sound if sent.kind == "audio" else engine.picture)(image_bytes(sent))
-    except InvalidInput as error:
-        if f"`{sent.field}`" not in error.message:
-            error.reword(error.message.replace(": ", f": `{sent.field}`: ", 1))
-        raise
+    return (engine.sound if sent.kind == "audio" else engine.picture)(image_bytes(sent))
 
 
 def typed_item(given: Any, place: str) -> SentItem:
@@ -264,12 +300,12 @@ def item_of_parts(parts: Any, place: str, instruction: str | None = None) -> Sen
         if part.get("type", "text" if "text" in part else None) == "text" and isinstance(part.get("text"), str):
             found.append(part["text"])
         elif (url := _image_of_part(part)) is not None:
-            found.append(SentImage(url, f"{where}.image_url"))
+            found.append(SentImage(url, f"{where}.{'image_url' if 'image_url' in part else 'image_base64'}"))
         elif (sent := _sound_of_part(part, where)) is not None:
             found.append(sent)
         else:
             given = str(part.get("type", next(iter(part), "")))[:_SHOWN]
-            known = "text, image_url, input_audio and audio_url"
+            known = "text, image_url, image_base64, input_audio and audio_url"
             raise http.BadRequest(400, f"{where}: only parts of type {known} are served, and this is {given!r}", field)
     return _together(found, place, 400, instruction)
 

@@ -141,7 +141,7 @@ async def test_inputs_may_be_contents_of_texts(ask: Asking) -> None:
         ({"model": "classifier"}, "Model is not an embedding model"),
         (
             {"texts": None, "inputs": [{"content": [{"type": "image_url", "image_url": {}}]}]},
-            "only parts of type text, image_url, input_audio and audio_url",
+            "only parts of type text, image_url, image_base64, input_audio and audio_url",
         ),
     ],
 )

@@ -350,6 +350,8 @@ def worker_spec(
         max_client_batch_size=settings.max_client_batch_size,
         max_message_bytes=settings.grpc_max_message_size_mb * 2**20,
         arrow_output_dtype=settings.arrow_output_dtype,
+        media_url_hosts=settings.media_url_hosts,
+        media_url_networks=settings.media_url_networks,
         orphan_grace_s=float(settings.orphan_grace_secs),
         nice=settings.cpu_worker_nice if gpu_uuid is None else 0,
         log_level=settings.log_level,

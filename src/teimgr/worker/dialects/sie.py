@@ -147,7 +147,7 @@ async def _score(inference: http.HttpInference, request: HttpRequest) -> HttpRep
     _check_options(body.options or {})
     asked = _item if inference.served.model.fused else _text
     items = [_item(item, f"items.{row}") for row, item in enumerate(body.items)]
-    query, *inputs = await images.read_all(inference, [asked(body.query, "query"), *items])
+    query, *inputs = await images.read_all(inference, [asked(body.query, "query"), *items], first=-1)
     input_checks.need_texts(inputs, "items")
     served = inference.served
     truncate, instruction = served.spec.auto_truncate, body.instruction
