@@ -24,6 +24,7 @@ from tests.support.models.dual_encoders import (
     build_dinov2,
     build_qwen3_vl_embedding,
     build_qwen3_vl_reranker,
+    build_siglip2_naflex,
 )
 from tests.support.models.scoring import build_token_classifier
 from tests.worker.dialects.dialect_client import LIMIT_S, Asking
@@ -50,6 +51,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "reranker": build_cross_encoder("bert", folder / "reranker"),
         "classifier": build_classifier("bert", folder / "classifier"),
         "clip": build_clip(folder / "clip"),
+        "naflex": build_siglip2_naflex(folder / "naflex"),
         "dinov2": build_dinov2(folder / "dinov2"),
         "clap": build_clap(folder / "clap"),
         "pages": build_colqwen2(folder / "pages"),

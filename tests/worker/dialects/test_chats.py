@@ -148,6 +148,17 @@ async def test_documents_with_images_are_ranked_by_the_rerankers_scores(ask: Ask
     assert plain["results"][0]["relevance_score"] == pytest.approx(expected[0], abs=1e-6)
 
 
+async def test_teis_rerank_has_the_same_scores(ask: Asking) -> None:
+    contents = [[{"type": "image", "data": PLAIN}], [{"type": "image", "url": OTHER_URI}, TEXT]]
+    body = {"query": {"type": "text", "value": TEXT}, "texts": ["a caption", *({"content": one} for one in contents)]}
+    found = {one["index"]: one["score"] for one in (await ask.post("/instances/judge/rerank", body)).ok}
+    assert [found[row] for row in range(3)] == pytest.approx(await scored(ask), abs=1e-6)
+    raw = {one["index"]: one["score"] for one in await ask.own_port("judge", "/rerank", body | {"raw_scores": True})}
+    assert [1 / (1 + np.exp(-raw[row])) for row in range(3)] == pytest.approx(
+        [found[row] for row in range(3)], abs=1e-6
+    )
+
+
 async def test_a_query_with_an_image_and_an_instruction(ask: Asking) -> None:
     plain = await scored(ask)
     asked = {"model": "judge", "documents": DOCUMENTS}

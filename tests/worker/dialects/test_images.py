@@ -53,6 +53,15 @@ async def test_each_form_of_an_image_has_the_same_vector_bit_for_bit(
     assert answer["usage"]["prompt_tokens"] == images * TOKENS + has_text * await ask.tokens("clip", [TEXT])
 
 
+@pytest.mark.parametrize(("size", "tokens"), [((60, 40), 20), ((200, 20), 10)])
+async def test_naflex_reads_an_image_in_its_own_shape(ask: Asking, size: tuple[int, int], tokens: int) -> None:
+    plain = base64.b64encode(file_of(noise(*size))).decode()
+    answer = (await ask.post("/v1/embeddings", {"model": "naflex", "input": [{"image": f"data:;base64,{plain}"}]})).ok
+    expected = await ask.own_port("naflex", "/embed", {"inputs": [{"type": "image", "data": plain}, TEXT]})
+    assert (np.array(answer["data"][0]["embedding"], np.float32) == np.array(expected[0], np.float32)).all()
+    assert answer["usage"]["prompt_tokens"] == tokens
+
+
 async def test_items_of_a_type_mixed_with_texts(ask: Asking) -> None:
     image, text = await vectors(ask)
     mixed = [TEXT, {"type": "image", "url": URI}, {"type": "text", "value": TEXT}]

@@ -76,6 +76,20 @@ async def test_pages_are_ranked_by_their_best_matches_and_pictures_by_their_cosi
         assert np.allclose([one["relevance_score"] for one in results], sorted(expected)[:0:-1], rtol=1e-4)
 
 
+async def test_teis_rerank_takes_items_of_a_type(ask: Asking) -> None:
+    """A page model by best matches, CLIP by cosine; the query may be an image too."""
+    query, pages = await of_query(ask), [await matrix(ask, row) for row in range(len(FILES))]
+    best = [float((query @ page.T).max(axis=1).sum()) for page in pages]
+    body = {"query": TEXT, "texts": TYPED, "return_text": True}
+    for ranked in ((await ask.post("/instances/pages/rerank", body)).ok, await ask.own_port("pages", "/rerank", body)):
+        assert [one["index"] for one in ranked] == np.argsort(best)[::-1].tolist()
+        assert np.allclose([one["score"] for one in ranked], sorted(best)[::-1], rtol=1e-4)
+        assert [one["text"] for one in ranked] == [TYPED[one["index"]] for one in ranked]
+    [first, second] = await ask.own_port("clip", "/rerank", {"query": TYPED[1], "texts": [TEXT, TYPED[1]]})
+    assert first == {"index": 1, "score": pytest.approx(1.0, abs=1e-5)}
+    assert second["index"] == 0
+
+
 async def test_sies_score_of_a_query_against_pages(ask: Asking) -> None:
     items = [{"id": str(row), "images": [{"data": one}]} for row, one in enumerate(PLAIN)]
     answer = (await ask.post("/v1/score/pages", {"query": {"text": TEXT}, "items": items})).ok
@@ -99,6 +113,14 @@ IMAGE = {"data": PLAIN[0]}
         ("/v1/rerank", {"model": "reranker", "query": "a", "documents": DOCUMENTS["Jina"]}, "only text is supported"),
         ("/v1/rerank", {"model": "pages", "query": "a", "documents": ["b", *DOCUMENTS["Jina"]]}, "send an image"),
         ("/embed", {"model": "pages", "inputs": [TYPED[0]]}, "one vector per text"),
+        ("/instances/reranker/rerank", {"query": "a", "texts": TYPED}, "texts.0.data: only text is supported"),
+        ("/instances/pages/rerank", {"query": "a", "texts": [{"type": "image", "data": "!"}]}, "`texts.0.data`"),
+        ("/instances/clip/rerank", {"query": {"type": "video"}, "texts": ["a"]}, "query.type: 'video' is not served"),
+        (
+            "/instances/clip/rerank",
+            {"query": "a", "texts": TYPED, "truncation_direction": "Left"},
+            "truncation_direction: Left is not for requests with images",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.models.dual_encoders import file_of, noise
 from tests.worker.dialects.dialect_client import Asking
 
 TEXTS = ["the quick fox", "fog by the harbour"]
@@ -102,3 +103,55 @@ async def test_top_k_ranks_in_voyages_form(ask: Asking, path: str) -> None:
     assert (ranked["object"], set(ranked["usage"])) == ("list", {"prompt_tokens", "total_tokens"})
     whole = (await ask.post(path, body | {"top_k": None})).ok
     assert [list(one) for one in whole["data"]] == [["index", "relevance_score"]] * 3
+
+
+MULTIMODAL = "/v1/multimodalembeddings"
+URI = f"data:image/png;base64,{base64.b64encode(file_of(noise(60, 40))).decode()}"
+IMAGE = {"type": "image_base64", "image_base64": URI}
+SAID = {"type": "text", "text": TEXTS[0]}
+
+
+@pytest.mark.parametrize("path", [MULTIMODAL, f"/voyage{MULTIMODAL}"])
+async def test_contents_of_a_text_or_an_image_have_the_vectors_of_other_routes(ask: Asking, path: str) -> None:
+    inputs = [{"content": [IMAGE]}, {"content": [{"type": "image_url", "image_url": URI}]}, {"content": [SAID]}]
+    answer = (await ask.post(path, {"model": "clip", "inputs": inputs})).ok
+    image = {"type": "image", "data": URI.partition(",")[2]}
+    expected = np.array(await ask.own_port("clip", "/embed", {"inputs": [image, image, TEXTS[0]]}), np.float32)
+    found = embeddings(answer)
+    assert (found[:2] == expected[:2]).all()
+    assert np.allclose(found[2], expected[2], atol=1e-6)
+    tokens = await ask.tokens("clip", TEXTS[:1])
+    usage = {"text_tokens": tokens, "image_pixels": 2 * 60 * 40, "video_pixels": 0, "total_tokens": tokens + 2 * 5}
+    assert answer["usage"] == usage
+    # As its client asks for them.
+    coded = {"model": "clip", "inputs": inputs[:1], "encoding_format": "base64", "output_dimension": 8}
+    [one] = (await ask.post(path, coded | {"input_type": "query", "truncation": True, "output_dtype": None})).ok["data"]
+    cut = expected[0, :8] / np.linalg.norm(expected[0, :8])
+    assert np.allclose(np.frombuffer(base64.b64decode(one["embedding"]), "<f4"), cut, atol=1e-6)
+
+
+async def test_a_content_of_both_has_one_vector_of_a_model_that_reads_both(ask: Asking) -> None:
+    answer = (await ask.post(MULTIMODAL, {"model": "chat", "inputs": [{"content": [IMAGE, SAID]}]})).ok
+    message = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": URI}}, SAID]}]
+    same = (await ask.post("/v1/embeddings", {"model": "chat", "messages": message})).ok
+    assert np.allclose(embeddings(answer), embeddings(same), atol=1e-6)
+    assert answer["usage"]["image_pixels"] == 60 * 40
+    assert answer["usage"]["total_tokens"] == same["usage"]["prompt_tokens"] == answer["usage"]["text_tokens"] + 6
+
+
+@pytest.mark.parametrize(
+    ("inputs", "says"),
+    [
+        ([{"content": [IMAGE, SAID]}], "one at a time"),
+        ([{"content": [{"type": "video_url", "video_url": "http://a/b.mp4"}]}], "inputs.0.content.0: only parts of"),
+        ([{"content": []}], "inputs.0.content: needs texts and images"),
+        ([{"text": "fog"}], "inputs.0.content: must be a text or a list of parts"),
+        ([{"content": [{"type": "image_url", "image_url": "http://a/b.png"}]}], "is a link"),
+        ([{"content": [SAID]}] * 1001, "batch size 1001 > maximum allowed batch size 1000"),
+    ],
+    ids=range(6),
+)
+async def test_contents_that_cannot_be_embedded_are_refused_by_name(ask: Asking, inputs: Any, says: str) -> None:
+    refused = await ask.post(MULTIMODAL, {"model": "clip", "inputs": inputs})
+    assert (refused.status, list(refused.json)) == (400, ["detail"])
+    assert says in refused.json["detail"]

@@ -73,6 +73,7 @@ def dialect_of(path: str) -> str | None:
 OLLAMA_EMBEDDING = ("/api/embed", "/api/embeddings")
 _DIALECTS_OF_PATH: dict[str, tuple[str, ...]] = {
     "/v1/embeddings": (OPENAI, JINA, VLLM, VOYAGE, INFINITY),
+    "/v1/multimodalembeddings": (VOYAGE,),
     "/v1/embed": (COHERE,),
     "/v2/embed": (COHERE,),
     "/v1/rerank": (COHERE, JINA, VLLM, VOYAGE, INFINITY),
@@ -94,7 +95,7 @@ _DENSE = (Kind.EMBEDDING.value,)
 _EMBEDDING, _RERANKING = (Kind.EMBEDDING.value, Kind.MULTI_VECTOR.value), (Kind.RERANKER.value,)
 _KINDS_OF_PATH: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("/v1/embeddings", "/v1/embed", "/v2/embed", "/embeddings"), _EMBEDDING),
-    **dict.fromkeys(OLLAMA_EMBEDDING, _DENSE),
+    **dict.fromkeys((*OLLAMA_EMBEDDING, "/v1/multimodalembeddings"), _DENSE),
     "/vectors": _DENSE,
     **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), _RERANKING),
     **dict.fromkeys(("/classify", "/v1/classify"), (Kind.CLASSIFIER.value, Kind.RERANKER.value)),

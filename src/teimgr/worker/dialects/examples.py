@@ -36,6 +36,11 @@ EXAMPLES: Mapping[tuple[str, str], dict[str, Any]] = {
     (JINA, "/v1/embeddings"): _EMBED | {"task": "retrieval.passage", "normalized": True},
     (VLLM, "/v1/embeddings"): _EMBED | {"truncate_prompt_tokens": -1},
     (VOYAGE, "/v1/embeddings"): _EMBED | {"input_type": "document", "output_dtype": "int8"},
+    (VOYAGE, "/v1/multimodalembeddings"): {
+        "model": "mini",
+        "inputs": [{"content": [{"type": "text", "text": one}]} for one in _TEXTS],
+        "input_type": "document",
+    },
     (COHERE, "/v1/embed"): _COHERE_EMBED,
     (COHERE, "/v2/embed"): _COHERE_EMBED,
     **{(INFINITY, path): _EMBED for path in ("/embeddings", "/v1/embeddings")},

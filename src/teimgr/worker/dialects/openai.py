@@ -240,11 +240,15 @@ def _task(name: str | None, model: LoadedModel) -> str | None:
     return found
 
 
-def embedding_list(model: str, in_base64: bool, precision: Precision, job: Job) -> bytes:
+def embedding_list(
+    model: str, in_base64: bool, precision: Precision, job: Job, usage: Mapping[str, int] | None = None
+) -> bytes:
     rows = job.vectors if precision is Precision.FLOAT32 else converted(job.vectors, precision)
     data = embedding_objects(rows, in_base64)
     weight = rows.size + len(data) * _OBJECT_WEIGHT  # in base64 less
-    return http.to_json({"object": "list", "data": data, "model": model, "usage": http.usage(job.tokens)}, weight)
+    return http.to_json(
+        {"object": "list", "data": data, "model": model, "usage": usage or http.usage(job.tokens)}, weight
+    )
 
 
 def embedding_objects(rows: Iterable[Any], in_base64: bool) -> list[dict[str, Any]]:

@@ -33,7 +33,7 @@ from teimgr.wire.error_bodies import (
     WEAVIATE,
 )
 from teimgr.wire.status import STATUS
-from teimgr.worker.dialects import cohere, infinity, ollama, openai, rerank, sie, tei, tokens, vllm, weaviate
+from teimgr.worker.dialects import cohere, infinity, ollama, openai, rerank, sie, tei, tokens, vllm, voyage, weaviate
 from teimgr.worker.dialects.examples import EXAMPLES
 
 _TAG = "Text Embeddings Inference"
@@ -303,7 +303,7 @@ def _json(kind: type[BaseModel], example: Any = None) -> dict[str, Any]:
 
 def _schema_name(class_name: str) -> str:
     """The client-visible name: a class without the prefix of its dialect (OpenAICompat… is TEI's own)."""
-    return re.sub("^(Tei|Cohere|Infinity|Vllm|Sie|Weaviate|Ollama|OpenAI(?!Compat))", "", class_name)
+    return re.sub("^(Tei|Cohere|Infinity|Vllm|Sie|Voyage|Weaviate|Ollama|OpenAI(?!Compat))", "", class_name)
 
 
 class _SchemaNames(GenerateJsonSchema):
@@ -340,6 +340,10 @@ _OPERATIONS: Mapping[tuple[str, str], tuple[str, type[BaseModel]]] = {
     (JINA, "/v1/embeddings"): ("Dense vectors", openai.OpenAIEmbeddingsRequest),
     (VLLM, "/v1/embeddings"): ("Dense vectors", openai.OpenAIEmbeddingsRequest),
     (VOYAGE, "/v1/embeddings"): ("Dense vectors", openai.OpenAIEmbeddingsRequest),
+    (VOYAGE, "/v1/multimodalembeddings"): (
+        "Dense vectors of contents: texts, images, or both",
+        voyage.VoyageMultimodalRequest,
+    ),
     (VLLM, "/tokenize"): ("Tokens of a text", tokens.VllmTokenizeRequest),
     (VLLM, "/detokenize"): ("The text of token ids", tokens.VllmDetokenizeRequest),
     (COHERE, "/v1/tokenize"): ("Tokens of a text", tokens.CohereTokenizeRequest),

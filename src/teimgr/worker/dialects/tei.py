@@ -27,6 +27,7 @@ from teimgr.worker import http_inference as http
 from teimgr.worker import images, scores
 from teimgr.worker.dialects import tei_types
 from teimgr.worker.dialects.openai import BATCH_LIMIT, EncodingFormat, embedding_list
+from teimgr.worker.dialects.rerank import relevance
 from teimgr.worker.dialects.serde_json import Fault
 from teimgr.worker.dialects.serde_types import Optional, Struct, Type, read_body
 from teimgr.worker.dialects.tei_ambiguity import is_ambiguous, may_be_ambiguous, may_be_deep
@@ -174,6 +175,10 @@ class TeiItemsRequest(TeiEmbedRequest):
 
     inputs: Any
 
+    @property
+    def given(self) -> list[Any]:
+        return self.inputs if isinstance(self.inputs, list) else [self.inputs]
+
     def job_of(self, inputs: list[EngineInput], served: http.ServedModel) -> http.JobSpec:
         """A vector per item."""
         options = self.options(
@@ -193,12 +198,6 @@ class TeiAllItemsRequest(TeiItemsRequest):
         output = scores.output_per_token(served.model)
         options = self.options(served, output, prompt_name=self.prompt_name, pool_factor=self.pool_factor)
         return http.JobSpec(inputs, options, per_token, served.spec.max_client_batch_size)
-
-
-_WITH_ITEMS: dict[type[http.Body], type[TeiItemsRequest]] = {
-    TeiEmbedRequest: TeiItemsRequest,
-    TeiEmbedAllRequest: TeiAllItemsRequest,
-}
 
 
 def _vectors(job: Job) -> bytes:
@@ -271,6 +270,24 @@ class TeiRerankRequest(http.InferenceRequest, TeiTruncation):
         encode = partial(ranks, self.texts if self.return_text else None)
         inputs = [Pair(self.query, text) for text in self.texts]
         return http.JobSpec(inputs, options, encode, served.spec.max_client_batch_size)
+
+
+class TeiRerankItemsRequest(TeiRerankRequest):
+    """`POST /rerank` with items of a type, which TEI does not have: texts, images, or both in one."""
+
+    query: Any
+    texts: Annotated[list[Any], Field(fail_fast=True)]
+
+    @property
+    def given(self) -> list[Any]:
+        return [self.query, *self.texts]
+
+
+_WITH_ITEMS: dict[type[http.Body], type[TeiItemsRequest | TeiRerankItemsRequest]] = {
+    TeiEmbedRequest: TeiItemsRequest,
+    TeiEmbedAllRequest: TeiAllItemsRequest,
+    TeiRerankRequest: TeiRerankItemsRequest,
+}
 
 
 class TeiSimilarityInput(http.Body):
@@ -458,12 +475,11 @@ def _reparse(kind: type[http.BodyT], body: Buffer, quick: http.BodyT | None) -> 
         raise http.BadRequest(422, message) from fault
 
 
-def _items(kind: type[TeiItemsRequest], body: bytes) -> Any:
+def _items(kind: type[TeiItemsRequest | TeiRerankItemsRequest], body: bytes) -> Any:
     """A body whose inputs are items of a type, or have such among them; None for another one."""
     with suppress(http.BadRequest, InvalidInput):
         found = http.decoded(kind, body, http.JSON_BODY)
-        given = found.inputs if isinstance(found.inputs, list) else [found.inputs]
-        return found if any(isinstance(one, dict) for one in given) else None
+        return found if any(isinstance(one, dict) for one in found.given) else None
     return None
 
 
@@ -545,6 +561,8 @@ def _inference(kind: type[http.InferenceRequest] | None = None) -> http.HttpHand
         body = await inference.read(request, kind or _default_task(inference.served.model), TEI_BODY)
         if isinstance(body, TeiItemsRequest):
             return await _respond_to_items(inference, body)
+        if isinstance(body, TeiRerankItemsRequest):
+            return await _rank_items(inference, body)
         return await inference.respond(body.job, timings=True)
 
     return handle
@@ -552,11 +570,33 @@ def _inference(kind: type[http.InferenceRequest] | None = None) -> http.HttpHand
 
 async def _respond_to_items(inference: http.HttpInference, body: TeiItemsRequest) -> HttpReply:
     """Texts and images; a single one is a list of one, as a single text is."""
-    given = body.inputs if isinstance(body.inputs, list) else [body.inputs]
+    given = body.given
     inference.check_count(len(given), inference.served.spec.max_client_batch_size)
     items = [images.typed_item(one, f"inputs.{place}") for place, one in enumerate(given)]
     inputs = await images.read_all(inference, items)
     return await inference.respond(partial(body.job_of, inputs), timings=True)
+
+
+async def _rank_items(inference: http.HttpInference, body: TeiRerankItemsRequest) -> HttpReply:
+    """By a reranker that reads texts and images, or by the vectors of a model that embeds both."""
+    served = inference.served
+    if not body.texts:
+        raise EmptyInput("`texts` cannot be empty")
+    if body.truncation_direction.lower() == "left":
+        raise http.BadRequest(422, "truncation_direction: Left is not for requests with images", "truncation_direction")
+    inference.check_count(len(body.texts), served.spec.max_client_batch_size)
+    query = images.typed_item(body.query, "query")
+    items = [images.typed_item(one, f"texts.{place}") for place, one in enumerate(body.texts)]
+    first, *inputs = await images.read_all(inference, [query, *items], first=-1)
+    truncate = served.spec.auto_truncate if body.truncate is None else body.truncate
+    found = await relevance(
+        inference, [first], inputs, truncate=truncate, raw_scores=body.raw_scores, with_prompts=True
+    )
+    ranked = [
+        {"index": row, **({"text": body.texts[row]} if body.return_text else {}), "score": found.scores[row]}
+        for row in http.best_first(found.scores)
+    ]
+    return http.json_reply(await inference.dispatcher.off_loop(http.to_json, ranked))
 
 
 def _default_task(model: LoadedModel) -> type[http.InferenceRequest]:
