@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import subprocess
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from tests.outside_clients.products import Section, section
 from tests.support import models
 from tests.support.daemon_process import DaemonProcess, WarmDaemonProcess
+from tests.support.models.dual_encoders import build_clip, file_of, noise
 
 from teimgr.client import Client
 
@@ -23,6 +25,7 @@ QUERY = "how long does a query wait"
 KEY = "sesame"
 IDS = [2, 7, 9, 3]
 TOLERANCE = 1e-5
+PICTURE = file_of(noise(60, 40))
 
 _PYTHON = Path(__file__).parents[2] / ".venv-clients" / "bin" / "python"
 _SCRIPTS = Path(__file__).parent / "scripts"
@@ -42,13 +45,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    """Instances `embedding`, `locked` (the same behind a key), `reranker` and `classifier`."""
+    """Instances `embedding`, `locked` (the same behind a key), `reranker`, `classifier` and `pictures`, a CLIP."""
     embedding = models.build("bert", tmp_path_factory.mktemp("m"), prompts=_PROMPTS)
     folders = {
         "embedding": embedding,
         "locked": embedding,
         "reranker": models.build_cross_encoder("bert", tmp_path_factory.mktemp("m")),
         "classifier": models.build_classifier("bert", tmp_path_factory.mktemp("m")),
+        "pictures": build_clip(tmp_path_factory.mktemp("m")),
     }
     # Requests without a model go to `embedding`, not to `locked`; the alias is the model that LibreChat asks for.
     defaults, aliases = {"embedding": "embedding"}, {"jina-reranker-v2-base-multilingual": "reranker"}
@@ -87,7 +91,17 @@ def hear(served: DaemonProcess, ports: dict[str, int]) -> Hear:
         pytest.skip("no .venv-clients: `dev.py test` makes it")
     urls = {name: f"http://127.0.0.1:{port}" for name, port in ports.items()}
     grpc = {f"grpc_{name}": f"127.0.0.1:{port}" for name, port in ports.items()}
-    said = {**urls, **grpc, "daemon": served.api, "key": KEY, "texts": TEXTS, "query": QUERY, "ids": IDS}
+    picture = f"data:image/png;base64,{base64.b64encode(PICTURE).decode()}"
+    said = {
+        **urls,
+        **grpc,
+        "picture": picture,
+        "daemon": served.api,
+        "key": KEY,
+        "texts": TEXTS,
+        "query": QUERY,
+        "ids": IDS,
+    }
     # Offline, InferenceClient refuses every URL; what looks for news elsewhere is switched off.
     quiet = {
         "ANONYMIZED_TELEMETRY": "False",
@@ -115,6 +129,7 @@ class Truth:
         self.vectors = self.embedded()
         self.short = self.embedded(dimensions=8)
         self.raw = self.embedded(normalize=False)
+        self.picture = client.embed_images([PICTURE], instance="pictures")
 
     def embedded(self, *texts: str, **how: Any) -> NDArray[np.float32]:
         return self._client.embed(texts or TEXTS, instance="embedding", **how)

@@ -64,6 +64,7 @@ def test_openai(hear: Hear, truth: Truth) -> None:
     same(told["floats_of_8"], truth.short)
     assert np.shape(told["of_ids"]) == (2, truth.vectors.shape[1])
     same(told["of_ids"][0], told["of_ids"][1])
+    same(told["picture"], truth.picture)
     for name, error, text in (
         ("of_nothing", "BadRequestError", "`inputs` cannot be empty"),
         ("of_a_classifier", "APIStatusError", "Model is not an embedding model"),
@@ -95,7 +96,26 @@ def test_cohere(hear: Hear, truth: Truth) -> None:
     same_ranks(told["ranks_by_1"], truth.ranks())
     same_ranks(told["two_ranks_by_2"], truth.ranks()[:2])
     assert told["joined_pieces"] == TEXTS
+    same(told["picture"], truth.picture)
     assert told["of_nobody"].startswith("NotFoundError")
+
+
+def test_voyage(hear: Hear, truth: Truth) -> None:
+    told = hear("voyage_sdk")
+
+    same(told["texts"], truth.vectors)
+    same_ranks(told["ranks"], truth.ranks())
+    vectors, pixels, tokens = told["picture"]
+    same(vectors, truth.picture)
+    assert (pixels, tokens) == (60 * 40, 5)
+    assert "nobody" in told["of_nobody"]
+
+
+def test_infinity(hear: Hear, truth: Truth) -> None:
+    told = hear("infinity_sdk")
+
+    same(told["texts"], truth.vectors)
+    same(told["picture"], truth.picture)
 
 
 def test_ollama(hear: Hear, truth: Truth) -> None:
@@ -111,7 +131,7 @@ def test_ollama(hear: Hear, truth: Truth) -> None:
     same(told["llama_index_query"], truth.embedded(f"query: {TEXTS[0]}")[0])
     tags, running = told["listed"]
     assert {"embedding:latest", "locked:latest"} <= set(tags)
-    assert running == ["embedding:latest", "locked:latest"]
+    assert running == ["embedding:latest", "locked:latest", "pictures:latest"]
     assert told["shown"][0] == ["embedding"]
     nobody, too_long, generate, pull = told["refused"]
     assert nobody.startswith("ResponseError: model 'nobody' not found")

@@ -48,8 +48,13 @@ def joined_pieces(told: Any) -> Any:
     return ["".join(one.token_strings) for one in each]
 
 
+def picture(told: Any) -> Any:
+    kinds: Any = {"input_type": "image", "embedding_types": ["float"]}
+    return _second(told).embed(images=[told.picture], model="pictures", **kinds).embeddings.float_
+
+
 def of_nobody(told: Any) -> Any:
     return refusal(lambda: _second(told).rerank(query="fog", documents=["dog"], model="nobody"))
 
 
-main(embedded_by_1, embedded_by_2, binary_by_2, ranks_by_1, two_ranks_by_2, joined_pieces, of_nobody)
+main(embedded_by_1, embedded_by_2, binary_by_2, ranks_by_1, two_ranks_by_2, joined_pieces, picture, of_nobody)

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 from openai import AsyncOpenAI, OpenAI
+from openai.types import CreateEmbeddingResponse
 from telling import main, refusal
 
 
@@ -46,6 +47,13 @@ def of_the_daemon(told: Any) -> Any:
     return _vectors(_client(told.daemon).embeddings.create(input=told.texts, model="embedding"))
 
 
+def picture(told: Any) -> Any:
+    """As vLLM's documents say: messages, by the client's `post`."""
+    part = {"type": "image_url", "image_url": {"url": told.picture}}
+    body = {"model": "pictures", "messages": [{"role": "user", "content": [part]}], "encoding_format": "float"}
+    return _vectors(_client(told.daemon).post("/embeddings", body=body, cast_to=CreateEmbeddingResponse))
+
+
 def of_nothing(told: Any) -> Any:
     return refusal(lambda: _client(told.embedding).embeddings.create(input="", model="any"))
 
@@ -72,6 +80,7 @@ main(
     of_ids,
     in_async,
     of_the_daemon,
+    picture,
     of_nothing,
     of_a_classifier,
     of_nobody,
