@@ -158,9 +158,9 @@ def _over_http(port: int, file: Path) -> Iterator[Target]:
 
 def _round(target: Target, queries: list[str], options: argparse.Namespace, found: Found, alone_first: bool) -> None:
     end = time.perf_counter() + options.idle
-    idle, _ = asyncio.run(paced(target.address, queries, options.rate, lambda: time.perf_counter() > end))
+    idle, _ = asyncio.run(_paced(target.address, queries, options.rate, lambda: time.perf_counter() > end))
     alone_s = float(target.bulk.ask("pass")["seconds"]) if alone_first else 0.0
-    beside, beside_s = asyncio.run(paced(target.address, queries, options.rate, target.bulk))
+    beside, beside_s = asyncio.run(_paced(target.address, queries, options.rate, target.bulk))
     alone_s = alone_s or float(target.bulk.ask("pass")["seconds"])
     found.idle_ms += idle
     found.beside_ms += beside
@@ -185,7 +185,7 @@ async def _queries(address: str) -> AsyncIterator[Callable[[str], Awaitable[obje
         yield embed
 
 
-async def paced(
+async def _paced(
     address: str, texts: list[str], rate: float, until: Callable[[], bool] | Child
 ) -> tuple[list[float], float]:
     """Latencies in ms of `rate` queries a second, each from the moment it was due, less those of the first second;

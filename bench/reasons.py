@@ -38,20 +38,6 @@ def _stages(documents: Documents) -> dict[str, float]:
     return {row["stage"]: row["µs"] for row in documents.get("stages", {}).get("rows", [])}
 
 
-def _slower_machine(documents: Documents) -> str:
-    """How slow this machine was by the version that the targets were set for, which had 4.0 ms on the other one."""
-    if "versions" not in documents:
-        return ""
-    facts, rows = documents["versions"]["facts"], documents["versions"]["rows"]
-    there = next((row["there"] for row in rows if row["figure"] == "queries back to back, p50 ms"), None)
-    if there is None:
-        return ""
-    return (
-        f" The target was set on another machine: {escape(facts['there'])} had 4.0 ms there and has {there:.1f} ms "
-        f"here ({_link('versions', documents)}), so the factor over it is what can be compared."
-    )
-
-
 def _query(documents: Documents) -> str:
     us = _stages(documents)
     if not us:
@@ -61,7 +47,6 @@ def _query(documents: Documents) -> str:
         f"Of {whole:.1f} ms through the mux the forward takes {forward:.1f} (weights from memory, two threads), what "
         f"the engine adds around it {engine - forward:.1f} (threads; code that finds its caches overwritten by the "
         f"forward), mux, two frames and the client {whole - engine:.1f} ({_link('stages', documents)}, {_DESIGN})."
-        + _slower_machine(documents)
     )
 
 
@@ -86,20 +71,7 @@ def _paused(documents: Documents) -> str:
         f"{words}After the pause three processes wake up on idle cores with cold caches: weights and code come from "
         "memory. Tried, each a gain: helper threads off the caller's CPU, no hand-overs of a lone query, native "
         "post-processing, an HTTP/2 of our own. Tried without one: threads kept awake, weights fetched before the "
-        f"forward, huge pages ({_DESIGN})." + _slower_machine(documents)
-    )
-
-
-def _former_bulk(documents: Documents) -> str:
-    us = _stages(documents)
-    share = us["one bulk text: forward"] / us["one bulk text: EmbedArrow, whole"] if us else 0.0
-    words = (
-        f"The forward is {share:.0%} of a bulk text ({_link('stages', documents)}), and it " if us else "The forward "
-    )
-    return (
-        f"{words}has the part of the matrix-product rate in the row “fraction of the limit”: what is left is "
-        "attention, norms and activations, not the server. The least and the most of the rounds show how far the "
-        "factor moves with the machine."
+        f"forward, huge pages ({_DESIGN})."
     )
 
 
@@ -187,7 +159,6 @@ def _card_query(documents: Documents) -> str:
 _REASONS: dict[str, Callable[[Documents], str]] = {
     "query": _query,
     "paused": _paused,
-    "former bulk": _former_bulk,
     "bulk": _bulk,
     "int8": _int8,
     "mux": _mux,

@@ -8,7 +8,7 @@ from typing import Any
 
 from bench import compared
 from bench.provenance import Documents
-from bench.query_targets import every_50_ms, front, one_query, times_as_fast
+from bench.query_targets import every_50_ms, front, one_query
 from bench.verdicts import Form, Line, Target, Value
 
 AUTO, FLOAT32, INT8 = "teimgr engine, auto", "teimgr engine, float32", "teimgr engine, int8"
@@ -22,8 +22,8 @@ MODELS = {
     "peers-modernbert": "ModernBERT",
     "peers-qwen3": "Qwen3-0.6B",
 }
-_FORMER_BULK = {"mixed": 1.35, "short": 1.35, "long": 1.5, "all-256": 1.5}
-"""Texts → times as fast as the version that the targets were set for; long ones are of 256 tokens."""
+_TEXTS = ("mixed", "short", "all-256")
+"""Corpora whose rates were asked for."""
 _BATCH_TOKENS = 512  # of a batch of bulk beside queries on a CPU, by which "one batch" is counted
 _BYTES_OF_MIB, _BYTES_OF_MB = 2**20, 1e6
 NO_CARD = "no card could be had; `just gpu` is ready"
@@ -33,8 +33,8 @@ def targets(documents: Documents) -> Iterator[Target]:
     """Every row of the table of targets, in its order."""
     yield Target(
         "CPU bulk through EmbedArrow, MiniLM mixed / short / long, lowest cosine ≥ 0.9999",
-        "1.1 × OpenVINO with the bf16 hint in process and 1.35 / 1.35 / 1.5 × the present version",
-        [*_bulk(documents), *_cosines(documents), _former_bulk(documents)],
+        "1.1 × OpenVINO with the bf16 hint in process",
+        [*_bulk(documents), *_cosines(documents)],
     )
     yield Target("CPU bulk, BERT-base short texts", "1.2 × OpenVINO bf16", [*_base_short(documents)])
     yield Target("CPU float32", "ahead of OpenVINO fp32 and ORT fp32 on every corpus", [*_float32(documents)])
@@ -156,7 +156,7 @@ def _bulk(documents: Documents) -> Iterator[Line]:
             "÷ the faster hint of OpenVINO, bfloat16", Form.TIMES, unmeasured=_missing("peers"), asked="at least 1.1 ×"
         )
         return
-    asked = dict.fromkeys(_FORMER_BULK, 1.1)
+    asked = dict.fromkeys(_TEXTS, 1.1)
     through = list(_ratios(documents["peers"], ARROW, asked))
     if through:
         yield Line("through EmbedArrow ÷ the fastest peer in bfloat16, in process", Form.TIMES, through, why="bulk")
@@ -176,11 +176,6 @@ def _cosines(documents: Documents) -> Iterator[Line]:
         if values:
             yield Line(f"lowest cosine to float32, {path}", Form.COSINE, values)
             return
-
-
-def _former_bulk(documents: Documents) -> Line:
-    asked = {f"bulk, {texts} texts": factor for texts, factor in _FORMER_BULK.items()}
-    return times_as_fast(documents, "MiniLM through EmbedArrow", asked, why="former bulk")
 
 
 def _base_short(documents: Documents) -> Iterator[Line]:

@@ -57,7 +57,6 @@ STEPS: dict[str, Step] = {
     "monsters": Step("monsters"),
     "neighbours": Step("neighbours"),
     "front": Step("front"),
-    "versions": Step("versions"),
     "servers": Step("servers"),
     "growth": Step("growth"),
     "fidelity": Step("fidelity", ("--dtype", *_PRECISIONS), 3600.0),
@@ -67,7 +66,6 @@ STEPS: dict[str, Step] = {
 """What `all` runs, in its order; the page is last."""
 PAGE = "html"
 _PROGRAMS = ("infinity", "tei", "tei-manager", "vllm")
-_AGAINST = ("front", "versions")
 _DEFAULT_LIMIT_S = 600.0
 _END_S = 300.0  # beyond its limit a scenario writes what it has and stops its servers
 
@@ -80,7 +78,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--against",
         type=Path,
         metavar="PATH",
-        help="another checkout, for versions and front: 534a7b9 is the one that the targets were set for",
+        help="another checkout, for front: 534a7b9 is the one that the targets were set for",
     )
     for program in _PROGRAMS:
         parser.add_argument(f"--{program}", type=Path, metavar="PATH", help=f"the program, for servers: {program}")
@@ -104,7 +102,7 @@ def planned(options: argparse.Namespace) -> Plan:
         passed = [*step.options]
         if step.limit_s is not None:
             passed += ["--limit", f"{step.limit_s:g}"]
-        if step.scenario in _AGAINST and options.against is not None:
+        if step.scenario == "front" and options.against is not None:
             passed += ["--against", str(options.against)]
         if step.scenario == "servers":
             passed += programs
@@ -114,8 +112,6 @@ def planned(options: argparse.Namespace) -> Plan:
             skipped[name] = "--skip names it"
         elif step.scenario not in SCENARIOS:
             skipped[name] = "this checkout has no such scenario"
-        elif step.scenario == "versions" and options.against is None:
-            skipped[name] = "no other checkout was given (--against PATH)"
         elif step.scenario == "servers" and not programs:
             skipped[name] = "the program of no peer was given (" + ", ".join(f"--{each}" for each in _PROGRAMS) + ")"
         else:

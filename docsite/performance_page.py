@@ -50,8 +50,6 @@ way, with random weights.
 
 {_latency()}
 
-{_versions()}
-
 ## Beside other servers
 
 {_servers()}
@@ -177,13 +175,6 @@ def _latency() -> str:
         f"{row['beside_p50_ms']:.1f} ms ({row['idle_p50_ms']:.1f} ms without bulk), 99 % within",
         f"{row['beside_p99_ms']:.0f} ms; the bulk job loses {row['lost']:.1f} %, where at most 5 % is the aim",
         f"({_result('bimodal')}).",
-    )
-
-
-def _versions() -> str:
-    return _wrapped(
-        "MiniLM and the interfaces beside the version for which the targets of speed were set, in turns:",
-        f"{_result('versions', 'bulk and queries')}, {_result('front', 'interfaces')}.",
     )
 
 

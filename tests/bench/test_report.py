@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from bench import absent_peers, compared, html, latency, provenance, targets
-from bench.query_targets import every_50_ms, front, one_query, times_as_fast
+from bench.query_targets import every_50_ms, front, one_query
 from bench.reasons import reason
 from bench.verdicts import NOT_MEASURED, Form, Line, Value
 
@@ -106,16 +106,15 @@ def _lines(documents: dict[str, Any], what: str) -> dict[str, Line]:
     return {line.figure: line for line in target.lines}
 
 
-@pytest.mark.parametrize("long", ["long", "all-256"])
-def test_old_and_new_names_of_texts_are_asked_the_same(long: str) -> None:
-    peers = [_row(_OPENVINO, 100, texts=texts) for texts in ("mixed", long, "all-512")]
-    ours = [_row("teimgr engine, auto", 105, texts=texts, **{"cosine min": "0.99997"}) for texts in ("mixed", long)]
+def test_texts_of_which_no_rate_was_asked_count_for_nothing() -> None:
+    peers = [_row(_OPENVINO, 100, texts=texts) for texts in ("mixed", "all-256", "all-512")]
+    ours = [_row("teimgr engine, auto", 105, texts=texts, **{"cosine min": "0.99997"}) for texts in ("mixed", "all-256")]
 
     lines = _lines({"peers": _document([*peers, *ours])}, "CPU bulk through EmbedArrow")
 
     bulk = lines["the bare engine ÷ the fastest peer in bfloat16"]
-    assert [(value.label, value.asked) for value in bulk.values] == [("mixed", 1.1), (long, 1.1)]
-    assert bulk.verdict == f"missed: mixed by 5 %, {long} by 5 %"
+    assert [(value.label, value.asked) for value in bulk.values] == [("mixed", 1.1), ("all-256", 1.1)]
+    assert bulk.verdict == "missed: mixed by 5 %, all-256 by 5 %"
 
 
 def test_embed_arrow_of_the_result_is_what_the_target_of_bulk_asks_for() -> None:
@@ -176,25 +175,11 @@ def test_a_target_of_another_machine_is_asked_as_a_factor_over_the_version_it_wa
         {"checkout": "against", "load": "/embed", "callers": 64, "passes": passes(100, 200, 100)},
         {"checkout": "here", "load": "/embed", "callers": 256, "passes": passes(300)},
     ]
-    figures = [
-        {"figure": "bulk, long texts", "times": 1.504, "least": 1.4, "most": 1.6},
-        {"figure": "queries back to back, p50 ms", "times": 1.5, "least": 1.4, "most": 1.6, "here": 4.0, "there": 8.0},
-    ]
-    documents = {
-        "front": _document(rows, facts={"against": "534a7b9"}),
-        "versions": _document(figures, facts={"there": "534a7b9"}),
-    }
+    documents = {"front": _document(rows, facts={"against": "534a7b9"})}
 
-    bulk = times_as_fast(documents, "MiniLM", {"bulk, long texts": 1.5}, why="")
-    assert (bulk.values[0].label, bulk.verdict) == ("long", "met")
     rates, factors = list(front(documents, "/embed", {64: (7_040, 9_000), 256: (5_415, 9_000)}))
     assert [value.measured for value in rates.values] == [400, 300]
     assert [(value.measured, value.asked) for value in factors.values] == [(3.0, 9_000 / 7_040)]
-    query = {line.figure: line for line in one_query(documents)}
-    assert query["through the mux, p50"].values[0].note == "534a7b9 in the same run: 8.0 ms"
-    assert query["through the mux, times as fast as 534a7b9 (the version of the targets), in turns"].verdict == (
-        "missed by 21 %"
-    )
 
 
 def test_latencies_of_the_latency_scenario_count() -> None:

@@ -24,7 +24,6 @@ def _options(*given: str) -> argparse.Namespace:
 def test_paths_are_passed_on_to_the_scenarios_that_take_them() -> None:
     plan = whole.planned(_options("--against", "/o", "--infinity", "/i", "--infinity-arguments=--engine torch"))
 
-    assert plan.steps["versions"] == ["--against", "/o"]
     assert plan.steps["front"] == ["--against", "/o"]
     assert plan.steps["servers"] == ["--infinity", "/i", "--infinity-arguments=--engine torch"]
     assert plan.steps["engine"] == []
@@ -36,7 +35,6 @@ def test_paths_are_passed_on_to_the_scenarios_that_take_them() -> None:
 def test_what_was_not_given_is_left_out_with_the_reason() -> None:
     plan = whole.planned(_options("--skip", "guard"))
 
-    assert "--against" in plan.skipped["versions"]
     assert "--vllm" in plan.skipped["servers"]
     assert "--skip" in plan.skipped["guard"]
     assert plan.steps["front"] == []
@@ -52,7 +50,7 @@ def test_a_scenario_that_this_checkout_lacks_is_left_out(monkeypatch: pytest.Mon
 def test_every_step_takes_the_options_that_it_is_given() -> None:
     """The scenarios' own parsers read the options of the plan."""
     plan = whole.planned(_options("--against", "/o", *(f"--{each}=/p" for each in ("infinity", "tei", "vllm"))))
-    for name in ("versions", "front", "servers", "fidelity", "peers-large", "peers-splade"):
+    for name in ("front", "servers", "fidelity", "peers-large", "peers-splade"):
         scenario = __import__(f"bench.{whole.STEPS[name].scenario}", fromlist=["arguments"])
         parser = argparse.ArgumentParser(exit_on_error=False)
         scenario.arguments(parser)
