@@ -8,10 +8,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from teimgr.errors import DeadlineExceeded, Overloaded, TeimgrError, Unavailable, error_from_code
-
-_MAX_WAITING = 4096
-_MAX_WAITING_BYTES = 256 * 2**20
+from teimgr.errors import DeadlineExceeded, TeimgrError, Unavailable, error_from_code
+from teimgr.wire.routing.on_demand import WaitingCalls
 
 Message = dict[str, Any]
 
@@ -24,10 +22,8 @@ class DaemonLoads:
 
     def __init__(self, send: Callable[[Message], bool], processes: int = 1) -> None:
         self._send = send
-        self._max_bytes = _MAX_WAITING_BYTES // processes
-        self._max_calls = _MAX_WAITING // processes
-        self._bytes = 0
-        self._waiting: dict[int, asyncio.Future[None]] = {}
+        self._limits = WaitingCalls("models to be loaded", processes)
+        self._answers: dict[int, asyncio.Future[None]] = {}
         self._numbers = itertools.count(1)
 
     @asynccontextmanager
@@ -40,30 +36,28 @@ class DaemonLoads:
             Unavailable: no daemon is connected.
             TeimgrError: the daemon refused.
         """
-        if len(self._waiting) >= self._max_calls or self._bytes + size_bytes > self._max_bytes:
-            raise Overloaded(f"Too many calls wait for models to be loaded, as for '{instance}'; try again later")
         call = next(self._numbers)
-        answer = self._waiting[call] = asyncio.get_running_loop().create_future()
-        self._bytes += size_bytes
+        try:
+            with self._limits.one(instance, size_bytes):
+                await self._answered(call, instance, timeout_s)
+            yield
+        finally:
+            if self._answers.pop(call, None) is not None:
+                self._send({"left": call})
+
+    async def _answered(self, call: int, instance: str, timeout_s: float | None) -> None:
+        answer = self._answers[call] = asyncio.get_running_loop().create_future()
         try:
             if not self._send({"load": [call, instance, timeout_s]}):
                 raise Unavailable(f"Instance '{instance}' is not loaded, and no daemon is here to load it")
-            try:
-                async with asyncio.timeout(timeout_s) as limit:
-                    await answer
-            except TimeoutError:
-                if not limit.expired():
-                    raise
-                raise DeadlineExceeded from None
-            finally:
-                self._bytes -= size_bytes
-                size_bytes = 0
-                del answer  # it, its error and this frame would be a cycle, which keeps the caller's payload
-            yield
+            async with asyncio.timeout(timeout_s) as limit:
+                await answer
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise DeadlineExceeded from None
         finally:
-            self._bytes -= size_bytes
-            if self._waiting.pop(call, None) is not None:
-                self._send({"left": call})
+            del answer  # it, its error and this frame would be a cycle, which keeps the caller's payload
 
     def take(self, message: Message) -> None:
         """Take an answer of a daemon, `ready` or `refused`."""
@@ -75,11 +69,11 @@ class DaemonLoads:
 
     def lost(self) -> None:
         """The last daemon has gone: no call that waits gets an answer."""
-        for call in tuple(self._waiting):
+        for call in tuple(self._answers):
             self._answer(call, Unavailable("the daemon, which loads models, has ended"))
 
     def _answer(self, call: int, error: TeimgrError | None) -> None:
-        answer = self._waiting.get(call)
+        answer = self._answers.get(call)
         if answer is None or answer.done():
             return
         if error is None:

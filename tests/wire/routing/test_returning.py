@@ -10,7 +10,7 @@ import pytest
 from teimgr.errors import DeadlineExceeded, Overloaded, Returning, Stopped, Unavailable
 from teimgr.spec import RouteEntry, State, WorkerEndpoint
 from teimgr.wire.protobuf import Target
-from teimgr.wire.routing.on_demand import NO_LOADS
+from teimgr.wire.routing.on_demand import NO_LOADS, WaitingCalls
 from teimgr.wire.routing.returning import ReturningWorkers
 from teimgr.wire.routing.router import Router
 
@@ -87,3 +87,12 @@ async def test_the_bytes_of_calls_that_wait_are_bounded() -> None:
     with pytest.raises(Overloaded):
         async with workers.loaded("a", None, size_bytes=2**40):
             pass
+
+
+def test_the_number_of_calls_that_wait_is_bounded_for_all_processes_together() -> None:
+    calls = WaitingCalls("workers", processes=2048)
+    with calls.one("a", 1), calls.one("a", 1):
+        with pytest.raises(Overloaded, match="wait for workers, as for 'a'"), calls.one("a", 1):
+            pass
+    with calls.one("a", 1):
+        pass

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager
 from typing import Protocol, TypeVar
 
-from teimgr.errors import DeadlineExceeded, NotLoaded, Unavailable
+from teimgr.errors import DeadlineExceeded, NotLoaded, Overloaded, Unavailable
 from teimgr.wire.routing.links import ConnectionLost
 from teimgr.wire.routing.router import RouterView, not_loaded
 
 # A model that was unloaded between its load and the call, so often, is not worth another load.
 _ROUNDS = 4
+_MAX_WAITING = 4096
+_MAX_WAITING_BYTES = 256 * 2**20
 
 ResultT = TypeVar("ResultT")
 
@@ -52,6 +54,32 @@ class NoLoads:
 
 
 NO_LOADS = NoLoads()
+
+
+class WaitingCalls:
+    """The limits on the number and the bytes of calls that wait for `what`; `processes` share them."""
+
+    def __init__(self, what: str, processes: int) -> None:
+        self._what = what
+        self._max_calls, self._max_bytes = _MAX_WAITING // processes, _MAX_WAITING_BYTES // processes
+        self._calls = self._bytes = 0
+
+    @contextmanager
+    def one(self, instance: str, size_bytes: int) -> Iterator[None]:
+        """A block in which a call for `instance` waits.
+
+        Raises:
+            Overloaded: too many calls wait.
+        """
+        if self._calls >= self._max_calls or self._bytes + size_bytes > self._max_bytes:
+            raise Overloaded(f"Too many calls wait for {self._what}, as for '{instance}'; try again later")
+        self._calls += 1
+        self._bytes += size_bytes
+        try:
+            yield
+        finally:
+            self._calls -= 1
+            self._bytes -= size_bytes
 
 
 async def when_loaded(

@@ -6,12 +6,10 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from teimgr.errors import DeadlineExceeded, Overloaded, Returning, Unavailable
-from teimgr.wire.routing.on_demand import ModelLoads
+from teimgr.errors import DeadlineExceeded, Returning, Unavailable
+from teimgr.wire.routing.on_demand import ModelLoads, WaitingCalls
 from teimgr.wire.routing.router import Router
 
-_MAX_CALLS = 4096
-_MAX_BYTES = 256 * 2**20
 _LOOK_S = 0.25  # a worker whose connection broke is back without a new route
 
 
@@ -25,8 +23,7 @@ class ReturningWorkers:
         self._router = router
         self._others = others
         self._limit_s = limit_s
-        self._max_calls, self._max_bytes = _MAX_CALLS // processes, _MAX_BYTES // processes
-        self._calls = self._bytes = 0
+        self._waiting = WaitingCalls("workers that are started again", processes)
 
     @asynccontextmanager
     async def loaded(self, instance: str, timeout_s: float | None, size_bytes: int = 0) -> AsyncIterator[None]:
@@ -43,15 +40,8 @@ class ReturningWorkers:
             async with self._others.loaded(instance, timeout_s, size_bytes):
                 yield
             return
-        if self._calls >= self._max_calls or self._bytes + size_bytes > self._max_bytes:
-            raise Overloaded(f"Too many calls wait for workers that are started again, as for '{instance}'")
-        self._calls += 1
-        self._bytes += size_bytes
-        try:
+        with self._waiting.one(instance, size_bytes):
             await self._back(instance, timeout_s)
-        finally:
-            self._calls -= 1
-            self._bytes -= size_bytes
         yield
 
     async def _back(self, instance: str, timeout_s: float | None) -> None:
