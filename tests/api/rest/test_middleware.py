@@ -553,7 +553,8 @@ async def test_a_restricted_key_gets_no_port_outside_of_the_ranges(settings: Set
 
 
 async def test_a_restricted_key_is_told_no_names_of_others(settings: Settings) -> None:
-    settings, directory, log = replace(settings, auth=AUTH), Directory(), EventLog()
+    settings = replace(settings, auth=AUTH, worker_wait_secs=0)  # no worker is behind the routes, nor will be
+    directory, log = Directory(), EventLog()
     fleet = Fleet(settings)
     inference = Gateway(settings, directory, DaemonMetrics(), views=fleet.list)
     for name, model in (("theirs-hidden", "org/theirs-hidden"), ("mine", "org/tiny")):
