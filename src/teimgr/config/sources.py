@@ -107,7 +107,7 @@ class Source:
 class Configuration:
     """Settings, and the source of each key that was given, by its path; the others have their defaults.
 
-    `digest` is the SHA-256 of the file's content, "" without a file.
+    `digest` is the SHA-256 of the file's content, of none without a file.
     """
 
     settings: Settings
@@ -115,15 +115,16 @@ class Configuration:
     digest: str = ""
 
 
-def read(source: Source) -> Configuration:
-    """Read and validate the settings.
+def read(source: Source, content: bytes | None = None) -> Configuration:
+    """Read and validate the settings; `content` is the file's where it was read before.
 
     Raises:
         InvalidConfig: The message has a line for each fault, with the file and its line, or the variable, and the path.
     """
     lines: dict[str, int] = {}
     try:
-        text, digest = ("", "") if source.file is None else _text(source.file)
+        content = content_of(source) if content is None else content
+        text = _text(content, source.file)
         lines = key_lines(text)
         values, found = _from_file(tomllib.loads(text))
         sources = {path: f"{source.file}:{line}" for path, line in lines.items()}
@@ -144,7 +145,7 @@ def read(source: Source) -> Configuration:
         raise InvalidConfig("\n".join(_located(fault, source.file, lines) for fault in error.faults)) from error
     except RecursionError as error:  # of arrays and tables in one another, and of dotted keys
         raise InvalidConfig(f"{source.file}: nested too deep") from error
-    return Configuration(settings, sources | dict.fromkeys(given, "command line"), digest)
+    return Configuration(settings, sources | dict.fromkeys(given, "command line"), digest_of(content))
 
 
 def _of_the_rest(settings: Settings, wrong: Collection[str]) -> list[ConfigFault]:
@@ -235,17 +236,25 @@ def digest_of(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def _text(file: Path) -> tuple[str, str]:
-    """The text of a file and the digest of its content."""
+def content_of(source: Source) -> bytes:
+    """The content of the file, empty without one.
+
+    Raises:
+        InvalidConfig: it cannot be read.
+    """
     try:
-        content = file.read_bytes()
+        return b"" if source.file is None else source.file.read_bytes()
+    except OSError as error:
+        raise InvalidConfig(f"{source.file}: cannot be read: {error.strerror}") from error
+
+
+def _text(content: bytes, file: Path | None) -> str:
+    try:
         text = content.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
         tomllib.loads(text)
-    except OSError as error:
-        raise InvalidConfig(f"{file}: cannot be read: {error.strerror}") from error
     except ValueError as error:  # TOML syntax, or bytes that are no UTF-8
         raise InvalidConfig(f"{file}: {error}") from error
-    return text, digest_of(content)
+    return text
 
 
 def _from_file(table: dict[str, Any]) -> tuple[dict[str, Any], list[ConfigFault]]:

@@ -7,7 +7,6 @@ changes nothing.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import re
 from collections.abc import Awaitable, Callable, Iterator
@@ -19,7 +18,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from teimgr.config.settings import Settings
-from teimgr.config.sources import Configuration, Source, digest_of, effective, plain, read
+from teimgr.config.sources import Configuration, Source, content_of, digest_of, effective, plain, read
 from teimgr.control.events.fleet_events import EventLog
 from teimgr.control.supervision.manager import Manager
 from teimgr.errors import InvalidConfig, TeimgrError
@@ -156,8 +155,10 @@ class Reloader:
         """
         async with self._lock:
             try:
-                self._tried = await asyncio.to_thread(_digest, self.source.file)
-                found = await asyncio.to_thread(read, self.source)
+                self._tried = ""  # of a file that cannot be read
+                content = await asyncio.to_thread(content_of, self.source)
+                self._tried = digest_of(content)
+                found = await asyncio.to_thread(read, self.source, content)
                 (plan, moves), configuration = self._plan(found, prune), _in_effect(self.configuration, found)
                 self._apply(configuration.settings)
             except InvalidConfig as error:
@@ -208,15 +209,6 @@ class Reloader:
     async def _recreate(self, spec: InstanceSpec) -> None:
         await self._fleet.delete(spec.name)
         await self._fleet.create(spec)
-
-
-def _digest(file: Path | None) -> str:
-    """The digest of the file that is read next; one that cannot be read has none."""
-    if file is None:
-        return ""
-    with contextlib.suppress(OSError):
-        return digest_of(file.read_bytes())
-    return ""
 
 
 def _in_words(plan: ReloadPlan) -> Iterator[str]:
