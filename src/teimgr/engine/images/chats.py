@@ -26,7 +26,6 @@ from teimgr.engine.forward_program import CannotLowerError
 from teimgr.engine.heads import Head
 from teimgr.engine.heads.pooling import DenseHead
 from teimgr.engine.heads.scoring import CausalHead
-from teimgr.engine.host_weights import HostWeights
 from teimgr.engine.images.chat_texts import ChatWriter
 from teimgr.engine.images.inputs import EncodedPicture, pixels_of
 from teimgr.engine.images.model import PicturedModel, known_pictures
@@ -236,21 +235,8 @@ class ChatModel(PicturedModel):
         """
         super().check_pictures()
         if self._picture_dtype is not torch.float32 and self._closeness() < MIN_COSINE:
-            self._refuse()
-
-    def place(self, weights: HostWeights, dtype: torch.dtype, device: torch.device) -> None:
-        """Move to `device`.
-
-        Raises:
-            ModelLoadFailed: known images deviate too much from those in float32.
-        """
-        super().place(weights, dtype, device)
-        if dtype is not torch.float32 and self._closeness() < MIN_COSINE:
-            self._refuse()
-
-    def _refuse(self) -> None:
-        dtype = str(self._picture_dtype).removeprefix("torch.")
-        raise ModelLoadFailed(f"{dtype} deviates too much from float32 on known images: set dtype = float32")
+            dtype = str(self._picture_dtype).removeprefix("torch.")
+            raise ModelLoadFailed(f"{dtype} deviates too much from float32 on known images: set dtype = float32")
 
 
 def load_chat_model(layout: Layout, device: torch.device, threads: int) -> ChatModel:
