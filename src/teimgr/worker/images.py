@@ -22,6 +22,13 @@ if TYPE_CHECKING:  # importing the engine imports torch
     from teimgr.worker.dispatcher import Dispatcher
 
 _SHOWN = 64
+_PARTS = {
+    "text": "`text`, a string",
+    "image_url": "`image_url` with `url`, a string",
+    "image_base64": "`image_base64`, a string",
+    "input_audio": "`input_audio` with `data`, a string",
+    "audio_url": "`audio_url` with `url`, a string",
+}
 _STEP = 2**20  # characters of base64, decoded in one call
 _MAX_IMAGES = 8  # of an input
 _FETCHED = ("http://", "https://")
@@ -304,10 +311,16 @@ def item_of_parts(parts: Any, place: str, instruction: str | None = None) -> Sen
         elif (sent := _sound_of_part(part, where)) is not None:
             found.append(sent)
         else:
-            given = str(part.get("type", next(iter(part), "")))[:_SHOWN]
-            known = "text, image_url, image_base64, input_audio and audio_url"
-            raise http.BadRequest(400, f"{where}: only parts of type {known} are served, and this is {given!r}", field)
+            raise http.BadRequest(400, f"{where}: {_refusal_of_part(part)}", field)
     return _together(found, place, 400, instruction)
+
+
+def _refusal_of_part(part: dict[str, Any]) -> str:
+    given = str(part.get("type", next(iter(part), "")))[:_SHOWN]
+    if given in _PARTS:
+        return f"a part of type {given} needs {_PARTS[given]}"
+    *some, last = _PARTS
+    return f"only parts of type {', '.join(some)} and {last} are served, and this is {given!r}"
 
 
 def _image_of_part(part: dict[str, Any]) -> str | None:

@@ -141,7 +141,7 @@ async def test_inputs_may_be_contents_of_texts(ask: Asking) -> None:
         ({"model": "classifier"}, "Model is not an embedding model"),
         (
             {"texts": None, "inputs": [{"content": [{"type": "image_url", "image_url": {}}]}]},
-            "only parts of type text, image_url, image_base64, input_audio and audio_url",
+            "inputs.0.content.0: a part of type image_url needs `image_url` with `url`",
         ),
     ],
 )
