@@ -308,7 +308,7 @@ def faults() -> Iterator[Rpc]:
     yield invalid(clause, "reranker", "RerankStream", details="Empty stream")
     clause = "2.4 bad key"
     for method, message in (("Embed", embed()), ("EmbedStream", embed()), ("Info", tei.InfoRequest())):
-        for given in ({}, {"authorization": API_KEY}, {"authorization": f"bearer {API_KEY}"}):
+        for given in ({}, *({"authorization": text} for text in (API_KEY, "Bearer no", f"bearer {API_KEY}"))):
             said: dict[str, Any] = {"metadata": given, "surfaces": ALONE}
             yield Rpc(clause, "locked", method, [message], "UNAUTHENTICATED", "No valid auth token", **said)
         right = {"authorization": f"Bearer {API_KEY}"}

@@ -57,7 +57,9 @@ def prompts_and_texts() -> Iterator[Http]:
     def by_ids(path: str, text: str) -> Any:
         def check(reply: Reply, ask: AskHttp) -> None:
             [tokens] = ask("/tokenize", {"inputs": text}).json
-            near(ask(path, {"inputs": [one["id"] for one in tokens]}).json, reply.json)
+            ids = [one["id"] for one in tokens]
+            near(ask(path, {"inputs": ids}).json, reply.json)
+            near(ask(path, {"inputs": [ids, text]}).json, reply.json * 2)
 
         return check
 

@@ -421,6 +421,7 @@ def openai() -> Iterator[Http]:
         for wrong in (None, "BASE64", "Float", "int8", 1):
             body: Any = {"input": "fog", "encoding_format": wrong}
             yield Http(clause, "embedding", path, body, *((422, SHAPE) if isinstance(wrong, str) else (400, BROKEN)))
+    yield Http(clause, "embedding", "/v1/embeddings", {"input": "fog", "user": 1}, 422, SHAPE)
     yield Http(clause, "embedding", "/v1/embeddings", {"input": LONG}, told={"x-compute-tokens": "96"})
     yield empty(clause, "embedding", "/v1/embeddings", {"input": ["fog", ""]})
     clause = "1.14 base64"
@@ -482,6 +483,7 @@ def infos() -> Iterator[Http]:
     for instance, kind in (
         ("embedding", {"embedding": {"pooling": "mean"}}),
         ("cls", {"embedding": {"pooling": "cls"}}),
+        ("m3", {"embedding": {"pooling": "cls"}}),
         ("decoder", {"embedding": {"pooling": "last_token"}}),
         ("sparse", {"embedding": {"pooling": "splade"}}),
         ("minilm-cls", {"embedding": {"pooling": "cls"}}),

@@ -18,9 +18,7 @@ from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2
 from tests.support.http_peers import reflection
-from tests.support.models import build_cross_encoder
 from tests.support.worker_process import Connect, WorkerProcess
 
 from teimgr.wire.frames import Method
@@ -121,19 +119,6 @@ async def test_embed_gives_a_vector_and_tells_what_it_cost(channel: grpc.aio.Cha
     }  # fmt: skip
 
 
-async def test_info_and_tokenize_and_decode_tell_no_cost(channel: grpc.aio.Channel, ready: WorkerProcess) -> None:
-    info = method(channel, "Info", "Info")(tei_pb2.InfoRequest())
-    tokens = method(channel, "Tokenize", "Tokenize")(tei_pb2.EncodeRequest(inputs="fog"))
-    ids = [token.id for token in (await tokens).tokens]
-    text = method(channel, "Tokenize", "Decode")(tei_pb2.DecodeRequest(ids=ids))
-
-    assert (await info).model_id == ready.spec.model_id
-    assert ids
-    assert (await text).text
-    for call in (info, tokens, text):
-        assert not [key for key, _ in await call.initial_metadata() if key.startswith("x-compute")]
-
-
 @pytest.mark.clause("D-one-port")
 async def test_http_and_grpc_take_turns_on_one_port(channel: grpc.aio.Channel, ready: WorkerProcess) -> None:
     embed = method(channel, "Embed", "Embed")
@@ -149,15 +134,6 @@ async def test_http_and_grpc_take_turns_on_one_port(channel: grpc.aio.Channel, r
     assert all(list(answer.embeddings) == pytest.approx(vector, abs=1e-6) for vector, answer in pairs)
 
 
-async def test_a_stream_is_answered_in_request_order(channel: grpc.aio.Channel) -> None:
-    texts = ["a " * (n * 37 % 50 + 1) for n in range(300)]
-    embed = method(channel, "Embed", "EmbedStream")
-
-    answers = [answer async for answer in embed([ask(text) for text in texts])]
-
-    assert [answer.metadata.compute_chars for answer in answers] == [len(text) for text in texts]
-
-
 async def test_a_stream_is_a_conversation_too(channel: grpc.aio.Channel) -> None:
     feed = Feed()
     call = method(channel, "Tokenize", "TokenizeStream")(feed)
@@ -169,10 +145,6 @@ async def test_a_stream_is_a_conversation_too(channel: grpc.aio.Channel) -> None
 
     assert await call.read() is grpc.aio.EOF
     assert (await ending(call))[0] is Status.OK
-
-
-async def test_an_empty_stream_is_answered_with_nothing(channel: grpc.aio.Channel) -> None:
-    assert [answer async for answer in method(channel, "Embed", "EmbedStream")([])] == []
 
 
 async def test_a_failure_ends_the_stream_in_its_place(channel: grpc.aio.Channel) -> None:
@@ -206,32 +178,6 @@ async def test_a_rerank_stream_over_the_limit_is_refused_naming_both_sizes(chann
 
     assert status is Status.RESOURCE_EXHAUSTED
     assert f"vs. {MAX_MESSAGE_BYTES} bytes" in message
-
-
-async def test_an_empty_rerank_stream_is_invalid(channel: grpc.aio.Channel) -> None:
-    assert await ending(method(channel, "Rerank", "RerankStream")([])) == (Status.INVALID_ARGUMENT, "Empty stream")
-
-
-@pytest.mark.parametrize(
-    ("service", "name", "request_message", "text"),
-    [
-        ("Predict", "Predict", tei_pb2.PredictRequest(inputs="x"), "Backend error: Model is not a classifier model"),
-        ("Rerank", "Rerank", tei_pb2.RerankRequest(query="q", texts=["x"]), "model is not a classifier model"),
-        ("Rerank", "RerankStream", tei_pb2.RerankStreamRequest(query="q", text="x"), "model is not a classifier model"),
-        (
-            "Embed",
-            "EmbedSparse",
-            tei_pb2.EmbedSparseRequest(inputs="x"),
-            "Backend error: Model is not an embedding model with SPLADE pooling",
-        ),
-    ],
-)
-async def test_what_the_kind_of_model_does_not_do_fails_in_teis_words(
-    channel: grpc.aio.Channel, service: str, name: str, request_message: Any, text: str
-) -> None:
-    request = [request_message] if name.endswith("Stream") else request_message
-
-    assert await ending(method(channel, service, name)(request)) == (Status.FAILED_PRECONDITION, text)
 
 
 async def test_a_deadline_ends_the_call_and_takes_it_out_of_the_worker(
@@ -334,31 +280,6 @@ async def test_health_is_that_of_the_kind(channel: grpc.aio.Channel) -> None:
         assert await ending(answer) == (Status.NOT_FOUND, "service not registered")
 
 
-async def test_a_reranker_ranks_by_message_and_by_stream(tmp_path: Path, connect: Connect) -> None:
-    texts = ["fog", "bay of fog", "something else"]
-    with WorkerProcess(build_cross_encoder("bert", tmp_path)) as worker:
-        link = await connect(worker)
-        await link.state(link.post(Method.WATCH), "ready")
-        async with client(worker) as channel:
-            whole = method(channel, "Rerank", "Rerank")(tei_pb2.RerankRequest(query="fog", texts=texts))
-            pairs = [tei_pb2.RerankStreamRequest(query="fog", text=text) for text in texts]
-            streamed = method(channel, "Rerank", "RerankStream")(pairs)
-            health = health_pb2_grpc.HealthStub(channel)
-            names = ("tei.v1.Embed", "tei.v1.Predict", "tei.v1.Rerank")
-            statuses = [(await health.Check(health_pb2.HealthCheckRequest(service=name))).status for name in names]
-
-            scores = {rank.index: rank.score for rank in (await whole).ranks}
-            assert {rank.index: rank.score for rank in (await streamed).ranks} == pytest.approx(scores, abs=1e-6)
-            assert sorted(scores) == [0, 1, 2]
-            for call in (whole, streamed):
-                assert int(dict(await call.initial_metadata())["x-compute-tokens"]) > 0
-            embed = await ending(method(channel, "Embed", "Embed")(ask()))
-
-    serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
-    assert statuses == [not_serving, serving, serving]
-    assert embed == (Status.FAILED_PRECONDITION, "Backend error: Model is not an embedding model")
-
-
 def test_a_worker_has_its_grpc_from_the_nursery_and_does_without_grpcio() -> None:
     program = """
 import sys
@@ -396,24 +317,6 @@ async def test_the_end_of_a_worker_lets_calls_finish_and_watches_hear_of_it(tiny
             assert status in {Status.OK, Status.UNAVAILABLE} or details == "Internal error from Core"
         assert await worker.exit() == 0
         assert "error" not in worker.log.lower(), worker.log
-
-
-async def test_the_api_key_guards_tei_and_leaves_health_and_reflection_open(tiny: Path, connect: Connect) -> None:
-    with WorkerProcess(tiny, api_key="sesame") as worker:
-        link = await connect(worker)
-        await link.state(link.post(Method.WATCH), "ready")
-        async with client(worker) as channel:
-            embed, stream = method(channel, "Embed", "Embed"), method(channel, "Embed", "EmbedStream")
-            for given in (None, "Bearer wrong", "sesame", "bearer sesame"):
-                metadata = (("authorization", given),) if given else ()
-                for call in (embed(ask(), metadata=metadata), stream(Feed(), metadata=metadata)):
-                    assert await ending(call) == (Status.UNAUTHENTICATED, "No valid auth token")
-            assert (await embed(ask(), metadata=(("authorization", "Bearer sesame"),))).embeddings
-            health = health_pb2_grpc.HealthStub(channel)
-            assert (await health.Check(health_pb2.HealthCheckRequest())).status
-            reflection = channel.stream_stream("/grpc.reflection.v1.ServerReflection/ServerReflectionInfo")
-            question = reflection_pb2.ServerReflectionRequest(list_services="").SerializeToString()
-            assert [each async for each in reflection([question])]
 
 
 async def talk(worker: WorkerProcess, *parts: bytes, hang_up: bool = False) -> bytes:

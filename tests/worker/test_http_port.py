@@ -19,7 +19,7 @@ from starlette.requests import Request
 from tests.support.polling import eventually
 from tests.support.rest_listener import MODEL
 from tests.support.worker_process import LIMIT_S, OFFLINE, Connect, WorkerLink, WorkerProcess, arrow
-from tests.worker.tei_client import COST_HEADERS, TeiClient, Told
+from tests.worker.tei_client import TeiClient, Told
 
 from teimgr.errors import DeadlineExceeded
 from teimgr.spec import WorkerSpec
@@ -46,12 +46,6 @@ async def counted(http: aiohttp.ClientSession, series: str) -> float:
     async with http.get("/metrics") as reply:
         lines = (await reply.text()).splitlines()
     return next((float(line.rpartition(" ")[2]) for line in lines if line.rpartition(" ")[0] == series), 0.0)
-
-
-@pytest.mark.parametrize("path", ["/", "/health", "/ping"])
-async def test_health_is_an_empty_200(http: aiohttp.ClientSession, path: str) -> None:
-    async with http.get(path) as reply:
-        assert (reply.status, await reply.read()) == (200, b"")
 
 
 async def test_all_that_ask_for_health_share_a_self_test_and_one_that_hangs_is_unhealthy() -> None:
@@ -85,100 +79,12 @@ async def test_all_that_ask_for_health_share_a_self_test_and_one_that_hangs_is_u
     dispatcher.close()
 
 
-async def test_info_says_what_tei_says(http: aiohttp.ClientSession, worker: WorkerProcess) -> None:
-    async with http.get("/info") as reply:
-        info = await reply.json()
-
-    assert list(info)[:6] == [
-        "model_id",
-        "model_sha",
-        "model_dtype",
-        "served_model_name",
-        "model_type",
-        "max_concurrent_requests",
-    ]
-    assert info["model_id"] == info["served_model_name"] == worker.spec.model_id
-    assert info["model_type"] == {"embedding": {"pooling": "mean"}}
-    assert info["max_client_batch_size"] == 32
-    assert info["auto_truncate"] is True
-
-
 async def test_metrics_are_plain_text_and_count(http: aiohttp.ClientSession) -> None:
     before = await counted(http, 'te_request_count{method="single"}')
     await post(http, {"inputs": "fog"})
 
     assert await counted(http, 'te_request_count{method="single"}') == before + 1
     assert "te_queue_size" in await (await http.get("/metrics")).text()
-
-
-@pytest.mark.parametrize("path", ["/", "/health", "/ping", "/info", "/metrics", "/docs/", "/api-doc/openapi.json"])
-async def test_what_is_got_can_be_headed(http: aiohttp.ClientSession, path: str) -> None:
-    async with http.head(path) as reply:
-        assert reply.status == 200
-
-
-@pytest.mark.parametrize(
-    ("verb", "path", "status"),
-    [("GET", "/embed", 405), ("POST", "/info", 405), ("GET", "/no", 404), ("POST", "/embed/", 404), ("PUT", "/", 405)],
-)
-async def test_what_is_not_there_has_no_body(http: aiohttp.ClientSession, verb: str, path: str, status: int) -> None:
-    async with http.request(verb, path) as reply:
-        assert (reply.status, await reply.read()) == (status, b"")
-
-
-async def test_one_text_gives_a_list_of_one_vector_and_eight_headers(
-    http: aiohttp.ClientSession, link: WorkerLink
-) -> None:
-    async with http.post("/embed", json={"inputs": "the quick fox"}) as reply:
-        vectors = await reply.json()
-        headers = [name for name in COST_HEADERS if name in reply.headers]
-
-    assert headers == list(COST_HEADERS)
-    assert reply.headers["x-compute-type"] == "gpu+optimized"
-    assert reply.headers["x-compute-characters"] == "13"
-    assert all(int(reply.headers[name]) >= 0 for name in COST_HEADERS[1:])
-    expected = (await link.answer(link.embed("the quick fox", flags=Flag.WAIT))).vector
-    assert np.allclose(vectors, [expected], atol=1e-6)
-
-
-async def test_options_are_obeyed(http: aiohttp.ClientSession) -> None:
-    async def vectors(**body: Any) -> np.ndarray:
-        status, _, text = await post(http, body)
-        assert status == 200, text
-        return np.array(json.loads(text))
-
-    plain = await vectors(inputs=["fog", "dog"])
-    assert plain.shape == (2, 32)
-    assert (await vectors(inputs="fog", dimensions=8)).shape == (1, 8)
-    assert not np.allclose(await vectors(inputs="fog", prompt_name="query"), plain[:1], atol=1e-3)
-    assert not np.allclose(np.linalg.norm(await vectors(inputs="fog", normalize=False)), 1, atol=1e-3)
-    assert (await vectors(inputs="rain " * 300)).shape == (1, 32)  # truncates of itself
-    long = "the quick brown fox " * 30 + "lamps and fog by the harbour " * 20
-    ends = {name: await vectors(inputs=long, truncation_direction=name) for name in ("left", "Left", "right", "Right")}
-    assert np.allclose(ends["left"], ends["Left"], atol=1e-6)
-    assert np.allclose(ends["right"], ends["Right"], atol=1e-6)
-    assert not np.allclose(ends["left"], ends["right"], atol=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("body", "status", "error", "kind"),
-    [
-        ({"inputs": ""}, 400, "Input validation error: `inputs` cannot be empty", "Empty"),
-        ({"inputs": []}, 400, "Input validation error: `inputs` cannot be empty", "Empty"),
-        ({"inputs": ["fog"] * 33}, 422, "batch size 33 > maximum allowed batch size 32", "Validation"),
-        (
-            {"inputs": "fog", "dimensions": 0},
-            422,
-            "Input validation error: `dimensions` should be positive",
-            "Validation",
-        ),
-    ],
-)
-async def test_errors_are_teis(http: aiohttp.ClientSession, body: Any, status: int, error: str, kind: str) -> None:
-    got, media_type, text = await post(http, body)
-
-    assert (got, media_type) == (status, "application/json")
-    assert json.loads(text) == {"error": error, "error_type": kind}
 
 
 async def test_every_refusal_is_counted_once(http: aiohttp.ClientSession, link: WorkerLink) -> None:
@@ -193,30 +99,6 @@ async def test_every_refusal_is_counted_once(http: aiohttp.ClientSession, link: 
 
     assert [await counted(http, one) - past for one, past in zip(series, before, strict=True)] == [1, 1, 1]
     assert await counted(http, 'te_request_count{method="single"}') - requests == 7
-
-
-@pytest.mark.parametrize(
-    ("body", "status", "start"),
-    [
-        (b"{", 400, "Failed to parse the request body as JSON: "),
-        (b"\xff", 400, "Failed to parse the request body as JSON: "),
-        ({}, 422, "Failed to deserialize the JSON body into the target type: "),
-        ([], 422, "Failed to deserialize the JSON body into the target type: "),
-        (
-            {"inputs": "fog", "normalize": None},
-            422,
-            "Failed to deserialize the JSON body into the target type: normalize",
-        ),
-        (b'{"inputs": "' + b"a" * 20_000 + b'"}', 413, "Failed to buffer the request body: length limit exceeded"),
-    ],
-)
-async def test_what_cannot_be_read_is_refused_in_plain_text(
-    http: aiohttp.ClientSession, body: Any, status: int, start: str
-) -> None:
-    got, media_type, text = await post(http, body)
-
-    assert (got, media_type) == (status, "text/plain")
-    assert text.startswith(start)
 
 
 @pytest.mark.clause("D-client-batch")
@@ -407,11 +289,6 @@ async def test_without_the_key_there_is_401_and_no_body(
 
     assert (told.status, told.text) == (401, "")
     assert "www-authenticate" not in told.headers
-
-
-@pytest.mark.parametrize("path", ["/", "/health", "/ping", "/metrics", "/docs", "/docs/", "/api-doc/openapi.json"])
-async def test_what_is_public_needs_no_key(locked_ready: WorkerProcess, path: str) -> None:
-    assert (await once(locked_ready, "GET", path)).status == 200
 
 
 async def test_with_the_key_everything_is_served(locked_ready: WorkerProcess) -> None:

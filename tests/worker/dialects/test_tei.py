@@ -93,30 +93,6 @@ def flat(value: Any) -> list[Any]:
     ("path", "body", "status", "expected"),
     [
         (
-            "/instances/dense/embed",
-            {"inputs": ""},
-            400,
-            {"error": "Input validation error: `inputs` cannot be empty", "error_type": "Empty"},
-        ),
-        (
-            "/instances/dense/embed",
-            {"inputs": ["fog"] * 33},
-            422,
-            {"error": "batch size 33 > maximum allowed batch size 32", "error_type": "Validation"},
-        ),
-        (
-            "/instances/dense/embed_sparse",
-            {"inputs": "fog"},
-            424,
-            {"error": "Backend error: Model is not an embedding model with SPLADE pooling", "error_type": "Backend"},
-        ),
-        (
-            "/instances/dense/v1/embeddings",
-            {"input": ""},
-            400,
-            {"message": "Input validation error: `inputs` cannot be empty", "code": 400, "type": "Empty"},
-        ),
-        (
             "/instances/classifie/embed",
             {"inputs": "fog"},
             404,
@@ -134,14 +110,6 @@ async def test_errors_are_teis(ask: Asking, path: str, body: Any, status: int, e
     told = await ask.post(path, body)
 
     assert (told.status, told.json) == (status, expected)
-
-
-@pytest.mark.parametrize(("body", "status"), [(b"{", 400), (b"{}", 422), (b'{"inputs": 1}', 422)])
-async def test_what_cannot_be_read_is_refused_in_plain_text(ask: Asking, body: bytes, status: int) -> None:
-    told = await ask.post("/instances/dense/embed", body)
-
-    assert (told.status, told.headers["content-type"]) == (status, "text/plain; charset=utf-8")
-    assert told.body.startswith(b"Failed to ")
 
 
 async def test_the_manager_keeps_its_own_routes(ask: Asking) -> None:
