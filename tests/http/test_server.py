@@ -49,6 +49,8 @@ async def test_a_unix_socket_is_served_beside_the_port(tmp_path: Path) -> None:
         assert (await waiting).startswith(b"HTTP/1.1 200")
         assert await answered(port)
         kept = await asyncio.open_unix_connection(path)
+        kept[1].write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")  # one without a request may be silent for 20 s
+        assert (await kept[0].readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
         await eventually(lambda: running.connections == 1)
     assert await kept[0].read() == b""
     kept[1].close()
