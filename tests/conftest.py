@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import os
 from collections.abc import Generator, Iterator
@@ -77,13 +78,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         raise pytest.UsageError(f"tests/conftest.py names what does not exist: {missing}")
     ranks = {name: rank for rank, name in enumerate(LONGEST)}
     order: dict[pytest.Item, int] = {}
-    for item in items:
-        path = item.path.relative_to(HERE).as_posix()
-        group = next((folder for folder in TOGETHER if path.startswith(f"{folder}/")), SHARING.get(path, path))
-        group = path if path in ALONE else group
-        item.add_marker(pytest.mark.xdist_group(group))
-        order[item] = ranks.get(group, len(ranks))
+    for path, of_file in itertools.groupby(items, lambda item: item.path):
+        group = _group_of(path.relative_to(HERE).as_posix())
+        mark, rank = pytest.mark.xdist_group(group), ranks.get(group, len(ranks))
+        for item in of_file:
+            item.add_marker(mark)
+            order[item] = rank
     items.sort(key=order.__getitem__)
+
+
+def _group_of(path: str) -> str:
+    if path in ALONE:
+        return path
+    return next((folder for folder in TOGETHER if path.startswith(f"{folder}/")), SHARING.get(path, path))
 
 
 @pytest.hookimpl(wrapper=True)

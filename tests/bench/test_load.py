@@ -17,7 +17,7 @@ _SLOW, _FAST = b'{"input": "slow"}', b'{"input": "fast"}'
 @contextmanager
 def _serving(handler: type[BaseRequestHandler]) -> Iterator[int]:
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
         thread.start()
         try:
             yield server.server_address[1]

@@ -44,6 +44,17 @@ def built(folder: Path, **environ: str) -> tuple[Path, str]:
     return wheel, done.stdout
 
 
+def unpack(wheel: Path, folder: Path) -> None:
+    """Its files with the times of the checkout's, and what Python has compiled of these, to be compiled no more."""
+    zipfile.ZipFile(wheel).extractall(folder)
+    for path in folder.rglob("*.py"):
+        shutil.copystat(ROOT / "src" / path.relative_to(folder), path)
+    for compiled in (ROOT / "src" / "teimgr").rglob("*.pyc"):
+        target = folder / compiled.relative_to(ROOT / "src")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(compiled, target)
+
+
 def libraries(wheel: Path) -> list[str]:
     return sorted(name for name in zipfile.ZipFile(wheel).namelist() if name.endswith((".so", ".pyd", ".dylib")))
 
@@ -80,7 +91,7 @@ def test_a_build_without_a_compiler_warns_and_makes_a_wheel_without_them(without
 def test_a_daemon_of_that_wheel_serves_by_torchs_operators_and_says_so(
     without_compiler: tuple[Path, str], tmp_path: Path
 ) -> None:
-    zipfile.ZipFile(without_compiler[0]).extractall(tmp_path)
+    unpack(without_compiler[0], tmp_path)
     daemon = DaemonProcess()
     try:
         daemon.start({"PYTHONPATH": str(tmp_path), "TEIMGR_NATIVE": ""})

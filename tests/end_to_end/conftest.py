@@ -14,10 +14,8 @@ from tests.support.daemon_process import MINILM, DaemonProcess, WarmDaemonProces
 TEXTS = 300
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.slow)
+def pytest_itemcollected(item: pytest.Item) -> None:
+    item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")

@@ -41,7 +41,7 @@ class Upgraded(DaemonProcess):
     def install(self, name: str, source: Path, version: str | None = None) -> None:
         """Install the package of a checkout as version `name`; `version` is what it says of itself, None: its own."""
         package = self.folder / name / "teimgr"
-        shutil.copytree(source / "src" / "teimgr", package, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(source / "src" / "teimgr", package)  # with what is compiled: the times of the files are kept
         if version is not None:
             init = package / "__init__.py"
             init.write_text(init.read_text().replace(teimgr.__version__, version))

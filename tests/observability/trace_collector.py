@@ -56,7 +56,7 @@ class Collector:
 
     def __enter__(self) -> Self:
         self._grpc.start()
-        self._serving = threading.Thread(target=self._http.serve_forever)
+        self._serving = threading.Thread(target=self._http.serve_forever, args=(0.02,))
         self._serving.start()
         return self
 

@@ -35,7 +35,8 @@ class Probed:
 
 
 @pytest.fixture
-async def probed() -> AsyncIterator[Probed]:
+async def probed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Probed]:
+    monkeypatch.setattr(health_port, "_LIMIT_S", getattr(request, "param", LIMIT_S))
     sock = bind("127.0.0.1", 0)
     found = Probed(sock.getsockname()[1])
     async with asyncio.timeout(LIMIT_S), serving_health(sock, lambda: found.word):
@@ -56,6 +57,7 @@ async def test_it_answers_nothing_else(probed: Probed) -> None:
     assert await probed.ask("/readyz", "HEAD") == (200, "")
 
 
+@pytest.mark.parametrize("probed", [1.0], indirect=True)
 async def test_silent_connections_neither_stay_nor_keep_probes_out(probed: Probed) -> None:
     silent = [await asyncio.open_connection("127.0.0.1", probed.port) for _ in range(health_port.MAX_CONNECTIONS)]
     assert await probed.ask("/livez") == (200, "alive")  # in the place of the first

@@ -32,10 +32,9 @@ from tests.worker.dialects.dialect_client import LIMIT_S, Asking
 PROMPTS = {"query": "query: ", "document": "document: "}
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if "fleet" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.slow)
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if "fleet" in getattr(item, "fixturenames", ()):
+        item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")
