@@ -108,7 +108,9 @@ def _lines(documents: dict[str, Any], what: str) -> dict[str, Line]:
 
 def test_texts_of_which_no_rate_was_asked_count_for_nothing() -> None:
     peers = [_row(_OPENVINO, 100, texts=texts) for texts in ("mixed", "all-256", "all-512")]
-    ours = [_row("teimgr engine, auto", 105, texts=texts, **{"cosine min": "0.99997"}) for texts in ("mixed", "all-256")]
+    ours = [
+        _row("teimgr engine, auto", 105, texts=texts, **{"cosine min": "0.99997"}) for texts in ("mixed", "all-256")
+    ]
 
     lines = _lines({"peers": _document([*peers, *ours])}, "CPU bulk through EmbedArrow")
 
