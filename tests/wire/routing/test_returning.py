@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
@@ -91,8 +92,9 @@ async def test_the_bytes_of_calls_that_wait_are_bounded() -> None:
 
 def test_the_number_of_calls_that_wait_is_bounded_for_all_processes_together() -> None:
     calls = WaitingCalls("workers", processes=2048)
-    with calls.one("a", 1), calls.one("a", 1):
-        with pytest.raises(Overloaded, match="wait for workers, as for 'a'"), calls.one("a", 1):
-            pass
-    with calls.one("a", 1):
-        pass
+    for _ in range(2):  # two at a time
+        with ExitStack() as stack:
+            stack.enter_context(calls.one("a", 1))
+            stack.enter_context(calls.one("a", 1))
+            with pytest.raises(Overloaded, match="wait for workers, as for 'a'"):
+                stack.enter_context(calls.one("a", 1))
