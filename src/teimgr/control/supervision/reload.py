@@ -12,7 +12,6 @@ import re
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
