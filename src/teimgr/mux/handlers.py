@@ -281,15 +281,15 @@ class MuxHandlers:
         Raises:
             Unauthenticated, Forbidden: it may not call.
         """
-        policy = self._policy.now
-        caller = authenticate_call(policy, certificate, call.metadata)
+        policy, metadata = self._policy.now, call.metadata  # without the call, which would be in a cycle with its check
+        caller = authenticate_call(policy, certificate, metadata)
         caller.require(_RIGHTS)
 
         def still_allowed() -> None:
             nonlocal policy
             if (now := self._policy.now) is policy:
                 return
-            found = authenticate_call(now, certificate, call.metadata)
+            found = authenticate_call(now, certificate, metadata)
             found.require(_RIGHTS)
             if found.instances != caller.instances:  # the router of this call shows those
                 raise Forbidden("The key's instances have changed: begin a new call")
