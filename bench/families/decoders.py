@@ -28,14 +28,14 @@ def _plain_layouts() -> Iterator[Row]:
     asked: dict[str, Any] = {"prompts": {"query": _QUERY, "document": ""}, "asked": {"prompt_name": "query"}}
     asked["reference"] = _st_query
     qwen3 = "Qwen/Qwen3-Embedding-{}"
-    yield st("qwen3-embedding-0.6b", "Qwen3", qwen3.format("0.6B"), "qwen3", tei=True)
-    yield st("qwen3-embedding-4b", "Qwen3", qwen3.format("4B"), "qwen3", tei=True, **asked)
-    yield st("qwen3-embedding-8b", "Qwen3", qwen3.format("8B"), "qwen3", tei=True, changes=[files.sharded])
+    yield st("qwen3-embedding-0.6b", "Qwen3", qwen3.format("0.6B"), "qwen3_wide", tei=True)
+    yield st("qwen3-embedding-4b", "Qwen3", qwen3.format("4B"), "qwen3_wide", tei=True, **asked)
+    yield st("qwen3-embedding-8b", "Qwen3", qwen3.format("8B"), "qwen3_wide", tei=True, changes=[files.sharded])
     yield st(
         "qwen3-causal-lm",
         "Qwen3",
         "embedders saved as ForCausalLM (`model.` before the names)",
-        "qwen3",
+        "qwen3_wide",
         changes=[files.prefixed("model.", heads=False)],
     )
     yield st(
@@ -52,8 +52,8 @@ def _plain_layouts() -> Iterator[Row]:
     yield st("gemma", "Gemma", "Gemma embedders", "gemma")
     yield st("gemma2-bge", "Gemma 2", "BAAI/bge-multilingual-gemma2", "gemma2", **asked)
     gemma = {"modules": ("Dense", "Dense", "Normalize")}
-    yield st("embeddinggemma", "Gemma 3", "google/embeddinggemma-300m", "gemma3", tei=True, **gemma)
-    yield st("gemma3-harrier", "Gemma 3", "microsoft/harrier-oss-v1-270m", "gemma3_causal")
+    yield st("embeddinggemma", "Gemma 3", "google/embeddinggemma-300m", "gemma3_wide", tei=True, **gemma)
+    yield st("gemma3-harrier", "Gemma 3", "microsoft/harrier-oss-v1-270m", "gemma3_causal_wide")
     for key, family, hub in (
         ("bloom", "BLOOM", "bigscience/sgpt-bloom-7b1-msmarco"),
         ("gpt2", "GPT-2", "GPT-2 embedders"),

@@ -27,7 +27,7 @@ _KINDS = {
     Kind.TOKEN_CLASSIFIER: "Token classifiers",
 }
 _UNMEASURED = {"state": "not measured", "reason": "it was added after the last run", "date": ""}
-_HEADER = ("family", "on the hub", "served", "reference", "cosine", "notes")
+_HEADER = ("family", "on the hub", "served", "reference", "cosine", "bfloat16", "int8", "notes")
 
 
 def figures() -> dict[str, Any]:
@@ -38,6 +38,7 @@ def figures() -> dict[str, Any]:
 def document(rows: Sequence[Row], found: Mapping[str, Any]) -> str:
     """The page; a row without figures is on it as not measured."""
     records = {row.key: found["rows"].get(row.key, _UNMEASURED) for row in rows}
+    types = found.get("types", {})
     lines = [
         "# Models that are served",
         "",
@@ -50,7 +51,8 @@ def document(rows: Sequence[Row], found: Mapping[str, Any]) -> str:
         "at most 0.0001.",
         "",
         "*native*: one call of teimgr's C library for all layers; *packed*: torch, texts in one row without padding;",
-        "*torch*: torch, texts of equal length together; *table*: a look-up. Other models with the same files are",
+        "*torch*: torch, texts of equal length together; *table*: a look-up. Where heads have a norm of their own, a",
+        "row with heads of 8 columns is packed, and models with wider ones are native. Others with the same files are",
         "served alike. A model without a row may be served too: each is compared with its own float32 forward at load,",
         "and what cannot be honoured is refused by name ([troubleshooting](troubleshooting.md)).",
         "",
@@ -58,8 +60,9 @@ def document(rows: Sequence[Row], found: Mapping[str, Any]) -> str:
     ]
     for kind, title in _KINDS.items():
         chosen = [row for row in rows if row.kind is kind and records[row.key]["state"] == "exact"]
-        lines += ["", f"## {title}", "", markdown_table(_HEADER, [_line(row, records[row.key]) for row in chosen])]
-    lines += _other_types(rows, found.get("types", {}))
+        table = markdown_table(_HEADER, [_line(row, records[row.key], types) for row in chosen])
+        lines += ["", f"## {title}", "", table]
+    lines += _other_types(types)
     others = [row for row in rows if records[row.key]["state"] != "exact"]
     if others:
         reasons = [[row.family, _hub(row), records[row.key]["state"], _reason(records[row.key])] for row in others]
@@ -75,34 +78,42 @@ def document(rows: Sequence[Row], found: Mapping[str, Any]) -> str:
     return "\n".join([*lines, *_speed(), *_evidence(records), ""])
 
 
-def _other_types(rows: Sequence[Row], types: Mapping[str, Mapping[str, Record]]) -> list[str]:
-    """What was measured below float32, a row for each model and type."""
+def _other_types(types: Mapping[str, Mapping[str, Record]]) -> list[str]:
+    """What was measured below float32: how the columns of the tables are read, and why some rows are refused."""
     if not types:
         return []
     limits = " and ".join(f"{MIN_COSINE[dtype]} in {dtype}" for dtype in types)
     scores = " and ".join(f"{MAX_DIFFERENCE[dtype]} in {dtype}" for dtype in types)
-    near = [
-        [row.family, _hub(row), dtype, records[row.key]["how"], row.by, _figure(records[row.key])]
-        for row in rows
-        for dtype, records in types.items()
-        if row.key in records and records[row.key]["state"] == "near"
-    ]
+    near = [record for record in types.get("bfloat16", {}).values() if record["state"] == "near"]
+    taken = sum(record.get("auto") == "bfloat16" for record in near)
     return [
         "",
         "## bfloat16 and int8",
         "",
-        "Measured by `python -m bench fidelity --families --dtype bfloat16 int8`, against the same float32 references:",
-        "one or more models of each kind of forward and of each head, whose like are served alike. The weights are",
-        "random and the layers narrow, which both is harder on fewer bits than trained models are",
-        "(`bench/results/fidelity-2026-11-25.md` has those of MiniLM itself). What a request names is served where the",
-        f"lowest cosine at load is at least {limits}, and scores differ by at most {scores},",
-        "and refused elsewhere. `auto` never takes int8. It takes bfloat16 where the processor computes layers faster",
-        "in it, and the lowest cosine at load is at least 0.9995; the processor of this page has no instructions for",
-        "bfloat16, so there `auto` is float32, and what follows was asked for.",
-        "",
-        *(line for dtype, records in types.items() for line in _not_near(dtype, records)),
-        markdown_table(("family", "on the hub", "type", "served", "reference", "cosine"), near),
+        "The columns of the tables above: measured by `python -m bench fidelity --families --dtype bfloat16 int8`,",
+        "against the same float32 references. The weights are random and the layers narrow, which both is harder on",
+        "fewer bits than trained models are (`bench/results/fidelity-2026-11-25.md` has those of MiniLM itself). What",
+        f"a request names is served where the lowest cosine at load is at least {limits}, and scores",
+        f"differ by at most {scores}, and refused elsewhere. `auto` never takes int8. It takes",
+        "bfloat16 where the processor computes a layer of the model's width, of 64 to 512 columns, faster in it, and",
+        f"the lowest cosine at load is at least 0.9995: here in {taken} of {len(near)} rows, which have *auto* in the",
+        "column, and float32 in the others.",
+        *(line for dtype, records in types.items() for line in _refused(dtype, records)),
     ]
+
+
+def _refused(dtype: str, records: Mapping[str, Record]) -> list[str]:
+    """The rows that are not served in a type, by reason."""
+    by_reason: dict[str, list[str]] = {}
+    for key, record in records.items():
+        if record["state"] != "near":
+            by_reason.setdefault(_reason(record).rpartition("this machine: ")[2], []).append(key)
+    if not by_reason:
+        return []
+    count = sum(map(len, by_reason.values()))
+    reasons = [f"* {reason}: {', '.join(keys)}" for reason, keys in by_reason.items()]
+    heading = f"In {dtype} {count} of {len(records)} are not served, with the reason that a load gives:"
+    return ["", heading, "", *reasons]
 
 
 def _speed() -> list[str]:
@@ -144,23 +155,6 @@ def _states(claim: Claim, records: Mapping[str, Record]) -> list[str]:
     return [f"{key} {'' if records[key]['state'] == 'exact' else records[key]['state']}".strip() for key in claim.keys]
 
 
-_BY_PROCESSOR = "no torch."
-
-
-def _not_near(dtype: str, records: Mapping[str, Record]) -> list[str]:
-    """A paragraph about the rows that are not served in a type."""
-    states = [record for record in records.values() if record["state"] != "near"]
-    if not states:
-        return []
-    machine = sum(_BY_PROCESSOR in record["reason"] for record in states)
-    wrong = sum(record["state"] != "refused" for record in states)
-    kinds = [f"{machine} because this processor has no instructions for it"] if machine else []
-    if rest := len(states) - machine - wrong:
-        kinds.append(f"{rest} because the model's forward has no such form, or strays too far in it")
-    kinds += [f"{wrong} wrong"] if wrong else []
-    return [f"In {dtype} {len(states)} of {len(records)} are refused: {', '.join(kinds)}.", ""]
-
-
 def _figure(record: Record) -> str:
     cosine = record["cosine"]
     return f"{cosine:.7f}" if cosine is not None else f"scores ± {record['difference']:.0e}"
@@ -186,8 +180,18 @@ def _hub(row: Row) -> str:
     return _escaped(row.hub + (" †" if row.is_in_tei_readme else ""))
 
 
-def _line(row: Row, record: Record) -> list[str]:
-    return [row.family, _hub(row), record["how"], row.by, _figure(record), _escaped(row.note)]
+def _line(row: Row, record: Record, types: Mapping[str, Mapping[str, Record]]) -> list[str]:
+    others = [_other_figure(types.get(dtype, {}).get(row.key), dtype) for dtype in ("bfloat16", "int8")]
+    return [row.family, _hub(row), record["how"], row.by, _figure(record), *others, _escaped(row.note)]
+
+
+def _other_figure(record: Record | None, dtype: str) -> str:
+    """What a column of another type than float32 has; nothing where the row was not measured in it."""
+    if record is None:
+        return ""
+    if record["state"] != "near":
+        return str(record["state"])
+    return f"{_figure(record)}{', *auto*' if record.get('auto') == dtype else ''}"
 
 
 def _reason(record: Record) -> str:

@@ -329,11 +329,18 @@ CLAIMS = (
     Claim(
         "§3",
         "code that is trusted",
-        ("trusted-model", "trusted-module", "trusted-module-new", "trusted-first", "trusted-first-old"),
+        (
+            *("trusted-model", "trusted-module", "trusted-module-new", "trusted-first", "trusted-first-old"),
+            *("trusted-first-pooled", "trusted-router-document", "trusted-router-query"),
+        ),
         (
             "end_to_end/test_trusted_code.py::test_trusted_code_runs_and_gives_what_it_computes",
+            "engine/test_backbone.py::test_tables_that_own_code_makes_hold_their_values_and_layers_their_attributes",
             "engine/test_own_reader.py::test_it_gives_what_sentence_transformers_gives",
             "engine/test_own_reader.py::test_what_it_does_otherwise_is_refused_by_name",
+            "engine/test_own_reader.py::test_it_may_give_the_vector_of_a_text_itself",
+            "engine/test_own_reader.py::test_it_may_stand_in_a_route_or_before_a_router",
+            "end_to_end/test_trusted_code.py::test_a_first_module_loads_the_code_at_the_pinned_revision",
             "end_to_end/test_trusted_code.py::test_a_trial_compares_with_the_code_at_the_same_revision",
             "end_to_end/test_trusted_code.py::test_a_revision_that_the_code_lacks_is_named",
         ),

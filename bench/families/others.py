@@ -34,7 +34,7 @@ from tests.support.models.single_families import build_jina_bert
 from torch import Tensor
 
 from bench.families import files
-from bench.families.references import elsewhere, none, plain, st_dense
+from bench.families.references import dense_by_task, elsewhere, none, plain, st_dense
 from bench.families.row import PLAIN, TRANSFORMERS, Reference, Row
 from teimgr.engine.job import Input, Output
 from teimgr.spec import Kind
@@ -126,19 +126,9 @@ def _dense_routes() -> Iterator[Row]:
                 family,
                 f"{hub}, role {role}",
                 files.built(partial(build_routed_dense, way=way)),
-                reference=partial(_dense_by_task, task=role),
+                reference=partial(dense_by_task, task=role),
                 asked={"prompt_name": role},
             )
-
-
-def _dense_by_task(folder: Path, texts: Sequence[Input], task: str) -> list[Matrix]:
-    """sentence-transformers with the route of a task, one text at a time."""
-    from sentence_transformers import SentenceTransformer
-
-    model = SentenceTransformer(str(folder), device="cpu")
-    encode = model.encode_query if task == "query" else model.encode_document
-    found = encode(list(texts), normalize_embeddings=True, show_progress_bar=False, batch_size=1)
-    return [np.asarray(row)[None, :] for row in found]
 
 
 def _by_task(folder: Path, texts: Sequence[Input], task: str) -> list[Matrix]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from tests.fidelity import references
 from tests.fidelity.figures import Matrix
@@ -17,6 +18,16 @@ from bench.families.row import Reference
 from teimgr.engine.job import Input, Pair
 
 st_dense: Reference = partial(references.dense, batch_size=1)
+
+
+def dense_by_task(folder: Path, texts: Sequence[Input], task: str, *, trusted: bool = False) -> list[Matrix]:
+    """sentence-transformers with the route of a task, one text at a time."""
+    from sentence_transformers import SentenceTransformer
+
+    model = SentenceTransformer(str(folder), device="cpu", trust_remote_code=trusted)
+    encode = model.encode_query if task == "query" else model.encode_document
+    found = encode(list(texts), normalize_embeddings=True, show_progress_bar=False, batch_size=1)
+    return [np.asarray(row)[None, :] for row in found]
 
 
 def plain(

@@ -92,7 +92,7 @@ def _rerankers() -> Iterator[Row]:
     yield _reranker("rerank-mpnet", "MPNet", "MPNet cross-encoders", "mpnet")
     yield _reranker("rerank-gte-library", "GTE", "gte-multilingual-reranker-base in the library's layout", "gte")
     seqcls = "tomaarsen/Qwen3-Reranker-0.6B-seq-cls"
-    yield _reranker("rerank-qwen3-seqcls", "Qwen3", seqcls, "qwen3")
+    yield _reranker("rerank-qwen3-seqcls", "Qwen3", seqcls, "qwen3_wide")
     for family in ("bert", "modernbert"):
         ettin = (
             "cross-encoder/ettin-reranker-17m-v1 to -1b-v1" if family == "modernbert" else "BERT with modules of scores"
@@ -359,7 +359,7 @@ def _classifiers() -> Iterator[Row]:
     yield _classifier("classify-camembert", "CamemBERT", "cmarkea/distilcamembert-base-sentiment", "camembert")
     yield _classifier("classify-mpnet", "MPNet", "MPNet classifiers", "mpnet")
     yield _classifier("classify-longformer", "Longformer", "Longformer classifiers", "longformer")
-    yield _classifier("classify-qwen3", "Qwen3", "Qwen3 guard models with a head", "qwen3")
+    yield _classifier("classify-qwen3", "Qwen3", "Qwen3 guard models with a head", "qwen3_wide")
     yield _classifier("classify-llama", "Llama", "Skywork/Skywork-Reward-Llama-3.1-8B-v0.2's kind", "llama")
     yield _classifier("classify-gemma2", "Gemma 2", "Gemma 2 classifiers", "gemma2")
     yield _classifier("classify-gpt2", "GPT-2", "microsoft/DialogRPT-updown's kind", "gpt2")

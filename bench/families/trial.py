@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,8 @@ _PROMPT = "query: "
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What was found of a row: `state` is "exact" ("near" below float32), "wrong", "refused" or "failed", `how` one of
-    "native", "packed", "torch" and "table", `reason` why it is neither.
+    "native", "packed", "torch" and "table", `reason` why it is neither. `auto` is the type that `auto` takes, where
+    bfloat16 is asked for.
     """
 
     state: str
@@ -45,6 +46,7 @@ class Outcome:
     alone: float | None = None
     inputs: int = 0
     reason: str = ""
+    auto: str = ""
 
 
 def tried(row: Row, folder: Path, dtype: str = "float32") -> Outcome:
@@ -67,13 +69,22 @@ def tried(row: Row, folder: Path, dtype: str = "float32") -> Outcome:
         return Outcome("refused", reason=refusal.message.replace(str(folder), folder.name))
     try:
         outputs = frozenset({row.output})
-        return _worst([_compared(row, folder, dtype, InferOptions(outputs, **asked), truth) for asked, truth in passes])
+        found = [_compared(row, folder, dtype, InferOptions(outputs, **asked), truth) for asked, truth in passes]
+        return replace(_worst(found), auto=_auto(row, folder) if dtype == "bfloat16" else "")
     except Exception:
         return Outcome("failed", reason=traceback.format_exc(limit=-3))
 
 
 def _options(row: Row, dtype: str) -> dict[str, Any]:
     return {"dtype": dtype, **row.engine_options}
+
+
+def _auto(row: Row, folder: Path) -> str:
+    engine = Engine.load(EngineOptions(path=folder, model_id=folder.name, threads=1, **_options(row, "auto")), list)
+    try:
+        return engine.info.dtype
+    finally:
+        engine.close(1.0)
 
 
 def _worst(outcomes: Sequence[Outcome]) -> Outcome:

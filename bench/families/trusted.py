@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.support.models import CORPUS, build, edit, write
+from tests.support.models import CORPUS, build, build_routed_dense, edit, read, write
 from tests.support.models.further import family_of
 
-from bench.families.references import none, st_dense
+from bench.families.references import dense_by_task, none, st_dense
 from bench.families.row import ST, Row
 
 _TRUST = {"trust_remote_code": True}
@@ -95,6 +95,19 @@ class OwnTransformer(torch.nn.Module):
 """
 
 
+_POOLED = """
+from sentence_transformers.models import Transformer
+
+
+class OwnTransformer(Transformer):
+    def forward(self, features, **kwargs):
+        features = super().forward(features, **kwargs)
+        states, mask = features.pop("token_embeddings"), features["attention_mask"].unsqueeze(-1)
+        features["sentence_embedding"] = (states * mask).sum(dim=1).tanh()
+        return features
+"""
+
+
 def _model(folder: Path) -> None:
     build("bert", folder)
     (folder / "modeling_own.py").write_text(_MODELING)
@@ -118,9 +131,18 @@ def _first(code: str) -> Callable[[Path], None]:
         (folder / "own_first.py").write_text(code)
         rows = json.loads((folder / "modules.json").read_text())
         rows[0]["type"] = "own_first.OwnTransformer"
-        write(folder / "modules.json", rows)
+        gives_text = "sentence_embedding" in code
+        write(folder / "modules.json", [row for row in rows if not (gives_text and row["type"].endswith("Pooling"))])
 
     return make
+
+
+def _routed(folder: Path) -> None:
+    build_routed_dense(folder, "two")
+    (folder / "own_first.py").write_text(_FIRST)
+    router = read(folder / "router_config.json")
+    own = {key: "own_first.OwnTransformer" for key in router["types"] if key.endswith("_Transformer")}
+    write(folder / "router_config.json", {**router, "types": router["types"] | own})
 
 
 def _add(folder: Path, at: int, path: str, dotted: str) -> None:
@@ -145,6 +167,11 @@ def _trusted() -> Iterator[Row]:
     yield row("trusted-first", new, _first(_FIRST))
     old = "jinaai/jina-embeddings-v3's kind: an own first module, saved before sentence-transformers 5"
     yield row("trusted-first-old", old, _first(_FIRST_OLD))
+    yield row("trusted-first-pooled", "an own first module that gives the vector of a text itself", _first(_POOLED))
+    for role in ("document", "query"):
+        asked = {"asked": {"prompt_name": role}, "reference": partial(dense_by_task, task=role, trusted=True)}
+        hub = f"own first modules in both routes of a Router, role {role}"
+        yield row(f"trusted-router-{role}", hub, _routed, **asked)
 
 
 def _pieces(family: str, name: str, tokenizer: str, **options: Any) -> Callable[[Path], None]:

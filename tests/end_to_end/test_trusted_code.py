@@ -54,12 +54,19 @@ class Scale(torch.nn.Module):
         folder = Path(model_name_or_path) / kwargs["subfolder"]
         return Scale(json.loads((folder / "config.json").read_text())["factor"])
 """
+READER = """
+from sentence_transformers.sentence_transformer.modules import Transformer
+
+
+class Reader(Transformer):
+    pass
+"""
 TEXTS = ["fog", "Rain fell on the harbour all night."]
 
 
 @pytest.fixture(scope="module")
 def hub() -> Iterator[Hub]:
-    with Hub(CODE, {"own_code.py": MODELING, "model.safetensors": b"w"}) as hub:
+    with Hub(CODE, {"own_code.py": MODELING + (MODULE + READER).encode(), "model.safetensors": b"w"}) as hub:
         yield hub
 
 
@@ -114,21 +121,26 @@ def test_trusted_code_runs_and_gives_what_it_computes(
     assert hub.asked == ["own_code.py"]
 
 
+@pytest.mark.parametrize("where", ["", f"{CODE}--own_code."], ids=["own", "other"])
 def test_a_first_module_loads_the_code_at_the_pinned_revision(
-    daemon: DaemonProcess, coded: Path, tmp_path: Path
+    daemon: DaemonProcess, coded: Path, tmp_path: Path, where: str
 ) -> None:
-    """The module is sentence-transformers' own by another name, so that the vectors are those without it."""
+    """The module is sentence-transformers' own by another name, so that the vectors are those without it. In another
+    repository it is pinned too, and so is the module behind the pooling.
+    """
     folder = shutil.copytree(coded, tmp_path / "model")
-    reader = "from sentence_transformers.sentence_transformer.modules import Transformer\n\n\n"
-    (folder / "first.py").write_text(f"{reader}class Reader(Transformer):\n    pass\n")
+    (folder / "first.py").write_text(READER)
     chain = json.loads((folder / "modules.json").read_text())
-    chain[0]["type"] = "first.Reader"
+    chain[0]["type"] = f"{where or 'first.'}Reader"
+    chain[-1]["type"] = f"{where or 'own.'}Scale"
     (folder / "modules.json").write_text(json.dumps(chain))
     with daemon.client() as client:
-        for name, place in (("plain-first", coded), ("own-first", folder)):
-            client.create(name, str(place), trust_remote_code=True, code_revision=SHA, dtype="float32")
-            client.wait_until_running(name, deadline_s=120)
-        found, expected = (client.embed(TEXTS, instance=name) for name in ("own-first", "plain-first"))
+        found, expected = [], []
+        for place, into in ((coded, expected), (folder, found)):
+            client.create("first", str(place), trust_remote_code=True, code_revision=SHA, dtype="float32")
+            client.wait_until_running("first", deadline_s=120)
+            into.append(client.embed(TEXTS, instance="first"))
+            client.delete("first")
 
     np.testing.assert_allclose(found, expected, atol=1e-5)
 

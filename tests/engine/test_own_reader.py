@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,12 +12,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from sentence_transformers import SentenceTransformer
-from tests.support.models import build, edit, write
+from tests.support.models import build, build_routed_dense, edit, write
 
 from teimgr.engine.engine import Engine
 from teimgr.engine.job import InferOptions, Output
 from teimgr.engine.loading import EngineOptions
-from teimgr.errors import ModelLoadFailed
+from teimgr.errors import ModelLoadFailed, WrongModelKind
 from teimgr.models.own_code import code_repositories_of
 from teimgr.models.reading import read_layout
 
@@ -61,6 +62,17 @@ class Reader(torch.nn.Module):
         with open(os.path.join(input_path, "sentence_bert_config.json")) as file:
             return Reader(input_path, **json.load(file))
 """
+POOLED = """
+from sentence_transformers.sentence_transformer.modules import Transformer
+
+
+class Reader(Transformer):
+    def forward(self, features, **kwargs):
+        features = super().forward(features, **kwargs)
+        states, mask = features.pop("token_embeddings"), features["attention_mask"].clone().unsqueeze(-1)
+        features["sentence_embedding"] = (states * mask).sum(dim=1) / mask.sum(dim=1)
+        return features
+"""
 TEXTS = ["fog", "Rain fell on the harbour all night.", "Zürich, Łódź: 3.14159 km²", "fog and rain " * 60, " "]
 
 
@@ -69,21 +81,35 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
 
 
-def model_of(folder: Path, code: str, family: str = "bert") -> Path:
-    """A model whose first module is the class Reader of `code`."""
-    build(family, folder)
+def model_of(folder: Path, code: str, family: str = "bert", *, pooling: bool = True) -> Path:
+    """A model whose first module is the class Reader of `code`, with a `pooling` behind it or a Dense."""
+    build(family, folder, modules=("Normalize",) if pooling else ("Dense:Tanh", "Normalize"))
     (folder / "own_first.py").write_text(code)
     rows = json.loads((folder / "modules.json").read_text())
     rows[0]["type"] = "own_first.Reader"
-    write(folder / "modules.json", rows)
+    write(folder / "modules.json", [row for row in rows if pooling or not row["type"].endswith("Pooling")])
     return folder
 
 
-def vectors(folder: Path, texts: Sequence[str], **options: object) -> NDArray[np.float32]:
+def routed(folder: Path, code: str, way: str, routes: Sequence[str]) -> Path:
+    """A model with a Router, in `routes` of which the class Reader of `code` is the first module; () before it."""
+    build_routed_dense(folder, way)
+    (folder / "own_first.py").write_text(code)
+    file = folder / "router_config.json" if routes else folder / "modules.json"
+    names = [f'"{route}_0_Transformer": "' for route in routes] or ['"type": "']
+    written = json.dumps(json.loads(file.read_text()))
+    for name in names:
+        written = re.sub(rf"{name}sentence_transformers[\w.]*\.Transformer", f"{name}own_first.Reader", written)
+    file.write_text(written)
+    assert written.count("own_first.Reader") == len(names)
+    return folder
+
+
+def vectors(folder: Path, texts: Sequence[str], role: str | None = None, **options: object) -> NDArray[np.float32]:
     """The vectors of a batch, and below them those of each text alone."""
     given = {"dtype": "float32", "trust_remote_code": True} | options
     engine = Engine.load(EngineOptions(path=folder, model_id="own", **given), lambda jobs: None)  # type: ignore[arg-type]
-    asked = InferOptions(frozenset({Output.DENSE}))
+    asked = InferOptions(frozenset({Output.DENSE}), prompt_name=role)
     try:
         together = engine.answers(list(texts), asked, 60).vectors
         alone = [engine.answers([text], asked, 60).vectors[0] for text in texts]
@@ -105,6 +131,84 @@ def test_it_gives_what_sentence_transformers_gives(tmp_path: Path, code: str, fa
     theirs = library.encode(TEXTS, batch_size=1)
 
     assert cosines(vectors(folder, TEXTS), np.concatenate([theirs, theirs])).min() >= 0.99999
+
+
+@pytest.mark.parametrize("family", ["bert", "xlm_roberta"])
+def test_it_may_give_the_vector_of_a_text_itself(tmp_path: Path, family: str) -> None:
+    folder = model_of(tmp_path / "model", POOLED, family, pooling=False)
+    library = SentenceTransformer(str(folder), device="cpu", trust_remote_code=True)
+    theirs = library.encode(TEXTS, batch_size=1)
+
+    assert cosines(vectors(folder, TEXTS), np.concatenate([theirs, theirs])).min() >= 0.99999
+    engine = Engine.load(EngineOptions(path=folder, model_id="own", trust_remote_code=True), list)
+    try:
+        assert (engine.info.outputs, engine.info.pooling) == (("dense",), "own")
+        with pytest.raises(WrongModelKind, match="one vector for each text alone"):
+            engine.answers(TEXTS, InferOptions(frozenset({Output.TOKENS})), 60)
+    finally:
+        engine.close(5.0)
+
+
+@pytest.mark.parametrize(
+    ("code", "pooling", "reason"),
+    [
+        (POOLED, True, r"gives no vector for each token \(token_embeddings\), which a Pooling reads"),
+        (NEW, False, r"gives no vector for each text \(sentence_embedding\), and modules.json has no Pooling"),
+        (
+            POOLED.replace("(states * mask)", "(states * mask)[:, features.get('prompt_length', 0) :]"),
+            False,
+            r"treats the tokens of a prompt in another way \(prompt_length\)",
+        ),
+    ],
+)
+def test_what_is_no_vector_of_a_text_or_of_a_token_is_refused(
+    tmp_path: Path, code: str, pooling: bool, reason: str
+) -> None:
+    folder = model_of(tmp_path / "model", code, pooling=pooling)
+
+    with pytest.raises(ModelLoadFailed, match=reason):
+        vectors(folder, TEXTS)
+
+
+@pytest.mark.parametrize(
+    ("way", "routes"),
+    [("two", ["query"]), ("two", ["query", "document"]), ("table", ["document"]), ("behind", [])],
+)
+def test_it_may_stand_in_a_route_or_before_a_router(tmp_path: Path, way: str, routes: list[str]) -> None:
+    folder = routed(tmp_path / "model", NEW, way, routes)
+    library = SentenceTransformer(str(folder), device="cpu", trust_remote_code=True)
+    for role in ("query", "document"):
+        prompt = library.prompts[role]
+        theirs = library.encode(TEXTS, task=role, prompt=prompt, batch_size=1)
+        assert cosines(vectors(folder, TEXTS, role), np.concatenate([theirs, theirs])).min() >= 0.99999
+    default = library.encode(TEXTS, prompt=library.prompts["document"], batch_size=1)
+    assert cosines(vectors(folder, TEXTS, None), np.concatenate([default, default])).min() >= 0.99999
+
+
+def test_in_a_route_it_is_refused_where_the_task_changes_more_than_the_route(tmp_path: Path) -> None:
+    code = NEW.replace("    def forward", "    forward_kwargs = {'task'}\n\n    def forward")
+    code = code.replace(".tanh()", ".tanh() * (2.0 if kwargs.pop('task', None) else 1.0)").replace(
+        "super().forward(features, **kwargs)", "super().forward(features)"
+    )
+    folder = routed(tmp_path / "model", code, "two", ["document"])
+
+    with pytest.raises(ModelLoadFailed, match=r"Reader .* for the task None than for 'document' in one route"):
+        vectors(folder, TEXTS)
+
+
+def test_what_is_not_run_in_a_route_is_refused_by_name(tmp_path: Path) -> None:
+    folder = routed(tmp_path / "model", NEW, "two", ["query"])
+    with pytest.raises(ModelLoadFailed, match=r"router_config\.json has own_first\.Reader, .*trust_remote_code = true"):
+        read_layout(folder)
+    file = folder / "router_config.json"
+    written = file.read_text()
+    for name, reason in (
+        ("somebody/code--own_first.Reader", "code of another repository, .*: copy its file into the model's"),
+        ("package.module.Reader", "a class of an installed package, .*: copy its file into the model's"),
+    ):
+        file.write_text(written.replace("own_first.Reader", name))
+        with pytest.raises(ModelLoadFailed, match=rf"{name}, {reason}"):
+            read_layout(folder, trust_remote_code=True)
 
 
 BEGIN = "states = self.auto_model"
@@ -182,5 +286,7 @@ def test_it_is_not_served_with_a_configuration_of_images(tmp_path: Path) -> None
 def test_code_that_it_loads_is_fetched_where_the_model_would_be_known(tmp_path: Path) -> None:
     folder = model_of(tmp_path / "model", OLD)
     edit(folder / "config.json", model_type="new", auto_map={"AutoModel": "Alibaba-NLP/new-impl--modeling.NewModel"})
+    rows = json.loads((folder / "modules.json").read_text())
+    write(folder / "modules.json", [*rows, {**rows[0], "idx": 3, "path": "3_Own", "type": "somebody/code--own.Scale"}])
 
-    assert code_repositories_of(folder) == ["Alibaba-NLP/new-impl"]
+    assert code_repositories_of(folder) == ["Alibaba-NLP/new-impl", "somebody/code"]

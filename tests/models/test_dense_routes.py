@@ -104,7 +104,7 @@ def router_of(model: Path) -> Path:
         ),
         (
             lambda router: {**router, "types": dict.fromkeys(router["types"], "own_module.Scaled")},
-            "own_module.Scaled, code in the model's own repository, which is not run in a route",
+            "own_module.Scaled, code in the model's own repository: it is run only where",
         ),
     ],
 )

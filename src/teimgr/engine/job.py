@@ -343,7 +343,7 @@ _UNSUPPORTED: dict[tuple[Kind | None, Output], str] = {
     (None, Output.SPARSE): "Model is not an embedding model with SPLADE pooling",
     (None, Output.MULTI_VECTOR): "Model is not a late-interaction (multi-vector) model",
     (None, Output.SCORES): "Model is not a classifier model",
-    (Kind.EMBEDDING, Output.TOKENS): "`embed_all` is not available for models of texts and images",
+    (Kind.EMBEDDING, Output.TOKENS): "`embed_all` is not available: this model gives one vector for each text alone",
     (Kind.TOKEN_CLASSIFIER, Output.SCORES): "Model is a token classifier: its entities are at /predict over HTTP",
     (Kind.SPARSE, Output.TOKENS): "`embed_all` is not available for SPLADE models",
     (Kind.MULTI_VECTOR, Output.DENSE): "Model is not an embedding model with one vector per text",

@@ -166,7 +166,7 @@ def _load(options: EngineOptions) -> EngineParts:
         trust_remote_code=options.trust_remote_code,
         strict=options.strict_model_files,
     )
-    layout = replace(layout, code_revision=options.code_revision)
+    layout = layout.at_code_revision(options.code_revision)
     if options.safetensors_only:
         check_safetensors(layout.root, layout.weights)
         layout = replace(layout, safetensors_only=True)
@@ -362,7 +362,7 @@ def _with_queries(
         return RoutedModel(documents, documents.with_heads_of(route)), choice, max_batch_tokens
     inputs = probe_inputs(route, tokenizer)
     own = replace(options, dtype=_name(choice.dtype))
-    queries, other = _chosen(replace(route, code_revision=options.code_revision), device, own, inputs)
+    queries, other = _chosen(route, device, own, inputs)
     tokens = _proven(queries, other, device, inputs, max_batch_tokens, tokenizer.max_length)
     worse = min(choice, other, key=lambda each: each.closeness.min_cosine)
     batching = next((each.batching for each in (choice, other) if each.batching is Batching.EQUAL_LENGTH), None)
@@ -370,7 +370,10 @@ def _with_queries(
 
 
 # Of a layout, what the transformer and its token ids follow from.
-_OF_READING = ("transformer_dir", "weights_dir", "adapters", "backbone", "config", "max_length")
+_OF_READING = (
+    *("transformer_dir", "weights_dir", "adapters", "backbone", "config", "max_length"),
+    *("reader", "pools_itself"),
+)
 
 
 def _cache(layout: Layout, options: EngineOptions, inputs: Sequence[Encoded]) -> ReferenceCache | None:

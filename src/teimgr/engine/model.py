@@ -193,12 +193,14 @@ def _heads_of(layout: Layout, width: int, device: torch.device) -> dict[Output, 
         layers, projected = load_projections(layout.projections, device), width_behind(layout.projections, width)
         marked = MarkedVectorsHead(layers, layout.listwise, projected)
         return {Output.MULTI_VECTOR: marked, Output.SCORES: OnlyDocumentHead(marked)}
-    pooled = width * len(layout.poolings)
+    pooled = width * (1 if layout.pools_itself else len(layout.poolings))
     dense = DenseHead(
         layout.poolings, load_projections(layout.projections, device), width_behind(layout.projections, pooled)
     )
     if layout.kind in (Kind.RERANKER, Kind.CLASSIFIER):
         return {Output.SCORES: dense}
+    if layout.pools_itself:
+        return {Output.DENSE: dense}
     heads: dict[Output, Head] = {Output.DENSE: dense, Output.TOKENS: TokensHead(width)}
     if layout.m3 is not None:
         sparse = load_linear(layout.m3.sparse, device)

@@ -1,9 +1,10 @@
-"""The first module of a model's own code (`Layout.reader`), as sentence-transformers loads it: it computes hidden
-states of the ids that our tokenizer makes.
+"""The first module of a model's own code (`Layout.reader`), as sentence-transformers loads it: of the ids that our
+tokenizer makes it computes hidden states, or, where modules.json has no Pooling behind it, the vector of a text.
 
 The way in which it reads texts itself is not run while serving. So at load it is compared with ours on known texts:
 their ids, where they are cut, and what else the module is given. What differs refuses the model, and so does a module
-whose results differ from load to load, since sentence-transformers draws weights at random that the files lack.
+whose results differ from load to load, since sentence-transformers draws weights at random that the files lack, or by
+the task that a text comes with, beside its route.
 """
 
 from __future__ import annotations
@@ -36,12 +37,17 @@ _TOLERANCE = 1e-4  # of hidden states between two loads, relative to the largest
 _IDS, _MASK, _TYPES, _PROMPT_LENGTH = "input_ids", "attention_mask", "token_type_ids", "prompt_length"
 # Of its results, those that sentence-transformers' Pooling reads beside the mask.
 _STATES, _FIRST_STATE, _WEIGHTS = "token_embeddings", "cls_token_embeddings", "token_weights_sum"
+_VECTOR = "sentence_embedding"
 
 
 class OwnReader(UnpackedTransformer):
     """A first module of the model's own code: one of its forwards per run of equal lengths."""
 
     why_unpacked = "its first module is code of the model's own"
+
+    def _forward(self, **inputs: Any) -> Tensor:
+        found: Tensor = self._module(**inputs).last_hidden_state
+        return found if found.dim() == 2 else found.flatten(0, 1)
 
 
 def load_own_reader(layout: Layout, device: torch.device) -> OwnReader:
@@ -66,25 +72,58 @@ def load_own_reader(layout: Layout, device: torch.device) -> OwnReader:
         if gpu.is_out_of_memory(error):
             raise
         raise ModelLoadFailed(f"{name} of modules.json fails: {type(error).__name__}: {error}") from error
-    for one, other in zip(states, again, strict=True):
-        if not (one - other).abs().max() <= _TOLERANCE * max(1.0, float(one.abs().max())):
-            raise ModelLoadFailed(
-                f"{name} of modules.json gives other results with each load: weights that the files lack are drawn at "
-                "random"
-            )
+    if _differ(states, again):
+        raise ModelLoadFailed(
+            f"{name} of modules.json gives other results with each load: weights that the files lack are drawn at "
+            "random"
+        )
     return OwnReader(module.to(device), 0, device)
 
 
 @torch.inference_mode()
 def _checked(layout: Layout, tokenizer: TextTokenizer, seed: int) -> tuple[_Features, list[Tensor]]:
-    """The module, and its hidden states of the known texts."""
+    """The module, and its results for the known texts."""
+    assert layout.reader is not None
     library = _loaded(layout, seed)
-    given = _compared(library, layout, tokenizer)
-    first = next(iter(library.children()))
-    module = _Features(first, given, layout)
     options = TokenizeOptions(left=layout.truncate_left)
     encoded = [one for one in tokenizer.encode(PROBES, options) if isinstance(one, Encoded)]
-    return module, [module(torch.from_numpy(one.ids).long()[None]).last_hidden_state for one in encoded]
+    ids = [torch.from_numpy(one.ids).long()[None] for one in encoded]
+    served: tuple[_Features, list[Tensor]] | None = None
+    for task in _tasks(library, layout):
+        given, prompt_length = _compared(library, layout, tokenizer, task)
+        module = _Features(library, given, layout, task)
+        results = [module(one).last_hidden_state for one in ids]
+        name = f"{layout.reader.code} of modules.json"
+        if prompt_length and _differ(results, [module(one, prompt_length).last_hidden_state for one in ids]):
+            raise ModelLoadFailed(
+                f"{name} treats the tokens of a prompt in another way ({_PROMPT_LENGTH}), which is not served: a "
+                "Pooling with include_prompt = false in modules.json leaves them out"
+            )
+        served = served or (module, results)
+        if _differ(served[1], results):
+            raise ModelLoadFailed(
+                f"{name} gives other results for the task {task!r} than for {served[0].task!r} in one route, which is "
+                "not served"
+            )
+    assert served is not None
+    return served
+
+
+def _differ(ones: list[Tensor], others: list[Tensor]) -> bool:
+    pairs = zip(ones, others, strict=True)
+    return not all((a - b).abs().max() <= _TOLERANCE * max(1.0, float(a.abs().max())) for a, b in pairs)
+
+
+def _tasks(library: Any, layout: Layout) -> list[str | None]:
+    """What sentence-transformers is asked for, of the texts that go through the module: None is no task."""
+    assert layout.reader is not None
+    router = next((one for one in library.children() if hasattr(one, "sub_modules")), None)
+    if router is None:
+        return [None]
+    route = layout.reader.route
+    if route is None:  # the routes are behind it
+        return [None, *router.sub_modules]
+    return [route, None] if router.default_route == route else [route]
 
 
 def _loaded(layout: Layout, seed: int) -> Any:
@@ -103,8 +142,9 @@ def _loaded(layout: Layout, seed: int) -> Any:
     return library.float().eval().requires_grad_(False)
 
 
-def _compared(library: Any, layout: Layout, tokenizer: TextTokenizer) -> dict[str, Any]:
-    """What the module is given beside ids and mask: the same for each text, token types of 0 among them.
+def _compared(library: Any, layout: Layout, tokenizer: TextTokenizer, task: str | None) -> tuple[dict[str, Any], int]:
+    """What the module is given beside ids and mask: the same for each text, token types of 0 among them; and the
+    tokens of a prompt, where it is told them.
 
     Raises:
         ModelLoadFailed: it reads a known text otherwise than `tokenizer`.
@@ -112,8 +152,10 @@ def _compared(library: Any, layout: Layout, tokenizer: TextTokenizer) -> dict[st
     assert layout.reader is not None
     name = f"{layout.reader.code} of modules.json"
     constants: dict[str, Any] | None = None
+    prompt_length = 0
+    asked = {} if task is None else {"task": task}
     for text, prompt in _known_texts(layout):
-        features = dict(library.preprocess([text], prompt=prompt or None))
+        features = dict(library.preprocess([text], prompt=prompt or None, **asked))
         ids = _only_row(features.pop(_IDS, None), name)
         if not all(_only_row(features.pop(_MASK, None), name)):
             raise ModelLoadFailed(f"{name} leaves tokens of {text[:40]!r} out of its attention, which is not served")
@@ -122,6 +164,7 @@ def _compared(library: Any, layout: Layout, tokenizer: TextTokenizer) -> dict[st
         pooled_from = int(features.pop(_PROMPT_LENGTH, 0) or 0)
         if prompt and not layout.include_prompt and pooled_from != tokenizer.prompt_len(prompt):
             raise ModelLoadFailed(f"{name} pools a prompt, which include_prompt of its pooling leaves out")
+        prompt_length = max(prompt_length, pooled_from)
         _compare_ids(ids, text, prompt, layout, tokenizer)
         given = features | ({} if types is None else {_TYPES: True})
         if any(isinstance(one, Tensor) for one in given.values()):
@@ -130,7 +173,7 @@ def _compared(library: Any, layout: Layout, tokenizer: TextTokenizer) -> dict[st
         if constants is not None and given != constants:
             raise ModelLoadFailed(f"{name} reads more of a text than its ids, which is not served: {sorted(given)}")
         constants = given
-    return constants or {}
+    return constants or {}, prompt_length
 
 
 def _compare_ids(ids: list[int], text: str, prompt: str, layout: Layout, tokenizer: TextTokenizer) -> None:
@@ -173,13 +216,20 @@ def _only_row(found: Any, name: str) -> list[int]:
 
 
 class _Features(nn.Module):
-    """A module of sentence-transformers by the interface of a model of transformers; `given` it gets with each text."""
+    """The first module of `library`, or of a route, by the interface of a model of transformers; `given` it gets with
+    each text, and the task where it takes one.
+    """
 
-    def __init__(self, module: Any, given: dict[str, Any], layout: Layout) -> None:
+    def __init__(self, library: Any, given: dict[str, Any], layout: Layout, task: str | None) -> None:
         super().__init__()
         assert layout.reader is not None
-        self.module = module
+        key, module = next(iter(library.named_children()))
+        self.module = module if layout.reader.route is None else module.sub_modules[layout.reader.route][0]
+        self.task = task
+        self._pools = layout.pools_itself
         self._name = layout.reader.code
+        taken = {*getattr(self.module, "forward_kwargs", ()), *((library.module_kwargs or {}).get(key) or ())}
+        self._options = {} if task is None or "task" not in taken else {"task": task}
         self._has_types = _TYPES in given
         self._given = {key: value for key, value in given.items() if key != _TYPES}
         width = self(torch.zeros(1, 2, dtype=torch.int64)).last_hidden_state.shape[-1]
@@ -190,16 +240,29 @@ class _Features(nn.Module):
         """Raises NotImplementedError always."""
         raise NotImplementedError
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> SimpleNamespace:
-        """Raises ValueError where the module gives no vector for each token, or others than these to be pooled."""
+    def forward(
+        self, input_ids: Tensor, prompt_length: int = 0, attention_mask: Tensor | None = None
+    ) -> SimpleNamespace:
+        """Raises ValueError where the module gives no vector for each token, or others than these to be pooled, or no
+        vector for each text where it pools itself.
+        """
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         features = {**self._given, _IDS: input_ids, _MASK: mask.clone()}
         if self._has_types:
             features[_TYPES] = torch.zeros_like(input_ids)
-        found = self.module(features)
+        if prompt_length:
+            features[_PROMPT_LENGTH] = prompt_length
+        found = self.module(features, **self._options)
+        if self._pools:
+            vectors = found.get(_VECTOR)
+            if not isinstance(vectors, Tensor) or vectors.dim() != 2 or len(vectors) != len(input_ids):
+                raise ValueError(
+                    f"{self._name} gives no vector for each text ({_VECTOR}), and modules.json has no Pooling behind it"
+                )
+            return SimpleNamespace(last_hidden_state=vectors)
         states = found.get(_STATES)
         if not isinstance(states, Tensor) or states.shape[:-1] != input_ids.shape:
-            raise ValueError(f"{self._name} gives no vector for each token ({_STATES}), which is not served")
+            raise ValueError(f"{self._name} gives no vector for each token ({_STATES}), which a Pooling reads")
         if not torch.equal(found.get(_MASK, mask).to(mask.dtype), mask):
             raise ValueError(f"{self._name} leaves tokens out of the pooling, which is not served")
         if found.get(_WEIGHTS) is not None:

@@ -54,9 +54,9 @@ _NOT_OF_THE_SPACE = frozenset(
         *("lower_case", "end_token", "own_tokenizer", "trust_remote_code", "code_revision", "query_route"),
     )
 )
-# Of parts of a layout: where a module's own code is, which is hashed as such, and an adapter's rank, which is that of
-# its weights.
-_BY_WEIGHTS = ("root", "rank", "ranks")
+# Of parts of a layout: where a module's own code is, which is hashed as such, the route of which the layout is, and an
+# adapter's rank, which is that of its weights.
+_BY_WEIGHTS = ("root", "route", "revision", "rank", "ranks")
 # Of `Layout`, since FORMAT was last raised: hashed where they are set.
 _LATER_FIELDS = frozenset(("dual", "pages", "sound", "chat", "reader"))
 # Of config.json: where a file comes from and how it was saved.

@@ -4,14 +4,14 @@ routes.
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 from teimgr.errors import ModelLoadFailed
 from teimgr.models.bounded_json import read_list
 from teimgr.models.directory import ROUTERS, folder_in, router_file
-from teimgr.models.modules import KNOWN_OWN, PACKAGES, SPARSE_TABLE, Chain, Module, untrusted
+from teimgr.models.layout import OwnModule
+from teimgr.models.modules import KNOWN_OWN, PACKAGES, SPARSE_TABLE, Chain, Module, own_module
 
 _NOT_SERVED = {
     "BoW": "it counts words and has no transformer",
@@ -29,14 +29,13 @@ _SERVED = {
     *("CLIPModel", "Dense", "Dropout", "LayerNorm", "Normalize"),
 }
 _READERS = ("Transformer", "MLMTransformer", "StaticEmbedding", "CLIPModel")
-# As transformers finds code: a file of the model's root, and a class in it.
-_OWN_CODE = re.compile(r"[A-Za-z_]\w*\.[A-Za-z_]\w*")
 QUERY, DOCUMENT = "query", "document"
 # Names of the route of documents: the library's, and those of its documentation of Asym.
 _DOCUMENTS = (DOCUMENT, "doc", "passage")
 _BY_OLD_NAME = {"MLMTransformer": "Transformer"}
 _SPARSE_DOCUMENTS = ("Transformer", "SpladePooling")
-_OF_DENSE_ROUTES = {"Transformer", "StaticEmbedding", "Pooling", "Dense", "LayerNorm", "Normalize", "Dropout"}
+_OWN = "own code"
+_OF_DENSE_ROUTES = {_OWN, "Transformer", "StaticEmbedding", "Pooling", "Dense", "LayerNorm", "Normalize", "Dropout"}
 
 
 def read_chain(root: Path, trust_remote_code: bool = False) -> Chain:
@@ -48,7 +47,7 @@ def read_chain(root: Path, trust_remote_code: bool = False) -> Chain:
     rows = read_list(root / "modules.json")
     if not rows and (root / "modules.json").exists():
         raise ModelLoadFailed("modules.json names no module")
-    routers = [at for at, row in enumerate(rows) if _name_of(row) in ROUTERS]
+    routers = [at for at, row in enumerate(rows) if _has_routes(row)]
     if len(routers) > 1:
         raise ModelLoadFailed(f"modules.json has {len(routers)} modules with routes by role; one is served")
     if not routers:
@@ -56,7 +55,7 @@ def read_chain(root: Path, trust_remote_code: bool = False) -> Chain:
     (at,) = routers
     before = [_module(root, row, trust_remote_code) for row in rows[:at]]
     behind = [_module(root, row, trust_remote_code) for row in rows[at + 1 :]]
-    return _read_routes(root, rows[at], before, behind)
+    return _read_routes(root, rows[at], before, behind, trust_remote_code)
 
 
 def _checked(modules: list[Module]) -> Chain:
@@ -69,7 +68,7 @@ def _checked(modules: list[Module]) -> Chain:
     return chain
 
 
-def _read_routes(root: Path, row: dict[str, Any], before: list[Module], behind: list[Module]) -> Chain:
+def _read_routes(root: Path, row: dict[str, Any], before: list[Module], behind: list[Module], trusts: bool) -> Chain:
     """The modules of a Router, formerly Asym, that has a route for queries and one for documents: of a sparse model a
     table of weights and a SPLADE model, of a dense one any modules that are served.
 
@@ -83,14 +82,14 @@ def _read_routes(root: Path, row: dict[str, Any], before: list[Module], behind: 
     types, structure, parameters = (routes.get(key) or {} for key in ("types", "structure", "parameters"))
     below = f"{home}/" if home not in ("", ".") else ""
     modules = {
-        name: [_routed(root, f"{below}{key}", str(types.get(key, "")), file) for key in keys]
+        name: [_routed(root, f"{below}{key}", str(types.get(key, "")), file, name, trusts) for key in keys]
         for name, keys in structure.items()
     }
     names = [_role_of(name) for name in modules]
     if sorted(names) != [DOCUMENT, QUERY] or parameters.get("route_mappings"):
         raise ModelLoadFailed(_other_routes(modules, parameters))
     by_role = {role: [*before, *found, *behind] for role, found in zip(names, modules.values(), strict=True)}
-    called = {role: tuple(_BY_OLD_NAME.get(one.name, one.name) for one in found) for role, found in by_role.items()}
+    called = {role: tuple(_called(one) for one in found) for role, found in by_role.items()}
     is_sparse = called == {QUERY: (SPARSE_TABLE,), DOCUMENT: _SPARSE_DOCUMENTS}
     if not is_sparse and not all(_OF_DENSE_ROUTES.issuperset(found) and found for found in called.values()):
         raise ModelLoadFailed(_other_routes(modules, parameters))
@@ -116,18 +115,30 @@ def _other_routes(modules: dict[str, list[Module]], parameters: dict[str, Any]) 
     return (
         f"modules.json has a Router module of {shown or 'no routes'}{mapped}: only a route for queries and one for "
         "documents, by their role, are served, of dense vectors (transformer or StaticEmbedding, Pooling, Dense, "
-        "LayerNorm, Normalize), or SparseStaticEmbedding for queries and a transformer with SpladePooling for documents"
+        "LayerNorm, Normalize, code of the model's own), or SparseStaticEmbedding for queries and a transformer with "
+        "SpladePooling for documents"
     )
 
 
-def _routed(root: Path, path: str, dotted: str, file: str) -> Module:
-    name = dotted.rsplit(".", 1)[-1]
-    if not dotted.startswith(PACKAGES):
+def _routed(root: Path, path: str, dotted: str, file: str, route: str, trusts: bool) -> Module:
+    if dotted.startswith(PACKAGES):
+        return Module(dotted.rsplit(".", 1)[-1], folder_in(root, path))
+    module = own_module(OwnModule(folder_in(root, path), dotted, root, route), trusts, file)
+    if "--" in dotted:
         raise ModelLoadFailed(
-            f"{file} has {dotted or 'a module without a type'}, code in the model's own repository, which is not run "
-            "in a route"
+            f"{file} has {dotted}, code of another repository, which sentence-transformers reads in a route at its "
+            "newest revision alone: copy its file into the model's directory, and name it file.Class"
         )
-    return Module(name, folder_in(root, path))
+    return module
+
+
+def _called(module: Module) -> str:
+    """The name of a module by which routes are known."""
+    return _OWN if module.code is not None else _BY_OLD_NAME.get(module.name, module.name)
+
+
+def _has_routes(row: dict[str, Any]) -> bool:
+    return _name_of(row) in ROUTERS and str(row.get("type")).startswith(PACKAGES)
 
 
 def _name_of(row: dict[str, Any]) -> str:
@@ -142,9 +153,7 @@ def _module(root: Path, row: dict[str, Any], trusts: bool) -> Module:
     if taken_for and isinstance(given, list) and all(one in arguments for one in given):
         return Module(taken_for, folder_in(root, path))
     if not dotted.startswith(PACKAGES):
-        if trusts and _OWN_CODE.fullmatch(dotted):
-            return Module(dotted, folder_in(root, path), (dotted, root))
-        raise ModelLoadFailed(untrusted(dotted))
+        return own_module(OwnModule(folder_in(root, path), dotted, root), trusts)
     if name in _NOT_SERVED:
         raise ModelLoadFailed(f"modules.json has a {name} module: {_NOT_SERVED[name]}, which is not served")
     if name not in _SERVED:

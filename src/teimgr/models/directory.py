@@ -65,10 +65,15 @@ _MAX_POINTER_BYTES = 1024  # git-lfs takes no larger file for one
 
 @dataclass(frozen=True, slots=True)
 class ModulePlace:
-    """A module of a model: its class without the package, and its directory."""
+    """A module of a model: its class, and its directory."""
 
-    name: str
+    type: str
     path: Path
+
+    @property
+    def name(self) -> str:
+        """The class without the package."""
+        return self.type.rsplit(".", 1)[-1]
 
 
 def onnx_file(folder: Path) -> Path | None:
@@ -149,11 +154,11 @@ def module_places(root: Path) -> list[ModulePlace]:
     """
     rows = model_json.read_list(root / "modules.json")
     if not rows:
-        return [ModulePlace("Transformer", root)]
+        return [ModulePlace("sentence_transformers.Transformer", root)]
     places = []
     for row in rows:
-        name, path = str(row.get("type", "")).rsplit(".", 1)[-1], folder_in(root, str(row.get("path", "")))
-        places += _routed(root, path) if name in ROUTERS else [ModulePlace(name, path)]
+        place = ModulePlace(str(row.get("type", "")), folder_in(root, str(row.get("path", ""))))
+        places += _routed(root, place.path) if place.name in ROUTERS else [place]
     return places
 
 
@@ -178,7 +183,7 @@ def _routed(root: Path, path: Path) -> list[ModulePlace]:
     if not isinstance(types, dict):
         return []
     below = path.relative_to(root).as_posix()
-    return [ModulePlace(str(kind).rsplit(".", 1)[-1], folder_in(root, f"{below}/{key}")) for key, kind in types.items()]
+    return [ModulePlace(str(kind), folder_in(root, f"{below}/{key}")) for key, kind in types.items()]
 
 
 def configuration_folder(root: Path) -> Path:

@@ -140,7 +140,7 @@ def _saved(metadata: ModelMetadata) -> list[str]:
 
 def _modules(metadata: ModelMetadata) -> Iterator[str]:
     rows = read_list(metadata.root / "modules.json")
-    own = [module.code[0] for module in metadata.chain.all if module.code is not None]
+    own = [module.name for module in metadata.chain.all if module.code is not None]
     for row in rows:
         name = str(row.get("type", ""))
         known_row = {key: row[key] for key in row if key != "kwargs" or name not in (*KNOWN_OWN, *own)}

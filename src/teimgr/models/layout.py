@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -62,12 +62,15 @@ class Normalize:
 @dataclass(frozen=True, slots=True)
 class OwnModule:
     """A module of modules.json that is code of the model's own, which the instance trusts: its directory, and
-    `file.Class` in the directory `root`.
+    `file.Class` in the directory `root`, or `owner/name--file.Class` in another repository, at `revision`. `route` is
+    the one that it stands in, of a Router.
     """
 
     path: Path
     code: str
     root: Path
+    route: str | None = None
+    revision: str | None = None
 
 
 Projection = Dense | LayerNorm | Normalize | OwnModule
@@ -352,7 +355,7 @@ class Layout:
     the library's (`engine/own_weights`). `end_token` follows every text, even if tokenizer.json lacks it;
     `own_tokenizer`: code of the model's own makes the tokenizer, whatever tokenizer.json has.
     `reader` is the first module where it is code of the model's own: it computes hidden states in place of the
-    library's model (`engine/own_reader`).
+    library's model (`engine/own_reader`), or without `poolings` the vector of a text itself.
     `tasks`: the number of the LoRA weights, from 1, by the name of a prompt; `default_task` that of texts without a
     name, 0 for none. Their changes are multiplied by `task_scale`, or they are `task_adapters`, one for each number.
     `instruction_end` ends an instruction, of which no token is pooled, before or within a text.
@@ -410,6 +413,19 @@ class Layout:
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
+    def at_code_revision(self, revision: str | None) -> Layout:
+        """With the code of other repositories at `revision`."""
+        modules = [replace(one, revision=revision) if isinstance(one, OwnModule) else one for one in self.projections]
+        route = self.query_route
+        if route is not None:
+            route = replace(route, layout=route.layout.at_code_revision(revision))
+        return replace(self, code_revision=revision, projections=tuple(modules), query_route=route)
+
+    @property
+    def pools_itself(self) -> bool:
+        """Whether its first module, code of the model's own, gives one vector for each text."""
+        return self.reader is not None and not self.poolings
+
     @property
     def reads_files(self) -> bool:
         """Whether it is a model of images or sounds beside texts."""
@@ -459,5 +475,7 @@ class Layout:
 
     @property
     def pooling(self) -> str:
-        """The pooling as in TEI's /info."""
+        """The pooling as in TEI's /info, "own" where the model's own code pools."""
+        if self.pools_itself:
+            return "own"
         return "splade" if self.splade is not None else "+".join(self.poolings)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,29 +29,20 @@ _CONFIGURED = {"Pooling", "Dense", "LayerNorm", "SpladePooling", "LogitScore"}
 PACKAGES = ("sentence_transformers.", "pylate.")
 
 
-def is_own_module(row: Mapping[str, Any]) -> bool:
-    """Whether a row of modules.json names a class of the model's own that is not known here."""
-    dotted = str(row.get("type", ""))
+def is_own_module(dotted: str) -> bool:
+    """Whether the type of a module is a class of the model's own that is not known here."""
     return bool(dotted) and not dotted.startswith(PACKAGES) and dotted not in KNOWN_OWN
-
-
-def untrusted(code: str) -> str:
-    """Why a module of the model's own code is refused."""
-    return (
-        f"modules.json has {code}, code in the model's own repository: it is run only where the instance sets "
-        "trust_remote_code = true"
-    )
 
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """One module: its class name without the package, and its directory. `code` is `file.Class` and the model's root
-    where it is code of the model's own, which is trusted; else None.
+    """One module: its class name without the package, and its directory. `code` is set where it is code of the model's
+    own, which is trusted.
     """
 
     name: str
     path: Path
-    code: tuple[str, Path] | None = None
+    code: OwnModule | None = None
 
     def config(self) -> dict[str, Any]:
         """Its config.json, {} for a Normalize without one, of which many repositories have no folder.
@@ -66,6 +58,29 @@ class Module:
     @property
     def _file(self) -> str:
         return f"{self.path.name}/config.json"
+
+
+# As transformers finds code: a file of the model's root or of another repository, and a class in it.
+_OWN_CODE = re.compile(r"([\w.-]+(/[\w.-]+)?--)?[A-Za-z_]\w*\.[A-Za-z_]\w*")
+
+
+def own_module(code: OwnModule, trusts: bool, file: str = "modules.json") -> Module:
+    """The module whose class `file` names; `trusts` is what the instance allows.
+
+    Raises:
+        ModelLoadFailed: it is not trusted, or its name is not that of code in a repository.
+    """
+    if not trusts:
+        raise ModelLoadFailed(
+            f"{file} has {code.code}, code in the model's own repository: it is run only where the instance sets "
+            "trust_remote_code = true"
+        )
+    if not _OWN_CODE.fullmatch(code.code):
+        raise ModelLoadFailed(
+            f"{file} has {code.code or 'a module without a type'}, a class of an installed package, which is not run: "
+            "copy its file into the model's directory, and name it file.Class"
+        )
+    return Module(code.code, code.path, code)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,14 +121,9 @@ class Chain:
         return self.modules[1:]
 
     def read_by(self, code: str, root: Path, trust_remote_code: bool) -> Chain:
-        """With `code`, `file.Class` in the directory `root`, in the place of the first module.
-
-        Raises:
-            ModelLoadFailed: the instance does not trust it.
-        """
-        if not trust_remote_code:
-            raise ModelLoadFailed(untrusted(code))
-        return replace(self, modules=(Module(code, self.modules[0].path, (code, root)), *self.behind))
+        """With `code`, `file.Class` in the directory `root`, as the first module; raises as `own_module`."""
+        place = OwnModule(self.modules[0].path, code, root)
+        return replace(self, modules=(own_module(place, trust_remote_code), *self.behind))
 
     def has(self, name: str) -> bool:
         return any(module.name == name for module in self.modules)
@@ -156,9 +166,9 @@ def _projection(module: Module, works_on: str, gives: str) -> Projection:
     if module.code is not None:
         if (works_on, gives) != (TEXT, TEXT):
             raise ModelLoadFailed(
-                f"{module.code[0]}, code in the model's own repository, is run behind a pooling alone"
+                f"{module.code.code}, code in the model's own repository, is run behind a pooling alone"
             )
-        return OwnModule(module.path, *module.code)
+        return module.code
     if module.name not in ("Dense", "LayerNorm", "Normalize"):
         raise ModelLoadFailed(f"a {module.name} module is not served in this place")
     config = module.config()

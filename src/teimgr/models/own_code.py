@@ -16,8 +16,8 @@ from typing import Any
 
 from teimgr.errors import ModelLoadFailed
 from teimgr.models import jina_code
-from teimgr.models.bounded_json import read_list, read_object
-from teimgr.models.directory import configuration_folder
+from teimgr.models.bounded_json import read_object
+from teimgr.models.directory import module_places
 from teimgr.models.modules import is_own_module
 from teimgr.models.served_config import (
     HEADS,
@@ -398,12 +398,15 @@ def code_repositories(config: Config, tokenizer: Config) -> list[str]:
 
 def code_repositories_of(model: Path) -> list[str]:
     """`code_repositories` of a model's directory. Raises ModelLoadFailed: a file cannot be read."""
-    folder = configuration_folder(model)
-    config, tokenizer = (read_object(folder / name) or {} for name in ("config.json", "tokenizer_config.json"))
-    if not is_own_module(next(iter(read_list(model / "modules.json")), {})):
-        return code_repositories(config, tokenizer)
-    # Such a first module loads what the files name, whether it is known here or not.
-    return sorted({where for where, _ in (*references(config), *references(tokenizer)) if where})
+    found: set[str] = set()
+    for place in module_places(model):
+        config, tokenizer = (read_object(place.path / name) or {} for name in ("config.json", "tokenizer_config.json"))
+        if is_own_module(place.type):  # it loads what the files name, whether it is known here or not
+            found |= {where for where, _ in (*references(config), *references(tokenizer))}
+            found.add(place.type.rpartition("--")[0])
+        else:
+            found.update(code_repositories(config, tokenizer))
+    return sorted(found - {""})
 
 
 def _end_of(tokenizer: Config) -> str | None:

@@ -15,7 +15,7 @@ from teimgr.models.json_files import ENDLESS, TokenFiles, checked_length, max_le
 from teimgr.models.key_checks import check_files
 from teimgr.models.kinds import choose_kind, is_causal
 from teimgr.models.late_interaction import read_late
-from teimgr.models.layout import M3, Backbone, Dense, Layout, OwnModule, QueryRoute, QueryTable, ScoringConfig, Splade
+from teimgr.models.layout import M3, Backbone, Dense, Layout, QueryRoute, QueryTable, ScoringConfig, Splade
 from teimgr.models.library_code import setting
 from teimgr.models.listwise import TEMPLATE_TOKENS, is_listwise, read_listwise
 from teimgr.models.metadata import MODEL2VEC, SENSES, ModelMetadata, read_metadata
@@ -240,7 +240,7 @@ def _read(
         instruction_end=metadata.own.instruction_end,
         end_token=metadata.end_token,
         own_tokenizer=metadata.own_tokenizer,
-        reader=None if reader is None or reader.code is None else OwnModule(reader.path, *reader.code),
+        reader=None if reader is None else reader.code,
         prompts=metadata.prompts,
         dimensions=_dimensions(metadata),
         default_prompt_name=metadata.saved.get("default_prompt_name"),
@@ -373,6 +373,8 @@ def _embedding(metadata: ModelMetadata, layout: Layout, pooling: str | None) -> 
             projections=read_projections(_without_final_normalize(metadata.chain.behind)),
             skips_unknown=metadata.config["model_type"] == MODEL2VEC,
         )
+    if metadata.chain.reader is not None and not metadata.chain.has("Pooling"):  # it gives one vector for each text
+        return replace(layout, projections=read_projections(_without_final_normalize(metadata.chain.behind)))
     before, module, behind = _around_pooling(metadata)
     if before:
         raise ModelLoadFailed(f"modules between transformer and Pooling are not served: {metadata.chain}")

@@ -99,7 +99,10 @@ POOLINGS: dict[str, Callable[[Tensor, Segments], Tensor]] = {
 
 
 class DenseHead:
-    """Pooling, then `projections`, in float32. Also the score of cross-encoders that are built from such modules."""
+    """Pooling, then `projections`, in float32. Also the score of cross-encoders that are built from such modules.
+
+    Without `poolings` it is given one vector for each text.
+    """
 
     def __init__(self, poolings: Sequence[str], projections: nn.Sequential, width: int) -> None:
         self.width = width
@@ -108,7 +111,7 @@ class DenseHead:
 
     def __call__(self, hidden: Tensor, batch: PackedBatch) -> Rows:
         """Neither cut nor normalised by the request's options."""
-        pooled = pool(hidden, batch, self._poolings)
+        pooled = pool(hidden, batch, self._poolings) if self._poolings else hidden.float()
         return Rows(self._projections(pooled) if len(self._projections) else pooled)
 
 

@@ -171,7 +171,9 @@ def _own_module(module: OwnModule) -> OwnModuleLayer:
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
     try:
-        kind: Any = get_class_from_dynamic_module(module.code, str(module.root), local_files_only=True)
+        kind: Any = get_class_from_dynamic_module(
+            module.code, str(module.root), local_files_only=True, code_revision=module.revision
+        )
         parameters = inspect.signature(kind.load).parameters
         if len(parameters) == 1:
             return OwnModuleLayer(kind.load(str(module.path)))
