@@ -51,7 +51,7 @@ def document(rows: Sequence[Row], found: Mapping[str, Any]) -> str:
         "at most 0.0001.",
         "",
         "*native*: one call of teimgr's C library for all layers; *packed*: torch, texts in one row without padding;",
-        "*torch*: torch, texts of equal length together; *table*: a look-up. Where heads have a norm of their own, a",
+        "*torch*: torch, texts of equal length together; *table*: a look-up. Where each head has a norm, a",
         "row with heads of 8 columns is packed, and models with wider ones are native. Others with the same files are",
         "served alike. A model without a row may be served too: each is compared with its own float32 forward at load,",
         "and what cannot be honoured is refused by name ([troubleshooting](troubleshooting.md)).",

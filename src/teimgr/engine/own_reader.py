@@ -115,7 +115,7 @@ def _differ(ones: list[Tensor], others: list[Tensor]) -> bool:
 
 
 def _tasks(library: Any, layout: Layout) -> list[str | None]:
-    """What sentence-transformers is asked for, of the texts that go through the module: None is no task."""
+    """What sentence-transformers is asked for, of the texts that go through the module; None: without a task."""
     assert layout.reader is not None
     router = next((one for one in library.children() if hasattr(one, "sub_modules")), None)
     if router is None:
@@ -144,7 +144,7 @@ def _loaded(layout: Layout, seed: int) -> Any:
 
 def _compared(library: Any, layout: Layout, tokenizer: TextTokenizer, task: str | None) -> tuple[dict[str, Any], int]:
     """What the module is given beside ids and mask: the same for each text, token types of 0 among them; and the
-    tokens of a prompt, where it is told them.
+    tokens of a prompt, where it is given their number.
 
     Raises:
         ModelLoadFailed: it reads a known text otherwise than `tokenizer`.
