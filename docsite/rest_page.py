@@ -31,6 +31,7 @@ from teimgr.api.rest import (
     usage,
 )
 from teimgr.api.rest.access import PERMISSIONS
+from teimgr.http.docs_page import example_of
 
 _INFERENCE = "inference"
 _TITLES = {
@@ -134,17 +135,11 @@ def curl(method: str, path: str, operation: Mapping[str, Any]) -> str:
     contents = operation.get("requestBody", {}).get("content", {})
     if "multipart/form-data" in contents:
         parts += ["--form", "purpose=batch", "--form", "file=@calls.jsonl"]
-    elif (example := _example(contents.get("application/json", {}))) is not None:
+    elif (example := example_of(contents.get("application/json", {}))) is not None:
         parts += ["--json", json.dumps(example, ensure_ascii=False)]
     elif method == "POST":
         parts += ["--request", "POST"]
     return " ".join(each if each.startswith("localhost") else shlex.quote(each) for each in parts)
-
-
-def _example(content: Mapping[str, Any]) -> Any:
-    return (
-        content["example"] if "example" in content else next(iter(content.get("schema", {}).get("examples", ())), None)
-    )
 
 
 def _answered(api: Mapping[str, Any], operation: Mapping[str, Any]) -> str:
@@ -212,7 +207,7 @@ def _calls(api: Mapping[str, Any]) -> Iterator[str]:
     for path, operations in api["paths"].items():
         operation = operations.get("post", {})
         content = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
-        if operation.get("tags") == [_INFERENCE] and _example(content) is not None and not path.startswith(prefixes):
+        if operation.get("tags") == [_INFERENCE] and example_of(content) is not None and not path.startswith(prefixes):
             yield curl("POST", path, operation)
     yield "```"
 

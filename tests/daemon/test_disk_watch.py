@@ -7,7 +7,7 @@ from pathlib import Path
 from teimgr.daemon.disk_watch import DiskWatch, disk_usage
 
 
-def test_a_disk_is_an_alarm_at_90_and_at_95_percent_with_its_folders_by_name_and_path() -> None:
+async def test_a_disk_is_an_alarm_at_90_and_at_95_percent_with_its_folders_by_name_and_path() -> None:
     used = {"/var/state": (1, 0.91), "/var/logs": (1, 0.91), "/models": (2, 0.96), "/run/teimgr": (3, 0.5)}
 
     def usage(folder: Path) -> tuple[int, float, int]:
@@ -22,6 +22,8 @@ def test_a_disk_is_an_alarm_at_90_and_at_95_percent_with_its_folders_by_name_and
         "the disk of a (/var/state), b (/var/logs) is over 90 % full: 3 MiB are left",
         "the disk of c (/models) is over 95 % full: 3 MiB are left",
     ]
+    [samples] = (await watch.page()).values()
+    assert {each.labels["folders"]: each.value for each in samples}["c (/models)"] == 0.96
     used |= {"/var/state": (1, 0.5), "/models": (2, 0.5)}
     watch.look()
     assert watch.alarms() == []

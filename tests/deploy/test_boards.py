@@ -40,11 +40,14 @@ _GROUPING = re.compile(r"\b(?:by|on) \(([^)]*)\)")
 # Labels that Prometheus adds.
 _ADDED = {"host", "job", "instance", "le"}
 # What no traffic of a test makes appear: it takes a card, a hub, or a worker that grows.
-_ABSENT_HERE = {f for f in FAMILIES.values() if f.source == "GPU"} | {c.DOWNLOADS, c.MEMORY_REPLACEMENTS}
+_ABSENT_HERE = {f for f in FAMILIES.values() if f.source == "GPU"} | {
+    *(c.DOWNLOADS, c.MEMORY_REPLACEMENTS, c.CERTIFICATE_ENDS)
+}
 # What a test makes no more than appear.
 _MAY_BE_ZERO = {
     *(c.BY_STATE, c.ALARMS, c.WORKER_ANSWERS, c.QUEUED_TOKENS, c.WORKER_CALLS, c.LINK_IN_FLIGHT, c.PADDING_SAVED),
     *(
+        c.READY,
         c.SCALING_REFUSED,
         c.FAILED_TEXTS,
         c.EXPIRED_TEXTS,
@@ -192,6 +195,14 @@ def test_a_panel_by_instance_is_cut_to_the_first_ten() -> None:
         for target in panel.get("targets", ()):
             if panel["type"] == "timeseries" and "{{instance}}" in target["legendFormat"]:
                 assert "and on (instance) topk(10, " in target["expr"], panel["title"]
+
+
+def test_each_alert_names_its_page_in_the_documents() -> None:
+    for group in yaml.safe_load((PROMETHEUS / "alerts.yml").read_text())["groups"]:
+        for rule in group["rules"]:
+            page, _, anchor = rule["annotations"]["runbook"].partition("#")
+            titles = re.findall("(?m)^#+ (.+)$", (DEPLOY.parent / page).read_text())
+            assert anchor in {re.sub(r"[^\w -]", "", each).lower().replace(" ", "-") for each in titles}, rule["alert"]
 
 
 @needs_promtool

@@ -7,6 +7,9 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from teimgr.observability import catalogue
+from teimgr.observability.exposition import Page, Sample
+
 _LEVELS = (95, 90)
 _INTERVAL_S = 30.0
 _LIMIT_S = 10.0  # of a look: a lost file server holds it for ever
@@ -21,6 +24,7 @@ class DiskWatch:
         self._folders = folders
         self._usage = usage or disk_usage
         self._alarms: list[str] = []
+        self._used: dict[str, float] = {}
 
     async def run(self) -> None:
         """Look at regular intervals, until cancelled."""
@@ -40,6 +44,7 @@ class DiskWatch:
             except OSError:  # of a folder that cannot be used its own part tells
                 continue
             found.setdefault(disk, (used, left, []))[2].append(f"{name} ({folder})")
+        self._used = {", ".join(folders): used for used, _, folders in found.values()}
         self._alarms = [
             f"the disk of {', '.join(folders)} is over {level} % full: {left >> 20} MiB are left"
             for used, left, folders in found.values()
@@ -49,6 +54,10 @@ class DiskWatch:
     def alarms(self) -> list[str]:
         """A sentence for each disk that is nearly full."""
         return self._alarms
+
+    async def page(self) -> Page:
+        """The metric of each disk."""
+        return {catalogue.DISK_USED: [Sample("", {"folders": each}, used) for each, used in self._used.items()]}
 
 
 def level_of(used: float) -> int | None:

@@ -194,6 +194,7 @@ class Daemon:
         folders = {"state_file": settings.state_file.parent, "log_dir": settings.log_dir, "run_dir": settings.run_dir}
         folders["models"] = default_cache_folder()
         self.disks = DiskWatch({name: path.absolute() for name, path in folders.items()})
+        self.metrics.sources.extend((self.disks.page, self.tls.page))
         self.page = Page(settings, self.manager, self.scraper, inventory) if settings.page else None
         self.app = create_app(
             self.manager,

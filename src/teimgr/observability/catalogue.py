@@ -127,6 +127,11 @@ KEY_REFUSED = _daemon("teimgr_key_refused_total", "counter", "Calls refused for 
 LOOP_HELD = _daemon(
     "teimgr_daemon_loop_held_total", "counter", "Times that something held the daemon's event loop for over 200 ms"
 )
+READY = _daemon("teimgr_ready", "gauge", "1 while /ready is 200: every instance that should run does")
+DISK_USED = _daemon("teimgr_disk_used_ratio", "gauge", "Part of a disk that is in use, by what is on it", "folders")
+CERTIFICATE_ENDS = _daemon(
+    "teimgr_certificate_end_seconds", "gauge", "Unix time at which the certificate of the listeners ends", "file"
+)
 ALARMS = _daemon("teimgr_alarms", "gauge", "Alarms that /health shows")
 DAEMON_MEMORY = _daemon("teimgr_daemon_resident_bytes", "gauge", "Resident memory of the daemon")
 FORWARDED = _daemon(

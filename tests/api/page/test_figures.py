@@ -194,7 +194,15 @@ async def test_figures_of_workers_that_do_not_answer_are_the_last_and_have_their
     workers.now = []
     await sampler.sample()
     [silent] = views.fleet_rows(fleet, sampler, ())
+    assert views.totals([row, silent | {"busy": 40}])["busy"] == 40
     assert (silent["as_of"], silent["tokens"], silent["queue"]) == (round(answered.time), row["tokens"], 3)
+    known = [replace(worker, replica=number, incarnation=each) for number, each in enumerate(("one", "two"))]
+    fleet[:] = [replace(view, workers=tuple(known))]
+    for answering in (("one", "two"), ("one",)):
+        workers.now = [stats(each) for each in answering]
+        await sampler.sample()
+    [half] = views.fleet_rows(fleet, sampler, ())
+    assert (half["workers"], half["silent"][0], half["silent"][1] is None) == ("2/2, 1 silent", None, False)
     fleet[:] = [replace(view, state=State.STOPPED, workers=())]
     [stopped] = views.fleet_rows(fleet, sampler, ())
     assert (stopped["as_of"], stopped["tokens"]) == (None, None)

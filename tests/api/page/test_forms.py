@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-from teimgr.api.page.forms import FormField, groups
+from pathlib import Path
+
+from teimgr.api.page.forms import POPULAR, FormField, groups
 from teimgr.spec import KEYS, InstanceSpec, updatable
 
 
 def fields_of(spec: InstanceSpec | None = None) -> dict[str, FormField]:
     chosen = (lambda name: True) if spec is None else updatable
-    return {field.name: field for group in groups(chosen, spec) for field in group.fields}
+    return {field.name: field for group in groups(chosen, spec, is_cluster=True) for field in group.fields}
 
 
 def test_every_key_of_rest_has_a_field() -> None:
     assert fields_of().keys() == {name for name, key in KEYS.items() if key.in_rest}
     assert fields_of(InstanceSpec(name="a", model_id="m")).keys() == {name for name in KEYS if updatable(name)}
+
+
+def test_keys_of_a_cluster_are_shown_in_one_alone() -> None:
+    alone = {field.name for group in groups(lambda name: True) for field in group.fields}
+    assert fields_of().keys() - alone == {"node", "labels"}
+
+
+def test_popular_models_are_those_of_the_documents() -> None:
+    page = (Path(__file__).parents[3] / "docs/how-to/choose-a-model.md").read_text()
+    assert all(f"| {model} |" in page for model, _ in POPULAR)
 
 
 def test_fields_take_what_their_keys_take() -> None:

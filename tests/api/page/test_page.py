@@ -139,6 +139,16 @@ async def test_an_instance_that_is_not_there_is_a_page_too(serving: Serving) -> 
         assert await text_of(front, "/ui/static/0000/nothing.js", 404) == "no such file"
 
 
+async def test_the_reference_is_a_view_with_contents_calls_and_bodies(serving: Serving) -> None:
+    async with serving() as front:
+        text = await text_of(front, "/docs")
+        assert 'aria-current="page">API' in text
+        anchors = re.findall('href="#([^"]+)"', text)
+        assert {"post/instances", "InstanceInfo", "bodies"} <= {*anchors}
+        assert [each for each in anchors if f'id="{each}"' not in text] == []
+        assert "curl -s -X POST &quot;$URL/instances/{name}/stop&quot;" in text
+
+
 async def test_the_page_can_be_switched_off(serving: Serving) -> None:
     async with serving() as front:
         settings: Settings = replace(front.app.state.settings, page=False)
@@ -244,6 +254,7 @@ async def test_without_a_session_a_browser_is_asked_to_sign_in(serving: Serving)
             assert reply.status == 303
             assert reply.headers["Location"] == "/ui/sign-in?next=/ui/models%3Fx%3D1"
         await front.call("GET", "/ui/models", 401)
+        assert 'value="/docs"' in await text_of(front, "/docs", headers=HTML)
         assert 'value="/ui/models?x=1"' in await text_of(front, "/ui/models?x=1", headers=HTML)
         assert 'value="/"' in await text_of(front, "/ui/sign-in?next=//evil.example/ui/")
         assert 'value="/"' in await text_of(front, "/ui/sign-in?next=https://evil.example")

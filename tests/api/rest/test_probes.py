@@ -132,7 +132,7 @@ async def test_the_docs_page_lists_the_operations_and_loads_nothing_from_outside
         page, policy = await reply.text(), reply.headers["Content-Security-Policy"]
     assert policy.startswith("default-src 'none'; style-src 'sha256-")
     links = _links(page)
-    assert links == ["/openapi.json"]
+    assert [each for each in links if not each.startswith("#")] == ["/openapi.json"]
     for path in ("/instances/{name}/logs", "max_batch_tokens", "/ready"):
         assert path in page
     assert "<script" not in page

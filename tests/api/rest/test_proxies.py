@@ -52,7 +52,7 @@ async def every_url(front: Front, **how: Any) -> set[str]:
     found.add(re.findall("<(.*?)>", headers["Link"])[0])
     _, headers, text = await answered(front, "/docs", **how)
     assert "X-Forwarded-Prefix" in headers["Vary"]
-    found |= set(re.findall(r'href="([^"]*)"', text))
+    found |= set(re.findall(r'href="([^"#][^"]*)"', text))
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,19 @@ from tests.support.credentials import Authority, needs_openssl, put
 
 from teimgr.api.rest.app import RestTls
 from teimgr.errors import InvalidConfig
+from teimgr.http.auth.tls_files import TlsFiles
 
 pytestmark = needs_openssl
+
+
+def test_the_end_of_a_certificate_is_read(tmp_path: Path) -> None:
+    ours = Authority(tmp_path / "ours")
+    for days in (2, 20_000):  # the second after 2049
+        cert, key = ours.sign(f"of-{days}", days=days)
+        cert.write_text(cert.read_text() + ours.ca.read_text())
+        ends = TlsFiles(cert, key).ends()
+        assert ends == pytest.approx(time.time() + days * 86_400, abs=60)
+    assert TlsFiles(key, key).ends() is None
 
 
 @pytest.mark.parametrize(

@@ -180,6 +180,8 @@ class Sampler:
         self._views = views
         self._gpus = gpus
         self._before: dict[str, tuple[float, Mapping[str, Any]]] = {}  # by incarnation
+        self._answered: dict[str, float] = {}  # by incarnation, in Unix time
+        self._sampled_at = 0.0
         self._watchers = 0
         self._seen_at = float("-inf")
         self._wake = asyncio.Event()
@@ -214,6 +216,11 @@ class Sampler:
         """The figures of an instance; empty ones for an unknown name."""
         return self.figures.get(name) or Figures()
 
+    def silent_since(self, incarnation: str | None) -> float | None:
+        """The Unix time of a worker's last answer, if it did not answer the last time."""
+        answered = self._answered.get(incarnation or "", self._sampled_at)
+        return answered if answered < self._sampled_at else None
+
     def alarms(self) -> list[str]:
         """Instances that have refused calls for `OVERLOADED_S`."""
         return [
@@ -229,6 +236,10 @@ class Sampler:
         on_cards = {pid: held for gpu in (await self._gpus.read()).gpus for pid, held in gpu.memory_of.items()}
         now, clock = time.time(), time.monotonic()
         views = {view.spec.name: view for view in self._views()}
+        running = {each.incarnation for view in views.values() for each in view.workers if each.state is State.RUNNING}
+        self._answered |= {each.incarnation: now for each in stats}
+        self._answered = {key: at for key, at in self._answered.items() if key in running}
+        self._sampled_at = now
         by_instance: dict[str, list[WorkerStats]] = {}
         for each in stats:
             by_instance.setdefault(each.instance, []).append(each)

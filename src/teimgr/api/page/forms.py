@@ -19,16 +19,67 @@ Widget = Literal["text", "number", "auto", "count", "choice", "switch", "lines",
 ESSENTIAL = ("model_id", "name")
 """The keys that a new instance needs."""
 
-_GROUPS: Mapping[str, tuple[str, ...]] = {
-    "Model": (*ESSENTIAL, "revision", "kind", "pooling", "dtype"),
-    "Where it runs": ("gpu_id", "replicas", "threads", "port", "prometheus_port"),
-    "Trust": ("trust_remote_code", "code_revision", "safetensors_only"),
-    "Limits": (
-        *("max_batch_tokens", "max_concurrent_requests", "max_waiting", "max_queue_wait_secs", "startup_timeout_secs"),
-        *("max_queued_tokens", "cache_bytes", "max_rss_mib"),
-    ),
+POPULAR = (
+    ("sentence-transformers/all-MiniLM-L6-v2", "small and fast, English"),
+    ("BAAI/bge-small-en-v1.5", "small, English"),
+    ("intfloat/multilingual-e5-small", "small, 100 languages"),
+    ("BAAI/bge-m3", "100 languages, long texts"),
+    ("Qwen/Qwen3-Embedding-0.6B", "100 languages, very long texts"),
+    ("BAAI/bge-reranker-v2-m3", "reranker, 100 languages"),
+    ("cross-encoder/ms-marco-MiniLM-L6-v2", "reranker, small, English"),
+)
+"""Models to begin with; docs/how-to/choose-a-model.md has their figures."""
+
+_GROUPS: Mapping[str, Mapping[str, str]] = {
+    "Model": {
+        "model_id": "Model",
+        "name": "Name",
+        "revision": "Revision",
+        "kind": "Kind",
+        "pooling": "Pooling",
+        "dtype": "Precision",
+    },
+    "Where it runs": {
+        "replicas": "Replicas",
+        "gpu_id": "GPU",
+        "placement": "Spread or pack",
+        "node": "Host",
+        "labels": "Labels of its hosts",
+        "threads": "CPU threads of a worker",
+        "port": "Port",
+        "prometheus_port": "Port of its metrics",
+    },
+    "When it is loaded": {
+        "load": "Load",
+        "idle_timeout_secs": "Unload after seconds without calls",
+        "pinned": "Never unload",
+        "startup_timeout_secs": "Longest start in seconds",
+    },
+    "Replicas by load": {
+        "min_replicas": "Least replicas",
+        "max_replicas": "Most replicas",
+        "scale_up_wait_ms": "Add one above a wait of milliseconds",
+        "scale_down_wait_ms": "Remove one below a wait of milliseconds",
+        "scale_down_delay_secs": "Seconds before one is removed",
+    },
+    "Limits": {
+        "max_batch_tokens": "Tokens of a batch",
+        "max_concurrent_requests": "Calls at a time",
+        "max_waiting": "Calls that may wait",
+        "max_queue_wait_secs": "Longest wait in seconds",
+        "max_queued_tokens": "Tokens that may wait",
+        "cache_bytes": "Cache of results in bytes",
+        "max_rss_mib": "Memory of a worker in MiB",
+    },
+    "Trust": {
+        "trust_remote_code": "Run the model's own code",
+        "code_revision": "Revision of that code",
+        "safetensors_only": "Refuse pickled weights",
+    },
+    "Requests": {"token_inputs": "Token ids", "token_encoding": "Encoding of token ids"},
+    "Tags and flags": {"tags": "Tags", "extra_args": "Flags of TEI"},
 }
-_REST = "Labels and flags"
+_OF_CLUSTERS = ("node", "labels")
 _HINTS = get_type_hints(InstanceSpec)
 _DEFAULTS = {
     item.name: item.default if item.default_factory is MISSING else item.default_factory()
@@ -40,6 +91,7 @@ class FormField(NamedTuple):
     """One field: `value` is what the input holds at first, `placeholder` what an empty one means."""
 
     name: str
+    label: str
     widget: Widget
     meaning: str
     value: str
@@ -57,19 +109,22 @@ class FieldGroup(NamedTuple):
     fields: list[FormField]
 
 
-def groups(chosen: Callable[[str], bool], spec: InstanceSpec | None = None) -> list[FieldGroup]:
+def groups(
+    chosen: Callable[[str], bool], spec: InstanceSpec | None = None, *, is_cluster: bool = False
+) -> list[FieldGroup]:
     """The fields of the keys that REST takes and `chosen` accepts, with the values of `spec`."""
-    names = [name for name, key in KEYS.items() if key.in_rest and chosen(name)]
-    grouped = {name for members in _GROUPS.values() for name in members}
-    rest = tuple(name for name in names if name not in grouped)
+
+    def is_shown(name: str) -> bool:
+        return KEYS[name].in_rest and chosen(name) and (is_cluster or name not in _OF_CLUSTERS)
+
     found = (
-        FieldGroup(title, [_field(name, spec) for name in members if name in names])
-        for title, members in (*_GROUPS.items(), (_REST, rest))
+        FieldGroup(title, [_field(name, label, spec) for name, label in members.items() if is_shown(name)])
+        for title, members in _GROUPS.items()
     )
     return [group for group in found if group.fields]
 
 
-def _field(name: str, spec: InstanceSpec | None) -> FormField:
+def _field(name: str, label: str, spec: InstanceSpec | None) -> FormField:
     key, default = KEYS[name], _DEFAULTS[name]
     widget = _widget(name, key)
     value = getattr(spec, name) if spec is not None else None
@@ -78,7 +133,7 @@ def _field(name: str, spec: InstanceSpec | None) -> FormField:
     words = key.words or tuple(_words_in(_HINTS[name]))
     placeholder = "" if default is MISSING else _text(default, key)
     return FormField(
-        name, widget, key.meaning, _text(value, key), placeholder, words, key.low, key.high, default is MISSING
+        name, label, widget, key.meaning, _text(value, key), placeholder, words, key.low, key.high, default is MISSING
     )
 
 

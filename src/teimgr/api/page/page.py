@@ -22,7 +22,7 @@ from teimgr import __version__
 from teimgr.api.page import format, views
 from teimgr.api.page.assets import assets, html_response
 from teimgr.api.page.figures import Sampler
-from teimgr.api.page.forms import ESSENTIAL, groups
+from teimgr.api.page.forms import ESSENTIAL, POPULAR, groups
 from teimgr.api.page.scaling_view import scaling_values
 from teimgr.api.page.views import EVENTS_SHOWN, Values
 from teimgr.api.rest.access import own_names
@@ -97,7 +97,7 @@ class Page:
             Route(_SIGN_IN, self._sign_in, methods=["POST"]),
             Route(_SIGN_OUT, self._sign_out, methods=["POST"]),
         ]
-        return PageRoutes(routes, self.sessions, self._refused)
+        return PageRoutes(routes, self.sessions, self._refused, self._docs)
 
     # Views
 
@@ -124,7 +124,7 @@ class Page:
         )
 
     async def _instance(self, request: Request) -> Response:
-        name = request.path_params["name"]
+        name, settings = request.path_params["name"], request.app.state.settings
         view = self._manager.get(name)
         self._sampler.seen()
         rows = views.fleet_rows([view], self._sampler, (await self._gpus.read()).gpus)
@@ -135,7 +135,8 @@ class Page:
             view="fleet",
             row=rows[0],
             info=instance_info(view),
-            groups=groups(updatable, view.spec),
+            groups=groups(updatable, view.spec, is_cluster=bool(settings.cluster.address)),
+            callers=_callers(request),
             events=event_log.history(name)[::-1] if event_log else [],
         )
 
@@ -147,7 +148,8 @@ class Page:
             "create.html",
             view="fleet",
             essential=groups(ESSENTIAL.__contains__),
-            others=groups(lambda name: name not in ESSENTIAL),
+            others=groups(lambda name: name not in ESSENTIAL, is_cluster=bool(settings.cluster.address)),
+            popular=POPULAR,
             templates=sorted(settings.templates) if not caller_of(request.scope).is_restricted else [],
             known=await self._known_models(request),
             chosen=chosen,
@@ -200,16 +202,18 @@ class Page:
         settings: Settings = request.app.state.settings
         covers = caller_of(request.scope).covers
         instances = [_playable(view) for view in self._manager.list() if covers(view.spec.name)]
-        host = urlsplit(f"//{request.headers.get('host', 'localhost')}").hostname or "localhost"
-        playground = {
+        playground = _callers(request) | {
             "instances": [each for each in instances if each],
-            "grpc": f"{host}:{settings.grpc_port}" if settings.grpc_enabled else None,
-            "tls": settings.tls_files is not None,
-            "keys": request.app.state.policy.now.keys is not None,
             "limit": settings.max_client_batch_size,
         }
         chosen = request.query_params.get("instance", "")
         return self._html(request, "playground.html", view="playground", playground=playground, chosen=chosen)
+
+    def _docs(self, request: Request, text: str) -> Response:
+        """The reference of REST, which is HTML, as a view."""
+        own = f"{request.url.scheme}://{request.headers.get('host', 'localhost')}{path_prefix_of(request.scope)}"
+        keys = request.app.state.policy.now.keys is not None
+        return self._html(request, "docs.html", view="docs", text=text, own=own, keys=keys)
 
     # Live streams
 
@@ -320,7 +324,7 @@ class Page:
         request = Request(scope)
         if template == _SIGN_OUT and isinstance(error, Unauthenticated):
             return RedirectResponse(_SIGN_IN, 303)  # the session has ended already
-        is_view = template is not None and (template == "/" or template.startswith("/ui/"))
+        is_view = template is not None and (template in ("/", "/docs") or template.startswith("/ui/"))
         if not is_view or request.method not in ("GET", "HEAD") or "text/html" not in request.headers.get("accept", ""):
             return None
         if isinstance(error, Forbidden) or request.app.state.policy.now.keys is None:
@@ -405,6 +409,17 @@ class Page:
         return [{"instance": None, "text": text} for text in general if not text.startswith(failed)] + of_instances
 
 
+def _callers(request: Request) -> Values:
+    """What a caller needs besides the address of HTTP, by the name under which the page is reached."""
+    settings: Settings = request.app.state.settings
+    host = urlsplit(f"//{request.headers.get('host', 'localhost')}").hostname or "localhost"
+    return {
+        "grpc": f"{host}:{settings.grpc_port}" if settings.grpc_enabled else None,
+        "tls": settings.tls_files is not None,
+        "keys": request.app.state.policy.now.keys is not None,
+    }
+
+
 async def _static(request: Request) -> Response:
     return assets().respond(request) or Response("no such file", 404)
 
@@ -422,7 +437,7 @@ def _last_seen(after: str, latest: int) -> int:
 def _local_path(path: str) -> str:
     """`path` if it is one of this server's own pages, else the first."""
     is_local = path.startswith("/") and not path.startswith(("//", "/\\")) and path.isprintable()
-    return path if is_local and (path == "/" or path.startswith("/ui/")) else "/"
+    return path if is_local and (path in ("/", "/docs") or path.startswith("/ui/")) else "/"
 
 
 def _playable(view: InstanceView) -> Values | None:

@@ -25,10 +25,11 @@ def fleet_rows(views: Iterable[InstanceView], sampler: Sampler, gpus: Sequence[G
     cards = {gpu.uuid: gpu for gpu in gpus}
     host_bytes, _ = host_memory()
     now = time.time()
-    return [_row(view, sampler.of(view.spec.name), cards, host_bytes, now) for view in views]
+    return [_row(view, sampler, cards, host_bytes, now) for view in views]
 
 
-def _row(view: InstanceView, figures: Figures, cards: dict[str, Gpu], host_bytes: int, now: float) -> Values:
+def _row(view: InstanceView, sampler: Sampler, cards: dict[str, Gpu], host_bytes: int, now: float) -> Values:
+    figures = sampler.of(view.spec.name)
     point, as_of = figures.now if view.state is State.RUNNING else None, None
     if point is not None and math.isnan(point.queue) and figures.answered is not None:
         point, as_of = figures.answered, round(figures.answered.time)  # its workers do not answer
@@ -36,6 +37,8 @@ def _row(view: InstanceView, figures: Figures, cards: dict[str, Gpu], host_bytes
     total = sum(card.memory_total_bytes or 0 for card in on) if on else host_bytes
     memory = None if figures.now is None or math.isnan(figures.now.memory) else int(figures.now.memory)
     running = sum(worker.state is State.RUNNING for worker in view.workers)
+    silent = [sampler.silent_since(worker.incarnation) for worker in view.workers]
+    mute = f", {len(silent) - silent.count(None)} silent" if any(silent) else ""
     return {
         "name": view.spec.name,
         "model": view.spec.model_id,
@@ -53,11 +56,13 @@ def _row(view: InstanceView, figures: Figures, cards: dict[str, Gpu], host_bytes
         "requests": _rounded(point.requests if point else None),
         "errors": _rounded(point.failures if point else None),
         "refused": _rounded(point.refused if point else None),
+        "busy": None if point is None or math.isnan(point.busy) else round(100 * point.busy),
         "queue": None if point is None or math.isnan(point.queue) else int(point.queue),
         "p99": _milliseconds(figures.percentile(0.99, now)) if point else None,
         "as_of": as_of,
+        "silent": [None if each is None else round(each) for each in silent],  # of each worker, the last answer
         "spark": _spark(figures, now) if point else [],
-        "workers": f"{running}/{len(view.workers)}" if len(view.workers) > 1 else "",
+        "workers": f"{running}/{len(view.workers)}{mute}" if len(view.workers) > 1 else "",
         "tags": dict(view.spec.tags),
         "port": view.spec.port,
     }
@@ -106,6 +111,7 @@ def totals(rows: Sequence[Values]) -> Values:
         "tokens": _rounded(sum(row["tokens"] or 0 for row in rows)),
         **{key: _rounded(sum(row[key] or 0 for row in rows)) for key in ("requests", "errors", "refused")},
         "queue": sum(row["queue"] or 0 for row in rows),
+        "busy": max((row["busy"] or 0 for row in rows), default=0),
         "spark_top": scale_end(max((value or 0 for row in rows for value in row["spark"]), default=0)),
     }
 

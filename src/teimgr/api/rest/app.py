@@ -77,13 +77,16 @@ from teimgr.http.auth.sessions import Sessions
 from teimgr.http.auth.tls_files import TlsFiles, TlsWatch
 from teimgr.http.bodies import path_prefix_of
 from teimgr.http.direct import Direct
-from teimgr.http.docs_page import HEADERS, page
+from teimgr.http.docs_page import HEADERS, page, reference
 from teimgr.http.http1 import HttpProtocol
 from teimgr.http.http2.requests import protocol as http2_protocol
 from teimgr.http.replies import BoundedReplies
 from teimgr.http.request_turns import RequestTurns
 from teimgr.http.server import AsgiApp, Listener, serving
 from teimgr.http.unix_listener import UnixListener
+from teimgr.observability import catalogue
+from teimgr.observability.exposition import Page as MetricsPage
+from teimgr.observability.exposition import Sample
 from teimgr.observability.log_source import FleetLogs, LocalLogs
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.observability.request_context import Telemetry
@@ -94,11 +97,15 @@ _BY_PREFIX = {"Vary": "X-Forwarded-Prefix"}
 
 
 class PageRoutes(NamedTuple):
-    """The web page as the application needs it: its routes, its sessions, and its answer to a refused request."""
+    """The web page as the application needs it: its routes, its sessions, and its answer to a refused request.
+
+    `shell` makes a view of the HTML of /docs.
+    """
 
     routes: Sequence[BaseRoute]
     sessions: Sessions
     refusal: PageRefusal
+    shell: Callable[[Request, str], Response]
 
 
 # FastAPI's own route would make the document on the event loop: half a second of a core, at the first request.
@@ -112,9 +119,12 @@ async def openapi(request: Request) -> Response:
 
 
 @docs.get("/docs")
-async def docs_page(request: Request) -> HTMLResponse:
-    address = path_prefix_of(request.scope) + _OPENAPI
-    return HTMLResponse(await asyncio.to_thread(_document_page, request.app, address), headers=HEADERS | _BY_PREFIX)
+async def docs_page(request: Request) -> Response:
+    address, shell = path_prefix_of(request.scope) + _OPENAPI, request.app.state.docs_shell
+    text = await asyncio.to_thread(_document_page, request.app, address, reference if shell else page)
+    response: Response = shell(request, text) if shell else HTMLResponse(text, headers=HEADERS)
+    response.headers["Vary"] = ", ".join(filter(None, (response.headers.get("Vary"), _BY_PREFIX["Vary"])))
+    return response
 
 
 def _document(app: FastAPI) -> bytes:
@@ -126,8 +136,8 @@ def _document(app: FastAPI) -> bytes:
         return document
 
 
-def _document_page(app: FastAPI, address: str) -> str:
-    return page(json.loads(_document(app)), address)
+def _document_page(app: FastAPI, address: str, made: Callable[[dict[str, Any], str], str]) -> str:
+    return made(json.loads(_document(app)), address)
 
 
 def create_app(
@@ -193,6 +203,7 @@ def create_app(
     app.state.tenants, app.state.autoscaler, app.state.advisor = tenants, autoscaler, advisor
     app.state.registry, app.state.gpus, app.state.enrolment = registry, gpu_report, enrolment
     app.state.batches, app.state.direct = batches, None
+    app.state.docs_shell = page and page.shell
     app.state.document, app.state.document_lock = None, threading.Lock()
     app.state.promised_workers = instances.PromisedWorkers()
     app.state.logs = log_sources or FleetLogs(LocalLogs(settings.log_dir))
@@ -299,6 +310,12 @@ class RestTls:
     def alarms(self) -> list[str]:
         """One alarm while changed files are unusable."""
         return [self._watch.alarm] if self._watch and self._watch.alarm else []
+
+    async def page(self) -> MetricsPage:
+        """The metric of the certificate's end; nothing without one."""
+        ends = await asyncio.to_thread(self._files.ends) if self._files else None
+        named = {"file": str(self._files.cert)} if self._files else {}
+        return {} if ends is None else {catalogue.CERTIFICATE_ENDS: [Sample("", named, ends)]}
 
     @contextlib.asynccontextmanager
     async def serving(

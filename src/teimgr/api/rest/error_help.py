@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from functools import cache
-from html import escape
 
 from fastapi import APIRouter
 from starlette.responses import HTMLResponse
 
 from teimgr.errors import Code
-from teimgr.http.docs_page import HEADERS, html_document
+from teimgr.http.docs_page import HEADERS, html_document, prose
 from teimgr.observability.troubleshooting import ADVICE, meaning, repetition
 
 PATH = "/docs/errors"
 router = APIRouter(include_in_schema=False)
-
-_CODE = re.compile(r"`([^`]+)`")
 
 
 @router.get(PATH)
@@ -38,13 +34,8 @@ def _page() -> str:
 def _section(code: Code) -> str:
     advice = ADVICE[code]
     lists = "".join(
-        f"<p>{title}</p><ul>{''.join(f'<li>{_html(sentence)}</li>' for sentence in sentences)}</ul>"
+        f"<p>{title}</p><ul>{''.join(f'<li>{prose(sentence)}</li>' for sentence in sentences)}</ul>"
         for title, sentences in (("Causes", advice.causes), ("Remedies", advice.remedies))
     )
-    text = f"<p>{_html(meaning(code))} {_html(repetition(code))}</p>"
+    text = f"<p>{prose(meaning(code))} {prose(repetition(code))}</p>"
     return f'<section id="{code.name.lower()}"><h2>{code.name}</h2>{text}{lists}</section>'
-
-
-def _html(sentence: str) -> str:
-    """A sentence of Markdown, of which only code style is used."""
-    return _CODE.sub(r"<code>\1</code>", escape(sentence))

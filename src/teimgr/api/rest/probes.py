@@ -51,6 +51,15 @@ def _waits_for_calls(view: InstanceView) -> bool:
     return view.spec.load == "on_demand" and view.state is not State.FAILED
 
 
+def _waiting(manager: Manager) -> list[dict[str, Any]]:
+    """Instances that should run and do not."""
+    return [
+        {"name": view.spec.name, "status": view.state.value, "reason": view.reason}
+        for view in manager.list()
+        if view.spec.wanted_running and view.state is not State.RUNNING and not _waits_for_calls(view)
+    ]
+
+
 @router.get("/health", response_model=Liveness)
 async def health(request: Request, manager: ManagerDep) -> Response:
     """200 while the daemon is alive, whatever its instances do."""
@@ -69,11 +78,7 @@ async def health(request: Request, manager: ManagerDep) -> Response:
 @router.get("/ready", response_model=Readiness, responses={503: {"model": Readiness, "description": "not all run"}})
 async def ready(request: Request, manager: ManagerDep) -> Response:
     """200 when every instance that should run does, else 503 with those that do not; while booting 503 too."""
-    waiting = [
-        {"name": view.spec.name, "status": view.state.value, "reason": view.reason}
-        for view in manager.list()
-        if view.spec.wanted_running and view.state is not State.RUNNING and not _waits_for_calls(view)
-    ]
+    waiting = _waiting(manager)
     is_ready = request.app.state.booted() and not waiting
     return answer({"ready": is_ready, "timestamp": now_rfc3339(), "waiting": waiting}, 200 if is_ready else 503)
 
@@ -122,6 +127,7 @@ async def metrics(
     """Every metric of the daemon, its muxes, its workers and its GPUs; `buckets=all` has all that TEI has."""
     registry: DaemonMetrics = request.app.state.metrics
     registry.fleet(manager.list())
+    registry.set(catalogue.READY, request.app.state.booted() and not _waiting(manager))
     registry.set(catalogue.ALARMS, len(all_alarms(manager, request.app.state.alarms)))
     page = await registry.page()
     if buckets == "few":

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import ssl
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 from teimgr.errors import InvalidConfig
@@ -18,6 +20,8 @@ POLL_S = 1.0
 # Modification time, size and inode of each file: differs after a replacement.
 Stamp = tuple[tuple[int, int, int], ...]
 
+# The two times of an X.509 certificate in DER, as UTCTime or GeneralizedTime; the groups are the second.
+_VALIDITY = re.compile(rb"\x30.(?:\x17\x0d\d{12}Z|\x18\x0f\d{14}Z)(?:\x17\x0d(\d{12})|\x18\x0f(\d{14}))Z", re.DOTALL)
 _NO_PEM = "this is no PEM of a certificate or key"
 _REASONS = {
     "KEY_VALUES_MISMATCH": "the private key is not that of the certificate",
@@ -64,6 +68,21 @@ class TlsFiles:
         self.context()
         cert, key, *ca = map(_read, self.paths())
         return Pems(cert, key, ca[0] if ca else None)
+
+    def ends(self) -> float | None:
+        """The Unix time at which the first certificate of the chain ends, or None if that cannot be read. Blocking."""
+        try:
+            pem = _read(self.cert).decode("ascii", "replace")
+            first = pem[pem.index(ssl.PEM_HEADER) : pem.index(ssl.PEM_FOOTER) + len(ssl.PEM_FOOTER)]
+            found = _VALIDITY.search(ssl.PEM_cert_to_DER_cert(first))
+            if found is None:
+                return None
+            short, full = found.groups()
+            # Years of two digits are those of RFC 5280: from 1950 to 2049.
+            text = full or (b"19" if short[:1] >= b"5" else b"20") + short
+            return datetime.strptime(f"{text.decode()}+0000", "%Y%m%d%H%M%S%z").timestamp()
+        except (InvalidConfig, ValueError):
+            return None
 
     def context(self) -> ssl.SSLContext:
         """The server's SSL context; with `ca`, clients must present a certificate of it.

@@ -54,6 +54,11 @@ export function spark(values, top) {
   return path;
 }
 
+/** The points with an empty one wherever they are further apart than `most` seconds: lines have a gap there. */
+export function gapped(points, most) {
+  return points.flatMap((point, at) => (at && point[0] - points[at - 1][0] > most ? [[(point[0] + points[at - 1][0]) / 2], point] : [point]));
+}
+
 export function clock(moment) {
   return moment == null ? "" : `${new Date(moment * 1000).toISOString().slice(11, 19)} UTC`;
 }

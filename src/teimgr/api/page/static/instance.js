@@ -1,7 +1,7 @@
 // One instance: live charts, life line, log, settings, actions.
-import { $, $$, api, ask, attempt, element, follow, instancePath, json, prefix, setState, toast } from "./page.js";
-import { duration, milliseconds, moment, NOTHING, number, size } from "./format.js";
-import { fieldsOf, textOf, valueOf } from "./forms.js";
+import { $, $$, api, ask, attempt, copy, element, follow, instancePath, json, prefix, setState, toast } from "./page.js";
+import { clock, duration, gapped, milliseconds, moment, NOTHING, number, size } from "./format.js";
+import { clearFaults, fieldsOf, showFaults, textOf, valueOf } from "./forms.js";
 
 const name = $("#instance").dataset.name;
 let { row, info } = json("info");
@@ -21,6 +21,7 @@ const CHARTS = {
 const points = { fine: [], coarse: [] };
 const KEPT = { fine: 150, coarse: 240 };
 const SPAN_S = { fine: 300, coarse: 3600 };
+const GAP_S = { fine: 10, coarse: 45 };  // some times the pace of the samples
 const span = () => $("input[name=span]:checked").value;
 const charts = new Map();
 
@@ -35,12 +36,15 @@ function colour(variable) {
 
 const BINARY = Array.from({ length: 24 }, (_, power) => 2 ** (power + 20));
 
+let shown = [];
+const choose = () => { shown = gapped(points[span()], GAP_S[span()]); };
+
 function dataOf({ columns }) {
-  const chosen = points[span()];
-  return [chosen.map((point) => point[0]), ...columns.map((column) => chosen.map((point) => point[column]))];
+  return [shown.map((point) => point[0]), ...columns.map((column) => shown.map((point) => point[column] ?? null))];
 }
 
 function draw() {
+  choose();
   const grid = { stroke: colour("--line"), width: 1 }, text = colour("--muted");
   const strokes = [colour("--accent"), colour("--second")];
   const axis = { stroke: text, grid, ticks: { show: false }, font: "11px system-ui, sans-serif" };
@@ -53,13 +57,13 @@ function draw() {
       fill: chart.columns.length === 1 ? strokes[0].replace(/^rgb\((.*)\)$/, "rgba($1, 0.1)") : undefined,
     }));
     const options = {
-      width: box.clientWidth, height: 130, legend: { show: false }, cursor: { y: false, points: { size: 6 } },
+      width: box.clientWidth, height: 130, legend: { show: false }, cursor: { y: false, points: { size: 6 }, sync: { key: "load" } },
       scales: {
         x: { time: true, range: () => { const end = Date.now() / 1000; return [end - SPAN_S[span()], end]; } },
         y: { range: (self, low, high) => [0, Math.max(chart.most ?? 0, (high || 0) * 1.15, id === "memory" ? 2 ** 20 : id === "latency" ? 1e-3 : 1)] },
       },
       axes: [
-        { ...axis, size: 22, space: 70, values: (self, ticks) => ticks.map((tick) => new Date(tick * 1000).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", hour12: false })) },
+        { ...axis, size: 22, space: 48, values: (self, ticks) => ticks.map((tick) => new Date(tick * 1000).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", hour12: false })) },
         { ...axis, size: 62, space: 28, incrs: id === "memory" ? BINARY : undefined, values: (self, ticks) => ticks.map((tick) => chart.format(tick)) },
       ],
       series: [{}, ...series],
@@ -70,17 +74,18 @@ function draw() {
   }
 }
 
+/** The values at the cursor, which all charts share, or else the last ones; those of several lines have their colours. */
 function latest(id, index) {
-  const { columns, format, labels } = CHARTS[id], chosen = points[span()];
-  const point = chosen[index ?? chosen.length - 1];
+  const { columns, format, labels } = CHARTS[id], box = $(`[data-chart=${id}]`);
+  const point = shown[index ?? shown.length - 1];
   const values = columns.map((column, at) => `${labels ? `${labels[at]} ` : ""}${format(point?.[column])}`);
-  const text = point && columns.every((column) => point[column] == null) ? NOTHING : values.join(", ");
   const time = index == null || !point ? "" : `${new Date(point[0] * 1000).toLocaleTimeString([], { hour12: false })}  `;
-  $(`[data-latest=${id}]`).textContent = time + text;
-  if (index == null) $(`[data-chart=${id}]`).setAttribute("aria-label", `${$(`[data-chart=${id}]`).previousElementSibling.firstChild.textContent.trim()}: now ${text}`);
+  $(`[data-latest=${id}]`).replaceChildren(time, ...values.flatMap((text, at) => (labels ? [" ", element("span", { class: `key key-${at}` }, text)] : [text])));
+  if (index == null) box.setAttribute("aria-label", `${box.previousElementSibling.firstChild.textContent.trim()}: now ${values.join(", ")}`);
 }
 
 function refresh() {
+  choose();
   for (const [id, chart] of charts) {
     chart.setData(dataOf(CHARTS[id]));
     if (chart.cursor.idx == null) latest(id, null);
@@ -123,12 +128,15 @@ const CALLS = {
 };
 
 function showCall() {
-  const line = $("#call");
-  if (!line) return;
-  const [path, body] = CALLS[info.kind] ?? CALLS.embedding;
-  line.hidden = !info.kind;
-  $("code", line).textContent = `curl ${location.origin}${prefix}${path} --json '${JSON.stringify(body)}'`;
+  const box = $("#call");
+  if (!box) return;
+  const [path, body] = CALLS[info.kind] ?? CALLS.embedding, address = `${location.origin}${prefix}${path}`;
+  box.hidden = !info.kind;
+  $("[data-address=http]", box).textContent = address;
+  const key = "keys" in box.dataset ? ' -H "Authorization: Bearer $TEIMGR_API_KEY"' : "";
+  $("pre code", box).textContent = `curl ${address} --json '${JSON.stringify(body)}'${key}`;
 }
+$("#copy")?.addEventListener("click", () => copy($("#call pre code")));
 
 function show() {
   showCall();
@@ -151,9 +159,12 @@ function show() {
     box.textContent = update.state === "rolling" ? `${what}: new workers are starting beside the old ones.` : `${what} failed and was rolled back: ${update.reason}`;
     box.classList.toggle("bad", update.state === "failed");
   }
-  $("#replicas tbody").replaceChildren(...info.workers.map((worker) => element("tr", {},
+  $("#as-of").textContent = row.as_of ? `no answer since ${clock(row.as_of)}` : "";
+  $("#facts").classList.toggle("stale", row.as_of != null);
+  $("#replicas tbody").replaceChildren(...info.workers.map((worker, index) => element("tr", { class: row.silent[index] ? "stale" : "" },
     element("th", { scope: "row" }, String(worker.replica)),
-    element("td", {}, element("span", { class: `state ${worker.state}` }, worker.state), worker.role === "serving" ? null : element("small", {}, worker.role)),
+    element("td", {}, element("span", { class: `state ${worker.state}` }, worker.state), worker.role === "serving" ? null : element("small", {}, worker.role),
+      row.silent[index] ? element("small", { class: "as-of" }, ` no answer since ${clock(row.silent[index])}`) : null),
     element("td", {}, worker.gpu_id != null ? `GPU ${worker.gpu_id}` : worker.pid ? "CPU" : NOTHING),
     element("td", {}, String(worker.pid ?? NOTHING)),
     element("td", { class: "number" }, duration(worker.uptime_secs)),
@@ -327,10 +338,10 @@ function mark() {
 }
 
 form.addEventListener("input", mark);
-form.addEventListener("reset", () => setTimeout(() => { problem.hidden = true; mark(); }));
+form.addEventListener("reset", () => setTimeout(() => { clearFaults(form, problem); mark(); }));
 form.addEventListener("submit", async (event) => {
   event.preventDefault();
-  problem.hidden = true;
+  clearFaults(form, problem);
   submit.disabled = true;
   try {
     const changed = changedFields();
@@ -344,8 +355,7 @@ form.addEventListener("submit", async (event) => {
     }
     toast(`Accepted: ${Object.keys(body).join(", ")}`);
   } catch (error) {
-    problem.textContent = error.message;
-    problem.hidden = false;
+    showFaults(form, problem, error);
   }
   mark();
 });

@@ -55,7 +55,7 @@ export async function api(method, path, body, headers = {}) {
   if (reply.status === 401) signIn();
   if (!reply.ok) {
     const error = value?.error ?? value?.message ?? (text || reply.statusText);
-    throw new Refused(typeof error === "string" ? error : error?.message ?? reply.statusText);
+    throw Object.assign(new Refused(typeof error === "string" ? error : error?.message ?? reply.statusText), { code: value?.code });
   }
   return value;
 }
@@ -72,6 +72,17 @@ export function toast(text, kind = "good") {
   const note = element("p", { class: kind }, text);
   $("#toasts").append(note);
   setTimeout(() => note.remove(), kind === "bad" ? 9000 : 4000);
+}
+
+/** The text of an element to the clipboard. */
+export async function copy(from) {
+  try {
+    await navigator.clipboard.writeText(from.textContent);
+    toast("Copied");
+  } catch {  // only over TLS and on localhost
+    getSelection().selectAllChildren(from);
+    toast("Selected: copy it with the keyboard");
+  }
 }
 
 /** Runs work that a button began: the button waits, a refusal is shown. The result is whether it succeeded. */

@@ -1,5 +1,5 @@
 // The playground: similarities, reranking, classification and tokens, for one model or two, and the same call elsewhere.
-import { $, $$, api, bar, element, instancePath, json, svg, toast } from "./page.js";
+import { $, $$, api, bar, copy, element, instancePath, json, svg } from "./page.js";
 import { milliseconds } from "./format.js";
 import { callsFor } from "./calls.js";
 import { cosines, flatMap, maxSimilarities } from "./vectors.js";
@@ -228,16 +228,7 @@ function showCall() {
   $("#call").textContent = calls[$("input[name=language]:checked").value] ?? "";
 }
 for (const choice of $$("input[name=language]")) choice.addEventListener("change", showCall);
-$("#copy").addEventListener("click", async () => {
-  const text = $("#call").textContent;
-  try {
-    await navigator.clipboard.writeText(text);
-    toast("Copied");
-  } catch {  // only over TLS and on localhost
-    getSelection().selectAllChildren($("#call"));
-    toast("Selected: copy it with the keyboard");
-  }
-});
+$("#copy").addEventListener("click", () => copy($("#call")));
 
 const wanted = location.hash.slice(1);
 const first = playground.instances.find((each) => each.name === chosen);
