@@ -31,6 +31,7 @@ PUBLISHED: Mapping[str, str] = {
 }
 """Pages of the site by the path of their file in the repository."""
 _FILES = "files"
+_LOGO = "src/teimgr/api/page/static/icon.svg"
 _RECORDS = ("results/", "repository/results/", "contract.md", "conformance.md")
 _LINK = re.compile(r"(?<!`)(!?)\[([^\]]*)\]\(([^()\s]+)\)")
 _FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
@@ -41,6 +42,7 @@ def on_files(files: Files, config: Any) -> Files:
     for source, page in PUBLISHED.items():
         if page != "index.md":
             files.append(File.generated(config, page, abs_src_path=str(ROOT / source)))
+    files.append(File.generated(config, "assets/icon.svg", abs_src_path=str(ROOT / _LOGO)))
     linked = {
         target
         for file in files.documentation_pages()
