@@ -95,6 +95,7 @@ def test_every_scalar_key_has_its_variable() -> None:
         "webhooks",
     }
     tables |= {"allowed_origins", "allowed_hosts", "trusted_proxies", "local_model_roots"}
+    tables |= {"media_url_hosts", "media_url_networks"}
     top = {field.name for field in fields(Settings)} - tables
     assert {".".join(scalar.path) for scalar in scalars()} == top | {f"otel.{field.name}" for field in fields(Otel)}
 
