@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import defaultdict
+from collections import defaultdict, deque
 from types import SimpleNamespace
 
 import numpy as np
@@ -73,6 +73,47 @@ def test_the_gap_of_busy_tenants_is_within_twice_the_largest_text_by_weight(seed
     for (a, b), path in paths.items():
         assert max(path) - min(path) <= 2 * LARGEST / min(weights[a], weights[b])
     assert min(served[tenant] for tenant in (1, 2, 3)) > 1000
+
+
+class OneByOne:
+    """Which texts are in a batch, taken one by one from the tenant whose counter is least."""
+
+    def __init__(self, shares: list[Share]) -> None:
+        self.waiting: dict[Share, deque[int]] = {share: deque() for share in shares}
+        self.counters = dict.fromkeys(shares, 0.0)
+
+    def batch(self, tokens: int, texts: int | None) -> dict[int, int]:
+        taken = {share: [0] for share in self.waiting}
+        count = 0
+        while waiting := [share for share, lengths in self.waiting.items() if lengths]:
+            first = [share for share in waiting if share.priority == min(each.priority for each in waiting)]
+            after = {share: self.counters[share] + sum(taken[share]) / share.weight for share in first}
+            share = min(first, key=lambda each: (after[each], each.tenant))
+            length = self.waiting[share][0]
+            if (count and length > tokens) or count == texts:
+                break
+            taken[share].append(self.waiting[share].popleft())
+            tokens -= length
+            count += 1
+        for share, lengths in taken.items():
+            self.counters[share] += sum(lengths) / share.weight
+        return {share.tenant: found for share, lengths in taken.items() if (found := sum(lengths))}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_batch_has_the_texts_that_would_be_taken_one_by_one(seed: int) -> None:
+    draw = random.Random(seed)
+    shares = [Share(number, draw.choice((1, 2, 7)), draw.choice((0, 0, 1))) for number in range(1, 6)]
+    lane, one_by_one = FairLane(), OneByOne(shares)
+    for share in shares:
+        for _ in range(draw.choice((1, 10, 60))):
+            length, texts = draw.choice((1, 7, 30, LARGEST)), draw.choice((1, 1, 3, 40))
+            lane.put(entry_of(share, length, texts))
+            one_by_one.waiting[share].extend([length] * texts)
+    while sum(map(bool, one_by_one.waiting.values())) > 1:  # one alone has texts of nearest length taken together
+        budget, texts = draw.choice((50, 300, 3000)), draw.choice((None, None, 20))
+        assert tokens_of(lane.take(budget, texts, NOW)) == one_by_one.batch(budget, texts)
+    assert lane.texts == sum(map(len, one_by_one.waiting.values()))
 
 
 def test_a_pause_gives_no_credit_and_takes_none() -> None:

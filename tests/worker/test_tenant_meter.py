@@ -325,7 +325,7 @@ def test_a_call_that_the_quota_cannot_admit_is_refused_before_it_is_tokenized(
     assert refused.value.retry_after_s is not None
     with pytest.raises(CallOverQuota):
         tenants.charge(submission_of(tenant, ["x"] * 11))
-    assert (table.spent(tenant), three.accounts) == (spent, [])
+    assert (table.spent(tenant), three.accounts) == (spent, ())
     [(_, counts, _)] = list(table.rows())
     assert counts.counts[tenant][Counter.REFUSED] == 2
     assert two.accounts[0].charge(2) is None

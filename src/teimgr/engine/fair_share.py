@@ -8,11 +8,11 @@ twice the largest text divided by the weight. Nothing waits while there is room:
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from heapq import heapify, heappop, heapreplace
 from typing import Generic, Protocol, TypeVar
-
-import numpy as np
 
 from teimgr.engine.job import Share
 from teimgr.engine.length_buckets import BatchDraft, LengthBuckets, QueueEntry
@@ -99,32 +99,100 @@ class FairLane:
         """How many of its oldest texts each tenant has in the next batch, which one text at least fits.
 
         A tenant's counter before each of its texts is known at once, and the texts go in the order of these counters:
-        the same as taking them one by one from the tenant whose counter is least.
+        the same as taking them one by one from the tenant whose counter is least. What is left of a tenant without a
+        text among them may be dead, and is removed.
         """
         turns: dict[int, int] = {}
-        texts = 0
         for priority in sorted({share.priority for share in self._shares.values()}):
-            tenants = sorted(tenant for tenant, share in self._shares.items() if share.priority == priority)
-            waiting = [self._waiting[tenant].lengths_by_age(budget_tokens) for tenant in tenants]
-            lengths = np.concatenate(waiting)
-            owners = np.repeat(np.arange(len(tenants)), [len(each) for each in waiting])
-            counters = [
-                self._served[tenant] + (np.cumsum(each) - each) / self._shares[tenant].weight
-                for tenant, each in zip(tenants, waiting, strict=True)
-            ]
-            order = np.argsort(np.concatenate(counters), kind="stable")  # of equal ones the least tenant is first
-            taken = np.cumsum(lengths[order])
-            fitting = int(np.searchsorted(taken, budget_tokens, "right"))
-            fitting = max(fitting, 0 if texts else min(1, len(order)))
+            shares = [share for share in self._shares.values() if share.priority == priority]
+            parts = [_Part(share, self._served[share.tenant], self._waiting[share.tenant]) for share in shares]
+            _fill(parts, budget_tokens, budget_texts)
+            _cut(parts, budget_tokens, budget_texts, least=0 if any(turns.values()) else 1)
+            turns |= {part.tenant: part.texts for part in parts}
+            budget_tokens -= sum([part.tokens for part in parts])
             if budget_texts is not None:
-                fitting = min(fitting, budget_texts - texts)
-            counts = np.bincount(owners[order[:fitting]], minlength=len(tenants)).tolist()
-            turns |= zip(tenants, counts, strict=True)  # what is left of one with 0 may be dead, and is removed
-            texts += fitting
-            budget_tokens -= int(taken[-1]) if fitting else 0
-            if fitting < len(order) or budget_tokens <= 0:
+                budget_texts -= sum([part.texts for part in parts])
+            if budget_tokens <= 0 or budget_texts == 0 or any(part.tokens < part.waiting for part in parts):
                 break
         return turns
+
+
+class _Part:
+    """The texts of a tenant in a batch: its oldest ones, as `runs` of a length and a number each."""
+
+    __slots__ = ("buckets", "counter", "runs", "tenant", "texts", "tokens", "waiting", "weight")
+
+    def __init__(self, share: Share, counter: float, buckets: LengthBuckets) -> None:
+        self.tenant, self.weight, _ = share
+        self.counter = counter
+        self.buckets = buckets
+        self.waiting = buckets.tokens
+        self.runs: list[tuple[int, int]] = []
+        self.tokens = self.texts = 0
+
+    def take_below(self, level: float, most_texts: int | None) -> bool:
+        """Take the texts whose counter is below `level`; False where fewer wait than was thought, as some are dead."""
+        wanted = self.waiting
+        if level < math.inf:
+            wanted = min(wanted, math.ceil((level - self.counter) * self.weight))
+        self.runs = self.buckets.oldest(wanted, most_texts) if wanted > 0 else []
+        self.tokens = sum([length * count for length, count in self.runs])
+        self.texts = sum([count for _, count in self.runs])
+        if self.tokens >= wanted or self.texts == most_texts:
+            return True
+        self.waiting = self.tokens
+        return False
+
+    @property
+    def last(self) -> float:
+        """The counter before the last text."""
+        return self.counter + (self.tokens - self.runs[-1][0]) / self.weight
+
+    def put_back(self) -> None:
+        """Leave the last text for a later batch."""
+        length, count = self.runs.pop()
+        if count > 1:
+            self.runs.append((length, count - 1))
+        self.tokens -= length
+        self.texts -= 1
+
+
+def _fill(parts: Sequence[_Part], budget_tokens: int, budget_texts: int | None) -> None:
+    """Have the parts take the first texts in the order of their counters, enough for the budget or all there are."""
+    while True:  # once, and again where texts are dead that were counted
+        level = _level(parts, budget_tokens)
+        waits = [part.take_below(level, budget_texts) for part in parts]
+        if all(waits):
+            return
+
+
+def _level(parts: Sequence[_Part], budget_tokens: float) -> float:
+    """The counter that all reach who share the budget, as if texts could be divided; infinite if all texts fit."""
+    points = [(part.counter, part.weight) for part in parts]
+    points += [(part.counter + part.waiting / part.weight, -part.weight) for part in parts]
+    level, slope = 0.0, 0
+    for at, change in sorted(points):
+        if slope and (at - level) * slope >= budget_tokens:
+            return level + budget_tokens / slope
+        budget_tokens -= (at - level) * slope
+        level, slope = at, slope + change
+    return math.inf
+
+
+def _cut(parts: Sequence[_Part], budget_tokens: int, budget_texts: int | None, least: int) -> None:
+    """Put back the last texts in the order of their counters until both budgets hold; `least` texts are left."""
+    tokens, texts = sum([part.tokens for part in parts]), sum([part.texts for part in parts])
+    order = [(-part.last, -part.tenant, part) for part in parts if part.runs]
+    heapify(order)
+    while texts > least and (tokens > budget_tokens or (budget_texts is not None and texts > budget_texts)):
+        part = order[0][2]
+        tokens -= part.runs[-1][0]
+        texts -= 1
+        part.put_back()
+        if part.runs:
+            heapreplace(order, (-part.last, -part.tenant, part))
+        else:
+            heappop(order)
 
 
 class HasShare(Protocol):

@@ -138,20 +138,22 @@ class LengthBuckets:
             if not bucket:
                 self._drop_bucket(head.length)
 
-    def lengths_by_age(self, tokens: int) -> NDArray[np.int64]:
-        """The tokens of the oldest waiting texts, as many as fit in `tokens` and one more."""
-        lengths: list[int] = []
-        texts: list[int] = []
+    def oldest(self, tokens: int, texts: int | None) -> list[tuple[int, int]]:
+        """Length and number of the oldest waiting texts, up to the one that reaches `tokens`; at most `texts`."""
+        runs: list[tuple[int, int]] = []
         for entry in self._by_age:
-            if not entry.taken and not entry.job.cancelled:
-                length = entry.length
-                count = min(entry.texts, tokens // length + 1)
-                lengths.append(length)
-                texts.append(count)
-                tokens -= count * length
-                if tokens < 0:
-                    break
-        return np.repeat(np.array(lengths, np.int64), texts)
+            if entry.taken or entry.job.cancelled:
+                continue
+            length = entry.length
+            count = min(entry.texts, -(-tokens // length))
+            if texts is not None:
+                count = min(count, texts)
+                texts -= count
+            runs.append((length, count))
+            tokens -= count * length
+            if tokens <= 0 or texts == 0:
+                break
+        return runs
 
     def drain(self) -> list[QueueEntry]:
         """Remove and return all entries, oldest first."""

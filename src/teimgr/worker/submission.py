@@ -45,7 +45,7 @@ class Submission:
         self.jobs = [
             Job(part.inputs, part.options, call.lane, call.deadline, context=self, tenant=call.tenant) for part in parts
         ]
-        self.accounts: list[Account] = []
+        self.accounts: tuple[Account, ...] = ()
         self.parts = parts
         self._unfinished = len(parts)
 
@@ -58,7 +58,7 @@ class Submission:
 
     def charge_to(self, job: Job, account: Account) -> None:
         """Charge one of its jobs."""
-        self.accounts.append(account)
+        self.accounts += (account,)
         job.charge_to(account)
 
     def settle(self) -> None:

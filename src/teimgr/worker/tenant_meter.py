@@ -124,19 +124,20 @@ def open_meter(path: Path, instance: str, model: str) -> TenantMeter | None:
 class Account:
     """The charge of one job: `charge` once its tokens are known, `settle` when it is answered or given up.
 
-    It takes no lock: whoever takes the slip out of its list does what must be done once.
+    It takes no lock: whoever deletes the slip does what must be done once.
     """
 
-    __slots__ = ("_charged", "_slips", "_standing", "_taken", "_till", "is_settled", "is_shadowed")
+    __slots__ = ("_charged", "_slip", "_standing", "_taken", "_till", "is_settled", "is_shadowed")
+
+    _slip: Slip
+    """Of its charge, from then on until that is settled."""
 
     def __init__(self, standing: Standing, till: Till) -> None:
         self.is_settled = False
         self.is_shadowed = False  # it would have been refused
         self._standing = standing
         self._till = till
-        self._slips: list[Slip] = []  # of its charge, until that is settled
-        self._charged = 0
-        self._taken: list[int] = []
+        self._charged = self._taken = 0
 
     def charge(self, tokens: int) -> TeimgrError | None:
         """Charge the job; the refusal where a quota does not allow it. No-op once it is settled."""
@@ -149,7 +150,7 @@ class Account:
             slip = till.new()
         if not (status := till.charge(slip, tokens)):
             self._charged = tokens
-            self._slips.append(slip)
+            self._slip = slip
             if self.is_settled:  # meanwhile, on another thread, which may not have seen the slip
                 self._give_back(0)
             return None
@@ -161,21 +162,21 @@ class Account:
         return refusal(policy.LIMITS[max(status, 1) - 1], self._standing.limits, tokens, wait_ns)
 
     def took(self, tokens: int) -> None:
-        """Tokens of the job are in a batch: they are not refunded if the caller leaves now."""
-        self._taken.append(tokens)
+        """Tokens of the job are in a batch: they are not refunded if the caller leaves now. By one thread at a time."""
+        self._taken += tokens
 
     def settle(self, computed: int | None) -> None:
         """The job is over. Refunds what was not `computed`, None: what was not taken into a batch. No-op later."""
         if self.is_settled:
             return
         self.is_settled = True
-        if self._slips:
-            self._give_back(sum(self._taken) if computed is None else computed)
+        self._give_back(self._taken if computed is None else computed)
 
     def _give_back(self, computed: int) -> None:
         try:
-            slip = self._slips.pop()
-        except IndexError:  # another thread has given it back
+            slip = self._slip
+            del self._slip
+        except AttributeError:  # it was not charged, or another thread has given it back
             return
         back = max(0, self._charged - computed)
         if back or self._standing.has_concurrent:
