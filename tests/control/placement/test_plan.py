@@ -29,6 +29,8 @@ from teimgr.wire.routing.router import Directory
 MIB = 1 << 20
 SEEDS = 30
 LONG_SEEDS = 1000
+TURNS = 10
+"""Of the event loop between two looks at a fleet: a look takes as long as many turns."""
 
 
 class KnownFootprints:
@@ -73,6 +75,8 @@ class DrawnFleet:
         self.rng = rng
         free = rng.choice((None, rng.randrange(500, 6000) * MIB))
         patch.setattr(placement, "free_memory_bytes", lambda: free)
+        patch.setattr(placement, "host_memory", lambda: (0, 0))
+        patch.setattr(placement, "memory_label", lambda: "host memory")
         self.cards = rng.choice((0, 0, 1, 2, 3))
         names = [rng.choice(("", "H100", "L4")) for _ in range(self.cards)]
         totals = [rng.choice((None, rng.randrange(1000, 9000) * MIB)) for _ in names]
@@ -135,14 +139,19 @@ class DrawnFleet:
 
     async def rest(self) -> None:
         """Return when nothing loads or ends."""
-        for _ in range(5000):
-            await asyncio.sleep(0)
-            ledger, busy = self.manager._planner.memory.ledger, (State.STARTING, State.STOPPING)
-            is_loading = any(ledger.is_loading(device) for device in ledger.accounts)
-            states = {worker.state for view in self.manager.list() for worker in view.workers}
-            if not is_loading and states.isdisjoint(busy):
+        end = asyncio.get_running_loop().time() + 10.0
+        while True:
+            for _ in range(TURNS):
+                await asyncio.sleep(0)
+            if not self._is_busy():
                 return
-        raise AssertionError([(view.spec.name, view.state) for view in self.manager.list()])
+            assert asyncio.get_running_loop().time() < end, [(it.spec.name, it.state) for it in self.manager.list()]
+
+    def _is_busy(self) -> bool:
+        ledger, busy = self.manager._planner.memory.ledger, {State.STARTING, State.STOPPING}
+        if any(ledger.is_loading(device) for device in ledger.accounts):
+            return True
+        return any(worker.state in busy for view in self.manager.list() for worker in view.workers)
 
 
 def outcomes(workers: Iterable[PlannedWorker]) -> Counter[tuple[object, ...]]:
