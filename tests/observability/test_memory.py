@@ -1,4 +1,4 @@
-"""The limit of open files."""
+"""The limit of open files, and the private memory of a forked process."""
 
 from __future__ import annotations
 
@@ -19,3 +19,23 @@ def test_the_limit_of_open_files_is_raised_to_what_is_allowed() -> None:
     hard = min(resource.getrlimit(resource.RLIMIT_NOFILE)[1], 4000)
     done = subprocess.run([sys.executable, "-c", CODE.format(hard=hard)], capture_output=True, text=True, check=True)
     assert done.stdout.split() == [str(hard), str(hard), str(hard // 2)]
+
+
+WRITES_WHAT_IT_SHARES = """
+import os
+from teimgr.observability.memory import PrivateMemory
+shared = bytearray(os.urandom(1 << 20)) * 32
+if not (child := os.fork()):
+    memory = PrivateMemory()
+    first = memory.read()
+    for at in range(0, len(shared) // 2, 4096):
+        shared[at] = 1
+    print(memory.read(calls=1) - first >> 20, memory.read(calls=1) - first >> 20, flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+"""
+
+
+def test_memory_that_a_forked_process_writes_is_its_own_from_its_first_call_on() -> None:
+    done = subprocess.run([sys.executable, "-c", WRITES_WHAT_IT_SHARES], capture_output=True, text=True, check=True)
+    assert all(15 <= int(mib) <= 18 for mib in done.stdout.split()), done.stdout

@@ -153,6 +153,7 @@ class Daemon:
         hosts = self.cluster.mux_hosts(mux_configs(settings)) if self.cluster else None
         self.residence = Residence(self.manager, self.directory)
         self.manager.memory.relieve_by(self._relieve)
+        self.manager.memory.tell_outgrown(self.residence.outgrown)
         self.manager.plan_evictions_by(self.residence.rehearsal)
         self.muxes = Muxes(
             settings, self.directory, self.metrics, self.policy, node_identity, hosts, loads=self.residence

@@ -85,7 +85,7 @@ class Method(IntEnum):
     # empty → empty, after a self-test with a known text on the device
     # JSON {"batches": n or null} → {"batches": m}, without a self-test where more than n batches were run
     PROBE = 65
-    STATS = 66  # empty → JSON object of counters; `CALLS_ONLY` → those of calls, which costs nothing
+    STATS = 66  # empty → JSON object of counters; `CALLS_AND_MEMORY` → some of them, which costs little
     THREADS = 67  # JSON {"threads": n, "most": m} → empty; m while other workers are idle
     DRAIN = 68  # JSON {"grace_s": x, "handover": bool} → empty; the worker finishes its calls and exits 0
     # empty → JSON [port, …], with a copy of each socket as ancillary data; -1, -2: the ends of the connection queue
@@ -96,7 +96,7 @@ class Method(IntEnum):
     METRICS = 70  # empty → JSON {family: [[suffix, labels, value], …]} as packed by `observability/exposition.py`
 
 
-CALLS_ONLY = b"calls"
+CALLS_AND_MEMORY = b"calls"
 
 
 class Flag(IntEnum):

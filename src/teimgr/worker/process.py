@@ -48,7 +48,7 @@ from teimgr.observability.memory import PrivateMemory, collect_garbage_rarely, r
 from teimgr.observability.memory_return import MemoryReturn
 from teimgr.spec import LINK_LISTENER, TRIAL_NAME, CpuThreads, WorkerSpec, worker_file
 from teimgr.wire.fleet_tls import FleetIdentity
-from teimgr.wire.frames import CALLS_ONLY, Method
+from teimgr.wire.frames import CALLS_AND_MEMORY, Method
 from teimgr.wire.tenants.table import FILE as TENANTS_FILE
 from teimgr.worker import token_ids
 from teimgr.worker.connection_queue import ConnectionQueue
@@ -400,22 +400,21 @@ class Worker:
             await asyncio.to_thread(engine.self_test, limit_s)
         alarms = self._watchdog.alarms() if self._watchdog else ()
         stats = engine.stats()
-        answer = {
-            "batches": stats.batches,
-            "resident_bytes": resident_bytes(),
-            "private_bytes": await asyncio.to_thread(self._memory.read),
-            "device_bytes": stats.device_bytes,
-            "alarm": next(iter(alarms), None),
-        }
+        answer = {"batches": stats.batches, "alarm": next(iter(alarms), None), **await self._sizes()}
         return json.dumps(answer).encode() if payload else b""
 
     async def _stats(self, payload: bytes, limit_s: float) -> bytes:
-        if payload == CALLS_ONLY:
-            return json.dumps({"calls": self._dispatcher.calls, "taken": self._dispatcher.taken}).encode()
-        counts = self._dispatcher.metrics.counts() | asdict(self._engine.stats()) if self._engine else {}
-        memory = {"resident_bytes": resident_bytes(), "private_bytes": await asyncio.to_thread(self._memory.read)}
         calls = {"calls": self._dispatcher.calls, "taken": self._dispatcher.taken}
-        return json.dumps({**calls, **memory, **counts}).encode()
+        counts = {}
+        if payload != CALLS_AND_MEMORY and self._engine is not None:
+            counts = self._dispatcher.metrics.counts() | asdict(self._engine.stats())
+        return json.dumps({**calls, **await self._sizes(), **counts}).encode()
+
+    async def _sizes(self) -> dict[str, int | None]:
+        """What this process takes, in bytes."""
+        private = await asyncio.to_thread(self._memory.read, self._dispatcher.taken)
+        device = self._engine.stats().device_bytes if self._engine is not None else 0
+        return {"resident_bytes": resident_bytes(), "private_bytes": private, "device_bytes": device}
 
     async def _metrics(self, _: bytes, limit_s: float) -> bytes:
         page = self._dispatcher.metrics.page() | await asyncio.to_thread(

@@ -1,13 +1,18 @@
-"""Loads take turns at the ledger, and none waits for another one's relief."""
+"""Loads take turns at the ledger, and none waits for another one's relief; what workers grow to counts."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+
+from tests.support.models import build
 
 from teimgr.config.settings import Settings
 from teimgr.control.ledger.admission import Admission
 from teimgr.control.ledger.footprints import Footprints, ModelOptions
 from teimgr.control.ledger.ledger import Footprint, Ledger, Refusal, Reservation
+from teimgr.control.ledger.prediction import FIRST_CALLS_BYTES
 from teimgr.control.placement.planner import worker_spec
 from teimgr.spec import InstanceSpec, WorkerSpec
 
@@ -57,3 +62,42 @@ async def test_a_load_that_waits_for_an_eviction_keeps_none_behind_it_waiting() 
     admission.release(loading)
     room.set()
     assert (await asyncio.wait_for(large, 30)).instance == "large"
+
+
+async def test_a_worker_is_expected_to_take_the_most_that_earlier_ones_took(tmp_path: Path) -> None:
+    admission = Admission(Ledger(), Footprints(), _refresh)
+    spec = _spec(str(build("bert", tmp_path / "model")))
+
+    async def life(*readings: int) -> list[int]:
+        """What is reserved before the load, and after each of these readings of private memory."""
+        await admission.look(spec, None)
+        held = await admission.take(spec, "cpu")
+        reserved = [held.footprint.host_bytes]
+        for private in readings:
+            admission.settle(held, spec, "cpu", private, 0)
+            reserved.append(held.footprint.host_bytes)
+        admission.release(held)
+        return reserved
+
+    _, first, grown = await life(30 * MIB, 40 * MIB)
+    assert 30 * MIB < first < 40 * MIB == grown
+    assert await life(30 * MIB, 40 * MIB) == [grown] * 3
+    assert await life(30 * MIB) == [grown] * 2
+    for _ in range(50):  # none grows any more
+        last = await life(30 * MIB)
+    assert first <= last[0] < 1.01 * first
+
+
+async def test_workers_that_outgrow_the_budget_are_told_with_what_each_holds() -> None:
+    admission = Admission(Ledger(host_budget=100 * MIB), Known(), _refresh)
+    told: list[tuple[str, int, Mapping[str, int]]] = []
+    admission.tell_outgrown(lambda *what: told.append(what))
+    large, small = _spec("large"), _spec("loading")
+    first = await admission.take(large, "cpu")
+    admission.settle(first, large, "cpu", 30 * MIB, 0)
+    second = await admission.take(small, "cpu")
+    admission.settle(second, small, "cpu", 50 * MIB, 0)
+    assert not told
+    admission.settle(first, large, "cpu", 57 * MIB, 0)
+    held = {"large": 57 * MIB, "loading": 50 * MIB + FIRST_CALLS_BYTES}
+    assert told == [("large", sum(held.values()) - 100 * MIB, held)]

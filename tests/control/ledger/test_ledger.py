@@ -90,6 +90,14 @@ def test_a_worker_above_its_reservation_raises_it_and_a_later_lower_reading_does
     assert ledger.free("") == 880 * MIB
 
 
+def test_what_workers_take_beyond_a_budget_is_told() -> None:
+    ledger = Ledger(host_budget=110 * MIB)
+    held = _reserved(ledger, Footprint(host_bytes=100 * MIB))
+    assert (ledger.excess(""), ledger.excess("GPU-1")) == (0, 0)
+    ledger.settle(held, Footprint(host_bytes=120 * MIB))
+    assert ledger.excess("") == 10 * MIB
+
+
 def test_a_copy_tries_decisions_without_an_effect_here() -> None:
     ledger = Ledger(host_budget=400 * MIB)
     _reserved(ledger)

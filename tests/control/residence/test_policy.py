@@ -22,6 +22,7 @@ from teimgr.control.residence.events import (
     NoRoom,
     Notice,
     NotLoaded,
+    Outgrown,
     Refusal,
     Refuse,
     Removed,
@@ -518,6 +519,22 @@ def test_no_more_is_evicted_than_needed() -> None:
     assert [each.model for each in room.unloads] == ["b"]
 
 
+def test_models_that_outgrow_the_budget_have_idle_ones_evicted_at_once() -> None:
+    room = Room(200, (50, 40, 40, 40))
+    room.declare("e", pinned=True)
+    room.resident("a", "b", "c", "e", for_s=0.0)
+    room.ask(1, "b")  # busy
+    room.tell(Outgrown("a", 12 * MIB, dict(room.held)))
+    assert [(each.model, each.evicted_for) for each in room.unloads] == [("c", "a")]
+    assert room.unloads[0].reason == (
+        "evicted c: all take 12 MiB more than the budget, value 0.168 > 0.133, resident 2 s"
+    )
+    room.tell(Outgrown("a", 99 * MIB, dict(room.held)))
+    assert len(room.unloads) == 1, "none is left that may go"
+    room.tell(Left(1), Outgrown("a", 99 * MIB, dict(room.held)))
+    assert [each.model for each in room.unloads] == ["c", "b"]
+
+
 def test_one_more_worker_of_a_loaded_model_has_room_made_while_it_serves_on() -> None:
     room = Room(budget=100)
     room.resident("a", "b")
@@ -598,7 +615,7 @@ def interleave(seed: int, steps: int) -> int:
                 f"{name} served a call: {unload}"
             )
             model = room.fleet.models[name]
-            if unload.evicted_for is not None:
+            if unload.evicted_for is not None and "than the budget" not in unload.reason:
                 part = 1.0 if model.is_used_again else UNUSED
                 assert room.now - loaded_at[name] >= part * model.load_s - 1e-9, f"{name} was just loaded: {unload}"
         seen_unloads = len(room.unloads)
@@ -644,6 +661,8 @@ def interleave(seed: int, steps: int) -> int:
         elif choice < 0.96 and room.phase(name) is Phase.LOADED:
             free = room.budget - sum(room.held.values())
             room.tell(NoRoom(name, free + 10 * MIB, free, dict(room.held)))
+        elif choice < 0.965 and room.phase(name) is Phase.LOADED:
+            room.tell(Outgrown(name, chance.randint(1, 50) * MIB, dict(room.held)))
         else:
             room.tell(Tick())
         busy &= {each for each in names if room.phase(each) is Phase.LOADED}

@@ -79,6 +79,8 @@ LIBRARY_SETTINGS = {
     # the cache of ideep adds nothing to the other.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
     "LRU_CACHE_CAPACITY": "1",
+    # The allocator inside pyarrow takes 4 MiB for the first message.
+    "ARROW_DEFAULT_MEMORY_POOL": "system",
 }
 """Environment of workers, where it has no other value; the libraries read it when they are loaded."""
 # Keeps libraries that look for a card at import from initialising the driver, which does not survive a fork.

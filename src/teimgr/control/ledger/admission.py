@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict, deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -25,6 +25,8 @@ _UNREAD = Footprint(host_bytes=0, source="assumed")
 
 Relief = Callable[[WorkerSpec, Refusal], Awaitable[bool]]
 """Makes room for a refused load, as by an eviction; True where it is to be judged again."""
+Outgrown = Callable[[str, int, Mapping[str, int]], None]
+"""Hears that an instance has grown, what all take beyond the budget of a device, and what each instance holds of it."""
 
 
 class Admission:
@@ -41,10 +43,15 @@ class Admission:
         self._all_read = asyncio.Event()
         self._all_read.set()
         self._relief: Relief | None = None
+        self._outgrown: Outgrown = lambda instance, excess_bytes, held: None
 
     def relieve_by(self, relief: Relief) -> None:
         """Ask `relief` to make room before a load is refused."""
         self._relief = relief
+
+    def tell_outgrown(self, hearer: Outgrown) -> None:
+        """Tell `hearer` at each reading that finds a budget passed."""
+        self._outgrown = hearer
 
     def held_on(self, device: str) -> dict[str, int]:
         """Like `Ledger.held_on`."""
@@ -131,7 +138,8 @@ class Admission:
     ) -> Overrun | None:
         """Take a reading of a worker's private and device memory. The result is as that of `Ledger.settle`.
 
-        The first one is that of an idle worker, so room for its largest batch is added.
+        The first one is that of an idle worker, so room for its largest batch is added, and it counts no less than what
+        earlier workers of the model grew to.
         """
         before = reservation.footprint
         is_first = not reservation.is_settled or reservation in self._unread
@@ -141,10 +149,12 @@ class Admission:
             host_bytes=host, device_bytes=on_card, loading_bytes=host + surplus if surplus else 0, source="measured"
         )
         was_known = before is not _UNREAD and before.source != "assumed"
-        overrun = self.ledger.settle(reservation, measured)
+        most = self.footprints.learn(spec, device_kind, measured, is_first=is_first)
+        overrun = self.ledger.settle(reservation, most if is_first else measured)
         self._has_read(reservation)
-        if is_first or overrun:
-            self.footprints.learn(spec, device_kind, reservation.footprint)
+        for device in dict.fromkeys((reservation.place.device, reservation.place.host)):
+            if excess_bytes := self.ledger.excess(device):
+                self._outgrown(spec.name, excess_bytes, self.held_on(device))
         self._wake()
         return overrun if was_known else None
 

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import importlib.metadata
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -19,7 +20,7 @@ import orjson
 
 from teimgr import __version__
 from teimgr.control.ledger.ledger import Footprint
-from teimgr.control.ledger.prediction import ASSUMED, ASSUMED_ON_CARD, batch_bytes, predicted
+from teimgr.control.ledger.prediction import ASSUMED, ASSUMED_ON_CARD, FIRST_CALLS_BYTES, batch_bytes, predicted
 from teimgr.errors import TeimgrError
 from teimgr.files import write_atomically
 from teimgr.models import hub
@@ -33,6 +34,7 @@ _SAME = 0.02
 """A later measurement within this part of the kept figure is not written again."""
 _SAME_LOAD = 0.2
 """The same of a load's time."""
+_REMEMBERED = 7 / 8
 _FIELDS = ("host_bytes", "device_bytes", "loading_bytes")
 
 
@@ -115,25 +117,30 @@ class Footprints:
         return replace(found, host_bytes=found.host_bytes + spec.cache_bytes)
 
     def room_for_a_batch(self, spec: ModelOptions, device_kind: str = "cpu") -> int:
-        """Host memory that the largest batch and a full cache take, which a worker that has just started does not show
-        yet.
-        """
+        """Host memory of the largest batch, the first calls and a full cache, which a new worker does not show yet."""
         _, sizes = self._sizes.get(_options(spec), ("", None))
         batch = 0 if sizes is None or device_kind != "cpu" else batch_bytes(sizes, spec.max_batch_tokens)
-        return batch + spec.cache_bytes
+        return batch + FIRST_CALLS_BYTES + spec.cache_bytes
 
-    def learn(self, spec: ModelOptions, device_kind: str, measured: Footprint) -> None:
-        """Keep what a worker of this model takes, also for the next daemon."""
+    def learn(self, spec: ModelOptions, device_kind: str, measured: Footprint, *, is_first: bool = False) -> Footprint:
+        """Keep the most that workers of this model took, also for the next daemon; the result is that.
+
+        The first reading of a worker is before its calls, with which earlier ones grew: what they took beyond it counts
+        from then on for an eighth less, until it is measured again.
+        """
         identity, sizes = self._sizes.get(_options(spec), ("", None))
         if sizes is None:  # its files came while it started, and a figure without their identity could be of others
-            return
+            return measured
         key = figure_key(spec, identity, device_kind)
         before = self._measured.pop(key, None)
+        most = measured if before is None else _most(before, measured)
+        measured = most if before is None or not is_first else _most(before, measured, _REMEMBERED)
         self._measured[key] = measured
         while len(self._measured) > _MAX_FIGURES:
             del self._measured[next(iter(self._measured))]
         if before is None or any(_differs(getattr(before, name), getattr(measured, name)) for name in _FIELDS):
             self._write_soon()
+        return most
 
     def load_seconds(self, spec: ModelOptions) -> float | None:
         """How long it takes until a model serves, by earlier loads; None without one."""
@@ -217,6 +224,12 @@ def _look(spec: ModelOptions, roots: Sequence[str] | None) -> tuple[str, WeightS
     except (TeimgrError, OSError):  # the worker reports it
         return "", None
     return source.sha or f"{sizes.file_bytes}.{sizes.changed_ns}", sizes
+
+
+def _most(before: Footprint, now: Footprint, part: float = 1.0) -> Footprint:
+    """The latter, and of each figure that was higher before a part of the difference."""
+    higher = {name: max(0, getattr(before, name) - getattr(now, name)) for name in _FIELDS}
+    return replace(now, **{name: getattr(now, name) + math.ceil(part * more) for name, more in higher.items()})
 
 
 def _differs(before: int, now: int) -> bool:

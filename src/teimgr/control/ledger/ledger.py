@@ -9,6 +9,7 @@ until its process is gone:
 
     judge(footprint, place)                       what `reserve` would answer, without a reservation
     free(device)                                  bytes that one more load may take
+    excess(device)                                bytes that workers hold beyond the budget
     report(device, total, free)                   total and free bytes as the system has them: other programs use it too
     copy()                                        a ledger to try decisions in, for a plan
 
@@ -244,6 +245,13 @@ class Ledger:
         """Bytes that one more load may take of a device; None if neither a budget nor the system limits it."""
         account = self._accounts.get(device)
         return account.spare_bytes() if account is not None and account.is_limited else None
+
+    def excess(self, device: str) -> int:
+        """Bytes that workers hold of a device beyond its budget, as they have grown; 0 where that is not judged."""
+        account = self._accounts.get(device)
+        if account is None or account.budget_bytes is None or not self._refuses:
+            return 0
+        return max(0, account.reserved_bytes - account.budget_bytes)
 
     def reserved(self, device: str) -> int:
         """Bytes that workers hold of a device."""

@@ -35,6 +35,10 @@ CONTEXT_BYTES = 640 * _MIB
 """Of a process on a card, beside what its allocator holds."""
 
 
+FIRST_CALLS_BYTES = 9 * _MIB // 2
+"""What a loaded worker takes once calls of all its interfaces have come: 2.3 to 4.3 MiB in `bench forty`'s models."""
+
+
 class _Architecture(NamedTuple):
     """MiB that an architecture takes beside its weights: in float32, in other types, and more while it loads."""
 

@@ -140,6 +140,18 @@ class NoRoom:
 
 
 @dataclass(frozen=True, slots=True)
+class Outgrown:
+    """A model takes more than it had reserved, and with it all take `excess_bytes` more than the budget of a device.
+
+    `held` is what each model holds of it.
+    """
+
+    model: str
+    excess_bytes: int
+    held: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
 class Busy:
     """It was not unloaded, because it has calls."""
 
@@ -165,6 +177,7 @@ Event = (
     | Unloaded
     | Stopped
     | NoRoom
+    | Outgrown
     | Busy
     | Tick
 )

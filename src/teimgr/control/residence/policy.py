@@ -29,6 +29,7 @@ from teimgr.control.residence.events import (
     Loading,
     NoRoom,
     NotLoaded,
+    Outgrown,
     Refusal,
     Refuse,
     Removed,
@@ -41,7 +42,7 @@ from teimgr.control.residence.events import (
     Used,
 )
 from teimgr.control.residence.model import Fleet, Model, Phase, doing, enter, idle_until, refuse_all, time_left_s
-from teimgr.control.residence.room import NOT_WANTED, give_up, load, make_rooms, no_room, use_room
+from teimgr.control.residence.room import NOT_WANTED, give_up, load, make_rooms, no_room, outgrown, use_room
 from teimgr.control.residence.war import note_clash
 
 MAX_WAITING = 1024
@@ -284,6 +285,7 @@ _HANDLERS: dict[type, Callable[..., Iterator[Decision]]] = {
     Unloaded: _unloaded,
     Stopped: _stopped,
     NoRoom: no_room,
+    Outgrown: outgrown,
     Busy: _busy,
     Tick: _tick,
 }

@@ -30,6 +30,7 @@ from teimgr.control.residence.events import (
     NoRoom,
     Notice,
     NotLoaded,
+    Outgrown,
     Refusal,
     Refuse,
     Removed,
@@ -172,6 +173,13 @@ class Residence:
         answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._mailbox.put_nowait(_RefusedLoad(NoRoom(instance, needed_bytes, free_bytes, held), answer))
         return await answer
+
+    def outgrown(self, instance: str, excess_bytes: int, held: Mapping[str, int]) -> None:
+        """Have idle models evicted at once, as all together take more than the budget of a device since one has grown.
+
+        `held` is what each instance holds of it.
+        """
+        self._mailbox.put_nowait(Outgrown(instance, excess_bytes, held))
 
     async def rehearsal(self) -> Rehearsal:
         """The fleet as it is now, to try loads in for a plan."""

@@ -1,14 +1,14 @@
 """Room for models: which loaded ones are evicted for another, the least valuable first, and who waits or is refused.
 
 A model stays for as long as its load took, a more valuable one longer, and goes only without calls. Only one that had
-no call but those it was loaded for may go sooner.
+no call but those it was loaded for may go sooner, and any one where all together have outgrown the budget.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from teimgr.control.residence.events import Decision, Deny, Load, NoRoom, Refusal, Refuse, Unload
+from teimgr.control.residence.events import Decision, Deny, Load, NoRoom, Outgrown, Refusal, Refuse, Unload
 from teimgr.control.residence.model import (
     Fleet,
     Model,
@@ -70,6 +70,22 @@ def no_room(fleet: Fleet, event: NoRoom, now: float) -> Iterator[Decision]:
         yield from give_up(fleet, model, NOT_WANTED, now)
 
 
+def outgrown(fleet: Fleet, event: Outgrown, now: float) -> Iterator[Decision]:
+    """Loaded models take more than the budget: evict the least valuable idle ones at once, however short their stay."""
+    grown = fleet.models.get(event.model)
+    if grown is None:
+        return
+    for name, count in event.held.items():
+        if name in fleet.models:
+            fleet.models[name].hold(count)
+    others = [fleet.models[name] for name in event.held if name in fleet.models and name != grown.name]
+    excess = event.excess_bytes - sum([each.bytes for each in others if each.phase is Phase.UNLOADING])
+    idle = [each for each in _movable(others) if each.phase is Phase.LOADED and not each.is_busy]
+    victims = _least_valuable(idle, excess, now)
+    for victim in idle if victims is None else victims:
+        yield _evict(fleet, victim, grown, now, f"all take {_mib(event.excess_bytes)} more than the budget, ")
+
+
 def use_room(fleet: Fleet, now: float) -> Iterator[Decision]:
     """Memory was released: the models that wait for room try again, the first one first; once no victim is ending."""
     is_ending = bool(_ending(fleet))
@@ -97,11 +113,12 @@ def make_room(fleet: Fleet, model: Model, now: float) -> Iterator[Decision]:
     """Evict what a model needs, the least valuable first; else it waits, or is refused where waiting is of no use."""
     model.retry_from(None)
     others = [fleet.models[name] for name in model.held if name in fleet.models and name != model.name]
-    movable = [each for each in others if each.terms.on_demand and not each.terms.pinned]
+    movable = _movable(others)
     spared = model.peace[0] if model.peace is not None and now < model.peace[1] else None
     idle = [each for each in movable if each.phase is Phase.LOADED and not each.is_busy]
     free_at = {each.name: _stays_until(each, model, now) for each in idle}
-    victims = _least_valuable([each for each in idle if free_at[each.name] <= now and each.name != spared], model, now)
+    ready = [each for each in idle if free_at[each.name] <= now and each.name != spared]
+    victims = _least_valuable(ready, model.needed_bytes - model.free_bytes, now)
     if victims is not None:
         for victim in victims:
             yield _evict(fleet, victim, model, now)
@@ -163,18 +180,21 @@ def _ending(fleet: Fleet) -> set[str]:
     return {each.evicted_for for each in fleet.active.values() if each.evicted_for and each.phase is Phase.UNLOADING}
 
 
-def _evict(fleet: Fleet, victim: Model, model: Model, now: float) -> Unload:
+def _movable(models: Iterable[Model]) -> list[Model]:
+    return [each for each in models if each.terms.on_demand and not each.terms.pinned]
+
+
+def _evict(fleet: Fleet, victim: Model, model: Model, now: float, why: str = "") -> Unload:
     mine, theirs = victim.value(now), model.value(now)
     sign = "<" if mine < theirs else "=" if mine == theirs else ">"
-    reason = f"evicted {victim.name}: value {mine:.3g} {sign} {theirs:.3g}, resident {now - victim.since:.3g} s"
+    reason = f"evicted {victim.name}: {why}value {mine:.3g} {sign} {theirs:.3g}, resident {now - victim.since:.3g} s"
     enter(fleet, victim, Phase.UNLOADING, now, keep_since=True)
     victim.yield_to(model.name)
     return Unload(victim.name, reason, model.name)
 
 
-def _least_valuable(candidates: Iterable[Model], model: Model, now: float) -> list[Model] | None:
-    """The least valuable ones that make enough room, none of them needlessly; None if all together are too little."""
-    missing = model.needed_bytes - model.free_bytes
+def _least_valuable(candidates: Iterable[Model], missing: int, now: float) -> list[Model] | None:
+    """The least valuable ones that hold `missing` bytes, none of them needlessly; None if all together hold less."""
     chosen: list[Model] = []
     for each in sorted(candidates, key=lambda each: (each.value(now), each.used_at)):
         if missing <= 0:

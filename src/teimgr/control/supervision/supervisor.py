@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from functools import cached_property, partial
 from typing import Any, Protocol
 
-from teimgr.control.launch.launcher import Adopted, Launcher, WorkerHandle
+from teimgr.control.launch.launcher import Adopted, Launcher
 from teimgr.control.launch.process_handle import Exit, LaunchFailed
 from teimgr.control.ledger.ledger import Overrun, Place, Reservation
 from teimgr.control.placement.planner import Planner
@@ -211,8 +211,13 @@ class Supervisor(LifecycleTask):
             await self._worker.left_ports()
 
     async def usage(self) -> Usage | None:
-        """What the present worker says of its calls; None without one that answers."""
-        return await self._worker.usage() if self._worker is not None else None
+        """What the present worker says of its calls; None without one that answers. The ledger learns its memory."""
+        if (worker := self._worker) is None or (found := await worker.usage()) is None:
+            return None
+        usage, reading = found
+        if reading is not None and worker is self._worker:
+            self._settle_memory(reading)
+        return usage
 
     def go_to(self, destination: Place) -> None:
         """Have its first worker placed there; later ones are placed as any other."""
@@ -531,13 +536,15 @@ class Supervisor(LifecycleTask):
 
     def _on_memory(self, reading: MemoryReading | None, fresh: bool) -> None:
         """The ledger learns what the worker takes, the instance whether that is too much."""
-        if self._reservation is not None and self._worker is not None and self._worker.handle is not None:
-            self._settle_memory(self._reservation, self._worker.handle, reading)
+        self._settle_memory(reading)
         self._private_bytes = reading.private_bytes if reading is not None else None
         if reading is not None:
             self._owner.on_memory(self, reading.resident_bytes, fresh)
 
-    def _settle_memory(self, reserved: Reservation, worker: WorkerHandle, reading: MemoryReading | None) -> None:
+    def _settle_memory(self, reading: MemoryReading | None) -> None:
+        reserved, worker = self._reservation, self._worker.handle if self._worker is not None else None
+        if reserved is None or worker is None:
+            return
         planner = self._context.planner
         if reading is None or reading.private_bytes is None:
             planner.memory.settle_as_reserved(reserved)

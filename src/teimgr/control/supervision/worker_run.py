@@ -31,7 +31,7 @@ from teimgr.errors import Code, DeadlineExceeded, Refused, TeimgrError, Unavaila
 from teimgr.observability.logs import STACKS_SIGNAL
 from teimgr.spec import CpuThreads, WorkerEndpoint, WorkerSpec
 from teimgr.wire.fleet_tls import FleetIdentity
-from teimgr.wire.frames import CALLS_ONLY, Method
+from teimgr.wire.frames import CALLS_AND_MEMORY, Method
 from teimgr.wire.routing.router import Directory
 
 RECONNECT_FIRST_S = 0.05
@@ -142,14 +142,14 @@ class WorkerRun:
         self._left_ports.set()
         self._post(Exited(exit, random.random()))
 
-    async def usage(self) -> Usage | None:
-        """The calls that the worker reports; None if it does not answer."""
+    async def usage(self) -> tuple[Usage, MemoryReading | None] | None:
+        """The calls and the memory that the worker reports; None if it does not answer."""
         if (link := self._link) is None:
             return None
         try:
-            stats = json.loads(await link.call(Method.STATS, CALLS_ONLY, timeout_s=ANSWER_LIMIT_S))
-            return Usage(stats.get("taken", stats.get("requests", 0)), stats["calls"])
-        except (TeimgrError, ValueError, KeyError) as error:
+            stats = json.loads(await link.call(Method.STATS, CALLS_AND_MEMORY, timeout_s=ANSWER_LIMIT_S))
+            return Usage(stats.get("taken", stats.get("requests", 0)), stats["calls"]), MemoryReading.of(stats)
+        except (TeimgrError, ValueError, KeyError, TypeError) as error:
             log.debug("no count of a worker's calls", extra={"reason": str(error)})
             return None
 
