@@ -1,10 +1,13 @@
-"""The limit of open files, and the private memory of a forked process."""
+"""The limit of open files, the private memory of a forked process, and garbage collections during imports."""
 
 from __future__ import annotations
 
+import gc
 import resource
 import subprocess
 import sys
+
+from teimgr.observability.memory import young_collections_alone
 
 CODE = """
 import resource
@@ -39,3 +42,13 @@ os.waitpid(child, 0)
 def test_memory_that_a_forked_process_writes_is_its_own_from_its_first_call_on() -> None:
     done = subprocess.run([sys.executable, "-c", WRITES_WHAT_IT_SHARES], capture_output=True, text=True, check=True)
     assert all(15 <= int(mib) <= 18 for mib in done.stdout.split()), done.stdout
+
+
+def test_no_garbage_collection_of_everything_comes_during_imports() -> None:
+    before = gc.get_threshold()
+    with young_collections_alone():
+        whole = gc.get_stats()[2]["collections"]
+        kept = [[number] for number in range(100 * before[0] * before[1])]
+        assert gc.get_stats()[2]["collections"] == whole
+    assert kept
+    assert gc.get_threshold() == before

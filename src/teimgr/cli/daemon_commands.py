@@ -49,7 +49,10 @@ def serve(
         for warning in unread_variables():
             say(f"teimgr: warning: {warning}", file=sys.stderr)
         # The daemon's imports are slow; invalid settings are reported before them.
-        from teimgr.daemon.process import main as run
+        from teimgr.observability.memory import young_collections_alone
+
+        with young_collections_alone():
+            from teimgr.daemon.process import main as run
 
         return run(configuration, source, predecessor)
 

@@ -48,7 +48,7 @@ from typing import Any, NoReturn, cast
 from teimgr.control.launch.process_handle import WorkerPaths, WorkerRunFile
 from teimgr.files import code_id
 from teimgr.models.library_code import declared_keys
-from teimgr.observability.memory import resident_bytes
+from teimgr.observability.memory import resident_bytes, young_collections_alone
 from teimgr.spec import WorkerSpec
 
 NAME, STANDBY_NAME = "teimgr-nursery", "teimgr-standby"
@@ -87,9 +87,6 @@ LIBRARY_SETTINGS = {
 NO_DRIVER = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 # When memory runs out, the kernel should kill a worker, which is restarted, not the daemon or the mux.
 _OOM_SCORE_ADJ = "300"
-# Of the third threshold of garbage collections: during the imports young objects alone are looked at. A collection of
-# all that was imported before takes up to 0.3 s, a dozen of them come, and they find next to nothing.
-_NO_WHOLE_COLLECTION = 1_000_000
 
 Entry = Callable[[int, str, str, str, str], int]
 """Listener descriptor, incarnation, run directory, spec as JSON, shared ports as JSON → exit status."""
@@ -128,15 +125,13 @@ def main(arguments: Sequence[str]) -> int:
         os.environ.setdefault(name, value)
     _name_process(NAME)
     names = [*filter(None, options.preload.split(","))]
-    thresholds = gc.get_threshold()
-    gc.set_threshold(*thresholds[:2], _NO_WHOLE_COLLECTION)
-    missing = preload(names)
-    make_tables()
-    code_id()  # workers have the code of now, whatever is installed later
-    entry = find_entry(options.entry)
-    missing += call_ahead(names)  # last: `re` keeps 512 patterns, and the tables take more
+    with young_collections_alone():
+        missing = preload(names)
+        make_tables()
+        code_id()  # workers have the code of now, whatever is installed later
+        entry = find_entry(options.entry)
+        missing += call_ahead(names)  # last: `re` keeps 512 patterns, and the tables take more
     gc.collect()  # collected during the imports too: garbage freed here leaves holes that children fill, and so copy
-    gc.set_threshold(*thresholds)
     gc.disable()
     gc.freeze()  # a collection in a child would write to, and so copy, every page with objects of the nursery
     control: socket.socket | None = socket.socket(fileno=options.control_fd)
