@@ -17,6 +17,7 @@ from teimgr.spec import InstanceSpec
 
 NAMES = ("a", "b")
 SEEDS = 100
+LIMIT_S = 60.0  # of one that takes a tenth of a second, where other processes have the cores for long
 LONG_SEEDS = 12_000
 FOUND = (6809,)  # seeds of the long run: an instance is created while the daemon ends
 
@@ -101,7 +102,7 @@ async def one_storm(folder: Path, seed: int, in_turns: Callable[[Turns], None]) 
 
 async def test_exactly_the_wanted_workers_live_after_a_storm(tmp_path: Path, in_turns: Callable[[Turns], None]) -> None:
     for seed in (*range(SEEDS), *FOUND):
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(LIMIT_S):
             assert not await one_storm(tmp_path, seed, in_turns), f"seed {seed}"
 
 
@@ -110,5 +111,5 @@ async def test_exactly_the_wanted_workers_live_after_each_of_many_storms(
     tmp_path: Path, in_turns: Callable[[Turns], None]
 ) -> None:
     for seed in range(SEEDS, SEEDS + LONG_SEEDS):
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(LIMIT_S):
             assert not await one_storm(tmp_path, seed, in_turns), f"seed {seed}"
