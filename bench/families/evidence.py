@@ -82,7 +82,7 @@ CLAIMS = (
     Claim(
         "W8",
         "models of images are refused as what they are",
-        ("refused-qwen3-vl", "refused-colmodernvbert"),
+        ("refused-qwen3-vl", "refused-embeddinggemma2"),
         (f"{_KEYS}test_a_model_of_images_or_sound_is_refused_as_what_it_is",),
     ),
     Claim(

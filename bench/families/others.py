@@ -377,9 +377,13 @@ def _refused() -> Iterator[Row]:
     yield Row(
         "refused-qwen3-vl", "Qwen3-VL", "Qwen/Qwen3-VL-2B-Instruct", files_of(vl, "model.safetensors"), reference=none
     )
-    pages = {"model_type": "colmodernvbert", "architectures": ["ColModernVBertForRetrieval"]}
-    hub = "ModernVBERT/colmodernvbert"
-    yield Row("refused-colmodernvbert", "ColModernVBert", hub, files_of(pages, "model.safetensors"), reference=none)
+    senses = {
+        "model_type": "embedding_gemma2",
+        "architectures": ["EmbeddingGemma2Model"],
+        "audio_config": {"hidden_size": 32},
+    }
+    hub = "EmbeddingGemma 2 of texts and sounds alone"
+    yield Row("refused-embeddinggemma2", "EmbeddingGemma2", hub, files_of(senses, "model.safetensors"), reference=none)
     duo = {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "d_model": 32}
     duo_files = files_of(duo, "model.safetensors")
     hub = "castorini/duot5-base-msmarco (documents in pairs), T5 that writes text"

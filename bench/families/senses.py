@@ -9,17 +9,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from PIL import Image
 from tests.fidelity.figures import Matrix
 from tests.support.models.dual_encoders import (
-    CANDIDATES,
-    INSTRUCTION,
-    JUDGE,
+    ChatLibrary,
+    Gemma2Library,
+    GmeLibrary,
     build_clip,
+    build_colmodernvbert,
     build_colpali,
     build_colqwen2,
     build_dinov2,
+    build_embedding_gemma2,
+    build_gme,
     build_qwen3_vl_embedding,
     build_qwen3_vl_reranker,
     build_siglip,
@@ -101,14 +105,18 @@ def page_library(folder: Path, inputs: Sequence[Any]) -> list[Matrix]:
     """The vectors of each token of a query or of a page image, by transformers and its processor, one at a time."""
     import transformers
 
-    name = "ColPali" if transformers.AutoConfig.from_pretrained(folder).model_type == "colpali" else "ColQwen2"
+    names = {name.lower(): name for name in ("ColPali", "ColQwen2", "ColModernVBert")}
+    name = names[transformers.AutoConfig.from_pretrained(folder).model_type]
     model: Any = getattr(transformers, f"{name}ForRetrieval").from_pretrained(folder, dtype=torch.float32).eval()
     processor: Any = getattr(transformers, f"{name}Processor").from_pretrained(folder)
     found = []
     with torch.inference_mode():
         for one in inputs:
             if isinstance(one, bytes):
-                read = processor.process_images(images=[Image.open(io.BytesIO(one))])
+                image = Image.open(io.BytesIO(one))
+                if "A" in image.getbands():  # of which ColModernVBert's processor would show the hidden colours
+                    image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+                read = processor.process_images(images=[image])
             else:
                 read = processor.process_queries(text=[one])
             found.append(model(**read).embeddings[0].numpy())
@@ -137,10 +145,6 @@ class Together:
 
     text: str
     files: tuple[bytes, ...] = ()
-
-    def shown(self) -> str:
-        """As it stands in a chat, before the tokens of its images are repeated."""
-        return "<|vision_start|><|image_pad|><|vision_end|>" * len(self.files) + self.text
 
 
 class Sides(NamedTuple):
@@ -172,56 +176,17 @@ _LONGEST_PAIR = 1024
 """Tokens of a reranker of chats: the library cuts no pair, and the longest of the probes has some 560."""
 
 
-class ChatLibrary:
-    """Qwen3-VL of transformers: its image processor with Pillow, its tokenizer and its forward, one input at a time."""
-
-    def __init__(self, folder: Path) -> None:
-        from transformers import AutoImageProcessor, PreTrainedTokenizerFast, Qwen3VLForConditionalGeneration
-
-        self.model: Any = Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
-        self.tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(folder)
-        self._processor: Any = AutoImageProcessor.from_pretrained(folder, backend="pil")
-
-    def inputs(self, chat: str, files: Sequence[bytes]) -> dict[str, torch.Tensor]:
-        seen: dict[str, Any] = {}
-        if files:
-            seen = dict(self._processor(images=[Image.open(io.BytesIO(one)) for one in files], return_tensors="pt"))
-            for grid in seen["image_grid_thw"]:
-                chat = chat.replace("<|image_pad|>", "<|part|>" * (int(grid.prod()) // 4), 1)
-        ids = self.tokenizer(chat.replace("<|part|>", "<|image_pad|>"), return_tensors="pt")["input_ids"]
-        return {"input_ids": ids, "mm_token_type_ids": (ids == self.model.config.image_token_id).int(), **seen}
-
-
-def chat_vectors(folder: Path, inputs: Sequence[Any]) -> list[Matrix]:
-    """The last hidden states, in the chat of the authors' code."""
-    library = ChatLibrary(folder)
-    found = []
-    with torch.inference_mode():
-        for one in map(_together, inputs):
-            chat = (
-                f"<|im_start|>system\n{INSTRUCTION}<|im_end|>\n<|im_start|>user\n{one.shown()}<|im_end|>\n"
-                "<|im_start|>assistant\n"
-            )
-            hidden = library.model.model(**library.inputs(chat, one.files)).last_hidden_state
-            found.append(hidden[:, -1].numpy())
-    return found
+def chat_vectors(library: type[ChatLibrary], folder: Path, inputs: Sequence[Any]) -> list[Matrix]:
+    """The vectors, in the chat of the authors' code, one input at a time."""
+    found = library(folder)
+    return [found.vector(one.text, one.files)[None] for one in map(_together, inputs)]
 
 
 def chat_scores(folder: Path, inputs: Sequence[Any]) -> list[Matrix]:
     """The probability of yes against no, in the chat of the authors' code, one pair at a time."""
-    library = ChatLibrary(folder)
-    yes, no = (library.tokenizer.convert_tokens_to_ids(word) for word in ("yes", "no"))
-    found = []
-    with torch.inference_mode():
-        for one in inputs:
-            query, document = map(_together, one) if isinstance(one, Pair) else one
-            chat = (
-                f"<|im_start|>system\n{JUDGE}<|im_end|>\n<|im_start|>user\n<Instruct>: {CANDIDATES}"
-                f"<Query>:{query.shown()}\n<Document>:{document.shown()}<|im_end|>\n<|im_start|>assistant\n"
-            )
-            logits = library.model(**library.inputs(chat, query.files + document.files)).logits[:, -1]
-            found.append(torch.sigmoid(logits[:, yes] - logits[:, no]).numpy())
-    return found
+    library = ChatLibrary(folder, "Qwen3VLForConditionalGeneration")
+    sides = [map(_together, one) if isinstance(one, Pair) else one for one in inputs]
+    return [np.array([library.score(*((side.text, side.files) for side in both))]) for both in sides]
 
 
 def _chat_rows() -> Iterator[Row]:
@@ -230,11 +195,20 @@ def _chat_rows() -> Iterator[Row]:
     both.append(Together("two of them", tuple(files_of_all[:2])))
     note = "texts, images, and both in one input"
     common: dict[str, Any] = {"by": TRANSFORMERS, "longest": _SHORT_ENOUGH, "note": note}
-    for suffix, modules in (("", True), ("-bare", False)):
-        hub = "Qwen/Qwen3-VL-Embedding-2B, -8B" + ("" if modules else " (without modules.json)")
-        make = files.built(partial(build_qwen3_vl_embedding, modules=modules))
-        asked = {"asked": {"normalize": False}, "reference": chat_vectors, "has_images": True, "also": both}
-        yield Row(f"qwen3-vl-embedding{suffix}", "Qwen3-VL", hub, make, **common, **asked)
+    asked: dict[str, Any]
+    qwen, gme = "Qwen/Qwen3-VL-Embedding-2B, -8B", "Alibaba-NLP/gme-Qwen2-VL-2B-Instruct, -7B-Instruct"
+    for key, family, named, build, library in (
+        ("qwen3-vl-embedding", "Qwen3-VL", qwen, build_qwen3_vl_embedding, ChatLibrary),
+        ("gme", "GME", gme, build_gme, GmeLibrary),
+    ):
+        asked = {"reference": partial(chat_vectors, library), "has_images": True, "also": both}
+        for suffix, modules in (("", True), ("-bare", False)):
+            hub = named + ("" if modules else " (without modules.json)")
+            yield Row(f"{key}{suffix}", family, hub, files.built(partial(build, modules=modules)), **common, **asked)
+    asked |= {"reference": partial(chat_vectors, Gemma2Library), "also": ()}
+    common["note"] = "texts and images, each alone"
+    make = files.built(build_embedding_gemma2)
+    yield Row("embeddinggemma2", "EmbeddingGemma2", "google/embeddinggemma-2", make, **common, **asked)
     sides = [Sides(Together("what is a fox?"), one) for one in both]
     sides += [Sides(one, Together("The quick brown fox")) for one in both]
     sides.append(Sides(Together("", tuple(files_of_all[:1])), Together("", tuple(files_of_all[1:2]))))
@@ -274,6 +248,7 @@ def _rows() -> Iterator[Row]:
     yield _image_row("dinov2-registers", "facebook/dinov2-with-registers-small, -base, -large, -giant", 4)
     yield _page_row("colpali", "ColPali", "vidore/colpali-v1.2-hf, colpali-v1.3-hf", build_colpali)
     yield _page_row("colqwen2", "ColQwen2", "vidore/colqwen2-v1.0-hf", build_colqwen2)
+    yield _page_row("colmodernvbert", "ColModernVBert", "ModernVBERT/colmodernvbert-merged", build_colmodernvbert)
     yield from _chat_rows()
 
 

@@ -9,7 +9,7 @@ from bench.families.evidence import CLAIMS
 from bench.families.table import ROWS
 
 REFUSED = {
-    *("refused-qwen3-vl", "refused-colmodernvbert", "refused-gliner", "refused-gguf"),
+    *("refused-qwen3-vl", "refused-embeddinggemma2", "refused-gliner", "refused-gguf"),
     *("rerank-jina-v3.5", "refused-relative-positions", "refused-unknown-weight"),
 }
 _OF_ALL = ("rule", "verified", "TEI", "roles", "entities", "files", "loads")

@@ -35,8 +35,8 @@ _PROCESS_S = 3600.0
 _CASE_S = 30.0  # of a file of 50 million pixels on a busy machine some seconds
 _GROWTH_MIB = 64.0
 _STEPS = (
-    PixelSteps(32, None, 3, (32, 32), 1 / 255, None, None),
-    PatchSteps(None, None, 3, None, 1 / 255, None, None, 28, 14, 4 * 784, 16 * 784),
+    PixelSteps(shortest=32, resample=3, crop=(32, 32), factor=1 / 255, mean=None, deviation=None),
+    PatchSteps(resample=3, factor=1 / 255, mean=None, deviation=None, unit=28, patch=14, least=3136, most=12544),
 )
 _PNG = b"\x89PNG\r\n\x1a\n"
 _TOKENS = (

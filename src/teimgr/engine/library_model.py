@@ -45,7 +45,11 @@ _ENCODERS = {
     "t5gemma": "T5GemmaEncoderModel",
 }
 # Models with a head that no Auto class has.
-_OWN_CLASSES = {"colpali": "ColPaliForRetrieval", "colqwen2": "ColQwen2ForRetrieval"}
+_OWN_CLASSES = {
+    "colpali": "ColPaliForRetrieval",
+    "colqwen2": "ColQwen2ForRetrieval",
+    "colmodernvbert": "ColModernVBertForRetrieval",
+}
 # Language models that the Auto class of causal ones does not have.
 _CHAT_CLASSES = {"qwen3_vl": "Qwen3VLForConditionalGeneration"}
 _AUTO_CLASSES = {

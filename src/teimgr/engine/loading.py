@@ -233,7 +233,7 @@ def _load(options: EngineOptions) -> EngineParts:
         has_routes=layout.has_routes,
         space=space.result(),
         precision=precision_class(_name(choice.dtype)),
-        fused=layout.chat is not None,
+        fused=layout.chat is not None and layout.chat.fuses,
         modalities=layout.modalities,
         dtype_reason=_reason(choice, options),
         dtype_candidates=_candidates(choice),

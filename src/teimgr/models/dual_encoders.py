@@ -42,6 +42,7 @@ _MAX_PATCH = 256  # pixels of a side
 _MAX_SIDE = 4096  # pixels of a picture that a model reads; the largest known one has 512
 _MAX_RESAMPLE = 5  # the last filter of Pillow
 _METHODS = {"text": "get_text_features", "image": "get_image_features"}
+_HALVES = (0.5, 0.5, 0.5)
 CLIP_MEANS = (0.48145466, 0.4578275, 0.40821073)
 CLIP_DEVIATIONS = (0.26862954, 0.26130258, 0.27577711)
 _OLD_END = 2  # `eos_token_id` of CLIP's first configurations, whose code takes the highest id for the end
@@ -61,7 +62,8 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
         kind = str(whole.get("model_type"))
         return {"model_type": f"{kind}_text"} | (whole.get("text_config") or whole)
     if config["model_type"] in VISION_CHATS:
-        return _part(config, "text") | {"model_type": f"{config['model_type']}_text"}
+        own = _part(config, "text") if config.get("text_config") else config  # of Qwen2-VL's hub files they are one
+        return own | {"model_type": f"{config['model_type']}_text"}
     return _part(config, "text") if config["model_type"] in (*DUAL_ENCODERS, *SOUND_ENCODERS) else config
 
 
@@ -200,17 +202,13 @@ def pixel_steps(given: dict[str, Any]) -> PixelSteps:
     resample = given.get("resample", 3)
     if isinstance(resample, bool) or not isinstance(resample, int) or not 0 <= resample <= _MAX_RESAMPLE:
         raise ModelLoadFailed(f"preprocessor_config.json has resample = {resample!r}, which is not a filter of Pillow")
-    means = CLIP_MEANS if is_clip else (0.5, 0.5, 0.5)
-    deviations = CLIP_DEVIATIONS if is_clip else (0.5, 0.5, 0.5)
-    normalizes = given.get("do_normalize", True)
+    means, deviations = (CLIP_MEANS, CLIP_DEVIATIONS) if is_clip else (_HALVES, _HALVES)
     return PixelSteps(
         shortest=shortest,
         size=size,
         resample=resample,
         crop=crop,
-        factor=float(given.get("rescale_factor", 1 / 255)) if given.get("do_rescale", True) else None,
-        mean=colours(given, "image_mean", means) if normalizes else None,
-        deviation=colours(given, "image_std", deviations) if normalizes else None,
+        **numbers_of(given, means, deviations),
     )
 
 
@@ -227,21 +225,15 @@ def flexible_steps(given: dict[str, Any]) -> FlexibleSteps:
         raise ModelLoadFailed(unknown[0])
     if not given.get("do_resize", True):
         raise ModelLoadFailed("preprocessor_config.json resizes no image to what the model reads")
-    normalizes = given.get("do_normalize", True)
     return FlexibleSteps(
-        shortest=None,
-        size=None,
-        resample=_setting_within(given, "resample", 2, (0, _MAX_RESAMPLE)),
-        crop=None,
-        factor=float(given.get("rescale_factor", 1 / 255)) if given.get("do_rescale", True) else None,
-        mean=colours(given, "image_mean", (0.5, 0.5, 0.5)) if normalizes else None,
-        deviation=colours(given, "image_std", (0.5, 0.5, 0.5)) if normalizes else None,
-        patch=_setting_within(given, "patch_size", 16, (1, _MAX_PATCH)),
-        patches=_setting_within(given, "max_num_patches", 256, _PATCHES),
+        resample=setting_within(given, "resample", 2, (0, _MAX_RESAMPLE)),
+        **numbers_of(given, _HALVES, _HALVES),
+        patch=setting_within(given, "patch_size", 16, (1, _MAX_PATCH)),
+        patches=setting_within(given, "max_num_patches", 256, _PATCHES),
     )
 
 
-def _setting_within(given: dict[str, Any], key: str, default: int, bounds: tuple[int, int]) -> int:
+def setting_within(given: dict[str, Any], key: str, default: int, bounds: tuple[int, int]) -> int:
     value = given.get(key, default)
     least, most = bounds
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
@@ -263,6 +255,16 @@ def _size(given: Any, default: int | tuple[int, int]) -> tuple[int | None, tuple
     if not all(isinstance(side, int) and not isinstance(side, bool) and 0 < side <= _MAX_SIDE for side in found):
         raise ModelLoadFailed(f"preprocessor_config.json has the size {given!r}, which is not served")
     return (found[0], None) if len(found) == 1 else (None, (found[0], found[1]))
+
+
+def numbers_of(given: dict[str, Any], means: tuple[float, ...], deviations: tuple[float, ...]) -> dict[str, Any]:
+    """What makes numbers of pixels: factor, mean and deviation of `PixelSteps`, by these defaults."""
+    normalizes = given.get("do_normalize", True)
+    return {
+        "factor": float(given.get("rescale_factor", 1 / 255)) if given.get("do_rescale", True) else None,
+        "mean": colours(given, "image_mean", means) if normalizes else None,
+        "deviation": colours(given, "image_std", deviations) if normalizes else None,
+    }
 
 
 def colours(given: dict[str, Any], key: str, default: tuple[float, ...]) -> tuple[float, ...]:

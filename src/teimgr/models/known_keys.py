@@ -130,6 +130,8 @@ TOKENIZER = KnownKeys(
         tokenizer_file tokenizer_type tokenizers_version torch_dtype trim_offsets trust_remote_code
         truncation truncation_strategy unk_id use_default_system_prompt use_fast vocab_size vocab_type wordpieces_prefix
         backend_tokenizer image_token audio_token video_token model_specific_special_tokens response_schema
+        boi_token eoi_token boa_token eoa_token eoc_token eot_token escape_token etc_token etd_token etr_token
+        soc_token sot_token stc_token std_token str_token extra_special_tokens
         do_sentence_split vocab_file merges_file extra_ids revision cache_dir split_by_punct unk_index max_seq_len"""
     ),
     only={

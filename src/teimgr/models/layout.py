@@ -161,7 +161,7 @@ class Listwise:
     most_documents: int = 125
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PixelSteps:
     """What an image processor does to a picture, in this order: resize by Pillow's filter `resample`, so that the
     shortest side has `shortest` pixels or to `size` (height, width); cut `crop` (height, width) from the middle, padded
@@ -169,28 +169,46 @@ class PixelSteps:
     leaves a step out.
     """
 
-    shortest: int | None
-    size: tuple[int, int] | None
+    shortest: int | None = None
+    size: tuple[int, int] | None = None
     resample: int
-    crop: tuple[int, int] | None
+    crop: tuple[int, int] | None = None
     factor: float | None
     mean: tuple[float, ...] | None
     deviation: tuple[float, ...] | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PatchSteps(PixelSteps):
     """Steps whose resizing keeps the ratio of the sides: both become multiples of `unit`, of
     `least` to `most` pixels together. Each square of `unit` x `unit` pixels is a token, of patches of `patch` pixels.
+    `first` are the least and most pixels of a resizing before that one, by the bicubic filter.
     """
 
     unit: int
     patch: int
     least: int
     most: int
+    first: tuple[int, int] | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SoftSteps(PatchSteps):
+    """Patch steps by the resizing of Gemma 4's image processor: to as many pixels as `most` allows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TileSteps(PixelSteps):
+    """Steps that cut an image into squares of `tile` pixels (Idefics3), whose resizing keeps about the ratio of the
+    sides: the longest one becomes `longest`, then both multiples of `tile`. Where there are several squares, another
+    one has the whole image.
+    """
+
+    longest: int
+    tile: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FlexibleSteps(PixelSteps):
     """Steps whose resizing keeps about the ratio of the sides (SigLIP2 NaFlex): both become multiples of `patch`, of at
     most `patches` squares of `patch` x `patch` pixels, each of which is a token.
@@ -213,12 +231,14 @@ class PageTexts:
 
 @dataclass(frozen=True, slots=True)
 class ChatTexts:
-    """The chat that a model reads texts and images in, one content of both (Qwen3-VL-Embedding) or a query and a
+    """The chat that a model reads texts and images in, one content of both (Qwen3-VL-Embedding, GME) or a query and a
     document (Qwen3-VL-Reranker).
 
     It is `pieces` with the instruction behind the first of them, and a content behind each other one but the last.
     `image` goes around the tokens of an image, each of which is `image_token`. Where a request has no instruction it is
-    `instruction`. A text may have none of the tokens `reserved`.
+    `instruction`. A text may have none of the tokens `reserved`. `ends_instructions`: by a full stop, where they have
+    no punctuation. `has_grid`: the tokens of an image have positions in its rows and columns, else those of a text.
+    Unless it `fuses`, an input is a text or an image (EmbeddingGemma 2), which has no instruction.
     """
 
     pieces: tuple[str, ...]
@@ -226,6 +246,9 @@ class ChatTexts:
     image_token: str
     instruction: str
     reserved: tuple[str, ...]
+    ends_instructions: bool = True
+    has_grid: bool = True
+    fuses: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,9 +257,10 @@ class DualEncoder:
     input: what it reads of an image, and how the text half reads ids.
 
     With `PatchSteps` or `FlexibleSteps` the size of an image tells how many tokens it takes, and `height` and `width`
-    are those of known images; else an image takes `image_tokens` of the forward and has `height` x `width` pixels
-    behind `steps`. Nothing is read behind the first `end_id` of a text. With `padding_token`, each text is padded at
-    its end to `max_length` tokens, and the model reads the padding.
+    are those of known images; so it is with `TileSteps`, where a square takes `image_tokens`; else an image takes
+    `image_tokens` of the forward and has `height` x `width` pixels behind `steps`. Nothing is read behind the first
+    `end_id` of a text. With `padding_token`, each text is padded at its end to `max_length` tokens, and the model reads
+    the padding.
     """
 
     image_tokens: int

@@ -13,7 +13,7 @@ from teimgr.models.chain import read_chain
 from teimgr.models.directory import base_model_of, check_fetched, files_below, only_in, onnx_file, other_format
 from teimgr.models.json_files import TokenFiles, read_settings
 from teimgr.models.layout import Adapter
-from teimgr.models.modules import JINA_TRANSFORMER, Chain
+from teimgr.models.modules import GME_TRANSFORMER, JINA_TRANSFORMER, Chain
 from teimgr.models.own_code import ONNX, added_end, has_own_tokenizer, served_config
 from teimgr.models.served_config import ServedConfig
 
@@ -29,9 +29,9 @@ DUAL_ENCODERS = ("clip", "siglip", "siglip2")
 """Model types of texts and images in one space that are served."""
 IMAGE_ENCODERS = ("dinov2", "dinov2_with_registers")
 """Model types of images alone that are served."""
-PAGE_ENCODERS = ("colpali", "colqwen2")
+PAGE_ENCODERS = ("colpali", "colqwen2", "colmodernvbert")
 """Model types of queries and page images, with a vector for each token, that are served."""
-VISION_CHATS = ("qwen3_vl",)
+VISION_CHATS = ("qwen3_vl", "qwen2_vl", "embedding_gemma2")
 """Model types of texts and images in one input, of which embedding models and rerankers are served."""
 SOUND_ENCODERS = ("clap",)
 """Model types of texts and sounds in one space that are served."""
@@ -137,8 +137,10 @@ def read_metadata(root: Path, trust_remote_code: bool, chain: Chain | None = Non
     _refuse_other_models(config)
     _check_sizes(config)
     served = served_config(config, trust_remote_code)
-    if not served.tasks and any(row.get("type") == JINA_TRANSFORMER for row in read_list(root / "modules.json")):
-        chain = chain.read_by(JINA_TRANSFORMER, root, trust_remote_code)
+    named = {row.get("type") for row in read_list(root / "modules.json")}
+    for code, is_known in ((JINA_TRANSFORMER, served.tasks), (GME_TRANSFORMER, served.chat_limits)):
+        if code in named and not is_known:
+            chain = chain.read_by(code, root, trust_remote_code)
     if chain.reader is not None:
         served = ServedConfig(config)  # for its code, as it is in the file
         if adapters:
@@ -234,7 +236,7 @@ def _weight_names(folder: Path, own: str | None) -> str | None:
 _OTHER_MODELS = {
     **dict.fromkeys(("align", "altclip", "chinese_clip", "blip", "flava"), "images and text"),
     **dict.fromkeys(("whisper", "wav2vec2", "hubert", "wavlm"), "sound"),
-    **dict.fromkeys(("colmodernvbert", "modernvbert"), "pages as images"),
+    "modernvbert": "pages as images",
     **dict.fromkeys(("vit", "beit", "deit", "convnext"), "images"),
 }
 _KEYS_OF_SENSES = {"vision_config": "images", "visual": "images", "audio_config": "sound"}
@@ -243,8 +245,8 @@ _KEYS_OF_SENSES = {"vision_config": "images", "visual": "images", "audio_config"
 def _refuse_other_models(config: dict[str, Any]) -> None:
     """Refuse models of images and sound by what they are: their text alone would go without their chat template."""
     model_type = str(config["model_type"])
-    if model_type in SENSES:
-        return
+    if model_type in SENSES and (model_type != "embedding_gemma2" or config.get("vision_config")):
+        return  # without a vision_config it is one of texts, or of sounds beside them
     senses = _OTHER_MODELS.get(model_type) or next(
         (_KEYS_OF_SENSES[key] for key in _KEYS_OF_SENSES if config.get(key)), None
     )

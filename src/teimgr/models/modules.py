@@ -14,11 +14,13 @@ from teimgr.models.layout import Dense, LayerNorm, Normalize, OwnModule, Project
 from teimgr.spec import POOLINGS
 
 JINA_TRANSFORMER, INT8_TANH = "custom_st.Transformer", "Int8Tanh"
+GME_TRANSFORMER = "custom_st.MultiModalTransformer"
 # Classes of repositories' own that are known, the module that each is taken for, and the arguments of a call that it
-# may have: of jina-embeddings-v3 and v5 a Transformer, and of pplx-embed-v1 round(127 · tanh(x)), what it does by
-# default.
+# may have: of jina-embeddings-v3 and v5, and of GME, a Transformer, and of pplx-embed-v1 round(127 · tanh(x)), what it
+# does by default.
 KNOWN_OWN = {
     JINA_TRANSFORMER: ("Transformer", ["task", "truncate_dim"]),
+    GME_TRANSFORMER: ("Transformer", []),
     "st_quantize.FlexibleQuantizer": (INT8_TANH, ["quantization"]),
 }
 SPARSE_TABLE = "SparseStaticEmbedding"

@@ -316,6 +316,14 @@ def _nomic_layers(config: Config) -> Config:
     return layers | counts
 
 
+def _gme(config: Config) -> ServedConfig:
+    """GME, of the forward of Qwen2-VL (`models/vision_chats`)."""
+    bounds = {"min_image_tokens": 256, "max_image_tokens": 1280, "max_length": 1800}
+    least, most, longest = (count(config, key, default) for key, default in bounds.items())
+    left = {key: value for key, value in config.items() if key not in bounds}
+    return ServedConfig(left, chat_limits=(least, most, longest))
+
+
 _NOMIC = classes_of("configuration_hf_nomic_bert", "modeling_hf_nomic_bert", "NomicBert", *HEADS, "ForPreTraining")
 _SNOWFLAKE = classes_of("configuration_hf_alibaba_nlp_gte", "modeling_hf_alibaba_nlp_gte", "Gte", *HEADS)
 _NVIDIA = classes_of(
@@ -325,6 +333,7 @@ _VOYAGE = frozenset({"modeling_qwen3_bidirectional.Qwen3BidirectionalModel"})
 _GRITLM = frozenset(f"modeling_gritlm7b.Mistral{kind}" for kind in ("Model", "ForCausalLM"))
 _PPLX = frozenset({"configuration.PPLXQwen3Config", "modeling.PPLXQwen3Model"})
 _LFM2 = frozenset({f"modeling_lfm2_bidirectional.Lfm2Bidirectional{kind}" for kind in ("Model", "ForMaskedLM")})
+_GME = frozenset(f"modeling_gme_qwen2vl.GmeQwen2VL{end}" for end in ("", "Config"))
 _CODE = (
     _Code("nomic_bert", "nomic-ai/nomic-bert-2048", _NOMIC, _nomic),
     _Code("new", "Alibaba-NLP/new-impl", classes_of("configuration", "modeling", "New", *HEADS), _gte),
@@ -344,6 +353,7 @@ _CODE = (
     _Code("qwen3", "voyageai/voyage-4-nano", _VOYAGE, _both_ways_by_class),
     _Code("qwen3", "jinaai/", frozenset({"modeling.JinaForRanking"}), _same),  # `models/listwise`
     _Code("bidirectional_pplx_qwen3", "perplexity-ai/", _PPLX, _encoder),
+    _Code("qwen2_vl", "Alibaba-NLP/", _GME, _gme),
     _Code("qwen2", "Alibaba-NLP/", classes_of("configuration_qwen", "modeling_qwen", "Qwen2", *HEADS), _qwen2),
     _Code("llama_bidirec", "nvidia/", _NVIDIA, _encoder),
     _Code("llama", "McGill-NLP/", frozenset({"modeling_llama_encoder.LlamaEncoderModel"}), _encoder),

@@ -1,4 +1,6 @@
-"""Models of queries and page images with a vector for each token: ColPali and ColQwen2 as transformers saves them."""
+"""Models of queries and page images with a vector for each token, as transformers saves them: ColPali, ColQwen2 and
+ColModernVBert.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +12,17 @@ from teimgr.models.bounded_json import read_object
 from teimgr.models.dual_encoders import (
     CLIP_DEVIATIONS,
     CLIP_MEANS,
-    colours,
     need_pillow,
+    numbers_of,
     pixel_steps,
     processor_settings,
+    whole_number,
 )
 from teimgr.models.known_keys import KnownKeys
-from teimgr.models.layout import DualEncoder, LateInteraction, Layout, PageTexts, PatchSteps
+from teimgr.models.layout import DualEncoder, LateInteraction, Layout, PageTexts, PatchSteps, PixelSteps, TileSteps
 from teimgr.models.metadata import PAGE_ENCODERS, ModelMetadata
 
-_ADDED_TOKENS = 10  # behind a query, by both processors
+_ADDED_TOKENS = 10  # behind a query, by all processors
 _QWEN_KEYS = KnownKeys(
     honoured=frozenset(
         (
@@ -39,6 +42,17 @@ _QWEN_KEYS = KnownKeys(
     harmless=frozenset(("processor_class", "data_format", "input_data_format", "return_tensors")),
     only={"do_convert_rgb": (True, None), "temporal_patch_size": (2,), "default_to_square": (False, None)},
 )
+_TILE_KEYS = KnownKeys(
+    honoured=(_QWEN_KEYS.honoured - {"min_pixels", "max_pixels", "patch_size", "merge_size"}) | {"max_image_size"},
+    harmless=_QWEN_KEYS.harmless | frozenset(("do_pad", "return_row_col_info")),
+    only={
+        **dict.fromkeys(("do_resize", "do_rescale", "do_normalize", "do_image_splitting"), (True, None)),
+        "do_convert_rgb": (True, None),
+        "default_to_square": (False, None),
+    },
+)
+_TILED_IMAGE = "<|begin_of_text|>User:<image>Describe the image.<end_of_utterance>\nAssistant:"
+_MAX_SIDE, _MAX_TILES = 4096, 8  # pixels of the longest side, beyond which the library scales, and squares along it
 _QWEN_IMAGE = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>Describe the image.<|im_end|><|endoftext|>"
 _MAX_PIXELS = 16_777_216  # that a model reads of an image; the known ones read about a million
 _MAX_PROMPT = 1000  # characters
@@ -62,7 +76,7 @@ def read_page_encoder(metadata: ModelMetadata, layout: Layout) -> Layout:
             "one that transformers saved"
         )
     named = read_object(metadata.transformer_dir / "processor_config.json") or {}
-    found = _colpali if metadata.config["model_type"] == "colpali" else _colqwen2
+    found = _READERS[metadata.config["model_type"]]
     dual, pages = found(metadata, named, dict(processor_settings(metadata.transformer_dir)))
     late = LateInteraction((), None, None)
     return replace(layout, dual=dual, pages=pages, late=late, prompts={}, default_prompt_name="query", type_ids=False)
@@ -82,15 +96,89 @@ def _colpali(metadata: ModelMetadata, named: dict[str, Any], given: dict[str, An
 
 def _colqwen2(metadata: ModelMetadata, named: dict[str, Any], given: dict[str, Any]) -> tuple[DualEncoder, PageTexts]:
     steps = patch_steps(given, "ColQwen2")
-    prompt = _text(named, "visual_prompt_prefix", _QWEN_IMAGE)
-    before, found, behind = prompt.partition("<|image_pad|>")
-    if not found or "<|image_pad|>" in behind:
-        raise ModelLoadFailed(f"visual_prompt_prefix of processor_config.json has no place for one image: {prompt!r}")
+    image = _around(_text(named, "visual_prompt_prefix", _QWEN_IMAGE), "<|image_pad|>")
     query = _text(named, "query_prefix", "Query: "), _token(metadata, "pad_token") * _ADDED_TOKENS + "\n"
     side = steps.unit
     while side * side < steps.least:
         side += steps.unit
-    return DualEncoder(0, side, side, steps), PageTexts("<|image_pad|>", (before, behind), query)
+    return DualEncoder(0, side, side, steps), PageTexts("<|image_pad|>", image, query)
+
+
+def _colmodernvbert(
+    metadata: ModelMetadata, named: dict[str, Any], given: dict[str, Any]
+) -> tuple[DualEncoder, PageTexts]:
+    steps = _tile_steps(given)
+    whole = {"model_type": "modernvbert", **metadata.config["vlm_config"]}
+    vision = {"model_type": "siglip_vision_model", **(whole.get("vision_config") or {})}
+    if (whole["model_type"], vision["model_type"]) != ("modernvbert", "siglip_vision_model"):
+        raise ModelLoadFailed(f"config.json has a {whole['model_type']} of {vision['model_type']}, not a ModernVBERT")
+    side = whole_number(vision, "image_size")
+    tokens = (side // whole_number(vision, "patch_size")) ** 2 // whole_number(whole, "pixel_shuffle_factor") ** 2
+    given_tokens = named.get("image_seq_len", 64)
+    if (steps.tile, given_tokens) != (side, tokens):
+        raise ModelLoadFailed(
+            f"the processor makes squares of {steps.tile} pixels and {str(given_tokens)[:20]} tokens (image_seq_len), "
+            f"and the model reads {side} pixels as {tokens} tokens"
+        )
+    before, behind = metadata.tokens.frame()
+    image = _around(_text(named, "visual_prompt_prefix", _TILED_IMAGE), "<image>")
+    query = before + _text(named, "query_prefix", ""), "<end_of_utterance>" * _ADDED_TOKENS + behind
+    pages = PageTexts("<image>", (before + image[0], image[1] + behind), query)
+    return DualEncoder(tokens, 2 * side, 2 * side, steps), pages
+
+
+_READERS = {"colpali": _colpali, "colqwen2": _colqwen2, "colmodernvbert": _colmodernvbert}
+
+
+def _around(prompt: str, token: str) -> tuple[str, str]:
+    """What is before and behind the one place of an image in a prompt."""
+    before, found, behind = prompt.partition(token)
+    if not found or token in behind:
+        raise ModelLoadFailed(f"visual_prompt_prefix of processor_config.json has no place for one image: {prompt!r}")
+    return before, behind
+
+
+def _tile_steps(given: dict[str, Any]) -> TileSteps:
+    """What Idefics3's image processor of these settings does.
+
+    Raises:
+        ModelLoadFailed: it is another processor, or does something else besides.
+    """
+    named = str(given.get("image_processor_type"))
+    if named.removesuffix("Fast").removesuffix("Pil") != "Idefics3ImageProcessor":
+        raise ModelLoadFailed(
+            f"the image processor {named} is not served for ColModernVBert, whose own is Idefics3ImageProcessor"
+        )
+    if unknown := _TILE_KEYS.warnings("preprocessor_config.json", given):
+        raise ModelLoadFailed(unknown[0])
+    sizes = [given.get("size", {"longest_edge": 4 * 364}), given.get("max_image_size", {"longest_edge": 364})]
+    if any(not isinstance(size, dict) or set(size) != {"longest_edge"} for size in sizes):
+        raise ModelLoadFailed(f"preprocessor_config.json has the sizes {str(sizes)[:160]}, each should be longest_edge")
+    longest, tile = (_whole(size["longest_edge"], "longest_edge", _MAX_SIDE) for size in sizes)
+    if not tile <= longest <= _MAX_TILES * tile:
+        raise ModelLoadFailed(
+            f"preprocessor_config.json has images of {longest} pixels in squares of {tile}; 1 to {_MAX_TILES} along a "
+            "side are served"
+        )
+    steps = TileSteps(
+        resample=_whole(given.get("resample", 1), "resample", 5),
+        **numbers_of(given, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
+        longest=longest,
+        tile=tile,
+    )
+    if _has_colour_of_padding(steps):
+        raise ModelLoadFailed(
+            f"preprocessor_config.json has image_mean = {steps.mean}, the colour of a pixel: the model would take a "
+            "square of it for padding"
+        )
+    return steps
+
+
+def _has_colour_of_padding(steps: PixelSteps) -> bool:
+    """Whether a colour becomes 0 in all three numbers, of which the library makes what pads a batch."""
+    assert steps.mean is not None
+    assert steps.factor is not None
+    return all(abs(mean / steps.factor - round(mean / steps.factor)) < 1e-3 for mean in steps.mean)
 
 
 def patch_steps(given: dict[str, Any], family: str) -> PatchSteps:
@@ -115,15 +203,9 @@ def patch_steps(given: dict[str, Any], family: str) -> PatchSteps:
     unit = patch * _whole(given.get("merge_size", 2), "merge_size", 16)
     if not unit * unit <= least <= most:
         raise ModelLoadFailed(f"preprocessor_config.json has images of {least} to {most} pixels, in squares of {unit}")
-    normalizes = given.get("do_normalize", True)
     return PatchSteps(
-        shortest=None,
-        size=None,
         resample=_whole(given.get("resample", 3), "resample", 5),
-        crop=None,
-        factor=float(given.get("rescale_factor", 1 / 255)) if given.get("do_rescale", True) else None,
-        mean=colours(given, "image_mean", CLIP_MEANS) if normalizes else None,
-        deviation=colours(given, "image_std", CLIP_DEVIATIONS) if normalizes else None,
+        **numbers_of(given, CLIP_MEANS, CLIP_DEVIATIONS),
         unit=unit,
         patch=patch,
         least=least,

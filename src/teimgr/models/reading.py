@@ -46,7 +46,7 @@ from teimgr.models.scoring import (
 )
 from teimgr.models.sounds import is_sound_encoder, read_sound_encoder
 from teimgr.models.source import file_problem
-from teimgr.models.vision_chats import is_vision_chat, read_vision_chat
+from teimgr.models.vision_chats import is_vision_chat, read_embedding_gemma2, read_vision_chat
 from teimgr.spec import Kind
 
 _SPARSE, _MULTI_VECTOR = "sparse_linear.pt", "colbert_linear.pt"
@@ -254,7 +254,10 @@ def _read(
             layout = read_image_encoder(metadata, layout, pooling)
         case Kind.EMBEDDING if is_vision_chat(metadata):
             pooled = _embedding(metadata, layout, None) if metadata.chain.modules else layout
-            layout = read_vision_chat(metadata, pooled, pooling, render=render)
+            if metadata.config["model_type"] == "embedding_gemma2":
+                layout = read_embedding_gemma2(metadata, pooled, pooling)
+            else:
+                layout = read_vision_chat(metadata, pooled, pooling, render=render)
         case Kind.RERANKER if is_vision_chat(metadata):
             layout = replace(layout, backbone=Backbone.CAUSAL_LM)
             layout = read_vision_chat(metadata, layout, None, render=render)

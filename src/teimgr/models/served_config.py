@@ -20,7 +20,8 @@ class ServedConfig:
     `tasks`: the number of the LoRA weights, from 1, by the name of a prompt, and `prompts` these prompts; texts without
     a name have those of `default_task`, none by 0. `adapters` are the folders with such weights, where they are PEFT's.
     `pooling` is that of the model's own code. `instruction_end` ends an instruction before a text, of which no token is
-    pooled, whether a request sends it as a prompt or within the text.
+    pooled, whether a request sends it as a prompt or within the text. `chat_limits` of GME are the least and most
+    tokens of an image, and the most of an input.
     """
 
     config: Config
@@ -34,6 +35,7 @@ class ServedConfig:
     adapters: tuple[str, ...] = ()
     pooling: str | None = None
     instruction_end: str | None = None
+    chat_limits: tuple[int, int, int] | None = None
 
 
 def check_heads(config: Config) -> None:

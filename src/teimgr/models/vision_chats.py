@@ -1,15 +1,19 @@
-"""Models that read texts and images in one input, in the words of a chat: Qwen3-VL-Embedding and Qwen3-VL-Reranker."""
+"""Models that read texts and images in one input, in the words of a chat: Qwen3-VL-Embedding, Qwen3-VL-Reranker and
+GME; and EmbeddingGemma 2, which reads one of them.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from teimgr.errors import InvalidConfig, ModelLoadFailed
 from teimgr.models import chats
-from teimgr.models.dual_encoders import need_pillow, processor_settings
-from teimgr.models.layout import CausalRerank, ChatTexts, DualEncoder, Layout, PatchSteps, ScoringConfig
+from teimgr.models.dual_encoders import need_pillow, numbers_of, processor_settings, setting_within
+from teimgr.models.known_keys import KnownKeys
+from teimgr.models.layout import CausalRerank, ChatTexts, DualEncoder, Layout, PatchSteps, ScoringConfig, SoftSteps
 from teimgr.models.metadata import VISION_CHATS, ModelMetadata
 from teimgr.models.pages import patch_steps
 from teimgr.models.scoring import read_activation
@@ -28,15 +32,32 @@ _JUDGE = (
 )
 _LEAST, _MOST = 4 * 32 * 32, 1800 * 32 * 32
 _LONGEST = {Kind.EMBEDDING: 8192, Kind.RERANKER: 10_240}
+# https://huggingface.co/Alibaba-NLP/gme-Qwen2-VL-2B-Instruct, modeling_gme_qwen2vl.py: the chat, whose tokens have the
+# positions of a text, and the pixels of an image, which Qwen's tools resize before the image processor does.
+_GME_END = "<|im_end|>\n<|im_start|>assistant\n<|endoftext|>"
+_GME = ("<|im_start|>system\n", "<|im_end|>\n<|im_start|>user\n", _GME_END)
+_GME_INSTRUCTION = "You are a helpful assistant."
+_SQUARE = 28 * 28  # pixels of a token
+_FIRST_PIXELS = 4 * _SQUARE, 16_384 * _SQUARE
 # Of any Qwen3-VL, which chats: its authors' code replaces these for vectors and scores.
 _OF_ANY = (65_536, 16_777_216)
+_SOFT_KEYS = KnownKeys(
+    honoured=frozenset(("patch_size", "max_soft_tokens", "pooling_kernel_size", "resample", "rescale_factor")),
+    harmless=frozenset(("image_processor_type", "image_seq_length", "image_mean", "image_std", "processor_class"))
+    | frozenset(("data_format", "input_data_format", "return_tensors", "size", "default_to_square")),
+    only={"do_normalize": (False, None), **dict.fromkeys(("do_resize", "do_rescale", "do_convert_rgb"), (True, None))},
+)
+_SOFT_TOKENS = (70, 140, 280, 560, 1120)  # that the library's processor allows
 # Marks for what goes into a chat, of characters that no template contains.
 _SYSTEM, _FIRST, _SECOND = "\ue000system\ue001", "\ue000first\ue001", "\ue000second\ue001"
 
 
 def is_vision_chat(metadata: ModelMetadata) -> bool:
     """Whether the model reads texts and images in one input."""
-    return metadata.config["model_type"] in VISION_CHATS
+    is_one = metadata.config["model_type"] in VISION_CHATS
+    return is_one and (
+        metadata.config["model_type"] != "embedding_gemma2" or bool(metadata.config.get("vision_config"))
+    )
 
 
 def kind_of_vision_chat(metadata: ModelMetadata) -> Kind:
@@ -45,6 +66,13 @@ def kind_of_vision_chat(metadata: ModelMetadata) -> Kind:
     Raises:
         ModelLoadFailed: it is neither, but writes texts.
     """
+    if metadata.own.chat_limits is not None or metadata.config["model_type"] == "embedding_gemma2":
+        return Kind.EMBEDDING
+    if metadata.config["model_type"] == "qwen2_vl":
+        raise ModelLoadFailed(
+            "the model (qwen2_vl) reads images, which is not served; GME-Qwen2-VL is, by its code: "
+            "modeling_gme_qwen2vl in auto_map of config.json"
+        )
     if metadata.chain.has("LogitScore"):
         return Kind.RERANKER
     if metadata.chain.modules:
@@ -72,8 +100,10 @@ def read_vision_chat(metadata: ModelMetadata, layout: Layout, pooling: str | Non
         raise InvalidConfig(f"pooling = {pooling!r} is not for this model, whose vector is that of the last token")
     if layout.kind is Kind.EMBEDDING and (layout.poolings not in ((), ("last_token",)) or layout.projections):
         raise ModelLoadFailed(f"other modules than the pooling of the last token are not served here: {metadata.chain}")
-    texts = _texts(metadata, layout, render=render)
-    steps, notes = _steps(metadata)
+    limits = metadata.own.chat_limits
+    texts = _texts(metadata, layout, render=render) if limits is None else _gme_texts(metadata)
+    steps, notes = _steps(metadata) if limits is None else (_gme_steps(metadata, *limits[:2]), ())
+    longest = _LONGEST[layout.kind] if limits is None else limits[2]
     side = steps.unit
     while side * side < steps.least:
         side += steps.unit
@@ -83,11 +113,46 @@ def read_vision_chat(metadata: ModelMetadata, layout: Layout, pooling: str | Non
         chat=texts,
         type_ids=False,
         notes=(*layout.notes, *notes),
-        max_length=min(layout.max_length, _LONGEST[layout.kind]) if not metadata.chain.modules else layout.max_length,
+        max_length=min(layout.max_length, longest) if not metadata.chain.modules else layout.max_length,
     )
     if layout.kind is Kind.EMBEDDING:
         return replace(found, poolings=("last_token",))
     return replace(found, scoring=_scoring(metadata), prompts={}, default_prompt_name=None)
+
+
+def read_embedding_gemma2(metadata: ModelMetadata, layout: Layout, pooling: str | None) -> Layout:
+    """The layout of EmbeddingGemma 2: a text behind its prompt, or an image, between the tokens that frame any input.
+
+    Raises:
+        InvalidConfig: `pooling` is not the mean.
+        ModelLoadFailed: its files describe what is not served, or Pillow is missing.
+    """
+    need_pillow()
+    if pooling not in (None, "mean"):
+        raise InvalidConfig(f"pooling = {pooling!r} is not for this model, whose vector is the mean of its tokens'")
+    given, tokens = processor_settings(metadata.transformer_dir), metadata.tokens
+    named = str(given.get("image_processor_type")).removesuffix("Fast").removesuffix("Pil")
+    of_calls = (metadata.settings.get("processing_kwargs") or {}).get("image")
+    if layout.poolings != ("mean",) or layout.projections or named != "Gemma4ImageProcessor" or of_calls:
+        raise ModelLoadFailed(
+            f"EmbeddingGemma 2 is served with the mean of its tokens and Gemma4ImageProcessor, not with {named} and "
+            f"{metadata.chain}" + (f", processing_kwargs.image = {str(of_calls)[:80]}" if of_calls else "")
+        )
+    if unknown := _SOFT_KEYS.warnings("preprocessor_config.json", given):
+        raise ModelLoadFailed(unknown[0])
+    most, patch = given.get("max_soft_tokens", 280), setting_within(given, "patch_size", 16, (1, 256))
+    image = [str(tokens.config.get(f"{role}_token") or "") for role in ("boi", "eoi", "image")]
+    if most not in _SOFT_TOKENS or not all(image):
+        raise ModelLoadFailed(f"the files have max_soft_tokens = {str(most)[:80]} and the tokens {image} of an image")
+    unit = patch * setting_within(given, "pooling_kernel_size", 3, (1, 16))
+    resample = setting_within(given, "resample", 3, (0, 5))
+    numbers = numbers_of(given | {"do_normalize": False}, (), ())
+    steps = SoftSteps(resample=resample, **numbers, unit=unit, patch=patch, least=1, most=most * unit**2)
+    before, behind = tokens.frame()
+    reserved = tuple(one for one in (image[2], "<|video|>", "<|audio|>") if tokens.id(one) is not None)
+    texts = ChatTexts((before, "", behind), (image[0], image[1]), image[2], "", reserved, False, False, False)
+    side = math.isqrt(most) * unit
+    return replace(layout, dual=DualEncoder(0, side, side, steps), chat=texts, type_ids=False)
 
 
 def _scoring(metadata: ModelMetadata) -> ScoringConfig:
@@ -124,6 +189,17 @@ def _texts(metadata: ModelMetadata, layout: Layout, *, render: bool) -> ChatText
         instruction=default or (_RERANKS if is_reranker else _INSTRUCTION),
         reserved=(_IMAGE, _VIDEO),
     )
+
+
+def _gme_texts(metadata: ModelMetadata) -> ChatTexts:
+    default = metadata.prompts.get(str(metadata.saved.get("default_prompt_name")), "") or _GME_INSTRUCTION
+    return ChatTexts(_GME, _BLOCK, _IMAGE, default, (_IMAGE, _VIDEO), ends_instructions=False, has_grid=False)
+
+
+def _gme_steps(metadata: ModelMetadata, least: int, most: int) -> PatchSteps:
+    given = processor_settings(metadata.transformer_dir)
+    bounds = {"min_pixels": least * _SQUARE, "max_pixels": most * _SQUARE}
+    return replace(patch_steps(given | bounds, "GME"), first=_FIRST_PIXELS)
 
 
 def _rendered(metadata: ModelMetadata, is_reranker: bool) -> tuple[tuple[str, ...], tuple[str, str], str]:

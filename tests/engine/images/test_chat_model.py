@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import transformers
-from PIL import Image
 from tests.engine.conftest import Served
-from tests.support.models.dual_encoders import INSTRUCTION, build_qwen3_vl_embedding, file_of, noise
-from tests.support.models.files import edit
+from tests.support.models.dual_encoders import (
+    ChatLibrary,
+    GmeLibrary,
+    build_gme,
+    build_qwen3_vl_embedding,
+    file_of,
+    noise,
+)
+from tests.support.models.files import edit, read, write
 
 from teimgr.engine.batch import Encoded
 from teimgr.engine.images.chats import image_places
@@ -25,56 +30,36 @@ from teimgr.engine.job import Content, Input
 from teimgr.errors import InputTooLong, InvalidInput, ModelLoadFailed
 
 TEXTS = ["what is a fox?", "The quick brown fox jumps over the lazy dog.", "Zürich x", " a\n b "]
-FILES = [file_of(noise(*size, seed)) for seed, size in enumerate([(40, 50), (300, 200), (200, 300), (5, 90)])]
+SIZES = [(40, 50), (300, 200), (200, 300), (5, 90), (57, 71), (28, 5000)]
+FILES = [file_of(noise(*size, seed)) for seed, size in enumerate(SIZES)]
 TOLD = "Retrieve images relevant to the query"
 
 
-@pytest.fixture(scope="module", params=["sentence-transformers", "bare", "ends"])
+BUILDERS = {
+    "sentence-transformers": build_qwen3_vl_embedding,
+    "bare": partial(build_qwen3_vl_embedding, modules=False),
+    "ends": partial(build_qwen3_vl_embedding, ends=True),
+    "GME": build_gme,
+    "GME, bare": partial(build_gme, modules=False),
+}
+
+
+@pytest.fixture(scope="module", params=list(BUILDERS))
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    modules, ends = request.param != "bare", request.param == "ends"
-    folder = build_qwen3_vl_embedding(tmp_path_factory.mktemp("chat") / "model", modules=modules, ends=ends)
-    found = Served(folder)
+    found = Served(BUILDERS[request.param](tmp_path_factory.mktemp("chat") / "model"))
     yield found
     found.engine.close(1.0)
 
 
-class Library:
-    """The library's image processor, tokenizer, chat template and forward, as its authors put them together."""
-
-    def __init__(self, folder: Path) -> None:
-        self.model: Any = transformers.Qwen3VLModel.from_pretrained(folder, dtype=torch.float32).eval()
-        self.processor: Any = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")
-        self.tokenizer: Any = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
-
-    def inputs(self, text: str, files: list[bytes], told: str = INSTRUCTION) -> dict[str, torch.Tensor]:
-        content: list[dict[str, Any]] = [{"type": "image"} for _ in files]
-        content += [{"type": "text", "text": text}] if text else []
-        messages = [
-            {"role": "system", "content": [{"type": "text", "text": told}]},
-            {"role": "user", "content": content},
-        ]
-        chat = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        seen = {}
-        if files:
-            seen = dict(self.processor(images=[Image.open(io.BytesIO(one)) for one in files], return_tensors="pt"))
-            for grid in seen["image_grid_thw"]:
-                chat = chat.replace("<|image_pad|>", "<|part|>" * (int(grid.prod()) // 4), 1)
-            chat = chat.replace("<|part|>", "<|image_pad|>")
-        encoded = self.tokenizer(chat, return_tensors="pt")
-        ids = encoded["input_ids"]
-        types = (ids == self.model.config.image_token_id).int()
-        return {"input_ids": ids, "attention_mask": encoded["attention_mask"], "mm_token_type_ids": types, **seen}
-
-    @torch.inference_mode()
-    def vector(self, text: str, files: list[bytes], told: str = INSTRUCTION) -> Any:
-        hidden = self.model(**self.inputs(text, files, told)).last_hidden_state[0, -1]
-        return torch.nn.functional.normalize(hidden, dim=-1).numpy()
+def library_of(served: Served) -> ChatLibrary:
+    is_gme = served.engine.layout.config["model_type"] == "qwen2_vl"
+    return (GmeLibrary if is_gme else ChatLibrary)(served.path)
 
 
 def mixed(served: Served) -> tuple[list[Input], list[tuple[str, list[bytes]]]]:
     """Texts, images, and both in one input, of the engine and of the library."""
     given: list[tuple[str, list[bytes]]] = [(one, []) for one in TEXTS] + [("", [one]) for one in FILES]
-    given += [(text, [file]) for text, file in zip(TEXTS, FILES, strict=True)] + [("both", FILES[:2])]
+    given += [(text, [file]) for text, file in zip(TEXTS, FILES, strict=False)] + [("both", FILES[:2])]
     pictures = {one: served.engine.picture(one) for one in FILES}
     inputs: list[Input] = []
     for text, files in given:
@@ -90,7 +75,7 @@ def mixed(served: Served) -> tuple[list[Input], list[tuple[str, list[bytes]]]]:
 def test_vectors_of_texts_images_and_both_are_the_librarys_in_one_mixed_call(served: Served) -> None:
     inputs, given = mixed(served)
     job = served.embed(inputs)
-    library = Library(served.path)
+    library = library_of(served)
     assert not job.errors
     for here, (text, files) in zip(job.vectors, given, strict=True):
         assert float(here @ library.vector(text, files)) > 0.999999
@@ -105,7 +90,7 @@ def test_a_vector_alone_is_that_of_a_mixed_batch(served: Served) -> None:
 
 def test_ids_pixels_and_positions_are_the_librarys_bit_for_bit(served: Served) -> None:
     inputs, given = mixed(served)
-    library = Library(served.path)
+    library = library_of(served)
     tokenizer = served.engine.tokenizer
     encoded = tokenizer.encode(inputs, served.engine.prompts.tokenize_options(served.send(["a"]).options))
     steps = served.engine.layout.dual.steps
@@ -121,27 +106,30 @@ def test_ids_pixels_and_positions_are_the_librarys_bit_for_bit(served: Served) -
         assert torch.equal(made, theirs["pixel_values"])
         sides = [(one.shape[1] // steps.unit, one.shape[2] // steps.unit) for one in taken]
         assert [[1, 2 * down, 2 * across] for down, across in sides] == theirs["image_grid_thw"].tolist()
+        if not served.engine.layout.chat.has_grid:
+            continue
         positions, _ = library.model.get_rope_index(
             theirs["input_ids"], theirs["mm_token_type_ids"], image_grid_thw=theirs["image_grid_thw"]
         )
         assert image_places(ours.ids < 0, sides).tolist() == positions[:, 0].tolist()
 
 
-def test_an_instruction_is_the_system_message_and_ends_in_a_full_stop(served: Served) -> None:
+def test_an_instruction_is_the_system_message_and_ends_as_by_the_authors(served: Served) -> None:
+    library = library_of(served)
+    told = f"{TOLD}." if library.has_full_stop else TOLD
     picture = served.engine.picture(FILES[1])
     job = served.embed([TEXTS[0], Content("a", (picture,))], prompt=TOLD)
-    own = served.embed([Content(TEXTS[0], (), TOLD), Content("a", (picture,), f"{TOLD}.")]).vectors
-    library = Library(served.path)
-    assert float(job.vectors[0] @ library.vector(TEXTS[0], [], f"{TOLD}.")) > 0.999999
-    assert float(job.vectors[1] @ library.vector("a", [FILES[1]], f"{TOLD}.")) > 0.999999
+    own = served.embed([Content(TEXTS[0], (), TOLD), Content("a", (picture,), told)]).vectors
+    assert float(job.vectors[0] @ library.vector(TEXTS[0], [], told)) > 0.999999
+    assert float(job.vectors[1] @ library.vector("a", [FILES[1]], told)) > 0.999999
     assert np.abs(own - job.vectors).max() < 2e-6
 
 
 def test_image_tokens_are_counted_by_the_header_and_charged(served: Served) -> None:
     picture = served.engine.picture(FILES[1])
-    assert picture.tokens == int((Library(served.path).inputs("", [FILES[1]])["mm_token_type_ids"]).sum())
+    assert picture.tokens == int((library_of(served).inputs("", [FILES[1]])["mm_token_type_ids"]).sum())
     job = served.embed([picture])
-    assert job.tokens == Library(served.path).inputs("", [FILES[1]])["input_ids"].numel()
+    assert job.tokens == library_of(served).inputs("", [FILES[1]])["input_ids"].numel()
 
 
 def test_a_long_text_is_cut_and_images_are_not(served: Served) -> None:
@@ -210,4 +198,26 @@ def test_a_chat_template_without_a_place_for_images_is_refused(tmp_path: Path) -
         "{% for message in messages %}{{ message.content[-1].text }} {% endfor %}"
     )
     with pytest.raises(ModelLoadFailed, match="no place for an image"):
+        Served(folder)
+
+
+def test_limits_of_gme_are_those_of_its_code_or_of_its_modules(tmp_path: Path) -> None:
+    for modules, longest in ((True, 512), (False, 400)):
+        found = Served(build_gme(tmp_path / str(longest), modules=modules))
+        assert found.engine.info.max_input_length == longest
+        with pytest.raises(InvalidInput, match="100000 x 1 pixels"):
+            found.engine.picture(file_of(noise(100_000, 1)))
+        found.engine.close(1.0)
+
+
+def test_another_qwen2_vl_is_refused_by_name_and_its_module_is_not_taken_for_gme(tmp_path: Path) -> None:
+    folder = build_gme(tmp_path / "model")
+    config = read(folder / "config.json")
+    for own, named in (({}, "trust_remote_code"), ({"AutoModel": "modeling_other.GmeQwen2VL"}, "trust_remote_code")):
+        write(folder / "config.json", config | {"auto_map": own})
+        with pytest.raises(ModelLoadFailed, match=named):
+            Served(folder)
+    (folder / "modules.json").unlink()
+    write(folder / "config.json", config | {"auto_map": {}})
+    with pytest.raises(ModelLoadFailed, match="GME-Qwen2-VL is"):
         Served(folder)

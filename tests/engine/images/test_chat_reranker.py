@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
-import transformers
-from PIL import Image
 from tests.engine.conftest import Served
-from tests.support.models.dual_encoders import CANDIDATES, JUDGE, build_qwen3_vl_reranker, file_of, noise
+from tests.support.models.dual_encoders import CANDIDATES, ChatLibrary, build_qwen3_vl_reranker, file_of, noise
 
 from teimgr.engine.job import Content, ContentPair, Input, Output, Pair
 from teimgr.errors import InputTooLong, InvalidInput
@@ -45,34 +40,10 @@ def pairs(served: Served) -> list[Input]:
     return [ContentPair(content(query), content(document)) for query, document in GIVEN]
 
 
-def shown(side: Side) -> str:
-    return "<|vision_start|><|image_pad|><|vision_end|>" * len(side[1]) + side[0]
-
-
 def reference(folder: Path, told: str = CANDIDATES) -> np.ndarray:
     """The scores of `GIVEN` by the library, in the prompt of the authors' code, one pair at a time."""
-    model: Any = transformers.Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
-    processor: Any = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")
-    tokenizer: Any = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
-    yes, no = (tokenizer.convert_tokens_to_ids(word) for word in ("yes", "no"))
-    scores = []
-    for query, document in GIVEN:
-        chat = (
-            f"<|im_start|>system\n{JUDGE}<|im_end|>\n<|im_start|>user\n<Instruct>: {told}<Query>:{shown(query)}\n"
-            f"<Document>:{shown(document)}<|im_end|>\n<|im_start|>assistant\n"
-        )
-        seen = {}
-        if files := query[1] + document[1]:
-            seen = dict(processor(images=[Image.open(io.BytesIO(one)) for one in files], return_tensors="pt"))
-            for grid in seen["image_grid_thw"]:
-                chat = chat.replace("<|image_pad|>", "<|part|>" * (int(grid.prod()) // 4), 1)
-            chat = chat.replace("<|part|>", "<|image_pad|>")
-        ids = tokenizer(chat, return_tensors="pt")["input_ids"]
-        types = (ids == model.config.image_token_id).int()
-        with torch.inference_mode():
-            logits = model(input_ids=ids, mm_token_type_ids=types, **seen).logits[0, -1]
-        scores.append(torch.sigmoid(logits[yes] - logits[no]).item())
-    return np.array(scores)
+    library = ChatLibrary(folder, "Qwen3VLForConditionalGeneration")
+    return np.array([library.score(*sides, told) for sides in GIVEN])
 
 
 def test_scores_of_queries_and_documents_with_images_are_the_librarys(served: Served) -> None:

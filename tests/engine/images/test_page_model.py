@@ -11,15 +11,23 @@ import pytest
 import torch
 import transformers
 from tests.engine.conftest import Served
-from tests.support.models.dual_encoders import build_colpali, build_colqwen2, file_of, noise
+from tests.support.models.dual_encoders import build_colmodernvbert, build_colpali, build_colqwen2, file_of, noise
 from tests.support.models.files import edit, read
 
+from teimgr.engine.images.files import decode
+from teimgr.engine.images.pages import squares
+from teimgr.engine.images.pixels import PixelTable, prepare, resized_shape
 from teimgr.engine.job import Output
 from teimgr.errors import InvalidInput, ModelLoadFailed
+from teimgr.models.layout import PatchSteps
 
 QUERIES = ["what is a fox?", "The quick brown fox jumps over the lazy dog.", "Zürich <pad> x", " a\n b "]
 PAGES = [noise(40, 50), noise(300, 200, 1), noise(200, 300, 2), noise(5, 90, 3), noise(300, 200, 4)]
-BUILDERS: dict[str, Callable[[Path], Path]] = {"ColPali": build_colpali, "ColQwen2": build_colqwen2}
+BUILDERS: dict[str, Callable[[Path], Path]] = {
+    "ColPali": build_colpali,
+    "ColQwen2": build_colqwen2,
+    "ColModernVBert": build_colmodernvbert,
+}
 VECTORS = frozenset({Output.MULTI_VECTOR})
 
 
@@ -32,7 +40,8 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def reference(folder: Path) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The vectors of `QUERIES` and `PAGES` by the library and its processor, one at a time."""
-    name = "ColPali" if transformers.AutoConfig.from_pretrained(folder).model_type == "colpali" else "ColQwen2"
+    kind = transformers.AutoConfig.from_pretrained(folder).model_type
+    name = next(name for name in BUILDERS if name.lower() == kind)
     model: Any = getattr(transformers, f"{name}ForRetrieval").from_pretrained(folder).eval()
     processor = getattr(transformers, f"{name}Processor").from_pretrained(folder)
     with torch.inference_mode():
@@ -92,8 +101,8 @@ def test_a_self_test_embeds_a_page_too(served: Served) -> None:
 
 
 def test_a_page_too_long_for_its_width_is_refused_by_its_header(served: Served) -> None:
-    if served.engine.layout.config["model_type"] == "colpali":
-        pytest.skip("ColPali scales every image to a square")
+    if not isinstance(served.engine.layout.dual.steps, PatchSteps):
+        pytest.skip("it scales every image, or divides it")
     with pytest.raises(InvalidInput, match="200 times"):
         served.engine.picture(file_of(noise(2010, 5)))
 
@@ -104,6 +113,11 @@ def test_a_page_too_long_for_its_width_is_refused_by_its_header(served: Served) 
         (build_colpali, {"image_seq_length": 0}, "image_seq_length"),
         (build_colqwen2, {"temporal_patch_size": 4}, "temporal_patch_size"),
         (build_colqwen2, {"size": {"shortest_edge": 1, "longest_edge": 10**9}}, "longest_edge"),
+        (build_colmodernvbert, {"do_image_splitting": False}, "do_image_splitting"),
+        (build_colmodernvbert, {"max_image_size": {"longest_edge": 32}}, "squares of 32 pixels"),
+        (build_colmodernvbert, {"size": {"longest_edge": 1024}}, "squares of 64"),
+        (build_colmodernvbert, {"size": {"longest_edge": 512}}, "<row_1_col_5>"),
+        (build_colmodernvbert, {"image_mean": [0.0, 0.0, 0.0]}, "for padding"),
     ],
 )
 def test_settings_that_are_not_served_are_refused_by_name(
@@ -114,3 +128,23 @@ def test_settings_that_are_not_served_are_refused_by_name(
     edit(settings, image_processor=read(settings)["image_processor"] | change)
     with pytest.raises(ModelLoadFailed, match=named):
         Served(folder)
+
+
+SIZES = [(40, 50), (300, 200), (64, 64), (1, 500), (500, 1), (2010, 5), (256, 256), (255, 257), (90, 1000), (199, 53)]
+
+
+def test_squares_and_ids_of_a_page_are_those_of_the_librarys_processor_bit_for_bit(tmp_path: Path) -> None:
+    served = Served(build_colmodernvbert(tmp_path / "model"))
+    processor: Any = transformers.ColModernVBertProcessor.from_pretrained(served.path)
+    tokenizer, steps = served.engine.tokenizer, served.engine.layout.dual.steps
+    for seed, size in enumerate(SIZES):
+        theirs = processor.process_images(images=[noise(*size, seed)])
+        made = prepare(decode(file_of(noise(*size, seed))), steps)
+        assert torch.equal(squares(PixelTable(steps).numbers([made]), steps.tile), theirs["pixel_values"]), size
+        ids = tokenizer._page_ids.of(*resized_shape(steps, *size))
+        assert ids.tolist() == theirs["input_ids"][0].tolist(), size
+        assert tokenizer.picture(file_of(noise(*size, seed))).tokens == len(ids)
+    options = served.engine.prompts.tokenize_options(served.send(["a"], outputs=VECTORS).options)
+    query = tokenizer.encode(["a fox"], options)[0]
+    served.engine.close(1.0)
+    assert query.ids.tolist() == processor.process_queries(text=["a fox"])["input_ids"][0].tolist()

@@ -1,11 +1,13 @@
 """Models of texts and images, as transformers and sentence-transformers save them: CLIP, SigLIP, ColPali, ColQwen2,
-Qwen3-VL-Embedding and -Reranker; DINOv2, of images alone; CLAP, of texts and sounds; and pictures and sounds.
+ColModernVBert, Qwen3-VL-Embedding and -Reranker, GME, EmbeddingGemma 2; DINOv2, of images alone; CLAP, of texts and
+sounds; what some of them compute; and pictures and sounds.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +16,8 @@ import soundfile
 import torch
 import transformers
 from PIL import Image
-from tests.support.models.files import CORPUS, _byte_level, edit, pad_and_truncate, write, write_modules
+from safetensors.torch import load_file, save_file
+from tests.support.models.files import CORPUS, _byte_level, edit, pad_and_truncate, read, write, write_modules
 from tokenizers import Tokenizer, processors
 
 WIDTH = 24
@@ -169,6 +172,32 @@ def build_colqwen2(folder: Path, seed: int = 0) -> Path:
     return _save_whole(transformers.ColQwen2ForRetrieval, config, processor, folder, seed)
 
 
+def build_colmodernvbert(folder: Path, seed: int = 0) -> Path:
+    """Write a ColModernVBert to `folder`, whose pictures have 1 to 16 squares of 64 x 64 pixels, each of 4 tokens."""
+    names = ["[CLS]", "[SEP]", "[PAD]", "<|begin_of_text|>", "<image>", "<fake_token_around_image>", "<global-img>"]
+    names += ["<end_of_utterance>", *(f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5))]
+    library = _byte_level(names, CORPUS, 500)
+    ids = {name: library.token_to_id(name) for name in names}
+    library.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[(name, ids[name]) for name in ("[CLS]", "[SEP]")]
+    )
+    tokenizer = _wrapped(library, 512, "[PAD]", cls_token="[CLS]", sep_token="[SEP]")
+    pictures: Any = transformers.Idefics3ImageProcessorPil(
+        size={"longest_edge": 256}, max_image_size={"longest_edge": 64}
+    )
+    processor: Any = transformers.ColModernVBertProcessor(pictures, tokenizer, image_seq_len=4)
+    texts = _PART | {"model_type": "modernbert", "vocab_size": len(tokenizer), "max_position_embeddings": 512}
+    texts |= {"local_attention": 16, "global_attn_every_n_layers": 2, "pad_token_id": ids["[PAD]"]}
+    texts |= dict.fromkeys(("bos_token_id", "cls_token_id"), ids["[CLS]"])
+    texts |= dict.fromkeys(("eos_token_id", "sep_token_id"), ids["[SEP]"])
+    seen = _PART | {"image_size": 64, "patch_size": 16, "model_type": "siglip_vision_model"}
+    whole = transformers.ModernVBertConfig(
+        text_config=texts, vision_config=seen, image_token_id=processor.image_token_id, pixel_shuffle_factor=2
+    )
+    config = transformers.ColModernVBertConfig(vlm_config=whole, embedding_dim=WIDTH)
+    return _save_whole(transformers.ColModernVBertForRetrieval, config, processor, folder, seed)
+
+
 def _wrapped(library: Tokenizer, longest: int, pad: str = "<pad>", **names: str) -> Any:
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=library, model_max_length=longest, pad_token=pad, **names
@@ -320,6 +349,185 @@ def _save_chat(folder: Path, seed: int, *, ends: bool = False, longest: int = 51
     pictures.save_pretrained(folder)
     edit(folder / "preprocessor_config.json", image_processor_type="Qwen2VLImageProcessorFast")
     return ids
+
+
+def build_gme(folder: Path, seed: int = 0, *, modules: bool = True) -> Path:
+    """Write a GME to `folder` as its authors' files are, whose images have 4 to 16 tokens."""
+    library = _byte_level(list(_NAMES), CORPUS)
+    tokenizer = _wrapped(library, 512, _NAMES[0], eos_token="<|im_end|>")
+    texts = _PART | {"num_key_value_heads": 2, "vocab_size": len(tokenizer), "max_position_embeddings": 512}
+    ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    ids |= _vision_ids({name: library.token_to_id(name) for name in _NAMES})
+    seen = {"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 4, "mlp_ratio": 2, "patch_size": 14}
+    scaled = {"rope_theta": 1e4, "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}
+    config = texts | ids | scaled | {"vision_config": seen, "tie_word_embeddings": True}
+    torch.manual_seed(seed)
+    model = transformers.Qwen2VLForConditionalGeneration(transformers.Qwen2VLConfig.from_dict(dict(config)))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    transformers.Qwen2VLImageProcessorPil().save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")  # in the names of the hub's file, of transformers 4
+    olds = (name.replace("model.visual.", "visual.").replace("model.language_model.", "model.") for name in weights)
+    save_file(dict(zip(olds, weights.values(), strict=True)), folder / "model.safetensors", {"format": "pt"})
+    own = {"AutoModel": "modeling_gme_qwen2vl.GmeQwen2VL", "AutoConfig": "modeling_gme_qwen2vl.GmeQwen2VLConfig"}
+    limits = {"min_image_tokens": 4, "max_image_tokens": 16, "max_length": 400}
+    named = {"model_type": "qwen2_vl", "architectures": ["GmeQwen2VL"], "auto_map": own}
+    write(folder / "config.json", config | limits | named)
+    if modules:
+        package = f"{_PACKAGE}.models"
+        write_modules(folder, "custom_st.MultiModalTransformer", f"{package}.Pooling", f"{package}.Normalize")
+        pooling = {"word_embedding_dimension": 32, "pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": False}
+        write(folder / "1_Pooling" / "config.json", pooling)
+        write(folder / "2_Normalize" / "config.json", {})
+        write(folder / "sentence_bert_config.json", {"max_seq_length": 512, "do_lower_case": False})
+    return folder
+
+
+def build_embedding_gemma2(folder: Path, seed: int = 0) -> Path:
+    """Write an EmbeddingGemma 2 to `folder`, whose images have at most 70 tokens of 8 x 8 pixels."""
+    names = ["<pad>", "<eos>", "<bos>", "<|image>", "<image|>", "<|image|>", "<|video|>", "<|audio|>"]
+    library = _byte_level(names, CORPUS)
+    ids = {name: library.token_to_id(name) for name in names}
+    library.post_processor = processors.TemplateProcessing(
+        single="<bos> $A <eos>", special_tokens=[(name, ids[name]) for name in ("<bos>", "<eos>")]
+    )
+    tokenizer = _wrapped(library, 512, bos_token="<bos>", eos_token="<eos>")
+    heads = {
+        "num_attention_heads": 4,
+        "head_dim": 8,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+    }
+    texts = heads | {"vocab_size": len(tokenizer), "num_key_value_heads": 2, "max_position_embeddings": 512}
+    texts |= {"global_head_dim": 16, "num_global_key_value_heads": 1, "sliding_window": 8, "sliding_window_pattern": 2}
+    texts |= {"hidden_size_per_layer_input": 16, "embedding_dim": WIDTH, "pad_token_id": 0}
+    seen = heads | {"num_key_value_heads": 4, "patch_size": 4, "pooling_kernel_size": 2, "position_embedding_size": 160}
+    named = {f"{kind}_token_id": ids[f"<|{kind}|>"] for kind in ("image", "video", "audio")}
+    config = transformers.EmbeddingGemma2Config(
+        text_config=texts, vision_config=seen | {"model_type": "gemma4_vision"}, **named
+    )
+    pictures: Any = transformers.Gemma4ImageProcessorPil(patch_size=4, pooling_kernel_size=2, max_soft_tokens=70)
+    _save(transformers.EmbeddingGemma2Model, config, seed, pictures, folder)
+    tokenizer.save_pretrained(folder)
+    edit(folder / "tokenizer_config.json", image_token="<|image|>", boi_token="<|image>", eoi_token="<image|>")
+    parts = ("base.modules.transformer.Transformer", "sentence_transformer.modules.pooling.Pooling")
+    write_modules(folder, *(f"{_PACKAGE}.{part}" for part in parts), f"{_PACKAGE}.base.modules.normalize.Normalize")
+    write(folder / "1_Pooling" / "config.json", {"embedding_dimension": WIDTH, "pooling_mode": "mean"})
+    write(folder / "2_Normalize" / "config.json", {})
+    _settings(folder, "last_hidden_state", "token_embeddings", {})
+    saved = {"model_type": "SentenceTransformer", "prompts": {"SearchQuery": "task: search result | query: "}}
+    write(folder / "config_sentence_transformers.json", saved)
+    return folder
+
+
+def shown(text: str, images: int) -> str:
+    """A text behind images as it stands in a chat, before the tokens of these are repeated."""
+    return "<|vision_start|><|image_pad|><|vision_end|>" * images + text
+
+
+class ChatLibrary:
+    """Qwen3-VL by transformers' image processor with Pillow, its tokenizer and its forward, one input at a time, in the
+    chat of its authors' code.
+    """
+
+    kind = "Qwen3VLModel"
+    told = INSTRUCTION
+    end = ""
+    has_full_stop = True
+
+    def __init__(self, folder: Path, kind: str = "", **pixels: int) -> None:
+        self.model: Any = getattr(transformers, kind or self.kind).from_pretrained(folder, dtype=torch.float32).eval()
+        self.tokenizer: Any = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+        self._processor: Any = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil", **pixels)
+
+    def inputs(self, text: str, files: Sequence[bytes], told: str = "") -> dict[str, torch.Tensor]:
+        head = f"<|im_start|>system\n{told or self.told}<|im_end|>\n<|im_start|>user\n"
+        return self.of(f"{head}{shown(text, len(files))}<|im_end|>\n<|im_start|>assistant\n{self.end}", files)
+
+    def of(self, chat: str, files: Sequence[bytes]) -> dict[str, torch.Tensor]:
+        seen: dict[str, Any] = {}
+        if files:
+            seen = dict(self._processor(images=[self.opened(one) for one in files], return_tensors="pt"))
+            for grid in seen["image_grid_thw"]:
+                chat = chat.replace("<|image_pad|>", "<|part|>" * (int(grid.prod()) // 4), 1)
+        ids = self.tokenizer(chat.replace("<|part|>", "<|image_pad|>"), return_tensors="pt")["input_ids"]
+        return {"input_ids": ids, "mm_token_type_ids": (ids == self.model.config.image_token_id).int(), **seen}
+
+    def opened(self, data: bytes) -> Image.Image:
+        return Image.open(io.BytesIO(data))
+
+    def hidden(self, given: dict[str, torch.Tensor]) -> torch.Tensor:
+        return self.model(**given).last_hidden_state
+
+    def pooled(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden[0, -1]
+
+    @torch.inference_mode()
+    def vector(self, text: str, files: Sequence[bytes] = (), told: str = "") -> Any:
+        found = self.pooled(self.hidden(self.inputs(text, files, told)))
+        return torch.nn.functional.normalize(found, dim=-1).numpy()
+
+    @torch.inference_mode()
+    def score(self, query: Any, document: Any, told: str = CANDIDATES) -> float:
+        """The probability of yes against no, of two sides of a text and files each."""
+        texts = [shown(text, len(files)) for text, files in (query, document)]
+        chat = (
+            f"<|im_start|>system\n{JUDGE}<|im_end|>\n<|im_start|>user\n<Instruct>: {told}<Query>:{texts[0]}\n"
+            f"<Document>:{texts[1]}<|im_end|>\n<|im_start|>assistant\n"
+        )
+        logits = self.model(**self.of(chat, [*query[1], *document[1]])).logits[0, -1]
+        yes, no = (self.tokenizer.convert_tokens_to_ids(word) for word in ("yes", "no"))
+        return float(torch.sigmoid(logits[yes] - logits[no]))
+
+
+class GmeLibrary(ChatLibrary):
+    """GME: tokens of images have the positions of a text, and images are resized twice."""
+
+    kind = "Qwen2VLModel"
+    told = "You are a helpful assistant."
+    end = "<|endoftext|>"
+    has_full_stop = False
+
+    def __init__(self, folder: Path) -> None:
+        found = read(folder / "config.json")
+        super().__init__(folder, **{f"{end}_pixels": found[f"{end}_image_tokens"] * 28 * 28 for end in ("min", "max")})
+
+    def hidden(self, given: dict[str, torch.Tensor]) -> torch.Tensor:
+        embedded = self.model.get_input_embeddings()(given["input_ids"])
+        if "pixel_values" in given:
+            seen = self.model.visual(given["pixel_values"], grid_thw=given["image_grid_thw"]).pooler_output
+            embedded[given["mm_token_type_ids"] == 1] = seen
+        return self.model.language_model(inputs_embeds=embedded).last_hidden_state
+
+    def opened(self, data: bytes) -> Image.Image:
+        """As Qwen's tools read it before the processor does; on white."""
+        return _fetched(super().opened(data).convert("RGBA"))
+
+
+class Gemma2Library(ChatLibrary):
+    """EmbeddingGemma 2: the mean of all tokens of a text, behind its prompt, or of an image."""
+
+    kind = "EmbeddingGemma2Model"
+
+    def inputs(self, text: str, files: Sequence[bytes], told: str = "") -> dict[str, torch.Tensor]:
+        seen = dict(self._processor(images=[self.opened(files[0])], return_tensors="pt")) if files else {}
+        tokens = int(seen.pop("num_soft_tokens_per_image", [0])[0])
+        image = f"<|image>{'<|image|>' * tokens}<image|>" if files else ""
+        return {"input_ids": self.tokenizer(told + text + image, return_tensors="pt")["input_ids"], **seen}
+
+    def pooled(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden[0].mean(dim=0)
+
+
+def _fetched(image: Image.Image) -> Image.Image:
+    image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
+    sides, pixels = [max(28, round(side / 28) * 28) for side in image.size], math.prod(image.size)
+    for bound, cut in ((4 * 28 * 28, math.ceil), (16_384 * 28 * 28, math.floor)):
+        if (math.prod(sides) < bound) == (cut is math.ceil) and math.prod(sides) != bound:
+            scale = math.sqrt(bound / pixels) if cut is math.ceil else 1 / math.sqrt(pixels / bound)
+            sides = [cut(side * scale / 28) * 28 for side in image.size]
+    return image.resize((sides[0], sides[1]))
 
 
 def noise(width: int, height: int, seed: int = 0) -> Image.Image:

@@ -27,6 +27,7 @@ from teimgr.spec import Kind
 Contents = tuple[Content, ...]
 """What stands between the pieces of the chat: one content, or a query and a document."""
 _MAX_INSTRUCTION = 16_384  # characters
+_IS_FUSED = "Input validation error: `inputs` has one of several parts, and this model reads a text or an image alone"
 _NEEDS_PAIRS = "Input validation error: `inputs` must be pairs for this model"
 
 
@@ -75,14 +76,16 @@ class ChatWriter:
         return [self._checked(ids, contents, limit) for ids, contents in zip(made, inputs, strict=True)]
 
     def _complete(self, instruction: str) -> str:
-        """The instruction, or the model's default; ends with a full stop unless it ends with punctuation."""
-        instruction = instruction.strip() or self.chat.instruction
+        """The instruction, or the model's default; by most models it ends with a full stop or other punctuation."""
+        if self.chat.ends_instructions or not instruction.strip():
+            instruction = instruction.strip() or self.chat.instruction
         if len(instruction) > _MAX_INSTRUCTION:
             raise InvalidInput(
                 f"Input validation error: the instruction has {len(instruction):,} characters, and "
                 f"{_MAX_INSTRUCTION:,} are allowed"
             )
-        return instruction if unicodedata.category(instruction[-1]).startswith("P") else f"{instruction}."
+        is_complete = not self.chat.ends_instructions or unicodedata.category(instruction[-1]).startswith("P")
+        return instruction if is_complete else f"{instruction}."
 
     def _template(self, instruction: str, images: Sequence[int]) -> PairTemplate:
         pieces = self.chat.pieces
@@ -152,6 +155,8 @@ class ChatTokenizer(PictureTokenizer):
                 continue
             instruction = contents[0].instruction
             instruction = options.prompt if instruction is None else instruction
+            if not self.writer.chat.fuses and contents[0].pictures:
+                instruction = ""  # as by sentence-transformers
             key = instruction, tuple(len(one.pictures) for one in contents), repeated(contents)
             groups.setdefault(key, []).append((row, contents))
         for (instruction, *_), rows in groups.items():
@@ -182,6 +187,8 @@ class ChatTokenizer(PictureTokenizer):
             return InvalidInput(_NEEDS_PAIRS if self._takes_pairs else is_pair)
         if not any(one.text or one.pictures for one in found):
             return EmptyInput()
+        if not self.writer.chat.fuses and any(one.pictures and (one.text or one.pictures[1:]) for one in found):
+            return InvalidInput(_IS_FUSED)
         if not options.truncate and (error := self._check_characters(sum(map(len, found)))) is not None:
             return error
         return found

@@ -37,7 +37,7 @@ from teimgr.engine.library_model import load_module
 from teimgr.engine.tokenizer_library import TokenizerLibrary, load_tokenizer
 from teimgr.engine.truncation import Shortener
 from teimgr.errors import ModelLoadFailed, TeimgrError
-from teimgr.models.layout import Layout, PatchSteps
+from teimgr.models.layout import Layout, PatchSteps, SoftSteps
 
 _KNOWN = 2  # known images: each is computed a few times at load, in seconds by a large model on a CPU
 _NO_LIMIT = 1 << 30
@@ -54,8 +54,10 @@ class ChatBatch(PackedBatch):
     places: NDArray[np.int64] | None = None
 
 
-def pack_chats(inputs: Sequence[Encoded], image_id: int, unit: int) -> PackedBatch:
-    """Like `pack`; of pictures, which are decoded, the pixels go with the batch. Squares of `unit` are tokens."""
+def pack_chats(inputs: Sequence[Encoded], image_id: int, unit: int, *, has_grid: bool = True) -> PackedBatch:
+    """Like `pack`; of pictures, which are decoded, the pixels go with the batch. Squares of `unit` are tokens, with
+    positions in rows and columns where `has_grid`.
+    """
     packed = pack(inputs)
     if not any(isinstance(each, EncodedPicture) for each in inputs):
         return packed
@@ -64,6 +66,8 @@ def pack_chats(inputs: Sequence[Encoded], image_id: int, unit: int) -> PackedBat
     is_image = packed.ids < 0
     sides = iter([(picture.shape[1] // unit, picture.shape[2] // unit) for picture in pictures])
     borders = packed.cu_seqlens
+    if not has_grid:
+        return _chats(packed, pictures, image_id, np.tile(packed.position_ids, (3, 1)))
     places = [
         image_places(is_image[begin:end], [next(sides) for _ in _pictures_in(inputs[at])])
         for begin, end, at in zip(borders[:-1].tolist(), borders[1:].tolist(), owners.tolist(), strict=True)
@@ -157,7 +161,7 @@ class ChatBackbone(Transformer):
             return given | {"inputs_embeds": embedded}
         mask = to_device(is_image, self.device)
         embedded = embedded.masked_scatter(mask[..., None], seen.to(embedded.dtype))
-        more = {"visual_pos_masks": mask, "deepstack_visual_embeds": list(added)}
+        more = {"visual_pos_masks": mask, "deepstack_visual_embeds": list(added)} if added else {}
         return given | {"inputs_embeds": embedded} | more
 
     def _seen(self, pictures: Sequence[Pixels]) -> tuple[Tensor, list[Tensor]]:
@@ -168,7 +172,27 @@ class ChatBackbone(Transformer):
         vision = self._whole.visual
         given = pixels.to(self.device, next(vision.parameters()).dtype)
         found = vision(given, grid_thw=torch.tensor(grids, device=self.device), return_dict=True)
-        return found.pooler_output, list(found.deepstack_features)
+        return found.pooler_output, list(getattr(found, "deepstack_features", None) or ())  # Qwen2-VL lacks them
+
+
+class SoftBackbone(ChatBackbone):
+    """The texts' half of EmbeddingGemma 2, whose image half reads each picture on its own."""
+
+    def _inputs(self, *given: Any, **named: Any) -> dict[str, Any]:
+        found = super()._inputs(*given, **named)
+        return found | {"position_ids": found["position_ids"][0]}
+
+    def _seen(self, pictures: Sequence[Pixels]) -> tuple[Tensor, list[Tensor]]:
+        found: list[Tensor] = []
+        patch = self._steps.patch
+        for picture in pictures:
+            down, across = picture.shape[1] // patch, picture.shape[2] // patch
+            split = self._table.numbers([picture]).reshape(3, down, patch, across, patch).permute(1, 3, 2, 4, 0)
+            places = torch.stack(torch.meshgrid(torch.arange(across), torch.arange(down), indexing="xy"), dim=-1)
+            given = split.reshape(1, down * across, -1), places.reshape(1, -1, 2)
+            seen = self._whole.get_image_features(*(one.to(self.device) for one in given), return_dict=True)
+            found += seen.pooler_output
+        return torch.cat(found), []
 
 
 class TwoTokens(nn.Module):
@@ -202,7 +226,7 @@ class ChatModel(PicturedModel):
         self._reference = self.vectors(self.known)
 
     def pack(self, inputs: Sequence[Encoded]) -> PackedBatch:
-        return pack_chats(inputs, self._writer.image_id, self._unit)
+        return pack_chats(inputs, self._writer.image_id, self._unit, has_grid=self._writer.chat.has_grid)
 
     def _of_one_image(self, layout: Layout) -> NDArray[np.int32]:
         """The ids of an image alone, as one token; for a reranker, as a document."""
@@ -222,7 +246,10 @@ class ChatModel(PicturedModel):
         own = np.full(side[0] * side[1], -1, np.int32)
         ids = np.concatenate([self._alone[:at], own, self._alone[at + 1 :]])
         packed = pack([Encoded(np.tile(ids, (len(pictures), 1)))])
-        places = np.tile(image_places(ids < 0, [side]), len(pictures))
+        own_places = np.tile(np.arange(len(ids)), (3, 1))
+        if self._writer.chat.has_grid:
+            own_places = image_places(ids < 0, [side])
+        places = np.tile(own_places, len(pictures))
         batch = _chats(packed, pictures, self._writer.image_id, places)
         hidden = self.backbone.hidden(batch)
         return hidden[to_device(batch.ends - 1, hidden.device)].float()
@@ -251,7 +278,8 @@ def load_chat_model(layout: Layout, device: torch.device, threads: int) -> ChatM
     module: Any = load_module(layout, device)
     heads: dict[Output, Head]
     if layout.scoring is None:
-        whole, width = module, int(module.config.text_config.hidden_size)
+        whole, texts = module, module.config.text_config
+        width = int(getattr(texts, "embedding_dim", texts.hidden_size))
         heads = {Output.DENSE: DenseHead(layout.poolings, nn.Sequential(), width)}
     else:
         causal = layout.scoring.causal
@@ -262,7 +290,12 @@ def load_chat_model(layout: Layout, device: torch.device, threads: int) -> ChatM
             raise ModelLoadFailed(f"the model has no output for the tokens {tokens}")
         heads = {Output.SCORES: CausalHead(TwoTokens(output[tokens]))}
     _check_patches(whole.config.vision_config, layout.dual.steps)
-    backbone = ChatBackbone(whole, layout.dual.steps, device)
+    backbone: ChatBackbone
+    if isinstance(layout.dual.steps, SoftSteps):
+        whole.audio_tower = whole.embed_audio = None  # of sounds, which are not served
+        backbone = SoftBackbone(whole, layout.dual.steps, device)
+    else:
+        backbone = ChatBackbone(whole, layout.dual.steps, device)
     tokenizer = load_tokenizer(layout)
     writer = ChatWriter(
         layout.chat, TokenizerLibrary(tokenizer), Shortener(Boundaries(tokenizer), layout.max_length), _NO_LIMIT
@@ -272,8 +305,9 @@ def load_chat_model(layout: Layout, device: torch.device, threads: int) -> ChatM
 
 def _check_patches(vision: Any, steps: PatchSteps) -> None:
     """Check that the model reads the patches that the image processor makes."""
-    wanted = int(vision.patch_size), int(vision.patch_size) * int(vision.spatial_merge_size)
-    if (steps.patch, steps.unit) != wanted or int(vision.temporal_patch_size) != 2:
+    merge = vision.pooling_kernel_size if isinstance(steps, SoftSteps) else vision.spatial_merge_size
+    wanted = int(vision.patch_size), int(vision.patch_size) * int(merge)
+    if (steps.patch, steps.unit) != wanted or int(getattr(vision, "temporal_patch_size", 2)) != 2:
         raise ModelLoadFailed(
             f"preprocessor_config.json has patches of {steps.patch} pixels in squares of {steps.unit}, and "
             f"vision_config of config.json {wanted[0]} in {wanted[1]}"

@@ -38,14 +38,14 @@ class EncodedPicture(Encoded):
     waiting: tuple[WaitingPicture, ...] = ()
 
 
-def read_picture(data: bytes, dual: DualEncoder, around: int = 0) -> Picture:
-    """An image file as an input of the model, by its header; `around` are tokens of the text around it.
+def read_picture(data: bytes, dual: DualEncoder) -> Picture:
+    """An image file as an input of the model, by its header.
 
     Raises:
         InvalidInput: its format is not allowed, it is broken at its beginning, or too large.
     """
     size = read_size(data)
-    tokens = tokens_of(dual, size.width, size.height) + around
+    tokens = tokens_of(dual, size.width, size.height)
     return Picture(
         data=data,
         format=size.format,
@@ -110,11 +110,10 @@ class PictureTokenizer(FileTokenizer):
         super().__init__(layout, max_length)
         assert layout.dual is not None
         self._dual = layout.dual
-        self._around = 0  # tokens of the text around an image
 
     def picture(self, data: bytes) -> Picture:
         """An image file as an input of the model, by its header; raises as `read_picture`."""
-        return read_picture(data, self._dual, self._around)
+        return read_picture(data, self._dual)
 
     def known_picture(self) -> Input:
         """For self-tests."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -25,15 +26,15 @@ from teimgr.engine.heads.multi_vector import offsets
 from teimgr.engine.host_weights import HostWeights
 from teimgr.engine.images.inputs import PicturedBatch, PictureTokenizer
 from teimgr.engine.images.model import PicturedModel, known_pictures
-from teimgr.engine.images.pixels import Pixels, PixelTable
+from teimgr.engine.images.pixels import Pixels, PixelTable, grid_of, resized_shape, tokens_in
 from teimgr.engine.images.waiting import PictureDecoder
-from teimgr.engine.job import Input, Output, Pair
+from teimgr.engine.job import Input, Output, Pair, Picture
 from teimgr.engine.library_model import load_module
 from teimgr.engine.templates import CausalTemplate
 from teimgr.engine.tokenizer import TokenizeOptions
 from teimgr.engine.tokenizer_library import TokenizerLibrary, load_tokenizer
 from teimgr.errors import EmptyInput, InvalidInput, ModelLoadFailed, TeimgrError
-from teimgr.models.layout import DualEncoder, Layout, PageTexts, PairTemplate, PatchSteps
+from teimgr.models.layout import DualEncoder, Layout, PageTexts, PairTemplate, PatchSteps, TileSteps
 
 _KNOWN = 2  # known pages: each is computed twice at load, in seconds by a large model on a CPU
 _OF_A_PAGE = "this model reads documents as images of their pages: send an image, or the text as a query"
@@ -46,14 +47,19 @@ class PageTokenizer(PictureTokenizer):
         super().__init__(layout, max_length)
         assert layout.pages is not None
         self._image_token = layout.pages.image_token
-        self._image_id, around = page_ids(self._library, layout.pages)
-        self._around = sum(map(len, around))
+        self._page_ids = PageIds(self._library, layout.pages, self._dual)
         before, behind = layout.pages.query
         whole = partial(self._library.encode, specials=False, offsets=True)
         self._template = CausalTemplate(
             PairTemplate(before, "{query}", behind), whole, self._shortener, self.max_length
         )
         self.special_tokens = self._template.template_tokens
+
+    def picture(self, data: bytes) -> Picture:
+        """An image file as an input of the model, by its header; raises as `read_picture`."""
+        picture = super().picture(data)
+        ids = self._page_ids.of(*resized_shape(self._dual.steps, picture.width, picture.height))
+        return replace(picture, tokens=len(ids))
 
     def _encode_texts(self, inputs: Sequence[Input], options: TokenizeOptions) -> TokenizedTexts:
         found = [self._refused(one, options) or self._without_tokenizer(one, options) for one in inputs]
@@ -64,7 +70,7 @@ class PageTokenizer(PictureTokenizer):
         return TokenizedTexts.of([self._without_images(one or EmptyInput()) for one in found])
 
     def _without_images(self, found: Encoded | TeimgrError) -> Encoded | TeimgrError:
-        if isinstance(found, TeimgrError) or self._image_id not in found.ids:
+        if isinstance(found, TeimgrError) or self._page_ids.image_id not in found.ids:
             return found
         return InvalidInput(
             f"Input validation error: `inputs` has the token {self._image_token}, which stands for a part of an image, "
@@ -79,17 +85,50 @@ class PageTokenizer(PictureTokenizer):
         return None
 
 
-def page_ids(library: TokenizerLibrary, pages: PageTexts) -> tuple[int, tuple[list[int], list[int]]]:
-    """The id of an image's token, and those before and behind them.
+# Around the squares of an image, in the words of Idefics3's processor.
+_AROUND, _WHOLE = "<fake_token_around_image>", "<global-img>"
 
-    Raises:
-        ModelLoadFailed: the tokenizer has no such token.
-    """
-    (read,) = library.encode([f"{pages.image[0]}{pages.image_token}{pages.image[1]}"], specials=False)
-    if pages.image_token not in read.tokens:
-        raise ModelLoadFailed(f"the tokenizer has no token {pages.image_token}, which stands for a part of an image")
-    at = read.tokens.index(pages.image_token)
-    return read.ids[at], (read.ids[:at], read.ids[at + 1 :])
+
+class PageIds:
+    """The token ids of a page, by the size that its image is resized to."""
+
+    def __init__(self, library: TokenizerLibrary, pages: PageTexts, dual: DualEncoder) -> None:
+        """Raises ModelLoadFailed where the tokenizer has no token of an image."""
+        self._library = library
+        self._pages = pages
+        self._dual = dual
+        self._made: dict[str, NDArray[np.int64]] = {}  # of a text for each grid of squares, or of one
+        self.image_id = self._id(pages.image_token)
+        if isinstance(dual.steps, TileSteps):
+            most = range(1, -(-dual.steps.longest // dual.steps.tile) + 1)
+            for token in (_AROUND, _WHOLE, *(f"<row_{row}_col_{column}>" for row in most for column in most)):
+                self._id(token)
+
+    def _id(self, token: str) -> int:
+        (read,) = self._library.encode([token], specials=False)
+        if read.tokens != [token]:
+            raise ModelLoadFailed(f"the tokenizer has no token {token}, which stands for a part of an image")
+        return int(read.ids[0])
+
+    def of(self, across: int, down: int) -> NDArray[np.int64]:
+        steps, token = self._dual.steps, self._pages.image_token
+        each = tokens_in(self._dual, across, down)
+        if isinstance(steps, TileSteps):
+            token, each = _in_squares(token, *grid_of(steps, across, down)), self._dual.image_tokens
+        text = f"{self._pages.image[0]}{token}{self._pages.image[1]}"
+        if text not in self._made:
+            self._made[text] = np.array(self._library.encode([text], specials=False)[0].ids, np.int64)
+        ids = self._made[text]
+        return np.repeat(ids, np.where(ids == self.image_id, each, 1))
+
+
+def _in_squares(token: str, rows: int, columns: int) -> str:
+    """The text of an image in `rows` x `columns` squares, and of the whole of it, each with one `token`."""
+    lines = [
+        "".join(f"{_AROUND}<row_{row}_col_{column}>{token}" for column in range(1, columns + 1)) + "\n"
+        for row in range(1, rows + 1)
+    ]
+    return "".join([*lines, "\n" if rows else "", _AROUND, _WHOLE, token, _AROUND])
 
 
 class QueryHalf(nn.Module):
@@ -135,7 +174,7 @@ class PageModel(PicturedModel):
         self._table = PixelTable(layout.dual.steps)
         self._module = module
         self._dual: DualEncoder = layout.dual
-        self._image_id, self._around = page_ids(TokenizerLibrary(load_tokenizer(layout)), layout.pages)
+        self._ids = PageIds(TokenizerLibrary(load_tokenizer(layout)), layout.pages, layout.dual)
 
     @torch.inference_mode()
     def run(self, batch: PackedBatch, outputs: Iterable[Output]) -> dict[Output, Rows]:
@@ -153,9 +192,10 @@ class PageModel(PicturedModel):
         borders = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
         return {Output.MULTI_VECTOR: Rows(torch.cat(parts), to_device(borders, self.backbone.device))}
 
-    @staticmethod
-    def _groups(pictures: Sequence[Pixels]) -> list[list[Pixels]]:
-        """Neighbours of one size."""
+    def _groups(self, pictures: Sequence[Pixels]) -> list[list[Pixels]]:
+        """Neighbours of one size; those of many squares, each of as many patches as a page of others, alone."""
+        if isinstance(self._dual.steps, TileSteps):
+            return [[one] for one in pictures]
         return [list(group) for _, group in itertools.groupby(pictures, key=np.shape)]
 
     @torch.inference_mode()
@@ -163,23 +203,19 @@ class PageModel(PicturedModel):
         """Of pages of one size, float32 [N, tokens, width], on the device."""
         numbers = self._table.numbers(pictures)
         steps = self._dual.steps
-        tokens, given = self._dual.image_tokens, {"pixel_values": numbers}
+        down, across = numbers.shape[2:]
+        given = {"pixel_values": numbers}
         if isinstance(steps, PatchSteps):
-            across, down = numbers.shape[3] // steps.patch, numbers.shape[2] // steps.patch
-            tokens = numbers.shape[2] * numbers.shape[3] // steps.unit**2
-            grid = torch.tensor([[1, down, across]] * len(pictures))
+            grid = torch.tensor([[1, down // steps.patch, across // steps.patch]] * len(pictures))
             given = {"pixel_values": patches(numbers, steps), "image_grid_thw": grid}
+        elif isinstance(steps, TileSteps):
+            given, down = {"pixel_values": squares(numbers, steps.tile)}, max(down - steps.tile, steps.tile)
         device, dtype = self.backbone.device, next(self._module.parameters()).dtype
         given["pixel_values"] = given["pixel_values"].to(device, dtype)
-        ids = self._ids(tokens, len(pictures)).to(device)
+        ids = torch.from_numpy(np.tile(self._ids.of(across, down), (len(pictures), 1))).to(device)
         given = {name: value.to(device) for name, value in given.items()} | _of_ids(self._module, ids)
         found: Tensor = self._module(**given).embeddings
         return found.float()
-
-    def _ids(self, tokens: int, pages: int) -> Tensor:
-        before, behind = self._around
-        row: NDArray[np.int64] = np.array([*before, *[self._image_id] * tokens, *behind], np.int64)
-        return torch.from_numpy(np.tile(row, (pages, 1)))
 
     def place(self, weights: HostWeights, dtype: torch.dtype, device: torch.device) -> None:
         """Move to `device`.
@@ -202,6 +238,14 @@ def patches(numbers: Tensor, steps: PatchSteps) -> Tensor:
     split = numbers.reshape(pages, colours, down // merge, merge, patch, across // merge, merge, patch)
     own = split.permute(0, 2, 5, 3, 6, 1, 4, 7).unsqueeze(6)
     return own.expand(*own.shape[:6], 2, patch, patch).reshape(pages, down * across, -1)
+
+
+def squares(numbers: Tensor, tile: int) -> Tensor:
+    """[N, 3, height, width] → [N, squares, 3, tile, tile], row by row; of the last row the first square alone."""
+    pages, colours, height, width = numbers.shape
+    down, across = height // tile, width // tile
+    split = numbers.reshape(pages, colours, down, tile, across, tile).permute(0, 2, 4, 1, 3, 5).flatten(1, 2)
+    return split[:, : (down - 1) * across + 1].contiguous()
 
 
 def load_page_model(layout: Layout, device: torch.device, threads: int) -> PageModel:

@@ -16,10 +16,10 @@ from PIL import Image
 
 from teimgr.engine.images.files import MAX_PIXELS
 from teimgr.errors import InvalidInput
-from teimgr.models.layout import DualEncoder, FlexibleSteps, PatchSteps, PixelSteps
+from teimgr.models.layout import DualEncoder, FlexibleSteps, PatchSteps, PixelSteps, SoftSteps, TileSteps
 
 Pixels = NDArray[np.uint8]
-"""Of one picture: [3, height, width]."""
+"""Of one picture: [3, height, width]. With `TileSteps` the whole image in one square is below its several squares."""
 _SCALE_STEP, _MAX_SCALE = 1e-5, 100.0  # of SigLIP2's image processor
 _MAX_RATIO = 200  # of the sides, in Qwen2-VL's image processor
 
@@ -30,10 +30,14 @@ def resized_shape(steps: PixelSteps, width: int, height: int) -> tuple[int, int]
     Raises:
         InvalidInput: resizing would make too many pixels, because one side is far longer than the other.
     """
+    if isinstance(steps, SoftSteps):
+        return _soft_shape(steps, width, height)
     if isinstance(steps, PatchSteps):
         return _shape_of_patches(steps, width, height)
     if isinstance(steps, FlexibleSteps):
         return _shape_within(steps, width, height)
+    if isinstance(steps, TileSteps):
+        return _shapes_of_tiles(steps, width, height)[1]
     if steps.size is not None:
         return steps.size[1], steps.size[0]
     if steps.shortest is None:
@@ -49,20 +53,47 @@ def resized_shape(steps: PixelSteps, width: int, height: int) -> tuple[int, int]
 
 def _shape_of_patches(steps: PatchSteps, width: int, height: int) -> tuple[int, int]:
     """The size that Qwen2-VL's image processor resizes to, number for number."""
+    shown = f"{width} x {height}"
+    if steps.first is not None:
+        width, height = _first_shape(steps, width, height)
     if max(width, height) > _MAX_RATIO * min(width, height):
         raise InvalidInput(
-            f"Input validation error: the image has {width} x {height} pixels, and this model reads none with a side "
+            f"Input validation error: the image has {shown} pixels, and this model reads none with a side "
             f"more than {_MAX_RATIO} times as long as the other: send it cropped"
         )
-    unit = steps.unit
-    across, down = round(width / unit) * unit, round(height / unit) * unit
-    if down * across > steps.most:
-        scale = math.sqrt((height * width) / steps.most)
+    across, down = round(width / steps.unit) * steps.unit, round(height / steps.unit) * steps.unit
+    return _within(steps.unit, (steps.least, steps.most), (width, height), (across, down))
+
+
+def _first_shape(steps: PatchSteps, width: int, height: int) -> tuple[int, int]:
+    """The size that Qwen's tools resize to before the image processor does, which make no side 0."""
+    assert steps.first is not None
+    across, down = (max(steps.unit, round(side / steps.unit) * steps.unit) for side in (width, height))
+    return _within(steps.unit, steps.first, (width, height), (across, down))
+
+
+def _within(unit: int, bounds: tuple[int, int], given: tuple[int, int], rounded: tuple[int, int]) -> tuple[int, int]:
+    """A size in multiples of `unit` with as many pixels as `bounds` allow."""
+    (least, most), (width, height), (across, down) = bounds, given, rounded
+    if down * across > most:
+        scale = math.sqrt((height * width) / most)
         down = max(unit, math.floor(height / scale / unit) * unit)
         across = max(unit, math.floor(width / scale / unit) * unit)
-    elif down * across < steps.least:
-        scale = math.sqrt(steps.least / (height * width))
+    elif down * across < least:
+        scale = math.sqrt(least / (height * width))
         down, across = math.ceil(height * scale / unit) * unit, math.ceil(width * scale / unit) * unit
+    return across, down
+
+
+def _soft_shape(steps: SoftSteps, width: int, height: int) -> tuple[int, int]:
+    """The size that Gemma 4's image processor resizes to, number for number."""
+    factor = math.sqrt(steps.most / (height * width))
+    across, down = (math.floor(factor * side / steps.unit) * steps.unit for side in (width, height))
+    longest = steps.most // steps.unit
+    if not down:
+        return min(math.floor(width / height) * steps.unit, longest), steps.unit
+    if not across:
+        return steps.unit, min(math.floor(height / width) * steps.unit, longest)
     return across, down
 
 
@@ -82,14 +113,49 @@ def _shape_within(steps: FlexibleSteps, width: int, height: int) -> tuple[int, i
     return scaled(width, low), scaled(height, low)
 
 
+def _shapes_of_tiles(steps: TileSteps, width: int, height: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The two sizes that Idefics3's image processor resizes to one after the other, number for number."""
+
+    def even(side: int) -> int:
+        return max(1, side + side % 2)
+
+    def multiple(side: int) -> int:
+        return max(1, math.ceil(side / steps.tile)) * steps.tile
+
+    ratio = width / height
+    if width >= height:
+        first = steps.longest, even(int(steps.longest / ratio))
+    else:
+        first = even(int(steps.longest * ratio)), steps.longest
+    ratio = first[0] / first[1]
+    if first[0] >= first[1]:
+        across = multiple(first[0])
+        return first, (across, multiple(int(across / ratio)))
+    down = multiple(first[1])
+    return first, (multiple(int(down * ratio)), down)
+
+
+def grid_of(steps: TileSteps, across: int, down: int) -> tuple[int, int]:
+    """The rows and columns of squares in a resized image; none where it is one square."""
+    rows, columns = down // steps.tile, across // steps.tile
+    return (0, 0) if rows * columns == 1 else (rows, columns)
+
+
 def tokens_of(dual: DualEncoder, width: int, height: int) -> int:
     """The tokens that an image of this size takes.
 
     Raises:
         InvalidInput: as `resized_shape`.
     """
-    across, down = resized_shape(dual.steps, width, height)
+    return tokens_in(dual, *resized_shape(dual.steps, width, height))
+
+
+def tokens_in(dual: DualEncoder, across: int, down: int) -> int:
+    """The tokens of an image that was resized to `across` x `down`."""
     steps = dual.steps
+    if isinstance(steps, TileSteps):
+        rows, columns = grid_of(steps, across, down)
+        return (rows * columns + 1) * dual.image_tokens
     if isinstance(steps, FlexibleSteps):
         return across * down // steps.patch**2
     return across * down // steps.unit**2 if isinstance(steps, PatchSteps) else dual.image_tokens
@@ -101,12 +167,28 @@ def prepare(image: Image.Image, steps: PixelSteps) -> Pixels:
     Raises:
         InvalidInput: as `resized_shape`.
     """
+    if isinstance(steps, TileSteps):
+        return _squares(image, steps)
     shape = resized_shape(steps, *image.size)
+    if isinstance(steps, PatchSteps) and steps.first is not None:
+        image = image.resize(_first_shape(steps, *image.size), Image.Resampling.BICUBIC)
     resizes = steps.size is not None or steps.shortest is not None or isinstance(steps, (PatchSteps, FlexibleSteps))
     found = np.asarray(image.resize(shape, Image.Resampling(steps.resample)) if resizes else image)
     if steps.crop is not None:
         found = _cropped(found, *steps.crop)
     return np.ascontiguousarray(found.transpose(2, 0, 1))
+
+
+def _squares(image: Image.Image, steps: TileSteps) -> Pixels:
+    first, shape = _shapes_of_tiles(steps, *image.size)
+    filter_, tile = Image.Resampling(steps.resample), steps.tile
+    image = image.resize(first, filter_).resize(shape, filter_)
+    if shape == (tile, tile):
+        return np.ascontiguousarray(np.asarray(image).transpose(2, 0, 1))
+    found = np.zeros((3, shape[1] + tile, shape[0]), np.uint8)
+    found[:, : shape[1]] = np.asarray(image).transpose(2, 0, 1)
+    found[:, shape[1] :, :tile] = np.asarray(image.resize((tile, tile), filter_)).transpose(2, 0, 1)
+    return found
 
 
 def _cropped(rows: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uint8]:
