@@ -84,7 +84,7 @@ class Callers:
         """Call while the body runs."""
         async with (
             self._world.client() as client,
-            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(CALL_LIMIT_S)) as http,
+            self._world.http() as http,
         ):
             every = surfaces_of(self._world, client, http)
             surfaces = {name: every[name] for name in self._surfaces}

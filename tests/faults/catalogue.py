@@ -27,6 +27,7 @@ from tests.support.polling import eventually
 _TARGETS = ("pair", "single")
 _ON_DEMAND = 8  # with what always runs more than `MEMORY_MIB` holds
 _ATTEMPTS = 100
+_MOST_TOKENS = 200  # no text has as many
 
 Fault = Callable[[World], Awaitable[None]]
 WorldT = TypeVar("WorldT", bound=World)
@@ -323,7 +324,7 @@ async def worker_killed_in_a_load_on_demand(world: World) -> None:
 @fault()
 async def unloaded_under_calls(world: World) -> None:
     """A model that is told to go whenever it has no calls loses none of them."""
-    async with _declared(world, ["lazy"]) as client, aiohttp.ClientSession() as http:
+    async with _declared(world, ["lazy"]) as client, world.http() as http:
         for _ in range(4):
             calls = [asyncio.create_task(_answered(world, client, "lazy")) for _ in range(4)]
             await _moment(world, 0.2)
@@ -341,7 +342,7 @@ async def evicted_for_each_other(world: World) -> None:
             for _ in range(2):
                 world.random.shuffle(names)
                 await asyncio.gather(*(_answered(world, client, name) for name in names))
-        async with aiohttp.ClientSession() as http, http.get(f"{world.daemon.api}/events?event=evicted") as reply:
+        async with world.http() as http, http.get(f"{world.daemon.api}/events?event=evicted") as reply:
             evicted = await reply.json()
         if not any(event["instance"] in names for event in evicted):
             world.breaches.append(f"none of {len(names)} models was evicted: the budget is too large for this fault")
@@ -351,6 +352,47 @@ async def _attempts() -> AsyncIterator[int]:
     for number in range(1, _ATTEMPTS + 1):
         yield number
         await asyncio.sleep(0.2)
+
+
+# Tenants
+
+
+@fault()
+async def quotas_changed(world: World) -> None:
+    """A quota comes, rises while it is used up, and goes: not a token is admitted beyond it, and what is left is given.
+
+    `GET /usage` has what the key's calls have counted.
+    """
+    key = f"metered-{world.random.getrandbits(48):012x}"
+    used = 0
+    async with world.http(key) as http, world.http() as operator:
+        for tokens in (600, 1200):
+            await world.set_keys(**{key: {"tokens_per_day": tokens}})
+            found = await asyncio.gather(*(_tokens_of_a_call(world, http) for _ in range(64)))
+            used += sum(found)
+            if not tokens - _MOST_TOKENS < used <= tokens or 0 not in found:
+                world.breaches.append(f"{used} tokens admitted of {tokens} a day, in calls of {sorted(found)}")
+        async with operator.get(f"{world.daemon.api}/usage?by=key") as reply:
+            rows = {row["key"]: row["tokens"] for row in (await reply.json())["usage"]}
+        if rows.get(key) != used:
+            world.breaches.append(f"/usage has {rows.get(key)} tokens of {key}, and its calls had {used}")
+        await world.set_keys(**{key: {}})
+        if not all(await asyncio.gather(*(_tokens_of_a_call(world, http) for _ in range(8)))):
+            world.breaches.append("a call is refused for a quota that is gone")
+        await world.set_keys()
+
+
+async def _tokens_of_a_call(world: World, http: aiohttp.ClientSession) -> int:
+    """Have a text embedded, and compare; the tokens of the call, 0 where a quota refuses it."""
+    row = world.random.randrange(len(world.texts))
+    body = {"input": world.texts[row], "model": "single"}
+    async with http.post(f"{world.daemon.api}/v1/embeddings", json=body) as reply:
+        content = await reply.json()
+        if reply.status == 429 and reply.headers["x-teimgr-code"] == "DAILY_TOKENS_EXCEEDED":
+            return 0
+        assert reply.status == 200, content
+    world.check_vectors("single, metered", [row], [content["data"][0]["embedding"]], world.allowed["single"])
+    return int(content["usage"]["total_tokens"])
 
 
 # Disk
@@ -453,7 +495,7 @@ async def clients_vanished(world: World) -> None:
 @fault()
 async def answers_unread(world: World) -> None:
     """Clients that ask for much and read nothing."""
-    async with aiohttp.ClientSession() as http:
+    async with world.http() as http:
         url = f"{world.daemon.api}/v1/embeddings"
         body = {"input": list(world.texts) * 4, "model": "single"}
         replies = await asyncio.gather(*(http.post(url, json=body) for _ in range(8)), return_exceptions=True)

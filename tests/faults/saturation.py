@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # as pytest's `pythonpath` has it
@@ -28,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # as pytest's `pyt
 from tests.faults import long_run
 from tests.faults.callers import Ask, surfaces_of
 from tests.faults.results import markdown, write
-from tests.faults.world import CALL_LIMIT_S, World
+from tests.faults.world import World
 from tests.support.measures import resident_mib
 
 CALLERS = 2  # of each surface and instance
@@ -78,7 +77,7 @@ async def run(folder: Path, minutes: float, seed: int = 1) -> Run:
         began = time.monotonic()
         async with (
             world.client() as client,
-            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(CALL_LIMIT_S)) as http,
+            world.http() as http,
             asyncio.TaskGroup() as tasks,
         ):
             tasks.create_task(_sample(processes, began, found))

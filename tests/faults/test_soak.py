@@ -20,6 +20,7 @@ KINDS = (
     "worker_killed_in_a_switch",
     "scaled_up_and_down",
     "worker_killed_in_a_load_on_demand",
+    "quotas_changed",
     "unloaded_under_calls",
     "disk_refused",
     "model_file_cut_short",
@@ -38,3 +39,12 @@ async def test_no_invariant_breaks(tmp_path: Path, seed: int) -> None:
     assert report.breaches == []
     assert report.faults.total() >= 2
     assert report.texts > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_quotas_that_change_under_calls_are_exact(tmp_path: Path) -> None:
+    report = await soak.run(tmp_path, 2, faults=2, kinds=("quotas_changed",))
+
+    assert report.breaches == []
+    assert report.faults.total() == 2

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
+import aiohttp
 import numpy as np
 import psutil
 from bench import weights
@@ -20,7 +21,7 @@ from teimgr.client import AsyncClient
 from teimgr.control.supervision.store import parse
 from teimgr.errors import TeimgrError
 from teimgr.spec import InstanceSpec, State
-from tests.support.daemon_process import DaemonProcess
+from tests.support.daemon_process import DaemonProcess, toml
 from tests.support.models import build
 
 # Two models of one shape and other weights, so that a reply of the wrong model is a wrong vector and not an error.
@@ -35,6 +36,7 @@ MEMORY_MIB = 480
 CALL_LIMIT_S = 10.0
 # For processes that end by themselves, such as the nursery of a killed daemon: it may be importing torch.
 _LEFT_OVER_S = 60.0
+_KEY = "world-" + "k" * 24
 _WORDS = (
     "fleet",
     "worker",
@@ -107,6 +109,7 @@ class World:
             restart_backoff_max_secs=1,
             startup_timeout_secs=60,
             host_memory_budget_mib=MEMORY_MIB,
+            auth=_auth(),
         )
         return cls(daemon.start(), folder, chance, texts, references)
 
@@ -120,7 +123,12 @@ class World:
         await self.converged(180.0)  # the nursery imports torch, on a machine that may be loaded
 
     def client(self, timeout_s: float = CALL_LIMIT_S) -> AsyncClient:
-        return self.daemon.async_client(timeout_s=timeout_s)
+        return self.daemon.async_client(timeout_s=timeout_s, api_key=_KEY)
+
+    def http(self, key: str = _KEY) -> aiohttp.ClientSession:
+        """A session whose calls carry the key of the world, or another one."""
+        timeout = aiohttp.ClientTimeout(CALL_LIMIT_S)
+        return aiohttp.ClientSession(timeout=timeout, headers={"authorization": f"Bearer {key}"})
 
     # Changes that are acknowledged
 
@@ -149,6 +157,13 @@ class World:
         async with self.client(60.0) as client:
             await client.update(name, model_id=str(self.folder / other), wait=True)
         self.wanted[name] = replace(self.wanted[name], model=other)
+
+    async def set_keys(self, **quotas: dict[str, int]) -> None:
+        """Have the daemon know these API keys beside that of the world, each its own name and with these quotas."""
+        self.daemon.settings["auth"] = _auth(**quotas)
+        (self.daemon.folder / "teimgr.toml").write_text(toml(self.daemon.settings))
+        async with self.client(60.0) as client:
+            await client.reload()
 
     # Truth
 
@@ -261,6 +276,12 @@ class World:
             except psutil.Error:
                 continue
         return None
+
+
+def _auth(**quotas: dict[str, int]) -> dict[str, Any]:
+    keys: list[dict[str, Any]] = [{"name": "world", "key": _KEY, "rights": ["admin", "inference", "read"]}]
+    keys += [{"name": name, "key": name, "rights": ["inference"], **more} for name, more in quotas.items()]
+    return {"enabled": True, "providers": ["api_keys"], "api_keys": keys}
 
 
 def _started_at(pid: int) -> float | None:
