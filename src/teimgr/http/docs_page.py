@@ -72,7 +72,7 @@ def prose(sentence: str) -> str:
 
 
 def _title(tag: str) -> str:
-    return escape(tag[:1].upper() + tag[1:])
+    return escape(tag[:1].upper() + tag[1:]).replace("Gpus", "GPUs")
 
 
 def _entry(verb: str, path: str, operation: dict[str, Any]) -> str:
@@ -89,7 +89,8 @@ def _section(document: dict[str, Any], verb: str, path: str, operation: dict[str
         schema = document["components"]["schemas"][_name(schema)]
     rows = [*_parameters(operation), *((name, "body", *facts) for name, *facts in _properties(schema))]
     answers = "".join(
-        f"<li>{escape(status)} {_answer(answer)}</li>" for status, answer in sorted(operation["responses"].items())
+        f"<li>{escape(status.replace('default', ''))} {_answer(answer)}</li>"
+        for status, answer in sorted(operation["responses"].items())
     )
     return (
         f'<section id="{_anchor(verb, path)}"><h3><b>{verb.upper()}</b> {escape(path)}</h3>{_text(operation)}'

@@ -193,7 +193,7 @@ def test_the_filter_is_in_the_address(page: Any) -> None:
     assert page.locator("#fleet tbody tr:visible").count() == 3
 
 
-@pytest.mark.parametrize("path", ["/", "/ui/instances/reranker", "/docs"])
+@pytest.mark.parametrize("path", ["/", "/ui/instances/reranker", "/ui/playground", "/docs"])
 def test_nothing_is_cut_off_on_a_phone_or_a_small_screen(page: Any, path: str) -> None:
     for width in (390, 1360):
         page.set_viewport_size({"width": width, "height": 850})
@@ -211,6 +211,8 @@ def test_nothing_is_cut_off_on_a_phone_or_a_small_screen(page: Any, path: str) -
 def test_an_instance_says_how_to_call_it(page: Any, daemon: DaemonProcess) -> None:
     page.goto("/ui/instances/reranker")
     expect(page.locator("#call pre")).to_contain_text(f'curl {daemon.api}/v1/rerank --json \'{{"model":"reranker"')
+    assert "Bearer $TEIMGR_API_KEY" in page.locator("#call pre").inner_text()
+    assert page.locator("#edit-placement").evaluate("(field) => field.selectedIndex") == 0, "the default"
 
 
 def test_the_theme_is_kept(page: Any) -> None:

@@ -114,7 +114,9 @@ async def test_the_fleet_may_be_grouped_by_the_tags_that_it_has(serving: Serving
         assert re.findall("<option>(.*?)</option>", text) == ["&lt;i&gt;", "team"]
         tags = [json.loads(html.unescape(each)) for each in re.findall("data-tags='(.*?)'", text)]
         assert tags == [{}, {"team": "it's", "<i>": ""}]
-        assert ">team=it&#39;s<" in await text_of(front, "/ui/instances/b")
+        text = await text_of(front, "/ui/instances/b")
+        assert ">team=it&#39;s<" in text
+        assert "data-keys" not in text, "a call needs no key here"
 
 
 async def test_a_start_that_repeats_shows_its_number_and_its_events_are_counted(serving: Serving) -> None:

@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 
+from teimgr.http.docs_page import prose
+
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _SPARK_WIDTH, _SPARK_HEIGHT = 96, 24
 _SPARK_MIN = 100.0  # self-tests of an idle fleet are not load
@@ -99,4 +101,5 @@ FILTERS = {
     "tags": tags,
     "clock": clock,
     "spark": spark,
+    "prose": prose,
 }

@@ -322,6 +322,7 @@ function load() {
     if (field.dataset.widget === "lines") text = (value ?? []).join("\n");
     if (field.dataset.widget === "pairs") text = Object.entries(value ?? {}).map(([tag, word]) => `${tag}=${word}`).join("\n");
     if (field.dataset.widget === "auto" && value === 0) text = "auto";
+    if (field.tagName === "SELECT" && ![...field.options].some((option) => option.value === text)) text = "";  // the default
     if (field.dataset.widget === "switch") field.checked = field.defaultChecked = value === true;
     else if (field.value !== text) field.value = field.defaultValue = text;
     initial.set(field, textOf(field));
