@@ -38,7 +38,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
-    with WarmDaemonProcess(api_socket=str(tmp_path / "api.sock")) as running:
+    running = WarmDaemonProcess(api_socket=str(tmp_path / "api.sock"))
+    running.is_new = True  # its command starts the next one
+    with running:
         yield running
 
 

@@ -724,7 +724,7 @@ async def test_keys_are_swapped_under_a_running_mux_and_never_logged(start_mux: 
         await control.stats()
         assert await call(embed("x"), metadata=bearer(ASKER)).code() is UNAUTHENTICATED
     await control.close()
-    mux.process.terminate()  # the log is whole when the process has ended
+    mux.process.send_signal(signal.SIGTERM)  # the log is whole when the process has ended
     mux.process.wait(LIMIT_S)
     mux._emptying.join()
     assert mux.log

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import IO, Any, Self
 
 import psutil
 from tests.support.polling import until
@@ -74,7 +74,8 @@ class DaemonProcess:
         }
         if os.environ.get(CLUSTER_VARIABLE) == "1" and "cluster" not in settings:
             self.settings["cluster"] = cluster_table(HEAD_ADDRESS, "one")
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: Any = None
+        """A `Popen`, or what has its part that is used here."""
         self.may_hold_loops = False
         self.within: Sequence[str] = ()
         """A command that runs the daemon's, such as one that makes a namespace."""
@@ -96,7 +97,7 @@ class DaemonProcess:
         config = self.folder / "teimgr.toml"
         config.write_text(toml(self.settings))
         with (self.folder / "daemon.log").open("ab") as output:
-            self.process = subprocess.Popen(
+            self.process = self._spawn(config, output, environ) or subprocess.Popen(
                 [*self.within, sys.executable, "-m", self.program, "serve", "-c", str(config)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -104,6 +105,9 @@ class DaemonProcess:
                 env=os.environ | {"HF_HUB_OFFLINE": "1"} | dict(environ or {}),
                 start_new_session=True,
             )
+
+    def _spawn(self, config: Path, output: IO[bytes], environ: Mapping[str, str] | None) -> Any:
+        """The process where it is no new one of the command; it has the part of `Popen` that is used here."""
 
     @property
     def is_running(self) -> bool:
@@ -231,17 +235,21 @@ class DaemonProcess:
 
 
 class WarmDaemonProcess(DaemonProcess):
-    """A daemon whose fork server has nothing to import, for tests that are not about starts and left-over processes.
+    """A daemon that has nothing to import, nor its fork server, for tests that are not about starts and left-over
+    processes.
 
     Its fork server has the environment of the tests, and is not among `processes`. Its instances may run before the mux
-    listens, so `start` waits for both.
+    listens, so `start` waits for both. Where `start` is given an environment, the daemon is a new process that imports.
     """
 
     program = "tests.support.fork_server"
+    is_new = False
+    """Whether it is one in any case."""
 
     def start(self, environ: Mapping[str, str] | None = None) -> Self:
         from tests.support.fork_server import SERVICE, nursery_service
 
+        self.is_new = self.is_new or bool(environ or self.within) or self.program != WarmDaemonProcess.program
         super().start({SERVICE: nursery_service()} | dict(environ or {}))
         try:
             self.await_grpc()
@@ -249,6 +257,15 @@ class WarmDaemonProcess(DaemonProcess):
             self._end()
             raise
         return self
+
+    def _spawn(self, config: Path, output: IO[bytes], environ: Mapping[str, str] | None) -> Any:
+        from tests.support.fork_server import fork_program
+
+        if self.is_new:
+            return None
+        main, arguments = f"{self.program}:daemon_with_copy", ("serve", "-c", str(config))
+        given = {"HF_HUB_OFFLINE": "1"} | dict(environ or {})
+        return fork_program(main, arguments, output.fileno(), self.folder, given)
 
 
 def cluster_table(host: str, node: str, **more: Any) -> dict[str, Any]:

@@ -5,14 +5,17 @@ It forks workers for tests of a worker, and fork servers for the daemons of test
     TEIMGR_TEST_NURSERIES=SOCKET python -m tests.support.fork_server serve …
 
 is `teimgr` whose fork server is a copy of that of the test process (`nursery_service`), as the imports are most of what
-a daemon costs. Another server forks the fork servers of scripted workers (`forked_nursery`).
+a daemon costs. Another server forks such daemons themselves, and muxes (`fork_program`), a third the fork servers of
+scripted workers (`forked_nursery`).
 """
 
 from __future__ import annotations
 
 import atexit
+import importlib
 import json
 import os
+import resource
 import select
 import signal
 import socket
@@ -20,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -27,11 +31,16 @@ from pathlib import Path
 from typing import Any
 
 from teimgr.control.launch.nursery_link import NurseryLink, NurseryProcess
+from teimgr.spec import WorkerSpec
 
 _MESSAGE_BYTES = 128 * 1024
 _START_LIMIT_S = 120.0
 SERVICE = "TEIMGR_TEST_NURSERIES"
 _ROOT = Path(__file__).resolve().parents[2]
+_ENVIRON = dict(os.environ)
+"""As it is before a test changes it."""
+_OPEN_FILES = resource.getrlimit(resource.RLIMIT_NOFILE)
+_SET_BY_LIBRARIES = ("KMP_", "PYTEST_", "TORCH")  # torch as it is imported
 
 
 class ForkedProcess:
@@ -55,11 +64,15 @@ class ForkedProcess:
         """The exit status, as `subprocess` gives it.
 
         Raises:
-            TimeoutError: it still runs.
+            subprocess.TimeoutExpired: it still runs.
         """
         if not select.select([self._pidfd], [], [], timeout)[0]:
-            raise TimeoutError(f"process {self.pid} runs after {timeout} s")
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
         return self._server.status_of(self.pid)
+
+    def poll(self) -> int | None:
+        """The exit status, None while it runs."""
+        return self.wait() if select.select([self._pidfd], [], [], 0)[0] else None
 
 
 class ForkServer:
@@ -71,7 +84,7 @@ class ForkServer:
         self._statuses: dict[int, int] = {}
         self._requests = 0
         self._log = Path(tempfile.mkstemp(prefix="t")[1])
-        environ = os.environ | {
+        environ = _ENVIRON | {
             "HF_HUB_OFFLINE": "1",
             "CUDA_VISIBLE_DEVICES": "",
             "PYTHONPATH": f"{_ROOT}:{_ROOT / 'src'}",
@@ -197,13 +210,52 @@ def _copied(link: NurseryLink) -> NurseryProcess:
     return NurseryProcess(link, int(pid), pidfd, ours)
 
 
-def _main() -> int:
-    """`teimgr` with such a fork server."""
+@cache
+def program_server() -> ForkServer:
+    """The fork server of this test process that has imported the daemon and the mux."""
+    modules = ("teimgr.cli.daemon_commands", "teimgr.daemon.process", "teimgr.mux.process")
+    return ForkServer("--entry", f"{__name__}:run_program", "--preload", ",".join(modules))
+
+
+def fork_program(
+    main: str, arguments: Sequence[str], output: int, folder: Path, environ: Mapping[str, str]
+) -> ForkedProcess | None:
+    """A process that calls `main`, as `module:function`, with its command line and has nothing to import; its output
+    goes to a descriptor. None where the test has changed the limit of open files, or the environment, which modules may
+    read as they are imported.
+    """
+    now = dict(os.environ)
+    changed = {name for name, _ in now.items() ^ _ENVIRON.items()}
+    is_as_before = all(name.startswith(_SET_BY_LIBRARIES) for name in changed)
+    if not is_as_before or resource.getrlimit(resource.RLIMIT_NOFILE) != _OPEN_FILES:
+        return None
+    told = {"main": main, "arguments": arguments, "environ": now | dict(environ), "cwd": str(Path.cwd())}
+    (folder / "program.json").write_text(json.dumps(told))
+    spec = WorkerSpec(name="program", model_id=main, port=0, nice=0).to_json()
+    return program_server().fork(output, output, "fork", str(folder), spec)
+
+
+def run_program(output: int, incarnation: str, run_dir: str, spec: str, ports: str) -> int:
+    """The entry of `program_server`."""
+    os.close(output)  # it is stdout and stderr too
+    told = json.loads(Path(run_dir, "program.json").read_text())
+    os.environ.clear()
+    os.environ.update(told["environ"])
+    os.chdir(told["cwd"])
+    module, _, function = told["main"].partition(":")
+    sys.argv = [module, *told["arguments"]]
+    sys.orig_argv = [sys.executable, "-m", *sys.argv]
+    status: int = getattr(importlib.import_module(module), function)(sys.argv)
+    return status
+
+
+def daemon_with_copy(arguments: list[str]) -> int:
+    """`teimgr` whose fork server is a copy."""
     from teimgr.cli.main import main
 
     NurseryLink._spawn = _copied  # type: ignore[method-assign]
-    return main()
+    return main(arguments[1:])
 
 
 if __name__ == "__main__":
-    sys.exit(_main())
+    sys.exit(daemon_with_copy(sys.argv))

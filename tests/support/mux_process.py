@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import pytest
 from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message_factory import GetMessageClass
 from tests.support.daemon_process import free_ports
+from tests.support.fork_server import fork_program
 
 from teimgr.config.mux import MuxConfig
 from teimgr.config.settings import Settings
@@ -47,8 +49,12 @@ class MuxProcess:
         self.config = MuxConfig(**(values | overrides))
         path = self.folder / "mux.json"
         path.write_text(self.config.to_json())
-        command = [sys.executable, "-m", "teimgr.mux.process", path]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        ours, theirs = os.pipe()
+        self._output = os.fdopen(ours)
+        self.process: Any = fork_program("teimgr.mux.process:main", [str(path)], theirs, self.folder, {})
+        if self.process is None:
+            self.process = subprocess.Popen([sys.executable, "-m", "teimgr.mux.process", path], stderr=theirs)
+        os.close(theirs)
         self.log: list[str] = []
         self.wait_until_open()
         # A pipe that is not read would stop the process in the middle of a log line.
@@ -75,14 +81,12 @@ class MuxProcess:
             pass
 
     def _lines(self) -> Iterator[str]:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
+        for line in self._output:
             self.log.append(line)
             yield line
 
     def _clean_up(self) -> None:
-        assert self.process.stderr is not None
-        self.process.stderr.close()
+        self._output.close()
         shutil.rmtree(self.folder)
 
 
