@@ -25,6 +25,7 @@ from tests.support.daemon_process import DaemonProcess, WarmDaemonProcess
 from tests.support.polling import eventually, until
 from tests.support.worker_process import WorkerLink
 
+from teimgr.api.rest.app import RestTls
 from teimgr.api.rest.gpus import GpuReport
 from teimgr.client import Client
 from teimgr.control.capacity.autoscaler import Autoscaler
@@ -32,6 +33,7 @@ from teimgr.control.capacity.autoscaler import Figures as ScalingFigures
 from teimgr.control.placement import planner
 from teimgr.control.placement.planner import GpuInventory
 from teimgr.control.sharing.tenants import TenantRegistry, UsageRow
+from teimgr.daemon.disk_watch import DiskWatch
 from teimgr.engine.engine import EngineStats
 from teimgr.errors import TeimgrError
 from teimgr.observability import catalogue as c
@@ -83,6 +85,9 @@ TABLE: dict[str, list[Family]] = {
 IN_PROCESS: dict[str, list[Family]] = {
     "a model is downloaded and tried": [c.DOWNLOADS, c.DOWNLOAD_BYTES, c.TRIALS],
     "something needs a person": [c.ALARMS],
+    "an instance is awaited no more": [c.READY],
+    "a disk fills": [c.DISK_USED],
+    "a certificate is renewed": [c.CERTIFICATE_ENDS],
     "a worker grows beyond its limit": [c.MEMORY_REPLACEMENTS],
     "a port is forwarded to another host": [c.FORWARDED],
     "an engine falls sick and holds device memory": [c.HEALTHY, c.DEVICE_BYTES],
@@ -185,6 +190,29 @@ async def test_figures_of_scaling_move() -> None:
 async def test_alarms_move() -> None:
     metrics = DaemonMetrics()
     await moves("something needs a person", metrics.page, lambda: metrics.set(c.ALARMS, 2))
+
+
+async def test_readiness_moves() -> None:
+    metrics = DaemonMetrics()
+    await moves("an instance is awaited no more", metrics.page, lambda: metrics.set(c.READY, 1))
+
+
+async def test_the_part_of_a_disk_in_use_moves(tmp_path: Path) -> None:
+    used = [0.5]
+    watch = DiskWatch({"state": tmp_path}, lambda folder: (1, used[-1], 1 << 30))
+    watch.look()
+
+    def act() -> None:
+        used.append(0.9)
+        watch.look()
+
+    await moves("a disk fills", watch.page, act)
+
+
+async def test_the_end_of_a_certificate_moves() -> None:
+    ends = [1.8e9]
+    tls = SimpleNamespace(_files=SimpleNamespace(cert=Path("server.pem"), ends=lambda: ends[-1]))
+    await moves("a certificate is renewed", partial(RestTls.page, cast(Any, tls)), lambda: ends.append(1.9e9))
 
 
 async def test_a_sick_engine_moves_its_numbers() -> None:
