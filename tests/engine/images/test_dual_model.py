@@ -108,7 +108,7 @@ def test_a_self_test_embeds_a_picture_too(served: Served) -> None:
 
 
 def test_hidden_states_of_tokens_are_refused_by_name(served: Served) -> None:
-    with pytest.raises(WrongModelKind, match="models of texts and images"):
+    with pytest.raises(WrongModelKind, match="one vector for each text alone"):
         served.send(["a"], outputs=frozenset({Output.TOKENS}))
 
 
