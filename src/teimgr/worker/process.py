@@ -404,11 +404,11 @@ class Worker:
         return json.dumps(answer).encode() if payload else b""
 
     async def _stats(self, payload: bytes, limit_s: float) -> bytes:
-        calls = {"calls": self._dispatcher.calls, "taken": self._dispatcher.taken}
-        counts = {}
+        sizes, counts = await self._sizes(), {}  # first: calls come meanwhile
         if payload != CALLS_AND_MEMORY and self._engine is not None:
             counts = self._dispatcher.metrics.counts() | asdict(self._engine.stats())
-        return json.dumps({**calls, **await self._sizes(), **counts}).encode()
+        calls = {"calls": self._dispatcher.calls, "taken": self._dispatcher.taken}
+        return json.dumps({**calls, **sizes, **counts}).encode()
 
     async def _sizes(self) -> dict[str, int | None]:
         """What this process takes, in bytes."""
