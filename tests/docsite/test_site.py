@@ -77,6 +77,15 @@ def test_every_page_of_docs_is_in_the_navigation_but_the_results_which_pages_lin
     assert [path for path in sorted(results) if site / path not in named] == []
 
 
+def test_the_tabs_are_those_of_the_navigation_and_the_logo_is_the_pages(site: Path) -> None:
+    home = (site / "index.html").read_text()
+    [tabs] = re.findall('(?s)<ul class="md-tabs__list">(.*?)</ul>', home)
+    titles = ["Home", "Tutorial", "How-to", "Operations", "Reference", "Explanation"]
+    assert [each.strip() for each in re.findall("(?s)<a [^>]*>(.*?)</a>", tabs)] == titles
+    logo = ROOT / "src/teimgr/api/page/static/icon.svg"
+    assert (site / "assets" / "icon.svg").read_bytes() == logo.read_bytes()
+
+
 def test_who_made_a_page_is_said_to_those_who_edit_it_alone(site: Path) -> None:
     made = re.compile("(Made|Written|Generated) by <code>python")
     assert [path.name for path in site.rglob("*.html") if made.search(path.read_text())] == []
