@@ -77,7 +77,7 @@ CLAIMS = (
         "W7",
         "use_bidirectional_attention of Qwen3",
         ("qwen3-bidirectional",),
-        ("models/test_bidirectional_qwen3.py::test_the_linear_layer_of_voyage_is_behind_the_mean",),
+        (f"{_OWN}test_a_decoder_attends_as_its_own_code_does",),
     ),
     Claim(
         "W8",
@@ -193,6 +193,7 @@ CLAIMS = (
         "R10",
         "PyLate before 5, LFM2.5, bilingual-embedding, labels without names, chat templates, T5Gemma, DPR",
         (
+            *("colbert-lfm2.5-query", "colbert-lfm2.5-document"),
             *("colbert-pylate-query", "lfm2.5-embedding", "bilingual", "classify-unnamed", "rerank-qwen3-seqcls-chat"),
             *("t5gemma", "t5gemma-whole", "dpr-question"),
         ),
@@ -212,6 +213,7 @@ CLAIMS = (
         ("adapter-st", "adapter-rslora", "adapter-dora", "adapter-patterns", "adapter-table", "adapter-qwen3"),
         (
             "engine/test_adapters.py::test_an_adapter_saved_by_sentence_transformers_is_merged",
+            "engine/test_adapters.py::test_a_bare_adapter_of_a_model_in_the_cache_has_its_tokenizer",
             "engine/test_adapters.py::test_an_adapter_that_cannot_be_merged_is_refused_by_name",
         ),
     ),

@@ -25,6 +25,7 @@ from tests.support.models import (
     build_splade,
     build_static,
     edit,
+    read,
     write,
 )
 from tests.support.models.encoders import build_routed_dense, build_routed_sparse
@@ -34,7 +35,7 @@ from tests.support.models.single_families import build_jina_bert
 from torch import Tensor
 
 from bench.families import files
-from bench.families.references import dense_by_task, elsewhere, none, plain, st_dense
+from bench.families.references import dense_by_task, elsewhere, none, plain, st_dense, token_ids
 from bench.families.row import PLAIN, TRANSFORMERS, Reference, Row
 from teimgr.engine.job import Input, Output
 from teimgr.spec import Kind
@@ -256,6 +257,27 @@ def _jina_colberts() -> Iterator[Row]:
             yield _late_row(key, family, hub, role, make, by=PLAIN, reference=None)
 
 
+def _lfm2_colbert() -> Iterator[Row]:
+    """LFM2 with code of its own, in PyLate's layout without expansion; no token of a query is skipped."""
+    code = "modeling_lfm2_bidirectional.Lfm2BidirectionalModel"
+    for role, mark, longest in (("query", "[Q] ", 12), ("document", "[D] ", 40)):
+
+        def make(folder: Path, mark: str = mark, longest: int = longest) -> Reference:
+            build_multi_vector("lfm2", folder, layout="pylate", expand=False, skip_words=())
+            edit(folder / "config.json", architectures=["Lfm2BidirectionalModel"], auto_map={"AutoModel": code})
+            weights, config = load_file(folder / "model.safetensors"), read(folder / "config.json")
+            projection = load_file(folder / "1_Dense" / "model.safetensors")["linear.weight"]
+
+            def rows(folder: Path, texts: Sequence[Input]) -> list[Matrix]:
+                ids = [token_ids(folder, f"{mark}{text}", longest) for text in texts]
+                states = [plain_forwards.lfm2(weights, config, one) @ projection.T for one in ids]
+                return [torch.nn.functional.normalize(one, dim=-1).numpy() for one in states]
+
+            return rows
+
+        yield _late_row("colbert-lfm2.5", "LFM2", "LiquidAI/LFM2.5-ColBERT-350M", role, make, by=PLAIN, reference=None)
+
+
 def _m3_and_static() -> Iterator[Row]:
     m3 = files.built(build_m3)
     yield Row("bge-m3-dense", "XLM-RoBERTa", "BAAI/bge-m3", m3, reference=st_dense)
@@ -420,6 +442,7 @@ ROWS = (
     *_dense_routes(),
     *_late(),
     *_jina_colberts(),
+    *_lfm2_colbert(),
     *_m3_and_static(),
     *_adapters(),
     *_onnx(),

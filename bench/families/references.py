@@ -102,6 +102,11 @@ def none(folder: Path, inputs: Sequence[Input]) -> list[Matrix]:
     raise NotImplementedError("there is no reference for a model that is refused")
 
 
+def token_ids(folder: Path, text: str, longest: int) -> Tensor:
+    """The ids of a text by the tokenizer in `folder`."""
+    return torch.tensor(_tokenizer(folder, longest).encode(text).ids)
+
+
 def _tokenizer(folder: Path, longest: int) -> Tokenizer:
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.no_padding()
