@@ -97,7 +97,7 @@ def _other_types(types: Mapping[str, Mapping[str, Record]]) -> list[str]:
         f"differ by at most {scores}, and refused elsewhere. `auto` never takes int8. It takes",
         "bfloat16 where the processor computes a layer of the model's width, of 64 to 512 columns, faster in it, and",
         f"the lowest cosine at load is at least 0.9995: here in {taken} of {len(near)} rows, which have *auto* in the",
-        "column, and float32 in the others.",
+        "column, and float32 in the others; never for models with experts. An empty place was not measured.",
         *(line for dtype, records in types.items() for line in _refused(dtype, records)),
     ]
 
@@ -106,13 +106,16 @@ def _refused(dtype: str, records: Mapping[str, Record]) -> list[str]:
     """The rows that are not served in a type, by reason."""
     by_reason: dict[str, list[str]] = {}
     for key, record in records.items():
-        if record["state"] != "near":
+        if record["state"] == "wrong":
+            off = "served where a request names it, and on some texts farther off than a load's known texts show"
+            by_reason.setdefault(off, []).append(f"{key} ({_figure(record)})")
+        elif record["state"] != "near":
             by_reason.setdefault(_reason(record).rpartition("this machine: ")[2], []).append(key)
     if not by_reason:
         return []
     count = sum(map(len, by_reason.values()))
     reasons = [f"* {reason}: {', '.join(keys)}" for reason, keys in by_reason.items()]
-    heading = f"In {dtype} {count} of {len(records)} are not served, with the reason that a load gives:"
+    heading = f"In {dtype} {count} of {len(records)} are not served, or not as close as they should be:"
     return ["", heading, "", *reasons]
 
 
@@ -190,7 +193,7 @@ def _other_figure(record: Record | None, dtype: str) -> str:
     if record is None:
         return ""
     if record["state"] != "near":
-        return str(record["state"])
+        return "far" if record["state"] == "wrong" else str(record["state"])
     return f"{_figure(record)}{', *auto*' if record.get('auto') == dtype else ''}"
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support.models import build
 from tests.support.native import HAS_FORWARD, LIBRARY, MULTIPLIES_BYTES
 
 from teimgr.engine import dtype_speed, fidelity_gate
@@ -84,3 +85,10 @@ def test_a_requested_dtype_is_its_own_reason(model_dir: Callable[..., Path]) -> 
     info = load_parts(EngineOptions(path=model_dir("bert"), model_id="m", dtype="float32")).info
 
     assert (info.dtype_reason, info.dtype_candidates) == ("dtype = float32", ())
+
+
+def test_experts_are_chosen_in_float32_unless_a_request_names_another_type(tmp_path: Path) -> None:
+    """A token near the border of two experts goes to another one in fewer bits, which the known texts may not show."""
+    info = load_parts(EngineOptions(path=build("qwen2_moe", tmp_path), model_id="m")).info
+
+    assert (info.dtype, info.dtype_reason[:30]) == ("float32", "fewer bits change which expert")

@@ -32,6 +32,8 @@ _WIDTH_UNIT = 16
 _CLEAR = 1.5  # what overrules the instruction set towards 16 bits; towards float32 it is enough that they are slower
 
 
+# Keys of a configuration whose layers send each token to some of several experts.
+_EXPERTS = "num_experts", "num_local_experts", "n_routed_experts"
 _BFLOAT16_OF_TORCH = "amx_bf16", "avx512_bf16"  # instructions by which torch multiplies it
 
 
@@ -51,6 +53,8 @@ def preference(model: Model) -> Preference:
     """What to try first for `model`."""
     if isinstance(model.backbone, StaticTable):
         return Preference(torch.float32, "rows of a table are looked up, not computed", {})
+    if any(getattr(model.backbone.config.get_text_config(), key, 0) for key in _EXPERTS):
+        return Preference(torch.float32, "fewer bits change which experts a token goes to, on some texts alone", {})
     wanted = int(getattr(model.backbone.config, "hidden_size", 0) or _WIDTHS[1])
     width = min(max(wanted, _WIDTHS[0]), _WIDTHS[1]) // _WIDTH_UNIT * _WIDTH_UNIT
     layers = _native_layers(width) or _library_layers(width)
