@@ -29,9 +29,9 @@ ENV HF_HOME=/data/models PYTHONUNBUFFERED=1
 VOLUME /data
 EXPOSE 9000 9001 8080-8180
 
-# Alive, whatever the models do; /ready is whether all wanted ones serve.
+# Alive, whatever the models do; /readyz is whether all wanted ones serve. Port 9002 is `health_port` of the configuration.
 HEALTHCHECK --interval=30s --timeout=5s --start-period=20s --start-interval=1s \
-    CMD python -c "import urllib.request as u; u.urlopen('http://127.0.0.1:9000/health', timeout=4)"
+    CMD python -c "import urllib.request as u; u.urlopen('http://127.0.0.1:9002/livez', timeout=4)"
 
 STOPSIGNAL SIGTERM
 ENTRYPOINT ["teimgr", "serve"]

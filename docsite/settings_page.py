@@ -11,6 +11,7 @@ from docsite.markdown import MADE_BY, code, document, table
 from teimgr.config.auth import ApiKeyEntry, Auth, Mtls, ServerTls
 from teimgr.config.batches import BatchSettings
 from teimgr.config.cluster import ClusterSettings
+from teimgr.config.on_demand import OnDemandSettings
 from teimgr.config.settings import Otel, Settings, Webhook
 from teimgr.config.sources import scalars
 from teimgr.spec import Change, InstanceKey, InstanceSpec, key_of
@@ -18,6 +19,7 @@ from teimgr.spec import Change, InstanceKey, InstanceSpec, key_of
 _TABLES: tuple[tuple[str, str, type[Any]], ...] = (
     ("Traces: `[otel]`", "otel", Otel),
     ("Several hosts: `[cluster]`", "", ClusterSettings),
+    ("Models that calls load: `[on_demand]`", "", OnDemandSettings),
     ("Files and batches: `[batches]`", "", BatchSettings),
     ("Authentication: `[auth]`", "", Auth),
     ("Mutual TLS: `[auth.mtls]`", "", Mtls),
@@ -132,7 +134,7 @@ def _toml(value: object) -> str:
     if isinstance(value, str | Path):
         return f'"{value}"'
     if isinstance(value, tuple):
-        return "[]"
+        return f"[{', '.join(map(_toml, value))}]"
     return "{}" if isinstance(value, dict) else str(value)
 
 

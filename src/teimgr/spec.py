@@ -257,7 +257,7 @@ class InstanceSpec:
     )
     max_queue_wait_secs: int = _key(
         _MAX_QUEUE_WAIT_SECS,
-        "reject calls without a deadline (HTTP has none) whose expected wait exceeds this; 0: no limit",
+        "reject calls whose client set no deadline (all over HTTP) if their expected wait exceeds this; 0: no limit",
         0,
         U32,
         change=_REPLACE,

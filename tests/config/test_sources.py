@@ -129,7 +129,10 @@ def test_the_full_file_shows_every_key_with_its_default() -> None:
     assert {key: value for key, value in given.items() if key not in tables} == {
         key: plain(getattr(defaults, key)) for key in given if key not in tables
     }
-    assert all(getattr(defaults, key) is None for key in commented(""))
+    in_state_dir = {key: str(getattr(defaults, key)) for key in ("state_file", "run_dir", "log_dir")}
+    values = commented("")
+    assert values | in_state_dir == values
+    assert all(getattr(defaults, key) is None for key in values.keys() - in_state_dir)
 
 
 @pytest.mark.parametrize(

@@ -263,7 +263,8 @@ def test_images_have_labels_a_health_check_and_files_that_there_are() -> None:
     found = stages()
     assert set(found) == {"build", "base", "cpu", "cuda"}
     assert "HEALTHCHECK" in found["base"]
-    assert "/health" in found["base"]
+    port = read(Source(file=ROOT / "configs" / "container.toml", environ={})).settings.health_port
+    assert f"127.0.0.1:{port}/livez" in found["base"]
     assert {"title", "description", "licenses", "version", "revision"} <= set(
         re.findall(r"org\.opencontainers\.image\.(\w+)=", found["base"])
     )

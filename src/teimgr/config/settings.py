@@ -250,7 +250,7 @@ class Settings:
     )
     restart_backoff_secs: float = key(
         0.05,
-        "wait after a failure; doubles with each further one, less up to a half at random; none after 30 s of service",
+        "wait before a restart; doubles with each failure, less up to half at random; none after 30 s of service",
         low=0,
         high=86400,
     )

@@ -9,7 +9,10 @@ job                            a call's inputs, options and results
 intake                         first thread: jobs are tokenized
 tokenizer, truncation,         prompts, limits, the tokenizers library; truncation; role prefixes and chat templates
 templates
-queue, batch, runner           second thread: batches by length and lane, packed into one row and started on the device
+queue, fair_share,             second thread: batches by lane, tenant and length, packed into one row and started on the
+length_buckets, batch, runner  device
+images, sounds                 files decoded and prepared, ahead of their batch
+known_results, space           results that are kept or computed once; the fingerprint of a space
 core_load                      CPU threads of a batch, by the load of the host's other workers
 helper_waits                   one thread for small batches while other processes hold up its helpers
 model, backbone                the forward of a packed row: on CPUs one call of the C library is tried first, else the

@@ -72,7 +72,7 @@ _HANG_FACTOR = 10.0
 
 
 class Engine:
-    """A served model. Made by `load`; every method may be called from any thread."""
+    """A served model, made by `load`. Methods may be called from any thread, `stats` and `detect_hang` from one."""
 
     def __init__(
         self,

@@ -88,7 +88,7 @@ class BatchDraft:
 
 
 class LengthBuckets:
-    """The waiting entries of one lane, by length and by age; `now` and `token_s` are as in `QueueEntry.is_late`."""
+    """The waiting entries of one tenant in a lane, by length and age; `QueueEntry.is_late` has `now` and `token_s`."""
 
     def __init__(self) -> None:
         self.tokens = 0

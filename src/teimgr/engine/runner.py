@@ -93,14 +93,14 @@ class Runner:
     `run` is the body of the own thread, until the queue is closed and empty, or the finisher has ended. They take turns
     in computing.
 
-    One of all lanes has a device to itself. Of two, one for each lane, that of bulk has the lower priority: the
-    scheduler gives it what queries leave, and a fifth of the processor beside as many queries as can be computed.
+    A runner of all lanes has the device to itself. With one for each lane, that of bulk has the lower priority: the
+    scheduler gives it the time that queries leave, and a fifth of the processor even where queries never stop.
 
     Batches of up to `serial_tokens` are computed by one CPU thread, others by `threads.own`, or by up to `threads.most`
     while the other workers of the host (`core_load`) leave cores idle.
 
-    Of inputs that were submitted before an equal one of the same tenant was computed, only that one is; `cache` keeps
-    results for longer. `repeats` estimates how many come again.
+    Equal inputs of one tenant that wait or are computed at the same time are computed once; `cache` keeps results for
+    longer. `repeats` estimates how many come again.
 
     `on_defect` gets what is raised on a caller's thread, which it does not end; the queries at hand fail.
     """

@@ -10,7 +10,7 @@ from contextlib import suppress
 
 from teimgr.errors import Overloaded
 
-# What is reserved for a body that comes slower than this is for others; how often it is looked for while they wait.
+# A body that comes slower than this loses what is reserved for it to those that wait; how often that is checked.
 _BYTES_PER_S = 2**20
 _RECLAIM_S = 0.1
 
@@ -49,8 +49,8 @@ class ByteBudget:
         return True
 
     async def take(self, count: int, *, exceeds: bool = False) -> None:
-        """Wait until `count` bytes fit, and take them; also beyond the limit where it `exceeds` and all that is taken
-        belongs to those who wait, which would wait for each other."""
+        """Wait until `count` bytes fit, and take them; with `exceeds` also beyond the limit if all that is taken
+        belongs to callers that wait for more, which would wait for each other."""
         if self.try_take(count):
             return
         await self._take_own(count, exceeds)

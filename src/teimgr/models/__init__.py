@@ -1,4 +1,4 @@
-"""Model metadata: the files of transformers, sentence-transformers and PyLate in a model directory, read and validated.
+"""Models as files: resolved and fetched, read and validated, described as a `Layout`. The chief modules:
 
 layout             `Layout`, the description of a servable model, and its parts
 reading            `read_layout`: from a model directory to its layout
@@ -8,5 +8,5 @@ modules            modules.json and the configurations of its modules
 kinds              embedding, sparse, multi-vector, reranker or classifier
 late_interaction   ColBERT models; scoring: classifiers, cross-encoders and causal rerankers
 
-Reads JSON only; loads no weights. Models that cannot be served with correct results are refused here, with the reason.
+Of weights it reads headers alone. Models that cannot be served with correct results are refused here, with the reason.
 """

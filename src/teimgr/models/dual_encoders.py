@@ -154,7 +154,9 @@ def _end_id(metadata: ModelMetadata) -> int:
 def _padding(metadata: ModelMetadata) -> str:
     """The padding token of SigLIP's texts, which the model was trained to read at their end."""
     if metadata.tokens.config.get("padding_side", "right") != "right":
-        raise ModelLoadFailed("tokenizer_config.json pads texts at their beginning; the model was trained to read it")
+        raise ModelLoadFailed(
+            "tokenizer_config.json pads texts on the left; the model was trained with padding on the right"
+        )
     by_default = "<pad>" if metadata.config["model_type"] == "siglip2" else "</s>"  # of the library's tokenizers
     return metadata.tokens.text("pad_token") or by_default
 

@@ -234,7 +234,7 @@ class ChatTexts:
     """The chat that a model reads texts and images in, one content of both (Qwen3-VL-Embedding, GME) or a query and a
     document (Qwen3-VL-Reranker).
 
-    It is `pieces` with the instruction behind the first of them, and a content behind each other one but the last.
+    It is `pieces` joined: the instruction follows the first, a content each later one but the last.
     `image` goes around the tokens of an image, each of which is `image_token`. Where a request has no instruction it is
     `instruction`. A text may have none of the tokens `reserved`. `ends_instructions`: by a full stop, where they have
     no punctuation. `has_grid`: the tokens of an image have positions in its rows and columns, else those of a text.

@@ -66,9 +66,9 @@ _RIGHTS = frozenset({Right.INFERENCE})
 # Calls whose message has not come yet, and the time that a client has to send it.
 _OPEN_CALLS = 4096
 _MESSAGE_S = 120.0
-# Of all processes that share the port: bytes of messages that are being received and of client streams that are
-# collected into one request; the same limit applies to unread replies. One connection may hold a share of it (of
-# messages, a share of its key's), and one key a share.
+# Bytes of messages that are received or, of client streams, collected into one request, by all processes that share the
+# port; and as many of unread replies. Of messages a key may hold half, and a connection a quarter of what its key may;
+# of replies a connection may hold a quarter.
 _HELD_BYTES = 512 * 2**20
 _CONNECTION_SHARE = 4
 _KEY_SHARE = 2

@@ -1,1 +1,1 @@
-"""Byte formats between processes and with clients: frames, protobuf scanning, Arrow, error bodies. No torch."""
+"""What processes and clients exchange: frames, protobuf, Arrow, errors; gRPC, routing to workers, quotas. No torch."""

@@ -57,7 +57,7 @@ class CallReply(NamedTuple):
 
 class DeferredReply(NamedTuple):
     """A reply that takes so long that a codec thread encodes it, by `encode`: replies of other calls need not wait for
-    it. Where it `pools` tokens, a thread for that does, since codecs need not wait for it either.
+    it. Where it `pools` tokens, a dedicated thread encodes it, so that codecs are not held up either.
     """
 
     encode: Callable[[], CallReply]
@@ -93,8 +93,8 @@ class WorkerCall:
     """A request that is owed exactly one `reply` or `fail`, both on the loop's thread; subclasses implement them.
 
     `deadline` is a `time.monotonic` value, `MAX_CALL_S` away where None is given; `size_bytes` is the size of the
-    request. `has_deadline`: the caller has set one. `may_wait`: queue it when the worker is full, else it is refused.
-    `streamed`: a message of a stream, which TEI does not count as a request.
+    request. `has_deadline`: one was given, as the mux does for every single call. `may_wait`: queue it when the worker
+    is full, else it is refused. `streamed`: a message of a stream, which TEI does not count as a request.
     """
 
     __slots__ = (

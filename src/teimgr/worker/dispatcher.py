@@ -37,12 +37,12 @@ log = logging.getLogger(__name__)
 
 # Bounds on the memory of a worker: bytes of admitted calls, in payloads of the largest size; calls that wait for that.
 _MAX_PAYLOADS = 8
-_MAX_WAITING = 65536
+_MAX_QUEUED = 65536
 # A call is refused at once where its answer is expected after this part of the time that its deadline leaves: an
 # estimate may be wrong by a quarter, and an answer that comes just too late has cost as much as one in time.
 _PART_OF_DEADLINE = 0.75
-# With fewer calls in the worker none without a deadline is refused for its wait: that few are one patient client with
-# large batches rather than an overload.
+# With fewer calls in the worker, none without a deadline is refused for its expected wait: so few are one patient
+# client with large batches rather than an overload.
 _PATIENT_CALLS = 8
 
 ResultT = TypeVar("ResultT")
@@ -50,7 +50,8 @@ Outcome = tuple[WorkerCall, Job, CallReply | DeferredReply | TeimgrError]
 
 
 class Dispatcher:
-    """Takes calls to the engine and answers each exactly once. Everything but `deliver` is for the loop's thread.
+    """Takes calls to the engine and answers each exactly once. For the loop's thread, but for
+    `deliver` and `check_awaited`.
 
     The stages, in the order of the methods:
 
@@ -80,7 +81,7 @@ class Dispatcher:
             self._fail,
             max_calls=spec.max_concurrent_requests + spec.max_waiting,
             max_bytes=self.max_bytes,
-            max_waiting=_MAX_WAITING,
+            max_waiting=_MAX_QUEUED,
             max_waiting_bytes=self.max_bytes,
         )
         # Messages that arrive at the instance port, until they are calls, and replies, until clients have read them.
@@ -171,7 +172,7 @@ class Dispatcher:
         With a deadline, where it will probably pass. Without one, where it would wait for more than `most_s`: HTTP
         callers send no deadline, and disconnect when theirs has passed. Messages of streams have back-pressure instead.
 
-        More tokens than `max_queued_tokens` refuse what may not wait.
+        A call that may not wait is refused if more than `max_queued_tokens` tokens would wait.
 
         Raises:
             Overloaded: with the time after which the work ahead is expected to be done.

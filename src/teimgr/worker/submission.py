@@ -30,9 +30,9 @@ def parts_of(inputs: Sequence[Input], options: Sequence[InferOptions]) -> list[P
 class Submission:
     """The engine jobs of one call, one per part. `complete` runs where the engine finishes, all else on the loop.
 
-    Several parts are supported only for the SCORES output. `has_waited`: its wait was estimated before it waited for
-    its place or its inputs were read, and is estimated again. `result_bytes`: of what the jobs keep until they are
-    answered, None if it is to be estimated from their inputs.
+    Several parts are supported only for the SCORES output. `has_waited`: it queued for admission, or its inputs
+    were read, after its wait was estimated, so that this is estimated again. `result_bytes`: of what the jobs keep
+    until they are answered, None if it is to be estimated from their inputs.
     """
 
     __slots__ = ("_unfinished", "accounts", "call", "encode", "has_waited", "jobs", "parts", "result_bytes")

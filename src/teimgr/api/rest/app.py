@@ -164,7 +164,7 @@ def create_app(
     log_sources: FleetLogs | None = None,
     restarter: Restarter | None = None,
 ) -> FastAPI:
-    """The REST application over `manager`; a part that is None has no routes.
+    """The REST application over `manager`; a part that is None has no routes, except as noted.
 
     Args:
         manager: The instances.

@@ -1,4 +1,4 @@
-"""REST routes of instances: create, read, update, delete, start, stop, restart. Each is one call to the manager."""
+"""REST routes of instances: create, read, update, delete, start, stop, restart. Rights and bounds first."""
 
 from __future__ import annotations
 

@@ -206,7 +206,7 @@ class WorkerHealth(Enum):
     """What the last probes of a running worker showed."""
 
     GOOD = auto()
-    DOUBTFUL = auto()  # one probe was missed
+    DOUBTFUL = auto()  # one probe was missed, or several while its threads work
     BAD = auto()  # several in a row were, or the worker answered that its self-test failed
 
 

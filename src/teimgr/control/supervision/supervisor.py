@@ -272,7 +272,7 @@ class Supervisor(LifecycleTask):
 
     @property
     def has_failed(self) -> bool:
-        """Whether the last worker failed and has no running successor yet."""
+        """Whether the last worker failed, or was ended to be replaced, and has no running successor yet."""
         was_ended = self._replica.phase in (Phase.FAILED, Phase.WAITING, Phase.REPLACING)
         return was_ended or self._replica.failure is not None
 

@@ -1,1 +1,1 @@
-"""gRPC semantics shared by the mux port and the instance port, without a transport: methods, streams, services."""
+"""gRPC semantics shared by the mux port and the instance port: methods, streams, services."""

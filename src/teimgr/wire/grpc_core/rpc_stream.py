@@ -35,7 +35,7 @@ MESSAGE_S = 120.0
 BUDGET_WAIT_S = 30.0
 # On the wait for more of the budget, while others may wait for what a part of a message holds.
 _GROWTH_WAIT_S = 5.0
-# Messages that are there as a whole and not longer never wait for the budget: to hand them on frees their memory.
+# Whole messages up to this size never wait for the budget: handing them on frees their memory.
 _FREE_BYTES = 64 * 1024
 # Longer messages are sent behind their prefix, without a copy.
 _COPIED_BYTES = 16 * 1024

@@ -107,7 +107,7 @@ class Lease:
         return await self._call(method, payload, flags, None if deadline is None else deadline - loop.time())
 
     def check_refusals(self, call_class: object, size: int, timeout_s: float | None) -> None:
-        """Refuse a call where the worker has just refused one of its class that asked for no more in no less time.
+        """Refuse a call if the worker has just refused one of its class that was at most as large and had as much time.
 
         Raises:
             Overloaded: with the time that the worker named, less what has passed since.
@@ -570,8 +570,8 @@ def _least_busy(candidates: Sequence[tuple[str, Replica]]) -> Lease:
 
 
 def _load(candidate: tuple[str, Replica]) -> tuple[bool, int, bool, int, int]:
-    """Healthy ones first; bytes under way, of equals those of this host, then idle streams, then calls served so far:
-    idle replicas alternate.
+    """The order of replicas: healthy ones first, then by bytes under way, those of this host before others, by open
+    leases, and by calls served, so that idle replicas alternate.
     """
     replica = candidate[1]
     return replica.suspended, replica.outstanding_bytes, replica.is_remote, replica.leases, replica.calls

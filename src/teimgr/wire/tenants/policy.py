@@ -89,8 +89,8 @@ def charge(limits: Limits, spent: Spent, in_flight: int, tokens: int, now_ns: in
 def refund(spent: Spent, receipt: Receipt, tokens: int, now_ns: int) -> Spent:
     """Give back `tokens` of a charge that were not computed; at most once for each charge.
 
-    To the bucket no more is given back than what has not yet been refilled: time has given back the rest. What others
-    were given back since the charge is taken to lie before it, so that never too much is.
+    To the bucket no more is given back than what has not yet been refilled: time has given back the rest. Refunds
+    to others since the charge are taken to be of charges before it, so that never too much is given back.
     """
     if receipt.rate:
         others_ns = spent.refunded_ns - receipt.refunded_ns

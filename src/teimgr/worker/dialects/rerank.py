@@ -1,4 +1,4 @@
-"""Reranking for the dialects of Cohere, Jina, vLLM and Infinity, and relevance scores for vLLM and SIE.
+"""Reranking for the dialects of Cohere, Jina, Voyage, vLLM and Infinity, and relevance scores for vLLM and SIE.
 
 `/v1/rerank` is a path of three of them, so its answer is the union of theirs; a request with Voyage's `top_k` is
 answered in Voyage's form. `/rerank` is Infinity's and vLLM's: a request with fields of vLLM alone is answered in vLLM's
