@@ -17,6 +17,7 @@ from teimgr.errors import (
     InstanceNotFound,
     InvalidConfig,
     ModelNotFound,
+    ObjectNotFound,
     Refused,
     TeimgrError,
     TryLater,
@@ -47,7 +48,7 @@ MEANINGS = {
     ExitStatus.FAILED: "failed: a model or the daemon, or a configuration with faults",
     ExitStatus.USAGE: "wrong command line",
     ExitStatus.UNREACHABLE: "no daemon answers",
-    ExitStatus.NOT_FOUND: "no such instance or model",
+    ExitStatus.NOT_FOUND: "no such instance, model or batch",
     ExitStatus.NOT_ALLOWED: "no or wrong credentials, or a key without the right",
     ExitStatus.REFUSED: "refused: an invalid value, or not possible in the present state",
     ExitStatus.NOT_NOW: "not now: overloaded, not running, or out of time; trying again may help",
@@ -137,7 +138,7 @@ def exit_status(error: TeimgrError) -> ExitStatus:
         return ExitStatus.USAGE
     if isinstance(error, Unreachable):
         return ExitStatus.UNREACHABLE
-    if isinstance(error, InstanceNotFound | ModelNotFound):
+    if isinstance(error, InstanceNotFound | ModelNotFound | ObjectNotFound):
         return ExitStatus.NOT_FOUND
     if isinstance(error, Unauthenticated | Forbidden):
         return ExitStatus.NOT_ALLOWED

@@ -11,7 +11,7 @@ import typer
 
 from teimgr.cli.command import CommandOutput, DaemonOptions, Name, Names
 from teimgr.cli.failures import ExitStatus, UsageError, exit_status, explain, report
-from teimgr.cli.output import duration, say, shortened, size, spinner
+from teimgr.cli.output import duration, leaves, say, shortened, size, spinner
 from teimgr.client.rest_client import RestClient
 from teimgr.client.rest_values import Instance
 from teimgr.errors import DeadlineExceeded, ModelLoadFailed, NotRunning, TeimgrError
@@ -112,16 +112,7 @@ def show(server: DaemonOptions, output: CommandOutput, name: Name) -> None:
     if output.as_json:
         output.value(instance.details)
         return
-    output.table(("key", "value"), list(_flat("", instance.details)))
-
-
-def _flat(prefix: str, value: Any) -> list[tuple[str, Any]]:
-    """The leaves of a JSON value with their paths."""
-    if isinstance(value, Mapping) and value:
-        return [leaf for key, each in value.items() for leaf in _flat(f"{prefix}.{key}" if prefix else key, each)]
-    if isinstance(value, list) and value and isinstance(value[0], Mapping):
-        return [leaf for at, each in enumerate(value) for leaf in _flat(f"{prefix}[{at}]", each)]
-    return [] if value is None or value in ([], {}) else [(prefix, value)]
+    output.table(("key", "value"), leaves(instance.details))
 
 
 def rm(

@@ -52,6 +52,10 @@ COMMANDS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
         "rerank": ("inference_commands", "rerank", _INFERENCE),
         "classify": ("inference_commands", "classify", _INFERENCE),
         "similarity": ("inference_commands", "similarity", _INFERENCE),
+        "batch submit": ("batch_commands", "submit", _INFERENCE),
+        "batch list": ("batch_commands", "list_batches", _INFERENCE),
+        "batch get": ("batch_commands", "get", _INFERENCE),
+        "batch cancel": ("batch_commands", "cancel", _INFERENCE),
         "bench": ("bench_command", "bench", _INFERENCE),
         "models list": ("model_commands", "list_models", _FLEET),
         "models pull": ("model_commands", "pull", _FLEET),
@@ -81,6 +85,7 @@ COMMANDS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
 GROUPS = MappingProxyType(
     {
         "daemon": "The daemon that answers.",
+        "batch": "Files of requests that run behind all interactive calls.",
         "models": "Models: list, download, try out, delete.",
         "config": "A daemon's configuration file.",
         "cluster": "The hosts of a fleet on several hosts.",

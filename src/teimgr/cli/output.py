@@ -100,6 +100,15 @@ def size(count: float | None) -> str:
     return f"{value:.1f} TiB"
 
 
+def leaves(value: Any, prefix: str = "") -> list[tuple[str, Any]]:
+    """The leaves of a JSON value with their paths, without empty ones."""
+    if isinstance(value, Mapping) and value:
+        return [leaf for key, each in value.items() for leaf in leaves(each, f"{prefix}.{key}" if prefix else key)]
+    if isinstance(value, list) and value and isinstance(value[0], Mapping):
+        return [leaf for at, each in enumerate(value) for leaf in leaves(each, f"{prefix}[{at}]")]
+    return [] if value is None or value in ([], {}) else [(prefix, value)]
+
+
 def where(place: Mapping[str, Any]) -> str:
     """The host and device of a worker, by `node`, `gpu` and `gpu_id`."""
     device = "cpu" if place["gpu"] is None else f"gpu {place['gpu_id']}"

@@ -9,8 +9,8 @@ import http.client
 import json
 import socket
 import time
-from collections.abc import AsyncGenerator, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 from urllib.parse import urlencode
 
@@ -59,7 +59,7 @@ class BlockingHttpChannel(RestChannel):
         headers = {"Accept": "text/event-stream"}
         if last_event_id is not None:
             headers["Last-Event-ID"] = last_event_id
-        with self._reply(method, path, body, query, headers, None) as (_, reply):
+        with self.reply(method, path, _json(body), query, headers, None) as (_, reply):
             if reply.status >= 400:
                 raise error_from_reply(reply.status, reply.read(), reply.headers.get(CODE_KEY))
             parser = EventParser()
@@ -75,7 +75,7 @@ class BlockingHttpChannel(RestChannel):
     ) -> Reply:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         try:
-            with self._reply(method, path, body, query, {}, timeout_s) as (sock, reply):
+            with self.reply(method, path, _json(body), query, {}, timeout_s) as (sock, reply):
                 parts: list[bytes] = []
                 size = 0
                 while True:
@@ -91,27 +91,31 @@ class BlockingHttpChannel(RestChannel):
             raise DeadlineExceeded(f"{method} {path}: no reply within {timeout_s:g} s") from error
 
     @contextmanager
-    def _reply(
+    def reply(
         self,
         method: str,
         path: str,
-        body: JsonObject | None,
+        payload: bytes | Iterable[bytes] | None,
         query: Query | None,
         headers: Mapping[str, str],
         timeout_s: float | None,
     ) -> Iterator[tuple[socket.socket, http.client.HTTPResponse]]:
-        """The socket and the head of the reply."""
-        try:
-            payload = None if body is None else json.dumps(body).encode()
-        except (TypeError, ValueError) as error:
-            raise ValidationError(str(error)) from error
+        """The socket and the head of the reply; `payload` is JSON, unless `headers` have another type.
+
+        Raises:
+            Unreachable: no connection, or it was lost.
+            TimeoutError: one step took longer than `timeout_s`.
+        """
         typed = {} if payload is None else {"Content-Type": "application/json"}
         target = self._address.prefix + path + (f"?{urlencode(query)}" if query else "")
         connection = self._connection()
         try:
             sock = self._connect(connection)
             sock.settimeout(timeout_s)
-            connection.request(method, target, payload, {**self._headers, **typed, **headers, "Connection": "close"})
+            with suppress(BrokenPipeError):  # refused before the end: the reply says why
+                connection.request(
+                    method, target, payload, {**self._headers, **typed, **headers, "Connection": "close"}
+                )
             yield sock, connection.getresponse()
         except TimeoutError:
             raise
@@ -145,3 +149,10 @@ class BlockingHttpChannel(RestChannel):
         if self._context is None:
             self._context = self._tls.ssl_context()
         return self._context
+
+
+def _json(body: JsonObject | None) -> bytes | None:
+    try:
+        return None if body is None else json.dumps(body).encode()
+    except (TypeError, ValueError) as error:
+        raise ValidationError(str(error)) from error

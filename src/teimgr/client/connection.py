@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from teimgr.client.blocking_http import BlockingHttpChannel
 from teimgr.client.rest_client import API, RestClient
 from teimgr.client.server_address import ServerAddress, Tls
 from teimgr.errors import InvalidConfig, TeimgrError, Unreachable
@@ -142,6 +143,9 @@ class DaemonConnection:
             timeout_s=timeout_s,
             expect_fingerprint=expect_fingerprint,
         )
+
+    def http_channel(self) -> BlockingHttpChannel:
+        return BlockingHttpChannel(ServerAddress.parse(self.url), self.tls, self.api_key)
 
     def client(self, timeout_s: float = 60.0, expect_fingerprint: str | None = None) -> Client:
         """The client of REST and gRPC, not yet opened; imports numpy, pyarrow and grpc.

@@ -179,7 +179,8 @@ def error_from_reply(status: int, body: bytes, named: str | None = None) -> Teim
             code = Code[fields["code"]]
         else:
             code = _OF_STATUS.get(status) or _TEI_CODES[fields["error_type"]]
-        return error_from_code(code, str(fields["error"]))
+        error = fields["error"]
+        return error_from_code(code, str(error["message"] if isinstance(error, dict) else error))  # OpenAI's, or ours
     except (ValueError, KeyError, TypeError, RecursionError):
         text = body.decode("utf-8", "replace").strip()
         message = f"HTTP {status}: {text[:500]}" if text else f"HTTP {status}"
