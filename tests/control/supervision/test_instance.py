@@ -319,6 +319,23 @@ async def test_a_crash_of_one_replica_is_no_matter_of_the_other(fleet: Fleet) ->
     watch.assert_no_gap()
 
 
+async def test_an_idle_model_is_unloaded_although_one_of_its_workers_is_gone(fleets: Fleets) -> None:
+    """A load that needed its memory waited for ever: a replica without a worker was taken to have calls."""
+    fleet = fleets(restart_backoff_secs=600, restart_backoff_max_secs=600)
+    await fleet.manager.boot()
+    await fleet.create(replicas=2, load="on_demand")
+    await fleet.manager.load("a")
+    await fleet.until(lambda entry: len(entry.endpoints) == 2)
+    gone_pid = pids(fleet.manager.get("a"))[0]
+    assert gone_pid is not None
+    os.kill(gone_pid, signal.SIGKILL)
+    await fleet.until(lambda entry: len(entry.endpoints) == 1)
+
+    assert await fleet.manager.unload("a")
+
+    assert fleet.manager.get("a").state is State.UNLOADED
+
+
 @pytest.mark.clause("D-replicas")
 async def test_replicas_come_and_go_while_the_others_stay(fleet: Fleet) -> None:
     await fleet.create()

@@ -196,6 +196,7 @@ class FakeWorker:
         """Its counters, as in answers to PROBE and STATS."""
         self.batches += "busy" in self.flags
         answer = {"batches": self.batches, "resident_bytes": resident_bytes(), "alarm": self.flags.get("alarm")}
+        answer |= {"calls": 0, "requests": 0}
         return json.dumps(answer).encode()
 
 

@@ -259,7 +259,8 @@ class ManagedInstance:
             self._publish()
             try:
                 await self._directory.confirmed()
-                used = await asyncio.gather(*(each.usage() for each in self._serving))
+                running = [each for each in self._serving if each.state is State.RUNNING]  # another one has no calls
+                used = await asyncio.gather(*(each.usage() for each in running))
                 if any(each is None or each.under_way for each in used):
                     return False
                 if incident is not None:
