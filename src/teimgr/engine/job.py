@@ -317,6 +317,8 @@ class Job:
 
 def characters(item: Input) -> int:
     """The number of characters of an input, or of ids; 0 for null."""
+    if type(item) is str:  # at once, as thousands of a request are
+        return len(item)
     if item is None:
         return 0
     return len(item.first) + len(item.second) if isinstance(item, (Pair, ContentPair)) else len(item)
@@ -324,6 +326,8 @@ def characters(item: Input) -> int:
 
 def pictures_of(item: Input) -> tuple[MediaFile, ...]:
     """The images, or the sound, in an input."""
+    if type(item) is str:
+        return ()
     if isinstance(item, MediaFile):
         return (item,)
     if isinstance(item, ContentPair):

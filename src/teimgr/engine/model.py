@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -128,7 +129,7 @@ class Model:
         """
         heads = {output: self._heads[output] for output in outputs}
         needs_hidden = any(_reads_hidden(head, batch) for head in heads.values())
-        hidden = self.backbone.hidden(batch) if needs_hidden else torch.empty(0, device=self.backbone.device)
+        hidden = self.backbone.hidden(batch) if needs_hidden else _nothing(self.backbone.device)
         return {output: head(hidden, batch) for output, head in heads.items()}
 
     @torch.inference_mode()
@@ -145,6 +146,12 @@ class Model:
             batch.ids[None, :], None if batch.type_ids is None else batch.type_ids[None, :], batch.keys
         )
         return {output: head(hidden, batch) for output, head in heads.items()}
+
+
+@cache
+def _nothing(device: torch.device) -> Tensor:
+    """Hidden states for heads that read none. Making a tensor for each batch would take some microseconds."""
+    return torch.empty(0, device=device)
 
 
 def _reads_hidden(head: Head, batch: PackedBatch) -> bool:

@@ -415,7 +415,7 @@ class InferenceRequest(Body):
 def _size_bytes(one: EngineInput) -> int:
     if isinstance(one, np.ndarray):
         return one.nbytes
-    return characters(one) + sum([picture.nbytes for picture in pictures_of(one)])
+    return len(one) if type(one) is str else characters(one) + sum([picture.nbytes for picture in pictures_of(one)])
 
 
 class HttpCall(AwaitedReply, WorkerCall):
