@@ -81,7 +81,7 @@ def test_what_is_wrong_is_said(run: Run, tmp_path: Path) -> None:
     assert run("submit", file)[2] == f"teimgr: {file}: cannot be read: No such file or directory\n"
     file.write_text("x\n")
     status, _, err = run("submit", file)
-    assert (status, "the first line is no request such as" in err) == (ExitStatus.FAILED, True)
+    assert (status, "the first line is not a request such as" in err) == (ExitStatus.FAILED, True)
     status, _, err = run("submit", file, "--endpoint", "/v1/embeddings", "--wait")
     assert (status, "failed, line 1: " in err) == (ExitStatus.FAILED, True), err
     assert run("submit", file, "--metadata", "x")[0] == ExitStatus.USAGE

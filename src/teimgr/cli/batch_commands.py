@@ -122,7 +122,7 @@ def _first_url(file: Path) -> str:
     """The `url` of the first request.
 
     Raises:
-        InvalidConfig: The file cannot be read, or its first line is no request.
+        InvalidConfig: The file cannot be read, or its first line is not a request.
     """
     try:
         with file.open("rb") as lines:
@@ -131,7 +131,7 @@ def _first_url(file: Path) -> str:
         raise InvalidConfig(f"{file}: cannot be read: {error.strerror}") from error
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         example = '{"custom_id": "1", "method": "POST", "url": "/v1/embeddings", "body": {…}}'
-        raise InvalidConfig(f"{file}: the first line is no request such as {example}") from error
+        raise InvalidConfig(f"{file}: the first line is not a request such as {example}") from error
     return str(url)
 
 
