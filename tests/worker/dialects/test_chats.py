@@ -96,7 +96,11 @@ async def test_several_images_and_mixed_items_in_one_call(ask: Asking) -> None:
         ("/v1/embeddings", {"messages": [user(PART)], "mm_processor_kwargs": {"max_pixels": 1}}, "mm_processor_kwargs"),
         ("/instances/chat/embed", {"inputs": {"content": [{"type": "video", "url": URI}]}}, "'video' is not served"),
         ("/instances/chat/embed", {"inputs": {"type": "content", "content": []}}, "needs texts and images"),
-        ("/v2/embed", {"inputs": [{"content": [{"type": "input_audio", "input_audio": {}}]}]}, "'input_audio'"),
+        (
+            "/v2/embed",
+            {"inputs": [{"content": [{"type": "input_audio", "input_audio": {}}]}]},
+            "input_audio needs `input_audio`",
+        ),
     ],
     ids=range(8),
 )

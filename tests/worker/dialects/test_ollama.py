@@ -134,7 +134,7 @@ async def test_the_lists_have_what_embeds(ask: Asking) -> None:
     assert not {"reranker:latest", "classifier:latest", "splade:latest", "dead:latest"} & set(names)
     running = (await ask.get("/api/ps")).ok["models"]
     assert {each["model"] for each in running} == {
-        f"{name}:latest" for name in ("chat", "clap", "clip", "dense", "dinov2", "m3")
+        f"{name}:latest" for name in ("chat", "clap", "clip", "dense", "dinov2", "m3", "naflex")
     }
     for each in tags + running:
         assert each["name"] == each["model"]
