@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -133,6 +135,26 @@ async def test_the_owner_with_the_fewest_at_work_comes_first(
 
     await eventually(lambda: [each.status for each in batches].count(Status.IN_PROGRESS) == 2)
     assert [each.status is Status.IN_PROGRESS for each in batches] == [True, False, False, True]
+
+
+async def test_a_save_under_way_brings_no_removed_batch_back(at_work: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = await at_work.ended(await at_work.begin(lines(1)))
+    store, goes_on = at_work.batches._store, threading.Event()
+    write = store._write
+
+    def write_late(id: str, record: bytes) -> None:
+        assert goes_on.wait(20)
+        write(id, record)
+
+    monkeypatch.setattr(store, "_write", write_late)
+    saving = asyncio.create_task(store.save(batch))
+    await asyncio.sleep(0)
+    removing = asyncio.create_task(store.remove(batch))
+    await asyncio.sleep(0)
+    goes_on.set()
+    await asyncio.gather(saving, removing, store.save(batch))
+
+    assert list((at_work.settings.state_file.parent / "batches").rglob(f"{batch.id}*")) == []
 
 
 async def test_old_batches_and_their_files_end(at_work: Desk) -> None:

@@ -99,13 +99,14 @@ class BatchStore:
             await self.remove(each)
 
     async def save(self, batch: Batch) -> None:
-        """Write the record of the batch as it is now, durably.
+        """Write the record of the batch as it is now, durably; no effect once it is removed.
 
         Raises:
             StorageFull: the disk has no room; the record is that of before.
         """
         async with self._lock(batch):
-            await self._disk.run(self._write, batch.id, batch.to_record())
+            if batch.id in self._batches:
+                await self._disk.run(self._write, batch.id, batch.to_record())
 
     async def commit(self, batch: Batch, lines: list[ResultLine]) -> None:
         """Append results to the files of the batch and then, with their lengths, to its record; all or nothing.
@@ -152,8 +153,9 @@ class BatchStore:
     async def remove(self, batch: Batch) -> None:
         """Forget an ended batch; its files stay until they expire."""
         self._batches.pop(batch.id, None)
+        async with self._lock(batch):  # behind a save under way, which would bring the record back
+            await self._disk.run(lambda: self._path(batch.id).unlink(missing_ok=True))
         self._saving.pop(batch.id, None)
-        await self._disk.run(lambda: self._path(batch.id).unlink(missing_ok=True))
 
     def _write_results(self, id: str, before: BatchProgress, outputs: bytes, errors: bytes, record: bytes) -> None:
         for part, data in ((before.output, outputs), (before.error, errors)):
