@@ -236,7 +236,7 @@ def test_the_fleet_as_a_whole(run: Run) -> None:
         assert {row[-1] for row in done.rows} == {"there is one device: the CPU of one host"}
     assert run("recommendations", "--json").json["window_secs"] == 600
     assert run("recommendations", "--window", 1).status == ExitStatus.OK
-    assert run("recommendations", "--apply", "idle.nope").status == ExitStatus.REFUSED
+    assert run("recommendations", "--apply", "idle.nope").status == ExitStatus.NOT_FOUND
     assert len(run("models", "list").rows) == 3
     model = run("show", "static", "--json").json["model_id"]
     assert ["kind", "embedding, dimension 32, up to 16384 tokens"] in run("models", "check", model, "--cpu").rows

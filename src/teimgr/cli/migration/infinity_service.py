@@ -188,7 +188,7 @@ def _instance(
     wanted = service.name if models == 1 else f"{service.name}-{served.rpartition('/')[2]}"
     instance = draft.instance(wanted, place, "name")
     put_model(instance, service, model.value, model.key)
-    if served not in (instance.name, instance.keys["model_id"]):
+    if served not in (instance.name, instance.keys.get("model_id")):
         _put_alias(draft, place, served, instance)
     if models == 1:
         note = "Infinity with one model ignores `model` in requests; here it is " + " or ".join(
