@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -49,11 +50,18 @@ class Preference:
     layer_us: dict[str, float]
 
 
+def chooses_experts(model: Model) -> bool:
+    """Whether layers send each token to some of several experts."""
+    config: Any = getattr(model.backbone, "config", None)
+    texts = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return any(getattr(texts, key, 0) for key in _EXPERTS)
+
+
 def preference(model: Model) -> Preference:
     """What to try first for `model`."""
     if isinstance(model.backbone, StaticTable):
         return Preference(torch.float32, "rows of a table are looked up, not computed", {})
-    if any(getattr(model.backbone.config.get_text_config(), key, 0) for key in _EXPERTS):
+    if chooses_experts(model):
         return Preference(torch.float32, "fewer bits change which experts a token goes to, on some texts alone", {})
     wanted = int(getattr(model.backbone.config, "hidden_size", 0) or _WIDTHS[1])
     width = min(max(wanted, _WIDTHS[0]), _WIDTHS[1]) // _WIDTH_UNIT * _WIDTH_UNIT
