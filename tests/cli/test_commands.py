@@ -373,6 +373,9 @@ def test_a_terminal_gets_tables(fleet: WarmDaemonProcess) -> None:
     shown = terminal("ps", "--url", fleet.api)
     assert "NAME" in shown
     assert "running" in shown
+    lines = terminal("show", "static", "--url", fleet.api).splitlines()
+    assert [line for line in lines[-9:] if line.startswith("20") and "  static  " in line]
+    assert f"call it:   curl {fleet.api}/v1/embeddings" in "".join(lines[-6:])
     live = terminal("top", "-i", "0.2", "-n", "2", "--url", fleet.api)
     assert "TOKENS/S" in live
     assert "Ctrl-C ends" in live

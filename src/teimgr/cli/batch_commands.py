@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -13,21 +12,14 @@ from urllib.parse import quote
 import typer
 
 from teimgr.cli.command import CommandOutput, DaemonOptions
-from teimgr.cli.failures import ExitStatus, UsageError
+from teimgr.cli.failures import ExitStatus
 from teimgr.cli.output import leaves, say, spinner
 from teimgr.client.file_transfer import download, upload
 from teimgr.client.rest_client import RestClient
-from teimgr.errors import InvalidConfig, Refused
+from teimgr.errors import Refused
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
-_LINE_BYTES = 16 * 2**20  # the most that `max_line_kb` may allow
-_ENDED = {
-    "completed": ExitStatus.OK,
-    "failed": ExitStatus.FAILED,
-    "expired": ExitStatus.INCOMPLETE,
-    "cancelled": ExitStatus.INCOMPLETE,
-}
-"""The states in which a batch stays, and the exit status of a command that waited for it."""
+_ENDED = ("completed", "failed", "expired", "cancelled")
 
 Id = Annotated[str, typer.Argument(metavar="ID", help="Id of the batch.", show_default=False)]
 Wait = Annotated[bool, typer.Option("--wait", "-w", help="Return when it has ended; Ctrl-C leaves it running.")]
@@ -37,26 +29,15 @@ def submit(
     server: DaemonOptions,
     output: CommandOutput,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Requests, JSON lines.", show_default=False)],
-    endpoint: Annotated[
-        str | None,
-        typer.Option(metavar="PATH", help="Such as /v1/embeddings.  [default: `url` of the first line]"),
-    ] = None,
+    endpoint: Annotated[str, typer.Option(metavar="PATH", help="The `url` of every request.")] = "/v1/embeddings",
     window: Annotated[str, typer.Option(metavar="TIME", help="It expires after so long, 7d at most.")] = "24h",
-    metadata: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Kept with the batch; several.")
-    ] = None,
     wait: Wait = False,
 ) -> int:
     """Upload a file of requests and make a batch of it."""
-    pairs = [each.partition("=") for each in metadata or ()]
-    if wrong := [name for name, equals, _ in pairs if not equals or not name]:
-        raise UsageError(f"--metadata {wrong[0]}: must be KEY=VALUE")
-    body: dict[str, Any] = {"endpoint": endpoint or _first_url(file), "completion_window": window}
-    body |= {"metadata": {name: value for name, _, value in pairs}} if pairs else {}
+    body: dict[str, Any] = {"endpoint": endpoint, "completion_window": window}
     with spinner(f"sending {file}"):
         body["input_file_id"] = upload(server.connection.http_channel(), file, server.timeout_s)["id"]
-    batch = server.rest.request("POST", "/v1/batches", body=body)
-    return _shown(server, output, batch, wait=wait)
+    return _shown(server, output, server.rest.request("POST", "/v1/batches", body=body), wait=wait)
 
 
 def list_batches(
@@ -69,7 +50,10 @@ def list_batches(
     if output.as_json:
         output.value(batches)
         return
-    rows = [(each["id"], each["status"], _progress(each), each["endpoint"], _moment(each)) for each in batches]
+    rows = [
+        (each["id"], each["status"], _progress(each), each["endpoint"], datetime.fromtimestamp(each["created_at"], UTC))
+        for each in batches
+    ]
     output.table(("id", "status", "requests", "endpoint", "created"), rows)
 
 
@@ -87,25 +71,26 @@ def get(
 
     Requests that failed have their reasons in OUTPUT.failed.jsonl, and the exit status is 8.
     """
-    if out is not None and out.exists() and not overwrite:
-        raise Refused(f"{out} exists; --overwrite replaces it, -o names another")
+    failed = out and out.with_name(f"{out.name}.failed.jsonl")
+    for path in (out, failed):
+        if path is not None and path.exists() and not overwrite:
+            raise Refused(f"{path} exists; --overwrite replaces it, -o names another")
     batch = server.rest.request("GET", _path(batch_id))
-    if out is None:
+    if out is None or failed is None:
         return _shown(server, output, batch, wait=wait)
-    if wait:
-        batch = _ended(server.rest, output, batch)
-    files = {out: batch["output_file_id"], out.with_name(f"{out.name}.failed.jsonl"): batch["error_file_id"]}
-    if not any(files.values()):
+    batch = _ended(server.rest, output, batch) if wait else batch
+    files = {target: batch[key] for target, key in ((out, "output_file_id"), (failed, "error_file_id")) if batch[key]}
+    if not files:
         do = "" if batch["status"] in _ENDED else "; --wait waits for them"
         raise Refused(f"batch {batch_id} has no results: it is {_state(batch)}{do}")
-    channel = server.connection.http_channel()
-    written = {target: file_id for target, file_id in files.items() if file_id}
-    for target, file_id in written.items():
-        download(channel, file_id, target, server.timeout_s)
+    for target, file_id in files.items():
+        download(server.connection.http_channel(), file_id, target, server.timeout_s)
+    if failed not in files:  # that of the results that were replaced
+        failed.unlink(missing_ok=True)
     if output.as_json:
-        output.value({**batch, "files": [str(each) for each in written]})
+        output.value({**batch, "files": [str(each) for each in files]})
     else:
-        say("\n".join(map(str, written)))
+        say("\n".join(map(str, files)))
     return _status(batch)
 
 
@@ -118,33 +103,13 @@ def _path(batch_id: str) -> str:
     return f"/v1/batches/{quote(batch_id, safe='')}"
 
 
-def _first_url(file: Path) -> str:
-    """The `url` of the first request.
-
-    Raises:
-        InvalidConfig: The file cannot be read, or its first line is not a request.
-    """
-    try:
-        with file.open("rb") as lines:
-            url = json.loads(lines.readline(_LINE_BYTES))["url"]
-    except OSError as error:
-        raise InvalidConfig(f"{file}: cannot be read: {error.strerror}") from error
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        example = '{"custom_id": "1", "method": "POST", "url": "/v1/embeddings", "body": {…}}'
-        raise InvalidConfig(f"{file}: the first line is not a request such as {example}") from error
-    return str(url)
-
-
 def _shown(server: DaemonOptions, output: CommandOutput, batch: Mapping[str, Any], *, wait: bool) -> int:
     """Print a batch, with `wait` when it has ended; the exit status."""
-    if wait:
-        batch = _ended(server.rest, output, batch)
+    batch = _ended(server.rest, output, batch) if wait else batch
     if output.as_json:
         output.value(batch)
-    elif output.is_terminal:
-        output.table(("key", "value"), leaves(batch))
     else:
-        say("\n".join(f"{key}\t{value}" for key, value in leaves(batch)))
+        output.table(("key", "value"), leaves(batch))
     return _status(batch) if wait else ExitStatus.OK
 
 
@@ -165,16 +130,15 @@ def _ended(rest: RestClient, output: CommandOutput, batch: Mapping[str, Any]) ->
 
 
 def _status(batch: Mapping[str, Any]) -> ExitStatus:
-    status = _ENDED.get(batch["status"], ExitStatus.INCOMPLETE)
-    return ExitStatus.INCOMPLETE if status is ExitStatus.OK and batch["request_counts"]["failed"] else status
+    if batch["status"] == "completed" and not batch["request_counts"]["failed"]:
+        return ExitStatus.OK
+    return ExitStatus.FAILED if batch["status"] == "failed" else ExitStatus.INCOMPLETE
 
 
 def _state(batch: Mapping[str, Any]) -> str:
     """Its status, with how far it is or why it failed."""
-    faults = (batch["errors"] or {}).get("data") or ()
-    why = "; ".join(
-        f"line {each['line']}: {each['message']}" if each["line"] else each["message"] for each in faults[:3]
-    )
+    first = next(iter((batch["errors"] or {}).get("data") or ()), None)
+    why = first and (f"line {first['line']}: " if first["line"] else "") + first["message"]
     return f"{batch['status']}, {why or _progress(batch) + ' requests'}"
 
 
@@ -182,7 +146,3 @@ def _progress(batch: Mapping[str, Any]) -> str:
     counts = batch["request_counts"]
     failed = f", {counts['failed']} failed" if counts["failed"] else ""
     return f"{counts['completed'] + counts['failed']}/{counts['total']}{failed}"
-
-
-def _moment(batch: Mapping[str, Any]) -> str:
-    return datetime.fromtimestamp(batch["created_at"], UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

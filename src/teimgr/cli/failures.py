@@ -48,7 +48,7 @@ MEANINGS = {
     ExitStatus.FAILED: "failed: a model or the daemon, or a configuration with faults",
     ExitStatus.USAGE: "wrong command line",
     ExitStatus.UNREACHABLE: "no daemon answers",
-    ExitStatus.NOT_FOUND: "no such instance, model or batch",
+    ExitStatus.NOT_FOUND: "nothing has this name or id: no instance, model, batch or other object",
     ExitStatus.NOT_ALLOWED: "no or wrong credentials, or a key without the right",
     ExitStatus.REFUSED: "refused: an invalid value, or not possible in the present state",
     ExitStatus.NOT_NOW: "not now: overloaded, not running, or out of time; trying again may help",

@@ -59,7 +59,7 @@ class BlockingHttpChannel(RestChannel):
         headers = {"Accept": "text/event-stream"}
         if last_event_id is not None:
             headers["Last-Event-ID"] = last_event_id
-        with self.reply(method, path, _json(body), query, headers, None) as (_, reply):
+        with self.reply(method, path, body, query, headers, None) as (_, reply):
             if reply.status >= 400:
                 raise error_from_reply(reply.status, reply.read(), reply.headers.get(CODE_KEY))
             parser = EventParser()
@@ -74,38 +74,37 @@ class BlockingHttpChannel(RestChannel):
         self, method: str, path: str, body: JsonObject | None, query: Query | None, timeout_s: float | None
     ) -> Reply:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        try:
-            with self.reply(method, path, _json(body), query, {}, timeout_s) as (sock, reply):
-                parts: list[bytes] = []
-                size = 0
-                while True:
-                    if deadline is not None:
-                        sock.settimeout(max(deadline - time.monotonic(), 0.001))
-                    if not (part := reply.read1(_CHUNK_BYTES)):
-                        return Reply(reply.status, b"".join(parts), reply.headers.get(CODE_KEY))
-                    parts.append(part)
-                    size += len(part)
-                    if size > MAX_REPLY_BYTES:
-                        raise Internal(f"{method} {path}: the reply has more than {MAX_REPLY_BYTES} bytes")
-        except TimeoutError as error:
-            raise DeadlineExceeded(f"{method} {path}: no reply within {timeout_s:g} s") from error
+        with self.reply(method, path, body, query, {}, timeout_s) as (sock, reply):
+            parts: list[bytes] = []
+            size = 0
+            while True:
+                if deadline is not None:
+                    sock.settimeout(max(deadline - time.monotonic(), 0.001))
+                if not (part := reply.read1(_CHUNK_BYTES)):
+                    return Reply(reply.status, b"".join(parts), reply.headers.get(CODE_KEY))
+                parts.append(part)
+                size += len(part)
+                if size > MAX_REPLY_BYTES:
+                    raise Internal(f"{method} {path}: the reply has more than {MAX_REPLY_BYTES} bytes")
 
     @contextmanager
     def reply(
         self,
         method: str,
         path: str,
-        payload: bytes | Iterable[bytes] | None,
+        body: JsonObject | Iterable[bytes] | None,
         query: Query | None,
         headers: Mapping[str, str],
         timeout_s: float | None,
     ) -> Iterator[tuple[socket.socket, http.client.HTTPResponse]]:
-        """The socket and the head of the reply; `payload` is JSON, unless `headers` have another type.
+        """The socket and the head of the reply; a body in pieces has its type among `headers`.
 
-        Raises:
-            Unreachable: no connection, or it was lost.
-            TimeoutError: one step took longer than `timeout_s`.
+        Raises Unreachable: no connection, or it was lost. DeadlineExceeded: one step took longer than `timeout_s`.
         """
+        try:
+            payload = json.dumps(body).encode() if isinstance(body, Mapping) else body
+        except (TypeError, ValueError) as error:
+            raise ValidationError(str(error)) from error
         typed = {} if payload is None else {"Content-Type": "application/json"}
         target = self._address.prefix + path + (f"?{urlencode(query)}" if query else "")
         connection = self._connection()
@@ -117,9 +116,9 @@ class BlockingHttpChannel(RestChannel):
                     method, target, payload, {**self._headers, **typed, **headers, "Connection": "close"}
                 )
             yield sock, connection.getresponse()
-        except TimeoutError:
-            raise
         except (OSError, http.client.HTTPException) as error:
+            if isinstance(error, TimeoutError) and timeout_s is not None:
+                raise DeadlineExceeded(f"{method} {path}: no reply within {timeout_s:g} s") from error
             raise Unreachable(self._address.url, reason_of(error)) from error
         finally:
             connection.close()
@@ -149,10 +148,3 @@ class BlockingHttpChannel(RestChannel):
         if self._context is None:
             self._context = self._tls.ssl_context()
         return self._context
-
-
-def _json(body: JsonObject | None) -> bytes | None:
-    try:
-        return None if body is None else json.dumps(body).encode()
-    except (TypeError, ValueError) as error:
-        raise ValidationError(str(error)) from error

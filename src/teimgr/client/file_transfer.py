@@ -2,65 +2,47 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import quote
 
 from teimgr.client.blocking_http import BlockingHttpChannel
-from teimgr.client.http_replies import MAX_REPLY_BYTES, error_from_reply
-from teimgr.errors import DeadlineExceeded, InvalidConfig, Unavailable
+from teimgr.client.http_replies import Reply, json_of
+from teimgr.errors import InvalidConfig, Unavailable
 from teimgr.wire.status import CODE_KEY
 
-_PIECE_BYTES = 2**18
-_ERROR_BYTES = 65536
+_PATH = "/v1/files"
+_PIECE_BYTES, _JSON_BYTES = 2**18, 2**20
 
 
 def upload(channel: BlockingHttpChannel, path: Path, timeout_s: float) -> Any:
     """Send a file for a batch; the file object of the reply. `timeout_s` bounds each step, not the whole.
 
-    Raises:
-        InvalidConfig: The file cannot be read.
-        TeimgrError: The daemon refused it, or cannot be reached.
+    Raises InvalidConfig: the file cannot be read. TeimgrError: it is refused, or no daemon answers.
     """
     boundary = secrets.token_hex(16)
     name = "".join(each if each.isprintable() and each not in '"\\' else "_" for each in path.name)
-    head = (
-        f'--{boundary}\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
-        f'--{boundary}\r\nContent-Disposition: form-data; name="file"; filename="{name}"\r\n'
-        "Content-Type: application/jsonl\r\n\r\n"
-    ).encode()
+    part = f"--{boundary}\r\nContent-Disposition: form-data; name="
+    head = f'{part}"purpose"\r\n\r\nbatch\r\n{part}"file"; filename="{name}"\r\n\r\n'.encode()
     end = f"\r\n--{boundary}--\r\n".encode()
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(0)
-            headers = {
-                "Content-Type": f"multipart/form-data; boundary={boundary}",
-                "Content-Length": str(len(head) + size + len(end)),
-            }
-            payload = _form(path, file, size, head, end)
-            with channel.reply("POST", "/v1/files", payload, None, headers, timeout_s) as (_, reply):
-                body = reply.read(MAX_REPLY_BYTES)
-                if reply.status >= 400:
-                    raise error_from_reply(reply.status, body, reply.headers.get(CODE_KEY))
-                return json.loads(body)
-    except TimeoutError as error:
-        raise DeadlineExceeded(f"POST /v1/files: nothing moved for {timeout_s:g} s") from error
-    except OSError as error:
-        raise InvalidConfig(f"{path}: cannot be read: {error.strerror}") from error
+    with _disk(path, "read"), path.open("rb") as file:
+        size = path.stat().st_size
+        kind, length = f"multipart/form-data; boundary={boundary}", len(head) + size + len(end)
+        headers = {"Content-Type": kind, "Content-Length": str(length)}
+        form = _form(path, file, size, head, end)
+        with channel.reply("POST", _PATH, form, None, headers, timeout_s) as (_, reply):
+            return _json(reply)
 
 
 def _form(path: Path, file: BinaryIO, size: int, head: bytes, end: bytes) -> Iterator[bytes]:
     yield head
     while size:
-        try:
+        with _disk(path, "read"):
             piece = file.read(min(size, _PIECE_BYTES))
-        except OSError as error:  # not one of the connection
-            raise InvalidConfig(f"{path}: cannot be read: {error.strerror}") from error
         if not piece:
             raise InvalidConfig(f"{path}: became shorter while it was sent")
         size -= len(piece)
@@ -71,41 +53,33 @@ def _form(path: Path, file: BinaryIO, size: int, head: bytes, end: bytes) -> Ite
 def download(channel: BlockingHttpChannel, file_id: str, target: Path, timeout_s: float) -> None:
     """Write the bytes of a stored file to `target`, which appears when they are complete.
 
-    Raises:
-        InvalidConfig: `target` cannot be written.
-        TeimgrError: The daemon has no such file, or cannot be reached.
+    Raises InvalidConfig: `target` cannot be written. TeimgrError: there is no such file, or no daemon answers.
     """
-    path = f"/v1/files/{quote(file_id, safe='')}/content"
-    partial = target.with_name(f"{target.name}.partial")
+    path, partial = f"{_PATH}/{quote(file_id, safe='')}/content", target.with_name(f"{target.name}.partial")
+    with _disk(target, "written"):
+        try:
+            with partial.open("wb") as file, channel.reply("GET", path, None, None, {}, timeout_s) as (_, reply):
+                left = int(reply.headers["Content-Length"]) if reply.status == 200 else _json(reply)
+                while piece := reply.read(min(left, _PIECE_BYTES)):
+                    left -= len(piece)
+                    with _disk(target, "written"):
+                        file.write(piece)
+            if left:
+                raise Unavailable(f"GET {path}: the reply ended {left} bytes early")
+            partial.replace(target)
+        finally:
+            with suppress(OSError):
+                partial.unlink()
+
+
+def _json(reply: HTTPResponse) -> Any:
+    return json_of(_PATH, Reply(reply.status, reply.read(_JSON_BYTES), reply.headers.get(CODE_KEY)))
+
+
+@contextmanager
+def _disk(path: Path, what: str) -> Iterator[None]:
+    """Name the path in the errors of a disk, inside a reply too, where others are those of the connection."""
     try:
-        with (
-            partial.open("wb") as file,
-            channel.reply("GET", path, None, None, {}, timeout_s) as (_, reply),
-        ):
-            if reply.status >= 400:
-                raise error_from_reply(reply.status, reply.read(_ERROR_BYTES), reply.headers.get(CODE_KEY))
-            left = int(reply.headers["Content-Length"])
-            while piece := reply.read(min(left, _PIECE_BYTES)):
-                left -= len(piece)
-                _write(file, piece, target)
-        if left:
-            raise Unavailable(f"GET {path}: the reply ended {left} bytes early")
-        partial.replace(target)
-    except TimeoutError as error:
-        raise DeadlineExceeded(f"GET {path}: nothing moved for {timeout_s:g} s") from error
+        yield
     except OSError as error:
-        raise _unwritable(target, error) from error
-    finally:
-        with suppress(OSError):
-            partial.unlink()
-
-
-def _write(file: BinaryIO, piece: bytes, target: Path) -> None:
-    try:
-        file.write(piece)
-    except OSError as error:  # not one of the connection
-        raise _unwritable(target, error) from error
-
-
-def _unwritable(target: Path, error: OSError) -> InvalidConfig:
-    return InvalidConfig(f"{target}: cannot be written: {error.strerror}")
+        raise InvalidConfig(f"{path}: cannot be {what}: {error.strerror}") from error
