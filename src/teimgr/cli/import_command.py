@@ -1,4 +1,4 @@
-"""`teimgr import`: a configuration from compose files of TEI and Infinity, Ollama's list or tei-manager's files."""
+"""`teimgr import`: a configuration from containers of TEI and Infinity, Ollama's list or tei-manager's files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ def import_files(
     files: Annotated[
         list[Path],
         typer.Argument(
-            metavar="FILE", help="Compose files; Ollama's list; tei-manager's TOML and state file.", show_default=False
+            metavar="FILE",
+            help="Compose files; text with `docker run` lines, `-`: of stdin; Ollama's list; "
+            "tei-manager's TOML and state file.",
+            show_default=False,
         ),
     ],
     out: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The configuration.")] = Path(

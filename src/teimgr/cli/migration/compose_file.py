@@ -79,7 +79,11 @@ class Volume:
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """A service of a compose file; its variables are replaced. `words` are those of `entrypoint` and `command`."""
+    """A service of a compose file, or a container as one; its variables are replaced.
+
+    `words` are those of `entrypoint` and `command`. `names` are the beginnings of keys, each with what the file has in
+    its place.
+    """
 
     file: Path
     name: str
@@ -89,6 +93,8 @@ class Service:
     environ: Mapping[str, str]
     ports: tuple[PublishedPort, ...]
     volumes: tuple[Volume, ...]
+    section: str = "services"
+    names: tuple[tuple[str, str], ...] = ()
 
     @property
     def tag(self) -> str:
@@ -142,7 +148,7 @@ def read_compose(path: Path, environ: Mapping[str, str], env_file: Path | None =
     variables = {**(read_env_file(beside, environ) if env_file or beside.is_file() else {}), **environ}
     interpolated = Interpolation(variables)
     plain = _Plain(path, interpolated)
-    read = [_service(path, str(name), plain(each, f"services.{name}"), variables) for name, each in services.items()]
+    read = [service_of(path, str(name), plain(each, f"services.{name}"), variables) for name, each in services.items()]
     others = [str(name) for name in table if name != "services" and not str(name).startswith("x-")]
     return ComposeFile(path, tuple(read), tuple(sorted(interpolated.unset)), tuple(others))
 
@@ -170,8 +176,9 @@ class _Plain:
         return self._interpolated(text, f"{self._path}: {place}")
 
 
-def _service(path: Path, name: str, table: Any, variables: Mapping[str, str]) -> Service:
-    place = f"{path}: services.{name}"
+def service_of(path: Path, name: str, table: Any, variables: Mapping[str, str], **others: Any) -> Service:
+    """The service of a table with the keys of a compose file; `others` are fields that those of such files lack."""
+    place = f"{path}: {others.get('section', 'services')}.{name}"
     if not isinstance(table, dict):
         raise InvalidConfig(f"{place}: must be a table")
     folder = path.absolute().parent
@@ -184,6 +191,7 @@ def _service(path: Path, name: str, table: Any, variables: Mapping[str, str]) ->
         _environ(table, folder, variables, place),
         tuple(_ports(table.get("ports"), f"{place}.ports")),
         tuple(_volumes(table.get("volumes"), folder, f"{place}.volumes")),
+        **others,
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from teimgr.cli.migration.compose_file import PublishedPort, Service, whole_number
-from teimgr.cli.migration.draft import InstanceDraft, KeyOutcome, Place
+from teimgr.cli.migration.draft import Draft, InstanceDraft, KeyOutcome, Place
 from teimgr.models.source import is_hub_id
 
 NOT_FOLLOWED = "not followed: import the output of `docker compose config`, which has all of it"
@@ -83,6 +83,11 @@ def split_options(words: Iterable[str], takes_value: Any, short: Mapping[str, st
             yield name, rest.pop(0)
         else:
             yield name, None
+
+
+def place_of(service: Service, draft: Draft) -> Place:
+    """Where findings about a service are."""
+    return Place(draft, str(service.file), f"{service.section}.{service.name}", service.names)
 
 
 def put_model(instance: InstanceDraft, service: Service, model: str, key: str) -> None:
@@ -197,8 +202,8 @@ def note_rest(place: Place, service: Service, used_variables: Iterable[str], cac
             place.found(key, KeyOutcome.NONE, note="not a variable of the server, as far as is known here")
     _note_volumes(place, service, cache)
     for key in service.table:
-        if key in _DOCKER:
-            place.found(key, *_without_target(key))
+        if (name := key.lstrip("-").replace("-", "_")) in _DOCKER:
+            place.found(key, *_without_target(name))
         elif key not in (*_READ, "cpus", "scale") and not key.startswith("x-"):
             place.found(key, KeyOutcome.NONE, note="of the container, not of the model")
 
@@ -212,12 +217,12 @@ def _note_volumes(place: Place, service: Service, cache: str) -> None:
                 place.draft.environment.setdefault("HF_HUB_CACHE", path)
                 place.found(key, KeyOutcome.CARRIED, "HF_HUB_CACHE in the daemon's environment", "downloaded models")
             else:
-                note = "downloaded models in a volume of docker: without HF_HUB_CACHE they are downloaded once more"
+                note = "models in no directory of the host: without HF_HUB_CACHE they are downloaded once more"
                 place.found(key, KeyOutcome.NONE, note=note)
         elif volume.is_directory:
             place.found(key, KeyOutcome.CARRIED, "paths of the host", "workers read the host's files themselves")
         else:
-            place.found(key, KeyOutcome.NONE, note="a volume of docker")
+            place.found(key, KeyOutcome.NONE, note="no directory of the host")
 
 
 def _without_target(key: str) -> tuple[KeyOutcome, str, str]:

@@ -1,6 +1,7 @@
 """Conversion of files to a configuration of teimgr.
 
-YAML is a compose file, an object of JSON and the table of `ollama list` are Ollama's, all else is tei-manager's TOML.
+YAML is a compose file, a text with a `docker run` a script, an object of JSON and the table of `ollama list` are
+Ollama's, all else is tei-manager's TOML.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from teimgr.cli.migration import infinity_service, ollama_list, tei_manager_file, tei_service
+from teimgr.cli.migration import docker_run, infinity_service, ollama_list, tei_manager_file, tei_service
 from teimgr.cli.migration.compose_file import ComposeFile, Service, read_compose
-from teimgr.cli.migration.containers import NOT_FOLLOWED
+from teimgr.cli.migration.containers import NOT_FOLLOWED, place_of
 from teimgr.cli.migration.draft import Draft, InstanceDraft, KeyOutcome, toml
 from teimgr.config.settings import Settings
 from teimgr.errors import InvalidConfig
@@ -32,7 +33,7 @@ _SERVERS: tuple[tuple[Callable[[Service], bool], Callable[[Service, Draft], None
 
 
 def convert(files: Sequence[Path], environ: Mapping[str, str], env_file: Path | None = None) -> Draft:
-    """The draft of compose files, of Ollama's lists and of tei-manager's files.
+    """The draft of compose files, scripts, Ollama's lists and tei-manager's files; `-` is standard input.
 
     `environ`, then `env_file` or the `.env` beside a compose file, have the values of its variables.
 
@@ -44,14 +45,19 @@ def convert(files: Sequence[Path], environ: Mapping[str, str], env_file: Path | 
     draft = Draft()
     images: set[str] = set()
     for file in files:
+        services: Sequence[Service] = ()
         if file.suffix.lower() in _YAML:
             compose = read_compose(file, environ, env_file)
-            images |= {service.image or service.name for service in compose.services}
-            _compose(compose, draft)
+            services = compose.services
+            _note_around(compose, draft)
+        elif (script := docker_run.script_of(file)) is not None:
+            services = docker_run.services(file, script, environ, draft)
         elif ollama_list.is_list(file):
             ollama_list.convert(file, draft)
         else:
             tei_manager_file.convert(file, tei_manager_file.read_toml(file), draft)
+        images |= {service.image or service.name for service in services}
+        _convert_services(services, draft)
     if not draft.instances:
         seen = f"; its services are {', '.join(sorted(images))}" if images else ""
         why = [f"{each.path}: {each.note}" for each in draft.findings if each.outcome is KeyOutcome.DECIDE]
@@ -62,7 +68,8 @@ def convert(files: Sequence[Path], environ: Mapping[str, str], env_file: Path | 
     return draft
 
 
-def _compose(compose: ComposeFile, draft: Draft) -> None:
+def _note_around(compose: ComposeFile, draft: Draft) -> None:
+    """Findings for what a compose file has beside its services."""
     place = draft.place(str(compose.path))
     for name in compose.unset:
         place.found(
@@ -76,8 +83,11 @@ def _compose(compose: ComposeFile, draft: Draft) -> None:
     for name in _OVERRIDES.get(compose.path.name, ()):
         if (compose.path.parent / name).exists():
             place.found(name, KeyOutcome.DECIDE, note=f"docker merges this file as well: {NOT_FOLLOWED}")
+
+
+def _convert_services(services: Iterable[Service], draft: Draft) -> None:
     moved, others = [], []
-    for service in compose.services:
+    for service in services:
         convert_service = next((convert for runs, convert in _SERVERS if runs(service)), None)
         if convert_service is None:
             others.append(service)
@@ -89,8 +99,8 @@ def _compose(compose: ComposeFile, draft: Draft) -> None:
 
 
 def _other(draft: Draft, service: Service, moved: Iterable[str]) -> None:
-    """Findings for a service that stays in the compose file: what of it names a service that moves."""
-    place = draft.place(str(service.file), f"services.{service.name}")
+    """Findings for a service that stays where it is: what of it names a service that moves."""
+    place = place_of(service, draft)
     if "tei-manager" in service.image:
         note = "import tei-manager's own TOML and its state file: the volumes show where they are"
         place.found("image", KeyOutcome.DECIDE, note=note)
@@ -102,7 +112,7 @@ def _other(draft: Draft, service: Service, moved: Iterable[str]) -> None:
             "image", KeyOutcome.DECIDE, note=f"no image: where it is part of another file's service, {NOT_FOLLOWED}"
         )
     else:
-        place.found("image", KeyOutcome.NONE, note="no image of TEI or Infinity: it stays in the compose file")
+        place.found("image", KeyOutcome.NONE, note="no image of TEI or Infinity: it stays where it is")
     texts = {f"environment.{name}": value for name, value in service.environ.items()}
     texts["command"] = " ".join(service.words)
     for name in moved:

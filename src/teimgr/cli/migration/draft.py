@@ -62,8 +62,11 @@ class Place:
     draft: Draft
     file: str
     path: str
+    names: tuple[tuple[str, str], ...] = ()
+    """Beginnings of keys, each with what the file has in its place."""
 
     def found(self, key: str, outcome: KeyOutcome, target: str = "", note: str = "") -> None:
+        key = next((named + key.removeprefix(ours) for ours, named in self.names if key.startswith(ours)), key)
         note = " ".join(note.split())
         finding = KeyFinding(file=self.file, place=self.path, key=key, outcome=outcome, target=target, note=note)
         self.draft.findings.append(finding)

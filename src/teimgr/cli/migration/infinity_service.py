@@ -15,6 +15,7 @@ from teimgr.cli.migration.containers import (
     Option,
     note_other_ports,
     note_rest,
+    place_of,
     published,
     put_gpu,
     put_model,
@@ -84,7 +85,7 @@ def convert(service: Service, draft: Draft) -> None:
     Raises:
         InvalidConfig: It has more than `MAX_INSTANCES` models.
     """
-    place = draft.place(str(service.file), f"services.{service.name}")
+    place = place_of(service, draft)
     options = _options(service, place)
     models = options.pop("--model-id", None)
     if models is None:
@@ -154,7 +155,7 @@ def _put_address(draft: Draft, place: Place, service: Service, options: dict[str
     inside = whole_number(option.value) or int(_DEFAULT_PORT)
     port = published(service, inside)
     if port is None or port.published is None:
-        note = f"no published port: in docker's network it was http://{service.name}:{inside}; the daemon's is api_port"
+        note = f"no published port: between containers it was http://{service.name}:{inside}; the daemon's is api_port"
         place.found(option.key, KeyOutcome.DECIDE, note=note)
     elif port.published < UNPRIVILEGED_PORT or draft.api_port not in (None, port.published):
         reason = "the REST port is that of another server" if draft.api_port else f"ports begin at {UNPRIVILEGED_PORT}"

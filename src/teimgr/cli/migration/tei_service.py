@@ -12,6 +12,7 @@ from teimgr.cli.migration.containers import (
     Option,
     note_other_ports,
     note_rest,
+    place_of,
     published,
     put_gpu,
     put_model,
@@ -52,7 +53,7 @@ def is_tei(service: Service) -> bool:
 
 def convert(service: Service, draft: Draft) -> None:
     """Add the instance of one service to the draft."""
-    place = draft.place(str(service.file), f"services.{service.name}")
+    place = place_of(service, draft)
     options = _options(service, place)
     model = options.pop("--model-id", None)
     if model is None or not model.value:
@@ -173,7 +174,7 @@ def _put_ports(instance: InstanceDraft, service: Service, options: dict[str, Opt
     )
     if own is None or own.published is None:
         note = (
-            f"no published port: in docker's network it was http://{service.name}:{inside}; `teimgr ps` shows the port"
+            f"no published port: between containers it was http://{service.name}:{inside}; `teimgr ps` shows the port"
         )
         place.found("ports", KeyOutcome.DECIDE, note=note)
     else:
