@@ -88,7 +88,7 @@ def main(argv: list[str]) -> int:
 
 def run(arguments: list[str]) -> int:
     """A daemon with one ready instance of the real all-MiniLM-L6-v2."""
-    return install("demo") or call(BIN / "teimgr", "quickstart", *arguments)
+    return install("demo") or call(BIN / "teimgr", "up", *arguments)
 
 
 def test(arguments: list[str]) -> int:

@@ -40,7 +40,7 @@ ARGUMENTS = {
     "context rm": ["here"],
 }
 # They begin what goes on: a daemon (`tests/test_user_home.py` has it), or one with a model.
-OF_OTHER_TESTS = {"serve", "up", "quickstart"}
+OF_OTHER_TESTS = {"serve", "up"}
 
 
 @pytest.mark.parametrize("name", sorted(set(COMMANDS) - OF_OTHER_TESTS))

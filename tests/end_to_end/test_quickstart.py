@@ -1,4 +1,4 @@
-"""`teimgr quickstart` ends with an embedding and three commands that work as they are printed."""
+"""`teimgr up` ends with an embedding and three commands that work as they are printed."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from pathlib import Path
 
 import pytest
 
+from teimgr.cli.quickstart import free_port
+
 LIMIT_S = 90
 
 
 @pytest.fixture(scope="module")
-def greeting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
-    """What it prints until it says how to stop it, and where it ran; stopped by an interrupt afterwards."""
-    folder = tmp_path_factory.mktemp("q")
+def greeting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path, int]]:
+    """What it prints until it says how to stop it, its folder and its port; stopped by an interrupt afterwards."""
+    folder, port = tmp_path_factory.mktemp("q"), free_port(0)
     process = subprocess.Popen(
-        [sys.executable, "-m", "teimgr", "quickstart"],
+        [sys.executable, "-m", "teimgr", "up", "--port", str(port)],
         cwd=folder,
         env=os.environ | {"HF_HUB_OFFLINE": "1"},
         stdout=subprocess.PIPE,
@@ -32,18 +34,19 @@ def greeting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Pa
         lines.append(line)
         if "Ctrl-C" in line:
             break
-    yield "".join(lines), folder
+    yield "".join(lines), folder, port
     process.send_signal(signal.SIGTERM)
     process.stdout.close()
     assert process.wait(LIMIT_S) == 0
 
 
-def test_it_prints_an_embedding(greeting: tuple[str, Path]) -> None:
+def test_it_prints_its_address_and_an_embedding(greeting: tuple[str, Path, int]) -> None:
+    assert f"REST http://127.0.0.1:{greeting[2]}, gRPC" in greeting[0]
     assert re.search(r"→ 384 values: \[-?0\.\d{6}, ", greeting[0])
 
 
-def test_the_three_commands_work_as_they_are_printed(greeting: tuple[str, Path]) -> None:
-    text, folder = greeting
+def test_the_three_commands_work_as_they_are_printed(greeting: tuple[str, Path, int]) -> None:
+    text, folder, _ = greeting
     commands = [line.strip() for line in text.splitlines() if line.startswith("  ") and "weights" not in line]
     assert len(commands) == 3
 

@@ -1,4 +1,4 @@
-"""`teimgr serve`, `up`, `quickstart` and `doctor`: commands that run on the daemon's host."""
+"""`teimgr serve`, `up` and `doctor`: commands that run on the daemon's host."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from teimgr.cli.output import say
 Config = Annotated[
     Path | None, typer.Option("--config", "-c", metavar="FILE", help="Settings in TOML.", show_default=False)
 ]
-Once = Annotated[bool, typer.Option("--once", help="Embed one text, show the answer, and stop.")]
 
 
 def serve(
@@ -27,7 +26,10 @@ def serve(
     log_level: Annotated[
         str | None, typer.Option(metavar="LEVEL", help="Such as info, or warn,teimgr.mux=debug.")
     ] = None,
-    log_format: Annotated[Literal["json", "pretty"] | None, typer.Option(help="json: one object per line.")] = None,
+    log_format: Annotated[
+        Literal["json", "pretty"] | None,
+        typer.Option(help="json: one object per line; pretty on a terminal where nothing else is said."),
+    ] = None,
 ) -> int:
     """Run the daemon in the foreground (also: teimgr -c FILE)."""
     from teimgr.daemon.parent import leave_pid_1
@@ -46,6 +48,12 @@ def serve(
     source = Source(file=config, overrides=keys)
     with following() as predecessor:
         configuration = read(source)
+        if sys.stdout.isatty():
+            if "log_format" not in configuration.sources:
+                keys["log_format"] = "pretty"
+                configuration = read(source)
+            if not (folder := configuration.settings.state_file.parent.absolute()).exists():
+                say(f"teimgr: new state folder {folder}", file=sys.stderr)
         for warning in unread_variables():
             say(f"teimgr: warning: {warning}", file=sys.stderr)
         # The daemon's imports are slow; invalid settings are reported before them.
@@ -58,12 +66,13 @@ def serve(
 
 
 def up(
-    once: Once = False,
+    once: Annotated[bool, typer.Option("--once", help="Embed one text, show the answer, and stop.")] = False,
     model: Annotated[str | None, typer.Option(help="Another model, by hub id or directory.")] = None,
     name: Annotated[str | None, typer.Option(help="Name of the instance.")] = None,
     state: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the state and the logs.")] = Path(
         "state/quickstart"
     ),
+    port: Annotated[int | None, typer.Option(help="Port of REST; without it TEIMGR_API_PORT, or a free one.")] = None,
 ) -> int:
     """Try it: a daemon with one ready instance.
 
@@ -71,12 +80,7 @@ def up(
     """
     from teimgr.cli import quickstart as demo
 
-    return demo.main(once, state, model=model or demo.MODEL, instance=name or demo.INSTANCE)
-
-
-def quickstart(once: Once = False) -> int:
-    """The same as `up`, with its defaults."""
-    return up(once)
+    return demo.main(once, state, model=model or demo.MODEL, instance=name or demo.INSTANCE, port=port)
 
 
 def doctor(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Annotated, Any
 
 import typer
@@ -12,9 +13,10 @@ import typer
 from teimgr.cli.command import CommandOutput, DaemonOptions, Name, Names
 from teimgr.cli.failures import ExitStatus, UsageError, exit_status, explain, report
 from teimgr.cli.output import duration, leaves, say, shortened, size, spinner
+from teimgr.cli.watch_commands import event_line
 from teimgr.client.rest_client import RestClient
 from teimgr.client.rest_values import Instance
-from teimgr.errors import DeadlineExceeded, ModelLoadFailed, NotRunning, TeimgrError
+from teimgr.errors import DeadlineExceeded, Forbidden, ModelLoadFailed, NotRunning, TeimgrError
 from teimgr.spec import CUT_TEXTS, State, attempt_text
 
 _COLUMNS = (
@@ -32,6 +34,12 @@ _COLUMNS = (
     "reason",
 )
 _MODEL_WIDTH = 28
+_FIRST_CALLS = {
+    "reranker": "teimgr rerank 'a question' 'a text' 'another text' -i {name}",
+    "classifier": "teimgr classify 'some text' -i {name}",
+}
+_EMBED = "teimgr embed 'some text' -i {name}"
+_SHOWN_EVENTS = 3
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 0.5
 
@@ -107,12 +115,34 @@ def _row(instance: Instance) -> Sequence[Any]:
 
 
 def show(server: DaemonOptions, output: CommandOutput, name: Name) -> None:
-    """Show everything about an instance."""
+    """Show everything about an instance; on a terminal also its last events, and where to call it."""
     instance = server.rest.get(name)
     if output.as_json:
         output.value(instance.details)
         return
     output.table(("key", "value"), leaves(instance.details))
+    if output.is_terminal:
+        with suppress(Forbidden):  # a key for some instances may not read the fleet's events
+            for event in server.rest.events([name], last=_SHOWN_EVENTS, follow=False):
+                say(event_line(event))
+        for line in addresses(instance, server.connection.url) if instance.port else ():
+            say(line)
+
+
+def addresses(instance: Instance, url: str) -> list[str]:
+    """Where to call an instance, and a first command."""
+    route = "rerank" if instance.kind == "reranker" else "embeddings"
+    body = (
+        '{"model": "%s", "query": "a question", "documents": ["a text"]}'
+        if route == "rerank"
+        else '{"model": "%s", "input": "some text"}'
+    )
+    first = _FIRST_CALLS.get(instance.kind or "", _EMBED).format(name=instance.name)
+    return [
+        f"call it:   curl {url}/v1/{route} -H 'Content-Type: application/json' -d '{body % instance.name}'",
+        f"or:        {first}",
+        f"its port:  {instance.port}, as text-embeddings-inference",
+    ]
 
 
 def rm(

@@ -29,7 +29,6 @@ COMMANDS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
     {
         "up": ("daemon_commands", "up", _DAEMON),
         "serve": ("daemon_commands", "serve", _DAEMON),
-        "quickstart": ("daemon_commands", "quickstart", _DAEMON),
         "doctor": ("daemon_commands", "doctor", _DAEMON),
         "explain": ("explain_command", "explain", _DAEMON),
         "reload": ("fleet_commands", "reload", _DAEMON),

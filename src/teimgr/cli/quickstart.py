@@ -34,9 +34,7 @@ _LOG_LINES = 200
 _SHOWN_LINES = 5
 
 
-def main(
-    once: bool = False, state: Path = Path("state/quickstart"), *, model: str = MODEL, instance: str = INSTANCE
-) -> int:
+def main(once: bool, state: Path, *, model: str = MODEL, instance: str = INSTANCE, port: int | None = None) -> int:
     """Start a daemon with its state in `state`, show an embedding, and serve until interrupted.
 
     With `once` it stops after the embedding. Returns the exit status.
@@ -45,7 +43,8 @@ def main(
         say(f"Fetching {model} …", flush=True)
         source = hub.resolve(model)
         say(f"  weights: {_origin(source)}")
-        api_port, grpc_port = free_port(9000), free_port(9001)
+        api_port = port or os.environ.get("TEIMGR_API_PORT") or free_port(9000)
+        grpc_port = os.environ.get("TEIMGR_GRPC_PORT") or free_port(9001 if str(api_port) != "9001" else 0)
         api, grpc = f"http://127.0.0.1:{api_port}", f"http://127.0.0.1:{grpc_port}"
         with daemon(api_port, grpc_port, state) as process:
             greet(api, grpc, process, state, model, instance)
@@ -68,7 +67,7 @@ def _origin(source: hub.ModelSource) -> str:
 
 
 @contextlib.contextmanager
-def daemon(api_port: int, grpc_port: int, state: Path) -> Iterator[subprocess.Popen[bytes]]:
+def daemon(api_port: int | str, grpc_port: int | str, state: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Run `teimgr serve` as a child process, stopped by SIGTERM at the end."""
     state.mkdir(parents=True, exist_ok=True)
     settings = {

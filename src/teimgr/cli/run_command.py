@@ -10,17 +10,11 @@ import typer
 from teimgr.cli.command import CommandOutput, DaemonOptions
 from teimgr.cli.edit_commands import absolute_model
 from teimgr.cli.failures import ExitStatus
-from teimgr.cli.instance_commands import Timeout, await_running
+from teimgr.cli.instance_commands import Timeout, addresses, await_running
 from teimgr.cli.output import say
-from teimgr.client.rest_values import Instance
 from teimgr.spec import State
 
 _NAME_CHARS = 32
-_FIRST_CALLS = {
-    "reranker": "teimgr rerank 'a question' 'a text' 'another text' -i {name}",
-    "classifier": "teimgr classify 'some text' -i {name}",
-}
-_EMBED = "teimgr embed 'some text' -i {name}"
 
 
 def run(
@@ -58,19 +52,3 @@ def proposed_name(model: str, taken: set[str]) -> str:
     base = re.sub(r"[^a-z0-9._-]+", "-", end).strip("._-")[:_NAME_CHARS].rstrip("._-") or "model"
     numbered = (f"{base}-{number}" for number in range(2, len(taken) + 3))
     return base if base not in taken else next(each for each in numbered if each not in taken)
-
-
-def addresses(instance: Instance, url: str) -> list[str]:
-    """Where to call an instance, and a first command."""
-    route = "rerank" if instance.kind == "reranker" else "embeddings"
-    body = (
-        '{"model": "%s", "query": "a question", "documents": ["a text"]}'
-        if route == "rerank"
-        else '{"model": "%s", "input": "some text"}'
-    )
-    first = _FIRST_CALLS.get(instance.kind or "", _EMBED).format(name=instance.name)
-    return [
-        f"call it:   curl {url}/v1/{route} -H 'Content-Type: application/json' -d '{body % instance.name}'",
-        f"or:        {first}",
-        f"its port:  {instance.port}, as text-embeddings-inference",
-    ]

@@ -161,19 +161,21 @@ def events(
         if output.as_json:
             output.line(dict(event.details) | {"event": event.event})
             continue
-        cells = (event.timestamp, event.event, event.instance, event.status, _why(event))
         if output.is_terminal:
-            say(
-                field(f"{(event.timestamp or '')[:19]:19}  {event.event:10}  {event.instance or '':20}  {cells[-1]}"),
-                flush=True,
-            )
+            say(event_line(event), flush=True)
         else:
+            cells = (event.timestamp, event.event, event.instance, event.status, _why(event))
             say("\t".join(field(cell or "") for cell in cells), flush=True)
     sys.stdout.flush()
     if not some:
         known = server.names()
         absent = [each for each in names or () if each not in known]
         output.note("no such events" + (f"; no instance is named {', '.join(absent)} now" if absent else ""))
+
+
+def event_line(event: InstanceEvent) -> str:
+    """An event as a line for a person."""
+    return field(f"{(event.timestamp or '')[:19]:19}  {event.event:10}  {event.instance or '':20}  {_why(event)}")
 
 
 def _why(event: InstanceEvent) -> str:

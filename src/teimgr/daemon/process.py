@@ -477,7 +477,8 @@ class Daemon:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """SIGINT or SIGTERM: stop in order; a second one: stop without grace. SIGHUP: reload. SIGUSR2: restart.
+        """SIGINT or SIGTERM: stop in order; a second one: stop without grace. SIGHUP: reload, or stop if the
+        terminal is gone. SIGUSR2: restart.
 
         Once a successor has the word, they are passed on to it.
         """
@@ -497,7 +498,12 @@ class Daemon:
                 run(self._force_stop())
             self.stopping.set()
 
+        has_terminal = os.isatty(0)
+
         async def reload() -> None:
+            if has_terminal and not os.isatty(0):
+                self.stopping.set()
+                return
             self.notifier.reloading()
             with ordered_by("SIGHUP"), contextlib.suppress(InvalidConfig):  # logged, and an alarm
                 await self.reloader.reload()
