@@ -291,7 +291,12 @@ def test_a_directory_of_llama_cpps_files_is_refused_by_name(tmp_path: Path) -> N
     (tmp_path / "model-Q8_0.gguf").write_bytes(b"GGUF")
     (tmp_path / "README.md").write_text("---\nbase_model: BAAI/bge-m3\n---\n")
 
-    alone = r"in GGUF .llama.cpp. alone .model-Q8_0.gguf., which is not read: use the original model, BAAI/bge-m3"
+    assert hub.resolve(str(tmp_path)).path == tmp_path
+    with pytest.raises(ModelNotFound, match="is a file: name its directory"):
+        hub.resolve(str(tmp_path / "model-Q8_0.gguf"))
+
+    (tmp_path / "model-f16.gguf").write_bytes(b"GGUF")
+    alone = r"alone .model-Q8_0.gguf., read of .* as the one .gguf file of a directory.* original model, BAAI/bge-m3"
     for place in (tmp_path, tmp_path / "model-Q8_0.gguf"):
         with pytest.raises(ModelNotFound, match=alone):
             hub.resolve(str(place))
@@ -299,10 +304,17 @@ def test_a_directory_of_llama_cpps_files_is_refused_by_name(tmp_path: Path) -> N
 
 def test_a_repository_of_llama_cpps_files_is_refused_by_name() -> None:
     info = SimpleNamespace(card_data=SimpleNamespace(base_model=["Qwen/Qwen3-Embedding-0.6B"]))
-
-    assert hub.format_problem(["README.md", "Qwen3-Embedding-0.6B-f16.gguf"], info) == (
-        "has weights in GGUF (llama.cpp) alone (Qwen3-Embedding-0.6B-f16.gguf), which is not read: use the original "
-        "model, Qwen/Qwen3-Embedding-0.6B"
+    refusal = (
+        "has weights in GGUF (llama.cpp) alone (Q-f16.gguf), read of Qwen3 embedding models as the one .gguf file of a "
+        "directory, without config.json: name such a directory as model_id, or use the original model, "
+        "Qwen/Qwen3-Embedding-0.6B"
     )
-    assert hub.format_problem(["model.safetensors", "Qwen3-Embedding-0.6B-f16.gguf"], info) is None
+
+    assert hub.format_problem(["README.md", "Q-f16.gguf", "Q-Q8_0.gguf"], info) == refusal
+    assert hub.format_problem(["README.md", "Q-f16.gguf", "config.json"], info) == refusal
+    assert hub.format_problem(["Q-f16.gguf"], SimpleNamespace(**vars(info), gguf={"architecture": "bert"})) == refusal
+    assert hub.format_problem(["Q-f16.gguf"], SimpleNamespace(gguf={"architecture": "qwen3"})) is None
+    assert hub.format_problem(["README.md", "Q-f16.gguf"], info) is None
+    assert hub.format_problem(["model.safetensors", "Q-f16.gguf"], info) is None
     assert needed(["model.safetensors", "config.json", "x.gguf"]) == ["model.safetensors", "config.json"]
+    assert needed(["README.md", "x.gguf"]) == ["README.md", "x.gguf"]

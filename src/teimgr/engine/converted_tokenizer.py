@@ -9,8 +9,11 @@ from typing import Any
 
 from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
 
+from teimgr.engine.gguf_weights import gguf_tokenizer
 from teimgr.errors import ModelLoadFailed
 from teimgr.models.bounded_json import read_object
+from teimgr.models.directory import weight_files
+from teimgr.models.gguf_head import GGUF
 from teimgr.models.layout import Layout
 
 _NOT_ARGUMENTS = ("auto_map", "tokenizer_class", "added_tokens_decoder", "backend", "is_local")
@@ -37,6 +40,8 @@ def convert(layout: Layout) -> Tokenizer:
     """
     from transformers import AutoTokenizer
 
+    if layout.weight_names == GGUF:
+        return gguf_tokenizer(*weight_files(layout.weights_dir))
     folder = layout.transformer_dir
     if not layout.own_tokenizer and not any((folder / name).is_file() for name in VOCABULARIES):
         raise FileNotFoundError(f"there is neither tokenizer.json nor any of {', '.join(VOCABULARIES)}")

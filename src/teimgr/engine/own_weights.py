@@ -8,9 +8,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from teimgr.engine.gguf_weights import gguf_weights
 from teimgr.engine.heads.projections import read_weights
 from teimgr.engine.onnx_weights import onnx_weights
-from teimgr.models.directory import onnx_file
+from teimgr.models.directory import onnx_file, weight_files
+from teimgr.models.gguf_head import GGUF
 from teimgr.models.jina_code import JINA_XLM_ROBERTA
 from teimgr.models.layout import Layout
 from teimgr.models.own_code import DPR, ONNX
@@ -27,6 +29,8 @@ def own_weights(layout: Layout) -> tuple[Weights | None, Weights]:
     """
     if layout.weight_names is None:
         return None, {}
+    if layout.weight_names == GGUF:
+        return gguf_weights(*weight_files(layout.weights_dir)), {}
     if layout.weight_names == ONNX:
         graph = onnx_file(layout.weights_dir)
         assert graph is not None

@@ -33,6 +33,7 @@ from teimgr.engine.onnx_weights import onnx_weights
 from teimgr.engine.tokenizer import Prompts, TextTokenizer
 from teimgr.errors import ModelLoadFailed
 from teimgr.models.directory import onnx_file, weight_files
+from teimgr.models.gguf_head import read_gguf
 from teimgr.models.layout import Layout
 from teimgr.models.safetensors_head import read_head
 
@@ -256,11 +257,11 @@ def _lines(place: Path, pool: ThreadPoolExecutor) -> list[str]:
 
 
 def _of_file(file: Path, pool: ThreadPoolExecutor) -> list[str]:
-    if file.suffix != ".safetensors":
+    if file.suffix not in (".safetensors", ".gguf"):
         return [_of_tensor(name, tensor) for name, tensor in read_tensors(file).items() if isinstance(tensor, Tensor)]
     try:
         pending = []
-        for tensor in read_head(file):
+        for tensor in read_gguf(file).tensors if file.suffix == ".gguf" else read_head(file):
             described = json.dumps([tensor.name, tensor.dtype, tensor.shape])
             pending.append((described, pool.submit(_of_range, file, tensor.begin, tensor.end)))
         return [f"{described} {digest.result()}" for described, digest in pending]

@@ -26,9 +26,11 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _ADAPTER, _ADAPTER_WEIGHTS = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")
 _ONNX = ("onnx/model.onnx", "model.onnx")  # the exports in full precision, of which others are made
+_CONFIGURATIONS = ("config.json", "modules.json", _ADAPTER, "gliner_config.json")  # the last is refused by name
 _CARD_CHARACTERS = 10_000  # of a model card that are looked into
+_GGUF = "GGUF (llama.cpp)"
 _FORMATS = {
-    ".gguf": "GGUF (llama.cpp)",
+    ".gguf": _GGUF,
     ".onnx": "ONNX, optimised or quantised",
     ".h5": "TensorFlow",
     ".msgpack": "Flax",
@@ -83,6 +85,24 @@ def onnx_file(folder: Path) -> Path | None:
     return next((folder / name for name in _ONNX if (folder / name).is_file()), None)
 
 
+def sole_gguf(names: Iterable[str]) -> str | None:
+    """Of the names of files the one .gguf file, where none of a configuration or weights is beside it; else None."""
+    given = list(names)
+    found = [name for name in given if name.endswith(".gguf")]
+    is_alone = len(found) == 1 and "/" not in found[0]
+    return found[0] if is_alone and not {*_CONFIGURATIONS, *_WEIGHTS, *_ONNX}.intersection(given) else None
+
+
+def gguf_file(folder: Path) -> Path | None:
+    """The GGUF file that a directory has in place of all files of a model; None without one, or with several."""
+    try:
+        with os.scandir(folder) as entries:
+            name = sole_gguf(entry.name for entry in islice(entries, _MAX_FILES))
+    except OSError:
+        return None
+    return None if name is None else folder / name
+
+
 def other_format(names: Iterable[str]) -> tuple[str, str] | None:
     """The format of the weights of files that have none for this engine, such as "GGUF (llama.cpp)", and the first of
     these files; None if they have such, or no weights at all.
@@ -123,13 +143,16 @@ def only_in(found: tuple[str, str], original: str | None) -> str:
     original model.
     """
     form, file = found
-    return f"in {form} alone ({file}), which is not read: {use_original(original)}"
+    why = "which is not read: "
+    if form == _GGUF:
+        why = "read of Qwen3 embedding models as the one .gguf file of a directory, without config.json: name such a "
+        why += "directory as model_id, or "
+    return f"in {form} alone ({file}), {why}{use_original(original)}"
 
 
 def has_configuration(path: Path) -> bool:
     """Whether a directory can be a model's, or an adapter's."""
-    names = ("config.json", "modules.json", _ADAPTER, "gliner_config.json")  # the last is refused by name
-    return any((path / name).exists() for name in names)
+    return any((path / name).exists() for name in _CONFIGURATIONS) or gguf_file(path) is not None
 
 
 def adapter_weights(folder: Path) -> Path | None:
@@ -243,7 +266,7 @@ def check_safetensors(root: Path, opened: Iterable[Path]) -> None:
     for place in opened:
         for file in weight_files(place) if place.is_dir() else (place,):
             name = _shown(root, file)
-            if file.suffix != ".safetensors":
+            if file.suffix not in (".safetensors", ".gguf"):
                 raise InvalidConfig(f"model_id: {name} has pickled weights, and only safetensors are allowed")
             if not is_inside(file, home):
                 raise InvalidConfig(f"model_id: {name} is a link out of the model's directory")
@@ -262,7 +285,7 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
             return tuple(folder / shard for shard in named)
         if name not in shards and ((folder / name).is_file() or file_problem(folder / name)):
             return (folder / name,)
-    return ()
+    return () if (alone := gguf_file(folder)) is None else (alone,)
 
 
 def missing_file(root: Path) -> str | None:
@@ -275,6 +298,8 @@ def missing_file(root: Path) -> str | None:
     """
     if (lost := lost_file(root)) is not None:
         return lost
+    if (alone := gguf_file(root)) is not None:
+        return alone.name if fault_of(alone) else None
     if not has_configuration(root):
         return "config.json"
     for first, place in enumerate(module_places(root)):
@@ -322,7 +347,8 @@ def needed(names: Sequence[str]) -> list[str]:
     if any(PurePosixPath(name).name in (*_WEIGHTS, *_ADAPTER_WEIGHTS) for name in kept):
         return kept
     graph = next((name for name in _ONNX if name in present), None)  # of a repository for ONNX alone
-    return [name for name in names if name in kept or (graph and name in (graph, f"{graph}_data", f"{graph}.data"))]
+    alone = {sole_gguf(names), *([graph, f"{graph}_data", f"{graph}.data"] if graph else ())}
+    return [name for name in names if name in kept or name in alone]
 
 
 def _is_unused(name: str, present: set[str]) -> bool:
@@ -393,7 +419,7 @@ def may_lack_modules(root: Path) -> bool:
     """Whether a snapshot in the hub's cache may be a part of its repository: it has no modules.json, and the
     cache has no note that the repository has none. The transformers library alone fetches none.
     """
-    if root.parent.name != "snapshots" or (root / "modules.json").exists():
+    if root.parent.name != "snapshots" or (root / "modules.json").exists() or gguf_file(root) is not None:
         return False
     return not (root.parent.parent / _ABSENT / root.name / "modules.json").exists()
 

@@ -32,13 +32,16 @@ from teimgr.models.directory import (
     check_links,
     configuration_folder,
     files_below,
+    gguf_file,
     has_configuration,
     missing_file,
     needed,
     note_without_modules,
     only_in,
     other_format,
+    sole_gguf,
 )
+from teimgr.models.gguf_head import ARCHITECTURE
 from teimgr.models.source import (
     Directory,
     HubModel,
@@ -393,7 +396,7 @@ def _cached_ids() -> list[str]:
 
 def _local(model_id: str, path: Path, *, of_a_fleet: bool, hints: bool) -> ModelSource:
     if path.is_file():
-        form = other_format([path.name])
+        form = None if gguf_file(path.parent) == path else other_format([path.name])
         why = f"has weights {only_in(form, base_model_of(path.parent))}" if form else "is a file: name its directory"
         raise ModelNotFound(f"'{model_id}' {why}")
     if not path.is_dir():
@@ -435,7 +438,10 @@ def _download(model_id: str, revision: str | None) -> ModelSource:
 
 def format_problem(names: Sequence[str], info: Any) -> str | None:
     """What to say of a repository whose weights are of another format, by its files and the hub's answer about it."""
-    if (form := other_format(names)) is None:
+    # The hub has read the head of a GGUF file.
+    architecture = (getattr(info, "gguf", None) or {}).get("architecture", ARCHITECTURE)
+    is_read = sole_gguf(names) is not None and architecture == ARCHITECTURE
+    if is_read or (form := other_format(names)) is None:
         return None
     named = getattr(getattr(info, "card_data", None), "base_model", None)
     original = named[0] if isinstance(named, list) and named else named

@@ -10,7 +10,16 @@ from teimgr.errors import ModelLoadFailed, ModelNotFound
 from teimgr.models.adapters import read_adapters, read_task_adapters
 from teimgr.models.bounded_json import check_size, read_list, read_object
 from teimgr.models.chain import read_chain
-from teimgr.models.directory import base_model_of, check_fetched, files_below, only_in, onnx_file, other_format
+from teimgr.models.directory import (
+    base_model_of,
+    check_fetched,
+    files_below,
+    gguf_file,
+    only_in,
+    onnx_file,
+    other_format,
+)
+from teimgr.models.gguf_head import read_gguf
 from teimgr.models.json_files import TokenFiles, read_settings
 from teimgr.models.layout import Adapter
 from teimgr.models.modules import GME_TRANSFORMER, JINA_TRANSFORMER, Chain
@@ -125,6 +134,9 @@ def read_metadata(root: Path, trust_remote_code: bool, chain: Chain | None = Non
     adapters, weights_dir, warnings = read_adapters(transformer)
     if config is None and adapters:
         config = read_object(weights_dir / "config.json")
+    alone = None if config is not None or static else gguf_file(transformer)
+    gguf = None if alone is None else read_gguf(alone)
+    config = gguf.config.config if gguf else config
     if config is None and not static:
         if (form := other_format(path.name for path in files_below(root, depth=1))) is not None:
             raise ModelLoadFailed(f"the weights are {only_in(form, base_model_of(root))}")
@@ -135,8 +147,8 @@ def read_metadata(root: Path, trust_remote_code: bool, chain: Chain | None = Non
     if not config.get("model_type"):
         raise ModelLoadFailed("config.json has no model_type, so its architecture is unknown")
     _refuse_other_models(config)
-    _check_sizes(config)
-    served = served_config(config, trust_remote_code)
+    _check_sizes(config, alone.name if alone else "config.json")
+    served = gguf.config if gguf else served_config(config, trust_remote_code)
     named = {row.get("type") for row in read_list(root / "modules.json")}
     for code, is_known in ((JINA_TRANSFORMER, served.tasks), (GME_TRANSFORMER, served.chat_limits)):
         if code in named and not is_known:
@@ -166,7 +178,7 @@ def read_metadata(root: Path, trust_remote_code: bool, chain: Chain | None = Non
         task_adapters=read_task_adapters(weights_dir, served.adapters),
         weight_names=None if chain.reader is not None else _weight_names(weights_dir, served.weight_names),
         own_tokenizer=has_own_tokenizer(tokens.config),
-        end_token=added_end(tokens.config, str(config["model_type"]), trust_remote_code),
+        end_token=gguf.end_token if gguf else added_end(tokens.config, str(config["model_type"]), trust_remote_code),
         notes=served.notes,
         saved=read_object(root / "config_sentence_transformers.json") or {},
         settings=settings,
@@ -194,13 +206,13 @@ _MAX_STAGES = 16  # of a Swin transformer, each with its number of heads
 _PARTS = ("encoder", "decoder")  # beside `text_config` and its like
 
 
-def _check_sizes(config: dict[str, Any]) -> None:
+def _check_sizes(config: dict[str, Any], file: str) -> None:
     """Refuse sizes that no model has; the library would take memory and time for them first.
 
     Raises:
         ModelLoadFailed: one is not a whole number, below 1, or far beyond the largest known model.
     """
-    _check_sizes_of(config, "config.json")
+    _check_sizes_of(config, file)
     for name, part in config.items():
         if isinstance(part, dict) and (name.endswith("_config") or name in _PARTS):
             _check_sizes_of(part, f"{name} of config.json")

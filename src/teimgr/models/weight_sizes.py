@@ -10,6 +10,7 @@ from typing import Any
 
 from teimgr.errors import ModelLoadFailed
 from teimgr.models.directory import files_below, weight_files
+from teimgr.models.gguf_head import read_gguf
 from teimgr.models.layout import Backbone, Layout
 from teimgr.models.safetensors_head import MAX_TENSORS, CutShort, HeadTensor, NoHead, read_head
 from teimgr.spec import Kind
@@ -51,13 +52,15 @@ def weight_sizes(layout: Layout) -> WeightSizes:
         ModelLoadFailed: an index of shards is not what it should be.
         OSError: a file cannot be read.
     """
-    parameters = tables = file_bytes = newest = 0
+    parameters = tables = file_bytes = newest = words = 0
     is_wide = True
     for file in dict.fromkeys(_files(layout)):
         found = file.stat()
         file_bytes += found.st_size
         newest = max(newest, found.st_mtime_ns)
         head = _head(file)
+        if head and file.suffix == ".gguf":  # whose tokenizer is before its tensors; it is never mapped
+            words, is_wide = min(tensor.begin for tensor in head), False
         if not head:
             parameters += found.st_size // 4
         for tensor in head:
@@ -70,7 +73,7 @@ def weight_sizes(layout: Layout) -> WeightSizes:
         parameters=parameters,
         tables=tables,
         file_bytes=file_bytes,
-        tokenizer_bytes=max(_tokenizer_sizes(layout.root), default=0),
+        tokenizer_bytes=max(_tokenizer_sizes(layout.root), default=words),
         hidden=hidden,
         widest=max(hidden, _number(config, "intermediate_size", "d_ff", "n_inner", "hidden_dim") or 4 * hidden),
         is_wide=is_wide,
@@ -107,8 +110,10 @@ def _files(layout: Layout) -> Iterator[Path]:
 
 
 def _head(file: Path) -> list[HeadTensor]:
-    """The tensors of a safetensors file; none of another or a broken one, which is judged by its size."""
+    """The tensors of a safetensors or GGUF file; none of another or a broken one, which is judged by its size."""
     try:
+        if file.suffix == ".gguf":
+            return read_gguf(file).tensors
         return read_head(file) if file.suffix == ".safetensors" else []
     except ModelLoadFailed:  # the load reports the fault
         return []

@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any
 
 import transformers
-from tests.support.models.families import FAMILIES, WIDTH, Family
-from tests.support.models.files import byte_level, unigram, word_piece
+from tests.support.models.families import FAMILIES, MAX_LENGTH, WIDTH, Family
+from tests.support.models.files import byte_level, qwen, unigram, word_piece
 
 _SHAPE: dict[str, Any] = {
     "hidden_size": WIDTH,
@@ -311,6 +311,11 @@ FURTHER = {
     "qwen3_moe": Family(
         byte_level(framed=False),
         _of("Qwen3MoeConfig", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, **_IDS, **_HEADS),
+        "lasttoken",
+    ),
+    "qwen3_128": Family(  # of the only width of heads that transformers reads in GGUF
+        qwen,
+        _of("Qwen3Config", **_IDS, **_DECODER | {"head_dim": 128, "max_position_embeddings": MAX_LENGTH}),
         "lasttoken",
     ),
     "qwen3_5": Family(

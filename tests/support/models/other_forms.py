@@ -1,14 +1,16 @@
-"""Weights in other forms: LoRA adapters, ONNX graphs."""
+"""Weights in other forms: LoRA adapters, ONNX graphs, GGUF."""
 
 from __future__ import annotations
 
 import shutil
+import struct
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from safetensors.torch import load_file, save_file
-from tests.support.models.files import write
+from tests.support.models.files import read, write
 from torch import Tensor
 
 RANK = 4
@@ -161,6 +163,83 @@ def move_to_onnx(
         (file.parent / f"{file.name}_data").write_bytes(beside)
     file.write_bytes(number(1, 8) + part(2, "pytorch") + part(7, b"".join([*parts, extra])))
     return folder
+
+
+_GGML = {"F32": (0, torch.float32), "F16": (1, torch.float16), "BF16": (30, torch.bfloat16), "Q8_0": (8, torch.int8)}
+_GGML |= {"Q4_0": (2, torch.uint8), "MXFP4": (39, torch.uint8)}
+_LLAMA_NAMES = {"layers.": "blk.", "self_attn.o_proj": "attn_output", "self_attn.": "attn_", "mlp.": "ffn_"}
+_LLAMA_NAMES |= {"_proj": "", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
+_LLAMA_NAMES |= {"embed_tokens": "token_embd"}
+
+
+def move_to_gguf(folder: Path, form: str = "F16", changes: Mapping[str, Any] | None = None) -> Path:
+    """Put the Qwen3 model in `folder` into model.gguf alone, as llama.cpp's converter does, its matrices in `form`;
+    `changes` are those of the metadata by key, None for a key that is left out.
+    """
+    config, tokens = read(folder / "config.json"), read(folder / "tokenizer.json")
+    words = sorted(tokens["model"]["vocab"], key=tokens["model"]["vocab"].__getitem__)
+    whole = {token["content"] for token in tokens["added_tokens"]}
+    model = {
+        **{"context_length": config["max_position_embeddings"], "embedding_length": config["hidden_size"]},
+        **{"block_count": config["num_hidden_layers"], "feed_forward_length": config["intermediate_size"]},
+        **{"attention.head_count": config["num_attention_heads"], "attention.key_length": config["head_dim"]},
+        **{"attention.head_count_kv": config["num_key_value_heads"], "attention.value_length": config["head_dim"]},
+        **{"attention.layer_norm_rms_epsilon": config["rms_norm_eps"], "pooling_type": 3},
+        "rope.freq_base": float(config["rope_parameters"]["rope_theta"]),
+    }
+    tokenizer = {
+        **{"model": "gpt2", "pre": "qwen2", "tokens": words, "eos_token_id": words.index("</s>")},
+        **{"add_eos_token": True, "add_bos_token": False, "token_type": [3 if one in whole else 1 for one in words]},
+        "merges": [" ".join(pair) for pair in tokens["model"]["merges"]],
+    }
+    values = {"general.architecture": "qwen3", "general.name": "tiny", "general.file_type": 1}
+    values |= {f"qwen3.{key}": value for key, value in model.items()}
+    values |= {f"tokenizer.ggml.{key}": value for key, value in tokenizer.items()} | dict(changes or {})
+    given = {key: value for key, value in values.items() if value is not None}
+    weights = load_file(folder / "model.safetensors")
+    shutil.rmtree(folder)
+    folder.mkdir()
+    rows, data = b"", bytearray()
+    for name, weight in weights.items():
+        own = "output_norm.weight" if name == "norm.weight" else name
+        for theirs, llamas in _LLAMA_NAMES.items():
+            own = own.replace(theirs, llamas)
+        kind = form if weight.dim() > 1 else "F32"
+        rows += _text(own) + struct.pack(f"<I{weight.dim()}Q", weight.dim(), *reversed(weight.shape))
+        rows += struct.pack("<IQ", _GGML[kind][0], len(data))
+        data += _blocks(weight, kind)
+        data += bytes(-len(data) % 32)
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(weights), len(given))
+    head += b"".join(_text(key) + _metadata(value) for key, value in given.items()) + rows
+    (folder / "model.gguf").write_bytes(head + bytes(-len(head) % 32) + data)
+    return folder
+
+
+def _text(text: str) -> bytes:
+    return struct.pack("<Q", len(text.encode())) + text.encode()
+
+
+def _metadata(value: Any) -> bytes:
+    """The type and the bytes of a value."""
+    if isinstance(value, list):
+        rows = [_metadata(one) for one in value]
+        return struct.pack("<I", 9) + rows[0][:4] + struct.pack("<Q", len(rows)) + b"".join(row[4:] for row in rows)
+    if isinstance(value, str):
+        return struct.pack("<I", 8) + _text(value)
+    kind, form = {bool: (7, "?"), int: (4, "I"), float: (6, "f")}[type(value)]
+    return struct.pack(f"<I{form}", kind, value)
+
+
+def _blocks(weight: Tensor, form: str) -> bytes:
+    dtype = _GGML[form][1]
+    if dtype is torch.uint8:  # of any numbers, with small scales
+        return torch.randint(0, 60, (weight.numel() // 32 * 18,), dtype=dtype).numpy().tobytes()
+    if dtype is torch.int8:
+        rows = weight.reshape(-1, 32)
+        scales = (rows.abs().amax(1, keepdim=True) / 127).half()
+        numbers = (rows / scales.float()).round().clamp(-127, 127).to(dtype)
+        return torch.cat([scales.view(torch.uint8), numbers.view(torch.uint8)], 1).numpy().tobytes()
+    return weight.to(dtype).contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def _varint(value: int) -> bytes:

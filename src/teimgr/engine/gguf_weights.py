@@ -1,0 +1,78 @@
+"""Weights and tokenizer of a GGUF file (llama.cpp) of a Qwen3 model, whose head `models/gguf_head.py` reads.
+
+Each weight is in float32 what its type in the file stands for, as transformers' reader computes it; blocks of other
+types than Q8_0 are read by the package gguf.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from torch import Tensor
+
+from teimgr.errors import ModelLoadFailed
+from teimgr.models.gguf_head import read_gguf
+from teimgr.models.safetensors_head import HeadTensor
+
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_BLOCK_BYTES = 34  # of Q8_0: a scale in float16, and 32 bytes
+_CONTROL, _USER_DEFINED = 3, 4  # types of tokens that are whole wherever they stand in a text
+
+
+def gguf_weights(file: Path) -> dict[str, Tensor]:
+    """The weights of a GGUF file by the library's names; raises as `read_gguf`."""
+    found = {}
+    with file.open("rb") as opened:
+        for tensor in read_gguf(file).tensors:
+            opened.seek(tensor.begin)
+            data = bytearray(tensor.end - tensor.begin)
+            if opened.readinto(data) < len(data):
+                raise ModelLoadFailed(f"{file.name} ends too soon")
+            found[tensor.name] = _float32(data, tensor).reshape(tensor.shape)
+    return found
+
+
+def _float32(data: bytearray, tensor: HeadTensor) -> Tensor:
+    if tensor.dtype in _FLOATS:
+        return torch.frombuffer(data, dtype=_FLOATS[tensor.dtype]).float()
+    if tensor.dtype == "Q8_0":
+        blocks = torch.frombuffer(data, dtype=torch.uint8).reshape(-1, _BLOCK_BYTES)
+        scales = blocks[:, :2].contiguous().view(torch.float16).float()
+        return blocks[:, 2:].view(torch.int8).float().mul_(scales)
+    gguf: Any = importlib.import_module("gguf")
+    rows = np.frombuffer(data, np.uint8).reshape(tensor.elements // tensor.shape[-1], -1)
+    return torch.from_numpy(gguf.dequantize(rows, gguf.GGMLQuantizationType[tensor.dtype]))
+
+
+def gguf_tokenizer(file: Path) -> Tokenizer:
+    """The tokenizer in a GGUF file, with the steps of Qwen's own; without the token behind every text.
+
+    Raises as `read_gguf`, also where tokens, their types and merges do not fit together.
+    """
+    from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
+
+    values = read_gguf(file).values
+    tokens, kinds, merges = (values.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type", "merges"))
+    if not isinstance(tokens, list) or not isinstance(merges, list) or not isinstance(kinds, tuple):
+        raise ModelLoadFailed(f"{file.name} has no tokens, token_type or merges (tokenizer.ggml)")
+    vocabulary = {token: id for id, token in enumerate(tokens)}
+    if not len(vocabulary) == len(tokens) == len(kinds):
+        raise ModelLoadFailed(f"{file.name} has a token twice, or {len(kinds):,} types of {len(tokens):,} tokens")
+    pairs = [tuple(merge.split(" ")) for merge in merges]  # the library refuses others than pairs
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs))
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    for kind, add in ((_CONTROL, tokenizer.add_special_tokens), (_USER_DEFINED, tokenizer.add_tokens)):
+        add([AddedToken(token, normalized=False) for token, own in zip(tokens, kinds, strict=True) if own == kind])
+    return tokenizer

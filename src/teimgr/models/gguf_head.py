@@ -1,0 +1,210 @@
+"""GGUF (llama.cpp) of a Qwen3 embedding model: its metadata, where its tensors lie, and its configuration.
+
+The file comes from anyone who uploaded it: every count, length and place in it is compared with what known files have
+and with the size of the file, before anything is made of it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import re
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from reprlib import repr as shown
+from typing import Any, BinaryIO
+
+from teimgr.errors import ModelLoadFailed
+from teimgr.models.bounded_json import MAX_VALUES
+from teimgr.models.directory import base_model_of, use_original
+from teimgr.models.safetensors_head import MAX_TENSORS, HeadTensor
+from teimgr.models.served_config import ServedConfig
+from teimgr.models.source import file_problem
+
+GGUF = "gguf"
+"""The weights are in a GGUF file (`Layout.weight_names`)."""
+ARCHITECTURE = "qwen3"
+"""`general.architecture` of the files that are read, and where their keys begin."""
+MAX_HEAD_BYTES = 32 * 2**20
+"""Of metadata and the list of tensors. Those of Qwen3-Embedding have 6 MB."""
+_MAX_KEYS, _MAX_DIMENSIONS = 1024, 4
+_ALIGNMENT = 32  # of the first tensor, of which no converter takes another
+# By the number of a type in metadata, its form for `struct`; texts and lists have no fixed size.
+_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_TEXT, _LIST = 8, 9
+_PLAIN = ("F32", "F16", "BF16", "Q8_0")  # types of tensors that are read without the package gguf
+# By the number of a tensor's type: its name, and the elements and bytes of a block.
+_TYPES = {
+    **{0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2), 8: ("Q8_0", 32, 34)},
+    **{2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24)},
+    **{10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176)},
+    14: ("Q6_K", 256, 210),
+}
+# The library's names of tensors, outside of the layers and in them.
+_NAMES = {"token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head"}
+_LAYER_NAMES = {
+    **{"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_output": "self_attn.o_proj"},
+    **{f"attn_{one}": f"self_attn.{one}_proj" for one in "qkv"},
+    **{f"attn_{one}_norm": f"self_attn.{one}_norm" for one in "qk"},
+    **{f"ffn_{one}": f"mlp.{one}_proj" for one in ("gate", "up", "down")},
+}
+_TENSOR = re.compile(r"(?:blk\.(\d{1,4})\.)?(\w+)\.weight")
+# The keys of config.json by those of the metadata, whole numbers and others.
+_COUNTS = {
+    **{"context_length": "max_position_embeddings", "embedding_length": "hidden_size"},
+    **{"block_count": "num_hidden_layers", "feed_forward_length": "intermediate_size"},
+    **{"attention.head_count": "num_attention_heads", "attention.head_count_kv": "num_key_value_heads"},
+    "attention.key_length": "head_dim",
+}
+_REALS = {"attention.layer_norm_rms_epsilon": "rms_norm_eps", "rope.freq_base": "rope_theta"}
+_POOLINGS = {0: None, 1: "mean", 2: "cls", 3: "last-token"}
+
+
+@dataclass(frozen=True, slots=True)
+class GgufHead:
+    """The metadata of a file by key; its tensors by the library's names, their shapes in torch's order; the config.json
+    that it stands for, with its pooling; and the token behind every text, None for none.
+    """
+
+    values: dict[str, Any]
+    tensors: list[HeadTensor]
+    config: ServedConfig
+    end_token: str | None
+
+
+def read_gguf(file: Path) -> GgufHead:
+    """The head of a GGUF file of a Qwen3 embedding model. Blocking.
+
+    Raises:
+        ModelLoadFailed: it has another model, says too little, has something that is not served, or is damaged.
+        OSError: it cannot be read.
+    """
+    if problem := file_problem(file):
+        raise ModelLoadFailed(f"{file.name} {problem}")
+    try:
+        with file.open("rb") as opened:
+            return _head(_Bounded(opened), file.stat().st_size)
+    except (ValueError, OverflowError) as error:
+        original = use_original(base_model_of(file.parent))
+        raise ModelLoadFailed(f"{file.name} cannot be read as GGUF (llama.cpp): {error}; or {original}") from error
+
+
+class _Bounded:
+    """The numbers and texts at the beginning of a file; raises ValueError behind its end, or behind a limit."""
+
+    def __init__(self, opened: BinaryIO) -> None:
+        self._opened = opened
+        self.at = 0
+
+    def take(self, count: int) -> bytes:
+        if self.at + count > MAX_HEAD_BYTES:
+            raise ValueError(f"its head has more than {MAX_HEAD_BYTES:,} bytes")
+        if len(content := self._opened.read(count)) < count:
+            raise ValueError("it ends too soon")
+        self.at += count
+        return content
+
+    def number(self, form: str) -> Any:
+        return self.numbers(form, 1)[0]
+
+    def numbers(self, form: str, count: int) -> tuple[Any, ...]:
+        return struct.unpack(f"<{count}{form}", self.take(count * struct.calcsize(f"<{form}")))
+
+    def text(self) -> str:
+        return self.take(int.from_bytes(self.take(8), "little")).decode()
+
+    def value(self) -> Any:
+        """A number, a text, a list of texts, or a tuple of numbers."""
+        kind, count = self.number("I"), None
+        if kind == _LIST:
+            kind, count = self.number("I"), self.number("Q")
+        if count is not None and count > MAX_VALUES:
+            raise ValueError(f"its metadata has a list of {count:,} values")
+        if kind == _TEXT:
+            return self.text() if count is None else [self.text() for _ in range(count)]
+        if kind not in _NUMBERS:
+            raise ValueError(f"its metadata has a value of the type {kind}")
+        return self.number(_NUMBERS[kind]) if count is None else self.numbers(_NUMBERS[kind], count)
+
+    def shape(self) -> tuple[int, ...]:
+        count = self.number("I")
+        if not 0 < count <= _MAX_DIMENSIONS or 0 in (sizes := self.numbers("Q", count)):
+            raise ValueError("a tensor has no elements, or too many dimensions")
+        return sizes[::-1]
+
+
+def _head(reader: _Bounded, size: int) -> GgufHead:
+    if reader.take(4) != b"GGUF":
+        raise ValueError("it does not begin with GGUF")
+    version, tensors, keys = reader.number("I"), reader.number("Q"), reader.number("Q")
+    if version not in (2, 3) or tensors > MAX_TENSORS or keys > _MAX_KEYS:
+        most = f"at most version 3, {MAX_TENSORS:,} and {_MAX_KEYS:,} are read"
+        raise ValueError(f"it has version {version}, {tensors:,} tensors and {keys:,} keys: {most}")
+    values = {reader.text(): reader.value() for _ in range(keys)}
+    if (model := values.get("general.architecture")) != ARCHITECTURE:
+        raise ValueError(f"it is of a {shown(model)} model, and only Qwen3 embedding models are read from it")
+    if values.get("split.count", 1) not in (0, 1):
+        raise ValueError(f"it is one of {shown(values['split.count'])} parts, and whole files are read")
+    rows = [(reader.text(), reader.shape(), reader.number("I"), reader.number("Q")) for _ in range(tensors)]
+    if values.get("general.alignment", _ALIGNMENT) != _ALIGNMENT:
+        raise ValueError(f"it has general.alignment = {shown(values['general.alignment'])}, and {_ALIGNMENT} is read")
+    begin = -(-reader.at // _ALIGNMENT) * _ALIGNMENT
+    found = [_tensor(name, shape, kind, begin + offset) for name, shape, kind, offset in rows]
+    if max((tensor.end for tensor in found), default=0) > size or sum(one.end - one.begin for one in found) > size:
+        raise ValueError("it ends too soon, or tensors share its bytes")
+    packed = sorted({tensor.dtype for tensor in found}.difference(_PLAIN))
+    if packed and importlib.util.find_spec("gguf") is None:
+        extra = f"install teimgr with the extra `gguf`, take a file in {', '.join(_PLAIN)}"
+        raise ValueError(f"it has weights in {', '.join(packed)}: {extra}")
+    return GgufHead(values, found, _config(values, found), _end_token(values))
+
+
+def _tensor(name: str, shape: tuple[int, ...], kind: int, begin: int) -> HeadTensor:
+    form, elements, size = _TYPES.get(kind, ("", 0, 0))
+    if not form or shape[-1] % elements:
+        raise ValueError(f"{shown(name)} has the type {kind} of ggml in rows of {shape[-1]:,}, which is not read")
+    match = _TENSOR.fullmatch(name)
+    named = match and (_LAYER_NAMES if match[1] else _NAMES).get(match[2])
+    if match is None or named is None:
+        raise ValueError(f"it has a tensor {shown(name)}, which no Qwen3 embedding model has")
+    own = f"layers.{match[1]}.{named}.weight" if match[1] else f"{named}.weight"
+    return HeadTensor(own, form, shape, begin, begin + math.prod(shape) // elements * size)
+
+
+def _config(values: Mapping[str, Any], tensors: Sequence[HeadTensor]) -> ServedConfig:
+    rows = next((tensor.shape[0] for tensor in tensors if tensor.name == "embed_tokens.weight"), None)
+    if rows is None:
+        raise ValueError("it has no tensor token_embd.weight")
+    begin = f"{ARCHITECTURE}."
+    own = {key.removeprefix(begin): value for key, value in values.items() if key.startswith(begin)}
+    config: dict[str, Any] = {"model_type": "qwen3", "architectures": ["Qwen3Model"], "vocab_size": rows}
+    for key, name in (_COUNTS | _REALS).items():
+        value: Any = own.get(key)
+        if type(value) not in ((int,) if key in _COUNTS else (int, float)) or not 0 < value < math.inf:
+            raise ValueError(f"it has {begin}{key} = {shown(value)}, which should be a number above 0")
+        config[name] = value
+    width = config["head_dim"]
+    only = {"attention.value_length": width, "rope.dimension_count": width, "vocab_size": rows}
+    only |= {"attention.causal": True, "rope.scaling.type": "none"}
+    for key, value in own.items():
+        is_known = key in _COUNTS or key in _REALS or (key in only and value == only[key])
+        if not is_known and not (key == "pooling_type" and value in (*_POOLINGS,)):
+            raise ValueError(f"it has {begin}{key} = {shown(value)}, which is not served")
+    return ServedConfig(config, is_changed=True, weight_names=GGUF, pooling=_POOLINGS[own.get("pooling_type", 0)])
+
+
+def _end_token(values: Mapping[str, Any]) -> str | None:
+    model, pre, begins, ends, tokens, id = (
+        values.get(f"tokenizer.ggml.{key}")
+        for key in ("model", "pre", "add_bos_token", "add_eos_token", "tokens", "eos_token_id")
+    )
+    if (model, pre) != ("gpt2", "qwen2") or begins not in (None, False) or not isinstance(tokens, list):
+        raise ValueError(f"its tokenizer is {shown((model, pre))}, or puts a token before texts, unlike Qwen's")
+    if ends not in (True, False):
+        newer = "take one that llama.cpp has converted since August 2025"
+        raise ValueError(f"it does not say whether a token ends each text (tokenizer.ggml.add_eos_token): {newer}")
+    if ends and (type(id) is not int or not 0 <= id < len(tokens)):
+        raise ValueError(f"it has tokenizer.ggml.eos_token_id = {shown(id)}, and {len(tokens):,} tokens")
+    return str(tokens[int(id)]) if id is not None and ends else None
