@@ -16,7 +16,10 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 # Modules whose names the library documents.
-PUBLIC = ("fastapi.exceptions", "fastapi.routing", "transformers.modeling_outputs", "transformers.utils")
+PUBLIC = (
+    *("aiohttp.abc", "fastapi.exceptions", "fastapi.routing"),
+    *("transformers.modeling_outputs", "transformers.utils"),
+)
 LIBRARIES = ("aiohttp", "fastapi", "hpack", "transformers", "uvicorn")
 IMPORTED = {
     "aiohttp.client_exceptions.UnixClientConnectorError",
@@ -32,6 +35,7 @@ IMPORTED = {
     "transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS",
     "transformers.modeling_utils.PreTrainedModel",
     "transformers.models.auto.tokenization_auto.TOKENIZER_MAPPING_NAMES",
+    "transformers.models.qwen2.tokenization_qwen2.PRETOKENIZE_REGEX",
     "uvicorn.config.Config",
     "uvicorn.middleware.proxy_headers.ProxyHeadersMiddleware",
     "uvicorn.protocols.http.flow_control.FlowControl",
