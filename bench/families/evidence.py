@@ -238,9 +238,13 @@ CLAIMS = (
     ),
     Claim(
         "R14",
-        "GGUF and quantised checkpoints by name",
-        ("refused-gguf",),
+        "GGUF of Qwen3; other GGUF and quantised checkpoints by name",
+        ("gguf-f32", "gguf-f16", "gguf-q8_0", "gguf-q4_0", "refused-gguf"),
         (
+            "engine/test_gguf_weights.py::test_a_file_is_the_model_that_it_was_made_of",
+            "engine/test_gguf_weights.py::test_weights_are_those_that_transformers_reads",
+            "models/test_gguf_head.py::test_metadata_that_are_not_served_are_named",
+            "models/test_gguf_head.py::test_hostile_heads_are_refused_before_anything_is_made_of_them",
             "models/test_directory.py::test_a_directory_of_llama_cpps_files_is_refused_by_name",
             "models/test_directory.py::test_a_repository_of_llama_cpps_files_is_refused_by_name",
             "engine/test_loading.py::test_a_gguf_file_is_not_read_beside_safetensors_and_refused_alone",

@@ -29,7 +29,7 @@ from tests.support.models import (
     write,
 )
 from tests.support.models.encoders import build_routed_dense, build_routed_sparse
-from tests.support.models.other_forms import Variant, build_adapter, move_to_onnx
+from tests.support.models.other_forms import Variant, build_adapter, move_to_gguf, move_to_onnx
 from tests.support.models.own_code import build_jina_xlm, build_new_masked
 from tests.support.models.single_families import build_jina_bert
 from torch import Tensor
@@ -380,6 +380,25 @@ def _onnx() -> Iterator[Row]:
     )
 
 
+def _gguf() -> Iterator[Row]:
+    """Compared with the layout in safetensors, whose weights are those that transformers' reader makes of the file."""
+
+    def made(folder: Path, form: str) -> None:
+        from transformers import AutoModel
+        from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+        plain = build("qwen3_128", folder.parent / "plain")
+        move_to_gguf(shutil.copytree(plain, folder), form)
+        model, file = AutoModel.from_pretrained(plain), str(folder / "model.gguf")
+        read = load_gguf_checkpoint(file, return_tensors=True, model_to_load=model)["tensors"]
+        save_file(read, plain / "model.safetensors", metadata={"format": "pt"})
+
+    for form in ("F32", "F16", "Q8_0", "Q4_0"):
+        hub, note = f"Qwen3-Embedding in GGUF of {form}", "compared with what transformers reads of the file"
+        reference = elsewhere("plain", references.dense)
+        yield Row(f"gguf-{form.lower()}", "GGUF", hub, partial(made, form=form), reference=reference, note=note)
+
+
 def _refused() -> Iterator[Row]:
     """Of another kind than text, or without weights that can be read: refused, by name."""
 
@@ -415,11 +434,10 @@ def _refused() -> Iterator[Row]:
     yield Row("refused-gliner", "GLiNER", hub, entities, kind=Kind.CLASSIFIER, reference=none)
 
     def gguf(folder: Path) -> None:
-        folder.mkdir(parents=True)
-        (folder / "model-Q8_0.gguf").write_bytes(b"GGUF")
-        (folder / "README.md").write_text("---\nbase_model: Qwen/Qwen3-Embedding-0.6B\n---\n")
+        move_to_gguf(build("qwen3_128", folder), changes={"general.architecture": "nomic-bert"})
+        (folder / "README.md").write_text("---\nbase_model: nomic-ai/nomic-embed-text-v1.5\n---\n")
 
-    hub = "Qwen/Qwen3-Embedding-0.6B-GGUF, nomic-ai/nomic-embed-text-v1.5-GGUF"
+    hub = "nomic-ai/nomic-embed-text-v1.5-GGUF"
     yield Row("refused-gguf", "GGUF", hub, gguf, reference=none)
 
     def relative(folder: Path) -> None:
@@ -446,5 +464,6 @@ ROWS = (
     *_m3_and_static(),
     *_adapters(),
     *_onnx(),
+    *_gguf(),
     *_refused(),
 )
