@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, models
 from torch import Tensor
 
 from teimgr.errors import ModelLoadFailed
@@ -54,7 +54,7 @@ def gguf_tokenizer(file: Path) -> Tokenizer:
 
     Raises as `read_gguf`, also where tokens, their types and merges do not fit together.
     """
-    from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
+    from transformers import Qwen2Tokenizer
 
     values = read_gguf(file).values
     tokens, kinds, merges = (values.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type", "merges"))
@@ -65,14 +65,10 @@ def gguf_tokenizer(file: Path) -> Tokenizer:
         raise ModelLoadFailed(f"{file.name} has a token twice, or {len(kinds):,} types of {len(tokens):,} tokens")
     pairs = [tuple(merge.split(" ")) for merge in merges]  # the library refuses others than pairs
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs))
-    tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
+    qwens: Any = Qwen2Tokenizer
+    steps = qwens().backend_tokenizer
+    tokenizer.normalizer, tokenizer.pre_tokenizer = steps.normalizer, steps.pre_tokenizer
+    tokenizer.decoder = steps.decoder
     for kind, add in ((_CONTROL, tokenizer.add_special_tokens), (_USER_DEFINED, tokenizer.add_tokens)):
         add([AddedToken(token, normalized=False) for token, own in zip(tokens, kinds, strict=True) if own == kind])
     return tokenizer
