@@ -29,7 +29,7 @@ def import_files(
         list[Path],
         typer.Argument(
             metavar="FILE",
-            help="Compose files; text with `docker run` lines, `-`: of stdin; Ollama's list; "
+            help="Compose files; Kubernetes manifests; text with `docker run` lines, `-`: of stdin; Ollama's list; "
             "tei-manager's TOML and state file.",
             show_default=False,
         ),

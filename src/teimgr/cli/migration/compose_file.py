@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -130,15 +130,8 @@ def read_compose(path: Path, environ: Mapping[str, str], env_file: Path | None =
     Raises:
         InvalidConfig: It cannot be read or understood, or is beyond a limit; the message names the place.
     """
-    try:
-        # `_Loader` is a SafeLoader.
-        table = yaml.load(read_text(path, MAX_FILE_BYTES), _Loader)  # noqa: S506  # nosec B506
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f":{mark.line + 1}" if mark else ""
-        raise InvalidConfig(f"{path}{line}: no YAML: {getattr(error, 'problem', None) or 'not readable'}") from error
-    except RecursionError as error:
-        raise InvalidConfig(f"{path}: nested too deep") from error
+    documents = read_documents(path)
+    table: Any = documents[0] if len(documents) == 1 else None
     services = table.get("services") if isinstance(table, dict) else None
     if not isinstance(services, dict):
         raise InvalidConfig(f"{path}: no compose file: it has no table `services`")
@@ -147,16 +140,29 @@ def read_compose(path: Path, environ: Mapping[str, str], env_file: Path | None =
     beside = env_file or path.parent / ".env"
     variables = {**(read_env_file(beside, environ) if env_file or beside.is_file() else {}), **environ}
     interpolated = Interpolation(variables)
-    plain = _Plain(path, interpolated)
+    plain = PlainValues(path, interpolated)
     read = [service_of(path, str(name), plain(each, f"services.{name}"), variables) for name, each in services.items()]
     others = [str(name) for name in table if name != "services" and not str(name).startswith("x-")]
     return ComposeFile(path, tuple(read), tuple(sorted(interpolated.unset)), tuple(others))
 
 
-class _Plain:
+def read_documents(path: Path) -> list[Any]:
+    """The documents of a YAML file. Raises InvalidConfig: it cannot be read or understood."""
+    try:
+        # `_Loader` is a SafeLoader.
+        return list(yaml.load_all(read_text(path, MAX_FILE_BYTES), _Loader))  # nosec B506
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark else ""
+        raise InvalidConfig(f"{path}{line}: no YAML: {getattr(error, 'problem', None) or 'not readable'}") from error
+    except RecursionError as error:
+        raise InvalidConfig(f"{path}: nested too deep") from error
+
+
+class PlainValues:
     """Copies values without aliases, with variables replaced; their number and depth are bounded."""
 
-    def __init__(self, path: Path, interpolated: Interpolation) -> None:
+    def __init__(self, path: Path, interpolated: Callable[[str, str], str]) -> None:
         self._path = path
         self._interpolated = interpolated
         self._count = 0

@@ -146,24 +146,24 @@ def put_gpu(instance: InstanceDraft, service: Service) -> None:
 
 def _devices(service: Service) -> tuple[list[str] | None, str]:
     """Ids of the reserved GPUs, None if any will do; the key that reserves them, empty where none does."""
-    deploy = _table(_table(service.table.get("deploy")).get("resources"))
-    reserved = _table(deploy.get("reservations")).get("devices")
+    deploy = as_table(as_table(service.table.get("deploy")).get("resources"))
+    reserved = as_table(deploy.get("reservations")).get("devices")
     gpus = service.table.get("gpus")
     for key, entries in (("deploy.resources.reservations.devices", reserved), ("gpus", gpus)):
         if isinstance(entries, str):
             return None, key
         for entry in entries if isinstance(entries, list) else []:
-            words = {str(word) for word in _table(entry).get("capabilities") or []}
-            if key == "gpus" or "gpu" in words or _table(entry).get("driver") == "nvidia":
-                ids = _table(entry).get("device_ids")
+            words = {str(word) for word in as_table(entry).get("capabilities") or []}
+            if key == "gpus" or "gpu" in words or as_table(entry).get("driver") == "nvidia":
+                ids = as_table(entry).get("device_ids")
                 return ([str(each) for each in ids] if isinstance(ids, list) and ids else None), key
     return None, "runtime" if service.table.get("runtime") == "nvidia" else ""
 
 
 def put_processors(instance: InstanceDraft, service: Service, number: int = 1) -> None:
     """Give an instance its CPU threads and its replicas; `number` is how many models share the service's CPUs."""
-    deploy = _table(service.table.get("deploy"))
-    limits = _table(_table(deploy.get("resources")).get("limits"))
+    deploy = as_table(service.table.get("deploy"))
+    limits = as_table(as_table(deploy.get("resources")).get("limits"))
     given = [(f"environment.{name}", service.environ.get(name)) for name in _THREAD_VARIABLES]
     given += [("cpus", service.table.get("cpus")), ("deploy.resources.limits.cpus", limits.get("cpus"))]
     for key, value in given:
@@ -230,5 +230,6 @@ def _without_target(key: str) -> tuple[KeyOutcome, str, str]:
     return outcome, "", note
 
 
-def _table(value: Any) -> Mapping[str, Any]:
+def as_table(value: Any) -> Mapping[str, Any]:
+    """The value where it is a table, an empty one for any other."""
     return value if isinstance(value, dict) else {}

@@ -1,7 +1,7 @@
 """Conversion of files to a configuration of teimgr.
 
-YAML is a compose file, a text with a `docker run` a script, an object of JSON and the table of `ollama list` are
-Ollama's, all else is tei-manager's TOML.
+YAML is a compose file or Kubernetes manifests, a text with a `docker run` a script, an object of JSON and the table of
+`ollama list` are Ollama's, all else is tei-manager's TOML.
 """
 
 from __future__ import annotations
@@ -10,8 +10,15 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from teimgr.cli.migration import docker_run, infinity_service, ollama_list, tei_manager_file, tei_service
-from teimgr.cli.migration.compose_file import ComposeFile, Service, read_compose
+from teimgr.cli.migration import (
+    docker_run,
+    infinity_service,
+    kubernetes_manifest,
+    ollama_list,
+    tei_manager_file,
+    tei_service,
+)
+from teimgr.cli.migration.compose_file import ComposeFile, Service, read_compose, read_documents
 from teimgr.cli.migration.containers import NOT_FOLLOWED, place_of
 from teimgr.cli.migration.draft import Draft, InstanceDraft, KeyOutcome, toml
 from teimgr.config.settings import Settings
@@ -33,7 +40,7 @@ _SERVERS: tuple[tuple[Callable[[Service], bool], Callable[[Service, Draft], None
 
 
 def convert(files: Sequence[Path], environ: Mapping[str, str], env_file: Path | None = None) -> Draft:
-    """The draft of compose files, scripts, Ollama's lists and tei-manager's files; `-` is standard input.
+    """The draft of compose files, manifests, scripts, Ollama's lists and tei-manager's files; `-` is standard input.
 
     `environ`, then `env_file` or the `.env` beside a compose file, have the values of its variables.
 
@@ -46,7 +53,9 @@ def convert(files: Sequence[Path], environ: Mapping[str, str], env_file: Path | 
     images: set[str] = set()
     for file in files:
         services: Sequence[Service] = ()
-        if file.suffix.lower() in _YAML:
+        if file.suffix.lower() in _YAML and kubernetes_manifest.is_manifest(documents := read_documents(file)):
+            services = kubernetes_manifest.services(file, documents, draft)
+        elif file.suffix.lower() in _YAML:
             compose = read_compose(file, environ, env_file)
             services = compose.services
             _note_around(compose, draft)
