@@ -35,7 +35,6 @@ IMPORTED = {
     "transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS",
     "transformers.modeling_utils.PreTrainedModel",
     "transformers.models.auto.tokenization_auto.TOKENIZER_MAPPING_NAMES",
-    "transformers.models.qwen2.tokenization_qwen2.PRETOKENIZE_REGEX",
     "uvicorn.config.Config",
     "uvicorn.middleware.proxy_headers.ProxyHeadersMiddleware",
     "uvicorn.protocols.http.flow_control.FlowControl",
