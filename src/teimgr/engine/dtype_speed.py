@@ -50,19 +50,23 @@ class Preference:
     layer_us: dict[str, float]
 
 
-def chooses_experts(model: Model) -> bool:
-    """Whether layers send each token to some of several experts."""
+def risk_of_fewer_bits(model: Model) -> str | None:
+    """Why some texts may be far off in fewer bits than float32 although the known ones are not; None if nothing is."""
     config: Any = getattr(model.backbone, "config", None)
     texts = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return any(getattr(texts, key, 0) for key in _EXPERTS)
+    if any(getattr(texts, key, 0) for key in _EXPERTS):
+        return "tokens may go to other experts"
+    if "linear_attention" in (getattr(texts, "layer_types", None) or ()):
+        return "linear attention carries its errors along a text"
+    return None
 
 
 def preference(model: Model) -> Preference:
     """What to try first for `model`."""
     if isinstance(model.backbone, StaticTable):
         return Preference(torch.float32, "rows of a table are looked up, not computed", {})
-    if chooses_experts(model):
-        return Preference(torch.float32, "fewer bits change which experts a token goes to, on some texts alone", {})
+    if (risk := risk_of_fewer_bits(model)) is not None:
+        return Preference(torch.float32, f"{risk} in fewer bits, which the known texts may not show", {})
     wanted = int(getattr(model.backbone.config, "hidden_size", 0) or _WIDTHS[1])
     width = min(max(wanted, _WIDTHS[0]), _WIDTHS[1]) // _WIDTH_UNIT * _WIDTH_UNIT
     layers = _native_layers(width) or _library_layers(width)

@@ -19,7 +19,7 @@ from teimgr.engine import forward_graphs, gpu
 from teimgr.engine.backbone import Batching, StaticTable, Transformer
 from teimgr.engine.batch import Encoded
 from teimgr.engine.budget_proof import proven_tokens
-from teimgr.engine.dtype_speed import chooses_experts
+from teimgr.engine.dtype_speed import risk_of_fewer_bits
 from teimgr.engine.fidelity_gate import Choice, choose, probe_inputs
 from teimgr.engine.forward_graphs import graphs_are_wanted, queries
 from teimgr.engine.gpu_choice import choose_on_gpu
@@ -189,7 +189,7 @@ def _load(options: EngineOptions) -> EngineParts:
     space.begin()
     try:
         model, choice = _chosen(layout, device, options, inputs)
-        warnings = (*_experts(model, choice, options), *warnings)
+        warnings = (*_fewer_bits(model, choice, options), *warnings)
         max_batch_tokens = _proven(model, choice, device, inputs, options.max_batch_tokens, tokenizer.max_length)
         if layout.query_route is not None:
             model, choice, max_batch_tokens = _with_queries(
@@ -434,11 +434,10 @@ def _check_room(layout: Layout, options: EngineOptions, least: int) -> None:
             )
 
 
-def _experts(model: Model, choice: Choice, options: EngineOptions) -> Iterator[str]:
-    """The warning that a type of fewer bits may send tokens to other experts, which the known texts may not show."""
-    if choice.dtype is not torch.float32 and chooses_experts(model):
-        dtype = _name(choice.dtype)
-        note = f"in {dtype} tokens may go to other experts than in float32: vectors of some texts are far off"
+def _fewer_bits(model: Model, choice: Choice, options: EngineOptions) -> Iterator[str]:
+    """The warning that vectors of some texts may be far off in a type of fewer bits, if they may be."""
+    if choice.dtype is not torch.float32 and (risk := risk_of_fewer_bits(model)) is not None:
+        note = f"{risk} in {_name(choice.dtype)}: vectors of some texts may be far from those in float32"
         log.warning("%s: %s", options.model_id, note)
         yield note
 
