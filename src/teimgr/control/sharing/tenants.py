@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import threading
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -74,6 +75,8 @@ class TenantRegistry:
         self._numbers: dict[str, int] = {}
         self._names: dict[int, str] = {}
         self._totals = UsageTotals()
+        self._writing = threading.Lock()
+        self._turn = self._written_turn = 0  # of the last totals made, and written
         self._written = b""
         self._alarm: str | None = None
 
@@ -158,7 +161,9 @@ class TenantRegistry:
         while True:
             await asyncio.sleep(_EVERY_S)
             if self._table is not None:
-                self._save()
+                ended, turn, content = self._to_save()
+                if await asyncio.to_thread(self._write, turn, content):  # a busy disk may take a second
+                    self._clear(ended)
 
     def _open(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -188,19 +193,34 @@ class TenantRegistry:
 
     def _save(self) -> None:
         """Write the totals, and then clear the rows that are among them."""
-        assert self._table is not None
+        ended, turn, content = self._to_save()
+        if self._write(turn, content):
+            self._clear(ended)
+
+    def _to_save(self) -> tuple[list[int], int, bytes]:
+        """The rows of workers that have ended; the number of these totals, and the totals as they are written."""
         ended = self._see()
         values = {"names": {str(number): name for number, name in self._names.items()}, **self._totals.to_dict()}
-        content = json.dumps(values).encode()
-        if content != self._written:
-            try:
-                write_atomically(self._totals_path, content, mode=0o600)
-            except OSError as error:
-                self._alarm = f"usage of the keys is not saved: {self._totals_path}: {error.strerror}"
-                return
-            self._written, self._alarm = content, None
-        for row in ended:
-            self._table.clear(row)
+        self._turn += 1
+        return ended, self._turn, json.dumps(values).encode()
+
+    def _write(self, turn: int, content: bytes) -> bool:
+        """Whether the totals, or later ones, are on the disk. On any thread."""
+        with self._writing:
+            if turn > self._written_turn and content != self._written:
+                try:
+                    write_atomically(self._totals_path, content, mode=0o600)
+                except OSError as error:
+                    self._alarm = f"usage of the keys is not saved: {self._totals_path}: {error.strerror}"
+                    return False
+                self._written, self._alarm = content, None
+            self._written_turn = max(turn, self._written_turn)
+        return True
+
+    def _clear(self, ended: list[int]) -> None:
+        if self._table is not None:
+            for row in ended:
+                self._table.clear(row)
 
 
 def tenant_counts(rows: Sequence[UsageRow], by: Iterable[str]) -> list[dict[str, Any]]:
