@@ -69,7 +69,7 @@ def served(fleet: dict[str, Path]) -> Iterator[tuple[DaemonProcess, dict[str, in
         daemon.client() as client,
     ):
         for name, model in fleet.items():
-            client.create(name, str(model), dtype="float32")
+            client.create(name, str(model), dtype="float32", threads=1)  # bit for bit, whatever else runs
         client.create("idle", str(fleet["splade"]))
         client.stop("idle")
         for name in fleet:
