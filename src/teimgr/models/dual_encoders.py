@@ -214,17 +214,26 @@ def pixel_steps(given: dict[str, Any]) -> PixelSteps:
     )
 
 
+def check_processor(given: dict[str, Any], own: str, known: KnownKeys, refusal: str) -> None:
+    """Check that settings are those of the image processor `own`, and that each of their keys is known.
+
+    Raises:
+        ModelLoadFailed: it is another processor, with `refusal` after its name; or a key is not known.
+    """
+    named = str(given.get("image_processor_type"))
+    if named.removesuffix("Fast").removesuffix("Pil") != own:
+        raise ModelLoadFailed(f"the image processor {named} is not served {refusal}")
+    if unknown := known.warnings("preprocessor_config.json", given):
+        raise ModelLoadFailed(unknown[0])
+
+
 def flexible_steps(given: dict[str, Any]) -> FlexibleSteps:
     """What SigLIP2's image processor of these settings does.
 
     Raises:
         ModelLoadFailed: it is another processor, or does something else besides.
     """
-    named = str(given.get("image_processor_type"))
-    if named.removesuffix("Fast").removesuffix("Pil") != "Siglip2ImageProcessor":
-        raise ModelLoadFailed(f"the image processor {named} is not served for SigLIP2 NaFlex: its own is")
-    if unknown := _FLEXIBLE_KEYS.warnings("preprocessor_config.json", given):
-        raise ModelLoadFailed(unknown[0])
+    check_processor(given, "Siglip2ImageProcessor", _FLEXIBLE_KEYS, "for SigLIP2 NaFlex: its own is")
     if not given.get("do_resize", True):
         raise ModelLoadFailed("preprocessor_config.json resizes no image to what the model reads")
     return FlexibleSteps(

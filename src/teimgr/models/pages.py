@@ -12,6 +12,7 @@ from teimgr.models.bounded_json import read_object
 from teimgr.models.dual_encoders import (
     CLIP_DEVIATIONS,
     CLIP_MEANS,
+    check_processor,
     need_pillow,
     numbers_of,
     pixel_steps,
@@ -144,13 +145,8 @@ def _tile_steps(given: dict[str, Any]) -> TileSteps:
     Raises:
         ModelLoadFailed: it is another processor, or does something else besides.
     """
-    named = str(given.get("image_processor_type"))
-    if named.removesuffix("Fast").removesuffix("Pil") != "Idefics3ImageProcessor":
-        raise ModelLoadFailed(
-            f"the image processor {named} is not served for ColModernVBert, whose own is Idefics3ImageProcessor"
-        )
-    if unknown := _TILE_KEYS.warnings("preprocessor_config.json", given):
-        raise ModelLoadFailed(unknown[0])
+    own = "Idefics3ImageProcessor"
+    check_processor(given, own, _TILE_KEYS, f"for ColModernVBert, whose own is {own}")
     sizes = [given.get("size", {"longest_edge": 4 * 364}), given.get("max_image_size", {"longest_edge": 364})]
     if any(not isinstance(size, dict) or set(size) != {"longest_edge"} for size in sizes):
         raise ModelLoadFailed(f"preprocessor_config.json has the sizes {str(sizes)[:160]}, each should be longest_edge")
@@ -187,13 +183,8 @@ def patch_steps(given: dict[str, Any], family: str) -> PatchSteps:
     Raises:
         ModelLoadFailed: it is another processor, or does something else besides.
     """
-    named = str(given.get("image_processor_type"))
-    if named.removesuffix("Fast").removesuffix("Pil") != "Qwen2VLImageProcessor":
-        raise ModelLoadFailed(
-            f"the image processor {named} is not served for {family}, whose own is Qwen2VLImageProcessor"
-        )
-    if unknown := _QWEN_KEYS.warnings("preprocessor_config.json", given):
-        raise ModelLoadFailed(unknown[0])
+    own = "Qwen2VLImageProcessor"
+    check_processor(given, own, _QWEN_KEYS, f"for {family}, whose own is {own}")
     size = given.get("size") or {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
     if not isinstance(size, dict) or not given.get("do_resize", True):
         raise ModelLoadFailed("preprocessor_config.json resizes no image to what the model reads")
