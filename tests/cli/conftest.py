@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from tests.support.daemon_process import WarmDaemonProcess
@@ -28,3 +29,11 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmDaemonProces
             for name in models:
                 client.wait_until_running(name, deadline_s=60)
         yield daemon
+
+
+@pytest.fixture
+def named_fleet(fleet: WarmDaemonProcess, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> WarmDaemonProcess:
+    """The daemon, which the environment names to commands in this process."""
+    monkeypatch.setenv("TEIMGR_URL", fleet.api)
+    monkeypatch.setenv("TEIMGR_CONTEXTS", str(tmp_path / "contexts.toml"))
+    return fleet

@@ -17,12 +17,8 @@ Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def run(
-    fleet: WarmDaemonProcess, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Run:
+def run(named_fleet: WarmDaemonProcess, capsys: pytest.CaptureFixture[str]) -> Run:
     """Runs `teimgr batch` in this process against the daemon."""
-    monkeypatch.setenv("TEIMGR_URL", fleet.api)
-    monkeypatch.setenv("TEIMGR_CONTEXTS", str(tmp_path / "contexts.toml"))
 
     def call(*arguments: object) -> tuple[int, str, str]:
         return main(["batch", *map(str, arguments)]), *capsys.readouterr()

@@ -46,12 +46,8 @@ Run = Callable[..., Ran]
 
 
 @pytest.fixture
-def run(
-    fleet: WarmDaemonProcess, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Run:
-    """Runs a command in this process against the daemon, which the environment names."""
-    monkeypatch.setenv("TEIMGR_URL", fleet.api)
-    monkeypatch.setenv("TEIMGR_CONTEXTS", str(tmp_path / "contexts.toml"))
+def run(named_fleet: WarmDaemonProcess, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs a command in this process against the daemon."""
 
     def call(*arguments: object, stdin: str = "") -> Ran:
         monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))

@@ -28,7 +28,7 @@ def serve(
     ] = None,
     log_format: Annotated[
         Literal["json", "pretty"] | None,
-        typer.Option(help="json: one object per line; pretty on a terminal where nothing else is said."),
+        typer.Option(help="json: one object per line. Default on a terminal: pretty."),
     ] = None,
 ) -> int:
     """Run the daemon in the foreground (also: teimgr -c FILE)."""

@@ -111,7 +111,7 @@ class BlockingHttpChannel(RestChannel):
         try:
             sock = self._connect(connection)
             sock.settimeout(timeout_s)
-            with suppress(BrokenPipeError):  # refused before the end: the reply says why
+            with suppress(BrokenPipeError):  # refused before its end: the reply has the reason
                 connection.request(
                     method, target, payload, {**self._headers, **typed, **headers, "Connection": "close"}
                 )

@@ -124,7 +124,7 @@ def example_of(content: Mapping[str, Any]) -> Any:
 
 
 def _answer(answer: dict[str, Any]) -> str:
-    """What a status says, and the body that comes with it."""
+    """The description of a status, and its body."""
     schema = answer.get("content", {}).get("application/json", {}).get("schema", {})
     words = answer.get("description", "").replace("Successful Response", "")
     return ": ".join(filter(None, (escape(words), _type(schema) if schema else "")))

@@ -78,7 +78,7 @@ def read_gguf(file: Path) -> GgufHead:
     """The head of a GGUF file of a Qwen3 embedding model. Blocking.
 
     Raises:
-        ModelLoadFailed: it has another model, says too little, has something that is not served, or is damaged.
+        ModelLoadFailed: its model is another, a key is missing, it has something that is not served, or it is damaged.
         OSError: it cannot be read.
     """
     if problem := file_problem(file):

@@ -211,7 +211,7 @@ class Supervisor(LifecycleTask):
             await self._worker.left_ports()
 
     async def usage(self) -> Usage | None:
-        """What the present worker says of its calls; None without one that answers. The ledger learns its memory."""
+        """The calls that the present worker reports; None if none answers. Its memory is settled in the ledger."""
         if (worker := self._worker) is None or (found := await worker.usage()) is None:
             return None
         usage, reading = found
