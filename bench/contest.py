@@ -8,10 +8,11 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Any
 
 import numpy as np
@@ -136,9 +137,11 @@ class Row:
 
 
 @contextmanager
-def entrants(tasks: dict[str, Task], skip_failing: bool = False) -> Iterator[dict[str, Child]]:
+def entrants(
+    tasks: dict[str, Task], skip_failing: bool = False, checkouts: Mapping[str, Path] = MappingProxyType({})
+) -> Iterator[dict[str, Child]]:
     """A child for every task, loaded, by its name; with `skip_failing` without those that could not load, but for the
-    first, which the others are compared with.
+    first, which the others are compared with. Those named in `checkouts` take teimgr from there.
 
     Raises:
         ChildFailed: one could not load.
@@ -148,7 +151,7 @@ def entrants(tasks: dict[str, Task], skip_failing: bool = False) -> Iterator[dic
         for name, task in tasks.items():
             say(f"loading {name}")
             try:
-                children[name] = stack.enter_context(child(task))
+                children[name] = stack.enter_context(child(task, checkouts.get(name)))
             except ChildFailed as error:
                 if not (skip_failing and children):
                     raise

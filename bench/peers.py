@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +16,7 @@ from bench.contest import Row, compete, entrants
 from bench.corpora import CORPORA, DESCRIBED, corpora, names
 from bench.encoders import Task
 from bench.fleet import fleet
+from bench.machine import revision
 from bench.progress import incomplete, partial, say
 from bench.report import publish
 from bench.table import ratios
@@ -110,6 +111,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shape", choices=tuple(SHAPES), default="minilm", help="all but minilm have random weights (minilm)"
     )
+    parser.add_argument("--against", type=Path, metavar="PATH", help="another checkout, whose engine takes turns too")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -130,6 +132,8 @@ def _contest(directory: Path, cache: Path, options: argparse.Namespace) -> None:
     shape, is_reranker = SHAPES[options.shape], weights.is_reranker(directory)
     missing = {kind for kind, package in _PACKAGES.items() if importlib.util.find_spec(package) is None}
     wanted = {name: task for name, task in tasks(directory, shape, cache).items() if task.kind not in missing}
+    others = {} if options.against is None else _of(options.against, wanted)
+    wanted |= {other: wanted[ours] for ours, other in others.items()}
     if options.only:
         wanted = {name: task for name, task in wanted.items() if name.startswith((BASELINE, *options.only))}
     texts_of = corpora(directory, options.texts or shape.texts)
@@ -138,7 +142,8 @@ def _contest(directory: Path, cache: Path, options: argparse.Namespace) -> None:
     counts: dict[str, str] = {}
     with ExitStack() as stack:
         own_cpu = _serve(directory, wanted, stack)
-        children = stack.enter_context(entrants(wanted, skip_failing=True))
+        checkouts = dict.fromkeys(others.values(), options.against)
+        children = stack.enter_context(entrants(wanted, skip_failing=True, checkouts=checkouts))
         stack.enter_context(partial())
         last_header, last_keys = _DIFFERENCES if is_reranker else _COSINES
         for corpus_name in _chosen(directory, shape, options.corpora):
@@ -154,6 +159,7 @@ def _contest(directory: Path, cache: Path, options: argparse.Namespace) -> None:
             if is_reranker:
                 lowest, highest = rows[0].scores
                 counts[corpus_name] += f", with a query, scores of the baseline {lowest:.3f} to {highest:.3f}"
+            counts |= {f"{corpus_name}, {name}": said for name, said in _against(rows, others)}
             limits = {row.dtype: row for row in rows if row.name.startswith(LIMIT)}
             for row in rows:
                 line = [corpus_name, *_line(row, rows[0], limits, tokens, is_reranker)]
@@ -167,7 +173,22 @@ def _contest(directory: Path, cache: Path, options: argparse.Namespace) -> None:
         "could not load": ", ".join(wanted.keys() - children.keys()) or "none",
     }
     name = "peers" if options.shape == "minilm" else f"peers-{options.shape}"
+    if options.against:
+        name += f"-{revision(options.against)[:7]}"
     publish(name, counts | said | ends, (*HEADER, *last_header), lines, {"rows": records})
+
+
+def _of(checkout: Path, wanted: dict[str, Task]) -> dict[str, str]:
+    """The name of each of the engine's paths, and the name for that path of another checkout."""
+    return {name: f"{name} at {revision(checkout)[:7]}" for name, task in wanted.items() if task.kind == "engine"}
+
+
+def _against(rows: list[Row], others: dict[str, str]) -> Iterator[tuple[str, str]]:
+    """What a result says of each path that was measured in both checkouts."""
+    by_name = {row.name: row for row in rows}
+    for ours, other in others.items():
+        factor = ratios(by_name[ours], by_name[other])
+        yield ours, f"{factor['median']:.3f} ({factor['least']:.3f} to {factor['most']:.3f}) × {other}"
 
 
 def _chosen(directory: Path, shape: Shape, asked: list[str] | None) -> list[str]:

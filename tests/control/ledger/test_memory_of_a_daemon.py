@@ -47,6 +47,13 @@ def test_a_worker_that_does_not_fit_is_refused_and_starts_once_there_is_room(mod
         _fill_the_budget(daemon, model, budget_mib)
 
 
+def _needs_mib(reason: str) -> int:
+    """The figure at the head of a refusal: "needs 35 MiB of host memory, 18 MiB are free …"."""
+    needs, mib, unit, *_ = reason.split()
+    assert (needs, unit) == ("needs", "MiB"), reason
+    return int(mib)
+
+
 def _fill_the_budget(daemon: DaemonProcess, model: str, budget_mib: int) -> None:
     with daemon.client() as client:
         client.create("b", model)
@@ -59,8 +66,8 @@ def _fill_the_budget(daemon: DaemonProcess, model: str, budget_mib: int) -> None
         assert refused.status.value == "failed"
         assert "MiB of host memory" in str(refused.reason)
         assert f"budget {budget_mib}" in str(refused.reason)
-        needs = planned["reason"].split(", ")[0]
-        assert str(refused.reason).startswith(needs), "what is free may have been measured again since"
+        # The neighbours are measured again while they run: between the two decisions the figure may move.
+        assert abs(_needs_mib(planned["reason"]) - _needs_mib(str(refused.reason))) <= 3
 
         client.delete("a")
         client.delete("c")
