@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import ssl
@@ -70,6 +71,36 @@ async def test_a_server_without_connections_ends_without_a_pause(monkeypatch: py
     async with serving(hello, bind("127.0.0.1", 0)):
         monkeypatch.setattr(asyncio, "sleep", noted)
     assert not [seconds for seconds in paused if seconds > 0]
+
+
+@needs_openssl
+@pytest.mark.parametrize("is_secure", [False, True])
+@on_uvloop
+async def test_connections_without_a_request_do_not_delay_the_end(
+    is_secure: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_server, "_CLOSE_GRACE_S", 600)
+    cert, key = (authority := Authority(tmp_path / "authority")).sign("server")
+    client = ssl.create_default_context(cafile=authority.ca)
+    tls = {"ssl_certfile": cert, "ssl_keyfile": key} if is_secure else {}
+    sock, gate = bind("127.0.0.1", 0), ConnectionGate()
+    address = sock.getsockname()[:2]
+
+    def connected(sent: bytes, *, handshake: bool = is_secure) -> socket.socket:
+        """Of a client that does nothing more, so that it sees no end of the connection either."""
+        opened = socket.create_connection(address, timeout=30)
+        if handshake:
+            opened = client.wrap_socket(opened, server_hostname="localhost")
+        opened.sendall(sent)
+        return opened
+
+    with contextlib.ExitStack() as kept:
+        async with asyncio.timeout(30), serving(hello, sock, h2=protocol, gate=gate, **tls):
+            for sent in (b"", b"GET / HT", GET, H2_START, H2_START[:9]):
+                kept.enter_context(await asyncio.to_thread(connected, sent))
+            kept.enter_context(await asyncio.to_thread(connected, b"", handshake=False))
+            await eventually(lambda: len(gate.lines[Phase.IDLE].tickets) == 1 and gate.count == 6)
+            kept.enter_context(await asyncio.to_thread(connected, b"", handshake=False))  # accepted at the end
 
 
 async def test_a_taken_port_is_a_conflict() -> None:

@@ -515,10 +515,10 @@ class ProtocolSniffer(asyncio.Protocol):
         self._is_waiting = False  # for its turn
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
+        self.transport = cast(asyncio.Transport, transport)
         self._state.connections.add(cast(Any, self))
         if not self._ticket.hand_to(self):
-            self._transport.abort()
+            self.transport.abort()
             return
         if self._ticket.phase is not Phase.IDLE:
             self._ticket.enter(Phase.HEAD)
@@ -526,16 +526,16 @@ class ProtocolSniffer(asyncio.Protocol):
 
     def on_expired(self, phase: Phase) -> None:
         """Called by the gate."""
-        self._transport.close()
+        self.transport.close()
 
     def on_displaced(self) -> None:
         """Called by the gate."""
-        self._transport.abort()
+        self.transport.abort()
 
     def pass_on(self) -> None:
         """Pass the connection on, where the server leaves and nothing was received."""
-        if self._state.pass_on is not None and not self._seen and not self._transport.is_closing():
-            self._state.pass_on(_detach(self._transport))
+        if self._state.pass_on is not None and not self._seen and not self.transport.is_closing():
+            self._state.pass_on(_detach(self.transport))
 
     def data_received(self, data: bytes) -> None:
         self._seen += data
@@ -544,29 +544,29 @@ class ProtocolSniffer(asyncio.Protocol):
             return
         self._is_waiting = self._ticket.begins_later(self._begin)
         if self._is_waiting:
-            self._transport.pause_reading()
+            self.transport.pause_reading()
         else:
             self._begin()
 
     def _begin(self) -> None:
-        if self._transport.is_closing():
+        if self.transport.is_closing():
             return
         if self._is_waiting:
-            self._transport.resume_reading()
+            self.transport.resume_reading()
         self._state.connections.discard(cast(Any, self))
         protocol: Any
         if self._seen.startswith(_H2_PREFACE):
             protocol = self._h2(self._state, self._ticket)
         else:
             protocol = self._http1(server_state=self._state, ticket=self._ticket, **self._rest)
-        self._transport.set_protocol(protocol)
-        protocol.connection_made(self._transport)
+        self.transport.set_protocol(protocol)
+        protocol.connection_made(self.transport)
         if self._state.pass_on is not None and not isinstance(protocol, HttpProtocol):
             protocol.leave()
         protocol.data_received(self._seen)
 
     def eof_received(self) -> bool:
-        return self._ticket.keeps_open(self._transport)
+        return self._ticket.keeps_open(self.transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._state.connections.discard(cast(Any, self))
@@ -574,4 +574,4 @@ class ProtocolSniffer(asyncio.Protocol):
 
     def shutdown(self) -> None:
         """Called by uvicorn as the server ends."""
-        self._transport.close()
+        self.transport.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import logging
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -30,6 +31,7 @@ from teimgr.http.http1 import (
 from teimgr.http.unix_listener import UnixListener
 
 _CLOSE_GRACE_S = 5
+_END_POLL_S = 0.05
 # A connection without traffic for so long is probed by the kernel, and closed where nothing answers: else a client that
 # vanished without a FIN would be counted for good.
 _KEEPALIVE_IDLE_S = 300
@@ -37,6 +39,8 @@ _SHOWN_COMMAND = 60
 _TICKS_A_SECOND = 10  # of uvicorn; its headers are rebuilt at each tenth one
 _CONNECTION_CLOSE = (b"connection", b"close")
 AsgiApp = Callable[..., Any]
+
+log = logging.getLogger(__name__)
 
 
 def bind(host: str, port: int, setting: str = "", *, is_shared: bool = False) -> socket.socket:
@@ -253,13 +257,25 @@ class Server(uvicorn.Server):
                     await self._leaving.wait()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Uvicorn waits for a tenth of a second in any case; this one only if there are connections."""
-        if self.gate.count or self.server_state.tasks:
-            await super().shutdown(sockets)
-            return
+        """Answer the requests that have begun, within the grace, and close all other connections at once.
+
+        Uvicorn would wait for clients too that do not close theirs: with TLS for those of idle connections.
+        """
         for acceptor in self.acceptors:
             acceptor.close()
-            await acceptor.wait_closed()
+            await acceptor.wait_closed()  # what was accepted is among the connections now
+        state, clock = self.server_state, asyncio.get_running_loop().time
+        for connection in tuple(state.connections):
+            connection.shutdown()
+        ends = clock() + (self.config.timeout_graceful_shutdown or 0)
+        while (state.connections or state.tasks) and clock() < ends:
+            await asyncio.sleep(_END_POLL_S)
+            for transport in [cast(Any, each).transport for each in state.connections]:
+                if transport.is_closing() and not transport.get_write_buffer_size():
+                    transport.abort()
+        for task in tuple(state.tasks):
+            log.warning("a request is not answered, as the grace is over")
+            task.cancel()
         await self.lifespan.shutdown()
 
     def _protocol(self, ticket: Ticket) -> asyncio.Protocol:
