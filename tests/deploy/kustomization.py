@@ -27,9 +27,10 @@ def _apply(folder: Path, documents: Documents) -> Documents:
     for name in said.get("resources", ()):
         path = folder / name
         documents += build(path) if path.is_dir() else yaml.safe_load_all(path.read_text())
-    documents += [_config_map(folder, each) for each in said.get("configMapGenerator", ())]
     for name in said.get("components", ()):
         documents = _apply(folder / name, documents)
+    for each in said.get("configMapGenerator", ()):
+        _generate(documents, _config_map(folder, each), is_merged=each.get("behavior") == "merge")
     for labels in said.get("labels", ()):
         for document in documents:
             document["metadata"].setdefault("labels", {}).update(labels["pairs"])
@@ -48,6 +49,15 @@ def _config_map(folder: Path, said: dict[str, Any]) -> dict[str, Any]:
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": said["name"]}, "data": data}
 
 
+def _generate(documents: Documents, made: dict[str, Any], *, is_merged: bool) -> None:
+    if not is_merged:
+        documents.append(made)
+        return
+    name = made["metadata"]["name"]
+    [before] = [each for each in documents if (each["kind"], each["metadata"]["name"]) == ("ConfigMap", name)]
+    before["data"].update(made["data"])
+
+
 def _patch(documents: Documents, said: dict[str, Any]) -> None:
     target = said["target"]["kind"], said["target"]["name"]
     [document] = [each for each in documents if (each["kind"], each["metadata"]["name"]) == target]
@@ -57,7 +67,9 @@ def _patch(documents: Documents, said: dict[str, Any]) -> None:
         for part in path:
             holder = holder[int(part) if isinstance(holder, list) else part]
         assert (last in holder) == (step["op"] != "add"), step
-        if step["op"] == "remove":
+        if last == "-":
+            holder.append(step["value"])
+        elif step["op"] == "remove":
             del holder[last]
         else:
             holder[last] = step["value"]

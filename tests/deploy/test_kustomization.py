@@ -36,11 +36,11 @@ def test_kubectl_builds_the_same_objects(overlay: str) -> None:
 
 
 def test_overlays_differ_by_the_image_the_card_and_the_number_of_pods() -> None:
-    assert OVERLAYS == ["cpu", "gpu", "keda", "keda-metrics-api"]
+    assert OVERLAYS == ["cpu", "gpu", "keda", "keda-metrics-api", "three-models"]
     for overlay in OVERLAYS:
         spec = deployment(overlay)
         [container] = spec["template"]["spec"]["containers"]
-        card, tag = (None, "cpu") if overlay == "cpu" else ("1", "cuda")
+        card, tag = (None, "cpu") if overlay in ("cpu", "three-models") else ("1", "cuda")
         assert container["image"] == f"teimgr:{tag}"
         assert container["resources"]["limits"].get("nvidia.com/gpu") == card
         assert ("replicas" in spec) == (not overlay.startswith("keda"))  # else each apply would undo KEDA's number

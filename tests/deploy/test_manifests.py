@@ -36,8 +36,8 @@ def of_kind(kind: str, overlay: str = "keda") -> dict[str, Any]:
     return found
 
 
-def container() -> dict[str, Any]:
-    [found] = of_kind("Deployment")["spec"]["template"]["spec"]["containers"]
+def container(overlay: str = "keda") -> dict[str, Any]:
+    [found] = of_kind("Deployment", overlay)["spec"]["template"]["spec"]["containers"]
     return dict(found)
 
 
@@ -123,7 +123,7 @@ CUSTOM = {
 }
 
 
-@pytest.mark.parametrize("overlay", ["cpu", "gpu", "keda", "keda-metrics-api"])
+@pytest.mark.parametrize("overlay", ["cpu", "gpu", "keda", "keda-metrics-api", "three-models"])
 def test_manifests_are_valid_by_the_schemas_of_kubernetes_and_of_the_custom_resources(overlay: str) -> None:
     for document in documents(overlay):
         if document["kind"] in CUSTOM:
@@ -182,6 +182,30 @@ def test_names_of_manifests_fit_one_another() -> None:
     for overlay in ("keda", "keda-metrics-api"):
         scaled = of_kind("ScaledObject", overlay)
         assert scaled["spec"]["scaleTargetRef"]["name"] == deployment["metadata"]["name"]
+
+
+def test_the_example_opens_the_port_of_each_of_its_models_and_keeps_them_on_a_claim(tmp_path: Path) -> None:
+    objects = {(each["kind"], each["metadata"]["name"]): each for each in documents("three-models")}
+    file = tmp_path / "teimgr.toml"
+    file.write_text(objects["ConfigMap", "teimgr"]["data"]["teimgr.toml"])
+    written, base = (tomllib.loads(text) for text in (file.read_text(), (KUBERNETES / "base/teimgr.toml").read_text()))
+    assert {**written, "instances": base["instances"], "auth": None} == {**base, "auth": None}
+
+    found, pod = container("three-models"), objects["Deployment", "teimgr"]["spec"]["template"]["spec"]
+    ports = {port["containerPort"]: port["name"] for port in found["ports"]}
+    names = {ports[each.port] for each in read(Source(file=file, environ={})).settings.instances if each.port}
+    assert len(names) == 3
+    assert names <= {port["targetPort"] for port in objects["Service", "teimgr"]["spec"]["ports"]}
+    inside, outside = (objects["NetworkPolicy", name]["spec"]["ingress"][0] for name in ("teimgr", "teimgr-ingress"))
+    assert names <= {port["port"] for port in inside["ports"]}
+    assert outside["ports"] == [{"port": "rest"}]
+
+    [home] = [each["value"] for each in found["env"] if each["name"] == "HF_HOME"]
+    [volume] = [each["name"] for each in found["volumeMounts"] if each["mountPath"] == home]
+    [claim] = [each["persistentVolumeClaim"]["claimName"] for each in pod["volumes"] if each["name"] == volume]
+    assert ("PersistentVolumeClaim", claim) in objects
+    [path] = objects["Ingress", "teimgr"]["spec"]["rules"][0]["http"]["paths"]
+    assert path["backend"]["service"] == {"name": "teimgr", "port": {"name": "rest"}}
 
 
 def test_a_rollout_needs_no_spare_card() -> None:
