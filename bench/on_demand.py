@@ -32,7 +32,7 @@ def run(options: argparse.Namespace) -> int:
     taken: dict[str, list[float]] = {"unloaded": [], "loaded": [], "in turn, memory for one": []}
     with partial():
         with fleet() as running:
-            predicted = _takes(running, model)
+            predicted = takes(running, model)
             running.client.create("a", model, load="on_demand")
             _seconds(running, "a")  # the fork server has imported torch, the weights are in the page cache
             for _ in range(options.rounds):
@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
                 _unload(running, "a")
                 taken["unloaded"].append(_seconds(running, "a"))
             say(f"unloaded: {_quantile(taken['unloaded'], 0.5):.3f} s p50")
-            budget_mib = predicted["loading_bytes"] + _takes(running, model)["host_bytes"] // 4 >> 20  # for one
+            budget_mib = predicted["loading_bytes"] + takes(running, model)["host_bytes"] // 4 >> 20  # for one
         with fleet(host_memory_budget_mib=str(budget_mib)) as running:
             for name in "ab":
                 running.client.create(name, model, load="on_demand")
@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _takes(running: Fleet, model: str) -> dict[str, int]:
+def takes(running: Fleet, model: str) -> dict[str, int]:
     """The memory of one worker by a plan: predicted before the first one has loaded, then measured."""
     [worker] = running.client.plan([{"name": "planned", "model_id": model}])["workers"]
     return {name: worker[name] for name in ("host_bytes", "loading_bytes")}

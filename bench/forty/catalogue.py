@@ -66,7 +66,7 @@ def _makers() -> list[tuple[str, Callable[..., object]]]:
     """Forty: twenty encoders of twelve sizes, six of other architectures, and fourteen of other kinds."""
     sizes = [(width, layers) for layers in _LAYERS for width in _WIDTHS]
     dense: list[tuple[str, Callable[..., object]]] = [
-        ("dense", partial(_encoder, width=width, layers=layers)) for width, layers in (*sizes, *sizes[:8])
+        ("dense", partial(encoder, width=width, layers=layers)) for width, layers in (*sizes, *sizes[:8])
     ]
     dense += [("dense", partial(models.build, family)) for family in _FAMILIES]
     rerankers = [("reranker", partial(models.build_cross_encoder, family)) for family in ("bert", "roberta") * 3]
@@ -75,7 +75,7 @@ def _makers() -> list[tuple[str, Callable[..., object]]]:
     return [*dense, *rerankers, *classifiers, *sparse]
 
 
-def _encoder(folder: Path, *, width: int, layers: int, seed: int) -> None:
+def encoder(folder: Path, *, width: int, layers: int, seed: int) -> None:
     """A BERT of this size with the tokenizer of MiniLM."""
     import torch
     from transformers import BertConfig, BertModel
