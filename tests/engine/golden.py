@@ -26,7 +26,10 @@ from tests.support.models import (
     build_routed_sparse,
     build_splade,
     build_static,
+    build_yes_no_reranker,
 )
+from tests.support.models.dual_encoders import build_clap, build_clip
+from tests.support.models.scoring import build_token_classifier
 from torch import nn
 
 from teimgr.engine.engine import Engine
@@ -54,6 +57,10 @@ MAKERS: dict[str, Callable[[Path], Any]] = {
     "three outputs": _three_outputs,
     "reranker": partial(build_cross_encoder, "bert"),
     "classifier": partial(build_classifier, "bert"),
+    "token classifier": partial(build_token_classifier, "bert"),
+    "reranker that answers yes or no": build_yes_no_reranker,
+    "texts and images": build_clip,
+    "texts and sounds": build_clap,
 }
 
 
