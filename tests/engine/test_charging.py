@@ -13,7 +13,7 @@ import pytest
 from teimgr.engine.batch import TokenizedTexts
 from teimgr.engine.finisher import Finisher
 from teimgr.engine.intake import Intake
-from teimgr.engine.job import InferOptions, Job, Lane
+from teimgr.engine.job import Decided, InferOptions, Job, Lane
 from teimgr.engine.queue import BatchLimits, EntryQueue, QueueEntry
 from teimgr.engine.tokenizer import TokenizeOptions
 from teimgr.errors import Cancelled, TeimgrError, TokenRateExceeded
@@ -36,12 +36,15 @@ class Tokenizer:
 class Account:
     """Admits up to `left` tokens."""
 
+    decides_later = False
+    is_shadowed = False
+
     def __init__(self, left: int) -> None:
         self.left = left
         self.charged: list[int] = []
         self.taken = 0
 
-    def charge(self, tokens: int) -> TeimgrError | None:
+    def charge(self, tokens: int, later: Decided | None = None) -> TeimgrError | None:
         self.charged.append(tokens)
         return TokenRateExceeded("later", 3.0) if tokens > self.left else None
 
@@ -50,6 +53,17 @@ class Account:
 
     def settle(self, computed: int | None) -> None:
         pass
+
+
+class LaterAccount(Account):
+    """Another host decides, when the test has it."""
+
+    decides_later = True
+
+    def charge(self, tokens: int, later: Decided | None = None) -> TeimgrError | None:
+        self.charged.append(tokens)
+        self.later = later
+        return None
 
 
 class Queries:
@@ -129,6 +143,33 @@ def test_a_query_refused_where_it_arrived_is_answered_though_more_arrive() -> No
     assert delivered == [refused]
     assert queue.texts(Lane.INTERACTIVE) == 1
     assert made.waiting(Lane.INTERACTIVE) == 0
+
+
+@pytest.mark.parametrize("refusal", [None, TokenRateExceeded("later", 3.0)])
+def test_rows_wait_for_the_decision_of_another_host_and_hold_up_no_others(refusal: TeimgrError | None) -> None:
+    account = LaterAccount(0)
+    job, other = job_of(["y" * 30] * 3, account), job_of(["y" * 30], None)
+    with intake() as (made, queue, delivered, run):
+        for each in (job, other):
+            made.put(each, TokenizeOptions(""), starts=False)
+        made._tokenize_next()
+        assert (account.charged, queue.texts(Lane.BULK)) == ([90], 1)
+        assert account.later is not None
+        account.later(refusal)
+        run()
+
+    assert queue.texts(Lane.BULK) == (4 if refusal is None else 1)
+    assert [each.refused for each in delivered] == ([] if refusal is None else [refusal])
+
+
+def test_rows_whose_decision_never_comes_fail_when_the_engine_closes() -> None:
+    job = job_of(["y" * 30] * 3, LaterAccount(0))
+    with intake() as (made, _, _, run):
+        made.put(job, TokenizeOptions(""))
+        run()
+        left = made.drain(Cancelled("over"))
+
+    assert sorted(row for _, row, _ in left) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("long_first", [False, True])

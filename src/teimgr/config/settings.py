@@ -339,8 +339,8 @@ class Settings:
             yield "tei_binary_path is ignored: teimgr runs the models in its own workers and starts no TEI binary"
         if self.auth:
             yield from self.auth.warnings()
-            if self.cluster.address and any(any(key.tenant.limits) for key in self.auth.api_keys):
-                yield "auth.api_keys: quotas hold for workers of this host alone, those of other hosts charge nothing"
+            if self.cluster.mux_per_host and any(any(key.tenant.limits) for key in self.auth.api_keys):
+                yield "auth.api_keys: quotas are those of this host, calls from a mux to a worker of others have none"
         verified = self.auth is not None and any(map(self.auth.requires, PROVIDERS))
         for name in ("api_host", "grpc_host", "instance_host"):
             host = getattr(self, name)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
-from teimgr.engine.job import Job
+from teimgr.engine.job import Account, Job
 from teimgr.engine.queue import QueueEntry
 from teimgr.errors import TeimgrError
 
@@ -25,12 +26,31 @@ class _Held:
 class Charging:
     """Holds back the rows of a job with an account until the last one is tokenized, then charges all of them at once.
 
-    So a job is computed as a whole or not at all. Used by all threads that tokenize.
+    So a job is computed as a whole or not at all. Used by all threads that tokenize. Where another host decides,
+    `wake` is called once `take_decided` has the rows.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
         self._lock = threading.Lock()
         self._held: dict[Job, _Held] = {}
+        self._asked: dict[Job, _Held] = {}
+        self._decided: list[tuple[Job, _Held]] = []
+
+    @property
+    def has_decided(self) -> bool:
+        return bool(self._decided)
+
+    def take_decided(self) -> tuple[list[QueueEntry], list[FailedRow], list[Job]]:
+        """Like the result of `admit`, of jobs on which another host has decided since."""
+        with self._lock:
+            decided, self._decided = self._decided, []
+        admitted = [held for job, held in decided if job.refused is None]
+        return (
+            [entry for held in admitted for entry in held.entries],
+            [failure for held in admitted for failure in held.failures],
+            [job for job, _ in decided if job.refused is not None],
+        )
 
     def admit(
         self, jobs: Sequence[Job], entries: Sequence[QueueEntry], failures: Sequence[FailedRow]
@@ -43,7 +63,7 @@ class Charging:
             job = entry.job
             if job.account is None:
                 ready.append(entry)
-            elif entry.texts != len(job.inputs) or job.cancelled:
+            elif entry.texts != len(job.inputs) or job.cancelled or job.account.decides_later:
                 parts.append(entry)
             elif _is_charged(job, entry.tokens, refused):
                 ready.append(entry)
@@ -71,7 +91,10 @@ class Charging:
                     self._held.pop(job, None)
             whole = self._held_with(charged, entries, failures)
         for job, held in whole:
-            if _is_charged(job, sum([entry.tokens for entry in held.entries]), refused):
+            tokens = sum([entry.tokens for entry in held.entries])
+            if job.account is not None and job.account.decides_later:
+                self._ask(job, job.account, held, tokens)
+            elif _is_charged(job, tokens, refused):
                 ready += held.entries
                 failed += held.failures
         return failed
@@ -85,10 +108,11 @@ class Charging:
     def drain(self, error: TeimgrError) -> list[FailedRow]:
         """Remove all rows that are held, as failures with `error`."""
         with self._lock:
-            left, self._held = self._held, {}
+            left = [*self._held.items(), *self._asked.items(), *self._decided]
+            self._held, self._asked, self._decided = {}, {}, []
         return [
             failure
-            for job, held in left.items()
+            for job, held in left
             for failure in (
                 *held.failures,
                 *((job, row, error) for entry in held.entries for row in entry.rows.tolist()),
@@ -110,6 +134,21 @@ class Charging:
                 held.failures.append(failure)
                 held.rows_left -= 1
         return [(job, self._held.pop(job)) for job in jobs if not self._held[job].rows_left]
+
+    def _ask(self, job: Job, account: Account, held: _Held, tokens: int) -> None:
+        """Have another host charge a job."""
+        with self._lock:
+            self._asked[job] = held
+        account.charge(tokens, partial(self._decide, job))
+
+    def _decide(self, job: Job, refusal: TeimgrError | None) -> None:
+        with self._lock:
+            if (held := self._asked.pop(job, None)) is None:  # the engine has been closed
+                return
+            if refusal is not None:
+                job.refuse(refusal)
+            self._decided.append((job, held))
+        self._wake()
 
 
 def _is_charged(job: Job, tokens: int, refused: list[Job]) -> bool:

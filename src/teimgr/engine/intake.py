@@ -133,7 +133,7 @@ class Intake:
         self._queries = queries
         lock = threading.RLock()
         self._changed, self._long_changed = threading.Condition(lock), threading.Condition(lock)
-        self._charging = Charging()
+        self._charging = Charging(self._on_decided)
         self._has_accounts = False  # no job has been charged yet
         self._tokenizing = threading.Lock()  # held by the thread that tokenizes
         self._inbox: dict[Lane, TenantTurns[_Pending]] = {lane: TenantTurns() for lane in Lane}
@@ -201,6 +201,11 @@ class Intake:
             return False
         with self._tokenizing:
             entries, failures = self._tokenize(chunk)
+            if self._charging.has_decided:
+                admitted, failed, refused = self._charging.take_decided()
+                entries += _enqueued(admitted)
+                failures += failed
+                chunk.empty += refused
             if entries:
                 self._queue.put(entries)
             if failures or chunk.empty:
@@ -304,10 +309,17 @@ class Intake:
 
     def _next_chunk(self) -> _Chunk | None:
         with self._changed:
-            self._changed.wait_for(lambda: self._abandoned or self._ready() or (self._closed and self._is_empty()))
+            self._changed.wait_for(
+                lambda: (
+                    self._abandoned
+                    or self._charging.has_decided
+                    or self._ready()
+                    or (self._closed and self._is_empty())
+                )
+            )
             ready = self._ready()
             if self._abandoned or not ready:
-                return None
+                return _Chunk() if self._charging.has_decided and not self._abandoned else None
             return self._fill(self._inbox[self._next_lane(ready)])
 
     def _next_long(self) -> _Chunk | None:
@@ -358,6 +370,10 @@ class Intake:
             return ready[0]
         self._turn = (self._turn + 1) % _BULK_TURN
         return Lane.BULK if self._turn == 0 else Lane.INTERACTIVE
+
+    def _on_decided(self) -> None:
+        with self._changed:
+            self._changed.notify()
 
     def room_was_made(self) -> None:
         """Entries have left the queue."""
@@ -427,10 +443,7 @@ class Intake:
             jobs = [pending.job for pending, _ in chunk.parts]
             entries, failures, refused = self._charging.admit(jobs, entries, failures)
             chunk.empty.extend(refused)
-        now = time.monotonic_ns()
-        for entry in entries:
-            entry.mark_enqueued(now)
-        return entries, failures
+        return _enqueued(entries), failures
 
     def _tokenized(self, inputs: Sequence[Input], options: TokenizeOptions) -> TokenizedTexts:
         """Like `TextTokenizer.encode_all`; where that raises, only the inputs at fault fail."""
@@ -441,6 +454,13 @@ class Intake:
                 return TokenizedTexts.of([self._tokenized([item], options)[0] for item in inputs])
             log.exception("an input cannot be tokenized")
             return TokenizedTexts.of([TokenizerFailed(f"tokenizer error {error}")])
+
+
+def _enqueued(entries: list[QueueEntry]) -> list[QueueEntry]:
+    now = time.monotonic_ns()
+    for entry in entries:
+        entry.mark_enqueued(now)
+    return entries
 
 
 def _length(inputs: Sequence[Input], row: int) -> int:

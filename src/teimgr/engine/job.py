@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple, Protocol
@@ -136,12 +136,20 @@ EQUAL = Share()
 """Of calls without a key."""
 
 
+Decided = Callable[[TeimgrError | None], None]
+"""Gets the decision on a charge: the reason where it is refused."""
+
+
 class Account(Protocol):
     """Whom a job is charged to. Any thread may call it. `is_shadowed`: it would have been refused without `shadow`."""
 
     is_shadowed: bool
 
-    def charge(self, tokens: int) -> TeimgrError | None:
+    @property
+    def decides_later(self) -> bool:
+        """Whether another host decides, so that `later` gets the decision instead of the caller of `charge`."""
+
+    def charge(self, tokens: int, later: Decided | None = None) -> TeimgrError | None:
         """Charge the tokens of the whole job before one is computed; the reason where that is refused."""
 
     def took(self, tokens: int) -> None:

@@ -50,6 +50,8 @@ from teimgr.wire.grpc_core.rpc_table import SERVICES
 from teimgr.wire.routing.links import LinkLimits
 from teimgr.wire.routing.returning import ReturningWorkers
 from teimgr.wire.routing.router import Router
+from teimgr.wire.tenants.table import FILE as TENANTS_FILE
+from teimgr.worker.tenant_meter import EntryMeters
 
 _log = logging.getLogger("teimgr.mux")
 BESIDE = "beside"
@@ -67,7 +69,8 @@ class Mux:
         self._is_beside = is_beside
         self._identity = FleetIdentity(Path(config.identity_dir), config.node) if config.identity_dir else None
         limits = LinkLimits(max_message_bytes=config.max_message_bytes)
-        self._router = Router(limits, self._identity, partial(allows, config.on_demand_models))
+        meters = EntryMeters(Path(config.run_dir) / TENANTS_FILE) if self._identity else None
+        self._router = Router(limits, self._identity, partial(allows, config.on_demand_models), meters)
         self._counters = CallCounters(self._router.instances)
         self._policy = PolicyInForce(Policy())
         self._telemetry = open_telemetry(config.otel)

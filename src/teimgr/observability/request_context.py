@@ -93,10 +93,11 @@ class CallStats(NamedTuple):
 class RequestContext:
     """Request id, tenant, the parent span of our work and, in workers, the statistics of a call.
 
-    `tenant` is the number of the caller's key in `wire/tenants/table.py`, 0 without one.
+    `tenant` is the number of the caller's key in `wire/tenants/table.py`, 0 without one; `meter` is who charges it
+    where another host has admitted the caller (`worker/remote_tenants.py`).
     """
 
-    __slots__ = ("_packed", "_request_id", "_trace", "stats", "tenant")
+    __slots__ = ("_packed", "_request_id", "_trace", "meter", "stats", "tenant")
 
     def __init__(self, request_id: str, trace: Trace | None = None, packed: bytes | None = None) -> None:
         self._request_id = request_id
@@ -104,6 +105,7 @@ class RequestContext:
         self._packed = packed
         self.stats: CallStats | None = None
         self.tenant = 0
+        self.meter: object = None
         if packed is not None and len(packed) >= _TRACE.size + _TENANT.size and packed[_TRACE.size - 1] & _HAS_TENANT:
             self.tenant = _TENANT.unpack_from(packed, _TRACE.size)[0]
 
@@ -140,6 +142,10 @@ class RequestContext:
     def belongs_to(self, tenant: int) -> None:
         """Name the tenant, before the context is packed."""
         self.tenant = tenant
+
+    def charge_by(self, meter: object) -> None:
+        """Another host has admitted the caller."""
+        self.meter = meter
 
     def pack(self) -> bytes:
         """The bytes that precede a request in its frame."""

@@ -56,12 +56,13 @@ Received = Buffer
 
 
 class FrameType(IntEnum):
-    """REQUEST and CANCEL go to the worker, REPLY and ERROR come back."""
+    """REQUEST and CANCEL go to the worker, REPLY and ERROR come back, TENANT goes both ways between hosts."""
 
     REQUEST = 1
     REPLY = 2
     ERROR = 3
     CANCEL = 4
+    TENANT = 5  # of quotas and use of keys: `wire/tenants/remote.py`
 
 
 class Method(IntEnum):

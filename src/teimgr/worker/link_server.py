@@ -138,7 +138,7 @@ class LinkConnection(FrameProtocol):
             task.add_done_callback(self._tasks.discard)
         else:
             self.is_callers = True
-            handle(self._server.dispatcher, LinkCall(self, self._unanswered, header, payload))
+            handle(self._server.dispatcher, self._call(header, payload))
 
     def link_lost(self, error: Exception | None) -> None:
         self._server.remove(self)
@@ -146,6 +146,9 @@ class LinkConnection(FrameProtocol):
             self._cancel(id)
         for task in tuple(self._tasks):
             task.cancel()
+
+    def _call(self, header: Header, payload: Received) -> LinkCall:
+        return LinkCall(self, self._unanswered, header, payload)
 
     def _cancel(self, id: int) -> None:
         call = self._unanswered.pop(id, None)

@@ -19,7 +19,9 @@ from teimgr.wire.fleet_listener import FleetListener
 from teimgr.wire.fleet_tls import FleetIdentity, Peer, peer_of
 from teimgr.wire.frames import FrameType, Header, Method, Received, pack_error
 from teimgr.wire.remote_frames import set_tcp_limits
+from teimgr.worker.calls import LinkCall
 from teimgr.worker.link_server import LinkConnection, LinkServer
+from teimgr.worker.remote_tenants import RemoteMeter
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +61,7 @@ class RemoteLinkConnection(LinkConnection):
         self._peer: Peer | None = None
         self._heard_at = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
+        self._meter = RemoteMeter(self.send)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -84,6 +87,7 @@ class RemoteLinkConnection(LinkConnection):
         if self._timer is not None:
             self._timer.cancel()
         super().connection_lost(exc)
+        self._meter.close()
 
     def on_expired(self, phase: Phase) -> None:
         """Called by the gate; `_tick` has the limits of time."""
@@ -102,11 +106,19 @@ class RemoteLinkConnection(LinkConnection):
             self._hello(header, payload)
         elif not self._greeted:
             self._refuse("it sent a frame before HELLO")
+        elif header.type == FrameType.TENANT:
+            self._meter.received(header, payload)
         elif header.type == FrameType.REQUEST and not self._may_send(header.method):
             error = Forbidden(f"a node may not send method {header.method} to a worker of another host")
             self._fail(header, error)
         else:
             super().frame_received(header, payload)
+
+    def _call(self, header: Header, payload: Received) -> LinkCall:
+        call = super()._call(header, payload)
+        if call.context is not None:
+            call.context.charge_by(self._meter)
+        return call
 
     def _may_send(self, method: int) -> bool:
         if method == Method.SHARE_PORTS:  # descriptors cannot leave the host

@@ -8,7 +8,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-from teimgr.engine.job import Share
+from teimgr.engine.job import Decided, Share
 from teimgr.errors import (
     CallOverQuota,
     Code,
@@ -33,13 +33,15 @@ from teimgr.worker.tenant_till import Slip, Till, open_till
 
 log = logging.getLogger(__name__)
 
+_RETRY_S = 1.0  # after which a table that was full is tried again
+
 
 class Standing:
     """What a tenant may use, read from the table once, until it is configured again; `till` is None without a quota."""
 
     __slots__ = (
         *("_arrival_at", "_burst_ns", "_daily", "_spent_at", "_spent_of", "_token_ns", "_words"),
-        *("has_concurrent", "is_shadow", "limits", "share", "till"),
+        *("has_concurrent", "has_quota", "is_shadow", "limits", "share", "till"),
     )
 
     def __init__(self, table: TenantTable, row: int, tenant: int) -> None:
@@ -53,8 +55,13 @@ class Standing:
         self.is_shadow, weight, priority = table.terms(tenant)
         self.share = Share(tenant, max(1, weight), priority)
         self.has_concurrent = self.limits.concurrent > 0
-        has_quota = self.limits.rate or self.limits.daily or self.limits.concurrent
-        self.till: Till | None = open_till(table, row, tenant, is_in_flight=self.has_concurrent) if has_quota else None
+        self.has_quota = bool(self.limits.rate or self.limits.daily or self.limits.concurrent)
+        self.till = open_till(table, row, tenant, is_in_flight=self.has_concurrent) if self.has_quota else None
+
+    def open_account(self) -> Account:
+        """For the charge of one job, of a tenant that has a quota."""
+        assert self.till is not None
+        return Account(self, self.till)
 
     def refuses(self, least: int) -> TeimgrError | None:
         """The refusal of a call that will have `least` tokens or more: it need not be tokenized.
@@ -100,6 +107,10 @@ class TenantMeter:
     def count(self, tenant: int, counter: Counter, by: int = 1) -> None:
         self._words[self._counters_at + tenant * COUNTERS + counter] += by
 
+    def close(self) -> None:
+        """Give the row back, whose counters the daemon then adds up."""
+        self._table.close()
+
     def answered(self, tenant: int, tokens: int, texts: int, calls: int) -> None:
         """Count a call that is answered with results."""
         words, at = self._words, self._counters_at + tenant * COUNTERS
@@ -121,6 +132,37 @@ def open_meter(path: Path, instance: str, model: str) -> TenantMeter | None:
     return TenantMeter(table, row)
 
 
+class EntryMeters:
+    """The meters in the table at `path` of a process that sends calls to other hosts: of each instance a row.
+
+    Used by the links to its workers there, for the loop's thread.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._open: dict[tuple[str, str], tuple[TenantMeter, int]] = {}  # with the number of links
+        self._full_until_s = 0.0
+
+    def lease(self, instance: str, model: str) -> TenantMeter | None:
+        """The meter of an instance, to be given back; None without a table, or without room in it for now."""
+        meter, links = self._open.get((instance, model), (None, 0))
+        if meter is None:
+            if time.monotonic() < self._full_until_s or not self._path.exists():
+                return None
+            if (meter := open_meter(self._path, instance, model)) is None:
+                self._full_until_s = time.monotonic() + _RETRY_S
+                return None
+        self._open[instance, model] = meter, links + 1
+        return meter
+
+    def give_back(self, instance: str, model: str) -> None:
+        meter, links = self._open.pop((instance, model))
+        if links > 1:
+            self._open[instance, model] = meter, links - 1
+        else:
+            meter.close()
+
+
 class Account:
     """The charge of one job: `charge` once its tokens are known, `settle` when it is answered or given up.
 
@@ -128,6 +170,7 @@ class Account:
     """
 
     __slots__ = ("_charged", "_slip", "_standing", "_taken", "_till", "is_settled", "is_shadowed")
+    decides_later = False
 
     _slip: Slip
     """Of its charge, from then on until that is settled."""
@@ -139,7 +182,7 @@ class Account:
         self._till = till
         self._charged = self._taken = 0
 
-    def charge(self, tokens: int) -> TeimgrError | None:
+    def charge(self, tokens: int, later: Decided | None = None) -> TeimgrError | None:
         """Charge the job; the refusal where a quota does not allow it. No-op once it is settled."""
         if self.is_settled:
             return None

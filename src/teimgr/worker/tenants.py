@@ -12,8 +12,9 @@ from teimgr.spec import WorkerSpec
 from teimgr.wire.tenants.table import Counter
 from teimgr.wire.text_column import TextColumn
 from teimgr.worker.calls import WorkerCall
+from teimgr.worker.remote_tenants import RemoteMeter
 from teimgr.worker.submission import Submission
-from teimgr.worker.tenant_meter import Account, TenantMeter, open_meter
+from teimgr.worker.tenant_meter import TenantMeter, open_meter
 
 
 class Tenants:
@@ -40,26 +41,26 @@ class Tenants:
             return
         if not self._is_open:  # keys were configured after this worker had started
             self._open()
-        if self._meter is None:
+        if (meter := self._meter_of(submission.call)) is None:
             return
-        standing = self._meter.standing(tenant)
-        share, till = standing.share, standing.till
+        standing = meter.standing(tenant)
         for job in submission.jobs:
-            job.belongs_to(share)
-            if till is not None:
+            job.belongs_to(standing.share)
+            if standing.has_quota:
                 if standing.refuses(len(job.inputs)) and (error := standing.refuses(_least_tokens(job))):
-                    self._meter.count(tenant, Counter.REFUSED)
+                    meter.count(tenant, Counter.REFUSED)
                     raise error
-                submission.charge_to(job, Account(standing, till))
+                submission.charge_to(job, standing.open_account())
 
     def share(self, call: WorkerCall) -> Share:
         """Whose the call is, as one of those that share the instance."""
-        tenant = call.tenant
-        return EQUAL if self._meter is None or not tenant else self._meter.standing(tenant).share
+        if not (tenant := call.tenant) or (meter := self._meter_of(call)) is None:
+            return EQUAL
+        return meter.standing(tenant).share
 
     def finished(self, call: WorkerCall, job: Job, error: TeimgrError | None) -> None:
         """Count a call whose job the engine has finished."""
-        if (meter := self._meter) is None:
+        if (meter := self._meter_of(call)) is None:
             return
         if error is None:
             meter.answered(job.tenant, job.tokens, len(job.inputs) - len(job.errors), 0 if call.is_part else 1)
@@ -70,8 +71,13 @@ class Tenants:
 
     def refused(self, call: WorkerCall) -> None:
         """Count a call that was not admitted."""
-        if self._meter is not None:
-            self._meter.count(call.tenant, Counter.REFUSED)
+        if (meter := self._meter_of(call)) is not None:
+            meter.count(call.tenant, Counter.REFUSED)
+
+    def _meter_of(self, call: WorkerCall) -> TenantMeter | RemoteMeter | None:
+        """That of the host that admitted the caller, where that one has a table."""
+        remote = None if call.context is None else call.context.meter
+        return remote if isinstance(remote, RemoteMeter) and remote.knows(call.tenant) else self._meter
 
     def _open(self) -> None:
         self._is_open = True

@@ -19,7 +19,8 @@ from tests.support.models import build
 from tests.support.polling import eventually
 from tests.support.worker_process import WorkerProcess, arrow, embed_request, table
 
-from teimgr.errors import Unavailable
+from teimgr.errors import DailyTokensExceeded, Unavailable
+from teimgr.observability.request_context import RequestContext, use_context
 from teimgr.spec import RouteEntry, RoutingSnapshot, State, WorkerEndpoint
 from teimgr.wire import remote_frames
 from teimgr.wire.fleet_tls import FleetIdentity, write_removed
@@ -29,6 +30,9 @@ from teimgr.wire.protobuf import Target
 from teimgr.wire.routing import remote_links
 from teimgr.wire.routing.links import LinkLimits
 from teimgr.wire.routing.router import Router
+from teimgr.wire.tenants.policy import Limits
+from teimgr.wire.tenants.table import FILE, TenantKey, TenantTable
+from teimgr.worker.tenant_meter import EntryMeters
 
 A = Target(instance_name="a")
 LIMITS = LinkLimits(connect_timeout_s=20.0)
@@ -62,9 +66,12 @@ async def route(nodes: FleetNodes) -> AsyncIterator[Route]:
     async with AsyncExitStack() as stack:
 
         def make(
-            *endpoints: WorkerEndpoint, identity: FleetIdentity | None = None, limits: LinkLimits = LIMITS
+            *endpoints: WorkerEndpoint,
+            identity: FleetIdentity | None = None,
+            limits: LinkLimits = LIMITS,
+            meters: EntryMeters | None = None,
         ) -> Router:
-            router = Router(limits, identity or nodes.identity("head"))
+            router = Router(limits, identity or nodes.identity("head"), meters=meters)
             stack.push_async_callback(router.close)
             router.update(RoutingSnapshot((RouteEntry("a", "m", State.RUNNING, None, 32, endpoints),)))
             return router
@@ -106,6 +113,42 @@ async def test_arrow_batches_and_large_messages_pass_whole(route: Route, endpoin
 
     assert found.num_rows == 3000
     assert np.isfinite(np.array(found["embeddings"].to_pylist())).all()
+
+
+async def test_calls_are_charged_and_counted_exactly_by_who_admits_them(
+    route: Route, endpoint: WorkerEndpoint, tmp_path: Path
+) -> None:
+    table = TenantTable(tmp_path / FILE)
+    tenants = table.configure([TenantKey("free"), TenantKey("daily", Limits(daily=200, concurrent=10**6))])
+    routers = [route(endpoint, meters=EntryMeters(tmp_path / FILE)) for _ in range(2)]  # as of two muxes
+
+    async def tokens_of(key: str, number: int) -> int | None:
+        context = RequestContext(f"{key}-{number}")
+        context.belongs_to(tenants[key])
+        with use_context(context):
+            try:
+                with routers[number % 2].lease(A) as lease:
+                    payload = embed_request("fog " * (1 + number % 3))
+                    timings = (await lease.call(Method.EMBED, payload, flags=Flag.WAIT)).timings
+            except DailyTokensExceeded:
+                return None
+        assert timings is not None
+        return timings.tokens
+
+    for key, number in tenants.items():
+        spent = await asyncio.gather(*(tokens_of(key, each) for each in range(128)))
+        answered = [tokens for tokens in spent if tokens is not None]
+        rows = [row.counts[number] for _, row, _ in table.rows()]
+        assert len(rows) == 2
+        tokens, texts, calls, refused, _ = map(sum, zip(*rows, strict=True))
+        assert (tokens, texts, calls, refused) == (sum(answered), len(answered), len(answered), 128 - len(answered))
+        assert table.in_flight(number) == 0
+        if key == "daily":
+            assert table.spent(number).of_day == tokens
+            assert 200 - max(answered) < tokens <= 200
+        else:
+            assert not refused
+    table.close()
 
 
 async def test_a_local_replica_is_preferred_while_it_is_free(route: Route, endpoint: WorkerEndpoint) -> None:

@@ -99,6 +99,8 @@ from teimgr.wire.routing.router import Directory, Lease, Router, RouterView, rou
 from teimgr.wire.spaces import EXPECT_KEY
 from teimgr.wire.status import STATUS
 from teimgr.wire.step_thread import StepThread
+from teimgr.wire.tenants.table import FILE as TENANTS_FILE
+from teimgr.worker.tenant_meter import EntryMeters
 
 log = logging.getLogger(__name__)
 
@@ -139,6 +141,7 @@ class Gateway:
             LinkLimits(max_message_bytes=limit_bytes + MAX_HEAD_BYTES, max_reply_bytes=_MAX_REPLY_BYTES),
             identity,
             partial(allows, settings.on_demand.models),
+            EntryMeters(settings.run_dir / TENANTS_FILE) if identity else None,
         )
         self._waits = ReturningWorkers(self._router, loads, settings.worker_wait_secs)
         self._views = views

@@ -43,7 +43,7 @@ class Usage(BaseModel):
 async def usage(request: Request, by: By = "key,model") -> Response:
     """What was used on this host since its first start, the largest first; kept across restarts.
 
-    Of a fleet on several hosts only the workers of the daemon's host are counted.
+    Of a fleet on several hosts it is the calls that the daemon's host has admitted, whichever host computed them.
     """
     tenants: TenantRegistry = request.app.state.tenants
     groups = [name.strip() for name in by.split(",")]

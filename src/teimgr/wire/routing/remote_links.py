@@ -8,10 +8,13 @@ from typing import Any
 
 from teimgr.errors import TeimgrError, Unavailable
 from teimgr.http.byte_budget import ByteBudget
+from teimgr.observability.request_context import CURRENT
 from teimgr.spec import WorkerEndpoint
 from teimgr.wire.fleet_tls import FleetIdentity
+from teimgr.wire.frames import FrameType, Header, Method, Payload, Received
 from teimgr.wire.remote_frames import RemoteAddress, RemoteFrames, connect
-from teimgr.wire.routing.links import LinkLimits, LinkStats, Replica, WorkerLink
+from teimgr.wire.routing.links import LinkLimits, LinkStats, PendingCall, Replica, WorkerLink
+from teimgr.wire.tenants.remote import EntryDesk, Meters
 
 log = logging.getLogger(__name__)
 
@@ -26,8 +29,29 @@ class RemoteLink(RemoteFrames, WorkerLink):
     """One connection of a replica on another host. One that is `leaving` ends with its last call, as no loss."""
 
     leaving = False
+    _desk: EntryDesk | None = None
+
+    def charge_by(self, meters: Meters, model: str) -> None:
+        """Charge and count its calls in the table of this host."""
+        self._desk = EntryDesk(meters, self.owner.instance, model, self.send)
+
+    def request(
+        self, method: Method, payload: Payload, flags: int, timeout_s: float | None, cost_bytes: int
+    ) -> PendingCall:
+        if self._desk is not None and self.is_open and (context := CURRENT.get()) is not None:
+            self._desk.introduce(context.tenant)
+        return super().request(method, payload, flags, timeout_s, cost_bytes)
+
+    def frame_received(self, header: Header, payload: Received) -> None:
+        if header.type != FrameType.TENANT:
+            super().frame_received(header, payload)
+        elif self._desk is not None:
+            self._desk.received(header, payload)
 
     def link_lost(self, error: Exception | None) -> None:
+        if self._desk is not None:
+            self._desk.close()
+            self._desk = None  # which has this link
         if self.leaving:
             self.end_calls()
         else:
@@ -52,9 +76,13 @@ class RemoteReplica(Replica):
         stats: LinkStats | None = None,
         waiting: ByteBudget | None = None,
         identity: FleetIdentity | None = None,
+        meters: Meters | None = None,
+        model: str = "",
     ) -> None:
         super().__init__(instance, endpoint, limits, stats, waiting)
         self._identity = identity
+        self._meters = meters
+        self._model = model
         self._address = RemoteAddress.parse(endpoint.address, endpoint.node, endpoint.incarnation)
         self._problem = ""
         self._leaving: set[RemoteLink] = set()
@@ -88,6 +116,8 @@ class RemoteReplica(Replica):
             if isinstance(error, TeimgrError):  # of this node, such as files that cannot be read: not the caller's
                 raise Unavailable(f"Failed to connect to backend: {reason}") from error
             raise
+        if self._meters is not None:
+            link.charge_by(self._meters, self._model)
         self._problem = ""
         self._count_connect()
         pause_s = max(_MIN_RENEWAL_S, link.valid_s * _RENEW_AT)

@@ -38,6 +38,7 @@ from teimgr.wire.protobuf import Target
 from teimgr.wire.routing.links import ConnectionLost, LinkLimits, LinkStats, PendingCall, Refusal, Replica, WorkerReply
 from teimgr.wire.routing.remote_links import RemoteReplica
 from teimgr.wire.spaces import Marks, check_expected, meets
+from teimgr.wire.tenants.remote import Meters
 
 # A refusal is kept for this part of the time that the worker named, if that was long enough.
 _REFUSAL_SHARE = 0.1
@@ -248,7 +249,8 @@ class Router:
     """The data plane's view of the fleet: the last snapshot and a `Replica` per worker in it.
 
     For one event loop; independent of gRPC and HTTP. `update` and `apply` may be called at any time. With `identity`,
-    that of this node in a fleet of several hosts, workers of other nodes are reached over mutual TLS.
+    that of this node in a fleet of several hosts, workers of other nodes are reached over mutual TLS, and `meters`
+    charge and count their calls.
     """
 
     def __init__(
@@ -256,8 +258,10 @@ class Router:
         limits: LinkLimits | None = None,
         identity: FleetIdentity | None = None,
         may_load: Callable[[str], bool] = lambda model_id: False,
+        meters: Meters | None = None,
     ) -> None:
         self.limits = limits or LinkLimits()
+        self._meters = meters
         self.may_load = may_load
         """Whether a call may have a model loaded that no instance has, by its id."""
         self._identity = identity
@@ -432,14 +436,15 @@ class Router:
         """The entry's replicas; those already there are taken out of `present`."""
         stats = self._stats.setdefault(entry.name, LinkStats())
         return tuple(
-            present.pop(endpoint) if endpoint in present else self._replica(entry.name, endpoint, stats)
+            present.pop(endpoint) if endpoint in present else self._replica(entry, endpoint, stats)
             for endpoint in entry.endpoints
         )
 
-    def _replica(self, name: str, endpoint: WorkerEndpoint, stats: LinkStats) -> Replica:
+    def _replica(self, entry: RouteEntry, endpoint: WorkerEndpoint, stats: LinkStats) -> Replica:
+        common = entry.name, endpoint, self.limits, stats, self._waiting
         if endpoint.is_on(self._node):
-            return Replica(name, endpoint, self.limits, stats, self._waiting)
-        return RemoteReplica(name, endpoint, self.limits, stats, self._waiting, self._identity)
+            return Replica(*common)
+        return RemoteReplica(*common, self._identity, self._meters, entry.model_id)
 
 
 class _RestrictedRouter:

@@ -1,0 +1,152 @@
+"""Quotas and use of keys between hosts: a call is charged and counted on the host that admitted its caller.
+
+A worker knows the tokens of a call, and the process that sent it, a mux or the daemon, has the table of its host. They
+exchange frames of type TENANT on the call's link, with a `Note` as their method. The id is that of a charge, which the
+worker numbers.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Protocol
+
+from teimgr.errors import TeimgrError
+from teimgr.wire.frames import FrameType, Header, Received, pack_error, retry_after_ms
+from teimgr.wire.tenants.table import COUNTERS, TENANTS, Counter
+
+
+class Note(IntEnum):
+    """What a TENANT frame says; the first two go to the worker, the others come from it."""
+
+    TERMS = 1  # `TERMS` of a tenant: before its first call, and after each change
+    CHARGED = 2  # the decision on a charge: empty, or the payload of an ERROR
+    CHARGE = 3  # `CHARGE`: the tokens of a job, of which none is computed yet
+    SETTLE = 4  # `SETTLE`: the tokens of it that were computed; the rest is refunded
+    COUNT = 5  # `COUNT`: use, before the answer in which it is
+
+
+TERMS = struct.Struct("<HqqB")  # tenant, weight, priority, whether it has a quota
+CHARGE = struct.Struct("<Hq")  # tenant, tokens
+SETTLE = struct.Struct("<q")
+COUNT = struct.Struct(f"<H{COUNTERS}q")  # tenant, by `Counter`
+SHADOWED = 1
+"""The flag of a CHARGED that only a quota with `shadow` would have refused."""
+
+
+class SharedPart(Protocol):
+    """What a tenant may use of a busy instance."""
+
+    @property
+    def weight(self) -> int: ...
+
+    @property
+    def priority(self) -> int: ...
+
+
+class OpenCharge(Protocol):
+    """A charge until it is settled."""
+
+    is_shadowed: bool
+
+    def charge(self, tokens: int) -> TeimgrError | None: ...
+
+    def settle(self, computed: int | None) -> None: ...
+
+
+class Terms(Protocol):
+    """What a tenant may use; another object once that has changed."""
+
+    @property
+    def share(self) -> SharedPart: ...
+
+    @property
+    def has_quota(self) -> bool: ...
+
+    def open_account(self) -> OpenCharge: ...
+
+
+class Meter(Protocol):
+    """A row of the table, for the calls of this process to an instance on other hosts."""
+
+    def standing(self, tenant: int) -> Terms: ...
+
+    def count(self, tenant: int, counter: Counter, by: int = 1) -> None: ...
+
+
+class Meters(Protocol):
+    """The meters of a process, by instance. What `lease` gives has to be given back."""
+
+    def lease(self, instance: str, model: str) -> Meter | None:
+        """None while no key is required, or without room in the table."""
+
+    def give_back(self, instance: str, model: str) -> None: ...
+
+
+class EntryDesk:
+    """Answers the notes of the worker at the other end of a link, by the table of this host. For the loop's thread."""
+
+    def __init__(self, meters: Meters, instance: str, model: str, send: Callable[..., None]) -> None:
+        self._meters = meters
+        self._of = instance, model
+        self._send = send
+        self._meter: Meter | None = None
+        self._known: dict[int, Terms] = {}  # of the tenants that the worker knows
+        self._open: dict[int, OpenCharge] = {}
+
+    def introduce(self, tenant: int) -> None:
+        """Tell the worker on which terms a tenant calls, before its call."""
+        if self._meter is None:
+            self._meter = self._meters.lease(*self._of)
+        if self._meter is None:
+            return
+        terms = self._meter.standing(tenant)
+        if self._known.get(tenant) is terms:
+            return
+        self._known[tenant] = terms
+        share = terms.share
+        packed = TERMS.pack(tenant, share.weight, share.priority, terms.has_quota)
+        self._send(FrameType.TENANT, Note.TERMS, 0, packed)
+
+    def received(self, header: Header, payload: Received) -> None:
+        """Raises struct.error or ValueError: it is malformed, which ends the link."""
+        if self._meter is None:
+            return
+        if header.method == Note.CHARGE:
+            self._charge(self._meter, header.id, *CHARGE.unpack(payload))
+        elif header.method == Note.SETTLE:
+            if (charge := self._open.pop(header.id, None)) is not None:
+                charge.settle(*SETTLE.unpack(payload))
+        elif header.method == Note.COUNT:
+            tenant, *counts = COUNT.unpack(payload)
+            for counter in Counter:
+                self._meter.count(_valid(tenant), counter, counts[counter])
+
+    def close(self) -> None:
+        """The link is lost: what was charged and not settled is refunded, since its caller gets an error."""
+        charges, self._open = self._open, {}
+        for charge in charges.values():
+            charge.settle(None)
+        if self._meter is not None:
+            self._meter = None
+            self._meters.give_back(*self._of)
+
+    def _charge(self, meter: Meter, id: int, tenant: int, tokens: int) -> None:
+        terms = meter.standing(_valid(tenant))
+        if not terms.has_quota:  # any longer
+            self._send(FrameType.TENANT, Note.CHARGED, id)
+            return
+        charge = terms.open_account()
+        if (refusal := charge.charge(tokens)) is None:
+            self._open[id] = charge
+            self._send(FrameType.TENANT, Note.CHARGED, id, flags=SHADOWED if charge.is_shadowed else 0)
+        else:
+            packed, retry_ms = pack_error(refusal), retry_after_ms(refusal)
+            self._send(FrameType.TENANT, Note.CHARGED, id, packed, deadline_ms=retry_ms)
+
+
+def _valid(tenant: int) -> int:
+    if tenant >= TENANTS:
+        raise ValueError(f"tenant {tenant} is beyond the table")
+    return tenant
