@@ -120,6 +120,8 @@ def test_attention_alone_is_the_models_own(
         ("avx512", "int8", "native", 0.99),
         ("avx512_bf16", "bfloat16", "native", 0.9999),
         ("avx512_bf16", "int8", "native", 0.99),
+        ("amx", "bfloat16", "native", 0.9999),
+        ("amx", "int8", "native", 0.99),
     ],
 )
 def test_other_types_serve_by_what_the_instructions_can(

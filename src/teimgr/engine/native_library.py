@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 log = logging.getLogger(__name__)
 
 # `attention_level` of library.h
-_X86_LEVELS = ("baseline", "avx2", "avx512", "avx512_bf16")
+_X86_LEVELS = ("baseline", "avx2", "avx512", "avx512_bf16", "amx")
 _ARM_LEVELS = ("baseline", "neon", "neon_dot", "neon_bf16")
 LEVELS = _ARM_LEVELS if platform.machine() in ("aarch64", "arm64") else _X86_LEVELS
 BFLOAT16_LEVEL = 3  # the first that multiplies bfloat16

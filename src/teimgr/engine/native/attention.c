@@ -9,7 +9,8 @@
 #include "library.h"
 
 enum {
-    ROWS = 6,            // queries that share a load of the keys
+    MAX_ROWS = 16,       // queries that are computed together
+    MAX_TILED_HEAD = 256,  // numbers of a head that is multiplied by tiles
     KEY_BLOCK = 1024,    // keys of a head that are repacked at a time: they stay in the second-level cache
     QUERY_CHUNK = 512,   // queries of a text and head that one thread takes at a time
 };
@@ -20,9 +21,9 @@ static const float NOTHING = -1e30f;  // the score of a masked key, and the maxi
 struct scratch {
     void *keys;          // the block's keys, transposed
     void *values;        // the block's values
-    void *queries;       // ROWS queries
-    float *scores;       // [ROWS, KEY_BLOCK]
-    void *weights;       // [ROWS, KEY_BLOCK] probabilities before division by their sum, in bfloat16
+    void *queries;       // MAX_ROWS queries
+    float *scores;       // [MAX_ROWS, KEY_BLOCK]
+    void *weights;       // [MAX_ROWS, KEY_BLOCK] probabilities before division by their sum, in bfloat16
     float *result;       // [heads of a key head, QUERY_CHUNK, padded head size] sums of earlier blocks
     float *maximum;      // [heads of a key head, QUERY_CHUNK]
     float *sum;          // as `maximum`
@@ -89,6 +90,16 @@ static void clear_blind_rows(const struct attention *call, const struct item *it
 #define PAIRS 1
 #include "attention_tile.h"
 
+#if defined(HAS_AMX)
+#define LEVEL(name) name##_amx
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma,amx-tile,amx-bf16")))
+#define WIDTH 16
+#define COLUMNS 4
+#define PAIRS 1
+#define TILES 1
+#include "attention_tile.h"
+#endif
+
 #elif defined(__aarch64__)
 #include <arm_neon.h>
 #if defined(__linux__)
@@ -109,12 +120,29 @@ static void clear_blind_rows(const struct attention *call, const struct item *it
 #include "attention_tile.h"
 #endif
 
-int attention_level(void) {
+#if defined(HAS_AMX)
+#include <sys/syscall.h>
+#include <unistd.h>
+
+// Whether the CPU multiplies tiles and the kernel lets this process use them: it keeps their 8 KiB for each thread that does.
+static int may_use_tiles(void) {
+    enum { REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 };  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    const int has_tiles = __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") &&
+                          __builtin_cpu_supports("amx-int8") && __builtin_cpu_supports("avx512vnni");
+    return has_tiles && syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+}
+#endif
+
+static int found_level(void) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
     const int avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-    if (avx512 && __builtin_cpu_supports("avx512bf16")) return AVX512_BF16;
+    const int avx512_bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
+#if defined(HAS_AMX)
+    if (avx512_bf16 && may_use_tiles()) return AMX;
+#endif
+    if (avx512_bf16) return AVX512_BF16;
     if (avx512) return AVX512;
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return AVX2;
 #elif defined(__aarch64__)
@@ -129,9 +157,23 @@ int attention_level(void) {
     return BASELINE;
 }
 
+int attention_level(void) {
+    static atomic_int level = -1;  // of this process, which is asked for permission once
+    if (atomic_load_explicit(&level, memory_order_relaxed) < 0) atomic_store(&level, found_level());
+    return atomic_load_explicit(&level, memory_order_relaxed);
+}
+
 static void attend(const struct attention *call, const struct scratch *scratch, const struct item *item) {
 #if defined(__x86_64__)
+#if defined(HAS_AMX)
+    const int is_tiled = call->head_size % (TILE_BYTES / 2) == 0 && call->head_size <= MAX_TILED_HEAD;
+    if (call->level == AMX && call->bfloat16 && is_tiled) {
+        attend_amx(call, scratch, item);
+        return;
+    }
+#endif
     switch (call->level) {
+    case AMX:
     case AVX512_BF16:
         if (call->bfloat16) {
             attend_avx512_bf16(call, scratch, item);
@@ -158,7 +200,7 @@ static int64_t lay_out(const struct attention *call, void *memory, struct scratc
     const int64_t block = lesser(KEY_BLOCK, round_up(call->longest, 64)), width = round_up(call->head_size, 16);
     const int64_t rows = call->longest > KEY_BLOCK ? call->heads / call->key_heads * QUERY_CHUNK : 0;
     const int64_t sizes[] = {
-        block * width * 4, block * width * 4, ROWS * width * 4, ROWS * block * 4, ROWS * block * 2,
+        block * width * 4, block * width * 4, MAX_ROWS * width * 4, MAX_ROWS * block * 4, MAX_ROWS * block * 2,
         rows * width * 4,  rows * 4,          rows * 4,
     };
     void **parts[] = {

@@ -2,6 +2,55 @@
 
 #include "simd.h"
 
+#if TILES
+// Products of tiles: 16 queries, 32 keys that are summed over, a head of whole tiles.
+#define ROWS 16
+#define MAX_SIZE MAX_TILED_HEAD
+#define KEYS_AT_A_TIME 32
+#else
+#define ROWS 6  // queries that share a load of the keys
+#define MAX_SIZE MAX_HEAD_SIZE
+#define KEYS_AT_A_TIME WIDTH
+#endif
+
+#if TILES
+// Tiles 0 to 3 are sums, 4 has queries or weights, and 5 to 7 have keys or values.
+INLINE void LEVEL(shape_tiles)(void) {
+    struct tile_shapes shapes = {.palette = 1};
+    for (int tile = 0; tile < 8; tile++) shapes.bytes[tile] = TILE_BYTES, shapes.rows[tile] = TILE_ROWS;
+    _tile_loadconfig(&shapes);
+}
+
+INLINE void LEVEL(zero_sums)(void) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    finish_stores();
+}
+
+// Adds the products of tile 4 and `columns` tiles, 2 or 4, of rows `pitch` elements apart.
+INLINE void LEVEL(add_products)(const ELEMENT *from, int64_t pitch, int columns) {
+    _tile_loadd(5, from, pitch * 4);
+    _tile_loadd(6, from + WIDTH, pitch * 4);
+    _tile_dpbf16ps(0, 4, 5);
+    _tile_dpbf16ps(1, 4, 6);
+    if (columns == 2) return;
+    _tile_loadd(7, from + 2 * WIDTH, pitch * 4);
+    _tile_loadd(5, from + 3 * WIDTH, pitch * 4);
+    _tile_dpbf16ps(2, 4, 7);
+    _tile_dpbf16ps(3, 4, 5);
+}
+
+INLINE void LEVEL(store_sums)(float *to, int64_t pitch, int columns) {
+    _tile_stored(0, to, pitch * 4);
+    _tile_stored(1, to + WIDTH, pitch * 4);
+    if (columns == 2) return;
+    _tile_stored(2, to + 2 * WIDTH, pitch * 4);
+    _tile_stored(3, to + 3 * WIDTH, pitch * 4);
+}
+#endif
+
 INLINE const void *LEVEL(row_of)(const struct attention *call, const void *from, int64_t element) {
     return (const char *)from + element * (call->bfloat16 ? 2 : 4);
 }
@@ -112,6 +161,28 @@ static TARGET void LEVEL(pack_values)(
     }
 }
 
+#if TILES
+// Scores of ROWS queries with a panel of keys, or with half of it: a tile of 16 keys each.
+INLINE void LEVEL(multiply_keys)(
+    const ELEMENT *queries, int64_t elements, const ELEMENT *keys, int columns, float *scores, int64_t pitch) {
+    LEVEL(zero_sums)();
+    for (int64_t e = 0; e < elements; e += TILE_ROWS, keys += TILE_ROWS * PANEL) {
+        _tile_loadd(4, queries + e, elements * 4);
+        LEVEL(add_products)(keys, PANEL, columns);
+    }
+    LEVEL(store_sums)(scores, pitch, columns);
+}
+
+static TARGET void LEVEL(multiply_all_keys)(
+    const ELEMENT *queries, int64_t elements, const ELEMENT *packed, struct range seen, float *scores, int64_t pitch) {
+    for (int64_t j = seen.begin / PANEL * PANEL; j < seen.end; j += PANEL) {
+        if (seen.end - j > PANEL / 2)
+            LEVEL(multiply_keys)(queries, elements, packed + j * elements, COLUMNS, scores + j, pitch);
+        else
+            LEVEL(multiply_keys)(queries, elements, packed + j * elements, COLUMNS / 2, scores + j, pitch);
+    }
+}
+#else
 // Products of ROWS queries with `columns` × WIDTH keys.
 INLINE void LEVEL(multiply_keys)(
     const ELEMENT *queries, int64_t elements, const ELEMENT *keys, int columns, float *scores, int64_t pitch) {
@@ -142,6 +213,8 @@ static TARGET void LEVEL(multiply_all_keys)(
             LEVEL(multiply_keys)(queries, elements, panel, 1, scores + j, pitch);
     }
 }
+
+#endif
 
 // Scores of the query at `position` of the block, less `slope` for each token between it and the key: ALiBi (Press et al.,
 // "Train Short, Test Long", 2022), to both sides.
@@ -174,9 +247,25 @@ static TARGET float LEVEL(exponentials)(
         *(FLOATS *)(scores + j) = weight;
 #endif
     }
+#if TILES
+    if (end % KEYS_AT_A_TIME) memset(weights + end, 0, WIDTH * sizeof *weights);
+#endif
     return LEVEL(sum_of)(sums);
 }
 
+#if TILES
+// Sums of values, 32 or 64 elements of the head, by the weights of ROWS queries.
+INLINE void LEVEL(multiply_values)(
+    const ELEMENT *weights, int64_t weights_pitch, const ELEMENT *values, int64_t width, struct range pairs, int columns,
+    float *out) {
+    LEVEL(zero_sums)();
+    for (int64_t j = pairs.begin; j < pairs.end; j += TILE_ROWS) {
+        _tile_loadd(4, weights + j, weights_pitch * 4);
+        LEVEL(add_products)(values + j * width, width, columns);
+    }
+    LEVEL(store_sums)(out, width, columns);
+}
+#else
 // Sums of values, `columns` × WIDTH elements of the head, by the weights of ROWS queries.
 INLINE void LEVEL(multiply_values)(
     const ELEMENT *weights, int64_t weights_pitch, const ELEMENT *values, int64_t width, struct range pairs, int columns,
@@ -191,6 +280,8 @@ INLINE void LEVEL(multiply_values)(
         for (int c = 0; c < columns; c++) *(FLOATS *)(out + r * width + c * WIDTH) = sums[r][c];
 }
 
+#endif
+
 static TARGET void LEVEL(multiply_all_values)(
     const ELEMENT *weights, int64_t pitch, const ELEMENT *values, int64_t width, struct range pairs, float *out) {
     int64_t d = 0;
@@ -198,7 +289,9 @@ static TARGET void LEVEL(multiply_all_values)(
         LEVEL(multiply_values)(weights, pitch, values + d, width, pairs, COLUMNS, out + d);
     for (; d + 2 * WIDTH <= width; d += 2 * WIDTH)
         LEVEL(multiply_values)(weights, pitch, values + d, width, pairs, 2, out + d);
+#if !TILES
     for (; d < width; d += WIDTH) LEVEL(multiply_values)(weights, pitch, values + d, width, pairs, 1, out + d);
+#endif
 }
 
 // The numbers of one head of one token, times `factor`, from element `at` of the result on.
@@ -233,7 +326,7 @@ static TARGET void LEVEL(attend_rows)(
     all.begin = greater(text.begin, block.begin), all.end = lesser(text.end, block.end);
     if (all.begin >= all.end) return;
     const int is_first = text.begin >= block.begin, is_last = text.end <= block.end;
-    all.begin = (all.begin - block.begin) / WIDTH * WIDTH, all.end -= block.begin;
+    all.begin = (all.begin - block.begin) / KEYS_AT_A_TIME * KEYS_AT_A_TIME, all.end -= block.begin;
 
     ELEMENT *queries = scratch->queries;
     for (int64_t r = 0; r < ROWS; r++) {  // rows behind the last repeat it
@@ -270,7 +363,7 @@ static TARGET void LEVEL(attend_rows)(
         if (!is_last) scratch->maximum[at] = maximum[r], scratch->sum[at] = sum[r];
     }
 
-    float out[ROWS * MAX_HEAD_SIZE];
+    float out[ROWS * MAX_SIZE];
 #if PAIRS
     const struct range pairs = {all.begin / 2, (round_up(all.end, 2)) / 2};
     LEVEL(multiply_all_values)(scratch->weights, pitch / 2, scratch->values, width, pairs, out);
@@ -297,9 +390,12 @@ static TARGET void LEVEL(attend)(
     const int64_t group = call->heads / call->key_heads;
     const struct range from = visible_keys(call, item, item->first), to = visible_keys(call, item, item->last - 1);
     if (item->keys < item->length) clear_blind_rows(call, item);
+#if TILES
+    LEVEL(shape_tiles)();
+#endif
     for (int64_t begin = from.begin / KEY_BLOCK * KEY_BLOCK; begin < to.end; begin += KEY_BLOCK) {
         const struct range block = {begin, lesser(begin + KEY_BLOCK, item->keys)};
-        const int64_t pitch = round_up(block.end - block.begin, WIDTH);
+        const int64_t pitch = round_up(block.end - block.begin, KEYS_AT_A_TIME);
         LEVEL(pack_keys)(call, item, block, pitch, scratch->keys);
         LEVEL(pack_values)(call, item, block, pitch, round_up(call->head_size, WIDTH), scratch->values);
         for (int64_t i = 0; i < group; i++)
@@ -308,6 +404,14 @@ static TARGET void LEVEL(attend)(
                     call, scratch, item, block, pitch, item->key_head * group + i, row,
                     i * QUERY_CHUNK + row - item->first);
     }
+#if TILES
+    _tile_release();
+#endif
 }
+
+#undef ROWS
+#undef MAX_SIZE
+#undef KEYS_AT_A_TIME
+#undef TILES
 
 #include "simd_end.h"

@@ -46,15 +46,7 @@ INLINE_BYTES void BYTES(multiply_panel)(
     }
 #endif
     FLOATS results[MAX_ROWS][COLUMNS];
-    for (int r = 0; r < rows; r++) {
-        const struct row_scale *of_row = (const struct row_scale *)(x[r] + fours);
-        for (int c = 0; c < COLUMNS; c++) {
-            const int64_t column = panel * PANEL + c * WIDTH;
-            const INTS exact = sums[r][c] - *(const INTS *)(step->sums + column) * of_row->zero;
-            const FLOATS scales = LEVEL(load)(step->scales + column) * of_row->scale;
-            results[r][c] = __builtin_convertvector(exact, FLOATS) * scales;
-        }
-    }
+    for (int r = 0; r < rows; r++) LEVEL(scale_sums)(step, (const char *)x[r], panel * PANEL, sums[r], results[r]);
     LEVEL(finish)(step, group, row, rows, panel * PANEL, results);
 }
 

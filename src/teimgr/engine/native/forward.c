@@ -158,11 +158,13 @@ static int64_t units_of(const struct step *step, const struct group *group, cons
 typedef void (*unit_function)(const struct step *step, const struct group *group, int64_t unit);
 
 #if defined(__aarch64__)
-static unit_function linear_of_bytes(const struct program *program) {
+static unit_function linear_of_bytes(const struct program *program, const struct step *step) {
+    (void)step;
     return program->bfloat16 ? linear_bytes_neon_bf16 : linear_bytes_neon_dot;
 }
 
-static unit_function linear_of_numbers(const struct program *program) {
+static unit_function linear_of_numbers(const struct program *program, const struct step *step) {
+    (void)step;
     return program->bfloat16 ? linear_neon_bf16 : program->level >= NEON_DOT ? linear_neon_dot : linear_neon;
 }
 
@@ -170,13 +172,19 @@ static unit_function rows_of(const struct program *program) {
     return program->bfloat16 ? run_rows_neon_bf16 : program->level >= NEON_DOT ? run_rows_neon_dot : run_rows_neon;
 }
 #else
-static unit_function linear_of_bytes(const struct program *program) {
+static unit_function linear_of_bytes(const struct program *program, const struct step *step) {
+#if defined(HAS_AMX)
+    if (program->level >= AMX && has_whole_tiles_avx512_bf16(step)) return linear_bytes_amx_avx512_bf16;
+#endif
     if (program->bfloat16) return linear_bytes_vnni_avx512_bf16;
     if (program->level == AVX2) return linear_bytes_avx2;
     return byte_sum_bits(AVX512) == 32 ? linear_bytes_vnni_avx512 : linear_bytes_avx512;
 }
 
-static unit_function linear_of_numbers(const struct program *program) {
+static unit_function linear_of_numbers(const struct program *program, const struct step *step) {
+#if defined(HAS_AMX)
+    if (program->level >= AMX && program->bfloat16 && has_whole_tiles_avx512_bf16(step)) return linear_amx_avx512_bf16;
+#endif
     if (program->bfloat16) return linear_avx512_bf16;
     return program->level >= AVX512 ? linear_avx512 : linear_avx2;
 }
@@ -196,9 +204,9 @@ static void run_unit(
     if (step->kind != LINEAR)
         rows_of(group->program)(step, group, unit);
     else if (step->scales != NULL)
-        linear_of_bytes(group->program)(step, group, unit);
+        linear_of_bytes(group->program, step)(step, group, unit);
     else
-        linear_of_numbers(group->program)(step, group, unit);
+        linear_of_numbers(group->program, step)(step, group, unit);
 }
 
 // Writes a group's result to its place in the batch.

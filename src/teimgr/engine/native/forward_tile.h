@@ -180,6 +180,16 @@ static TARGET void LEVEL(linear)(const struct step *step, const struct group *gr
     IN_BLOCKS(LEVEL(multiply_panel))
 }
 
+// The sums of products of a row of bytes and a panel, whose columns begin with `column`, as numbers.
+INLINE void LEVEL(scale_sums)(const struct step *step, const char *bytes, int64_t column, const INTS *sums, FLOATS *results) {
+    const struct row_scale *of_row = (const struct row_scale *)(bytes + step->inner);
+    for (int c = 0; c < COLUMNS; c++, column += WIDTH) {
+        const UINTS whole = (UINTS)sums[c] - *(const UINTS *)(step->sums + column) * (uint32_t)of_row->zero;
+        const FLOATS scales = LEVEL(load)(step->scales + column) * of_row->scale;
+        results[c] = __builtin_convertvector((INTS)whole, FLOATS) * scales;
+    }
+}
+
 // Products of bytes: on Arm by dot products, where there are any; else without VNNI where bfloat16 does not imply it, and
 // with VNNI where registers are wide enough.
 #if defined(__aarch64__)
@@ -202,6 +212,10 @@ static TARGET void LEVEL(linear)(const struct step *step, const struct group *gr
 #define BYTES_TARGET VNNI_TARGET
 #include "bytes_tile.h"
 #endif
+#endif
+
+#if PAIRS && defined(HAS_AMX)
+#include "tiles_amx.h"
 #endif
 
 INLINE FLOATS LEVEL(load_operands)(const OPERAND *from) {

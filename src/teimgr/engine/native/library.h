@@ -35,14 +35,29 @@ struct attention {
     parallel_function parallel;                        // NULL: on the calling thread
 };
 
-// Instruction sets, each with those before it. On x86-64: AVX2 with FMA; AVX-512; products of bfloat16. On 64-bit Arm: NEON,
-// which each has; dot products of bytes; products of matrices of bfloat16 and of bytes.
+// Instruction sets, each with those before it. On x86-64: AVX2 with FMA; AVX-512; products of bfloat16; products of tiles of
+// bfloat16 and of bytes. On 64-bit Arm: NEON, which each has; dot products of bytes; products of matrices of bfloat16 and of
+// bytes.
 #if defined(__aarch64__)
 enum { BASELINE, NEON, NEON_DOT, NEON_BF16 };
 enum { FIRST_OF_FORWARD = NEON, FIRST_OF_BFLOAT16 = NEON_BF16 };
 #else
-enum { BASELINE, AVX2, AVX512, AVX512_BF16 };
+enum { BASELINE, AVX2, AVX512, AVX512_BF16, AMX };
 enum { FIRST_OF_FORWARD = AVX2, FIRST_OF_BFLOAT16 = AVX512_BF16 };
+#endif
+#if defined(__x86_64__) && defined(__linux__) && (__GNUC__ >= 11 || __clang_major__ >= 12)
+#define HAS_AMX  // the compiler has it; the kernel is asked for it
+enum { TILE_ROWS = 16, TILE_BYTES = 64 };  // of a tile, at most; a row of bytes is 16 elements
+
+// What LDTILECFG reads.
+struct tile_shapes {
+    uint8_t palette, start_row, unused[14];
+    uint16_t bytes[16];
+    uint8_t rows[16];
+};
+
+// Before tiles are loaded: their intrinsics do not tell the compiler that they read memory.
+static inline void finish_stores(void) { __asm__ volatile("" ::: "memory"); }
 #endif
 enum { DONE, NO_MEMORY, UNSUPPORTED, BAD_INDEX, BAD_CALL };
 
