@@ -1,7 +1,8 @@
 // The fleet: rows that follow the live stream, a filter, sorting, groups, density.
 import { $, $$, alarmItems, follow, prefix, setState } from "./page.js";
-import { clock, milliseconds, number, share, size, spark, tags } from "./format.js";
+import { clock, milliseconds, number, share, size, spark } from "./format.js";
 import { offerActions } from "./bulk.js";
+import { accepts, fromAddress, lineOf, parse, toAddress } from "./filters.js";
 import { arrange, offer, sum, tagsOf } from "./groups.js";
 
 const table = $("#fleet");
@@ -97,17 +98,19 @@ function showAlarms(alarms) {
   $("#alarm-list").replaceChildren(...alarmItems(alarms));
 }
 
+/** The filter of the field and of the choice of states, one of which says the states. */
+function chosen() {
+  const found = parse($("#filter").value), state = $("input[name=state]:checked").value;
+  return state ? { ...found, status: [state] } : found;
+}
+
 function filter() {
-  const words = $("#filter").value.toLowerCase().split(/\s+/).filter(Boolean);
-  const state = $("input[name=state]:checked").value;
-  const shown = [];
+  const wanted = chosen(), shown = [];
   for (const line of lines.values()) {
-    const text = [line.dataset.name, $(".model", line).textContent, ...tags(tagsOf(line))].join(" ").toLowerCase();
-    const matches = (!state || line.dataset.state === state) && words.every((word) => text.includes(word));
-    line.hidden = !matches;
-    if (matches) shown.push(line);
+    line.hidden = !accepts(wanted, { name: line.dataset.name, model: $(".model", line).textContent, tags: tagsOf(line), state: line.dataset.state });
+    if (!line.hidden) shown.push(line);
   }
-  const isFiltered = Boolean(words.length || state);
+  const isFiltered = Object.values(wanted).some((values) => values.length);
   $("#shown").textContent = isFiltered ? `${shown.length} shown` : "";
   $("#none").hidden = shown.length > 0;
   offerActions(shown, isFiltered);
@@ -121,18 +124,21 @@ function regroup() {
 }
 
 /** The filter is in the address, so that a view can be kept and sent. */
-function keepFilter() {
-  const query = new URLSearchParams({ q: $("#filter").value, status: $("input[name=state]:checked").value, group: $("#group").value });
-  for (const [key, value] of [...query]) if (!value) query.delete(key);
+function keepFilter({ target }) {
+  const entered = parse($("#filter").value);
+  if (target.name === "state") $("#filter").value = entered.status.length ? lineOf({ ...entered, status: [] }) : $("#filter").value;
+  else if (entered.status.length) $("input[name=state]").checked = true;
+  const query = toAddress(chosen());
+  if ($("#group").value) query.set("group", $("#group").value);
   history.replaceState(null, "", `${location.pathname}${query.size ? `?${query}` : ""}${location.hash}`);
   filter();
 }
 
 function takeFilter() {
-  const query = new URLSearchParams(location.search);
-  $("#filter").value = query.get("q") ?? "";
-  for (const choice of $$("input[name=state]")) choice.checked = choice.value === (query.get("status") ?? "");
-  if (!$("input[name=state]:checked")) $("input[name=state]").checked = true;
+  const query = new URLSearchParams(location.search), choices = $$("input[name=state]");
+  const found = fromAddress(query, choices.map((choice) => choice.value)), [state, ...others] = found.status;
+  choices.find((choice) => choice.value === (others.length ? "" : state ?? "")).checked = true;
+  $("#filter").value = lineOf(others.length ? found : { ...found, status: [] });
   $("#group").value = query.get("group") ?? "";
   if ($("#group").selectedIndex < 0) $("#group").value = "";
   sort();
@@ -168,7 +174,7 @@ if (table) {
   }
   $("#filter").addEventListener("input", keepFilter);
   for (const choice of $$("input[name=state]")) choice.addEventListener("change", keepFilter);
-  $("#group").addEventListener("change", () => { sort(); keepFilter(); });
+  $("#group").addEventListener("change", (event) => { sort(); keepFilter(event); });
   const dense = $("#dense"), root = document.documentElement;
   dense.checked = root.dataset.density === "dense";
   dense.addEventListener("change", () => {
