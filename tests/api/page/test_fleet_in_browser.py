@@ -15,7 +15,7 @@ from tests.api.page.chromium import CHROMIUM, OPTIONS, missing
 from tests.api.page.conftest import Serving
 from tests.api.page.test_browser import AXE
 from tests.api.page.test_page import next_event
-from tests.support.rest_listener import Front
+from tests.support.rest_listener import MODEL, Front
 
 from teimgr.api.page import format
 
@@ -65,8 +65,9 @@ def expect(locator: Any) -> Any:
 
 async def shown(page: Any) -> list[str]:
     """The names of the rows that are visible, in their order."""
-    rows = await page.locator("#fleet tr[data-name]:visible").all()
-    return [await row.get_attribute("data-name") for row in rows]
+    rows = page.locator("#fleet tr[data-name]:visible")
+    found: list[str] = await rows.evaluate_all("(rows) => rows.map((row) => row.dataset.name)")
+    return found
 
 
 async def test_rows_are_grouped_by_a_tag(opened: Opened) -> None:
@@ -90,6 +91,43 @@ async def test_rows_are_grouped_by_a_tag(opened: Opened) -> None:
         front.fleet.put(view)
         await expect(groups).to_have_count(0)
         assert await shown(page) == ["embedding", "reranker", "classifier"]
+
+
+async def test_the_filter_has_the_words_of_rest_and_of_the_command_line(opened: Opened) -> None:
+    """In the field and in the address; without other words the query is that of `GET /instances`."""
+    async with opened() as (front, page):
+        await front.create("spaced", tags={"team": "a b"}, model_id="org/other")
+        await page.locator("tr[data-name=spaced]").wait_for()
+        lines = {
+            "tag=team:search": ["embedding", "reranker"],
+            "tag=team": [*TAGS, "spaced"],
+            'tag="team:a b"': ["spaced"],
+            "tag=team:sea": [],
+            "tag=team:search tag=none": [],
+            "status=starting": ["spaced"],
+            "status=starting status=running": [*TAGS, "spaced"],
+            "model_id=org/other": ["spaced"],
+            "model_id=org": [],
+        }
+        for line, names in lines.items():
+            await page.locator("#filter").fill(line)
+            assert sorted(await shown(page)) == sorted(names), line
+            query = page.url.partition("?")[2]
+            assert [each["name"] for each in await front.call("GET", f"/instances?{query}", 200)] == names
+            if " " in line:
+                await page.reload()
+                assert sorted(await shown(page)) == sorted(names), line
+        await page.locator("#filter").fill("model=org/other status=starting OTH tag=")
+        assert await shown(page) == ["spaced"]
+        assert page.url.endswith("/?status=starting&model_id=org%2Fother&q=oth")
+        await page.reload()
+        assert await page.locator("#filter").input_value() == "model_id=org/other oth"
+        assert await page.get_by_role("radio", name="starting 1").is_checked()
+        await page.locator("#filter").fill("status=stopped")
+        assert await page.get_by_role("radio", name="all 4").is_checked()
+        await page.get_by_role("radio", name="running 3").check()
+        assert await page.locator("#filter").input_value() == ""
+        assert page.url.endswith("/?status=running")
 
 
 async def test_groups_keep_the_order_and_the_focus(opened: Opened) -> None:
@@ -215,6 +253,40 @@ async def test_figures_are_dimmed_and_have_their_time_once_they_are_not_current(
         await page.reload()
         await expect(page.locator("#live")).to_have_text("Live")
         assert not await numbers.evaluate_all(f"(cells) => cells.some({dimmed})")
+
+
+async def test_views_without_a_stream_are_drawn_again_and_dimmed_when_that_fails(opened: Opened) -> None:
+    async with opened("/ui/devices") as (front, page):
+        again = "document.dispatchEvent(new Event('visibilitychange'))"
+        devices = page.locator("[data-redrawn] tbody tr")
+        await expect(devices).to_have_count(3)
+        await front.call("DELETE", "/instances/reranker", 200)
+        await page.evaluate(again)
+        await expect(devices).to_have_count(2)
+        await page.get_by_role("link", name="embedding").focus()  # what has the focus is not replaced
+        await front.call("DELETE", "/instances/classifier", 200)
+        await page.evaluate(again)
+        await page.route("**/ui/devices", lambda route: route.abort())
+        await page.evaluate("document.activeElement.blur()")
+        await page.evaluate(again)
+        await expect(page.locator("#live")).to_have_text(re.compile(r"Reconnecting, figures of \d\d:\d\d:\d\d UTC"))
+        assert await devices.count() == 2
+        assert await page.locator(".facts dd").first.evaluate("(cell) => getComputedStyle(cell).opacity < 1")
+        await page.unroute_all()
+        await page.evaluate(again)
+        await expect(page.locator("#live")).to_have_text("Live")
+        await expect(devices).to_have_count(1)
+
+
+async def test_an_instance_that_reads_images_alone_is_called_with_one(opened: Opened) -> None:
+    async with opened("/ui/instances/embedding") as (front, page):
+        call = page.locator("#call pre")
+        await expect(call).to_contain_text('--json \'{"model":"embedding","input":"a text"}')
+        view = front.fleet.get("embedding")
+        front.fleet.put(replace(view, model=replace(MODEL, modalities=("image",))))
+        await page.reload()
+        await expect(call).to_contain_text('{"model":"embedding","input":[{"image":"$(base64 -w0 picture.png)"}]}')
+        await expect(page.locator("[data-fact=reads]")).to_have_text("image")
 
 
 async def answer(body: str, route: Any) -> None:

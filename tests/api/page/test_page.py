@@ -451,5 +451,5 @@ async def test_scaling_and_recommendations_are_shown_and_admins_may_apply(servin
             assert ('data-apply="idle.a"' in text) is is_admin
             assert 'data-apply="truncated.theirs"' not in text  # it has no PATCH
             assert "no call &lt;idle&gt;" in text
-            assert "calls 0, span_s 600.0" in text
+            assert "calls 0, span_s 600<" in text
             assert "taken back" in text

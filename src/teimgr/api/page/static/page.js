@@ -55,7 +55,7 @@ export async function api(method, path, body, headers = {}) {
   if (reply.status === 401) signIn();
   if (!reply.ok) {
     const error = value?.error ?? value?.message ?? (text || reply.statusText);
-    throw Object.assign(new Refused(typeof error === "string" ? error : error?.message ?? reply.statusText), { code: value?.code });
+    throw Object.assign(new Refused(typeof error === "string" ? error : error?.message ?? reply.statusText), { code: value?.code, input: reply.headers.get("x-teimgr-input") });
   }
   return value;
 }
@@ -112,17 +112,19 @@ export function ask(title, text, yes) {
   });
 }
 
+/** Whether figures are current, or of which time they are: they are dimmed then. */
+export function showLive(isOn, newest) {
+  const indicator = $("#live");
+  indicator.hidden = false;
+  indicator.classList.toggle("off", !isOn);
+  document.body.classList.toggle("stale", !isOn);
+  $(".live-text", indicator).textContent = isOn ? "Live" : `Reconnecting, figures of ${clock(newest)}`;
+}
+
 /** Follows server-sent events while the page is visible: a browser has only six connections for all tabs of a host. */
 export function follow(path, handlers, { light = false, opened } = {}) {
-  const indicator = light ? null : $("#live");
   let source = null, retry = null, newest = Date.now() / 1000;
-  const show = (is_on) => {
-    if (!indicator) return;
-    indicator.hidden = false;
-    indicator.classList.toggle("off", !is_on);
-    document.body.classList.toggle("stale", !is_on);
-    $(".live-text", indicator).textContent = is_on ? "Live" : `Reconnecting, figures of ${clock(newest)}`;
-  };
+  const show = (isOn) => { if (!light) showLive(isOn, newest); };
   const close = () => { source?.close(); source = null; clearTimeout(retry); };
   const open = () => {
     close();
