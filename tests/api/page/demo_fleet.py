@@ -10,6 +10,7 @@ from typing import Any
 from tests.support import models
 from tests.support.credentials import SECRETS
 from tests.support.daemon_process import MINILM, DaemonProcess, WarmDaemonProcess
+from tests.support.models.dual_encoders import build_clip
 
 LIMIT_S = 100.0
 KEYS = [
@@ -40,6 +41,7 @@ def pictured_fleet(folder: Path) -> Iterator[DaemonProcess]:
         "support-rerank": models.build_cross_encoder("bert", folder / "acme" / "cross-encoder-small"),
         "sentiment": models.build_classifier("bert", folder / "acme" / "review-classifier"),
         "colbert": models.build_multi_vector("bert", folder / "acme" / "late-interaction"),
+        "photo-search": build_clip(folder / "acme" / "clip-small"),
         "nightly-index": models.build("bert", folder / "acme" / "encoder-base"),
     }
     broken = folder / "acme" / "truncated-download"

@@ -1,4 +1,4 @@
-"""Pictures of every view, light and dark: `python -m tests.api.page.screenshots FOLDER [--url URL]`.
+"""Pictures of each view in both themes, wide and on a phone: `python -m tests.api.page.screenshots FOLDER [--url URL]`.
 
 Without `--url` the pictures are of a daemon of its own with an instance of each kind, under some load.
 """
@@ -15,10 +15,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from playwright.sync_api import Page, sync_playwright
+from PIL import Image
+from playwright.sync_api import FilePayload, Page, sync_playwright
 from tests.api.page.chromium import CHROMIUM, OPTIONS
 from tests.api.page.demo_fleet import pictured_fleet
 from tests.support.daemon_process import DaemonProcess
+from tests.support.models.dual_encoders import file_of
 
 VIEWS = {
     "fleet": "/",
@@ -27,12 +29,20 @@ VIEWS = {
     "create": "/ui/create",
     "models": "/ui/models",
     "devices": "/ui/devices",
+    "scaling": "/ui/scaling",
     "alarms": "/ui/alarms",
+    "reference": "/docs",
     "similarity": "/ui/playground?instance=docs-search#similarity",
+    "pictures": "/ui/playground?instance=photo-search#similarity",
     "rerank": "/ui/playground#rerank",
     "classify": "/ui/playground#classify",
     "tokens": "/ui/playground?instance=docs-search#tokens",
 }
+WIDTHS = {"": 1360, "-phone": 390}
+PICTURES: list[FilePayload] = [
+    {"name": f"{name}.png", "mimeType": "image/png", "buffer": file_of(Image.linear_gradient("L").rotate(turn))}
+    for name, turn in (("dusk", 0), ("dawn", 180), ("shore", 90))
+]
 WARM_UP_MS = 240_000  # the charts show five minutes
 
 
@@ -57,11 +67,14 @@ def under_load(daemon: DaemonProcess) -> Iterator[None]:
         thread.join()
 
 
-def shoot(page: Page, url: str, folder: Path, theme: str) -> None:
+def shoot(page: Page, url: str, folder: Path, suffix: str) -> None:
     for name, path in VIEWS.items():
         page.goto(url + path)
         if "playground" in path:
             page.reload()  # another fragment alone is no other page
+            if name == "pictures":
+                page.locator("#texts").fill("a dark sky\nmorning light\nsand and water")
+                page.locator("#files").set_input_files(PICTURES)
             page.get_by_role("button", name="Run").click()
             page.wait_for_selector("#results article")
         if name == "instance":
@@ -70,7 +83,7 @@ def shoot(page: Page, url: str, folder: Path, theme: str) -> None:
             page.wait_for_selector("#self-test-result .running")
         page.wait_for_timeout(2500 if name in ("fleet", "instance") else 300)
         page.evaluate("scrollTo(0, 0); document.activeElement.blur()")
-        page.screenshot(path=folder / f"{name}-{theme}.png", full_page=True)
+        page.screenshot(path=folder / f"{name}{suffix}.png", full_page=name != "reference")
 
 
 def main() -> int:
@@ -101,7 +114,9 @@ def take(url: str, folder: Path, warm_up_ms: int) -> None:
             page.goto(url)
             page.wait_for_timeout(warm_up_ms)
             warm_up_ms = 0
-            shoot(page, url, folder, theme)
+            for form, width in WIDTHS.items():
+                page.set_viewport_size({"width": width, "height": 850})
+                shoot(page, url, folder, f"-{theme}{form}")
         browser.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import gzip
 import json
 import os
@@ -12,12 +13,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.api.nginx import below, needs_nginx, nginx
 from tests.api.page.chromium import CHROMIUM, OPTIONS, missing
 from tests.api.page.demo_fleet import small_fleet
 from tests.support.credentials import SECRETS
 from tests.support.daemon_process import DaemonProcess
+from tests.support.models.dual_encoders import build_clap, build_clip, file_of, noise, sound, sound_file
 
 from teimgr.api.page import format
 from teimgr.client.rest_client import RestClient
@@ -88,9 +91,14 @@ def opened(browser: Any, daemon: DaemonProcess, state: Any, faults: list[str]) -
     context = browser.new_context(base_url=daemon.api, storage_state=state, reduced_motion="reduce")
     context.set_default_timeout(LIMIT_MS)
     page = context.new_page()
+
+    def asked(url: str) -> None:
+        if not url.removeprefix("blob:").startswith(daemon.api):
+            faults.append(url)
+
     page.on("pageerror", lambda error: faults.append(str(error)))
     page.on("console", lambda message: faults.append(message.text) if "Content Security" in message.text else None)
-    page.on("request", lambda request: faults.append(request.url) if not request.url.startswith(daemon.api) else None)
+    page.on("request", lambda request: asked(request.url))
     yield page
     context.close()
 
@@ -193,7 +201,7 @@ def test_the_filter_is_in_the_address(page: Any) -> None:
     assert page.locator("#fleet tbody tr:visible").count() == 3
 
 
-@pytest.mark.parametrize("path", ["/", "/ui/instances/reranker", "/ui/playground", "/docs"])
+@pytest.mark.parametrize("path", ["/", "/ui/instances/reranker", "/ui/models", "/ui/playground", "/docs"])
 def test_nothing_is_cut_off_on_a_phone_or_a_small_screen(page: Any, path: str) -> None:
     for width in (390, 1360):
         page.set_viewport_size({"width": width, "height": 850})
@@ -467,3 +475,104 @@ def test_models_are_measured_and_a_failed_download_says_why(page: Any, daemon: D
     line.get_by_role("button", name="Delete").click()
     page.get_by_role("dialog").get_by_role("button", name="Delete").click()
     expect(line).to_have_count(0)
+
+
+@pytest.fixture(scope="module")
+def senses(daemon: DaemonProcess, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`clip` and `clap` beside the others, for the last tests here; the folder of files for them."""
+    folder = tmp_path_factory.mktemp("senses")
+    whole = file_of(noise(60, 40))
+    files = {"fox.png": whole, "it's $5.png": file_of(noise(30, 30, 1)), "cut.png": whole[:200], "notes.txt": b"text"}
+    files |= {"horn.wav": sound_file(sound(1.0)), "large.png": b""}
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    os.truncate(folder / "large.png", 25 * 2**20)
+    made = {"clip": build_clip(folder / "clip"), "clap": build_clap(folder / "clap")}
+    with daemon.client(api_key=SECRETS["admin"]) as client:
+        for name, model in made.items():
+            client.create(name, str(model), dtype="float32", prometheus_port=0)
+        for name in made:
+            client.wait_until_running(name, deadline_s=100)
+    return folder
+
+
+TEXTS = ['a "fox" for $5 `now` \\', "the sea"]
+
+
+def test_the_playground_compares_files_with_texts(page: Any, daemon: DaemonProcess, senses: Path) -> None:
+    pictures = [senses / "fox.png", senses / "it's $5.png"]
+    page.goto("/ui/playground?instance=clip")
+    page.locator("#texts").fill("\n".join(TEXTS))
+    page.get_by_label("Pictures").set_input_files(pictures[0])
+    page.get_by_label("Pictures").set_input_files(pictures[1])
+    page.get_by_role("button", name="Run").click()
+    page.wait_for_selector("#results article")
+    with daemon.client(api_key=SECRETS["admin"]) as client:
+        images, texts = client.embed_images(pictures, instance="clip"), client.embed(TEXTS, instance="clip")
+    table = page.locator(".matrix").first
+    shown = np.array(table.locator("tbody td").all_inner_texts(), float).reshape(2, 2)
+    assert np.allclose(shown, texts @ images.T, atol=0.0051)
+    assert page.locator(".matrix").nth(1).locator("tbody td").count() == 16
+    drawn = "(images) => images.every((each) => each.complete && each.naturalWidth)"
+    page.wait_for_function(f"({drawn})([...document.querySelectorAll('img.thumb')])")
+    assert page.locator("#picked img").count() == page.locator(".map image").count() == 2
+    page.get_by_text("Vectors", exact=True).click()
+    first = re.search(r"24 numbers: (\S+)", page.locator(".vectors tr").nth(2).inner_text())
+    assert first is not None
+    assert float(first[1]) == pytest.approx(images[0][0], abs=1e-4)
+    page.evaluate(AXE)
+    found = page.evaluate("axe.run().then((found) => found.violations.map((each) => each.id))")
+    assert found == []
+
+    environ = os.environ | {"TEIMGR_API_KEY": SECRETS["admin"]}
+    command = page.locator("#call").inner_text().replace("curl ", "curl -sS --fail ", 1)
+    sent = subprocess.run(["bash", "-c", command], env=environ, cwd=senses, stdout=-1, check=True)
+    assert np.allclose(json.loads(sent.stdout), [*texts, *images], atol=1e-5)
+    scripts = [read_python(page)]
+    page.goto("/ui/playground?instance=clap")
+    page.get_by_label("Sounds").set_input_files(senses / "horn.wav")
+    page.get_by_role("button", name="Run").click()
+    page.wait_for_selector(".matrix thead .thumb >> text=♪")
+    scripts.append(read_python(page))
+    python = [sys.executable, "-c", "\n".join(scripts)]
+    told = subprocess.run(python, env=environ, cwd=senses, capture_output=True, text=True)
+    assert told.returncode == 0, told.stderr
+    assert told.stdout.count("error: [[null") == 2, told.stdout
+
+
+def read_python(page: Any) -> str:
+    page.get_by_role("radio", name="Python").check()
+    return str(page.locator("#call").inner_text())
+
+
+def test_files_that_are_refused_are_told_at_their_fields(page: Any, senses: Path) -> None:
+    page.goto("/ui/playground?instance=clip")
+    fault, files, run = page.locator("#files-fault"), page.locator("#files"), page.get_by_role("button", name="Run")
+    for name, says in (("notes.txt", "must be JPEG"), ("large.png", "has 25.0 MiB"), ("horn.wav", "must be JPEG")):
+        files.set_input_files(senses / name)
+        expect(fault).to_contain_text(f"{name}: {says}")
+    for uri, says in (("http://host/fox.png", "begins with data:"), ("data:image/png;base64,?", "not base64")):
+        page.get_by_label("A data URI").fill(uri)
+        page.get_by_role("button", name="Add").click()
+        expect(fault).to_contain_text(says)
+    whole = base64.b64encode((senses / "fox.png").read_bytes()).decode()
+    page.get_by_label("A data URI").fill(f"data:image/png;base64,{whole}")
+    page.keyboard.press("Enter")
+    expect(fault).to_be_hidden()
+    files.set_input_files(senses / "cut.png")
+    run.click()
+    expect(fault).to_contain_text("cut.png: ")
+    assert page.locator("#texts-fault").is_hidden()
+    assert page.locator("#results article").count() == 0
+    page.get_by_role("button", name="Remove cut.png").click()
+    run.click()
+    page.wait_for_selector("#results article")
+    assert page.locator("#picked .name").all_inner_texts() == ["data-uri-1.png"]
+    page.locator("#model-b").select_option("embedding")
+    run.click()
+    expect(page.locator("#model-b-fault")).to_have_text("embedding reads text, and there is image")
+    page.locator("#model-a").select_option("embedding")
+    assert page.locator("#files-field").is_hidden()
+    page.locator("#texts").fill("")
+    run.click()
+    expect(page.locator("#texts-fault")).to_have_text("enter a text")

@@ -163,6 +163,7 @@ class Page:
 
     async def _devices(self, request: Request) -> Response:
         inventory = await self._gpus.read()
+        self._sampler.seen()
         rows = await self._rows(request)
         by_name = {row["name"]: row for row in rows}
         on_card: dict[str, dict[str, Values]] = {gpu.uuid: {} for gpu in inventory.gpus}
@@ -205,6 +206,7 @@ class Page:
         playground = _callers(request) | {
             "instances": [each for each in instances if each],
             "limit": settings.max_client_batch_size,
+            "body_bytes": min(settings.inference_max_body_mb, settings.grpc_max_message_size_mb) * 2**20,
         }
         chosen = request.query_params.get("instance", "")
         return self._html(request, "playground.html", view="playground", playground=playground, chosen=chosen)
@@ -453,4 +455,5 @@ def _playable(view: InstanceView) -> Values | None:
         "dimension": model.dimension,
         "labels": list(model.labels),
         "max_input_length": model.max_input_length,
+        "modalities": list(model.modalities),
     }

@@ -104,8 +104,10 @@ if (document.readyState === "complete") draw(); else addEventListener("load", dr
 
 // The instance as it is now.
 
+const reads = () => info.model?.modalities ?? ["text"];
 const facts = {
   kind: () => info.kind ?? NOTHING,
+  reads: () => reads().join(", "),
   dimension: () => info.model?.dimension || NOTHING,
   dtype: () => info.dtype,
   max_input_length: () => (info.model ? `${info.model.max_input_length} tokens` : NOTHING),
@@ -134,7 +136,9 @@ function showCall() {
   box.hidden = !info.kind;
   $("[data-address=http]", box).textContent = address;
   const key = "keys" in box.dataset ? ' -H "Authorization: Bearer $TEIMGR_API_KEY"' : "";
-  $("pre code", box).textContent = `curl ${address} --json '${JSON.stringify(body)}'${key}`;
+  $("pre code", box).textContent = reads().includes("text")
+    ? `curl ${address} --json '${JSON.stringify(body)}'${key}`
+    : `curl ${address} --json @-${key} <<END\n${JSON.stringify({ model: name, input: [{ image: "$(base64 -w0 picture.png)" }] })}\nEND`;
 }
 $("#copy")?.addEventListener("click", () => copy($("#call pre code")));
 

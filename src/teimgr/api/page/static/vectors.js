@@ -10,6 +10,22 @@ function dot(a, b) {
   return sum;
 }
 
+/** A vector over the vocabulary as a map from index to value. */
+export function sparseVector(entries) {
+  return new Map(entries.map(({ index, value }) => [index, value]));
+}
+
+const SHOWN = 8;
+
+/** The length and the first numbers of an answer for one input: a vector, one for each token, or a sparse one. */
+export function summary(answer) {
+  const some = (numbers, text) => numbers.slice(0, SHOWN).map(text).join("  ") + (numbers.length > SHOWN ? "  …" : "");
+  const plain = (value) => value.toFixed(4);
+  if (answer.length && answer[0].index !== undefined) return `${answer.length} weights: ${some([...answer].sort((x, y) => y.value - x.value), ({ index, value }) => `${index}: ${plain(value)}`)}`;
+  if (Array.isArray(answer[0])) return `${answer.length} vectors of ${answer[0].length}, the first: ${some(answer[0], plain)}`;
+  return `length ${Math.sqrt(dot(answer, answer)).toFixed(3)}, ${answer.length} numbers: ${some(answer, plain)}`;
+}
+
 /** The cosine of each vector with each; vectors are lists or maps from index to value. */
 export function cosines(vectors) {
   const lengths = vectors.map((vector) => Math.sqrt(dot(vector, vector)) || 1);
