@@ -110,6 +110,7 @@ def test_every_scenario_has_a_limit() -> None:
 
 def test_the_guard_names_what_is_below_its_bound_and_counts_the_cheapest_pass() -> None:
     assert guard.below({"a": 1.0, "b": 0.99, "c": 5.0}, {"a": 1.0, "b": 1.0, "c": 1.0, "not here": 2.0}) == ["b"]
+    assert all(bound > 0 for bound in guard.bounds_here().values())
 
     calls: list[str] = []
     spent = guard.cheapest_s({"one": lambda: calls.append("one"), "other": lambda: sum(range(200_000))}, 2)
