@@ -23,7 +23,7 @@ from teimgr.engine.heads import Rows
 from teimgr.engine.job import InferOptions, Job, Lane, Output, Pair
 from teimgr.engine.model import Model, load_model
 from teimgr.engine.queue import QueueEntry
-from teimgr.errors import InferenceFailed, InvalidInput, Unavailable
+from teimgr.errors import InferenceFailed, InvalidInput, OutOfDeviceMemory, Unavailable
 from teimgr.models.reading import read_layout
 
 
@@ -65,6 +65,25 @@ def test_a_finisher_that_hangs_can_be_left(released: threading.Event) -> None:
     assert not running.is_alive()
     finisher.put(Failures([(job, 0, Unavailable("late"))]))
     assert job.errors == {}
+
+
+def test_a_host_without_room_for_results_fails_its_batch_alone() -> None:
+    faults: list[str] = []
+    freed: list[bool] = []
+    finisher = Finisher(lambda jobs: None, faults.append)
+    job = Job(["a"], InferOptions(), Lane.BULK)
+    entry = QueueEntry(job, np.zeros(1, np.intp), Encoded(np.zeros(1, dtype=np.int32)))
+    limit = finisher.new_limit()
+    limit.enter(1, 0)
+
+    def full() -> dict[Output, HostRows]:
+        raise RuntimeError("CUDA error: out of memory")
+
+    batch = StartedBatch([entry], np.zeros(1, np.intp), full, limit, 1, free=lambda: freed.append(True))
+    assert finisher.finish_here(batch)
+
+    assert (type(job.errors[0]), freed) == (OutOfDeviceMemory, [True])
+    assert (finisher.fault, faults, limit.batches) == (None, [], 0)
 
 
 @pytest.mark.parametrize("where", ["launch", "copy"])

@@ -23,6 +23,8 @@ SOURCES = Path(__file__).parents[2] / "src"
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
         (torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be"), True),
+        (RuntimeError("CUDA driver error: out of memory"), True),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), True),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
         (RuntimeError("[enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: can't allocate memory: you"), True),
         (MemoryError(), True),
@@ -36,6 +38,7 @@ def test_running_out_of_memory_is_recognised(error: Exception, is_one: bool) -> 
 
 
 def test_only_what_lasts_is_a_fault_of_the_device(card: StandInCard) -> None:
+    """Also while another thread captures a graph, when to wait for the whole device is an error of its own."""
     refused = RuntimeError("CUDA error: invalid configuration argument")
     assert gpu.fault_of(refused, DEVICE) is None
     gpu.raise_if_the_devices(refused, DEVICE)
@@ -48,6 +51,13 @@ def test_only_what_lasts_is_a_fault_of_the_device(card: StandInCard) -> None:
         gpu.raise_if_the_devices(RuntimeError("CUDA error: device-side assert triggered"), DEVICE)
     with pytest.raises(OutOfDeviceMemory, match="CUBLAS"):
         gpu.raise_if_the_devices(RuntimeError("CUBLAS_STATUS_ALLOC_FAILED"), DEVICE)
+
+
+def test_memory_that_torch_cannot_give_back_stops_nothing(card: StandInCard, caplog: pytest.LogCaptureFixture) -> None:
+    card.cache_fault = RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")
+    gpu.free_cached_memory(DEVICE)
+
+    assert "captures_underway" in caplog.text
 
 
 def test_a_cpu_has_no_lasting_faults() -> None:

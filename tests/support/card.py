@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,21 +16,36 @@ from teimgr.engine import forward_graphs, gpu, pinned_ring
 from teimgr.engine.pinned_ring import PinnedRing
 
 WAITING = ("aten::item", "aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero", "aten::equal")
+CAPTURING = "CUDA error: operation not permitted when stream is capturing"
 _REFUSED = "FlashAttention only support fp16 and bf16 data type"
 
 
 @dataclass
 class StandInCard:
-    """The state of the card. `fault` is what every call that waits for it raises from then on."""
+    """The state of the card. `fault` is what every call that waits for it raises from then on, `cache_fault` what
+    giving memory back does."""
 
     fault: Exception | None = None
+    cache_fault: Exception | None = None
     flash_calls: int = 0
     copies_end: bool = True  # False: no copy ends until it is True again
 
-    def synchronize(self, device: Any = None) -> None:
-        """As `torch.cuda.synchronize`."""
+    def current_stream(self, device: Any = None) -> Any:
+        """As `torch.cuda.current_stream`."""
+        return SimpleNamespace(synchronize=self._wait)
+
+    def _wait(self) -> None:
         if self.fault is not None:
             raise self.fault
+
+    def synchronize(self, device: Any = None) -> None:
+        """As `torch.cuda.synchronize` while any thread captures a graph, which may always be so."""
+        raise RuntimeError(CAPTURING)
+
+    def empty_cache(self) -> None:
+        """As `torch.cuda.empty_cache`."""
+        if self.cache_fault is not None:
+            raise self.cache_fault
 
     def event(self) -> StandInEvent:
         """As `torch.cuda.Event`."""
@@ -122,7 +138,7 @@ class RecordedGraph(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if operator._schema.name in WAITING:
-            raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+            raise RuntimeError(CAPTURING)
         result = operator(*args, **(kwargs or {}))
         self._calls.append((operator, args, kwargs or {}, result))
         return result
@@ -166,7 +182,8 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInCard]:
     monkeypatch.setattr(pinned_ring, "new_event", made.event)
     for name in ("INPUTS", "RESULTS"):
         monkeypatch.setattr(pinned_ring, name, PinnedRing(16, plain_memory, made.event))
-    monkeypatch.setattr(torch.cuda, "synchronize", made.synchronize)
+    for name in ("current_stream", "synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, getattr(made, name))
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
     yield made
     library._destroy()

@@ -298,7 +298,7 @@ class StaticTable:
 
     @property
     def is_float32_on_cpu(self) -> bool:
-        return self._table.dtype is torch.float32 and self.device.type == "cpu"
+        return self._table.dtype is torch.float32 and not gpu.is_gpu(self.device)
 
     def mean_head(self, projections: nn.Sequential) -> TableMeanHead:
         """The mean of a text's rows, then `projections`; for tables that are float32 on the CPU."""

@@ -57,7 +57,7 @@ def _failure(model: Model, device: torch.device, output: Output, batches: Sequen
             else:
                 model.run_backbone(batch)
         if gpu.is_gpu(device):
-            torch.cuda.synchronize(device)
+            gpu.wait_for(device)
     except (RuntimeError, MemoryError) as error:
         if not gpu.is_out_of_memory(error):
             raise

@@ -42,12 +42,17 @@ _BFLOAT16_OF_TORCH = "amx_bf16", "avx512_bf16"  # instructions by which torch mu
 class Preference:
     """The dtype to try first, why, and the microseconds of a layer of 64 tokens on one thread, by the name of a dtype.
 
-    Without a figure: a type in which nothing runs on this machine.
+    Without a figure: a type in which nothing runs on this machine. None: no time was measured.
     """
 
     dtype: torch.dtype
     reason: str
-    layer_us: dict[str, float]
+    layer_us: dict[str, float | None]
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """As in options and replies, such as `float32`."""
+    return str(dtype).removeprefix("torch.")
 
 
 def risk_of_fewer_bits(model: Model) -> str | None:
@@ -71,7 +76,7 @@ def preference(model: Model) -> Preference:
     width = min(max(wanted, _WIDTHS[0]), _WIDTHS[1]) // _WIDTH_UNIT * _WIDTH_UNIT
     layers = _native_layers(width) or _library_layers(width)
     best = _timed(layers)
-    layer_us = {str(dtype).removeprefix("torch."): round(best[dtype] * 1e6, 1) for dtype in layers}
+    layer_us: dict[str, float | None] = {name_of(dtype): round(best[dtype] * 1e6, 1) for dtype in layers}
     instructions, multiplies = _instructions()
     if torch.bfloat16 not in best:
         return Preference(torch.float32, f"{instructions} has no products of bfloat16", layer_us)

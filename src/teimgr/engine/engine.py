@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from teimgr.engine import gpu
 from teimgr.engine.core_load import CoreLoad
 from teimgr.engine.fidelity_gate import PROBE_TEXTS
 from teimgr.engine.finisher import EngineStats, Failures, Finisher, InFlightLimit, failed_rows
@@ -314,7 +315,7 @@ class Engine:
             runner.use_threads(threads)
 
     def stats(self) -> EngineStats:
-        done, on_cuda = self._finisher.stats, self._device.type == "cuda"
+        done, on_cuda = self._finisher.stats, gpu.is_gpu(self._device)
         waiting = {lane.value: self._queued_tokens(lane) for lane in Lane}
         return replace(
             done,

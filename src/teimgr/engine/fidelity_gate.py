@@ -164,7 +164,7 @@ class Choice:
     """The chosen dtype and batching, and how close they are to the float32 reference over the known inputs.
 
     `why` is what `auto` went by, None if the dtype was requested; `refused` has the lowest cosine of each dtype that
-    the native forward was too far off in.
+    was tried and too far off.
     """
 
     dtype: torch.dtype
@@ -304,7 +304,7 @@ def _choose_native(
     """
     model.backbone.make_native(dtype)
     close = compare(batched(model, inputs), reference)
-    if _close_enough(close, dtype, requested):
+    if close_enough(close, dtype, requested):
         return Choice(dtype, Batching.NATIVE, close)
     log.warning("the native forward in %s is refused: %s", dtype, close)
     return close
@@ -312,22 +312,22 @@ def _choose_native(
 
 def _choose_batching(
     model: Model, dtype: torch.dtype, inputs: Sequence[Encoded], reference: Sequence[ProbeResult], requested: bool
-) -> Choice | None:
-    """The first other batching whose results match the reference; None if none do. Converts the model to `dtype`."""
+) -> Choice | Closeness | None:
+    """As `first_batching`, of the model converted to `dtype`."""
     model.backbone.convert(dtype)
     return first_batching(model, dtype, inputs, reference, requested)
 
 
 def first_batching(
     model: Model, dtype: torch.dtype, inputs: Sequence[Encoded], reference: Sequence[ProbeResult], requested: bool
-) -> Choice | None:
-    """The first batching but NATIVE whose results in `dtype`, that of the model, match the reference; None if none
-    do.
+) -> Choice | Closeness | None:
+    """The first batching but NATIVE whose results in `dtype`, that of the model, match the reference; else how far off
+    the last one was that ran, None if none did.
 
     Raises:
         OutOfDeviceMemory, DeviceFailed: the device is at fault.
     """
-    device = model.backbone.device
+    device, close = model.backbone.device, None
     varlen = [Batching.VARLEN] if _has_varlen_kernel(device, model.backbone.dtype) else []
     for batching in (*varlen, Batching.BY_RUN, Batching.EQUAL_LENGTH):
         try:
@@ -337,7 +337,7 @@ def first_batching(
             gpu.raise_if_the_devices(refusal, device)
             why = f"is not for this model: {str(refusal).partition(chr(10))[0]}"
         else:
-            if not _close_enough(close, dtype, requested):
+            if not close_enough(close, dtype, requested):
                 why = f"in {dtype} is refused: {close}"
             elif not _keeps_texts_apart(model, dtype, inputs, reference):
                 why = f"in {dtype} is refused: a text's results depend on the texts beside it"
@@ -346,7 +346,7 @@ def first_batching(
         # On a GPU the next way takes many more launches: layers times the different lengths of a batch.
         is_slow = gpu.is_gpu(device) and batching is Batching.VARLEN
         log.log(logging.WARNING if is_slow else logging.INFO, "%s batching %s", batching.value, why)
-    return None
+    return close
 
 
 def _keeps_texts_apart(
@@ -373,7 +373,8 @@ def _has_varlen_kernel(device: torch.device, dtype: torch.dtype) -> bool:
     return attention_kernel() is not None and dtype in DTYPES
 
 
-def _close_enough(close: Closeness, dtype: torch.dtype, requested: bool) -> bool:
+def close_enough(close: Closeness, dtype: torch.dtype, requested: bool) -> bool:
+    """Whether results in `dtype` are as close to the reference as the gate asks."""
     if dtype is torch.float32:
         return close.difference <= _EXACT_DIFFERENCE and close.score_difference <= _EXACT_SCORE_DIFFERENCE
     if requested:

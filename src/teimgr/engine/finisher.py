@@ -18,12 +18,13 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from teimgr.engine import gpu
 from teimgr.engine.heads.pooling import finish
 from teimgr.engine.heads.scoring import activate
 from teimgr.engine.job import Job, Lane, Output, SparseRow, ZeroVector
 from teimgr.engine.native_library import address, native_library
 from teimgr.engine.queue import BATCH_OVERHEAD_TOKENS, QueueEntry
-from teimgr.errors import DeadlineExceeded, InferenceFailed, TeimgrError
+from teimgr.errors import DeadlineExceeded, InferenceFailed, OutOfDeviceMemory, TeimgrError
 
 log = logging.getLogger(__name__)
 
@@ -409,6 +410,9 @@ class Finisher:
         try:
             rows = batch.wait()
         except RuntimeError as error:  # CUDA reports a fault at synchronisation, after the launch went well
+            if gpu.is_out_of_memory(error):  # of the host, for results that the pinned buffers have no room for
+                batch.free()
+                return self._fail(failed_rows(batch.entries, OutOfDeviceMemory(f"no room for results: {error}")))
             self.device_failed(f"the device failed: {error}")
             failure = InferenceFailed(f"Backend error: {error}")
             return self._fail(failed_rows(batch.entries, failure))

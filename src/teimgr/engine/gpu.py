@@ -6,6 +6,7 @@ GPU on a CPU, where copies between host and device are nothing and an operator h
 
 from __future__ import annotations
 
+import logging
 import os
 
 import torch
@@ -13,10 +14,14 @@ import torch
 from teimgr.errors import DeviceFailed, OutOfDeviceMemory
 from teimgr.wire.gil_turns import use_short_turns
 
+log = logging.getLogger(__name__)
+
 _CORES_BESIDE_TOKENIZER = 4  # for the engine's three threads and the event loop
 # Beside torch.OutOfMemoryError, which only torch's own allocator raises.
 _OUT_OF_MEMORY = (
     "CUDA error: out of memory",
+    "CUDA driver error: out of memory",
+    "Triton Error [CUDA]: out of memory",
     "cudaErrorMemoryAllocation",
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
@@ -45,6 +50,18 @@ def prepare_process(cores: int) -> None:
     os.environ.setdefault("RAYON_NUM_THREADS", str(max(1, cores - _CORES_BESIDE_TOKENIZER)))
 
 
+def wait_for(device: torch.device) -> None:
+    """Wait until `device` has done what was launched on the stream of the engine.
+
+    `torch.cuda.synchronize` waits for the whole device. While another thread captures a graph that is an error, which
+    looks like a fault of the device, and it spoils the graph.
+
+    Raises:
+        RuntimeError: torch's own: the device has failed.
+    """
+    torch.cuda.current_stream(device).synchronize()
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether `error` is out of memory, on the device or the host, in any form that torch raises."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
@@ -61,7 +78,7 @@ def fault_of(error: BaseException, device: torch.device) -> str | None:
     if not is_gpu(device) or not isinstance(error, RuntimeError) or is_out_of_memory(error):
         return None
     try:
-        torch.cuda.synchronize(device)
+        wait_for(device)
     except RuntimeError as lasting:
         if is_out_of_memory(lasting):
             return None
@@ -83,5 +100,9 @@ def raise_if_the_devices(error: BaseException, device: torch.device) -> None:
 
 def free_cached_memory(device: torch.device) -> None:
     """Give what torch's allocator keeps for later back to the device; waits for the device."""
-    if is_gpu(device):
+    if not is_gpu(device):
+        return
+    try:
         torch.cuda.empty_cache()
+    except RuntimeError as refusal:  # of older versions of torch, once a capture has failed
+        log.warning("the memory that torch keeps is not given back: %s", refusal)

@@ -1,23 +1,33 @@
 """The choice of dtype and batching for a GPU, by the fidelity gate.
 
 The float32 reference is computed on the host, where the weights are anyway: a model of 16 bits then needs no room for
-one of 32 on the device.
+one of 32 on the device. Both types of 16 bits take the same time on a card, so no speed is measured.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from teimgr.engine import gpu, norm_kernel
 from teimgr.engine.batch import Encoded
-from teimgr.engine.fidelity_gate import Choice, ProbeResult, finite_reference, first_batching
+from teimgr.engine.dtype_speed import Preference, name_of, risk_of_fewer_bits
+from teimgr.engine.fidelity_gate import (
+    Choice,
+    Closeness,
+    ProbeResult,
+    close_enough,
+    compare,
+    finite_reference,
+    first_batching,
+)
 from teimgr.engine.gpu_fusion import fuse
-from teimgr.engine.model import Model
+from teimgr.engine.model import DeviatesError, Model
 from teimgr.engine.norm_kernel import Norms
-from teimgr.errors import InvalidConfig, ModelLoadFailed
+from teimgr.errors import DeviceFailed, InvalidConfig, ModelLoadFailed
 
 log = logging.getLogger(__name__)
 
@@ -51,45 +61,83 @@ def choose_on_gpu(model: Model, device: torch.device, wanted: torch.dtype | None
         raise InvalidConfig("dtype int8 is not for GPUs")
     reference = finite_reference(model, inputs)
     weights = model.host_weights()
-    architecture = str(getattr(model.backbone.config, "model_type", ""))
-    types = candidate_dtypes(architecture, has_bfloat16()) if wanted is None else [wanted]
+    types, why = ([wanted], None) if wanted is not None else _preferred(model)
+    refused: dict[str, float] = {}
     for dtype in types:
         try:
             model.place(weights, dtype, device)
-            if dtype is torch.float32:  # exact to the last digits only beside the same device's own float32
-                reference = finite_reference(model, inputs)
+            if dtype is torch.float32:
+                reference = _own_float32(model, inputs, reference)
+        except DeviatesError as refusal:
+            if wanted is not None:
+                raise
+            refused[name_of(dtype)] = round(refusal.min_cosine, 6)
+            log.warning("%s", refusal.message)
+            continue
         except RuntimeError as error:
             gpu.raise_if_the_devices(error, device)
             raise
-        is_requested = wanted is not None
-        choice = None if dtype is torch.float32 else _fused(model, dtype, inputs, reference, is_requested)
-        choice = choice or first_batching(model, dtype, inputs, reference, is_requested)
-        if choice is not None:
-            return choice
+        asked = dtype, inputs, reference, wanted is not None
+        fused = None if dtype is torch.float32 else _fused(model, weights.module, *asked)
+        found = fused or first_batching(model, *asked)
+        if isinstance(found, Choice):
+            return replace(found, why=why, refused=refused)
+        if found is not None:
+            refused[name_of(dtype)] = round(found.min_cosine, 6)
         log.warning("%s deviates too much from float32 for this model", dtype)
     raise ModelLoadFailed(f"the model's results in {types[-1]} differ from its own float32 results on known texts")
 
 
+def _preferred(model: Model) -> tuple[list[torch.dtype], Preference]:
+    """The dtypes that `auto` tries, in order, and why."""
+    if (risk := risk_of_fewer_bits(model)) is not None:
+        reason = f"{risk} in fewer bits, which the known texts may not show"
+        return [torch.float32], Preference(torch.float32, reason, {})
+    types = candidate_dtypes(str(getattr(model.backbone.config, "model_type", "")), has_bfloat16())
+    reason = "the card computes in float16 and not in bfloat16"
+    if torch.bfloat16 in types:
+        finer, wider = "float16 is the finer one and cannot overflow here", "float16 might overflow"
+        reason = f"both types of 16 bits are equally fast, and {finer if types[0] is torch.float16 else wider}"
+    return types, Preference(types[0], reason, {name_of(each): None for each in types})
+
+
+def _own_float32(model: Model, inputs: Sequence[Encoded], host: Sequence[ProbeResult]) -> list[ProbeResult]:
+    """The device's own float32 results, beside which others are exact to the last digits.
+
+    Raises:
+        DeviceFailed: they are not those of the host.
+    """
+    found = finite_reference(model, inputs)
+    if not close_enough(close := compare(found, host), torch.float16, requested=False):
+        raise DeviceFailed(f"the device's results in float32 are not the host's: {close}")
+    return found
+
+
 def _fused(
-    model: Model, dtype: torch.dtype, inputs: Sequence[Encoded], reference: Sequence[ProbeResult], requested: bool
+    model: Model,
+    module: torch.nn.Module,
+    dtype: torch.dtype,
+    inputs: Sequence[Encoded],
+    reference: Sequence[ProbeResult],
+    requested: bool,
 ) -> Choice | None:
-    """The choice for the model with fused layers; None, and the model as it was, if nothing could be fused.
+    """The choice for the model with fused layers in `module`; None, and the model as it was, if nothing could be fused.
 
     Raises:
         DeviceFailed, OutOfDeviceMemory
     """
-    kernel, module = norm_kernel.norm_kernel(), model.host_weights().module
+    kernel = norm_kernel.norm_kernel()
     for norms in ([] if kernel is None else [Norms(kernel, model.backbone.device)]) + [None]:
         fusion = fuse(module, norms)
         if norms is not None and not fusion.norms:
             fusion.undo()  # the same as without them
             continue
+        choice: Choice | Closeness | None = None
         try:
             choice = first_batching(model, dtype, inputs, reference, requested) if fusion else None
         except AttributeError as refusal:  # model code that reads a layer's weight
             log.warning("fused layers are not for this model: %s", refusal)
-            choice = None
-        if choice is not None:
+        if isinstance(choice, Choice):
             fusion.keep()
             return choice
         if fusion.norms:

@@ -15,9 +15,10 @@ class HostWeights:
     device: each parameter is converted here and then copied, half as many bytes over the bus.
     """
 
-    def __init__(self, module: nn.Module, heads: Sequence[nn.Module] = ()) -> None:
-        """`heads` are modules of our own behind `module`, which compute in float32."""
+    def __init__(self, module: nn.Module, heads: Sequence[nn.Module] = (), apart: nn.Module | None = None) -> None:
+        """`heads` are modules of our own behind `module`, which compute in float32; `apart` is placed for itself."""
         self.module = module
+        self.apart = None if apart is None else HostWeights(apart)
         self._heads = heads
         self._parameters = [
             (owner, name, parameter)

@@ -19,7 +19,7 @@ from teimgr.engine import forward_graphs, gpu
 from teimgr.engine.backbone import Batching, StaticTable, Transformer
 from teimgr.engine.batch import Encoded
 from teimgr.engine.budget_proof import proven_tokens
-from teimgr.engine.dtype_speed import risk_of_fewer_bits
+from teimgr.engine.dtype_speed import name_of, risk_of_fewer_bits
 from teimgr.engine.fidelity_gate import Choice, choose, probe_inputs
 from teimgr.engine.forward_graphs import graphs_are_wanted, queries
 from teimgr.engine.gpu_choice import choose_on_gpu
@@ -207,7 +207,7 @@ def _load(options: EngineOptions) -> EngineParts:
     info = LoadedModel(
         model_id=options.model_id,
         model_sha=options.model_sha,
-        dtype=_name(choice.dtype),
+        dtype=name_of(choice.dtype),
         device=options.device,
         kind=layout.kind.value,
         pooling=layout.pooling,
@@ -234,7 +234,7 @@ def _load(options: EngineOptions) -> EngineParts:
         listwise=layout.listwise is not None,
         has_routes=layout.has_routes,
         space=space.result(),
-        precision=precision_class(_name(choice.dtype)),
+        precision=precision_class(name_of(choice.dtype)),
         fused=layout.chat is not None and layout.chat.fuses,
         modalities=layout.modalities,
         dtype_reason=_reason(choice, options),
@@ -363,7 +363,7 @@ def _with_queries(
     if reads_alike and isinstance(documents.backbone, Transformer):
         return RoutedModel(documents, documents.with_heads_of(route)), choice, max_batch_tokens
     inputs = probe_inputs(route, tokenizer)
-    own = replace(options, dtype=_name(choice.dtype))
+    own = replace(options, dtype=name_of(choice.dtype))
     queries, other = _chosen(route, device, own, inputs)
     tokens = _proven(queries, other, device, inputs, max_batch_tokens, tokenizer.max_length)
     worse = min(choice, other, key=lambda each: each.closeness.min_cosine)
@@ -391,30 +391,26 @@ def _reason(choice: Choice, options: EngineOptions) -> str:
         return f"dtype = {options.dtype}" + (" on this device" if options.dtype == "auto" else "")
     if choice.dtype is choice.why.dtype:
         return choice.why.reason
-    return f"{choice.why.reason}; but its results in {_name(choice.why.dtype)} are too far from those in float32"
+    return f"{choice.why.reason}; but its results in {name_of(choice.why.dtype)} are too far from those in float32"
 
 
 def _candidates(choice: Choice) -> tuple[dict[str, Any], ...]:
     """The dtypes that `auto` considered: the lowest cosine to float32 if it was compared, the microseconds of a layer
-    of 64 tokens on one thread, and what became of it.
+    of 64 tokens on one thread if they were measured, and what became of it.
     """
     if choice.why is None:
         return ()
-    chosen, preferred = _name(choice.dtype), _name(choice.why.dtype)
+    chosen, preferred = name_of(choice.dtype), name_of(choice.why.dtype)
     outcomes = dict.fromkeys((*choice.refused, preferred), "too far off") | {"int8": "on request alone"}
     return tuple(
         {
             "dtype": name,
             "layer_us": layer_us,
             "min_cosine": round(choice.closeness.min_cosine, 6) if name == chosen else choice.refused.get(name),
-            "outcome": "chosen" if name == chosen else outcomes.get(name, "slower"),
+            "outcome": "chosen" if name == chosen else outcomes.get(name, "slower" if layer_us else "not tried"),
         }
         for name, layer_us in choice.why.layer_us.items()
     )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _attention(model: Model, batching: Batching) -> str:
@@ -437,7 +433,7 @@ def _check_room(layout: Layout, options: EngineOptions, least: int) -> None:
 def _fewer_bits(model: Model, choice: Choice, options: EngineOptions) -> Iterator[str]:
     """The warning that vectors of some texts may be far off in a type of fewer bits, if they may be."""
     if choice.dtype is not torch.float32 and (risk := risk_of_fewer_bits(model)) is not None:
-        note = f"{risk} in {_name(choice.dtype)}: vectors of some texts may be far from those in float32"
+        note = f"{risk} in {name_of(choice.dtype)}: vectors of some texts may be far from those in float32"
         log.warning("%s: %s", options.model_id, note)
         yield note
 

@@ -43,6 +43,15 @@ log = logging.getLogger(__name__)
 Heads = Mapping[Output, Head]
 
 
+class DeviatesError(ModelLoadFailed):
+    """In a dtype, what the known texts do not pass through is too far from float32: `min_cosine` is the lowest."""
+
+    def __init__(self, dtype: torch.dtype, what: str, min_cosine: float) -> None:
+        name = str(dtype).removeprefix("torch.")
+        super().__init__(f"{name} deviates too much from float32 on {what}: set dtype = float32")
+        self.min_cosine = min_cosine
+
+
 class Model:
     """A model on one device; one thread uses it at a time, with a native backbone any number.
 
@@ -92,7 +101,11 @@ class Model:
         """The weights of a transformer that was loaded on the host, for `place`."""
         heads = {id(head): head for head in (*self._heads.values(), *self._whole[1].values())}
         modules = [part for head in heads.values() for part in vars(head).values() if isinstance(part, nn.Module)]
-        return HostWeights(self._transformers()[0].owner, modules)
+        return HostWeights(self._transformers()[0].owner, modules, self._apart())
+
+    def _apart(self) -> nn.Module | None:
+        """A module beside the transformer's that has a dtype of its own."""
+        return None
 
     def place(self, weights: HostWeights, dtype: torch.dtype, device: torch.device) -> None:
         """Move to `device`, in `dtype`; raises RuntimeError as `HostWeights.place` does."""

@@ -100,3 +100,13 @@ def test_on_a_card_weights_and_batches_count_there() -> None:
     graphs = 393_216 * 384 * 2  # tokens, hidden size, bytes
     assert small.device_bytes > graphs + 640 * MIB
     assert predicted(MINILM, "float32", 1024, on_card=True).device_bytes - small.device_bytes > 40 * MIB
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+def test_a_table_on_a_card_counts_there_in_the_type_of_its_file(dtype: str) -> None:
+    """It had counted nothing, so that a card could be promised to more tables than it has contexts for."""
+    table = replace(MINILM, is_static=True)
+    found = predicted(table, dtype, 1024, on_card=True)
+    graphs = 393_216 * 384 * 2
+    assert 4 * table.parameters + 640 * MIB < found.device_bytes < 4 * table.parameters + 640 * MIB + graphs
+    assert predicted(table, dtype, 1024, on_card=False).device_bytes == 0

@@ -71,16 +71,17 @@ def predicted(sizes: WeightSizes, dtype: str, max_batch_tokens: int, *, on_card:
     On a CPU the layers are copied into the order in which they are computed; tables of float32 stay in the file,
     and the page cache is not charged to anyone. On a card everything is copied to it.
     """
-    item = _ITEM_BYTES.get(dtype, 4)
+    item = 4 if sizes.is_static else _ITEM_BYTES.get(dtype, 4)  # a table keeps the type of its file
     tokenizer = _BYTES_OF_TOKENIZER * sizes.tokenizer_bytes
-    if sizes.is_static:
+    if sizes.is_static and not on_card:
         host = _STATIC_PROCESS_BYTES + tokenizer + 4 * sizes.parameters + _STATIC_BATCH_BYTES
         return _with_margin(host, 4 * sizes.parameters)
     batch = _batch_bytes(sizes, max_batch_tokens, on_card=on_card)
     widened = 0 if sizes.is_wide else 4 * sizes.parameters  # for the comparison with float32, while it loads
     if on_card:
-        graphs = GRAPH_TOKENS * sizes.hidden * _ITEM_BYTES["float16"]  # as if in use from the start
-        device = CONTEXT_BYTES + min(item, 4) * sizes.parameters + batch + graphs
+        # As if in use from the start; a table has none.
+        graphs = 0 if sizes.is_static else GRAPH_TOKENS * sizes.hidden * _ITEM_BYTES["float16"]
+        device = CONTEXT_BYTES + item * sizes.parameters + batch + graphs
         found = _with_margin(_CARD_PROCESS_BYTES + tokenizer, widened)
         return Footprint(
             host_bytes=found.host_bytes, loading_bytes=found.loading_bytes, device_bytes=int(device * _MARGIN)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions as States
 
+from teimgr.engine import gpu
 from teimgr.engine.batch import Encoded, PackedBatch, pack
 
 _TRIAL_LENGTHS = (3, 5, 5)
@@ -54,7 +55,7 @@ class LibraryHead:
 
     def rows(self, rows: Tensor) -> Tensor:
         """[N, H], one row per text → float32 [N, labels]."""
-        idle = -len(rows) % _ROW_STEP if rows.device.type == "cpu" else 0
+        idle = 0 if gpu.is_gpu(rows.device) else -len(rows) % _ROW_STEP
         return self.texts(functional.pad(rows, (0, 0, 0, idle)).unsqueeze(1))[: len(rows)]
 
     def tokens(self, hidden: Tensor) -> Tensor:

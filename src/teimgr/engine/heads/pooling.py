@@ -70,7 +70,7 @@ class Segments:
 def pool(hidden: Tensor, batch: PackedBatch, poolings: Sequence[str]) -> Tensor:
     """[T, H] of any float type → float32 [N, H × len(poolings)]."""
     library = native_library()
-    is_plain = hidden.dtype is torch.float32 and hidden.device.type == "cpu" and hidden.is_contiguous()
+    is_plain = hidden.dtype is torch.float32 and not gpu.is_gpu(hidden.device) and hidden.is_contiguous()
     if library is not None and tuple(poolings) == ("mean",) and batch.prompt_lens is None and is_plain:
         # One call in place of ten: behind a forward, which leaves nothing else in the caches, they take a quarter of a
         # millisecond.

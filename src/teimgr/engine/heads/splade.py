@@ -38,7 +38,7 @@ class SpladeWeights:
 
     def groups(self, hidden: Tensor, batch: PackedBatch) -> Iterator[Tensor]:
         """Float32 [n, vocabulary] for n texts after n texts, until all of the batch are done."""
-        room = max(1, (_CPU_BYTES if hidden.device.type == "cpu" else _CUDA_BYTES) // (4 * self.width))
+        room = max(1, (_CUDA_BYTES if gpu.is_gpu(hidden.device) else _CPU_BYTES) // (4 * self.width))
         borders = batch.cu_seqlens.tolist()
         begin = 0
         while begin < batch.texts:
@@ -167,7 +167,8 @@ class SpladeHead:
         values = torch.zeros(room + 1, device=hidden.device).scatter_(0, places, weights.flatten())
         indices = torch.zeros(room + 1, dtype=torch.int64, device=hidden.device).scatter_(0, places, columns)
         offsets = functional.pad(kept.sum(dim=1).cumsum(0), (1, 0))
-        return Rows(values[:room], offsets, indices[:room], lambda: _nonzero([weights]))
+        # On the host, where there is room: on a device that is full, what is searched there would be lost.
+        return Rows(values[:room], offsets, indices[:room], lambda: _nonzero([weights.cpu()]))
 
 
 def _nonzero(groups: Iterable[Tensor]) -> Rows:

@@ -21,11 +21,11 @@ from teimgr.engine.attention import Packing
 from teimgr.engine.backbone import Batching, Transformer
 from teimgr.engine.batch import Encoded, PackedBatch, Run, pack, to_device
 from teimgr.engine.boundaries import Boundaries
-from teimgr.engine.fidelity_gate import MIN_COSINE
 from teimgr.engine.forward_program import CannotLowerError
 from teimgr.engine.heads import Head
 from teimgr.engine.heads.pooling import DenseHead
 from teimgr.engine.heads.scoring import CausalHead
+from teimgr.engine.host_weights import HostWeights
 from teimgr.engine.images.chat_texts import ChatWriter
 from teimgr.engine.images.inputs import EncodedPicture, pixels_of
 from teimgr.engine.images.model import PicturedModel, known_pictures
@@ -209,6 +209,8 @@ class TwoTokens(nn.Module):
 class ChatModel(PicturedModel):
     """A model that reads texts and images in one input, on one device."""
 
+    files = "images"
+
     def __init__(
         self,
         backbone: ChatBackbone,
@@ -261,9 +263,16 @@ class ChatModel(PicturedModel):
             ModelLoadFailed: they are not.
         """
         super().check_pictures()
-        if self._picture_dtype is not torch.float32 and self._closeness() < MIN_COSINE:
-            dtype = str(self._picture_dtype).removeprefix("torch.")
-            raise ModelLoadFailed(f"{dtype} deviates too much from float32 on known images: set dtype = float32")
+        self._check_closeness(self._picture_dtype)
+
+    def place(self, weights: HostWeights, dtype: torch.dtype, device: torch.device) -> None:
+        """Move to `device`.
+
+        Raises:
+            DeviatesError: known images deviate too much from those in float32.
+        """
+        super().place(weights, dtype, device)
+        self._check_closeness(dtype)
 
 
 def load_chat_model(layout: Layout, device: torch.device, threads: int) -> ChatModel:

@@ -23,7 +23,7 @@ from teimgr.engine.images.pixels import Pixels, PixelTable
 from teimgr.engine.images.waiting import FileDecoder, PictureDecoder
 from teimgr.engine.job import Output
 from teimgr.engine.library_model import load_module
-from teimgr.engine.model import Heads, Model
+from teimgr.engine.model import DeviatesError, Heads, Model
 from teimgr.errors import ModelLoadFailed
 from teimgr.models.layout import DualEncoder, FlexibleSteps, Layout
 
@@ -137,6 +137,11 @@ class PicturedModel(Model):
         if least_cosine(together, alone) < least:
             raise ModelLoadFailed(f"the vector of one of the known {self.files} depends on those beside it")
 
+    def _check_closeness(self, dtype: torch.dtype) -> None:
+        """Raises DeviatesError: in `dtype` known pictures are too far from their reference."""
+        if dtype is not torch.float32 and (cosine := self._closeness()) < MIN_COSINE:
+            raise DeviatesError(dtype, f"known {self.files}", cosine)
+
     @property
     def _picture_dtype(self) -> torch.dtype:
         return self.backbone.dtype
@@ -161,7 +166,6 @@ class DualModel(PicturedModel):
     ) -> None:
         super().__init__(backbone, heads, decoder, known)
         self._tower = tower
-        self._weights: HostWeights | None = None
 
     @torch.inference_mode()
     def run(self, batch: PackedBatch, outputs: Iterable[Output]) -> dict[Output, Rows]:
@@ -180,21 +184,19 @@ class DualModel(PicturedModel):
         found: Tensor = self._tower(pictures)
         return found
 
-    def host_weights(self) -> HostWeights:
-        """Of both halves: those of the image half are kept here."""
-        self._weights = HostWeights(self._tower)
-        return super().host_weights()
+    def _apart(self) -> nn.Module:
+        return self._tower
 
     def place(self, weights: HostWeights, dtype: torch.dtype, device: torch.device) -> None:
         """Move to `device`; the image half in `dtype` where that is close enough to float32 on known pictures."""
         if self._reference is None:
             self._reference = self.vectors(self.known)
         super().place(weights, dtype, device)
-        assert self._weights is not None
-        self._weights.place(dtype, device)
+        assert weights.apart is not None
+        weights.apart.place(dtype, device)
         if dtype is not torch.float32 and self._closeness() < MIN_COSINE:
             log.warning("the half of %s stays in float32: %s deviates too much from it", self.files, dtype)
-            self._weights.place(torch.float32, device)
+            weights.apart.place(torch.float32, device)
 
     @property
     def _picture_dtype(self) -> torch.dtype:

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from teimgr.engine.backbone import WholeModel
 from teimgr.engine.batch import Encoded, PackedBatch, TokenizedTexts, to_device
-from teimgr.engine.fidelity_gate import MIN_COSINE
 from teimgr.engine.heads import Rows
 from teimgr.engine.heads.multi_vector import offsets
 from teimgr.engine.host_weights import HostWeights
@@ -165,6 +164,8 @@ class OwnVectors:
 class PageModel(PicturedModel):
     """A model of queries and page images on one device."""
 
+    files = "pages"
+
     def __init__(self, module: Any, layout: Layout, device: torch.device, decoder: PictureDecoder) -> None:
         assert layout.dual is not None
         assert layout.pages is not None
@@ -221,13 +222,12 @@ class PageModel(PicturedModel):
         """Move to `device`.
 
         Raises:
-            ModelLoadFailed: known pages deviate too much from those in float32.
+            DeviatesError: known pages deviate too much from those in float32.
         """
         if self._reference is None:
             self._reference = self.vectors(self.known)
         super().place(weights, dtype, device)
-        if dtype is not torch.float32 and self._closeness() < MIN_COSINE:
-            raise ModelLoadFailed(f"{dtype} deviates too much from float32 on known pages: set dtype = float32")
+        self._check_closeness(dtype)
 
 
 def patches(numbers: Tensor, steps: PatchSteps) -> Tensor:
