@@ -14,7 +14,9 @@ from tests.support.models.other_forms import move_to_gguf
 
 from teimgr.engine.converted_tokenizer import PROBES
 from teimgr.engine.gguf_weights import gguf_weights
+from teimgr.engine.library_reference import NoReferenceError, load_reference
 from teimgr.engine.tokenizer_library import load_tokenizer
+from teimgr.models import gguf_head
 from teimgr.models.directory import missing_file
 from teimgr.models.reading import read_layout
 
@@ -26,11 +28,16 @@ def _both(folder: Path, form: str) -> tuple[Path, Path]:
 
 @pytest.mark.parametrize(("form", "least"), [("F32", 0.9999999), ("F16", 0.99999), ("BF16", 0.999), ("Q8_0", 0.999)])
 def test_a_file_is_the_model_that_it_was_made_of(
-    form: str, least: float, tmp_path: Path, serve: Callable[..., Served]
+    form: str, least: float, tmp_path: Path, serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, alone = _both(tmp_path, form)
+    parse, parsed = gguf_head._head, list[int]()
+    monkeypatch.setattr(gguf_head, "_head", lambda reader, size: parsed.append(size) or parse(reader, size))
     truth, served = serve(plain).embed(TEXTS).vectors, serve(alone, safetensors_only=True)
 
+    assert len(parsed) == 1  # for its configuration, tokenizer, weights and space
+    with pytest.raises(NoReferenceError, match="loads a GGUF file by itself"):
+        load_reference(served.engine.layout)
     assert missing_file(alone) is None
     assert (served.engine.info.forward, served.engine.info.pooling) == ("native", "last_token")
     assert served.engine.info.warnings == ()

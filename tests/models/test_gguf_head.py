@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from teimgr.errors import InvalidConfig, ModelLoadFailed
-from teimgr.models.gguf_head import MAX_HEAD_BYTES, read_gguf
+from teimgr.models.gguf_head import HEADS, MAX_HEAD_BYTES, leading_facts, read_gguf
 from teimgr.models.reading import read_layout
 from teimgr.models.weight_sizes import weight_sizes
 from tests.support.models import MAX_LENGTH, build
@@ -73,6 +73,33 @@ def test_sizes_are_those_of_the_head(tmp_path: Path) -> None:
     assert (sizes.parameters, sizes.tables, sizes.hidden) == (plain.parameters, plain.tables, plain.hidden)
     assert sizes.tokenizer_bytes > 1000
     assert not sizes.is_wide
+
+
+def test_a_head_is_kept_where_that_is_wanted_and_as_long(tmp_path: Path) -> None:
+    file = move_to_gguf(build("qwen3_128", tmp_path / "model")) / "model.gguf"
+    with HEADS.kept():
+        first = read_gguf(file)
+        with HEADS.kept():
+            assert read_gguf(file) is first
+        assert read_gguf(file) is first
+        file.write_bytes(file.read_bytes() + bytes(32))
+        assert read_gguf(file) is not first
+    assert read_gguf(file) is not read_gguf(file)
+
+
+def test_a_list_of_models_reads_what_stands_before_the_tokens(tmp_path: Path) -> None:
+    folder = build("qwen3_128", tmp_path / "model")
+    config = read_layout(folder).config
+    changes = {"tokenizer.ggml.tokens": None, "qwen3.rope.freq_base": None}  # with which no model is read
+    found = leading_facts(move_to_gguf(folder, changes=changes) / "model.gguf")
+
+    assert found["model_type"] == "qwen3"
+    assert found["hidden_size"] == config["hidden_size"]
+    move_to_gguf(build("qwen3_128", folder), changes={"general.architecture": "bert"})
+    assert leading_facts(folder / "model.gguf")["model_type"] == "bert"
+    (folder / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ValueError, match="ends too soon"):
+        leading_facts(folder / "model.gguf")
 
 
 def test_hostile_heads_are_refused_before_anything_is_made_of_them(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ from teimgr.engine.tokenizer_checks import contradictions
 from teimgr.engine.tokenizer_library import is_panic, tokenizer_faults
 from teimgr.errors import InvalidConfig, ModelLoadFailed, TeimgrError
 from teimgr.models.directory import check_safetensors
+from teimgr.models.gguf_head import HEADS
 from teimgr.models.layout import Backbone, Layout
 from teimgr.models.reading import read_layout, refuse_warnings
 from teimgr.models.weight_sizes import check_tensors
@@ -131,7 +132,8 @@ def load_parts(options: EngineOptions) -> EngineParts:
         OSError: the host lacks something that it may have later, such as descriptors.
     """
     try:
-        return _load(options)
+        with HEADS.kept():
+            return _load(options)
     except TeimgrError:
         raise
     except BaseException as error:

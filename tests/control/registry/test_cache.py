@@ -9,7 +9,8 @@ from pathlib import Path
 
 import orjson
 import pytest
-from tests.support.models import build
+from tests.support.models import MAX_LENGTH, build
+from tests.support.models.other_forms import move_to_gguf
 
 from teimgr.control.registry import cache as disk
 from teimgr.control.registry.cache import HubCache
@@ -150,6 +151,16 @@ def test_metadata_falls_back_and_a_wrong_type_drops_it_all(tmp_path: Path) -> No
 
     assert disk.Snapshot(path=gpt).metadata() == {"hidden_size": 8, "max_position_embeddings": 16}
     assert disk.Snapshot(path=bad).metadata() is None
+
+
+def test_a_gguf_file_tells_what_its_model_is(tmp_path: Path) -> None:
+    found = disk.find_directory(str(move_to_gguf(build("qwen3_128", tmp_path / "model"))))
+
+    assert found is not None
+    assert found.metadata() == {
+        **{"model_type": "qwen3", "hidden_size": 32, "max_position_embeddings": MAX_LENGTH},
+        **{"num_hidden_layers": 2, "num_attention_heads": 4},
+    }
 
 
 def test_a_directory_is_read_one_level_deep(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from teimgr.control.ledger.prediction import ASSUMED, ASSUMED_ON_CARD, FIRST_CAL
 from teimgr.errors import TeimgrError
 from teimgr.files import write_atomically
 from teimgr.models import hub
+from teimgr.models.gguf_head import HEADS
 from teimgr.models.reading import read_layout
 from teimgr.models.weight_sizes import WeightSizes, weight_sizes
 
@@ -217,10 +218,11 @@ def _look(spec: ModelOptions, roots: Sequence[str] | None) -> tuple[str, WeightS
         source = hub.find_here(spec.model_id, spec.revision, roots) or hub.find_packaged(spec.model_id)
         if source is None:
             return "", None
-        layout = read_layout(
-            source.path, spec.pooling, kind=spec.kind, trust_remote_code=spec.trust_remote_code, render=False
-        )
-        sizes = weight_sizes(layout)
+        with HEADS.kept():
+            layout = read_layout(
+                source.path, spec.pooling, kind=spec.kind, trust_remote_code=spec.trust_remote_code, render=False
+            )
+            sizes = weight_sizes(layout)
     except (TeimgrError, OSError):  # the worker reports it
         return "", None
     return source.sha or f"{sizes.file_bytes}.{sizes.changed_ns}", sizes

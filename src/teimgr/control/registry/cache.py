@@ -18,7 +18,15 @@ from typing import Any
 from teimgr.errors import InvalidConfig, ModelLoadFailed
 from teimgr.models import bounded_json as model_json
 from teimgr.models import hub
-from teimgr.models.directory import configuration_folder, files_below, has_configuration, missing_file, needed
+from teimgr.models.directory import (
+    configuration_folder,
+    files_below,
+    gguf_file,
+    has_configuration,
+    missing_file,
+    needed,
+)
+from teimgr.models.gguf_head import leading_facts
 from teimgr.models.source import Directory, WrongSourceError, decide, file_problem, is_own_snapshot
 
 log = logging.getLogger(__name__)
@@ -67,11 +75,14 @@ class Snapshot:
         return sum(file.size_bytes for file in self.files)
 
     def metadata(self) -> dict[str, Any] | None:
-        """Some keys of config.json; None if it cannot be read or one of them has another type."""
+        """Some keys of config.json, or of a GGUF file's; None if it cannot be read or one of them has another type."""
         try:
-            config = model_json.read_object(configuration_folder(self.path) / "config.json")
+            folder = configuration_folder(self.path)
+            config = model_json.read_object(folder / "config.json")
+            if config is None and (alone := gguf_file(folder)) is not None:
+                config = leading_facts(alone)
             return None if config is None else dict(_metadata_of(config))
-        except (ModelLoadFailed, ValueError):
+        except (ModelLoadFailed, ValueError, OSError):
             return None
 
 
