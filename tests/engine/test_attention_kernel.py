@@ -276,6 +276,14 @@ def test_the_environment_turns_it_off(value: str, missing: bool, monkeypatch: py
     assert (native_library.__wrapped__() is None) is missing
 
 
+def test_the_environment_bounds_the_instructions(kernel: AttentionKernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEIMGR_NATIVE", LEVELS[1])
+    found = native_library.__wrapped__()
+
+    assert found is not None
+    assert found.level == 1
+
+
 def test_it_agrees_with_torchs_own(kernel: AttentionKernel) -> None:
     texts = Texts((100,), torch.float32)
     q, k, v = (rows.transpose(0, 1) for rows in texts.rows)

@@ -2,6 +2,7 @@
 
     TEIMGR_NATIVE=0 python3.11 dev.py test            as where the package was built without a compiler
     TEIMGR_NATIVE=attention python3.11 dev.py test    its attention alone
+    TEIMGR_NATIVE=avx2 python3.11 dev.py test         no instructions beyond these
 
 Tests of the library itself are skipped where it is missing; tests of what serves models expect what serves here.
 """

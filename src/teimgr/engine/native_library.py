@@ -26,7 +26,8 @@ LEVELS = _ARM_LEVELS if platform.machine() in ("aarch64", "arm64") else _X86_LEV
 BFLOAT16_LEVEL = 3  # the first that multiplies bfloat16
 MAX_HEAD_SIZE, MAX_HEADS = 1024, 1 << 16  # of library.h: what its buffers take
 NO_MEMORY = "can't allocate memory"  # torch's words too: by them `runner` sees that a batch was too large
-# "0": the library is not used. "attention": only its attention is, within the model's own forward.
+# "0": the library is not used. "attention": only its attention is, within the model's own forward. One of `LEVELS`: no
+# instructions beyond that level are.
 _SWITCH = "TEIMGR_NATIVE"
 
 _POINTER, _NUMBER = ctypes.c_void_p, ctypes.c_int64
@@ -77,7 +78,8 @@ class NativeLibrary:
         self.tenant_refund_at.argtypes, self.tenant_refund_at.restype = [_POINTER, *[_NUMBER] * 2], None
         self._sizes = {name: int(size_of(at)) for at, name in enumerate(_STRUCTS)}
         self._sizes["wordpiece"] = int(wordpiece_size())
-        self.level = int(library.attention_level())
+        most = LEVELS.index(switch) if (switch := _switch()) in LEVELS else len(LEVELS)
+        self.level = min(int(library.attention_level()), most)
         self.byte_sum_bits = library.byte_sum_bits
         self.parallel = _openmp_parallel()
         own = getattr(library, "run_threads", None)  # on Linux alone
