@@ -12,6 +12,7 @@ from typing import Any
 from docsite.plots import newest
 
 from bench import SCENARIOS, absent_peers, compared, provenance
+from bench.machine import instruction_set
 from bench.provenance import Documents
 from bench.reasons import reason
 from bench.report import RESULTS, machine_lines
@@ -218,12 +219,25 @@ def _section(scenario: str, document: dict[str, Any]) -> Iterator[str]:
     yield f'<p class="note">{document["date"]}, commit {commit}, bench/results/{name}.json</p>'
     yield from _table((RESULTS / f"{name}.md").read_text())
     yield from plots(scenario)
+    for other in _elsewhere(scenario):
+        found = json.loads((RESULTS / f"{other}.json").read_text())
+        where = f"On {instruction_set(found['machine'])}: {found['date']}, commit {provenance.commit(found)}"
+        yield f'<p class="note">{escape(where)}, bench/results/{other}.json</p>'
+        yield from _table((RESULTS / f"{other}.md").read_text())
     facts = "".join(
         f"<li>{escape(key.replace('_', ' '))}: {escape(str(fact))}</li>" for key, fact in document["facts"].items()
     )
     yield f"<ul>{facts}</ul>"
     yield from (f'<p class="note">{escape(line)}</p>' for line in machine_lines(document["machine"]))
     yield "</section>"
+
+
+def _elsewhere(scenario: str) -> list[str]:
+    """The newest results of a scenario on machines of other instruction sets than that of the newest one."""
+    of_sets: dict[str, str] = {}
+    for name in sorted(path.stem for path in RESULTS.glob(f"{scenario}-20*.json")):
+        of_sets[instruction_set(json.loads((RESULTS / f"{name}.json").read_text())["machine"])] = name
+    return sorted(set(of_sets.values()) - {newest(scenario)})
 
 
 def _table(markdown: str) -> Iterator[str]:

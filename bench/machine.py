@@ -8,6 +8,7 @@ import os
 import platform
 import subprocess
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ _PACKAGES = (
 START = "TEIMGR_BENCH_START"
 """The variable by which `bench all` names the commit that it began at to its scenarios."""
 
+_SETS = {"avx512_bf16": "avx512_bf16", "avx512f": "avx512", "avx2": "avx2", "bf16": "neon_bf16", "sve": "neon"}
 _TELLING_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8", "sve", "bf16")
 
 
@@ -45,6 +47,11 @@ def describe() -> dict[str, Any]:
         "revision": revision(),
         **({"run_began_at": began} if (began := os.environ.get(START)) else {}),
     }
+
+
+def instruction_set(machine: Mapping[str, Any]) -> str:
+    """The instruction set of a described machine that decides how fast an engine is, such as `avx2`."""
+    return next((name for flag, name in _SETS.items() if flag in machine["instruction_sets"]), "baseline")
 
 
 def revision(checkout: Path | None = None) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.machine import describe
+from bench.machine import describe, instruction_set
 from bench.progress import incomplete
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -17,9 +17,10 @@ RESULTS = Path(__file__).resolve().parent / "results"
 def publish(
     scenario: str, facts: dict[str, Any], header: Sequence[str], rows: Sequence[Sequence[Any]], data: dict[str, Any]
 ) -> None:
-    """Print the table and write `results/SCENARIO-DATE.{md,json}`; a second run of a day replaces the first.
+    """Print the table and write `results/SCENARIO-DATE-INSTRUCTIONS.{md,json}`, such as `engine-2026-11-28-avx2`; a
+    second run of a day on such a machine replaces the first.
 
-    A run that ended early is `partial-SCENARIO-DATE`, and says so: it replaces no whole one.
+    A run that ended early is `partial-SCENARIO-…`, and says so: it replaces no whole one.
     """
     if reason := incomplete():
         facts = {"incomplete": f"ended by {reason}"} | facts
@@ -28,9 +29,18 @@ def publish(
     machine = describe()
     document = {"scenario": scenario, "date": today, "machine": machine, "facts": facts, **data}
     RESULTS.mkdir(exist_ok=True)
-    stem = RESULTS / f"{'partial-' if reason else ''}{scenario}-{today}"
+    stem = RESULTS / f"{'partial-' if reason else ''}{scenario}-{today}-{instruction_set(machine)}"
     stem.with_suffix(".json").write_text(json.dumps(document, indent=2) + "\n")
-    lines = [f"# bench {scenario}, {today}", "", *_facts(facts), "", table, "", *machine_lines(machine), ""]
+    lines = [
+        f"# bench {scenario}, {today}, {instruction_set(machine)}",
+        "",
+        *_facts(facts),
+        "",
+        table,
+        "",
+        *machine_lines(machine),
+        "",
+    ]
     stem.with_suffix(".md").write_text("\n".join(lines))
     print("\n".join(lines[2:-1]))
     print(f"\nwritten: bench/results/{stem.name}.md and .json")

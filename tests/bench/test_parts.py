@@ -18,6 +18,7 @@ from bench import LIMITS_S, SCENARIOS, corpus, guard, html, machine, progress
 from bench.contest import Row
 from bench.report import RESULTS, markdown_table
 from bench.table import ratios
+from docsite import plots
 from docsite.plots import curves
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -89,6 +90,7 @@ def test_what_was_measured_before_an_interrupt_or_the_limit_is_written(
     assert process.returncode == 0, stderr
     (found,) = tmp_path.glob("*.json")
     assert found.name.startswith("partial-some-")
+    assert found.stem.endswith(f"-{machine.instruction_set(machine.describe())}")
     document = json.loads(found.read_text())
     assert document["rows"] == [[1, 1.5]]
     reason = "an interrupt" if number is not None else "the limit of 1 s"
@@ -134,6 +136,21 @@ def test_a_table_is_aligned_and_says_nothing_for_what_is_missing() -> None:
     assert markdown_table(("path", "n"), [["a", 1234.0], ["long", None]]) == (
         "| path |     n |\n| ---- | ----: |\n| a    | 1,234 |\n| long |     – |"
     )
+
+
+def test_another_machines_result_stands_beside_the_newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (html, plots):
+        monkeypatch.setattr(module, "RESULTS" if module is html else "_RESULTS", tmp_path)
+    sets = {"avx2": ["avx2"], "avx512": ["avx2", "avx512f"], "avx512_bf16": ["avx2", "avx512f", "avx512_bf16"]}
+    names = [
+        f"some-2026-11-{day}-{name}" for day, name in ((24, "avx2"), (25, "avx2"), (25, "avx512"), (26, "avx512_bf16"))
+    ]
+    for name in names:
+        found = {"machine": {"instruction_sets": sets[name.split("-")[-1]]}}
+        (tmp_path / f"{name}.json").write_text(json.dumps(found))
+
+    assert plots.newest("some") == names[3]
+    assert html._elsewhere("some") == names[1:3]
 
 
 def test_a_result_does_not_name_its_host() -> None:

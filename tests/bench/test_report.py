@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench import absent_peers, compared, html, latency, provenance, targets
+from bench import absent_peers, compared, html, latency, machine, provenance, targets
 from bench.query_targets import every_50_ms, front, one_query
 from bench.reasons import reason
 from bench.verdicts import NOT_MEASURED, Form, Line, Value
+from docsite.plots import load
 
 ROOT = Path(__file__).parents[2]
 
@@ -249,7 +250,8 @@ def test_every_missed_target_of_the_committed_results_has_a_reason() -> None:
 
 def test_results_are_the_newest_of_each_scenario_or_linked_from_a_document() -> None:
     runs = sorted(path.stem for path in (ROOT / "bench" / "results").glob("*-20*.json"))
-    newest = {run[: -len("-2026-11-25")]: run for run in runs}  # later runs replace earlier ones
+    sets = {run: machine.instruction_set(load(run)["machine"]) for run in runs}
+    newest = {(run.split("-20")[0], sets[run]): run for run in runs}  # later runs replace earlier ones
     texts = "".join(path.read_text() for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
     assert newest, "bench/results has no runs"
     assert [run for run in runs if run not in newest.values() and run not in texts] == []
