@@ -28,7 +28,14 @@ _PACKAGES = (
 START = "TEIMGR_BENCH_START"
 """The variable by which `bench all` names the commit that it began at to its scenarios."""
 
-_SETS = {"avx512_bf16": "avx512_bf16", "avx512f": "avx512", "avx2": "avx2", "bf16": "neon_bf16", "sve": "neon"}
+_SETS = {
+    "amx_bf16": "amx",
+    "avx512_bf16": "avx512_bf16",
+    "avx512f": "avx512",
+    "avx2": "avx2",
+    "bf16": "neon_bf16",
+    "sve": "neon",
+}
 _TELLING_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8", "sve", "bf16")
 
 

@@ -128,12 +128,9 @@ def _compared(row: Row, folder: Path, dtype: str, options: InferOptions, referen
 
 
 def _distance(row: Row, ours: Sequence[Matrix], theirs: Sequence[Matrix]) -> tuple[float | None, float]:
-    """The lowest cosine and the largest difference of vectors; None, and that of scores as a part of the largest."""
-    if row.output is not Output.SCORES:
-        found = between_vectors(ours, theirs)
-        return found.cosine, found.difference
-    largest = max(1.0, max(float(np.abs(each).max()) for each in theirs))
-    return None, between_scores(ours, theirs).difference / largest
+    """The lowest cosine and the largest difference of vectors; None, and that of scores."""
+    found = (between_scores if row.output is Output.SCORES else between_vectors)(ours, theirs)
+    return found.cosine, found.difference
 
 
 def _how(asker: Asker) -> str:

@@ -36,7 +36,7 @@ def test_a_file_is_the_model_that_it_was_made_of(
     truth, served = serve(plain).embed(TEXTS).vectors, serve(alone, safetensors_only=True)
 
     assert len(parsed) == 1  # for its configuration, tokenizer, weights and space
-    with pytest.raises(NoReferenceError, match="loads a GGUF file by itself"):
+    with pytest.raises(NoReferenceError, match="loads a GGUF file alone"):
         load_reference(served.engine.layout)
     assert missing_file(alone) is None
     assert (served.engine.info.forward, served.engine.info.pooling) == ("native", "last_token")

@@ -46,7 +46,7 @@ REAL_WEIGHTS_LIMITS = LIMITS | {
 @dataclass(frozen=True, slots=True)
 class Distance:
     """Between two lists of results. `cosine` is the lowest over rows and `mean_cosine` their mean (None for scores),
-    `difference` the largest absolute one: of unit vectors for vectors, of the numbers themselves for scores.
+    `difference` the largest absolute one: of unit vectors for vectors, for scores as in `between_scores`.
     """
 
     cosine: float | None
@@ -110,14 +110,14 @@ def between_vectors(ours: Sequence[Matrix], theirs: Sequence[Matrix]) -> Distanc
 
 
 def between_scores(ours: Sequence[Matrix], theirs: Sequence[Matrix]) -> Distance:
-    """Between results of [labels] each.
+    """Between results of [labels] each, as a part of the largest score where that is above 1, as the gate has it.
 
     Raises:
         AssertionError: an input has another number of labels.
     """
     mine, other = np.stack(list(ours)), np.stack(list(theirs))
     assert mine.shape == other.shape, f"{mine.shape} where the reference has {other.shape}"
-    return Distance(None, float(np.abs(mine - other).max()))
+    return Distance(None, float(np.abs(mine - other).max() / max(1.0, np.abs(other).max())))
 
 
 def _unit(rows: Matrix) -> NDArray[np.float64]:

@@ -50,12 +50,17 @@ def measure(
             batches=after.batches - before.batches,
             batching=asker.engine.info.batching,
             reference=between(together, theirs),
-            alone=Distance(None, max(_difference(a, b) for a, b in zip(together, alone, strict=True))),
+            alone=between_scores(together, alone) if output is Output.SCORES else _apart(together, alone),
             forward=forward,
             limits=(forward == "library" and limits.by_library) or limits,
         )
     finally:
         asker.engine.close(1.0)
+
+
+def _apart(together: Sequence[Matrix], alone: Sequence[Matrix]) -> Distance:
+    """The largest difference of a row."""
+    return Distance(None, max(_difference(a, b) for a, b in zip(together, alone, strict=True)))
 
 
 def _difference(ours: Matrix, theirs: Matrix) -> float:

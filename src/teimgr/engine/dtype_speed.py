@@ -51,7 +51,7 @@ class Preference:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """As in options and replies, such as `float32`."""
+    """Its name in options and replies, such as `float32`."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -313,7 +313,7 @@ def _choose_native(
 def _choose_batching(
     model: Model, dtype: torch.dtype, inputs: Sequence[Encoded], reference: Sequence[ProbeResult], requested: bool
 ) -> Choice | Closeness | None:
-    """As `first_batching`, of the model converted to `dtype`."""
+    """Convert the model to `dtype`, then `first_batching`."""
     model.backbone.convert(dtype)
     return first_batching(model, dtype, inputs, reference, requested)
 

@@ -79,7 +79,7 @@ def load_reference(layout: Layout) -> LibraryReference:
 
 def _refuse_what_libraries_read_otherwise(layout: Layout) -> None:
     if layout.weight_names == GGUF:
-        raise NoReferenceError("neither library loads a GGUF file by itself; docs/models.md compares its kind")
+        raise NoReferenceError("neither library loads a GGUF file alone; docs/models.md compares its kind")
     if layout.config_is_changed and not layout.trust_remote_code:
         raise NoReferenceError("its own code, which is known here, is not run without trust_remote_code")
     if layout.weight_names is not None and not layout.trust_remote_code:

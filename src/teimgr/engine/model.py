@@ -104,7 +104,7 @@ class Model:
         return HostWeights(self._transformers()[0].owner, modules, self._apart())
 
     def _apart(self) -> nn.Module | None:
-        """A module beside the transformer's that has a dtype of its own."""
+        """A module beside the transformer, which may have another dtype."""
         return None
 
     def place(self, weights: HostWeights, dtype: torch.dtype, device: torch.device) -> None:
