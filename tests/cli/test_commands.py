@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+import urllib.request
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -96,6 +97,26 @@ def test_an_instance_is_created_changed_stopped_started_and_deleted(run: Run, fl
     assert run("restart", "extra", "--rolling", "--wait").status == ExitStatus.OK
     assert run("rm", "extra", "nope", "-y").status == ExitStatus.NOT_FOUND
     assert "extra" not in run("ps", "-q").out
+
+
+def test_a_batch_that_cuts_every_text_is_refused_until_it_is_allowed_and_then_told(
+    run: Run, fleet: WarmDaemonProcess
+) -> None:
+    model = run("show", "ranker", "--json").json["model_id"]
+    few = ("create", "short", model, "--max-batch-tokens", "10", "--wait", "--timeout", "60")
+    refused = run(*few)
+    assert refused.status in (ExitStatus.FAILED, ExitStatus.REFUSED)
+    assert "each text would be cut to 10 tokens" in refused.err
+    assert 'extra_args = ["--auto-truncate"]' in refused.err
+    run("rm", "short", "-y")
+
+    notice = "short: texts are cut to the 10 tokens of max_batch_tokens"
+    allowed = run(*few, "--extra-arg=--auto-truncate")
+    assert (allowed.status, notice in allowed.err) == (ExitStatus.OK, True), allowed.err
+    for path in ("/health", "/ui/alarms"):
+        with urllib.request.urlopen(fleet.api + path) as reply:
+            assert notice in reply.read().decode(), path
+    run("rm", "short", "-y")
 
 
 def test_wait_without_names_waits_for_all(run: Run) -> None:
