@@ -52,6 +52,14 @@ def test_a_picture_is_turned_as_its_exif_says(turn: int) -> None:
     assert (rgb(with_orientation(turn)) == _UPRIGHT[turn](_PIXELS)).all()
 
 
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP"])
+def test_the_size_in_a_header_is_that_of_the_turned_picture(form: str) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    assert read_size(file_of(_IMAGE, form, exif=exif))[1:] == (23, 31)
+    assert read_size(file_of(_IMAGE, form))[1:] == (31, 23)
+
+
 def test_colour_below_full_transparency_does_not_show() -> None:
     alpha = np.zeros((23, 31, 1), np.uint8)
     alpha[0, 0] = 255

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from PIL import Image
 from tests.engine.conftest import Served
 from tests.support.models.dual_encoders import build_colmodernvbert, build_colpali, build_colqwen2, file_of, noise
 from tests.support.models.files import edit, read
@@ -70,6 +71,16 @@ def test_vectors_of_queries_and_pages_are_the_librarys_in_one_mixed_call(served:
     assert [len(one) for one in job.multi_vectors[1:8:2]] == [one.tokens for one in pages[:4]]  # counted by the header
     alone = served.wait(served.send([pages[1]], outputs=VECTORS)).multi_vectors[0]
     assert np.abs(alone - job.multi_vectors[3]).max() < 1e-5
+
+
+def test_a_turned_page_has_the_vectors_and_the_tokens_of_an_upright_one(served: Served) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 8
+    turned, upright = noise(300, 150), noise(300, 150).transpose(Image.Transpose.ROTATE_90)
+    pages = [served.engine.picture(one) for one in (file_of(turned, exif=exif), file_of(upright))]
+    job = served.wait(served.send(pages, outputs=VECTORS))
+    assert [len(one) for one in job.multi_vectors] == [one.tokens for one in pages]
+    assert (job.multi_vectors[0] == job.multi_vectors[1]).all()
 
 
 def test_a_text_as_a_document_is_refused_with_the_way_out(served: Served) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -33,6 +34,8 @@ _TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+_ON_THE_SIDE = (5, 6, 7, 8)
+_WEBP_PARTS = 12  # where its parts begin
 _KNOWN_OTHERS = (
     (b"%PDF", "a PDF document: send its pages as images"),
     (b"%!PS", "PostScript"),
@@ -51,7 +54,7 @@ Image.MAX_IMAGE_PIXELS = None
 
 
 class Size(NamedTuple):
-    """What the header of an image file says; `width` and `height` in pixels, before any turn."""
+    """What the header of an image file says; `width` and `height` in pixels, behind the turn that its EXIF asks for."""
 
     format: str
     width: int
@@ -73,11 +76,13 @@ def read_size(data: bytes) -> Size:
         )
     form = _format(data)
     _PART_CHECKS[form](data)
-    size = _webp_size(data) if form == "WEBP" else None
-    if size is None:
+    if form == "WEBP":
+        (width, height), turn = _webp_size(data), _orientation(partial(_webp_exif, data))
+    else:
         with _opened(data, form) as image:
-            size = image.size
-    width, height = size
+            (width, height) = image.size
+            is_known = form != "PNG" or "exif" in image.info  # else Pillow would read all pixels of a PNG for it
+            turn = _orientation(image.getexif) if is_known else 1
     if width < 1 or height < 1:
         raise _broken(form)
     if width * height > MAX_PIXELS:
@@ -85,7 +90,7 @@ def read_size(data: bytes) -> Size:
             f"Input validation error: the image has {width} x {height} pixels, and {MAX_PIXELS:,} are allowed: send it "
             "smaller, models read some 224 x 224"
         )
-    return Size(form, width, height)
+    return Size(form, height, width) if turn in _ON_THE_SIDE else Size(form, width, height)
 
 
 def decode(data: bytes) -> Image.Image:
@@ -108,7 +113,7 @@ def decode(data: bytes) -> Image.Image:
             raise _broken(form) from error
         if image.width * image.height > MAX_PIXELS:  # of a file whose parts contradict each other
             raise _broken(form)
-        turn = _TURNS.get(_orientation(image))
+        turn = _TURNS.get(_orientation(image.getexif))
         upright = to_rgb(loaded or image)
         return upright if turn is None else memory.turned(upright, turn)
 
@@ -186,15 +191,27 @@ def _broken(form: str) -> InvalidInput:
     )
 
 
-def _orientation(image: Image.Image) -> int:
+def _orientation(read: Callable[[], Image.Exif]) -> int:
     try:
-        return int(image.getexif().get(_ORIENTATION, 1))
+        return int(read().get(_ORIENTATION, 1))
     except Exception:  # of any kind: broken EXIF turns nothing
         return 1
 
 
-def _webp_size(data: bytes) -> tuple[int, int] | None:
-    """Of the canvas, before Pillow makes one; None if the header is not known."""
+def _webp_exif(data: bytes) -> Image.Exif:
+    """The EXIF of a WebP file, which is one of its parts; empty without one."""
+    at, found = _WEBP_PARTS, Image.Exif()
+    for _ in range(_MAX_PARTS):
+        size = int.from_bytes(data[at + 4 : at + 8], "little")
+        if at >= len(data) or data[at : at + 4] == b"EXIF":
+            found.load(data[at + 8 : at + 8 + size])
+            break
+        at += 8 + size + size % 2
+    return found
+
+
+def _webp_size(data: bytes) -> tuple[int, int]:
+    """Of the canvas, before Pillow makes one."""
     kind, at = data[12:16], data[20:]
     if kind == b"VP8X" and len(at) >= 10:
         return int.from_bytes(at[4:7], "little") + 1, int.from_bytes(at[7:10], "little") + 1
