@@ -257,8 +257,13 @@ _KEYS_OF_SENSES = {"vision_config": "images", "visual": "images", "audio_config"
 def _refuse_other_models(config: dict[str, Any]) -> None:
     """Refuse models of images and sound by what they are: their text alone would go without their chat template."""
     model_type = str(config["model_type"])
-    if model_type in SENSES and (model_type != "embedding_gemma2" or config.get("vision_config")):
-        return  # without a vision_config it is one of texts, or of sounds beside them
+    if model_type == "embedding_gemma2" and not config.get("vision_config"):
+        raise ModelLoadFailed(
+            "the EmbeddingGemma 2 has no part that reads images (vision_config of config.json), and is served with it "
+            "alone: use the files with all parts, as google/embeddinggemma-2 has them"
+        )
+    if model_type in SENSES:
+        return
     senses = _OTHER_MODELS.get(model_type) or next(
         (_KEYS_OF_SENSES[key] for key in _KEYS_OF_SENSES if config.get(key)), None
     )

@@ -54,10 +54,7 @@ _SYSTEM, _FIRST, _SECOND = "\ue000system\ue001", "\ue000first\ue001", "\ue000sec
 
 def is_vision_chat(metadata: ModelMetadata) -> bool:
     """Whether the model reads texts and images in one input."""
-    is_one = metadata.config["model_type"] in VISION_CHATS
-    return is_one and (
-        metadata.config["model_type"] != "embedding_gemma2" or bool(metadata.config.get("vision_config"))
-    )
+    return metadata.config["model_type"] in VISION_CHATS
 
 
 def kind_of_vision_chat(metadata: ModelMetadata) -> Kind:

@@ -16,6 +16,7 @@ from teimgr.engine.images.files import decode
 from teimgr.engine.images.pixels import PixelTable, prepare
 from teimgr.engine.job import Content, Input
 from teimgr.errors import ModelLoadFailed
+from teimgr.models.reading import read_layout
 
 TEXTS = ["what is a fox?", "The quick brown fox jumps over the lazy dog. " * 3, "Zürich x"]
 FILES = [file_of(noise(*size)) for size in [(40, 50), (300, 200), (64, 64), (5, 900), (900, 5), (57, 71)]]
@@ -49,6 +50,13 @@ def test_vectors_ids_and_pixels_are_the_librarys_in_one_mixed_call_and_alone(tmp
     info = served.engine.info
     assert (info.modalities, info.fused, info.dimension, info.batching) == (("text", "image"), False, 24, "packed")
     served.engine.close(1.0)
+
+
+def test_files_without_the_part_for_images_are_refused_with_the_way_out(tmp_path: Path) -> None:
+    folder = build_embedding_gemma2(tmp_path / "model")
+    edit(folder / "config.json", vision_config=None)
+    with pytest.raises(ModelLoadFailed, match=r"vision_config.*use the files with all parts, as google/embeddinggemma-2"):
+        read_layout(folder)
 
 
 @pytest.mark.parametrize(
