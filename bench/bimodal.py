@@ -87,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
         with kept_so_far():
             for number in rounds(options.rounds):
                 for name, target in targets.items():
-                    _round(target, queries, options, found[name], alone_first=number % 2 == 1)
+                    measure_round(target, queries, options, found[name], alone_first=number % 2 == 1)
                     say(f"  {name}: {found[name].alone[-1]:.0f} and {found[name].beside[-1]:.0f} texts/s")
     records = [_record(name, each, tokens) for name, each in found.items() if each.beside]
     facts = {
@@ -156,7 +156,12 @@ def _over_http(port: int, file: Path) -> Iterator[Target]:
         yield Target(f"http://127.0.0.1:{port}{ONE}", bulk)
 
 
-def _round(target: Target, queries: list[str], options: argparse.Namespace, found: Found, alone_first: bool) -> None:
+def measure_round(
+    target: Target, queries: list[str], options: argparse.Namespace, found: Found, alone_first: bool
+) -> None:
+    """Add to `found` a round of `options.idle` seconds of queries, `options.rate` a second, and a pass of
+    `options.texts` inputs in bulk, alone and beside them.
+    """
     end = time.perf_counter() + options.idle
     idle, _ = asyncio.run(_paced(target.address, queries, options.rate, lambda: time.perf_counter() > end))
     alone_s = float(target.bulk.ask("pass")["seconds"]) if alone_first else 0.0

@@ -7,6 +7,8 @@
                        the first n texts, a call each: one after the other, or where s > 0 one every s seconds; their
                        results in FILE unless it is null
                                                     → {"latencies_ms": [...]}
+    {"stages": n}      the first n inputs, one stage of the encoder after the other
+                                                    → {name of a stage: processor seconds}
     {"memory": null}                                → {"peak_rss_mib": m, "unique_mib": m}
 
 The first line it writes, when it is loaded, is {"dtype": name, "load_seconds": s, "note": text}, with what the encoder
@@ -25,7 +27,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from bench import callers, encoders, exported, onnx_graph, products
+from bench import callers, encoders, exported, onnx_graph, pictures, products
 from bench.encoders import Encoder, Task
 from bench.machine import peak_rss_mib, unique_mib
 
@@ -39,6 +41,11 @@ KINDS: dict[str, type[Any]] = {
     "onnxruntime": onnx_graph.OnnxRuntime,
     "engine": encoders.Bare,
     "products": products.Products,
+    "sentence-transformers-images": pictures.SentenceTransformersImages,
+    "transformers-images": pictures.TransformersImages,
+    "transformers-pages": pictures.TransformersPages,
+    "engine-images": pictures.EngineImages,
+    "served-images": pictures.ServedImages,
     "served": encoders.Served,
     "streamed": encoders.Streamed,
     "reranked": encoders.Reranked,
@@ -86,6 +93,8 @@ def _do(verb: str, argument: Any, encoder: Encoder, texts: list[str]) -> dict[st
         return spent
     if verb == "queries":
         return {"latencies_ms": _queries(encoder, texts[: argument["count"]], argument["every_s"], argument["keep"])}
+    if verb == "stages":
+        return pictures.staged(getattr(encoder, "stages", {}), texts[:argument])
     if verb == "memory":
         return {"peak_rss_mib": peak_rss_mib(os.getpid()), "unique_mib": unique_mib(os.getpid())}
     return {}

@@ -162,7 +162,8 @@ class Bare:
         from teimgr.spec import Kind
 
         kind = Kind(self._engine.info.kind)
-        output = {Kind.RERANKER: Output.SCORES, Kind.SPARSE: Output.SPARSE}.get(kind, Output.DENSE)
+        known = {Kind.RERANKER: Output.SCORES, Kind.SPARSE: Output.SPARSE, Kind.MULTI_VECTOR: Output.MULTI_VECTOR}
+        output = known.get(kind, Output.DENSE)
         inputs = [Pair(*pair) for pair in weights.pairs(texts)] if kind is Kind.RERANKER else texts
         self._delivered.clear()
         job = Job(inputs, InferOptions(frozenset({output})), Lane.BULK if is_bulk else Lane.INTERACTIVE)
@@ -172,6 +173,8 @@ class Bare:
             raise next(iter(job.errors.values()))
         if output is Output.SPARSE:
             return SparseRows(job.sparse, self._engine.info.dimension)
+        if output is Output.MULTI_VECTOR:
+            return np.stack([rows.reshape(-1) for rows in job.multi_vectors])
         return job.scores if output is Output.SCORES else job.vectors
 
     def close(self) -> None:

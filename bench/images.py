@@ -1,0 +1,159 @@
+"""`bench images`: images/s of CLIP and pages/s of ColPali, by stage, and text queries beside a bulk job of images."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from bench import bimodal, corpus, pictures
+from bench.contest import Child, Row, child, compete, entrants
+from bench.encoders import Task
+from bench.fleet import Fleet, fleet
+from bench.front import INSTANCE
+from bench.progress import partial, rounds, say
+from bench.report import publish
+from bench.table import ratios
+
+HEADER = (
+    *("path", "dtype", "images/s median", "× baseline median", "least", "most"),
+    *("CPU ms of an image", "decode %", "preprocess %", "forward %", "cosine min", "foreign cores"),
+)
+_STAGES = ("decode", "preprocess", "forward")
+_PHOTOGRAPHS = ((640, 480), (480, 640), (1024, 768), (640, 480))
+_PAGE = (1240, 1754)  # A4 at 150 dpi
+_BATCH = 32
+
+
+@dataclass
+class Contest:
+    """Paths over the files of one kind, the first of which is the baseline; and those whose stages are measured."""
+
+    title: str
+    files: list[str]
+    tasks: dict[str, Task]
+    staged: tuple[str, ...]
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the scenario."""
+    parser.add_argument("--images", type=int, default=64, help="photographs of a pass (64)")
+    parser.add_argument("--bulk", type=int, default=192, help="photographs of a bulk job beside queries (192)")
+    parser.add_argument("--pages", type=int, default=3, help="pages of a pass (3)")
+    parser.add_argument("--rounds", type=int, default=3, help="passes of each path, in turn (3)")
+    parser.add_argument("--rate", type=float, default=20.0, help="text queries a second beside the bulk (20)")
+    parser.add_argument("--idle", type=float, default=8.0, help="seconds of them without it, in a round (8)")
+    parser.add_argument("--tiny", action="store_true", help="models of a few kB, for a test: figures mean nothing")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, print, write."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        say("making models and files")
+        clip, colpali = pictures.models(folder, is_tiny=options.tiny)
+        photographs = pictures.photographs(folder / "photographs", max(options.images, options.bulk), _PHOTOGRAPHS)
+        running = stack.enter_context(fleet())
+        running.client.create(INSTANCE, str(clip))
+        running.client.wait_until_running(INSTANCE, deadline_s=120)
+        records = _measured(_of_photographs(clip, photographs[: options.images], running), options.rounds, running)
+        found = bimodal.Found()
+        with partial():
+            _beside(running, photographs[-options.bulk :], options, found, folder)
+        running.client.delete(INSTANCE)
+        pages = pictures.photographs(folder / "pages", options.pages, [_PAGE])
+        records += _measured(_of_pages(colpali, pages), options.rounds, running)
+    facts = {
+        "CLIP": "a CLIP of ViT-B/32's sizes with random weights; JPEG files of 640 x 480, 480 x 640 and 1024 x 768",
+        "pages": f"a ColPali of its widths and a {pictures.NINTH}th of its depth, 3 layers of the image half and 2 of "
+        "the language model, with random weights; JPEG files of A4 at 150 dpi, 1,030 tokens each",
+        "method": f"{options.rounds} rounds, one pass of each path in turn, {options.images} photographs or "
+        f"{options.pages} pages; × is within a round",
+        "stages": f"processor time of decoding, resizing and the forward, up to {_BATCH} images at a time; forward "
+        "here includes the numbers of pixels, which transformers makes in its preprocessing",
+        "size": "tiny models, whose figures mean nothing" if options.tiny else "as named",
+        "a text query beside images": _told(found, options),
+    }
+    data = {"rows": records, "beside": vars(found)}
+    publish("images", facts, HEADER, [[record.get(key) for key in HEADER] for record in records], data)
+    return 0
+
+
+def _of_photographs(model: Path, files: list[str], running: Fleet) -> Contest:
+    engine = Task("engine-images", str(model))
+    tasks = {
+        "CLIP, sentence-transformers": Task("sentence-transformers-images", str(model), batch_size=_BATCH),
+        "CLIP, transformers": Task("transformers-images", str(model), batch_size=_BATCH),
+        "CLIP, teimgr engine": engine,
+        "CLIP, teimgr engine, auto": Task("engine-images", str(model), dtype="auto"),
+        "CLIP, teimgr daemon, Arrow, auto": Task("served-images", grpc=running.grpc, instance=INSTANCE),
+    }
+    return Contest("photographs", files, tasks, (*tasks,)[1:4])
+
+
+def _of_pages(model: Path, files: list[str]) -> Contest:
+    tasks = {
+        "page, transformers": Task("transformers-pages", str(model), batch_size=4),
+        "page, teimgr engine": Task("engine-images", str(model)),
+        "page, teimgr engine, bfloat16": Task("engine-images", str(model), dtype="bfloat16"),
+    }
+    return Contest("pages", files, tasks, (*tasks,))
+
+
+def _measured(contest: Contest, turns: int, running: Fleet) -> list[dict[str, Any]]:
+    """A record of each path."""
+    own_cpu = {name: running.cpu_s for name, task in contest.tasks.items() if task.grpc}
+    with entrants(contest.tasks) as children:
+        rows = compete(children, contest.files, turns, own_cpu)
+        stages = {name: _stages(children[name], len(contest.files)) for name in contest.staged}
+    return [_record(row, rows[0], len(contest.files), stages.get(row.name, {})) for row in rows]
+
+
+def _stages(of: Child, files: int) -> dict[str, float]:
+    """Processor seconds of each stage for an image."""
+    count = min(files, _BATCH)
+    return {name: seconds / count for name, seconds in of.ask("stages", count).items()}
+
+
+def _record(row: Row, baseline: Row, files: int, stages: dict[str, float]) -> dict[str, Any]:
+    times, whole = ratios(row, baseline), sum(stages.values())
+    own = {"path": row.name, "dtype": row.dtype, "images/s median": files / row.median_s}
+    own |= {"× baseline median": times["median"], "least": times["least"], "most": times["most"]}
+    own |= {"cosine min": f"{row.cosine_min:.5f}", "foreign cores": median(row.foreign_cores), "seconds": row.seconds}
+    if not stages:
+        return own
+    shares = {f"{name} %": 100 * stages[name] / whole for name in _STAGES}
+    return own | {"CPU ms of an image": whole * 1e3} | shares
+
+
+def _beside(running: Fleet, files: list[str], options: argparse.Namespace, found: bimodal.Found, folder: Path) -> None:
+    """Text queries at a fixed rate, alone and beside a bulk job of images through the same instance."""
+    paths = folder / "beside.json"
+    paths.write_text(json.dumps(files))
+    texts = corpus.queries(1000)
+    own = argparse.Namespace(idle=options.idle, rate=options.rate, texts=len(files))
+    with child(Task("served-images", grpc=running.grpc, instance=INSTANCE)) as bulk:
+        bulk.ask("texts", str(paths))
+        for number in rounds(options.rounds):
+            bimodal.measure_round(bimodal.Target(running.grpc, bulk), texts, own, found, alone_first=number % 2 == 1)
+            say(f"  {found.alone[-1]:.1f} images/s alone, {found.beside[-1]:.1f} beside queries")
+
+
+def _told(found: bimodal.Found, options: argparse.Namespace) -> str:
+    if not found.idle_ms or not found.beside_ms:
+        return "not measured"
+    (idle_50, idle_99), (beside_50, beside_99) = (
+        np.percentile(each, (50, 99)).tolist() for each in (found.idle_ms, found.beside_ms)
+    )
+    return (
+        f"{options.rate:g} a second through the mux: p50 {idle_50:.2f} ms, p99 {idle_99:.2f} ms idle; p50 "
+        f"{beside_50:.2f} ms, p99 {beside_99:.2f} ms beside the bulk, {beside_99 / idle_99:.2f} x its idle p99; the "
+        f"bulk {median(found.alone):.1f} images/s alone and {median(found.beside):.1f} beside the queries"
+    )
