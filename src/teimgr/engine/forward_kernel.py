@@ -247,6 +247,36 @@ class ForwardKernel:
         sized = self._sized
         if self._tables and (most := int(positions.max()) + 1) > sized.positions:
             sized = self._of_length(most) if most > self._trained else self._grown(1 << (most - 1).bit_length())
+        return self._computed(sized, batch, positions, threads)
+
+    def of_rows(self, rows: Tensor, length: int, threads: int) -> Tensor:
+        """Hidden states, float32 [T, width], of inputs of `length` rows each: float32 [T, width of a row], which take
+        the place of the program's only table of ids. Any number of threads may call at a time.
+
+        Raises:
+            RuntimeError: as a call.
+            ValueError: the rows are not those of whole inputs, or of another width.
+        """
+        step, tokens = self._steps[0], len(rows)
+        if tokens % length or rows.shape != (tokens, step.width) or rows.dtype is not torch.float32:
+            raise ValueError(f"native forward: {tuple(rows.shape)} are no inputs of {length} rows of {step.width}")
+        kept = rows.contiguous()
+        steps = type(self._steps).from_buffer_copy(self._steps)
+        steps[0].tables[0], steps[0].table_size[0] = kept.data_ptr(), kept.numel()
+        program = _Program.from_buffer_copy(self._program)
+        program.steps = steps
+        program.rows[_INDICES.index("ids")] = tokens
+        batch = PackedBatch(
+            ids=np.arange(tokens),
+            position_ids=np.zeros(tokens, np.int64),
+            cu_seqlens=np.arange(0, tokens + 1, length, dtype=np.int32),
+            max_seqlen=length,
+            runs=(),
+            order=np.arange(tokens // length),
+        )
+        return self._computed(_SizedProgram(length, (kept,), steps, program), batch, batch.position_ids, threads)
+
+    def _computed(self, sized: _SizedProgram, batch: PackedBatch, positions: NDArray[np.int64], threads: int) -> Tensor:
         is_small = batch.tokens <= _SMALL_TOKENS
         if is_small and threads > 1:
             threads = self._helper_waits.threads(threads)

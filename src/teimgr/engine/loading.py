@@ -201,7 +201,7 @@ def _load(options: EngineOptions) -> EngineParts:
         gpu.raise_if_the_devices(error, device)
         raise
     if layout.reads_files:
-        _begin_pictures(model, tokenizer)
+        _begin_pictures(model, tokenizer, choice.dtype, is_requested=options.dtype != "auto")
     return_freed_memory()
     served = model.outputs if layout.listwise is None else frozenset({Output.SCORES})
     width = next((model.widths[output] for output in _VECTORS if output in served), 0)
@@ -304,13 +304,13 @@ def _load_model(layout: Layout, device: torch.device, threads: int, is_known: bo
     return load_dual_model(layout, device, threads)
 
 
-def _begin_pictures(model: Model, tokenizer: TextTokenizer) -> None:
+def _begin_pictures(model: Model, tokenizer: TextTokenizer, dtype: torch.dtype, *, is_requested: bool) -> None:
     from teimgr.engine.images.inputs import FileTokenizer
     from teimgr.engine.images.model import PicturedModel
 
     assert isinstance(model, PicturedModel)
     assert isinstance(tokenizer, FileTokenizer)
-    model.check_pictures()
+    model.check_pictures(model.use_native_layers(dtype, is_requested=is_requested))
     tokenizer.use(model.decoder)
     model.decoder.start()
 

@@ -127,7 +127,8 @@ def need_pillow() -> None:
     """Raise ModelLoadFailed where Pillow is not installed."""
     if importlib.util.find_spec("PIL") is None:
         raise ModelLoadFailed(
-            "the model embeds images, for which Pillow is missing: install teimgr with the extra `images`"
+            "the model embeds images, for which Pillow is missing: install teimgr with the extra `images` "
+            "(pip install 'teimgr[images]')"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -13,11 +14,21 @@ import torch
 import transformers
 from PIL import Image
 from tests.engine.conftest import Served
-from tests.support.models.dual_encoders import build_clip, build_siglip, file_of, noise
+from tests.support.models.dual_encoders import (
+    build_clip,
+    build_colpali,
+    build_dinov2,
+    build_embedding_gemma2,
+    build_siglip,
+    file_of,
+    noise,
+)
 from tests.support.native import needs_native_forward
 
+from teimgr.engine.images.layers import NativeLayers
 from teimgr.engine.job import Lane, Output
 from teimgr.errors import InvalidInput, ModelLoadFailed, WrongModelKind
+from teimgr.models.reading import read_layout
 
 TEXTS = ["a photo", "The quick brown fox jumps over the lazy dog.", "rain " * 100, "two <|endoftext|> ends", "Zürich"]
 PICTURES = [noise(40, 50), noise(300, 200, 1), noise(64, 64, 2), noise(5, 90, 3)]
@@ -93,8 +104,9 @@ def test_a_truncated_picture_fails_alone(served: Served) -> None:
 
 
 @needs_native_forward
-def test_texts_are_computed_by_the_native_forward(served: Served) -> None:
+def test_both_halves_are_computed_by_the_native_forward(served: Served) -> None:
     assert served.engine.info.forward == "native"
+    assert isinstance(served.engine._runners[0]._model._tower.vision.encoder, NativeLayers)
 
 
 def test_a_self_test_embeds_a_picture_too(served: Served) -> None:
@@ -105,6 +117,16 @@ def test_a_self_test_embeds_a_picture_too(served: Served) -> None:
     assert all(test.agrees_with(reference) for test in tests)
     assert served.engine._reference is not None
     assert not tests[0].agrees_with(served.engine._reference)
+
+
+@pytest.mark.parametrize("build", [build_clip, build_colpali, build_dinov2, build_embedding_gemma2])
+def test_without_pillow_a_model_of_images_is_refused_with_what_installs_it(
+    build: Callable[[Path], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = build(tmp_path / "model")
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(ModelLoadFailed, match=r"pip install 'teimgr\[images\]'"):
+        read_layout(folder)
 
 
 def test_hidden_states_of_tokens_are_refused_by_name(served: Served) -> None:

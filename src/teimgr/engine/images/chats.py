@@ -256,13 +256,13 @@ class ChatModel(PicturedModel):
         hidden = self.backbone.hidden(batch)
         return hidden[to_device(batch.ends - 1, hidden.device)].float()
 
-    def check_pictures(self) -> None:
+    def check_pictures(self, together: Tensor) -> None:
         """As of texts and images; and that they are those of float32.
 
         Raises:
             ModelLoadFailed: they are not.
         """
-        super().check_pictures()
+        super().check_pictures(together)
         self._check_closeness(self._picture_dtype)
 
     def place(self, weights: HostWeights, dtype: torch.dtype, device: torch.device) -> None:

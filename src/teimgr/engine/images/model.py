@@ -14,11 +14,13 @@ from torch.nn import functional
 from teimgr.engine import gpu
 from teimgr.engine.backbone import Transformer
 from teimgr.engine.batch import Encoded, PackedBatch
-from teimgr.engine.fidelity_gate import MIN_COSINE
+from teimgr.engine.fidelity_gate import MIN_COSINE, MIN_REQUESTED_COSINE
+from teimgr.engine.forward_program import CannotLowerError
 from teimgr.engine.heads import Rows
 from teimgr.engine.heads.pooling import DenseHead
 from teimgr.engine.host_weights import HostWeights
 from teimgr.engine.images.inputs import PicturedBatch, pack_with_pictures
+from teimgr.engine.images.layers import native_layers
 from teimgr.engine.images.pixels import Pixels, PixelTable
 from teimgr.engine.images.waiting import FileDecoder, PictureDecoder
 from teimgr.engine.job import Output
@@ -109,6 +111,7 @@ class PicturedModel(Model):
         self.decoder = decoder
         self.known = known
         self._reference: Tensor | None = None
+        self._layers: nn.Module | None = None  # kept here too, where its memory is counted
 
     def pack(self, inputs: Sequence[Encoded]) -> PackedBatch:
         """A batch of inputs, whose pictures are decoded."""
@@ -118,18 +121,46 @@ class PicturedModel(Model):
         """Of pictures of one size, float32 [N, width], or [N, tokens, width], on the device."""
         raise NotImplementedError
 
+    def _vision(self) -> Any:
+        """The library's module of the image half, whose layers are its `encoder`; None where there is no such."""
+        return None
+
+    def use_native_layers(self, dtype: torch.dtype, *, is_requested: bool) -> Tensor:
+        """The vectors of the known pictures. On a CPU the layers of the image half are computed by our library from now
+        on: in `dtype` where these vectors are close enough to those of the model's own layers, else in float32; where
+        that is not exact, its own stay.
+        """
+        vision = self._vision()
+        if vision is None or gpu.is_gpu(self.backbone.device):
+            return self.vectors(self.known)
+        reference, own = self.vectors(self.known), vision.encoder
+        for each in dict.fromkeys((torch.float32 if dtype is torch.int8 else dtype, torch.float32)):
+            try:
+                vision.encoder = native_layers(vision, each)
+            except CannotLowerError as refusal:
+                log.info("the layers of the image half in %s are not native: %s", each, refusal)
+                continue
+            found = self.vectors(self.known)
+            cosine = least_cosine(found, reference)
+            few = MIN_REQUESTED_COSINE if is_requested else MIN_COSINE
+            if cosine >= (EXACT_COSINE if each is torch.float32 else few):
+                self._layers = vision.encoder
+                return found
+            vision.encoder = own
+            log.warning("native layers of the image half in %s are refused: a cosine of %.6f", each, cosine)
+        return reference
+
     def _closeness(self) -> float:
         """The lowest cosine of the known pictures to the reference."""
         assert self._reference is not None
         return least_cosine(self.vectors(self.known).to(self._reference.device), self._reference)
 
-    def check_pictures(self) -> None:
-        """Check that known pictures have finite vectors, which do not depend on the pictures beside them.
+    def check_pictures(self, together: Tensor) -> None:
+        """Check that the vectors of the known pictures, computed together, are finite, and those that each has alone.
 
         Raises:
-            ModelLoadFailed: they do not.
+            ModelLoadFailed: they are not.
         """
-        together = self.vectors(self.known)
         if not torch.isfinite(together).all():
             raise ModelLoadFailed(f"the model gives NaN or infinity for known {self.files}")
         alone = torch.cat([self.vectors([one]) for one in self.known])
@@ -186,6 +217,9 @@ class DualModel(PicturedModel):
 
     def _apart(self) -> nn.Module:
         return self._tower
+
+    def _vision(self) -> Any:
+        return getattr(self._tower, "vision", None)
 
     def place(self, weights: HostWeights, dtype: torch.dtype, device: torch.device) -> None:
         """Move to `device`; the image half in `dtype` where that is close enough to float32 on known pictures."""
