@@ -54,6 +54,13 @@ def test_an_image_has_one_vector_however_it_is_given(daemon: DaemonProcess, tmp_
         assert client.embed_images(paths[0], instance="clip", dimensions=8).shape == (1, 8)
 
 
+def test_info_tells_what_a_model_embeds(daemon: DaemonProcess) -> None:
+    with daemon.client() as client:
+        told = {name: client.info(instance=name) for name in ("clip", "chat")}
+    assert {name: info.modalities for name, info in told.items()} == dict.fromkeys(told, ("text", "image"))
+    assert {name: info.fused for name, info in told.items()} == {"clip": False, "chat": True}
+
+
 def test_refusals_name_the_image(daemon: DaemonProcess, tmp_path: Path) -> None:
     with daemon.client() as client:
         with pytest.raises(ValidationError, match=r"images\[1\]: .*no such file"):

@@ -34,7 +34,7 @@ from teimgr.errors import Code
 from teimgr.wire.frames import Flag, Method, Timings
 from teimgr.wire.pb.tei.v1 import tei_pb2
 from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2
-from teimgr.wire.pb.teimgr.v1 import frames_pb2
+from teimgr.wire.pb.teimgr.v1 import arrow_pb2, frames_pb2
 from teimgr.worker.methods import embed_all_response, embed_response, embed_sparse_response
 
 INSIDE = 5  # calls: one running and four behind it, of `max_concurrent_requests=1`
@@ -195,6 +195,15 @@ async def test_every_kind_serves_a_method_or_says_why_not(
             assert answer.error.message == text, kind
             wrong_kind = not text.startswith("batch size")
             assert answer.error.code is (Code.WRONG_MODEL_KIND if wrong_kind else Code.INVALID_INPUT), kind
+
+
+async def test_info_has_our_own_fields_behind_those_of_tei(links: Links) -> None:
+    reply = (await links["embedding"].ask(Method.INFO)).reply
+    ours = arrow_pb2.InfoAddition.FromString(reply)
+    assert (list(ours.modalities), ours.fused) == (["text"], False)
+    of_tei = tei_pb2.InfoResponse.FromString(reply)
+    of_tei.DiscardUnknownFields()
+    assert reply == of_tei.SerializeToString() + arrow_pb2.InfoAddition(modalities=["text"]).SerializeToString()
 
 
 async def test_info_says_which_of_teis_three_types_a_kind_is(links: Links) -> None:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from teimgr.errors import InvalidInput
 from teimgr.wire.pb.tei.v1 import tei_pb2
+from teimgr.wire.pb.teimgr.v1 import arrow_pb2
 
 Vectors = NDArray[np.float32]
 
@@ -18,7 +19,10 @@ _NAMED_FAILURES = 3
 
 @dataclass(frozen=True, slots=True)
 class Info:
-    """Properties of the served model. Lengths are tokens; `kind` is embedding, classifier or reranker."""
+    """Properties of the served model. Lengths are tokens; `kind` is embedding, classifier or reranker.
+
+    `modalities` are what it embeds, of text, image and audio; `fused`: whether a text and images are one input for it.
+    """
 
     model_id: str
     model_sha: str | None
@@ -30,9 +34,12 @@ class Info:
     max_batch_requests: int | None
     max_client_batch_size: int
     max_concurrent_requests: int
+    modalities: tuple[str, ...] = ("text",)
+    fused: bool = False
 
     @classmethod
     def from_message(cls, message: tei_pb2.InfoResponse) -> Info:
+        ours = arrow_pb2.InfoAddition.FromString(message.SerializeToString())  # fields that are none of TEI's
         return cls(
             model_id=message.model_id,
             model_sha=message.model_sha if message.HasField("model_sha") else None,
@@ -44,6 +51,8 @@ class Info:
             max_batch_requests=message.max_batch_requests if message.HasField("max_batch_requests") else None,
             max_client_batch_size=message.max_client_batch_size,
             max_concurrent_requests=message.max_concurrent_requests,
+            modalities=tuple(ours.modalities) or ("text",),
+            fused=ours.fused,
         )
 
 

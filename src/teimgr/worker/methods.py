@@ -20,6 +20,7 @@ from teimgr.wire.error_bodies import failure
 from teimgr.wire.frames import HttpReply, HttpRequest, Method, Timings, read_request, reply_head
 from teimgr.wire.grpc_core.streams import MAX_PAIRS
 from teimgr.wire.pb.tei.v1 import tei_pb2
+from teimgr.wire.pb.teimgr.v1 import arrow_pb2
 from teimgr.wire.protobuf import scan, varint
 from teimgr.wire.spaces import EXPECT_KEY
 from teimgr.worker import arrow_calls
@@ -230,7 +231,8 @@ def info(dispatcher: Dispatcher, call: MethodCall) -> None:
         max_client_batch_size=spec.max_client_batch_size,
         tokenization_workers=model.tokenization_workers,
     )
-    call.reply(CallReply(response.SerializeToString()))
+    ours = arrow_pb2.InfoAddition(modalities=model.modalities, fused=model.fused)
+    call.reply(CallReply(response.SerializeToString() + ours.SerializeToString()))
 
 
 def tokenize(dispatcher: Dispatcher, call: MethodCall) -> None:

@@ -30,6 +30,7 @@ OPENAI = [
     ("/v1/embeddings", {"messages": message([PART])}),
     ("/v1/embeddings", {"input": URI, "modality": "image"}),
     ("/infinity/embeddings", {"input": [URI, PLAIN], "modality": "image"}),
+    ("/embeddings_image", {"input": [URI, PLAIN]}),
 ]
 
 

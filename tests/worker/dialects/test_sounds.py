@@ -33,6 +33,7 @@ def of_openai(answer: Any) -> list[Any]:
 
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "Infinity": ("/infinity/embeddings", {"input": URIS, "modality": "audio"}),
+    "Infinity, as older clients": ("/embeddings_audio", {"input": URIS}),
     "Infinity at /v1": ("/v1/embeddings", {"input": PLAIN, "modality": "audio"}),
     "vLLM, input_audio": (
         "/v1/embeddings",

@@ -79,7 +79,7 @@ _DIALECTS_OF_PATH: dict[str, tuple[str, ...]] = {
     "/v1/rerank": (COHERE, JINA, VLLM, VOYAGE, INFINITY),
     "/v2/rerank": (COHERE, VLLM),
     "/rerank": (INFINITY, VLLM),
-    "/embeddings": (INFINITY,),
+    **dict.fromkeys(("/embeddings", "/embeddings_image", "/embeddings_audio"), (INFINITY,)),
     "/classify": (VLLM, INFINITY),
     "/v1/classify": (COHERE, INFINITY),
     "/v1/tokenize": (COHERE,),
@@ -95,6 +95,7 @@ _DENSE = (Kind.EMBEDDING.value,)
 _EMBEDDING, _RERANKING = (Kind.EMBEDDING.value, Kind.MULTI_VECTOR.value), (Kind.RERANKER.value,)
 _KINDS_OF_PATH: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("/v1/embeddings", "/v1/embed", "/v2/embed", "/embeddings"), _EMBEDDING),
+    **dict.fromkeys(("/embeddings_image", "/embeddings_audio"), _EMBEDDING),
     **dict.fromkeys((*OLLAMA_EMBEDDING, "/v1/multimodalembeddings"), _DENSE),
     "/vectors": _DENSE,
     **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), _RERANKING),

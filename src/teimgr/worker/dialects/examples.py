@@ -1,6 +1,6 @@
 """A request for each POST route of inference, for OpenAPI; a test sends each to a daemon.
 
-The models are `mini` (dense vectors), `splade`, `reranker` and `classifier`.
+The models are `mini` (dense vectors), `splade`, `reranker`, `classifier`, `clip` and `clap`.
 """
 
 from __future__ import annotations
@@ -31,6 +31,16 @@ _SCORE = {"model": "reranker", "text_1": "What is deep learning?", "text_2": _TE
 _ITEMS = [{"id": "1", "text": "What is deep learning?"}]
 _IDS = [101, 102]
 
+# A picture of one pixel, and a sound of 32 samples.
+_PIXEL = (
+    "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAA"
+    "AABJRU5ErkJggg=="
+)
+_SILENCE = (
+    "data:audio/wav;base64,UklGRmQAAABXQVZFZm10IBAAAAABAAEAQB8AAIA+AAACABAAZGF0YUAAAAAAAAAAAAAAAAAAAAAAAAAA"
+    "AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA"
+)
+
 EXAMPLES: Mapping[tuple[str, str], dict[str, Any]] = {
     (OPENAI, "/v1/embeddings"): _EMBED,
     (JINA, "/v1/embeddings"): _EMBED | {"task": "retrieval.passage", "normalized": True},
@@ -44,6 +54,8 @@ EXAMPLES: Mapping[tuple[str, str], dict[str, Any]] = {
     (COHERE, "/v1/embed"): _COHERE_EMBED,
     (COHERE, "/v2/embed"): _COHERE_EMBED,
     **{(INFINITY, path): _EMBED for path in ("/embeddings", "/v1/embeddings")},
+    (INFINITY, "/embeddings_image"): {"model": "clip", "input": [_PIXEL]},
+    (INFINITY, "/embeddings_audio"): {"model": "clap", "input": [_SILENCE]},
     **{(COHERE, path): _RANK for path in ("/v1/rerank", "/v2/rerank")},
     **{(VLLM, path): _RANK for path in ("/rerank", "/v1/rerank", "/v2/rerank")},
     (JINA, "/v1/rerank"): _RANK,

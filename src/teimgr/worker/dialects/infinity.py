@@ -62,6 +62,18 @@ class InfinityEmbeddingsRequest(http.InferenceRequest, http.LenientBody):
         return http.JobSpec(inputs, options, encode, BATCH_LIMIT)
 
 
+class InfinityImagesRequest(InfinityEmbeddingsRequest):
+    """Images to embed, as older clients ask for them."""
+
+    modality: Annotated[Literal["image"], Field(description="data URIs or base64")] = "image"
+
+
+class InfinitySoundsRequest(InfinityEmbeddingsRequest):
+    """Sounds to embed, as older clients ask for them."""
+
+    modality: Annotated[Literal["audio"], Field(description="data URIs or base64")] = "audio"
+
+
 class InfinityClassifyRequest(http.InferenceRequest, http.LenientBody):
     """Texts to classify."""
 
@@ -87,9 +99,13 @@ def _rest(model: str, job: Job) -> dict[str, Any]:
     return {"model": model, "usage": http.usage(job.tokens), "id": http.new_id("infinity"), "created": http.unix_time()}
 
 
-async def embeddings(inference: http.HttpInference, request: HttpRequest) -> HttpReply:
-    """Texts, or by `modality` images or sounds."""
-    body = await inference.read(request, InfinityEmbeddingsRequest)
+async def embeddings(
+    inference: http.HttpInference,
+    request: HttpRequest,
+    form: type[InfinityEmbeddingsRequest] = InfinityEmbeddingsRequest,
+) -> HttpReply:
+    """Texts, or by the modality of the body or of the `form` images or sounds."""
+    body = await inference.read(request, form)
     if body.modality == "text":
         return await inference.respond(body.job)
     sent = body.sent_images()
@@ -101,6 +117,8 @@ classify = http.single(InfinityClassifyRequest)
 
 ROUTES: http.RouteTable = {
     **{("POST", path): embeddings for path in ("/embeddings", "/v1/embeddings")},
+    ("POST", "/embeddings_image"): partial(embeddings, form=InfinityImagesRequest),
+    ("POST", "/embeddings_audio"): partial(embeddings, form=InfinitySoundsRequest),
     **{("POST", path): rerank.handler(rerank.INFINITY) for path in ("/rerank", "/v1/rerank")},
     ("POST", "/classify"): classify,
     ("POST", "/v1/classify"): classify,

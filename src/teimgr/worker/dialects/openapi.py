@@ -354,6 +354,8 @@ _OPERATIONS: Mapping[tuple[str, str], tuple[str, type[BaseModel]]] = {
     (COHERE, "/v2/embed"): ("Vectors by type", cohere.CohereEmbedRequest),
     (INFINITY, "/embeddings"): ("Vectors", infinity.InfinityEmbeddingsRequest),
     (INFINITY, "/v1/embeddings"): ("Vectors", infinity.InfinityEmbeddingsRequest),
+    (INFINITY, "/embeddings_image"): ("Vectors of images", infinity.InfinityImagesRequest),
+    (INFINITY, "/embeddings_audio"): ("Vectors of sounds", infinity.InfinitySoundsRequest),
     **dict.fromkeys(
         (
             *((COHERE, "/v1/rerank"), (COHERE, "/v2/rerank"), (JINA, "/v1/rerank"), (INFINITY, "/rerank")),

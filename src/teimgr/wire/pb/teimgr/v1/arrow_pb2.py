@@ -26,23 +26,25 @@ from teimgr.wire.pb.tei.v1 import tei_pb2 as tei_dot_v1_dot_tei__pb2
 from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2 as tei__multiplexer_dot_v1_dot_multiplexer__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15teimgr/v1/arrow.proto\x12\tteimgr.v1\x1a\x10tei/v1/tei.proto\x1a$tei_multiplexer/v1/multiplexer.proto\"\xbd\x04\n\x0c\x41rrowRequest\x12*\n\x06target\x18\x01 \x01(\x0b\x32\x1a.tei_multiplexer.v1.Target\x12\x11\n\tarrow_ipc\x18\x02 \x01(\x0c\x12\"\n\x07outputs\x18\x03 \x03(\x0e\x32\x11.teimgr.v1.Output\x12\x1f\n\x05input\x18\x04 \x01(\x0e\x32\x10.teimgr.v1.Input\x12\x13\n\x0bkey_columns\x18\x05 \x03(\t\x12\x10\n\x08truncate\x18\x06 \x01(\x08\x12\x39\n\x14truncation_direction\x18\x07 \x01(\x0e\x32\x1b.tei.v1.TruncationDirection\x12\x18\n\x0bprompt_name\x18\x08 \x01(\tH\x00\x88\x01\x01\x12\x16\n\tnormalize\x18\t \x01(\x08H\x01\x88\x01\x01\x12\x17\n\ndimensions\x18\n \x01(\rH\x02\x88\x01\x01\x12\x12\n\nraw_scores\x18\x0b \x01(\x08\x12*\n\ndense_type\x18\x0c \x01(\x0e\x32\x16.teimgr.v1.ElementType\x12*\n\ntoken_type\x18\r \x01(\x0e\x32\x16.teimgr.v1.ElementType\x12\x39\n\x0b\x63ompression\x18\x0e \x01(\x0e\x32$.tei_multiplexer.v1.ArrowCompression\x12\x18\n\x0bpool_factor\x18\x0f \x01(\x02H\x03\x88\x01\x01\x42\x0e\n\x0c_prompt_nameB\x0c\n\n_normalizeB\r\n\x0b_dimensionsB\x0e\n\x0c_pool_factor\"\"\n\rArrowResponse\x12\x11\n\tarrow_ipc\x18\x01 \x01(\x0c*\x84\x01\n\x06Output\x12\x16\n\x12OUTPUT_UNSPECIFIED\x10\x00\x12\x10\n\x0cOUTPUT_DENSE\x10\x01\x12\x11\n\rOUTPUT_SPARSE\x10\x02\x12\x17\n\x13OUTPUT_MULTI_VECTOR\x10\x03\x12\x11\n\rOUTPUT_TOKENS\x10\x04\x12\x11\n\rOUTPUT_SCORES\x10\x05*M\n\x05Input\x12\x15\n\x11INPUT_UNSPECIFIED\x10\x00\x12\x0e\n\nINPUT_TEXT\x10\x01\x12\x0e\n\nINPUT_PAIR\x10\x02\x12\r\n\tINPUT_IDS\x10\x03*\xc1\x01\n\x0b\x45lementType\x12\x1c\n\x18\x45LEMENT_TYPE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x45LEMENT_TYPE_FLOAT32\x10\x01\x12\x18\n\x14\x45LEMENT_TYPE_FLOAT16\x10\x02\x12\x15\n\x11\x45LEMENT_TYPE_INT8\x10\x03\x12\x16\n\x12\x45LEMENT_TYPE_UINT8\x10\x04\x12\x17\n\x13\x45LEMENT_TYPE_BINARY\x10\x05\x12\x18\n\x14\x45LEMENT_TYPE_UBINARY\x10\x06\x32\x89\x01\n\x05\x41rrow\x12:\n\x05Infer\x12\x17.teimgr.v1.ArrowRequest\x1a\x18.teimgr.v1.ArrowResponse\x12\x44\n\x0bInferStream\x12\x17.teimgr.v1.ArrowRequest\x1a\x18.teimgr.v1.ArrowResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15teimgr/v1/arrow.proto\x12\tteimgr.v1\x1a\x10tei/v1/tei.proto\x1a$tei_multiplexer/v1/multiplexer.proto\"\xbd\x04\n\x0c\x41rrowRequest\x12*\n\x06target\x18\x01 \x01(\x0b\x32\x1a.tei_multiplexer.v1.Target\x12\x11\n\tarrow_ipc\x18\x02 \x01(\x0c\x12\"\n\x07outputs\x18\x03 \x03(\x0e\x32\x11.teimgr.v1.Output\x12\x1f\n\x05input\x18\x04 \x01(\x0e\x32\x10.teimgr.v1.Input\x12\x13\n\x0bkey_columns\x18\x05 \x03(\t\x12\x10\n\x08truncate\x18\x06 \x01(\x08\x12\x39\n\x14truncation_direction\x18\x07 \x01(\x0e\x32\x1b.tei.v1.TruncationDirection\x12\x18\n\x0bprompt_name\x18\x08 \x01(\tH\x00\x88\x01\x01\x12\x16\n\tnormalize\x18\t \x01(\x08H\x01\x88\x01\x01\x12\x17\n\ndimensions\x18\n \x01(\rH\x02\x88\x01\x01\x12\x12\n\nraw_scores\x18\x0b \x01(\x08\x12*\n\ndense_type\x18\x0c \x01(\x0e\x32\x16.teimgr.v1.ElementType\x12*\n\ntoken_type\x18\r \x01(\x0e\x32\x16.teimgr.v1.ElementType\x12\x39\n\x0b\x63ompression\x18\x0e \x01(\x0e\x32$.tei_multiplexer.v1.ArrowCompression\x12\x18\n\x0bpool_factor\x18\x0f \x01(\x02H\x03\x88\x01\x01\x42\x0e\n\x0c_prompt_nameB\x0c\n\n_normalizeB\r\n\x0b_dimensionsB\x0e\n\x0c_pool_factor\"\"\n\rArrowResponse\x12\x11\n\tarrow_ipc\x18\x01 \x01(\x0c\"3\n\x0cInfoAddition\x12\x13\n\nmodalities\x18\xe9\x07 \x03(\t\x12\x0e\n\x05\x66used\x18\xea\x07 \x01(\x08*\x84\x01\n\x06Output\x12\x16\n\x12OUTPUT_UNSPECIFIED\x10\x00\x12\x10\n\x0cOUTPUT_DENSE\x10\x01\x12\x11\n\rOUTPUT_SPARSE\x10\x02\x12\x17\n\x13OUTPUT_MULTI_VECTOR\x10\x03\x12\x11\n\rOUTPUT_TOKENS\x10\x04\x12\x11\n\rOUTPUT_SCORES\x10\x05*M\n\x05Input\x12\x15\n\x11INPUT_UNSPECIFIED\x10\x00\x12\x0e\n\nINPUT_TEXT\x10\x01\x12\x0e\n\nINPUT_PAIR\x10\x02\x12\r\n\tINPUT_IDS\x10\x03*\xc1\x01\n\x0b\x45lementType\x12\x1c\n\x18\x45LEMENT_TYPE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x45LEMENT_TYPE_FLOAT32\x10\x01\x12\x18\n\x14\x45LEMENT_TYPE_FLOAT16\x10\x02\x12\x15\n\x11\x45LEMENT_TYPE_INT8\x10\x03\x12\x16\n\x12\x45LEMENT_TYPE_UINT8\x10\x04\x12\x17\n\x13\x45LEMENT_TYPE_BINARY\x10\x05\x12\x18\n\x14\x45LEMENT_TYPE_UBINARY\x10\x06\x32\x89\x01\n\x05\x41rrow\x12:\n\x05Infer\x12\x17.teimgr.v1.ArrowRequest\x1a\x18.teimgr.v1.ArrowResponse\x12\x44\n\x0bInferStream\x12\x17.teimgr.v1.ArrowRequest\x1a\x18.teimgr.v1.ArrowResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'teimgr.v1.arrow_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_OUTPUT']._serialized_start=705
-  _globals['_OUTPUT']._serialized_end=837
-  _globals['_INPUT']._serialized_start=839
-  _globals['_INPUT']._serialized_end=916
-  _globals['_ELEMENTTYPE']._serialized_start=919
-  _globals['_ELEMENTTYPE']._serialized_end=1112
+  _globals['_OUTPUT']._serialized_start=758
+  _globals['_OUTPUT']._serialized_end=890
+  _globals['_INPUT']._serialized_start=892
+  _globals['_INPUT']._serialized_end=969
+  _globals['_ELEMENTTYPE']._serialized_start=972
+  _globals['_ELEMENTTYPE']._serialized_end=1165
   _globals['_ARROWREQUEST']._serialized_start=93
   _globals['_ARROWREQUEST']._serialized_end=666
   _globals['_ARROWRESPONSE']._serialized_start=668
   _globals['_ARROWRESPONSE']._serialized_end=702
-  _globals['_ARROW']._serialized_start=1115
-  _globals['_ARROW']._serialized_end=1252
+  _globals['_INFOADDITION']._serialized_start=704
+  _globals['_INFOADDITION']._serialized_end=755
+  _globals['_ARROW']._serialized_start=1168
+  _globals['_ARROW']._serialized_end=1305
 # @@protoc_insertion_point(module_scope)

@@ -91,3 +91,11 @@ class ArrowResponse(_message.Message):
     ARROW_IPC_FIELD_NUMBER: _ClassVar[int]
     arrow_ipc: bytes
     def __init__(self, arrow_ipc: _Optional[bytes] = ...) -> None: ...
+
+class InfoAddition(_message.Message):
+    __slots__ = ("modalities", "fused")
+    MODALITIES_FIELD_NUMBER: _ClassVar[int]
+    FUSED_FIELD_NUMBER: _ClassVar[int]
+    modalities: _containers.RepeatedScalarFieldContainer[str]
+    fused: bool
+    def __init__(self, modalities: _Optional[_Iterable[str]] = ..., fused: _Optional[bool] = ...) -> None: ...
