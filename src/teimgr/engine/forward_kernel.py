@@ -259,7 +259,7 @@ class ForwardKernel:
         """
         step, tokens = self._steps[0], len(rows)
         if tokens % length or rows.shape != (tokens, step.width) or rows.dtype is not torch.float32:
-            raise ValueError(f"native forward: {tuple(rows.shape)} are no inputs of {length} rows of {step.width}")
+            raise ValueError(f"native forward: {tuple(rows.shape)} cannot be inputs of {length} rows of {step.width}")
         kept = rows.contiguous()
         steps = type(self._steps).from_buffer_copy(self._steps)
         steps[0].tables[0], steps[0].table_size[0] = kept.data_ptr(), kept.numel()

@@ -19,8 +19,8 @@ from teimgr.engine.forward_program import CannotLowerError
 from teimgr.engine.heads import Rows
 from teimgr.engine.heads.pooling import DenseHead
 from teimgr.engine.host_weights import HostWeights
+from teimgr.engine.image_layers import native_layers
 from teimgr.engine.images.inputs import PicturedBatch, pack_with_pictures
-from teimgr.engine.images.layers import native_layers
 from teimgr.engine.images.pixels import Pixels, PixelTable
 from teimgr.engine.images.waiting import FileDecoder, PictureDecoder
 from teimgr.engine.job import Output
@@ -122,7 +122,7 @@ class PicturedModel(Model):
         raise NotImplementedError
 
     def _vision(self) -> Any:
-        """The library's module of the image half, whose layers are its `encoder`; None where there is no such."""
+        """The library's module of the image half, whose layers are its `encoder`, if there is one."""
         return None
 
     def use_native_layers(self, dtype: torch.dtype, *, is_requested: bool) -> Tensor:
