@@ -149,7 +149,7 @@ class Bare:
         self._engine = Engine.load(options, lambda jobs: self._delivered.set())
         self.dtype = self._engine.info.dtype
 
-    def encode(self, texts: list[str]) -> Any:
+    def encode(self, texts: list[Any]) -> Any:
         """All texts as one bulk job: vectors, of a reranker scores [texts - 1, 1], of a sparse model `SparseRows`."""
         return self._job(texts, is_bulk=True)
 
@@ -157,14 +157,14 @@ class Bare:
         """One text as an interactive job."""
         return self._job([text], is_bulk=False)
 
-    def _job(self, texts: list[str], is_bulk: bool) -> Any:
+    def _job(self, texts: list[Any], is_bulk: bool) -> Any:
         from teimgr.engine.job import InferOptions, Job, Lane, Output, Pair
         from teimgr.spec import Kind
 
         kind = Kind(self._engine.info.kind)
         known = {Kind.RERANKER: Output.SCORES, Kind.SPARSE: Output.SPARSE, Kind.MULTI_VECTOR: Output.MULTI_VECTOR}
         output = known.get(kind, Output.DENSE)
-        inputs = [Pair(*pair) for pair in weights.pairs(texts)] if kind is Kind.RERANKER else texts
+        inputs: list[Any] = [Pair(*pair) for pair in weights.pairs(texts)] if kind is Kind.RERANKER else texts
         self._delivered.clear()
         job = Job(inputs, InferOptions(frozenset({output})), Lane.BULK if is_bulk else Lane.INTERACTIVE)
         self._engine.submit(job)
@@ -174,7 +174,7 @@ class Bare:
         if output is Output.SPARSE:
             return SparseRows(job.sparse, self._engine.info.dimension)
         if output is Output.MULTI_VECTOR:
-            return np.stack([rows.reshape(-1) for rows in job.multi_vectors])
+            return np.stack([rows.reshape(-1) for rows in job.multi_vectors if rows is not None])
         return job.scores if output is Output.SCORES else job.vectors
 
     def close(self) -> None:

@@ -63,16 +63,18 @@ def run(options: argparse.Namespace) -> int:
         running = stack.enter_context(fleet())
         running.client.create(INSTANCE, str(clip))
         running.client.wait_until_running(INSTANCE, deadline_s=120)
-        records = _measured(_of_photographs(clip, photographs[: options.images], running), options.rounds, running)
-        found = bimodal.Found()
+        records, found = list[dict[str, Any]](), bimodal.Found()
+        with partial():
+            records += _measured(_of_photographs(clip, photographs[: options.images], running), options.rounds, running)
         with partial():
             _beside(running, photographs[-options.bulk :], options, found, folder)
         running.client.delete(INSTANCE)
         pages = pictures.photographs(folder / "pages", options.pages, [_PAGE])
-        records += _measured(_of_pages(colpali, pages), options.rounds, running)
+        with partial():
+            records += _measured(_of_pages(colpali, pages), options.rounds, running)
     facts = {
         "CLIP": "a CLIP of ViT-B/32's sizes with random weights; JPEG files of 640 x 480, 480 x 640 and 1024 x 768",
-        "pages": f"a ColPali of its widths and a {pictures.NINTH}th of its depth, 3 layers of the image half and 2 of "
+        "pages": "a ColPali of its widths and a ninth of its depth, 3 layers of the image half and 2 of "
         "the language model, with random weights; JPEG files of A4 at 150 dpi, 1,030 tokens each",
         "method": f"{options.rounds} rounds, one pass of each path in turn, {options.images} photographs or "
         f"{options.pages} pages; × is within a round",
@@ -110,9 +112,9 @@ def _of_pages(model: Path, files: list[str]) -> Contest:
 def _measured(contest: Contest, turns: int, running: Fleet) -> list[dict[str, Any]]:
     """A record of each path."""
     own_cpu = {name: running.cpu_s for name, task in contest.tasks.items() if task.grpc}
-    with entrants(contest.tasks) as children:
+    with entrants(contest.tasks, skip_failing=True) as children:
         rows = compete(children, contest.files, turns, own_cpu)
-        stages = {name: _stages(children[name], len(contest.files)) for name in contest.staged}
+        stages = {name: _stages(children[name], len(contest.files)) for name in contest.staged if name in children}
     return [_record(row, rows[0], len(contest.files), stages.get(row.name, {})) for row in rows]
 
 
@@ -124,7 +126,7 @@ def _stages(of: Child, files: int) -> dict[str, float]:
 
 def _record(row: Row, baseline: Row, files: int, stages: dict[str, float]) -> dict[str, Any]:
     times, whole = ratios(row, baseline), sum(stages.values())
-    own = {"path": row.name, "dtype": row.dtype, "images/s median": files / row.median_s}
+    own: dict[str, Any] = {"path": row.name, "dtype": row.dtype, "images/s median": files / row.median_s}
     own |= {"× baseline median": times["median"], "least": times["least"], "most": times["most"]}
     own |= {"cosine min": f"{row.cosine_min:.5f}", "foreign cores": median(row.foreign_cores), "seconds": row.seconds}
     if not stages:

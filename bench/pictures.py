@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +22,8 @@ Stages = dict[str, Callable[[Any], Any]]
 
 def staged(stages: Stages, paths: Sequence[str]) -> dict[str, float]:
     """Processor seconds of each stage for these files, one stage after the other."""
-    spent, value = {}, paths
+    spent: dict[str, float] = {}
+    value: Any = paths
     for name, stage in stages.items():
         began = time.process_time()
         value = stage(value)
@@ -54,11 +56,12 @@ class TransformersImages:
 
     def __init__(self, task: Task) -> None:
         import torch
-        import transformers
 
+        library: Any = importlib.import_module("transformers")
         self.dtype, self._batch_size, self._torch = task.dtype, task.batch_size, torch
-        kind = getattr(transformers, self.kind)
-        self._model: Any = kind.from_pretrained(task.model, dtype=getattr(torch, task.dtype)).eval()
+        self._model: Any = (
+            getattr(library, self.kind).from_pretrained(task.model, dtype=getattr(torch, task.dtype)).eval()
+        )
         self._processor: Any = self._load_processor(task.model)
         self.stages: Stages = {"decode": _decoded, "preprocess": self._preprocess, "forward": self._vectors}
 
@@ -73,9 +76,8 @@ class TransformersImages:
         return np.concatenate(found)
 
     def _load_processor(self, model: str) -> Any:
-        from transformers import AutoImageProcessor
-
-        return AutoImageProcessor.from_pretrained(model, backend="pil")
+        library: Any = importlib.import_module("transformers")
+        return library.AutoImageProcessor.from_pretrained(model, backend="pil")
 
     def _preprocess(self, images: Any) -> Any:
         return self._processor(images=images, return_tensors="pt")
@@ -95,9 +97,8 @@ class TransformersPages(TransformersImages):
     kind = "ColPaliForRetrieval"
 
     def _load_processor(self, model: str) -> Any:
-        from transformers import ColPaliProcessor
-
-        return ColPaliProcessor.from_pretrained(model)
+        library: Any = importlib.import_module("transformers")
+        return library.ColPaliProcessor.from_pretrained(model)
 
     def _preprocess(self, images: Any) -> Any:
         return self._processor.process_images(images=images)
@@ -114,7 +115,8 @@ class EngineImages(Bare):
         from teimgr.engine.images.pixels import prepare
 
         super().__init__(task)
-        dual, model = self._engine.layout.dual, self._engine._runners[0]._model
+        model: Any = self._engine._runners[0]._model
+        dual = self._engine.layout.dual
         assert dual is not None
         steps = dual.steps
         self.stages: Stages = {
@@ -157,31 +159,31 @@ def models(folder: Path, *, is_tiny: bool) -> tuple[Path, Path]:
 def _as_clip_b32(folder: Path) -> None:
     """Give a CLIP the sizes of ViT-B/32, but for its vocabulary."""
     import torch
-    import transformers
 
+    library: Any = importlib.import_module("transformers")
     sizes = {
         part: {"hidden_size": hidden, "intermediate_size": 4 * hidden, "num_hidden_layers": layers}
         | {"num_attention_heads": heads}
         for part, (hidden, layers, heads) in _CLIP_B32.items()
     }
-    own = transformers.CLIPConfig.from_pretrained(folder)
+    own = library.CLIPConfig.from_pretrained(folder)
     texts = own.text_config.to_dict() | sizes["text"] | {"projection_dim": 512}
     images = sizes["vision"] | {"image_size": 224, "patch_size": 32, "projection_dim": 512}
     torch.manual_seed(0)
-    config = transformers.CLIPConfig(text_config=texts, vision_config=images, projection_dim=512)
-    transformers.CLIPModel(config).save_pretrained(folder)
-    transformers.CLIPImageProcessorPil().save_pretrained(folder)
+    config = library.CLIPConfig(text_config=texts, vision_config=images, projection_dim=512)
+    library.CLIPModel(config).save_pretrained(folder)
+    library.CLIPImageProcessorPil().save_pretrained(folder)
 
 
 def _as_colpali(folder: Path) -> None:
     """Give a ColPali the widths of PaliGemma 3B, and a ninth of its depth."""
     import torch
-    import transformers
 
-    processor = transformers.ColPaliProcessor.from_pretrained(folder)
+    library: Any = importlib.import_module("transformers")
+    processor = library.ColPaliProcessor.from_pretrained(folder)
     processor.image_processor.size = {"height": 448, "width": 448}
     processor.image_seq_length = processor.image_processor.image_seq_length = 1024
-    own = transformers.ColPaliConfig.from_pretrained(folder).to_dict()
+    own = library.ColPaliConfig.from_pretrained(folder).to_dict()
     seen = {"hidden_size": 1152, "intermediate_size": 4304, "num_attention_heads": 16, "image_size": 448}
     seen |= {"num_hidden_layers": 27 // NINTH, "patch_size": 14, "projection_dim": 2048}
     texts = {"hidden_size": 2048, "intermediate_size": 16384, "num_attention_heads": 8, "num_key_value_heads": 1}
@@ -190,8 +192,8 @@ def _as_colpali(folder: Path) -> None:
     whole |= {"vision_config": own["vlm_config"]["vision_config"] | seen}
     whole |= {"text_config": own["vlm_config"]["text_config"] | texts}
     torch.manual_seed(0)
-    config = transformers.ColPaliConfig(vlm_config=whole, embedding_dim=128)
-    transformers.ColPaliForRetrieval(config).save_pretrained(folder)
+    config = library.ColPaliConfig(vlm_config=whole, embedding_dim=128)
+    library.ColPaliForRetrieval(config).save_pretrained(folder)
     processor.save_pretrained(folder)
 
 
@@ -206,7 +208,9 @@ def photographs(folder: Path, count: int, sizes: Sequence[tuple[int, int]]) -> l
     paths = []
     for number in range(count):
         width, height = sizes[number % len(sizes)]
-        coarse = Image.fromarray(chance.integers(0, 256, (9, 12, 3), np.uint8)).resize((width, height), 3)
+        coarse = Image.fromarray(chance.integers(0, 256, (9, 12, 3), np.uint8)).resize(
+            (width, height), Image.Resampling.BICUBIC
+        )
         noisy = np.asarray(coarse, np.int16) + chance.integers(-12, 13, (height, width, 1), np.int16)
         written = io.BytesIO()
         Image.fromarray(noisy.clip(0, 255).astype(np.uint8)).save(written, "JPEG", quality=85)
