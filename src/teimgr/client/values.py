@@ -39,7 +39,7 @@ class Info:
 
     @classmethod
     def from_message(cls, message: tei_pb2.InfoResponse) -> Info:
-        ours = arrow_pb2.InfoAddition.FromString(message.SerializeToString())  # fields that are none of TEI's
+        ours = arrow_pb2.InfoAddition.FromString(message.SerializeToString())  # fields of ours
         return cls(
             model_id=message.model_id,
             model_sha=message.model_sha if message.HasField("model_sha") else None,
