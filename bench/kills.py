@@ -25,8 +25,8 @@ from teimgr.control.ledger.system_memory import CgroupMemory
 
 HEADER = ("outcome", "calls")
 _MIB = 2**20
-_TOO_MUCH_MIB = 1024
 _AT_ONCE = 4
+_MODELS = 22  # of some 80 MiB each: 1 GiB more than so many at once
 _CALLERS = 8
 _PAUSE_S = 1.0  # of a caller that was refused
 _TEXT = "Does the kernel kill a worker for this?"
@@ -40,20 +40,19 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measure, print, write; 1 where the kernel has killed, or a call had no typed answer."""
-    with tempfile.TemporaryDirectory(prefix="tk") as place, memory_cgroup() as group:
-        shape = Path(place) / "m00"
-        encoder(shape, width=512, layers=2, seed=0)
-        with fleet(listen_s=600.0, inference_timeout_secs="110", startup_timeout_secs="600") as running:
-            running.client.create("m00", str(shape), **KEYS)
-            _call(running, "m00")  # the fork server has imported torch
-            each_mib = takes(running, str(shape))["host_bytes"] // _MIB
+    with tempfile.TemporaryDirectory(prefix="tk") as place:
+        folders = [Path(place) / f"m{number:02}" for number in range(_MODELS)]
+        for number, folder in enumerate(folders):
+            encoder(folder, width=512, layers=2, seed=number)  # before: it is no memory of the daemon's
+        names = [folder.name for folder in folders]
+        with memory_cgroup() as group, fleet(listen_s=600.0, inference_timeout_secs="110") as running:
+            for folder in folders:
+                running.client.create(folder.name, str(folder), **KEYS)
+            _call(running, names[0])  # the fork server has imported torch
+            each_mib = takes(running, str(folders[0]))["host_bytes"] // _MIB
             used_mib = _used_mib(group)
-            limit_mib = used_mib + (_AT_ONCE - 1) * each_mib
-            names = [f"m{number:02}" for number in range(_AT_ONCE + -(-_TOO_MUCH_MIB // each_mib))]
+            limit_mib = used_mib + _AT_ONCE * each_mib
             (group / "memory.limit_in_bytes").write_text(str(limit_mib * _MIB))
-            for number, name in enumerate(names[1:], 1):
-                encoder(Path(place) / name, width=512, layers=2, seed=number)
-                running.client.create(name, str(Path(place) / name), **KEYS)
             say(f"{len(names)} models of {each_mib} MiB, the cgroup allows {limit_mib} MiB, {used_mib} of them used")
             before = CgroupMemory().kills()
             outcomes, events = _drive(running, names, options.tries, options.minutes * 60)
