@@ -28,10 +28,11 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
         cluster=cluster_table(HEAD_ADDRESS, "one"), orphan_grace_secs=60, mux_processes=2, auth=auth
     )
     try:
-        with pytest.MonkeyPatch.context() as patch, running, running.client(api_key=ADMIN) as client:
-            patch.setenv("TEIMGR_API_KEY", ADMIN)
-            node = NodeProcess(running, "two", NODE_ADDRESS).start()
+        with running, running.client(api_key=ADMIN) as client:
+            node = NodeProcess(running, "two", NODE_ADDRESS)
+            node.api_key = ADMIN
             try:
+                node.start()
                 until(lambda: "two" in {each["name"] for each in client.hosts()["hosts"]}, node.log(), LIMIT_S)
                 model = build_static(tmp_path_factory.mktemp("models") / "model")
                 client.create("a", str(model), node="two")

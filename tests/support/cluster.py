@@ -379,6 +379,8 @@ class NodeProcess:
         """A command that runs the node's, such as one that enters a namespace."""
         self.environ: dict[str, str] = {}
         """More of its environment."""
+        self.api_key: str | None = None
+        """Of the daemon, where it requires one."""
 
     def join_instead(self, daemon: DaemonProcess) -> None:
         """Have the next `start` join the cluster of another daemon, with the certificate that it has."""
@@ -390,7 +392,7 @@ class NodeProcess:
         """Launch it; the first time it joins with a token of the daemon, which must run."""
         self.state_dir.mkdir(exist_ok=True)
         if not (self.state_dir / "identity").exists():
-            with self._daemon.client() as client:
+            with self._daemon.client(api_key=self.api_key) as client:
                 token = client.create_join_token()["token"]
             (self.state_dir / "join-token").write_text(token)
             more = ("--token-file", str(self.state_dir / "join-token"), *more)
