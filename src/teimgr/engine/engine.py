@@ -48,7 +48,7 @@ from teimgr.engine.loading import EngineOptions, EngineParts, load_parts
 from teimgr.engine.model import tensor_bytes
 from teimgr.engine.queue import EntryQueue
 from teimgr.engine.runner import Runner
-from teimgr.engine.tokenizer import TokenSpan
+from teimgr.engine.tokenizer import TokenizeOptions, TokenSpan
 from teimgr.errors import DeadlineExceeded, DeviceFailed, InferenceFailed, ModelLoadFailed, Unavailable, WrongModelKind
 from teimgr.models.source import shown_id
 from teimgr.spec import CpuThreads, Kind, LoadedModel
@@ -95,7 +95,8 @@ class Engine:
         self._picture_reference: SelfTest | None = None
         self._doubt: SelfTest | None = None  # the self-test under way because of a bad result; of who finishes
         self._doubted_at = -_BAD_RESULT_PAUSE_S
-        self._supported: set[InferOptions] = set()  # that were checked: most calls have the same few
+        # How to tokenize with options that were checked: most calls have the same few.
+        self._supported: dict[InferOptions, TokenizeOptions] = {}
         self._stalls: dict[InFlightLimit, Stall] = {}
         self._device = parts.model.backbone.device
         self._model_bytes = tensor_bytes(parts.model)
@@ -172,11 +173,11 @@ class Engine:
         """
         if self._fault is not None:
             raise Unavailable(self._fault)
-        self.check(job.options)
+        options = self.check(job.options)
         info = self.info
         is_cut = info.most_dimensions > 0
         job.allocate_results(info.dimension, len(info.labels), is_cut=is_cut, is_rounded=self._is_rounded)
-        self._intake.put(job, self.prompts.tokenize_options(job.options), starts=starts)
+        self._intake.put(job, options, starts=starts)
 
     def start(self) -> None:
         """Begin with the jobs that were submitted without `starts`.
@@ -213,19 +214,21 @@ class Engine:
     def _estimate(self, jobs: Sequence[Job]) -> int:
         return sum([self._intake.estimate(job, self.prompts.tokenize_options(job.options)) for job in jobs])
 
-    def check(self, options: InferOptions) -> None:
-        """Check that the model supports `options`.
+    def check(self, options: InferOptions) -> TokenizeOptions:
+        """Check that the model supports `options`; how to tokenize with them.
 
         Raises:
             WrongModelKind: it lacks an output, or cannot normalise it.
             InvalidInput: bad `dimensions` or `prompt_name`.
         """
-        if options in self._supported:
-            return
+        if (known := self._supported.get(options)) is not None:
+            return known
         check_supported(self.info, options)
         self.prompts.text(options.prompt_name)
+        found = self.prompts.tokenize_options(options)
         if len(self._supported) < _MAX_OPTIONS and options.prompt is None:
-            self._supported.add(options)
+            self._supported[options] = found
+        return found
 
     def picture(self, data: bytes) -> Picture:
         """An image file as an input, by its header; it is decoded on threads of the engine.

@@ -100,7 +100,7 @@ class InFlightLimit:
             self._changed.notify_all()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, which would cost each query half a microsecond
 class HostRows:
     """`heads.Rows` on the host: `values` are float32, and both others int64."""
 
@@ -144,7 +144,7 @@ def keep_nothing(rows: Mapping[Output, HostRows]) -> None:
     """Results of which nothing is kept."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, which would cost each query half a microsecond
 class StartedBatch:
     """A batch started on the device; in flight until `wait` has returned the results.
 
@@ -162,14 +162,6 @@ class StartedBatch:
     finished: VectorOptions | None = None
     free: Callable[[], None] = _nothing
     keep: Callable[[Mapping[Output, HostRows]], None] = keep_nothing
-
-    @property
-    def texts(self) -> int:
-        return sum([entry.texts for entry in self.entries])
-
-    def by_job(self) -> Iterator[tuple[Job, list[QueueEntry], NDArray[np.intp]]]:
-        """Like the function `by_job`."""
-        return by_job(self.entries, self.places)
 
 
 def by_job(
@@ -425,7 +417,7 @@ class Finisher:
         self._count(batch, duration_ns, now_ns - max(self._counted_ns, min(running, default=now_ns)))
         self._counted_ns = now_ns
         results = BatchResults(rows, self._activation, batch.finished)
-        jobs = self._write_jobs(results, batch.by_job(), began_ns, duration_ns)
+        jobs = self._write_jobs(results, by_job(batch.entries, batch.places), began_ns, duration_ns)
         batch.keep(rows)
         batch.free()  # jobs have copies
         return jobs
@@ -444,10 +436,11 @@ class Finisher:
                 self._on_bad_result()
                 self.stats.failed_texts += len(failed)
                 job.errors.update(failed)
-            count = len(places)
-            enqueued_ns = sum([entry.enqueued_ns * entry.texts for entry in entries])
-            tokens = sum([entry.tokens for entry in entries])
-            job.count_served(count, tokens, enqueued_ns, began_ns, duration_ns)
+            enqueued_ns = tokens = 0
+            for entry in entries:
+                enqueued_ns += entry.enqueued_ns * entry.texts
+                tokens += entry.tokens
+            job.count_served(len(places), tokens, enqueued_ns, began_ns, duration_ns)
         return jobs
 
     def _fail(self, rows: Sequence[tuple[Job, int, TeimgrError]]) -> list[Job]:
@@ -463,9 +456,18 @@ class Finisher:
         return list(dict.fromkeys(job for job, _, _ in rows))
 
     def _count(self, batch: StartedBatch, duration_ns: int, busy_ns: int) -> None:
-        stats, own = self.stats, [entry for entry in batch.entries if entry.job.tenant < 0]
-        own_texts, own_tokens = sum([entry.texts for entry in own]), sum([entry.tokens for entry in own])
-        texts, tokens = batch.texts - own_texts, batch.tokens - own_tokens
+        stats, most = self.stats, self._max_length
+        all_texts = own_texts = own_tokens = longest = 0
+        for entry in batch.entries:
+            all_texts += entry.texts
+            if entry.length > longest:
+                longest = entry.length
+            if entry.length >= most:
+                stats.full_texts += entry.texts
+            if entry.job.tenant < 0:
+                own_texts += entry.texts
+                own_tokens += entry.tokens
+        texts, tokens = all_texts - own_texts, batch.tokens - own_tokens
         stats.batches += 1
         stats.own_texts += own_texts
         stats.own_tokens += own_tokens
@@ -478,10 +480,7 @@ class Finisher:
             stats.by_texts[(texts - 1).bit_length()] += 1
             stats.by_tokens[(tokens - 1).bit_length()] += 1
         stats.busy_s += busy_ns / 1e9
-        longest = max(entry.length for entry in batch.entries)
-        stats.padding_saved_tokens += batch.texts * longest - batch.tokens
-        if longest >= self._max_length:
-            stats.full_texts += sum(entry.texts for entry in batch.entries if entry.length >= self._max_length)
+        stats.padding_saved_tokens += all_texts * longest - batch.tokens
         token_s = duration_ns / 1e9 / (batch.tokens + BATCH_OVERHEAD_TOKENS)
         self.slowest_s = max(token_s, self.slowest_s * _FORGET)
         self.quickest_s = min(token_s, self.quickest_s / _FORGET)
@@ -539,7 +538,8 @@ class BatchResults:
         for output in sorted(job.options.outputs, key=_ORDER.index):
             if output not in self._bad:
                 finite = self._rows[output].finite()
-                self._bad[output] = set() if finite.all() else set(np.flatnonzero(~finite).tolist())
+                are_all = np.count_nonzero(finite) == len(finite)  # in a quarter of the time of `finite.all()`
+                self._bad[output] = set() if are_all else set(np.flatnonzero(~finite).tolist())
             if self._bad[output]:
                 for text, row in zip(texts.tolist(), rows.tolist(), strict=True):
                     if text in self._bad[output] and row not in failed:

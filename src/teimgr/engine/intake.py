@@ -77,9 +77,12 @@ class _Chunk:
 
     def take(self, pending: _Pending) -> None:
         """Add rows of a job until it, the room, or the row before a long text ends."""
-        begin, inputs = pending.next_row, pending.job.inputs
+        begin, job = pending.next_row, pending.job
+        inputs = job.inputs
         end = limit = min(len(inputs), begin + _CHUNK_TEXTS - self.texts)
-        if isinstance(inputs, TextColumn):  # its bytes count
+        if begin == 0 and end == len(inputs) and _are_short(job) and self.chars + job.chars < _CHUNK_CHARS:
+            self.chars += job.chars
+        elif isinstance(inputs, TextColumn):  # its bytes count
             bounds = inputs.offsets[begin : limit + 1]
             if len(long := np.flatnonzero(np.diff(bounds) > _LONG_CHARS)):
                 limit = begin + int(long[0])
@@ -234,14 +237,15 @@ class Intake:
         except BaseException:  # a panic of the library, which ends the thread that meets it: not this one
             self._put_back(chunk.parts)
             return []
-        failed = {job for job, _, _ in failures}.union(chunk.empty)
-        self._put_back([part for part in chunk.parts if part[0].job in failed])
-        self._count_tokenized([part for part in chunk.parts if part[0].job not in failed])
+        parts = chunk.parts
+        if failures or chunk.empty:
+            failed = {job for job, _, _ in failures}.union(chunk.empty)
+            self._put_back([part for part in parts if part[0].job in failed])
+            parts = [part for part in parts if part[0].job not in failed]
+        self._count_tokenized(parts)
         return entries
 
     def _put_back(self, parts: Sequence[tuple[_Pending, range]]) -> None:
-        if not parts:
-            return
         with self._changed:
             for pending, rows in reversed(parts):
                 pending.next_row = rows.start
@@ -261,10 +265,13 @@ class Intake:
         waiting = self._inbox[Lane.INTERACTIVE]
         if self._inbox[Lane.BULK] or not 0 < len(waiting) <= _AT_ONCE_TEXTS:
             return False
-        chars = sum([each.job.chars + len(each.options.prompt) for each in waiting])
-        are_single = all(len(each.job.inputs) == 1 and each.job.refused is None for each in waiting)
-        is_little = chars <= _AT_ONCE_CHARS and are_single
-        return is_little and self._queries.is_idle()
+        chars = 0
+        for each in waiting:
+            job = each.job
+            if len(job.inputs) != 1 or job.refused is not None:
+                return False
+            chars += job.chars + len(each.options.prompt)
+        return chars <= _AT_ONCE_CHARS and self._queries.is_idle()
 
     def estimate(self, job: Job, options: TokenizeOptions) -> int:
         """Tokens of a job, before it is tokenized."""
@@ -399,7 +406,8 @@ class Intake:
             if not texts:
                 chunk.empty.append(pending.job)
                 continue
-            self._set_long_aside(pending)
+            if not _are_short(pending.job):
+                self._set_long_aside(pending)
             if pending.next_row < len(texts):
                 chunk.take(pending)
             if pending.next_row < len(texts):
@@ -461,6 +469,11 @@ def _enqueued(entries: list[QueueEntry]) -> list[QueueEntry]:
     for entry in entries:
         entry.mark_enqueued(now)
     return entries
+
+
+def _are_short(job: Job) -> bool:
+    """Whether none of its texts is a long one, as far as that is known without a look at each."""
+    return job.chars <= _LONG_CHARS and type(job.inputs) is list
 
 
 def _length(inputs: Sequence[Input], row: int) -> int:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -237,8 +237,7 @@ class Job:
     inference_ns: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        self.vectors = np.zeros((len(self.inputs), 0), dtype=np.float32)
-        self.scores = np.zeros((len(self.inputs), 0), dtype=np.float32)
+        self.vectors = self.scores = np.zeros((len(self.inputs), 0), dtype=np.float32)
         self.remaining = len(self.inputs)
         self.chars = total_characters(self.inputs)
 
@@ -251,6 +250,8 @@ class Job:
         self.cut_to = self.options.dimensions or (dimension if is_cut else None)
         if Output.DENSE in outputs:
             self.vectors = np.zeros((rows, self.options.dimensions or dimension), dtype=np.float32)
+            if len(outputs) == 1:  # as of nearly all
+                return
         if Output.SCORES in outputs:
             self.scores = np.zeros((rows, labels), dtype=np.float32)
         if Output.SPARSE in outputs:
@@ -343,9 +344,16 @@ def pictures_of(item: Input) -> tuple[MediaFile, ...]:
     return item.pictures if isinstance(item, Content) else ()
 
 
+def are_texts(inputs: Sequence[object]) -> TypeGuard[list[str]]:
+    """Whether this is a list of texts alone, as most requests have: then C can do what is done to each."""
+    return type(inputs) is list and set(map(type, inputs)) == {str}
+
+
 def total_characters(inputs: Sequence[Input]) -> int:
     """The characters of all inputs together, as by `characters`."""
-    return inputs.characters if isinstance(inputs, TextColumn | SharedTexts) else sum(map(characters, inputs))
+    if are_texts(inputs):
+        return sum(map(len, inputs))
+    return inputs.characters if isinstance(inputs, (TextColumn, SharedTexts)) else sum(map(characters, inputs))
 
 
 # By kind of model or for any (None): the message of an output that a model lacks.

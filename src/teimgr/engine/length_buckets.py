@@ -25,14 +25,12 @@ class QueueEntry:
     taken: bool = False
     texts: int = field(init=False)
     length: int = field(init=False)
+    tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.texts = len(self.rows)
         self.length = self.encoded.length
-
-    @property
-    def tokens(self) -> int:
-        return self.texts * self.length
+        self.tokens = self.texts * self.length
 
     def mark_enqueued(self, now_ns: int) -> None:
         self.enqueued_ns = now_ns
@@ -53,6 +51,7 @@ class QueueEntry:
         first = QueueEntry(self.job, self.rows[:texts], self.encoded.part(slice(texts)), self.enqueued_ns)
         self.rows, self.encoded = self.rows[texts:], self.encoded.part(slice(texts, None))
         self.texts -= texts
+        self.tokens -= first.tokens
         return first
 
 

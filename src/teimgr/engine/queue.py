@@ -197,13 +197,16 @@ class EntryQueue:
 
     def put(self, entries: Iterable[QueueEntry]) -> None:
         with self._changed:
+            lanes = set()
             for entry in entries:
-                self._lanes[entry.job.lane].put(entry)
-                if entry.job.lane is Lane.INTERACTIVE:
-                    self._interactive_seen = self._clock()
-                    self._has_queries.notify()
-                else:
-                    self._changed.notify()
+                lane = entry.job.lane
+                self._lanes[lane].put(entry)
+                lanes.add(lane)
+            if Lane.INTERACTIVE in lanes:
+                self._interactive_seen = self._clock()
+                self._has_queries.notify()
+            if Lane.BULK in lanes:
+                self._changed.notify()
 
     def fits_batch(self, texts: int, tokens: int) -> bool:
         """Whether this is within the bounds of one batch."""

@@ -43,7 +43,7 @@ _KNOWN = 2  # known images: each is computed a few times at load, in seconds by 
 _NO_LIMIT = 1 << 30
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # as `PackedBatch`
 class ChatBatch(PackedBatch):
     """A batch with pictures in its inputs: `is_image` tells their tokens (bool [T]), `places` has the positions of all
     tokens in time, rows and columns (int64 [3, T]).

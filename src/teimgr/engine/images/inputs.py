@@ -29,7 +29,7 @@ from teimgr.wire.text_column import TextColumn
 _BELOW_ZERO = np.int32(-(2**31))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # as `Encoded`
 class EncodedPicture(Encoded):
     """An input of the model with pictures; one each. Its only token ids are those of its pictures, unless the model
     reads texts and images in one input.
@@ -184,7 +184,7 @@ class DualTokenizer(PictureTokenizer):
         return found
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # as `PackedBatch`
 class PicturedBatch(PackedBatch):
     """A batch with pictures: first its texts, as one packed batch, then the pictures."""
 
