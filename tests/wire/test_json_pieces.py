@@ -62,6 +62,9 @@ def test_base64_in_pieces_is_that_of_one_call(size: int) -> None:
 def test_base64_of_a_matrix_is_that_of_its_bytes() -> None:
     wide = RANDOM.standard_normal((300, 700)).astype(np.float16)
     assert json_pieces.dumps(json_pieces.in_base64(wide)) == b'"%b"' % base64.b64encode(wide.tobytes())
+    for rows in (wide, wide.reshape(1, -1)):  # the row of the second is encoded in pieces
+        texts = [json_pieces.dumps(row) for row in json_pieces.rows_in_base64(rows)]
+        assert texts == [b'"%b"' % base64.b64encode(row.tobytes()) for row in rows]
 
 
 def test_no_piece_of_a_large_reply_is_large() -> None:

@@ -55,6 +55,17 @@ def in_base64(array: np.ndarray[Any, Any]) -> str | Base64:
     return Base64(array.reshape(-1).view(np.uint8).data)
 
 
+def rows_in_base64(matrix: np.ndarray[Any, Any]) -> list[Any]:
+    """`in_base64` of each row of a contiguous matrix."""
+    size = matrix.shape[1] * matrix.itemsize
+    if not 0 < size <= _BASE64_BYTES:
+        return [in_base64(row) for row in matrix]
+    data = matrix.reshape(-1).view(np.uint8).data
+    return [
+        binascii.b2a_base64(data[at : at + size], newline=False).decode("ascii") for at in range(0, len(data), size)
+    ]
+
+
 def _dumped(value: Any) -> bytes:
     return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
 

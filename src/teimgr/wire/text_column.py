@@ -37,11 +37,16 @@ class TextColumn(Sequence[str | None]):
         Raises:
             UnicodeEncodeError: a text has a lone surrogate.
         """
-        parts = [b"" if text is None else text.encode() for text in texts]
-        offsets = np.zeros(len(parts) + 1, np.int64)
-        np.cumsum(np.fromiter(map(len, parts), np.int64, len(parts)), out=offsets[1:])
         nulls = np.fromiter((text is None for text in texts), np.bool_, len(texts)) if None in texts else None
-        return cls(np.frombuffer(b"".join(parts), np.uint8), offsets, nulls)
+        given = [text or "" for text in texts]
+        if (whole := "".join(given)).isascii():
+            data, sizes = whole.encode(), map(len, given)
+        else:
+            parts = [text.encode() for text in given]
+            data, sizes = b"".join(parts), map(len, parts)
+        offsets = np.zeros(len(given) + 1, np.int64)
+        np.fromiter(sizes, np.int64, len(given)).cumsum(out=offsets[1:])
+        return cls(np.frombuffer(data, np.uint8), offsets, nulls)
 
     @classmethod
     def joined(cls, columns: Sequence[TextColumn]) -> TextColumn:

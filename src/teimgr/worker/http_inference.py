@@ -10,7 +10,7 @@ import asyncio
 import sys
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, Instanc
 from pydantic_core import core_schema
 from typing_extensions import TypeAliasType
 
-from teimgr.engine.job import InferOptions, Job, Lane, MediaFile, characters, pictures_of
+from teimgr.engine.job import InferOptions, Job, Lane, MediaFile, are_texts, characters, pictures_of
 from teimgr.engine.job import Input as EngineInput
 from teimgr.errors import InvalidInput, TeimgrError, shortened
 from teimgr.http.bodies import is_json
@@ -297,7 +297,7 @@ def engine_inputs(inputs: str | Sequence[Any], limit: int = MAX_INPUTS) -> list[
     if isinstance(inputs, str) or not inputs or isinstance(inputs[0], int):
         return [_engine_input(inputs)]
     check_count(len(inputs), limit)
-    return [_engine_input(one) for one in inputs]
+    return [*inputs] if are_texts(inputs) else [_engine_input(one) for one in inputs]
 
 
 class TooManyInputs(InvalidInput):
@@ -344,11 +344,18 @@ def unix_time() -> int:
 
 def encoded_vector(values: NDArray[Any], in_base64: bool) -> NDArray[Any] | str | json_pieces.Base64:
     """A vector or matrix for `to_json`: as numbers, or as base64 of its little-endian bytes."""
-    if not in_base64:
-        return np.ascontiguousarray(values)
-    if sys.byteorder == "big":
-        values = values.astype(values.dtype.newbyteorder("<"))
-    return json_pieces.in_base64(np.ascontiguousarray(values))
+    return json_pieces.in_base64(_little_endian(values)) if in_base64 else np.ascontiguousarray(values)
+
+
+def encoded_rows(rows: Iterable[NDArray[Any]], in_base64: bool) -> list[Any]:
+    """`encoded_vector` of each row: of a matrix, in half the time."""
+    if not isinstance(rows, np.ndarray):
+        return [encoded_vector(row, in_base64) for row in rows]
+    return json_pieces.rows_in_base64(_little_endian(rows)) if in_base64 else [*np.ascontiguousarray(rows)]
+
+
+def _little_endian(values: NDArray[Any]) -> NDArray[Any]:
+    return np.ascontiguousarray(values if sys.byteorder == "little" else values.astype(values.dtype.newbyteorder("<")))
 
 
 def best_first(scores: NDArray[np.float32], top_n: int | None = None) -> list[int]:
@@ -369,7 +376,7 @@ QUERY_PROMPTS = ("query", "search_query", "queries", "s2p_query", "web_search_qu
 DOCUMENT_PROMPTS = ("document", "search_document", "passage", "corpus", "doc", "text", "retrieval.passage")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, which would cost each query half a microsecond
 class ServedModel:
     """The loaded model and its instance's settings."""
 
@@ -389,7 +396,7 @@ class ServedModel:
         return self.spec.served_model_name or self.model.model_id
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, which would cost each query half a microsecond
 class JobSpec:
     """Inputs and options of an engine job, and the encoder of its answer when no input failed.
 
@@ -488,7 +495,7 @@ class HttpInference:
 
     async def respond(self, make: MakeJob, *, timings: bool = False) -> HttpReply:
         """The response of a request that is one job, with TEI's cost headers where `timings`; errors as `run`."""
-        [reply] = await self.run([make])
+        [(_, reply)] = await self._submitted([make], _encode)
         return json_reply(reply.payload, reply.timings.headers() if timings and reply.timings is not None else {})
 
     async def run(self, makers: Sequence[MakeJob]) -> list[CallReply]:
@@ -572,7 +579,8 @@ class HttpInference:
     def _submit(
         self, spec: JobSpec, encode: Callable[[HttpCall, JobSpec, Job], CallReply | DeferredReply], *, is_part: bool
     ) -> HttpCall:
-        size = sum(map(_size_bytes, spec.inputs))
+        inputs = spec.inputs
+        size = sum(map(len, inputs)) if are_texts(inputs) else sum(map(_size_bytes, inputs))
         lane = self._lane or self._lane_of(spec.inputs, size)
         call = HttpCall(size, lane, self._deadline)
         if is_part:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from teimgr.engine.job import Input as EngineInput
-from teimgr.engine.job import MediaFile
+from teimgr.engine.job import MediaFile, are_texts
 from teimgr.errors import EmptyInput, WrongModelKind
 from teimgr.models.source import shown_id
 from teimgr.spec import LoadedModel
@@ -22,6 +22,8 @@ def need_texts(texts: Sequence[object], field: str) -> None:
 
 def need_inputs(inputs: Sequence[EngineInput], refusal: str) -> None:
     """Raises EmptyInput with the sentence `refusal` if one of the inputs is empty."""
+    if are_texts(inputs) and all(inputs):
+        return
     are_empty = [one is None or (not len(one) and not isinstance(one, MediaFile)) for one in inputs]
     _refuse(are_empty, refusal)
 

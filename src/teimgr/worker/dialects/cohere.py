@@ -137,7 +137,7 @@ def _billed(job: Job) -> dict[str, int]:
 
 def _as_type(vectors: NDArray[np.float32], name: EmbeddingType) -> Any:
     if name == "base64":
-        return [http.encoded_vector(vector, True) for vector in vectors]
+        return http.encoded_rows(vectors, True)
     return vectors if name == "float" else converted(vectors, Precision(name))
 
 

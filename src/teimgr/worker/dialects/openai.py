@@ -253,8 +253,8 @@ def embedding_list(
 
 def embedding_objects(rows: Iterable[Any], in_base64: bool) -> list[dict[str, Any]]:
     return [
-        {"object": "embedding", "embedding": http.encoded_vector(row, in_base64), "index": index}
-        for index, row in enumerate(rows)
+        {"object": "embedding", "embedding": row, "index": index}
+        for index, row in enumerate(http.encoded_rows(rows, in_base64))
     ]
 
 
