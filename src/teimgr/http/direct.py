@@ -194,9 +194,8 @@ class DirectExchange:
             self.keep_alive = False
         elif not self.keep_alive:
             standing = [*standing, _CLOSE]
-        lines = [f"{name}: {value}\r\n" for name, value in reply.headers.items()]
-        fields = "".join(lines)
-        if not len(lines) == fields.count("\r") == fields.count("\n") or "\0" in fields:
+        fields = "\r\n".join([*map(": ".join, reply.headers.items()), ""])
+        if not len(reply.headers) == fields.count("\r") == fields.count("\n") or "\0" in fields:
             raise ValueError("a header has a line break or a NUL in it")
         defaults = [b"%s: %s\r\n" % header for header in standing]
         end = b"content-length: %d\r\n\r\n" % len(body)

@@ -136,6 +136,11 @@ def _text(headers: Mapping[bytes, bytes]) -> dict[str, str]:
     return {name.decode("latin-1"): value.decode("latin-1") for name, value in headers.items()}
 
 
+def _text_of(headers: Mapping[bytes, bytes], name: bytes) -> str:
+    """The value of a header; empty without it."""
+    return headers.get(name, b"").decode("latin-1")
+
+
 def _path(target: bytes) -> bytes:
     """The path of a target, as it was sent; empty for an invalid one."""
     try:
@@ -159,8 +164,8 @@ _ANSWERS_PER_TURN = 8
 # Of these a request context is made.
 _CONTEXT = {name: name.encode() for name in (REQUEST_ID, TRACEPARENT, TRACESTATE)}
 # The headers that inference reads.
-_CONTENT_TYPE, _CONTENT_ENCODING = "content-type", "content-encoding"
-_READ = {name: name.encode() for name in (_CONTENT_TYPE, _CONTENT_ENCODING, LANE_KEY, EXPECT_KEY)}
+_CONTENT_TYPE, _CONTENT_ENCODING = b"content-type", b"content-encoding"
+_LANE, _EXPECTED = LANE_KEY.encode(), EXPECT_KEY.encode()
 # The routes of inference by the target of a request.
 _PATHS = {path.encode(): path for path in _POST_PATHS}
 _NOT_BUFFERED = "Failed to buffer the request body"
@@ -218,40 +223,42 @@ class InstancePort:
         return None if path is None else partial(self._answer, path)
 
     async def _answer(self, path: str, request: DirectRequest) -> DirectReply:
-        given = {name: value.decode("latin-1") for name, key in _CONTEXT.items() if (value := request.headers.get(key))}
+        headers = request.headers
+        given = {name: value.decode("latin-1") for name, key in _CONTEXT.items() if (value := headers.get(key))}
         context = RequestContext.from_headers(given)
         CURRENT.set(context)
-        refused = self.access.refusal("POST", path, request.headers) if self.access.refuses else None
+        refused = self.access.refusal("POST", path, headers) if self.access.refuses else None
         reply = refused or await self._infer(path, request)
-        cors = self.access.cors(request.headers) if b"origin" in request.headers else self._cors
+        cors = self.access.cors(headers) if b"origin" in headers else self._cors
         fields = {**reply.headers, **self._dispatcher.space_headers, **cors, REQUEST_ID: context.request_id}
         return DirectReply(reply.status, fields, reply.body, self._dispatcher.port_budget)
 
     async def _infer(self, path: str, request: DirectRequest) -> HttpReply:
         """The reply to a request of a caller who has the key."""
-        dialect = _dialect(path)
-        headers = {name: request.headers.get(key, b"").decode("latin-1") for name, key in _READ.items()}
-        charge = Charge(self._dispatcher.port_budget)
+        headers, charge = request.headers, Charge(self._dispatcher.port_budget)
+        content_type = _text_of(headers, _CONTENT_TYPE)
         try:
             if not has_room(request.scope):
                 await room_for_reply(request.scope)
-            check_content_type(headers[_CONTENT_TYPE])
-            inference = self._inference_in(headers[LANE_KEY])
-            self._dispatcher.check_space(headers[EXPECT_KEY] or None)
+            check_content_type(content_type)
+            inference = self._inference_in(_text_of(headers, _LANE)) if _LANE in headers else self._inference
+            if _EXPECTED in headers:
+                self._dispatcher.check_space(_text_of(headers, _EXPECTED) or None)
             body = await read_whole(request, self._dispatcher.spec.payload_limit_bytes, charge)
             if body is None:
                 raise BadRequest(413, f"{_NOT_BUFFERED}: length limit exceeded")
-            return await tei.ROUTES["POST", path](inference, HttpRequest(TEI, "POST", path, headers=headers, body=body))
+            parsed = HttpRequest(TEI, "POST", path, headers={"content-type": content_type}, body=body)
+            return await tei.ROUTES["POST", path](inference, parsed)
         except SlowClient:
-            return BadRequest(408, f"{_NOT_BUFFERED}: it did not come in time").reply(dialect)
+            return BadRequest(408, f"{_NOT_BUFFERED}: it did not come in time").reply(_dialect(path))
         except TeimgrError as error:
-            return failure(dialect, error)
+            return failure(_dialect(path), error)
         except BadRequest as error:
             # TEI ignores the header, so a body that is plain despite it is served.
-            fault = compression_fault(headers[_CONTENT_ENCODING]) if error.status == 400 else None
-            return (error if fault is None else BadRequest(400, fault)).reply(dialect)
+            fault = compression_fault(_text_of(headers, _CONTENT_ENCODING)) if error.status == 400 else None
+            return (error if fault is None else BadRequest(400, fault)).reply(_dialect(path))
         except Exception as error:
-            return failure(dialect, masked(error))
+            return failure(_dialect(path), masked(error))
         finally:
             charge.release()
 

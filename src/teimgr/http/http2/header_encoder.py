@@ -8,12 +8,18 @@ from collections.abc import Iterable
 from functools import lru_cache
 
 _SHORT = tuple(bytes((value,)) for value in range(0x7F))
+# Of fields that are encoded once: most replies have the same ones.
+_KEPT_FIELDS, _KEPT_BYTES = 1024, 64
 
 
-@lru_cache(256)
-def _name(name: bytes) -> bytes:
-    """A literal field without indexing, up to its value (RFC 7541, section 6.2.2)."""
-    return b"\0" + _integer(len(name)) + name
+def _literal(name: bytes, value: bytes) -> bytes:
+    """A field, without indexing (RFC 7541, section 6.2.2)."""
+    if name == b":status" and value == b"200":
+        return b"\x88"  # of the static table
+    return b"".join((b"\0", _integer(len(name)), name, _integer(len(value)), value))
+
+
+_kept_literal = lru_cache(_KEPT_FIELDS)(_literal)
 
 
 def _integer(value: int) -> bytes:
@@ -31,11 +37,6 @@ def _integer(value: int) -> bytes:
 
 def encode_headers(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
     """A header block; names are in lower case."""
-    parts = []
-    for name, value in headers:
-        if name == b":status" and value == b"200":
-            parts.append(b"\x88")  # of the static table
-        else:
-            length = len(value)
-            parts += (_name(name), _SHORT[length] if length < 0x7F else _integer(length), value)
-    return b"".join(parts)
+    return b"".join(
+        [_kept_literal(name, value) if len(value) <= _KEPT_BYTES else _literal(name, value) for name, value in headers]
+    )
