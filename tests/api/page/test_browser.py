@@ -433,7 +433,7 @@ def test_two_models_side_by_side(page: Any) -> None:
     assert page.get_by_role("tab", name="Similarity").get_attribute("aria-selected") == "true"
     page.locator("#texts").fill("\n".join(["x"] * 33))
     page.get_by_role("button", name="Run").click()
-    expect(page.get_by_role("alert")).to_contain_text("At most 32 texts")
+    expect(page.locator("#texts-fault")).to_contain_text("at most 32 at a time")
 
 
 def test_scripts_agree_with_the_server(page: Any) -> None:
