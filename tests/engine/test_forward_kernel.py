@@ -111,9 +111,11 @@ def test_float32_is_the_models_own_forward(module: Any, level: str) -> None:
         torch.testing.assert_close(found, own(module, text), atol=2e-4, rtol=1e-4)
 
 
-@pytest.mark.skipif("avx512_bf16" not in HERE, reason="this CPU multiplies no bfloat16")
-def test_bfloat16_is_close(module: Any) -> None:
-    kernel = forward_kernel(module, options(module), torch.bfloat16)[0]
+@pytest.mark.parametrize("level", ["avx512_bf16", "amx"])
+def test_bfloat16_is_close(module: Any, level: str) -> None:
+    if level not in HERE:
+        pytest.skip(f"this CPU has no {level}")
+    kernel = ForwardKernel(lower(trace_forward(module, options(module))), torch.bfloat16, level=level)
     texts = texts_of(LENGTHS)
 
     for text, found in zip(texts, run(kernel, pack(texts)), strict=True):

@@ -20,6 +20,7 @@ import numpy as np
 
 from teimgr.engine.attention_kernel import _Call as Attention
 from teimgr.engine.forward_kernel import _ACTIVATIONS, _KINDS, _Call, _Operand, _Program, _Slot, _Step
+from teimgr.engine.native_library import BFLOAT16_LEVEL
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted((ROOT / "src/teimgr/engine/native").glob("*.c"))
@@ -64,7 +65,7 @@ class _Programs:
     def __init__(self, library: ctypes.CDLL, chance: random.Random) -> None:
         self._library = library
         self._chance = chance
-        self._level = self._panel = 0  # of the present program
+        self._level = self._panel = self._bfloat16 = 0  # of the present program
         self._kept: list[Any] = []
 
     def call(self) -> int:
@@ -72,6 +73,7 @@ class _Programs:
         chance, self._kept = self._chance, []
         self._level = chance.randint(1, self._library.attention_level())
         self._panel = int(self._library.panel_width(self._level))
+        self._bfloat16 = chance.randrange(2) if self._level >= BFLOAT16_LEVEL else 0
         tokens = chance.choice((1, 2, 7, 8, 64, 65, 130, 600))
         cuts = sorted(chance.sample(range(1, tokens), min(tokens - 1, chance.randrange(4))))
         begins = self._array(np.array([0, *cuts, tokens], np.int32))
@@ -98,7 +100,7 @@ class _Programs:
         program = _Program(
             steps=(_Step * len(steps))(*steps), slots=(_Slot * len(slots))(*slots), step_count=len(steps),
             slot_count=len(slots), bytes=slots[-1].offset + slots[-1].stride, width=columns,
-            rows=(rows, rows, rows), result=len(slots) - 1, bfloat16=0, level=self._level,
+            rows=(rows, rows, rows), result=len(slots) - 1, bfloat16=self._bfloat16, level=self._level,
         )  # fmt: skip
         ids = [self._array(np.array([chance.randrange(rows) for _ in range(tokens)])) for _ in range(3)]
         call = _Call(
@@ -125,7 +127,8 @@ class _Programs:
         if kind == "linear":
             step.width = 16 * chance.randrange(1, 9)
             wide = -(-step.width // self._panel) * self._panel
-            step.weights, step.weights_size = self._floats(wide * columns), 4 * wide * columns
+            numbers = wide * columns // (1 + self._bfloat16)
+            step.weights, step.weights_size = self._floats(numbers), 4 * numbers
             step.bias, step.bias_size = self._floats(wide), wide
         elif kind == "norm":
             step.weights, step.weights_size = self._floats(columns), 4 * columns

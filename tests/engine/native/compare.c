@@ -63,7 +63,8 @@ static int64_t cut(int32_t *begins, int64_t tokens, int64_t *longest) {
 static void attention_case(int32_t level, int bfloat16) {
     const int is_long = from(1, 6) == 1;  // more than a block of keys
     const int64_t tokens = is_long ? from(1025, 1300) : from(1, 100), key_heads = is_long ? 1 : from(1, 3);
-    const int64_t heads = key_heads * (is_long ? 1 : from(1, 2)), size = is_long ? from(1, 6) : from(1, 100);
+    const int64_t heads = key_heads * (is_long ? 1 : from(1, 2)), limit = is_long ? 6 : 100;
+    const int64_t size = from(0, 1) ? 32 * from(1, is_long ? 1 : 3) : from(1, limit);  // 32: whole tiles
     const int64_t of_queries = tokens * heads * size, of_keys = tokens * key_heads * size, bytes = bfloat16 ? 2 : 4;
     int32_t begins[6], keys[5];
     int64_t longest;

@@ -1,7 +1,7 @@
 // Attention within the texts of a packed row, for CPUs: softmax(scale · q kᵀ) v by text and head, without padding.
 //
 // Plain C over pointers, called through ctypes (attention_kernel.py): no headers of Python or torch. The arithmetic is in
-// attention_tile.h, compiled once per instruction set; `attention_level` chooses among them when the library is loaded.
+// attention_tile.h, compiled once per instruction set; a call names one, up to that of `attention_level`.
 // Softmax is computed block by block over the keys (Dao et al., "FlashAttention", 2022), with sums in float32.
 
 #include <stdatomic.h>
@@ -121,15 +121,20 @@ static void clear_blind_rows(const struct attention *call, const struct item *it
 #endif
 
 #if defined(HAS_AMX)
+#include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
-// Whether the CPU multiplies tiles and the kernel lets this process use them: it keeps their 8 KiB for each thread that does.
+// Whether the CPU has the tiles that are used here, and the kernel lets this process use them: it keeps their 8 KiB for each
+// thread that does. A virtual machine may show the instructions and no palette of tiles.
 static int may_use_tiles(void) {
     enum { REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 };  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-    const int has_tiles = __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") &&
-                          __builtin_cpu_supports("amx-int8") && __builtin_cpu_supports("avx512vnni");
-    return has_tiles && syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+    const unsigned instructions = 1u << 22 | 1u << 24 | 1u << 25;  // AMX-BF16, AMX-TILE, AMX-INT8
+    unsigned a, b, c, d;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & instructions) != instructions) return 0;
+    if (!__builtin_cpu_supports("avx512vnni") || !__get_cpuid_count(0x1d, 1, &a, &b, &c, &d)) return 0;
+    const int has_palette = b >> 16 >= 8 && (b & 0xffff) >= TILE_BYTES && (c & 0xffff) >= TILE_ROWS;
+    return has_palette && syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
 }
 #endif
 
@@ -158,7 +163,7 @@ static int found_level(void) {
 }
 
 int attention_level(void) {
-    static atomic_int level = -1;  // of this process, which is asked for permission once
+    static atomic_int level = -1;  // of this process, found at its first call
     if (atomic_load_explicit(&level, memory_order_relaxed) < 0) atomic_store(&level, found_level());
     return atomic_load_explicit(&level, memory_order_relaxed);
 }

@@ -18,7 +18,7 @@
 INLINE void LEVEL(shape_tiles)(void) {
     struct tile_shapes shapes = {.palette = 1};
     for (int tile = 0; tile < 8; tile++) shapes.bytes[tile] = TILE_BYTES, shapes.rows[tile] = TILE_ROWS;
-    _tile_loadconfig(&shapes);
+    load_shapes(&shapes);
 }
 
 INLINE void LEVEL(zero_sums)(void) {

@@ -174,7 +174,7 @@ static unit_function rows_of(const struct program *program) {
 #else
 static unit_function linear_of_bytes(const struct program *program, const struct step *step) {
 #if defined(HAS_AMX)
-    if (program->level >= AMX && has_whole_tiles_avx512_bf16(step)) return linear_bytes_amx_avx512_bf16;
+    if (program->level >= AMX && program->bfloat16 && has_whole_tiles_avx512_bf16(step)) return linear_bytes_amx_avx512_bf16;
 #endif
     if (program->bfloat16) return linear_bytes_vnni_avx512_bf16;
     if (program->level == AVX2) return linear_bytes_avx2;

@@ -56,6 +56,9 @@ struct tile_shapes {
     uint8_t rows[16];
 };
 
+// As _tile_loadconfig, which tells the compiler of eight of the bytes that it reads.
+static inline void load_shapes(const struct tile_shapes *shapes) { __asm__ volatile("ldtilecfg %0" ::"m"(*shapes)); }
+
 // Before tiles are loaded: their intrinsics do not tell the compiler that they read memory.
 static inline void finish_stores(void) { __asm__ volatile("" ::: "memory"); }
 #endif

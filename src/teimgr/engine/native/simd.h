@@ -4,6 +4,7 @@
 //   WIDTH        float32 numbers in a register
 //   COLUMNS      registers of neighbouring results that are summed at a time
 //   PAIRS        1: products of pairs of bfloat16 numbers with float32 sums (VDPBF16PS, BFDOT); 0: float32 throughout
+//   TILES        of attention alone, 1: products of AMX tiles
 // and simd_end.h undefines them.
 
 #define FLOATS LEVEL(floats)

@@ -13,7 +13,7 @@ static AMX_TARGET void shape_tiles(int rows) {
     const uint8_t lower = (uint8_t)(rows > TILE_ROWS ? rows - TILE_ROWS : TILE_ROWS);  // none: they are not used
     struct tile_shapes shapes = {.palette = 1, .rows = {upper, upper, lower, lower, upper, lower, TILE_ROWS, TILE_ROWS}};
     for (int tile = 0; tile < 8; tile++) shapes.bytes[tile] = TILE_BYTES;
-    _tile_loadconfig(&shapes);
+    load_shapes(&shapes);
 }
 
 // The intrinsics are statements, whose tiles are literals.
