@@ -59,4 +59,6 @@ def test_rows_in_other_types_are_near_or_refused() -> None:
         assert set(records) <= exact, dtype
         assert {record["state"] for record in records.values()} <= {"near", "refused", "wrong"}, dtype
         far = {key: record["auto"] for key, record in records.items() if record["state"] == "wrong"}
-        assert far.items() <= {("qwen2-moe", "float32"), ("gpt-oss", "float32"), ("qwen3-5", "float32")}, dtype
+        # Experts, linear attention, and one adapter with random weights; a request alone has them in fewer bits.
+        assert set(far) <= {"qwen2-moe", "gpt-oss", "qwen3-5", "jina-v5-nano-clustering"}, dtype
+        assert set(far.values()) <= {"float32"}, dtype
