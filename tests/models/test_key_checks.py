@@ -201,7 +201,6 @@ def test_a_row_of_modules_json_with_arguments_is_refused(bert: Path) -> None:
     ("config", "senses"),
     [
         ({"model_type": "qwen2_5_vl", "vision_config": {"depth": 2}}, "images"),
-        ({"model_type": "embedding_gemma2", "audio_config": {"hidden_size": 32}}, "sound"),
         ({"model_type": "align"}, "images and text"),
         ({"model_type": "altclip"}, "images and text"),
         ({"model_type": "whisper"}, "sound"),

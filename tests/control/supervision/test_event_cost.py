@@ -10,11 +10,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from tests.support.fleet import Fleet
 
+import teimgr
 from teimgr.control.supervision.lifecycle import Phase
 from teimgr.http.auth.policy import Policy, PolicyInForce
 from teimgr.mux.handlers import MuxHealth
@@ -22,6 +24,7 @@ from teimgr.spec import InstanceSpec, State
 from teimgr.wire.routing.router import Router
 
 Fleets = Callable[..., Fleet]
+_PRODUCT = str(Path(teimgr.__file__).parent)
 
 
 @contextmanager
@@ -35,7 +38,7 @@ def counted_lines() -> Iterator[Counter[str]]:
         return on_line
 
     def on_call(frame: FrameType, event: str, argument: Any) -> Any:
-        return on_line if "/teimgr/" in frame.f_code.co_filename else None
+        return on_line if frame.f_code.co_filename.startswith(_PRODUCT) else None
 
     sys.settrace(on_call)
     try:
