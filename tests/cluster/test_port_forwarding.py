@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 from tests.support.cluster import HOST, NAME, Forwarding, TcpProxy, forwarding
+from tests.support.fleet import local_launcher
 from tests.support.polling import eventually, on_uvloop
 
 from teimgr.cluster import port_forwarding
 from teimgr.cluster.host_link import HostAddress, connect
+from teimgr.cluster.port_forwarding import PortForwarding
 from teimgr.errors import Forbidden, Unavailable
 from teimgr.http import connection_gate
 from teimgr.http.connection_gate import Phase, PhaseLimit
@@ -361,6 +363,53 @@ async def test_a_connection_that_an_ending_worker_here_passes_on_is_forwarded(tm
         assert await asked((reader, writer)) == b"hello"
         queue.close()
         listener.close()
+
+
+def passed_on(fleet: Forwarding, folder: Path) -> PortForwarding:
+    """A second daemon's part, with the listening sockets of the first one's, which accepts no more."""
+    sockets = {name: sock.dup() for name, sock in fleet.head.listeners().items()}
+    fleet.head.hand_over()
+    successor = fleet.forwarder(local_launcher(folder))
+    successor.inherit(lambda prefix: {name.removeprefix(prefix): sock for name, sock in sockets.items()})
+    return successor
+
+
+@on_uvloop
+async def test_clients_wait_for_the_next_daemon_and_connections_end_with_the_one_before(tmp_path: Path) -> None:
+    async with forwarding(tmp_path, "two") as fleet:
+        fleet.route("two")
+        await fleet.listening()
+        kept = await fleet.connect()
+        assert await asked(kept) == b"hello"
+
+        successor = passed_on(fleet, tmp_path / "next")
+        waiting = asyncio.create_task(asked(await fleet.connect()))
+        assert await asked(kept, b"more") == b"more"
+        successor.start()
+
+        assert await waiting == b"hello"
+        assert (fleet.head.connections, successor.connections) == (1, 1)
+        kept[1].close()
+        await fleet.head.finished(LIMIT_S)
+        assert fleet.head.connections == 0
+        await successor.close()
+
+
+@on_uvloop
+async def test_the_next_daemon_closes_ports_whose_replicas_do_not_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(port_forwarding, "_INHERITED_S", 0.1)
+    async with forwarding(tmp_path, "two") as fleet:
+        fleet.route("two")
+        await fleet.listening()
+        successor = passed_on(fleet, tmp_path / "next")
+        fleet.route(state=State.FAILED)
+        await fleet.head.close()
+        successor.start()
+
+        await fleet.refusing()
+        await successor.close()
 
 
 @on_uvloop

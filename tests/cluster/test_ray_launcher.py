@@ -19,6 +19,7 @@ from tests.support.fakes.worker import fake_id
 from tests.support.fleet import LIMIT_S
 from tests.support.polling import eventually
 
+from teimgr.cluster.enrolment import JoinToken
 from teimgr.cluster.head import ClusterHead, ClusterInventory, Member
 from teimgr.cluster.messages import HeldWorker
 from teimgr.cluster.ray_launcher import RayLauncher
@@ -143,6 +144,26 @@ async def test_what_ray_does_not_place_in_time_is_given_up_and_leaves_nothing(on
 
 async def _no_actors(head: ClusterHead) -> bool:
     return not await head.bridge.call("names", prefix="worker/")
+
+
+async def test_a_successor_is_connected_to_ray_before_its_predecessor_leaves_and_finds_all_that_it_left(
+    one_host: OneHost,
+) -> None:
+    head, launcher = one_host.launcher()
+    await launcher.start()
+    await launcher.find()
+    handle = await launcher.launch(spec())
+    next_head, successor = one_host.launcher()
+
+    await next_head.prepare()
+    token = JoinToken.parse(head.enrolment.join_token("two", 60))  # of which it learns when it starts
+    await launcher.release()
+    await successor.start()
+
+    assert [each.pid for each in (await successor.find()).alive] == [handle.pid]
+    assert next_head.enrolment.enrolment.check(token, "two").node == "two"
+    await successor.adopt((await successor.find()).alive, lambda spec: False)
+    await successor.release()
 
 
 async def test_a_cancelled_launch_leaves_no_process_behind(daemon: tuple[ClusterHead, RayLauncher]) -> None:

@@ -34,6 +34,8 @@ class SteadyLoad:
     instance: str
     port: int
     rate: float = 60.0
+    host: str = "127.0.0.1"
+    """Of the port."""
     done: Counter[tuple[str, int]] = field(default_factory=Counter)
     failures: Counter[tuple[str, str]] = field(default_factory=Counter)
     in_flight: int = 0
@@ -75,7 +77,7 @@ class SteadyLoad:
         async with (
             self.daemon.async_client(timeout_s=CALL_LIMIT_S) as client,
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(CALL_LIMIT_S)) as http,
-            grpc.aio.insecure_channel(f"127.0.0.1:{self.port}") as channel,
+            grpc.aio.insecure_channel(f"{self.host}:{self.port}") as channel,
         ):
             embed = channel.unary_unary(
                 "/tei.v1.Embed/Embed",
@@ -87,7 +89,7 @@ class SteadyLoad:
                 return int((await client.embed(text, instance=self.instance)).shape[1])
 
             async def over_http(text: str) -> int:
-                async with http.post(f"http://127.0.0.1:{self.port}/embed", json={"inputs": text}) as reply:
+                async with http.post(f"http://{self.host}:{self.port}/embed", json={"inputs": text}) as reply:
                     reply.raise_for_status()
                     return len((await reply.json())[0])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import signal
@@ -10,10 +11,12 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.end_to_end.rolling_load import SteadyLoad
 from tests.support.cluster import NodeProcess, needs_ray
 from tests.support.daemon_process import MINILM, DaemonProcess, WarmDaemonProcess, cluster_table, kill_ray
 from tests.support.hub_server import files_of, lay_out
@@ -58,6 +61,7 @@ def space() -> Iterator[NetworkNamespace]:
 def daemon(space: NetworkNamespace) -> Iterator[DaemonProcess]:
     cluster = cluster_table(space.outside, "one")
     running = WarmDaemonProcess(cluster=cluster, orphan_grace_secs=60, instance_host=space.outside)
+    running.is_new = True  # its command starts the next one
     # As on a host whose hub's cache has the real MiniLM, by a name that no installed package has weights for.
     packaged = hub.find_packaged(MINILM)
     assert packaged is not None
@@ -242,6 +246,37 @@ def test_the_next_daemon_takes_over_the_worker_of_the_other_host(daemon: DaemonP
         assert not answers(url)
         client.delete("near")
         until(lambda: not look_up(before[1]), "the worker's end", LIMIT_S)
+
+
+def test_a_restart_in_place_keeps_workers_and_refuses_no_call(
+    daemon: DaemonProcess, node: NodeProcess, model: str
+) -> None:
+    with daemon.client() as client:
+        for name, host in (("near", "one"), ("far", "two")):
+            client.create(name, model, node=host, dtype="float32")
+            client.wait_until_running(name, deadline_s=LIMIT_S)
+        before = {name: worker(client, name) for name in ("near", "far")}
+        until(lambda: answers(port_url(client, daemon, "far")), "the port on the head", LIMIT_S)
+        host, port = str(daemon.settings["instance_host"]), client.get("far").details["port"]
+        first = client.daemon()["pid"]
+
+        kept = http.client.HTTPConnection(host, port, timeout=LIMIT_S)
+        kept.request("GET", "/health")
+        kept.getresponse().read()
+        with closing(kept), SteadyLoad(daemon, "far", port, host=host) as calls:
+            second = client.restart_daemon()["pid"]
+            until(lambda: client.daemon()["pid"] == second, "the next daemon", LIMIT_S)
+            kept.request("GET", "/health")
+            assert kept.getresponse().status == 200
+            calls.progress(50)
+
+        assert second != first
+        assert calls.failures == {}
+        assert {name: worker(client, name) for name in ("near", "far")} == before
+        assert [client.get(name).restarts for name in ("near", "far")] == [0, 0]
+        assert hosts(client) == {"one": None, "two": None}
+        for name in ("near", "far"):
+            client.delete(name)
 
 
 def test_the_other_host_leaves_after_its_workers_were_moved(

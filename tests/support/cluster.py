@@ -252,16 +252,13 @@ class Forwarding:
         (self.port,) = free_ports(1)
         self.nodes = nodes
         self.writers: list[asyncio.StreamWriter] = []
+        self.head = self.forwarder(self.local)
+
+    def forwarder(self, local: LocalLauncher) -> PortForwarding:
+        """The head's part of a daemon."""
         spec = WorkerSpec(name=NAME, model_id="m", port=self.port)
-        self.head = PortForwarding(
-            self.directory,
-            "one",
-            nodes.identity(""),
-            self.local,
-            HOST,
-            lambda incarnation: spec,
-            self.known,
-        )
+        identity = self.nodes.identity("")
+        return PortForwarding(self.directory, "one", identity, local, HOST, lambda incarnation: spec, self.known)
 
     def move(self, name: str, address: str) -> None:
         """The head finds this host at another address from now on."""

@@ -78,8 +78,8 @@ class Bridge:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to connect; `connected` is set when that is done."""
-        self._task = asyncio.create_task(self._keep_running(), name="bridge to Ray")
+        """Begin to connect, unless it has begun; `connected` is set when that is done."""
+        self._task = self._task or asyncio.create_task(self._keep_running(), name="bridge to Ray")
 
     async def close(self) -> None:
         """End the process; the actors continue."""

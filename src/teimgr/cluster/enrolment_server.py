@@ -78,8 +78,9 @@ class EnrolmentServer:
     """
 
     def __init__(self, folder: Path, node: str, versions: Versions, ray_token: Callable[[], str]) -> None:
-        self.authority = FleetAuthority(folder / "ca")
-        self.enrolment = Enrolment(folder / "enrolment.json", reserved=node)
+        self._folder = folder
+        self._reserved = node
+        self._read()
         self.identity = FleetIdentity(folder / "daemon", node)
         self.node_identity = FleetIdentity(folder / "node", node)
         self._versions = versions
@@ -92,6 +93,10 @@ class EnrolmentServer:
         self._connections: set[asyncio.Task[None]] = set()
         self.renew_own()
         self._publish_removed()
+
+    def _read(self) -> None:
+        self.authority = FleetAuthority(self._folder / "ca")
+        self.enrolment = Enrolment(self._folder / "enrolment.json", reserved=self._reserved)
 
     def renew_own(self) -> None:
         """Give the daemon and its host new certificates, and the present authorities."""
@@ -124,7 +129,10 @@ class EnrolmentServer:
 
         Raises:
             PortConflict: the port is taken.
+            InvalidConfig: a file in the folder cannot be used.
         """
+        self._read()  # again: a daemon before this one may have written since
+        self._publish_removed()
         self._listener = bind(host, port, "cluster.enrolment_port")
         self.address = self._listener.getsockname()[:2]
         self._maintenance = asyncio.create_task(self._maintain(), name="renewal of the daemon's certificate")

@@ -35,6 +35,7 @@ from teimgr.observability.log_source import LocalLogs, LogSource
 
 CONNECT_LIMIT_S = 180.0
 """For Ray at the start of the daemon: it takes some ten seconds, on an overloaded machine a minute."""
+PREPARE_LIMIT_S = 60.0
 WATCH_INTERVAL_S = 1.0
 _ANY_PORT = 9
 MISSES_ALLOWED = 3
@@ -99,6 +100,20 @@ class ClusterHead:
         self._changed = asyncio.Event()
         self._refreshed = asyncio.Event()
         self._watch: asyncio.Task[None] | None = None
+
+    async def prepare(self) -> None:
+        """Connect to Ray beside the daemon that this one follows, so that its workers are found at once after it.
+
+        Raises:
+            Unavailable: Ray does not answer.
+        """
+        self.bridge.start()
+        try:
+            async with asyncio.timeout(PREPARE_LIMIT_S):
+                await self.bridge.connected.wait()
+        except TimeoutError:
+            reason = f"Ray does not answer at {self._settings.cluster.address}: {self.bridge.problem}"
+            raise Unavailable(reason) from None
 
     async def start(self) -> None:
         """Start everything; does not wait for Ray, which takes seconds. `launcher` is started before.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from teimgr.config.mux import MuxConfig
 from teimgr.config.settings import Settings
-from teimgr.control.launch.launcher import Launcher, LocalLauncher
+from teimgr.control.launch.launcher import LocalLauncher
 from teimgr.control.placement.hosts import LeavingHosts
 from teimgr.control.placement.planner import GpuInventory, InventorySource
 from teimgr.observability.log_source import LogSource
@@ -18,6 +18,7 @@ from teimgr.wire.routing.router import Directory
 if TYPE_CHECKING:
     from teimgr.cluster.head import ClusterHead
     from teimgr.cluster.port_forwarding import PortForwarding
+    from teimgr.cluster.ray_launcher import RayLauncher
     from teimgr.cluster.ray_muxes import RayMuxHosts
 
 
@@ -28,7 +29,7 @@ class Cluster:
     `identity` is the daemon's, `node_identity` that of its host, for the muxes here. `logs` are those of other hosts.
     """
 
-    launcher: Launcher
+    launcher: RayLauncher
     inventory: InventorySource
     head: ClusterHead
     identity: FleetIdentity

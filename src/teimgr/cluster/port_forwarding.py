@@ -45,6 +45,8 @@ _TRIES_LIMIT_S = 10.0
 _AVOIDED_S = 5.0  # other hosts are tried before one that failed
 _FIRST_RETRY_S = 0.1
 _RETRY_S = 5.0
+_INHERITED = "forwarded "
+_INHERITED_S = 30.0  # for the hosts to be known again
 _ENDED = (State.STOPPED, State.FAILED, State.UNLOADED)
 
 log = logging.getLogger(__name__)
@@ -92,6 +94,40 @@ class PortForwarding:
     def start(self) -> None:
         self._unsubscribe = self._directory.subscribe(self._follow)
         self._hosts_changed()
+
+    # From one daemon to the next
+
+    def listeners(self) -> dict[str, socket.socket]:
+        """The sockets on which this daemon listens, by names for `inherit`."""
+        return {f"{_INHERITED}{name}": sock for name, sock in self.local.joined_ports().items()}
+
+    def inherit(self, take_all: Callable[[str], Mapping[str, socket.socket]]) -> None:
+        """Keep the sockets of the daemon before, in whose backlogs clients wait; those not used soon are closed."""
+        inherited = take_all(_INHERITED)
+        for name, listener in inherited.items():
+            if listener.getsockname()[0] == self.instance_host:
+                self.local.inherit_port(name, listener)
+            else:  # of another `instance_host`
+                listener.close()
+        asyncio.get_running_loop().call_later(_INHERITED_S, self._leave_unused, tuple(inherited))
+
+    def _leave_unused(self, names: Sequence[str]) -> None:
+        for name in names:
+            if (port := self._ports.get(name)) is None or not port.is_joined:
+                self.local.leave_port(name)
+
+    def hand_over(self) -> None:
+        """Accept no more, as a successor does; connections go on, and are forwarded as before."""
+        if self._unsubscribe is not None:
+            self._unsubscribe()
+            self._unsubscribe = None
+        for port in self._ports.values():
+            port.hand_over()
+
+    async def finished(self, limit_s: float) -> None:
+        """Return once the connections have ended, or after `limit_s`."""
+        if tasks := [task for port in self._ports.values() for task in port.tasks]:
+            await asyncio.wait(tasks, timeout=max(0.0, limit_s))
 
     def _hosts_changed(self) -> None:
         """Listen for instances whose hosts are known now; end connections to hosts that are lost."""
@@ -173,6 +209,20 @@ class _Port:
     @property
     def connections(self) -> int:
         return self._gate.count
+
+    @property
+    def tasks(self) -> Sequence[asyncio.Task[None]]:
+        """One for each connection that is forwarded."""
+        return [*self._tasks]
+
+    @property
+    def is_joined(self) -> bool:
+        return self._joined is not None
+
+    def hand_over(self) -> None:
+        """Accept no more; the socket and the replicas stay, for connections that were accepted."""
+        self._joining.cancel()
+        self._stop_accepting()
 
     def follow(self, replicas: Replicas, number: int, *, has_local: bool) -> None:
         """Forward to these replicas from now on; to none while a replica is here, and without any stop listening."""

@@ -74,7 +74,6 @@ from teimgr.wire.routing.router import Directory
 log = logging.getLogger(__name__)
 
 EXIT_REFUSED = 1
-_NOT_IN_A_CLUSTER = "[cluster]: a daemon of several hosts is not restarted in place; stop it and start it again"
 LAST_GRACE_S = 1.0
 """What workers have at the end of a stop at least, to finish a batch and give their device and ports back."""
 
@@ -109,9 +108,8 @@ class Daemon:
         self.notifier = Notifier()
         self.predecessor = predecessor
         self.facts = {name: str(getattr(settings, name).absolute()) for name in ("state_file", "run_dir")}
-        self.succession = Succession(
-            self.facts, self._take_over, self.notifier.environ, _NOT_IN_A_CLUSTER if settings.cluster.address else None
-        )
+        self.facts["cluster.address"] = settings.cluster.address or ""
+        self.succession = Succession(self.facts, self._take_over, self.notifier.environ)
         # Shared state
         self.metrics = DaemonMetrics()
         self.watchdog: LoopWatchdog | None = None
@@ -241,7 +239,7 @@ class Daemon:
         self._keep_log()
         take = self.predecessor.take if self.predecessor else lambda name: None
         with open_listeners(self.settings, take) as listeners, self._signals():
-            self.succession.offer(listeners.by_name)
+            self.succession.offer(lambda: {**listeners.by_name, **self._forwarded_ports()})
             await self._await_turn(listeners)
             self.succession.watch_parent()
             async with self._health_port(listeners.health) as health:
@@ -364,6 +362,9 @@ class Daemon:
         if self.predecessor is None:
             return
         try:
+            if self.cluster is not None:
+                self.cluster.forwarding.inherit(self.predecessor.take_all)
+                await self.cluster.head.prepare()
             await self.predecessor.word(self.facts)
         except BaseException:
             listeners.keep_files()
@@ -383,6 +384,11 @@ class Daemon:
         listeners.keep_files()
         pass_on = None if self.settings.tls_files else self.succession.pass_on
         server.leave(pass_on, self.settings.graceful_shutdown_timeout_secs)
+        if self.cluster is not None:
+            self.cluster.forwarding.hand_over()
+
+    def _forwarded_ports(self) -> Mapping[str, socket.socket]:
+        return self.cluster.forwarding.listeners() if self.cluster is not None else {}
 
     @contextlib.asynccontextmanager
     async def _giving_way(self) -> AsyncIterator[None]:
@@ -394,7 +400,7 @@ class Daemon:
         if self.batches is not None:
             await asyncio.to_thread(self.batches.close)
         await self.manager.release()
-        await self.launcher.close()
+        await (self.launcher.close() if self.cluster is None else self.cluster.launcher.release())
         self.tenants.close()
         await self.scaling_figures.close()
         pid = self.succession.give_word()
@@ -412,13 +418,15 @@ class Daemon:
         Where a successor has the word, muxes and workers are its.
         """
         await self.succession.cancel()
+        grace_s, clock = self.settings.graceful_shutdown_timeout_secs, asyncio.get_running_loop().time
+        ends = (self._stop_began or clock()) + grace_s
         if self.succession.has_given_word:
+            if self.cluster is not None:
+                await self.cluster.forwarding.finished(ends - clock())
             await self.gateway.close()
             await self.scraper.close()
             await asyncio.to_thread(self.telemetry.close)
             return
-        grace_s, clock = self.settings.graceful_shutdown_timeout_secs, asyncio.get_running_loop().time
-        ends = (self._stop_began or clock()) + grace_s
         log.info("stopping", extra={"grace_s": grace_s})
         await self.registry.close()
         if self.batches is not None:

@@ -26,12 +26,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from teimgr import __version__
 from teimgr.daemon.parent import LINK, become_parent
-from teimgr.errors import TeimgrError, Unavailable, Unsupported, UpdateFailed
+from teimgr.errors import TeimgrError, Unavailable, UpdateFailed
 from teimgr.observability.request_context import ORDERED_BY
 from teimgr.worker.connection_queue import RECEIVE_END, SEND_END, ConnectionQueue
 
@@ -43,7 +44,7 @@ READY_LIMIT_S = 120.0
 _EXIT_LIMIT_S = 5.0
 _WORD_LIMIT_S = 60.0  # from ready to the word: the old daemon finishes the commands it has accepted
 _MESSAGE_BYTES = 64 << 10
-_MAX_DESCRIPTORS = 64
+_MAX_DESCRIPTORS = 250  # the kernel takes 253 a message; ports of instances beyond are bound again by the successor
 _LAST_CONNECTIONS_S = 1.0
 
 log = logging.getLogger(__name__)
@@ -80,6 +81,11 @@ class Predecessor:
     def take(self, name: str) -> socket.socket | None:
         """Its listening socket of this name; the caller owns it."""
         return self._sockets.pop(name, None)
+
+    def take_all(self, prefix: str) -> dict[str, socket.socket]:
+        """Its listening sockets whose names have this prefix, by the rest of their names; the caller owns them."""
+        names = [name for name in self._sockets if name.startswith(prefix)]
+        return {name.removeprefix(prefix): self._sockets.pop(name) for name in names}
 
     def refuse(self, reason: str) -> None:
         """Tell it why this daemon cannot follow it."""
@@ -147,7 +153,7 @@ class Succession:
     `facts` must be the same in the successor: by the state file and the run directory it finds what it adopts.
     `environ` are variables of a supervisor that were taken out of the environment: it learns the new pid, while
     others wait for the one that they know. `take_over` is called once, when a successor is ready: this daemon is to
-    leave, and to call `give_word`. `refusal` is why it can have no successor.
+    leave, and to call `give_word`.
     """
 
     def __init__(
@@ -155,16 +161,14 @@ class Succession:
         facts: Mapping[str, str],
         take_over: Callable[[Follower], None],
         environ: Mapping[str, str],
-        refusal: str | None = None,
         *,
         command: Sequence[str] | None = None,
         limit_s: float = READY_LIMIT_S,
     ) -> None:
-        self._sockets: dict[str, socket.socket] = {}
+        self._sockets: Callable[[], Mapping[str, socket.socket]] = dict
         self._facts = dict(facts)
         self._take_over = take_over
         self._environ = dict(environ)
-        self._refusal = refusal
         self._failure: str | None = None
         self._command = [*(command or command_line())]
         self._limit_s = limit_s
@@ -184,9 +188,9 @@ class Succession:
         """Whether a supervisor is to learn the new pid, as no parent keeps the former one."""
         return bool(self._environ) and self._parent is None
 
-    def offer(self, sockets: Mapping[str, socket.socket]) -> None:
-        """Give a successor these listening sockets, by name."""
-        self._sockets.update(sockets)
+    def offer(self, sockets: Callable[[], Mapping[str, socket.socket]]) -> None:
+        """Give a successor the listening sockets that there are at its start, by name."""
+        self._sockets = sockets
 
     def alarms(self) -> list[str]:
         return [self._failure] if self._failure else []
@@ -204,13 +208,9 @@ class Succession:
         """Start a successor; returns when it is ready, and this daemon about to leave. Calls meanwhile wait for it too.
 
         Raises:
-            Unsupported: a daemon with this configuration can have none.
             UpdateFailed: it does not get ready; this daemon serves on.
             Unavailable: this daemon is ending.
         """
-        if self._refusal is not None:
-            log.error("no restart: %s", self._refusal)
-            raise Unsupported(self._refusal)
         if not self._may_begin:
             raise Unavailable("the daemon is ending")
         if self._preparing is None:
@@ -269,7 +269,8 @@ class Succession:
             if link is not None:
                 environ[LINK] = str(link.fileno())
                 passed.append(link.fileno())
-            sockets = {**self._sockets, **{str(name): sock for name, sock in self._queue.ends.items()}}
+            ends = {str(name): sock for name, sock in self._queue.ends.items()}
+            sockets = dict(islice({**ends, **self._sockets()}.items(), _MAX_DESCRIPTORS))
             message = json.dumps({"sockets": [*sockets]}).encode()
             socket.send_fds(self._control, [message], [each.fileno() for each in sockets.values()])
             # In a new session: a Ctrl-C in the terminal would else reach it twice.

@@ -17,7 +17,6 @@ router = APIRouter(tags=["configuration"], responses=ANY_FAILURE, route_class=St
 
 _WRONG: dict[int | str, dict[str, Any]] = {
     409: {"model": Failure, "description": "the next daemon does not start, and this one serves on"},
-    501: {"model": Failure, "description": "a daemon with `[cluster]` is not restarted in place"},
 }
 
 

@@ -306,8 +306,17 @@ class LocalLauncher:
                     joined = JoinedPort(listener.dup(), ConnectionQueue(ends))
                 except OSError as error:
                     raise LaunchFailed(f"port {port} cannot be listened on: {error}") from error
+            self.leave_port(name)  # the one of a daemon before
             self._joined[name] = joined
             return joined
+
+    def inherit_port(self, name: str, listener: socket.socket) -> None:
+        """Have `join_port` and the instance's workers share this socket, on which a daemon before this one listened."""
+        self._joined[name] = JoinedPort(listener, ConnectionQueue({}))
+
+    def joined_ports(self) -> dict[str, socket.socket]:
+        """The listening sockets of joined ports, by instance."""
+        return {name: each.listener for name, each in self._joined.items()}
 
     def leave_port(self, name: str) -> None:
         """Close what `join_port` has opened; workers that share it go on."""
