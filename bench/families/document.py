@@ -97,7 +97,8 @@ def _other_types(types: Mapping[str, Mapping[str, Record]]) -> list[str]:
         f"differ by at most {scores}, and refused elsewhere. `auto` never takes int8. It takes",
         "bfloat16 where the processor computes a layer of the model's width, of 64 to 512 columns, faster in it, and",
         f"the lowest cosine at load is at least 0.9995: here in {taken} of {len(near)} rows, which have *auto* in the",
-        "column, and float32 in the others; never with experts or linear attention. An empty place was not measured.",
+        "column, and float32 in the others; never with experts, linear attention or weights by task. An empty place",
+        "was not measured.",
         *(line for dtype, records in types.items() for line in _refused(dtype, records)),
     ]
 

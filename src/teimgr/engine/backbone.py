@@ -92,6 +92,11 @@ class Transformer:
         return int(self.config.get_text_config().hidden_size)
 
     @property
+    def has_tasks(self) -> bool:
+        """Whether its layers have weights by task."""
+        return self._task is not None
+
+    @property
     def owner(self) -> nn.Module:
         """The library's model, with its head where it has one."""
         return self._owner  # type: ignore[no-any-return]

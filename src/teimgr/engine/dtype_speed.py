@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from teimgr.engine.attention_kernel import DTYPES
-from teimgr.engine.backbone import PackedLinear, StaticTable, prepacking_works
+from teimgr.engine.backbone import PackedLinear, StaticTable, Transformer, prepacking_works
 from teimgr.engine.batch import Encoded, pack
 from teimgr.engine.forward_kernel import ForwardKernel
 from teimgr.engine.forward_program import CannotLowerError, Columns, ForwardProgram, Step
@@ -63,6 +63,8 @@ def risk_of_fewer_bits(model: Model) -> str | None:
         return "tokens may go to other experts"
     if "linear_attention" in (getattr(texts, "layer_types", None) or ()):
         return "linear attention carries its errors along a text"
+    if isinstance(model.backbone, Transformer) and model.backbone.has_tasks:
+        return "tasks have weights of their own, which differ in what they lose"
     return None
 
 
