@@ -81,7 +81,8 @@ def _wrapped(*parts: str) -> str:
 
 def _head() -> str:
     return _wrapped(
-        f"Measured on {_machine()} with the real all-MiniLM-L6-v2. Figures and pictures are made of the committed",
+        f"Measured on {_machine('engine')}, where no other is named, with the real all-MiniLM-L6-v2.",
+        "Figures and pictures are made of the committed",
         "results in [bench/results](../../bench/results), whose [report](../../bench/results/report.html) has every",
         "target with what was measured; [bench/README.md](../../bench/README.md) explains scenarios, texts and how to",
         "read the numbers. Results of your own: `python3.11 dev.py bench NAME`; all of them with the report: its verb",
@@ -93,9 +94,10 @@ def _result(scenario: str, words: str = "result") -> str:
     return f"[{words}](../../bench/results/{newest(scenario)}.md)"
 
 
-def _machine() -> str:
-    machine = load(newest("engine"))["machine"]
-    sets = "avx512_bf16" if "avx512_bf16" in machine["instruction_sets"] else ", ".join(machine["instruction_sets"])
+def _machine(scenario: str) -> str:
+    machine = load(newest(scenario))["machine"]
+    known = [name for name in ("amx_bf16", "avx512_bf16") if name in machine["instruction_sets"]]
+    sets = known[0] if known else ", ".join(machine["instruction_sets"])
     cores = {1: "one CPU core", 2: "two CPU cores"}.get(machine["cores"], f"{machine['cores']} CPU cores")
     return f"{cores} ({machine['cpu']}, {sets})"
 
@@ -132,7 +134,8 @@ def _peers() -> str:
     shares = [share for each in texts if (share := compared.of_limit(rows, each, _AUTO)) is not None]
     floats = [found for each in texts if (found := compared.of_best_peer(rows, each, "teimgr engine, float32"))]
     return _wrapped(
-        "In process, without any server; peers run one traced graph with pooling on sorted texts",
+        f"In process, without any server, on {_machine('peers')};",
+        "peers run one traced graph with pooling on sorted texts",
         f"({_result('peers')}). The engine's own choice has {_between([each.times for each in ratios], '.2f')}",
         f"times the rate of the fastest peer in {_dtype(rows)}, which is {_names(ratios)}, and",
         f"{_between([100 * each for each in shares], '.0f')} % of that of the matrix products alone; in float32 it has",
