@@ -15,19 +15,6 @@
 
 #if TILES
 // Tiles 0 to 3 are sums, 4 has queries or weights, and 5 to 7 have keys or values.
-INLINE void LEVEL(shape_tiles)(void) {
-    struct tile_shapes shapes = {.palette = 1};
-    for (int tile = 0; tile < 8; tile++) shapes.bytes[tile] = TILE_BYTES, shapes.rows[tile] = TILE_ROWS;
-    load_shapes(&shapes);
-}
-
-INLINE void LEVEL(zero_sums)(void) {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    finish_stores();
-}
 
 // Adds the products of tile 4 and `columns` tiles, 2 or 4, of rows `pitch` elements apart.
 INLINE void LEVEL(add_products)(const ELEMENT *from, int64_t pitch, int columns) {
@@ -165,7 +152,7 @@ static TARGET void LEVEL(pack_values)(
 // Scores of ROWS queries with a panel of keys, or with half of it: a tile of 16 keys each.
 INLINE void LEVEL(multiply_keys)(
     const ELEMENT *queries, int64_t elements, const ELEMENT *keys, int columns, float *scores, int64_t pitch) {
-    LEVEL(zero_sums)();
+    clear_sums();
     for (int64_t e = 0; e < elements; e += TILE_ROWS, keys += TILE_ROWS * PANEL) {
         _tile_loadd(4, queries + e, elements * 4);
         LEVEL(add_products)(keys, PANEL, columns);
@@ -258,7 +245,7 @@ static TARGET float LEVEL(exponentials)(
 INLINE void LEVEL(multiply_values)(
     const ELEMENT *weights, int64_t weights_pitch, const ELEMENT *values, int64_t width, struct range pairs, int columns,
     float *out) {
-    LEVEL(zero_sums)();
+    clear_sums();
     for (int64_t j = pairs.begin; j < pairs.end; j += TILE_ROWS) {
         _tile_loadd(4, weights + j, weights_pitch * 4);
         LEVEL(add_products)(values + j * width, width, columns);
@@ -391,7 +378,7 @@ static TARGET void LEVEL(attend)(
     const struct range from = visible_keys(call, item, item->first), to = visible_keys(call, item, item->last - 1);
     if (item->keys < item->length) clear_blind_rows(call, item);
 #if TILES
-    LEVEL(shape_tiles)();
+    shape_tiles(2 * TILE_ROWS);
 #endif
     for (int64_t begin = from.begin / KEY_BLOCK * KEY_BLOCK; begin < to.end; begin += KEY_BLOCK) {
         const struct range block = {begin, lesser(begin + KEY_BLOCK, item->keys)};

@@ -47,6 +47,8 @@ enum { FIRST_OF_FORWARD = AVX2, FIRST_OF_BFLOAT16 = AVX512_BF16 };
 #endif
 #if defined(__x86_64__) && defined(__linux__) && (__GNUC__ >= 11 || __clang_major__ >= 12)
 #define HAS_AMX  // the compiler has it; the kernel is asked for it
+#include <immintrin.h>
+
 enum { TILE_ROWS = 16, TILE_BYTES = 64 };  // of a tile, at most; a row of bytes is 16 elements
 
 // What LDTILECFG reads.
@@ -56,11 +58,25 @@ struct tile_shapes {
     uint8_t rows[16];
 };
 
-// As _tile_loadconfig, which tells the compiler of eight of the bytes that it reads.
-static inline void load_shapes(const struct tile_shapes *shapes) { __asm__ volatile("ldtilecfg %0" ::"m"(*shapes)); }
+// Makes tiles 0, 1 and 4 as high as the upper 16 of `rows` rows, 2, 3 and 5 as the others, and 6 and 7 whole. The
+// configuration is read by an instruction of its own: _tile_loadconfig tells the compiler of eight of its bytes.
+static inline void shape_tiles(int rows) {
+    const uint8_t upper = (uint8_t)(rows < TILE_ROWS ? rows : TILE_ROWS);
+    const uint8_t lower = (uint8_t)(rows > TILE_ROWS ? rows - TILE_ROWS : TILE_ROWS);  // none: they are not used
+    struct tile_shapes shapes = {.palette = 1, .rows = {upper, upper, lower, lower, upper, lower, TILE_ROWS, TILE_ROWS}};
+    for (int tile = 0; tile < 8; tile++) shapes.bytes[tile] = TILE_BYTES;
+    __asm__ volatile("ldtilecfg %0" ::"m"(shapes));
+}
 
-// Before tiles are loaded: their intrinsics do not tell the compiler that they read memory.
-static inline void finish_stores(void) { __asm__ volatile("" ::: "memory"); }
+// Clears the sums, tiles 0 to 3. What was stored before is in memory then: the intrinsics that load tiles do not tell the
+// compiler that they read it.
+static inline __attribute__((always_inline, target("amx-tile"))) void clear_sums(void) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    __asm__ volatile("" ::: "memory");
+}
 #endif
 enum { DONE, NO_MEMORY, UNSUPPORTED, BAD_INDEX, BAD_CALL };
 

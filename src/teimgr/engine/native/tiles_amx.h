@@ -7,15 +7,6 @@
         "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni,fma,amx-tile,amx-bf16,amx-int8")))
 #define INLINE_AMX static inline __attribute__((always_inline)) AMX_TARGET
 
-// Makes tiles 0, 1 and 4 as high as the upper 16 of `rows` rows, 2, 3 and 5 as the others; 6 and 7 are weights.
-static AMX_TARGET void shape_tiles(int rows) {
-    const uint8_t upper = (uint8_t)(rows < TILE_ROWS ? rows : TILE_ROWS);
-    const uint8_t lower = (uint8_t)(rows > TILE_ROWS ? rows - TILE_ROWS : TILE_ROWS);  // none: they are not used
-    struct tile_shapes shapes = {.palette = 1, .rows = {upper, upper, lower, lower, upper, lower, TILE_ROWS, TILE_ROWS}};
-    for (int tile = 0; tile < 8; tile++) shapes.bytes[tile] = TILE_BYTES;
-    load_shapes(&shapes);
-}
-
 // The intrinsics are statements, whose tiles are literals.
 #define ADD_PRODUCTS(sums, x, weights)            \
     do {                                          \
@@ -29,11 +20,7 @@ static AMX_TARGET void shape_tiles(int rows) {
 // `stride` bytes apart, and two registers of a panel's columns; int32 where `are_bytes`.
 INLINE_AMX void LEVEL(multiply_by_tiles)(
     const char *x, int64_t stride, int has_lower, const char *weights, int64_t steps, int are_bytes, FLOATS (*sums)[COLUMNS]) {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    finish_stores();
+    clear_sums();
     for (int64_t step = 0; step < steps; step++, x += TILE_BYTES, weights += TILE_ROWS * PANEL * 4) {
         _tile_loadd(4, x, stride);
         _tile_loadd(6, weights, PANEL * 4);
