@@ -132,7 +132,8 @@ def _contest(directory: Path, cache: Path, options: argparse.Namespace) -> None:
     shape, is_reranker = SHAPES[options.shape], weights.is_reranker(directory)
     missing = {kind for kind, package in _PACKAGES.items() if importlib.util.find_spec(package) is None}
     wanted = {name: task for name, task in tasks(directory, shape, cache).items() if task.kind not in missing}
-    others = {} if options.against is None else _of(options.against, wanted)
+    commit = (revision(options.against)[:7] or "other") if options.against else ""
+    others = {name: f"{name} at {commit}" for name, task in wanted.items() if commit and task.kind == "engine"}
     wanted |= {other: wanted[ours] for ours, other in others.items()}
     if options.only:
         wanted = {name: task for name, task in wanted.items() if name.startswith((BASELINE, *options.only))}
@@ -173,14 +174,9 @@ def _contest(directory: Path, cache: Path, options: argparse.Namespace) -> None:
         "could not load": ", ".join(wanted.keys() - children.keys()) or "none",
     }
     name = "peers" if options.shape == "minilm" else f"peers-{options.shape}"
-    if options.against:
-        name += f"-{revision(options.against)[:7]}"
+    if commit:
+        name += f"-{commit}"
     publish(name, counts | said | ends, (*HEADER, *last_header), lines, {"rows": records})
-
-
-def _of(checkout: Path, wanted: dict[str, Task]) -> dict[str, str]:
-    """The name of each of the engine's paths, and the name for that path of another checkout."""
-    return {name: f"{name} at {revision(checkout)[:7]}" for name, task in wanted.items() if task.kind == "engine"}
 
 
 def _against(rows: list[Row], others: dict[str, str]) -> Iterator[tuple[str, str]]:

@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any
 
 from bench import compared
+from bench.machine import instruction_set
 
 from docsite.markdown import MADE_BY
 from docsite.plots import load, newest
@@ -96,10 +97,8 @@ def _result(scenario: str, words: str = "result") -> str:
 
 def _machine(scenario: str) -> str:
     machine = load(newest(scenario))["machine"]
-    known = [name for name in ("amx_bf16", "avx512_bf16") if name in machine["instruction_sets"]]
-    sets = known[0] if known else ", ".join(machine["instruction_sets"])
     cores = {1: "one CPU core", 2: "two CPU cores"}.get(machine["cores"], f"{machine['cores']} CPU cores")
-    return f"{cores} ({machine['cpu']}, {sets})"
+    return f"{cores} ({machine['cpu']}, {instruction_set(machine)})"
 
 
 def _between(values: Sequence[float], form: str) -> str:

@@ -12,7 +12,7 @@ from contextlib import closing
 from typing import Any
 
 import pytest
-from tests.support.cluster import NODE_ADDRESS, NodeProcess, needs_ray
+from tests.support.cluster import NODE_ADDRESS, NodeProcess, create_near_and_far, needs_ray
 from tests.support.daemon_process import HEAD_ADDRESS, DaemonProcess, WarmDaemonProcess, cluster_table, kill_ray
 from tests.support.models import build
 from tests.support.polling import until
@@ -188,9 +188,7 @@ def test_the_doctor_reports_on_all_hosts_and_on_a_joined_one(daemon: DaemonProce
 
 def test_the_next_daemon_takes_over_workers_of_all_hosts(daemon: DaemonProcess, node: NodeProcess, model: str) -> None:
     with daemon.client() as client:
-        for name, host in (("near", "one"), ("far", "two")):
-            client.create(name, model, node=host, dtype="float32")
-            client.wait_until_running(name, deadline_s=LIMIT_S)
+        create_near_and_far(client, model, LIMIT_S)
         before = {name: workers(client, name) for name in ("near", "far")}
 
     daemon.kill()

@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 import pytest
-from tests.support.cluster import NODE_ADDRESS, NodeProcess, needs_ray
+from tests.support.cluster import NODE_ADDRESS, NodeProcess, create_near_and_far, needs_ray
 from tests.support.daemon_process import HEAD_ADDRESS, DaemonProcess, WarmDaemonProcess, cluster_table, kill_ray
 from tests.support.models import build
 from tests.support.polling import until
@@ -80,9 +80,7 @@ def test_each_host_answers_on_its_own_mux_by_workers_of_both(
     daemon: DaemonProcess, node: NodeProcess, model: str
 ) -> None:
     with daemon.client() as client:
-        for name, host in (("near", "one"), ("far", "two")):
-            client.create(name, model, node=host, dtype="float32")
-            client.wait_until_running(name, deadline_s=LIMIT_S)
+        create_near_and_far(client, model, LIMIT_S)
 
     vectors = [embedded(daemon, address, name) for address in (HEAD_ADDRESS, NODE_ADDRESS) for name in ("near", "far")]
 

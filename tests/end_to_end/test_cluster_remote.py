@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.end_to_end.rolling_load import SteadyLoad
-from tests.support.cluster import NodeProcess, needs_ray
+from tests.support.cluster import NodeProcess, create_near_and_far, needs_ray
 from tests.support.daemon_process import MINILM, DaemonProcess, WarmDaemonProcess, cluster_table, kill_ray
 from tests.support.hub_server import files_of, lay_out
 from tests.support.models import build
@@ -126,9 +126,7 @@ def test_a_worker_of_the_other_host_answers_on_every_surface(
 ) -> None:
     with daemon.client() as client:
         assert hosts(client) == {"one": None, "two": None}
-        for name, host in (("near", "one"), ("far", "two")):
-            client.create(name, model, node=host, dtype="float32")
-            client.wait_until_running(name, deadline_s=LIMIT_S)
+        create_near_and_far(client, model, LIMIT_S)
         assert worker(client, "far")[0] == "two"
         assert not list((node.state_dir / "run").iterdir())  # its sockets cannot be seen from here
 
@@ -252,9 +250,7 @@ def test_a_restart_in_place_keeps_workers_and_refuses_no_call(
     daemon: DaemonProcess, node: NodeProcess, model: str
 ) -> None:
     with daemon.client() as client:
-        for name, host in (("near", "one"), ("far", "two")):
-            client.create(name, model, node=host, dtype="float32")
-            client.wait_until_running(name, deadline_s=LIMIT_S)
+        create_near_and_far(client, model, LIMIT_S)
         before = {name: worker(client, name) for name in ("near", "far")}
         until(lambda: answers(port_url(client, daemon, "far")), "the port on the head", LIMIT_S)
         host, port = str(daemon.settings["instance_host"]), client.get("far").details["port"]

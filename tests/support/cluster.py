@@ -24,6 +24,7 @@ from tests.support.fork_server import SERVICE, nursery_service
 from tests.support.polling import eventually
 from tests.support.worker_process import WorkerProcess
 
+from teimgr.client import Client
 from teimgr.cluster.authority import CERTIFICATE_LIFE, FleetAuthority, utc_now
 from teimgr.cluster.head import ClusterHead
 from teimgr.cluster.host_link import HostAddress, HostServices
@@ -353,6 +354,13 @@ def one_host() -> Iterator[OneHost]:
         host = OneHost()
         yield host
         host.close()
+
+
+def create_near_and_far(client: Client, model: str, deadline_s: float) -> None:
+    """Create an instance `near` on host one and `far` on host two, and wait until both run."""
+    for name, host in (("near", "one"), ("far", "two")):
+        client.create(name, model, node=host, dtype="float32")
+        client.wait_until_running(name, deadline_s=deadline_s)
 
 
 STOP_LIMIT_S = 60.0

@@ -21,7 +21,7 @@ from teimgr.engine.backbone import PackedLinear, StaticTable, Transformer, prepa
 from teimgr.engine.batch import Encoded, pack
 from teimgr.engine.forward_kernel import ForwardKernel
 from teimgr.engine.forward_program import CannotLowerError, Columns, ForwardProgram, Step
-from teimgr.engine.model import Model
+from teimgr.engine.model import Model, name_of
 from teimgr.engine.native_library import BFLOAT16_LEVEL, LEVELS, native_forward_allowed, native_library
 
 _TOKENS = 64
@@ -48,11 +48,6 @@ class Preference:
     dtype: torch.dtype
     reason: str
     layer_us: dict[str, float | None]
-
-
-def name_of(dtype: torch.dtype) -> str:
-    """Its name in options and replies, such as `float32`."""
-    return str(dtype).removeprefix("torch.")
 
 
 def risk_of_fewer_bits(model: Model) -> str | None:

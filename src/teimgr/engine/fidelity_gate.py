@@ -25,7 +25,7 @@ from teimgr.engine.dtype_speed import Preference, preference
 from teimgr.engine.forward_program import CannotLowerError
 from teimgr.engine.heads import Rows
 from teimgr.engine.job import Input, Output, Pair
-from teimgr.engine.model import Model
+from teimgr.engine.model import Model, name_of
 from teimgr.engine.reference_cache import KnownReference, ReferenceCache
 from teimgr.engine.tokenizer import TextTokenizer, TokenizeOptions
 from teimgr.errors import InvalidConfig, ModelLoadFailed
@@ -265,7 +265,7 @@ def choose(
                     cache.write(KnownReference(reference, None if wanted else choice.dtype, why, refused))
                 return model, replace(choice, why=why, refused=refused)
             if choice is not None:
-                refused[str(dtype).removeprefix("torch.")] = round(choice.min_cosine, 6)
+                refused[name_of(dtype)] = round(choice.min_cosine, 6)
             is_fresh = False
         log.warning("%s deviates too much from float32 for this model", dtype)
     raise ModelLoadFailed(f"the model's results in {types[-1]} differ from its own float32 results on known texts")

@@ -14,7 +14,7 @@ import torch
 
 from teimgr.engine import gpu, norm_kernel
 from teimgr.engine.batch import Encoded
-from teimgr.engine.dtype_speed import Preference, name_of, risk_of_fewer_bits
+from teimgr.engine.dtype_speed import Preference, risk_of_fewer_bits
 from teimgr.engine.fidelity_gate import (
     Choice,
     Closeness,
@@ -25,7 +25,7 @@ from teimgr.engine.fidelity_gate import (
     first_batching,
 )
 from teimgr.engine.gpu_fusion import fuse
-from teimgr.engine.model import DeviatesError, Model
+from teimgr.engine.model import DeviatesError, Model, name_of
 from teimgr.engine.norm_kernel import Norms
 from teimgr.errors import DeviceFailed, InvalidConfig, ModelLoadFailed
 

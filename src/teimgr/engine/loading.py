@@ -19,12 +19,12 @@ from teimgr.engine import forward_graphs, gpu
 from teimgr.engine.backbone import Batching, StaticTable, Transformer
 from teimgr.engine.batch import Encoded
 from teimgr.engine.budget_proof import proven_tokens
-from teimgr.engine.dtype_speed import name_of, risk_of_fewer_bits
+from teimgr.engine.dtype_speed import risk_of_fewer_bits
 from teimgr.engine.fidelity_gate import Choice, choose, probe_inputs
 from teimgr.engine.forward_graphs import graphs_are_wanted, queries
 from teimgr.engine.gpu_choice import choose_on_gpu
 from teimgr.engine.job import Output
-from teimgr.engine.model import Model, load_model
+from teimgr.engine.model import Model, load_model, name_of
 from teimgr.engine.queue import BatchLimits
 from teimgr.engine.reference_cache import ReferenceCache, reference_key
 from teimgr.engine.routes import RoutedModel

@@ -43,12 +43,16 @@ log = logging.getLogger(__name__)
 Heads = Mapping[Output, Head]
 
 
+def name_of(dtype: torch.dtype) -> str:
+    """Its name in options and replies, such as `float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
 class DeviatesError(ModelLoadFailed):
     """In a dtype, what the known texts do not pass through is too far from float32: `min_cosine` is the lowest."""
 
     def __init__(self, dtype: torch.dtype, what: str, min_cosine: float) -> None:
-        name = str(dtype).removeprefix("torch.")
-        super().__init__(f"{name} deviates too much from float32 on {what}: set dtype = float32")
+        super().__init__(f"{name_of(dtype)} deviates too much from float32 on {what}: set dtype = float32")
         self.min_cosine = min_cosine
 
 

@@ -27,6 +27,7 @@ from teimgr.engine.batch import Encoded
 from teimgr.engine.dtype_speed import Preference
 from teimgr.engine.job import Output
 from teimgr.engine.kept_files import KeptFile, files_of, identities, identity
+from teimgr.engine.model import name_of
 from teimgr.engine.native_library import native_library
 from teimgr.models.layout import Layout
 
@@ -141,7 +142,7 @@ def _parsed(content: bytes) -> KnownReference | None:
 
 
 def _name(dtype: torch.dtype | None) -> str | None:
-    return None if dtype is None else str(dtype).removeprefix("torch.")
+    return None if dtype is None else name_of(dtype)
 
 
 def _digest(header: dict[str, object], payload: bytes) -> str:

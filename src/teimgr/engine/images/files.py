@@ -54,7 +54,7 @@ Image.MAX_IMAGE_PIXELS = None
 
 
 class Size(NamedTuple):
-    """What the header of an image file says; `width` and `height` in pixels, behind the turn that its EXIF asks for."""
+    """Form and size of an image file, from its header: `width` and `height` in pixels, after the turn of its EXIF."""
 
     format: str
     width: int

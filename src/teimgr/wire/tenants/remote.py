@@ -18,7 +18,7 @@ from teimgr.wire.tenants.table import COUNTERS, TENANTS, Counter
 
 
 class Note(IntEnum):
-    """What a TENANT frame says; the first two go to the worker, the others come from it."""
+    """The kind of a TENANT frame, its method: the first two are sent to the worker, the others by it."""
 
     TERMS = 1  # `TERMS` of a tenant: before its first call, and after each change
     CHARGED = 2  # the decision on a charge: empty, or the payload of an ERROR
