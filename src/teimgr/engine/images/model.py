@@ -134,6 +134,7 @@ class PicturedModel(Model):
         if vision is None or gpu.is_gpu(self.backbone.device):
             return self.vectors(self.known)
         reference, own = self.vectors(self.known), vision.encoder
+        least = MIN_REQUESTED_COSINE if is_requested else MIN_COSINE
         for each in dict.fromkeys((torch.float32 if dtype is torch.int8 else dtype, torch.float32)):
             try:
                 vision.encoder = native_layers(vision, each)
@@ -142,8 +143,7 @@ class PicturedModel(Model):
                 continue
             found = self.vectors(self.known)
             cosine = least_cosine(found, reference)
-            few = MIN_REQUESTED_COSINE if is_requested else MIN_COSINE
-            if cosine >= (EXACT_COSINE if each is torch.float32 else few):
+            if cosine >= (EXACT_COSINE if each is torch.float32 else least):
                 self._layers = vision.encoder
                 return found
             vision.encoder = own
