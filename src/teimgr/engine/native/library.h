@@ -59,7 +59,7 @@ struct tile_shapes {
 };
 
 // Makes tiles 0, 1 and 4 as high as the upper 16 of `rows` rows, 2, 3 and 5 as the others, and 6 and 7 whole. The
-// configuration is read by an instruction of its own: _tile_loadconfig tells the compiler of eight of its bytes.
+// instruction is written out, since _tile_loadconfig tells the compiler of eight of the bytes that it reads.
 static inline void shape_tiles(int rows) {
     const uint8_t upper = (uint8_t)(rows < TILE_ROWS ? rows : TILE_ROWS);
     const uint8_t lower = (uint8_t)(rows > TILE_ROWS ? rows - TILE_ROWS : TILE_ROWS);  // none: they are not used
