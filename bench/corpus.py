@@ -17,6 +17,8 @@ from pathlib import Path
 _SEED = 20
 _LONGEST_WORDS = 450
 _SOME_WORDS = 8
+# A longer "query" of few words is an address or a ruled line of some licence: more tokens than a small model takes.
+_QUERY_CHARACTERS = 120
 # Shares of texts by length in words: what a store of notes, passages and a few long documents looks like. With a
 # WordPiece vocabulary this mix has a mean near 77 tokens and a median near 41.
 _MIX = ((3, 9, 0.13), (10, 18, 0.20), (19, 34, 0.27), (35, 70, 0.20), (71, 140, 0.11), (141, _LONGEST_WORDS, 0.09))
@@ -44,7 +46,8 @@ def corpus(count: int) -> list[str]:
 def queries(count: int) -> list[str]:
     """`count` short texts of 4 to 14 words, as typed into a search box."""
     chooser = random.Random(_SEED + 1)
-    short = sorted({" ".join(text.split()) for text in _prose() if 4 <= len(text.split()) <= 14})
+    lines = {" ".join(words) for text in _prose() if 4 <= len(words := text.split()) <= 14}
+    short = sorted(line for line in lines if len(line) <= _QUERY_CHARACTERS)
     chooser.shuffle(short)
     return [short[index % len(short)] for index in range(count)]
 

@@ -68,10 +68,12 @@ def test_every_monster_fits_into_the_limit_of_its_surface() -> None:
             assert len(each.make(each.most // 4)[1]) <= each.most  # a quote is two characters of JSON
 
 
-def test_a_line_compares_the_queries_with_idle_ones_of_the_same_checkout() -> None:
-    found = Found("200", 0.5, 30.0, [10.0] * 98 + [40.0] * 2, ["Embed UNAVAILABLE"], 1, ["mux"])
+def test_a_line_compares_the_queries_of_the_median_window_with_idle_ones_and_counts_the_failures_of_all() -> None:
+    quick = Found("200", 0.5, 30.0, [10.0] * 100)
+    slow = Found("200", 0.6, 30.0, [10.0] * 98 + [40.0] * 2, ["Embed UNAVAILABLE"], 1, ["mux"])
+    slower = Found("200", 0.7, 30.0, [90.0] * 100, ["Embed UNAVAILABLE"])
 
-    line = record(("dots", "REST /v1/embeddings", "this"), found, [5.0] * 98 + [10.0] * 2)
+    line = record(("dots", "REST /v1/embeddings", "this"), [slower, quick, slow], [5.0] * 98 + [10.0] * 2)
 
     assert line["of_idle"] == pytest.approx(4.0)
-    assert (line["failed"], line["probes_missed"], line["replaced"]) == (1, 1, "mux")
+    assert (line["windows"], line["failed"], line["probes_missed"], line["replaced"]) == (3, 2, 1, "mux")

@@ -56,7 +56,7 @@ def test_the_corpus_has_mixed_lengths_and_its_digest_names_it(texts: list[str]) 
 def test_queries_are_short_and_always_the_same() -> None:
     queries = corpus.queries(20)
     assert queries == corpus.queries(20)
-    assert all(4 <= len(query.split()) <= 14 for query in queries)
+    assert all(4 <= len(query.split()) <= 14 and len(query) <= 120 for query in queries)
 
 
 def test_ratios_are_paired_by_round() -> None:
