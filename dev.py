@@ -93,10 +93,8 @@ def run(arguments: list[str]) -> int:
 
 def test(arguments: list[str]) -> int:
     """The suite but for what is marked `long`, or the part that the arguments name."""
-    # Three processes keep two cores busy, since a test waits for a fifth of its time or more; what shares a daemon
-    # stays together, and the longest groups begin first (tests/conftest.py).
-    shared = [] if arguments else ["-n", "3", "--dist", "loadgroup", "--no-loadscope-reorder"]
-    return install("test", "check") or ray() or clients() or call(PYTHON, "-m", "pytest", *shared, *arguments)
+    command = ["pytest", *arguments] if arguments else ["tests"]
+    return install("test", "check") or ray() or clients() or call(PYTHON, "-m", *command)
 
 
 def check(arguments: list[str]) -> int:
