@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -155,3 +157,29 @@ def test_a_stream_is_the_same_behind_a_head_of_its_size_and_in_a_measured_buffer
     read.validate(full=True)
     assert read["key"].to_pylist() == ["a", "b"] * 250
     np.testing.assert_array_equal(np.stack(read["v"].to_numpy()), vectors)
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="a kernel without huge pages")
+def test_a_large_stream_lies_in_huge_pages() -> None:
+    vectors, before = np.zeros((25_000, 384), np.float32), pa.default_memory_pool()
+    pa.set_memory_pool(pa.system_memory_pool())  # as in a worker
+    try:
+        stream = write_table([vector_column("embeddings", vectors, None)], [len(vectors)])
+    finally:
+        pa.set_memory_pool(before)
+
+    middle = np.frombuffer(stream, np.uint8).ctypes.data + len(stream) // 2
+    assert "hg" in _flags_at(middle)
+
+
+def _flags_at(address: int) -> list[str]:
+    """The kernel's flags of the mapping that an address is in."""
+    is_there = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split(maxsplit=1)[0]
+        if "-" in first and not first.endswith(":"):
+            begin, end = (int(each, 16) for each in first.split("-"))
+            is_there = begin <= address < end
+        elif is_there and first == "VmFlags:":
+            return line.split()[1:]
+    raise AssertionError("no mapping has it")

@@ -79,8 +79,8 @@ LIBRARY_SETTINGS = {
     # the cache of ideep adds nothing to the other.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
     "LRU_CACHE_CAPACITY": "1",
-    # The allocator inside pyarrow takes 4 MiB for the first message, and gains nothing on replies up to 32 MiB. It
-    # keeps the pages of larger ones, which go back to the kernel now: 20 ms of a core for 38 MiB, 25,000 vectors.
+    # The allocator inside pyarrow takes 4 MiB for the first message, and keeps the pages of large ones, which
+    # `release_unused` does not give back. Replies above 256 KiB are written into memory of numpy's (`write_table`).
     "ARROW_DEFAULT_MEMORY_POOL": "system",
 }
 """Environment of workers, where it has no other value; the libraries read it when they are loaded."""
