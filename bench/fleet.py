@@ -60,11 +60,17 @@ class Fleet:
 
 @contextmanager
 def fleet(
-    checkout: Path | None = None, state: bytes | None = None, listen_s: float = _LISTEN_S, **keys: str
+    checkout: Path | None = None,
+    state: bytes | None = None,
+    listen_s: float = _LISTEN_S,
+    config: str | None = None,
+    api_key: str | None = None,
+    **keys: str,
 ) -> Iterator[Fleet]:
     """A running `teimgr serve`, of this or another checkout, stopped with its workers when the block ends.
 
-    `state` is the content of its state file, `listen_s` how long it may take to listen, `keys` are further settings.
+    `state` is the content of its state file and `config` that of its configuration, `listen_s` how long it may take to
+    listen, `api_key` the key of the client, `keys` are further settings.
 
     Raises:
         RuntimeError: it did not start to listen; the message has the end of its log.
@@ -84,15 +90,24 @@ def fleet(
         }
         if state is not None:
             (folder / "state.toml").write_bytes(state)
+        if config is not None:
+            (folder / "teimgr.toml").write_text(config)
         with (folder / "daemon.log").open("wb") as log:
-            command = [sys.executable, "-m", "teimgr", "serve"]
+            command = [
+                sys.executable,
+                "-m",
+                "teimgr",
+                "serve",
+                *(["-c", str(folder / "teimgr.toml")] if config is not None else []),
+            ]
             if checkout is not None:
                 settings["PYTHONPATH"] = str(checkout / "src")
             # In a session of its own: an interrupt from the terminal is for this process, which stops the daemon.
             environ = os.environ | settings
             process = subprocess.Popen(command, env=environ, stdout=log, stderr=log, start_new_session=True)
         try:
-            with Client(f"http://127.0.0.1:{api}", f"http://127.0.0.1:{grpc}", timeout_s=120) as client:
+            addresses = f"http://127.0.0.1:{api}", f"http://127.0.0.1:{grpc}"
+            with Client(*addresses, timeout_s=120, api_key=api_key) as client:
                 _await_listening(client, process, folder / "daemon.log", listen_s)
                 address = f"http://127.0.0.1:{grpc}"
                 sockets = (folder / "api.sock", folder / "grpc.sock")

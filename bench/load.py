@@ -37,12 +37,13 @@ _RECEIVE_BYTES = 2**20
 @dataclass(frozen=True)
 class LoadTask:
     """Where calls go: `kind` is http or grpc, `path` an HTTP route or the path of an RPC, `unix` a Unix socket to
-    connect to in place of the port."""
+    connect to in place of the port, `key` an API key that each call has."""
 
     kind: str
     port: int
     path: str
     unix: str = ""
+    key: str = ""
 
 
 class LoadFailed(RuntimeError):
@@ -74,7 +75,9 @@ class HttpConnection:
         self.sock = _connected(task)
         self._head = (
             f"POST {task.path} HTTP/1.1\r\nhost: 127.0.0.1:{task.port}\r\naccept: */*\r\n"
-            "user-agent: bench\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+            "user-agent: bench\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
+            + (f"authorization: Bearer {task.key}\r\n" if task.key else "")
+            + "\r\n"
         ).encode()
         self._bodies = bodies
         self._parts: list[bytes] = []
@@ -140,6 +143,7 @@ class GrpcConnection:
                 (":authority", authority),
                 ("te", "trailers"),
                 ("content-type", "application/grpc"),
+                *([("authorization", f"Bearer {task.key}")] if task.key else []),
             )
         )
         self._next_id = 1
