@@ -44,7 +44,6 @@ _LIMIT_S = 60.0
 _TARGET = 2.0  # × of the idle p99
 _MIN_S = 2.0  # of a window, so that there are queries in it
 _KEEP_IDLE_S = 1.0
-_NICE = 10  # of the monsters' own client, which would have a machine of its own
 _QUERY = "how long does the harbour stay open"
 
 
@@ -167,7 +166,7 @@ def run(options: argparse.Namespace) -> int:
         "/v1/embeddings, and as many of /health on the instance's port over a new connection each; a latency begins "
         "when the schedule names the call",
         "monsters": f"one call each at {options.share:g} of the largest body of its surface, {_LIMIT_S:g} s at most, "
-        f"by a client at nice {_NICE}: it shares these cores, and would have a machine of its own",
+        "by a client in the idle scheduling class: it shares these cores, and would have a machine of its own",
         "idle": f"{options.idle:g} s before the first monster, and {_KEEP_IDLE_S:g} s before each",
         "windows": f"a call whose queries were beyond the target is made {options.again} times more; its latencies are "
         "those of the window with the median p99, its failures those of all",
@@ -301,7 +300,8 @@ def _served(checkout: Path | None, options: argparse.Namespace) -> Iterator[Serv
 
 
 def _step_back() -> None:
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)  # of this thread alone, on Linux
+    """Leave the cores to whom else wants them: the thread is in the idle class, and those that it starts."""
+    os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
 
 
 def _packed(data: bytes) -> str:

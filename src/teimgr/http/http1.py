@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 from typing import Any, Protocol, cast
 
@@ -65,10 +66,15 @@ class ListenerState(ServerState):
     Attributes:
         is_leaving: Whether clients are to make their calls on connections to other processes.
         has_ended: Whether connections are refused.
+        tasks_of: How many of the tasks are of streams of a caller, an address or a key.
     """
 
     is_leaving = False
     has_ended = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tasks_of: Counter[Hashable] = Counter()
 
     def leave(self) -> None:
         self.is_leaving = True

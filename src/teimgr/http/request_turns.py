@@ -10,9 +10,13 @@ from collections.abc import Hashable
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from teimgr.errors import Overloaded
+from teimgr.http.replies import Refuse
 from teimgr.http.turns import Turns
 
 _PER_TURN = 2
+# Requests of a caller that wait: each holds some kilobytes.
+_MAX_WAITING = 512
 _KEY_HEADERS = (b"authorization", b"x-api-key", b"cookie")
 
 
@@ -20,17 +24,22 @@ class RequestTurns:
     """Middleware that has a request wait if `_PER_TURN` have begun in this turn of the loop.
 
     Those that wait begin in the turns that follow, one of each caller after the other: of each key, or without one of
-    each address.
+    each address. Where too many of one wait, `refuse` makes the answer to a further one.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, refuse: Refuse) -> None:
         self._app = app
-        self._turns = Turns(_PER_TURN)
+        self._refuse = refuse
+        self._turns = Turns(_PER_TURN, _MAX_WAITING)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self._app
         if scope["type"] == "http":
-            await self._turns.begin(caller_of(scope))
-        await self._app(scope, receive, send)
+            try:
+                await self._turns.begin(caller_of(scope))
+            except Overloaded as error:
+                app = self._refuse(scope, error)
+        await app(scope, receive, send)
 
 
 def caller_of(scope: Scope) -> Hashable:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Generic, TypeVar
 
+from teimgr.errors import Overloaded
+
 ItemT = TypeVar("ItemT")
 
 
@@ -24,6 +26,10 @@ class Rotation(Generic[ItemT]):
     def put(self, caller: Hashable, item: ItemT) -> None:
         self._queues.setdefault(caller, deque()).append(item)
         self._count += 1
+
+    def waiting_of(self, caller: Hashable) -> int:
+        """How many items of `caller` are to be popped."""
+        return len(self._queues.get(caller, ()))
 
     def pop(self) -> ItemT:
         """The next item; raises KeyError if empty."""
@@ -59,6 +65,10 @@ class CallTurns:
         self._schedule()
         return not is_now
 
+    def waiting_of(self, caller: Hashable) -> int:
+        """How many functions of `caller` are to be called in later turns."""
+        return self._waiting.waiting_of(caller)
+
     def _schedule(self) -> None:
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
@@ -77,14 +87,21 @@ class CallTurns:
 class Turns:
     """`per_turn` callers of `begin` go on in each turn of the loop; the others in later turns, by callers in rotation.
 
-    For one event loop at a time.
+    For one event loop at a time. Without `max_waiting` any number of calls of a caller may wait.
     """
 
-    def __init__(self, per_turn: int) -> None:
+    def __init__(self, per_turn: int, max_waiting: int | None = None) -> None:
         self._calls = CallTurns(per_turn)
+        self._max_waiting = max_waiting
 
     async def begin(self, caller: Hashable) -> None:
-        """Return when `caller` may go on: at once unless this turn is used up or others wait."""
+        """Return when `caller` may go on: at once unless this turn is used up or others wait.
+
+        Raises:
+            Overloaded: as many calls of this caller wait as may.
+        """
+        if self._max_waiting is not None and self._calls.waiting_of(caller) >= self._max_waiting:
+            raise Overloaded(f"{self._max_waiting} requests of this caller wait to be begun; send fewer at a time")
         begins: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if self._calls.call(caller, partial(_go_on, begins)):
             await begins

@@ -285,7 +285,7 @@ def create_app(port: InstancePort) -> ASGIApp:
         exception_handlers={HTTPException: _without_a_body},
     )
     app.router.redirect_slashes = False
-    return RequestTurns(PortMiddleware(BoundedReplies(app, _refusal), port.access))
+    return RequestTurns(PortMiddleware(BoundedReplies(app, _refusal), port.access), _refusal)
 
 
 def metrics_app(metrics: TeiMetrics) -> ASGIApp:

@@ -273,6 +273,22 @@ async def test_too_many_open_streams_are_refused_unprocessed(connect: Connect, m
     assert refused.error_code == ErrorCodes.REFUSED_STREAM
 
 
+async def test_one_caller_opens_a_half_of_the_streams_on_all_its_connections(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "MAX_TASKS", 4)
+    first, second = await connect(), await connect()
+    first.open(HEAD)
+    first.open(request("/"), end=True)
+    await first.until(h2.events.StreamEnded)  # its place is free again
+    first.open(HEAD)
+    second.open(HEAD)
+
+    refused = await second.until(h2.events.StreamReset)
+
+    assert refused.error_code == ErrorCodes.REFUSED_STREAM
+
+
 @pytest.mark.parametrize("gate", [{Phase.HEAD: 0.05}], indirect=True)
 async def test_a_connection_without_a_request_is_closed_by_goaway(
     address: tuple[str, int], monkeypatch: pytest.MonkeyPatch

@@ -20,6 +20,7 @@ from fastapi import APIRouter, FastAPI, Request
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import BaseRoute
+from starlette.types import ASGIApp, Scope
 
 from teimgr import __version__
 from teimgr.api.batches import Batches
@@ -72,6 +73,7 @@ from teimgr.control.sharing.tenants import TenantRegistry
 from teimgr.control.supervision.manager import Manager
 from teimgr.control.supervision.reload import Reloader
 from teimgr.control.supervision.worker_run import FleetProber
+from teimgr.errors import Overloaded
 from teimgr.http.auth.policy import CERTIFICATE, PolicyInForce, certificate_from_tls
 from teimgr.http.auth.sessions import Sessions
 from teimgr.http.auth.tls_files import TlsFiles, TlsWatch
@@ -247,11 +249,11 @@ def create_app(
     app.state.policy = policy
     access = Access(policy, lambda: app.state.settings, app.router.routes, page and page.sessions)
     app.add_middleware(Authentication, access=access, refusal=page and page.refusal)
-    app.add_middleware(BoundedReplies, refuse=lambda scope, error: error_answers.in_dialect(scope["path"], error))
+    app.add_middleware(BoundedReplies, refuse=_refusal)
     app.add_middleware(
         CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"], expose_headers=["*"]
     )
-    app.add_middleware(RequestTurns)
+    app.add_middleware(RequestTurns, refuse=_refusal)
     if settings.ollama_port is not None:
         app.add_middleware(OllamaPort, port=settings.ollama_port)
     app.add_middleware(Observe, metrics=metrics, telemetry=telemetry)
@@ -260,6 +262,10 @@ def create_app(
     if gateway is not None:
         app.state.direct = Inference(gateway, Observe(app, metrics, telemetry), access, proxies)
     return app
+
+
+def _refusal(scope: Scope, error: Overloaded) -> ASGIApp:
+    return error_answers.in_dialect(scope["path"], error)
 
 
 def reconfigure(app: FastAPI, settings: Settings) -> None:

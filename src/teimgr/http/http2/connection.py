@@ -26,8 +26,10 @@ from teimgr.http.loop_turns import LoopTurns
 log = logging.getLogger(__name__)
 
 MAX_STREAMS = 1024
-# Tasks of the streams of all connections: each takes some kilobytes. More are refused unprocessed.
+# Tasks of the streams of all connections: each takes some kilobytes. More are refused unprocessed, and so is what one
+# caller opens beyond a half of them.
 MAX_TASKS = 8192
+_CALLERS_SHARE = 2
 # Bytes that clients may send before they are read.
 _STREAM_WINDOW = 1 << 18
 _CONNECTION_WINDOW = 1 << 20
@@ -339,7 +341,7 @@ class Connection(asyncio.Protocol):
     # Called by the framing.
 
     def on_request(self, number: int, headers: Headers) -> bool:
-        if self._sent_goaway or len(self._tasks) >= MAX_STREAMS or len(self._state.tasks) >= MAX_TASKS:
+        if self._sent_goaway or len(self._tasks) >= MAX_STREAMS or not self._has_room():
             return False
         self._enter(Phase.ANSWER)
         try:
@@ -354,8 +356,14 @@ class Connection(asyncio.Protocol):
         stream.call_when(lost=task.cancel)
         self._tasks.add(task)
         self._state.tasks.add(task)
-        task.add_done_callback(partial(self._ended, stream))
+        self._state.tasks_of[self._caller] += 1
+        task.add_done_callback(partial(self._ended, stream, self._caller))
         return True
+
+    def _has_room(self) -> bool:
+        """Whether the process, and this connection's caller, may have one more task."""
+        of_caller = self._state.tasks_of[self._caller]
+        return len(self._state.tasks) < MAX_TASKS and of_caller < max(1, MAX_TASKS // _CALLERS_SHARE)
 
     def _head_of(self, headers: Headers) -> RequestHead:
         """Like `read_head`, which most requests of a client need not repeat: the decoder's cache has their headers."""
@@ -444,10 +452,13 @@ class Connection(asyncio.Protocol):
         self._framing.refuse(stream.number, ErrorCode.PROTOCOL_ERROR)
         self.sender.flush()
 
-    def _ended(self, stream: Stream, task: asyncio.Task[None]) -> None:
+    def _ended(self, stream: Stream, caller: Hashable, task: asyncio.Task[None]) -> None:
         del self._streams[stream.number]
         self._tasks.discard(task)
         self._state.tasks.discard(task)
+        self._state.tasks_of[caller] -= 1
+        if not self._state.tasks_of[caller]:
+            del self._state.tasks_of[caller]
         self._state.total_requests += 1
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a request failed", exc_info=error)

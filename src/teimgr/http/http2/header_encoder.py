@@ -9,7 +9,7 @@ from functools import lru_cache
 
 _SHORT = tuple(bytes((value,)) for value in range(0x7F))
 # Of fields that are encoded once: most replies have the same ones.
-_KEPT_FIELDS, _KEPT_BYTES = 1024, 64
+_KEPT_FIELDS, _KEPT_BYTES = 64, 64
 
 
 def _literal(name: bytes, value: bytes) -> bytes:

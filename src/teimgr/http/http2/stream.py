@@ -63,7 +63,7 @@ class ReceiveBuffer:
         self._data = bytearray()
         self._unacknowledged = 0
         self._failure: Exception | None = None
-        self._changed = asyncio.Event()
+        self._change: asyncio.Future[None] | None = None  # the reader waits for it
         self.has_ended = False
 
     def __len__(self) -> int:
@@ -115,18 +115,18 @@ class ReceiveBuffer:
     def fail(self, error: Exception) -> None:
         """Stop waiting for data."""
         self._failure = error
-        self._changed.set()
+        self._wake()
 
     def add(self, data: Payload) -> None:
         """Append received bytes, which took as many of the client's window."""
         self._data += data
         self._unacknowledged += len(data)
-        self._changed.set()
+        self._wake()
 
     def end(self) -> None:
         """The client sends no more."""
         self.has_ended = True
-        self._changed.set()
+        self._wake()
 
     def unacknowledged(self) -> int:
         """The bytes to acknowledge now; each is counted once."""
@@ -141,9 +141,18 @@ class ReceiveBuffer:
     async def _wait(self) -> None:
         if self._failure is not None:
             raise self._failure
+        if self._change is not None:
+            raise RuntimeError("a stream has one reader at a time")
         self._acknowledge(self.unacknowledged())
-        self._changed.clear()
-        await self._changed.wait()
+        self._change = asyncio.get_running_loop().create_future()
+        try:
+            await self._change
+        finally:
+            self._change = None
+
+    def _wake(self) -> None:
+        if self._change is not None and not self._change.done():
+            self._change.set_result(None)
 
 
 class Stream:
