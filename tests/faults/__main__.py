@@ -23,13 +23,17 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=1000, help="how many (1000)")
     parser.add_argument("--seed", type=int, default=1, help="of the choice of faults and of their moments (1)")
     parser.add_argument("--minutes", type=float, default=60.0, help="end earlier, after so long (60)")
+    parser.add_argument(
+        "--patience", type=float, default=1.0, help="factor of all limits, on a machine with other work"
+    )
     parser.add_argument("--only", nargs="+", choices=KINDS, default=list(KINDS), help="kinds of faults (all)")
     parser.add_argument("--report", type=Path, help="folder for faults-<seed>.json and faults-<seed>.md")
     options = parser.parse_args()
     if options.report:
         options.report.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="tf") as folder:
-        report = asyncio.run(soak.run(Path(folder), options.seed, options.faults, options.only, options.minutes))
+        how = options.only, options.minutes, options.patience
+        report = asyncio.run(soak.run(Path(folder), options.seed, options.faults, *how))
     print(report.table())
     if options.report:
         (options.report / f"faults-{options.seed}.json").write_text(report.to_json() + "\n")

@@ -56,10 +56,20 @@ class Report:
         return "\n".join([*lines, *(f"* {breach}" for breach in self.breaches)])
 
 
-async def run(folder: Path, seed: int, faults: int, kinds: Iterable[str] = KINDS, minutes: float = 60.0) -> Report:
-    """Draw `faults` of these kinds, as far as they fit into `minutes`; the daemon ends with the run."""
+async def run(
+    folder: Path,
+    seed: int,
+    faults: int,
+    kinds: Iterable[str] = KINDS,
+    minutes: float = 60.0,
+    patience: float = 1.0,
+) -> Report:
+    """Draw `faults` of these kinds, as far as they fit into `minutes`; the daemon ends with the run.
+
+    `patience` is a factor of every limit of time, for a machine with other work.
+    """
     report = Report(seed)
-    world = await asyncio.to_thread(World.make, folder, seed)
+    world = await asyncio.to_thread(World.make, folder, seed, patience=patience)
     began = time.monotonic()
     try:
         await world.populate()
@@ -100,10 +110,10 @@ async def inject(world: WorldT, callers: Callers, kind: str, fault: Kind[WorldT]
     where = f"fault {number}, {kind}"
     first = time.monotonic()
     try:
-        async with asyncio.timeout(fault.takes_at_most_s):
+        async with asyncio.timeout(fault.takes_at_most_s * world.patience):
             await fault.inject(world)
         began = time.monotonic()
-        await world.converged(fault.heals_within_s)
+        await world.converged(fault.heals_within_s * world.patience)
         ended = time.monotonic()
         report.recovery_s[kind].append(ended - began)
     except Exception as error:  # whatever it is, the run is over and the report has it
@@ -112,7 +122,7 @@ async def inject(world: WorldT, callers: Callers, kind: str, fault: Kind[WorldT]
         return time.monotonic() - first
     world.check_state_file()
     await world.check_left_over()
-    await callers.all_served(fault.served_within_s)
+    await callers.all_served(fault.served_within_s * world.patience)
     for name in spared:
         if lost := callers.failures_of(name) - before[name]:
             world.breaches.append(f"{where}: calls on {name} failed: {dict(lost)}")

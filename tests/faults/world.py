@@ -84,10 +84,17 @@ class World:
     breaches: list[str] = field(default_factory=list)
     ended: dict[int, float | None] = field(default_factory=dict)
     """Workers that were sent a deadly signal, with the times of their starts."""
+    patience: float = 1.0
+    """A factor of every limit of time, for a machine with other work."""
 
     @classmethod
     def make(
-        cls, folder: Path, seed: int, daemon: DaemonProcess | None = None, models: Sequence[str] = (*MODELS, MINILM)
+        cls,
+        folder: Path,
+        seed: int,
+        daemon: DaemonProcess | None = None,
+        models: Sequence[str] = (*MODELS, MINILM),
+        patience: float = 1.0,
     ) -> Self:
         """Models, references and a started daemon without instances: `daemon`, or one of its own."""
         from sentence_transformers import SentenceTransformer
@@ -105,13 +112,14 @@ class World:
         daemon = daemon or DaemonProcess(
             orphan_grace_secs=60,
             health_check_interval_secs=1,
-            health_probe_timeout_secs=1,
+            health_probe_timeout_secs=round(patience),
             restart_backoff_max_secs=1,
-            startup_timeout_secs=60,
+            startup_timeout_secs=round(60 * patience),
             host_memory_budget_mib=MEMORY_MIB,
             auth=_auth(),
         )
-        return cls(daemon.start(), folder, chance, texts, references)
+        daemon.listen_limit_s *= patience
+        return cls(daemon.start(), folder, chance, texts, references, patience=patience)
 
     async def populate(self, *, minilm: bool = True) -> None:
         """The instances of the run: `pair` has two replicas, no fault is aimed at `neighbour`; with the real MiniLM."""
@@ -120,7 +128,7 @@ class World:
             fleet.append((MINILM, MINILM, 1))
         for name, model, replicas in fleet:
             await self.create(name, model, replicas=replicas)
-        await self.converged(180.0)  # the nursery imports torch, on a machine that may be loaded
+        await self.converged(180.0 * self.patience)  # the nursery imports torch, on a machine that may be loaded
 
     def client(self, timeout_s: float = CALL_LIMIT_S) -> AsyncClient:
         return self.daemon.async_client(timeout_s=timeout_s, api_key=_KEY)
@@ -237,7 +245,7 @@ class World:
     async def check_left_over(self) -> None:
         """Note a breach unless the daemon's processes are the workers wanted, a mux, a nursery and its standby."""
         workers = sum(each.replicas for each in self.wanted.values() if each.is_running)
-        end = time.monotonic() + _LEFT_OVER_S
+        end = time.monotonic() + _LEFT_OVER_S * self.patience
         while len(found := await asyncio.to_thread(self._processes)) != workers + 3:
             if time.monotonic() > end:
                 self.breaches.append(f"{found}, wanted {workers} workers, a mux, a nursery and its standby")

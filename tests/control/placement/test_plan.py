@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.control.supervision.storm_fleet import StormLauncher, StormStore
+from tests.control.supervision.storm_fleet import SkippingLoop, StormLauncher, StormStore
 from tests.support.fleet import settings_for
 
 from teimgr.control.ledger.ledger import Footprint, Refusal
@@ -232,13 +232,11 @@ def without_times(reason: str) -> str:
 @pytest.mark.parametrize(
     "seeds", [SEEDS, pytest.param(LONG_SEEDS, marks=[pytest.mark.long, pytest.mark.timeout(3600)])]
 )
-async def test_what_a_plan_says_is_what_then_happens(
-    seeds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_plan_says_is_what_then_happens(seeds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     workers = refused = evicted = 0
     for seed in range(seeds):
-        with monkeypatch.context() as patch:
-            found = await compare(tmp_path, seed, patch)
+        with monkeypatch.context() as patch, asyncio.Runner(loop_factory=SkippingLoop) as runner:
+            found = runner.run(compare(tmp_path, seed, patch))
         workers, evicted = workers + len(found.workers), evicted + len(found.evictions)
         refused += sum(worker.outcome == REFUSED for worker in found.workers)
     assert refused > seeds / 3, "too few fleets have a load that does not fit"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import selectors
 import signal
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -33,6 +34,43 @@ from teimgr.wire.routing.router import Directory
 
 MAX_TURNS = 5000
 """Until a fleet without commands has to be at rest."""
+
+
+class SkippingLoop(asyncio.SelectorEventLoop):
+    """An event loop whose clock goes on at once where every task waits for a time, so that no wait lasts.
+
+    While a thread works for a task the clock stands, and the loop waits for the thread.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(_SkippingSelector(self))
+        self.passed_s = 0.0
+        self.works_in_threads = 0
+
+    def time(self) -> float:
+        return self.passed_s
+
+    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> asyncio.Future[Any]:
+        self.works_in_threads += 1
+        found = super().run_in_executor(executor, func, *args)
+        found.add_done_callback(self._thread_is_done)
+        return found
+
+    def _thread_is_done(self, found: asyncio.Future[Any]) -> None:
+        self.works_in_threads -= 1
+
+
+class _SkippingSelector(selectors.DefaultSelector):
+    def __init__(self, loop: SkippingLoop) -> None:
+        super().__init__()
+        self._loop = loop
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if timeout is None or timeout <= 0 or self._loop.works_in_threads:
+            return super().select(timeout)
+        if not (found := super().select(0)):
+            self._loop.passed_s += timeout
+        return found
 
 
 class Turns:
