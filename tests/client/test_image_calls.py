@@ -16,11 +16,19 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 from tests.support.daemon_process import DaemonProcess, WarmDaemonProcess
-from tests.support.models.dual_encoders import build_clip, build_qwen3_vl_embedding, file_of, noise
+from tests.support.models.dual_encoders import (
+    build_clip,
+    build_colqwen2,
+    build_qwen3_vl_embedding,
+    file_of,
+    noise,
+    pdf_of,
+)
 
 from teimgr.client.corpus import embed_file
 from teimgr.client.payloads import unpack_vectors
-from teimgr.errors import TeimgrError, ValidationError
+from teimgr.errors import InvalidConfig, TeimgrError, ValidationError
+from teimgr.wire import pdf_pages
 from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
 
 pytestmark = pytest.mark.slow
@@ -33,8 +41,9 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
         client.create("clip", str(build_clip(tmp_path_factory.mktemp("clip") / "clip")), dtype="float32")
         chat = build_qwen3_vl_embedding(tmp_path_factory.mktemp("chat") / "chat")
         client.create("chat", str(chat), dtype="float32")
-        client.wait_until_running("clip", deadline_s=100)
-        client.wait_until_running("chat", deadline_s=100)
+        client.create("pages", str(build_colqwen2(tmp_path_factory.mktemp("pages") / "pages")), dtype="float32")
+        for name in ("clip", "chat", "pages"):
+            client.wait_until_running(name, deadline_s=100)
         yield daemon
 
 
@@ -174,6 +183,49 @@ def test_the_images_of_a_folder_and_of_a_column_are_embedded_into_a_file(daemon:
         "row": 1,
         "error": "the row has no `bytes`: a `path` is not opened",
     }
+
+
+BLUE = (72, 36, "0 0 1 rg 0 0 72 36 re f")
+
+
+def test_pages_of_documents_are_embedded_into_a_file(daemon: DaemonProcess, tmp_path: Path) -> None:
+    folder = tmp_path / "documents"
+    folder.mkdir()
+    (folder / "a.pdf").write_bytes(pdf_of(BLUE, (72, 72, "1 0 0 rg 0 0 30 72 re f")))
+    (folder / "b.pdf").write_bytes(b"no document")
+    (folder / "c.png").write_bytes(file_of(noise(40, 30)))
+    images = [*pdf_pages.pages(folder / "a.pdf"), (folder / "c.png").read_bytes()]
+    with daemon.client() as client:
+        expected = client.embed_images(images, instance="clip")
+        of_pages = client.infer(pa.table({"image": images}), instance="pages", outputs=["multi_vector"])
+        done = embed_file(client, folder, tmp_path / "v.parquet", instance="clip")
+        embed_file(client, folder / "a.pdf", tmp_path / "w.parquet", instance="pages", per_token=True)
+        embed_file(
+            client, folder, tmp_path / "x.arrow", instance="pages", per_token=True, float16=True, pool_factor=2.0
+        )
+        with pytest.raises(InvalidConfig, match=r"one vector a row, and this model gives several: use \.parquet"):
+            embed_file(client, folder, tmp_path / "v.npy", instance="pages", per_token=True)
+    found = pq.read_table(tmp_path / "v.parquet")
+    assert found.select(["path", "page"]).to_pylist() == [
+        {"path": path, "page": page} for path, page in (("a.pdf", 1), ("a.pdf", 2), ("b.pdf", None), ("c.png", None))
+    ]
+    assert np.allclose(found["embedding"].take([0, 1, 3]).to_pylist(), expected, atol=1e-6)
+    assert done.failures is not None
+    failure = {"row": 2, "error": "the PDF is broken, or no PDF", "path": "b.pdf", "page": None}
+    assert json.loads(done.failures.read_text()) == failure
+    alone = pq.read_table(tmp_path / "w.parquet")["embedding"]
+    assert [np.shape(one) for one in alone.to_pylist()] == [
+        np.shape(one) for one in of_pages["multi_vector"][:2].to_pylist()
+    ]
+    assert all(
+        np.allclose(one, other, atol=1e-5)
+        for one, other in zip(alone.to_pylist(), of_pages["multi_vector"].to_pylist(), strict=False)
+    )
+    with pa.memory_map(str(tmp_path / "x.arrow")) as mapped:
+        pooled = pa.ipc.open_file(mapped).read_all()["embedding"]
+    assert pooled.type.value_type.value_type == pa.float16()
+    assert pooled[2].as_py() is None
+    assert 0 < len(pooled[0]) < len(alone[0])
 
 
 def _stream(table: pa.Table) -> bytes:

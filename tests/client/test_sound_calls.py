@@ -6,9 +6,14 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from tests.support.daemon_process import DaemonProcess, WarmDaemonProcess
 from tests.support.models.dual_encoders import build_clap, sound, sound_file
+
+from teimgr.client.corpus import embed_file
 
 pytestmark = pytest.mark.slow
 _HOW_TO = Path(__file__).parents[2] / "docs" / "how-to" / "audio.md"
@@ -39,3 +44,21 @@ def test_the_how_to_finds_sounds_by_a_text(
     scores = [float(line.split()[0]) for line in lines]
     assert scores == sorted(scores, reverse=True)
     assert {line.split()[1] for line in lines} <= {f"sounds/{seed}.wav" for seed in range(7)}
+
+
+def test_the_sounds_of_a_folder_and_of_a_column_are_embedded_into_a_file(daemon: DaemonProcess, tmp_path: Path) -> None:
+    folder = tmp_path / "sounds"
+    folder.mkdir()
+    files = {f"{seed}.wav": sound_file(sound(0.5 + seed, seed)) for seed in range(2)} | {"x.mp3": b"no sound"}
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    pq.write_table(pa.table({"audio": list(files.values())}), tmp_path / "a.parquet")
+    with daemon.client() as client:
+        expected = client.infer(pa.table({"audio": list(files.values())}), instance="clap")["dense"].to_pylist()
+        for source in (folder, tmp_path / "a.parquet"):
+            done = embed_file(client, source, tmp_path / "v.parquet", instance="clap", overwrite=True)
+            found = pq.read_table(tmp_path / "v.parquet")["embedding"].to_pylist()
+            assert np.allclose(found[:2], expected[:2], atol=1e-6)
+            assert found[2] is None
+            assert done.failures is not None
+            assert "send WAV" in done.failures.read_text()

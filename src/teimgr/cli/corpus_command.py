@@ -13,6 +13,7 @@ from teimgr.cli.command import CommandOutput, DaemonOptions
 from teimgr.cli.failures import ExitStatus
 from teimgr.cli.output import duration, say
 from teimgr.errors import Forbidden
+from teimgr.spec import Kind
 
 _LINE_S = 10.0
 _IDLE_S = 300.0  # without any reply on the stream
@@ -30,9 +31,10 @@ def embed_corpus(
     from teimgr.client.corpus import embed_file
 
     # A wrong address or name ends at once; what fails later is tried again.
+    per_token = False
     with suppress(Forbidden):
-        server.rest.get(instance)
-    given = {key: value for key, value in options.items() if value is not None}
+        per_token = server.rest.get(instance).kind == Kind.MULTI_VECTOR
+    given = {key: value for key, value in options.items() if value is not None} | {"per_token": per_token}
     began = time.monotonic()
     connecting = server.connection.client(max(server.timeout_s, _IDLE_S), expect_fingerprint)
     with connecting as client, _shown(source.name, output) as progress:
@@ -54,7 +56,8 @@ def embed_corpus(
     else:
         rate = (done.rows - done.resumed_at) / taken_s
         resumed = f", resumed at row {done.resumed_at:,}" if done.resumed_at else ""
-        say(f"{done.output}: {done.rows:,} rows of {done.dimension} values, {rate:,.0f} rows/s{resumed}")
+        of = f"{'vectors of ' if per_token else ''}{done.dimension} values"
+        say(f"{done.output}: {done.rows:,} rows of {of}, {rate:,.0f} rows/s{resumed}")
         if done.failures:
             output.note(f"{done.failed:,} rows failed: {done.failures}")
     return ExitStatus.INCOMPLETE if done.failed else ExitStatus.OK

@@ -21,6 +21,7 @@ from teimgr.errors import AmbiguousInstance, Forbidden, InstanceNotFound, Teimgr
 # TEI's default limit of inputs in one request.
 _AT_ONCE = 32
 _SHOWN_VALUES = 5
+_EMBEDDING_FILES = ("embedding", "multi-vector")
 _EMBEDDING, _RERANKER, _CLASSIFIER = ("embedding",), ("reranker",), ("classifier",)
 
 Instance = Annotated[
@@ -48,8 +49,8 @@ def embed(
         list[str],
         typer.Argument(
             metavar="TEXT|-|FILE",
-            help="Texts; `-`: the lines of stdin; with -o a file: .parquet, .jsonl, .csv, .txt or .arrow, or a folder "
-            "of images.",
+            help="Texts; `-`: the lines of stdin; with -o a file: .parquet, .jsonl, .csv, .txt or .arrow, a .pdf, or "
+            "a folder of images, PDF documents or sounds.",
             show_default=False,
         ),
     ],
@@ -62,12 +63,15 @@ def embed(
     dimensions: Annotated[int | None, typer.Option(help="Cut the vectors (Matryoshka models).", min=1)] = None,
     prompt_name: Annotated[str | None, typer.Option(help="One of the model's prompts, such as query.")] = None,
     column: Annotated[
-        str | None, typer.Option(help="Column of the texts or images of a file.  [default: text, or image]")
+        str | None, typer.Option(help="Column of the texts or files of a file.  [default: text, else image or audio]")
     ] = None,
     keep: Annotated[
         str | None, typer.Option(metavar="A,B", help="Columns of a file to copy.  [default: id, where there is one]")
     ] = None,
     float16: Annotated[bool, typer.Option("--float16", help="Half-precision vectors in the output file.")] = False,
+    pool_factor: Annotated[
+        float | None, typer.Option(help="Keep 1 / this of the vectors per token of a file's documents.", min=1.0)
+    ] = None,
     batch_rows: Annotated[int, typer.Option(help="Rows of a file in one message.", min=1, max=65536)] = 2048,
     retry: Annotated[
         float, typer.Option(metavar="S", help="How long to go on trying where the daemon does not serve.", min=0)
@@ -79,7 +83,7 @@ def embed(
         typer.Option(metavar="SPACE", help="Refuse vectors of another space: 64 hex digits, or SPACE/PRECISION."),
     ] = None,
 ) -> int:
-    """Embed texts, or a whole file, or the images of a folder.
+    """Embed texts, or a whole file, or the images, pages or sounds of a folder.
 
     A file is streamed in constant memory. A run that was interrupted or killed goes on where it was when the same
     command is given again. Row i of the output is row i of the file; rows that fail have no vector there, and their
@@ -89,16 +93,17 @@ def embed(
         from teimgr.cli.corpus_command import embed_corpus
 
         if len(texts) != 1 or texts[0] == "-":
-            raise UsageError("with -o, name one file of texts or images, or a folder of images")
+            raise UsageError("with -o, name one file of texts, images or pages, or a folder of images")
         return embed_corpus(
             server,
             output,
             Path(texts[0]),
             out,
-            chosen(server.rest, instance, _EMBEDDING),
+            chosen(server.rest, instance, _EMBEDDING_FILES),
             {
                 **{"text_column": column, "keep": keep.split(",") if keep is not None else None, "float16": float16},
                 **{"batch_rows": batch_rows, "retry_s": retry, "overwrite": overwrite, "restart": restart},
+                "pool_factor": pool_factor,
                 **{"normalize": normalize, "truncate": truncate, "dimensions": dimensions, "prompt_name": prompt_name},
             },
             expect_fingerprint,

@@ -282,12 +282,12 @@ def unpack_vectors(reply: bytes) -> Embedded:
         column = table.column("embeddings" if "embeddings" in table.column_names else 0)
         matrices = [_matrix(chunk) for chunk in column.chunks] or [np.empty((0, column.type.list_size), np.float32)]
         vectors = matrices[0] if len(matrices) == 1 else np.concatenate(matrices)
-        return Embedded(vectors, _failures(column, table), *_space(table.schema))
+        return Embedded(vectors, _failures(column, table), *space_of(table.schema))
     except (pa.ArrowException, AttributeError, IndexError, ValueError, InvalidInput) as error:
         raise Internal(f"the reply is no Arrow stream of vectors: {error}") from error
 
 
-def _space(schema: Any) -> tuple[str, str]:
+def space_of(schema: Any) -> tuple[str, str]:
     """Space and precision in a schema's metadata, empty where it has none."""
     metadata = schema.metadata or {}
     return metadata.get(SPACE_KEY.encode(), b"").decode(), metadata.get(PRECISION_KEY.encode(), b"").decode()

@@ -32,6 +32,7 @@ from teimgr.worker.worker_metrics import TeiMetrics
 
 if TYPE_CHECKING:
     from teimgr.worker.media_links import LinkFetcher
+    from teimgr.worker.pdf_documents import PageRenderer
 
 log = logging.getLogger(__name__)
 
@@ -100,6 +101,7 @@ class Dispatcher:
         self._tokenizing = ThreadPoolExecutor(1, "tokenize")
         self._pooling = ThreadPoolExecutor(1, "pooling")  # of tokens
         self.fetcher = _link_fetcher(spec)
+        self._renderer: PageRenderer | None = None
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -330,6 +332,14 @@ class Dispatcher:
         with short_turns():
             return await self._loop.run_in_executor(self._codec, work, *arguments)
 
+    def renderer(self) -> PageRenderer:
+        """Renders pages of PDF documents; its threads begin with the first."""
+        if self._renderer is None:
+            from teimgr.worker.pdf_documents import PageRenderer
+
+            self._renderer = PageRenderer()
+        return self._renderer
+
     def free_off_loop(self, value: object) -> None:
         """Once `value` is of no more use, free what is in it in parts, on a thread: one call could take 30 ms."""
         weakref.finalize(value, self._free_members, vars(value)).atexit = False
@@ -446,6 +456,8 @@ class Dispatcher:
             pool.shutdown(wait=False, cancel_futures=True)
         if self.fetcher is not None:
             self.fetcher.close()
+        if self._renderer is not None:
+            self._renderer.close()
 
     def _check_idle(self) -> None:
         if not self._answering and not self._call_limiter:

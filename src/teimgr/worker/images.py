@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # importing the engine imports torch
     from teimgr.worker.dispatcher import Dispatcher
 
 _SHOWN = 64
+_ONLY = 0  # in place of the number of a page
 _PARTS = {
     "text": "`text`, a string",
     "image_url": "`image_url` with `url`, a string",
@@ -41,12 +42,13 @@ class HasImages(Exception):
 
 class SentImage(NamedTuple):
     """An image, or by `kind` a sound, as a request has it: a data URI, base64, or its bytes, and the field that it is
-    in.
+    in. With a `page`, from 1 on, it is a PDF document and that page of it; 0 stands for the only one.
     """
 
     data: str | bytes
     field: str
     kind: str = "image"
+    page: int | None = None
 
 
 class SentContent(NamedTuple):
@@ -167,6 +169,10 @@ async def _read_sent(dispatcher: Dispatcher, sent: SentImage, files: _Files) -> 
     try:
         link = _link(sent) if files else None
         fetched = sent if link is None else sent._replace(data=await files[link])
+        if fetched.page is not None:
+            document = await dispatcher.off_loop(image_bytes, fetched)
+            rendered = await dispatcher.renderer().page(document, fetched.page or None)
+            fetched = SentImage(rendered, sent.field)
         return await dispatcher.off_loop(_read, dispatcher, fetched)
     except InvalidInput as error:
         if f"`{sent.field}`" not in error.message:
@@ -211,8 +217,9 @@ def _read(dispatcher: Dispatcher, sent: SentImage) -> Picture | Sound:
 
 
 def typed_item(given: Any, place: str) -> SentItem:
-    """An item of TEI's route with a type: `{"type": "text", "value": …}`, `{"type": "image", "data" or "url": …}`, or
-    `{"content": […]}` of several of these; a text as such is a text.
+    """An item of TEI's route with a type: `{"type": "text", "value": …}`, `{"type": "image", "data" or "url": …}`, a
+    PDF document's page `{"type": "pdf", "data" or "url": …, "page": 1}`, or `{"content": […]}` of several of these; a
+    text as such is a text.
 
     Raises:
         BadRequest: it is something else; with its place.
@@ -227,11 +234,22 @@ def typed_item(given: Any, place: str) -> SentItem:
         return _together(parts, f"{place}.content", 422)
     if kind == "text":
         return _string(given, ("value", "text"), place)
-    if kind in ("image", "audio"):
+    if kind in ("image", "audio", "pdf"):
         name = "url" if given.get("url") is not None else "data"
-        return SentImage(_string(given, ("data", "url"), place), f"{place}.{name}", kind)
-    known = "text, image and audio are, and a list of these as content"
+        data, field = _string(given, ("data", "url"), place), f"{place}.{name}"
+        return SentImage(data, field, page=_page(given, place)) if kind == "pdf" else SentImage(data, field, kind)
+    known = "text, image, audio and pdf are, and a list of these as content"
     raise http.BadRequest(422, f"{place}.type: {str(kind)[:_SHOWN]!r} is not served: {known}", place.partition(".")[0])
+
+
+def _page(given: dict[str, Any], place: str) -> int:
+    number = given.get("page")
+    if number is None:
+        return _ONLY
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        message = f"{place}.page: must be the number of a page, from 1 on, and is {str(number)[:_SHOWN]!r}"
+        raise http.BadRequest(422, message, place.partition(".")[0])
+    return number
 
 
 def _together(parts: Sequence[SentItem], place: str, status: int, instruction: str | None = None) -> SentItem:

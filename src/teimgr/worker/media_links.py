@@ -31,7 +31,7 @@ _AT_ONCE = 4  # of a request
 _MAX_REDIRECTS = 3
 _MAX_CHARACTERS = 4096  # of a link
 _REDIRECTS = (301, 302, 303, 307, 308)
-_HEADERS = {"accept": "image/*, audio/*", "accept-encoding": "identity"}
+_HEADERS = {"accept": "image/*, audio/*, application/pdf", "accept-encoding": "identity"}
 _UNICAST_6 = ipaddress.IPv6Network("2000::/3")
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address

@@ -10,11 +10,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tests.support.models.dual_encoders import pdf_of
 
 from teimgr.client.corpus.image_files import FolderSource
 from teimgr.client.corpus.sources import open_source
 from teimgr.client.payloads import pack_texts
 from teimgr.errors import InvalidConfig
+from teimgr.wire import pdf_pages
 from teimgr.wire.arrow_inputs import has_files
 
 FILES = {"a.jpg": b"A", "b/c.PNG": b"C", "b/d/e.webp": b"E", "z.tiff": b"Z"}
@@ -45,7 +47,50 @@ def test_a_file_that_cannot_be_read_is_a_row_with_the_reason(folder: Path) -> No
         file.truncate((16 << 20) + 1)
     [batch] = FolderSource(folder, None, None).batches(0, 10)
     faults = {row["path"]: row["fault"] for row in batch.to_pylist() if row["fault"]}
-    assert faults == {"gone.jpg": "no file", "large.jpg": "an image of over 16 MiB", "pipe.jpg": "no file"}
+    assert faults == {"gone.jpg": "no file", "large.jpg": "a file of over 16 MiB", "pipe.jpg": "no file"}
+
+
+PAGE = (72, 36, "0 0 1 rg 0 0 72 36 re f")
+ROWS = [("a.jpg", None), ("b/c.PNG", None), ("b/d/e.webp", None), ("b/no.pdf", None)]
+ROWS += [*(("m.PDF", page) for page in (1, 2, 3)), ("z.tiff", None)]
+
+
+@pytest.mark.parametrize("first_row", [0, 3, 5, 7, 8])
+def test_each_page_of_a_document_is_a_row(folder: Path, first_row: int) -> None:
+    (folder / "m.PDF").write_bytes(pdf_of(PAGE, (36, 36, ""), PAGE))
+    (folder / "b" / "no.pdf").write_bytes(b"no document")
+    source = FolderSource(folder, None, None)
+    rows = [row for batch in source.batches(first_row, 3) for row in batch.to_pylist()]
+    assert [(row["path"], row["page"]) for row in rows] == ROWS[first_row:]
+    broken = [row["fault"] for row in rows if row["path"] == "b/no.pdf"]
+    assert broken == (["the PDF is broken, or no PDF"] if first_row <= 3 else [])
+    images = [row["text"] for row in rows if row["page"]]
+    assert images == list(pdf_pages.pages(folder / "m.PDF", max(first_row - 3, 1)))[: len(images)]
+    assert (source.rows, source.labels) == (None, ("path", "page"))
+
+
+def test_a_document_alone_is_read_page_by_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.pdf").write_bytes(pdf_of(PAGE, PAGE))
+    [batch] = FolderSource(tmp_path / "a.pdf", None, None).batches(0, 10)
+    assert [(row["path"], row["page"], row["fault"]) for row in batch.to_pylist()] == [
+        ("a.pdf", page, None) for page in (1, 2)
+    ]
+    with pytest.raises(InvalidConfig, match=r"b\.pdf: no such file"):
+        FolderSource(tmp_path / "b.pdf", None, None)
+    monkeypatch.setattr(pdf_pages, "IS_THERE", False)
+    with pytest.raises(InvalidConfig, match=r"a\.pdf: PDF documents are read by pypdfium2.* pip install"):
+        FolderSource(tmp_path, None, None)
+
+
+def test_of_a_model_of_sounds_the_sounds_are_rows(folder: Path) -> None:
+    (folder / "b" / "horn.WAV").write_bytes(b"H")
+    [batch] = FolderSource(folder, None, None, "audio").batches(0, 10)
+    assert [(row["path"], row["text"]) for row in batch.to_pylist()] == [("b/horn.WAV", b"H")]
+    with pytest.raises(InvalidConfig, match=r"no sound in this folder or below: none of \.aac"):
+        FolderSource(folder / "b" / "d", None, None, "audio")
+    pq.write_table(pa.table({"audio": [b"H"]}), folder / "a.parquet")
+    source = open_source(folder / "a.parquet")
+    assert (source.text_column, source.has_files) == ("audio", True)
 
 
 def test_a_changed_folder_is_another_job(folder: Path) -> None:

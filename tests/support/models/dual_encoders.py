@@ -589,3 +589,21 @@ def sound_file(samples: np.ndarray, form: str = "WAV", subtype: str | None = "FL
     written = io.BytesIO()
     soundfile.write(written, samples, rate, format=form, subtype=subtype)
     return written.getvalue()
+
+
+def pdf_of(*pages: tuple[float, float, str], trailer: str = "") -> bytes:
+    """A PDF with a page for each of these: its width and height in points, and what is drawn, in PDF's own words."""
+    kids = " ".join(f"{3 + 2 * at} 0 R" for at in range(len(pages)))
+    objects = ["<< /Type /Catalog /Pages 2 0 R >>", f"<< /Type /Pages /Kids [{kids}] /Count {len(pages)} >>"]
+    for at, (width, height, drawn) in enumerate(pages):
+        shown = f"/MediaBox [0 0 {width} {height}] /Contents {4 + 2 * at} 0 R"
+        objects.append(f"<< /Type /Page /Parent 2 0 R {shown} /Resources << >> >>")
+        objects.append(f"<< /Length {len(drawn)} >>\nstream\n{drawn}\nendstream")
+    written, places = b"%PDF-1.7\n", []
+    for number, content in enumerate(objects, 1):
+        places.append(len(written))
+        written += f"{number} 0 obj\n{content}\nendobj\n".encode()
+    table = "".join(f"{place:010} 00000 n \n" for place in places)
+    head = f"xref\n0 {len(objects) + 1}\n0000000000 65535 f \n{table}"
+    ends = f"trailer\n<< /Size {len(objects) + 1} /Root 1 0 R {trailer} >>\nstartxref\n{len(written)}\n%%EOF\n"
+    return written + (head + ends).encode()

@@ -122,7 +122,7 @@ _LARGE = base64.b64encode(file_of(Image.new("1", (9000, 9000)))).decode()
             "links are not fetched here: send",
         ),
         ("/instances/clip/embed", {"inputs": [{"type": "image"}]}, "inputs.0: needs `data` or `url`"),
-        ("/instances/clip/embed", {"inputs": [{"type": "video", "data": PLAIN}]}, "text, image and audio are"),
+        ("/instances/clip/embed", {"inputs": [{"type": "video", "data": PLAIN}]}, "text, image, audio and pdf are"),
         (
             "/instances/clip/embed",
             {"inputs": [{"type": "image", "data": "no base64!"}]},

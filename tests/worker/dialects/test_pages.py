@@ -8,8 +8,10 @@ from typing import Any
 import msgpack
 import numpy as np
 import pytest
-from tests.support.models.dual_encoders import file_of, noise
+from tests.support.models.dual_encoders import file_of, noise, pdf_of
 from tests.worker.dialects.dialect_client import Asking
+
+from teimgr.wire import pdf_pages
 
 FILES = [file_of(noise(90, 60, seed)) for seed in range(3)]
 PLAIN = [base64.b64encode(one).decode() for one in FILES]
@@ -43,6 +45,59 @@ async def test_a_page_has_one_matrix_bit_for_bit_in_every_form(ask: Asking) -> N
     answer = (await ask.post("/v1/encode/pages", items)).ok
     assert (np.array(answer["items"][0]["multivector"]["values"], np.float32) == page).all()
     assert answer["usage"] == {"input_tokens": len(page), "images": 1}
+
+
+async def test_patches_of_a_page_are_told(ask: Asking) -> None:
+    asked = {"inputs": [TYPED[0], TEXT], "patches": True}
+    page, query = (await ask.post("/instances/pages/embed_all", asked)).ok
+    assert (np.array(page["vectors"], np.float32) == await matrix(ask, 0)).all()
+    patches = page["patches"]
+    assert patches["rows"] * patches["columns"] == len(patches["vectors"]) == len(set(patches["vectors"]))
+    assert 0 < min(patches["vectors"]) < max(patches["vectors"]) < len(page["vectors"])
+    assert query["patches"] is None
+    alone = (await ask.post("/instances/colbert/embed_all", {"inputs": [TEXT], "patches": True})).ok
+    assert alone[0]["patches"] is None
+    assert (await ask.post("/instances/colbert/embed_all", {"inputs": [TEXT]})).ok == [alone[0]["vectors"]]
+    told = await ask.post("/instances/pages/embed_all", asked | {"pool_factor": 2})
+    assert (told.status, "patches: pooled vectors stand for no patch" in told.body.decode()) == (422, True)
+
+
+PDF = pdf_of(*((72, 36, f"{blue} 0 1 rg 0 0 {10 + 30 * blue} 36 re f") for blue in (0, 1)))
+
+
+def page_of(data: bytes = PDF, **given: Any) -> dict[str, Any]:
+    return {"type": "pdf", "data": base64.b64encode(data).decode(), **given}
+
+
+async def test_a_page_of_a_document_has_the_vectors_of_its_image(ask: Asking) -> None:
+    images = [{"type": "image", "data": base64.b64encode(one).decode()} for one in pdf_pages.pages(PDF)]
+    documents = [page_of(page=1), page_of(page=2)]
+    for instance, route in (("pages", "/embed_all"), ("clip", "/embed")):
+        expected, found = [
+            (await ask.post(f"/instances/{instance}{route}", {"inputs": inputs})).ok for inputs in (images, documents)
+        ]
+        assert found == expected
+        assert expected[0] != expected[1]
+    ranked = [
+        (await ask.post("/instances/pages/rerank", {"query": TEXT, "texts": texts})).ok for texts in (images, documents)
+    ]
+    assert ranked[0] == ranked[1]
+
+
+@pytest.mark.parametrize(
+    ("item", "said"),
+    [
+        (page_of(), "`inputs.0.data`: the PDF has 2 pages, and an input is one of them: give its number as `page`"),
+        (page_of(page=3), "`inputs.0.data`: the PDF has 2 pages, and `page` is 3"),
+        (page_of(page=0), "inputs.0.page: must be the number of a page, from 1 on, and is '0'"),
+        (page_of(b"no document", page=1), "the PDF is broken, or no PDF"),
+        ({"type": "image", "data": page_of()["data"]}, "/embed and /rerank take"),
+    ],
+)
+async def test_what_is_no_page_is_refused_with_the_way_out(ask: Asking, item: dict[str, Any], said: str) -> None:
+    told = await ask.post("/instances/pages/embed_all", {"inputs": [item]})
+    assert 400 <= told.status < 500, told
+    assert said in told.body.decode()
 
 
 async def test_sies_bytes_in_msgpack_and_texts_beside_them(ask: Asking) -> None:

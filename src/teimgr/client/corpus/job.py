@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -15,9 +15,10 @@ import pyarrow.compute as pc
 
 from teimgr.client.clients import Client
 from teimgr.client.corpus import outputs
-from teimgr.client.corpus.image_files import FolderSource
+from teimgr.client.corpus.image_files import PDF, FolderSource
 from teimgr.client.corpus.partial import PartialOutput, discard
-from teimgr.client.corpus.sources import FAULT, MAX_FILE_BYTES, TEXT, TextSource, open_source
+from teimgr.client.corpus.sources import FAULT, MAX_FILE_BYTES, TEXT, FileKind, TextSource, open_source
+from teimgr.client.payloads import space_of
 from teimgr.client.values import Embedded
 from teimgr.errors import InvalidConfig, Refused, TryLater
 from teimgr.wire.spaces import reply_headers
@@ -28,6 +29,7 @@ _COMMIT_S = 0.5
 # A message holds what the model computes in about this time: a slow one answers before the client's timeout, and an
 # interruption costs little.
 _FIRST_ROWS = 64
+_ROWS_PER_TOKEN = 32  # with a vector for each token: a page has half a megabyte of them
 _QUICK_REPLY_S = 0.5
 _SLOW_REPLY_S = 4.0
 _RETRY_FIRST_S = 0.25
@@ -77,19 +79,23 @@ def embed_file(
     restart: bool = False,
     commit_s: float = _COMMIT_S,
     progress: Callable[[Progress], None] = lambda progress: None,
+    per_token: bool = False,
     **options: Any,
 ) -> EmbeddedFile:
     """Embed every row of `source` (.parquet, .jsonl, .csv, .txt, .arrow) into `output` (.parquet, .arrow, .npy).
 
-    In place of texts the column may hold the files of images: binary, or the struct of Hugging Face datasets. Of a
-    folder each image file in it and below is a row, whose `path` is copied.
+    In place of texts the column may hold files of images or sounds: binary, or the struct of Hugging Face datasets. Of
+    a folder each image in it and below, or each sound where the model embeds sounds, is a row, whose `path` is copied,
+    and each page of a .pdf, with its `page`; a .pdf alone is read so, too.
 
-    Row i of the output is row i of the source: columns `row`, those of `keep`, and `embedding` (float32, or float16).
+    Row i of the output is row i of the source: columns `row`, those of `keep`, and `embedding` (float32, or float16);
+    with `per_token`, of a late-interaction model, a list of vectors.
     A row that fails has a null there (NaN in NumPy), and its reason and text or path in `<output>.failed.jsonl`. The
     space of the vectors is in the metadata of the schema, with NumPy in `<output>.space.json`; vectors of another one
     end the run. Memory does not grow with the file. Until the end the rows are in `<output>.partial`; a run that was
     interrupted or killed is resumed by the same call, and repeats at most `commit_s` of work. `batch_rows` bounds one
-    message; a slow model gets fewer. `options` are those of `Client.embed_arrow`, with `instance` or `model`.
+    message; a slow model gets fewer. `options` are those of `Client.embed_arrow`, with `instance` or `model`; with
+    `per_token` also `pool_factor`, as of `Client.infer`.
 
     Raises:
         InvalidConfig: a file cannot be read or written, or lacks a column.
@@ -100,16 +106,22 @@ def embed_file(
     """
     if output.suffix.lower() not in outputs.SUFFIXES:
         raise InvalidConfig(f"{output}: the suffix is not one of {', '.join(outputs.SUFFIXES)}")
-    texts = (FolderSource if source.is_dir() else open_source)(source, text_column, keep)
+    if per_token and output.suffix.lower() == ".npy":
+        raise InvalidConfig(f"{output}: NumPy's file has one vector a row, and this model gives several: use .parquet")
+    if source.is_dir() or source.suffix.lower() == PDF:
+        texts: TextSource = FolderSource(source, text_column, keep, _files_of(client, options))
+    else:
+        texts = open_source(source, text_column, keep)
+    form = _Form(_files_of(client, options) if texts.has_files else None, per_token, float16)
     failures = output.with_name(f"{output.name}.failed.jsonl")
     if restart:
         discard(output, failures)
-    partial = PartialOutput(output, failures, _identity(texts, float16, options))
+    partial = PartialOutput(output, failures, _identity(texts, form, options))
     if output.exists() and not overwrite and not partial.journal_path.exists():
         raise Refused(f"{output} exists; --overwrite replaces it")
     with partial:
         resumed_at = partial.rows
-        work = _Work(client, texts, partial, options, batch_rows, float16, retry_s, commit_s, progress)
+        work = _Work(client, texts, partial, options, batch_rows, form, retry_s, commit_s, progress)
         try:
             work.run()
         finally:
@@ -120,11 +132,41 @@ def embed_file(
     return EmbeddedFile(output, partial.rows, partial.failed, work.dimension, resumed_at, failed, partial.fingerprint)
 
 
-def _identity(source: TextSource, float16: bool, options: dict[str, Any]) -> dict[str, Any]:
+class _Form(NamedTuple):
+    """What goes in and what comes out: the column of files, None of texts; a vector for each token, or one."""
+
+    files: FileKind | None
+    per_token: bool
+    float16: bool
+
+    @property
+    def needs_tables(self) -> bool:
+        """Whether `EmbedArrow`, of texts and images, cannot be asked."""
+        return self.per_token or self.files == "audio"
+
+
+class _Answer(NamedTuple):
+    """The vectors of a batch: for each row one, or a list of them; null in rows that failed."""
+
+    vectors: Any
+    dimension: int
+    errors: Mapping[int, str]
+    space: str
+    precision: str
+
+
+def _files_of(client: Client, options: dict[str, Any]) -> FileKind:
+    """The files that the model of a call embeds."""
+    routing: Any = {name: options[name] for name in ("instance", "model") if options.get(name) is not None}
+    return "audio" if "audio" in client.info(**routing).modalities else "image"
+
+
+def _identity(source: TextSource, form: _Form, options: dict[str, Any]) -> dict[str, Any]:
     """What makes two runs the same job."""
     return {
         **source.identity(),
-        **{"text_column": source.text_column, "keep": list(source.keep), "float16": float16},
+        **{"text_column": source.text_column, "keep": list(source.keep), "float16": form.float16},
+        **({"per_token": True} if form.per_token else {}),
         **{key: value for key, value in sorted(options.items()) if value is not None},
     }
 
@@ -139,7 +181,7 @@ class _Work:
         partial: PartialOutput,
         options: dict[str, Any],
         batch_rows: int,
-        float16: bool,
+        form: _Form,
         retry_s: float,
         commit_s: float,
         progress: Callable[[Progress], None],
@@ -148,12 +190,13 @@ class _Work:
         self._source = source
         self._partial = partial
         self._options = options
-        self._batch_rows = batch_rows
-        self._type = pa.float16() if float16 else pa.float32()
+        self._batch_rows = min(batch_rows, _ROWS_PER_TOKEN) if form.per_token else batch_rows
+        self._form = form
+        self._type = pa.float16() if form.float16 else pa.float32()
         self._retry_s = retry_s
         self._commit_s = commit_s
         self._progress = progress
-        self._rows_now = min(_FIRST_ROWS, batch_rows)
+        self._rows_now = min(_FIRST_ROWS, self._batch_rows)
         self.dimension = 0
 
     def run(self) -> None:
@@ -178,7 +221,7 @@ class _Work:
         sent: deque[pa.RecordBatch] = deque()  # of this stream: a broken one may still be reading texts on its thread
         committed = answered = time.monotonic()
         self._report()
-        for answer in self._client.embed_arrow_stream(self._texts(sent), **self._options):
+        for answer in self._answers(sent):
             self._write(sent.popleft(), answer)
             now = time.monotonic()
             self._adapt(now - answered)
@@ -187,6 +230,30 @@ class _Work:
                 self._partial.commit()
                 committed = time.monotonic()
             self._report()
+
+    def _answers(self, sent: deque[pa.RecordBatch]) -> Iterator[_Answer]:
+        """The vectors of each batch, while the next ones are sent."""
+        if not self._form.needs_tables:
+            for found in self._client.embed_arrow_stream(self._texts(sent), **self._options):
+                yield self._answer_of(found)
+            return
+        output, width = ("multi_vector", "token_type") if self._form.per_token else ("dense", "dense_type")
+        name = self._form.files or TEXT
+        asked = {**self._options, "outputs": [output], width: "float16" if self._form.float16 else "float32"}
+        tables = (pa.table({name: texts}) for texts in self._texts(sent))
+        for table in self._client.infer_stream(tables, **asked):
+            column = table.column(output)
+            each = column.type.value_type if self._form.per_token else column.type
+            errors = {row: why for row, why in enumerate(table.column("error").to_pylist()) if why is not None}
+            yield _Answer(pa.concat_arrays(column.chunks), each.list_size, errors, *space_of(table.schema))
+
+    def _answer_of(self, found: Embedded) -> _Answer:
+        count, dim = found.vectors.shape
+        missing = np.zeros(count, bool)
+        missing[list(found.errors)] = True
+        values = pa.array(found.vectors.reshape(-1).astype(self._type.to_pandas_dtype(), copy=False))
+        vectors = pa.FixedSizeListArray.from_arrays(values, dim, mask=pa.array(missing))
+        return _Answer(vectors, dim, found.errors, found.space, found.precision)
 
     def _adapt(self, reply_s: float) -> None:
         """More rows in a message after a quick reply, fewer after a slow one."""
@@ -202,20 +269,15 @@ class _Work:
                 sent.append(piece)
                 yield piece.column(TEXT)
 
-    def _write(self, batch: pa.RecordBatch, answer: Embedded) -> None:
+    def _write(self, batch: pa.RecordBatch, answer: _Answer) -> None:
         self._partial.take_space(answer.space, answer.precision)
-        first_row, count = self._partial.rows, batch.num_rows
-        dim = self.dimension = answer.vectors.shape[1]
-        missing = np.zeros(count, bool)
-        missing[list(answer.errors)] = True
-        faults = batch.column(FAULT)
-        values = pa.array(answer.vectors.reshape(-1).astype(self._type.to_pandas_dtype(), copy=False))
-        vectors = pa.FixedSizeListArray.from_arrays(values, dim, mask=pa.array(missing))
-        fields = [("row", pa.int64()), *self._source.kept, (outputs.VECTOR, pa.list_(self._type, dim))]
+        first_row, count, faults = self._partial.rows, batch.num_rows, batch.column(FAULT)
+        self.dimension = answer.dimension
+        fields = [("row", pa.int64()), *self._source.kept, (outputs.VECTOR, answer.vectors.type)]
         schema = pa.schema(fields, metadata=reply_headers(answer.space, answer.precision) or None)
         kept = batch.columns[2:]  # by position: a kept column may have the name of another
         rows = pa.array(np.arange(first_row, first_row + count))
-        whole = pa.RecordBatch.from_arrays([rows, *kept, vectors], schema=schema)
+        whole = pa.RecordBatch.from_arrays([rows, *kept, answer.vectors], schema=schema)
         failures = (
             {"row": first_row + row, "error": faults[row].as_py() or reason, **self._named(batch, row)}
             for row, reason in sorted(answer.errors.items())
@@ -223,9 +285,8 @@ class _Work:
         self._partial.append(whole, failures)
 
     def _named(self, batch: pa.RecordBatch, row: int) -> dict[str, Any]:
-        """The text or path of a row, by its column; empty if the row is a file."""
-        label = self._source.label
-        return {} if label is None else {label: batch.column(label)[row].as_py()}
+        """The text of a row, or its path and page, by column; empty if the row is a file."""
+        return {label: batch.column(label)[row].as_py() for label in self._source.labels}
 
     def _report(self, waiting: str | None = None) -> None:
         self._progress(
@@ -239,7 +300,7 @@ def _bounded(batch: pa.RecordBatch, most_rows: Callable[[], int]) -> Iterator[pa
     if lengths.max(initial=0) > MAX_FILE_BYTES:
         over = lengths > MAX_FILE_BYTES
         columns = list(batch.columns)
-        what = "a text" if pa.types.is_unicode(columns[0].type) else "an image"
+        what = "a text" if pa.types.is_unicode(columns[0].type) else "a file"
         reason = f"{what} of over {MAX_FILE_BYTES >> 20} MiB"
         columns[0] = pc.if_else(pa.array(over), pa.scalar(None, columns[0].type), columns[0])
         columns[1] = pc.if_else(pa.array(over), pa.scalar(reason), columns[1])

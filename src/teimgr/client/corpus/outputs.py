@@ -17,7 +17,7 @@ from teimgr.files import write_atomically
 VECTOR = "embedding"
 SUFFIXES = (".parquet", ".arrow", ".npy")
 
-_GROUP_ROWS = 16_384
+_GROUP_ROWS, _GROUP_BYTES = 16_384, 128 << 20
 
 
 def write_output(path: Path, batches: Iterable[pa.RecordBatch], rows: int, fingerprint: str = "") -> None:
@@ -48,7 +48,8 @@ def _parquet(path: Path, batches: Iterator[pa.RecordBatch], rows: int) -> None:
                     path, batch.schema, compression="zstd", use_dictionary=plain, write_statistics=plain
                 )
             group.append(batch)
-            if sum(each.num_rows for each in group) >= _GROUP_ROWS:
+            size = sum(each.nbytes for each in group)
+            if sum(each.num_rows for each in group) >= _GROUP_ROWS or size >= _GROUP_BYTES:
                 writer.write_table(pa.Table.from_batches(group))
                 group = []
         if writer is None:

@@ -1,4 +1,4 @@
-"""Files of texts, read in batches in constant memory: Parquet, JSON lines, CSV, text, Arrow. Tables may have images."""
+"""Files of texts, read in batches in constant memory: Parquet, JSON lines, CSV, text, Arrow. Tables may have files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO, get_args
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -25,10 +25,12 @@ FAULT = "fault"
 SUFFIXES = (".parquet", ".jsonl", ".ndjson", ".csv", ".txt", ".arrow", ".feather")
 
 MAX_FILE_BYTES = 16 << 20
-"""Of a text, and of the file of an image; a longer one is a row that fails."""
+"""Of a text, and of a file in a row; a longer one is a row that fails."""
 
-_IMAGE = "image"
-_IMAGE_ROWS = 32  # of a table in memory: each may have megabytes
+FileKind = Literal["image", "audio"]
+"""Of files in rows, by the name of their column in a request."""
+_FILES: tuple[FileKind, ...] = get_args(FileKind)
+_FILE_ROWS = 32  # of a table in memory: each may have megabytes
 _STRINGS = (pa.utf8(), pa.large_utf8(), pa.string_view())
 _READ_BYTES = 1 << 20
 _TYPED_ROWS = 1000
@@ -42,14 +44,14 @@ class TextSource(ABC):
     Attributes:
         kept: Names and types of the columns that are copied to the output.
         rows: How many rows there are; None if only reading it all would show.
-        has_images: The column `text` of its batches holds files of images.
-        label: The column that a report of failed rows copies, to identify them; None if it holds files.
+        has_files: The column `text` of its batches holds files.
+        labels: The columns that a report of failed rows copies, to identify them; none if they hold files.
     """
 
     kept: pa.Schema
     rows: int | None = None
-    has_images = False
-    label: str | None = TEXT
+    has_files = False
+    labels: tuple[str, ...] = (TEXT,)
 
     def __init__(self, path: Path, text_column: str, keep: Sequence[str]) -> None:
         self.path = path
@@ -84,13 +86,13 @@ class TextSource(ABC):
                 raise InvalidConfig(f"{self.path}: no column {name!r}; there are {', '.join(schema.names)}")
         found = schema.field(self.text_column).type
         if is_images(found):
-            self.has_images, self.label = True, None
+            self.has_files, self.labels = True, ()
         elif found not in _STRINGS and not pa.types.is_dictionary(found):
             raise InvalidConfig(f"{self.path}: the column {self.text_column!r} holds {found}, not strings or files")
         return pa.schema([schema.field(name) for name in self.keep])
 
     def _batch(self, texts: Any, kept: Sequence[Any], faults: Any = None) -> pa.RecordBatch:
-        if self.has_images:
+        if self.has_files:
             texts, faults = _files_of(texts)
         elif texts.type not in (pa.utf8(), pa.large_utf8()):
             texts = texts.cast(pa.large_utf8())
@@ -105,8 +107,8 @@ class TextSource(ABC):
 def open_source(path: Path, text_column: str | None = None, keep: Sequence[str] | None = None) -> TextSource:
     """The source for a file by its suffix.
 
-    `text_column` defaults to `text`, of a table without it to `image` where that holds files; `keep` to the column `id`
-    where there is one. A text file has lines, no columns.
+    `text_column` defaults to `text`, of a table without it to `image` or `audio` where that holds files; `keep` to the
+    column `id` where there is one. A text file has lines, no columns.
 
     Raises:
         InvalidConfig: another suffix, an unreadable file, or a missing column.
@@ -128,8 +130,9 @@ def open_source(path: Path, text_column: str | None = None, keep: Sequence[str] 
 def _default_column(kind: Any, path: Path) -> str:
     if kind in (ParquetSource, ArrowSource):
         schema = kind.schema(path)
-        if TEXT not in schema.names and _IMAGE in schema.names and is_images(schema.field(_IMAGE).type):
-            return _IMAGE
+        if TEXT not in schema.names:
+            held = [name for name in _FILES if name in schema.names and is_images(schema.field(name).type)]
+            return held[0] if held else TEXT
     return TEXT
 
 
@@ -174,7 +177,7 @@ class ParquetSource(TextSource):
                 else:
                     groups.append(group)
             columns = list(dict.fromkeys([self.text_column, *self.keep]))
-            size = min(size, _IMAGE_ROWS) if self.has_images else size
+            size = min(size, _FILE_ROWS) if self.has_files else size
             for batch in file.iter_batches(batch_size=size, row_groups=groups, columns=columns):
                 if skip >= batch.num_rows:
                     skip -= batch.num_rows
@@ -220,7 +223,7 @@ class ArrowSource(TextSource):
                 if skip >= batch.num_rows:
                     skip -= batch.num_rows
                     continue
-                size = min(size, _IMAGE_ROWS) if self.has_images else size
+                size = min(size, _FILE_ROWS) if self.has_files else size
                 for start in range(skip, batch.num_rows, size):
                     yield self._of_table(batch.slice(start, size))
                 skip = 0

@@ -37,7 +37,11 @@ _TURNS = {
 _ON_THE_SIDE = (5, 6, 7, 8)
 _WEBP_PARTS = 12  # where its parts begin
 _KNOWN_OTHERS = (
-    (b"%PDF", "a PDF document: send its pages as images"),
+    (
+        b"%PDF",
+        "a PDF document, which is embedded page by page: `teimgr embed` does that, and /embed and /rerank take "
+        '{"type": "pdf", "data": …, "page": 1}',
+    ),
     (b"%!PS", "PostScript"),
     (b"\xc5\xd0\xd3\xc6", "PostScript"),
     (b"BM", "BMP"),
