@@ -21,7 +21,20 @@ sys.path.insert(0, str(TESTS.parent))  # as pytest's `pythonpath` has it
 
 from tests.faults import long_run  # noqa: E402
 from tests.faults.results import markdown, write  # noqa: E402
-from tests.fuzz import flooding, h2c, http1, http2, images, link_frames, native, rest, sounds, target, toml_files  # noqa: E402
+from tests.fuzz import (  # noqa: E402
+    documents,
+    flooding,
+    h2c,
+    http1,
+    http2,
+    images,
+    link_frames,
+    native,
+    rest,
+    sounds,
+    target,
+    toml_files,
+)
 from tests.fuzz.surface import Report  # noqa: E402
 from tests.fuzz.victim.command import main as victim  # noqa: E402
 from tests.support.measures import resident_mib  # noqa: E402
@@ -30,6 +43,7 @@ SURFACES: dict[str, Callable[[target.Target, int, Report], None]] = {
     "toml": lambda running, cases, report: toml_files.run(cases, report),
     "images": lambda running, cases, report: images.run(cases, report),
     "audio": lambda running, cases, report: images.run(cases, report, sounds.__name__),
+    "pdf": lambda running, cases, report: images.run(cases, report, documents.__name__),
     "frames": link_frames.run,
     "http1": http1.run,
     "http2": http2.run,

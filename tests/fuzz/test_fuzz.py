@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fuzz import images, rest, rpc, sounds, target
+from tests.fuzz import documents, images, rest, rpc, sounds, target
 from tests.support.daemon_process import WarmDaemonProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -15,6 +15,7 @@ REST_CASES = 50
 RPC_CASES = 200
 IMAGE_CASES = 300
 SOUND_CASES = 300
+DOCUMENT_CASES = 12  # of a process each
 
 
 @pytest.fixture(scope="module")
@@ -48,3 +49,9 @@ def test_broken_files_of_sounds_are_refused_or_decoded(tmp_path: Path) -> None:
     found = sounds.read_cases(SOUND_CASES, target.SEED, tmp_path / "case")
     assert not found["failures"]
     assert found["outcomes"].keys() >= {"refused", *sounds.FORMATS}
+
+
+def test_broken_documents_are_refused_or_rendered(tmp_path: Path) -> None:
+    found = documents.read_cases(DOCUMENT_CASES, target.SEED, tmp_path / "case")
+    assert not found["failures"]
+    assert found["outcomes"].keys() >= {"refused", "rendered"}
