@@ -260,6 +260,10 @@ class TextTokenizer:
         tokenized = self.encode_all(inputs, options)
         return [tokenized[row] for row in range(len(inputs))]
 
+    def patches(self, item: Input) -> NDArray[np.int64] | None:
+        """For each patch of a picture the index of its vector, [rows, columns]; None for inputs without patches."""
+        return None
+
     def encode_all(self, inputs: Sequence[Input], options: TokenizeOptions) -> TokenizedTexts:
         """The model's input for each of `inputs`, or why it cannot be made.
 

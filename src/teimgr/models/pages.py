@@ -4,6 +4,7 @@ ColModernVBert.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -88,6 +89,8 @@ def _colpali(metadata: ModelMetadata, named: dict[str, Any], given: dict[str, An
     steps = pixel_steps(given)
     if steps.size is None or isinstance(patches, bool) or not isinstance(patches, int) or not 1 <= patches <= 1 << 16:
         raise ModelLoadFailed(f"the image processor has image_seq_length = {patches!r} and the size {steps.size}")
+    if math.isqrt(patches) ** 2 != patches:
+        raise ModelLoadFailed(f"the image processor has image_seq_length = {patches}, which should be a square")
     begin, pad = _token(metadata, "bos_token"), _token(metadata, "pad_token")
     query = begin + _text(named, "query_prefix", "Question: "), pad * _ADDED_TOKENS + "\n"
     image = "", f"{begin}{_text(named, 'visual_prompt_prefix', 'Describe the image.')}\n"

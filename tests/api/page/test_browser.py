@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from tests.api.page.chromium import CHROMIUM, OPTIONS, missing
 from tests.api.page.demo_fleet import small_fleet
 from tests.support.credentials import SECRETS
 from tests.support.daemon_process import DaemonProcess
-from tests.support.models.dual_encoders import build_clap, build_clip, file_of, noise, sound, sound_file
+from tests.support.models.dual_encoders import build_clap, build_clip, build_colqwen2, file_of, noise, sound, sound_file
 
 from teimgr.api.page import format
 from teimgr.client.rest_client import RestClient
@@ -479,15 +480,16 @@ def test_models_are_measured_and_a_failed_download_says_why(page: Any, daemon: D
 
 @pytest.fixture(scope="module")
 def senses(daemon: DaemonProcess, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`clip` and `clap` beside the others, for the last tests here; the folder of files for them."""
+    """`clip`, `clap` and `pages` beside the others, for the last tests here; the folder of files for them."""
     folder = tmp_path_factory.mktemp("senses")
     whole = file_of(noise(60, 40))
     files = {"fox.png": whole, "it's $5.png": file_of(noise(30, 30, 1)), "cut.png": whole[:200], "notes.txt": b"text"}
-    files |= {"horn.wav": sound_file(sound(1.0)), "large.png": b""}
+    files |= {"horn.wav": sound_file(sound(1.0)), "large.png": b"", "page.png": file_of(noise(120, 90, 2))}
     for name, data in files.items():
         (folder / name).write_bytes(data)
     os.truncate(folder / "large.png", 25 * 2**20)
     made = {"clip": build_clip(folder / "clip"), "clap": build_clap(folder / "clap")}
+    made["pages"] = build_colqwen2(folder / "pages")
     with daemon.client(api_key=SECRETS["admin"]) as client:
         for name, model in made.items():
             client.create(name, str(model), dtype="float32", prometheus_port=0)
@@ -538,6 +540,34 @@ def test_the_playground_compares_files_with_texts(page: Any, daemon: DaemonProce
     told = subprocess.run(python, env=environ, cwd=senses, capture_output=True, text=True)
     assert told.returncode == 0, told.stderr
     assert told.stdout.count("error: [[null") == 2, told.stdout
+
+
+def test_a_page_shows_the_patches_that_answer_a_text(page: Any, daemon: DaemonProcess, senses: Path) -> None:
+    page.goto("/ui/playground?instance=pages")
+    page.locator("#texts").fill("\n".join(TEXTS))
+    page.get_by_label("Pictures").set_input_files(senses / "page.png")
+    page.get_by_role("button", name="Run").click()
+    page.wait_for_selector("#results article")
+    url = f"{daemon.api}/instances/pages/embed_all"
+    image = {"type": "image", "data": base64.b64encode((senses / "page.png").read_bytes()).decode()}
+    asked = {"inputs": [TEXTS[0], image], "patches": True}
+    headers = {"authorization": f"Bearer {SECRETS['admin']}", "content-type": "application/json"}
+    with urllib.request.urlopen(urllib.request.Request(url, json.dumps(asked).encode(), headers), timeout=60) as reply:
+        answers = json.load(reply)
+    query, of_page = (np.array(each["vectors"]) for each in answers)
+    patches = answers[1]["patches"]
+    cosines = query @ of_page.T
+    best = cosines[:, patches["vectors"]].max(axis=0)
+    shown = page.locator(".patches").filter(has_text=f"“{TEXTS[0]}”")
+    told = f"MaxSim {cosines.max(axis=1).sum():.2f}, best at row {best.argmax() // patches['columns'] + 1} of"
+    expect(shown.locator("figcaption")).to_contain_text(told)
+    titles = shown.locator("title").all_text_contents()
+    assert np.allclose(np.array(titles, float), best, atol=0.00051)
+    winners = len(set(cosines.argmax(axis=1)) & set(patches["vectors"]))
+    assert shown.locator(".winner").count() == winners
+    assert page.locator(".patches").count() == 2
+    page.evaluate(AXE)
+    assert page.evaluate("axe.run().then((found) => found.violations.map((each) => each.id))") == []
 
 
 def read_python(page: Any) -> str:

@@ -73,6 +73,24 @@ def test_vectors_of_queries_and_pages_are_the_librarys_in_one_mixed_call(served:
     assert np.abs(alone - job.multi_vectors[3]).max() < 1e-5
 
 
+def test_a_patch_is_that_of_the_vector_which_changes_with_it(served: Served) -> None:
+    steps = served.engine.layout.dual.steps
+    side = 28 if isinstance(steps, PatchSteps) else 8 if steps.size else 32  # of a patch, where nothing is resized
+    across, down = (112, 56) if isinstance(steps, PatchSteps) else (4 * side, 4 * side)
+    plain = np.asarray(noise(across, down))
+    page = served.engine.picture(file_of(Image.fromarray(plain)))
+    places = served.engine.tokenizer.patches(page)
+    assert places.shape == (down // side, across // side)
+    for row, column in ((0, 0), (1, 2), (places.shape[0] - 1, 1)):
+        changed = plain.copy()
+        changed[row * side : (row + 1) * side, column * side : (column + 1) * side] ^= 255
+        other = served.engine.picture(file_of(Image.fromarray(changed)))
+        before, after = served.wait(served.send([page, other], outputs=VECTORS)).multi_vectors
+        differences = np.linalg.norm(after - before, axis=1)[places]
+        assert np.unravel_index(differences.argmax(), places.shape) == (row, column)
+    assert served.engine.tokenizer.patches("a text") is None
+
+
 def test_a_turned_page_has_the_vectors_and_the_tokens_of_an_upright_one(served: Served) -> None:
     exif = Image.Exif()
     exif[0x0112] = 8
@@ -122,6 +140,7 @@ def test_a_page_too_long_for_its_width_is_refused_by_its_header(served: Served) 
     ("build", "change", "named"),
     [
         (build_colpali, {"image_seq_length": 0}, "image_seq_length"),
+        (build_colpali, {"image_seq_length": 15}, "which should be a square"),
         (build_colqwen2, {"temporal_patch_size": 4}, "temporal_patch_size"),
         (build_colqwen2, {"size": {"shortest_edge": 1, "longest_edge": 10**9}}, "longest_edge"),
         (build_colmodernvbert, {"do_image_splitting": False}, "do_image_splitting"),

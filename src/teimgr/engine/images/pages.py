@@ -7,6 +7,7 @@ queries; a document is an image. What the library computes for pages of one size
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -59,6 +60,12 @@ class PageTokenizer(PictureTokenizer):
         picture = super().picture(data)
         ids = self._page_ids.of(*resized_shape(self._dual.steps, picture.width, picture.height))
         return replace(picture, tokens=len(ids))
+
+    def patches(self, item: Input) -> NDArray[np.int64] | None:
+        """Of a page, which are the whole of it, from the top left."""
+        if not isinstance(item, Picture):
+            return None
+        return self._page_ids.patches(*resized_shape(self._dual.steps, item.width, item.height))
 
     def _encode_texts(self, inputs: Sequence[Input], options: TokenizeOptions) -> TokenizedTexts:
         found = [self._refused(one, options) or self._without_tokenizer(one, options) for one in inputs]
@@ -119,6 +126,17 @@ class PageIds:
             self._made[text] = np.array(self._library.encode([text], specials=False)[0].ids, np.int64)
         ids = self._made[text]
         return np.repeat(ids, np.where(ids == self.image_id, each, 1))
+
+    def patches(self, across: int, down: int) -> NDArray[np.int64]:
+        """The places of a page's patches among its vectors: [rows, columns]."""
+        steps, found = self._dual.steps, np.flatnonzero(self.of(across, down) == self.image_id)
+        if isinstance(steps, PatchSteps):
+            return found.reshape(down // steps.unit, across // steps.unit)
+        side = math.isqrt(self._dual.image_tokens)
+        rows, columns = grid_of(steps, across, down) if isinstance(steps, TileSteps) else (1, 1)
+        rows, columns = max(rows, 1), max(columns, 1)
+        squares = found[: rows * columns * side * side].reshape(rows, columns, side, side)  # the whole page is behind
+        return squares.transpose(0, 2, 1, 3).reshape(rows * side, columns * side)
 
 
 def _in_squares(token: str, rows: int, columns: int) -> str:

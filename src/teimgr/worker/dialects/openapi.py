@@ -64,8 +64,23 @@ class EmbedResponse(RootModel[list[list[Float]]]):
     """A vector per input."""
 
 
-class EmbedAllResponse(RootModel[list[list[list[Float]]]]):
-    """A vector per token of each input."""
+class PatchGrid(BaseModel):
+    """The patches of a page, row by row: which of its vectors stands for each."""
+
+    rows: int
+    columns: int
+    vectors: list[int]
+
+
+class VectorsWithPatches(BaseModel):
+    """What `patches` asks for: the vectors of an input, and the patches of a page image."""
+
+    vectors: list[list[Float]]
+    patches: PatchGrid | None
+
+
+class EmbedAllResponse(RootModel[list[list[list[Float]]] | list[VectorsWithPatches]]):
+    """A vector per token of each input; objects where `patches` is true."""
 
 
 class SparseValue(BaseModel):

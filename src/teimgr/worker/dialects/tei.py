@@ -9,11 +9,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 import numpy as np
 import orjson
+from numpy.typing import NDArray
 from pydantic import Field, ValidationError
 
 from teimgr import __version__
@@ -40,6 +42,9 @@ if TYPE_CHECKING:  # importing the engine imports torch
 _U64_MAX = 2**64 - 1
 _ENTRIES_AT_ONCE = 10_000
 Dimensions = Annotated[int, Field(ge=0, le=_U64_MAX)] | None
+Patches = Annotated[
+    bool, Field(description="also tells which vectors stand for the patches of a page image; each answer is an object")
+]
 
 
 class OpenAICompatRequest(http.InferenceRequest):
@@ -64,6 +69,21 @@ class OpenAICompatRequest(http.InferenceRequest):
 def per_token(job: Job) -> bytes:
     """`[[[0.1, …], …], …]`: input, token, value."""
     return http.to_json([np.ascontiguousarray(rows) for rows in job.multi_vectors or job.tokens_of])
+
+
+def with_patches(patches: Sequence[NDArray[np.int64] | None], job: Job) -> bytes:
+    """`[{"vectors": [[0.1, …], …], "patches": {"rows": 1, "columns": 2, "vectors": [4, 5]}}, …]`, null of a text."""
+    return http.to_json(
+        [
+            {
+                "vectors": np.ascontiguousarray(rows),
+                "patches": None
+                if own is None
+                else {"rows": own.shape[0], "columns": own.shape[1], "vectors": own.ravel()},
+            }
+            for rows, own in zip(job.multi_vectors or job.tokens_of, patches, strict=True)
+        ]
+    )
 
 
 def sparse(job: Job) -> bytes:
@@ -146,10 +166,12 @@ class TeiEmbedAllRequest(TeiInputsRequest):
     """`POST /embed_all`: a vector per token."""
 
     pool_factor: http.PoolFactor = 1.0
+    patches: Patches = False
 
     def job(self, served: http.ServedModel) -> http.JobSpec:
         """Hidden states, or the token vectors that a late-interaction model makes of them."""
-        return self._job(served, scores.output_per_token(served.model), per_token, pool_factor=self.pool_factor)
+        found = self._job(served, scores.output_per_token(served.model), per_token, pool_factor=self.pool_factor)
+        return replace(found, encode=partial(with_patches, [None] * len(found.inputs))) if self.patches else found
 
 
 class TeiEmbedSparseRequest(TeiInputsRequest):
@@ -192,12 +214,20 @@ class TeiAllItemsRequest(TeiItemsRequest):
     """`POST /embed_all` with such items."""
 
     pool_factor: http.PoolFactor = 1.0
+    patches: Patches = False
 
     def job_of(self, inputs: list[EngineInput], served: http.ServedModel) -> http.JobSpec:
         """A vector per token of each item."""
         output = scores.output_per_token(served.model)
         options = self.options(served, output, prompt_name=self.prompt_name, pool_factor=self.pool_factor)
-        return http.JobSpec(inputs, options, per_token, served.spec.max_client_batch_size)
+        encode = per_token
+        if self.patches and self.pool_factor != 1.0:
+            message = "patches: pooled vectors stand for no patch: leave out `pool_factor`, or `patches`"
+            raise http.BadRequest(422, message, "patches")
+        if self.patches:
+            assert served.tokenizer is not None
+            encode = partial(with_patches, [served.tokenizer.patches(one) for one in inputs])
+        return http.JobSpec(inputs, options, encode, served.spec.max_client_batch_size)
 
 
 def _vectors(job: Job) -> bytes:

@@ -128,7 +128,9 @@ EMBED = Struct(
     {**_INPUTS, "prompt_name": _PROMPT_NAME, "normalize": _FLAG, "dimensions": StructField(Optional(_USIZE))},
 )
 EMBED_ALL = Struct(
-    "EmbedAllRequest", {**_INPUTS, "prompt_name": _PROMPT_NAME}, own={"pool_factor": StructField(Unread())}
+    "EmbedAllRequest",
+    {**_INPUTS, "prompt_name": _PROMPT_NAME},
+    own={"pool_factor": StructField(Unread()), "patches": StructField(Unread())},
 )
 EMBED_SPARSE = Struct("EmbedSparseRequest", {**_INPUTS, "prompt_name": _PROMPT_NAME})
 PREDICT = Struct(

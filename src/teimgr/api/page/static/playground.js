@@ -18,7 +18,7 @@ const MODES = {
     example: ["How do plants turn light into sugar?", "Photosynthesis stores sunlight as chemical energy", "The stock market fell sharply on Monday", "Shares lost a tenth of their value in one day", "Chlorophyll absorbs red and blue light", "Investors moved their money into bonds"],
     call(instance, texts) {
       if (instance.kind === "sparse") return { route: "/embed_sparse", body: { inputs: texts, truncate: true } };
-      if (instance.kind === "multi-vector") return { route: "/embed_all", body: { inputs: texts, truncate: true } };
+      if (instance.kind === "multi-vector") return { route: "/embed_all", body: { inputs: texts, truncate: true, ...(instance.modalities.includes("image") && { patches: true }) } };
       return { route: "/embed", body: { inputs: texts, truncate: true } };
     },
     show: showSimilarity,

@@ -1,20 +1,44 @@
 // Results of the playground as tables, a map and bars. An entry is a text or a file, `{ text }` or `{ name, kind, url, … }`.
 import { bar, element, svg } from "./page.js";
 import { picture } from "./files.js";
-import { cosines, flatMap, maxSimilarities, sparseVector, summary } from "./vectors.js";
+import { cosines, flatMap, maxSimilarities, patchMatches, sparseVector, summary } from "./vectors.js";
 
 export function labelOf(item) {
   return item.text ?? item.name;
 }
 
-export function showSimilarity(answer, items, instance) {
+export function showSimilarity(given, items, instance) {
+  const answer = given.map((each) => each.vectors ?? each);
   const matrix = instance.kind === "sparse" ? cosines(answer.map(sparseVector)) : instance.kind === "multi-vector" ? maxSimilarities(answer) : cosines(answer);
   const all = [...items.keys()], files = all.filter((at) => items[at].file), texts = all.filter((at) => !items[at].file);
   const parts = [block("Cosine similarity", table(matrix, items, all, all, false), instance)];
   if (items.length > 2) parts.unshift(element("div", {}, element("h3", {}, "Map: what is near is similar"), map(flatMap(matrix), items)));
   if (files.length && texts.length) parts.unshift(block("Texts with files, shaded from the least similar to the most", table(matrix, items, texts, files, true), instance));
   else parts.reverse();
+  const pages = files.filter((at) => given[at].patches), asked = pages.flatMap((page) => texts.map((text) => ({ page, text })));
+  if (asked.length) parts.unshift(patchMaps(asked, given, items));
   return [element("div", { class: "similar" }, ...parts), vectors(answer, items, instance)];
+}
+
+const MOST_MAPS = 12;
+
+/** Pages with the patches that answer a query, the best answers first. */
+function patchMaps(asked, given, items) {
+  const found = asked.map(({ page, text }) => ({ page, text, ...patchMatches(given[text].vectors, given[page].vectors, given[page].patches) }));
+  found.sort((a, b) => b.score - a.score);
+  const title = `Patches that answer a text${found.length > MOST_MAPS ? `, the best ${MOST_MAPS} of ${found.length}` : ""}`;
+  return element("div", { class: "answers" }, element("h3", {}, title), ...found.slice(0, MOST_MAPS).map((each) => patchMap(each, given[each.page].patches, items)));
+}
+
+/** A page below its patches: shaded from the least like the query to the most, framed where one of its vectors matches best. */
+function patchMap({ page, text, score, shares, winners }, { rows, columns }, items) {
+  const low = Math.min(...shares), span = Math.max(...shares) - low || 1, best = shares.indexOf(low + span);
+  const query = labelOf(items[text]), where = `best at row ${Math.floor(best / columns) + 1} of ${rows}, column ${best % columns + 1} of ${columns}`;
+  const patch = (share, place) => svg("rect", { x: place % columns, y: Math.floor(place / columns), width: 1, height: 1, "fill-opacity": (0.75 * (share - low) / span).toFixed(3), ...(winners.has(place) && { class: "winner" }) }, svg("title", {}, share.toFixed(3)));
+  return element("figure", { class: "patches" },
+    element("div", {}, element("img", { src: items[page].url, alt: "" }),
+      svg("svg", { viewBox: `0 0 ${columns} ${rows}`, preserveAspectRatio: "none", role: "img", "aria-label": `${labelOf(items[page])}, by “${query}”: ${where}` }, ...shares.map(patch))),
+    element("figcaption", {}, `${labelOf(items[page])}: “${query}”, MaxSim ${score.toFixed(2)}, ${where}; framed: the ${winners.size} that match a vector of the text best`));
 }
 
 function block(title, content, instance) {
@@ -48,7 +72,7 @@ function cell(value, share) {
   const made = element("td", {}, value.toFixed(2).replace(/^-0.00$/, "0.00"));
   made.style.setProperty("--share", share.toFixed(3));
   // Between the two, neither text colour has enough contrast.
-  if (share > 0.45) { made.classList.add("strong"); made.style.setProperty("--share", Math.max(share, 0.82).toFixed(3)); }
+  if (share > 0.45) { made.classList.add("strong"); made.style.setProperty("--share", Math.max(share, 0.9).toFixed(3)); }
   else made.style.setProperty("--share", Math.min(share, 0.3).toFixed(3));
   return made;
 }

@@ -32,9 +32,27 @@ export function cosines(vectors) {
   return vectors.map((a, i) => vectors.map((b, j) => dot(a, b) / (lengths[i] * lengths[j])));
 }
 
+const ofLength1 = (tokens) => tokens.map((token) => { const length = Math.sqrt(dot(token, token)) || 1; return token.map((value) => value / length); });
+
+/** How a page answers a query: the sum of the best cosines (MaxSim), of each patch the best cosine with a vector of the
+ * query, and the places of patches that are the best of all vectors of the page for one. */
+export function patchMatches(query, page, patches) {
+  const [asked, found] = [query, page].map(ofLength1), places = new Map(patches.vectors.map((vector, place) => [vector, place]));
+  const shares = patches.vectors.map(() => -1), winners = new Set();
+  let score = 0;
+  for (const token of asked) {
+    const cosines = found.map((other) => dot(token, other)), best = Math.max(...cosines);
+    score += best;
+    patches.vectors.forEach((vector, place) => { shares[place] = Math.max(shares[place], cosines[vector]); });
+    const winner = places.get(cosines.indexOf(best));
+    if (winner !== undefined) winners.add(winner);
+  }
+  return { score, shares, winners };
+}
+
 /** Late interaction: for each token of a text its best cosine among those of another, on average. */
 export function maxSimilarities(texts) {
-  const unit = texts.map((tokens) => tokens.map((token) => { const length = Math.sqrt(dot(token, token)) || 1; return token.map((value) => value / length); }));
+  const unit = texts.map(ofLength1);
   return unit.map((a) => unit.map((b) => a.reduce((sum, token) => sum + Math.max(...b.map((other) => dot(token, other))), 0) / a.length));
 }
 
