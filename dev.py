@@ -12,8 +12,8 @@
     python3.11 dev.py arm      the C library for 64-bit Arm: a wheel by a cross compiler, its kernels under an emulator
     python3.11 dev.py audit    bandit, pip-audit, and a bill of materials (sbom.json)
     python3.11 dev.py soak     1,000 random faults under load (python -m tests.faults); or `soak saturation`,
-                               `soak overload`, `soak fleet`, `soak hosts`, `soak cluster`, `soak fuzz`,
-                               `soak fuzz --victim`
+                               `soak overload`, `soak incident`, `soak fleet`, `soak hosts`, `soak cluster`,
+                               `soak fuzz`, `soak fuzz --victim`
     python3.11 dev.py setup    make .venv and install, nothing else
     python3.11 dev.py clients  make .venv-clients and install, nothing else
     python3.11 dev.py docs     build the documents' site in build/site; `docs serve` shows it while it is edited
@@ -48,6 +48,7 @@ PROTOS = (
 SOAKS = {
     "saturation": "tests.faults.saturation",
     "overload": "tests.faults.overload",
+    "incident": "tests.faults.incident",
     "fleet": "tests.faults.fleet",
     "hosts": "tests.faults.hosts",
     "cluster": "tests.faults.cluster",

@@ -65,6 +65,11 @@ def ensure_home(folder: Path) -> bool:
     return True
 
 
+def failure_of(error: OSError) -> str:
+    """What the disk refused and why, such as `/var/lib/teimgr/state.toml: No space left on device`."""
+    return f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
+
+
 def write_atomically(
     path: Path, content: bytes, *, mode: int = 0o666, durable: bool = False, previous: Path | None = None
 ) -> None:

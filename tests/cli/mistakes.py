@@ -1,4 +1,4 @@
-"""Sixty typical mistakes at the command line, each with a part of what a person must be told."""
+"""Typical mistakes at the command line and over REST, each with a part of what a person must be told."""
 
 from __future__ import annotations
 
@@ -80,4 +80,71 @@ MISTAKES = (
     Mistake("ps --context nope", "no context 'nope'"),
     Mistake("ps --api-key-file {folder}/none.key", "none.key"),
     Mistake("ps --ca {folder}/none.pem --url https://127.0.0.1:1", "none.pem"),
+)
+
+
+class RestMistake(NamedTuple):
+    """A request to the same daemon, and what its answer must have; a body that is no text is sent as JSON."""
+
+    method: str
+    path: str
+    says: str
+    body: object = None
+    content_type: str = "application/json"
+
+
+_NEW = {"name": "x", "model_id": "m"}
+
+REST_MISTAKES = (
+    RestMistake("GET", "/instance", "did you mean /instances?"),
+    RestMistake("GET", "/api/v1/instances", "did you mean /instances?"),
+    RestMistake("PUT", "/instances", "allowed: GET, HEAD, POST"),
+    RestMistake("GET", "/instances?state=running", "did you mean 'status'?"),
+    RestMistake("GET", "/instances?status=up", "running"),
+    RestMistake("GET", "/instances/nope", "'nope'"),
+    RestMistake("POST", "/instances", "name", {}),
+    RestMistake("POST", "/instances", "JSON", "name=x"),
+    RestMistake("POST", "/instances", "application/json", "name=x", "application/x-www-form-urlencoded"),
+    RestMistake("POST", "/instances", "list", [_NEW]),
+    RestMistake("POST", "/instances", "model_id", {"name": "x"}),
+    RestMistake("POST", "/instances", "did you mean 'model_id'?", {"name": "x", "model": "m"}),
+    RestMistake("POST", "/instances", "port", _NEW | {"port": "8080a"}),
+    RestMistake("POST", "/instances", "port", _NEW | {"port": 80}),
+    RestMistake("POST", "/instances", "float32", _NEW | {"dtype": "fp32"}),
+    RestMistake("POST", "/instances", "'per-gpu' or a valid integer", _NEW | {"replicas": "two"}),
+    RestMistake("POST", "/instances", "tags", _NEW | {"tags": ["a"]}),
+    RestMistake("POST", "/instances", "GPU", _NEW | {"gpu_id": 3}),
+    RestMistake("POST", "/instances", "extra_args", _NEW | {"extra_args": "--dtype float32"}),
+    RestMistake("POST", "/instances", "'static' already exists", _NEW | {"name": "static"}),
+    RestMistake("PATCH", "/instances/static", "port", {"port": 9999}),
+    RestMistake("PATCH", "/instances/static", "replicas", {"replica": 2}),
+    RestMistake("POST", "/instances/static/start", "already running"),
+    RestMistake("POST", "/instances/static/reload", "No route"),
+    RestMistake("GET", "/instances/static/logs?start=first", "start"),
+    RestMistake("GET", "/instances/static/logs?level=loud", "level"),
+    RestMistake("GET", "/events?event=crushed", "crashed"),
+    RestMistake("GET", "/events?last=many", "last"),
+    RestMistake("DELETE", "/models/never/seen", "never/seen"),
+    RestMistake("POST", "/models", "model_id", {}),
+    RestMistake("POST", "/v1/embeddings", "input", {"model": "static"}),
+    RestMistake("POST", "/v1/embeddings", "nope", {"model": "nope", "input": "a"}),
+    RestMistake("POST", "/v1/embeddings", "static", {"model": "statik", "input": "a"}),
+    RestMistake("POST", "/v1/embeddings", "empty", {"model": "static", "input": []}),
+    RestMistake("POST", "/v1/embeddings", "dimensions", {"model": "static", "input": "a", "dimensions": -1}),
+    RestMistake("POST", "/v1/embeddings", "base64", {"model": "static", "input": "a", "encoding_format": "int4"}),
+    RestMistake("POST", "/v1/embeddings", "embedding", {"model": "ranker", "input": "a"}),
+    RestMistake("POST", "/v1/embeddings", "JSON", "{'model': 'static'}"),
+    RestMistake("POST", "/v1/embedding", "did you mean /v1/embeddings?", {"model": "static", "input": "a"}),
+    RestMistake("POST", "/v1/chat/completions", "generates no texts", {"model": "static", "messages": []}),
+    RestMistake("POST", "/v1/rerank", "documents", {"model": "ranker", "query": "a"}),
+    RestMistake("POST", "/v1/rerank", "rerank", {"model": "static", "query": "a", "documents": ["b"]}),
+    RestMistake("POST", "/v1/rerank", "top_n", {"model": "ranker", "query": "a", "documents": ["b"], "top_n": "x"}),
+    RestMistake("GET", "/v1/embeddings", "POST"),
+    RestMistake("POST", "/instances/static/embed", "inputs", {"input": "a"}),
+    RestMistake("POST", "/instances/static/embed", "inputs", {"inputs": 5}),
+    RestMistake("POST", "/instances/static/rerank", "re-ranker", {"query": "a", "texts": ["b"]}),
+    RestMistake("POST", "/instances/ranker/rerank", "texts", {"query": "a", "documents": ["b"]}),
+    RestMistake("POST", "/instances/nope/embed", "nope", {"inputs": "a"}),
+    RestMistake("POST", "/plan", "instances", {"instance": []}),
+    RestMistake("GET", "/usage?by=colour", "key"),
 )

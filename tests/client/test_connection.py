@@ -118,7 +118,7 @@ def test_faults_of_the_file_are_named(text: str, says: str, tmp_path: Path) -> N
 
 
 def test_an_unknown_context_names_the_others(environ: dict[str, str]) -> None:
-    with pytest.raises(InvalidConfig, match="no context 'nope'; there are: prod, lab"):
+    with pytest.raises(InvalidConfig, match="no context 'nope'; there are prod, lab"):
         DaemonConnection.resolve(context="nope", environ=environ)
 
 

@@ -6,6 +6,9 @@ import io
 import json
 import logging
 import os
+import re
+import subprocess
+import sys
 from datetime import datetime
 from pathlib import Path
 
@@ -170,6 +173,20 @@ def test_only_a_last_line_that_may_explain_an_end_is_a_complaint(tmp_path: Path,
 
     assert last_warning(path) == complaint
     assert last_warning(tmp_path / "absent") == ""
+
+
+def test_a_fatal_error_of_python_is_told_with_its_place_and_not_by_the_end_of_its_dump(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "a.log"
+    code = "import ctypes, faulthandler, numpy; faulthandler.enable(); ctypes.string_at(1)"
+    with path.open("w") as log:
+        subprocess.run([sys.executable, "-c", code], stderr=log, check=False)
+
+    assert path.read_text().rstrip().splitlines()[-1].startswith("Extension modules: numpy")
+    assert re.fullmatch(
+        r"Fatal Python error: Segmentation fault, at .*ctypes/__init__\.py, line \d+", last_warning(path)
+    )
 
 
 def test_without_old_logs_to_keep_rotation_is_removal(tmp_path: Path) -> None:

@@ -8,6 +8,10 @@ from typing import Annotated, Literal
 import typer
 
 from teimgr.cli.command import CommandOutput, DaemonOptions, Name
+from teimgr.cli.inference_commands import wrong_command
+from teimgr.errors import WrongModelKind
+
+_COMMANDS = {"embedding": "`teimgr bench {name}`", "reranker": "`teimgr bench {name} --mode rerank`"}
 
 
 def bench(
@@ -36,4 +40,8 @@ def bench(
 
     connection = server.connection
     load = Load(name, mode, num_texts, batch_size, texts, noop, normalize, timeout_s=server.timeout_s, tried_first=True)
-    return run_load(load, connection.grpc(), connection.tls, connection.api_key)
+    try:
+        return run_load(load, connection.grpc(), connection.tls, connection.api_key)
+    except WrongModelKind as error:
+        method = "rerank" if mode == "rerank" else "embed"
+        raise wrong_command(server.rest, name, method, error, _COMMANDS) from error

@@ -11,7 +11,7 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, get_args, get_type_hints
 
@@ -121,12 +121,17 @@ class DaemonOptions:
         address = ServerAddress.parse(error.address)
         return diagnose(address, self._connection.tls, grpc=self._is_grpc(error.address))
 
-    def advice(self, error: TeimgrError) -> str | None:
-        """What to do about an error that this connection explains; None if the error explains itself."""
-        is_unsent = self._connection is not None and self._connection.api_key is None and os.environ.get(_API_KEY)
-        if isinstance(error, Unauthenticated) and is_unsent:
-            return f"{_API_KEY} was not sent: it belongs to the address of TEIMGR_URL; give --api-key-file FILE"
-        return None
+    def refined(self, failure: CommandFailure, error: TeimgrError) -> CommandFailure:
+        """The failure with what this connection says about it: whether a key was sent, and which."""
+        if not isinstance(error, Unauthenticated) or self._connection is None:
+            return failure
+        if self._connection.api_key is None:
+            unsent = f"{_API_KEY} was not sent: it belongs to the address of TEIMGR_URL; give --api-key-file FILE"
+            return replace(failure, do=unsent) if os.environ.get(_API_KEY) else failure
+        if "API key" not in error.message:  # the certificate is not accepted
+            return failure
+        do = f"give another (--api-key-file FILE, {_API_KEY}); new keys count from the daemon's next `teimgr reload` on"
+        return replace(failure, why="the key that was sent is none of [[auth.api_keys]] of the daemon", do=do)
 
     def names(self) -> Sequence[str]:
         """Names of the instances, for messages; none where they cannot be read."""
@@ -196,7 +201,7 @@ def runnable(command: Callable[..., Any]) -> Callable[..., None]:
             status = command(**given)
         except TeimgrError as error:
             failure = explain(error, server.source_of(error), server.names, server.cause)
-            report(replace(failure, do=server.advice(error) or failure.do), as_json=as_json)
+            report(server.refined(failure, error), as_json=as_json)
             status = exit_status(error)
         except ModuleNotFoundError as error:
             report(_incomplete(error), as_json=as_json)
@@ -258,6 +263,15 @@ def complete_instance(incomplete: str) -> list[str]:
     except TeimgrError:
         return []
     return [each.name for each in found if each.name.startswith(incomplete)]
+
+
+def completes(words: Collection[str]) -> Callable[[str], list[str]]:
+    """The completion of a shell for a value that is one of these words."""
+
+    def complete(incomplete: str) -> list[str]:
+        return [each for each in words if each.startswith(incomplete)]
+
+    return complete
 
 
 Name = Annotated[

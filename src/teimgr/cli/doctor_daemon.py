@@ -24,7 +24,7 @@ from teimgr.client.rest_client import RestClient
 from teimgr.client.server_address import ServerAddress
 from teimgr.config.settings import Settings, is_loopback
 from teimgr.daemon.disk_watch import disk_usage, level_of
-from teimgr.errors import InvalidConfig, TeimgrError, Unreachable
+from teimgr.errors import InvalidConfig, TeimgrError, Unauthenticated, Unreachable
 from teimgr.files import write_atomically
 from teimgr.spec import State
 
@@ -83,6 +83,10 @@ def check_daemon(connection: DaemonConnection, *, is_named: bool) -> Iterator[Fi
     for check in (_instances, _folders, _limits):
         try:
             yield from check(connection, rest)
+        except Unauthenticated as error:
+            key = "the key that was sent is not one of the daemon's" if connection.api_key else "no key was sent"
+            yield Finding("daemon", "fail", f"{error.message}; {key}", "give one: --api-key-file FILE, TEIMGR_API_KEY")
+            break
         except TeimgrError as error:
             yield Finding("daemon", "warn", f"not all could be asked: {error.message}", "use a key with the right read")
     yield from check_certificates(connection)
@@ -118,7 +122,7 @@ def _instances(connection: DaemonConnection, rest: RestClient) -> Iterator[Findi
         if each.status is State.FAILED:
             text = f"{each.name} failed: {each.reason or 'its log has the reason'}"
         elif each.restarts >= _MANY_RESTARTS and each.status is not State.STOPPED:
-            text = f"{each.name} was started {each.restarts} times again, is {each.status.value}: {each.reason or ''}"
+            text = f"{each.name} was restarted {each.restarts} times and is {each.status.value}: {each.reason or ''}"
         else:
             continue
         bad += 1

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from teimgr.cli.command import CommandOutput, DaemonOptions, Name, options_of
+from teimgr.cli.command import CommandOutput, DaemonOptions, Name, completes, options_of
 from teimgr.cli.failures import ExitStatus, UsageError
 from teimgr.cli.instance_commands import Timeout, Wait, await_running
 from teimgr.cli.output import say
@@ -55,16 +55,23 @@ _METAVARS = {"int": "INT", "bool": "true|false", "text": "VALUE"}
 def _option(name: str, key: InstanceKey) -> tuple[str, Any, Any]:
     """The option of a key. All are texts: `_value` converts them, so that `default` can be one of their values."""
     flag = "--" + name.replace("_", "-")
-    words = f" One of {', '.join(key.words)}." if key.words else ""
-    meaning = f"{key.meaning[:1].upper()}{key.meaning[1:]}.{words}"
+    choice = f" One of {', '.join(key.words)}." if key.words else ""
+    meaning = f"{key.meaning[:1].upper()}{key.meaning[1:]}.{choice}"
     if name in _TABLES:
         option = typer.Option(_TABLES[name], metavar="KEY=VALUE", help=meaning + " Several.", rich_help_panel=_PANEL)
         return name, Annotated[list[str] | None, option], None
     if name == "extra_args":
         option = typer.Option("--extra-arg", metavar="ARG", help=meaning + " Several.", rich_help_panel=_PANEL)
         return name, Annotated[list[str] | None, option], None
+    kind = InstanceTypes[name]
+    words = key.words or (("true", "false") if kind == "bool" else ())
     option = typer.Option(
-        flag, metavar=_METAVARS[InstanceTypes[name]], help=meaning, rich_help_panel=_PANEL, show_default=False
+        flag,
+        metavar=_METAVARS[kind],
+        help=meaning,
+        rich_help_panel=_PANEL,
+        show_default=False,
+        autocompletion=completes(words),
     )
     return name, Annotated[str | None, option], None
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from teimgr.cli.command import CommandOutput
+from teimgr.cli.command import CommandOutput, completes
 from teimgr.cli.failures import UsageError
 from teimgr.cli.output import say
 from teimgr.config.schema import unknown_word
@@ -17,7 +17,12 @@ from teimgr.observability.troubleshooting import ADVICE, meaning, to_text
 
 def explain(
     output: CommandOutput,
-    code: Annotated[str | None, typer.Argument(metavar="CODE", help="Such as OVERLOADED; none: all codes.")] = None,
+    code: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="CODE", help="Such as OVERLOADED; none: all codes.", autocompletion=completes(Code.__members__)
+        ),
+    ] = None,
 ) -> None:
     """Show the causes and remedies of an error code.
 

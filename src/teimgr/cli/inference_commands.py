@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
@@ -94,20 +94,17 @@ def embed(
 
         if len(texts) != 1 or texts[0] == "-":
             raise UsageError("with -o, name one file of texts, images or pages, or a folder of images")
-        return embed_corpus(
-            server,
-            output,
-            Path(texts[0]),
-            out,
-            chosen(server.rest, instance, _EMBEDDING_FILES),
-            {
-                **{"text_column": column, "keep": keep.split(",") if keep is not None else None, "float16": float16},
-                **{"batch_rows": batch_rows, "retry_s": retry, "overwrite": overwrite, "restart": restart},
-                "pool_factor": pool_factor,
-                **{"normalize": normalize, "truncate": truncate, "dimensions": dimensions, "prompt_name": prompt_name},
-            },
-            expect_fingerprint,
-        )
+        name = chosen(server.rest, instance, _EMBEDDING_FILES)
+        choices = {
+            **{"text_column": column, "keep": keep.split(",") if keep is not None else None, "float16": float16},
+            **{"batch_rows": batch_rows, "retry_s": retry, "overwrite": overwrite, "restart": restart},
+            "pool_factor": pool_factor,
+            **{"normalize": normalize, "truncate": truncate, "dimensions": dimensions, "prompt_name": prompt_name},
+        }
+        try:
+            return embed_corpus(server, output, Path(texts[0]), out, name, choices, expect_fingerprint)
+        except WrongModelKind as error:
+            raise wrong_command(server.rest, name, "embed", error) from error
     rest = server.connection.rest_client(server.timeout_s, expect_fingerprint)
     name = chosen(rest, instance, _EMBEDDING)
     options = {"normalize": normalize, "truncate": truncate, "dimensions": dimensions, "prompt_name": prompt_name}
@@ -247,23 +244,26 @@ def _asked(rest: RestClient, name: str, method: str, body: dict[str, Any]) -> An
     try:
         return rest.request("POST", f"/instances/{quote(name, safe='')}/{method}", body=body)
     except WrongModelKind as error:
-        raise _wrong_command(rest, name, method, error) from error
+        raise wrong_command(rest, name, method, error) from error
 
 
-def _wrong_command(rest: RestClient, name: str, method: str, error: WrongModelKind) -> WrongModelKind:
+def wrong_command(
+    rest: RestClient, name: str, method: str, error: WrongModelKind, commands: Mapping[str, str] = _COMMANDS
+) -> WrongModelKind:
+    """The error with the kinds of model that the instance has and that are asked for, and one of `commands` by kind."""
     try:
         instances = rest.list()
     except TeimgrError:  # a key for inference alone
         return error
     kind = next((each.kind for each in instances if each.name == name), None)
-    if kind not in _COMMANDS or kind == _WANTED[method]:
+    if kind is None or kind not in commands or kind == _WANTED[method]:
         return error
     fitting = [each.name for each in instances if each.kind == _WANTED[method]]
     others = f"; of the kind {_WANTED[method]}: {', '.join(fitting)}" if fitting else ""
     return WrongCommand(
         f"instance {name!r} has a model of the kind {kind}, and this command needs the kind {_WANTED[method]}",
         error.message.removeprefix("Backend error: "),
-        f"use {_COMMANDS[kind].format(name=name)}{others}",
+        f"use {commands[kind].format(name=name)}{others}",
     )
 
 

@@ -16,8 +16,8 @@ from teimgr import __version__
 from teimgr.cli.command import connection_options, runnable
 from teimgr.cli.failures import MEANINGS, CommandFailure, ExitStatus, report
 from teimgr.cli.output import say
-from teimgr.config.schema import in_own_words
 from teimgr.files import ensure_home
+from teimgr.observability.shown_text import in_own_words
 
 PROGRAM = "teimgr"
 _SUMMARY = "One daemon for a fleet of embedding and reranking models."

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from teimgr.cli.command import CommandOutput, DaemonOptions, complete_instance
+from teimgr.cli.command import CommandOutput, DaemonOptions, complete_instance, completes
 from teimgr.cli.failures import UsageError
 from teimgr.cli.output import field, say
 from teimgr.client.rest_client import RestClient
@@ -134,10 +134,6 @@ def _coloured(text: str, style: str) -> str:
     return typer.style(text, fg=style.removeprefix("bold "), bold=bold)
 
 
-def _complete_kind(incomplete: str) -> list[str]:
-    return [each for each in EVENTS if each.startswith(incomplete)]
-
-
 def events(
     server: DaemonOptions,
     output: CommandOutput,
@@ -147,7 +143,7 @@ def events(
     follow: Follow = False,
     kind: Annotated[
         list[str] | None,
-        typer.Option(help=f"Only of this kind, several: {', '.join(EVENTS)}.", autocompletion=_complete_kind),
+        typer.Option(help=f"Only of this kind, several: {', '.join(EVENTS)}.", autocompletion=completes(EVENTS)),
     ] = None,
     last: Annotated[int, typer.Option("--last", "-n", help="How many past events.", min=0)] = 50,
 ) -> None:

@@ -126,7 +126,8 @@ class DaemonConnection:
             try:
                 api_key = expanded(values.api_key_file).read_text(encoding="utf-8").strip()
             except (OSError, UnicodeDecodeError) as error:
-                raise InvalidConfig(f"{values.api_key_file}: {getattr(error, 'strerror', None) or error}") from error
+                reason = getattr(error, "strerror", None) or error
+                raise InvalidConfig(f"the file of the API key, {values.api_key_file}: {reason}") from error
         tls = Tls(ca=values.ca, cert=values.cert, key=values.key, server_name=values.server_name)
         return cls(url, values.grpc_url, api_key, tls, source)
 
@@ -227,7 +228,9 @@ class Contexts:
         """
         if name not in self.tables:
             known = ", ".join(self.tables) or "none"
-            raise InvalidConfig(f"{self.path}: no context {name!r}; there are: {known}")
+            raise InvalidConfig(
+                f"{self.path}: no context {name!r}; there are {known}; `teimgr context add NAME URL` makes one"
+            )
         return self.tables[name]
 
     def save(self) -> None:

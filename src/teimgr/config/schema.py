@@ -8,7 +8,6 @@ and Literal of strings, also beside a number.
 from __future__ import annotations
 
 import difflib
-import re
 import types
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
@@ -192,35 +191,16 @@ def unknown(name: str, value: object, known: Collection[str]) -> str:
 
 def unknown_word(word: str, known: Collection[str]) -> str:
     """The sentence that refuses one word of several and offers the nearest."""
-    return f"unknown {word!r}; {nearest(word, known) if known else 'none is known'}"
+    return f"unknown {word!r}; {nearest(word, known) if known else 'there are none'}"
+
+
+_NEAR = 0.6  # of 0 to 1: `nope` is not near to `page`
 
 
 def nearest(name: str, known: Collection[str]) -> str:
     """A clause with the known name nearest to `name`, or with all of them."""
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=_NEAR)
     return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
-
-
-def in_own_words(message: str) -> str:
-    """A message of pydantic, also of those of typer, in the words of the other messages."""
-    for theirs, ours in _WORDS:
-        message = theirs.sub(ours, message, count=1)
-    return message
-
-
-_WORDS = tuple(
-    (re.compile(theirs), ours)
-    for theirs, ours in (
-        (r"^Value error, ", ""),
-        (r"^(Input|List|String|Dictionary|Tuple|Value) should (be|have)", r"must \2"),
-        (r"must be a valid dictionary.*", "must be an object"),
-        (r"must be a valid list.*", "must be a list"),
-        (r", unable to (parse|interpret) .*", ""),
-        (r", got a number with a fractional part", ""),
-        (r" after validation, not (\d+)", r", not \1"),
-        (r"^Field required$", "is missing"),
-    )
-)
 
 
 def join(path: str, name: str) -> str:

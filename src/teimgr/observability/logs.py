@@ -59,6 +59,11 @@ _CHUNK_BYTES = 2**20
 _TAIL_BYTES = 4096
 _TAIL_CHARS = 300
 _SHOWN_LEVELS = ("warning", "error", "critical")
+# What Python's faulthandler writes: the error, the stacks of all threads, and a line with the compiled modules.
+_DUMP_BYTES = 2**16
+_DUMP_ENDS = "Extension modules: "
+_FATAL = re.compile(r"^Fatal Python error: .*$", re.MULTILINE)
+_PLACE = re.compile(r'^Current thread .*\n  File "(.+)", line (\d+) in ', re.MULTILINE)
 # One rotation at a time: a worker may start while its siblings' log is rotated on a thread.
 _rotation = threading.Lock()
 
@@ -327,6 +332,8 @@ def last_line(path: Path) -> str:
 def last_warning(path: Path) -> str:
     """The last line if it may explain an exit: not a log event below warning."""
     line = _last_line(path)
+    if line.startswith(_DUMP_ENDS) and (fatal := _fatal_error(_tail(path, _DUMP_BYTES))):
+        return fatal
     try:
         event = json.loads(line)
         return str(event["message"])[:_TAIL_CHARS] if event["level"] in _SHOWN_LEVELS else ""
@@ -334,14 +341,26 @@ def last_warning(path: Path) -> str:
         return line[:_TAIL_CHARS]  # not one of our events: a traceback, or output of a library
 
 
+def _fatal_error(text: str) -> str:
+    """The last fatal error of Python in a log, as `faulthandler` writes it, with the place; empty without one."""
+    found = next(reversed(list(_FATAL.finditer(text))), None)
+    if found is None:
+        return ""
+    place = _PLACE.search(text, found.end())
+    return f"{found[0]}{f', at {place[1]}, line {place[2]}' if place else ''}"[:_TAIL_CHARS]
+
+
 def _last_line(path: Path) -> str:
+    return next((line.strip() for line in reversed(_tail(path).splitlines()) if line.strip()), "")
+
+
+def _tail(path: Path, size: int = _TAIL_BYTES) -> str:
     try:
         with path.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            lines = file.read().decode("utf-8", "replace").splitlines()
+            file.seek(max(0, file.seek(0, os.SEEK_END) - size))
+            return file.read().decode("utf-8", "replace")
     except OSError:
         return ""
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
 def _old(path: Path, number: int) -> Path:

@@ -1,4 +1,5 @@
-"""Text for a terminal or a log line: control characters that callers may have put into it are shown, not obeyed.
+"""Text for people: control characters that callers may have put into it are shown, not obeyed; pydantic's messages in
+our words.
 
 An escape sequence in a model's id, a tag, a reason or a log line would else move the operator's cursor, change the
 title or the clipboard; a bidirectional override would show a name as another one.
@@ -35,3 +36,25 @@ def _shown(character: str, kept: str) -> str:
         return "\\n"
     code = ord(character)
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+
+
+def in_own_words(message: str) -> str:
+    """A message of pydantic, also of those of typer, in the words of the other messages."""
+    for theirs, ours in _WORDS:
+        message = theirs.sub(ours, message, count=1)
+    return message
+
+
+_WORDS = tuple(
+    (re.compile(theirs), ours)
+    for theirs, ours in (
+        (r"^Value error, ", ""),
+        (r"^(Input|List|String|Dictionary|Tuple|Value) should (be|have)", r"must \2"),
+        (r"must be a valid dictionary.*", "must be an object"),
+        (r"must be a valid list.*", "must be a list"),
+        (r", unable to (parse|interpret) .*", ""),
+        (r", got a number with a fractional part", ""),
+        (r" after validation, not (\d+)", r", not \1"),
+        (r"^Field required$", "is missing"),
+    )
+)

@@ -27,6 +27,7 @@ from teimgr.engine.job import Input as EngineInput
 from teimgr.errors import InvalidInput, TeimgrError, shortened
 from teimgr.http.bodies import is_json
 from teimgr.models.source import names_a_path
+from teimgr.observability.shown_text import in_own_words
 from teimgr.spec import LoadedModel, WorkerSpec
 from teimgr.wire import json_pieces, json_scan
 from teimgr.wire.error_bodies import JSON_TYPE, TEI, TEI_OPENAI, refusal
@@ -265,7 +266,8 @@ def _refusal(error: ValidationError) -> BadRequest:
     """The refusal `place: message` of the first wrong value."""
     first = error.errors(include_url=False, include_context=False)[0]
     place = [*first["loc"], *(_odd_one(first["input"]) if first["type"] == _NO_MATCH else ())]
-    return BadRequest(400, f"{'.'.join(map(str, place)) or 'body'}: {first['msg']}", str(place[0]) if place else None)
+    where = ".".join(map(str, place)) or "body"
+    return BadRequest(400, f"{where}: {in_own_words(first['msg'])}", str(place[0]) if place else None)
 
 
 def _odd_one(value: object) -> Iterator[int]:

@@ -143,7 +143,7 @@ async def test_inference_is_refused_in_the_words_of_its_dialect(everything: Ever
             assert (reply.status, await reply.read()) == (401, b"")
         async with http.post("/instances/a/embed", json={"inputs": "x"}, **bearer("team")) as reply:
             assert reply.status == 403
-            assert (await reply.json())["error"] == "The key 'team' is not for instance 'a'"
+            assert (await reply.json())["error"] == "The key 'team' is not for instance 'a'; it is for mine, team-*"
 
 
 def lets_in(need: Permission, name: str, template: str) -> bool:
@@ -218,7 +218,7 @@ async def test_a_key_for_some_instances(settings: Settings) -> None:
         body = {"model_id": "tiny"}
         await front.call("POST", "/instances", 201, json={"name": "team-2", **body}, **bearer("team"))
         refused = await front.call("POST", "/instances", 403, json={"name": "other", **body}, **bearer("team"))
-        assert refused["error"] == "The key 'team' is not for instance 'other'"
+        assert refused["error"] == "The key 'team' is not for instance 'other'; it is for mine, team-*"
         assert "other" not in [view.spec.name for view in front.fleet.list()]
 
 

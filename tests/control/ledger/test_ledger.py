@@ -42,7 +42,8 @@ def test_the_lesser_of_budget_and_system_decides() -> None:
     refused = ledger.judge(Footprint(host_bytes=2000 * MIB), CPU)
     assert refused is not None
     assert refused.reason == (
-        "needs 2000 MiB of host memory, 1000 MiB are free (budget 1000, 0 reserved, 5000 free by the system)"
+        "needs 2000 MiB of host memory, 1000 MiB are free "
+        "(budget 1000, 0 reserved, 5000 free by the system, 128 of them kept free)"
     )
 
 

@@ -50,4 +50,4 @@ def test_the_limit_of_a_real_cgroup_is_seen(memory_cgroup: Path) -> None:
     free, total = map(int, figures.split())
 
     assert 0 < free <= total == 256 << 20
-    assert label == "host memory, of which the cgroup allows 256 MiB,"
+    assert label == "host memory (the cgroup allows 256 MiB)"

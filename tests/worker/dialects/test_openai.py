@@ -71,7 +71,7 @@ async def test_a_model_has_many_names(ask: Asking, fleet: dict[str, Any]) -> Non
         ({"model": "dead", "input": "fog"}, 404, "model_not_found", "model", "The model 'dead' does not exist"),
         ({"input": "fog"}, 400, None, "model", "Say which model: the running ones are 'dense', 'm3'"),
         ({"model": "idle", "input": "fog"}, 503, "model_not_ready", None, "is not running (status: stopped)"),
-        ({"model": "dense"}, 400, None, "input", "Field required"),
+        ({"model": "dense"}, 400, None, "input", "is missing"),
         ({"model": "dense", "input": [1, "a"]}, 400, None, "input", "did not match"),
         ({"model": "dense", "input": ""}, 400, None, None, "cannot be an empty string"),
         ({"model": "dense", "input": []}, 400, None, None, "cannot be an empty"),

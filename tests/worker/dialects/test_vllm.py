@@ -296,7 +296,7 @@ async def test_pairs_are_cut_in_the_document(ask: Asking) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "status", "said"),
     [
-        ("/score", {"model": "reranker", "text_1": "a"}, 400, "documents: Field required"),
+        ("/score", {"model": "reranker", "text_1": "a"}, 400, "documents: is missing"),
         ("/score", {"model": "reranker", "text_1": ["a", "b"], "text_2": ["c"]}, 400, "1:1, 1:N or N:N"),
         ("/score", {"model": "reranker", "text_1": "a", "text_2": []}, 400, "`text_2` cannot be empty"),
         ("/score", {"model": "classifier", "text_1": "a", "text_2": "b"}, 400, "does not do scoring"),
@@ -307,7 +307,7 @@ async def test_pairs_are_cut_in_the_document(ask: Asking) -> None:
         ("/pooling", {"model": "dense", "input": "a", "task": "x"}, 400, "task"),
         ("/pooling", {"model": "dense", "input": "a fox", "truncate_prompt_tokens": 0}, 400, "at least 1"),
         ("/pooling", {"model": "dense", "input": "a fox", "truncate_prompt_tokens": 2}, 400, "no token"),
-        ("/pooling", {"model": "dense", "messages": [{"role": "user", "content": "a"}]}, 400, "input: Field required"),
+        ("/pooling", {"model": "dense", "messages": [{"role": "user", "content": "a"}]}, 400, "input: is missing"),
         ("/embeddings", {"model": "dense", "input": "a", "modality": "image"}, 400, "input.0: only text is supported"),
     ],
 )

@@ -6,8 +6,9 @@ That holds for a domain error, an invalid body, an unknown route and an internal
 
 from __future__ import annotations
 
+import difflib
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fastapi import FastAPI
@@ -20,8 +21,9 @@ from starlette.routing import Match
 from teimgr.api.gateway.routes import dialect_of
 from teimgr.api.rest.error_help import help_link
 from teimgr.api.rest.schemas import answer
-from teimgr.config.schema import in_own_words
+from teimgr.config.schema import quoted
 from teimgr.errors import Broken, Code, Internal, TeimgrError, ValidationError
+from teimgr.observability.shown_text import in_own_words
 from teimgr.spec import now_rfc3339
 from teimgr.wire.error_bodies import OPENAI, failure, refusal
 from teimgr.wire.status import RETRY_AFTER_S, STATUS, TRY_AGAIN
@@ -88,7 +90,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     headers, message = dict(error.headers or {}), str(error.detail)
     if error.status_code == 404:
-        message = f"No route {request.url.path}"
+        message = f"No route {request.url.path}{_hint(request)}"
     elif error.status_code == 405:
         allowed = ", ".join(verb for verb in VERBS if _is_allowed(request, verb))
         if request.method == "OPTIONS":  # no preflight, which is answered before
@@ -107,6 +109,38 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     return _error(error.status_code, _HTTP_CODES.get(error.status_code, "HTTP_ERROR"), message, headers)
 
 
+_NEAR = 0.75  # of 0 to 1, for each part of a path
+_MAX_HINTED_CHARS = 200  # a longer path is no mistyped one
+_FOREIGN_PREFIXES = ("/api", "/api/v1", "/v1", "/v2")
+_GENERATION = ("/completions", "/responses", "/generate", "/chat", "/messages")
+
+
+def _hint(request: Request) -> str:
+    """What the caller of an unknown route may have meant; empty where nothing is near."""
+    path = request.url.path.rstrip("/")
+    if path.endswith(_GENERATION):
+        return ": teimgr generates no texts; it embeds, reranks and classifies them"
+    if len(path) > _MAX_HINTED_CHARS:
+        return ""
+    near = max(_near_routes(request, path), default=(0.0, ""))[1]
+    return f"; did you mean {near}?" if near else ""
+
+
+def _near_routes(request: Request, path: str) -> Iterator[tuple[float, str]]:
+    """Routes that are like the path part by part, or like it without a prefix of other products, and how near."""
+    given = path.split("/")
+    for template in {str(getattr(route, "path", "")) for route in request.app.routes}:
+        if path.removesuffix(template) in _FOREIGN_PREFIXES:
+            yield 1.0, template
+        parts = template.split("/")
+        if len(parts) != len(given):
+            continue
+        meant = [mine if part.startswith("{") else part for mine, part in zip(given, parts, strict=True)]
+        ratios = [difflib.SequenceMatcher(None, *pair).ratio() for pair in zip(given, meant, strict=True)]
+        if min(ratios) >= _NEAR and meant != given:
+            yield sum(ratios) / len(ratios), "/".join(meant)
+
+
 def _is_allowed(request: Request, verb: str) -> bool:
     """Whether the request's path has a route for this verb; HEAD goes with GET."""
     scope: dict[str, Any] = dict(request.scope, method="GET" if verb == "HEAD" else verb)
@@ -115,8 +149,10 @@ def _is_allowed(request: Request, verb: str) -> bool:
 
 async def _on_invalid_parameters(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    places = ((".".join(map(str, problem["loc"][1:])), problem["msg"]) for problem in error.errors())
-    problems = "; ".join(f"{place}: {in_own_words(message)}" for place, message in places)
+    problems = "; ".join(
+        f"{problem['loc'][1]}: {in_own_words(problem['msg'])} (got {quoted(problem['input'])})"
+        for problem in error.errors()
+    )
     return in_dialect(request.url.path, ValidationError(problems))
 
 

@@ -101,7 +101,7 @@ async def events(
     event_log: EventLog = request.app.state.events
     for kind in kinds or ():
         if kind not in EVENTS:
-            raise ValidationError(f"event: {unknown_word(kind[:_SHOWN_CHARS], EVENTS)}; kinds are {', '.join(EVENTS)}")
+            raise ValidationError(f"event: {unknown_word(kind[:_SHOWN_CHARS], EVENTS)}")
     of_instances, of_kinds = frozenset(instances or ()), frozenset(kinds or ())
 
     def matches(event: FleetEvent) -> bool:

@@ -7,7 +7,7 @@ where a number is meant. `null` in an optional field means absent.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, fields
 from functools import reduce
 from operator import or_
@@ -34,10 +34,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from teimgr.config.instance_keys import shown_args
-from teimgr.config.schema import ConfigFaults, in_own_words, nearest, quoted
+from teimgr.config.schema import ConfigFaults, nearest, quoted
 from teimgr.config.sources import with_template
 from teimgr.errors import InvalidInput, TooLarge, ValidationError
 from teimgr.http.bodies import SlowClient, compression_fault, is_json, read_limited
+from teimgr.observability.shown_text import in_own_words
 from teimgr.spec import FIXED, KEYS, InstanceKey, InstanceSpec, InstanceView, LoadedModel, State, WorkerView, updatable
 from teimgr.wire import json_scan
 
@@ -106,7 +107,8 @@ def parsed_json(text: bytes, kind: type[Body], misshapen_status: int = 422) -> B
     try:
         return kind.model_validate(value)
     except BodyErrors as error:
-        faults = error.errors(include_url=False, include_context=False)  # of all, however many are shown
+        found = error.errors(include_url=False, include_context=False)  # all, however many are shown
+        faults = _joined(found, value)
         problems = "; ".join(_problem(item, kind) for item in faults[:_PROBLEMS_SHOWN])
         raise HTTPException(misshapen_status, f"Validation error: {problems}") from error
 
@@ -145,6 +147,22 @@ def json_body(kind: type[BaseModel], *, required: bool) -> dict[str, Any]:
     """`openapi_extra` of a route that reads `kind` itself."""
     content = {"application/json": {"schema": kind.model_json_schema()}}
     return {"requestBody": {"required": required, "content": content}}
+
+
+def _joined(faults: Sequence[ErrorDetails], body: object) -> list[ErrorDetails]:
+    """The faults; several of one field's value, which is of no type that the field takes, are one."""
+    by_place: dict[tuple[str | int, ...], list[ErrorDetails]] = {}
+    for item in faults:
+        loc = item["loc"]
+        is_of_field = isinstance(body, dict) and len(loc) > 1 and body.get(loc[0]) is item["input"]
+        by_place.setdefault(loc[:1] if is_of_field else loc, []).append(item)
+    return [_one_of(items) if len(items) > 1 else items[0] for items in by_place.values()]
+
+
+def _one_of(items: Sequence[ErrorDetails]) -> ErrorDetails:
+    first, *others = (in_own_words(each["msg"]) for each in items)
+    either = " or ".join((first, *(each.removeprefix("must be ") for each in others)))
+    return items[0] | {"loc": items[0]["loc"][:1], "msg": either}
 
 
 def _problem(item: ErrorDetails, kind: type[BaseModel]) -> str:

@@ -150,7 +150,8 @@ class Account:
         parts = [] if self.budget_bytes is None else [f"budget {self.budget_bytes // _MIB}"]
         parts.append(f"{_mib(sum(self._taken(each, as_if_loaded) for each in self.held))} reserved")
         if self.free_bytes is not None:
-            parts.append(f"{self.free_bytes // _MIB} free by the system")
+            kept = f", {self.headroom_bytes // _MIB} of them kept free" if self.headroom_bytes else ""
+            parts.append(f"{self.free_bytes // _MIB} free by the system{kept}")
         return ", ".join(parts)
 
 

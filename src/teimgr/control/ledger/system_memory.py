@@ -83,7 +83,7 @@ def memory_label() -> str:
     """What a reason calls the memory of this host."""
     total, lowest = _meminfo_bytes("MemTotal") or 0, CgroupMemory().lowest()
     is_limited = lowest is not None and (lowest[0] < total or not total)
-    return f"host memory, of which the cgroup allows {gib(lowest[0])}," if lowest and is_limited else "host memory"
+    return f"host memory (the cgroup allows {gib(lowest[0])})" if lowest and is_limited else "host memory"
 
 
 def allowed_memory(group: CgroupMemory) -> str:

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from teimgr.control.registry.cache import Snapshot
 from teimgr.errors import ModelLoadFailed
-from teimgr.files import write_atomically
+from teimgr.files import failure_of, write_atomically
 from teimgr.models import bounded_json as model_json
 from teimgr.spec import now_rfc3339, rfc3339
 
@@ -83,7 +83,7 @@ class ModelRecords:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 await asyncio.to_thread(write_atomically, self.path, content, durable=True)
             except OSError as error:
-                self._save_alarm = f"the model registry's file cannot be saved: {error}"
+                self._save_alarm = f"the model registry's file cannot be saved: {failure_of(error)}"
                 log.error("model registry not saved", extra={"reason": self._save_alarm})
             else:
                 self._save_alarm = None

@@ -34,7 +34,7 @@ import tomli_w
 from teimgr.config import schema
 from teimgr.config.settings import Settings
 from teimgr.errors import InvalidConfig, StateNotSaved, UpdateFailed, UpdateInProgress
-from teimgr.files import duplicate, lock_file, write_atomically
+from teimgr.files import duplicate, failure_of, lock_file, write_atomically
 from teimgr.spec import InstanceSpec, now_rfc3339
 
 SET_ASIDE_KEPT = 5
@@ -475,7 +475,7 @@ class WantedState:
             try:
                 await asyncio.to_thread(self._store.save, wanted)
             except OSError as error:
-                problem = self._save_alarm = f"the state cannot be saved: {error}"
+                problem = self._save_alarm = f"the state cannot be saved: {failure_of(error)}"
                 log.error("state alarm", extra={"reason": problem})
                 if self._retry is None or self._retry.done():
                     self._retry = asyncio.create_task(self._write_until_saved(), name="retry of the state file")

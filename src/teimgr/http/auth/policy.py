@@ -109,8 +109,11 @@ class Caller:
             Forbidden: it may not.
         """
         if not self.covers(instance):
-            raise Forbidden(f"The key '{self.name}' is not for instance '{instance}'")
+            allowed = ", ".join((self.instances or ())[:_SHOWN_PATTERNS]) or "none"
+            raise Forbidden(f"The key '{self.name}' is not for instance '{instance}'; it is for {allowed}")
 
+
+_SHOWN_PATTERNS = 8  # instances of a key in a message
 
 ANONYMOUS = Caller("", frozenset(Right))
 """The caller while authentication is off: all rights."""

@@ -86,7 +86,7 @@ class VllmScoreRequest(VllmRequest):
                 texts = [value] if isinstance(value, str) else value
                 input_checks.need_texts(texts, name)
                 return texts
-        raise http.BadRequest(400, f"{names[0]}: Field required (or {', '.join(names[1:])})", names[0])
+        raise http.BadRequest(400, f"{names[0]}: is missing (or {', '.join(names[1:])})", names[0])
 
 
 class VllmScoreItemsRequest(VllmScoreRequest):
