@@ -21,10 +21,9 @@ from tests.support.polling import eventually
 
 from teimgr.control.launch.control_link import identify
 from teimgr.control.launch.launcher import LocalLauncher
-from teimgr.control.launch.process_handle import (
-    LaunchFailed,
-    look_up,
-)
+from teimgr.control.launch.memory_kills import MemoryKills
+from teimgr.control.launch.process_handle import ExitReport, LaunchFailed, look_up
+from teimgr.errors import Code
 from teimgr.spec import WorkerSpec
 
 
@@ -67,6 +66,23 @@ async def test_a_nursery_that_cannot_import_its_entry_fails_the_launch_with_its_
         await launcher.launch(spec())
 
     assert left_over(folder) == set()
+    await launcher.close()
+
+
+async def test_a_nursery_that_the_kernel_kills_for_memory_fails_the_launch_with_that_cause(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = "killed by the kernel for memory: the cgroup allows 208 MiB"
+    monkeypatch.setattr(MemoryKills, "explain", lambda *_: ExitReport(Code.KILLED_FOR_MEMORY, told, permanent=False))
+    launcher = local_launcher(folder)
+    await launcher.start()
+    launching = asyncio.create_task(launcher.launch(spec()))
+    await asyncio.sleep(0)
+    assert launcher.nursery.pid is not None
+    os.kill(launcher.nursery.pid, signal.SIGKILL)
+
+    with pytest.raises(LaunchFailed, match=f"the fork server of the workers was {told}"):
+        await launching
     await launcher.close()
 
 

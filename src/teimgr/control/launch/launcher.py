@@ -235,8 +235,10 @@ class LocalLauncher:
         self._run_dir = options.run_dir.absolute()
         self._log_dir = options.log_dir.absolute()
         arguments = ("--entry", options.entry, "--preload", ",".join(options.preload))
-        self.nursery = NurseryLink(arguments, self._run_dir / "nursery.log")
         self._kills = MemoryKills()
+        self._own_cgroup = CgroupMemory()
+        self._kills.watch(self._own_cgroup)
+        self.nursery = NurseryLink(arguments, self._run_dir / "nursery.log", self._kill_of_nursery)
         self._workers: set[LocalWorker] = set()
         self._ending: dict[asyncio.Task[None], WorkerHandle] = {}
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -272,6 +274,11 @@ class LocalLauncher:
             self.nursery.start()
         except LaunchFailed as error:
             log.error("nursery not started; every launch tries again", extra={"reason": str(error)})
+
+    def _kill_of_nursery(self) -> str:
+        """Why the kernel killed the nursery, which is in the cgroup of this process; empty if it did not."""
+        report = self._kills.explain(self._own_cgroup, None, 0, "fork server")
+        return f"was {report.message}" if report else ""
 
     async def launch(self, spec: WorkerSpec) -> LocalWorker:
         """Wait for the nursery, which may take seconds, then fork the worker, which takes milliseconds."""

@@ -15,7 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,10 +61,14 @@ class Forked:
 
 
 class NurseryLink:
-    """Keeps one nursery and one standby; `options` are the arguments after the nursery's control descriptor."""
+    """Keeps one nursery and one standby; `options` are the arguments after the nursery's control descriptor.
 
-    def __init__(self, options: Sequence[str], log_path: Path) -> None:
+    `killed` gives the cause where the kernel killed a nursery just now, else an empty text.
+    """
+
+    def __init__(self, options: Sequence[str], log_path: Path, killed: Callable[[], str] = str) -> None:
         self._options = options
+        self._killed = killed
         self._log_path = log_path
         self._run_file = log_path.with_suffix(".run")
         self._standby_run_file = log_path.with_name("standby.run")
@@ -251,7 +255,8 @@ class NurseryLink:
             self._want_standby(_STANDBY_PAUSE_S)
             return reason
         self._serving, self._standby = self._standby, None
-        reason = f"the nursery died: {last_line(self._log_path) or 'it left no message'}"
+        cause = self._killed() or f"died: {last_line(self._log_path) or 'it left no message'}"
+        reason = f"the fork server of the workers {cause}"
         if self._closed:
             return reason
         log.error("nursery died", extra={"reason": reason, "standby": self.pid})
@@ -352,7 +357,7 @@ class NurseryProcess:
             raise
         except (BrokenPipeError, ConnectionResetError) as error:
             await self._kill()
-            raise NurseryDied(f"the nursery is gone: {error}") from error
+            raise NurseryDied(f"the fork server of the workers is gone: {error}") from error
         except OSError as error:
             raise LaunchFailed(f"the request cannot be sent to the nursery: {error}") from error
         finally:
@@ -430,7 +435,7 @@ class NurseryProcess:
         self._owner.on_ready(self)
 
     def _on_ended(self) -> None:
-        reason = "the nursery died"
+        reason = "the fork server of the workers died"
         try:
             self._readable()  # the last reported exits
             self._release()
