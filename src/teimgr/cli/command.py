@@ -131,7 +131,7 @@ class DaemonOptions:
         if "API key" not in error.message:  # the certificate is not accepted
             return failure
         do = f"give another (--api-key-file FILE, {_API_KEY}); new keys count from the daemon's next `teimgr reload` on"
-        return replace(failure, why="the key that was sent is none of [[auth.api_keys]] of the daemon", do=do)
+        return replace(failure, why="[[auth.api_keys]] of the daemon lacks the key that was sent", do=do)
 
     def names(self) -> Sequence[str]:
         """Names of the instances, for messages; none where they cannot be read."""

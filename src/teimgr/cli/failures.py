@@ -110,44 +110,44 @@ _ANY_STATE = "`teimgr ps` shows its state, `teimgr logs` has its log"
 _NAMED = 8  # instances in a message
 
 
-class _Told(NamedTuple):
+class _Hint(NamedTuple):
     why: str
     do: str
 
 
 # By words of a message that say more than its code.
 _BY_WORDS = {
-    "HF_HUB_OFFLINE": _Told(
+    "HF_HUB_OFFLINE": _Hint(
         "HF_HUB_OFFLINE is set in the daemon's environment, so it asks no hub",
         "start the daemon without HF_HUB_OFFLINE, or copy the model to its host: docs/operations/air-gapped.md",
     ),
-    "MiB are free (": _Told(
+    "MiB are free (": _Hint(
         "the daemon starts no worker for which the memory is too small: the system would kill it, or a neighbour",
         "stop or delete other instances, or take a smaller model or `--dtype bfloat16`; `memory_check = false` of the "
         "daemon starts it all the same: docs/how-to/memory.md",
     ),
-    "killed by the kernel for memory": _Told(
+    "killed by the kernel for memory": _Hint(
         "the worker needed more memory than its host or container allows",
         "raise the limit, or take a smaller model; `teimgr explain KILLED_FOR_MEMORY` has more",
     ),
-    "cannot be changed; delete": _Told(
+    "cannot be changed; delete": _Hint(
         "the daemon fixes it when the instance is created, and has changed nothing",
         "`teimgr rm NAME`, then `teimgr create NAME MODEL` with the new value",
     ),
-    "`normalize` is not available": _Told("only vectors have a length", "add --no-normalize"),
-    "`dimensions` should": _Told(
+    "`normalize` is not available": _Hint("only vectors have a length", "add --no-normalize"),
+    "`dimensions` should": _Hint(
         "the model's vectors have fewer dimensions than were asked for",
         "ask for fewer, or leave --dimensions out; `teimgr show NAME` has how many there are",
     ),
-    "default-prompt-name": _Told(
+    "default-prompt-name": _Hint(
         "the model's files have no prompt of this name",
         "leave --prompt-name out, or take one of `prompts` in `curl URL/instances/NAME/info`",
     ),
-    "expect_fingerprint": _Told(
+    "expect_fingerprint": _Hint(
         "no space of vectors is named like this; nothing was computed",
         "`teimgr show NAME` has the fingerprint: docs/how-to/spaces.md",
     ),
-    "model_id: ": _Told(
+    "model_id: ": _Hint(
         "the daemon found no model that it can load there, and has changed nothing",
         "give an id on the model hub, or a folder on the daemon's host with config.json, weights and tokenizer",
     ),
@@ -210,8 +210,8 @@ def explain(
             "start one with `teimgr up` or `teimgr serve`, or name another: --url, TEIMGR_URL, `teimgr context use`",
             "UNREACHABLE",
         )
-    if isinstance(error, InvalidConfig) and (told := _by_words(error.message)):
-        return CommandFailure(error.message, *told, error.code.name)
+    if isinstance(error, InvalidConfig) and (hint := _by_words(error.message)):
+        return CommandFailure(error.message, *hint, error.code.name)
     if isinstance(error, InvalidConfig | UsageError) or type(error) is Refused:  # of this program, not of a daemon
         return CommandFailure(error.message, "", "", error.code.name if isinstance(error, InvalidConfig) else "USAGE")
     code = error.code.name
@@ -230,16 +230,16 @@ def _bare(message: str) -> str:
 
 
 def _why(error: TeimgrError) -> str:
-    if told := _by_words(error.message):
-        return told.why
+    if hint := _by_words(error.message):
+        return hint.why
     known = _CAUSES.get(error.code)
     return known if known is not None else _plain(ADVICE[error.code].causes[0])
 
 
 def _do(error: TeimgrError) -> str:
     """What to do: by the message, by the code, else the first remedy of `teimgr explain`."""
-    if told := _by_words(error.message):
-        return told.do
+    if hint := _by_words(error.message):
+        return hint.do
     if error.code is Code.BACKEND_UNAVAILABLE:
         name = _quoted(error)
         return next(
@@ -250,8 +250,8 @@ def _do(error: TeimgrError) -> str:
     return f"{_plain(ADVICE[error.code].remedies[0])}; `teimgr explain {error.code.name}` has more"
 
 
-def _by_words(message: str) -> _Told | None:
-    return next((told for words, told in _BY_WORDS.items() if words in message), None)
+def _by_words(message: str) -> _Hint | None:
+    return next((hint for words, hint in _BY_WORDS.items() if words in message), None)
 
 
 def _of_unknown(error: InstanceNotFound, names: Sequence[str]) -> tuple[str, str]:

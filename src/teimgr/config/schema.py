@@ -191,7 +191,7 @@ def unknown(name: str, value: object, known: Collection[str]) -> str:
 
 def unknown_word(word: str, known: Collection[str]) -> str:
     """The sentence that refuses one word of several and offers the nearest."""
-    return f"unknown {word!r}; {nearest(word, known) if known else 'there are none'}"
+    return f"unknown {word!r}; {nearest(word, known) if known else 'the list is empty'}"
 
 
 _NEAR = 0.6  # of 0 to 1: `nope` is not near to `page`

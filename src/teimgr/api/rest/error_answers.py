@@ -110,7 +110,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 
 
 _NEAR = 0.75  # of 0 to 1, for each part of a path
-_MAX_HINTED_CHARS = 200  # a longer path is no mistyped one
+_MAX_HINTED_CHARS = 200  # a longer path is not a typing error
 _FOREIGN_PREFIXES = ("/api", "/api/v1", "/v1", "/v2")
 _GENERATION = ("/completions", "/responses", "/generate", "/chat", "/messages")
 
