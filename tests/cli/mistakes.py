@@ -62,6 +62,7 @@ MISTAKES = (
     Mistake("rerank a b -i static", "`teimgr embed TEXT -i static`"),
     Mistake("classify a -i static", "`teimgr embed TEXT -i static`"),
     Mistake("similarity a b -i classes", "`teimgr classify TEXT -i classes`"),
+    Mistake("edit static --prompt-name query", "No such option"),
     Mistake("bench nope", "not found"),
     Mistake("bench static --mode rerank", "rerank"),
     Mistake("models rm never/was", "never/was"),

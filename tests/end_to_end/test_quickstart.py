@@ -42,6 +42,7 @@ def greeting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Pa
 
 def test_it_prints_its_address_and_an_embedding(greeting: tuple[str, Path, int]) -> None:
     assert f"REST http://127.0.0.1:{greeting[2]}, gRPC" in greeting[0]
+    assert f"The page: http://127.0.0.1:{greeting[2]}/\n" in greeting[0]
     assert re.search(r"→ 384 values: \[-?0\.\d{6}, ", greeting[0])
 
 

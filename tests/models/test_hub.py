@@ -313,3 +313,9 @@ def test_a_cache_that_cannot_be_written_is_named() -> None:
     why = r"cache cannot be written: /cache/x: Read-only .*set HF_HOME"
     with pytest.raises(InvalidConfig, match=why), hub.hub_failures(MODEL, None):
         raise OSError(errno.EROFS, "Read-only file system", "/cache/x")
+
+
+def test_a_model_is_not_offered_in_the_place_of_itself() -> None:
+    [packaged, *_] = hub.PACKAGED
+    assert repr(packaged) in hub.nearest_here(f"{packaged}x")
+    assert repr(packaged) not in hub.nearest_here(packaged)

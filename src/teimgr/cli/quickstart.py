@@ -122,6 +122,7 @@ def greet(
         vector = client.embed(TEXT, instance=instance)[0]
     values = ", ".join(f"{value:.6f}" for value in vector[:_SHOWN_VALUES])
     say(f'\n"{TEXT}" → {len(vector)} values: [{values}, …]\n')
+    say(f"The page: {api}/\n")
     say("Try next, in another terminal:\n")
     for line in suggestions(api, instance):
         say(f"  {line}")

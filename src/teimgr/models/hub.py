@@ -372,7 +372,8 @@ def nearest_here(model_id: str) -> str:
     if not names_a_path(model_id):
         known = [*_cached_ids(), *PACKAGED]
         similar += difflib.get_close_matches(model_id[:_COMPARED_CHARS], known, _NEAREST, _SIMILAR)
-    return f"; did you mean {' or '.join(map(repr, similar[:_NEAREST]))}?" if similar else ""
+    others = [each for each in similar if each != model_id][:_NEAREST]
+    return f"; did you mean {' or '.join(map(repr, others))}?" if others else ""
 
 
 def _similar_beside(path: Path) -> list[str]:
