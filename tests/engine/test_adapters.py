@@ -131,6 +131,10 @@ def test_an_adapter_of_an_adapter_is_merged_behind_it(tmp_path: Path, serve: Cal
         ({"layer_replication": [[0, 1]]}, "layer_replication"),
         ({"kasa_config": {"beta": 1}}, "kasa_config"),
         ({"alpha_pattern": {"(": 8}}, r"alpha_pattern '\(', which is not a pattern"),
+        ({"rank_pattern": {"(?i)" + "[!-\uffff]" * 500: 8}}, r"rank_pattern '\(\?i\)\[!"),
+        ({"rank_pattern": {"(q+)+": 8}}, r"rank_pattern '\(q\+\)\+'; served are layers' names"),
+        ({"alpha_pattern": {".*.*.*.*q": 8}}, r"up to 3 of `\*`"),
+        ({"alpha_pattern": {f"layer.{n}": 8 for n in range(257)}}, "an object with at most 256 patterns"),
         ({"lora_alpha": "8"}, "lora_alpha = '8', which should be a number"),
     ],
 )

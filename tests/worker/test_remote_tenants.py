@@ -12,8 +12,8 @@ import pytest
 from teimgr.errors import ConcurrentTokensExceeded, DailyTokensExceeded, TeimgrError, Unavailable
 from teimgr.wire.frames import FrameType, Header
 from teimgr.wire.tenants.policy import Limits
-from teimgr.wire.tenants.remote import EntryDesk
-from teimgr.wire.tenants.table import FILE, Counter, TenantKey, TenantTable
+from teimgr.wire.tenants.remote import CHARGE, COUNT, SETTLE, EntryDesk, Note
+from teimgr.wire.tenants.table import COUNTERS, FILE, Counter, TenantKey, TenantTable
 from teimgr.worker.remote_tenants import RemoteAccount, RemoteMeter
 from teimgr.worker.tenant_meter import EntryMeters
 
@@ -166,3 +166,21 @@ async def test_a_meter_is_shared_by_the_links_to_an_instance(tmp_path: Path, tab
     assert [has_ended for _, _, has_ended in table.rows()] == [False, False]
     meters.give_back("a", "m")
     assert sorted(has_ended for _, _, has_ended in table.rows()) == [False, True]
+
+
+async def test_a_host_that_lies_about_its_tokens_lifts_no_quota(tmp_path: Path, table: TenantTable) -> None:
+    numbers = table.configure([TenantKey("one", Limits(daily=100)), TenantKey("two", Limits(daily=100))])
+    link = Link(tmp_path)
+    account = link.account(numbers["one"])
+    assert await link.charge(account, 90) is None
+
+    for note, payload in (
+        (Note.SETTLE, SETTLE.pack(-500)),
+        (Note.CHARGE, CHARGE.pack(numbers["one"], -500)),
+        (Note.CHARGE, CHARGE.pack(numbers["two"], 1)),  # which has not called
+        (Note.COUNT, COUNT.pack(numbers["one"], *[-1] * COUNTERS)),
+        (Note.COUNT, COUNT.pack(numbers["two"], *[1] * COUNTERS)),
+    ):
+        with pytest.raises(ValueError, match=r"tokens|has not called"):
+            link.desk.received(Header(len(payload), FrameType.TENANT, note, 0, 1, 0, 0), payload)
+    assert table.spent(numbers["one"]).of_day in (0, 90)

@@ -7,6 +7,7 @@ types than Q8_0 are read by the package gguf.
 from __future__ import annotations
 
 import importlib
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def gguf_tokenizer(file: Path) -> Tokenizer:
 
     values = read_gguf(file).values
     tokens, kinds, merges = (values.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type", "merges"))
-    if not isinstance(tokens, list) or not isinstance(merges, list) or not isinstance(kinds, tuple):
+    if not isinstance(tokens, list) or not isinstance(merges, list) or not isinstance(kinds, tuple | array):
         raise ModelLoadFailed(f"{file.name} has no tokens, token_type or merges (tokenizer.ggml)")
     vocabulary = {token: id for id, token in enumerate(tokens)}
     if not len(vocabulary) == len(tokens) == len(kinds):

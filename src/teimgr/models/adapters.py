@@ -19,6 +19,10 @@ from teimgr.models.source import names_a_path
 FILE = "adapter_config.json"
 # How an adapter was begun. Others change the weights of the base model as well.
 _PLAIN_BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal")
+# The patterns of layers' names that are read: names, alternatives, `.*`. What an expression costs to compile or to
+# match has no bound: 7 KB of character classes take 5 s, nested repetitions all time there is.
+_MAX_PATTERNS, _MAX_REPETITIONS = 256, 3
+_PATTERN = re.compile(r"(?:[A-Za-z0-9_.|^$-]|\\[.dw]|\((?!\?)|\)(?![*+?])|(?<=[\w.])[*+?](?![*+?])){1,256}", re.ASCII)
 
 
 def read_adapters(folder: Path) -> tuple[tuple[Adapter, ...], Path, tuple[str, ...]]:
@@ -82,7 +86,14 @@ def _adapter(folder: Path, config: Mapping[str, Any]) -> Adapter:
 
 def _by_pattern(config: Mapping[str, Any], key: str) -> dict[str, float]:
     given = config.get(key) or {}
+    if not isinstance(given, Mapping) or len(given) > _MAX_PATTERNS:
+        raise ModelLoadFailed(f"{FILE}: {key} should be an object with at most {_MAX_PATTERNS} patterns")
     for pattern in given:
+        if not _PATTERN.fullmatch(pattern) or sum(pattern.count(sign) for sign in "*+?") > _MAX_REPETITIONS:
+            raise ModelLoadFailed(
+                f"{FILE} has the {key} {pattern[:80]!r}; served are layers' names with `.`, `|`, groups, \\d, \\w, and "
+                f"up to {_MAX_REPETITIONS} of `*`, `+`, `?`, in 256 characters"
+            )
         try:
             re.compile(pattern)
         except re.error as error:

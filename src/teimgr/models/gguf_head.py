@@ -10,7 +10,9 @@ import importlib.util
 import math
 import re
 import struct
+import sys
 import threading
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,6 +38,7 @@ _ALIGNMENT = 32  # of the first tensor, of which no converter takes another
 # By the number of a type in metadata, its form for `struct`; texts and lists have no fixed size.
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _TEXT, _LIST = 8, 9
+_FEW_NUMBERS = 4096  # an object for each of millions takes long
 _PLAIN = ("F32", "F16", "BF16", "Q8_0")  # types of tensors that are read without the package gguf
 # By the number of a tensor's type: its name, and the elements and bytes of a block.
 _TYPES = {
@@ -181,7 +184,7 @@ class _Bounded:
         return self.take(int.from_bytes(self.take(8), "little")).decode()
 
     def value(self) -> Any:
-        """A number, a text, a list of texts, or a tuple of numbers."""
+        """A number, a text, a list of texts, or a tuple of numbers, an array if they are many."""
         kind, count = self.number("I"), None
         if kind == _LIST:
             kind, count = self.number("I"), self.number("Q")
@@ -191,7 +194,16 @@ class _Bounded:
             return self.text() if count is None else [self.text() for _ in range(count)]
         if kind not in _NUMBERS:
             raise ValueError(f"its metadata has a value of the type {kind}")
-        return self.number(_NUMBERS[kind]) if count is None else self.numbers(_NUMBERS[kind], count)
+        return self.number(_NUMBERS[kind]) if count is None else self._array(_NUMBERS[kind], count)
+
+    def _array(self, form: str, count: int) -> array[Any] | tuple[Any, ...]:
+        if count <= _FEW_NUMBERS:
+            return self.numbers(form, count)
+        found = array("B" if form == "?" else form)
+        found.frombytes(self.take(count * found.itemsize))
+        if sys.byteorder == "big":
+            found.byteswap()
+        return found
 
     def shape(self) -> tuple[int, ...]:
         count = self.number("I")

@@ -419,21 +419,21 @@ async def test_the_list_of_models_makes_a_card_again_only_where_its_instance_has
             made.append(name)
             return super().card(name)
 
-    def cards(owner: str, is_for_operator: bool) -> ModelCards:
+    def cards(owner: str, caller: Caller) -> ModelCards:
         views = [InstanceView(spec=spec, state=states[name]) for name, spec in specs.items()]
-        return Cards(views, {"alias": "org/model", "org/model": "org/model"}.get, 0, owner, is_for_operator)
+        return Cards(views, {"alias": "org/model", "org/model": "org/model"}.get, 0, owner, caller.is_operator)
 
     rows = CardRows(cards)
     for name, spec in specs.items():
         rows.routed(name, RouteEntry(name=name, model_id=spec.model_id, state=State.UNLOADED))
-    first = await rows.rows(names, "teimgr", True, ["alias"])
+    first = await rows.rows(names, "teimgr", ANONYMOUS, ["alias"])
     assert made == names
     made.clear()
-    assert await rows.rows(names, "teimgr", True, ["alias"]) == first
+    assert await rows.rows(names, "teimgr", ANONYMOUS, ["alias"]) == first
     assert made == ["alias"]
     made.clear()
     states["b"] = State.RUNNING
     rows.changed("b")
-    found = [json.loads(row) for row in await rows.rows(names, "teimgr", True, ["alias"])]
+    found = [json.loads(row) for row in await rows.rows(names, "teimgr", ANONYMOUS, ["alias"])]
     assert made == ["b", "alias", "org/model"]
     assert [card["state"] for card in found] == ["available", "loaded", "available", "loaded", "loaded"]

@@ -533,6 +533,19 @@ async def test_requests_at_the_same_time_pass_no_limit_of_workers(settings: Sett
         await front.call("PATCH", "/instances/team-1", 202, json={"replicas": 2}, **bearer("team"))
 
 
+async def test_replicas_that_the_load_may_set_count_as_workers(settings: Settings) -> None:
+    async with asking(settings) as front:
+        many = {"min_replicas": 17, "max_replicas": 17}
+        told = await front.call("POST", "/instances", 403, json=THEIRS | many, **bearer("team"))
+        assert told["error"].endswith("would be more than its max_workers = 16")
+        await front.call("POST", "/instances", 201, json=THEIRS | {"max_replicas": 10}, **bearer("team"))
+        await front.call("PATCH", f"/instances/{THEIRS['name']}", 403, json=many, **bearer("team"))
+        await front.call("PATCH", f"/instances/{THEIRS['name']}", 403, json={"max_replicas": 17}, **bearer("team"))
+        other = {"name": "team-1", "model_id": "org/tiny", "replicas": 7}
+        await front.call("POST", "/instances", 403, json=other, **bearer("team"))
+        await front.call("POST", "/instances", 201, json=other | {"replicas": 6}, **bearer("team"))
+
+
 async def test_a_refused_request_leaves_its_room_to_others(settings: Settings) -> None:
     async with asking(settings) as front:
         full = {"name": "mine", "model_id": "org/tiny", "replicas": 16}

@@ -18,13 +18,14 @@ import pytest
 from tests.support.fleet import LIMIT_S, Fleet, settings_for
 from tests.support.polling import eventually
 
+from teimgr.config.on_demand import OnDemandSettings
 from teimgr.control.launch.process_handle import look_up
 from teimgr.control.ledger.ledger import Place
 from teimgr.control.placement.hosts import Host
 from teimgr.control.placement.planner import Inventory
 from teimgr.control.supervision.crash_reports import CrashReports
 from teimgr.control.supervision.store import parse
-from teimgr.errors import NotRunning, StateNotSaved, UpdateFailed, ValidationError
+from teimgr.errors import Code, MaxInstancesReached, NotRunning, StateNotSaved, UpdateFailed, ValidationError
 from teimgr.spec import InstanceSpec, State, UpdateView
 from teimgr.wire.routing.router import Router
 
@@ -531,3 +532,17 @@ async def test_a_move_that_fails_leaves_the_worker_where_it_serves(folder: Path)
             await instance.move(1, Place("two"))
     finally:
         await fleet.end()
+
+
+async def test_a_model_that_calls_had_made_and_that_fails_gives_its_place_to_another(fleets: Fleets) -> None:
+    fleet = fleets(on_demand=OnDemandSettings(models=("org/*",), max_instances=1))
+    await fleet.manager.boot()
+    fails = InstanceSpec("a", f"fail-permanent={Code.MODEL_NOT_FOUND.value}", tags={"made_by": "call"})
+    await fleet.manager.create(fails)
+    await fleet.until(lambda entry: entry.state is State.FAILED)
+
+    second = await fleet.manager.declare("org/second")
+
+    assert [view.spec.name for view in fleet.manager.list()] == [second]
+    with pytest.raises(MaxInstancesReached):
+        await fleet.manager.declare("org/third")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from contextlib import aclosing
 from pathlib import Path
@@ -49,8 +50,8 @@ async def validate(
                 total += 1
                 if isinstance(parsed, BatchFault):
                     seen.faults.append(parsed)
-                else:
-                    seen.check(parsed)
+                elif seen.check(parsed):
+                    await asyncio.sleep(0)  # to look for names like an unknown one takes milliseconds
                 if len(seen.faults) >= MAX_FAULTS:
                     return Validated(total, None, seen.faults)
     if not total:
@@ -68,16 +69,19 @@ class _Seen:
         self._ids: set[bytes] = set()
         self._check_model = check_model
 
-    def check(self, request: InputRequest) -> None:
+    def check(self, request: InputRequest) -> bool:
+        """Note a request and its faults; whether its model was looked up."""
         digest = request.digest
         if digest in self._ids:
             text = "The custom_id of this request is that of another one; it must be unique in a batch."
             self.faults.append(BatchFault("duplicate_custom_id", text, request.number, "custom_id"))
         self._ids.add(digest)
-        if request.model not in self.models:
+        is_new = request.model not in self.models
+        if is_new:
             self.models[request.model] = self._refusal(request.model)
         if (why := self.models[request.model]) is not None:
             self.faults.append(BatchFault("model_not_found", why, request.number, "body.model"))
+        return is_new
 
     def _refusal(self, model: str) -> str | None:
         try:

@@ -388,10 +388,11 @@ class Gateway:
         """The cards of names that the caller may use, as JSON."""
         dialect = dialect_of(request.url.path)
         owner = dialect if dialect in (INFINITY, VLLM) else _OWNER
-        return await self._rows.rows(names, owner, caller_of(request.scope).is_operator, self.aliases)
+        return await self._rows.rows(names, owner, caller_of(request.scope), self.aliases)
 
-    def _cards(self, owner: str, is_for_operator: bool) -> ModelCards:
-        return ModelCards(self._views(), self._names.model_id, self._since, owner, is_for_operator)
+    def _cards(self, owner: str, caller: Caller) -> ModelCards:
+        views = (view for view in self._views() if caller.covers(view.spec.name))
+        return ModelCards(views, self._names.model_id, self._since, owner, caller.is_operator)
 
     async def _get_model(self, request: Request) -> Response:
         names, name = self._names_for(caller_of(request.scope)), request.path_params["model"]

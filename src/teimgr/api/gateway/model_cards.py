@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from teimgr import __version__
 from teimgr.api.gateway.routes import WEAVIATE_BASES
-from teimgr.http.auth.policy import caller_of
+from teimgr.http.auth.policy import Caller, caller_of
 from teimgr.models.source import shown_id
 from teimgr.spec import InstanceView, Kind, LoadedModel, RouteEntry, State
 from teimgr.wire.error_bodies import JSON_TYPE
@@ -61,12 +61,13 @@ _OUTPUTS = {"dense": "dense", "sparse": "sparse", "multi-vector": "multivector",
 class CardRows:
     """The cards of names as JSON, each made again only after its instance or its model has changed.
 
-    `cards` makes them, for an owner and for an operator or not; `routed` follows the directory.
+    `cards` makes them, for an owner and a caller; `routed` follows the directory. Callers with the same instances and
+    rights share rows.
     """
 
-    def __init__(self, cards: Callable[[str, bool], ModelCards]) -> None:
+    def __init__(self, cards: Callable[[str, Caller], ModelCards]) -> None:
         self._cards = cards
-        self._rows: defaultdict[tuple[str, bool], dict[str, bytes]] = defaultdict(dict)
+        self._rows: defaultdict[tuple[str, bool, tuple[str, ...] | None], dict[str, bytes]] = defaultdict(dict)
         self._models: dict[str, str] = {}
         self._changes = 0
 
@@ -86,11 +87,9 @@ class CardRows:
             for stale in (name, self._models.get(name, name)):
                 rows.pop(stale, None)
 
-    async def rows(
-        self, names: Sequence[str], owner: str, is_for_operator: bool, aliases: Iterable[str] = ()
-    ) -> list[bytes]:
+    async def rows(self, names: Sequence[str], owner: str, caller: Caller, aliases: Iterable[str] = ()) -> list[bytes]:
         """The rows of these names in their order."""
-        rows = self._rows[owner, is_for_operator]
+        rows = self._rows[owner, caller.is_operator, caller.instances]
         for alias in aliases:  # the instance behind it may have changed
             rows.pop(alias, None)
         found = [rows.get(name, b"") for name in names]
@@ -98,7 +97,7 @@ class CardRows:
         cards, changes = None, self._changes
         for first in range(0, len(missing), _ROWS_AT_ONCE):
             if cards is None or self._changes != changes:
-                cards, changes = self._cards(owner, is_for_operator), self._changes
+                cards, changes = self._cards(owner, caller), self._changes
             for place in missing[first : first + _ROWS_AT_ONCE]:
                 found[place] = rows[names[place]] = orjson.dumps(cards.card(names[place]))
             await asyncio.sleep(0)

@@ -196,10 +196,13 @@ class OllamaRoutes:
 
     def _listed(self, request: Request) -> Iterator[_Listed]:
         """The names of what embeds, or may when it has been loaded, that the caller may use."""
-        names = self._names_for(caller_of(request.scope))
+        caller = caller_of(request.scope)
+        names = self._names_for(caller)
         by_name: dict[str, InstanceView] = {}
         by_model: dict[str, InstanceView] = {}
         for view in self._views():
+            if not caller.covers(view.spec.name):
+                continue
             by_name[view.spec.name] = view
             if view.spec.model_id not in by_model or view.state is State.RUNNING:
                 by_model[view.spec.model_id] = view

@@ -43,6 +43,7 @@ router = APIRouter(tags=["instances"], responses=ANY_FAILURE, route_class=Strict
 
 # Keys that decide how much of the machine a worker takes, and which code and which files it loads.
 _BOUNDED = {"threads", "max_batch_tokens", "extra_args"}
+_WORKERS = {"replicas", "min_replicas", "max_replicas"}
 _CODE_AND_FILES = {"model_id", "revision", "trust_remote_code", "code_revision", "safetensors_only", "extra_args"}
 
 UNKNOWN: dict[int | str, dict[str, Any]] = {404: {"model": Failure, "description": "no such instance"}}
@@ -219,7 +220,7 @@ async def changed(
             check_restricted(changed, settings)
         if changes.keys() & _BOUNDED:
             check_bounds(changed, settings)
-        if "replicas" in changes or manager.replicas(changed) > manager.planned_workers(name):
+        if changes.keys() & _WORKERS or _most_workers(manager, changed) > manager.planned_workers(name):
             promised = request.app.state.promised_workers.within(manager, changed, caller)
     with _telling(caller), promised:
         return await manager.update(name, changes, recreate=recreate, wait=wait)
@@ -238,8 +239,11 @@ class PromisedWorkers:
         Raises:
             Forbidden: the instances of its key would have more than its `max_workers` together.
         """
-        promise = spec.name, manager.replicas(spec)
-        counts = {view.spec.name: manager.planned_workers(view.spec.name) for view in manager.list()}
+        promise = spec.name, _most_workers(manager, spec)
+        counts = {
+            view.spec.name: max(manager.planned_workers(view.spec.name), _most_workers(manager, view.spec))
+            for view in manager.list()
+        }
         counts[spec.name] = 0  # it may shrink
         for name, count in (*self._promises, promise):
             counts[name] = max(count, counts.get(name, 0))
@@ -252,6 +256,12 @@ class PromisedWorkers:
             yield
         finally:
             self._promises.remove(promise)
+
+
+def _most_workers(manager: Manager, spec: InstanceSpec) -> int:
+    """The workers that an instance may come to have: by its replicas, or by those that its load may set."""
+    by_load = max(spec.min_replicas, spec.max_replicas) if spec.max_replicas else 0
+    return max(manager.replicas(spec), by_load)
 
 
 @contextmanager

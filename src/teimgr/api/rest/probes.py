@@ -70,7 +70,7 @@ async def health(request: Request, manager: ManagerDep) -> Response:
             "timestamp": now_rfc3339(),
             "version": __version__,
             "alarms": all_alarms(manager, state.alarms),
-            "notices": all_notices(manager, state.reloader),
+            "notices": all_notices(manager, state.reloader, names=state.policy.now.is_open),
         }
     )
 
@@ -142,10 +142,14 @@ def all_alarms(manager: Manager, others: Alarms) -> list[str]:
     return [alarm for alarm in (manager.store_alarm, *others()) if alarm]
 
 
-def all_notices(manager: Manager, reloader: Reloader | None) -> list[str]:
-    """What needs no action but should be known: of the configuration, then of instances whose texts are cut."""
+def all_notices(manager: Manager, reloader: Reloader | None, names: bool = True) -> list[str]:
+    """What needs no action but should be known: of the configuration, then of instances whose texts are cut, by number
+    alone without `names`, for a reader who is not known.
+    """
     cut = ((view.spec.name, view.model.cut_notice) for view in manager.list() if view.model is not None)
     lines = [f"{name}: {notice}" for name, notice in cut if notice]
+    if lines and not names:
+        lines = [f"instances whose texts are cut: {len(lines)}"]
     if len(lines) > _CUT_SHOWN:
         lines[_CUT_SHOWN:] = [f"instances whose texts are cut too: {len(lines) - _CUT_SHOWN}"]
     return [*(reloader.notices() if reloader else ()), *lines]

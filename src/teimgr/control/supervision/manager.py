@@ -506,9 +506,12 @@ class Manager:
         found = next((name for name, each in self._instances.items() if each.spec.model_id == model_id), None)
         if found is not None:
             return found
-        made = sum(each.spec.tags.get(_MADE_BY) == _A_CALL for each in self._instances.values())
-        if made >= limits.max_instances:
-            raise MaxInstancesReached(limits.max_instances)
+        made = [each for each in self._instances.values() if each.spec.tags.get(_MADE_BY) == _A_CALL]
+        if len(made) >= limits.max_instances:
+            failed = next((each.spec.name for each in made if each.state is State.FAILED), None)
+            if failed is None:
+                raise MaxInstancesReached(limits.max_instances)
+            await self.delete(failed)  # a name that calls made up keeps no place from a model that there is
         spec = InstanceSpec(
             name=name_of_model(model_id, self._instances),
             model_id=model_id,

@@ -14,7 +14,8 @@ from typing import Protocol
 
 from teimgr.errors import TeimgrError
 from teimgr.wire.frames import FrameType, Header, Received, pack_error, retry_after_ms
-from teimgr.wire.tenants.table import COUNTERS, TENANTS, Counter
+from teimgr.wire.tenants.policy import MAX_TOKENS
+from teimgr.wire.tenants.table import COUNTERS, Counter
 
 
 class Note(IntEnum):
@@ -116,12 +117,14 @@ class EntryDesk:
         if header.method == Note.CHARGE:
             self._charge(self._meter, header.id, *CHARGE.unpack(payload))
         elif header.method == Note.SETTLE:
+            [computed] = SETTLE.unpack(payload)
             if (charge := self._open.pop(header.id, None)) is not None:
-                charge.settle(*SETTLE.unpack(payload))
+                charge.settle(_valid_tokens(computed))
         elif header.method == Note.COUNT:
             tenant, *counts = COUNT.unpack(payload)
+            self._check_introduced(tenant)
             for counter in Counter:
-                self._meter.count(_valid(tenant), counter, counts[counter])
+                self._meter.count(tenant, counter, _valid_tokens(counts[counter]))
 
     def close(self) -> None:
         """The link is lost: what was charged and not settled is refunded, since its caller gets an error."""
@@ -132,13 +135,18 @@ class EntryDesk:
             self._meter = None
             self._meters.give_back(*self._of)
 
+    def _check_introduced(self, tenant: int) -> None:
+        if tenant not in self._known:
+            raise ValueError(f"tenant {tenant} has not called over this link")
+
     def _charge(self, meter: Meter, id: int, tenant: int, tokens: int) -> None:
-        terms = meter.standing(_valid(tenant))
+        self._check_introduced(tenant)
+        terms = meter.standing(tenant)
         if not terms.has_quota:  # any longer
             self._send(FrameType.TENANT, Note.CHARGED, id)
             return
         charge = terms.open_account()
-        if (refusal := charge.charge(tokens)) is None:
+        if (refusal := charge.charge(_valid_tokens(tokens))) is None:
             self._open[id] = charge
             self._send(FrameType.TENANT, Note.CHARGED, id, flags=SHADOWED if charge.is_shadowed else 0)
         else:
@@ -146,7 +154,8 @@ class EntryDesk:
             self._send(FrameType.TENANT, Note.CHARGED, id, packed, deadline_ms=retry_ms)
 
 
-def _valid(tenant: int) -> int:
-    if tenant >= TENANTS:
-        raise ValueError(f"tenant {tenant} is beyond the table")
-    return tenant
+def _valid_tokens(tokens: int) -> int:
+    """A number of tokens that another host reports: a negative one would lift the quotas of this one."""
+    if not 0 <= tokens <= MAX_TOKENS:
+        raise ValueError(f"{tokens} tokens are none or too many")
+    return tokens
