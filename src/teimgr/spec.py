@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple
 from teimgr.errors import InvalidConfig, InvalidInstanceName
 
 U16 = 2**16 - 1
+UNPRIVILEGED_PORT, LAST_PORT = 1024, U16
 U32 = 2**32 - 1
 I64 = 2**63 - 1  # what TOML can express
 
@@ -52,6 +53,8 @@ _PATH_PREFIX = re.compile(r"(?:/(?!\.\.?(?:/|$))[A-Za-z0-9._~-]+){0,16}/?")
 _MAX_PATH_PREFIX = 256
 GRAPH_TOKENS = 3 << 17
 """Tokens whose hidden states the CUDA graphs of a model keep at most, in 16 bits: memory of a card."""
+CPU_BATCH_TOKENS, CPU_TEMPORARY_BYTES = 2048, 25_000_000
+"""Of a batch on a CPU: larger temporaries are mapped and unmapped by every operation; more tokens gain nothing."""
 PLACEMENTS = ("spread", "pack")
 LOADS = ("eager", "on_demand")
 

@@ -12,12 +12,11 @@ from typing import Literal
 
 from teimgr.config.schema import ConfigFault
 from teimgr.models.hub import ModelsFrom
-from teimgr.spec import U16, U32, key
+from teimgr.spec import U16, U32, UNPRIVILEGED_PORT, key
 
 MAX_LABELS = 64
 MIN_RAY_PORTS = 16
 """Six of Ray's servers; each worker and Ray's own processes have one each."""
-_UNPRIVILEGED_PORT = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,8 +94,8 @@ def ray_ports_problem(ports: range) -> str | None:
     """The sentence that refuses ports which are too few, or privileged; none at all mean any that are free."""
     if ports.start == ports.stop == 0:
         return None
-    if ports.start < _UNPRIVILEGED_PORT:
-        return f"ray_port_start must be at least {_UNPRIVILEGED_PORT} (got {ports.start})"
+    if ports.start < UNPRIVILEGED_PORT:
+        return f"ray_port_start must be at least {UNPRIVILEGED_PORT} (got {ports.start})"
     if len(ports) < MIN_RAY_PORTS:
         return f"must be at least {MIN_RAY_PORTS} above ray_port_start (got {ports.start} and {ports.stop})"
     return None

@@ -36,6 +36,7 @@ from teimgr.spec import (
     TOKEN_ENCODING,
     U16,
     U32,
+    UNPRIVILEGED_PORT,
     InstanceSpec,
     check_name,
     declared,
@@ -43,7 +44,6 @@ from teimgr.spec import (
     path_prefix,
 )
 
-UNPRIVILEGED_PORT = 1024
 # A mux binds its socket under its own name, with its process id behind a dot, and moves it to the path.
 GRPC_SOCKET_BYTES = SOCKET_PATH_BYTES - len(".4194304")
 # A browser's Origin header has no path and no default port.
@@ -491,8 +491,8 @@ def _seed_port(
     settings: Settings, seed: InstanceSpec, path: str, before: tuple[InstanceSpec, ...]
 ) -> Iterator[ConfigFault]:
     who = f"Instance '{seed.name}' port"
-    if seed.port < 1024:
-        yield ConfigFault(path, f"{who} must be >= 1024 (got {seed.port})")
+    if seed.port < UNPRIVILEGED_PORT:
+        yield ConfigFault(path, f"{who} must be >= {UNPRIVILEGED_PORT} (got {seed.port})")
     for listener in settings.listeners():
         if seed.port == listener.port:
             yield ConfigFault(path, f"{who} {seed.port} conflicts with {listener.noun} port")

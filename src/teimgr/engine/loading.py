@@ -39,7 +39,7 @@ from teimgr.models.gguf_head import HEADS
 from teimgr.models.layout import Backbone, Layout
 from teimgr.models.reading import read_layout, refuse_warnings
 from teimgr.models.weight_sizes import check_tensors
-from teimgr.spec import CUT_TEXTS, LoadedModel
+from teimgr.spec import CPU_BATCH_TOKENS, CPU_TEMPORARY_BYTES, CUT_TEXTS, LoadedModel
 
 log = logging.getLogger(__name__)
 
@@ -53,10 +53,7 @@ _DTYPES = {
 # What a host lacks at times: the same load may succeed later. Any other exception on a CPU would be raised again.
 _MAY_PASS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EINTR, errno.ENOSPC)
 _HOST = torch.device("cpu")
-# On a CPU temporaries above some 25 MB are mapped and unmapped by every operation; more tokens gain nothing.
-_CPU_BATCH_TOKENS = 2048
 _TABLE_BATCH_TOKENS = 8192  # of an embedding table: a batch costs more than its tokens do
-_CPU_TEMPORARY_BYTES = 25_000_000
 _CPU_BULK_TOKENS_BESIDE_INTERACTIVE = 512
 _MIN_BATCH_TOKENS = 256
 # A batch with fewer multiplications per layer is computed by one thread: each operation would wake the others, which
@@ -462,8 +459,8 @@ def _limits(options: EngineOptions, model: Model) -> BatchLimits:
         beside = max(_MIN_BULK_TOKENS_BESIDE_INTERACTIVE, options.max_batch_tokens // 4)
         beside = min(beside, _MAX_BULK_TOKENS_BESIDE_INTERACTIVE)
         return BatchLimits(options.max_batch_tokens, min(beside, options.max_batch_tokens), options.max_batch_requests)
-    affordable = max(_MIN_BATCH_TOKENS, _CPU_TEMPORARY_BYTES // (4 * _widths(model)[1]))
-    few = _TABLE_BATCH_TOKENS if isinstance(model.backbone, StaticTable) else _CPU_BATCH_TOKENS
+    affordable = max(_MIN_BATCH_TOKENS, CPU_TEMPORARY_BYTES // (4 * _widths(model)[1]))
+    few = _TABLE_BATCH_TOKENS if isinstance(model.backbone, StaticTable) else CPU_BATCH_TOKENS
     tokens = min(options.max_batch_tokens, few, affordable)
     beside = min(tokens, _CPU_BULK_TOKENS_BESIDE_INTERACTIVE)
     return BatchLimits(tokens, beside, options.max_batch_requests, own_threads=model.is_native)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from teimgr.control.ledger.ledger import Footprint
 from teimgr.models.weight_sizes import WeightSizes
-from teimgr.spec import GRAPH_TOKENS, Kind
+from teimgr.spec import CPU_BATCH_TOKENS, CPU_TEMPORARY_BYTES, GRAPH_TOKENS, Kind
 
 ASSUMED = Footprint(host_bytes=2 << 30, source="assumed")
 """Of a model whose files are not on this host yet."""
@@ -60,8 +60,6 @@ _ARCHITECTURES = {
 _BYTES_OF_TOKENIZER = 19  # in memory, for each byte of its file
 _MARGIN = 1.08
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
-_CPU_BATCH_TOKENS = 2048
-_CPU_TEMPORARY_BYTES = 25_000_000  # what a batch on a CPU is cut to
 _STATIC_BATCH_BYTES = 8 * _MIB
 
 
@@ -107,7 +105,7 @@ def _batch_bytes(sizes: WeightSizes, max_batch_tokens: int, *, on_card: bool) ->
     row = 4 * (2 * sizes.hidden + sizes.widest)
     if on_card:
         return 3 * row * max_batch_tokens
-    return min(min(max_batch_tokens, _CPU_BATCH_TOKENS) * row, _CPU_TEMPORARY_BYTES)
+    return min(min(max_batch_tokens, CPU_BATCH_TOKENS) * row, CPU_TEMPORARY_BYTES)
 
 
 def _with_margin(host: int, extra_while_loading: int) -> Footprint:

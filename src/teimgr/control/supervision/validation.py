@@ -24,10 +24,8 @@ from teimgr.errors import (
 from teimgr.models import hub
 from teimgr.models.directory import check_safetensors
 from teimgr.models.reading import read_layout
-from teimgr.spec import InstanceSpec, WorkerSpec
+from teimgr.spec import LAST_PORT, UNPRIVILEGED_PORT, InstanceSpec, WorkerSpec
 
-UNPRIVILEGED_PORT = 1024
-LAST_PORT = 65535
 _PROMETHEUS_TRIES = 1000
 
 
