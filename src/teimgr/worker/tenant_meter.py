@@ -1,4 +1,4 @@
-"""Charges calls to their tenants, and counts what they have used, in the table that the workers of a host share."""
+"""Counters and limits per key of one worker's row in the table of tenants: `TenantMeter`, `Standing`, `Account`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Standing:
     """What a tenant may use, read from the table once, until it is configured again; `till` is None without a quota."""
 
     __slots__ = (
-        *("_arrival_at", "_burst_ns", "_daily", "_spent_at", "_spent_of", "_token_ns", "_words"),
+        *("_arrival_at", "_spent_at", "_spent_of", "_words"),
         *("has_concurrent", "has_quota", "is_shadow", "limits", "share", "till"),
     )
 
@@ -48,10 +48,7 @@ class Standing:
         self._words = table.words
         self._spent_of = partial(table.spent, tenant)
         self._arrival_at, self._spent_at = arrival_at(tenant), spent_at(tenant)
-        _, burst, self._daily, _ = limits = table.limits(tenant)
-        self._token_ns = NS_PER_S // limits.rate if limits.rate else 0
-        self._burst_ns = policy.time_of(burst, limits.rate) if limits.rate else 0
-        self.limits = limits
+        self.limits = table.limits(tenant)
         self.is_shadow, weight, priority = table.terms(tenant)
         self.share = Share(tenant, max(1, weight), priority)
         self.has_concurrent = self.limits.concurrent > 0
@@ -68,16 +65,11 @@ class Standing:
 
         Nothing is charged. Tokens in flight are left to the charge.
         """
-        words = self._words
-        if not (  # which is nearly always enough
-            (self._burst_ns and words[self._arrival_at] + least * self._token_ns - time.monotonic_ns() > self._burst_ns)
-            or (self._daily and (words[self._spent_at] & DAY_TOKENS) + least > self._daily)
-        ):
+        words, now_ns = self._words, time.monotonic_ns()
+        of_day = words[self._spent_at] & DAY_TOKENS
+        if policy.may_pass(self.limits, words[self._arrival_at], of_day, least, now_ns) or self.is_shadow:
             return None
-        if self.is_shadow:
-            return None
-        moment = time.monotonic_ns(), int(time.time()) // S_PER_DAY
-        verdict = policy.charge(self.limits, self._spent_of(), 0, least, *moment)
+        verdict = policy.charge(self.limits, self._spent_of(), 0, least, now_ns, int(time.time()) // S_PER_DAY)
         if (code := verdict.refused_by) is None:
             return None
         return refusal(code, self.limits, least, verdict.wait_ns)

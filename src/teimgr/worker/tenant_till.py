@@ -1,4 +1,4 @@
-"""Charges and refunds of one tenant in the table that the workers of a host share: by the library, or under a lock."""
+"""Atomic charge and refund of one tenant in the table of a host: by tenants.c, or under a lock of the file."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from typing import Any, Protocol
 from teimgr.engine.native_library import native_library
 from teimgr.wire.tenants import policy
 from teimgr.wire.tenants.policy import S_PER_DAY, Receipt
-from teimgr.wire.tenants.table import IN_FLIGHT_AT, TENANTS, USED_ROWS_AT, TenantTable, tenant_at
-
-_WORD = 8
+from teimgr.wire.tenants.table import IN_FLIGHT_AT, TENANTS, USED_ROWS_AT, WORD_BYTES, TenantTable, tenant_at
 
 Slip = Any
 """Where a till writes a charge, for its refund; used again for a later charge."""
@@ -69,9 +67,9 @@ class NativeTill:
         self.charge, self.refund = library.tenant_charge, library.tenant_refund
         self.charge_at, self.refund_at = library.tenant_charge_at, library.tenant_refund_at
         base = ctypes.addressof(ctypes.c_char.from_buffer(table.memory))
-        first = base + (IN_FLIGHT_AT + tenant) * _WORD
-        own = first + row * TENANTS * _WORD if is_in_flight else None
-        self._places = base + tenant_at(tenant) * _WORD, own, first, base + USED_ROWS_AT * _WORD, TENANTS
+        first = base + (IN_FLIGHT_AT + tenant) * WORD_BYTES
+        own = first + row * TENANTS * WORD_BYTES if is_in_flight else None
+        self._places = base + tenant_at(tenant) * WORD_BYTES, own, first, base + USED_ROWS_AT * WORD_BYTES, TENANTS
 
     def new(self) -> Slip:
         return ctypes.byref(_Charge(*self._places))

@@ -1,4 +1,4 @@
-"""What a worker does for tenants with each call: charge its jobs, and count what was answered and refused."""
+"""Tenant accounting of calls in a worker: charge, count, share."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from teimgr.errors import Code
-from teimgr.wire.tenants.policy import NS_PER_S, Limits, Receipt, Spent, charge, refund, remaining
+from teimgr.wire.tenants.policy import NS_PER_S, Limits, Receipt, Spent, charge, may_pass, refund, remaining
 
 DAY = 20_000
 
@@ -70,6 +70,24 @@ def test_no_window_has_a_token_too_many_whatever_is_refunded(seed: int) -> None:
     assert calls.most_over() == 0
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_the_quick_check_turns_down_only_what_a_charge_refuses(seed: int) -> None:
+    draw, refused = random.Random(seed), 0
+    limits = Limits(draw.choice((3, 100, 7777)), draw.choice((50, 1000)), draw.choice((0, 2000)))
+    spent = Spent()
+
+    for now_ns in moments(draw, 300):
+        tokens = draw.randrange(1, 90)
+        passes = may_pass(limits, spent.arrival_ns, spent.of_day, tokens, now_ns)
+        verdict = charge(limits, spent, 0, tokens, now_ns, DAY)
+        refused += verdict.refused_by is not None
+        assert passes or verdict.refused_by is not None
+        assert not passes or verdict.refused_by is None or tokens > limits.burst
+        spent = verdict.spent
+
+    assert 0 < refused < 300
+
+
 def test_a_bucket_admits_all_that_it_may() -> None:
     calls = Calls(Limits(rate=100, burst=1000))
 
@@ -90,7 +108,7 @@ def test_the_wait_is_the_true_one() -> None:
 
 def test_a_call_larger_than_a_quota_is_never_admitted() -> None:
     for limits in (Limits(rate=10, burst=99), Limits(daily=99), Limits(concurrent=99)):
-        assert charge(limits, Spent(), 0, 100, 10**15, DAY).never
+        assert charge(limits, Spent(), 0, 100, 10**15, DAY).refused_by is not None
         assert charge(limits, Spent(), 0, 99, 10**15, DAY).refused_by is None
 
 

@@ -50,16 +50,12 @@ class Receipt(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Whether a call is admitted (`refused_by` is None), and else after which time it may be tried again.
-
-    `never`: no time is enough, since the call alone is larger than the limit.
-    """
+    """Whether a call is admitted (`refused_by` is None), and else after which time it may be tried again."""
 
     spent: Spent
     receipt: Receipt = Receipt()
     refused_by: Code | None = None
     wait_ns: int = 0
-    never: bool = False
 
 
 def charge(limits: Limits, spent: Spent, in_flight: int, tokens: int, now_ns: int, day: int) -> Verdict:
@@ -69,21 +65,32 @@ def charge(limits: Limits, spent: Spent, in_flight: int, tokens: int, now_ns: in
     """
     rate_code, daily_code, concurrent_code = LIMITS
     if limits.concurrent and in_flight + tokens > limits.concurrent:
-        return Verdict(spent, refused_by=concurrent_code, never=tokens > limits.concurrent)
+        return Verdict(spent, refused_by=concurrent_code)
     of_day = spent.of_day if spent.day == day else 0
     if limits.daily and of_day + tokens > limits.daily:
-        return Verdict(spent, refused_by=daily_code, never=tokens > limits.daily)
+        return Verdict(spent, refused_by=daily_code)
     arrival_ns = spent.arrival_ns
     if limits.rate:
         burst_ns = time_of(limits.burst, limits.rate)
         # It is never further ahead than the burst, unless the limits have changed since.
         arrival_ns = max(min(arrival_ns, now_ns + burst_ns), now_ns) + time_of(tokens, limits.rate)
         if (wait_ns := arrival_ns - now_ns - burst_ns) > 0:
-            return Verdict(spent, refused_by=rate_code, wait_ns=wait_ns, never=tokens > limits.burst)
+            return Verdict(spent, refused_by=rate_code, wait_ns=wait_ns)
     receipt = Receipt(tokens, limits.rate, day if limits.daily else 0, arrival_ns, spent.refunded_ns)
     if limits.daily:
         spent = spent._replace(day=day, of_day=of_day + tokens)
     return Verdict(spent._replace(arrival_ns=arrival_ns), receipt)
+
+
+def may_pass(limits: Limits, arrival_ns: int, of_day: int, tokens: int, now_ns: int) -> bool:
+    """Whether `charge` may admit a call of `tokens` or more: a quick check, which charges nothing.
+
+    If not, `charge` refuses the call, unless `of_day` is of an earlier day. Tokens in flight are not checked.
+    """
+    rate, burst, daily, _ = limits
+    if rate and arrival_ns - now_ns + time_of(tokens, rate) > time_of(burst, rate):
+        return False
+    return not daily or of_day + tokens <= daily
 
 
 def refund(spent: Spent, receipt: Receipt, tokens: int, now_ns: int) -> Spent:

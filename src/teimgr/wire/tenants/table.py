@@ -1,7 +1,7 @@
 """The file of the tenants of a host: quotas, what is used of them, and counters, mapped by daemon and workers.
 
 It is an array of 64-bit words. The daemon writes the limits and names of the tenants, each worker the counters in its
-own row; the state of the quotas is changed by all workers, atomically (`worker/tenant_meter.py`). A row belongs to the
+own row; the state of the quotas is changed by all workers, atomically (`worker/tenant_till.py`). A row belongs to the
 worker that has locked it; the kernel takes the lock back when the process ends. Then the daemon adds up its counters
 and clears it, so that a killed worker leaves no tokens in flight.
 
@@ -36,7 +36,7 @@ _ROW_WORDS = 96
 _TENANTS_AT = _HEADER_WORDS
 _ROWS_AT = _TENANTS_AT + TENANTS * TENANT_WORDS
 IN_FLIGHT_AT = _ROWS_AT + ROWS * _ROW_WORDS
-_WORD = 8
+WORD_BYTES = 8
 DAY_SHIFT = 40  # the word of the day's tokens: the day in the upper bits
 DAY_TOKENS = (1 << DAY_SHIFT) - 1
 ANONYMOUS = 0
@@ -74,7 +74,7 @@ COUNTERS = len(Counter)
 
 _COUNTERS_AT = IN_FLIGHT_AT + ROWS * TENANTS
 _WORDS = _COUNTERS_AT + ROWS * TENANTS * COUNTERS
-_NAME_BYTES = (_ROW_WORDS - 2) * _WORD  # of instance and model, a NUL between them
+_NAME_BYTES = (_ROW_WORDS - 2) * WORD_BYTES  # of instance and model, a NUL between them
 _BOOT = 0  # word of the header: of which start of the host the moments are
 VERSION_AT = 1
 """The word that is another one whenever the tenants were configured."""
@@ -111,8 +111,8 @@ class TenantTable:
     def __init__(self, path: Path) -> None:
         self.file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            os.posix_fallocate(self.file, 0, _WORDS * _WORD)  # on a full disk an error here, and no SIGBUS later
-            self.memory = mmap.mmap(self.file, _WORDS * _WORD)
+            os.posix_fallocate(self.file, 0, _WORDS * WORD_BYTES)  # on a full disk an error here, and no SIGBUS later
+            self.memory = mmap.mmap(self.file, _WORDS * WORD_BYTES)
         except BaseException:
             os.close(self.file)
             raise
@@ -251,7 +251,7 @@ class TenantTable:
             (counter_at(row, 0), TENANTS * COUNTERS),
             (_row_at(row), _ROW_WORDS),
         ):
-            self.words[begin : begin + size] = memoryview(bytes(size * _WORD)).cast("q")
+            self.words[begin : begin + size] = memoryview(bytes(size * WORD_BYTES)).cast("q")
 
     def _lock(self, row: int) -> bool:
         try:
@@ -305,4 +305,4 @@ _NO_ROW = ROWS  # behind the last row: its bytes are locked for the state of the
 
 
 def _lock_of(kind: int, row: int) -> bytes:
-    return struct.pack(_LOCK, kind, os.SEEK_SET, _row_at(row) * _WORD, _ROW_WORDS * _WORD, 0)
+    return struct.pack(_LOCK, kind, os.SEEK_SET, _row_at(row) * WORD_BYTES, _ROW_WORDS * WORD_BYTES, 0)
