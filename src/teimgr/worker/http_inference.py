@@ -368,9 +368,8 @@ def best_first(scores: NDArray[np.float32], top_n: int | None = None) -> list[in
 
 # Calls.
 
-# A body beyond this size is parsed on a codec thread, and one beyond this size is parsed a second time on one: that
-# takes up to a microsecond a byte.
-_LARGE_BODY_BYTES = 128 * 1024
+_LARGE_BODY_BYTES = 128 * 1024  # a larger body is parsed on a codec thread
+# A larger body that is parsed a second time, by the format's own parser, is so on a codec thread: a microsecond a byte.
 _REPARSED_BYTES = 4 * 1024
 
 # Names of prompts for queries and for documents, in order of preference.
@@ -469,19 +468,18 @@ class HttpInference:
     async def _read(self, request: HttpRequest, kind: type[BodyT], body_format: BodyFormat) -> BodyT:
         check_content_type(request.headers.get("content-type", ""), body_format.accepts)
         size, off_loop = len(request.body), self.dispatcher.off_loop
+        found: BodyT
         if size > _LARGE_BODY_BYTES:
-            found: BodyT = await off_loop(parse, kind, request.body, body_format)
+            found = await off_loop(parse, kind, request.body, body_format)
             self.dispatcher.free_off_loop(found)
             return found
+        if size <= _REPARSED_BYTES:
+            return parse(kind, request.body, body_format)
         quick, is_sure = _parse_quickly(kind, request.body, body_format)
         if is_sure and quick is not None:
             return quick
-        reparsed: BodyT
-        if size > _REPARSED_BYTES:
-            reparsed = await off_loop(_reparse, kind, request.body, body_format, quick)
-        else:
-            reparsed = _reparse(kind, request.body, body_format, quick)
-        return reparsed
+        found = await off_loop(_reparse, kind, request.body, body_format, quick)
+        return found
 
     def inputs(self, given: str | Sequence[Any], limit: int = MAX_INPUTS) -> list[EngineInput]:
         """Like `engine_inputs`, and counts what is refused."""
@@ -491,8 +489,7 @@ class HttpInference:
     def check_count(self, count: int, limit: int = MAX_INPUTS) -> None:
         """Raises InvalidInput for more inputs than a client may send; to be called before they are looked at."""
         if count > limit:
-            self.dispatcher.metrics.received(count)
-            self.dispatcher.metrics.batch_too_large()
+            self.dispatcher.metrics.batch_too_large(count)
             check_count(count, limit)
 
     async def respond(self, make: MakeJob, *, timings: bool = False) -> HttpReply:
@@ -561,8 +558,7 @@ class HttpInference:
             spec = make(self.served)
             check_count(len(spec.inputs), spec.limit)
         except TooManyInputs as error:
-            metrics.received(error.given)
-            metrics.batch_too_large()
+            metrics.batch_too_large(error.given)
             raise
         except TeimgrError as error:
             metrics.received(0)

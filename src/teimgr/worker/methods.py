@@ -159,8 +159,7 @@ def rerank(dispatcher: Dispatcher, call: MethodCall) -> None:
         raise EmptyInput("`texts` cannot be empty")
     need_reranker_grpc(dispatcher.engine.info)
     if (refusal := over_limit(len(message.texts), dispatcher.spec.max_client_batch_size)) is not None:
-        dispatcher.metrics.received(len(message.texts))
-        dispatcher.metrics.batch_too_large()
+        dispatcher.metrics.batch_too_large(len(message.texts))
         call.fail(InvalidInput(refusal))
         return
     pairs = [Pair(message.query, text) for text in message.texts]

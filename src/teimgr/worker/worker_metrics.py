@@ -177,7 +177,9 @@ class TeiMetrics:
     def dropped(self) -> None:
         self._failures["dropped"] += 1
 
-    def batch_too_large(self) -> None:
+    def batch_too_large(self, inputs: int) -> None:
+        """Count a request that is refused for its number of inputs."""
+        self.received(inputs)
         self._failures["batch_size"] += 1
 
     def counts(self) -> dict[str, Any]:
