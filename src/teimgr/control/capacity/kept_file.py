@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import logging
 from pathlib import Path
 from typing import Any
 
-import orjson
-
-from teimgr.files import write_atomically
-
-log = logging.getLogger(__name__)
-
-_WRITE_AFTER_S = 1.0
+from teimgr.control.delayed_json import DelayedJson
 
 
 def kept_path(state_file: Path) -> Path:
@@ -26,20 +17,12 @@ class KeptFile:
     """Sections by name; used by the event loop, written on a thread. Without a path nothing is kept."""
 
     def __init__(self, path: Path | None = None) -> None:
-        self._path = path
         self._sections: dict[str, Any] = {}
-        self._writing: asyncio.Task[None] | None = None
+        self._file = DelayedJson(path, "figures of scaling", lambda: {"sections": dict(self._sections)})
 
     def load(self) -> None:
         """Read the file; a broken one is left out, as its figures can be measured again. Blocking."""
-        if self._path is None:
-            return
-        try:
-            self._sections = dict(orjson.loads(self._path.read_bytes())["sections"])
-        except FileNotFoundError:
-            return
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            log.warning("figures of scaling cannot be read, and are measured again: %s", error)
+        self._file.read(self._take)
 
     def get(self, section: str) -> Any:
         """The value of a section; None without it."""
@@ -48,24 +31,11 @@ class KeptFile:
     def put(self, section: str, value: Any) -> None:
         """Keep a value, which is written soon; it must not be changed afterwards."""
         self._sections[section] = value
-        if self._path is not None and (self._writing is None or self._writing.done()):
-            self._writing = asyncio.get_running_loop().create_task(self._write(), name="figures of scaling")
+        self._file.write_soon()
 
     async def close(self) -> None:
         """Write what is not written yet."""
-        if self._writing is not None and not self._writing.done():
-            self._writing.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._writing
-            await asyncio.to_thread(self._save, dict(self._sections))
+        await self._file.close()
 
-    async def _write(self) -> None:
-        await asyncio.sleep(_WRITE_AFTER_S)
-        await asyncio.to_thread(self._save, dict(self._sections))
-
-    def _save(self, sections: dict[str, Any]) -> None:
-        assert self._path is not None
-        try:
-            write_atomically(self._path, orjson.dumps({"version": 1, "sections": sections}), mode=0o600)
-        except OSError as error:
-            log.warning("figures of scaling cannot be written: %s", error)
+    def _take(self, content: Any) -> None:
+        self._sections = dict(content["sections"])

@@ -8,27 +8,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.metadata
-import logging
 import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Protocol
-
-import orjson
+from typing import Any, Protocol
 
 from teimgr import __version__
+from teimgr.control.delayed_json import DelayedJson
 from teimgr.control.ledger.ledger import Footprint
 from teimgr.control.ledger.prediction import ASSUMED, ASSUMED_ON_CARD, FIRST_CALLS_BYTES, batch_bytes, predicted
 from teimgr.errors import TeimgrError
-from teimgr.files import write_atomically
 from teimgr.models import hub
 from teimgr.models.gguf_head import HEADS
 from teimgr.models.reading import read_layout
 from teimgr.models.weight_sizes import WeightSizes, weight_sizes
-
-log = logging.getLogger(__name__)
 
 _MAX_FIGURES = 10_000
 _SAME = 0.02
@@ -69,27 +64,21 @@ class Footprints:
     """The figures of all models. Used by the event loop; files are read on threads."""
 
     def __init__(self, path: Path | None = None) -> None:
-        self._path = path
+        self._file = DelayedJson(path, "figures of memory", self._content)
         self._measured: dict[str, Footprint] = {}
         self._load_seconds: dict[str, float] = {}
         self._sizes: dict[tuple[object, ...], tuple[str, WeightSizes | None]] = {}
-        self._writing: asyncio.Task[None] | None = None
 
     def load(self) -> None:
         """Read the file; a broken one is left out, as every figure can be measured again. Blocking."""
-        if self._path is None:
-            return
-        try:
-            kept = orjson.loads(self._path.read_bytes())
-            self._measured = {
-                str(key): Footprint(**{name: int(figure[name]) for name in _FIELDS}, source="measured")
-                for key, figure in kept["measured"].items()
-            }
-            self._load_seconds = {str(key): float(seconds) for key, seconds in kept.get("load_seconds", {}).items()}
-        except FileNotFoundError:
-            return
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            log.warning("measured memory cannot be read, and is measured again: %s", error)
+        self._file.read(self._take)
+
+    def _take(self, kept: Any) -> None:
+        self._measured = {
+            str(key): Footprint(**{name: int(figure[name]) for name in _FIELDS}, source="measured")
+            for key, figure in kept["measured"].items()
+        }
+        self._load_seconds = {str(key): float(seconds) for key, seconds in kept.get("load_seconds", {}).items()}
 
     async def of(
         self, spec: ModelOptions, device_kind: str = "cpu", roots: Sequence[str] | None = None, *, fresh: bool = True
@@ -126,8 +115,8 @@ class Footprints:
     def learn(self, spec: ModelOptions, device_kind: str, measured: Footprint, *, is_first: bool = False) -> Footprint:
         """Keep the most that workers of this model took, also for the next daemon; the result is that.
 
-        The first reading of a worker is before its calls, with which earlier ones grew: what they took beyond it counts
-        from then on for an eighth less, until it is measured again.
+        The first reading of a worker is taken before its calls. What earlier workers took beyond it, with their calls,
+        is reduced by an eighth, until it is measured again.
         """
         identity, sizes = self._sizes.get(_options(spec), ("", None))
         if sizes is None:  # its files came while it started, and a figure without their identity could be of others
@@ -140,7 +129,7 @@ class Footprints:
         while len(self._measured) > _MAX_FIGURES:
             del self._measured[next(iter(self._measured))]
         if before is None or any(_differs(getattr(before, name), getattr(measured, name)) for name in _FIELDS):
-            self._write_soon()
+            self._file.write_soon()
         return most
 
     def load_seconds(self, spec: ModelOptions) -> float | None:
@@ -160,34 +149,20 @@ class Footprints:
         while len(self._load_seconds) > _MAX_FIGURES:
             del self._load_seconds[next(iter(self._load_seconds))]
         if before is None or abs(kept - before) > _SAME_LOAD * before:
-            self._write_soon()
+            self._file.write_soon()
         return kept
 
-    def _write_soon(self) -> None:
-        if self._path is not None and (self._writing is None or self._writing.done()):
-            self._writing = asyncio.get_running_loop().create_task(self._write(), name="measured memory")
-
-    async def _write(self) -> None:
-        await asyncio.sleep(1.0)  # many workers become ready together
-        await asyncio.to_thread(self._save)
-
-    def _save(self) -> None:
-        assert self._path is not None
-        figures = {key: {name: getattr(it, name) for name in _FIELDS} for key, it in list(self._measured.items())}
-        loads = {key: round(seconds, 4) for key, seconds in list(self._load_seconds.items())}
-        try:
-            kept = {"version": 1, "measured": figures, "load_seconds": loads}
-            write_atomically(self._path, orjson.dumps(kept), mode=0o600)
-        except OSError as error:
-            log.warning("measured memory cannot be written: %s", error)
+    def _content(self) -> dict[str, Any]:
+        return {
+            "measured": {
+                key: {name: getattr(it, name) for name in _FIELDS} for key, it in list(self._measured.items())
+            },
+            "load_seconds": {key: round(seconds, 4) for key, seconds in list(self._load_seconds.items())},
+        }
 
     async def close(self) -> None:
         """Write what is not written yet."""
-        if self._writing is not None and not self._writing.done():
-            self._writing.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._writing
-            await asyncio.to_thread(self._save)
+        await self._file.close()
 
 
 def figure_key(spec: ModelOptions, identity: str, device_kind: str) -> str:

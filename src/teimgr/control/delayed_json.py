@@ -1,0 +1,65 @@
+"""`DelayedJson`: a JSON file beside the state file that is written a second after a change, on a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from teimgr.files import write_atomically
+
+log = logging.getLogger(__name__)
+
+_WRITE_AFTER_S = 1.0  # many changes come together
+
+
+class DelayedJson:
+    """Figures that can be measured again: errors of the disk are logged. Without a path nothing is read or written.
+
+    `name` is for logs; `content`, called on a thread, gives the object to write.
+    """
+
+    def __init__(self, path: Path | None, name: str, content: Callable[[], dict[str, Any]]) -> None:
+        self._path = path
+        self._name = name
+        self._content = content
+        self._writing: asyncio.Task[None] | None = None
+
+    def read(self, take: Callable[[Any], None]) -> None:
+        """Give the file's content to `take`, whose errors mean that it is broken. Blocking."""
+        if self._path is None:
+            return
+        try:
+            take(orjson.loads(self._path.read_bytes()))
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            log.warning("%s cannot be read, and are measured again: %s", self._name, error)
+
+    def write_soon(self) -> None:
+        """The content has changed; call it on the event loop."""
+        if self._path is not None and (self._writing is None or self._writing.done()):
+            self._writing = asyncio.get_running_loop().create_task(self._write(self._path), name=self._name)
+
+    async def close(self) -> None:
+        """Write what is not written yet."""
+        if self._path is not None and self._writing is not None and not self._writing.done():
+            self._writing.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._writing
+            await asyncio.to_thread(self._save, self._path)
+
+    async def _write(self, path: Path) -> None:
+        await asyncio.sleep(_WRITE_AFTER_S)
+        await asyncio.to_thread(self._save, path)
+
+    def _save(self, path: Path) -> None:
+        try:
+            write_atomically(path, orjson.dumps({"version": 1, **self._content()}), mode=0o600)
+        except OSError as error:
+            log.warning("%s cannot be written: %s", self._name, error)
