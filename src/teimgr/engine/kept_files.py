@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class KeptFile:
+class PrivateCacheFile:
     """A file of at most `max_bytes` in a folder of at most `max_files`, which is made where it is missing.
 
     Only files of this user that no one else may write are read. Errors of the disk are logged: a load never fails

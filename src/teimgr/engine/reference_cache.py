@@ -26,7 +26,7 @@ from torch import Tensor
 from teimgr.engine.batch import Encoded
 from teimgr.engine.dtype_speed import Preference
 from teimgr.engine.job import Output
-from teimgr.engine.kept_files import KeptFile, files_of, identities, identity
+from teimgr.engine.kept_files import PrivateCacheFile, files_of, identities, identity
 from teimgr.engine.model import name_of
 from teimgr.engine.native_library import native_library
 from teimgr.models.layout import Layout
@@ -59,7 +59,7 @@ class ReferenceCache:
     """The file of one model in `folder`; damaged ones count as missing."""
 
     def __init__(self, folder: Path, key: str) -> None:
-        self._file = KeptFile(folder / f"{key}{_SUFFIX}", MAX_BYTES, MAX_FILES)
+        self._file = PrivateCacheFile(folder / f"{key}{_SUFFIX}", MAX_BYTES, MAX_FILES)
 
     def read(self) -> KnownReference | None:
         if (content := self._file.read()) is None:

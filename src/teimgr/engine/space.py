@@ -28,7 +28,7 @@ import transformers
 from torch import Tensor
 
 from teimgr.engine.heads.projections import read_tensors
-from teimgr.engine.kept_files import KeptFile, identities
+from teimgr.engine.kept_files import PrivateCacheFile, identities
 from teimgr.engine.onnx_weights import onnx_weights
 from teimgr.engine.tokenizer import Prompts, TextTokenizer
 from teimgr.errors import ModelLoadFailed
@@ -129,7 +129,7 @@ class SpaceDigest:
         assert self._found is not None
         return space_of(self.layout, self.tokenizer, self.prompts, self._found)
 
-    def _hash(self, kept: KeptFile | None) -> None:
+    def _hash(self, kept: PrivateCacheFile | None) -> None:
         try:
             self._found = found = digests_of(self.layout, self.tokenizer, self.code, min(self.threads, _MAX_THREADS))
             if kept is not None and self._kept() == kept:  # no file has changed meanwhile
@@ -137,7 +137,7 @@ class SpaceDigest:
         except BaseException as error:  # is the load's
             self._failure = error
 
-    def _kept(self) -> KeptFile | None:
+    def _kept(self) -> PrivateCacheFile | None:
         """The file for digests of exactly these files; None if none may be kept."""
         if self.folder is None:
             return None
@@ -156,7 +156,7 @@ class SpaceDigest:
         versions = (FORMAT, tokenizers.__version__, transformers.__version__)
         facts = (versions, repr(replace(layout, notes=(), warnings=())), self.code, found)
         key = hashlib.sha256(repr(facts).encode()).hexdigest()
-        return KeptFile(self.folder / f"{key}{_SUFFIX}", _MAX_KEPT_BYTES, MAX_KEPT)
+        return PrivateCacheFile(self.folder / f"{key}{_SUFFIX}", _MAX_KEPT_BYTES, MAX_KEPT)
 
 
 def space_of(layout: Layout, tokenizer: TextTokenizer, prompts: Prompts, found: ContentDigests) -> str:
