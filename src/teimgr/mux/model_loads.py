@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from teimgr.errors import DeadlineExceeded, TeimgrError, Unavailable, error_from_code
-from teimgr.wire.routing.on_demand import WaitingCalls
+from teimgr.errors import DeadlineExceeded, Unavailable, error_from_code
+from teimgr.wire.routing.on_demand import WaitingCalls, answer_call
 
 Message = dict[str, Any]
 
@@ -62,21 +62,12 @@ class DaemonLoads:
     def take(self, message: Message) -> None:
         """Take an answer of a daemon, `ready` or `refused`."""
         if "ready" in message:
-            self._answer(message["ready"], None)
+            answer_call(self._answers, message["ready"], None)
         if "refused" in message:
             call, code, text, retry_after_s = message["refused"]
-            self._answer(call, error_from_code(code, text, retry_after_s=retry_after_s))
+            answer_call(self._answers, call, error_from_code(code, text, retry_after_s=retry_after_s))
 
     def lost(self) -> None:
         """The last daemon has gone: no call that waits gets an answer."""
         for call in tuple(self._answers):
-            self._answer(call, Unavailable("the daemon, which loads models, has ended"))
-
-    def _answer(self, call: int, error: TeimgrError | None) -> None:
-        answer = self._answers.get(call)
-        if answer is None or answer.done():
-            return
-        if error is None:
-            answer.set_result(None)
-        else:
-            answer.set_exception(error)
+            answer_call(self._answers, call, Unavailable("the daemon, which loads models, has ended"))

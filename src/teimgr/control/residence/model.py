@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
-from teimgr.control.residence.events import Decision, Refusal, Refuse, Terms
+from teimgr.control.residence.events import Decision, Refusal, Refuse, Serve, Terms
 
 RATE_MEMORY_S = 300.0
 """Calls count in a model's rate with a weight that falls to a third in this time."""
@@ -105,6 +105,13 @@ class Model:
     def use(self, now: float) -> None:
         self.used_at = now
 
+    def declare(self, terms: Terms) -> None:
+        """Other terms; a load time that was measured is kept where they have none."""
+        self.terms = replace(terms, load_s=self.terms.load_s) if terms.load_s is None else terms
+
+    def fail(self, reason: str, retry_at: float | None) -> None:
+        self.reason, self.retry_at = reason, retry_at
+
     def want_until(self, at: float) -> None:
         """A refused call may retry until then."""
         self.wanted_until = max(self.wanted_until, at)
@@ -145,6 +152,12 @@ class Model:
         """It has lost a war: it does not evict the winner until then."""
         self.peace = (winner, until)
 
+    def spared(self, now: float) -> tuple[str | None, float]:
+        """The model that this one does not evict, as it has lost a war against it, and for how many seconds more."""
+        if self.peace is None or now >= self.peace[1]:
+            return None, 0.0
+        return self.peace[0], self.peace[1] - now
+
     def begin_stay(self) -> None:
         """It is loaded, for the calls that wait."""
         self.loaded_for, self.calls = len(self.waiting), 0
@@ -152,6 +165,17 @@ class Model:
     def serve(self, calls: int) -> None:
         """Its workers report further calls."""
         self.calls += calls
+
+    def ends_calls(self, under_way: int) -> bool:
+        """Its workers report the calls under way; whether it was busy and is no longer."""
+        was_busy, self.under_way = self.is_busy, under_way
+        return was_busy and not self.is_busy
+
+    def stay_loaded(self, now: float) -> None:
+        """It was to be unloaded and has calls: it stays as if nothing had been asked, loaded since it was before."""
+        self.phase, self.evicted_for = Phase.LOADED, None
+        self.under_way = max(1, self.under_way)
+        self.use(now)
 
     def count(self, calls: float, now: float) -> None:
         self.hits = self.rate(now) * RATE_MEMORY_S + calls
@@ -209,6 +233,14 @@ def enter(fleet: Fleet, model: Model, phase: Phase, now: float, *, keep_since: b
         fleet.active[model.name] = model
     else:
         fleet.active.pop(model.name, None)
+
+
+def serve_all(model: Model) -> Iterator[Decision]:
+    """Serve the calls that wait for a loaded model."""
+    for call in [*model.waiting]:
+        del model.waiting[call]
+        model.serving.add(call)
+        yield Serve(call)
 
 
 def refuse_all(

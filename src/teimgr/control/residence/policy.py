@@ -41,9 +41,18 @@ from teimgr.control.residence.events import (
     Unloading,
     Used,
 )
-from teimgr.control.residence.model import Fleet, Model, Phase, doing, enter, idle_until, refuse_all, time_left_s
-from teimgr.control.residence.room import NOT_WANTED, give_up, load, make_rooms, no_room, outgrown, use_room
-from teimgr.control.residence.war import note_clash
+from teimgr.control.residence.model import (
+    Fleet,
+    Model,
+    Phase,
+    doing,
+    enter,
+    idle_until,
+    refuse_all,
+    serve_all,
+    time_left_s,
+)
+from teimgr.control.residence.room import NOT_WANTED, give_up, load, make_rooms, no_room, note_clash, outgrown, use_room
 
 MAX_WAITING = 1024
 """Calls that may wait for one model."""
@@ -64,8 +73,7 @@ def _declared(fleet: Fleet, event: Declared, now: float) -> Iterator[Decision]:
     if model is None:
         fleet.models[event.model] = Model(event.model, event.terms, since=now, hits_at=now, used_at=now)
     else:
-        measured = model.terms.load_s if event.terms.load_s is None else event.terms.load_s
-        model.terms = replace(event.terms, load_s=measured)
+        model.declare(event.terms)
     return iter(())
 
 
@@ -158,8 +166,7 @@ def _used(fleet: Fleet, event: Used, now: float) -> Iterator[Decision]:
             model.count(event.calls, now)
         elif event.under_way:
             model.use(now)
-        was_busy, model.under_way = model.is_busy, event.under_way
-        if was_busy and not model.is_busy:
+        if model.ends_calls(event.under_way):
             yield from make_rooms(fleet, now)
 
 
@@ -183,7 +190,7 @@ def _loaded(fleet: Fleet, event: Loaded, now: float) -> Iterator[Decision]:
         yield from _busy(fleet, Busy(model.name), now)
         return
     if model.phase is Phase.LOADING and model.load_began is not None and model.terms.load_s is None:
-        model.terms = replace(model.terms, load_s=now - model.since)
+        model.declare(replace(model.terms, load_s=now - model.since))
     is_short = model.phase is Phase.ROOM and model.is_reported and model.needed_bytes > 0
     enter(fleet, model, Phase.LOADED, now)
     if is_short:  # a worker of it is ready, another one waits for memory
@@ -192,10 +199,7 @@ def _loaded(fleet: Fleet, event: Loaded, now: float) -> Iterator[Decision]:
     model.use(now)
     model.yield_to(None)
     model.begin_stay()
-    for call in [*model.waiting]:
-        del model.waiting[call]
-        model.serving.add(call)
-        yield Serve(call)
+    yield from serve_all(model)
     yield from make_rooms(fleet, now)
 
 
@@ -203,8 +207,7 @@ def _not_loaded(fleet: Fleet, event: NotLoaded, now: float) -> Iterator[Decision
     if (model := fleet.models.get(event.model)) is None:
         return
     enter(fleet, model, Phase.FAILED, now)
-    model.reason = event.reason
-    model.retry_from(None if event.retry_s is None else now + event.retry_s)
+    model.fail(event.reason, None if event.retry_s is None else now + event.retry_s)
     reason = f"Instance '{model.name}' is not running (status: failed): {event.reason}"
     yield from refuse_all(fleet, model, Refusal.FAILED, reason, event.retry_s)
     yield from use_room(fleet, now)
@@ -244,14 +247,8 @@ def _busy(fleet: Fleet, event: Busy, now: float) -> Iterator[Decision]:
     model = fleet.models.get(event.model)
     if model is None or model.phase is not Phase.UNLOADING:
         return
-    model.phase = Phase.LOADED  # since when it was before
-    model.yield_to(None)
-    model.under_way = max(1, model.under_way)
-    model.use(now)
-    for call in [*model.waiting]:
-        del model.waiting[call]
-        model.serving.add(call)
-        yield Serve(call)
+    model.stay_loaded(now)
+    yield from serve_all(model)
     yield from make_rooms(fleet, now)
 
 

@@ -50,6 +50,7 @@ from teimgr.control.residence.rehearsal import Rehearsal, waits
 from teimgr.errors import FailedToLoad, InstanceNotFound, ModelLoadFailed, Overloaded, TeimgrError, Unavailable
 from teimgr.errors import Stopped as StoppedError
 from teimgr.spec import Incident, InstanceSpec, RouteEntry, State, now_rfc3339
+from teimgr.wire.routing.on_demand import answer_call
 from teimgr.wire.routing.router import Directory
 
 log = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ COUNT_INTERVAL_S = 2.0
 """How often the workers of loaded on-demand models are asked for their calls; while one waits for memory more often."""
 _URGENT_INTERVAL_S = 0.05
 _ITEMS_AT_ONCE = 64  # that are handled between two looks at the time, and in one turn of the loop
+_LOAD_AGAIN_S = 1.0  # a load that was refused before a worker started is tried again for calls after this time
 WAIT_LIMIT_S = 300.0
 """How long a call without a deadline waits for its model."""
 
@@ -320,9 +322,9 @@ class Residence:
     def _carry_out(self, decision: Decision) -> None:
         match decision:
             case Serve(call):
-                self._answer(call, None)
+                answer_call(self._answers, call, None)
             case Refuse():
-                self._answer(decision.call, error_of(decision))
+                answer_call(self._answers, decision.call, error_of(decision))
             case Load(model, reason):
                 if not self._judge_again(model, True):
                     self._begin(self._load(model, reason), f"load of {model}")
@@ -340,25 +342,16 @@ class Residence:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _answer(self, call: int, error: TeimgrError | None) -> None:
-        answer = self._answers.get(call)
-        if answer is None or answer.done():
-            return
-        if error is None:
-            answer.set_result(None)
-        else:
-            answer.set_exception(error)
-
     async def _load(self, name: str, reason: str) -> None:
         """Have the model's workers started; the directory tells what becomes of them."""
         try:
             log.info("load", extra={"instance": name, "reason": reason})
             await self._owner.load(name)
         except TeimgrError as error:
-            self._mailbox.put_nowait(NotLoaded(name, error.message, 1.0))
+            self._mailbox.put_nowait(NotLoaded(name, error.message, _LOAD_AGAIN_S))
         except Exception as error:  # a defect: its calls must not wait for nothing
             log.exception("a model was not loaded", extra={"instance": name})
-            self._mailbox.put_nowait(NotLoaded(name, repr(error), 1.0))
+            self._mailbox.put_nowait(NotLoaded(name, repr(error), _LOAD_AGAIN_S))
 
     async def _unload(self, name: str, reason: str, evicted_for: str | None) -> None:
         incident = None

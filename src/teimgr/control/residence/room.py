@@ -1,14 +1,19 @@
-"""Room for models: which loaded ones are evicted for another, the least valuable first, and who waits or is refused.
+"""Room for models: eviction of loaded ones for another, the least valuable first; wars; who waits or is refused.
 
 A model stays for as long as its load took, a more valuable one longer, and goes only without calls. Only one that had
 no call but those it was loaded for may go sooner, and any one where all together have outgrown the budget.
+
+A war: two models evict each other again and again while calls wait for both. The less valuable one loses it, and does
+not evict the other for a while, its peace.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 
-from teimgr.control.residence.events import Decision, Deny, Load, NoRoom, Outgrown, Refusal, Refuse, Unload
+from teimgr.control.ledger.system_memory import mib
+from teimgr.control.residence.events import Decision, Deny, Load, NoRoom, Notice, Outgrown, Refusal, Refuse, Unload
 from teimgr.control.residence.model import (
     Fleet,
     Model,
@@ -31,7 +36,15 @@ no call came but those it was loaded for: a caller who alternates between two mo
 call, however long ago, keeps it for the whole stay.
 """
 _CLEARLY_MORE = 2.0
-
+WAR_SWITCHES = 2
+"""A war begins once each of two models has been evicted for the other this often, and was called again before the
+other had answered a call.
+"""
+WAR_WINDOW, PEACE = 30.0, 10.0
+"""How long such an eviction counts, and for how long the loser of a war is refused, both in multiples of the longer
+load time.
+"""
+MIN_PEACE_S = 5.0
 
 NOT_WANTED = "no call waits for it any more"
 
@@ -83,7 +96,7 @@ def outgrown(fleet: Fleet, event: Outgrown, now: float) -> Iterator[Decision]:
     idle = [each for each in _movable(others) if each.phase is Phase.LOADED and not each.is_busy]
     victims = _least_valuable(idle, excess, now)
     for victim in idle if victims is None else victims:
-        yield _evict(fleet, victim, grown, now, f"all take {_mib(event.excess_bytes)} more than the budget, ")
+        yield _evict(fleet, victim, grown, now, f"all take {mib(event.excess_bytes)} more than the budget, ")
 
 
 def use_room(fleet: Fleet, now: float) -> Iterator[Decision]:
@@ -114,7 +127,7 @@ def make_room(fleet: Fleet, model: Model, now: float) -> Iterator[Decision]:
     model.retry_from(None)
     others = [fleet.models[name] for name in model.held if name in fleet.models and name != model.name]
     movable = _movable(others)
-    spared = model.peace[0] if model.peace is not None and now < model.peace[1] else None
+    spared, peace_left_s = model.spared(now)
     idle = [each for each in movable if each.phase is Phase.LOADED and not each.is_busy]
     free_at = {each.name: _stays_until(each, model, now) for each in idle}
     ready = [each for each in idle if free_at[each.name] <= now and each.name != spared]
@@ -127,20 +140,48 @@ def make_room(fleet: Fleet, model: Model, now: float) -> Iterator[Decision]:
     elif model.free_bytes + sum(each.bytes for each in movable) < model.needed_bytes:
         held = ", ".join(f"'{each.name}'" for each in others if each not in movable) or "other programs"
         reason = (
-            f"'{model.name}' needs {_mib(model.needed_bytes)} and {_mib(model.free_bytes)} are free; "
+            f"'{model.name}' needs {mib(model.needed_bytes)} and {mib(model.free_bytes)} are free; "
             f"no more can be: the rest is held by {held}"
         )
         yield from give_up(fleet, model, reason, now, Refusal.NO_ROOM)
-    elif spared is not None and model.peace is not None:
-        left_s = model.peace[1] - now
+    elif spared is not None:
         reason = (
             f"'{model.name}' and '{spared}' evicted each other again and again: '{model.name}' is refused for "
-            f"{left_s:.3g} s"
+            f"{peace_left_s:.3g} s"
         )
-        yield from give_up(fleet, model, reason, now, Refusal.WAR, left_s)
+        yield from give_up(fleet, model, reason, now, Refusal.WAR, peace_left_s)
     else:
         model.retry_from(min((at for at in free_at.values() if at > now), default=None))
         yield from _refuse_late(fleet, model, now)
+
+
+def note_clash(fleet: Fleet, model: Model, now: float) -> Iterator[Decision]:
+    """Count a call for a model whose evictor has not answered yet; enough of them, in both directions, are a war."""
+    winner = fleet.models.get(model.evicted_for or "")
+    if winner is None or winner.phase not in (Phase.LOADING, Phase.ROOM):
+        return
+    if model.phase is Phase.UNLOADED:
+        model.yield_to(None)
+    pair = frozenset((model.name, winner.name))
+    clashes = fleet.clashes.setdefault(pair, deque(maxlen=8 * WAR_SWITCHES))
+    if clashes and clashes[-1] == (winner.since, model.name):
+        return  # another call during the same load
+    clashes.append((winner.since, model.name))
+    longest_s = max(model.load_s, winner.load_s)
+    while clashes and now - clashes[0][0] > WAR_WINDOW * longest_s:
+        clashes.popleft()
+    if min(sum(name == each for _, name in clashes) for each in pair) < WAR_SWITCHES:
+        return
+    loser, other = sorted((model, winner), key=lambda each: (each.value(now), each is winner))
+    peace_s = max(MIN_PEACE_S, PEACE * longest_s)
+    loser.spare(other.name, now + peace_s)
+    reason = (
+        f"war: '{model.name}' and '{winner.name}' evicted each other {len(clashes)} times in "
+        f"{now - clashes[0][0]:.3g} s; '{loser.name}' does not evict '{other.name}' for {peace_s:.3g} s: "
+        f"value {loser.value(now):.3g} <= {other.value(now):.3g}"
+    )
+    del fleet.clashes[pair]
+    yield Notice(loser.name, reason)
 
 
 def give_up(
@@ -236,7 +277,3 @@ def _refuse_late(fleet: Fleet, model: Model, now: float) -> Iterator[Decision]:
             yield Refuse(call, Refusal.LATE, reason, left_s)
     if not model.is_wanted(now):
         yield from give_up(fleet, model, NOT_WANTED, now)
-
-
-def _mib(count: int) -> str:
-    return f"{count / 2**20:.3g} MiB"

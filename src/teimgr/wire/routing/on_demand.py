@@ -1,13 +1,13 @@
-"""Calls to models that are loaded on demand: have the model loaded, then call, again if it went meanwhile."""
+"""Retry of a call once its on-demand model is loaded (`when_loaded`), and limits on the calls that wait."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, contextmanager
 from typing import Protocol, TypeVar
 
-from teimgr.errors import DeadlineExceeded, NotLoaded, Overloaded, Unavailable
+from teimgr.errors import DeadlineExceeded, NotLoaded, Overloaded, TeimgrError, Unavailable
 from teimgr.wire.routing.links import ConnectionLost
 from teimgr.wire.routing.router import RouterView, not_loaded
 
@@ -80,6 +80,17 @@ class WaitingCalls:
         finally:
             self._calls -= 1
             self._bytes -= size_bytes
+
+
+def answer_call(answers: Mapping[int, asyncio.Future[None]], call: int, error: TeimgrError | None) -> None:
+    """Let a call that waits for its model go on, or raise `error` there; no-op for one that waits no longer."""
+    answer = answers.get(call)
+    if answer is None or answer.done():
+        return
+    if error is None:
+        answer.set_result(None)
+    else:
+        answer.set_exception(error)
 
 
 async def when_loaded(
