@@ -110,6 +110,14 @@ def duplicate(path: Path, name: Path) -> None:
     link.replace(name)
 
 
+def file_size(path: Path) -> int:
+    """Bytes of a file; 0 where it is missing or cannot be read."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
 def lock_file(path: Path) -> int | None:
     """Lock `path` until this process ends or closes the descriptor, which is the result.
 

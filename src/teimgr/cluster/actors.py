@@ -23,7 +23,8 @@ from teimgr.cluster.messages import (
     read_message,
 )
 from teimgr.control.launch.process_handle import Exit, LaunchFailed, ProcessHandle, WorkerPaths, open_pidfd
-from teimgr.observability.logs import LogSpan, last_warning, log_size
+from teimgr.files import file_size
+from teimgr.observability.logs import LogSpan, last_warning
 from teimgr.wire.json_messages import write_line
 
 CONNECT_LIMIT_S = 5.0
@@ -146,7 +147,7 @@ async def _connect() -> Link:
 def _own_description(held: HeldWorker) -> dict[str, Any]:
     """How a worker ended whose agent is gone: without a status; its files are removed."""
     paths, log_path = WorkerPaths(Path(held.run_dir), held.incarnation), Path(held.log_path)
-    span = LogSpan(log_path, 0, log_size(log_path))
+    span = LogSpan(log_path, 0, file_size(log_path))
     exit = Exit(None, paths.read_exit_report(), last_warning(log_path), span)
     paths.remove()
     return exit_to_dict(exit)

@@ -35,7 +35,7 @@ from teimgr.errors import (
     Unauthenticated,
     Unavailable,
 )
-from teimgr.files import write_atomically
+from teimgr.files import file_size, write_atomically
 from teimgr.models import hub
 from teimgr.models.directory import needed
 from teimgr.models.source import stays_below
@@ -371,7 +371,7 @@ class _Fetch:
         self._commit, self._files = commit, files
         self._blobs.mkdir(parents=True, exist_ok=True)
         blobs = {file.blob: file for file in files}.values()
-        present = sum(file.size_bytes if self._has(file) else _size(self._partial(file)) for file in blobs)
+        present = sum(file.size_bytes if self._has(file) else file_size(self._partial(file)) for file in blobs)
         self._progress.bytes_total = sum(file.size_bytes for file in blobs)
         self._progress.bytes_done = present
         missing, free = self._progress.bytes_total - present, shutil.disk_usage(self._blobs).free
@@ -397,7 +397,7 @@ class _Fetch:
         """Download and verify a blob. If a resumed download fails verification, restart once from zero."""
         partial = self._partial(file)
         for _ in range(2):
-            have = _size(partial)
+            have = file_size(partial)
             if have > file.size_bytes:
                 self._discard(partial)
                 have = 0
@@ -435,13 +435,13 @@ class _Fetch:
                 self._progress.bytes_done += len(piece)
 
     def _discard(self, partial: Path) -> None:
-        self._progress.bytes_done -= _size(partial)
+        self._progress.bytes_done -= file_size(partial)
         partial.unlink(missing_ok=True)
 
     def _has(self, file: ModelFile) -> bool:
         """Whether the blob is here; nothing but whole files has such a name."""
         path = self._blobs / file.blob
-        return path.exists() and _size(path) == file.size_bytes
+        return path.exists() and file_size(path) == file.size_bytes
 
     def _partial(self, file: ModelFile) -> Path:
         return self._blobs / f"{file.blob}.incomplete"
@@ -477,7 +477,7 @@ class _Fetch:
         """
         for file in sorted(self._files, key=lambda each: each.name.endswith(_WEIGHTS)):
             link, shown = folder / file.name, snapshot / file.name
-            if link.exists() and _size(link) == file.size_bytes:
+            if link.exists() and file_size(link) == file.size_bytes:
                 continue
             link.parent.mkdir(parents=True, exist_ok=True)
             link.unlink(missing_ok=True)
@@ -512,10 +512,3 @@ def _write_all(stream: FileIO, data: bytes) -> None:
     left = memoryview(data)
     while left:
         left = left[stream.write(left) :]
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0

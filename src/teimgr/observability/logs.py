@@ -27,6 +27,7 @@ from types import MappingProxyType
 from typing import Any, TextIO
 
 from teimgr.errors import InvalidConfig
+from teimgr.files import file_size
 from teimgr.observability.request_context import CURRENT
 from teimgr.observability.shown_text import one_line, several_lines
 from teimgr.spec import rfc3339
@@ -274,13 +275,6 @@ def remove_logs(folder: Path, name: str) -> None:
         path.unlink(missing_ok=True)
 
 
-def log_size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
-
-
 def open_log(path: Path, limit_bytes: int, keep: int) -> int:
     """Open `path` for appending, rotated first if it is over the limit; other users cannot read it."""
     shrink(path, limit_bytes, keep)
@@ -298,7 +292,7 @@ def shrink(path: Path, limit_bytes: int, keep: int) -> bool:
     otherwise every library in a worker would have to reopen its log.
     """
     with _rotation:
-        if log_size(path) <= limit_bytes:
+        if file_size(path) <= limit_bytes:
             return False
         for number in range(keep, 1, -1):
             if _old(path, number - 1).exists():

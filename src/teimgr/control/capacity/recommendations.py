@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from teimgr.control.capacity.policy import FILL_DOWN
+from teimgr.control.ledger.system_memory import mib
 from teimgr.spec import InstanceSpec, LoadedModel
 
 KINDS = ("idle", "replicas", "batch_tokens", "dtype", "truncated", "duplicates", "device")
@@ -156,9 +157,9 @@ def _idle(seen: Observation) -> Iterator[Recommendation]:
     yield Recommendation(
         kind="idle",
         instance=seen.spec.name,
-        finding=f"no call in {seen.span_s:,.0f} s, while it holds {_size(seen.held_bytes)}",
+        finding=f"no call in {seen.span_s:,.0f} s, while it holds {mib(seen.held_bytes)}",
         evidence={"calls": 0, "span_s": seen.span_s, "held_bytes": seen.held_bytes, "replicas": seen.replicas},
-        effect=f"{_size(seen.held_bytes)} are free while no call comes",
+        effect=f"{mib(seen.held_bytes)} are free while no call comes",
         risk="the first call after a pause waits until it is loaded",
         patch={"load": "on_demand", "idle_timeout_secs": min(_IDLE_TIMEOUT_SECS, max(1, round(seen.span_s / 2)))},
         expects=Expectation("held_bytes", "at_most", seen.held_bytes / 2),
@@ -196,7 +197,7 @@ def _fewer_replicas(seen: Observation) -> Iterator[Recommendation]:
         instance=seen.spec.name,
         finding=f"{enough} of {seen.replicas} replicas would have carried the load",
         evidence=_load(seen),
-        effect=f"{_size(spared)} are free, and no more than {seen.spec.scale_up_wait_ms / 1000:g} s of work waits",
+        effect=f"{mib(spared)} are free, and no more than {seen.spec.scale_up_wait_ms / 1000:g} s of work waits",
         risk="a load that comes later may need them; max_replicas has them follow the load",
         patch={"replicas": enough},
         expects=Expectation("waiting_seconds", "at_most", seen.spec.scale_up_wait_ms / 1000),
@@ -238,7 +239,7 @@ def _smaller_batches(seen: Observation) -> Iterator[Recommendation]:
             "held_bytes": seen.held_bytes,
             "batch_bytes": seen.batch_bytes,
         },
-        effect=f"some {_size(saved)} less is reserved",
+        effect=f"some {mib(saved)} less is reserved",
         risk="a later flood of calls is computed in smaller batches, which on a CPU takes as long",
         patch={"max_batch_tokens": wanted},
         expects=Expectation("held_bytes", "at_most", seen.held_bytes - saved / 2),
@@ -300,7 +301,7 @@ def _duplicates(seen: Observation) -> Iterator[Recommendation]:
         finding=f"{share:.0%} of the texts had come before",
         evidence={"sampled_texts": sampled, "repeated_texts": repeated, "texts": seen.texts, "span_s": seen.span_s},
         effect=f"some {share:.0%} of the texts need not be computed",
-        risk=f"each worker holds {_size(size)} more; results are kept for callers with the same API key alone",
+        risk=f"each worker holds {mib(size)} more; results are kept for callers with the same API key alone",
         patch={"cache_bytes": size},
         expects=Expectation("known_share", "at_least", share / 2),
     )
@@ -314,7 +315,7 @@ def _device(seen: Observation) -> Iterator[Recommendation]:
         kind="device",
         instance=seen.spec.name,
         finding=f"it computes {seen.busy_share:.0%} of the time on the CPU, while {card.name or 'a GPU'} has "
-        f"{_size(card.free_bytes)} free",
+        f"{mib(card.free_bytes)} free",
         evidence=_load(seen) | {"card_free_bytes": card.free_bytes},
         effect="at least twice as many tokens a second",
         risk="its memory on the card is not free for others; vectors differ within the class of the element type",
@@ -338,7 +339,3 @@ def _load(seen: Observation) -> dict[str, float]:
         "waiting_s": round(seen.waiting_s, 3),
         "waited_share": round(seen.waited_share, 3),
     }
-
-
-def _size(count: float) -> str:
-    return f"{count / _MIB:,.0f} MiB"

@@ -42,9 +42,9 @@ from teimgr.control.launch.shared_ports import JoinedPort, borrow_ports, listen_
 from teimgr.control.launch.strays import Stray, without_handle
 from teimgr.control.ledger.system_memory import CgroupMemory
 from teimgr.errors import InvalidConfig, TeimgrError, Unavailable
-from teimgr.files import lock_file
+from teimgr.files import file_size, lock_file
 from teimgr.http.server import address_of, bind
-from teimgr.observability.logs import LogSpan, last_warning, log_size, open_log, rotate_regularly
+from teimgr.observability.logs import LogSpan, last_warning, open_log, rotate_regularly
 from teimgr.spec import LINK_LISTENER, WorkerSpec
 from teimgr.worker.connection_queue import RECEIVE_END, SEND_END, ConnectionQueue
 
@@ -218,7 +218,7 @@ class LocalWorker(ProcessHandle):
 
     def describe_exit(self, status: int | None) -> Exit:
         """The exit with the worker's own report and the last line of its log; its files are removed."""
-        span = LogSpan(self.log_path, self._log_start, log_size(self.log_path))
+        span = LogSpan(self.log_path, self._log_start, file_size(self.log_path))
         report = self._paths.read_exit_report()
         if report is None and not self._was_killed:
             report = self._kills.explain(self._cgroup, status, self._peak_bytes, "worker")
@@ -487,7 +487,7 @@ class LocalLauncher:
         if found is None or found.boot_id != boot_id():
             return None
         log_path = self.log_path(found.instance)
-        exit = Exit(None, paths.read_exit_report(), last_warning(log_path), LogSpan(log_path, 0, log_size(log_path)))
+        exit = Exit(None, paths.read_exit_report(), last_warning(log_path), LogSpan(log_path, 0, file_size(log_path)))
         return EndedWorker(found.instance, found.worker_spec(), found.pid, found.process.started_at, exit)
 
     def _keep(self, worker: LocalWorker) -> LocalWorker:

@@ -22,10 +22,10 @@ from teimgr.config.settings import Settings
 from teimgr.control.launch.control_link import MuxLink, MuxLost
 from teimgr.control.launch.process_handle import Exit, ProcessHandle, RunFile
 from teimgr.errors import InvalidConfig, TeimgrError
-from teimgr.files import code_id, write_atomically
+from teimgr.files import code_id, file_size, write_atomically
 from teimgr.http.auth.tls_files import Stamp, TlsFiles
 from teimgr.http.server import bind
-from teimgr.observability.logs import LogSpan, log_size, open_log
+from teimgr.observability.logs import LogSpan, open_log
 from teimgr.observability.telemetry import exporting
 from teimgr.wire.fleet_tls import FleetIdentity
 
@@ -163,7 +163,7 @@ class LocalMux(ProcessHandle):
         return await MuxLink.open(str(self.socket), limit_s)
 
     def describe_exit(self, status: int | None) -> Exit:
-        return Exit(status, log=LogSpan(self.log_path, self._log_start, log_size(self.log_path)))
+        return Exit(status, log=LogSpan(self.log_path, self._log_start, file_size(self.log_path)))
 
 
 class LocalMuxLauncher:

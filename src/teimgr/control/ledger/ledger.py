@@ -309,4 +309,5 @@ def needed_on(footprint: Footprint, place: Place, device: str, *, is_loaded: boo
 
 
 def _mib(size: int) -> int:
+    """In whole MiB, rounded up: what is needed, where what is free is rounded down."""
     return -(-size // _MIB)

@@ -73,30 +73,36 @@ def host_memory() -> tuple[int, int]:
     Cache does not count as used.
     """
     total = _meminfo_bytes("MemTotal") or 0
-    lowest = CgroupMemory().lowest()
-    if lowest is not None and (lowest[0] < total or not total):
-        return lowest
-    return total, total - (_meminfo_bytes("MemAvailable") or total)
+    return _limit_below(total, CgroupMemory()) or (total, total - (_meminfo_bytes("MemAvailable") or total))
 
 
 def memory_label() -> str:
     """What a reason calls the memory of this host."""
-    total, lowest = _meminfo_bytes("MemTotal") or 0, CgroupMemory().lowest()
-    is_limited = lowest is not None and (lowest[0] < total or not total)
-    return f"host memory (the cgroup allows {gib(lowest[0])})" if lowest and is_limited else "host memory"
+    limit = _limit_below(_meminfo_bytes("MemTotal") or 0, CgroupMemory())
+    return "host memory" if limit is None else f"host memory (the cgroup allows {gib(limit[0])})"
 
 
 def allowed_memory(group: CgroupMemory) -> str:
     """What bounds the memory of a process, as in `the cgroup allows 1.4 GiB`."""
-    total, lowest = _meminfo_bytes("MemTotal") or 0, group.lowest()
-    if lowest is not None and (lowest[0] < total or not total):
-        return f"the cgroup allows {gib(lowest[0])}"
-    return f"this host has {gib(total)}"
+    total = _meminfo_bytes("MemTotal") or 0
+    limit = _limit_below(total, group)
+    return f"this host has {gib(total)}" if limit is None else f"the cgroup allows {gib(limit[0])}"
 
 
 def gib(size: int) -> str:
     """Bytes for people."""
-    return f"{size / _GIB:.1f} GiB" if size >= _GIB else f"{size >> 20} MiB"
+    return f"{size / _GIB:.1f} GiB" if size >= _GIB else mib(size)
+
+
+def mib(size: int) -> str:
+    """Bytes in whole MiB, rounded down, where two sizes are to be compared."""
+    return f"{size >> 20} MiB"
+
+
+def _limit_below(total: int, group: CgroupMemory) -> tuple[int, int] | None:
+    """The lowest limit of a cgroup and the use of that, if it is below the memory of the host (0: not known)."""
+    lowest = group.lowest()
+    return lowest if lowest is not None and (lowest[0] < total or not total) else None
 
 
 def _meminfo_bytes(key: str) -> int | None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from teimgr.control.ledger.admission import reserve
 from teimgr.control.ledger.ledger import Footprint, Ledger, Place, Refusal
+from teimgr.control.ledger.system_memory import mib
 from teimgr.control.placement.planner import Inventory, Others, card_kind, cpu_host, device_kind, others_in, place
 from teimgr.errors import TeimgrError
 from teimgr.spec import InstanceSpec
@@ -156,12 +157,8 @@ class _Fleet:
         now_left = self.ledger.free(here.gpu) if here.gpu is not None else None
         if now_left is None:
             now_left = -self.ledger.reserved(here.gpu or "")
-        return f"{_mib(now_left)} to spare here, {_mib(left)} there then" if left > now_left else ""
+        return f"{mib(now_left)} to spare here, {mib(left)} there then" if left > now_left else ""
 
     def _load(self, host: str, more: int = 0) -> float:
         cores = next((each.cores for each in self.inventory.hosts if each.name == host), 1)
         return (self.alive[host] + more) / cores
-
-
-def _mib(count: int) -> str:
-    return f"{count // 2**20} MiB"

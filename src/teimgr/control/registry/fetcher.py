@@ -29,6 +29,7 @@ from typing import Any
 
 from teimgr.control.registry.cache import HubCache
 from teimgr.errors import ModelDownloadFailed, TeimgrError, Unavailable
+from teimgr.files import file_size
 from teimgr.models import hub
 from teimgr.models.directory import needed
 from teimgr.models.own_code import code_repositories_of
@@ -166,7 +167,7 @@ class Fetch:
                 )
             )
         for file in files:
-            found = _size(path / file.name)
+            found = file_size(path / file.name)
             if path.name == self._commit and found != file.size_bytes:
                 raise ModelDownloadFailed(
                     order.model_id, f"{file.name} has {found:,} bytes, the hub announced {file.size_bytes:,}"
@@ -217,7 +218,9 @@ class Fetch:
     def _check_room(self, files: Iterable[RemoteFile]) -> None:
         folder = self._blobs()
         folder.mkdir(parents=True, exist_ok=True)
-        wanted = sum(file.size_bytes - _size(folder / f"{file.blob}.incomplete") for file in files if self._lacks(file))
+        wanted = sum(
+            file.size_bytes - file_size(folder / f"{file.blob}.incomplete") for file in files if self._lacks(file)
+        )
         free = shutil.disk_usage(folder).free
         if wanted > free:
             raise ModelDownloadFailed(
@@ -242,7 +245,7 @@ class Fetch:
         """Whether it must be fetched here. A file of this name and another size is removed."""
         shown = self._cache.folder_of(self._order.model_id) / "snapshots" / self._commit / file.name
         for path in (shown, self._blobs() / file.blob):  # without symbolic links the snapshot has the file itself
-            if path.exists() and _size(path) == file.size_bytes:
+            if path.exists() and file_size(path) == file.size_bytes:
                 return False
             path.unlink(missing_ok=True)
         return _is_fetched_here(file)
@@ -264,7 +267,7 @@ class Fetch:
     def _transfer(self, file: RemoteFile, target: Path) -> None:
         """Append the missing bytes to `target`; a broken connection is resumed as long as each try receives bytes."""
         for left in reversed(range(_TRIES)):
-            before = _size(target)
+            before = file_size(target)
             if before > file.size_bytes:
                 target.unlink()
                 before = 0
@@ -272,7 +275,7 @@ class Fetch:
                 self._request(file, target, before)
                 break
             except Exception as error:
-                if not hub.is_transport_error(error) or not (left and _size(target) > before):
+                if not hub.is_transport_error(error) or not (left and file_size(target) > before):
                     raise
 
     def _request(self, file: RemoteFile, target: Path, have_bytes: int) -> None:
@@ -358,20 +361,13 @@ def _is_fetched_here(file: RemoteFile) -> bool:
 
 
 def _problem(file: RemoteFile, path: Path) -> str | None:
-    if _size(path) != file.size_bytes:
-        return f"{_size(path):,} bytes came, {file.size_bytes:,} were announced"
+    if file_size(path) != file.size_bytes:
+        return f"{file_size(path):,} bytes came, {file.size_bytes:,} were announced"
     if file.sha256 is None:
         return None
     with path.open("rb") as content:
         found = hashlib.file_digest(content, "sha256").hexdigest()
     return None if found == file.sha256 else f"its SHA-256 is {found}, {file.sha256} was announced"
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ import json
 import logging
 import platform
 import re
-import signal
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from typing import Any, Self
 
 from teimgr import __version__
 from teimgr.control.launch.launcher import EndedWorker
-from teimgr.control.supervision.lifecycle import explain
+from teimgr.control.supervision.lifecycle import SIGNALS, explain
 from teimgr.files import write_atomically
 from teimgr.observability.logs import LogLines, LogSpan
 from teimgr.spec import Incident, WorkerSpec, rfc3339
@@ -44,7 +43,6 @@ _STACK_HEAD = re.compile(
     r"Fatal Python error: |(Current t|T)hread 0x|Stack \(most recent call first\)|Traceback \(most recent call last\)"
 )
 _PACKAGES = ("torch", "transformers", "tokenizers")
-_SIGNALS = {number.value: number.name for number in signal.Signals}
 
 log = logging.getLogger(__name__)
 
@@ -150,7 +148,7 @@ def _facts(crash: Crash, now: datetime) -> dict[str, Any]:
         **model,
         "reason": crash.reason,
         "exit_status": status if status is None or status >= 0 else None,
-        "signal": _SIGNALS.get(-status, str(-status)) if status is not None and status < 0 else None,
+        "signal": SIGNALS.get(-status, str(-status)) if status is not None and status < 0 else None,
         "started_at": rfc3339(datetime.fromtimestamp(crash.started_at, UTC)),
         "ended_at": rfc3339(now),
         "ran_secs": round(max(0.0, now.timestamp() - crash.started_at), 3),

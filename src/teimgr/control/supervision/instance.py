@@ -26,6 +26,7 @@ from typing import Any
 
 from teimgr.control.launch.launcher import Adopted
 from teimgr.control.ledger.ledger import Overrun, Place
+from teimgr.control.ledger.system_memory import mib
 from teimgr.control.supervision.lifecycle import Command, is_routable
 from teimgr.control.supervision.memory_limit import MemoryLimit, Verdict
 from teimgr.control.supervision.store import WantedState
@@ -657,7 +658,7 @@ class ManagedInstance:
         facts = {"instance": self.spec.name, "replica": supervisor.number}
         log.warning("memory reserved: %d MiB, taken: %d MiB", reserved >> 20, takes >> 20, extra=facts)
         if takes - reserved > _NOTABLE_BYTES:
-            reason = f"replica {supervisor.number} takes {takes >> 20} MiB, more than the {reserved >> 20} MiB reserved"
+            reason = f"replica {supervisor.number} takes {mib(takes)}, more than the {mib(reserved)} reserved"
             self.on_incident(Incident(event="over_memory", reason=reason, at=now_rfc3339()))
 
     async def _recycle(self, old: Supervisor, memory: MemoryLimit, resident_bytes: int) -> None:
@@ -666,7 +667,7 @@ class ManagedInstance:
                 return
             memory.begin_pause(old.number, asyncio.get_running_loop().time())
             self._begin_update_of(partial(self._replace_one, old), ())
-        excess = f"{resident_bytes >> 20} MiB, more than max_rss_mib = {old.spec.max_rss_mib}"
+        excess = f"{mib(resident_bytes)}, more than max_rss_mib = {old.spec.max_rss_mib}"
         self._on_over_memory(f"replica {old.number} has {excess}: it is being replaced")
         self._context.records.metrics.count(catalogue.MEMORY_REPLACEMENTS, self.spec.name)
 

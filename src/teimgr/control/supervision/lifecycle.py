@@ -22,7 +22,7 @@ from teimgr.spec import State
 
 # Failures of which a cause outside of the model ends on its own or by someone else: a full device, a full disk.
 _MAY_PASS = (Code.OUT_OF_DEVICE_MEMORY, Code.STORAGE_FULL, Code.KILLED_FOR_MEMORY)
-_SIGNALS = {number.value: number.name for number in signal.Signals}
+SIGNALS = {number.value: number.name for number in signal.Signals}
 
 
 class Command(Enum):
@@ -138,7 +138,7 @@ def explain(exit: Exit, process: str = "worker") -> FailureCause:
     if exit.status is None:
         how = f"the {process} ended"
     elif exit.status < 0:
-        how = f"the {process} was killed by {_SIGNALS.get(-exit.status, f'signal {-exit.status}')}"
+        how = f"the {process} was killed by {SIGNALS.get(-exit.status, f'signal {-exit.status}')}"
     else:
         how = f"the {process} exited with status {exit.status}"
     return FailureCause(f"{how}; its log ends: {exit.log_tail}" if exit.log_tail else how)

@@ -10,6 +10,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from teimgr.control.ledger.system_memory import mib
+
 READINGS = 3
 """In a row, with the health probes: a peak of one large batch is not a leak."""
 PAUSE_S = 600.0
@@ -50,7 +52,7 @@ class MemoryLimit:
             return None
         replica.above += 1
         if fresh:
-            replica.problem = f"{resident_bytes // _MIB} MiB right after its start, more than max_rss_mib = {limit_mib}"
+            replica.problem = f"{mib(resident_bytes)} right after its start, more than max_rss_mib = {limit_mib}"
             return Verdict.TOO_LARGE
         is_due = replica.above >= READINGS and replica.problem is None and now >= replica.not_before
         return Verdict.REPLACE if is_due else None
