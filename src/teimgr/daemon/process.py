@@ -34,7 +34,6 @@ from teimgr.control.events.fleet_events import EventLog
 from teimgr.control.events.webhooks import Webhooks
 from teimgr.control.launch.launcher import Launcher, LocalLauncher, LocalOptions
 from teimgr.control.launch.mux_launcher import mux_configs
-from teimgr.control.ledger.ledger import Refusal
 from teimgr.control.placement.hosts import LeavingHosts
 from teimgr.control.placement.planner import GpuInventory, InventorySource
 from teimgr.control.placement.preflight import Preflight
@@ -67,7 +66,6 @@ from teimgr.observability.memory_return import MemoryReturn
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.observability.request_context import ordered_by
 from teimgr.observability.telemetry import exporting, open_telemetry
-from teimgr.spec import WorkerSpec
 from teimgr.wire.gil_turns import use_short_turns
 from teimgr.wire.routing.router import Directory
 
@@ -150,7 +148,7 @@ class Daemon:
         node_identity = self.cluster.node_identity if self.cluster else None
         hosts = self.cluster.mux_hosts(mux_configs(settings)) if self.cluster else None
         self.residence = Residence(self.manager, self.directory)
-        self.manager.memory.relieve_by(self._relieve)
+        self.manager.memory.relieve_by(self.residence.relieve)
         self.manager.memory.tell_outgrown(self.residence.outgrown)
         self.manager.plan_evictions_by(self.residence.rehearsal)
         self.muxes = Muxes(
@@ -450,11 +448,6 @@ class Daemon:
         log.warning("second signal: stopping without grace")
         self.muxes.force_stop()
         await self.manager.shutdown(at_once=True)
-
-    async def _relieve(self, spec: WorkerSpec, refusal: Refusal) -> bool:
-        """Evict models on demand for a load that the ledger has refused."""
-        held = self.manager.memory.held_on(refusal.device)
-        return await self.residence.relieve(spec.name, refusal.needed_bytes, refusal.free_bytes, held)
 
     def _mux_states(self) -> Mapping[str, str]:
         """What the muxes of each host do, by its name in the fleet."""

@@ -188,11 +188,9 @@ class Engine:
         self._intake.start()
 
     def expected_s(self, lane: Lane, jobs: Sequence[Job] = (), share: Share = EQUAL) -> float | None:
-        """Expected time until what waits in `lane` before a call of `share`, and its `jobs`, are done.
+        """Seconds, by recent throughput, until the call's own `jobs` are done; 0 if nothing waits, None if unknown.
 
-        By the recent throughput.
-
-        0 where nothing waits; None if the lane had no recent backlog, so that its throughput is unknown.
+        It is unknown if the lane had no recent backlog.
         """
         if not self._queued_tokens(lane):
             return 0.0

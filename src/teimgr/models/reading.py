@@ -1,4 +1,4 @@
-"""Read the layout of a model from its directory."""
+"""Model directory → `Layout`: which reader for which kind; what is refused."""
 
 from __future__ import annotations
 

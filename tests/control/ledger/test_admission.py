@@ -11,7 +11,7 @@ from tests.support.models import build
 from teimgr.config.settings import Settings
 from teimgr.control.ledger.admission import Admission
 from teimgr.control.ledger.footprints import Footprints, ModelOptions
-from teimgr.control.ledger.ledger import Footprint, Ledger, Refusal, Reservation
+from teimgr.control.ledger.ledger import Footprint, Ledger, Reservation
 from teimgr.control.ledger.prediction import FIRST_CALLS_BYTES
 from teimgr.control.placement.planner import worker_spec
 from teimgr.spec import InstanceSpec, WorkerSpec
@@ -43,7 +43,7 @@ async def test_a_load_that_waits_for_an_eviction_keeps_none_behind_it_waiting() 
     admission = Admission(Ledger(host_budget=100 * MIB), Known(), _refresh)
     asked, room = asyncio.Event(), asyncio.Event()
 
-    async def relief(spec: WorkerSpec, refusal: Refusal) -> bool:
+    async def relief(instance: str, needed: int, free: int, held: Mapping[str, int]) -> bool:
         asked.set()
         await room.wait()
         return True

@@ -15,7 +15,7 @@ import pytest
 from tests.control.supervision.storm_fleet import SkippingLoop, StormLauncher, StormStore
 from tests.support.fleet import settings_for
 
-from teimgr.control.ledger.ledger import Footprint, Refusal
+from teimgr.control.ledger.ledger import Footprint
 from teimgr.control.placement import planner as placement
 from teimgr.control.placement.plan import REFUSED, FleetPlan, PlannedWorker
 from teimgr.control.placement.planner import Gpu, GpuInventory, Inventory
@@ -23,7 +23,7 @@ from teimgr.control.residence.residence import Residence
 from teimgr.control.supervision.manager import Manager
 from teimgr.errors import TeimgrError
 from teimgr.observability.metrics import DaemonMetrics
-from teimgr.spec import InstanceSpec, State, WorkerSpec
+from teimgr.spec import InstanceSpec, State
 from teimgr.wire.routing.router import Directory
 
 MIB = 1 << 20
@@ -106,12 +106,8 @@ class DrawnFleet:
         )
         patch.setattr(self.manager._planner.memory, "footprints", KnownFootprints(rng.random()))
         self.residence = Residence(self.manager, directory)
-        self.manager.memory.relieve_by(self._relieve)
+        self.manager.memory.relieve_by(self.residence.relieve)
         self.manager.plan_evictions_by(self.residence.rehearsal)
-
-    async def _relieve(self, spec: WorkerSpec, refusal: Refusal) -> bool:
-        held = self.manager.memory.held_on(refusal.device)
-        return await self.residence.relieve(spec.name, refusal.needed_bytes, refusal.free_bytes, held)
 
     async def call(self, name: str) -> None:
         """A call, answered at once, of a model on demand."""

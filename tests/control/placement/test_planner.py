@@ -102,7 +102,7 @@ async def test_an_explicit_number_of_threads_wins() -> None:
 def test_the_daemons_own_visible_devices_limit_the_cards(visible: str | None, indexes: list[int]) -> None:
     shown = only_visible(TWO, visible)
 
-    assert shown.indexes == indexes
+    assert [gpu.index for gpu in shown.gpus] == indexes
     assert bool(shown.reason) == (not indexes)
 
 

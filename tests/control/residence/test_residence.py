@@ -10,7 +10,7 @@ import pytest
 from tests.support.polling import eventually
 
 from teimgr.control.residence import residence as module
-from teimgr.control.residence.mux_calls import WaitingCalls
+from teimgr.control.residence.mux_calls import LoadsForMux
 from teimgr.control.residence.residence import Residence
 from teimgr.errors import FailedToLoad, InstanceNotFound, ModelLoadFailed, Stopped, TeimgrError, Unavailable
 from teimgr.spec import Incident, InstanceSpec, RouteEntry, State
@@ -232,7 +232,7 @@ async def test_a_mux_gets_its_answer_once_it_has_the_routes_and_a_call_that_left
             asked.set()
             await confirmed.wait()
 
-        calls = WaitingCalls(line, residence, routes)
+        calls = LoadsForMux(line, residence, routes)
         calls.take({"load": [7, "a", 10.0]})
         calls.take({"load": [8, "unknown", None]})
         await line.changed.wait()

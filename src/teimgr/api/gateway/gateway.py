@@ -517,7 +517,8 @@ _INSTANCE_SHARE = 4
 # So may the bodies that one caller sends, or without keys one connection.
 _SHARE = 2
 _SMALL_DIGITS = 9  # of a length that may be small
-# Replies are charged to the budget of large bodies, whether or not they fit: at this multiple of it no call is taken.
+# Replies are charged to the budget of large bodies, whether or not they fit; above this multiple of that budget new
+# calls are refused.
 _REPLIES = 2
 
 

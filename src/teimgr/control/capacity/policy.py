@@ -90,7 +90,6 @@ class Decision:
     wanted: int
     reason: str
     waiting_s: float
-    arrived_per_s: float
     rate: float | None
 
 
@@ -107,7 +106,7 @@ def decide(terms: Terms, seen: Seen, reading: Reading) -> tuple[Seen, Decision]:
 
     def answer(wanted: int, why: str) -> tuple[Seen, Decision]:
         change = f"{now} → {wanted}: " if wanted != now else ""
-        return seen, Decision(wanted, change + why, waiting_s, fast, seen.rate)
+        return seen, Decision(wanted, change + why, waiting_s, seen.rate)
 
     calm = now
     if waiting_s <= terms.down_wait_s:

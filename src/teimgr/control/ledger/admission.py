@@ -23,8 +23,11 @@ log = logging.getLogger(__name__)
 _ADOPTED_READ_S = 2.0  # how long a load waits for the first readings of workers of an earlier daemon
 _UNREAD = Footprint(host_bytes=0, source="assumed")
 
-Relief = Callable[[WorkerSpec, Refusal], Awaitable[bool]]
-"""Makes room for a refused load, as by an eviction; True where it is to be judged again."""
+Relief = Callable[[str, int, int, Mapping[str, int]], Awaitable[bool]]
+"""Makes room for a refused load, as by an eviction; True where it is to be judged again.
+
+Gets the instance, the bytes that it needs, those that are free, and what each instance holds of the device.
+"""
 Outgrown = Callable[[str, int, Mapping[str, int]], None]
 """Hears that an instance has grown, what all take beyond the budget of a device, and what each instance holds of it."""
 
@@ -52,14 +55,6 @@ class Admission:
     def tell_outgrown(self, hearer: Outgrown) -> None:
         """Tell `hearer` at each reading that finds a budget passed."""
         self._outgrown = hearer
-
-    def held_on(self, device: str) -> dict[str, int]:
-        """Like `Ledger.held_on`."""
-        return self.ledger.held_on(device)
-
-    def report(self, device: str, label: str, total: int | None, free: int | None, *, is_card: bool = False) -> None:
-        """Like `Ledger.report`."""
-        self.ledger.report(device, label, total, free, is_card=is_card)
 
     async def look(self, spec: ModelOptions, roots: Sequence[str] | None) -> None:
         """Look at the heads of a model's files, and hear what adopted workers take; then `take` need not wait."""
@@ -121,7 +116,10 @@ class Admission:
                 await self._change(place.host, is_first=True)
             else:
                 self._wake_next(place.host)  # relief may take long, and what comes next may fit
-                if self._relief is None or not await self._relief(spec, found):
+                held = self.ledger.held_on(found.device)
+                if self._relief is None or not await self._relief(
+                    spec.name, found.needed_bytes, found.free_bytes, held
+                ):
                     raise OutOfDeviceMemory(found.reason)
             await self._refresh()
 
@@ -154,7 +152,7 @@ class Admission:
         self._has_read(reservation)
         for device in dict.fromkeys((reservation.place.device, reservation.place.host)):
             if excess_bytes := self.ledger.excess(device):
-                self._outgrown(spec.name, excess_bytes, self.held_on(device))
+                self._outgrown(spec.name, excess_bytes, self.ledger.held_on(device))
         self._wake()
         return overrun if was_known else None
 

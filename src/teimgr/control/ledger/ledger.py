@@ -130,7 +130,9 @@ class Account:
         return self.budget_bytes is not None or self.free_bytes is not None
 
     def spare_bytes(self, *, as_if_loaded: bool = False) -> int:
-        """The lesser of the ledger's rest and the system's, of a limited one; may be negative.
+        """Bytes still free: the smaller of budget minus reservations and of what the system reports.
+
+        Of a limited device; may be negative.
 
         `as_if_loaded`: once the workers that load there have loaded.
         """

@@ -63,10 +63,6 @@ class Inventory:
     hosts: tuple[Host, ...] = ()
     misses_cards: bool = False
 
-    @property
-    def indexes(self) -> list[int]:
-        return [gpu.index for gpu in self.gpus]
-
 
 class InventorySource(Protocol):
     """Reads the present inventory: of this host, or of all hosts of a cluster."""
@@ -225,13 +221,13 @@ class Planner:
     def _report_memory(self) -> None:
         """Tell the ledger what hosts and cards have, as last read."""
         for host in self.inventory.hosts:
-            self.memory.report(host.name, f"host {host.name}", host.memory_total_bytes, host.memory_free_bytes)
+            self.memory.ledger.report(host.name, f"host {host.name}", host.memory_total_bytes, host.memory_free_bytes)
         if not self.inventory.hosts:
-            self.memory.report("", memory_label(), host_memory()[0] or None, free_memory_bytes())
+            self.memory.ledger.report("", memory_label(), host_memory()[0] or None, free_memory_bytes())
         for card in self.inventory.gpus:
             label = f"GPU {card.index} of {card.node}" if card.node else f"GPU {card.index}"
             free = None if card.memory_total_bytes is None else card.memory_free_bytes
-            self.memory.report(card.uuid, label, card.memory_total_bytes, free, is_card=True)
+            self.memory.ledger.report(card.uuid, label, card.memory_total_bytes, free, is_card=True)
 
     def bytes_on_card(self, gpu: str | None, pid: int, allocated: int) -> int:
         """What a worker takes of its card: by the driver, or what its allocator holds and a context."""

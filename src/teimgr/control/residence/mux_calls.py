@@ -18,7 +18,7 @@ class MessageLink(Protocol):
         """Send a message of values that are JSON already."""
 
 
-class WaitingCalls:
+class LoadsForMux:
     """The calls of one control link. `confirmed` returns when its mux has the routes of now; `close` ends all."""
 
     def __init__(self, link: MessageLink, loads: ModelLoads, confirmed: Callable[[], Awaitable[None]]) -> None:

@@ -20,7 +20,7 @@ from teimgr.config.settings import Settings
 from teimgr.control.launch.control_link import MuxDisconnected, MuxLink, MuxLost, MuxStopping
 from teimgr.control.launch.mux_launcher import MuxHandle, MuxLauncher, SentCertificates, local_launcher
 from teimgr.control.launch.process_handle import Exit, ExitReport, LaunchFailed, WorkMeter
-from teimgr.control.residence.mux_calls import WaitingCalls
+from teimgr.control.residence.mux_calls import LoadsForMux
 from teimgr.control.supervision.crash_reports import MUX, Crash, CrashReports
 from teimgr.control.supervision.lifecycle import (
     Backoff,
@@ -403,7 +403,7 @@ class MuxSupervisor(LifecycleTask):
 
         certificates = SentCertificates(self.launcher.tls)
         unsubscribe = (self._directory.subscribe(on_route), self._policy.subscribe(changed.set))
-        waiting = WaitingCalls(link, self._loads, self.routes_confirmed)
+        waiting = LoadsForMux(link, self._loads, self.routes_confirmed)
         link.requests_go_to(waiting.take)
         link.send(
             **certificates.news(),
