@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.nn import functional
 
 from teimgr.engine import gpu
 from teimgr.engine.adapters import merge_adapter
-from teimgr.engine.convolutions import centre_convolutions
 from teimgr.engine.heads.projections import read_weights
 from teimgr.engine.own_weights import Weights, own_weights, unwrapped
 from teimgr.engine.rotary import put_own_rotary
@@ -375,3 +376,29 @@ def _model_class(layout: Layout, config: Any) -> Any:
 def _without_pooler(kind: Any) -> dict[str, bool]:
     """Without BERT's pooler: embeddings do not use it, and many checkpoints lack its weights."""
     return {"add_pooling_layer": False} if "add_pooling_layer" in inspect.signature(kind.__init__).parameters else {}
+
+
+class CentredShortConv(nn.Module):
+    """C · conv(B · x) as in LFM2's own layer, with the middle of the kernel over the token; a text is between zeros.
+
+    One text, or several of equal length without padding: [texts, T, H].
+    """
+
+    def __init__(self, causal: Any) -> None:
+        super().__init__()
+        self.in_proj, self.conv, self.out_proj = causal.in_proj, causal.conv, causal.out_proj
+
+    def forward(self, hidden_states: Tensor, **_options: Any) -> Tensor:
+        b, c, x = self.in_proj(hidden_states).transpose(-1, -2).chunk(3, dim=-2)
+        kernel = self.conv.weight
+        mixed = functional.conv1d(b * x, kernel, self.conv.bias, padding=kernel.shape[-1] // 2, groups=kernel.shape[0])
+        out: Tensor = self.out_proj((c * mixed).transpose(-1, -2).contiguous())
+        return out
+
+
+def centre_convolutions(module: nn.Module) -> None:
+    """Put `CentredShortConv` in the place of every short convolution of an LFM2."""
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child).__name__ == "Lfm2ShortConv":
+                setattr(parent, name, CentredShortConv(child))

@@ -16,8 +16,14 @@ from teimgr.engine.backbone import Batching, StaticTable, Transformer, WholeMode
 from teimgr.engine.batch import Encoded, PackedBatch, pack
 from teimgr.engine.heads import Head, Rows, TokensHead
 from teimgr.engine.heads.library import HeadTrial, LibraryHead
-from teimgr.engine.heads.listwise import MarkedVectorsHead, OnlyDocumentHead
-from teimgr.engine.heads.multi_vector import M3MultiVectorHead, M3SparseHead, MultiVectorHead, load_linear
+from teimgr.engine.heads.multi_vector import (
+    M3MultiVectorHead,
+    M3SparseHead,
+    MarkedVectorsHead,
+    MultiVectorHead,
+    OnlyDocumentHead,
+    load_linear,
+)
 from teimgr.engine.heads.pooling import DenseHead
 from teimgr.engine.heads.projections import load_projections, read_weights, width_behind
 from teimgr.engine.heads.scoring import (

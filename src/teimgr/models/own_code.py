@@ -229,7 +229,7 @@ def _bilingual(config: Config) -> ServedConfig:
 
 
 def _lfm2(config: Config) -> ServedConfig:
-    """LFM2 whose tokens attend to all others, and whose convolutions are centred (`engine/convolutions`)."""
+    """LFM2 whose tokens attend to all others, and whose convolutions are centred (`engine/library_model.py`)."""
     if int(config.get("conv_L_cache", 3)) % 2 == 0:
         raise ModelLoadFailed(f"config.json has conv_L_cache = {config['conv_L_cache']}; centred ones are odd")
     return ServedConfig({**config, "is_causal": False})

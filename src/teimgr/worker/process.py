@@ -41,6 +41,7 @@ from teimgr.files import code_id
 from teimgr.http.server import Listener, bind, serving
 from teimgr.models import hub
 from teimgr.models.neighbours import FleetNeighbours
+from teimgr.models.own_code import code_repositories_of
 from teimgr.observability import logs
 from teimgr.observability.exposition import pack
 from teimgr.observability.loop_watchdog import LoopWatchdog
@@ -56,7 +57,6 @@ from teimgr.worker.dispatcher import Dispatcher
 from teimgr.worker.grpc_port import GrpcPort
 from teimgr.worker.http_port import InstancePort, create_app, metrics_app
 from teimgr.worker.link_server import Control, LinkServer
-from teimgr.worker.model_fetch import fetched
 from teimgr.worker.worker_metrics import engine_page, process_page
 
 if TYPE_CHECKING:
@@ -485,3 +485,28 @@ def in_background(name: str, work: Callable[[], ResultT]) -> asyncio.Future[Resu
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return future
+
+
+_MAX_CODE_FILES = 32  # that are named
+
+
+def fetched(spec: WorkerSpec, neighbours: hub.Neighbours | None) -> tuple[hub.ModelSource, list[str]]:
+    """The model's directory, and the code that the instance trusts: that of other repositories, which is fetched too,
+    and the model's own, each as `LoadedModel.code` has it.
+    """
+    source = hub.resolve(spec.model_id, spec.revision, neighbours, spec.model_roots)
+    if not spec.trust_remote_code:
+        return source, []
+    code = [code_of(source.path, spec.model_id, source.sha)]
+    for repository in code_repositories_of(source.path):
+        found = hub.resolve_code(repository, spec.code_revision)
+        code.append(code_of(found.path, repository, found.sha))
+    return source, [each for each in code if each]
+
+
+def code_of(folder: Path, name: str, commit: str | None) -> str:
+    """A repository with its commit and its files of code; "" where it has none."""
+    files = sorted(path.relative_to(folder).as_posix() for path in (*folder.glob("*.py"), *folder.glob("*/*.py")))
+    shown = files[:_MAX_CODE_FILES] + (["…"] if len(files) > _MAX_CODE_FILES else [])
+    at = "" if commit is None else f"@{commit}"
+    return f"{name}{at}: {', '.join(shown)}" if files else ""

@@ -28,7 +28,7 @@ from teimgr.http.http1 import ListenerState, ServerConnections
 from teimgr.http.http2 import connection, sender
 from teimgr.http.http2.frame_types import Payload
 from teimgr.http.http2.framing import Framing
-from teimgr.http.http2.header_decoder import HeaderDecoder
+from teimgr.http.http2.headers import HeaderDecoder
 from teimgr.http.http2.requests import HttpStreams, protocol
 from teimgr.http.http2.stream import Stream
 from teimgr.http.server import Listener, bind, serving

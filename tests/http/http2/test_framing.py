@@ -13,7 +13,7 @@ import pytest
 
 from teimgr.http.http2.frame_types import PREFACE, ConnectionBroken, ErrorCode, Payload
 from teimgr.http.http2.framing import Framing
-from teimgr.http.http2.header_decoder import Headers
+from teimgr.http.http2.headers import Headers
 
 STREAM_WINDOW, CONNECTION_WINDOW = 100_000, 150_000
 MAX_STREAMS = 3

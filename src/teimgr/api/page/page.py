@@ -23,8 +23,7 @@ from teimgr.api.page import format, views
 from teimgr.api.page.assets import assets, html_response
 from teimgr.api.page.figures import Sampler
 from teimgr.api.page.forms import ESSENTIAL, POPULAR, groups
-from teimgr.api.page.scaling_view import scaling_values
-from teimgr.api.page.views import EVENTS_SHOWN, Values
+from teimgr.api.page.views import EVENTS_SHOWN, Values, scaling_values
 from teimgr.api.rest.access import own_names
 from teimgr.api.rest.app import PageRoutes
 from teimgr.api.rest.events import Event, event_stream

@@ -12,11 +12,10 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from teimgr.control.capacity.history import Counters
+from teimgr.control.capacity.history import Counters, Refusals
 from teimgr.control.capacity.kept_file import KeptFile
 from teimgr.control.capacity.policy import Decision, Reading, Seen, Terms, adds, decide
 from teimgr.control.capacity.rates import MeasuredRates, rates_key
-from teimgr.control.capacity.refusals import Refusals
 from teimgr.errors import TeimgrError
 from teimgr.observability import catalogue
 from teimgr.observability.exposition import Page, Sample

@@ -33,11 +33,10 @@ from teimgr.control.residence.rehearsal import Rehearsal
 from teimgr.control.supervision.command_turns import CommandTurns
 from teimgr.control.supervision.crash_reports import Crash, CrashReports
 from teimgr.control.supervision.fleet_records import FleetRecords
-from teimgr.control.supervision.host_departures import HostDepartures
 from teimgr.control.supervision.instance import ManagedInstance
 from teimgr.control.supervision.lifecycle import Backoff, Command, RestartPolicy
 from teimgr.control.supervision.planning import Planning
-from teimgr.control.supervision.rebalancing import Rebalancer
+from teimgr.control.supervision.rebalancing import HostDepartures, Rebalancer
 from teimgr.control.supervision.store import Store, WantedState
 from teimgr.control.supervision.supervisor import SupervisorContext
 from teimgr.control.supervision.sweep import Sweep

@@ -4,8 +4,8 @@
     table          the mean of a text's rows of an embedding table
     projections    the Dense, LayerNorm and Normalize modules behind a pooling or every token
     splade         a weight per vocabulary entry, from a masked-LM head
-    multi_vector   late interaction: a projected vector per kept token; BGE-M3's sparse weights and token vectors
-    listwise       the vectors at the marks of a prompt that has a query and its documents
+    multi_vector   late interaction: a projected vector per kept token; BGE-M3's sparse weights and token vectors; the
+                   vectors at the marks of a listwise reranker's prompt
     library        the head of a transformers model, run separately on hidden states
     scoring        classifiers, cross-encoders and causal rerankers; activations (`activate`)
 

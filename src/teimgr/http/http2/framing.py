@@ -1,6 +1,6 @@
 """Framing of one HTTP/2 connection, server side: header blocks, settings, flow control, states of streams.
 
-Protocol: RFC 9113. Bytes become frames in `frame_reader.py`, header blocks fields in `header_decoder.py`.
+Protocol: RFC 9113. Bytes become frames in `frame_reader.py`, header blocks fields in `headers.py`.
 """
 
 from __future__ import annotations
@@ -41,8 +41,14 @@ from teimgr.http.http2.frame_types import (
     ErrorCode,
     Payload,
 )
-from teimgr.http.http2.header_decoder import MAX_HEADER_BYTES, BlockTooLarge, HeaderDecoder, Headers, InvalidBlock
-from teimgr.http.http2.header_encoder import encode_headers
+from teimgr.http.http2.headers import (
+    MAX_HEADER_BYTES,
+    BlockTooLarge,
+    HeaderDecoder,
+    Headers,
+    InvalidBlock,
+    encode_headers,
+)
 from teimgr.http.http2.request_head import InvalidHead, check_trailers
 
 _DEFAULT_WINDOW = 65_535

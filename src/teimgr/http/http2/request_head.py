@@ -12,7 +12,7 @@ from urllib.parse import unquote
 import httptools
 
 from teimgr.http.bodies import SINGLE_HEADERS, is_host
-from teimgr.http.http2.header_decoder import Headers
+from teimgr.http.http2.headers import Headers
 
 _REQUIRED = (b":method", b":scheme", b":path")
 # Kinds of fields.

@@ -7,7 +7,7 @@ from collections import deque
 
 from teimgr.http.connection_gate import MIN_READ_BYTES, STALL_S
 from teimgr.http.http2.framing import Framing
-from teimgr.http.http2.header_decoder import Headers
+from teimgr.http.http2.headers import Headers
 from teimgr.http.http2.stream import Stalled, Stream, StreamLost
 
 # Longest DATA frame that is sent: others have their turn after it.

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from teimgr.http.http2.frame_types import ErrorCode, Payload
-from teimgr.http.http2.header_decoder import Headers
+from teimgr.http.http2.headers import Headers
 from teimgr.http.http2.request_head import RequestHead
 
 

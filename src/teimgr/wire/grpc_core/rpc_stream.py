@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 
 from teimgr.errors import Cancelled, DeadlineExceeded, InvalidInput, TeimgrError, TooLarge, Unavailable, Unsupported
 from teimgr.http.byte_budget import ByteBudget, Charge
-from teimgr.http.http2.header_decoder import Headers
+from teimgr.http.http2.headers import Headers
 from teimgr.http.http2.stream import Stalled, Stream
 from teimgr.wire.frames import MAX_DEADLINE_MS
 from teimgr.wire.protobuf import Octets, Slice

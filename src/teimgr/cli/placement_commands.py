@@ -1,4 +1,4 @@
-"""`teimgr plan`: what would run where, and what it takes of each device."""
+"""`teimgr plan`: what would run where, and what it takes of each device. `teimgr rebalance`: move workers."""
 
 from __future__ import annotations
 
@@ -87,3 +87,35 @@ def _place(worker: Mapping[str, Any]) -> str:
     if worker["outcome"] == "on_demand":
         return ""
     return where(worker)
+
+
+def rebalance(
+    server: DaemonOptions,
+    output: CommandOutput,
+    plan: Annotated[bool, typer.Option("--plan", help="Show what would move, and change nothing.")] = False,
+) -> int:
+    """Move workers to where they would be placed now, if the fleet is more even then.
+
+    Each new worker serves before the old one ends; `--plan` shows what would move, and why the rest stays.
+    """
+    found = server.rest.rebalance(dry_run=plan)
+    if output.as_json:
+        output.value(found)
+    else:
+        _show_moves(found, output)
+    failed = any(each["outcome"] == "failed" for each in found["moves"])
+    return ExitStatus.INCOMPLETE if failed else ExitStatus.OK
+
+
+def _show_moves(found: Mapping[str, Any], output: CommandOutput) -> None:
+    rows = [
+        (each["instance"], each["replica"], each["outcome"], where(each["from"]), where(each["to"]), each["reason"])
+        for each in found["moves"]
+    ]
+    rows += [
+        (each["instance"], each["replica"], "stays", where(each["at"]), "", each["reason"]) for each in found["stays"]
+    ]
+    if not found["moves"]:
+        output.note("nothing to move")
+    if rows:
+        output.table(("instance", "replica", "outcome", "from", "to", "reason"), rows)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from teimgr.control.capacity.refusals import _KEPT, WINDOW_S, Refusals
+from teimgr.control.capacity.history import _KEPT_REFUSALS, REFUSALS_WINDOW_S, Refusals
 
 
 @dataclass
@@ -44,8 +44,8 @@ def test_readings_are_bounded_however_often_someone_asks() -> None:
     refusals = Refusals()
     for step in range(5000):
         rates = refusals.read([worker(step)], step / 20)
-    assert len(refusals._readings["a"]) <= _KEPT
+    assert len(refusals._readings["a"]) <= _KEPT_REFUSALS
     assert rates["a"] == pytest.approx(20, rel=0.05)
-    assert refusals._readings["a"][0][0] >= 5000 / 20 - WINDOW_S - 2
+    assert refusals._readings["a"][0][0] >= 5000 / 20 - REFUSALS_WINDOW_S - 2
     assert refusals.read([], 300) == {}
     assert not refusals._readings

@@ -13,8 +13,7 @@ from hpack.huffman_constants import REQUEST_CODES, REQUEST_CODES_LENGTH
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from teimgr.http.http2 import header_decoder
-from teimgr.http.http2.header_decoder import MAX_HEADER_BYTES, BlockTooLarge, HeaderDecoder, InvalidBlock
+from teimgr.http.http2.headers import _CACHED_BLOCKS, MAX_HEADER_BYTES, BlockTooLarge, HeaderDecoder, InvalidBlock
 
 NAMES = st.sampled_from([b":path", b":method", b"authorization", b"traceparent", b"x-key", b"x" * 150, b""])
 VALUES = st.one_of(st.sampled_from([b"", b"/", b"GET", b"k" * 40, b"v" * 4070, b"v" * 5000]), st.binary(max_size=40))
@@ -109,7 +108,7 @@ def test_the_cache_is_bounded_and_keeps_no_long_lists() -> None:
         decoder.decode(b"\0\1a" + bytes((3,)) + b"%03d" % number)
     newest = b"\0\1a" + bytes((3,)) + b"999"
 
-    assert len(decoder._known) == header_decoder._CACHED_BLOCKS
+    assert len(decoder._known) == _CACHED_BLOCKS
     assert newest in decoder._known, "the oldest make room"
     decoder.decode(b"\x82" * 300)
     assert b"\x82" * 300 not in decoder._known
