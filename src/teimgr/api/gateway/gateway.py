@@ -5,12 +5,10 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 import math
 import time
-from collections import Counter
-from collections.abc import Callable, Coroutine, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from teimgr.api.gateway.bodies import SMALL_BYTES, Bodies, ReadBody
 from teimgr.api.gateway.model_cards import (
     COHERE_CHECKS,
     INFINITY_HEALTH,
@@ -35,6 +34,7 @@ from teimgr.api.gateway.model_cards import (
     vllm_version,
     weaviate_meta,
 )
+from teimgr.api.gateway.model_names import ModelNames, model_of
 from teimgr.api.gateway.ollama import OllamaRoutes, known_name
 from teimgr.api.gateway.routes import (
     DIALECT_HEADER,
@@ -52,30 +52,22 @@ from teimgr.config.on_demand import allows
 from teimgr.config.settings import Settings
 from teimgr.control.sharing.tenants import RateState
 from teimgr.errors import (
-    AmbiguousInstance,
     Code,
-    Forbidden,
-    InstanceNotFound,
     Internal,
     InvalidInput,
     ModelNotFound,
     NotLoaded,
-    Overloaded,
-    Stopped,
     TeimgrError,
-    TooLarge,
     Unavailable,
 )
 from teimgr.http.auth.policy import ANONYMOUS, Caller, caller_of
-from teimgr.http.bodies import SlowClient, charge_body, compression_fault, read_body
-from teimgr.http.byte_budget import ByteBudget, Charge, Shares
+from teimgr.http.bodies import SlowClient, compression_fault
 from teimgr.http.direct import DirectRequest, answered_directly
 from teimgr.http.replies import has_room, room_for_reply
-from teimgr.models.source import names_a_path, shown_id
 from teimgr.observability import catalogue
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.observability.request_context import CURRENT
-from teimgr.spec import KEEP_ALIVE, LANE_KEY, LOAD_NS, InstanceView, RouteEntry, State
+from teimgr.spec import KEEP_ALIVE, LANE_KEY, LOAD_NS, InstanceView, RouteEntry
 from teimgr.wire import error_bodies
 from teimgr.wire.error_bodies import INFINITY, JSON_TYPE, OLLAMA, OPENAI, TEI_OPENAI, VLLM, WEAVIATE
 from teimgr.wire.fleet_tls import FleetIdentity
@@ -90,12 +82,10 @@ from teimgr.wire.frames import (
     read_reply,
     request_head,
 )
-from teimgr.wire.json_scan import text_member
-from teimgr.wire.protobuf import Target
 from teimgr.wire.routing.links import LinkLimits
 from teimgr.wire.routing.on_demand import NO_LOADS, ModelStays, refused_by_end, when_loaded
 from teimgr.wire.routing.returning import ReturningWorkers
-from teimgr.wire.routing.router import Directory, Lease, Router, RouterView, router_view
+from teimgr.wire.routing.router import Directory, Lease, Router, router_view
 from teimgr.wire.spaces import EXPECT_KEY
 from teimgr.wire.status import STATUS
 from teimgr.wire.step_thread import StepThread
@@ -110,6 +100,20 @@ _KEYS = [(name, name.encode()) for name in _HEADERS]
 _OWNER = "teimgr"
 # Vectors as JSON are four times the size of what gRPC carries.
 _MAX_REPLY_BYTES = 256 * 2**20
+
+
+class _Call(NamedTuple):
+    """A request for a worker of what its path names (`named`), else of its body's `model`.
+
+    `holder` is the caller whose bytes are counted, as in `Bodies.held_for`.
+    """
+
+    head: HttpRequest
+    names: ModelNames
+    named: Mapping[str, str]
+    body: ReadBody
+    holder: str | None
+    flags: int = Flag.NONE
 
 
 class Gateway:
@@ -200,7 +204,8 @@ class Gateway:
                 request, start, _sharer(request.scope, caller)
             )
             try:
-                return await self._call_worker(head, self._names_for(caller), call.named, body, _holder(caller))
+                names = self._names_for(caller)
+                return await self._call_worker(_Call(head, names, call.named, body, _holder(caller)))
             finally:
                 charge.release()
 
@@ -217,7 +222,8 @@ class Gateway:
 
         async def call_worker() -> HttpReply:
             body, _ = await self._bodies.hold(request_head(head), b"")
-            return await self._call_worker(head, self._names_for(caller), request.path_params, body, _holder(caller))
+            names = self._names_for(caller)
+            return await self._call_worker(_Call(head, names, request.path_params, body, _holder(caller)))
 
         reply = await self._count(INFO, head.dialect, call_worker())
         return Response(reply.body, reply.status, dict(reply.headers))
@@ -234,7 +240,8 @@ class Gateway:
             context.belongs_to(caller.tenant)
         held, charge = await self._bodies.hold(request_head(head), body, self._bodies.large)
         try:
-            reply = await self._call_worker(head, self._names_for(caller), {}, held, _holder(caller), Flag.BULK)
+            names = self._names_for(caller)
+            reply = await self._call_worker(_Call(head, names, {}, held, _holder(caller), Flag.BULK))
             status = reply.status
             return reply
         except TeimgrError as error:
@@ -274,55 +281,35 @@ class Gateway:
             log.exception("an inference request failed", extra={"path": path.path})
             return error_bodies.failure(dialect, Internal("Internal error: see the daemon's log"))
 
-    async def _call_worker(
-        self,
-        head: HttpRequest,
-        names: ModelNames,
-        named: Mapping[str, str],
-        body: ReadBody,
-        holder: str | None,
-        flags: int = Flag.NONE,
-    ) -> HttpReply:
-        """The reply of a worker of what the path names (`named`), else of the body's `model`.
-
-        `holder` is the caller whose bytes are counted, as in `Bodies.held_for`.
-        """
+    async def _call_worker(self, call: _Call) -> HttpReply:
+        """The reply of a worker."""
         try:
-            return await self._call_loaded(head, names, named, body, holder, flags, self._timeout_s)
+            return await self._call_loaded(call, self._timeout_s)
         except NotLoaded as error:
             missing = error
 
         began_ns = time.monotonic_ns()
 
-        async def call(left_s: float | None) -> HttpReply:
-            request = (head, body)
-            if head.dialect == OLLAMA:
-                request = after_load(head, body, time.monotonic_ns() - began_ns)
-            return await self._call_loaded(request[0], names, named, request[1], holder, flags, left_s, is_held=True)
+        async def again(left_s: float | None) -> HttpReply:
+            waited = call
+            if call.head.dialect == OLLAMA:
+                head, body = after_load(call.head, call.body, time.monotonic_ns() - began_ns)
+                waited = call._replace(head=head, body=body)
+            return await self._call_loaded(waited, left_s, is_held=True)
 
-        with self._bodies.held_for(missing.instance, body, holder):
-            return await when_loaded(self._waits, missing, self._timeout_s, call)
+        with self._bodies.held_for(missing.instance, call.body, call.holder):
+            return await when_loaded(self._waits, missing, self._timeout_s, again)
 
-    async def _call_loaded(
-        self,
-        head: HttpRequest,
-        names: ModelNames,
-        named: Mapping[str, str],
-        body: ReadBody,
-        holder: str | None,
-        flags: int,
-        timeout_s: float | None,
-        *,
-        is_held: bool = False,
-    ) -> HttpReply:
+    async def _call_loaded(self, call: _Call, timeout_s: float | None, *, is_held: bool = False) -> HttpReply:
         """`_call_worker` of a model that is loaded; `is_held`: its body is counted already.
 
         Raises:
             NotLoaded: it is not, or is being unloaded; the call was not begun.
         """
-        payload, lease = body.payload, await self._lease(names, head.path, named, body)
-        with lease, nullcontext() if is_held else self._bodies.held_for(lease.instance, body, holder):
-            flags |= Flag.BULK if len(payload) > SMALL_BYTES else Flag.NONE
+        head, body = call.head, call.body
+        payload, lease = body.payload, await self._lease(call)
+        with lease, nullcontext() if is_held else self._bodies.held_for(lease.instance, body, call.holder):
+            flags = call.flags | (Flag.BULK if len(payload) > SMALL_BYTES else Flag.NONE)
             flags = in_lane(flags, head.headers.get(LANE_KEY))
             call_class = (head.path, flags)
             lease.check_refusals(call_class, len(payload), timeout_s)
@@ -347,7 +334,8 @@ class Gateway:
         self._loads.keep(instance, float(seconds))
         return reply._replace(headers={name: value for name, value in reply.headers.items() if name != KEEP_ALIVE})
 
-    async def _lease(self, names: ModelNames, inner: str, named: Mapping[str, str], body: ReadBody) -> Lease:
+    async def _lease(self, call: _Call) -> Lease:
+        names, named, body, inner = call.names, call.named, call.body, call.head.path
         if "name" in named:
             return names.lease_instance(named["name"])
         if "model" in named:
@@ -459,316 +447,3 @@ def check_encoding(headers: Mapping[str, str]) -> None:
     """Raises InvalidInput for a compressed body: nothing in it could be read."""
     if fault := compression_fault(headers.get("content-encoding", "")):
         raise InvalidInput(fault)
-
-
-# Bodies of more bytes, or lists and objects, are scanned for their model instead of parsed, which holds the GIL: that
-# takes orjson 10 ms at most.
-PARSED_BYTES = 256 * 1024
-_PARSED_LISTS = 4096
-# Of such a scan, the steps on the event loop: enough for a body of a few hundred texts. The rest is for a thread.
-_STEPS_ON_LOOP = 16
-_KEY = b'"model"'
-_ESCAPED_LETTER = b"\\u006"  # of "model"; no encoder escapes ASCII letters
-
-
-async def model_of(body: bytes | bytearray, scanning: StepThread, start: int = 0) -> str | None:
-    """The text under `model` in the JSON object that begins at `start`, or None. Long bodies are for `scanning`.
-
-    The first of several wins. Malformed JSON may have an answer too: the worker, which parses the whole, refuses it.
-
-    Raises:
-        InvalidInput: `json_scan.MAX_TOKENS` lists, objects and long texts come before it.
-    """
-    if _parses_quickly(body, start):
-        try:
-            value = orjson.loads(memoryview(body)[start:])
-        except orjson.JSONDecodeError:
-            pass
-        else:
-            model = value.get("model") if isinstance(value, dict) else None
-            return model if isinstance(model, str) else None
-    steps = text_member(body, "model", start)
-    try:
-        for _ in range(_STEPS_ON_LOOP):
-            next(steps)
-    except StopIteration as end:
-        found: str | None = end.value
-        return found
-    return await scanning.run(steps)
-
-
-def _parses_quickly(body: bytes | bytearray, start: int) -> bool:
-    """Whether orjson is quick with a body, and finds the same model: that of a single key."""
-    size = len(body) - start
-    if size > PARSED_BYTES:
-        return False
-    if size > _PARSED_LISTS and body.count(b"[", start) + body.count(b"{", start) > _PARSED_LISTS:
-        return False
-    is_escaped = body.find(b"\\", start) >= 0 and body.find(_ESCAPED_LETTER, start) >= 0  # one byte is found fastest
-    return not is_escaped and body.find(_KEY, start) == body.rfind(_KEY, start)
-
-
-# Bodies up to this size have their own budget, so that interactive requests never wait for bulk ones.
-SMALL_BYTES = 64 * 1024
-_SMALL_BODIES_BYTES = 64 * 2**20
-_LARGE_BODIES_BYTES = 256 * 2**20
-# The calls to one instance may hold this part of a budget: while one hangs, the others are served.
-_INSTANCE_SHARE = 4
-# So may the bodies that one caller sends, or without keys one connection.
-_SHARE = 2
-_SMALL_DIGITS = 9  # of a length that may be small
-# Replies are charged to the budget of large bodies, whether or not they fit; above this multiple of that budget new
-# calls are refused.
-_REPLIES = 2
-
-
-# A call takes memory beside its body, so that many small ones are bounded too.
-MIN_HELD_BYTES = 1024
-
-HeldKey = tuple[str, str | None, ByteBudget]
-"""Instance, the caller whose share it is (None: that of all), and the budget."""
-
-
-class ReadBody(NamedTuple):
-    """A request's head and body, which begins at `start`, the bytes charged for it, and their budget."""
-
-    payload: bytearray
-    start: int
-    charged: int
-    budget: ByteBudget
-
-
-class Bodies:
-    """Budgets of the bytes of requests and replies in memory, one for small and one for large bodies.
-
-    Calls to one instance hold a part of them at most, and so do the bodies of one caller, or of one connection.
-    """
-
-    def __init__(self, limit_bytes: int) -> None:
-        self.limit_bytes = limit_bytes
-        self.small_bytes = min(SMALL_BYTES, limit_bytes)
-        self.small = ByteBudget(_SMALL_BODIES_BYTES)
-        self.large = ByteBudget(max(_LARGE_BODIES_BYTES, limit_bytes))
-        self._small_shares, self._large_shares = Shares(self.small, _SHARE), Shares(self.large, _SHARE)
-        self._held: Counter[HeldKey] = Counter()
-
-    async def read(self, request: DirectRequest, head: bytes, sharer: Hashable) -> tuple[ReadBody, Charge]:
-        """`head` and the body in one buffer, and the charge for it, which the caller releases.
-
-        The bytes count from the first one, also against the part of the budget that the bodies of `sharer` may hold
-        together.
-
-        Raises:
-            TooLarge: the body is over the limit; the rest of it is discarded.
-            Overloaded: too many replies wait for their clients, or the budget stayed exhausted for too long.
-            SlowClient: the client stopped sending.
-        """
-        self._check_replies()
-        length = request.headers.get(b"content-length", b"")
-        is_small = length.isdigit() and len(length) <= _SMALL_DIGITS and int(length) <= SMALL_BYTES
-        budget, shares = (self.small, self._small_shares) if is_small else (self.large, self._large_shares)
-        charge = shares.charge(sharer)
-        try:
-            buffer = await read_body(request, self.limit_bytes, charge, head)
-            if buffer is None:
-                raise TooLarge(f"The request body is larger than the limit of {self.limit_bytes} bytes")
-        except Overloaded:
-            charge.release()
-            raise Overloaded("Too many large requests are being read; try again later") from None
-        except BaseException:
-            charge.release()
-            raise
-        return ReadBody(buffer, len(head), charge.bytes, budget), charge
-
-    def take_small(self, request: DirectRequest, head: bytes) -> tuple[ReadBody, Charge] | None:
-        """The result of `read` for a small body that is there and fits its budget now; else None."""
-        size = request.body.whole_bytes
-        if size is None or size > self.small_bytes:
-            return None
-        self._check_replies()
-        charge = Charge(self.small)
-        if not charge.try_take(size):
-            return None
-        return ReadBody(bytearray(head + request.body.take()), len(head), size, self.small), charge
-
-    async def hold(
-        self, head: bytes, body: bytes | bytearray, budget: ByteBudget | None = None
-    ) -> tuple[ReadBody, Charge]:
-        """Like `read`, of a body that is there, a small one unless a budget is given; the caller releases the charge.
-
-        Raises:
-            Overloaded: too many replies wait for their clients, or the budget stayed exhausted for too long.
-        """
-        self._check_replies()
-        charge = Charge(budget or self.small)
-        await charge_body(charge, len(body))
-        return ReadBody(bytearray(head + body), len(head), charge.bytes, budget or self.small), charge
-
-    def _check_replies(self) -> None:
-        if self.large.taken_bytes > self.large.limit_bytes * _REPLIES:
-            raise Overloaded("Too many replies wait for clients that do not read them; try again later")
-
-    def held_for(self, instance: str, body: ReadBody, holder: str | None = None) -> Holding:
-        """Count `body` as held by `instance` within the block, `MIN_HELD_BYTES` at least, and by the caller `holder`.
-
-        Raises:
-            Overloaded: the calls to the instance, or those of `holder` to it, hold their share already.
-        """
-        count = max(body.charged, MIN_HELD_BYTES)
-        most = body.budget.limit_bytes // _INSTANCE_SHARE
-        of_all: HeldKey = (instance, None, body.budget)
-        if (held := self._held.get(of_all, 0)) and held + count > most:
-            raise Overloaded(f"Too many requests wait for instance '{instance}'; try again later")
-        if holder is None:
-            return Holding(self._held, (of_all,), count)
-        of_holder: HeldKey = (instance, holder, body.budget)
-        if (held := self._held.get(of_holder, 0)) and held + count > most // _SHARE:
-            raise Overloaded(
-                f"Too many requests with the key '{holder}' wait for instance '{instance}'; try again later"
-            )
-        return Holding(self._held, (of_all, of_holder), count)
-
-
-class Holding:
-    """A context manager: `count` more is held under each of `keys` within its block."""
-
-    __slots__ = ("_count", "_held", "_keys")
-
-    def __init__(self, held: Counter[HeldKey], keys: Sequence[HeldKey], count: int) -> None:
-        self._held = held
-        self._keys = keys
-        self._count = count
-
-    def __enter__(self) -> None:
-        for key in self._keys:
-            self._held[key] += self._count
-
-    def __exit__(self, *failure: object) -> None:
-        for key in self._keys:
-            self._held[key] -= self._count
-            if not self._held[key]:
-                del self._held[key]
-
-
-_NEAREST = 3
-# Of an absurdly long name that does not exist, in the error text.
-_SHOWN_CHARS = 256
-# What finding similar names may cost, in products of two lengths: some 10 ms on the event loop. A comparison costs as
-# much as one of two names of 40 characters before it begins.
-_COMPARED_CHARS, _COMPARISONS, _BEGUN = 128, 200_000, 1600
-
-
-class ModelNames:
-    """Resolves names against the router's last snapshot; `aliases` maps an alias to an instance name or a model id.
-
-    Ids that are paths of the host resolve for every caller, and are listed only if `shows_paths`.
-    """
-
-    def __init__(
-        self, router: RouterView, aliases: Callable[[], Mapping[str, str]], *, shows_paths: bool = True
-    ) -> None:
-        self._router = router
-        self._aliases = aliases
-        self._shows_paths = shows_paths
-        self._sorted: tuple[object, object, list[str]] | None = None  # of these entries and aliases
-
-    def restricted(self, router: RouterView, shows_paths: bool) -> ModelNames:
-        return self if router is self._router else ModelNames(router, self._aliases, shows_paths=shows_paths)
-
-    def lease(self, model: str | None, kinds: Sequence[str] = ()) -> Lease:
-        """A lease on the least busy worker of `model`; without one, on that of the instance for one of `kinds`.
-
-        Raises:
-            ModelNotFound: the name is unknown; the text lists similar ones.
-            AmbiguousInstance: no model is given, and `RouterView.unnamed` finds several instances or none.
-            Unavailable: the instance does not run.
-        """
-        if not model:
-            try:
-                return self._router.lease(self._router.unnamed(kinds))
-            except AmbiguousInstance as error:
-                raise AmbiguousInstance(f"Say which model: {error.message}") from None
-        self.check(model)
-        target = self.target(model)
-        if self._router.find(target) is not None:
-            return self._router.lease(Target(instance_name=target))
-        try:
-            return self._router.lease(Target(model_id=target))
-        except (ModelNotFound, Forbidden):  # there are such instances, as was just checked
-            found = [(entry.name, entry.state) for entry in self._router.of_model(target)]
-            states = ", ".join(f"'{name}' is {state.value}" for name, state in found)
-            kind = Stopped if all(state is State.STOPPED for _, state in found) else Unavailable
-            shown = target if self._shows_paths else shown_id(target)
-            raise kind(f"No instance of the model '{shown}' takes calls now: {states}") from None
-
-    def lease_instance(self, name: str) -> Lease:
-        """A lease on the instance of that name.
-
-        Raises:
-            InstanceNotFound: with the nearest names.
-            Unavailable: it does not run.
-        """
-        try:
-            return self._router.lease(Target(instance_name=name))
-        except InstanceNotFound as error:
-            error.reword(error.message + _nearest(name, self._instances()))
-            raise error from None
-
-    def names(self) -> list[str]:
-        """The names that `model` may have, sorted: instances, aliases and model ids that are listed."""
-        entries, given = self._router.snapshot.entries, self._aliases()
-        if self._sorted is not None and self._sorted[0] is entries and self._sorted[1] is given:
-            return self._sorted[2]
-        aliases = (alias for alias in given if self.model_id(alias) is not None)
-        ids = {entry.model_id for entry in entries}
-        listed = ids if self._shows_paths else {each for each in ids if not names_a_path(each)}
-        self._sorted = entries, given, sorted({*self._instances(), *listed, *aliases})
-        return self._sorted[2]
-
-    def check(self, model: str, refusal: str = "The model '{}' does not exist") -> None:
-        """Raises ModelNotFound, with similar names, for an unknown name; what is known need not run."""
-        if self.model_id(model) is None and not self._router.may_load(self.target(model)):
-            shown = model if len(model) <= _SHOWN_CHARS else model[:_SHOWN_CHARS] + "…"
-            raise ModelNotFound(refusal.format(shown) + _nearest(model, self.names()))
-
-    def model_id(self, model: str) -> str | None:
-        """The id of the model behind a name; None for an unknown name."""
-        target = self.target(model)
-        if (entry := self._router.find(target)) is not None:
-            return entry.model_id
-        return target if self._router.of_model(target) else None
-
-    def target(self, model: str) -> str:
-        """The instance or the model id that an alias stands for; any other name unchanged."""
-        return model if self._router.find(model) is not None else self._aliases().get(model, model)
-
-    def _instances(self) -> list[str]:
-        return [entry.name for entry in self._router.snapshot.entries]
-
-
-def _nearest(name: str, candidates: list[str]) -> str:
-    by_spelling: dict[str, list[str]] = {}
-    for each in candidates:
-        for spelling in {
-            each.casefold(),
-            each.casefold().rpartition("/")[2],
-        }:  # a model's id, or that without its owner
-            by_spelling.setdefault(spelling, []).append(each)
-    given = name[:_COMPARED_CHARS].casefold()
-    similar = difflib.get_close_matches(given, _comparable(given, by_spelling), _NEAREST, 0.5) or [
-        key for key in by_spelling if given in key
-    ]
-    nearest = list(dict.fromkeys(one for key in similar for one in sorted(by_spelling[key], key=len)))[:_NEAREST]
-    if nearest:
-        return f"; did you mean {' or '.join(map(repr, nearest))}?"
-    return f"; there are {', '.join(map(repr, candidates[:_NEAREST]))}" if candidates else "; no model is running"
-
-
-def _comparable(given: str, names: Iterable[str]) -> Iterator[str]:
-    """The names with which a name is compared: those of about its length, as far as the time for it goes."""
-    left = _COMPARISONS
-    for name in sorted(names, key=lambda each: abs(len(each) - len(given))):
-        left -= _BEGUN + len(name) * len(given)
-        if left < 0:
-            return
-        yield name

@@ -9,7 +9,7 @@ import hashlib
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import orjson
 from starlette.requests import Request
@@ -18,6 +18,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from teimgr import __version__
+from teimgr.api.gateway.model_names import ModelNames
 from teimgr.api.gateway.routes import OLLAMA_RUNNING, OLLAMA_SHOW, OLLAMA_TAGS, OLLAMA_VERSION
 from teimgr.errors import InvalidInput, ModelNotFound, TooLarge
 from teimgr.http.auth.policy import Caller, caller_of
@@ -26,9 +27,6 @@ from teimgr.spec import InstanceView, Kind, State, rfc3339
 from teimgr.wire.error_bodies import JSON_TYPE, OLLAMA, failure, refusal
 from teimgr.wire.frames import HttpReply
 from teimgr.wire.routing.on_demand import ModelStays
-
-if TYPE_CHECKING:
-    from teimgr.api.gateway.gateway import ModelNames
 
 _NOT_SERVED = 501
 _TEXT = "the models of this server do not support {}: they embed, by /api/embed"

@@ -1,0 +1,193 @@
+"""`ModelNames`: a name to an instance; similar names for an unknown one. `model_of`: the `model` of a body."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import orjson
+
+from teimgr.errors import (
+    AmbiguousInstance,
+    Forbidden,
+    InstanceNotFound,
+    ModelNotFound,
+    Stopped,
+    Unavailable,
+)
+from teimgr.models.source import names_a_path, shown_id
+from teimgr.spec import State
+from teimgr.wire.json_scan import text_member
+from teimgr.wire.protobuf import Target
+from teimgr.wire.routing.router import Lease, RouterView
+from teimgr.wire.step_thread import StepThread
+
+_NEAREST = 3
+# Of an absurdly long name that does not exist, in the error text.
+_SHOWN_CHARS = 256
+# What finding similar names may cost, in products of two lengths: some 10 ms on the event loop. A comparison costs as
+# much as one of two names of 40 characters before it begins.
+_COMPARED_CHARS, _COMPARISONS, _BEGUN = 128, 200_000, 1600
+
+
+class ModelNames:
+    """Resolves names against the router's last snapshot; `aliases` maps an alias to an instance name or a model id.
+
+    Ids that are paths of the host resolve for every caller, and are listed only if `shows_paths`.
+    """
+
+    def __init__(
+        self, router: RouterView, aliases: Callable[[], Mapping[str, str]], *, shows_paths: bool = True
+    ) -> None:
+        self._router = router
+        self._aliases = aliases
+        self._shows_paths = shows_paths
+        self._sorted: tuple[object, object, list[str]] | None = None  # of these entries and aliases
+
+    def restricted(self, router: RouterView, shows_paths: bool) -> ModelNames:
+        return self if router is self._router else ModelNames(router, self._aliases, shows_paths=shows_paths)
+
+    def lease(self, model: str | None, kinds: Sequence[str] = ()) -> Lease:
+        """A lease on the least busy worker of `model`; without one, on that of the instance for one of `kinds`.
+
+        Raises:
+            ModelNotFound: the name is unknown; the text lists similar ones.
+            AmbiguousInstance: no model is given, and `RouterView.unnamed` finds several instances or none.
+            Unavailable: the instance does not run.
+        """
+        if not model:
+            try:
+                return self._router.lease(self._router.unnamed(kinds))
+            except AmbiguousInstance as error:
+                raise AmbiguousInstance(f"Say which model: {error.message}") from None
+        self.check(model)
+        target = self.target(model)
+        if self._router.find(target) is not None:
+            return self._router.lease(Target(instance_name=target))
+        try:
+            return self._router.lease(Target(model_id=target))
+        except (ModelNotFound, Forbidden):  # there are such instances, as was just checked
+            found = [(entry.name, entry.state) for entry in self._router.of_model(target)]
+            states = ", ".join(f"'{name}' is {state.value}" for name, state in found)
+            kind = Stopped if all(state is State.STOPPED for _, state in found) else Unavailable
+            shown = target if self._shows_paths else shown_id(target)
+            raise kind(f"No instance of the model '{shown}' takes calls now: {states}") from None
+
+    def lease_instance(self, name: str) -> Lease:
+        """A lease on the instance of that name.
+
+        Raises:
+            InstanceNotFound: with the nearest names.
+            Unavailable: it does not run.
+        """
+        try:
+            return self._router.lease(Target(instance_name=name))
+        except InstanceNotFound as error:
+            error.reword(error.message + _nearest(name, self._instances()))
+            raise error from None
+
+    def names(self) -> list[str]:
+        """The names that `model` may have, sorted: instances, aliases and model ids that are listed."""
+        entries, given = self._router.snapshot.entries, self._aliases()
+        if self._sorted is not None and self._sorted[0] is entries and self._sorted[1] is given:
+            return self._sorted[2]
+        aliases = (alias for alias in given if self.model_id(alias) is not None)
+        ids = {entry.model_id for entry in entries}
+        listed = ids if self._shows_paths else {each for each in ids if not names_a_path(each)}
+        self._sorted = entries, given, sorted({*self._instances(), *listed, *aliases})
+        return self._sorted[2]
+
+    def check(self, model: str, refusal: str = "The model '{}' does not exist") -> None:
+        """Raises ModelNotFound, with similar names, for an unknown name; what is known need not run."""
+        if self.model_id(model) is None and not self._router.may_load(self.target(model)):
+            shown = model if len(model) <= _SHOWN_CHARS else model[:_SHOWN_CHARS] + "…"
+            raise ModelNotFound(refusal.format(shown) + _nearest(model, self.names()))
+
+    def model_id(self, model: str) -> str | None:
+        """The id of the model behind a name; None for an unknown name."""
+        target = self.target(model)
+        if (entry := self._router.find(target)) is not None:
+            return entry.model_id
+        return target if self._router.of_model(target) else None
+
+    def target(self, model: str) -> str:
+        """The instance or the model id that an alias stands for; any other name unchanged."""
+        return model if self._router.find(model) is not None else self._aliases().get(model, model)
+
+    def _instances(self) -> list[str]:
+        return [entry.name for entry in self._router.snapshot.entries]
+
+
+def _nearest(name: str, candidates: list[str]) -> str:
+    by_spelling: dict[str, list[str]] = {}
+    for each in candidates:
+        for spelling in {
+            each.casefold(),
+            each.casefold().rpartition("/")[2],
+        }:  # a model's id, or that without its owner
+            by_spelling.setdefault(spelling, []).append(each)
+    given = name[:_COMPARED_CHARS].casefold()
+    similar = difflib.get_close_matches(given, _comparable(given, by_spelling), _NEAREST, 0.5) or [
+        key for key in by_spelling if given in key
+    ]
+    nearest = list(dict.fromkeys(one for key in similar for one in sorted(by_spelling[key], key=len)))[:_NEAREST]
+    if nearest:
+        return f"; did you mean {' or '.join(map(repr, nearest))}?"
+    return f"; there are {', '.join(map(repr, candidates[:_NEAREST]))}" if candidates else "; no model is running"
+
+
+def _comparable(given: str, names: Iterable[str]) -> Iterator[str]:
+    """The names with which a name is compared: those of about its length, as far as the time for it goes."""
+    left = _COMPARISONS
+    for name in sorted(names, key=lambda each: abs(len(each) - len(given))):
+        left -= _BEGUN + len(name) * len(given)
+        if left < 0:
+            return
+        yield name
+
+
+# Bodies of more bytes, or lists and objects, are scanned for their model instead of parsed, which holds the GIL: that
+# takes orjson 10 ms at most.
+PARSED_BYTES = 256 * 1024
+_PARSED_LISTS = 4096
+# Of such a scan, the steps on the event loop: enough for a body of a few hundred texts. The rest is for a thread.
+_STEPS_ON_LOOP = 16
+_KEY = b'"model"'
+_ESCAPED_LETTER = b"\\u006"  # of "model"; no encoder escapes ASCII letters
+
+
+async def model_of(body: bytes | bytearray, scanning: StepThread, start: int = 0) -> str | None:
+    """The text under `model` in the JSON object that begins at `start`, or None. Long bodies are for `scanning`.
+
+    The first of several wins. Malformed JSON may have an answer too: the worker, which parses the whole, refuses it.
+
+    Raises:
+        InvalidInput: `json_scan.MAX_TOKENS` lists, objects and long texts come before it.
+    """
+    if _parses_quickly(body, start):
+        try:
+            value = orjson.loads(memoryview(body)[start:])
+        except orjson.JSONDecodeError:
+            pass
+        else:
+            model = value.get("model") if isinstance(value, dict) else None
+            return model if isinstance(model, str) else None
+    steps = text_member(body, "model", start)
+    try:
+        for _ in range(_STEPS_ON_LOOP):
+            next(steps)
+    except StopIteration as end:
+        found: str | None = end.value
+        return found
+    return await scanning.run(steps)
+
+
+def _parses_quickly(body: bytes | bytearray, start: int) -> bool:
+    """Whether orjson is quick with a body, and finds the same model: that of a single key."""
+    size = len(body) - start
+    if size > PARSED_BYTES:
+        return False
+    if size > _PARSED_LISTS and body.count(b"[", start) + body.count(b"{", start) > _PARSED_LISTS:
+        return False
+    is_escaped = body.find(b"\\", start) >= 0 and body.find(_ESCAPED_LETTER, start) >= 0  # one byte is found fastest
+    return not is_escaped and body.find(_KEY, start) == body.rfind(_KEY, start)
