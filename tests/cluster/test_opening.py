@@ -15,7 +15,7 @@ from teimgr.config.settings import Settings
 from teimgr.control.placement.hosts import LeavingHosts
 from teimgr.control.placement.planner import GpuInventory
 from teimgr.errors import InvalidConfig
-from teimgr.wire.routing.router import Directory
+from teimgr.wire.routing.directory import Directory
 
 IMPORTED = """
 import sys, teimgr.daemon.process

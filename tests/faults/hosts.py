@@ -47,7 +47,7 @@ from teimgr.mux.process import Mux
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.spec import InstanceSpec, LoadedModel, RouteEntry, State, WorkerSpec
 from teimgr.wire.frames import Method
-from teimgr.wire.routing.router import Directory
+from teimgr.wire.routing.directory import Directory
 from tests.faults import long_run
 from tests.faults.results import markdown, write
 

@@ -41,7 +41,7 @@ from teimgr.control.placement.planner import GpuInventory, Inventory
 from teimgr.observability.log_source import LocalLogs
 from teimgr.spec import RouteEntry, State, WorkerEndpoint, WorkerSpec
 from teimgr.wire.fleet_tls import FleetIdentity, FleetName, write_identity
-from teimgr.wire.routing.router import Directory
+from teimgr.wire.routing.directory import Directory
 
 HOST = "127.0.0.1"
 

@@ -25,7 +25,7 @@ from teimgr.control.supervision.manager import Manager
 from teimgr.control.supervision.store import Store
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.spec import InstanceSpec, InstanceView, RouteEntry
-from teimgr.wire.routing.router import Directory
+from teimgr.wire.routing.directory import Directory
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 30.0

@@ -13,7 +13,7 @@ from teimgr.control.placement.hosts import LeavingHosts
 from teimgr.control.placement.planner import GpuInventory, InventorySource
 from teimgr.observability.log_source import LogSource
 from teimgr.wire.fleet_tls import FleetIdentity
-from teimgr.wire.routing.router import Directory
+from teimgr.wire.routing.directory import Directory
 
 if TYPE_CHECKING:
     from teimgr.cluster.head import ClusterHead

@@ -35,7 +35,7 @@ from teimgr.observability import catalogue
 from teimgr.observability.exposition import Page, add
 from teimgr.spec import RouteEntry, State, WorkerSpec
 from teimgr.wire.fleet_tls import FleetIdentity
-from teimgr.wire.routing.router import Directory
+from teimgr.wire.routing.directory import Directory
 
 MAX_OF_INSTANCE = 1024
 """The most connections to one instance; over all of them it is `most_forwarded`."""

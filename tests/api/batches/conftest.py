@@ -26,7 +26,7 @@ from teimgr.http.auth.policy import Policy, PolicyInForce
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.wire.error_bodies import OPENAI, failure
 from teimgr.wire.frames import HttpReply, read_request
-from teimgr.wire.routing.router import Directory
+from teimgr.wire.routing.directory import Directory
 
 __all__ = ["start_worker"]
 

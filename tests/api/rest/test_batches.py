@@ -23,7 +23,7 @@ from teimgr.config.batches import BatchSettings
 from teimgr.config.settings import Settings
 from teimgr.http.auth.policy import PolicyInForce
 from teimgr.observability.metrics import DaemonMetrics
-from teimgr.wire.routing.router import Directory
+from teimgr.wire.routing.directory import Directory
 
 MIB = 2**20
 

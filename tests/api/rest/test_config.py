@@ -22,7 +22,7 @@ from teimgr.daemon.process import Daemon
 from teimgr.errors import InvalidConfig
 from teimgr.observability import logs
 from teimgr.spec import InstanceSpec, InstanceView, RouteEntry, State
-from teimgr.wire.routing.router import Directory
+from teimgr.wire.routing.directory import Directory
 
 SEEDS = """
 api_port = 9100

@@ -18,7 +18,7 @@ from teimgr.api.rest.app import create_app
 from teimgr.config.settings import Settings
 from teimgr.http.server import bind, serving
 from teimgr.observability.metrics import DaemonMetrics
-from teimgr.wire.routing.router import Directory
+from teimgr.wire.routing.directory import Directory
 
 
 @asynccontextmanager

@@ -33,7 +33,7 @@ from teimgr.http.http2.requests import protocol
 from teimgr.http.server import bind, serving
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.spec import InstanceSpec, RouteEntry, State, WorkerEndpoint
-from teimgr.wire.routing.router import Directory
+from teimgr.wire.routing.directory import Directory
 
 
 @asynccontextmanager

@@ -24,7 +24,7 @@ from teimgr.control.supervision.manager import Manager
 from teimgr.errors import TeimgrError
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.spec import InstanceSpec, State
-from teimgr.wire.routing.router import Directory
+from teimgr.wire.routing.directory import Directory
 
 MIB = 1 << 20
 SEEDS = 30

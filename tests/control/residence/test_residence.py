@@ -14,7 +14,7 @@ from teimgr.control.residence.mux_calls import LoadsForMux
 from teimgr.control.residence.residence import Residence
 from teimgr.errors import FailedToLoad, InstanceNotFound, ModelLoadFailed, Stopped, TeimgrError, Unavailable
 from teimgr.spec import Incident, InstanceSpec, RouteEntry, State
-from teimgr.wire.routing.router import Directory
+from teimgr.wire.routing.directory import Directory
 
 
 class ScriptedOwner:

@@ -22,7 +22,7 @@ from teimgr.control.supervision.manager import Manager
 from teimgr.control.supervision.store import Store
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.spec import InstanceSpec
-from teimgr.wire.routing.router import Directory
+from teimgr.wire.routing.directory import Directory
 
 
 async def main(folder: Path, wanted: dict[str, str], replicas: int, change: str) -> None:

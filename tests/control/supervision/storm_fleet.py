@@ -30,7 +30,7 @@ from teimgr.control.supervision.store import Loaded
 from teimgr.errors import Code, Unavailable
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.spec import InstanceSpec, State, WorkerSpec
-from teimgr.wire.routing.router import Directory
+from teimgr.wire.routing.directory import Directory
 
 MAX_TURNS = 5000
 """Until a fleet without commands has to be at rest."""

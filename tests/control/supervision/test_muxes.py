@@ -28,7 +28,7 @@ from teimgr.control.supervision.muxes import MUX_POLICY, Muxes, MuxSupervisor, M
 from teimgr.errors import PortConflict, Unavailable
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.spec import RouteEntry, State
-from teimgr.wire.routing.router import Directory
+from teimgr.wire.routing.directory import Directory
 
 LIMIT_S = 60.0
 FAKE = str(Path(__file__).with_name("fake_mux.py"))

@@ -82,10 +82,11 @@ from teimgr.wire.frames import (
     read_reply,
     request_head,
 )
+from teimgr.wire.routing.directory import Directory
 from teimgr.wire.routing.links import LinkLimits
 from teimgr.wire.routing.on_demand import NO_LOADS, ModelStays, refused_by_end, when_loaded
 from teimgr.wire.routing.returning import ReturningWorkers
-from teimgr.wire.routing.router import Directory, Lease, Router, router_view
+from teimgr.wire.routing.router import Lease, Router, router_view
 from teimgr.wire.spaces import EXPECT_KEY
 from teimgr.wire.status import STATUS
 from teimgr.wire.step_thread import StepThread

@@ -24,9 +24,9 @@ from teimgr.observability.metrics import DaemonMetrics
 from teimgr.spec import InstanceView, State, WorkerEndpoint, now_rfc3339
 from teimgr.wire.fleet_tls import FleetIdentity
 from teimgr.wire.frames import Flag, Method
+from teimgr.wire.routing.directory import Directory
 from teimgr.wire.routing.links import LinkLimits, Replica
 from teimgr.wire.routing.remote_links import RemoteReplica
-from teimgr.wire.routing.router import Directory
 
 log = logging.getLogger(__name__)
 

@@ -50,8 +50,8 @@ from teimgr.control.residence.rehearsal import Rehearsal, waits
 from teimgr.errors import FailedToLoad, InstanceNotFound, ModelLoadFailed, Overloaded, TeimgrError, Unavailable
 from teimgr.errors import Stopped as StoppedError
 from teimgr.spec import Incident, InstanceSpec, RouteEntry, State, now_rfc3339
+from teimgr.wire.routing.directory import Directory
 from teimgr.wire.routing.on_demand import answer_call
-from teimgr.wire.routing.router import Directory
 
 log = logging.getLogger(__name__)
 

@@ -56,7 +56,7 @@ from teimgr.spec import (
     WorkerEndpoint,
     now_rfc3339,
 )
-from teimgr.wire.routing.router import Directory
+from teimgr.wire.routing.directory import Directory
 
 log = logging.getLogger(__name__)
 

@@ -55,7 +55,7 @@ from teimgr.files import code_id
 from teimgr.observability import catalogue
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.spec import Change, Incident, InstanceSpec, InstanceView, State, WorkerSpec, now_rfc3339
-from teimgr.wire.routing.router import Directory
+from teimgr.wire.routing.directory import Directory
 
 log = logging.getLogger(__name__)
 

@@ -49,8 +49,8 @@ from teimgr.observability.logs import STACKS_SIGNAL, rotate_regularly
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.spec import RouteEntry
 from teimgr.wire.fleet_tls import FleetIdentity
+from teimgr.wire.routing.directory import Directory
 from teimgr.wire.routing.on_demand import NO_LOADS, ModelLoads
-from teimgr.wire.routing.router import Directory
 
 log = logging.getLogger(__name__)
 

@@ -32,7 +32,7 @@ from teimgr.observability.logs import STACKS_SIGNAL
 from teimgr.spec import CpuThreads, WorkerEndpoint, WorkerSpec
 from teimgr.wire.fleet_tls import FleetIdentity
 from teimgr.wire.frames import CALLS_AND_MEMORY, Method
-from teimgr.wire.routing.router import Directory
+from teimgr.wire.routing.directory import Directory
 
 RECONNECT_FIRST_S = 0.05
 RECONNECT_MAX_S = 5.0
