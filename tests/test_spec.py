@@ -19,7 +19,8 @@ from teimgr.client import AsyncClient, Instance
 from teimgr.client.rest import InstanceKeys, NewInstanceKeys
 from teimgr.config.instance_keys import FLAGS, parse
 from teimgr.config.settings import Settings
-from teimgr.control.placement.planner import GpuInventory, Planner
+from teimgr.control.placement.gpus import GpuInventory
+from teimgr.control.placement.planner import Planner
 from teimgr.control.supervision.store import parse as parse_state
 from teimgr.control.supervision.store import render
 from teimgr.errors import InvalidConfig, ValidationError

@@ -31,7 +31,7 @@ from teimgr.client import Client
 from teimgr.control.capacity.autoscaler import Autoscaler
 from teimgr.control.capacity.autoscaler import Figures as ScalingFigures
 from teimgr.control.placement import planner
-from teimgr.control.placement.planner import GpuInventory
+from teimgr.control.placement.gpus import GpuInventory
 from teimgr.control.sharing.tenants import TenantRegistry, UsageRow
 from teimgr.daemon.disk_watch import DiskWatch
 from teimgr.engine.engine import EngineStats

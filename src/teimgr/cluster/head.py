@@ -28,8 +28,9 @@ from teimgr.config.cluster import address_on_host
 from teimgr.config.settings import Settings
 from teimgr.control.launch.launcher import LocalLauncher
 from teimgr.control.launch.process_handle import LaunchFailed
+from teimgr.control.placement.gpus import Gpu, GpuInventory, Inventory
 from teimgr.control.placement.hosts import Host, LeavingHosts
-from teimgr.control.placement.planner import Gpu, GpuInventory, Inventory, usable_cores
+from teimgr.control.placement.planner import usable_cores
 from teimgr.errors import InvalidConfig, Unavailable
 from teimgr.observability.log_source import LocalLogs, LogSource
 

@@ -91,7 +91,7 @@ class Versions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFacts:
-    """One host, as its agent describes it. `cards` are those of `placement.planner.Gpu` as plain values.
+    """One host, as its agent describes it. `cards` are those of `placement.gpus.Gpu` as plain values.
 
     `draining` is set where the host is about to leave, `workers` counts its live workers. `service` is the address
     (`host:port`) of its service for other hosts. `disk_free_bytes` are free in its folder for models; `clock` is its

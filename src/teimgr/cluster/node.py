@@ -36,7 +36,8 @@ from teimgr.cluster.ray_process import RayHost, RayProcess, ray_folder
 from teimgr.config.cluster import ClusterSettings, address_problem, ray_ports_problem
 from teimgr.control.launch.launcher import LocalLauncher, LocalOptions
 from teimgr.control.launch.process_handle import LaunchFailed
-from teimgr.control.placement.planner import GpuInventory, usable_cores
+from teimgr.control.placement.gpus import GpuInventory
+from teimgr.control.placement.planner import usable_cores
 from teimgr.errors import InvalidConfig, TeimgrError, Unavailable
 from teimgr.files import write_atomically
 from teimgr.observability import logs

@@ -34,8 +34,8 @@ from teimgr.control.events.fleet_events import EventLog
 from teimgr.control.events.webhooks import Webhooks
 from teimgr.control.launch.launcher import Launcher, LocalLauncher, LocalOptions
 from teimgr.control.launch.mux_launcher import mux_configs
+from teimgr.control.placement.gpus import GpuInventory, InventorySource
 from teimgr.control.placement.hosts import LeavingHosts
-from teimgr.control.placement.planner import GpuInventory, InventorySource
 from teimgr.control.placement.preflight import Preflight
 from teimgr.control.registry.registry import Registry
 from teimgr.control.residence.residence import Residence

@@ -14,7 +14,7 @@ from tests.api.page_parts import parts
 from tests.support.rest_listener import Front, listening
 
 from teimgr.config.settings import Settings
-from teimgr.control.placement.planner import Gpu
+from teimgr.control.placement.gpus import Gpu
 
 Serving = Callable[..., AbstractAsyncContextManager[Front]]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from teimgr.api.rest.gpus import GpuReport, Hosts
+from teimgr.control.placement.gpus import Gpu, Inventory
 from teimgr.control.placement.hosts import Host
-from teimgr.control.placement.planner import Gpu, Inventory
 from teimgr.observability import catalogue
 from teimgr.spec import InstanceSpec, InstanceView, State, WorkerView
 

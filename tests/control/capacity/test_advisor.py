@@ -14,7 +14,7 @@ from teimgr.control.capacity.kept_file import KeptFile
 from teimgr.control.ledger.admission import Admission
 from teimgr.control.ledger.footprints import Footprints
 from teimgr.control.ledger.ledger import Footprint, Ledger, Place
-from teimgr.control.placement.planner import Inventory
+from teimgr.control.placement.gpus import Inventory
 from teimgr.control.supervision.validation import with_changes
 from teimgr.errors import InstanceNotFound, ObjectNotFound
 from teimgr.spec import Incident, InstanceSpec, InstanceView, State

@@ -9,15 +9,12 @@ from pathlib import Path
 import pytest
 
 from teimgr.config.settings import Settings
+from teimgr.control.placement.gpus import Gpu, GpuInventory, Inventory, only_visible
 from teimgr.control.placement.planner import (
     CPU_TOKENS,
-    Gpu,
-    GpuInventory,
-    Inventory,
     Others,
     Planner,
     fair_share,
-    only_visible,
     place,
     replica_count,
     usable_cores,

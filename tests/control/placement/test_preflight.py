@@ -6,7 +6,7 @@ import pytest
 
 from teimgr.control.launch.nursery import TorchBuild
 from teimgr.control.launch.process_handle import LaunchFailed
-from teimgr.control.placement.planner import Gpu, GpuInventory, Inventory
+from teimgr.control.placement.gpus import Gpu, GpuInventory, Inventory
 from teimgr.control.placement.preflight import Preflight, problems, runs_on
 from teimgr.errors import InvalidConfig
 

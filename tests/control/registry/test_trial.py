@@ -17,7 +17,7 @@ from tests.support.fleet import RESIDENT, children, local_launcher, settings_for
 from tests.support.models import build
 from tests.support.polling import eventually
 
-from teimgr.control.placement.planner import Gpu, GpuInventory, Inventory
+from teimgr.control.placement.gpus import Gpu, GpuInventory, Inventory
 from teimgr.control.registry.cache import HubCache
 from teimgr.control.registry.records import ModelStatus, ModelView
 from teimgr.control.registry.registry import Registry, TrialOptions

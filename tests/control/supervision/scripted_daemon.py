@@ -17,7 +17,7 @@ from tests.support.fakes.worker import fake_id
 
 from teimgr.config.settings import Settings
 from teimgr.control.launch.launcher import LocalLauncher, LocalOptions
-from teimgr.control.placement.planner import GpuInventory, Inventory
+from teimgr.control.placement.gpus import GpuInventory, Inventory
 from teimgr.control.supervision.manager import Manager
 from teimgr.control.supervision.store import Store
 from teimgr.observability.metrics import DaemonMetrics

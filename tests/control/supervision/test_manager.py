@@ -21,8 +21,8 @@ from tests.support.polling import eventually
 from teimgr.config.on_demand import OnDemandSettings
 from teimgr.control.launch.process_handle import look_up
 from teimgr.control.ledger.ledger import Place
+from teimgr.control.placement.gpus import Inventory
 from teimgr.control.placement.hosts import Host
-from teimgr.control.placement.planner import Inventory
 from teimgr.control.supervision.crash_reports import CrashReports
 from teimgr.control.supervision.store import parse
 from teimgr.errors import Code, MaxInstancesReached, NotRunning, StateNotSaved, UpdateFailed, ValidationError

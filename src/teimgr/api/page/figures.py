@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, NamedTuple
 
 from teimgr.api.rest.probes import Scraper, WorkerStats
-from teimgr.control.placement.planner import InventorySource
+from teimgr.control.placement.gpus import InventorySource
 from teimgr.observability.catalogue import DURATION_BOUNDS
 from teimgr.spec import InstanceView, State
 

@@ -32,7 +32,8 @@ from teimgr.api.rest.probes import Scraper, all_alarms, all_notices
 from teimgr.api.rest.schemas import instance_info
 from teimgr.config.settings import Settings
 from teimgr.control.ledger.system_memory import host_memory
-from teimgr.control.placement.planner import InventorySource, usable_cores
+from teimgr.control.placement.gpus import InventorySource
+from teimgr.control.placement.planner import usable_cores
 from teimgr.control.supervision.manager import Manager
 from teimgr.errors import Code, Forbidden, InstanceNotFound, TeimgrError, Unauthenticated
 from teimgr.http.auth.policy import CERTIFICATE, NO_CERTIFICATE, Caller, Right, Scope, caller_of, digest

@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field
 from starlette.responses import Response
 
 from teimgr.api.rest.schemas import ANY_FAILURE, Card, StrictQueryRoute, answer
-from teimgr.control.placement.planner import Gpu, InventorySource
+from teimgr.control.placement.gpus import Gpu, InventorySource
 from teimgr.observability import catalogue
 from teimgr.observability.catalogue import Family
 from teimgr.observability.exposition import Page, add

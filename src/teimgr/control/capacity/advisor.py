@@ -18,7 +18,7 @@ from teimgr.control.capacity.history import HOUR_S, INTERVAL_S, Counters, Histor
 from teimgr.control.capacity.kept_file import KeptFile
 from teimgr.control.capacity.recommendations import Card, Expectation, Observation, Recommendation, recommend, verdict
 from teimgr.control.ledger.admission import Admission
-from teimgr.control.placement.planner import Inventory, InventorySource
+from teimgr.control.placement.gpus import Inventory, InventorySource
 from teimgr.errors import InstanceNotFound, ObjectNotFound, TeimgrError
 from teimgr.spec import Incident, InstanceSpec, InstanceView, now_rfc3339
 

@@ -15,15 +15,8 @@ from typing import Any
 
 from teimgr.control.ledger.admission import reserve
 from teimgr.control.ledger.ledger import Footprint, Ledger, Place, Reservation
-from teimgr.control.placement.planner import (
-    Inventory,
-    card_kind,
-    cpu_host,
-    device_kind,
-    others_in,
-    place,
-    replica_count,
-)
+from teimgr.control.placement.gpus import Inventory
+from teimgr.control.placement.planner import card_kind, cpu_host, device_kind, others_in, place, replica_count
 from teimgr.control.residence.events import Unload, eviction_reason, terms_of
 from teimgr.control.residence.rehearsal import Rehearsal, Relief
 from teimgr.errors import TeimgrError

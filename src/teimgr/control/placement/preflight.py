@@ -9,7 +9,7 @@ from typing import Literal
 
 from teimgr.control.launch.nursery import TorchBuild
 from teimgr.control.launch.process_handle import LaunchFailed
-from teimgr.control.placement.planner import Gpu, GpuInventory
+from teimgr.control.placement.gpus import Gpu, GpuInventory
 from teimgr.errors import InvalidConfig
 
 log = logging.getLogger(__name__)

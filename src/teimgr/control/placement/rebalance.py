@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from teimgr.control.ledger.admission import reserve
 from teimgr.control.ledger.ledger import Footprint, Ledger, Place, Refusal
 from teimgr.control.ledger.system_memory import mib
-from teimgr.control.placement.planner import Inventory, Others, card_kind, cpu_host, device_kind, others_in, place
+from teimgr.control.placement.gpus import Inventory
+from teimgr.control.placement.planner import Others, card_kind, cpu_host, device_kind, others_in, place
 from teimgr.errors import TeimgrError
 from teimgr.spec import InstanceSpec
 
