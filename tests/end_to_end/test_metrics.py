@@ -30,7 +30,7 @@ from teimgr.api.rest.gpus import GpuReport
 from teimgr.client import Client
 from teimgr.control.capacity.autoscaler import Autoscaler
 from teimgr.control.capacity.autoscaler import Figures as ScalingFigures
-from teimgr.control.placement import planner
+from teimgr.control.placement import gpus
 from teimgr.control.placement.gpus import GpuInventory
 from teimgr.control.sharing.tenants import TenantRegistry, UsageRow
 from teimgr.daemon.disk_watch import DiskWatch
@@ -281,7 +281,7 @@ class FakeNvml:
 @pytest.fixture
 def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
     driver = FakeNvml()
-    monkeypatch.setattr(planner, "pynvml", driver)
+    monkeypatch.setattr(gpus, "pynvml", driver)
     return driver
 
 

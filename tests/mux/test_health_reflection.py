@@ -18,7 +18,7 @@ from tests.support.http_peers import reflection
 from tests.support.mux_process import Control, client, running, stub
 
 from teimgr.errors import WrongModelKind
-from teimgr.mux.handlers import MuxHealth
+from teimgr.mux.health import MuxHealth
 from teimgr.spec import RouteEntry, State
 from teimgr.wire.frames import Flag, Method
 from teimgr.wire.grpc_core.rpc_table import RPCS, Shape

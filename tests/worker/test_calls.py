@@ -15,7 +15,8 @@ from teimgr.wire.frames import Flag, Method
 from teimgr.wire.pb.tei.v1 import tei_pb2
 from teimgr.wire.pb.teimgr.v1 import arrow_pb2
 from teimgr.wire.protobuf import UNCOUNTED_BYTES, varint
-from teimgr.worker.calls import FairLimiter, MethodCall, WorkerCall, lane_of, max_token_bytes, parsed
+from teimgr.worker.calls import MethodCall, WorkerCall, lane_of, max_token_bytes, parsed
+from teimgr.worker.limiter import FairLimiter
 
 
 def unexpected(call: WorkerCall, error: Exception) -> None:

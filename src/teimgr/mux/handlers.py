@@ -9,8 +9,6 @@ from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any
 
-from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse, HealthListRequest, HealthListResponse
-
 from teimgr.errors import DeadlineExceeded, Forbidden, InvalidInput, Overloaded, TeimgrError
 from teimgr.http.auth.policy import (
     ANONYMOUS,
@@ -26,15 +24,9 @@ from teimgr.http.connection_gate import Ticket
 from teimgr.http.http1 import ListenerState
 from teimgr.http.http2.connection import Connection, MaxAge
 from teimgr.http.http2.stream import Stream, StreamLost
-from teimgr.mux.forwarding import (
-    INSTANCE_KEY,
-    CallCounters,
-    CallRecord,
-    StreamForwarder,
-    forward_collected,
-    forward_message,
-    named_target,
-)
+from teimgr.mux.call_counters import CallCounters, CallRecord
+from teimgr.mux.forwarding import INSTANCE_KEY, StreamForwarder, forward_collected, forward_message, named_target
+from teimgr.mux.health import MuxHealth, StandardServices
 from teimgr.observability.request_context import (
     CURRENT,
     REQUEST_ID,
@@ -43,13 +35,10 @@ from teimgr.observability.request_context import (
     RequestContext,
     Telemetry,
 )
-from teimgr.spec import LANE_KEY, RouteEntry, State
+from teimgr.spec import LANE_KEY
 from teimgr.wire.frames import Method
-from teimgr.wire.grpc_core import health_reflection, standard_calls
-from teimgr.wire.grpc_core.health_reflection import NOT_SERVING, SERVING, HealthService, Reflection
-from teimgr.wire.grpc_core.rpc_stream import BUDGET_WAIT_S, RpcStatusError, RpcStream
-from teimgr.wire.grpc_core.rpc_table import BY_PATH, FILES, Rpc, Shape
-from teimgr.wire.grpc_core.standard_calls import StandardCalls
+from teimgr.wire.grpc_core.rpc_stream import BUDGET_WAIT_S, RpcStream
+from teimgr.wire.grpc_core.rpc_table import BY_PATH, Rpc, Shape
 from teimgr.wire.grpc_core.streams import STREAM_PAUSE_S
 from teimgr.wire.protobuf import Octets, Target
 from teimgr.wire.quantisation import OUTPUT_DTYPE_KEY, output_dtype_field
@@ -57,7 +46,7 @@ from teimgr.wire.routing.links import WorkerReply
 from teimgr.wire.routing.on_demand import NO_LOADS, ModelLoads
 from teimgr.wire.routing.router import Router, RouterView, router_view
 from teimgr.wire.spaces import EXPECT_KEY
-from teimgr.wire.status import CANCELLED, INTERNAL, NOT_FOUND, UNIMPLEMENTED, GrpcStatus, status_name
+from teimgr.wire.status import CANCELLED, INTERNAL, GrpcStatus, status_name
 
 _log = logging.getLogger(__name__)
 
@@ -409,114 +398,3 @@ class MuxHandlers:
             record=call.record,
             loads=self._loads,
         )
-
-
-class MuxHealth(HealthService):
-    """Health by instance name, updated from the directory: SERVING while the instance runs, or is loaded by a call.
-
-    `services` and "" are SERVING until `stop`.
-    """
-
-    def __init__(self, *services: str) -> None:
-        super().__init__()
-        self._services = dict.fromkeys(("", *services), SERVING)
-        self._statuses: dict[str, int] = dict(self._services)
-
-    def apply(self, name: str, entry: RouteEntry | None) -> None:
-        """Take the state of an instance, None for a deleted one; `notify` must follow."""
-        if self.is_stopped or name in self._services:
-            return
-        if entry is None:
-            self._statuses.pop(name, None)
-        else:
-            self._statuses[name] = SERVING if entry.state is State.RUNNING or entry.is_loadable else NOT_SERVING
-
-    def stop(self) -> None:
-        """Set everything to NOT_SERVING and end the watches."""
-        self._statuses = dict.fromkeys(self._statuses, NOT_SERVING)
-        super().stop()
-
-    def status_of(self, service: str) -> int | None:
-        return self._statuses.get(service)
-
-    def statuses(self, covers: Callable[[str], bool]) -> dict[str, int]:
-        """The status of every service, and of the instances for which `covers` is true."""
-        return {name: each for name, each in self._statuses.items() if name in self._services or covers(name)}
-
-
-class StandardServices:
-    """grpc.health.v1 and grpc.reflection; every other path is unimplemented.
-
-    Check and Watch need no key, as /health does: monitors send none, and already have the name they ask for. List shows
-    all names, so it requires the right to read by `policy`.
-    """
-
-    def __init__(self, policy: PolicyInForce, health: MuxHealth) -> None:
-        self._policy = policy
-        self._health = health
-        self._reflection = Reflection((*FILES, health_reflection.HEALTH_FILE))
-        self._handlers: dict[str, Callable[[RpcStream, CertificateNames], Awaitable[None]]] = {
-            f"/{health_reflection.HEALTH_SERVICE}/Check": self._check,
-            f"/{health_reflection.HEALTH_SERVICE}/List": self._list,
-            f"/{health_reflection.HEALTH_SERVICE}/Watch": self._watch,
-        }
-        for name in health_reflection.REFLECTION_SERVICES:
-            self._handlers[f"/{name}/{health_reflection.REFLECTION_METHOD}"] = self._reflect
-        self._calls = StandardCalls()
-
-    async def serve(self, stream: Stream, max_reply_bytes: int, certificate: CertificateNames) -> None:
-        """Answer one RPC."""
-        call = self._calls.call(stream, max_reply_bytes)
-        if call.http_refusal:
-            await call.refuse(call.http_refusal)
-            return
-        try:
-            handler = self._handlers.get(call.path)
-            if handler is None:
-                raise RpcStatusError(UNIMPLEMENTED, "Method not found!")
-            async with self._calls.bounded():
-                await handler(call, certificate)
-            status = _OK
-        except TeimgrError as error:
-            status = GrpcStatus.of(error)
-        except RpcStatusError as error:
-            status = error.status
-        except StreamLost:
-            raise  # the client left
-        except Exception:
-            status = GrpcStatus(INTERNAL, "Internal error")
-            _log.exception("call failed", extra={"method": call.path})
-        finally:
-            call.charge.release()
-        await call.finish(status)
-
-    async def _check(self, call: RpcStream, certificate: CertificateNames) -> None:
-        request = await self._message(call, HealthCheckRequest)
-        status: Any = self._health.status_of(request.service)
-        if status is None:
-            raise RpcStatusError(NOT_FOUND, f"Unknown service '{request.service[:200]}'")
-        await call.send(HealthCheckResponse(status=status).SerializeToString())
-
-    async def _list(self, call: RpcStream, certificate: CertificateNames) -> None:
-        caller = authenticate_call(self._policy.now, certificate, call.metadata)
-        caller.require(frozenset({Right.READ}))
-        await self._message(call, HealthListRequest)
-        statuses: dict[str, Any] = self._health.statuses(caller.covers)
-        shown = {name: HealthCheckResponse(status=each) for name, each in statuses.items()}
-        await call.send(HealthListResponse(statuses=shown).SerializeToString())
-
-    async def _watch(self, call: RpcStream, certificate: CertificateNames) -> None:
-        async def send(response: Any) -> None:
-            await call.send(response.SerializeToString())
-
-        request = await self._message(call, HealthCheckRequest)
-        await self._health.watch(request.service, send)
-
-    async def _reflect(self, call: RpcStream, certificate: CertificateNames) -> None:
-        await self._calls.reflect(call, self._reflection)
-
-    async def _message(self, call: RpcStream, kind: Any) -> Any:
-        raw = await call.receive(standard_calls.MESSAGE_S)
-        if raw is None:
-            raise InvalidInput("Missing message")
-        return call.parse(kind, raw)

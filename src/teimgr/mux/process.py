@@ -34,9 +34,10 @@ from teimgr.http.auth.tls_files import Pems, TlsFiles, TlsWatch
 from teimgr.http.http2.connection import MaxAge
 from teimgr.http.server import bind
 from teimgr.http.unix_listener import UnixListener, bind_unix, remove_stale
+from teimgr.mux.call_counters import CallCounters
 from teimgr.mux.control import Message, MuxControl
-from teimgr.mux.forwarding import CallCounters
-from teimgr.mux.handlers import MuxHandlers, MuxHealth
+from teimgr.mux.handlers import MuxHandlers
+from teimgr.mux.health import MuxHealth
 from teimgr.mux.model_loads import DaemonLoads
 from teimgr.mux.server import GrpcServer, tls_context, tls_context_of
 from teimgr.observability import logs

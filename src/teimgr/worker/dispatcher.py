@@ -24,7 +24,8 @@ from teimgr.spec import WorkerSpec
 from teimgr.wire.freeing import free
 from teimgr.wire.gil_turns import short_turns
 from teimgr.wire.spaces import Marks, check_expected, reply_headers, reply_marks
-from teimgr.worker.calls import CallReply, DeferredReply, FairLimiter, WorkerCall, max_token_bytes
+from teimgr.worker.calls import CallReply, DeferredReply, WorkerCall, max_token_bytes
+from teimgr.worker.limiter import FairLimiter
 from teimgr.worker.lists import ListSubmission, lists_of, prompts_of
 from teimgr.worker.submission import Encode, Part, Submission
 from teimgr.worker.tenants import Tenants

@@ -19,7 +19,7 @@ from tests.support.fleet import Fleet
 import teimgr
 from teimgr.control.supervision.lifecycle import Phase
 from teimgr.http.auth.policy import Policy, PolicyInForce
-from teimgr.mux.handlers import MuxHealth
+from teimgr.mux.health import MuxHealth
 from teimgr.spec import InstanceSpec, State
 from teimgr.wire.routing.router import Router
 

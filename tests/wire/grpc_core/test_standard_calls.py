@@ -22,8 +22,9 @@ from teimgr.http.byte_budget import ByteBudget
 from teimgr.http.http1 import ListenerState
 from teimgr.http.http2.connection import Connection
 from teimgr.http.server import bind, serving
-from teimgr.mux.forwarding import CallCounters
-from teimgr.mux.handlers import MuxHandlers, MuxHealth
+from teimgr.mux.call_counters import CallCounters
+from teimgr.mux.handlers import MuxHandlers
+from teimgr.mux.health import MuxHealth
 from teimgr.mux.server import GrpcServer
 from teimgr.spec import WorkerSpec
 from teimgr.wire.grpc_core import standard_calls
