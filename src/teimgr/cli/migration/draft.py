@@ -12,9 +12,8 @@ from typing import Any, get_type_hints
 from teimgr.config import schema
 from teimgr.config.instance_keys import key_faults, shown_args
 from teimgr.config.schema import ConfigFaults
-from teimgr.config.settings import UNPRIVILEGED_PORT
 from teimgr.errors import InvalidConfig, InvalidInstanceName
-from teimgr.spec import KEYS, U16, InstanceSpec, check_name
+from teimgr.spec import KEYS, U16, UNPRIVILEGED_PORT, InstanceSpec, check_name
 
 MAX_INSTANCES = 256
 _HINTS = get_type_hints(InstanceSpec)

@@ -23,8 +23,8 @@ from teimgr.cli.migration.containers import (
     split_options,
 )
 from teimgr.cli.migration.draft import ALL_ADDRESSES, MAX_INSTANCES, Draft, InstanceDraft, KeyOutcome, Place
-from teimgr.config.settings import UNPRIVILEGED_PORT
 from teimgr.errors import InvalidConfig
+from teimgr.spec import UNPRIVILEGED_PORT
 
 PROGRAM = "infinity_emb"
 _IMAGES = ("michaelf34/infinity", "infinity_emb", "infinity-emb")

@@ -167,13 +167,13 @@ def _literal(name: bytes, value: bytes) -> bytes:
     """A field, without indexing (RFC 7541, section 6.2.2)."""
     if name == b":status" and value == b"200":
         return b"\x88"  # of the static table
-    return b"".join((b"\0", _integer(len(name)), name, _integer(len(value)), value))
+    return b"".join((b"\0", _encoded_integer(len(name)), name, _encoded_integer(len(value)), value))
 
 
 _kept_literal = lru_cache(_KEPT_FIELDS)(_literal)
 
 
-def _integer(value: int) -> bytes:
+def _encoded_integer(value: int) -> bytes:
     """An integer with a prefix of seven bits (RFC 7541, section 5.1)."""
     if value < 0x7F:
         return _SHORT[value]
