@@ -27,6 +27,17 @@ class CallRecord:
         self.messages = 0
         self.began_s = time.perf_counter()
 
+    def found(self, instance: str) -> None:
+        self.instance = instance
+
+    def count(self) -> None:
+        """One more message is answered."""
+        self.messages += 1
+
+    def has(self, marks: Marks) -> None:
+        """The space of its vectors."""
+        self.marks = marks
+
     def restart(self) -> None:
         """Count the time from now on: a client's upload is not a latency of ours."""
         self.began_s = time.perf_counter()

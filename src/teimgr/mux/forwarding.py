@@ -78,12 +78,12 @@ async def forward_message(
         raise InvalidInput(rpc.missing)
     try:
         with _lease_for(rpc, router, target, message) as lease:
-            record.instance = lease.instance
-            record.messages = 1
+            record.found(lease.instance)
+            record.count()
             flags = in_lane(rpc.lane, lane)
             lease.expect(expected)
             reply = await lease.call(rpc.worker_method(), envelope.inner, flags=flags, timeout_s=timeout_s)
-            record.marks = lease.marks
+            record.has(lease.marks)
             return reply
     except Unavailable as error:
         missing = refused_by_end(router, record.instance, error)
@@ -130,7 +130,7 @@ async def forward_collected(
             target = target or _target_of(envelope)
             with suppress(NotLoaded), _lease_for(rpc, router, target, message) as first:
                 first.expect(expected)  # fail before the rest is sent
-        record.messages += 1
+        record.count()
         return envelope.inner
 
     try:
@@ -141,13 +141,13 @@ async def forward_collected(
 
             async def call(left_s: float | None) -> WorkerReply:
                 with router.lease(to) as lease:
-                    record.instance = lease.instance
+                    record.found(lease.instance)
                     lease.expect(expected)
                     try:
                         reply = await lease.call(rpc.worker_method(), pairs.payload(), flags=flags)
                     except Unavailable as error:
                         raise refused_by_end(router, lease.instance, error) or error from None
-                    record.marks = lease.marks
+                    record.has(lease.marks)
                     return reply
 
             try:
@@ -241,7 +241,7 @@ class StreamForwarder:
                 raise refused_by_end(self._router, lease.instance, error) or error from None
 
         async def reply(payload: Slice) -> None:
-            self._record.messages += 1
+            self._record.count()
             await send(payload)
 
         with self._leases:
@@ -259,7 +259,7 @@ class StreamForwarder:
             self._leases.close()
             self._lease = self._leases.enter_context(_lease_for(self._rpc, self._router, self._target, message))
             self._lease.expect(self._expected)
-            self._record.instance = self._lease.instance
+            self._record.found(self._lease.instance)
         return self._lease
 
     def _with_options(self, message: Octets) -> Slice:
