@@ -15,13 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from teimgr.cluster.messages import (
-    AGENT_VARIABLE,
-    LINE_LIMIT_BYTES,
-    HeldWorker,
-    exit_to_dict,
-    read_message,
-)
+from teimgr.cluster.messages import AGENT_VARIABLE, LINE_LIMIT_BYTES, HeldWorker, exit_to_dict, read_message
 from teimgr.control.launch.process_handle import Exit, LaunchFailed, ProcessHandle, WorkerPaths, open_pidfd
 from teimgr.files import file_size
 from teimgr.observability.logs import LogSpan, last_warning

@@ -20,14 +20,7 @@ from teimgr.errors import InvalidConfig, PortConflict
 from teimgr.http.acceptor import Acceptor
 from teimgr.http.connection_gate import BACKLOG, ConnectionGate, Phase, Ticket
 from teimgr.http.direct import Direct
-from teimgr.http.http1 import (
-    H2Connection,
-    H2Factory,
-    HttpProtocol,
-    PassOn,
-    ProtocolSniffer,
-    ServerConnections,
-)
+from teimgr.http.http1 import H2Connection, H2Factory, HttpProtocol, PassOn, ProtocolSniffer, ServerConnections
 from teimgr.http.unix_listener import UnixListener
 
 _CLOSE_GRACE_S = 5

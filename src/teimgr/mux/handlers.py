@@ -27,14 +27,7 @@ from teimgr.http.http2.stream import Stream, StreamLost
 from teimgr.mux.call_counters import CallCounters, CallRecord
 from teimgr.mux.forwarding import INSTANCE_KEY, StreamForwarder, forward_collected, forward_message, named_target
 from teimgr.mux.health import MuxHealth, StandardServices
-from teimgr.observability.request_context import (
-    CURRENT,
-    REQUEST_ID,
-    TRACEPARENT,
-    TRACESTATE,
-    RequestContext,
-    Telemetry,
-)
+from teimgr.observability.request_context import CURRENT, REQUEST_ID, TRACEPARENT, TRACESTATE, RequestContext, Telemetry
 from teimgr.spec import LANE_KEY
 from teimgr.wire.frames import Method
 from teimgr.wire.grpc_core.rpc_stream import BUDGET_WAIT_S, RpcStream

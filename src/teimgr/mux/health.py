@@ -9,12 +9,7 @@ from typing import Any
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse, HealthListRequest, HealthListResponse
 
 from teimgr.errors import InvalidInput, TeimgrError
-from teimgr.http.auth.policy import (
-    CertificateNames,
-    PolicyInForce,
-    Right,
-    authenticate_call,
-)
+from teimgr.http.auth.policy import CertificateNames, PolicyInForce, Right, authenticate_call
 from teimgr.http.http2.stream import Stream, StreamLost
 from teimgr.spec import RouteEntry, State
 from teimgr.wire.grpc_core import health_reflection, standard_calls

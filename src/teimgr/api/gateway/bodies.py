@@ -6,10 +6,7 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
-from teimgr.errors import (
-    Overloaded,
-    TooLarge,
-)
+from teimgr.errors import Overloaded, TooLarge
 from teimgr.http.bodies import charge_body, read_body
 from teimgr.http.byte_budget import ByteBudget, Charge, Shares
 from teimgr.http.direct import DirectRequest

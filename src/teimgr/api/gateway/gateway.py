@@ -51,15 +51,7 @@ from teimgr.api.gateway.routes import (
 from teimgr.config.on_demand import allows
 from teimgr.config.settings import Settings
 from teimgr.control.sharing.tenants import RateState
-from teimgr.errors import (
-    Code,
-    Internal,
-    InvalidInput,
-    ModelNotFound,
-    NotLoaded,
-    TeimgrError,
-    Unavailable,
-)
+from teimgr.errors import Code, Internal, InvalidInput, ModelNotFound, NotLoaded, TeimgrError, Unavailable
 from teimgr.http.auth.policy import ANONYMOUS, Caller, caller_of
 from teimgr.http.bodies import SlowClient, compression_fault
 from teimgr.http.direct import DirectRequest, answered_directly

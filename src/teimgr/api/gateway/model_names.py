@@ -7,14 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import orjson
 
-from teimgr.errors import (
-    AmbiguousInstance,
-    Forbidden,
-    InstanceNotFound,
-    ModelNotFound,
-    Stopped,
-    Unavailable,
-)
+from teimgr.errors import AmbiguousInstance, Forbidden, InstanceNotFound, ModelNotFound, Stopped, Unavailable
 from teimgr.models.source import names_a_path, shown_id
 from teimgr.spec import State
 from teimgr.wire.json_scan import text_member

@@ -53,13 +53,7 @@ from teimgr.api.rest.daemon import Restarter
 from teimgr.api.rest.gpus import GpuReport
 from teimgr.api.rest.hosts import HostEnrolment
 from teimgr.api.rest.inference import Inference
-from teimgr.api.rest.middleware import (
-    Authentication,
-    HeadAsGet,
-    Observe,
-    PageRefusal,
-    RejectEncodedSeparators,
-)
+from teimgr.api.rest.middleware import Authentication, HeadAsGet, Observe, PageRefusal, RejectEncodedSeparators
 from teimgr.api.rest.probes import Alarms
 from teimgr.api.rest.proxies import ProxyHeaders, TrustedProxies
 from teimgr.api.rest.query_limit import LimitQuery

@@ -6,13 +6,7 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
-from teimgr.control.launch.control_link import (
-    CONNECT_LIMIT_S,
-    ControlLink,
-    MuxLink,
-    MuxLost,
-    WorkerStatus,
-)
+from teimgr.control.launch.control_link import CONNECT_LIMIT_S, ControlLink, MuxLink, MuxLost, WorkerStatus
 from teimgr.errors import TeimgrError, Unavailable
 from teimgr.spec import WorkerEndpoint
 from teimgr.wire.fleet_tls import FleetIdentity, FleetName, peer_of

@@ -14,16 +14,7 @@ from collections.abc import Iterable, Iterator
 
 from teimgr.control.ledger.system_memory import mib
 from teimgr.control.residence.events import Decision, Deny, Load, NoRoom, Notice, Outgrown, Refusal, Refuse, Unload
-from teimgr.control.residence.model import (
-    Fleet,
-    Model,
-    Phase,
-    doing,
-    enter,
-    refuse_all,
-    time_left_s,
-    waiting_for_room,
-)
+from teimgr.control.residence.model import Fleet, Model, Phase, doing, enter, refuse_all, time_left_s, waiting_for_room
 
 MIN_RESIDENCE = 1.0
 """Minimum stay of a model, in multiples of its load time; more valuable ones up to `MAX_PROTECTION` times that."""
