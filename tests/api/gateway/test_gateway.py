@@ -18,7 +18,8 @@ from tests.support.mux_process import running
 from tests.support.polling import eventually
 from tests.support.rest_listener import Fleet
 
-from teimgr.api.gateway import gateway
+from teimgr.api.gateway import bodies
+from teimgr.api.gateway.bodies import Bodies, ReadBody
 from teimgr.api.gateway.gateway import Gateway, go_duration
 from teimgr.api.gateway.model_cards import CardRows, ModelCards
 from teimgr.api.gateway.model_names import PARSED_BYTES, ModelNames, model_of
@@ -129,7 +130,7 @@ async def test_calls_to_a_hung_instance_leave_room_for_others(
 ) -> None:
     """Bodies without a length count what came, and one instance holds a part of the budget at most."""
     url, inference, hung = fleet
-    monkeypatch.setattr(gateway, "_INSTANCE_SHARE", inference._bodies.large.limit_bytes // 250_000)
+    monkeypatch.setattr(bodies, "_INSTANCE_SHARE", inference._bodies.large.limit_bytes // 250_000)
     async with aiohttp.ClientSession(url) as client, asyncio.timeout(20):
         waiting = [asyncio.ensure_future(sent(client, "hung", 80_000)) for _ in range(3)]
         for _ in waiting:
@@ -372,13 +373,13 @@ def test_a_name_of_megabytes_costs_nothing_and_is_not_said_again() -> None:
 
 
 def test_a_key_holds_half_of_what_may_wait_for_an_instance() -> None:
-    bodies = gateway.Bodies(2**20)
-    body = gateway.ReadBody(bytearray(), 0, 100, bodies.small)
+    budgets = Bodies(2**20)
+    body = ReadBody(bytearray(), 0, 100, budgets.small)
     with ExitStack() as held:
 
         def hold(instance: str, key: str | None, count: int = 1) -> None:
             for _ in range(count):
-                held.enter_context(bodies.held_for(instance, body, key))
+                held.enter_context(budgets.held_for(instance, body, key))
 
         with pytest.raises(Overloaded, match="with the key 'team' wait for instance 'a'"):
             hold("a", "team", 20_000)
@@ -386,7 +387,7 @@ def test_a_key_holds_half_of_what_may_wait_for_an_instance() -> None:
         hold("b", "team")
         with pytest.raises(Overloaded, match="Too many requests wait for instance 'a'"):
             hold("a", None, 20_000)
-    assert not bodies._held
+    assert not budgets._held
 
 
 @pytest.mark.parametrize("form", ["team-{}-mini", "/srv/models/team-{}/sentence-transformers/all-MiniLM-L6-v2-{}"])
