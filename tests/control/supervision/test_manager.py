@@ -537,8 +537,7 @@ async def test_a_move_that_fails_leaves_the_worker_where_it_serves(folder: Path)
 async def test_a_model_that_calls_had_made_and_that_fails_gives_its_place_to_another(fleets: Fleets) -> None:
     fleet = fleets(on_demand=OnDemandSettings(models=("org/*",), max_instances=1))
     await fleet.manager.boot()
-    fails = InstanceSpec("a", f"fail-permanent={Code.MODEL_NOT_FOUND.value}", tags={"made_by": "call"})
-    await fleet.manager.create(fails)
+    await fleet.create(f"fail-permanent={Code.MODEL_NOT_FOUND.value}", tags={"made_by": "call"})
     await fleet.until(lambda entry: entry.state is State.FAILED)
 
     second = await fleet.manager.declare("org/second")
