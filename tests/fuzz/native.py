@@ -1,26 +1,69 @@
 """The C library under AddressSanitizer and UBSan: programs, shapes and vocabularies at random, valid ones and others.
 
 `python -m tests.fuzz.native CASES SEED` is the process that runs them, with the library that is named by
-TEIMGR_SANITISED; `run` builds that, starts the process, and reports what the sanitizers say.
+TEIMGR_SANITISED; `run` builds that, starts the process, and reports what the sanitizers say. The process needs the
+structures of the library alone: torch, whose import takes ten seconds under a sanitizer, is a stand-in there.
 """
 
 from __future__ import annotations
 
 import ctypes
+import importlib.abc
 import os
 import random
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import ModuleType
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 
-from teimgr.engine.attention_kernel import _Call as Attention
-from teimgr.engine.forward_kernel import _ACTIVATIONS, _KINDS, _Call, _Operand, _Program, _Slot, _Step
-from teimgr.engine.native_library import BFLOAT16_LEVEL
+
+class _Named(type):
+    """A class, and attributes of any name that are nothing."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return MagicMock(name=name)
+
+
+class _StandIn(ModuleType):
+    """A module with whatever is imported from it."""
+
+    __path__ = ()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Named(name, (), {}) if name[0].isupper() else MagicMock(name=name)
+
+
+class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds a stand-in for torch and transformers."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
+        return ModuleSpec(name, self, is_package=True) if name.split(".")[0] in ("torch", "transformers") else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _StandIn(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
+
+
+if __name__ == "__main__":
+    sys.meta_path.insert(0, _StandIns())
+
+from teimgr.engine.attention_kernel import _Call as Attention  # noqa: E402  after the stand-ins
+from teimgr.engine.forward_kernel import _ACTIVATIONS, _KINDS, _Call, _Operand, _Program, _Slot, _Step  # noqa: E402
+from teimgr.engine.native_library import BFLOAT16_LEVEL  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted((ROOT / "src/teimgr/engine/native").glob("*.c"))
