@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from tests.groups import NUMBER_BYTES, groups
+from tests.support.fork_server import SERVICE, nursery_service
 
 ROOT = Path(__file__).resolve().parents[1]
 PROGRESS = set(b".FEsxX")
@@ -35,7 +36,8 @@ def main() -> int:
         if any(file.is_relative_to(path) for file in files for path in under):
             os.write(theirs, b"%*d" % (NUMBER_BYTES, number))
     os.close(theirs)  # each process takes the next number, until there are none
-    running = [_Process(number, ours, arguments) for number in range(options.n)]
+    nurseries = nursery_service()
+    running = [_Process(number, ours, nurseries, arguments) for number in range(options.n)]
     statuses = [process.ended() for process in running]
     for process in running:
         print(f"\n── process {process.number}\n{process.said.decode(errors='replace')}", flush=True)
@@ -48,7 +50,7 @@ def main() -> int:
 class _Process:
     """A pytest and what it has said, but for its dots."""
 
-    def __init__(self, number: int, pipe: int, arguments: list[str]) -> None:
+    def __init__(self, number: int, pipe: int, nurseries: str, arguments: list[str]) -> None:
         self.number = number
         self.said = b""
         self._process = subprocess.Popen(
@@ -64,7 +66,8 @@ class _Process:
                 *arguments,
             ],
             cwd=ROOT,
-            env=os.environ | {"TEIMGR_TEST_PROCESS": str(number)},  # ports of its own (support/daemon_process.py)
+            # Ports of its own (support/daemon_process.py), and one fork server for all.
+            env=os.environ | {"TEIMGR_TEST_PROCESS": str(number), SERVICE: nurseries},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             pass_fds=[pipe],

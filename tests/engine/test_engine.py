@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import os
 import queue
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -23,6 +21,7 @@ from tests.support import models
 from tests.support.models import build
 from tests.support.native import needs_native_forward
 from tests.support.polling import until
+from tests.support.worker_process import WorkerProcess, arrow, table
 
 from teimgr.engine.batch import PackedBatch
 from teimgr.engine.heads import Rows
@@ -47,6 +46,7 @@ from teimgr.errors import (
     Unavailable,
 )
 from teimgr.spec import CpuThreads
+from teimgr.wire.frames import Method
 from teimgr.wire.text_column import TextColumn
 
 LONG = "rain " * 300
@@ -769,39 +769,18 @@ def test_an_engine_is_made_by_load_only_when_it_proved_itself(
     assert not left_since(before)
 
 
-# Workers are forked from a process that has imported everything and computed nothing.
-FORKED_CHILD = """
-import os, sys, threading
-from pathlib import Path
-from transformers.models.bert import modeling_bert
-from teimgr.engine.engine import Engine, EngineOptions
-from teimgr.engine.job import InferOptions, Job, Lane
-
-child = os.fork()
-if child:
-    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-done = threading.Event()
-options = EngineOptions(path=Path(sys.argv[1]), model_id="minilm", threads=2)
-engine = Engine.load(options, lambda jobs: done.set())
-job = Job([f"a text of {number} words" for number in range(200)], InferOptions(), Lane.BULK)
-engine.submit(job)
-served = done.wait(60) and not job.errors
-rollup = dict(line.split(":", 1) for line in open("/proc/self/smaps_rollup") if ":" in line and "kB" in line)
-print(served, int(rollup["Private_Dirty"].split()[0]) // 1024, flush=True)
-os._exit(0)
-"""
-
-
-def test_a_forked_worker_serves_and_keeps_little_memory_of_its_own(minilm: Path) -> None:
+async def test_a_forked_worker_serves_and_keeps_little_memory_of_its_own(minilm: Path) -> None:
     """It does not hang on a lost pool of threads, and the embedding tables stay mapped from the file."""
-    command = [sys.executable, "-c", FORKED_CHILD, str(minilm)]
-    environment = {"OMP_NUM_THREADS": "1", "PATH": ""}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110)
-    served, private_mib = done.stdout.split()[-2:]
+    texts: list[str | None] = [f"a text of {number} words" for number in range(200)]
+    with WorkerProcess(minilm, threads=2) as worker:
+        link, _ = await worker.watcher("ready")
+        found = table((await link.ask(Method.EMBED_ARROW, arrow(texts))).reply)
+        rollup = Path(f"/proc/{worker.process.pid}/smaps_rollup").read_text()
 
-    assert done.returncode == 0, done.stderr
-    assert served == "True"
-    assert int(private_mib) < 180
+    assert len(found) == len(texts)
+    assert "error" not in found.column_names
+    (private_kib,) = (int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Private_Dirty:"))
+    assert private_kib < 180 << 10
 
 
 def test_self_tests_are_counted_apart_from_the_texts_of_callers(bert: Served) -> None:

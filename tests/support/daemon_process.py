@@ -26,7 +26,7 @@ from teimgr.client import AsyncClient, Client
 from teimgr.control.launch.process_handle import look_up
 
 MINILM = "sentence-transformers/all-MiniLM-L6-v2"
-LISTEN_LIMIT_S = 30.0
+LISTEN_LIMIT_S = 60.0
 STOP_LIMIT_S = 40.0
 PORTS_EACH = 40  # for a daemon's instances, and as many for their metrics
 FIRST_PORT = 15_000

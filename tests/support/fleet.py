@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from tests.support.fakes.worker import fake_id
-from tests.support.fork_server import forked_nursery, scripted_server
+from tests.support.fork_server import forked_nursery, scripted_server, server_pids
 
 from teimgr.config.settings import Settings
 from teimgr.control.events.fleet_events import EventLog
@@ -47,7 +47,7 @@ def _note_others() -> None:
 def children() -> list[psutil.Process]:
     """Processes that this test left behind."""
     found = psutil.Process().children(recursive=True)
-    return [child for child in found if child.pid not in _others and child.is_running()]
+    return [child for child in found if child.pid not in _others | server_pids and child.is_running()]
 
 
 @pytest.fixture

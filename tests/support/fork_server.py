@@ -1,4 +1,4 @@
-"""The product's own fork server, one per test process, so that torch is imported once.
+"""The product's own fork server, one for a run of tests, so that torch is imported once.
 
 It forks workers for tests of a worker, and fork servers for the daemons of tests that are not about their start:
 
@@ -28,7 +28,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from teimgr.control.launch.nursery_link import NurseryLink, NurseryProcess
 from teimgr.spec import WorkerSpec
@@ -40,7 +40,12 @@ _ROOT = Path(__file__).resolve().parents[2]
 _ENVIRON = dict(os.environ)
 """As it is before a test changes it."""
 _OPEN_FILES = resource.getrlimit(resource.RLIMIT_NOFILE)
+_PYTHONPATH = f"{_ROOT}:{_ROOT / 'src'}"
 _SET_BY_LIBRARIES = ("KMP_", "PYTEST_", "TORCH")  # torch as it is imported
+
+
+server_pids: set[int] = set()
+"""The fork servers of this process."""
 
 
 class ForkedProcess:
@@ -84,24 +89,35 @@ class ForkServer:
         self._statuses: dict[int, int] = {}
         self._requests = 0
         self._log = Path(tempfile.mkstemp(prefix="t")[1])
-        environ = _ENVIRON | {
-            "HF_HUB_OFFLINE": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-            "PYTHONPATH": f"{_ROOT}:{_ROOT / 'src'}",
-        }
         with theirs, self._log.open("wb") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "teimgr.control.launch.nursery", str(theirs.fileno()), *options],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env=environ,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
+            self._process = self._start(theirs, output, options)
         self._control.settimeout(_START_LIMIT_S)
         assert "threads" in json.loads(self._control.recv(_MESSAGE_BYTES))
         atexit.register(self.close)
+
+    def _start(
+        self, theirs: socket.socket, output: IO[bytes], options: Sequence[str]
+    ) -> subprocess.Popen[bytes] | None:
+        """A new process; None where it is a copy of that of `python -m tests`, which is of the usual kind."""
+        if SERVICE in _ENVIRON and not options:
+            os.close(copy_at(_ENVIRON[SERVICE], theirs)[1])
+            return None
+        environ = _ENVIRON | {
+            "HF_HUB_OFFLINE": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "PYTHONPATH": _PYTHONPATH,
+        }
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "teimgr.control.launch.nursery", str(theirs.fileno()), *options],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=environ,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+        )
+        server_pids.add(process.pid)
+        return process
 
     def fork(self, listener: int, log: int, incarnation: str, run_dir: str, spec: str) -> ForkedProcess:
         """A new worker on the listening socket `listener`, with its output in `log`."""
@@ -124,7 +140,8 @@ class ForkServer:
     def close(self) -> None:
         """End the server; its workers have ended."""
         self._control.close()
-        self._process.wait(_START_LIMIT_S)
+        if self._process is not None:
+            self._process.wait(_START_LIMIT_S)
         self._log.unlink()
 
     def _request(self, request: dict[str, Any], sent: list[int]) -> tuple[dict[str, Any], list[int]]:
@@ -180,14 +197,19 @@ class _Copy:
 
 @cache
 def nursery_service() -> str:
-    """Path of a unix socket where daemons send the control socket of their fork server, and get its pid and pidfd."""
-    server = fork_server()
+    """Path of a unix socket where daemons send the control socket of their fork server, and get its pid and pidfd.
+
+    That of `python -m tests`, which is for all of its processes, else one of this process.
+    """
+    if SERVICE in _ENVIRON:
+        return _ENVIRON[SERVICE]
     path = f"{tempfile.mkdtemp(prefix='t')}/nurseries"
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(path)
     listener.listen()
 
     def serve() -> None:
+        server = fork_server()  # whoever asks before it has imported everything waits
         while True:
             connection, _ = listener.accept()
             with connection:
@@ -201,13 +223,20 @@ def nursery_service() -> str:
     return path
 
 
+def copy_at(path: str, control: socket.socket) -> tuple[int, int]:
+    """Have the `nursery_service` at `path` make a fork server that serves `control`; the result is pid and pidfd."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as service:
+        service.connect(path)
+        socket.send_fds(service, [b"!"], [control.fileno()])
+        pid, (pidfd,), _, _ = socket.recv_fds(service, 32, 1)
+    return int(pid), pidfd
+
+
 def _copied(link: NurseryLink) -> NurseryProcess:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with theirs, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as service:
-        service.connect(os.environ[SERVICE])
-        socket.send_fds(service, [b"!"], [theirs.fileno()])
-        pid, (pidfd,), _, _ = socket.recv_fds(service, 32, 1)
-    return NurseryProcess(link, int(pid), pidfd, ours)
+    with theirs:
+        pid, pidfd = copy_at(os.environ[SERVICE], theirs)
+    return NurseryProcess(link, pid, pidfd, ours)
 
 
 @cache
@@ -226,6 +255,8 @@ def fork_program(
     """
     now = dict(os.environ)
     changed = {name for name, _ in now.items() ^ _ENVIRON.items()}
+    if now.get("PYTHONPATH") == _PYTHONPATH:  # as in the server
+        changed.discard("PYTHONPATH")
     is_as_before = all(name.startswith(_SET_BY_LIBRARIES) for name in changed)
     if not is_as_before or resource.getrlimit(resource.RLIMIT_NOFILE) != _OPEN_FILES:
         return None

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from tests.support.daemon_process import DaemonProcess
+from tests.support.daemon_process import DaemonProcess, WarmDaemonProcess
 from tests.support.models import build
 from tests.support.polling import until
 
@@ -34,7 +34,7 @@ def _measured_bytes(daemon: DaemonProcess) -> int:
 
 
 def test_a_worker_that_does_not_fit_is_refused_and_starts_once_there_is_room(model: str) -> None:
-    with DaemonProcess(page=False) as daemon:
+    with WarmDaemonProcess(page=False) as daemon:
         with daemon.client() as client:
             client.create("a", model)
             assert _settled(client, "a").status.value == "running"

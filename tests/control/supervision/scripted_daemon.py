@@ -1,6 +1,6 @@
 """A daemon-like process for tests that kill it: a manager over the scripted worker.
 
-    python -m tests.control.supervision.scripted_daemon FOLDER [--replicas N] [--change MODEL] [name=flags …]
+    FOLDER [--replicas N] [--change MODEL] [name=flags …]
 
 It boots, creates the instances, prints one JSON line {"name": pid} when all replicas run, begins to give each the model
 of `--change` (or, for `restart`, a rolling restart), and waits to be killed.
@@ -11,9 +11,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from tests.support.fakes.worker import fake_id
+from tests.support.fork_server import ForkedProcess, fork_program
 
 from teimgr.config.settings import Settings
 from teimgr.control.launch.launcher import LocalLauncher, LocalOptions
@@ -54,13 +58,30 @@ async def main(folder: Path, wanted: dict[str, str], replicas: int, change: str)
     await asyncio.Event().wait()
 
 
-if __name__ == "__main__":
+def run(arguments: list[str]) -> None:
+    """The program."""
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--change", default="")
     parser.add_argument("wanted", nargs="*")
-    given = parser.parse_args()
+    given = parser.parse_args(arguments[1:])
     asyncio.run(
         main(given.folder, dict(word.partition("=")[::2] for word in given.wanted), given.replicas, given.change)
     )
+
+
+@contextmanager
+def started(folder: Path, *arguments: str) -> Iterator[tuple[ForkedProcess, dict[str, int]]]:
+    """The program forked, once its instances run, and the pids of their workers; killed behind the block."""
+    read, written = os.pipe()
+    with os.fdopen(read) as output:
+        daemon = fork_program(f"{__name__}:run", [str(folder), *arguments], written, folder, {})
+        os.close(written)
+        assert daemon is not None
+        try:
+            said = next(line for line in output if line.startswith("{"))  # between what it logs
+            yield daemon, json.loads(said)
+        finally:
+            daemon.kill()
+            daemon.wait()

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -16,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.control.supervision.scripted_daemon import started
 from tests.support.fakes.worker import fake_id
 from tests.support.fleet import LIMIT_S, Fleet
 from tests.support.polling import eventually
@@ -388,15 +386,10 @@ def crash(folder: Path) -> Callable[..., None]:
     def run(*, replicas: int = 1, change: str = "", workers: int) -> None:
         flags = "slow-successor=30" if change == "restart" else "first-only"  # else the change has its own
         options = [f"a={flags}", "--replicas", str(replicas), "--change", change]
-        command = [sys.executable, "-m", "tests.control.supervision.scripted_daemon", str(folder), *options]
-        with subprocess.Popen(command, stdout=subprocess.PIPE) as daemon:
-            try:
-                assert daemon.stdout is not None
-                assert json.loads(daemon.stdout.readline()).keys() == {"a"}
-                while len(list((folder / "run").glob("????????????.json"))) < workers:
-                    assert daemon.poll() is None
-            finally:
-                daemon.kill()  # the block waits for its end
+        with started(folder, *options) as (daemon, pids):
+            assert pids.keys() == {"a"}
+            while len(list((folder / "run").glob("????????????.json"))) < workers:
+                assert daemon.poll() is None
 
     return run
 

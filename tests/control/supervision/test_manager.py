@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Awaitable, Callable
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.control.supervision.scripted_daemon import started
 from tests.support.fleet import LIMIT_S, Fleet, settings_for
 from tests.support.polling import eventually
 
@@ -37,12 +37,8 @@ def crash(folder: Path) -> Callable[..., dict[str, int]]:
     """Runs a daemon until its instances run, kills it, and prints the pids of the workers it leaves."""
 
     def run(*instances: str) -> dict[str, int]:
-        command = [sys.executable, "-m", "tests.control.supervision.scripted_daemon", str(folder), *instances]
-        with subprocess.Popen(command, stdout=subprocess.PIPE) as daemon:
-            assert daemon.stdout is not None
-            pids: dict[str, int] = json.loads(daemon.stdout.readline())
-            daemon.kill()
-        return pids
+        with started(folder, *instances) as (_, pids):
+            return pids
 
     return run
 
