@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -19,7 +20,7 @@ from tests.support.polling import eventually
 from tests.support.small_servers import DIM, INSTANCE, Multiplexer, vector_of
 
 from teimgr.client import Client
-from teimgr.client.corpus import EmbeddedFile, embed_file
+from teimgr.client.corpus import EmbeddedFile, embed_file, job
 from teimgr.errors import Refused, SpaceDiffers, Unavailable
 from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
 from teimgr.wire.spaces import PRECISION_KEY, SPACE_KEY
@@ -256,3 +257,20 @@ class TestTheSpace:
         multiplexer.space = "b" * 64
         again = await embed(mux_url, source, output, overwrite=True)
         assert again.fingerprint == f"{'b' * 64}/fp32"
+
+
+def test_the_files_of_a_model_are_asked_for_until_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Loading:
+        calls = 0
+
+        def info(self, *, instance: str) -> Any:
+            self.calls += 1
+            if self.calls % 2:
+                raise Unavailable(f"{instance} is loading")
+            return SimpleNamespace(modalities=("text", "audio"))
+
+    monkeypatch.setattr(job, "_RETRY_FIRST_S", 0.0)
+    client: Any = Loading()
+    assert job._files_of(client, {"instance": INSTANCE, "truncate": True}, 60.0) == "audio"
+    with pytest.raises(Unavailable):
+        job._files_of(client, {"instance": INSTANCE}, -1.0)

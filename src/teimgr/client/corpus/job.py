@@ -108,11 +108,15 @@ def embed_file(
         raise InvalidConfig(f"{output}: the suffix is not one of {', '.join(outputs.SUFFIXES)}")
     if per_token and output.suffix.lower() == ".npy":
         raise InvalidConfig(f"{output}: NumPy's file has one vector a row, and this model gives several: use .parquet")
+    files: FileKind | None = None
     if source.is_dir() or source.suffix.lower() == PDF:
-        texts: TextSource = FolderSource(source, text_column, keep, _files_of(client, options))
+        files = _files_of(client, options, retry_s)
+        texts: TextSource = FolderSource(source, text_column, keep, files)
     else:
         texts = open_source(source, text_column, keep)
-    form = _Form(_files_of(client, options) if texts.has_files else None, per_token, float16)
+    if texts.has_files and files is None:
+        files = _files_of(client, options, retry_s)
+    form = _Form(files, per_token, float16)
     failures = output.with_name(f"{output.name}.failed.jsonl")
     if restart:
         discard(output, failures)
@@ -155,10 +159,17 @@ class _Answer(NamedTuple):
     precision: str
 
 
-def _files_of(client: Client, options: dict[str, Any]) -> FileKind:
-    """The files that the model of a call embeds."""
+def _files_of(client: Client, options: dict[str, Any], retry_s: float) -> FileKind:
+    """The files that the model of a call embeds; waits for a model that loads."""
     routing: Any = {name: options[name] for name in ("instance", "model") if options.get(name) is not None}
-    return "audio" if "audio" in client.info(**routing).modalities else "image"
+    end = time.monotonic() + retry_s
+    while True:
+        try:
+            return "audio" if "audio" in client.info(**routing).modalities else "image"
+        except TryLater as error:
+            if time.monotonic() > end:
+                raise
+            time.sleep(max(_RETRY_FIRST_S, min(error.retry_after_s or 0.0, _RETRY_MAX_S)))
 
 
 def _identity(source: TextSource, form: _Form, options: dict[str, Any]) -> dict[str, Any]:
