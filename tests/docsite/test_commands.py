@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tests.docsite.forked_commands import write_programs
 from tests.docsite.pages import PAGES, ROOT, TESTED_ELSEWHERE, Block, blocks, name_of
 from tests.support.daemon_process import MINILM, DaemonProcess, WarmDaemonProcess
 from tests.support.models import build_cross_encoder
@@ -60,8 +61,9 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
 
 @pytest.fixture(scope="module")
 def tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for the path, with the stand-in for grpcurl."""
+    """A folder for the path, with programs that have nothing to import and the stand-in for grpcurl."""
     folder = tmp_path_factory.mktemp("bin")
+    write_programs(folder, "teimgr", "python-c")
     grpcurl = folder / "grpcurl"
     grpcurl.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{GRPCURL}" "$@"\n')
     grpcurl.chmod(0o755)
@@ -119,7 +121,8 @@ def run(block: Block, daemon: DaemonProcess, tools: Path, folder: Path) -> None:
     programs = ROOT / block.environment / "bin" if block.environment else Path(sys.executable).parent
     if not programs.exists():
         pytest.skip(f"no {block.environment}: `dev.py test` makes it")
-    command = command_of(block.language, code, programs, folder)
+    python = programs / "python" if block.environment else tools / "python-c"
+    command = command_of(block.language, code, python, folder)
     if command is None:
         return
     path = os.pathsep.join([str(tools), str(programs), os.environ["PATH"]])
@@ -132,12 +135,12 @@ def run(block: Block, daemon: DaemonProcess, tools: Path, folder: Path) -> None:
     assert done.returncode == 0, f"{block.place}\n{code}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 
 
-def command_of(language: str, code: str, programs: Path, folder: Path) -> list[str] | None:
+def command_of(language: str, code: str, python: Path, folder: Path) -> list[str] | None:
     """The command that runs a block; None where the language is not installed here."""
     if language == "bash":
         return ["bash", "-euo", "pipefail", "-c", code]
     if language == "python":
-        return [str(programs / "python"), "-c", code]
+        return [str(python), "-c", code]
     others: Mapping[str, tuple[str, str, list[str]]] = {
         "typescript": ("node", "block.mjs", []),
         "go": ("go", "block.go", ["run"]),

@@ -23,6 +23,7 @@ from typing import Any
 
 import psutil
 import pytest
+from tests.docsite.forked_commands import write_programs
 from tests.docsite.pages import ROOT, blocks
 from tests.support.daemon_process import MINILM, STOP_LIMIT_S, WarmDaemonProcess, free_ports
 from tests.support.fork_server import SERVICE, nursery_service
@@ -79,7 +80,7 @@ class Host:
     def run(self, language: str, code: str, environment: str = "") -> str:
         """What a block prints on both outputs, with the page's ports and folder in it."""
         programs = ROOT / environment / "bin" if environment else Path(sys.executable).parent
-        python = str(programs / "python")
+        python = str(programs / "python" if environment else self.folder / "bin" / "python-c")
         code = self.with_our_ports(code)
         command = [python, "-c", code] if language == "python" else ["bash", "-euo", "pipefail", "-c", code]
         path = os.pathsep.join([str(self.folder / "bin"), str(programs), os.environ["PATH"]])
@@ -136,10 +137,7 @@ def new_host(models: Path, *documented: str, rest_port: str = "9000") -> Host:
     """A host whose daemon takes free ports where the pages have the usual ones."""
     folder = Path(tempfile.mkdtemp(prefix="tm"))  # short: sockets lie below it
     (folder / "models").symlink_to(models)
-    program = folder / "bin" / "teimgr"  # its fork server has torch already
-    program.parent.mkdir()
-    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m tests.support.fork_server "$@"\n')
-    program.chmod(0o755)
+    write_programs(folder / "bin", "teimgr", "python-c")
     rest, grpc, first, *others = free_ports(3 + 20 + len(documented))
     ports = {"9000": rest, "9001": grpc, "8080": first, **dict(zip(documented, others, strict=False))}
     metrics = others[len(documented)]

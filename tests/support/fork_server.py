@@ -28,6 +28,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Any
 
 from teimgr.control.launch.nursery_link import NurseryLink, NurseryProcess
@@ -119,10 +120,18 @@ class ForkServer:
         server_pids.add(process.pid)
         return process
 
-    def fork(self, listener: int, log: int, incarnation: str, run_dir: str, spec: str) -> ForkedProcess:
-        """A new worker on the listening socket `listener`, with its output in `log`."""
-        request = {"incarnation": incarnation, "run_dir": run_dir, "spec": spec, "ports": []}
-        message, descriptors = self._request(request, [listener, log])
+    def fork(
+        self,
+        listener: int,
+        log: int,
+        incarnation: str,
+        run_dir: str,
+        spec: str,
+        ports: Mapping[int, int] = MappingProxyType({}),
+    ) -> ForkedProcess:
+        """A new worker on the listening socket `listener` and those of `ports`, with its output in `log`."""
+        request = {"incarnation": incarnation, "run_dir": run_dir, "spec": spec, "ports": list(ports)}
+        message, descriptors = self._request(request, [listener, log, *ports.values()])
         return ForkedProcess(self, message["pid"], descriptors[0])
 
     def fork_nursery(self, control: int) -> tuple[int, int]:
