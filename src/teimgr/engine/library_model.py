@@ -271,7 +271,8 @@ def _check_volume(layout: Layout, files: Iterable[Path]) -> None:
                 raise ModelLoadFailed(f"{layout.weights_dir / broken}")
             raise ModelLoadFailed(
                 f"config.json makes a weight of {rows:,} × {columns:,} ({where}{key}), and all files of weights have "
-                f"{size_bytes:,} bytes, first {min(sizes, default='none')}"
+                f"{size_bytes:,} bytes, first {min(sizes, default='none')}: the download is incomplete, or config.json "
+                "is that of another model"
             )
 
 

@@ -204,7 +204,7 @@ def test_the_filter_is_in_the_address(page: Any) -> None:
 
 @pytest.mark.parametrize("path", ["/", "/ui/instances/reranker", "/ui/models", "/ui/playground", "/docs"])
 def test_nothing_is_cut_off_on_a_phone_or_a_small_screen(page: Any, path: str) -> None:
-    for width in (390, 1360):
+    for width in (390, 1280):
         page.set_viewport_size({"width": width, "height": 850})
         page.goto(path)
         assert page.evaluate("document.documentElement.scrollWidth") <= width

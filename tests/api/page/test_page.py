@@ -411,7 +411,7 @@ class Advice:
                 kind=kind,
                 instance=name,
                 finding=f"no call <{kind}>",
-                evidence={"calls": 0, "span_s": 600.0},
+                evidence={"calls": 0, "held_bytes": 41_852_928, "busy_share": 0.07, "span_s": 600.0},
                 effect="400 MiB are free",
                 risk="a wait",
                 patch=patch,
@@ -451,5 +451,5 @@ async def test_scaling_and_recommendations_are_shown_and_admins_may_apply(servin
             assert ('data-apply="idle.a"' in text) is is_admin
             assert 'data-apply="truncated.theirs"' not in text  # it has no PATCH
             assert "no call &lt;idle&gt;" in text
-            assert "calls 0, span_s 600<" in text
+            assert "calls 0, held 39.9 MiB, busy 7 %, span 10 min<" in text
             assert "taken back" in text

@@ -61,6 +61,23 @@ def duration(seconds: float | None) -> str:
     return " ".join(parts[:2])
 
 
+def evidence(figures: Mapping[str, float | str]) -> list[str]:
+    """Figures such as `held 39.9 MiB`, each with the unit that its name ends in."""
+    return [_figure(name, value) for name, value in figures.items()]
+
+
+def _figure(name: str, value: float | str) -> str:
+    word, _, unit = name.replace("_", " ").rpartition(" ")
+    if not isinstance(value, str):
+        if unit == "bytes":
+            return f"{word} {size(value)}"
+        if unit == "s":
+            return f"{word} {duration(value)}"
+        if unit == "share":
+            return f"{word} {100 * value:.0f} %"
+    return f"{name.replace('_', ' ')} {f'{value:.4g}' if isinstance(value, float) else value}"
+
+
 def tags(named: Mapping[str, str]) -> list[str]:
     """Tags such as team=search; one without a value is its name."""
     return [f"{name}={value}" if value else name for name, value in named.items()]
@@ -95,6 +112,7 @@ def spark(values: Sequence[float | None], top: float) -> str:
 
 FILTERS = {
     "size": size,
+    "evidence": evidence,
     "number": number,
     "ms": milliseconds,
     "duration": duration,
