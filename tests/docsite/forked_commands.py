@@ -1,4 +1,4 @@
-"""Programs for the path of a test's shell: `teimgr` and `python -c`, forked from a process that has their imports.
+"""Programs for the path of a test's shell: `teimgr`, `python -c`, `grpcurl`, forks of a process that has their imports.
 
 A page's commands are some hundred; the imports of each are half a second of processor time and more. Tests that are
 about the start of the command line start it.
@@ -17,26 +17,27 @@ import threading
 from functools import cache
 from pathlib import Path
 
-from tests.support.fork_server import ForkServer
+from tests.support.fork_server import ForkServer, daemon_with_copy
 
 import teimgr.cli
 from teimgr.spec import WorkerSpec
 
 _MESSAGE_BYTES = 128 * 1024
 _PROGRAM = """#!{python} -IS
-import json, os, socket, sys
-if sys.argv[1:2] == ["serve"]:  # it is sent signals
-    os.execv({python!r}, [{python!r}, "-m", "tests.support.fork_server", *sys.argv[1:]])
+import json, os, signal, socket, sys
 service = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 service.connect({path!r})
 socket.send_fds(service, [json.dumps([{name!r}, sys.argv[1:], os.getcwd(), dict(os.environ)]).encode()], [0, 1, 2])
+pid = int(service.recv(16))
+for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, lambda number, frame: os.kill(pid, number))
 sys.exit(int(service.recv(16)))
 """
-NAMES = ("teimgr", "python-c")
+NAMES = ("teimgr", "python-c", "grpcurl")
 
 
 def write_programs(folder: Path, *names: str) -> None:
-    """Write those of `NAMES` to `folder`. `serve` of `teimgr` is a new process whose fork server is a copy."""
+    """Write those of `NAMES` to `folder`; the fork server of `teimgr serve` is a copy."""
     folder.mkdir(exist_ok=True)
     for name in names:
         program = folder / name
@@ -52,7 +53,8 @@ def _service() -> str:
     listener.bind(path)
     listener.listen()
     commands = [f"teimgr.cli.{module.name}" for module in pkgutil.iter_modules(teimgr.cli.__path__)]
-    modules = ["teimgr.client", "grpc", "numpy", "pyarrow", "pyarrow.parquet", *commands]
+    modules = ["teimgr.client", "numpy", "pyarrow", "pyarrow.parquet", "teimgr.daemon.process", *commands]
+    modules += ["tests.contract.grpcurl"]
     server = ForkServer("--entry", f"{__name__}:_enter", "--preload", ",".join(modules))
 
     def serve() -> None:
@@ -68,7 +70,9 @@ def _service() -> str:
             spec = WorkerSpec(name="command", model_id="none", port=0, nice=0).to_json()
             stdin, stdout, stderr = streams
             try:
-                status = server.fork(stdin, stderr, "fork", str(folder), spec, ports={1: stdout}).wait()
+                process = server.fork(stdin, stderr, "fork", str(folder), spec, ports={1: stdout})
+                connection.send(str(process.pid).encode())
+                status = process.wait()
             finally:
                 for stream in streams:
                     os.close(stream)
@@ -90,9 +94,12 @@ def _enter(stdin: int, incarnation: str, run_dir: str, spec: str, ports: str) ->
     os.chdir(folder)
     sys.argv = [name, *arguments]
     if name == "teimgr":
-        from teimgr.cli.main import main
+        sys.orig_argv = [sys.executable, "-m", *sys.argv]
+        return daemon_with_copy(sys.argv)
+    if name == "grpcurl":
+        from tests.contract import grpcurl
 
-        return main(arguments)
+        return grpcurl.main()
     option, code = arguments
     assert option == "-c"
     sys.path.insert(0, "")

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tests.docsite.forked_commands import write_programs
+from tests.docsite.forked_commands import NAMES, write_programs
 from tests.docsite.pages import PAGES, ROOT, TESTED_ELSEWHERE, Block, blocks, name_of
 from tests.support.daemon_process import MINILM, DaemonProcess, WarmDaemonProcess
 from tests.support.models import build_cross_encoder
@@ -30,7 +30,6 @@ DEBIAN_TOOLS = ("promtool",)
 """What blocks use that `.ci/debian-tools` installs; without it they are left out."""
 SHOWN = ("", "text", "proto")
 LIMIT_S = 100.0
-GRPCURL = ROOT / "tests" / "contract" / "grpcurl.py"
 BLOCKS = {page: list(blocks(page)) for page in PAGES}
 WITH_COMMANDS = [
     page
@@ -61,12 +60,9 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
 
 @pytest.fixture(scope="module")
 def tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for the path, with programs that have nothing to import and the stand-in for grpcurl."""
+    """A folder for the path, with programs that have nothing to import, the stand-in for grpcurl among them."""
     folder = tmp_path_factory.mktemp("bin")
-    write_programs(folder, "teimgr", "python-c")
-    grpcurl = folder / "grpcurl"
-    grpcurl.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{GRPCURL}" "$@"\n')
-    grpcurl.chmod(0o755)
+    write_programs(folder, *NAMES)
     return folder
 
 

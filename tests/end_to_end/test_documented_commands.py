@@ -11,19 +11,18 @@ import json
 import shlex
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
+from tests.docsite.forked_commands import write_programs
 from tests.support.credentials import Authority, needs_openssl
 from tests.support.daemon_process import MINILM, DaemonProcess, WarmDaemonProcess
 from tests.support.models import build_splade
 from tests.support.polling import until
 
-GRPCURL = Path(__file__).resolve().parents[1] / "contract" / "grpcurl.py"
 LIMIT_S = 100.0
 pytestmark = pytest.mark.timeout(300)
 MODEL = MINILM.replace("/", "%2F")
@@ -35,6 +34,8 @@ class Shell:
     def __init__(self, daemon: DaemonProcess, splade: Path) -> None:
         self.daemon = daemon
         self.splade = splade
+        self.tools = daemon.folder / "bin"
+        write_programs(self.tools, "grpcurl")
 
     def run(self, command: str, status: int = 0) -> str:
         """What a command prints."""
@@ -43,7 +44,7 @@ class Shell:
             command = command.replace(documented, ours)
         words = shlex.split(command)
         if words[0] == "grpcurl":
-            words = [sys.executable, str(GRPCURL), *words[1:]]
+            words[0] = str(self.tools / "grpcurl")
         else:
             words[1:1] = ["-s", "-S"]
         done = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT_S, check=False)
