@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import logging
 import os
 import signal
 import subprocess
@@ -14,6 +17,9 @@ import pytest
 from tests.engine.helper_threads import helpers, run
 from tests.support.native import needs_native_library
 from tests.support.polling import eventually
+
+from teimgr.engine import dtype_speed
+from teimgr.engine.native_library import LEVELS, native_library
 
 LIMIT_S = 20
 
@@ -168,3 +174,31 @@ run(body, 2)
     assert ended.returncode == -number
     assert "Fatal Python error" in ended.stderr
     assert "in fail" in ended.stderr
+
+
+@pytest.mark.skipif("amx" not in LEVELS, reason="of x86-64")
+@pytest.mark.parametrize(
+    ("refusal", "why"),
+    [
+        (errno.EPERM, "the CPU has AMX, but the kernel refuses its tiles: arch_prctl: Operation not permitted"),
+        (-1, "the CPU has AMX, but the virtual machine shows no tiles of it"),
+        (0, ""),
+    ],
+)
+def test_why_tiles_are_refused_is_logged_and_said_with_the_instructions(
+    refusal: int, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Refusing(ctypes.CDLL):
+        def __init__(self, name: str) -> None:
+            super().__init__(name)
+            self.attention_level = lambda: LEVELS.index("avx512_bf16")
+            self.tiles_refusal = lambda: refusal
+
+    monkeypatch.setattr(ctypes, "CDLL", Refusing)
+    monkeypatch.delenv("TEIMGR_NATIVE", raising=False)
+    with caplog.at_level(logging.WARNING):
+        found = native_library.__wrapped__()
+    monkeypatch.setattr(dtype_speed, "native_library", lambda: found)
+
+    assert [record.getMessage() for record in caplog.records] == ([f"{why}; avx512_bf16 is used"] if why else [])
+    assert dtype_speed._instructions()[0] == "avx512_bf16" + (f" ({why})" if why else "")

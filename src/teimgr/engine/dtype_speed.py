@@ -95,10 +95,12 @@ def decided(times_as_fast: float, multiplies: bool, instructions: str) -> tuple[
 
 
 def _instructions() -> tuple[str, bool]:
-    """The instruction set, and whether it multiplies bfloat16."""
+    """The instruction set, with the reason why a better one of the CPU is not used, and whether it multiplies
+    bfloat16."""
     library = native_library()
     if library is not None and native_forward_allowed():
-        return LEVELS[library.level], library.level >= BFLOAT16_LEVEL
+        why = f" ({library.refused})" if library.refused else ""
+        return f"{LEVELS[library.level]}{why}", library.level >= BFLOAT16_LEVEL
     found = torch.cpu.get_capabilities()
     name = next((name for name in _BFLOAT16_OF_TORCH if found.get(name)), None)
     return name or torch.backends.cpu.get_cpu_capability().lower(), name is not None

@@ -40,6 +40,7 @@ _VECTORS = {
 _WORDPIECE_ENCODE: list[Any] = [
     *(_POINTER, _POINTER, _NUMBER, _POINTER, _NUMBER, _NUMBER, _NUMBER, ctypes.c_int32, _POINTER, _NUMBER, _POINTER)
 ]
+_NO_PALETTE = -1  # of `tiles_refusal` of library.h
 # Of `struct_size` of validity.c, in its order.
 _STRUCTS = ("attention", "slot", "step", "program", "forward")
 
@@ -48,7 +49,7 @@ class NativeLibrary:
     """The library in `path`; `level` is the index in `LEVELS` of the best instructions that this CPU has.
 
     `byte_sum_bits(level)` is 0 if a level has no int8, else the bits in which it sums the products of two neighbouring
-    bytes: 32, or 16, which saturate.
+    bytes: 32, or 16, which saturate. `refused` is why instructions of the CPU cannot be used; empty if nothing is.
 
     `parallel` is the address of GOMP_parallel in the OpenMP that torch has loaded; None without one: then
     it runs on the calling thread. `run_threads` is the address of the function that does the same on own threads.
@@ -80,6 +81,8 @@ class NativeLibrary:
         self._sizes["wordpiece"] = int(wordpiece_size())
         most = LEVELS.index(switch) if (switch := _switch()) in LEVELS else len(LEVELS)
         self.level = min(int(library.attention_level()), most)
+        refusal = getattr(library, "tiles_refusal", None)  # where the compiler has AMX
+        self.refused = "" if refusal is None or self.level == most else _words_of(int(refusal()))
         self.byte_sum_bits = library.byte_sum_bits
         self.parallel = _openmp_parallel()
         own = getattr(library, "run_threads", None)  # on Linux alone
@@ -88,6 +91,15 @@ class NativeLibrary:
     def knows(self, **structures: type[ctypes.Structure]) -> bool:
         """Whether each structure has the size that the library, which may be of another version, gives that name."""
         return all(ctypes.sizeof(declared) == self._sizes[name] for name, declared in structures.items())
+
+
+def _words_of(refusal: int) -> str:
+    """Why the CPU's tiles are not used, of `tiles_refusal` of library.h; empty for 0."""
+    if not refusal:
+        return ""
+    if refusal == _NO_PALETTE:
+        return "the CPU has AMX, but the virtual machine shows no tiles of it"
+    return f"the CPU has AMX, but the kernel refuses its tiles: arch_prctl: {os.strerror(refusal)}"
 
 
 def _refused(status: int, *_: Any) -> None:
@@ -105,9 +117,13 @@ def native_library() -> NativeLibrary | None:
     for suffix in importlib.machinery.EXTENSION_SUFFIXES:
         if (path := folder / f"_native{suffix}").exists():
             try:
-                return NativeLibrary(ctypes.CDLL(str(path)))
+                library = NativeLibrary(ctypes.CDLL(str(path)))
             except (OSError, AttributeError) as error:
                 log.warning("the native library cannot be loaded: %s", error)
+                continue
+            if library.refused:
+                log.warning("%s; %s is used", library.refused, LEVELS[library.level])
+            return library
     return None
 
 

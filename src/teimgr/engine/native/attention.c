@@ -122,8 +122,11 @@ static void clear_blind_rows(const struct attention *call, const struct item *it
 
 #if defined(HAS_AMX)
 #include <cpuid.h>
+#include <errno.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+
+static int refusal;  // of `tiles_refusal`
 
 // Whether the CPU has the tiles that are used here, and the kernel lets this process use them: it keeps their 8 KiB for each
 // thread that does. A virtual machine may show the instructions and no palette of tiles.
@@ -132,9 +135,14 @@ static int may_use_tiles(void) {
     const unsigned instructions = 1u << 22 | 1u << 24 | 1u << 25;  // AMX-BF16, AMX-TILE, AMX-INT8
     unsigned a, b, c, d;
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & instructions) != instructions) return 0;
-    if (!__builtin_cpu_supports("avx512vnni") || !__get_cpuid_count(0x1d, 1, &a, &b, &c, &d)) return 0;
-    const int has_palette = b >> 16 >= 8 && (b & 0xffff) >= TILE_BYTES && (c & 0xffff) >= TILE_ROWS;
-    return has_palette && syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+    if (!__builtin_cpu_supports("avx512vnni")) return 0;
+    const int has_leaf = __get_cpuid_count(0x1d, 1, &a, &b, &c, &d);
+    const int has_palette = has_leaf && b >> 16 >= 8 && (b & 0xffff) >= TILE_BYTES && (c & 0xffff) >= TILE_ROWS;
+    if (!has_palette)
+        refusal = NO_PALETTE;
+    else if (syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) != 0)
+        refusal = errno;
+    return refusal == 0;
 }
 #endif
 
@@ -167,6 +175,10 @@ int attention_level(void) {
     if (atomic_load_explicit(&level, memory_order_relaxed) < 0) atomic_store(&level, found_level());
     return atomic_load_explicit(&level, memory_order_relaxed);
 }
+
+#if defined(HAS_AMX)
+int tiles_refusal(void) { return attention_level() == AMX ? 0 : refusal; }
+#endif
 
 static void attend(const struct attention *call, const struct scratch *scratch, const struct item *item) {
 #if defined(__x86_64__)

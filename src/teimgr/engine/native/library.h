@@ -93,6 +93,13 @@ int attention_is_valid(const struct attention *call);
 // The best instruction set of this CPU that the library has code for.
 int attention_level(void);
 
+#if defined(HAS_AMX)
+// Why this process may not use the tiles that the CPU has: errno of the kernel, or NO_PALETTE where a virtual machine hides
+// their shapes. 0: it may, or the CPU has no tiles.
+enum { NO_PALETTE = -1 };
+int tiles_refusal(void);
+#endif
+
 // An item is a text, a key head and up to a fixed number of queries; any two may be computed at the same time.
 int64_t attention_items(const struct attention *call);
 
