@@ -22,7 +22,8 @@ INLINE_BYTES INTS BYTES(multiply_add)(int32_t a, const int32_t *b, INTS sum) {
 
 // `rows` rows of bytes times one panel; as `multiply_panel`.
 INLINE_BYTES void BYTES(multiply_panel)(
-    const struct step *step, const struct group *group, int64_t row, int rows, int64_t panel) {
+    const struct step *step, const struct group *group, int64_t row, int rows, int64_t panel, const struct part *part) {
+    (void)part;
     const int64_t fours = step->inner / 4;
     const int32_t *weights = (const int32_t *)step->weights + panel * fours * PANEL, *x[MAX_ROWS];
     INTS sums[MAX_ROWS][COLUMNS];
@@ -50,7 +51,8 @@ INLINE_BYTES void BYTES(multiply_panel)(
     LEVEL(finish)(step, group, row, rows, panel * PANEL, results);
 }
 
-static BYTES_TARGET void BYTES(linear)(const struct step *step, const struct group *group, int64_t unit) {
+static BYTES_TARGET void BYTES(linear)(
+    const struct step *step, const struct group *group, int64_t unit, struct ahead *ahead) {
     IN_BLOCKS(BYTES(multiply_panel))
 }
 

@@ -33,12 +33,26 @@ enum {
     ZERO_OF_BYTES = 0,  // they are unsigned, as PMADDUBSW and VPDPBUSD want them
 #endif
     MAX_ROWS = 6,       // that share a load of the weights
-    FETCHED_AHEAD = 32,  // elements of a row of weights, from memory: of 64 columns 8 KiB
-    TAKEN_AHEAD = 12,    // the same, from the second-level cache
+    FETCHED_BYTES = 8192,  // how far ahead weights are fetched from memory
+    SECOND_LEVEL = 2,    // of the caches, for __builtin_prefetch
+    TAKEN_AHEAD = 12,    // elements of a row of weights that are taken ahead from there
 };
 
-// The body of a function of (step, group, unit): `multiply` takes the unit's rows in blocks of nearly equal height, whose
-// number is a constant in each call, so that sums stay in registers. Units of one panel follow each other: its weights
+// A block of rows of a panel: which of how many. `ahead` is NULL in a group of more than ROW_TILE rows, whose products take longer than its weights.
+struct part {
+    int64_t at, count;
+    struct ahead *ahead;
+};
+
+// Weights that are fetched from memory while others are multiplied: from `from` on `advance` bytes for each element, and
+// from element `turn` on from `next` on.
+struct fetch {
+    const char *from, *next;
+    int64_t turn, advance;
+};
+
+// The body of a function of (step, group, unit, ahead): `multiply` takes the unit's rows in blocks of nearly equal height,
+// whose number is a constant in each call, so that sums stay in registers. Units of one panel follow each other: its weights
 // come from memory once for all rows of a group.
 #define IN_BLOCKS(multiply)                                                                             \
     const int64_t tiles = (group->tokens + ROW_TILE - 1) / ROW_TILE, panel = unit / tiles;              \
@@ -46,13 +60,14 @@ enum {
     const int64_t blocks = (last - first + MAX_ROWS - 1) / MAX_ROWS;                                  \
     for (int64_t i = 0, row = first; i < blocks; i++) {                                                 \
         const int64_t rows = (last - row + blocks - i - 1) / (blocks - i);                              \
+        const struct part part = {i, blocks, ahead};                                                    \
         switch (rows) {                                                                                 \
-        case 1: multiply(step, group, row, 1, panel); break;                                            \
-        case 2: multiply(step, group, row, 2, panel); break;                                            \
-        case 3: multiply(step, group, row, 3, panel); break;                                            \
-        case 4: multiply(step, group, row, 4, panel); break;                                            \
-        case 5: multiply(step, group, row, 5, panel); break;                                            \
-        default: multiply(step, group, row, 6, panel);                                                  \
+        case 1: multiply(step, group, row, 1, panel, &part); break;                                     \
+        case 2: multiply(step, group, row, 2, panel, &part); break;                                     \
+        case 3: multiply(step, group, row, 3, panel, &part); break;                                     \
+        case 4: multiply(step, group, row, 4, panel, &part); break;                                     \
+        case 5: multiply(step, group, row, 5, panel, &part); break;                                     \
+        default: multiply(step, group, row, 6, panel, &part);                                           \
         }                                                                                               \
         row += rows;                                                                                    \
     }
@@ -152,18 +167,19 @@ static int64_t units_of(const struct step *step, const struct group *group, cons
     case LINEAR: return ceiling(step->width, panel_width(group->program->level)) * ceiling(group->tokens, ROW_TILE);
     case ATTEND: return attention_items(attention);
     }
-    return ceiling(group->tokens, ROWS_AT_A_TIME);
+    return ceiling(group->tokens, rows_at_a_time(group));
 }
 
 typedef void (*unit_function)(const struct step *step, const struct group *group, int64_t unit);
+typedef void (*linear_function)(const struct step *step, const struct group *group, int64_t unit, struct ahead *ahead);
 
 #if defined(__aarch64__)
-static unit_function linear_of_bytes(const struct program *program, const struct step *step) {
+static linear_function linear_of_bytes(const struct program *program, const struct step *step) {
     (void)step;
     return program->bfloat16 ? linear_bytes_neon_bf16 : linear_bytes_neon_dot;
 }
 
-static unit_function linear_of_numbers(const struct program *program, const struct step *step) {
+static linear_function linear_of_numbers(const struct program *program, const struct step *step) {
     (void)step;
     return program->bfloat16 ? linear_neon_bf16 : program->level >= NEON_DOT ? linear_neon_dot : linear_neon;
 }
@@ -172,7 +188,7 @@ static unit_function rows_of(const struct program *program) {
     return program->bfloat16 ? run_rows_neon_bf16 : program->level >= NEON_DOT ? run_rows_neon_dot : run_rows_neon;
 }
 #else
-static unit_function linear_of_bytes(const struct program *program, const struct step *step) {
+static linear_function linear_of_bytes(const struct program *program, const struct step *step) {
 #if defined(HAS_AMX)
     if (program->level >= AMX && program->bfloat16 && has_whole_tiles_avx512_bf16(step)) return linear_bytes_amx_avx512_bf16;
 #endif
@@ -181,7 +197,7 @@ static unit_function linear_of_bytes(const struct program *program, const struct
     return byte_sum_bits(AVX512) == 32 ? linear_bytes_vnni_avx512 : linear_bytes_avx512;
 }
 
-static unit_function linear_of_numbers(const struct program *program, const struct step *step) {
+static linear_function linear_of_numbers(const struct program *program, const struct step *step) {
 #if defined(HAS_AMX)
     if (program->level >= AMX && program->bfloat16 && has_whole_tiles_avx512_bf16(step)) return linear_amx_avx512_bf16;
 #endif
@@ -196,7 +212,8 @@ static unit_function rows_of(const struct program *program) {
 #endif
 
 static void run_unit(
-    const struct step *step, const struct group *group, const struct attention *attention, void *scratch, int64_t unit) {
+    const struct step *step, const struct group *group, const struct attention *attention, void *scratch, int64_t unit,
+    struct ahead *ahead) {
     if (step->kind == ATTEND) {
         attention_item(attention, scratch, unit);
         return;
@@ -204,9 +221,29 @@ static void run_unit(
     if (step->kind != LINEAR)
         rows_of(group->program)(step, group, unit);
     else if (step->scales != NULL)
-        linear_of_bytes(group->program, step)(step, group, unit);
+        linear_of_bytes(group->program, step)(step, group, unit, ahead);
     else
-        linear_of_numbers(group->program, step)(step, group, unit);
+        linear_of_numbers(group->program, step)(step, group, unit, ahead);
+}
+
+// A unit that a thread has taken: number `unit` of step `step`.
+struct taken {
+    int64_t step, unit;
+};
+
+// The first weight of a unit of a linear layer; NULL for anything else.
+static const char *weights_of(const struct group *group, struct taken taken) {
+    const struct program *program = group->program;
+    if (taken.step >= program->step_count) return NULL;
+    const struct step *step = program->steps + taken.step;
+    const int64_t columns = panel_width(program->level), size = step->scales != NULL ? 1 : program->bfloat16 ? 2 : 4;
+    return (const char *)step->weights + taken.unit / ceiling(group->tokens, ROW_TILE) * columns * step->inner * size;
+}
+
+// The first linear layer from `step` on, or else the number of steps.
+static int64_t linear_from(const struct program *program, int64_t step) {
+    while (step < program->step_count && program->steps[step].kind != LINEAR) step++;
+    return step;
 }
 
 // Writes a group's result to its place in the batch.
@@ -288,11 +325,17 @@ static void take_groups(void *data) {
         struct group group = work->groups[work->group_count - 1 - i];
         group.memory = memory;
         set_begins(&group, (int32_t *)(memory + slots + work->scratch));
+        const int is_small = group.tokens <= ROW_TILE;
+        struct ahead ahead = {NULL, 0};
         for (int64_t s = 0; s < program->step_count; s++) {
             const struct step *step = program->steps + s;
             const struct attention attention = step->kind == ATTEND ? attention_of(step, &group) : (struct attention){0};
             const int64_t units = units_of(step, &group, &attention);
-            for (int64_t unit = 0; unit < units; unit++) run_unit(step, &group, &attention, memory + slots, unit);
+            for (int64_t unit = 0; unit < units; unit++) {
+                const struct taken further = {linear_from(program, s + 1), 0};
+                if (is_small) ahead.next = weights_of(&group, unit + 1 < units ? (struct taken){s, unit + 1} : further);
+                run_unit(step, &group, &attention, memory + slots, unit, is_small ? &ahead : NULL);
+            }
         }
         copy_result(&group);
     }
@@ -318,12 +361,19 @@ static int64_t wait_for(atomic_llong *done, int64_t units) {
     return began == 0 ? 0 : now() - began;
 }
 
+static int64_t take_unit(struct progress *progress) {
+    return atomic_fetch_add_explicit(&progress->next, 1, memory_order_relaxed);
+}
+
 // Takes parts of the steps of the only group, in order. A thread that comes late finds the first steps done: how many
 // threads there are need not be known.
 static void share_steps(void *data) {
     struct work *work = data;
     const struct group *group = work->groups;
     const struct program *program = group->program;
+    const int is_small = group->tokens <= ROW_TILE;
+    struct taken further = {-1, 0};  // of a linear layer to come
+    struct ahead ahead = {NULL, 0};
     char *scratch = NULL;
     int64_t waited = 0;
     for (int64_t s = 0; s < program->step_count; s++) {
@@ -331,11 +381,21 @@ static void share_steps(void *data) {
         struct progress *progress = work->progress + s;
         const struct attention attention = step->kind == ATTEND ? attention_of(step, group) : (struct attention){0};
         const int64_t units = units_of(step, group, &attention);
-        int64_t unit;
-        while ((unit = atomic_fetch_add_explicit(&progress->next, 1, memory_order_relaxed)) < units) {
+        int64_t unit = further.step == s ? further.unit : take_unit(progress);
+        while (unit < units) {
+            int64_t next = take_unit(progress);
+            if (is_small && step->kind == LINEAR) {
+                if (next >= units && further.step <= s) {
+                    further.step = linear_from(program, s + 1);
+                    if (further.step < program->step_count) further.unit = take_unit(work->progress + further.step);
+                }
+                ahead.next = weights_of(group, next < units ? (struct taken){s, next} : further);
+            }
             if (step->kind == ATTEND && scratch == NULL) scratch = new_memory(work, work->scratch);
-            if (step->kind != ATTEND || scratch != NULL) run_unit(step, group, &attention, scratch, unit);
+            if (step->kind != ATTEND || scratch != NULL)
+                run_unit(step, group, &attention, scratch, unit, is_small ? &ahead : NULL);
             atomic_fetch_add_explicit(&progress->done, 1, memory_order_release);
+            unit = next;
         }
         waited += wait_for(&progress->done, units);
     }

@@ -82,6 +82,12 @@ struct group {
     char *memory;
 };
 
+// What a thread multiplies behind a panel of weights, so that it fetches these weights meanwhile.
+struct ahead {
+    const char *next;                          // its first weight; NULL: nothing
+    int64_t fetched;                           // rows of weights of the panel at hand that were; set: of the next one
+};
+
 struct forward {
     const struct program *program;
     const int64_t *ids, *positions, *types;    // [tokens]; types NULL: all 0
@@ -111,4 +117,7 @@ int forward_is_valid(const struct forward *call);
 // the call is not valid, or BAD_INDEX where an id, a position or a type is not a row of its tables.
 int forward(struct forward *call);
 
-enum { ROW_TILE = 64, ROWS_AT_A_TIME = 8 };
+enum { ROW_TILE = 64 };
+
+// Rows that a thread takes at a time outside of linear layers: few of a small group, so that all threads have some.
+static inline int64_t rows_at_a_time(const struct group *group) { return group->tokens <= ROW_TILE ? 2 : 8; }

@@ -132,6 +132,9 @@ INLINE void LEVEL(finish)(FINISH_ARGUMENTS) {
 
 // Reads the weights of a panel that are needed `elements` later, 64 bytes for each line of the cache: the processor's own
 // prefetching begins again with every page and every panel.
+#define LINES (PANEL * 4 / 64)  // of the cache, in a row of a panel
+#define HALF_LINES ((LINES + 1) / 2)
+#define FETCHED_AHEAD (FETCHED_BYTES / (PANEL * 4))
 INLINE void LEVEL(fetch_ahead)(const void *weights, int elements) {
     const char *ahead = (const char *)weights + elements * PANEL * 4;
     for (int byte = 0; byte < PANEL * 4; byte += 64) __builtin_prefetch(ahead + byte);
@@ -141,26 +144,45 @@ INLINE void LEVEL(fetch_ahead)(const void *weights, int elements) {
 #include "tiles_neon.h"
 #endif
 
-// Adds the products of `rows` rows and a panel of weights to sums of 0; `fetches` where these are read for the first time. Later rows
-// take them from the second-level cache, whose speed float32 needs: bfloat16 has twice the work for the same bytes.
+// Adds the products of `rows` rows and a panel of weights to sums of 0, and fetches `lines` lines of the cache for each
+// element from memory: into the second level, since the buffers of the first are few and hold what is taken from there.
+// float32 needs its speed: bfloat16 has twice the work for the same bytes.
 INLINE void LEVEL(add_products)(
-    const ELEMENT *weights, int64_t elements, const ELEMENT *const *x, int rows, int fetches, FLOATS (*sums)[COLUMNS]) {
+    const ELEMENT *weights, int64_t elements, const ELEMENT *const *x, int rows, int lines, struct fetch fetch,
+    FLOATS (*sums)[COLUMNS]) {
 #if PAIRS && defined(__aarch64__)
-    LEVEL(multiply_tiles)(weights, elements, x, rows, fetches, 0, sums);
+    (void)fetch;
+    LEVEL(multiply_tiles)(weights, elements, x, rows, lines == LINES, 0, sums);
 #else
     for (int64_t e = 0; e < elements; e++, weights += PANEL) {
-        if (fetches)
-            LEVEL(fetch_ahead)(weights, FETCHED_AHEAD);
-        else if (!PAIRS)
-            LEVEL(fetch_ahead)(weights, TAKEN_AHEAD);
+        if (lines > 0) {
+            if (e == fetch.turn) fetch.from = fetch.next;
+            for (int line = 0; line < lines; line++) __builtin_prefetch(fetch.from + line * 64, 0, SECOND_LEVEL);
+            fetch.from += fetch.advance;
+        }
+        if (lines < LINES && !PAIRS) LEVEL(fetch_ahead)(weights, TAKEN_AHEAD);
         for (int r = 0; r < rows; r++)
             for (int c = 0; c < COLUMNS; c++) sums[r][c] = LEVEL(multiply_add)(x[r][e], weights + c * WIDTH, sums[r][c]);
     }
 #endif
 }
 
+// What a block of rows of a panel fetches: an even share of the weights that the blocks of all panels need, from those
+// behind the ones that earlier blocks have fetched.
+INLINE struct fetch LEVEL(fetch_of)(const char *weights, int64_t elements, const struct part *part) {
+    const int64_t bytes = PANEL * 4, lead = FETCHED_AHEAD, fetched = lesser(part->ahead->fetched, elements);
+    const char *next = part->ahead->next == NULL ? weights : part->ahead->next;
+    if (part->at > 0) {
+        const int64_t begin = lead + (part->at - 1) * elements / part->count;
+        return (struct fetch){next + begin * bytes, next, elements, bytes / part->count};
+    }
+    const int64_t begin = greater(lead, fetched), needed = elements + lead - begin;
+    return (struct fetch){weights + begin * bytes, next, (elements - begin) * elements / needed, bytes * needed / elements};
+}
+
 // `rows` rows times one panel.
-INLINE void LEVEL(multiply_panel)(const struct step *step, const struct group *group, int64_t row, int rows, int64_t panel) {
+INLINE void LEVEL(multiply_panel)(
+    const struct step *step, const struct group *group, int64_t row, int rows, int64_t panel, const struct part *part) {
     const int64_t elements = step->inner / (1 + PAIRS);
     const ELEMENT *weights = (const ELEMENT *)step->weights + panel * elements * PANEL, *x[MAX_ROWS];
     FLOATS sums[MAX_ROWS][COLUMNS];
@@ -168,16 +190,26 @@ INLINE void LEVEL(multiply_panel)(const struct step *step, const struct group *g
         x[r] = (const ELEMENT *)(LEVEL(operands_of)(group, step->x.slot, row + r) + step->x.column);
         for (int c = 0; c < COLUMNS; c++) sums[r][c] = (FLOATS){};
     }
-    if (row % ROW_TILE == 0)
-        LEVEL(add_products)(weights, elements, x, rows, 1, sums);
+    struct fetch fetch = {(const char *)(weights + FETCHED_BYTES / 4), NULL, elements, PANEL * 4};
+    if (part->ahead != NULL) fetch = LEVEL(fetch_of)((const char *)weights, elements, part);
+    if (part->ahead == NULL && part->at > 0)
+        LEVEL(add_products)(weights, elements, x, rows, 0, fetch, sums);
+    else if (fetch.advance <= HALF_LINES * 64)
+        LEVEL(add_products)(weights, elements, x, rows, HALF_LINES, fetch, sums);
     else
-        LEVEL(add_products)(weights, elements, x, rows, 0, sums);
+        LEVEL(add_products)(weights, elements, x, rows, LINES, fetch, sums);
     LEVEL(finish)(step, group, row, rows, panel * PANEL, sums);
 }
 
 // A panel of columns of up to ROW_TILE rows, in blocks of nearly equal height.
-static TARGET void LEVEL(linear)(const struct step *step, const struct group *group, int64_t unit) {
+static TARGET void LEVEL(linear)(const struct step *step, const struct group *group, int64_t unit, struct ahead *ahead) {
+#if PAIRS && defined(__aarch64__)
+    ahead = NULL;  // products of matrices fetch the panel at hand alone
+#endif
     IN_BLOCKS(LEVEL(multiply_panel))
+    if (ahead == NULL) return;
+    const int64_t elements = step->inner / (1 + PAIRS);
+    ahead->fetched = FETCHED_AHEAD + (blocks - 1) * elements / blocks;
 }
 
 // The sums of products of a row of bytes and a panel, whose columns begin with `column`, as numbers.
@@ -347,7 +379,7 @@ static TARGET void LEVEL(rotate)(const struct step *step, const struct group *gr
 }
 
 static TARGET void LEVEL(run_rows)(const struct step *step, const struct group *group, int64_t unit) {
-    const int64_t first = unit * ROWS_AT_A_TIME, last = lesser(first + ROWS_AT_A_TIME, group->tokens);
+    const int64_t first = unit * rows_at_a_time(group), last = lesser(first + rows_at_a_time(group), group->tokens);
     for (int64_t row = first; row < last; row++) switch (step->kind) {
         case EMBED: LEVEL(embed)(step, group, row); break;
         case NORM: LEVEL(normalise)(step, group, row); break;
@@ -359,4 +391,7 @@ static TARGET void LEVEL(run_rows)(const struct step *step, const struct group *
 
 #undef OPERAND
 #undef DOTS
+#undef LINES
+#undef HALF_LINES
+#undef FETCHED_AHEAD
 #include "simd_end.h"

@@ -67,11 +67,15 @@ static int LEVEL(has_whole_tiles)(const struct step *step) {
     return step->inner * (step->scales == NULL ? 2 : 1) % TILE_BYTES == 0;
 }
 
-static AMX_TARGET void LEVEL(linear_amx)(const struct step *step, const struct group *group, int64_t unit) {
+static AMX_TARGET void LEVEL(linear_amx)(
+    const struct step *step, const struct group *group, int64_t unit, struct ahead *ahead) {
+    (void)ahead;
     LEVEL(linear_by_tiles)(step, group, unit, 0);
 }
 
-static AMX_TARGET void LEVEL(linear_bytes_amx)(const struct step *step, const struct group *group, int64_t unit) {
+static AMX_TARGET void LEVEL(linear_bytes_amx)(
+    const struct step *step, const struct group *group, int64_t unit, struct ahead *ahead) {
+    (void)ahead;
     LEVEL(linear_by_tiles)(step, group, unit, 1);
 }
 
