@@ -31,6 +31,7 @@ SEEDS = 30
 LONG_SEEDS = 1000
 TURNS = 10
 """Of the event loop between two looks at a fleet: a look takes as long as many turns."""
+_LOOK_S = 0.05  # of the loop's clock, which passes while all wait
 
 
 class KnownFootprints:
@@ -135,13 +136,14 @@ class DrawnFleet:
 
     async def rest(self) -> None:
         """Return when nothing loads or ends."""
-        end = asyncio.get_running_loop().time() + 10.0
+        end = asyncio.get_running_loop().time() + 60.0
         while True:
             for _ in range(TURNS):
                 await asyncio.sleep(0)
             if not self._is_busy():
                 return
             assert asyncio.get_running_loop().time() < end, [(it.spec.name, it.state) for it in self.manager.list()]
+            await asyncio.sleep(_LOOK_S)
 
     def _is_busy(self) -> bool:
         ledger, busy = self.manager._planner.memory.ledger, {State.STARTING, State.STOPPING}
