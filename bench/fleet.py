@@ -83,6 +83,7 @@ def fleet(
             "TEIMGR_GRPC_PORT": str(grpc),
             "TEIMGR_INSTANCE_PORT_START": str(first),
             "TEIMGR_INSTANCE_PORT_END": str(first + _PORTS),
+            "TEIMGR_PROMETHEUS_PORT_START": str(first + 100 * _PORTS),  # other daemons of this machine have 9100
             "TEIMGR_STATE_FILE": str(folder / "state.toml"),
             "TEIMGR_API_SOCKET": str(folder / "api.sock"),
             "TEIMGR_GRPC_SOCKET": str(folder / "grpc.sock"),

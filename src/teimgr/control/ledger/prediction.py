@@ -19,7 +19,7 @@ _MIB = 1 << 20
 _PROCESS_BYTES = 34 * _MIB  # what a forked worker writes of the pages that it has from the fork server
 # Of a model whose tokenizer is not WordPiece, with its caches and longer texts.
 _OTHER_TOKENIZER_BYTES = 5 * _MIB
-_NARROW_BYTES = 3 * _MIB  # of types other than float32
+_NARROW_BYTES = 1 * _MIB  # of types other than float32
 _WORDPIECE = frozenset({"albert", "bert", "distilbert", "electra", "mpnet", "nomic_bert"})
 # What comes on top of an embedding's head, in its largest batch.
 _KIND_BYTES = {
@@ -47,15 +47,15 @@ class _Architecture(NamedTuple):
     loading: int = 0
 
 
-# Relative positions are made by torch's operators, whose libraries then take memory of their own; DeBERTa's code is
-# compiled at load.
+# What torch's operators compute has its libraries take memory of their own, in other types more than in float32;
+# DeBERTa's code is compiled at load.
 _ARCHITECTURES = {
-    "mpnet": _Architecture(19, 2, 7),
-    "t5": _Architecture(14, 0, 7),
-    "deberta": _Architecture(26, 8, 44),
-    "deberta-v2": _Architecture(26, 8, 44),
-    "gemma3_text": _Architecture(11, 3, 2),
-    "qwen3": _Architecture(5, 0, 0),
+    "mpnet": _Architecture(19, 21, 7),
+    "t5": _Architecture(14, 14, 7),
+    "deberta": _Architecture(26, 26, 44),
+    "deberta-v2": _Architecture(26, 26, 44),
+    "gemma3_text": _Architecture(11, 20, 2),
+    "qwen3": _Architecture(5, 14, 0),
 }
 _BYTES_OF_TOKENIZER = 19  # in memory, for each byte of its file
 _MARGIN = 1.08
@@ -86,7 +86,8 @@ def predicted(sizes: WeightSizes, dtype: str, max_batch_tokens: int, *, on_card:
         )
     own = _ARCHITECTURES.get(sizes.architecture, _Architecture())
     process = _PROCESS_BYTES + _KIND_BYTES.get(sizes.kind, 0)
-    process += own.wide * _MIB if item == 4 else own.narrow * _MIB + _NARROW_BYTES
+    wide, narrow = own.wide * _MIB, own.narrow * _MIB + _NARROW_BYTES
+    process += max(wide, narrow) if dtype == "auto" else wide if item == 4 else narrow
     if sizes.architecture not in _WORDPIECE:
         process += _OTHER_TOKENIZER_BYTES
     layers = sizes.parameters - sizes.tables
