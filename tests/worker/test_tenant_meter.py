@@ -20,7 +20,7 @@ from teimgr.engine.job import InferOptions, Lane
 from teimgr.errors import CallOverQuota, ConcurrentTokensExceeded, DailyTokensExceeded, TeimgrError, TokenRateExceeded
 from teimgr.observability.request_context import RequestContext, use_context
 from teimgr.spec import WorkerSpec
-from teimgr.wire.tenants.policy import NS_PER_S, Limits
+from teimgr.wire.tenants.quotas import NS_PER_S, Limits
 from teimgr.wire.tenants.table import FILE, Counter, TenantKey, TenantTable
 from teimgr.worker.calls import CallReply, WorkerCall
 from teimgr.worker.submission import Part, Submission

@@ -29,7 +29,7 @@ from teimgr.engine.job import Input, Job, Lane, Pair, Share, characters
 from teimgr.engine.queue import EntryQueue, QueueEntry
 from teimgr.engine.tokenizer import TextTokenizer, TokenizeOptions
 from teimgr.errors import InvalidInput, Overloaded, TeimgrError, TokenizerFailed, Unavailable
-from teimgr.wire.gil_turns import short_turns
+from teimgr.wire.gil_interval import short_turns
 from teimgr.wire.text_column import TextColumn
 
 log = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from teimgr.wire.protobuf import (
     without_fields,
 )
 from teimgr.wire.routing.links import PendingCall, WorkerReply
-from teimgr.wire.routing.on_demand import NO_LOADS, ModelLoads, refused_by_end, when_loaded
+from teimgr.wire.routing.on_demand import NO_LOADS, ModelLoads, as_unloaded, call_when_ready
 from teimgr.wire.routing.router import Lease, RouterView, check_target
 from teimgr.wire.spaces import Marks
 
@@ -86,7 +86,7 @@ async def forward_message(
             record.has(lease.marks)
             return reply
     except Unavailable as error:
-        missing = refused_by_end(router, record.instance, error)
+        missing = as_unloaded(router, record.instance, error)
         if missing is None:
             raise
         if loads is None:
@@ -94,7 +94,7 @@ async def forward_message(
     again = partial(
         forward_message, rpc, router, message, named, lane=lane, expected=expected, record=record, loads=None
     )
-    return await when_loaded(loads, missing, timeout_s, lambda left_s: again(timeout_s=left_s), len(message))
+    return await call_when_ready(loads, missing, timeout_s, lambda left_s: again(timeout_s=left_s), len(message))
 
 
 async def forward_collected(
@@ -146,7 +146,7 @@ async def forward_collected(
                     try:
                         reply = await lease.call(rpc.worker_method(), pairs.payload(), flags=flags)
                     except Unavailable as error:
-                        raise refused_by_end(router, lease.instance, error) or error from None
+                        raise as_unloaded(router, lease.instance, error) or error from None
                     record.has(lease.marks)
                     return reply
 
@@ -154,7 +154,7 @@ async def forward_collected(
                 return await call(None)
             except NotLoaded as error:
                 missing = error
-            return await when_loaded(loads, missing, None, call)
+            return await call_when_ready(loads, missing, None, call)
     except TimeoutError:
         if not limit.expired():
             raise
@@ -224,7 +224,7 @@ class StreamForwarder:
                 return await begin(message, flags)
             except NotLoaded as error:
                 missing = error
-            return await when_loaded(self._loads, missing, None, lambda _: begin(message, flags), len(message))
+            return await call_when_ready(self._loads, missing, None, lambda _: begin(message, flags), len(message))
 
         async def begin(message: Octets, flags: int) -> PendingCall | None:
             envelope = self._rpc.open(message)
@@ -238,7 +238,7 @@ class StreamForwarder:
             try:
                 return await lease.start(self._rpc.worker_method(), payload, flags=in_lane(flags, self._lane))
             except Unavailable as error:
-                raise refused_by_end(self._router, lease.instance, error) or error from None
+                raise as_unloaded(self._router, lease.instance, error) or error from None
 
         async def reply(payload: Slice) -> None:
             self._record.count()

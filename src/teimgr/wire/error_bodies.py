@@ -14,7 +14,7 @@ import orjson
 from teimgr.errors import Code, FailedToLoad, InputTooLong, Stopped, TeimgrError
 from teimgr.wire.frames import HttpReply
 from teimgr.wire.status import CODE_KEY, INPUT_INDEX, RETRY_AFTER_S, STATUS, TRY_AGAIN, retry_after_s
-from teimgr.wire.tenants.policy import LIMITS
+from teimgr.wire.tenants.quotas import LIMITS
 
 TEI, TEI_OPENAI, OPENAI, COHERE, JINA = "tei", "tei-openai", "openai", "cohere", "jina"
 VLLM, INFINITY, SIE, VOYAGE, WEAVIATE, OLLAMA = "vllm", "infinity", "sie", "voyage", "weaviate", "ollama"

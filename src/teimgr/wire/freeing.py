@@ -7,7 +7,7 @@ from contextlib import suppress
 from sys import getrefcount
 from typing import Any
 
-from teimgr.wire.gil_turns import Rests
+from teimgr.wire.gil_interval import Rests
 
 # Values that one call frees: a millisecond or two.
 _AT_ONCE = 2**15

@@ -18,7 +18,7 @@ import orjson
 
 from teimgr.errors import InvalidInput
 from teimgr.wire.freeing import freed
-from teimgr.wire.gil_turns import Rests
+from teimgr.wire.gil_interval import Rests
 
 Text = bytes | bytearray
 AnyText = Text | memoryview

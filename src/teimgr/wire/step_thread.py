@@ -15,7 +15,7 @@ from contextlib import suppress
 from threading import Lock
 from typing import Any, TypeVar
 
-from teimgr.wire.gil_turns import Rests
+from teimgr.wire.gil_interval import Rests
 
 ResultT = TypeVar("ResultT")
 

@@ -17,8 +17,8 @@ from teimgr.errors import (
     TeimgrError,
     TokenRateExceeded,
 )
-from teimgr.wire.tenants import policy
-from teimgr.wire.tenants.policy import NS_PER_S, S_PER_DAY, Limits
+from teimgr.wire.tenants import quotas
+from teimgr.wire.tenants.quotas import NS_PER_S, S_PER_DAY, Limits
 from teimgr.wire.tenants.table import (
     COUNTERS,
     DAY_TOKENS,
@@ -67,9 +67,9 @@ class Standing:
         """
         words, now_ns = self._words, time.monotonic_ns()
         of_day = words[self._spent_at] & DAY_TOKENS
-        if policy.may_pass(self.limits, words[self._arrival_at], of_day, least, now_ns) or self.is_shadow:
+        if quotas.may_pass(self.limits, words[self._arrival_at], of_day, least, now_ns) or self.is_shadow:
             return None
-        verdict = policy.charge(self.limits, self._spent_of(), 0, least, now_ns, int(time.time()) // S_PER_DAY)
+        verdict = quotas.charge(self.limits, self._spent_of(), 0, least, now_ns, int(time.time()) // S_PER_DAY)
         if (code := verdict.refused_by) is None:
             return None
         return refusal(code, self.limits, least, verdict.wait_ns)
@@ -194,7 +194,7 @@ class Account:
         if self._standing.is_shadow:
             self.is_shadowed = True
             return None
-        return refusal(policy.LIMITS[max(status, 1) - 1], self._standing.limits, tokens, wait_ns)
+        return refusal(quotas.LIMITS[max(status, 1) - 1], self._standing.limits, tokens, wait_ns)
 
     def took(self, tokens: int) -> None:
         """Tokens of the job are in a batch: they are not refunded if the caller leaves now. By one thread at a time."""

@@ -8,8 +8,8 @@ import time
 from typing import Any, Protocol
 
 from teimgr.engine.native_library import native_library
-from teimgr.wire.tenants import policy
-from teimgr.wire.tenants.policy import S_PER_DAY, Receipt
+from teimgr.wire.tenants import quotas
+from teimgr.wire.tenants.quotas import S_PER_DAY, Receipt
 from teimgr.wire.tenants.table import IN_FLIGHT_AT, TENANTS, USED_ROWS_AT, WORD_BYTES, TenantTable, tenant_at
 
 Slip = Any
@@ -19,7 +19,7 @@ Slip = Any
 class Till(Protocol):
     """Atomic among all workers of the host, on any thread. `free` holds unused slips.
 
-    `charge` gives 0 for a call that is admitted, else the number of the quota that refuses, from 1, in `policy.LIMITS`.
+    `charge` gives 0 for a call that is admitted, else the number of the quota that refuses, from 1, in `quotas.LIMITS`.
     The moments of `charge_at` and `refund_at` are given, those of the others are now.
     """
 
@@ -90,7 +90,7 @@ class _LockedSlip:
 
 
 class LockedTill:
-    """By the functions of policy.py, without the native library; a lock of the file keeps others out."""
+    """By the functions of quotas.py, without the native library; a lock of the file keeps others out."""
 
     def __init__(self, table: TenantTable, row: int, tenant: int, *, is_in_flight: bool) -> None:
         self.free: list[Slip] = []
@@ -113,10 +113,10 @@ class LockedTill:
         with self._lock, table.locked():
             limits, spent = table.limits(tenant), table.spent(tenant)
             in_flight = table.in_flight(tenant) if self._is_in_flight and limits.concurrent else 0
-            verdict = policy.charge(limits, spent, in_flight, tokens, now_ns, day)
+            verdict = quotas.charge(limits, spent, in_flight, tokens, now_ns, day)
             slip.write(verdict.receipt, verdict.wait_ns)
             if verdict.refused_by is not None:
-                return policy.LIMITS.index(verdict.refused_by) + 1
+                return quotas.LIMITS.index(verdict.refused_by) + 1
             table.write_spent(tenant, verdict.spent)
             table.words[self._own] += tokens if self._is_in_flight else 0
             return 0
@@ -126,7 +126,7 @@ class LockedTill:
         with self._lock, table.locked():
             table.words[self._own] -= slip.receipt.tokens if self._is_in_flight else 0
             if tokens:
-                table.write_spent(tenant, policy.refund(table.spent(tenant), slip.receipt, tokens, now_ns))
+                table.write_spent(tenant, quotas.refund(table.spent(tenant), slip.receipt, tokens, now_ns))
 
     def wait_ns(self, slip: Slip) -> int:
         return int(slip.wait_ns)

@@ -9,8 +9,8 @@ from itertools import count
 import pytest
 
 from teimgr.control.residence.events import (
-    Asked,
     Busy,
+    CallAsked,
     Decision,
     Declared,
     Event,
@@ -18,22 +18,22 @@ from teimgr.control.residence.events import (
     Left,
     Load,
     Loaded,
+    LoadFailed,
     Loading,
     NoRoom,
     Notice,
-    NotLoaded,
     Outgrown,
     Refusal,
     Refuse,
     Removed,
     Serve,
-    Stopped,
     Terms,
     Tick,
     Unload,
     Unloaded,
     Unloading,
     Used,
+    UserStopped,
 )
 from teimgr.control.residence.model import Fleet, Phase
 from teimgr.control.residence.policy import MAX_WAITING, decide
@@ -127,7 +127,7 @@ class Room:
         self.tell(Loaded(name))
 
     def ask(self, call: int, name: str, within_s: float | None = None) -> None:
-        self.tell(Asked(call, name, None if within_s is None else self.now + within_s))
+        self.tell(CallAsked(call, name, None if within_s is None else self.now + within_s))
 
     def phase(self, name: str) -> Phase:
         return self.fleet.models[name].phase
@@ -387,8 +387,8 @@ def test_a_model_that_fails_at_run_time_is_loaded_anew() -> None:  # 9
     ("event", "why"),
     [
         (Removed("a"), Refusal.UNKNOWN),
-        (Stopped("a"), Refusal.STOPPED),
-        (NotLoaded("a", "no such file"), Refusal.FAILED),
+        (UserStopped("a"), Refusal.STOPPED),
+        (LoadFailed("a", "no such file"), Refusal.FAILED),
     ],
     ids=["removed", "stopped", "failed"],
 )
@@ -649,7 +649,7 @@ def interleave(seed: int, steps: int) -> int:
                     room.tell(Loaded(each))
         elif choice < 0.84 and room.phase(name) is Phase.LOADING and name in room.held:
             del room.held[name]
-            room.tell(NotLoaded(name, "broken", chance.choice((None, 5.0))))
+            room.tell(LoadFailed(name, "broken", chance.choice((None, 5.0))))
         elif choice < 0.86 and room.phase(name) is Phase.FAILED:
             room.tell(Unloaded(name))
         elif choice < 0.93 and room.phase(name) is Phase.LOADED:

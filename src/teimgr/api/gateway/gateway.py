@@ -76,7 +76,7 @@ from teimgr.wire.frames import (
 )
 from teimgr.wire.routing.directory import Directory
 from teimgr.wire.routing.links import LinkLimits
-from teimgr.wire.routing.on_demand import NO_LOADS, ModelStays, refused_by_end, when_loaded
+from teimgr.wire.routing.on_demand import NO_LOADS, ModelStays, as_unloaded, call_when_ready
 from teimgr.wire.routing.returning import ReturningWorkers
 from teimgr.wire.routing.router import Lease, Router, router_view
 from teimgr.wire.spaces import EXPECT_KEY
@@ -291,7 +291,7 @@ class Gateway:
             return await self._call_loaded(waited, left_s, is_held=True)
 
         with self._bodies.held_for(missing.instance, call.body, call.holder):
-            return await when_loaded(self._waits, missing, self._timeout_s, again)
+            return await call_when_ready(self._waits, missing, self._timeout_s, again)
 
     async def _call_loaded(self, call: _Call, timeout_s: float | None, *, is_held: bool = False) -> HttpReply:
         """`_call_worker` of a model that is loaded; `is_held`: its body is counted already.
@@ -309,7 +309,7 @@ class Gateway:
             try:
                 answer = await lease.call(Method.HTTP, payload, flags=flags, timeout_s=timeout_s)
             except Unavailable as error:
-                raise refused_by_end(self._router, lease.instance, error) or error from None
+                raise as_unloaded(self._router, lease.instance, error) or error from None
             reply = read_reply(answer.payload)
             if head.dialect == OLLAMA:
                 reply = self._kept(lease.instance, reply)

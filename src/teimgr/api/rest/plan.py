@@ -19,7 +19,7 @@ from teimgr.api.rest.schemas import (
     json_body,
     read_json,
 )
-from teimgr.control.supervision.planning import MAX_INSTANCES
+from teimgr.control.supervision.fleet_plan import MAX_INSTANCES
 from teimgr.errors import ValidationError
 
 router = APIRouter(tags=["fleet"], responses=ANY_FAILURE, route_class=StrictQueryRoute)

@@ -50,7 +50,7 @@ class Removed:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class CallAsked:
     """A call waits for the model, at most until `deadline`, on the policy's clock; None: as long as it takes."""
 
     call: int
@@ -100,7 +100,7 @@ class Loaded:
 
 
 @dataclass(frozen=True, slots=True)
-class NotLoaded:
+class LoadFailed:
     """The load failed; `retry_s` is when it is tried again, None for a failure that lasts."""
 
     model: str
@@ -123,7 +123,7 @@ class Unloaded:
 
 
 @dataclass(frozen=True, slots=True)
-class Stopped:
+class UserStopped:
     """A user has stopped it: no call loads it."""
 
     model: str
@@ -166,16 +166,16 @@ class Tick:
 Event = (
     Declared
     | Removed
-    | Asked
+    | CallAsked
     | Left
     | Kept
     | Used
     | Loading
     | Loaded
-    | NotLoaded
+    | LoadFailed
     | Unloading
     | Unloaded
-    | Stopped
+    | UserStopped
     | NoRoom
     | Outgrown
     | Busy

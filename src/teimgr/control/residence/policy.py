@@ -18,28 +18,28 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from teimgr.control.residence.events import (
-    Asked,
     Busy,
+    CallAsked,
     Decision,
     Declared,
     Event,
     Kept,
     Left,
     Loaded,
+    LoadFailed,
     Loading,
     NoRoom,
-    NotLoaded,
     Outgrown,
     Refusal,
     Refuse,
     Removed,
     Serve,
-    Stopped,
     Tick,
     Unload,
     Unloaded,
     Unloading,
     Used,
+    UserStopped,
 )
 from teimgr.control.residence.model import (
     Fleet,
@@ -93,7 +93,7 @@ def _removed(fleet: Fleet, event: Removed, now: float) -> Iterator[Decision]:
 # Calls
 
 
-def _asked(fleet: Fleet, event: Asked, now: float) -> Iterator[Decision]:
+def _asked(fleet: Fleet, event: CallAsked, now: float) -> Iterator[Decision]:
     model = fleet.models.get(event.model)
     if model is None:
         yield Refuse(event.call, Refusal.UNKNOWN, f"Instance '{event.model}' not found")
@@ -203,7 +203,7 @@ def _loaded(fleet: Fleet, event: Loaded, now: float) -> Iterator[Decision]:
     yield from make_rooms(fleet, now)
 
 
-def _not_loaded(fleet: Fleet, event: NotLoaded, now: float) -> Iterator[Decision]:
+def _not_loaded(fleet: Fleet, event: LoadFailed, now: float) -> Iterator[Decision]:
     if (model := fleet.models.get(event.model)) is None:
         return
     enter(fleet, model, Phase.FAILED, now)
@@ -233,7 +233,7 @@ def _unloaded(fleet: Fleet, event: Unloaded, now: float) -> Iterator[Decision]:
         yield from load(fleet, model, "asked for by a call", now)
 
 
-def _stopped(fleet: Fleet, event: Stopped, now: float) -> Iterator[Decision]:
+def _stopped(fleet: Fleet, event: UserStopped, now: float) -> Iterator[Decision]:
     if (model := fleet.models.get(event.model)) is None:
         return
     enter(fleet, model, Phase.STOPPED, now)
@@ -271,16 +271,16 @@ def _tick(fleet: Fleet, event: Tick, now: float) -> Iterator[Decision]:
 _HANDLERS: dict[type, Callable[..., Iterator[Decision]]] = {
     Declared: _declared,
     Removed: _removed,
-    Asked: _asked,
+    CallAsked: _asked,
     Left: _left,
     Kept: _kept,
     Used: _used,
     Loading: _loading,
     Loaded: _loaded,
-    NotLoaded: _not_loaded,
+    LoadFailed: _not_loaded,
     Unloading: _unloading,
     Unloaded: _unloaded,
-    Stopped: _stopped,
+    UserStopped: _stopped,
     NoRoom: no_room,
     Outgrown: outgrown,
     Busy: _busy,

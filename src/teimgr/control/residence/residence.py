@@ -16,8 +16,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 from teimgr.control.residence.events import (
-    Asked,
     Busy,
+    CallAsked,
     Decision,
     Declared,
     Deny,
@@ -26,29 +26,28 @@ from teimgr.control.residence.events import (
     Left,
     Load,
     Loaded,
+    LoadFailed,
     Loading,
     NoRoom,
     Notice,
-    NotLoaded,
     Outgrown,
     Refusal,
     Refuse,
     Removed,
     Serve,
-    Stopped,
     Tick,
     Unload,
     Unloaded,
     Unloading,
     Used,
+    UserStopped,
     eviction_reason,
     terms_of,
 )
 from teimgr.control.residence.model import Fleet, Phase, idle_until
 from teimgr.control.residence.policy import decide
 from teimgr.control.residence.rehearsal import Rehearsal, waits
-from teimgr.errors import FailedToLoad, InstanceNotFound, ModelLoadFailed, Overloaded, TeimgrError, Unavailable
-from teimgr.errors import Stopped as StoppedError
+from teimgr.errors import FailedToLoad, InstanceNotFound, ModelLoadFailed, Overloaded, Stopped, TeimgrError, Unavailable
 from teimgr.spec import Incident, InstanceSpec, RouteEntry, State, now_rfc3339
 from teimgr.wire.routing.directory import Directory
 from teimgr.wire.routing.on_demand import answer_call
@@ -137,7 +136,7 @@ class Residence:
         if self._owner.spec(instance) is None:  # the id of a model that no instance has
             instance = await self._owner.declare(instance) or instance
         answer = self._answers[call] = asyncio.get_running_loop().create_future()
-        self._mailbox.put_nowait(Asked(call, instance, now + limit_s))
+        self._mailbox.put_nowait(CallAsked(call, instance, now + limit_s))
         try:
             async with asyncio.timeout(limit_s) as limit:
                 await answer
@@ -288,13 +287,13 @@ class Residence:
                 return Unloading(name)
             case State.FAILED:
                 self._used.pop(name, None)
-                return NotLoaded(name, *self._owner.failure(name))
+                return LoadFailed(name, *self._owner.failure(name))
             case State.UNLOADED:
                 self._used.pop(name, None)
                 return Unloaded(name)
             case State.STOPPED:
                 self._used.pop(name, None)
-                return Stopped(name)
+                return UserStopped(name)
 
     def _learn_load(self, name: str) -> None:
         """Keep the time of a load that calls have waited for."""
@@ -348,10 +347,10 @@ class Residence:
             log.info("load", extra={"instance": name, "reason": reason})
             await self._owner.load(name)
         except TeimgrError as error:
-            self._mailbox.put_nowait(NotLoaded(name, error.message, _LOAD_AGAIN_S))
+            self._mailbox.put_nowait(LoadFailed(name, error.message, _LOAD_AGAIN_S))
         except Exception as error:  # a defect: its calls must not wait for nothing
             log.exception("a model was not loaded", extra={"instance": name})
-            self._mailbox.put_nowait(NotLoaded(name, repr(error), _LOAD_AGAIN_S))
+            self._mailbox.put_nowait(LoadFailed(name, repr(error), _LOAD_AGAIN_S))
 
     async def _unload(self, name: str, reason: str, evicted_for: str | None) -> None:
         incident = None
@@ -372,7 +371,7 @@ def error_of(refusal: Refuse) -> TeimgrError:
             error: TeimgrError = InstanceNotFound("")
             error.reword(refusal.reason)
         case Refusal.STOPPED:
-            error = StoppedError(refusal.reason)
+            error = Stopped(refusal.reason)
         case Refusal.FAILED if refusal.retry_after_s is None:
             error = ModelLoadFailed(refusal.reason)
         case Refusal.FAILED:

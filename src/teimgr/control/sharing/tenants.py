@@ -18,8 +18,8 @@ from teimgr.files import write_atomically
 from teimgr.http.auth.policy import Policy
 from teimgr.observability import catalogue
 from teimgr.observability.exposition import Page, Sample
-from teimgr.wire.tenants import policy as quotas
-from teimgr.wire.tenants.policy import NS_PER_S
+from teimgr.wire.tenants import quotas
+from teimgr.wire.tenants.quotas import NS_PER_S
 from teimgr.wire.tenants.table import FILE, Counter, TenantKey, TenantTable, arrival_at
 
 log = logging.getLogger(__name__)

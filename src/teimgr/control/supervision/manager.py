@@ -19,17 +19,17 @@ from teimgr.config.settings import Settings
 from teimgr.control.events.fleet_events import EventLog
 from teimgr.control.launch.launcher import Launcher, WorkerHandle
 from teimgr.control.ledger.admission import Admission
+from teimgr.control.placement.dry_run import RUNS, WAITS, FleetPlan, PlannedWorker
 from teimgr.control.placement.gpus import InventorySource
 from teimgr.control.placement.hosts import LeavingHosts
-from teimgr.control.placement.plan import RUNS, WAITS, FleetPlan, PlannedWorker
 from teimgr.control.placement.planner import Planner, place, usable_cores, with_batch_tokens, worker_spec
 from teimgr.control.residence.rehearsal import Rehearsal
 from teimgr.control.supervision.command_turns import CommandTurns
 from teimgr.control.supervision.crash_reports import Crash, CrashReports
+from teimgr.control.supervision.fleet_plan import Planning
 from teimgr.control.supervision.fleet_records import FleetRecords
 from teimgr.control.supervision.instance import ManagedInstance
 from teimgr.control.supervision.lifecycle import Backoff, Command, RestartPolicy
-from teimgr.control.supervision.planning import Planning
 from teimgr.control.supervision.rebalancing import HostDepartures, Rebalancer
 from teimgr.control.supervision.store import Store, WantedState
 from teimgr.control.supervision.supervisor import SupervisorContext

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from teimgr.control.ledger.ledger import Place
+from teimgr.control.placement.moves import FAILED, MOVED, Move, Placed, Rebalancing, rebalance
 from teimgr.control.placement.planner import Planner
-from teimgr.control.placement.rebalance import FAILED, MOVED, Move, Placed, Rebalancing, rebalance
 from teimgr.control.supervision.instance import ManagedInstance
 from teimgr.errors import TeimgrError
 from teimgr.spec import State

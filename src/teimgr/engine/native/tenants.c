@@ -1,4 +1,4 @@
-// Quotas of tenants in a file that several processes map: what wire/tenants/policy.py says, with atomic operations.
+// Quotas of tenants in a file that several processes map: what wire/tenants/quotas.py says, with atomic operations.
 //
 // No lock, so that a process that is stopped or killed holds up no other. A charge that is refused by a later quota is
 // taken back from the ones before; until then others may be refused, but never too much is admitted.
@@ -18,7 +18,7 @@ static const int64_t ns_per_s = 1000000000, s_per_day = 86400, most_tokens = (in
 
 typedef _Atomic int64_t word;
 
-// A charge, as `Receipt` of policy.py, and for how long to wait where it is refused. The first five are set by the caller:
+// A charge, as `Receipt` of quotas.py, and for how long to wait where it is refused. The first five are set by the caller:
 // where the tenant's words are, and its tokens in flight in this worker's row, NULL where they are not counted, and in the
 // first row, where the number of rows is, and how many words they are apart.
 struct tenant_receipt {

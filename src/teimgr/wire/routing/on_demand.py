@@ -1,4 +1,4 @@
-"""Retry of a call once its on-demand model is loaded (`when_loaded`), and limits on the calls that wait."""
+"""Retry of a call once its on-demand model is loaded (`call_when_ready`), and limits on the calls that wait."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def answer_call(answers: Mapping[int, asyncio.Future[None]], call: int, error: T
         answer.set_exception(error)
 
 
-async def when_loaded(
+async def call_when_ready(
     loads: ModelLoads,
     missing: NotLoaded,
     timeout_s: float | None,
@@ -120,7 +120,7 @@ async def when_loaded(
     raise missing
 
 
-def refused_by_end(router: RouterView, instance: str, error: Unavailable) -> NotLoaded | None:
+def as_unloaded(router: RouterView, instance: str, error: Unavailable) -> NotLoaded | None:
     """The error of a call that a worker refused, as its on-demand model is being unloaded; None for other errors."""
     if isinstance(error, NotLoaded):
         return error

@@ -25,7 +25,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import NamedTuple
 
-from teimgr.wire.tenants.policy import Limits, Spent
+from teimgr.wire.tenants.quotas import Limits, Spent
 
 FILE = "tenants-1"
 """In the run directory; another number for another layout."""

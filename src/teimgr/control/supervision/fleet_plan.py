@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from teimgr.control.placement.plan import (
+from teimgr.control.placement.dry_run import (
     REFUSED,
     STARTS,
     WAITS,

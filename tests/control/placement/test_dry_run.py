@@ -17,8 +17,8 @@ from tests.support.fleet import settings_for
 
 from teimgr.control.ledger.ledger import Footprint
 from teimgr.control.placement import planner as placement
+from teimgr.control.placement.dry_run import REFUSED, FleetPlan, PlannedWorker
 from teimgr.control.placement.gpus import Gpu, GpuInventory, Inventory
-from teimgr.control.placement.plan import REFUSED, FleetPlan, PlannedWorker
 from teimgr.control.residence.residence import Residence
 from teimgr.control.supervision.manager import Manager
 from teimgr.errors import TeimgrError

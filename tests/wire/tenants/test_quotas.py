@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from teimgr.errors import Code
-from teimgr.wire.tenants.policy import NS_PER_S, Limits, Receipt, Spent, charge, may_pass, refund, remaining
+from teimgr.wire.tenants.quotas import NS_PER_S, Limits, Receipt, Spent, charge, may_pass, refund, remaining
 
 DAY = 20_000
 

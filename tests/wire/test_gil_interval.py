@@ -9,9 +9,9 @@ from collections.abc import Generator
 
 import pytest
 
-from teimgr.wire import gil_turns
+from teimgr.wire import gil_interval
 from teimgr.wire.freeing import free
-from teimgr.wire.gil_turns import short_turns
+from teimgr.wire.gil_interval import short_turns
 from teimgr.wire.json_pieces import dumps
 from teimgr.wire.json_scan import completed, loads
 from teimgr.wire.step_thread import StepThread
@@ -32,7 +32,7 @@ def steps() -> Generator[None, None, int]:
     """Each takes as long as a thread may compute without a rest."""
     for _ in range(STEPS):
         began = time.perf_counter()
-        while time.perf_counter() - began < 2 * gil_turns._WORK_S:
+        while time.perf_counter() - began < 2 * gil_interval._WORK_S:
             pass
         yield
     return STEPS
@@ -41,7 +41,7 @@ def steps() -> Generator[None, None, int]:
 @pytest.fixture
 def rests(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     taken: list[float] = []
-    monkeypatch.setattr(gil_turns.time, "sleep", taken.append)
+    monkeypatch.setattr(gil_interval.time, "sleep", taken.append)
     return taken
 
 
