@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from teimgr.control.launch import process_handle
 from teimgr.control.launch.process_handle import (
     ProcessId,
     WorkMeter,
@@ -80,3 +83,23 @@ async def test_nothing_waits_for_a_reading_that_nobody_asks_for() -> None:
 
     async with asyncio.timeout(5), WorkMeter(Silent()):
         pass
+
+
+def test_a_run_file_is_written_on_a_full_disk_in_the_room_of_the_lock_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = tmp_path / process_handle.LOCK_FILE
+    lock.touch()
+    process_handle.keep_room(tmp_path)
+
+    def write(path: Path, content: bytes) -> None:
+        if lock.stat().st_size:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        path.write_bytes(content)
+
+    monkeypatch.setattr(process_handle, "write_atomically", write)
+    run_file = process_handle.RunFile.of(os.getpid())
+    assert run_file is not None
+    run_file.write(tmp_path / "a.run")
+    assert process_handle.RunFile.read(tmp_path / "a.run") == run_file
+    assert lock.stat().st_size == 0

@@ -25,6 +25,7 @@ from teimgr.control.launch.control_link import ControlLink, WorkerStatus, first_
 from teimgr.control.launch.memory_kills import MemoryKills
 from teimgr.control.launch.nursery_link import Ending, NurseryDied, NurseryLink
 from teimgr.control.launch.process_handle import (
+    LOCK_FILE,
     Exit,
     LaunchFailed,
     ProcessHandle,
@@ -32,6 +33,7 @@ from teimgr.control.launch.process_handle import (
     WorkerRunFile,
     all_worker_paths,
     boot_id,
+    keep_room,
     make_private,
     new_incarnation,
     open_pidfd,
@@ -255,11 +257,12 @@ class LocalLauncher:
         try:
             self._log_dir.mkdir(parents=True, exist_ok=True)
             make_private(self._run_dir)
-            self._lock = lock_file(self._run_dir / "daemon.lock")
+            self._lock = lock_file(self._run_dir / LOCK_FILE)
         except OSError as error:
             raise InvalidConfig(f"run_dir, log_dir: cannot write {error.filename}: {error.strerror}") from error
         if self._lock is None:
             raise InvalidConfig(f"run_dir: another daemon uses {self._run_dir}")
+        keep_room(self._run_dir)
         rotation = rotate_regularly(
             lambda: [worker.log_path for worker in self._workers],
             self._options.log_max_bytes,
@@ -282,6 +285,7 @@ class LocalLauncher:
 
     async def launch(self, spec: WorkerSpec) -> LocalWorker:
         """Wait for the nursery, which may take seconds, then fork the worker, which takes milliseconds."""
+        keep_room(self._run_dir)
         await self.nursery.ready()
         launching = asyncio.ensure_future(self._launch(spec))
         try:

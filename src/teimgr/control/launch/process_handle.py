@@ -7,6 +7,7 @@ a pidfd, which never refers to another process (`ProcessHandle`). Workers and mu
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import re
@@ -29,6 +30,9 @@ from teimgr.http.unix_listener import SOCKET_PATH_BYTES
 from teimgr.observability.logs import LogLines, LogSpan
 from teimgr.spec import WorkerSpec, worker_file
 
+LOCK_FILE = "daemon.lock"
+"""In a run directory, locked by the daemon that uses it."""
+_ROOM_BYTES = 1 << 16
 KILL_LIMIT_S = 10.0
 """How long a process may take to vanish after SIGKILL before we call it stuck."""
 
@@ -123,6 +127,16 @@ def boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
+def keep_room(run_dir: Path) -> None:
+    """Have the lock file of a run directory take the room of some run files: a worker is started by one, and a crash
+    on a full disk would end its instance.
+    """
+    lock = run_dir / LOCK_FILE
+    with suppress(OSError):
+        if lock.stat().st_size < _ROOM_BYTES:
+            lock.write_bytes(os.urandom(_ROOM_BYTES))  # a disk that compresses keeps no room for zeros
+
+
 @dataclass(frozen=True, slots=True)
 class RunFile:
     """A JSON file by which the next daemon finds a process to adopt; subclasses add what it was started with."""
@@ -151,7 +165,16 @@ class RunFile:
             return None
 
     def write(self, path: Path) -> None:
-        write_atomically(path, json.dumps(asdict(self)).encode())
+        """Write it, on a full disk in the room that the lock file beside it has kept."""
+        content = json.dumps(asdict(self)).encode()
+        try:
+            write_atomically(path, content)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            with suppress(OSError):
+                os.truncate(path.with_name(LOCK_FILE), 0)
+            write_atomically(path, content)
 
     @property
     def process(self) -> ProcessId:
