@@ -244,37 +244,46 @@ class ForwardKernel:
             raise ValueError("native forward: the arrays of the batch have different lengths")
         if batch.keys is not None and len(batch.keys) != batch.texts:
             raise ValueError("native forward: the number of keys is not known for each text")
-        sized = self._sized
-        if self._tables and (most := int(positions.max()) + 1) > sized.positions:
-            sized = self._of_length(most) if most > self._trained else self._grown(1 << (most - 1).bit_length())
-        return self._computed(sized, batch, positions, threads)
+        return self._computed(self._sized_for(positions), batch, positions, threads)
 
-    def of_rows(self, rows: Tensor, length: int, threads: int) -> Tensor:
+    def _sized_for(self, positions: NDArray[np.int64]) -> _SizedProgram:
+        """The program with tables that have these positions."""
+        if not self._tables or (most := int(positions.max()) + 1) <= self._sized.positions:
+            return self._sized
+        return self._of_length(most) if most > self._trained else self._grown(1 << (most - 1).bit_length())
+
+    def of_rows(self, rows: Tensor, length: int, threads: int, positions: NDArray[np.int64] | None = None) -> Tensor:
         """Hidden states, float32 [T, width], of inputs of `length` rows each: float32 [T, width of a row], which take
-        the place of the program's only table of ids. Any number of threads may call at a time.
+        the place of the program's only table of ids. `positions` are int64 [T], all 0 where None. Any number of threads
+        may call at a time.
 
         Raises:
             RuntimeError: as a call.
-            ValueError: the rows are not those of whole inputs, or of another width.
+            ValueError: the rows are not those of whole inputs, or of another width, or have not a position each.
         """
         step, tokens = self._steps[0], len(rows)
         if tokens % length or rows.shape != (tokens, step.width) or rows.dtype is not torch.float32:
             raise ValueError(f"native forward: {tuple(rows.shape)} cannot be inputs of {length} rows of {step.width}")
-        kept = rows.contiguous()
-        steps = type(self._steps).from_buffer_copy(self._steps)
+        if positions is None:
+            positions = np.zeros(tokens, np.int64)
+        if len(positions) != tokens:
+            raise ValueError(f"native forward: {len(positions)} positions of {tokens} rows")
+        sized, kept = self._sized_for(positions), rows.contiguous()
+        steps = type(self._steps).from_buffer_copy(sized.steps)
         steps[0].tables[0], steps[0].table_size[0] = kept.data_ptr(), kept.numel()
-        program = _Program.from_buffer_copy(self._program)
+        program = _Program.from_buffer_copy(sized.program)
         program.steps = steps
         program.rows[_INDICES.index("ids")] = tokens
         batch = PackedBatch(
             ids=np.arange(tokens),
-            position_ids=np.zeros(tokens, np.int64),
+            position_ids=positions,
             cu_seqlens=np.arange(0, tokens + 1, length, dtype=np.int32),
             max_seqlen=length,
             runs=(),
             order=np.arange(tokens // length),
         )
-        return self._computed(_SizedProgram(length, (kept,), steps, program), batch, batch.position_ids, threads)
+        own = _SizedProgram(sized.positions, (kept, *sized.tables), steps, program)
+        return self._computed(own, batch, positions, threads)
 
     def _computed(self, sized: _SizedProgram, batch: PackedBatch, positions: NDArray[np.int64], threads: int) -> Tensor:
         is_small = batch.tokens <= _SMALL_TOKENS

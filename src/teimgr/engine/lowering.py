@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -130,7 +131,10 @@ class _Lowering:
             return self._look_up(*args[:2])
         inputs = [one for one in flat([args, list(kwargs.values())]) if isinstance(one, SYMBOLIC)]
         if all(isinstance(one, OfPositions) for one in inputs):
-            return OfPositions(lambda positions: call.target(*at_positions(args, positions), **kwargs))
+            computed = OfPositions(lambda positions: call.target(*at_positions(args, positions), **kwargs))
+            if not isinstance(call.result, (list, tuple)):
+                return computed
+            return [OfPositions(partial(_part_of, computed, at)) for at in range(len(call.result))]
         return self._call_on_rows(call.target, args, kwargs)
 
     def _call_on_rows(self, target: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -298,12 +302,24 @@ class _Lowering:
                 return self._norm(one, other)
             if isinstance(one, StepRows) and isinstance(other, OfPositions):
                 return Turned(one, other)
+            if isinstance(one, StepRows) and isinstance(other, Tensor):
+                return self._scaled(one, other)
         if isinstance(a, (StepRows, Function)) and isinstance(b, (StepRows, Function)):
             x, y = (self._columns(self._rows(one)) for one in (a, b))
             if x.width != y.width:
                 raise CannotLowerError("a product of different widths")
             return self._add("gate", x.width, x=x, with_=y)
         raise CannotLowerError(f"a product of {type(a).__name__} and {type(b).__name__}")
+
+    def _scaled(self, rows: StepRows, factors: Tensor) -> StepRows:
+        """Columns times a row of factors, as of a layer scale: another linear layer in the place of the one before."""
+        columns, before = self._columns(rows), self.steps[rows.key]
+        row = one_row(factors, columns.width).float()
+        if before.kind != "linear" or columns.width != before.width or columns.column:
+            raise CannotLowerError("columns of anything but a linear layer times factors")
+        assert before.weights is not None
+        bias = None if before.bias is None else before.bias.float() * row
+        return self._add("linear", before.width, x=before.x, weights=before.weights.float() * row[:, None], bias=bias)
 
     def _rotate(self, a: Turned, b: Turned) -> StepRows:
         """x · cos + (−second half, first half) · sin, of heads [1, heads, T, d]."""
@@ -321,6 +337,10 @@ class _Lowering:
         tables = tuple((Table(rows_by_position(one.factor, size)), "positions") for one in (straight, turned))
         rows = self._add("rotate", size, x=columns, groups=columns.width // size, tables=tables)
         return arranged(rows, straight.rows)
+
+
+def _part_of(several: OfPositions, at: int, positions: Tensor) -> Any:
+    return several.run(positions)[at]
 
 
 def _apply_pointwise(function: Any) -> Callable[..., Any]:

@@ -14,7 +14,9 @@ import transformers
 from tests.engine.conftest import Served
 from tests.support.models.dual_encoders import build_dinov2, file_of, noise
 from tests.support.models.files import edit
+from tests.support.native import needs_native_forward
 
+from teimgr.engine.image_layers import NativeLayers
 from teimgr.engine.images.files import decode
 from teimgr.engine.images.pixels import PixelTable, prepare
 from teimgr.engine.job import Lane, Output
@@ -66,6 +68,11 @@ def test_vectors_are_the_librarys(served: Served) -> None:
     registers = served.engine.layout.config.get("num_register_tokens", 0)
     assert [one.tokens for one in pictures] == [1 + registers + 9] * 4
     assert job.tokens == sum(one.tokens for one in pictures)
+
+
+@needs_native_forward
+def test_its_layers_are_computed_by_the_native_forward(served: Served) -> None:
+    assert isinstance(served.engine._runners[0]._model._tower.vision.encoder, NativeLayers)
 
 
 def test_a_picture_alone_has_the_vector_that_it_has_among_others(served: Served) -> None:

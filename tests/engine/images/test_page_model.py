@@ -14,7 +14,9 @@ from PIL import Image
 from tests.engine.conftest import Served
 from tests.support.models.dual_encoders import build_colmodernvbert, build_colpali, build_colqwen2, file_of, noise
 from tests.support.models.files import edit, read
+from tests.support.native import needs_native_forward
 
+from teimgr.engine.image_layers import NativeLayers, NativeTexts
 from teimgr.engine.images.files import decode
 from teimgr.engine.images.pages import squares
 from teimgr.engine.images.pixels import PixelTable, prepare, resized_shape
@@ -89,6 +91,15 @@ def test_a_patch_is_that_of_the_vector_which_changes_with_it(served: Served) -> 
         differences = np.linalg.norm(after - before, axis=1)[places]
         assert np.unravel_index(differences.argmax(), places.shape) == (row, column)
     assert served.engine.tokenizer.patches("a text") is None
+
+
+@needs_native_forward
+def test_layers_of_both_halves_are_computed_by_the_native_forward(served: Served) -> None:
+    own = served.engine._runners[0]._model._module.vlm
+    vision = getattr(own, "vision_tower", None) or getattr(own, "vision_model", None)
+    assert isinstance(getattr(own, "language_model", None) or own.text_model, NativeTexts)
+    assert vision is None or isinstance(vision.encoder, NativeLayers)  # Qwen2-VL has one without batches
+    assert (served.engine.info.forward, served.engine.info.batching) == ("native", "equal-length")
 
 
 def test_a_turned_page_has_the_vectors_and_the_tokens_of_an_upright_one(served: Served) -> None:

@@ -109,6 +109,9 @@ def build_dinov2(folder: Path, *, registers: int = 0, trained: int = 56, seed: i
         image_std=[0.229, 0.224, 0.225],
     )
     _save(kind, own, seed, processor, folder)
+    weights, chance = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(seed)
+    scales = {name: torch.rand(one.shape, generator=chance) for name, one in weights.items() if "lambda" in name}
+    save_file(weights | scales, folder / "model.safetensors", {"format": "pt"})  # its layers scale, not by 1
     return folder
 
 
@@ -132,7 +135,7 @@ def build_colpali(folder: Path, seed: int = 0) -> Path:
     processor: Any = transformers.ColPaliProcessor(pictures, tokenizer)
     seen = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     seen |= {"image_size": 32, "patch_size": 8, "vision_use_head": False, "projection_dim": 32}
-    texts = _PART | {"head_dim": 8, "num_key_value_heads": 1, "vocab_size": len(tokenizer), "model_type": "gemma"}
+    texts = _PART | {"head_dim": 16, "num_key_value_heads": 1, "vocab_size": len(tokenizer), "model_type": "gemma"}
     texts |= {"max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     whole = transformers.PaliGemmaConfig(
         vision_config=seen | {"model_type": "siglip_vision_model"},

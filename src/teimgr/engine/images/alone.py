@@ -77,6 +77,9 @@ class ImageModel(PicturedModel):
         found: Tensor = self._tower(pictures)
         return found
 
+    def _vision(self) -> Any:
+        return self._tower.vision
+
     def choose(self, device: torch.device, wanted: torch.dtype | None) -> Choice:
         """Put the model, loaded on the host in float32, on `device` in a dtype that is close enough to that on known
         pictures.

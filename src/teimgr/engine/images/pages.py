@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -19,13 +19,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from teimgr.engine.backbone import WholeModel
+from teimgr.engine import gpu
+from teimgr.engine.backbone import Batching, WholeModel
 from teimgr.engine.batch import Encoded, PackedBatch, TokenizedTexts, to_device
+from teimgr.engine.fidelity_gate import MIN_REQUESTED_COSINE
+from teimgr.engine.forward_program import CannotLowerError
 from teimgr.engine.heads import Rows
 from teimgr.engine.heads.multi_vector import offsets
 from teimgr.engine.host_weights import HostWeights
+from teimgr.engine.image_layers import NativeHalves
 from teimgr.engine.images.inputs import PicturedBatch, PictureTokenizer
-from teimgr.engine.images.model import PicturedModel, known_pictures
+from teimgr.engine.images.model import EXACT_COSINE, PicturedModel, known_pictures, least_cosine
 from teimgr.engine.images.pixels import Pixels, PixelTable, grid_of, resized_shape, tokens_in
 from teimgr.engine.images.waiting import PictureDecoder
 from teimgr.engine.job import Input, Output, Pair, Picture
@@ -169,6 +173,41 @@ def _of_ids(module: Any, ids: Tensor) -> dict[str, Tensor]:
     return given | ({"token_type_ids": torch.zeros_like(ids)} if module.config.model_type == "colpali" else {})
 
 
+class PageBackbone(WholeModel):
+    """The library's forward for queries, whose layers our library computes where it can; pages go through them too.
+
+    `of_page` gives the vectors of a known page.
+    """
+
+    def __init__(self, module: Any, device: torch.device) -> None:
+        super().__init__(QueryHalf(module), 0, device)
+        self._whole = module
+        self.of_page: Callable[[], Tensor]
+        self._halves: NativeHalves | None = None  # kept here too, where its memory is counted
+
+    def make_native(self, dtype: torch.dtype) -> None:
+        """Compute the layers of both halves natively from now on; what is around them stays the library's.
+
+        Raises:
+            CannotLowerError: as of others, or the vectors of a known page are too far from the library's in float32;
+                nothing is changed.
+        """
+        if gpu.is_gpu(self.device) or dtype is torch.int8:
+            raise CannotLowerError("not on a CPU" if gpu.is_gpu(self.device) else "pages are not computed in int8")
+        reference = self.of_page()
+        halves = NativeHalves(self._whole.vlm, dtype)
+        cosine = least_cosine(self.of_page(), reference)
+        if cosine < (EXACT_COSINE if dtype is torch.float32 else MIN_REQUESTED_COSINE):
+            halves.undo()
+            raise CannotLowerError(f"a page in {dtype} has a cosine of {cosine:.6f} to that of the library")
+        halves.keep()
+        self.convert(dtype)
+        self._halves, self.batching = halves, Batching.NATIVE
+
+    def _hidden(self, batch: PackedBatch) -> Tensor:
+        return torch.cat([self._hidden_of_run(run, batch) for run in batch.runs])
+
+
 class OwnVectors:
     """The head of a model whose forward gives the vectors: all tokens of a query have one."""
 
@@ -183,11 +222,13 @@ class PageModel(PicturedModel):
     """A model of queries and page images on one device."""
 
     files = "pages"
+    is_packed = False
 
     def __init__(self, module: Any, layout: Layout, device: torch.device, decoder: PictureDecoder) -> None:
         assert layout.dual is not None
         assert layout.pages is not None
-        whole = WholeModel(QueryHalf(module), 0, device)
+        whole = PageBackbone(module, device)
+        whole.of_page = lambda: self.vectors(self.known[:1])
         heads = {Output.MULTI_VECTOR: OwnVectors(int(module.embedding_dim))}
         super().__init__(whole, heads, decoder, known_pictures(layout.dual)[:_KNOWN])
         self._table = PixelTable(layout.dual.steps)
