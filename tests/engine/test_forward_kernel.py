@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import gc
+import sys
+import time
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -210,6 +214,23 @@ def test_a_linear_layer_adds_its_own_input(dtype: torch.dtype) -> None:
 
     expected = table + table @ weights.T
     assert float(functional.cosine_similarity(found, expected, dim=1).min()) > 0.999
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="its threads are Linux's")
+def test_a_forward_in_the_background_pauses_for_others_and_ends_beside_them(module: Any) -> None:
+    """A forward that never ends stands for the others: the background keeps its share."""
+    assert LIBRARY is not None
+    kernel, batch = forward_kernel(module, options(module), torch.float32)[0], pack(texts_of((40, 40)))
+    expected, library = kernel(batch, batch.position_ids, 1), ctypes.CDLL(LIBRARY.path)
+    library.forward_begins(4096)  # more threads than there are cores
+    began = time.monotonic()
+    try:
+        with ThreadPoolExecutor(1, initializer=LIBRARY.to_background) as background:
+            found = background.submit(kernel, batch, batch.position_ids, 1).result(60)
+    finally:
+        library.forward_ends(4096, 0)
+    assert torch.equal(found, expected)
+    assert time.monotonic() - began > 0.09  # its first pause, as long as any
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)

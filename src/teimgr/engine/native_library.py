@@ -85,8 +85,25 @@ class NativeLibrary:
         self.refused = "" if refusal is None or self.level == most else _words_of(int(refusal()))
         self.byte_sum_bits = library.byte_sum_bits
         self.parallel = _openmp_parallel()
-        own = getattr(library, "run_threads", None)  # on Linux alone
+        self._set_background = getattr(library, "set_background", None)  # on Linux alone, as the following two
+        self._wait_for_foreground = getattr(library, "wait_for_foreground", None)
+        own = getattr(library, "run_threads", None)
         self.run_threads = self.parallel if own is None else ctypes.cast(own, ctypes.c_void_p).value
+
+    @property
+    def gives_way(self) -> bool:
+        """Whether forwards of threads in the background pause for those of others."""
+        return self._set_background is not None
+
+    def to_background(self) -> None:
+        """Forwards of the calling thread give way to those of others from now on, but for a fifth of the time."""
+        if self._set_background is not None:
+            self._set_background(ctypes.c_int32(1))
+
+    def wait_for_foreground(self, most_s: float) -> None:
+        """Wait until no forward is under way but in the background; at most so long."""
+        if self._wait_for_foreground is not None:
+            self._wait_for_foreground(ctypes.c_int64(int(most_s * 1e9)))
 
     def knows(self, **structures: type[ctypes.Structure]) -> bool:
         """Whether each structure has the size that the library, which may be of another version, gives that name."""

@@ -53,7 +53,7 @@ from teimgr.engine.known_results import (
     numbers_of,
 )
 from teimgr.engine.model import Model
-from teimgr.engine.native_library import NO_MEMORY
+from teimgr.engine.native_library import NO_MEMORY, native_library
 from teimgr.engine.queue import BATCH_OVERHEAD_TOKENS, EntryQueue, QueueEntry, halves
 from teimgr.errors import DeadlineExceeded, InferenceFailed, OutOfDeviceMemory, TeimgrError, Unavailable
 from teimgr.spec import CpuThreads
@@ -122,6 +122,7 @@ class Runner:
         self._on_defect = on_defect
         self._lanes = lanes
         self._has_own_lane = lanes == (Lane.INTERACTIVE,)
+        self._gives_way = (library := native_library()) is not None and library.gives_way
         is_table = self._is_table = isinstance(model.backbone, StaticTable)
         self._cache = None if is_table else cache
         self._is_light = self._has_own_lane or (is_table and not gpu.is_gpu(model.backbone.device))
@@ -175,6 +176,8 @@ class Runner:
     def run(self) -> None:
         if self._lanes == (Lane.BULK,):
             _lower_priority()
+            if (library := native_library()) is not None:
+                library.to_background()
         while self._in_flight.wait_for_room():
             # An idle thread wakes up for memory that it has to return, else for work alone.
             wait_s = _ASLEEP_S if self._memory_returned else _IDLE_WAIT_S
@@ -340,8 +343,8 @@ class Runner:
         if self._core_load is not None:
             own = self._core_load.threads(own, most)
         is_beside_bulk = self._has_own_lane and self._finisher.running_tokens > self._in_flight.tokens
-        # Threads that share a step wait for each other, so for those of the bulk batch that has the cores.
-        return 1 if is_beside_bulk and tokens < _TOKENS_OF_A_THREAD * own else own
+        # Threads that share a step wait for each other, so for those of a bulk batch that has the cores and keeps them.
+        return 1 if is_beside_bulk and tokens < _TOKENS_OF_A_THREAD * own and not self._gives_way else own
 
     def _noted(self, threads: int) -> AbstractContextManager[None]:
         return nullcontext() if self._core_load is None else self._core_load.computing(threads)

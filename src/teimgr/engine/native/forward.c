@@ -5,8 +5,6 @@
 // second-level cache, and no thread waits for another. Where there are too few groups, all threads share the parts of
 // every step of one group. A token's result does not depend on the texts beside it: products are summed in one order.
 
-#include <stdatomic.h>
-
 #include "forward.h"
 
 enum {
@@ -294,6 +292,7 @@ struct work {
     int64_t scratch;                  // bytes of attention's memory
     struct progress *progress;        // of every step, where threads share them
     pthread_t caller;
+    int cores;                        // of a forward in the background, which gives way; else 0
     int64_t waited, ended;            // nanoseconds that the caller waited for others, and when it had no more to do
     atomic_llong next;                // the group to take next
     atomic_int status;
@@ -312,9 +311,13 @@ static void set_begins(struct group *group, int32_t *begins) {
     group->begins = begins;
 }
 
+// Between two units, where a forward in the background waits for others.
+static inline void give_way(const struct work *work) {
+    if (work->cores && atomic_load_explicit(&urgent, memory_order_relaxed)) pause_background(work->cores);
+}
+
 // Takes groups, the largest first, until none is left, each through all steps.
-static void take_groups(void *data) {
-    struct work *work = data;
+static void take_all_groups(struct work *work) {
     const struct program *program = work->call->program;
     const int64_t slots = round_up(work->longest * program->bytes, ALIGNMENT);
     char *memory = NULL;
@@ -332,6 +335,7 @@ static void take_groups(void *data) {
             const struct attention attention = step->kind == ATTEND ? attention_of(step, &group) : (struct attention){0};
             const int64_t units = units_of(step, &group, &attention);
             for (int64_t unit = 0; unit < units; unit++) {
+                give_way(work);
                 const struct taken further = {linear_from(program, s + 1), 0};
                 if (is_small) ahead.next = weights_of(&group, unit + 1 < units ? (struct taken){s, unit + 1} : further);
                 run_unit(step, &group, &attention, memory + slots, unit, is_small ? &ahead : NULL);
@@ -342,6 +346,13 @@ static void take_groups(void *data) {
     free(memory);
 }
 
+static void take_groups(void *data) {
+    struct work *work = data;
+    if (work->cores) background_begins();
+    take_all_groups(work);
+    if (work->cores) background_ends();
+}
+
 static int64_t now(void) {
     struct timespec time;
     clock_gettime(CLOCK_MONOTONIC, &time);
@@ -349,14 +360,16 @@ static int64_t now(void) {
 }
 
 // Waits until `units` units are done; returns the nanoseconds that it took beyond SPINS.
-static int64_t wait_for(atomic_llong *done, int64_t units) {
+static int64_t wait_for(const struct work *work, atomic_llong *done, int64_t units) {
     int64_t began = 0;
     for (int64_t i = 0; atomic_load_explicit(done, memory_order_acquire) < units; i++) {
         if (i == SPINS) began = now();
-        if (i < SPINS)
+        if (i < SPINS) {
             pause_briefly();
-        else
-            sched_yield();
+            continue;
+        }
+        give_way(work);
+        sched_yield();
     }
     return began == 0 ? 0 : now() - began;
 }
@@ -367,8 +380,7 @@ static int64_t take_unit(struct progress *progress) {
 
 // Takes parts of the steps of the only group, in order. A thread that comes late finds the first steps done: how many
 // threads there are need not be known.
-static void share_steps(void *data) {
-    struct work *work = data;
+static void share_all_steps(struct work *work) {
     const struct group *group = work->groups;
     const struct program *program = group->program;
     const int is_small = group->tokens <= ROW_TILE;
@@ -391,16 +403,24 @@ static void share_steps(void *data) {
                 }
                 ahead.next = weights_of(group, next < units ? (struct taken){s, next} : further);
             }
+            give_way(work);
             if (step->kind == ATTEND && scratch == NULL) scratch = new_memory(work, work->scratch);
             if (step->kind != ATTEND || scratch != NULL)
                 run_unit(step, group, &attention, scratch, unit, is_small ? &ahead : NULL);
             atomic_fetch_add_explicit(&progress->done, 1, memory_order_release);
             unit = next;
         }
-        waited += wait_for(&progress->done, units);
+        waited += wait_for(work, &progress->done, units);
     }
     free(scratch);
     if (pthread_equal(pthread_self(), work->caller)) work->waited += waited, work->ended = now();
+}
+
+static void share_steps(void *data) {
+    struct work *work = data;
+    if (work->cores) background_begins();
+    share_all_steps(work);
+    if (work->cores) background_ends();
 }
 
 static void run_shared(struct work *work, struct group *group) {
@@ -458,9 +478,10 @@ int forward(struct forward *call) {
     if (panel_width(program->level) == 0 || (program->bfloat16 && program->level < FIRST_OF_BFLOAT16)) return UNSUPPORTED;
     if (!forward_is_valid(call)) return BAD_CALL;
     if (!indices_are_valid(call)) return BAD_INDEX;
-    struct work work = {.call = call, .caller = pthread_self()};
     struct group *groups = malloc((size_t)call->texts * sizeof *groups), group = {.program = program, .call = call};
     if (groups == NULL) return NO_MEMORY;
+    const int threads = call->parallel == NULL ? 1 : (int)greater(call->threads, 1), cores = forward_begins(threads);
+    struct work work = {.call = call, .caller = pthread_self(), .cores = cores};
     while (next_group(&group, GROUP_TOKENS)) {
         work.longest = greater(work.longest, group.tokens);
         work.texts = greater(work.texts, group.texts);
@@ -484,7 +505,8 @@ int forward(struct forward *call) {
         while (atomic_load(&work.status) == DONE && next_group(&group, SHARED_GROUP_TOKENS)) run_shared(&work, &group);
     }
     free(groups);
-    call->waited = work.waited;
+    forward_ends(threads, cores);
+    call->waited = cores ? 0 : work.waited;  // pauses are no sign of a core that is taken
     return atomic_load(&work.status);
 }
 #else

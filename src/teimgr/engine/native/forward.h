@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include <stdatomic.h>
+
 #include "library.h"
 
 enum step_kind { EMBED, LINEAR, ATTEND, NORM, ADD, ACTIVATE, GATE, ROTATE, QUANTISE };
@@ -116,6 +118,20 @@ int forward_is_valid(const struct forward *call);
 // Computes `call->out` and `call->waited`. Returns DONE, NO_MEMORY (`out` is then incomplete), UNSUPPORTED, BAD_CALL where
 // the call is not valid, or BAD_INDEX where an id, a position or a type is not a row of its tables.
 int forward(struct forward *call);
+
+// Threads of forwards in the foreground that are under way, in threads.c.
+extern atomic_uint urgent;
+
+// A forward of the calling thread begins on so many threads. Returns how many the background has with those of the
+// foreground, or 0 where the caller is not in the background; `forward_ends` gets both.
+int forward_begins(int threads);
+void forward_ends(int threads, int cores);
+
+// A thread begins, or ends, to compute for a forward in the background. Between, `pause_background` waits while threads of
+// the foreground need its core.
+void background_begins(void);
+void background_ends(void);
+void pause_background(int cores);
 
 enum { ROW_TILE = 64 };
 

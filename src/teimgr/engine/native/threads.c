@@ -3,8 +3,13 @@
 // Linux tends to wake a thread on the CPU of the one that wakes it, where it would wait until that is done: a query after
 // a pause had one thread of two. So helpers are kept off the CPU that their caller runs on. And a caller waits for
 // helpers that have begun, not for those still asleep.
+//
+// Forwards of threads that work in the background give way to those of others: a query has its cores at once, not when the
+// scheduler takes them from a bulk batch.
 
 #define _GNU_SOURCE
+
+#include <stdatomic.h>
 
 #include "library.h"
 
@@ -13,11 +18,13 @@
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
-#include <stdatomic.h>
 #include <sys/syscall.h>
+#include <time.h>
 #include <unistd.h>
 
 enum {
+    SHARE = 4,  // times what it has computed since is the longest pause of a background thread, so that a fifth is left to it
+    MOST_PAUSE_NS = 100000000,
     MAX_HELPERS = 255,
     SPINS = 2000,  // of a caller, before it sleeps until its helpers are done
     TOLD_APART = 32,  // the helpers that can be woken one by one; those behind them wake together
@@ -40,6 +47,12 @@ struct team {
     atomic_uint done, stops, sleeps;  // helpers that have ended; the team ends; the caller sleeps
 };
 
+// Threads of forwards under way: `urgent` of those in the foreground, `background` of others but for those that pause.
+atomic_uint urgent;
+static atomic_int background, pausing;
+static _Thread_local int in_background;
+static _Thread_local int64_t resumed;  // when this thread last went on
+
 static const int faults[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT};
 
 static pthread_key_t key;
@@ -53,6 +66,74 @@ static void futex_wait(atomic_uint *word, unsigned value, unsigned bits) {
 // Wakes up to `count` threads that wait with one of `bits`.
 static void futex_wake(atomic_uint *word, unsigned count, unsigned bits) {
     syscall(SYS_futex, word, FUTEX_WAKE_BITSET_PRIVATE, count, NULL, NULL, bits);
+}
+
+static int64_t nanoseconds(void) {
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return time.tv_sec * 1000000000LL + time.tv_nsec;
+}
+
+// A forked process has none of the threads that were counted.
+static void forget_threads(void) {
+    atomic_store(&urgent, 0);
+    atomic_store(&background, 0);
+    atomic_store(&pausing, 0);
+    in_background = 0;
+}
+
+__attribute__((constructor)) static void watch_forks(void) { pthread_atfork(NULL, NULL, forget_threads); }
+
+// Forwards of the calling thread are those of the background from now on, or not.
+void set_background(int32_t is_background) { in_background = is_background; }
+
+int forward_begins(int threads) {
+    cpu_set_t cpus;
+    if (in_background) return sched_getaffinity(0, sizeof cpus, &cpus) == 0 ? CPU_COUNT(&cpus) : 0;
+    atomic_fetch_add(&urgent, (unsigned)threads);
+    return 0;
+}
+
+static void wake_pausing(void) {
+    if (atomic_load(&pausing)) futex_wake(&urgent, INT32_MAX, ~0u);
+}
+
+void forward_ends(int threads, int cores) {
+    if (cores == 0 && !in_background) atomic_fetch_sub(&urgent, (unsigned)threads);
+    wake_pausing();
+}
+
+void background_begins(void) { atomic_fetch_add(&background, 1); }
+
+void background_ends(void) {
+    atomic_fetch_sub(&background, 1);
+    wake_pausing();
+}
+
+// Waits until `others` threads and the urgent ones are no more than `cores`, at most until `end`.
+static void pause_until(int cores, int others, int64_t end) {
+    atomic_fetch_add(&pausing, 1);
+    for (unsigned now; (now = atomic_load(&urgent)) != 0;) {
+        const int64_t left = end - nanoseconds();
+        if (left <= 0 || (int)now + others * (atomic_load(&background) + 1) <= cores) break;
+        const struct timespec most = {left / 1000000000LL, left % 1000000000LL};
+        syscall(SYS_futex, &urgent, FUTEX_WAIT_PRIVATE, now, &most, NULL, 0);
+    }
+    atomic_fetch_sub(&pausing, 1);
+}
+
+void pause_background(int cores) {
+    if ((int)atomic_load(&urgent) + atomic_load(&background) <= cores) return;
+    const int64_t now = nanoseconds();
+    atomic_fetch_sub(&background, 1);
+    pause_until(cores, 1, now + lesser(SHARE * (now - resumed), MOST_PAUSE_NS));
+    atomic_fetch_add(&background, 1);
+    resumed = nanoseconds();
+}
+
+// Waits until no forward of the foreground is under way, at most `most_ns` nanoseconds: for work that is neither.
+void wait_for_foreground(int64_t most_ns) {
+    if (atomic_load(&urgent) != 0) pause_until(0, 0, nanoseconds() + most_ns);
 }
 
 // The bits of the first `helpers` of a team: one for each of them.
@@ -172,4 +253,11 @@ void run_threads(void (*body)(void *), void *data, unsigned threads, unsigned fl
         atomic_store(&team->sleeps, 0);
     }
 }
+#else
+atomic_uint urgent;
+int forward_begins(int threads) { return (void)threads, 0; }
+void forward_ends(int threads, int cores) { (void)threads, (void)cores; }
+void background_begins(void) {}
+void background_ends(void) {}
+void pause_background(int cores) { (void)cores; }
 #endif
