@@ -259,7 +259,7 @@ class ForwardKernel:
 
         Raises:
             RuntimeError: as a call.
-            ValueError: the rows are not those of whole inputs, or of another width, or have not a position each.
+            ValueError: the rows are not those of whole inputs, or of another width, or without a position each.
         """
         step, tokens = self._steps[0], len(rows)
         if tokens % length or rows.shape != (tokens, step.width) or rows.dtype is not torch.float32:

@@ -74,7 +74,7 @@ def _states(kernel: ForwardKernel, embedded: Tensor, positions: Tensor | None = 
 
 
 class _BehindRows(nn.Module):
-    """Layers behind a table of rows, as a forward is traced from token ids on. `own` is what is told how to attend."""
+    """Layers behind a table of rows, as a forward is traced from token ids on. `own` is the module whose attention is set."""
 
     def __init__(self, own: Any, run: Callable[[Tensor, Tensor], Any]) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ def native_texts(texts: Any, dtype: torch.dtype, *, sees_all: bool) -> NativeTex
 
 
 class NativeHalves:
-    """The native layers of a library's model of pages, each in the place of its own, to which `undo` puts it back."""
+    """The native layers of a library's model of pages, in the place of the library's, which `undo` puts back."""
 
     def __init__(self, whole: Any, dtype: torch.dtype) -> None:
         """Raises CannotLowerError: neither half can be computed by our library."""

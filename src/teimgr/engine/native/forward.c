@@ -506,7 +506,7 @@ int forward(struct forward *call) {
     }
     free(groups);
     forward_ends(threads, cores);
-    call->waited = cores ? 0 : work.waited;  // pauses are no sign of a core that is taken
+    call->waited = cores ? 0 : work.waited;  // where it waits by intention
     return atomic_load(&work.status);
 }
 #else

@@ -122,7 +122,7 @@ int forward(struct forward *call);
 // Threads of forwards in the foreground that are under way, in threads.c.
 extern atomic_uint urgent;
 
-// A forward of the calling thread begins on so many threads. Returns how many the background has with those of the
+// A forward of the calling thread begins, on `threads` threads. Returns how many the background has with those of the
 // foreground, or 0 where the caller is not in the background; `forward_ends` gets both.
 int forward_begins(int threads);
 void forward_ends(int threads, int cores);

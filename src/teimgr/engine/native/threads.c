@@ -24,7 +24,7 @@
 
 enum {
     SHARE = 4,  // times what it has computed since is the longest pause of a background thread, so that a fifth is left to it
-    MOST_PAUSE_NS = 100000000,
+    PAUSE_NS = 100000000,
     MAX_HELPERS = 255,
     SPINS = 2000,  // of a caller, before it sleeps until its helpers are done
     TOLD_APART = 32,  // the helpers that can be woken one by one; those behind them wake together
@@ -126,7 +126,7 @@ void pause_background(int cores) {
     if ((int)atomic_load(&urgent) + atomic_load(&background) <= cores) return;
     const int64_t now = nanoseconds();
     atomic_fetch_sub(&background, 1);
-    pause_until(cores, 1, now + lesser(SHARE * (now - resumed), MOST_PAUSE_NS));
+    pause_until(cores, 1, now + lesser(SHARE * (now - resumed), PAUSE_NS));
     atomic_fetch_add(&background, 1);
     resumed = nanoseconds();
 }
