@@ -74,7 +74,7 @@ def _states(kernel: ForwardKernel, embedded: Tensor, positions: Tensor | None = 
 
 
 class _BehindRows(nn.Module):
-    """Layers behind a table of rows, as a forward is traced from token ids on. `own` is the module whose attention is set."""
+    """Layers behind a table of rows, as a forward is traced from token ids on. `own` has the attention that is set."""
 
     def __init__(self, own: Any, run: Callable[[Tensor, Tensor], Any]) -> None:
         super().__init__()
