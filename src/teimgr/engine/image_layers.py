@@ -36,7 +36,7 @@ class NativeLayers(nn.Module):
 
     def forward(self, inputs_embeds: Tensor, *_: Any, **__: Any) -> Any:
         states = _states(self._kernel, inputs_embeds)
-        return BaseModelOutput(last_hidden_state=states)  # type: ignore[arg-type]
+        return BaseModelOutput(last_hidden_state=states)
 
 
 class NativeTexts(nn.Module):
@@ -62,7 +62,7 @@ class NativeTexts(nn.Module):
         if not torch.equal(rows, rows[:1].expand_as(rows)):
             raise ValueError("native texts: positions that differ between inputs, or in rows and columns of an image")
         states = _states(self._kernel, inputs_embeds, rows[0].repeat(count))
-        return BaseModelOutputWithPast(last_hidden_state=states)  # type: ignore[arg-type]
+        return BaseModelOutputWithPast(last_hidden_state=states)
 
 
 def _states(kernel: ForwardKernel, embedded: Tensor, positions: Tensor | None = None) -> Tensor:
