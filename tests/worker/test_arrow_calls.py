@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -24,13 +25,14 @@ from tests.support.models import (
 )
 from tests.support.worker_process import Connect, WorkerLink, WorkerProcess, arrow, embed_request, table
 
-from teimgr.errors import Code
+from teimgr.errors import Code, InvalidInput
 from teimgr.wire.frames import Method
 from teimgr.wire.pb.tei.v1 import tei_pb2
 from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2
 from teimgr.wire.pb.teimgr.v1 import arrow_pb2
 from teimgr.wire.protobuf import UNCOUNTED_BYTES
 from teimgr.wire.quantisation import Precision, converted
+from teimgr.worker import arrow_calls
 from teimgr.worker.arrow_calls import response_head
 
 TEXTS = list(CORPUS[:6])
@@ -503,3 +505,17 @@ async def test_a_single_call_still_works_beside_a_large_table(m3_link: WorkerLin
 @given(st.binary(min_size=1, max_size=300))
 def test_the_head_of_a_response_is_as_protobuf_writes_it(ipc: bytes) -> None:
     assert response_head(len(ipc)) + ipc == multiplexer_pb2.EmbedArrowResponse(arrow_ipc=ipc).SerializeToString()
+
+
+def test_rows_of_files_are_read_no_further_than_somebody_waits_for_them() -> None:
+    read: list[bytes] = []
+    engine = SimpleNamespace(info=SimpleNamespace(modalities=("image",), fused=False), picture=read.append)
+
+    def go_on() -> None:
+        if len(read) == 2:
+            raise InvalidInput("nobody waits")
+
+    rows = SimpleNamespace(inputs=[b"0", b"1", b"2"], refused={})
+    with pytest.raises(InvalidInput, match="nobody waits"):
+        arrow_calls._inputs_of(SimpleNamespace(engine=engine), rows, go_on)
+    assert read == [b"0", b"1"]

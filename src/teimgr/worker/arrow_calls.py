@@ -136,7 +136,7 @@ def _texts_or_images(
         if kind.value not in dispatcher.engine.info.modalities or not has_files(ipc, kind.value):
             continue
         batches = read_inputs(ipc, limits.decoded_bytes, limits.check_rows, kind, go_on=limits.go_on)
-        return _inputs_of(dispatcher, batches), batches.rows, batches.refused
+        return _inputs_of(dispatcher, batches, limits.go_on), batches.rows, batches.refused
     texts, rows = read_texts(ipc, limits.decoded_bytes, limits.check_rows, limits.go_on)
     return texts, rows, {}
 
@@ -171,7 +171,7 @@ def infer_arrow(dispatcher: Dispatcher, call: MethodCall) -> None:
 
     def read(ipc: bytes | memoryview, limits: _Limits) -> ReadTable:
         batches = read_inputs(ipc, limits.decoded_bytes, limits.check_rows, kind, key_columns, limits.go_on)
-        inputs = _inputs_of(dispatcher, batches)
+        inputs = _inputs_of(dispatcher, batches, limits.go_on)
         limits.check_held(max_token_bytes(model, options.outputs, inputs))
 
         def write(job: Job) -> memoryview:
@@ -186,10 +186,15 @@ def infer_arrow(dispatcher: Dispatcher, call: MethodCall) -> None:
     _serve_table(dispatcher, call, options, form, read, ipc)
 
 
-def _inputs_of(dispatcher: Dispatcher, batches: InputBatches) -> Sequence[Input]:
+def _inputs_of(dispatcher: Dispatcher, batches: InputBatches, go_on: Callable[[], None]) -> Sequence[Input]:
+    """The rows as the engine takes them; before each `go_on` raises where nobody waits for them any more."""
     if isinstance(batches.inputs, TextColumn | SharedTexts):
         return batches.inputs
-    return [_input(dispatcher, item, row, batches.refused) for row, item in enumerate(batches.inputs)]
+    found: list[Input] = []
+    for row, item in enumerate(batches.inputs):
+        go_on()
+        found.append(_input(dispatcher, item, row, batches.refused))
+    return found
 
 
 def _input(dispatcher: Dispatcher, item: RowInput, row: int, refused: dict[int, InvalidInput]) -> Input:

@@ -1,30 +1,25 @@
 """Image files of callers: format and size by the header, then the pixels, each within limits.
 
 An image is decoded to RGB: turned as its EXIF says, alpha laid on white, 16 bits scaled to 8, and of an animation the
-first frame. Loops in Python over what is in a file are bounded before Pillow runs them.
+first frame. Of a file Pillow sees the parts that its pixels come from, and nothing else (`parts`).
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 from PIL import Image
 
-from teimgr.engine.images import memory, webp
+from teimgr.engine.images import memory, parts, webp
 from teimgr.errors import InvalidInput
 
 MAX_PIXELS = 50_000_000
 """Of an image, by its header; also of all that are decoded at a time."""
 MAX_FILE_BYTES = 20 * 2**20
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF")
-_MAX_PARTS = 20_000  # segments, chunks or blocks of a file: a photograph has some dozens
-_MAX_FILL_BYTES = 64  # before a marker of JPEG
 _IN_STEPS = ("JPEG", "PNG")  # decoded into memory of ours; the others' own is that of Pillow's module for them
-_ORIENTATION = 0x0112  # of EXIF
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -35,7 +30,6 @@ _TURNS = {
     8: Image.Transpose.ROTATE_90,
 }
 _ON_THE_SIDE = (5, 6, 7, 8)
-_WEBP_PARTS = 12  # where its parts begin
 _KNOWN_OTHERS = (
     (
         b"%PDF",
@@ -79,14 +73,12 @@ def read_size(data: bytes) -> Size:
             "smaller one"
         )
     form = _format(data)
-    _PART_CHECKS[form](data)
+    found = _parts(data, form)
     if form == "WEBP":
-        (width, height), turn = _webp_size(data), _orientation(partial(_webp_exif, data))
+        width, height = _webp_size(data)
     else:
-        with _opened(data, form) as image:
-            (width, height) = image.size
-            is_known = form != "PNG" or "exif" in image.info  # else Pillow would read all pixels of a PNG for it
-            turn = _orientation(image.getexif) if is_known else 1
+        with _opened(found.pixels, form) as image:
+            width, height = image.size
     if width < 1 or height < 1:
         raise _broken(form)
     if width * height > MAX_PIXELS:
@@ -94,7 +86,7 @@ def read_size(data: bytes) -> Size:
             f"Input validation error: the image has {width} x {height} pixels, and {MAX_PIXELS:,} are allowed: send it "
             "smaller, models read some 224 x 224"
         )
-    return Size(form, height, width) if turn in _ON_THE_SIDE else Size(form, width, height)
+    return Size(form, height, width) if found.turn in _ON_THE_SIDE else Size(form, width, height)
 
 
 def decode(data: bytes) -> Image.Image:
@@ -104,7 +96,8 @@ def decode(data: bytes) -> Image.Image:
         InvalidInput: the file is truncated or broken, or its pixels are of a kind without a meaning here.
     """
     form = _format(data)
-    with _opened(data, form) as image:
+    found = _parts(data, form)
+    with _opened(found.pixels, form) as image:
         loaded: Image.Image | None = None
         try:
             if form in _IN_STEPS:
@@ -117,7 +110,7 @@ def decode(data: bytes) -> Image.Image:
             raise _broken(form) from error
         if image.width * image.height > MAX_PIXELS:  # of a file whose parts contradict each other
             raise _broken(form)
-        turn = _TURNS.get(_orientation(image.getexif))
+        turn = _TURNS.get(found.turn)
         upright = to_rgb(loaded or image)
         return upright if turn is None else memory.turned(upright, turn)
 
@@ -182,6 +175,13 @@ def _format(data: bytes) -> str:
     )
 
 
+def _parts(data: bytes, form: str) -> parts.Parts:
+    try:
+        return parts.read(data, form)
+    except parts.BrokenFileError as error:
+        raise _broken(form) from error
+
+
 def _opened(data: bytes, form: str) -> Image.Image:
     try:
         return Image.open(io.BytesIO(data), formats=(form,))
@@ -195,25 +195,6 @@ def _broken(form: str) -> InvalidInput:
     )
 
 
-def _orientation(read: Callable[[], Image.Exif]) -> int:
-    try:
-        return int(read().get(_ORIENTATION, 1))
-    except Exception:  # of any kind: broken EXIF turns nothing
-        return 1
-
-
-def _webp_exif(data: bytes) -> Image.Exif:
-    """The EXIF of a WebP file, which is one of its parts; empty without one."""
-    at, found = _WEBP_PARTS, Image.Exif()
-    for _ in range(_MAX_PARTS):
-        size = int.from_bytes(data[at + 4 : at + 8], "little")
-        if at >= len(data) or data[at : at + 4] == b"EXIF":
-            found.load(data[at + 8 : at + 8 + size])
-            break
-        at += 8 + size + size % 2
-    return found
-
-
 def _webp_size(data: bytes) -> tuple[int, int]:
     """Of the canvas, before Pillow makes one."""
     kind, at = data[12:16], data[20:]
@@ -225,61 +206,3 @@ def _webp_size(data: bytes) -> tuple[int, int]:
     if kind == b"VP8 " and len(at) >= 10 and at[3:6] == b"\x9d\x01\x2a":
         return int.from_bytes(at[6:8], "little") & 0x3FFF, int.from_bytes(at[8:10], "little") & 0x3FFF
     raise _broken("WEBP")
-
-
-def _check_jpeg(data: bytes) -> None:
-    """Refuse what Pillow would read marker by marker for seconds."""
-    at, parts, size = 2, 0, len(data)
-    while at + 4 <= size:
-        fill = at
-        while at < size and data[at] == 0xFF:
-            at += 1
-            if at - fill > _MAX_FILL_BYTES:
-                raise _broken("JPEG")
-        if at == fill or at >= size:
-            raise _broken("JPEG")
-        marker, at, parts = data[at], at + 1, parts + 1
-        if marker == 0xDA:  # the picture begins
-            return
-        if parts > _MAX_PARTS:
-            raise _broken("JPEG")
-        if not 0xD0 <= marker <= 0xD9 and marker != 0x01:
-            at += int.from_bytes(data[at : at + 2], "big")
-    raise _broken("JPEG")
-
-
-def _check_png(data: bytes) -> None:
-    at, parts = 8, 0
-    while at + 8 <= len(data):
-        at += 12 + int.from_bytes(data[at : at + 4], "big")
-        parts += 1
-        if parts > _MAX_PARTS:
-            raise _broken("PNG")
-
-
-def _check_gif(data: bytes) -> None:
-    at, parts = 13, 0
-    if len(data) > 10 and data[10] & 0x80:
-        at += 3 << (data[10] & 7) + 1
-    while at < len(data) and data[at] == 0x21:
-        at += 2
-        while at < len(data) and data[at]:
-            at += 1 + data[at]
-            parts += 1
-            if parts > _MAX_PARTS:
-                raise _broken("GIF")
-        at, parts = at + 1, parts + 1
-        if parts > _MAX_PARTS:
-            raise _broken("GIF")
-
-
-def _check_webp(data: bytes) -> None:
-    """Its parts are read by the library of WebP, not by a loop in Python."""
-
-
-_PART_CHECKS: dict[str, Callable[[bytes], None]] = {
-    "JPEG": _check_jpeg,
-    "PNG": _check_png,
-    "GIF": _check_gif,
-    "WEBP": _check_webp,
-}
