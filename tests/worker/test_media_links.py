@@ -157,6 +157,12 @@ async def test_the_files_of_a_request_have_together_no_more_bytes_than_a_message
         await fetch(make(most_bytes=4 * len(FILE) - 1), *links)
 
 
+async def test_a_request_has_256_links_at_most(make: Make, site: Site) -> None:
+    with pytest.raises(InvalidInput, match="the request has 10,000 links, and 256 are allowed"):
+        await fetch(make(), *[f"http://pictures:{site.port}/image?{number}" for number in range(10_000)])
+    assert not site.asked
+
+
 async def test_one_key_leaves_room_for_others(make: Make, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(media_links, "_REQUEST_S", 0.3)
     fetcher, link = make(most_bytes=MIB), f"http://pictures:{site.port}/image"

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import binascii
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from teimgr.engine.job import Content, Input, Picture, Sound, pictures_of
 from teimgr.errors import InvalidInput, TeimgrError
@@ -30,8 +30,13 @@ _PARTS = {
     "input_audio": "`input_audio` with `data`, a string",
     "audio_url": "`audio_url` with `url`, a string",
 }
+_MAX_MESSAGES = 3  # of a conversation
+_ONE_MESSAGE = "needs one message with a content, and a system message with an instruction before it at most"
 _STEP = 2**20  # characters of base64, decoded in one call
 _MAX_IMAGES = 8  # of an input
+_MAX_PARTS = 64  # of a content
+_MAX_HEAD = 256  # characters of a data URI before its comma
+_ITEMS_AT_ONCE = 32  # built in one turn of the event loop, of as many parts: some milliseconds
 _FETCHED = ("http://", "https://")
 _LINKS = ("http:", "https:", "file:", "ftp:", "s3:", "gs:")
 
@@ -60,6 +65,7 @@ class SentContent(NamedTuple):
     instruction: str | None = None
 
 
+T = TypeVar("T")
 SentItem = Input | SentImage | SentContent
 
 
@@ -84,9 +90,13 @@ def image_bytes(sent: SentImage) -> bytes:
             f"the {sent.kind} itself, as a data URI or as base64"
         )
     if head.startswith("data:"):
-        kind, comma, data = data.partition(",")
-        if not comma or not kind.rstrip().lower().endswith(";base64"):
-            raise InvalidInput(f"Input validation error: `{field}` is a data URI without `;base64,`")
+        comma = data.find(",", 0, _MAX_HEAD + 1)
+        if comma < 0 or not data[:comma].rstrip().lower().endswith(";base64"):
+            raise InvalidInput(
+                f"Input validation error: `{field}` is a data URI without `;base64,` in its first {_MAX_HEAD} "
+                "characters"
+            )
+        data = data[comma + 1 :]
     try:
         return _decoded(data)
     except (binascii.Error, ValueError) as error:
@@ -105,6 +115,39 @@ def _decoded(data: str) -> bytes:
     if any(len(part) != _STEP // 4 * 3 for part in parts[:-1]):
         raise binascii.Error("there is padding before the end")
     return b"".join(parts)
+
+
+async def built(
+    inference: http.HttpInference,
+    given: Sequence[T],
+    place: str,
+    read: Callable[[T, str], SentItem],
+    limit: int = http.MAX_INPUTS,
+) -> list[SentItem]:
+    """The items of a request, each by `read` of what is given and its place; counted before the first is built.
+
+    Raises:
+        TooManyInputs: there are more than `limit`. What `read` raises.
+    """
+    inference.check_count(len(given), limit)
+    found: list[SentItem] = []
+    for at, one in enumerate(given):
+        if at % _ITEMS_AT_ONCE == _ITEMS_AT_ONCE - 1:
+            await asyncio.sleep(0)
+        found.append(read(one, f"{place}.{at}"))
+    return found
+
+
+def _check_parts(parts: Sequence[Any], place: str, status: int) -> None:
+    """Raise BadRequest for a content of too many parts, before one of them is looked at."""
+    if len(parts) > _MAX_PARTS:
+        message = f"{place}: has {len(parts):,} parts, and {_MAX_PARTS} are allowed in a content"
+        raise http.BadRequest(status, message, place.partition(".")[0])
+
+
+def _shown(given: Any) -> str:
+    """The beginning of a text or a number, and of what contains others its type: to write those out takes long."""
+    return str(given)[:_SHOWN] if given is None or isinstance(given, str | int | float) else type(given).__name__
 
 
 async def read_all(inference: _Inference, items: Sequence[SentItem], first: int = 0) -> list[Input]:
@@ -230,8 +273,11 @@ def typed_item(given: Any, place: str) -> SentItem:
         raise http.BadRequest(422, f"{place}: must be a text or an object with `type`", place.partition(".")[0])
     kind = given.get("type", "content" if "content" in given else None)
     if kind == "content" and isinstance(given.get("content"), list):
-        parts = [typed_item(one, f"{place}.content.{at}") for at, one in enumerate(given["content"])]
-        return _together(parts, f"{place}.content", 422)
+        where = f"{place}.content"
+        _check_parts(given["content"], where, 422)
+        if any(isinstance(one, dict) and "content" in (one.get("type"), *one) for one in given["content"]):
+            raise http.BadRequest(422, f"{where}: needs texts and images", place.partition(".")[0])
+        return _together([typed_item(one, f"{where}.{at}") for at, one in enumerate(given["content"])], where, 422)
     if kind == "text":
         return _string(given, ("value", "text"), place)
     if kind in ("image", "audio", "pdf"):
@@ -239,7 +285,7 @@ def typed_item(given: Any, place: str) -> SentItem:
         data, field = _string(given, ("data", "url"), place), f"{place}.{name}"
         return SentImage(data, field, page=_page(given, place)) if kind == "pdf" else SentImage(data, field, kind)
     known = "text, image, audio and pdf are, and a list of these as content"
-    raise http.BadRequest(422, f"{place}.type: {str(kind)[:_SHOWN]!r} is not served: {known}", place.partition(".")[0])
+    raise http.BadRequest(422, f"{place}.type: {_shown(kind)!r} is not served: {known}", place.partition(".")[0])
 
 
 def _page(given: dict[str, Any], place: str) -> int:
@@ -247,7 +293,7 @@ def _page(given: dict[str, Any], place: str) -> int:
     if number is None:
         return _ONLY
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        message = f"{place}.page: must be the number of a page, from 1 on, and is {str(number)[:_SHOWN]!r}"
+        message = f"{place}.page: must be the number of a page, from 1 on, and is {_shown(number)!r}"
         raise http.BadRequest(422, message, place.partition(".")[0])
     return number
 
@@ -302,10 +348,16 @@ def has_image(given: Any) -> bool:
     if not isinstance(given, dict):
         return False
     parts = given.get("content")
-    of_parts = isinstance(parts, list) and any(
-        isinstance(one, dict) and _image_of_part(one) is not None for one in parts
+    of_parts = isinstance(parts, list) and (
+        len(parts) > _MAX_PARTS  # which `item_of_parts` refuses
+        or any(isinstance(one, dict) and _image_of_part(one) is not None for one in parts)
     )
     return of_parts or isinstance(given.get("image"), str)
+
+
+def item_of_content(given: dict[str, Any], place: str) -> SentItem:
+    """The item of an object with `content`, as `item_of_parts`."""
+    return item_of_parts(given.get("content"), f"{place}.content")
 
 
 def item_of_parts(parts: Any, place: str, instruction: str | None = None) -> SentItem:
@@ -317,6 +369,8 @@ def item_of_parts(parts: Any, place: str, instruction: str | None = None) -> Sen
     field = place.partition(".")[0]
     if isinstance(parts, str):
         return parts if instruction is None else SentContent(parts, (), place, instruction)
+    if isinstance(parts, list):
+        _check_parts(parts, place, 400)
     if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
         raise http.BadRequest(400, f"{place}: must be a text or a list of parts", field)
     found: list[SentItem] = []
@@ -334,7 +388,7 @@ def item_of_parts(parts: Any, place: str, instruction: str | None = None) -> Sen
 
 
 def _refusal_of_part(part: dict[str, Any]) -> str:
-    given = str(part.get("type", next(iter(part), "")))[:_SHOWN]
+    given = _shown(part.get("type", next(iter(part), "")))
     if given in _PARTS:
         return f"a part of type {given} needs {_PARTS[given]}"
     *some, last = _PARTS
@@ -358,20 +412,23 @@ def _sound_of_part(part: dict[str, Any], where: str) -> SentImage | None:
     return None
 
 
-def items_of_messages(messages: Any) -> Iterator[SentItem]:
-    """vLLM's: one conversation is one item, a list of conversations as many. Of one the user's content counts; a system
-    message before it is an instruction, and an assistant's behind it is empty.
+def is_conversations(messages: Any) -> bool:
+    """Whether vLLM's `messages` are several conversations, each an item, and not one."""
+    return isinstance(messages, list) and bool(messages) and isinstance(messages[0], list)
+
+
+def item_of_conversation(conversation: Any, where: str) -> SentItem:
+    """vLLM's: of a conversation the user's content counts; a system message before it is an instruction, and an
+    assistant's behind it is empty.
 
     Raises:
         BadRequest: it is something else, or a conversation has several messages of a user.
     """
-    several = isinstance(messages, list) and messages and isinstance(messages[0], list)
-    conversations = messages if several else [messages]
-    for at, conversation in enumerate(conversations):
-        where = f"messages.{at}" if several else "messages"
-        if not isinstance(conversation, list) or not all(isinstance(one, dict) for one in conversation):
-            raise http.BadRequest(400, f"{where}: must be a list of messages", "messages")
-        yield _of_conversation(list(enumerate(conversation)), where)
+    if not isinstance(conversation, list) or not all(isinstance(one, dict) for one in conversation[:_MAX_MESSAGES]):
+        raise http.BadRequest(400, f"{where}: must be a list of messages", "messages")
+    if len(conversation) > _MAX_MESSAGES:
+        raise http.BadRequest(400, f"{where}: {_ONE_MESSAGE}", "messages")
+    return _of_conversation(list(enumerate(conversation)), where)
 
 
 def _of_conversation(messages: list[tuple[int, dict[str, Any]]], where: str) -> SentItem:
@@ -386,11 +443,7 @@ def _of_conversation(messages: list[tuple[int, dict[str, Any]]], where: str) -> 
     if last.get("role") == "assistant" and last.get("content") in (None, "", [], [{"type": "text", "text": ""}]):
         messages.pop()
     if len(messages) != 1:
-        raise http.BadRequest(
-            400,
-            f"{where}: needs one message with a content, and a system message with an instruction before it at most",
-            "messages",
-        )
+        raise http.BadRequest(400, f"{where}: {_ONE_MESSAGE}", "messages")
     at, message = messages[0]
     return item_of_parts(message.get("content"), f"{where}.{at}.content", instruction)
 

@@ -29,6 +29,7 @@ LINK_S = 5.0
 _REQUEST_S = 30.0  # of all links of a request
 _AT_ONCE = 4  # of a request
 _MAX_REDIRECTS = 3
+_MAX_LINKS = 256  # of a request
 _MAX_CHARACTERS = 4096  # of a link
 _REDIRECTS = (301, 302, 303, 307, 308)
 _HEADERS = {"accept": "image/*, audio/*, application/pdf", "accept-encoding": "identity"}
@@ -94,9 +95,15 @@ class LinkFetcher:
         """The files of links for a caller with the API key of this number, on their way.
 
         Raises:
-            Overloaded: no room came. A task raises InvalidInput: the host is not listed, or no file came.
+            InvalidInput: there are more than 256. Overloaded: no room came. A task raises InvalidInput: the host is not
+                listed, or no file came.
         """
         wanted = dict.fromkeys(links)
+        if len(wanted) > _MAX_LINKS:
+            raise InvalidInput(
+                f"Input validation error: the request has {len(wanted):,} links, and {_MAX_LINKS} are allowed: send it "
+                "in parts, or the files themselves"
+            )
         size = min(len(wanted) * MAX_FILE_BYTES, self._most_bytes)
         charge, tasks = self._shares.charge(key), dict[str, asyncio.Task[bytes]]()
         try:

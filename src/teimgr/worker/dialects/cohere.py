@@ -51,25 +51,25 @@ class CohereEmbedRequest(http.LenientBody):
     def truncation(self) -> str:
         return (self.truncate or "END").upper()
 
-    def contents(self) -> list[SentItem]:
-        """Texts and images; raises BadRequest for several of the three lists, and for parts of another kind."""
+    async def contents(self, inference: http.HttpInference) -> list[SentItem]:
+        """Texts and images; raises TooManyInputs, BadRequest for several of the three lists, and for parts of another
+        kind.
+        """
         given = [name for name in ("texts", "images", "inputs") if getattr(self, name)]
         if "images" in given and len(given) > 1:
             raise http.BadRequest(400, f"{given[-1]}: contradicts {given[0]}; send one of them", given[-1])
         if self.images:
-            return [SentImage(one, f"images.{place}") for place, one in enumerate(self.images)]
+            return await images.built(inference, self.images, "images", SentImage)
         if self.inputs is None:
             return list(self.texts or ())
-        return [
-            images.item_of_parts(one.get("content"), f"inputs.{place}.content") for place, one in enumerate(self.inputs)
-        ]
+        return await images.built(inference, self.inputs, "inputs", images.item_of_content)
 
 
 def _embed(version: str) -> http.HttpHandler:
     async def handle(inference: http.HttpInference, request: HttpRequest) -> HttpReply:
         body = await inference.read(request, CohereEmbedRequest)
         inference.check_count(max(len(body.texts or ()), len(body.inputs or ()), len(body.images or ())))
-        items = body.contents()
+        items = await body.contents(inference)
         texts = [one for one in items if isinstance(one, str)]
         if len(texts) < len(items):
             inputs = await images.read_all(inference, items)

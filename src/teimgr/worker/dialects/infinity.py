@@ -35,14 +35,16 @@ class InfinityEmbeddingsRequest(http.InferenceRequest, http.LenientBody):
         input_checks.need_texts(inputs, "input")
         return self.job_of(inputs, served)
 
-    def sent_images(self) -> list[images.SentImage]:
-        """The images or sounds of a request for them; raises BadRequest: an input is not a string."""
+    async def sent_images(self, inference: http.HttpInference) -> list[images.SentItem]:
+        """The images or sounds of a request for them; raises TooManyInputs, BadRequest: an input is not a string."""
         given = [self.input] if isinstance(self.input, str) else self.input
+        inference.check_count(len(given), BATCH_LIMIT)
         if not given or not all(isinstance(one, str) for one in given):
             message = f"input: with modality {self.modality}, must be data URIs or base64"
             raise http.BadRequest(400, message, "input")
         sent = [one for one in given if isinstance(one, str)]
-        return [images.SentImage(one, f"input.{place}", self.modality) for place, one in enumerate(sent)]
+        read = partial(images.SentImage, kind=self.modality)
+        return await images.built(inference, sent, "input", read, BATCH_LIMIT)
 
     def job_of(self, inputs: Sequence[EngineInput], served: http.ServedModel) -> http.JobSpec:
         """The job of texts, ids or images."""
@@ -108,8 +110,7 @@ async def embeddings(
     body = await inference.read(request, form)
     if body.modality == "text":
         return await inference.respond(body.job)
-    sent = body.sent_images()
-    inference.check_count(len(sent), BATCH_LIMIT)
+    sent = await body.sent_images(inference)
     return await inference.respond(partial(body.job_of, await images.read_all(inference, sent)))
 
 

@@ -151,17 +151,20 @@ class OpenAIItemsRequest(OpenAIEmbeddingsRequest):
     def _texts_of_objects(cls, value: Any) -> Any:
         return value
 
-    def items(self) -> list[images.SentItem]:
-        """Texts and images; raises BadRequest: something is neither, or the input is missing."""
+    async def items(self, inference: http.HttpInference) -> list[images.SentItem]:
+        """Texts and images; raises TooManyInputs, BadRequest: something is neither, or the input is missing."""
         if self.mm_processor_kwargs:
             message = "mm_processor_kwargs: is not supported: images are prepared as the model's files say"
             raise http.BadRequest(400, message, "mm_processor_kwargs")
         if self.messages is not None:
             if self.input is not None:
                 raise http.BadRequest(400, f"messages: {_NOT_SERVED['messages']}", "messages")
-            return list(images.items_of_messages(self.messages))
+            if images.is_conversations(self.messages):
+                read = images.item_of_conversation
+                return await images.built(inference, self.messages, "messages", read, BATCH_LIMIT)
+            return [images.item_of_conversation(self.messages, "messages")]
         given = self.input if isinstance(self.input, list) else [self.input]
-        return [self._item(one, f"input.{place}") for place, one in enumerate(given)]
+        return await images.built(inference, given, "input", self._item, BATCH_LIMIT)
 
     def _item(self, one: Any, place: str) -> images.SentItem:
         if isinstance(one, str):
@@ -277,9 +280,7 @@ async def embeddings(inference: http.HttpInference, request: HttpRequest) -> Htt
 async def _embed_items(inference: http.HttpInference, request: HttpRequest) -> HttpReply:
     """Texts and images."""
     body = await inference.read(request, OpenAIItemsRequest)
-    items = body.items()
-    inference.check_count(len(items), BATCH_LIMIT)
-    inputs = await images.read_all(inference, items)
+    inputs = await images.read_all(inference, await body.items(inference))
     checked = body.model_copy(update={"messages": None})
     checked.refuse_unsupported()
     if body.truncate_prompt_tokens is not None:

@@ -181,7 +181,7 @@ async def _rank_items(inference: http.HttpInference, body: RerankRequest, form: 
     """
     if body.truncate_prompt_tokens is not None or body.max_tokens_per_doc is not None:
         raise http.BadRequest(400, "truncate_prompt_tokens, max_tokens_per_doc: are not for requests with images")
-    items = [_item(one, f"documents.{place}") for place, one in enumerate(body.documents)]
+    items = await images.built(inference, body.documents, "documents", _item)
     query, *inputs = await images.read_all(inference, [_item(body.query, "query"), *items], first=-1)
     if not inputs:
         raise EmptyInput("`documents` cannot be empty")

@@ -136,7 +136,7 @@ async def _encode(inference: http.HttpInference, request: HttpRequest) -> HttpRe
     began = time.monotonic()
     body = await _read(inference, request, SieEncodeRequest)
     prompts = inference.dispatcher.engine.prompts
-    inputs = await images.read_all(inference, [_item(item, f"items.{row}") for row, item in enumerate(body.items)])
+    inputs = await images.read_all(inference, await images.built(inference, body.items, "items", _item))
     [job] = await inference.jobs([lambda served: _job(body, inputs, served, prompts)])
     return await inference.dispatcher.off_loop(_encoded, inference.served, request, body, job, began)
 
@@ -146,7 +146,7 @@ async def _score(inference: http.HttpInference, request: HttpRequest) -> HttpRep
     input_checks.need_no_instruction(inference.served.model, body.instruction)
     _check_options(body.options or {})
     asked = _item if inference.served.model.fused else _text
-    items = [_item(item, f"items.{row}") for row, item in enumerate(body.items)]
+    items = await images.built(inference, body.items, "items", _item)
     query, *inputs = await images.read_all(inference, [asked(body.query, "query"), *items], first=-1)
     input_checks.need_texts(inputs, "items")
     served = inference.served

@@ -601,8 +601,8 @@ def _inference(kind: type[http.InferenceRequest] | None = None) -> http.HttpHand
 async def _respond_to_items(inference: http.HttpInference, body: TeiItemsRequest) -> HttpReply:
     """Texts and images; a single one is a list of one, as a single text is."""
     given = body.given
-    inference.check_count(len(given), inference.served.spec.max_client_batch_size)
-    items = [images.typed_item(one, f"inputs.{place}") for place, one in enumerate(given)]
+    limit = inference.served.spec.max_client_batch_size
+    items = await images.built(inference, given, "inputs", images.typed_item, limit)
     inputs = await images.read_all(inference, items)
     return await inference.respond(partial(body.job_of, inputs), timings=True)
 
@@ -614,9 +614,9 @@ async def _rank_items(inference: http.HttpInference, body: TeiRerankItemsRequest
         raise EmptyInput("`texts` cannot be empty")
     if body.truncation_direction.lower() == "left":
         raise http.BadRequest(422, "truncation_direction: Left is not for requests with images", "truncation_direction")
-    inference.check_count(len(body.texts), served.spec.max_client_batch_size)
+    limit = served.spec.max_client_batch_size
+    items = await images.built(inference, body.texts, "texts", images.typed_item, limit)
     query = images.typed_item(body.query, "query")
-    items = [images.typed_item(one, f"texts.{place}") for place, one in enumerate(body.texts)]
     first, *inputs = await images.read_all(inference, [query, *items], first=-1)
     truncate = served.spec.auto_truncate if body.truncate is None else body.truncate
     found = await relevance(

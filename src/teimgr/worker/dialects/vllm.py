@@ -7,7 +7,7 @@ the most that the model takes.
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -67,14 +67,16 @@ class VllmScoreRequest(VllmRequest):
         str | None, Field(description="by models that read texts and images in one input; not supported by others")
     ] = None
 
+    _QUERIES: ClassVar = ("queries", "text_1", "data_1")
+    _DOCUMENTS: ClassVar = ("documents", "items", "text_2", "data_2")
+
     def sides(self) -> tuple[list[str], list[str]]:
         """Both sides: of equal length, or one text and several.
 
         Raises:
             BadRequest: a side is missing, or they do not match.
         """
-        first = self._first_of("queries", "text_1", "data_1")
-        second = self._first_of("documents", "items", "text_2", "data_2")
+        first, second = self._first_of(*self._QUERIES), self._first_of(*self._DOCUMENTS)
         if len(first) not in (1, len(second)):
             raise http.BadRequest(400, f"Input lengths must be 1:1, 1:N or N:N, not {len(first)}:{len(second)}")
         return first, second
@@ -100,17 +102,24 @@ class VllmScoreItemsRequest(VllmScoreRequest):
     data_1: Any = None
     data_2: Any = None
 
-    def contents(self) -> tuple[list[images.SentItem], list[images.SentItem]]:
-        """Both sides, as `sides`."""
+    async def contents(self, inference: http.HttpInference) -> tuple[list[images.SentItem], list[images.SentItem]]:
+        """Both sides, as `sides`; raises TooManyInputs also."""
         first, second = self.sides()
-        return [_item(*one) for one in first], [_item(*one) for one in second]
+        sides = (self._QUERIES, first), (self._DOCUMENTS, second)
+        for _, given in sides:
+            inference.check_count(len(given))
+        queries, documents = [await images.built(inference, given, self._given(*of), _item) for of, given in sides]
+        return queries, documents
+
+    def _given(self, *names: str) -> str:
+        """The name of these that is given; the first without one."""
+        return next((name for name in names if getattr(self, name) is not None), names[0])
 
     def _first_of(self, *names: str) -> list[Any]:
-        for name in names:
-            if (value := getattr(self, name)) is not None:
-                given = value if isinstance(value, list) else [value]
-                return [(one, f"{name}.{at}") for at, one in enumerate(given)]
-        return super()._first_of(*names)
+        value = getattr(self, self._given(*names))
+        if value is None:
+            return super()._first_of(*names)
+        return value if isinstance(value, list) else [value]
 
 
 def _item(given: Any, place: str) -> images.SentItem:
@@ -165,8 +174,7 @@ async def _score_items(inference: http.HttpInference, request: HttpRequest) -> H
     input_checks.need_no_instruction(inference.served.model, body.instruction)
     if body.truncate_prompt_tokens is not None:
         raise http.BadRequest(400, "truncate_prompt_tokens: is not for requests with images", "truncate_prompt_tokens")
-    queries, documents = body.contents()
-    inference.check_count(max(len(queries), len(documents)))
+    queries, documents = await body.contents(inference)
     read = await images.read_all(inference, [*queries, *documents])
     first, second = read[: len(queries)], read[len(queries) :]
     raw_scores, instruction = body.use_activation is False, body.instruction

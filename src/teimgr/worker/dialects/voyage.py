@@ -34,12 +34,6 @@ class VoyageMultimodalRequest(http.LenientBody):
     output_dimension: Annotated[http.U32 | None, Field(description="leading dimensions to keep")] = None
     output_dtype: Annotated[openai.ElementType | None, Field(description="element type of the vectors")] = None
 
-    def items(self) -> list[images.SentItem]:
-        """Texts and images; raises BadRequest for parts of another kind."""
-        return [
-            images.item_of_parts(one.get("content"), f"inputs.{place}.content") for place, one in enumerate(self.inputs)
-        ]
-
     def job(self, inputs: list[Input], served: http.ServedModel) -> http.JobSpec:
         """A vector per content."""
         same = openai.OpenAIEmbeddingsRequest(
@@ -71,8 +65,8 @@ def _usage(job: Job) -> dict[str, int]:
 
 async def _embed_contents(inference: http.HttpInference, request: HttpRequest) -> HttpReply:
     body = await inference.read(request, VoyageMultimodalRequest)
-    inference.check_count(len(body.inputs), _MAX_INPUTS)
-    inputs = await images.read_all(inference, body.items())
+    items = await images.built(inference, body.inputs, "inputs", images.item_of_content, _MAX_INPUTS)
+    inputs = await images.read_all(inference, items)
     return await inference.respond(partial(body.job, inputs))
 
 

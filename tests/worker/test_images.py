@@ -1,0 +1,69 @@
+"""Items of requests: counted before one is built, contents of few parts, and data URIs of short heads."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from teimgr.errors import TeimgrError
+from teimgr.worker import http_inference as http
+from teimgr.worker import images
+from teimgr.worker.dialects.infinity import InfinityEmbeddingsRequest
+from teimgr.worker.dialects.openai import OpenAIItemsRequest
+from teimgr.worker.dialects.vllm import VllmScoreItemsRequest
+
+_MANY = [""] * 300_000
+_INFERENCE: Any = SimpleNamespace(check_count=http.check_count)
+
+
+@pytest.mark.parametrize(
+    "items",
+    [
+        lambda: OpenAIItemsRequest(input=[*_MANY, {"image": "a"}]).items(_INFERENCE),
+        lambda: VllmScoreItemsRequest(queries="a", documents=[*_MANY, {"content": "a"}]).contents(_INFERENCE),
+        lambda: InfinityEmbeddingsRequest(input=_MANY, modality="image").sent_images(_INFERENCE),
+    ],
+    ids=["openai", "vllm", "infinity"],
+)
+async def test_items_are_counted_before_one_is_built(items: Callable[[], Any]) -> None:
+    with pytest.raises(http.TooManyInputs):
+        await items()
+
+
+def test_a_content_has_64_parts_and_no_content_within() -> None:
+    for read, status in ((images.typed_item, 422), (images.item_of_content, 400)):
+        given = {"content": [{"type": "text", "text": "a"}] * 64}
+        assert read(given, "inputs.0") == "\n".join("a" * 64)
+        given["content"] = [{}] * 300_000
+        with pytest.raises(http.BadRequest, match="300,000 parts, and 64 are allowed in a content") as refused:
+            read(given, "inputs.0")
+        assert refused.value.status == status
+        assert images.has_image(given)
+    with pytest.raises(http.BadRequest, match="needs texts and images"):
+        images.typed_item({"content": [{"content": ["a"]}]}, "inputs.0")
+
+
+def test_a_conversation_has_three_messages() -> None:
+    with pytest.raises(http.BadRequest, match="needs one message with a content"):
+        images.item_of_conversation([{"content": "a"}] * 4, "messages")
+
+
+def test_a_refusal_writes_out_no_list() -> None:
+    large = {"type": [""] * 1_000_000}
+    began = time.thread_time()
+    for read in (images.typed_item, lambda one, place: images.item_of_parts([one], place)):
+        with pytest.raises(http.BadRequest, match="'list'"):
+            read(large, "inputs.0")
+    assert time.thread_time() - began < 0.01
+
+
+def test_the_head_of_a_data_uri_is_short() -> None:
+    assert images.image_bytes(images.SentImage("data:image/png;base64,YQ==", "x")) == b"a"
+    assert images.image_bytes(images.SentImage(f"data:{'a' * 244};base64,YQ==", "x")) == b"a"
+    for head in ("a" * 245, "İ" * 10**6):
+        with pytest.raises(TeimgrError, match="without `;base64,` in its first 256 characters"):
+            images.image_bytes(images.SentImage(f"data:{head};base64,YQ==", "x"))
