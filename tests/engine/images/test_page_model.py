@@ -78,7 +78,8 @@ def test_vectors_of_queries_and_pages_are_the_librarys_in_one_mixed_call(served:
 def test_a_patch_is_that_of_the_vector_which_changes_with_it(served: Served) -> None:
     steps = served.engine.layout.dual.steps
     side = 28 if isinstance(steps, PatchSteps) else 8 if steps.size else 32  # of a patch, where nothing is resized
-    across, down = (112, 56) if isinstance(steps, PatchSteps) else (4 * side, 4 * side)
+    patches = 4 if isinstance(steps, PatchSteps) or steps.size else 8  # squares scale a smaller page up
+    across, down = (112, 56) if isinstance(steps, PatchSteps) else (patches * side, patches * side)
     plain = np.asarray(noise(across, down))
     page = served.engine.picture(file_of(Image.fromarray(plain)))
     places = served.engine.tokenizer.patches(page)
