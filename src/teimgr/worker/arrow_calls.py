@@ -188,7 +188,7 @@ def infer_arrow(dispatcher: Dispatcher, call: MethodCall) -> None:
 
 
 def _inputs_of(dispatcher: Dispatcher, batches: InputBatches, go_on: Callable[[], None]) -> Sequence[Input]:
-    """The rows as the engine takes them; before each `go_on` raises where nobody waits for them any more."""
+    """The rows as inputs of the engine; `go_on`, called before each row, raises once the call has ended."""
     if isinstance(batches.inputs, TextColumn | SharedTexts):
         return batches.inputs
     found: list[Input] = []

@@ -141,8 +141,8 @@ class Admission:
         The first one is that of an idle worker, so room for its largest batch is added, and it counts no less than what
         earlier workers of the model grew to.
 
-        What an adopted worker takes is no figure of its model: the pages that it shared with its fork server are its
-        own since that has ended.
+        The memory of an adopted worker is not recorded for its model: pages that it shared with its fork server count
+        as its own since that has ended.
         """
         before = reservation.footprint
         is_first = not reservation.is_settled or reservation in self._unread

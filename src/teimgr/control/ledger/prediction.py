@@ -47,7 +47,7 @@ class _Architecture(NamedTuple):
     loading: int = 0
 
 
-# What torch's operators compute has its libraries take memory of their own, in other types more than in float32;
+# Torch's libraries allocate working memory for models that its operators compute, more in 16 bits than in float32;
 # DeBERTa's code is compiled at load.
 _ARCHITECTURES = {
     "mpnet": _Architecture(19, 21, 7),

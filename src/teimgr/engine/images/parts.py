@@ -45,7 +45,7 @@ def read(data: bytes, form: str) -> Parts:
 
 
 def _orientation(exif: bytes) -> int:
-    """The turn by the first directory of an EXIF; 1, which is none, where that says nothing else."""
+    """EXIF's orientation, 1 to 8, from the first directory; 1, upright, if it is absent or malformed."""
     exif = exif[:_MAX_EXIF_BYTES].removeprefix(_EXIF)
     order = _ORDERS.get(exif[:4])
     try:
@@ -66,8 +66,8 @@ _Found = tuple[list[memoryview] | None, bytes]  # what is kept, None: all; and t
 
 
 def _jpeg(data: bytes) -> _Found:
-    """Segments up to the first scan, without comments and all that applications add but JFIF and Adobe, which say how
-    colours are stored.
+    """The segments of a JPEG that decoding needs: no comments, and of applications' segments only JFIF and Adobe, which
+    give the colour space.
     """
     view, at, counter, exif, tables = memoryview(data), 2, _Counter(), b"", 0
     kept = [view[:2]]

@@ -157,5 +157,5 @@ class EntryDesk:
 def _valid_tokens(tokens: int) -> int:
     """A number of tokens that another host reports: a negative one would lift the quotas of this one."""
     if not 0 <= tokens <= MAX_TOKENS:
-        raise ValueError(f"{tokens} tokens are none or too many")
+        raise ValueError(f"{tokens} is not a number of tokens")
     return tokens
