@@ -36,7 +36,7 @@ def facts(device: str, model: Path) -> None:
     """Versions, the card, and what flash attention takes here."""
     import torch
 
-    from teimgr.engine.varlen_kernel import varlen_kernel
+    from teimgr.engine.gpu_kernels.varlen_kernel import varlen_kernel
 
     found = Findings()
     found["torch"] = str(torch.__version__)
@@ -139,10 +139,10 @@ def forward(device: str, model: Path) -> None:
     from transformers import BertConfig, BertModel
 
     from teimgr.engine.backbone import Batching, Transformer
-    from teimgr.engine.batch import Encoded, pack
-    from teimgr.engine.forward_graphs import MAX_TOKENS, CudaCapture
-    from teimgr.engine.gpu_fusion import fuse
-    from teimgr.engine.norm_kernel import Norms, norm_kernel
+    from teimgr.engine.batching.batch import Encoded, pack
+    from teimgr.engine.gpu_kernels.forward_graphs import MAX_TOKENS, CudaCapture
+    from teimgr.engine.gpu_kernels.gpu_fusion import fuse
+    from teimgr.engine.gpu_kernels.norm_kernel import Norms, norm_kernel
 
     at, is_card = torch.device(device), device == "cuda"
     wait: Callable[[], None] = torch.cuda.synchronize if is_card else _nothing

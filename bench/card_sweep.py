@@ -89,9 +89,9 @@ def _last(output: Any) -> dict[str, Any]:
 
 def _part(device: str, path: Path, kind: str) -> None:
     from teimgr.engine import finisher
-    from teimgr.engine.batch import Encoded
-    from teimgr.engine.queue import TokenCap
-    from teimgr.engine.tokenizer import TokenizeOptions
+    from teimgr.engine.batching.batch import Encoded
+    from teimgr.engine.batching.queue import TokenCap
+    from teimgr.engine.text.tokenizer import TokenizeOptions
 
     is_card = device == "cuda"
     texts = corpora(is_card)["some 50 tokens"]

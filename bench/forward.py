@@ -18,12 +18,12 @@ from bench.progress import partial, say
 from bench.report import publish
 from teimgr.engine.attention import Packing, packed_attention
 from teimgr.engine.backbone import Batching
-from teimgr.engine.batch import Encoded, PackedBatch, pack
+from teimgr.engine.batching.batch import Encoded, PackedBatch, pack
 from teimgr.engine.job import Output
 from teimgr.engine.loading import EngineOptions, EngineParts, load_parts
 from teimgr.engine.model import Model
 from teimgr.engine.native_library import LEVELS, native_library
-from teimgr.engine.tokenizer import TextTokenizer, TokenizeOptions
+from teimgr.engine.text.tokenizer import TextTokenizer, TokenizeOptions
 
 HEADER = ("what", "texts", "tokens", "dtype", "native ms", "own ms", "torch ms", "× own", "× torch", "lowest cosine")
 _SWITCH = "TEIMGR_NATIVE"

@@ -29,9 +29,9 @@ from bench.machine import cpu_s
 from bench.progress import limit_passed, say
 from bench.report import markdown_table
 from teimgr.engine.backbone import Batching
-from teimgr.engine.batch import Encoded
+from teimgr.engine.batching.batch import Encoded
 from teimgr.engine.native_library import BFLOAT16_LEVEL, LEVELS, native_library
-from teimgr.engine.tokenizer import TokenizeOptions
+from teimgr.engine.text.tokenizer import TokenizeOptions
 
 _BOUNDS = Path(__file__).with_name("bounds.json")
 _TEXTS, _QUERIES = 24, 400

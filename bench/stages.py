@@ -23,8 +23,8 @@ from bench.forward import forward, load, packed
 from bench.front import INSTANCE, Load, Target
 from bench.progress import partial, rounds, say
 from bench.report import publish
-from teimgr.engine.batch import Encoded
-from teimgr.engine.tokenizer import TokenizeOptions
+from teimgr.engine.batching.batch import Encoded
+from teimgr.engine.text.tokenizer import TokenizeOptions
 
 HEADER = ("stage", "µs", "least", "most", "of the whole")
 _QUERY, _BULK = "one query: ", "one bulk text: "

@@ -45,7 +45,7 @@ LONGEST = (
     "end_to_end/test_configuration.py",
     "end_to_end/test_documented_commands.py",
     "fuzz/victim/test_victim.py",
-    "engine/test_wordpiece.py",
+    "engine/text/test_wordpiece.py",
     "fuzz/test_fuzz.py",
     "contract",
     "end_to_end",

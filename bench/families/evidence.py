@@ -71,7 +71,7 @@ CLAIMS = (
         "W6",
         "an adapter beside weights is merged",
         ("adapter-beside",),
-        ("engine/test_adapters.py::test_an_adapter_beside_weights_is_merged_into_the_model_that_it_names",),
+        ("engine/weights/test_adapters.py::test_an_adapter_beside_weights_is_merged_into_the_model_that_it_names",),
     ),
     Claim(
         "W7",
@@ -212,9 +212,9 @@ CLAIMS = (
         "PEFT adapters",
         ("adapter-st", "adapter-rslora", "adapter-dora", "adapter-patterns", "adapter-table", "adapter-qwen3"),
         (
-            "engine/test_adapters.py::test_an_adapter_saved_by_sentence_transformers_is_merged",
-            "engine/test_adapters.py::test_a_bare_adapter_of_a_model_in_the_cache_has_its_tokenizer",
-            "engine/test_adapters.py::test_an_adapter_that_cannot_be_merged_is_refused_by_name",
+            "engine/weights/test_adapters.py::test_an_adapter_saved_by_sentence_transformers_is_merged",
+            "engine/weights/test_adapters.py::test_a_bare_adapter_of_a_model_in_the_cache_has_its_tokenizer",
+            "engine/weights/test_adapters.py::test_an_adapter_that_cannot_be_merged_is_refused_by_name",
         ),
     ),
     Claim(
@@ -222,8 +222,8 @@ CLAIMS = (
         "repositories with ONNX alone",
         ("onnx-xenova", "onnx-root", "onnx-external", "onnx-classifier"),
         (
-            "engine/test_onnx_weights.py::test_an_export_is_the_model_that_it_was_made_of",
-            "engine/test_onnx_weights.py::test_a_graph_that_is_no_plain_export_is_refused",
+            "engine/weights/test_onnx.py::test_an_export_is_the_model_that_it_was_made_of",
+            "engine/weights/test_onnx.py::test_a_graph_that_is_no_plain_export_is_refused",
         ),
     ),
     Claim(
@@ -241,8 +241,8 @@ CLAIMS = (
         "GGUF of Qwen3; other GGUF and quantised checkpoints by name",
         ("gguf-f32", "gguf-f16", "gguf-q8_0", "gguf-q4_0", "refused-gguf"),
         (
-            "engine/test_gguf_weights.py::test_a_file_is_the_model_that_it_was_made_of",
-            "engine/test_gguf_weights.py::test_weights_are_those_that_transformers_reads",
+            "engine/weights/test_gguf.py::test_a_file_is_the_model_that_it_was_made_of",
+            "engine/weights/test_gguf.py::test_weights_are_those_that_transformers_reads",
             "models/test_gguf_head.py::test_metadata_that_are_not_served_are_named",
             "models/test_gguf_head.py::test_hostile_heads_are_refused_before_anything_is_made_of_them",
             "models/test_directory.py::test_a_directory_of_llama_cpps_files_is_refused_by_name",
@@ -256,9 +256,9 @@ CLAIMS = (
         "tokenizers of SentencePiece alone",
         ("pieces-xlmr", "pieces-t5", "pieces-camembert"),
         (
-            "engine/test_converted_tokenizer.py::test_xlm_roberta_has_the_ids_of_fairseq",
-            "engine/test_converted_tokenizer.py::test_a_tokenizer_that_cuts_otherwise_is_refused",
-            "engine/test_converted_tokenizer.py::test_without_the_extra_the_hint_names_it",
+            "engine/text/test_converted_tokenizer.py::test_xlm_roberta_has_the_ids_of_fairseq",
+            "engine/text/test_converted_tokenizer.py::test_a_tokenizer_that_cuts_otherwise_is_refused",
+            "engine/text/test_converted_tokenizer.py::test_without_the_extra_the_hint_names_it",
         ),
     ),
     Claim(

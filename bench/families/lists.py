@@ -12,7 +12,7 @@ from tests.fidelity.measure import Asker
 from tests.support.models import CORPUS, TEXTS
 
 from teimgr.engine.job import InferOptions, Output, Pair
-from teimgr.engine.listwise import list_scores
+from teimgr.engine.text.listwise import list_scores
 from teimgr.worker.lists import VECTORS, Prompt, lists_of, prompts_of
 from teimgr.worker.submission import Part
 

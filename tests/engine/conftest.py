@@ -15,7 +15,7 @@ from tests.support.models import build
 
 from teimgr.engine.engine import Engine, EngineOptions
 from teimgr.engine.job import InferOptions, Input, Job, Lane
-from teimgr.engine.tokenizer import TextTokenizer
+from teimgr.engine.text.tokenizer import TextTokenizer
 from teimgr.models.reading import read_layout
 
 __all__ = ["card"]

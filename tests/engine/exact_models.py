@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from tests.engine.conftest import Served
 from tests.support.plain_forwards import POOLINGS
 
-from teimgr.engine.batch import Encoded
+from teimgr.engine.batching.batch import Encoded
 from teimgr.engine.job import Input, Output
-from teimgr.engine.tokenizer import TextTokenizer, TokenizeOptions
+from teimgr.engine.text.tokenizer import TextTokenizer, TokenizeOptions
 from teimgr.models.reading import read_layout
 
 Forward = Callable[[torch.Tensor], torch.Tensor]

@@ -24,7 +24,7 @@ from tests.support.models import edit, read, write
 
 from teimgr.engine.engine import Engine, EngineOptions
 from teimgr.engine.job import InferOptions, Job, Lane
-from teimgr.engine.tokenizer import TextTokenizer, TokenizeOptions
+from teimgr.engine.text.tokenizer import TextTokenizer, TokenizeOptions
 from teimgr.errors import TeimgrError
 from teimgr.models.reading import read_layout
 

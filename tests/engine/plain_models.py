@@ -12,7 +12,7 @@ import transformers
 from numpy.typing import NDArray
 from tests.support.models import FAMILIES, MAX_LENGTH
 
-from teimgr.engine.batch import Encoded, pack
+from teimgr.engine.batching.batch import Encoded, pack
 from teimgr.engine.heads import Rows
 from teimgr.engine.job import Output
 from teimgr.engine.model import Model

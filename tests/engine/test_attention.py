@@ -8,7 +8,7 @@ import torch
 from tests.support.native import needs_native_library
 
 from teimgr.engine.attention import CannotPackError, Packing, VisibleKeys, packed_attention
-from teimgr.engine.batch import Encoded, PackedBatch, pack
+from teimgr.engine.batching.batch import Encoded, PackedBatch, pack
 
 LENGTHS = (1, 2, 7, 7, 7, 12)
 each_way = pytest.mark.parametrize("by_kernel", [False, pytest.param(True, marks=needs_native_library)])

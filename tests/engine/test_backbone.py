@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from teimgr.engine import backbone
 from teimgr.engine.backbone import Batching, PackedLinear, convert_linears, prepacking_works
-from teimgr.engine.batch import Encoded
+from teimgr.engine.batching.batch import Encoded
 from teimgr.engine.job import Output
 from teimgr.engine.model import Model, load_model
 from teimgr.errors import ModelLoadFailed

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tests.support.card import StandInCard
 
-from teimgr.engine.batch import Encoded, PackedBatch
+from teimgr.engine.batching.batch import Encoded, PackedBatch
 from teimgr.engine.budget_proof import proven_tokens
 from teimgr.engine.job import Output
 from teimgr.errors import OutOfDeviceMemory

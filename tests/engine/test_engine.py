@@ -23,14 +23,14 @@ from tests.support.native import needs_native_forward
 from tests.support.polling import until
 from tests.support.worker_process import WorkerProcess, arrow, table
 
-from teimgr.engine.batch import PackedBatch
+from teimgr.engine.batching.batch import PackedBatch
+from teimgr.engine.batching.queue import EntryQueue, QueueEntry
 from teimgr.engine.heads import Rows
 from teimgr.engine.host_copies import HostCopies
 from teimgr.engine.job import InferOptions, Input, Job, Lane, Output, Pair
 from teimgr.engine.model import Model
-from teimgr.engine.queue import EntryQueue, QueueEntry
 from teimgr.engine.runner import Runner
-from teimgr.engine.tokenizer import TextTokenizer, TokenizeOptions
+from teimgr.engine.text.tokenizer import TextTokenizer, TokenizeOptions
 from teimgr.errors import (
     DeadlineExceeded,
     EmptyInput,

@@ -17,12 +17,12 @@ from tests.support.polling import until
 
 from teimgr.engine import runner
 from teimgr.engine.backbone import Batching
-from teimgr.engine.batch import Encoded, PackedBatch, pack
+from teimgr.engine.batching.batch import Encoded, PackedBatch, pack
+from teimgr.engine.batching.queue import QueueEntry
 from teimgr.engine.finisher import BatchResults, Failures, Finisher, HostRows, StartedBatch
 from teimgr.engine.heads import Rows
 from teimgr.engine.job import InferOptions, Job, Lane, Output, Pair
 from teimgr.engine.model import Model, load_model
-from teimgr.engine.queue import QueueEntry
 from teimgr.errors import InferenceFailed, InvalidInput, OutOfDeviceMemory, Unavailable
 from teimgr.models.reading import read_layout
 

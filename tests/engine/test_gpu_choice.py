@@ -22,18 +22,19 @@ from tests.support.models import (
 )
 from tests.support.models.dual_encoders import build_clip, build_colpali, build_gme
 
-from teimgr.engine import fidelity_gate, varlen_kernel
 from teimgr.engine.backbone import Batching
-from teimgr.engine.batch import Encoded, pack
-from teimgr.engine.fidelity_gate import Choice, probe_inputs
+from teimgr.engine.batching.batch import Encoded, pack
+from teimgr.engine.fidelity import fidelity_gate
+from teimgr.engine.fidelity.fidelity_gate import Choice, probe_inputs
 from teimgr.engine.gpu_choice import candidate_dtypes, choose_on_gpu
-from teimgr.engine.host_weights import HostWeights
+from teimgr.engine.gpu_kernels import varlen_kernel
 from teimgr.engine.images.chats import load_chat_model
 from teimgr.engine.images.model import PicturedModel, load_dual_model
 from teimgr.engine.images.pages import load_page_model
 from teimgr.engine.loading import EngineOptions, load_parts
 from teimgr.engine.model import Model, load_model, tensor_bytes, tensors_of
-from teimgr.engine.tokenizer import TextTokenizer
+from teimgr.engine.text.tokenizer import TextTokenizer
+from teimgr.engine.weights.host import HostWeights
 from teimgr.errors import DeviceFailed, InvalidConfig, ModelLoadFailed, OutOfDeviceMemory
 from teimgr.models.reading import read_layout
 

@@ -14,11 +14,11 @@ from tests.support.native import LIBRARY, needs_native_forward
 
 from teimgr.engine.attention_kernel import attention_kernel
 from teimgr.engine.backbone import Transformer
-from teimgr.engine.fidelity_gate import reference_of
+from teimgr.engine.fidelity.fidelity_gate import reference_of
 from teimgr.engine.job import Lane, Output
 from teimgr.engine.model import load_model
 from teimgr.engine.native_library import LEVELS
-from teimgr.engine.tokenizer import TextTokenizer, TokenizeOptions
+from teimgr.engine.text.tokenizer import TextTokenizer, TokenizeOptions
 from teimgr.errors import InvalidConfig
 from teimgr.models.reading import read_layout
 

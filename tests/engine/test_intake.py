@@ -9,13 +9,13 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from teimgr.engine import queue as queues
-from teimgr.engine.batch import TokenizedTexts
+from teimgr.engine.batching import queue as queues
+from teimgr.engine.batching.batch import TokenizedTexts
+from teimgr.engine.batching.queue import BatchLimits, EntryQueue, QueueEntry
 from teimgr.engine.finisher import Finisher
 from teimgr.engine.intake import Intake
 from teimgr.engine.job import InferOptions, Job, Lane, Share
-from teimgr.engine.queue import BatchLimits, EntryQueue, QueueEntry
-from teimgr.engine.tokenizer import TokenizeOptions
+from teimgr.engine.text.tokenizer import TokenizeOptions
 from teimgr.errors import Unavailable
 
 LIMIT_S = 20.0

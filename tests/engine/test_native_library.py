@@ -18,7 +18,7 @@ from tests.engine.helper_threads import helpers, run
 from tests.support.native import needs_native_library
 from tests.support.polling import eventually
 
-from teimgr.engine import dtype_speed
+from teimgr.engine.fidelity import dtype_speed
 from teimgr.engine.native_library import LEVELS, native_library
 
 LIMIT_S = 20

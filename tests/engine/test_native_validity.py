@@ -16,9 +16,9 @@ from tests.fuzz import native
 from tests.support.models import build, edit
 from tests.support.native import needs_native_forward
 
-from teimgr.engine.forward_kernel import forward_kernel
-from teimgr.engine.forward_program import CannotLowerError
-from teimgr.engine.tokenizer import TextTokenizer, TokenizeOptions
+from teimgr.engine.native_forward.kernel import forward_kernel
+from teimgr.engine.native_forward.program import CannotLowerError
+from teimgr.engine.text.tokenizer import TextTokenizer, TokenizeOptions
 from teimgr.models.reading import read_layout
 
 TEXTS = ["rain on the harbour", "one", "a longer text about boats and the harbour in the rain"]

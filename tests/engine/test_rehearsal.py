@@ -21,8 +21,8 @@ threads, compiled, compile = len(os.listdir("/proc/self/task")), [], re._compile
 re._compiler.compile = lambda pattern, flags=0: compiled.append(str(pattern)) or compile(pattern, flags)
 
 from transformers import BertConfig, BertModel
-from teimgr.engine.forward_trace import trace_forward
-from teimgr.engine.lowering import lower
+from teimgr.engine.native_forward.trace import trace_forward
+from teimgr.engine.native_forward.lowering import lower
 from teimgr.models.directory import needed
 
 assert needed(["model.safetensors", "onnx/model.onnx"]) == ["model.safetensors"]

@@ -16,13 +16,13 @@ import pytest
 import torch
 from tests.support.card import StandInCard
 
-from teimgr.engine.batch import Encoded, PackedBatch
+from teimgr.engine.batching.batch import Encoded, PackedBatch
+from teimgr.engine.batching.queue import BatchDraft, BatchLimits, EntryQueue, QueueEntry
 from teimgr.engine.finisher import Finisher, HostRows
 from teimgr.engine.heads import Rows
 from teimgr.engine.heads.pooling import finish
 from teimgr.engine.job import InferOptions, Job, Lane, Output
 from teimgr.engine.known_results import keys_of
-from teimgr.engine.queue import BatchDraft, BatchLimits, EntryQueue, QueueEntry
 from teimgr.engine.runner import Runner
 from teimgr.errors import InferenceFailed, OutOfDeviceMemory, Unavailable
 from teimgr.spec import CpuThreads

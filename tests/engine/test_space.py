@@ -29,7 +29,7 @@ from tests.support.models import (
 from teimgr.engine import space as space_module
 from teimgr.engine.loading import EngineOptions, load_parts
 from teimgr.engine.space import SpaceDigest, precision_class
-from teimgr.engine.tokenizer import Prompts, TextTokenizer
+from teimgr.engine.text.tokenizer import Prompts, TextTokenizer
 from teimgr.errors import ModelLoadFailed
 from teimgr.models.layout import Layout
 from teimgr.models.reading import read_layout

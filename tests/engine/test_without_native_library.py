@@ -15,7 +15,7 @@ from tests.support.native import LIBRARY
 ROOT = Path(__file__).parents[2]
 # Where the library's absence matters: batching and the choice of it, pooling, lanes on one thread, the real model.
 FILES = (
-    "tests/engine/test_fidelity_gate.py",
+    "tests/engine/fidelity/test_fidelity_gate.py",
     "tests/engine/heads/test_pooling.py",
     "tests/engine/test_engine.py",
     "tests/fidelity/test_fidelity.py",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from teimgr.engine.batch import Encoded
+from teimgr.engine.batching.batch import Encoded
 from teimgr.engine.job import Input
-from teimgr.engine.tokenizer import TextTokenizer, TokenizeOptions
+from teimgr.engine.text.tokenizer import TextTokenizer, TokenizeOptions
 
 
 def ids(tokenizer: TextTokenizer, text: Input, reading: TokenizeOptions | None = None) -> list[int]:

@@ -62,7 +62,7 @@ if __name__ == "__main__":
     sys.meta_path.insert(0, _StandIns())
 
 from teimgr.engine.attention_kernel import _Call as Attention  # noqa: E402  after the stand-ins
-from teimgr.engine.forward_kernel import _ACTIVATIONS, _KINDS, _Call, _Operand, _Program, _Slot, _Step  # noqa: E402
+from teimgr.engine.native_forward.kernel import _ACTIVATIONS, _KINDS, _Call, _Operand, _Program, _Slot, _Step  # noqa: E402
 from teimgr.engine.native_library import BFLOAT16_LEVEL  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]

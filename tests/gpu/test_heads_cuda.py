@@ -13,7 +13,7 @@ import transformers
 from tests.engine.plain_models import layout_of, random_texts, save_headed
 
 from teimgr.engine.backbone import Batching
-from teimgr.engine.batch import Encoded, pack
+from teimgr.engine.batching.batch import Encoded, pack
 from teimgr.engine.heads import Rows
 from teimgr.engine.heads import splade as splade_heads
 from teimgr.engine.host_copies import HostCopies

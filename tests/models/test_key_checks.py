@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from teimgr.engine.job import Output
-from teimgr.engine.tokenizer_checks import contradictions
-from teimgr.engine.tokenizer_library import load_tokenizer
+from teimgr.engine.text.tokenizer_checks import contradictions
+from teimgr.engine.text.tokenizer_library import load_tokenizer
 from teimgr.errors import InvalidInput, ModelLoadFailed
 from teimgr.models.reading import read_layout
 from tests.engine.conftest import Served, serve  # noqa: F401  a fixture

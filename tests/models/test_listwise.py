@@ -11,8 +11,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from teimgr.engine.job import Output, Pair
-from teimgr.engine.listwise import list_scores
-from teimgr.engine.tokenizer import TokenizeOptions
+from teimgr.engine.text.listwise import list_scores
+from teimgr.engine.text.tokenizer import TokenizeOptions
 from teimgr.errors import InvalidConfig, ModelLoadFailed, WrongModelKind
 from teimgr.models.reading import read_layout
 from tests.engine.conftest import Served, serve  # noqa: F401  a fixture

@@ -12,9 +12,9 @@ import pytest
 import torch
 import transformers
 
-from teimgr.engine.batch import Encoded
+from teimgr.engine.batching.batch import Encoded
 from teimgr.engine.job import Output, Pair
-from teimgr.engine.tokenizer import TextTokenizer, TokenizeOptions
+from teimgr.engine.text.tokenizer import TextTokenizer, TokenizeOptions
 from teimgr.errors import ModelLoadFailed
 from teimgr.models.own_code import code_repositories
 from teimgr.models.reading import read_layout

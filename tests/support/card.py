@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from teimgr.engine import forward_graphs, gpu, pinned_ring
-from teimgr.engine.pinned_ring import PinnedRing
+from teimgr.engine import gpu
+from teimgr.engine.batching import pinned_ring
+from teimgr.engine.batching.pinned_ring import PinnedRing
+from teimgr.engine.gpu_kernels import forward_graphs
 
 WAITING = ("aten::item", "aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero", "aten::equal")
 CAPTURING = "CUDA error: operation not permitted when stream is capturing"

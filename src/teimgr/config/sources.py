@@ -24,7 +24,7 @@ from teimgr.config.settings import Otel, Settings, faults
 from teimgr.errors import InvalidConfig
 from teimgr.spec import KEYS, DeclaredKey, InstanceKey, InstanceSpec, key_of, updatable
 
-# Variables of the workers, which have no key: `engine/native_library.py`, `engine/forward_graphs.py`.
+# Variables of the workers, which have no key: `engine/native_library.py`, `engine/gpu_kernels/forward_graphs.py`.
 _WORKER_VARIABLES = ("TEIMGR_NATIVE", "TEIMGR_CUDA_GRAPHS", "TEIMGR_AGENT", "TEIMGR_LISTEN_ADDRESS")
 
 

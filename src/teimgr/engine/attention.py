@@ -20,8 +20,8 @@ from transformers import AttentionInterface
 from teimgr.engine import gpu
 from teimgr.engine.alibi import biased_attention
 from teimgr.engine.attention_kernel import attention_kernel
-from teimgr.engine.batch import PackedBatch, Run, to_device
-from teimgr.engine.varlen_kernel import Borders, varlen_kernel
+from teimgr.engine.batching.batch import PackedBatch, Run, to_device
+from teimgr.engine.gpu_kernels.varlen_kernel import Borders, varlen_kernel
 
 PACKED = "teimgr_packed"
 

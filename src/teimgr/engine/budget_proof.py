@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from teimgr.engine import gpu
-from teimgr.engine.batch import Encoded, PackedBatch, pack
+from teimgr.engine.batching.batch import Encoded, PackedBatch, pack
+from teimgr.engine.batching.queue import MIN_TOKENS
 from teimgr.engine.job import Output
 from teimgr.engine.model import Model
-from teimgr.engine.queue import MIN_TOKENS
 from teimgr.engine.runner import MAX_RESULT_BYTES
 from teimgr.errors import OutOfDeviceMemory
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from teimgr.engine.batching.queue import QueueEntry
 from teimgr.engine.job import Account, Job
-from teimgr.engine.queue import QueueEntry
 from teimgr.errors import TeimgrError
 
 FailedRow = tuple[Job, int, TeimgrError]

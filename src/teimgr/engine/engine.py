@@ -26,8 +26,9 @@ import torch
 from numpy.typing import NDArray
 
 from teimgr.engine import gpu
+from teimgr.engine.batching.queue import EntryQueue
 from teimgr.engine.core_load import CoreLoad
-from teimgr.engine.fidelity_gate import PROBE_TEXTS
+from teimgr.engine.fidelity.fidelity_gate import PROBE_TEXTS
 from teimgr.engine.finisher import EngineStats, Failures, Finisher, InFlightLimit, failed_rows
 from teimgr.engine.intake import Intake
 from teimgr.engine.job import (
@@ -46,9 +47,8 @@ from teimgr.engine.job import (
 from teimgr.engine.known_results import OWN_TENANT, ResultCache
 from teimgr.engine.loading import EngineOptions, EngineParts, load_parts
 from teimgr.engine.model import tensor_bytes
-from teimgr.engine.queue import EntryQueue
 from teimgr.engine.runner import Runner
-from teimgr.engine.tokenizer import TokenizeOptions, TokenSpan
+from teimgr.engine.text.tokenizer import TokenizeOptions, TokenSpan
 from teimgr.errors import DeadlineExceeded, DeviceFailed, InferenceFailed, ModelLoadFailed, Unavailable, WrongModelKind
 from teimgr.models.source import shown_id
 from teimgr.spec import CpuThreads, Kind, LoadedModel

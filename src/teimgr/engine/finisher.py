@@ -19,11 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from teimgr.engine import gpu
+from teimgr.engine.batching.queue import BATCH_OVERHEAD_TOKENS, QueueEntry
 from teimgr.engine.heads.pooling import finish
 from teimgr.engine.heads.scoring import activate
 from teimgr.engine.job import Job, Lane, Output, SparseRow, ZeroVector
 from teimgr.engine.native_library import address, native_library
-from teimgr.engine.queue import BATCH_OVERHEAD_TOKENS, QueueEntry
 from teimgr.errors import DeadlineExceeded, InferenceFailed, OutOfDeviceMemory, TeimgrError
 
 log = logging.getLogger(__name__)

@@ -12,10 +12,10 @@ from dataclasses import replace
 
 import torch
 
-from teimgr.engine import gpu, norm_kernel
-from teimgr.engine.batch import Encoded
-from teimgr.engine.dtype_speed import Preference, risk_of_fewer_bits
-from teimgr.engine.fidelity_gate import (
+from teimgr.engine import gpu
+from teimgr.engine.batching.batch import Encoded
+from teimgr.engine.fidelity.dtype_speed import Preference, risk_of_fewer_bits
+from teimgr.engine.fidelity.fidelity_gate import (
     Choice,
     Closeness,
     ProbeResult,
@@ -24,9 +24,10 @@ from teimgr.engine.fidelity_gate import (
     finite_reference,
     first_batching,
 )
-from teimgr.engine.gpu_fusion import fuse
+from teimgr.engine.gpu_kernels import norm_kernel
+from teimgr.engine.gpu_kernels.gpu_fusion import fuse
+from teimgr.engine.gpu_kernels.norm_kernel import Norms
 from teimgr.engine.model import DeviatesError, Model, name_of
-from teimgr.engine.norm_kernel import Norms
 from teimgr.errors import DeviceFailed, InvalidConfig, ModelLoadFailed
 
 log = logging.getLogger(__name__)

@@ -8,11 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from teimgr.engine import gpu, pinned_ring
+from teimgr.engine import gpu
+from teimgr.engine.batching import pinned_ring
+from teimgr.engine.batching.pinned_ring import Event, Loan
 from teimgr.engine.finisher import HostRows
 from teimgr.engine.heads import Rows
 from teimgr.engine.job import Output
-from teimgr.engine.pinned_ring import Event, Loan
 
 
 class _Parts(NamedTuple):

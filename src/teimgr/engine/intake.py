@@ -5,8 +5,8 @@ fast computed there too (`Intake.start`): that takes less time than to wake up o
 
 Everything else is tokenized by two threads. One takes all small jobs that wait in one call of the library, and big ones
 in chunks, so that a query never waits for a whole file of texts. The other one takes long texts, in as many calls as
-their cuts need (`engine/truncation.py`), so no other text waits for them. Rows that cannot be tokenized go straight to
-the finisher as failures.
+their cuts need (`engine/text/truncation.py`), so no other text waits for them. Rows that cannot be tokenized go
+straight to the finisher as failures.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from typing import Protocol
 
 import numpy as np
 
-from teimgr.engine.batch import TokenizedTexts
+from teimgr.engine.batching.batch import TokenizedTexts
+from teimgr.engine.batching.fair_share import TenantTurns
+from teimgr.engine.batching.queue import EntryQueue, QueueEntry
 from teimgr.engine.charging import Charging
-from teimgr.engine.fair_share import TenantTurns
 from teimgr.engine.finisher import Failures, Finisher
 from teimgr.engine.job import Input, Job, Lane, Pair, Share, characters
-from teimgr.engine.queue import EntryQueue, QueueEntry
-from teimgr.engine.tokenizer import TextTokenizer, TokenizeOptions
+from teimgr.engine.text.tokenizer import TextTokenizer, TokenizeOptions
 from teimgr.errors import InvalidInput, Overloaded, TeimgrError, TokenizerFailed, Unavailable
 from teimgr.wire.gil_interval import short_turns
 from teimgr.wire.text_column import TextColumn

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from teimgr.engine.batch import Encoded
+from teimgr.engine.batching.batch import Encoded
+from teimgr.engine.batching.queue import QueueEntry
 from teimgr.engine.finisher import Floats, HostRows, KnownBatch
 from teimgr.engine.job import Output
-from teimgr.engine.queue import QueueEntry
 
 Key = tuple[Any, ...]
 Numbers = tuple[Floats, NDArray[np.int64] | None]

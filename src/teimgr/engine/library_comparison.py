@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from teimgr.engine.engine import Engine
-from teimgr.engine.fidelity_gate import PROBE_TEXTS
+from teimgr.engine.fidelity.fidelity_gate import PROBE_TEXTS
 from teimgr.engine.job import InferOptions, Input, Job, Output, Pair
 from teimgr.engine.library_reference import TRANSFORMERS, LibraryReference, Matrix, NoReferenceError, load_reference
 from teimgr.errors import TeimgrError

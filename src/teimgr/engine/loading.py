@@ -15,24 +15,25 @@ from typing import Any
 
 import torch
 
-from teimgr.engine import forward_graphs, gpu
+from teimgr.engine import gpu
 from teimgr.engine.backbone import Batching, StaticTable, Transformer
-from teimgr.engine.batch import Encoded
+from teimgr.engine.batching.batch import Encoded
+from teimgr.engine.batching.queue import BatchLimits
 from teimgr.engine.budget_proof import proven_tokens
-from teimgr.engine.dtype_speed import risk_of_fewer_bits
-from teimgr.engine.fidelity_gate import Choice, choose, probe_inputs
-from teimgr.engine.forward_graphs import graphs_are_wanted, queries
+from teimgr.engine.fidelity.dtype_speed import risk_of_fewer_bits
+from teimgr.engine.fidelity.fidelity_gate import Choice, choose, probe_inputs
+from teimgr.engine.fidelity.reference_cache import ReferenceCache, reference_key
 from teimgr.engine.gpu_choice import choose_on_gpu
+from teimgr.engine.gpu_kernels import forward_graphs
+from teimgr.engine.gpu_kernels.forward_graphs import graphs_are_wanted, queries
 from teimgr.engine.job import Output
 from teimgr.engine.model import Model, load_model, name_of
-from teimgr.engine.queue import BatchLimits
-from teimgr.engine.reference_cache import ReferenceCache, reference_key
 from teimgr.engine.routes import RoutedModel
 from teimgr.engine.runner import return_freed_memory
 from teimgr.engine.space import SpaceDigest, precision_class
-from teimgr.engine.tokenizer import Prompts, TextTokenizer
-from teimgr.engine.tokenizer_checks import contradictions
-from teimgr.engine.tokenizer_library import is_panic, tokenizer_faults
+from teimgr.engine.text.tokenizer import Prompts, TextTokenizer
+from teimgr.engine.text.tokenizer_checks import contradictions
+from teimgr.engine.text.tokenizer_library import is_panic, tokenizer_faults
 from teimgr.errors import InvalidConfig, ModelLoadFailed, TeimgrError
 from teimgr.models.directory import check_safetensors
 from teimgr.models.gguf_head import HEADS

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from teimgr.engine.backbone import Batching, StaticTable, Transformer, WholeModel, load_table
-from teimgr.engine.batch import Encoded, PackedBatch, pack
+from teimgr.engine.batching.batch import Encoded, PackedBatch, pack
 from teimgr.engine.heads import Head, Rows, TokensHead
 from teimgr.engine.heads.library import HeadTrial, LibraryHead
 from teimgr.engine.heads.multi_vector import (
@@ -36,10 +36,10 @@ from teimgr.engine.heads.scoring import (
 )
 from teimgr.engine.heads.splade import RoutedWeights, SpladeHead, SpladeVectorHead, SpladeWeights
 from teimgr.engine.heads.table import TableMeanHead
-from teimgr.engine.host_weights import HostWeights
 from teimgr.engine.job import Output
 from teimgr.engine.library_model import load_module, load_plain_module
 from teimgr.engine.own_reader import load_own_reader
+from teimgr.engine.weights.host import HostWeights
 from teimgr.errors import ModelLoadFailed
 from teimgr.models.layout import Backbone, Layout, QueryTable
 from teimgr.spec import Kind

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 
 from teimgr.engine import gpu
 from teimgr.engine.backbone import UnpackedTransformer
-from teimgr.engine.batch import Encoded
-from teimgr.engine.converted_tokenizer import PROBES
+from teimgr.engine.batching.batch import Encoded
 from teimgr.engine.library_model import check_weights, silence
 from teimgr.engine.library_reference import library_options
-from teimgr.engine.tokenizer import TextTokenizer, TokenizeOptions
+from teimgr.engine.text.converted_tokenizer import PROBES
+from teimgr.engine.text.tokenizer import TextTokenizer, TokenizeOptions
 from teimgr.errors import ModelLoadFailed
 from teimgr.models.layout import Layout
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from teimgr.engine.forward_trace import trace_forward
-from teimgr.engine.lowering import lower
+from teimgr.engine.native_forward.lowering import lower
+from teimgr.engine.native_forward.trace import trace_forward
 
 
 def rehearse() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from teimgr.engine.backbone import StaticTable, Transformer
-from teimgr.engine.batch import Encoded, PackedBatch, to_device
+from teimgr.engine.batching.batch import Encoded, PackedBatch, to_device
 from teimgr.engine.heads import Rows
 from teimgr.engine.job import Output
 from teimgr.engine.model import Model

@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 
 from teimgr.engine import gpu
 from teimgr.engine.backbone import StaticTable
-from teimgr.engine.batch import Encoded, pack, pack_as_given
+from teimgr.engine.batching.batch import Encoded, pack, pack_as_given
+from teimgr.engine.batching.queue import BATCH_OVERHEAD_TOKENS, EntryQueue, QueueEntry, halves
 from teimgr.engine.core_load import CoreLoad
 from teimgr.engine.finisher import (
     Failures,
@@ -54,7 +55,6 @@ from teimgr.engine.known_results import (
 )
 from teimgr.engine.model import Model
 from teimgr.engine.native_library import NO_MEMORY, native_library
-from teimgr.engine.queue import BATCH_OVERHEAD_TOKENS, EntryQueue, QueueEntry, halves
 from teimgr.errors import DeadlineExceeded, InferenceFailed, OutOfDeviceMemory, TeimgrError, Unavailable
 from teimgr.spec import CpuThreads
 

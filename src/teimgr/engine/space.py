@@ -29,8 +29,8 @@ from torch import Tensor
 
 from teimgr.engine.heads.projections import read_tensors
 from teimgr.engine.kept_files import PrivateCacheFile, identities
-from teimgr.engine.onnx_weights import onnx_weights
-from teimgr.engine.tokenizer import Prompts, TextTokenizer
+from teimgr.engine.text.tokenizer import Prompts, TextTokenizer
+from teimgr.engine.weights.onnx import onnx_weights
 from teimgr.errors import ModelLoadFailed
 from teimgr.models.directory import onnx_file, weight_files
 from teimgr.models.gguf_head import read_gguf

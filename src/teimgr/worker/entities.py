@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from teimgr.engine.job import Input
 
 if TYPE_CHECKING:  # importing the tokenizer imports torch
-    from teimgr.engine.tokenizer import TextTokenizer
+    from teimgr.engine.text.tokenizer import TextTokenizer
 
 Aggregation = Literal["none", "simple"]
 OUTSIDE = "O"

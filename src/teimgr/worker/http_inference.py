@@ -50,7 +50,7 @@ from teimgr.worker.calls import (
 from teimgr.worker.dispatcher import Dispatcher
 
 if TYPE_CHECKING:  # importing the tokenizer imports torch
-    from teimgr.engine.tokenizer import TextTokenizer
+    from teimgr.engine.text.tokenizer import TextTokenizer
 
 JSON = "application/json"
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from teimgr.engine.job import InferOptions, Job, Output, Pair
-from teimgr.engine.listwise import ListPrompt, Shortened, list_scores
+from teimgr.engine.text.listwise import ListPrompt, Shortened, list_scores
 from teimgr.errors import EmptyInput, InputTooLong, InvalidInput, TeimgrError
 from teimgr.worker.calls import WorkerCall
 from teimgr.worker.submission import Encode, Part, Submission, job_of

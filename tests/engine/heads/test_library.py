@@ -11,7 +11,7 @@ import transformers
 from tests.engine.plain_models import CPU, OFFSETS, PAD, layout_of, logits_of, random_texts, run, save_headed
 
 from teimgr.engine.backbone import Batching, WholeModel
-from teimgr.engine.batch import Encoded
+from teimgr.engine.batching.batch import Encoded
 from teimgr.engine.heads.scoring import activate
 from teimgr.engine.job import Output
 from teimgr.engine.model import Model, load_model

@@ -12,7 +12,7 @@ from tests.support.models import TOKEN_WIDTH, WIDTH
 from tests.support.models.encoders import IDENTITY, TANH, write_dense
 
 from teimgr.engine.backbone import Batching
-from teimgr.engine.batch import Encoded
+from teimgr.engine.batching.batch import Encoded
 from teimgr.engine.job import Output
 from teimgr.engine.model import Model, load_model
 from teimgr.errors import ModelLoadFailed

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.support.native import needs_native_library
 
-from teimgr.engine.batch import Encoded, PackedBatch, pack
+from teimgr.engine.batching.batch import Encoded, PackedBatch, pack
 from teimgr.engine.finisher import HostRows
 from teimgr.engine.heads import pooling
 from teimgr.engine.heads.pooling import POOLINGS, Segments, finish, finish_on_device, pool

@@ -16,7 +16,7 @@ from tests.support.card import WAITING, StandInCard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from teimgr.engine.backbone import Batching, WholeModel
-from teimgr.engine.batch import Encoded, pack
+from teimgr.engine.batching.batch import Encoded, pack
 from teimgr.engine.heads import splade as heads
 from teimgr.engine.host_copies import HostCopies
 from teimgr.engine.job import Output

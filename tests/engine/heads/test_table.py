@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from teimgr.engine.backbone import StaticTable
-from teimgr.engine.batch import Encoded, pack_as_given
+from teimgr.engine.batching.batch import Encoded, pack_as_given
 from teimgr.engine.heads.pooling import DenseHead
 
 ROWS, WIDTH, IDS = 50, 8, 100

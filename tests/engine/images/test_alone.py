@@ -16,10 +16,10 @@ from tests.support.models.dual_encoders import build_dinov2, file_of, noise
 from tests.support.models.files import edit
 from tests.support.native import needs_native_forward
 
-from teimgr.engine.image_layers import NativeLayers
 from teimgr.engine.images.files import decode
 from teimgr.engine.images.pixels import PixelTable, prepare
 from teimgr.engine.job import Lane, Output
+from teimgr.engine.native_forward.image_layers import NativeLayers
 from teimgr.errors import InvalidConfig, InvalidInput, ModelLoadFailed, WrongModelKind
 
 PICTURES = [noise(40, 50), noise(300, 200, 1), noise(64, 64, 2), noise(5, 90, 3)]

@@ -21,7 +21,7 @@ from tests.support.models.dual_encoders import (
 )
 from tests.support.models.files import edit, read, write
 
-from teimgr.engine.batch import Encoded
+from teimgr.engine.batching.batch import Encoded
 from teimgr.engine.images.chats import image_places
 from teimgr.engine.images.inputs import EncodedPicture
 from teimgr.engine.images.pages import patches

@@ -25,8 +25,8 @@ from tests.support.models.dual_encoders import (
 )
 from tests.support.native import needs_native_forward
 
-from teimgr.engine.image_layers import NativeLayers
 from teimgr.engine.job import Lane, Output
+from teimgr.engine.native_forward.image_layers import NativeLayers
 from teimgr.errors import InvalidInput, ModelLoadFailed, WrongModelKind
 from teimgr.models.reading import read_layout
 

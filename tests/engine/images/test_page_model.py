@@ -16,11 +16,11 @@ from tests.support.models.dual_encoders import build_colmodernvbert, build_colpa
 from tests.support.models.files import edit, read
 from tests.support.native import needs_native_forward
 
-from teimgr.engine.image_layers import NativeLayers, NativeTexts
 from teimgr.engine.images.files import decode
 from teimgr.engine.images.pages import squares
 from teimgr.engine.images.pixels import PixelTable, prepare, resized_shape
 from teimgr.engine.job import Output
+from teimgr.engine.native_forward.image_layers import NativeLayers, NativeTexts
 from teimgr.errors import InvalidInput, ModelLoadFailed
 from teimgr.models.layout import PatchSteps
 

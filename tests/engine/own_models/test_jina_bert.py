@@ -15,9 +15,9 @@ from tests.support import plain_forwards
 from tests.support.models import edit
 from tests.support.models.single_families import build_jina_bert
 
-from teimgr.engine.batch import Encoded
+from teimgr.engine.batching.batch import Encoded
 from teimgr.engine.job import Output, Pair
-from teimgr.engine.tokenizer import TextTokenizer, TokenizeOptions
+from teimgr.engine.text.tokenizer import TextTokenizer, TokenizeOptions
 from teimgr.errors import ModelLoadFailed
 from teimgr.models.reading import read_layout
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tests.support.models import build
 
-from teimgr.engine.tokenizer import TextTokenizer
+from teimgr.engine.text.tokenizer import TextTokenizer
 from teimgr.models.reading import read_layout
 from teimgr.worker.dialects.tokens import pieces
 

@@ -21,7 +21,7 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from teimgr.engine.batch import PackedBatch, to_device
+from teimgr.engine.batching.batch import PackedBatch, to_device
 
 
 @dataclass(slots=True)  # not frozen, which would cost each query half a microsecond

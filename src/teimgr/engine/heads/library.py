@@ -19,7 +19,7 @@ from torch.nn import functional
 from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions as States
 
 from teimgr.engine import gpu
-from teimgr.engine.batch import Encoded, PackedBatch, pack
+from teimgr.engine.batching.batch import Encoded, PackedBatch, pack
 
 _TRIAL_LENGTHS = (3, 5, 5)
 _TOLERANCE = 1e-4  # between float32 logits, relative to the largest; the row of a wrong token differs far more

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from teimgr.engine.batch import PackedBatch, to_device
+from teimgr.engine.batching.batch import PackedBatch, to_device
 from teimgr.engine.heads import Rows
 from teimgr.errors import ModelLoadFailed
 from teimgr.models.layout import LateInteraction, Listwise

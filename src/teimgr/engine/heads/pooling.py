@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from teimgr.engine import gpu
-from teimgr.engine.batch import PackedBatch, Run, to_device
+from teimgr.engine.batching.batch import PackedBatch, Run, to_device
 from teimgr.engine.heads import Rows
 from teimgr.engine.native_library import address, native_library
 

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from teimgr.engine.batch import PackedBatch, to_device
+from teimgr.engine.batching.batch import PackedBatch, to_device
 from teimgr.engine.heads import Rows
 from teimgr.engine.heads.library import HeadTrial, LibraryHead
 from teimgr.engine.heads.pooling import pool

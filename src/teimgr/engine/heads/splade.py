@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from teimgr.engine import gpu
-from teimgr.engine.batch import PackedBatch, Run, to_device
+from teimgr.engine.batching.batch import PackedBatch, Run, to_device
 from teimgr.engine.heads import Rows
 from teimgr.models.layout import Splade
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from teimgr.engine.batch import PackedBatch, to_device
+from teimgr.engine.batching.batch import PackedBatch, to_device
 from teimgr.engine.heads import Rows
 
 _SUM, _MEAN = 0, 1  # of `torch.embedding_bag`, whose wrapper in `functional` takes some microseconds

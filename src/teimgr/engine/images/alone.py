@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from teimgr.engine import gpu
 from teimgr.engine.backbone import Batching, Transformer
-from teimgr.engine.batch import PackedBatch, TokenizedTexts
-from teimgr.engine.fidelity_gate import MIN_COSINE, MIN_REQUESTED_COSINE, Choice, Closeness
+from teimgr.engine.batching.batch import PackedBatch, TokenizedTexts
+from teimgr.engine.fidelity.fidelity_gate import MIN_COSINE, MIN_REQUESTED_COSINE, Choice, Closeness
 from teimgr.engine.gpu_choice import candidate_dtypes, has_bfloat16
 from teimgr.engine.heads import Rows
 from teimgr.engine.heads.pooling import DenseHead
@@ -22,7 +22,7 @@ from teimgr.engine.images.pixels import PixelTable
 from teimgr.engine.images.waiting import PictureDecoder
 from teimgr.engine.job import Input, MediaFile, Output
 from teimgr.engine.library_model import load_module
-from teimgr.engine.tokenizer import TokenizeOptions, TokenSpan
+from teimgr.engine.text.tokenizer import TokenizeOptions, TokenSpan
 from teimgr.errors import InvalidConfig, InvalidInput, ModelLoadFailed, TeimgrError
 from teimgr.models.layout import Layout
 

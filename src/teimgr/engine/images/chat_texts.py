@@ -13,13 +13,13 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from teimgr.engine.batch import Encoded, TokenizedTexts
+from teimgr.engine.batching.batch import Encoded, TokenizedTexts
 from teimgr.engine.images.inputs import EncodedPicture, PictureTokenizer, known_file, picture_ids
 from teimgr.engine.job import Content, ContentPair, Input, Pair, Picture
-from teimgr.engine.templates import CausalTemplate
-from teimgr.engine.tokenizer import TokenizeOptions
-from teimgr.engine.tokenizer_library import TokenizerLibrary
-from teimgr.engine.truncation import Shortener
+from teimgr.engine.text.templates import CausalTemplate
+from teimgr.engine.text.tokenizer import TokenizeOptions
+from teimgr.engine.text.tokenizer_library import TokenizerLibrary
+from teimgr.engine.text.truncation import Shortener
 from teimgr.errors import EmptyInput, InputTooLong, InvalidInput, ModelLoadFailed, TeimgrError, TokenizerFailed
 from teimgr.models.layout import ChatTexts, Layout, PairTemplate
 from teimgr.spec import Kind

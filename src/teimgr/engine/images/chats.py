@@ -19,13 +19,10 @@ from torch.nn import functional
 from teimgr.engine import gpu
 from teimgr.engine.attention import Packing
 from teimgr.engine.backbone import Batching, Transformer
-from teimgr.engine.batch import Encoded, PackedBatch, Run, pack, to_device
-from teimgr.engine.boundaries import Boundaries
-from teimgr.engine.forward_program import CannotLowerError
+from teimgr.engine.batching.batch import Encoded, PackedBatch, Run, pack, to_device
 from teimgr.engine.heads import Head
 from teimgr.engine.heads.pooling import DenseHead
 from teimgr.engine.heads.scoring import CausalHead
-from teimgr.engine.host_weights import HostWeights
 from teimgr.engine.images.chat_texts import ChatWriter
 from teimgr.engine.images.inputs import EncodedPicture, pixels_of
 from teimgr.engine.images.model import PicturedModel, known_pictures
@@ -34,8 +31,11 @@ from teimgr.engine.images.pixels import Pixels, PixelTable
 from teimgr.engine.images.waiting import PictureDecoder
 from teimgr.engine.job import Content, Output, Picture
 from teimgr.engine.library_model import load_module
-from teimgr.engine.tokenizer_library import TokenizerLibrary, load_tokenizer
-from teimgr.engine.truncation import Shortener
+from teimgr.engine.native_forward.program import CannotLowerError
+from teimgr.engine.text.boundaries import Boundaries
+from teimgr.engine.text.tokenizer_library import TokenizerLibrary, load_tokenizer
+from teimgr.engine.text.truncation import Shortener
+from teimgr.engine.weights.host import HostWeights
 from teimgr.errors import ModelLoadFailed, TeimgrError
 from teimgr.models.layout import Layout, PatchSteps, SoftSteps
 

@@ -16,12 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from teimgr.engine.batch import Encoded, PackedBatch, TokenizedTexts, pack
+from teimgr.engine.batching.batch import Encoded, PackedBatch, TokenizedTexts, pack
 from teimgr.engine.images.files import read_size
 from teimgr.engine.images.pixels import tokens_of
 from teimgr.engine.images.waiting import FileDecoder, WaitingPicture
 from teimgr.engine.job import Input, MediaFile, Picture
-from teimgr.engine.tokenizer import TextTokenizer, TokenizeOptions
+from teimgr.engine.text.tokenizer import TextTokenizer, TokenizeOptions
 from teimgr.errors import InvalidConfig, InvalidInput, ModelLoadFailed, TeimgrError
 from teimgr.models.layout import DualEncoder, Layout
 from teimgr.wire.text_column import TextColumn

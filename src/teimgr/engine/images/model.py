@@ -13,19 +13,19 @@ from torch.nn import functional
 
 from teimgr.engine import gpu
 from teimgr.engine.backbone import Transformer
-from teimgr.engine.batch import Encoded, PackedBatch
-from teimgr.engine.fidelity_gate import MIN_COSINE, MIN_REQUESTED_COSINE
-from teimgr.engine.forward_program import CannotLowerError
+from teimgr.engine.batching.batch import Encoded, PackedBatch
+from teimgr.engine.fidelity.fidelity_gate import MIN_COSINE, MIN_REQUESTED_COSINE
 from teimgr.engine.heads import Rows
 from teimgr.engine.heads.pooling import DenseHead
-from teimgr.engine.host_weights import HostWeights
-from teimgr.engine.image_layers import native_layers
 from teimgr.engine.images.inputs import PicturedBatch, pack_with_pictures
 from teimgr.engine.images.pixels import Pixels, PixelTable
 from teimgr.engine.images.waiting import FileDecoder, PictureDecoder
 from teimgr.engine.job import Output
 from teimgr.engine.library_model import load_module
 from teimgr.engine.model import DeviatesError, Heads, Model
+from teimgr.engine.native_forward.image_layers import native_layers
+from teimgr.engine.native_forward.program import CannotLowerError
+from teimgr.engine.weights.host import HostWeights
 from teimgr.errors import ModelLoadFailed
 from teimgr.models.layout import DualEncoder, FlexibleSteps, Layout
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from teimgr.engine.batching.queue import QueueEntry
 from teimgr.engine.finisher import Failures
 from teimgr.engine.images.inputs import EncodedPicture
 from teimgr.engine.images.model import PicturedModel
 from teimgr.engine.intake import Intake
 from teimgr.engine.job import Job, pictures_of
 from teimgr.engine.known_results import DistinctInputs
-from teimgr.engine.queue import QueueEntry
 from teimgr.engine.runner import Runner
-from teimgr.engine.tokenizer import TokenizeOptions
+from teimgr.engine.text.tokenizer import TokenizeOptions
 from teimgr.errors import TeimgrError
 from teimgr.wire.text_column import SharedTexts, TextColumn
 

@@ -14,7 +14,7 @@ import numpy as np
 from pydantic import BeforeValidator, Field
 
 from teimgr.engine.job import InferOptions, Input, Job, Output
-from teimgr.engine.tokenizer import Prompts
+from teimgr.engine.text.tokenizer import Prompts
 from teimgr.errors import InvalidInput, WrongModelKind
 from teimgr.http.bodies import media_type
 from teimgr.spec import Kind, LoadedModel

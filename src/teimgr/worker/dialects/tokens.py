@@ -8,7 +8,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field
 
 from teimgr.engine.engine import Engine
-from teimgr.engine.tokenizer import TokenSpan
+from teimgr.engine.text.tokenizer import TokenSpan
 from teimgr.errors import EmptyInput, InvalidInput, TeimgrError
 from teimgr.wire.frames import HttpReply, HttpRequest
 from teimgr.worker import http_inference as http

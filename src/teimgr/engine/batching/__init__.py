@@ -1,0 +1,1 @@
+"""From jobs to packed batches: the queue by lane, tenant and length, and the batch itself."""

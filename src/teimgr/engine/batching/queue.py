@@ -1,0 +1,304 @@
+"""The queue between tokenizer and device: two lanes, batches bounded by tokens, no starvation.
+
+Scheduling only: needs neither torch nor a model. An entry holds the rows of a job that were tokenized together and have
+equal length, so texts in bulk cost nothing each. The rules of `next_batch`:
+
+1. Cancelled entries are dropped; entries whose deadline is past, or would be before the device could have computed
+   one of their texts, are returned separately, to be failed.
+2. The interactive lane goes first. While bulk entries wait behind it, every interactive batch earns the bulk lane
+   credit, and with enough credit one bulk batch goes between, so that bulk keeps about `bulk_share` of the device.
+3. A batch holds the lane's oldest texts and then those of nearest length, until a bound is reached. So no text
+   starves, and texts of equal length are batched together. Where several tenants wait, they share by `FairLane`.
+4. Bulk batches are small while interactive entries arrived lately: the next query waits for at most one such batch.
+
+Where each lane has its own thread (`BatchLimits.own_threads`), 2 and 4 do not apply: a query waits for no batch of
+bulk, and the scheduler of the system divides the processor between the lanes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from teimgr.engine.batching.fair_share import FairLane
+from teimgr.engine.batching.length_buckets import BatchDraft, LengthBuckets, QueueEntry, halves
+from teimgr.engine.job import Lane, Share
+
+__all__ = ["BatchDraft", "EntryQueue", "LengthBuckets", "QueueEntry", "halves"]
+
+MIN_TOKENS = 256
+"""The least bound on a batch's tokens that running out of memory teaches."""
+_RAISE_AFTER_S = 60.0
+_SAMPLE_S = 0.1  # batches shorter than this are counted together
+_SAMPLES = 32
+_MAX_AGE_S = 30.0
+_KNOWN_S = 0.05  # computing a throughput for every call would cost each some percent
+# Fewer give no estimate: the first batches after a start are slow, and one slow text would stand for all.
+_MIN_SAMPLES = 4
+
+
+# Texts and tokens of a lane that are tokenized ahead of the device, at least that many batches: a text that is an entry
+# on its own takes some hundred bytes more than its characters.
+_AHEAD_TEXTS = 32_768
+_AHEAD_TOKENS = 2**20
+_AHEAD_BATCHES = 4
+
+# The fixed cost of a batch in tokens: one short query alone keeps the device busy for about this much.
+BATCH_OVERHEAD_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLimits:
+    """The bounds of a batch. A text longer than a token bound is a batch on its own.
+
+    `own_threads`: each lane has its own thread; they run at the same time.
+    """
+
+    tokens: int
+    bulk_tokens_beside_interactive: int
+    texts: int | None = None
+    bulk_share: float = 0.2
+    interactive_memory_s: float = 1.0
+    own_threads: bool = False
+
+
+@dataclass(slots=True)
+class _Sample:
+    at: float
+    seconds: float = 0.0
+    tokens: int = 0
+
+
+class LaneThroughput:
+    """Tokens that left the lanes, and the time in which more were waiting. Times are monotonic seconds.
+
+    Only that time counts: a batch that took all that waited may have been small, and its cost per token high. Whatever
+    slows a lane is in it: the device, the tokenizer, the other lane, other processes.
+    """
+
+    def __init__(self) -> None:
+        self._samples: dict[Lane, deque[_Sample]] = {lane: deque(maxlen=_SAMPLES) for lane in Lane}
+        self._last: tuple[float, Lane, int, Collection[Lane]] | None = None
+        self._known: dict[Lane, tuple[float, float | None]] = {}  # a moment, and the throughput then
+
+    def took(self, now: float, lane: Lane, tokens: int, waiting: Collection[Lane]) -> None:
+        """A batch of `lane` leaves the queue; in the lanes `waiting` more is left."""
+        if self._last is not None:
+            began, last_lane, last_tokens, waited = self._last
+            for one in waited:
+                self._add(one, began, now, last_tokens if one is last_lane else 0)
+        self._last = now, lane, tokens, waiting
+
+    def idle(self) -> None:
+        """Nothing waits in any lane: the time until the next batch does not count."""
+        self._last = None
+
+    def tokens_per_s(self, lane: Lane, now: float) -> float | None:
+        """None if the lane had no recent backlog. The slowest sample does not count."""
+        known = self._known.get(lane)
+        if known is None or now - known[0] > _KNOWN_S:
+            known = self._known[lane] = now, self._computed(lane, now)
+        return known[1]
+
+    def _computed(self, lane: Lane, now: float) -> float | None:
+        recent = [one for one in self._samples[lane] if one.seconds >= _SAMPLE_S and now - one.at < _MAX_AGE_S]
+        if len(recent) < _MIN_SAMPLES:
+            return None
+        slowest = min(recent, key=lambda one: one.tokens / one.seconds)
+        counted = [one for one in recent if one is not slowest]
+        return sum(one.tokens for one in counted) / sum(one.seconds for one in counted) or None
+
+    def _add(self, lane: Lane, began: float, now: float, tokens: int) -> None:
+        samples = self._samples[lane]
+        if not samples or samples[-1].seconds >= _SAMPLE_S:
+            samples.append(_Sample(now))
+            self._known.clear()
+        samples[-1].at = now
+        samples[-1].seconds += now - began
+        samples[-1].tokens += tokens
+
+
+class TokenCap:
+    """The most tokens of a batch: `most`, and fewer after a batch did not fit; used by one thread.
+
+    What is short may be another process's memory, so the bound is doubled after every minute without such a batch. A
+    batch that runs out of memory costs several times its own time: it is computed in vain, and memory that torch keeps
+    is given back.
+    """
+
+    def __init__(self, most: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._most = most
+        self._tokens = most
+        self._clock = clock
+        self._changed_at = clock()
+
+    @property
+    def tokens(self) -> int:
+        if self._tokens < self._most and self._clock() - self._changed_at >= _RAISE_AFTER_S:
+            self._tokens, self._changed_at = min(self._most, 2 * self._tokens), self._clock()
+        return self._tokens
+
+    def did_not_fit(self, tokens: int) -> None:
+        """A batch of this many tokens ran out of memory."""
+        self._tokens = min(self._tokens, max(MIN_TOKENS, tokens // 2))
+        self._changed_at = self._clock()
+
+
+class Feeder(Protocol):
+    """What puts entries into the queue."""
+
+    def waiting(self, lane: Lane) -> int:
+        """Tokens of a lane on their way to the queue."""
+
+    def room_was_made(self) -> None:
+        """Entries have left; called without the queue's lock."""
+
+
+class EntryQueue:
+    """Entries of both lanes; any thread puts, one thread takes the batches of a lane.
+
+    `clock` gives monotonic seconds, `token_s` the seconds that a token takes at least.
+
+    After `close` the remaining entries are still served, after `abandon` none.
+    """
+
+    def __init__(
+        self,
+        limits: BatchLimits,
+        clock: Callable[[], float] = time.monotonic,
+        token_s: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        self._limits = limits
+        self._clock = clock
+        lock = threading.Lock()
+        self._changed = threading.Condition(lock)  # of what a thread that takes both lanes, or bulk, waits for
+        self._has_queries = threading.Condition(lock) if limits.own_threads else self._changed
+        self.token_s = token_s
+        self._lanes = {lane: FairLane() for lane in Lane}
+        self.token_cap = TokenCap(limits.tokens, clock)  # of the threads that take batches
+        self._bulk_credit = 0.0
+        self._interactive_seen = -float("inf")
+        self._closed = False
+        self._abandoned = False
+        self._throughput = LaneThroughput()
+        self._feeder: Feeder | None = None
+
+    def fed_by(self, feeder: Feeder) -> None:
+        """Tell `feeder` when there is room, and count what waits there."""
+        self._feeder = feeder
+
+    def waiting_before(self, lane: Lane) -> int:
+        """Tokens of a lane on their way to the queue."""
+        return self._feeder.waiting(lane) if self._feeder is not None else 0
+
+    def put(self, entries: Iterable[QueueEntry]) -> None:
+        with self._changed:
+            lanes = set()
+            for entry in entries:
+                lane = entry.job.lane
+                self._lanes[lane].put(entry)
+                lanes.add(lane)
+            if Lane.INTERACTIVE in lanes:
+                self._interactive_seen = self._clock()
+                self._has_queries.notify()
+            if Lane.BULK in lanes:
+                self._changed.notify()
+
+    def fits_batch(self, texts: int, tokens: int) -> bool:
+        """Whether this is within the bounds of one batch."""
+        return tokens <= self.token_cap.tokens and (self._limits.texts is None or texts <= self._limits.texts)
+
+    def queries_were_served(self) -> None:
+        """Queries that never were in the queue: bulk batches are small for a while, as after some in it."""
+        self._interactive_seen = self._clock()
+
+    def next_batch(self, timeout_s: float, lanes: Sequence[Lane] = tuple(Lane)) -> BatchDraft | None:
+        """The next batch of `lanes`; an empty one after `timeout_s` without entries; None once closed and empty."""
+        changed = self._has_queries if lanes == (Lane.INTERACTIVE,) else self._changed
+        with changed:
+            if not len(self) and not any(map(self.waiting_before, Lane)):
+                self._throughput.idle()  # what seemed to wait at the last batch was in it, or was cancelled since
+            changed.wait_for(lambda: self._closed or self._texts(lanes), timeout_s)
+            if self._abandoned or (self._closed and not self._texts(lanes)):
+                return None
+            lane = self._next_lane() if len(lanes) > 1 else lanes[0]
+            now = self._clock()
+            draft = self._lanes[lane].take(self._budget(lane), self._limits.texts, now, self.token_s())
+            self._settle(lane, draft.tokens)
+            if draft.entries:
+                left = [one for one in Lane if self._lanes[one].texts or self.waiting_before(one)]
+                self._throughput.took(now, lane, draft.tokens, left)
+        if self._feeder is not None:
+            self._feeder.room_was_made()
+        return draft
+
+    def tokens(self, lane: Lane) -> int:
+        return self._lanes[lane].tokens
+
+    def tokens_before(self, lane: Lane, share: Share) -> int:
+        """Tokens that are taken before a further text of a tenant."""
+        with self._changed:
+            return self._lanes[lane].tokens_before(share)
+
+    def texts(self, lane: Lane) -> int:
+        return self._lanes[lane].texts
+
+    def tokens_per_s(self, lane: Lane) -> float | None:
+        """Throughput of a lane that has a backlog; None if it had no recent one."""
+        with self._changed:
+            return self._throughput.tokens_per_s(lane, self._clock())
+
+    def has_room(self, lane: Lane) -> bool:
+        """Whether more of `lane` should be tokenized; else enough waits for full batches of equal lengths."""
+        waiting, ahead = self._lanes[lane], max(_AHEAD_TOKENS, _AHEAD_BATCHES * self._limits.tokens)
+        return waiting.texts < _AHEAD_TEXTS and waiting.tokens < ahead
+
+    def __len__(self) -> int:
+        return self._texts(tuple(Lane))
+
+    def _texts(self, lanes: Sequence[Lane]) -> int:
+        return sum([self._lanes[lane].texts for lane in lanes])
+
+    def drain(self) -> list[QueueEntry]:
+        with self._changed:
+            left = [entry for buckets in self._lanes.values() for entry in buckets.drain()]
+            return [entry for entry in left if not entry.job.cancelled]
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            self._has_queries.notify_all()
+
+    def abandon(self) -> None:
+        with self._changed:
+            self._closed = self._abandoned = True
+            self._changed.notify_all()
+            self._has_queries.notify_all()
+
+    def _next_lane(self) -> Lane:
+        interactive, bulk = self._lanes[Lane.INTERACTIVE], self._lanes[Lane.BULK]
+        if not interactive.texts or not bulk.texts:
+            self._bulk_credit = 0.0
+            return Lane.INTERACTIVE if interactive.texts else Lane.BULK
+        due = self._bulk_credit >= self._limits.bulk_tokens_beside_interactive
+        return Lane.BULK if due else Lane.INTERACTIVE
+
+    def _budget(self, lane: Lane) -> int:
+        recently = self._clock() - self._interactive_seen < self._limits.interactive_memory_s
+        is_small = lane is Lane.BULK and recently and not self._limits.own_threads
+        most = self._limits.bulk_tokens_beside_interactive if is_small else self._limits.tokens
+        return min(most, self.token_cap.tokens)
+
+    def _settle(self, lane: Lane, tokens: int) -> None:
+        """Credit or charge the bulk lane for a batch; `_next_lane` resets the credit while no bulk entries wait."""
+        cost = tokens + BATCH_OVERHEAD_TOKENS
+        share = self._limits.bulk_share
+        if lane is Lane.INTERACTIVE:
+            self._bulk_credit += cost * share / (1 - share)
+        else:
+            self._bulk_credit = max(0.0, self._bulk_credit - cost)

@@ -1,0 +1,1 @@
+"""The choice of dtype and batching: candidates, their speed, and their results beside a reference."""

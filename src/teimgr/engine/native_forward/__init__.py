@@ -1,0 +1,1 @@
+"""A model's own forward as a list of steps that the C library runs: recorded, lowered, packed, called."""

@@ -1,0 +1,173 @@
+"""The layers of a model of images on a CPU in one call of our library, as those of texts: `forward_kernel`.
+
+The image half of a model, and the texts' half of one that reads pages: what these compute between their embeddings and
+their last states.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPast
+
+from teimgr.engine.native_forward.kernel import ForwardKernel, forward_kernel
+from teimgr.engine.native_forward.program import CannotLowerError
+from teimgr.engine.native_forward.trace import TRACED_TOKENS
+from teimgr.engine.rotary import depends_on_batch, own_rotary
+
+log = logging.getLogger(__name__)
+
+# The halves of a library's model of pages, by their names.
+_VISION, _TEXTS = ("vision_tower", "vision_model"), ("language_model", "text_model")
+
+
+class NativeLayers(nn.Module):
+    """Takes the place of an image half's layers: embedded pictures [N, T, width] → their hidden states."""
+
+    def __init__(self, kernel: ForwardKernel) -> None:
+        super().__init__()
+        self._kernel = kernel
+
+    def forward(self, inputs_embeds: Tensor, *_: Any, **__: Any) -> Any:
+        states = _states(self._kernel, inputs_embeds)
+        return BaseModelOutput(last_hidden_state=states)
+
+
+class NativeTexts(nn.Module):
+    """Takes the place of a texts' half: embedded tokens [N, T, width], no padding among them → their hidden states."""
+
+    def __init__(self, own: Any, kernel: ForwardKernel) -> None:
+        super().__init__()
+        self.config = own.config
+        self.embed_tokens = own.get_input_embeddings()
+        self._kernel = kernel
+
+    def get_input_embeddings(self) -> Any:
+        return self.embed_tokens
+
+    def forward(self, inputs_embeds: Tensor, position_ids: Tensor | None = None, **_: Any) -> BaseModelOutputWithPast:
+        """`position_ids` int64 [N, T], all rows alike, or that several times; from 0 on where None.
+
+        Raises:
+            ValueError: they are not alike.
+        """
+        count, length = inputs_embeds.shape[:2]
+        rows = torch.arange(length)[None] if position_ids is None else position_ids.reshape(-1, length)
+        if not torch.equal(rows, rows[:1].expand_as(rows)):
+            raise ValueError("native texts: positions that differ between inputs, or in rows and columns of an image")
+        states = _states(self._kernel, inputs_embeds, rows[0].repeat(count))
+        return BaseModelOutputWithPast(last_hidden_state=states)
+
+
+def _states(kernel: ForwardKernel, embedded: Tensor, positions: Tensor | None = None) -> Tensor:
+    """[N, T, width] → the same shape and dtype."""
+    rows = embedded.float().flatten(0, 1)
+    at = None if positions is None else positions.numpy()
+    found = kernel.of_rows(rows, embedded.shape[1], torch.get_num_threads(), at)
+    return found.view(embedded.shape).to(embedded.dtype)
+
+
+class _BehindRows(nn.Module):
+    """Layers behind a table of rows, as a forward is traced from token ids on. `own` has the attention that is set."""
+
+    def __init__(self, own: Any, run: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self._own, self._run = own, run
+        self._table = torch.zeros(TRACED_TOKENS, int(own.config.hidden_size))
+        self.config = _Config(own.config)
+
+    def set_attn_implementation(self, name: str) -> None:
+        self._own.set_attn_implementation(name)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Any:
+        return self._run(functional.embedding(input_ids, self._table), position_ids)
+
+
+class _Config:
+    """What a trace reads of a configuration."""
+
+    vocab_size = TRACED_TOKENS
+
+    def __init__(self, own: Any) -> None:
+        self._attn_implementation = own._attn_implementation
+
+    def get_text_config(self) -> _Config:
+        return self
+
+
+def native_layers(vision: Any, dtype: torch.dtype) -> NativeLayers:
+    """What may take the place of `vision.encoder`, a library's layers in float32.
+
+    Raises:
+        CannotLowerError: the layers, the CPU or the installation do not allow it.
+    """
+    own = vision.encoder  # by place: its argument has another name in each family
+    kernel, _ = forward_kernel(_BehindRows(vision, lambda rows, _: own(rows, attention_mask=None)), {}, dtype)
+    return NativeLayers(kernel)
+
+
+def native_texts(texts: Any, dtype: torch.dtype, *, sees_all: bool) -> NativeTexts:
+    """What may take the place of `texts`, a library's half in float32. `sees_all`: each token attends to all of its
+    input, though the half alone is causal.
+
+    Raises:
+        CannotLowerError: as `native_layers`.
+    """
+    if depends_on_batch(texts) or own_rotary(texts) is not None:
+        raise CannotLowerError("its positions depend on the length of an input")
+    options = {"use_cache": False} if "use_cache" in inspect.signature(texts.forward).parameters else {}
+
+    def run(rows: Tensor, positions: Tensor) -> Any:
+        return texts(inputs_embeds=rows, position_ids=positions, **options)
+
+    causal = [each for each in texts.modules() if getattr(each, "is_causal", False)] if sees_all else []
+    try:
+        for each in causal:
+            each.is_causal = False
+        kernel, _ = forward_kernel(_BehindRows(texts, run), {}, dtype)
+    finally:
+        for each in causal:
+            each.is_causal = True
+    return NativeTexts(texts, kernel)
+
+
+class NativeHalves:
+    """The native layers of a library's model of pages, in the place of the library's, which `undo` puts back."""
+
+    def __init__(self, whole: Any, dtype: torch.dtype) -> None:
+        """Raises CannotLowerError: neither half can be computed by our library."""
+        self._own: list[tuple[Any, str, Any]] = []
+        self._native: list[nn.Module] = []  # where their memory is counted
+        sees_all = whole.config.model_type == "paligemma"  # our inputs are its prefix as a whole
+        refusals = []
+        for name in (name for name in (*_VISION, *_TEXTS) if hasattr(whole, name)):
+            half = getattr(whole, name)
+            try:
+                if name in _TEXTS:
+                    self._put(whole, name, native_texts(half, dtype, sees_all=sees_all))
+                else:
+                    self._put(half, "encoder", native_layers(half, dtype))
+            except (CannotLowerError, AttributeError) as refusal:
+                log.info("the layers of %s are not native: %s", name, refusal)
+                refusals.append(f"{name}: {refusal}")
+        if not self._own:
+            raise CannotLowerError("; ".join(refusals) or "it has no halves of known names")
+
+    def _put(self, owner: Any, name: str, native: nn.Module) -> None:
+        self._own.append((owner, name, getattr(owner, name)))
+        self._native.append(native)
+        setattr(owner, name, native)
+
+    def undo(self) -> None:
+        for owner, name, own in self._own:
+            setattr(owner, name, own)
+
+    def keep(self) -> None:
+        """Let the library's own layers go, whose memory is freed, or whose file unmapped."""
+        self._own.clear()

@@ -1,0 +1,1 @@
+"""Texts to token ids: prompts, templates, truncation, the tokenizers library, and WordPiece in C."""

@@ -1,0 +1,176 @@
+"""Truncation of texts and pairs to a number of tokens, at no more cost than the tokens that are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple, TypeGuard
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Encoding
+
+from teimgr.engine.text.boundaries import Boundaries
+from teimgr.errors import InputTooLong
+
+# A text, or a pair for the model's pair template.
+Text = str | tuple[str, str]
+
+# Characters per token of the first attempt: languages have some four, and code or numbers fewer.
+FIRST_PER_TOKEN = 16
+_MIN_FIRST = 4096
+# A text that must not be truncated is counted in full up to this many characters; of a longer one, a part with too many
+# tokens is enough.
+COUNTED_CHARACTERS = 2**16
+# Of one call of the library: half a second at most, without the GIL, and some 10 ms to read its tokens.
+MAX_CHARACTERS = 2**18
+# Of texts with few tokens, like half a million newlines.
+MAX_SCANNED_CHARACTERS = 2**19
+# Tokens behind the beginning of what a cut has left that may not be those of the whole text.
+_MAX_SLACK = 4096
+
+
+class Truncation(NamedTuple):
+    """Keep `limit` tokens, special ones included; of a pair the longer half is cut first. `left` keeps the end."""
+
+    limit: int
+    left: bool
+
+    def kept(self, encoding: Encoding) -> NDArray[np.intp] | None:
+        """The positions of the tokens that stay, special ones always; None if all do."""
+        if len(encoding) <= self.limit:
+            return None
+        half_of = _halves(encoding)
+        stays = half_of < 0
+        for half, count in enumerate(self.counts(half_of)):
+            tokens = np.flatnonzero(half_of == half)
+            stays[tokens[len(tokens) - count :] if self.left else tokens[:count]] = True
+        return np.flatnonzero(stays)
+
+    def counts(self, half_of: NDArray[np.int8]) -> tuple[int, int]:
+        """How many tokens of the first and of the second half stay; a single text is a first half."""
+        first, second = (int((half_of == half).sum()) for half in (0, 1))
+        room = self.room(half_of)
+        if first + second <= room:
+            return first, second
+        if min(first, second) * 2 <= room:  # the shorter one stays whole
+            return (first, room - first) if first <= second else (room - second, second)
+        less = room // 2
+        return (less, room - less) if first <= second else (room - less, less)
+
+    def room(self, half_of: NDArray[np.int8]) -> int:
+        return max(0, self.limit - int((half_of < 0).sum()))
+
+
+def _halves(encoding: Encoding) -> NDArray[np.int8]:
+    """Which half each token belongs to, 0 or 1; -1 for special ones."""
+    return np.array([-1 if half is None else half for half in encoding.sequence_ids], dtype=np.int8)
+
+
+def longest_part(text: Text) -> int:
+    """Characters of a text, of a pair those of the longer half."""
+    return len(text) if isinstance(text, str) else max(len(text[0]), len(text[1]))
+
+
+class Short(NamedTuple):
+    """A text, or what a cut has left of it.
+
+    `exact`: its tokens are those of the whole text up to (or from) the cut, but for `slack` of them at the most.
+    """
+
+    text: Text
+    exact: bool
+    slack: int = 0
+
+
+class Shortener:
+    """Cuts long texts before tokenization, only where that cannot change the result.
+
+    A cut is exact if no token of the whole text reaches over it (`Boundaries`). Truncation to `tokens` then keeps the
+    same tokens if what is left has more than that. The first cut leaves `first` characters, 16 for each token, which is
+    enough for nearly all texts; each of the next ones four times as many. The last size bounds the work for one text. A
+    cut that is not exact decides nothing and is left out, so a text that can be cut nowhere is refused at once.
+    """
+
+    def __init__(self, boundaries: Boundaries, tokens: int) -> None:
+        self._boundaries = boundaries
+        self.first = min(max(tokens * FIRST_PER_TOKEN, _MIN_FIRST), MAX_CHARACTERS)
+
+    def sizes(self, text: Text, first: int) -> Iterator[int]:
+        """Characters to cut a text to if `first` did not decide, up to the whole of it or the bound."""
+        size, longest = first, longest_part(text)
+        while size < min(longest, MAX_SCANNED_CHARACTERS):
+            size = min(size * 4, MAX_CHARACTERS) if size < MAX_CHARACTERS else MAX_SCANNED_CHARACTERS
+            yield size
+
+    def cuts(self, text: Text, left: bool, first: int) -> Iterator[Short]:
+        """What to tokenize, one after the other until one decides: `text` cut to `first` characters and to more.
+
+        All are exact but for one: of a text that only the last size is enough for, the cut before it tells whether it
+        has so few tokens that this is allowed.
+        """
+        for size in (first, *self.sizes(text, first)):
+            short = self.short(text, left, size)
+            if short.exact or (size == MAX_CHARACTERS and self.short(text, left, MAX_SCANNED_CHARACTERS).exact):
+                yield short
+
+    def short(self, text: Text, left: bool, characters: int) -> Short:
+        """`text` cut to `characters`, of a pair each half; its beginning is cut off if `left`."""
+        if isinstance(text, str):
+            return self._short(text, left, characters, slack=_MAX_SLACK)
+        halves = [self._short(half, left, characters, slack=0) for half in text]
+        first, second = (half.text for half in halves)
+        assert isinstance(first, str)
+        assert isinstance(second, str)
+        whole = first is text[0] and second is text[1]
+        return Short(text if whole else (first, second), all(half.exact for half in halves))
+
+    def _short(self, text: str, left: bool, characters: int, slack: int) -> Short:
+        if len(text) <= characters:
+            return Short(text, exact=True)
+        if left:
+            begin = len(text) - characters
+            found = self._boundaries.first(text, begin, begin + characters // 2, slack)
+            return Short(text[begin:], exact=False) if found is None else Short(text[found.at :], True, found.slack)
+        at = self._boundaries.last(text, characters // 2, characters)
+        return Short(text[:characters], exact=False) if at is None else Short(text[:at], exact=True)
+
+    def decides(self, encoding: Encoding, short: Short, text: Text, truncation: Truncation) -> bool:
+        """Whether truncating `encoding`, that of `short`, keeps the same tokens as truncating that of `text`."""
+        if short.text is text:
+            return True
+        if not short.exact:
+            return False
+        if isinstance(short.text, str) or isinstance(text, str):
+            return len(encoding) > truncation.limit + short.slack
+        half_of = _halves(encoding)
+        room, kept = truncation.room(half_of), truncation.counts(half_of)
+        if sum(kept) < room:
+            return False
+        # The shorter half is untouched and the longer one fills the rest, or both have half: the text beyond a cut
+        # could only make a half longer that is long enough.
+        shorter = kept.index(min(kept))
+        if kept[shorter] < room // 2:
+            return short.text[shorter] is text[shorter]
+        return kept[0] == kept[1]
+
+
+def too_many_characters(encoding: Encoding | None, limit: int, given: int) -> InputTooLong:
+    """The refusal of a text that no cut decided; `encoding` is of the largest one that was tokenized, if any was."""
+    if encoding is None:
+        most, why = MAX_SCANNED_CHARACTERS, "where these can be cut nowhere"
+    elif len(encoding) > limit:
+        most, why = MAX_CHARACTERS, "where these can be cut nowhere"
+    else:
+        most, why = MAX_SCANNED_CHARACTERS, f"where these have fewer than {limit} tokens"
+    message = f"Input validation error: `inputs` must have at most {most} characters {why}. Given: {given}"
+    return InputTooLong(message, limit, f"{given} characters")
+
+
+def may_try(short: Short | None, before: Encoding, limit: int) -> TypeGuard[Short]:
+    """Whether the next cut of a text may be tokenized; `before` is the encoding of the one before."""
+    return short is not None and (longest_part(short.text) <= MAX_CHARACTERS or len(before) <= limit)
+
+
+def too_long(limit: int, given: int | str) -> InputTooLong:
+    message = f"Input validation error: `inputs` must have less than {limit} tokens. Given: {given}"
+    return InputTooLong(message, limit, f"{given} tokens")

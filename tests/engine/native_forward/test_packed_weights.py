@@ -1,0 +1,44 @@
+"""Weights lie as the C library reads them, all of a program in one piece of memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from teimgr.engine.native_forward.packed_weights import WeightPacker
+
+PANEL = 16
+
+
+def test_parts_are_packed_as_one_layer_with_zeros_behind_the_last_column() -> None:
+    parts = (torch.randn(16, 6), torch.randn(5, 6))
+    packed = WeightPacker([(21, 6)], PANEL, torch.float32).pack(parts)
+
+    assert packed.shape == (2, 6, PANEL)
+    rows = packed.permute(0, 2, 1).reshape(2 * PANEL, 6)
+    assert torch.equal(rows[:21], torch.cat(parts))
+    assert not rows[21:].any()
+
+
+def test_bfloat16_has_the_weights_of_two_inputs_side_by_side() -> None:
+    weights = torch.randn(20, 6)
+    packed = WeightPacker([(20, 6)], PANEL, torch.bfloat16).pack([weights])
+
+    assert packed.shape == (2, 3, PANEL)
+    pairs = packed.view(torch.bfloat16).view(2, 3, PANEL, 2)
+    rows = pairs.permute(0, 2, 1, 3).reshape(2 * PANEL, 6)
+    assert torch.equal(rows[:20], weights.to(torch.bfloat16))
+    assert not rows[20:].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_layers_of_a_program_share_one_memory_without_touching_each_other(dtype: torch.dtype) -> None:
+    shapes = [(16, 6), (32, 4), (17, 2)]
+    layers = [torch.randn(shape) for shape in shapes]
+    packer = WeightPacker(shapes, PANEL, dtype)
+    packed = [packer.pack([layer]) for layer in layers]
+
+    assert len({each.untyped_storage().data_ptr() for each in packed}) == 1
+    assert all(each.data_ptr() % 64 == 0 for each in packed)
+    alone = [WeightPacker([shape], PANEL, dtype).pack([layer]) for shape, layer in zip(shapes, layers, strict=True)]
+    assert all(torch.equal(one, other) for one, other in zip(packed, alone, strict=True))

@@ -1,0 +1,133 @@
+"""Tokenizers that are a SentencePiece model alone, against SentencePiece itself."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.models import CORPUS, TEXTS, build, edit, write
+
+from teimgr.engine.text.tokenizer import TextTokenizer, TokenizeOptions
+from teimgr.errors import ModelLoadFailed
+from teimgr.models.layout import Layout
+from teimgr.models.reading import read_layout
+
+ODD = ("Ａｂｃ ①  ﬁne", "x\u00a0y\tz", " leading and trailing ", "🙂 unknown 東", "e\u0301")
+XLM = {"unk_id": 0, "bos_id": 1, "eos_id": 2, "pad_id": -1}
+
+
+def trained(folder: Path, name: str, family: str, tokenizer: str, **options: Any) -> Any:
+    """Write a model's small files with a SentencePiece model for a tokenizer; gives the processor."""
+    spm = pytest.importorskip("sentencepiece", reason="the extra `sentencepiece` is not installed")
+    buffer = io.BytesIO()
+    defaults = {"vocab_size": 400, "model_type": "unigram", "hard_vocab_limit": False, "minloglevel": 2}
+    spm.SentencePieceTrainer.train(
+        sentence_iterator=iter(CORPUS * 20), model_writer=buffer, **(defaults | XLM | options)
+    )
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_bytes(buffer.getvalue())
+    write(folder / "tokenizer_config.json", {"tokenizer_class": tokenizer, "model_max_length": 512})
+    config = {"model_type": family, "vocab_size": 1000, "max_position_embeddings": 514, "pad_token_id": 1}
+    write(folder / "config.json", config)
+    return spm.SentencePieceProcessor(model_proto=buffer.getvalue())
+
+
+def layout_of(folder: Path) -> Layout:
+    return read_layout(folder, "mean")
+
+
+def ids_of(folder: Path) -> list[list[int]]:
+    encoded = TextTokenizer(layout_of(folder), 512).encode([*TEXTS, *ODD], TokenizeOptions())
+    return [each.ids.tolist() for each in encoded]  # type: ignore[union-attr]
+
+
+def test_xlm_roberta_has_the_ids_of_fairseq(tmp_path: Path) -> None:
+    """SentencePiece's ids behind four of fairseq's; unknown characters are its third."""
+    pieces = trained(tmp_path, "sentencepiece.bpe.model", "xlm-roberta", "XLMRobertaTokenizer")
+    expected = [[0, *(id + 1 if id else 3 for id in pieces.encode(text)), 2] for text in (*TEXTS, *ODD)]
+
+    assert ids_of(tmp_path) == expected
+
+
+def test_deberta_normalizes_as_its_sentencepiece_model_says(tmp_path: Path) -> None:
+    """microsoft/deberta-v3-*: transformers' own conversion leaves its compatibility forms out."""
+    pieces = trained(
+        tmp_path, "spm.model", "deberta-v2", "DebertaV2Tokenizer", control_symbols=["[CLS]", "[SEP]"], pad_id=-1
+    )
+    found = ids_of(tmp_path)
+    size = pieces.get_piece_size()
+
+    assert [[id for id in ids[1:-1] if id < size] for ids in found] == [pieces.encode(text) for text in (*TEXTS, *ODD)]
+
+
+def test_t5_ends_every_text(tmp_path: Path) -> None:
+    ids = {"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1}
+    pieces = trained(tmp_path, "spiece.model", "t5", "T5Tokenizer", **ids)
+
+    assert ids_of(tmp_path) == [[*pieces.encode(text), 1] for text in (*TEXTS, *ODD)]
+
+
+def test_a_tokenizer_that_cuts_otherwise_is_refused(tmp_path: Path) -> None:
+    """A model of whole words, which are never cut: transformers takes it for one of pieces."""
+    trained(tmp_path, "spiece.model", "t5", "T5Tokenizer", model_type="word", pad_id=3)
+
+    with pytest.raises(ModelLoadFailed, match=r"spiece.model cuts .* in other places than SentencePiece"):
+        TextTokenizer(layout_of(tmp_path), 512)
+
+
+def test_without_the_extra_the_hint_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "spiece.model").write_bytes(b"\x0a\x00")
+    write(tmp_path / "config.json", {"model_type": "t5", "n_positions": 512})
+    write(tmp_path / "tokenizer_config.json", {"tokenizer_class": "T5Tokenizer", "model_max_length": 512})
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+
+    with pytest.raises(ModelLoadFailed, match="install teimgr with the extra `sentencepiece`"):
+        TextTokenizer(layout_of(tmp_path), 512)
+
+
+OWN = """
+from tokenizers import processors
+from transformers import PreTrainedTokenizerFast
+
+class OwnTokenizer(PreTrainedTokenizerFast):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        end = ("[MASK]", self.convert_tokens_to_ids("[MASK]"))
+        self._tokenizer.post_processor = processors.TemplateProcessing(single="$A [MASK]", special_tokens=[end])
+"""
+LOUD = """
+from transformers import PreTrainedTokenizerFast
+
+class OwnTokenizer(PreTrainedTokenizerFast):
+    def _encode_plus(self, text, *args, **kwargs):
+        return super()._encode_plus(f"{text}!", *args, **kwargs)
+"""
+
+
+@pytest.mark.parametrize(("code", "refusal"), [(OWN, None), (LOUD, "OwnTokenizer, does more than its fast form")])
+def test_the_tokenizers_own_code_counts_where_it_is_trusted(
+    code: str, refusal: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tokenizer.json beside it is what the code begins with, not what it makes of it."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    path = build("bert", tmp_path / "model")
+    (path / "own_tokenizer.py").write_text(code)
+    edit(
+        path / "tokenizer_config.json",
+        tokenizer_class="OwnTokenizer",
+        auto_map={"AutoTokenizer": [None, "own_tokenizer.OwnTokenizer"]},
+    )
+    with pytest.raises(ModelLoadFailed, match=r"own_tokenizer\.OwnTokenizer"):
+        read_layout(path)
+    layout = read_layout(path, trust_remote_code=True)
+    if refusal is not None:
+        with pytest.raises(ModelLoadFailed, match=refusal):
+            TextTokenizer(layout, 96)
+        return
+    (each,) = TextTokenizer(layout, 96).encode(["fog"], TokenizeOptions())
+    plain = TextTokenizer(replace(layout, own_tokenizer=False), 96).encode(["fog"], TokenizeOptions())[0]
+
+    assert each.ids.tolist() == [*plain.ids[1:-1].tolist(), 4]  # type: ignore[union-attr]
