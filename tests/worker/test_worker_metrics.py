@@ -157,7 +157,7 @@ def test_failures_by_teis_reasons() -> None:
     for error in (EmptyInput(), InvalidInput("no"), Overloaded(), InferenceFailed("no")):
         metrics.failed(error)
     metrics.dropped()
-    metrics.batch_too_large()
+    metrics.batch_too_large(33)
 
     assert values(parsed(metrics)["te_request_failure"], "err") == {
         "tokenization": 2,
@@ -166,7 +166,7 @@ def test_failures_by_teis_reasons() -> None:
         "dropped": 1,
         "batch_size": 1,
     }
-    assert "te_request_count" not in parsed(metrics)  # that was counted when the call came
+    assert [each.value for each in parsed(metrics)["te_request_count"].samples] == [1]  # the others as they came
 
 
 def test_rows_that_failed_count_apart() -> None:

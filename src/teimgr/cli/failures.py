@@ -156,7 +156,7 @@ _BY_WORDS = {
         "no space of vectors is named like this; nothing was computed",
         "`teimgr show NAME` has the fingerprint: docs/how-to/spaces.md",
     ),
-    "model_id: ": _Hint(
+    "model_id: Model ": _Hint(
         "the daemon found no model that it can load there, and has changed nothing",
         "give an id on the model hub, or a folder on the daemon's host with config.json, weights and tokenizer",
     ),

@@ -371,7 +371,7 @@ def test_charts_have_points(page: Any, daemon: DaemonProcess) -> None:
     expect(page.locator("[data-latest=latency]")).to_contain_text("p99")
     assert "now" in page.locator("[data-chart=tokens]").get_attribute("aria-label")
     assert page.locator("[data-latest=latency] .key").count() == 2
-    page.locator("[data-chart=tokens] .u-over").hover(position={"x": 200, "y": 40})
+    page.locator("[data-chart=tokens] .u-over").hover(position={"x": 100, "y": 40})
     for each in page.locator("[data-latest]").all():  # the cursor is that of all
         expect(each).to_contain_text(re.compile(r"^\d\d:\d\d:\d\d"))
     page.get_by_role("radio", name="1 hour").check()

@@ -12,6 +12,8 @@ import argparse
 import asyncio
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -72,13 +74,17 @@ def run(arguments: list[str]) -> None:
 
 
 @contextmanager
-def started(folder: Path, *arguments: str) -> Iterator[tuple[ForkedProcess, dict[str, int]]]:
-    """The program forked, once its instances run, and the pids of their workers; killed behind the block."""
+def started(folder: Path, *arguments: str) -> Iterator[tuple[ForkedProcess | subprocess.Popen[bytes], dict[str, int]]]:
+    """The program, forked where it can be, once its instances run, and the pids of their workers; killed behind the
+    block.
+    """
     read, written = os.pipe()
+    command = [sys.executable, "-c", f"import sys, {__name__} as program; program.run(sys.argv)", str(folder)]
     with os.fdopen(read) as output:
-        daemon = fork_program(f"{__name__}:run", [str(folder), *arguments], written, folder, {})
+        daemon: ForkedProcess | subprocess.Popen[bytes] = fork_program(
+            f"{__name__}:run", [str(folder), *arguments], written, folder, {}
+        ) or subprocess.Popen([*command, *arguments], stdout=written)
         os.close(written)
-        assert daemon is not None
         try:
             said = next(line for line in output if line.startswith("{"))  # between what it logs
             yield daemon, json.loads(said)

@@ -121,7 +121,7 @@ async def test_documents_may_be_objects(ask: Asking, documents: Any, more: dict[
     ("documents", "fields", "refusal"),
     [
         ([{"a": "fog"}], ["a"] * 2, "rank_fields: a field is named twice"),
-        ([{"a": "fog"}], [f"a{number}" for number in range(101)], "rank_fields: List should have at most 100 items"),
+        ([{"a": "fog"}], [f"a{number}" for number in range(101)], "rank_fields: must have at most 100 items, not 101"),
         ([{"a": "fog"}, {"a": [[0] * 10_000]}], ["a"], "documents.1.a: is not a text and has more than 10000 values"),
     ],
     ids=["twice", "many", "long"],
