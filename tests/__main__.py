@@ -67,7 +67,7 @@ class _Process:
             ],
             cwd=ROOT,
             # Ports of its own (support/daemon_process.py), and one fork server for all.
-            env=os.environ | {"TEIMGR_TEST_PROCESS": str(number), SERVICE: nurseries},
+            env=os.environ | {"TESTS_PROCESS": str(number), SERVICE: nurseries},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             pass_fds=[pipe],

@@ -294,7 +294,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def _share() -> Iterator[int]:
-    process = int(os.environ.get("TEIMGR_TEST_PROCESS", "0"))
+    process = int(os.environ.get("TESTS_PROCESS", "0"))
     first = FIRST_PORT + process % 4 * PORTS_OF_A_PROCESS
     offset = random.randrange(PORTS_OF_A_PROCESS)  # another run of tests may be going on
     return (first + (offset + step) % PORTS_OF_A_PROCESS for step in itertools.count())

@@ -2,7 +2,7 @@
 
 It forks workers for tests of a worker, and fork servers for the daemons of tests that are not about their start:
 
-    TEIMGR_TEST_NURSERIES=SOCKET python -m tests.support.fork_server serve …
+    TESTS_NURSERIES=SOCKET python -m tests.support.fork_server serve …
 
 is `teimgr` whose fork server is a copy of that of the test process (`nursery_service`), as the imports are most of what
 a daemon costs. Another server forks such daemons themselves, and muxes (`fork_program`), a third the fork servers of
@@ -36,13 +36,13 @@ from teimgr.spec import WorkerSpec
 
 _MESSAGE_BYTES = 128 * 1024
 _START_LIMIT_S = 120.0
-SERVICE = "TEIMGR_TEST_NURSERIES"
+SERVICE = "TESTS_NURSERIES"
 _ROOT = Path(__file__).resolve().parents[2]
 _ENVIRON = dict(os.environ)
 """As it is before a test changes it."""
 _OPEN_FILES = resource.getrlimit(resource.RLIMIT_NOFILE)
 _PYTHONPATH = f"{_ROOT}:{_ROOT / 'src'}"
-_SET_BY_LIBRARIES = ("KMP_", "PYTEST_", "TORCH")  # torch as it is imported
+_SET_BY_LIBRARIES = ("KMP_", "PYTEST_", "RAYON_", "TORCH")  # torch as it is imported, and a load in this process
 
 
 server_pids: set[int] = set()
