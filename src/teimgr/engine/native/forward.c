@@ -14,6 +14,7 @@ enum {
     FEW_GROUPS = 8,             // for each thread: more are balanced by taking them one by one
     MAX_BALANCED = 64,         // threads
     SHARING_COST = 16,          // steps that are shared take a sixteenth longer: threads wait for each other
+    HELD_OF = 2,                // units of a step for each thread, of which each may hold one ahead
     SPINS = 20000,              // before a thread that waits for another offers its core
 };
 
@@ -232,7 +233,7 @@ struct taken {
 // The first weight of a unit of a linear layer; NULL for anything else.
 static const char *weights_of(const struct group *group, struct taken taken) {
     const struct program *program = group->program;
-    if (taken.step >= program->step_count) return NULL;
+    if (taken.step < 0 || taken.step >= program->step_count) return NULL;
     const struct step *step = program->steps + taken.step;
     const int64_t columns = panel_width(program->level), size = step->scales != NULL ? 1 : program->bfloat16 ? 2 : 4;
     return (const char *)step->weights + taken.unit / ceiling(group->tokens, ROW_TILE) * columns * step->inner * size;
@@ -378,12 +379,29 @@ static int64_t take_unit(struct progress *progress) {
     return atomic_fetch_add_explicit(&progress->next, 1, memory_order_relaxed);
 }
 
+// The first unit that is left of the linear layer behind step `from`, taken if it has `least` units; else of step -1.
+static struct taken first_of_next(struct work *work, int64_t from, int64_t least) {
+    const struct group *group = work->groups;
+    const struct program *program = group->program;
+    struct taken found = {linear_from(program, from + 1), 0};
+    if (found.step < program->step_count) {
+        if (units_of(program->steps + found.step, group, NULL) >= least)
+            found.unit = take_unit(work->progress + found.step);
+        else
+            found.step = -1;
+    }
+    return found;
+}
+
 // Takes parts of the steps of the only group, in order. A thread that comes late finds the first steps done: how many
 // threads there are need not be known.
 static void share_all_steps(struct work *work) {
     const struct group *group = work->groups;
     const struct program *program = group->program;
     const int is_small = group->tokens <= ROW_TILE;
+    // A thread takes a unit before it has computed the last one: it fetches its weights meanwhile, and has neighbouring
+    // rows. Not of steps with so few units that another thread would have none.
+    const int64_t least = HELD_OF * (int64_t)work->call->threads;
     struct taken further = {-1, 0};  // of a linear layer to come
     struct ahead ahead = {NULL, 0};
     char *scratch = NULL;
@@ -394,21 +412,19 @@ static void share_all_steps(struct work *work) {
         const struct attention attention = step->kind == ATTEND ? attention_of(step, group) : (struct attention){0};
         const int64_t units = units_of(step, group, &attention);
         int64_t unit = further.step == s ? further.unit : take_unit(progress);
+        const int holds = units >= least, fetches = is_small && step->kind == LINEAR;
         while (unit < units) {
-            int64_t next = take_unit(progress);
-            if (is_small && step->kind == LINEAR) {
-                if (next >= units && further.step <= s) {
-                    further.step = linear_from(program, s + 1);
-                    if (further.step < program->step_count) further.unit = take_unit(work->progress + further.step);
-                }
+            int64_t next = holds ? take_unit(progress) : units;
+            if (fetches) {
+                if (next >= units && further.step <= s) further = first_of_next(work, s, least);
                 ahead.next = weights_of(group, next < units ? (struct taken){s, next} : further);
             }
             give_way(work);
             if (step->kind == ATTEND && scratch == NULL) scratch = new_memory(work, work->scratch);
             if (step->kind != ATTEND || scratch != NULL)
-                run_unit(step, group, &attention, scratch, unit, is_small ? &ahead : NULL);
+                run_unit(step, group, &attention, scratch, unit, fetches ? &ahead : NULL);
             atomic_fetch_add_explicit(&progress->done, 1, memory_order_release);
-            unit = next;
+            unit = holds ? next : take_unit(progress);
         }
         waited += wait_for(work, &progress->done, units);
     }
