@@ -13,7 +13,6 @@ import json
 import statistics
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -111,7 +110,6 @@ def _costs(running: Fleet, folder: Path, count: int) -> Iterator[list[Any]]:
     """What quotas cost a call and a text, and what a second key in the same batches costs a text."""
     texts = corpus.queries(4096)
     pids = running.pids(INSTANCE)
-    batches = [texts[start : start + _TEXTS] for start in range(0, len(texts), _TEXTS)]
     loads = {
         "/v1/embeddings, one text, 8 callers": (
             LoadTask("http", running.api_port, "/v1/embeddings"),
@@ -125,7 +123,7 @@ def _costs(running: Fleet, folder: Path, count: int) -> Iterator[list[Any]]:
         ),
         f"mux EmbedArrow, {_TEXTS} texts, 8 callers": (
             LoadTask("grpc", running.grpc_port, f"{MUX_SERVICE}EmbedArrow"),
-            [arrow_request(batch) for batch in batches],
+            _arrow_bodies(texts),
             _TEXTS,
         ),
     }
@@ -154,6 +152,11 @@ def _costs(running: Fleet, folder: Path, count: int) -> Iterator[list[Any]]:
         yield [label, statistics.median(values), *bounds_of_median(values), most]
 
 
+def _arrow_bodies(texts: Sequence[str]) -> list[bytes]:
+    """Requests of EmbedArrow with `_TEXTS` texts each."""
+    return [arrow_request(texts[start : start + _TEXTS]) for start in range(0, len(texts), _TEXTS)]
+
+
 def _caller(stack: ExitStack, task: LoadTask, file: Path, bodies: Sequence[bytes], key: str) -> Child:
     if not file.exists():
         file.write_text(json.dumps([base64.b64encode(body).decode() for body in bodies]))
@@ -178,8 +181,7 @@ def _cost_us(pids: dict[str, int], callers: Sequence[Child], of_each: int) -> fl
 
 def _beside_floods(running: Fleet, folder: Path, options: argparse.Namespace) -> Iterator[list[Any]]:
     texts = corpus.queries(1024)
-    passages = corpus.corpus(1024)
-    bulk = [arrow_request(passages[start : start + _TEXTS]) for start in range(0, len(passages), _TEXTS)]
+    bulk = _arrow_bodies(corpus.corpus(1024))
     single = [json.dumps({"model": INSTANCE, "input": text}).encode() for text in texts]
     arrow = LoadTask("grpc", running.grpc_port, f"{MUX_SERVICE}EmbedArrow")
     openai = LoadTask("http", running.api_port, "/v1/embeddings")
@@ -221,8 +223,7 @@ def _p99_ms(asking: Child, seconds: float) -> float:
 
 def _shares(running: Fleet, folder: Path, seconds: float) -> list[Any]:
     """Both keys have calls waiting all the time; the larger one's tokens over the other's, from 3."""
-    passages = corpus.corpus(1024)
-    bulk = [arrow_request(passages[start : start + _TEXTS]) for start in range(0, len(passages), _TEXTS)]
+    bulk = _arrow_bodies(corpus.corpus(1024))
     arrow = LoadTask("grpc", running.grpc_port, f"{MUX_SERVICE}EmbedArrow")
     with ExitStack() as stack:
         callers = [_caller(stack, arrow, folder / "bulk.json", bulk, key) for key in ("three", "flood")]
@@ -242,7 +243,4 @@ def _shares(running: Fleet, folder: Path, seconds: float) -> list[Any]:
 
 def _tokens(running: Fleet) -> dict[str, int]:
     """The tokens that each key has used."""
-    address = f"http://127.0.0.1:{running.api_port}/usage?by=key"
-    request = urllib.request.Request(address, headers={"authorization": f"Bearer {_key('bench')}"})
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        return {row["key"]: row["tokens"] for row in json.loads(answer.read())["usage"]}
+    return {row["key"]: row["tokens"] for row in running.client.usage(["key"])["usage"]}

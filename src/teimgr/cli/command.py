@@ -122,7 +122,7 @@ class DaemonOptions:
         return diagnose(address, self._connection.tls, grpc=self._is_grpc(error.address))
 
     def refined(self, failure: CommandFailure, error: TeimgrError) -> CommandFailure:
-        """The failure with what this connection says about it: whether a key was sent, and which."""
+        """The failure, with the key that was sent named in it, or that none was sent."""
         if not isinstance(error, Unauthenticated) or self._connection is None:
             return failure
         if self._connection.api_key is None:

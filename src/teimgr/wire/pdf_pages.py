@@ -57,7 +57,7 @@ def page_count(source: Source) -> int:
     """
     for kind, content in _opened(source, 1, 0):
         return _checked_count(kind, content)
-    raise AssertionError("a process says something or ends with an error")
+    raise AssertionError("no frame came, and no error ended the process")
 
 
 def pages(source: Source, first: int = 1) -> Iterator[bytes | InvalidInput]:
@@ -112,7 +112,7 @@ def page(source: Source, number: int | None) -> bytes:
                 )
     except _EndedError as error:
         raise _not_rendered(number or 1, error) from error
-    raise AssertionError("the process has said how many pages there are, and has rendered none of them")
+    raise AssertionError("the page count came, but no page, and no error ended the process")
 
 
 def _checked_count(kind: int, content: bytes) -> int:

@@ -28,7 +28,7 @@ class BrokenFileError(Exception):
 
 
 class Parts(NamedTuple):
-    """`pixels` is a file of the same format without what says nothing of pixels, `turn` EXIF's orientation, 1 to 8."""
+    """`pixels` is a file of the same format with what decoding needs alone; `turn` is EXIF's orientation, 1 to 8."""
 
     pixels: bytes
     turn: int
@@ -94,7 +94,7 @@ def _jpeg(data: bytes) -> _Found:
         named = data[start + 4 : start + 10]
         if marker == 0xE1 and named == _EXIF and not exif:
             exif = data[start + 4 : at]
-        if _says_of_pixels(marker, named):
+        if _is_needed(marker, named):
             kept.append(view[start:at])
             tables += at - start
             if tables > _MAX_TABLE_BYTES:
@@ -102,7 +102,7 @@ def _jpeg(data: bytes) -> _Found:
     raise BrokenFileError
 
 
-def _says_of_pixels(marker: int, named: bytes) -> bool:
+def _is_needed(marker: int, named: bytes) -> bool:
     if marker == 0xE0:
         return named.startswith(b"JFIF\0")
     return marker == 0xEE or not (0xE0 <= marker <= 0xEF or marker == 0xFE)
