@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # as pytest's `pythonpath` has it
@@ -32,13 +33,18 @@ def main() -> int:
     if options.report:
         options.report.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="tf") as folder:
-        how = options.only, options.minutes, options.patience
+        how = options.only, options.minutes, options.patience, partial(_tell, options.report)
         report = asyncio.run(soak.run(Path(folder), options.seed, options.faults, *how))
     print(report.table())
-    if options.report:
-        (options.report / f"faults-{options.seed}.json").write_text(report.to_json() + "\n")
-        (options.report / f"faults-{options.seed}.md").write_text(report.table() + "\n")
     return 1 if report.breaches else 0
+
+
+def _tell(folder: Path | None, report: soak.Report) -> None:
+    """Print how far a run is, and write what it has found so far: it may be stopped, or killed."""
+    print(f"{report.faults.total()} faults, {report.duration_s:.0f} s, {len(report.breaches)} broken", flush=True)
+    if folder is not None:
+        (folder / f"faults-{report.seed}.json").write_text(report.to_json() + "\n")
+        (folder / f"faults-{report.seed}.md").write_text(report.table() + "\n")
 
 
 if __name__ == "__main__":

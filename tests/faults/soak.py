@@ -7,7 +7,7 @@ import json
 import time
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,17 +21,31 @@ from tests.faults.world import World
 
 @dataclass
 class Report:
-    """Counts of a run. `recovery_s` is by kind, from the end of the injection; `breaches` are broken invariants."""
+    """Counts of a run.
+
+    `recovery_s` is by kind, from the end of the injection, `took_s` the time for all faults of a kind, with the checks
+    after them; `breaches` are broken invariants.
+    """
 
     seed: int
     faults: Counter[str] = field(default_factory=Counter)
     recovery_s: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    took_s: Counter[str] = field(default_factory=Counter)
     breaches: list[str] = field(default_factory=list)
     replies: Counter[str] = field(default_factory=Counter)
     texts: int = 0
     failures: Counter[str] = field(default_factory=Counter)
     duration_s: float = 0.0
     memory_mib: list[dict[str, float]] = field(default_factory=list)
+
+    def take(self, world: World, callers: Callers, duration_s: float) -> None:
+        """Count what has come of the calls until now."""
+        self.breaches, self.duration_s, self.texts = world.breaches, duration_s, callers.texts
+        self.replies, self.failures = Counter(), Counter()
+        for (_, surface), count in callers.replies.items():
+            self.replies[surface] += count
+        for (_, surface, outcome), count in callers.failures.items():
+            self.failures[f"{surface}: {outcome}"] += count
 
     def to_json(self) -> str:
         return json.dumps(
@@ -44,14 +58,12 @@ class Report:
             f"{self.faults.total()} faults, seed {self.seed}, {self.duration_s:.0f} s; {self.replies.total()} right "
             f"replies with {self.texts} vectors compared; {len(self.breaches)} broken invariants.",
             "",
-            "| fault | count | healed after, s: p50 | p90 | p99 | max |",
-            "|---|---|---|---|---|---|",
+            "| fault | count | healed after, s: p50 | p90 | p99 | max | with injection and checks, mean |",
+            "|---|---|---|---|---|---|---|",
         ]
         for kind, count in sorted(self.faults.items()):
-            found = _percentiles(self.recovery_s[kind])
-            lines.append(
-                f"| {kind.replace('_', ' ')} | {count} | " + " | ".join(f"{s:.2f}" for s in found.values()) + " |"
-            )
+            found = [*_percentiles(self.recovery_s[kind]).values(), self.took_s[kind] / count]
+            lines.append(f"| {kind.replace('_', ' ')} | {count} | " + " | ".join(f"{s:.2f}" for s in found) + " |")
         lines += ["", "Failed calls by outcome: " + ", ".join(f"{kind} {n}" for kind, n in self.failures.most_common())]
         return "\n".join([*lines, *(f"* {breach}" for breach in self.breaches)])
 
@@ -63,39 +75,41 @@ async def run(
     kinds: Iterable[str] = KINDS,
     minutes: float = 60.0,
     patience: float = 1.0,
+    tell: Callable[[Report], None] = lambda report: None,
 ) -> Report:
     """Draw `faults` of these kinds, as far as they fit into `minutes`; the daemon ends with the run.
 
-    `patience` is a factor of every limit of time, for a machine with other work.
+    `patience` is a factor of every limit of time, for a machine with other work. `tell` hears of the report after each
+    fault and at the end, however that comes.
     """
     report = Report(seed)
     world = await asyncio.to_thread(World.make, folder, seed, patience=patience)
+    callers = Callers(world)
     began = time.monotonic()
     try:
         await world.populate()
         began = time.monotonic()  # a loaded machine may need a minute until here
-        callers = Callers(world)
         names = [kind for kind in kinds for _ in range(KINDS[kind].weight)]
         async with callers.calling(list(world.wanted)):
             for number in range(faults):
                 if time.monotonic() - began > minutes * 60.0:
                     break
-                kind = world.random.choice(names)
+                kind, first = world.random.choice(names), time.monotonic()
                 await inject(world, callers, kind, KINDS[kind], report, number)
+                report.took_s[kind] += time.monotonic() - first
+                report.take(world, callers, time.monotonic() - began)
+                tell(report)
                 if world.breaches:
                     break
-        for (_, surface), count in callers.replies.items():
-            report.replies[surface] += count
-        report.texts = callers.texts
-        for (_, surface, outcome), count in callers.failures.items():
-            report.failures[f"{surface}: {outcome}"] += count
     finally:
-        report.duration_s = time.monotonic() - began
-        report.breaches = world.breaches
+        report.take(world, callers, time.monotonic() - began)
+        tell(report)
         world.breaches += await asyncio.to_thread(world.daemon.held_loops)
+        report.take(world, callers, report.duration_s)
         if world.breaches:
             print(world.daemon.log(100))
         await asyncio.to_thread(world.daemon.close)
+        tell(report)
     return report
 
 

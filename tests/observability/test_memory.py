@@ -7,6 +7,8 @@ import resource
 import subprocess
 import sys
 
+import pytest
+
 from teimgr.observability.memory import young_collections_alone
 
 CODE = """
@@ -42,6 +44,46 @@ os.waitpid(child, 0)
 def test_memory_that_a_forked_process_writes_is_its_own_from_its_first_call_on() -> None:
     done = subprocess.run([sys.executable, "-c", WRITES_WHAT_IT_SHARES], capture_output=True, text=True, check=True)
     assert all(15 <= int(mib) <= 18 for mib in done.stdout.split()), done.stdout
+
+
+OUTLIVES_ITS_PARENT = """
+import os, sys
+from teimgr.observability.memory import PrivateMemory, private_bytes, proc_sizes
+shared = bytearray(os.urandom(1 << 20)) * 32
+calls = [int(each) for each in sys.argv[1:]]
+lives, ends = os.pipe()
+if not os.fork():
+    go_on, parent_ends = os.pipe()
+    if not os.fork():
+        os.close(parent_ends)
+        memory = PrivateMemory()
+        before = [memory.read(each) for each in calls] or [0]
+        os.close(ends)
+        os.read(go_on, 1)
+        while os.getppid() == memory._parent:
+            pass
+        own = bytearray(os.urandom(1 << 20)) * 8
+        at_last = memory.read(1000)
+        print(at_last - before[-1] >> 20, private_bytes(proc_sizes("self", "smaps_rollup")) >> 20, flush=True)
+        os._exit(0)
+    os.close(ends)
+    os.read(lives, 1)
+    os._exit(0)
+shared = None
+os.close(ends)
+os.read(lives, 1)
+os.wait()
+"""
+
+
+@pytest.mark.parametrize("calls", [[], ["0"], ["0", "1"]])
+def test_memory_that_was_shared_with_an_ended_parent_is_not_its_own(calls: list[str]) -> None:
+    """The kernel calls 32 MiB private that it has since the fork; it has taken 8 MiB itself."""
+    command = [sys.executable, "-c", OUTLIVES_ITS_PARENT, *calls]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    taken, by_the_kernel = map(int, done.stdout.split())
+    assert 7 <= taken <= 10, done.stdout
+    assert by_the_kernel >= 40, done.stdout
 
 
 def test_no_garbage_collection_of_everything_comes_during_imports() -> None:

@@ -88,20 +88,6 @@ async def test_a_worker_is_expected_to_take_the_most_that_earlier_ones_took(tmp_
     assert first <= last[0] < 1.01 * first
 
 
-async def test_what_an_adopted_worker_takes_is_reserved_for_it_and_is_no_figure_of_its_model(tmp_path: Path) -> None:
-    """It holds 300 MiB that it had shared with the fork server of the daemon before, and the next worker will not."""
-    admission = Admission(Ledger(), Footprints(), _refresh)
-    spec = _spec(str(build("bert", tmp_path / "model")))
-    await admission.look(spec, None)
-    expected = admission.footprints.known(spec)
-    adopted = admission.adopt(spec)
-
-    admission.settle(adopted, spec, "cpu", 300 * MIB, 0)
-
-    assert adopted.footprint.host_bytes > 300 * MIB
-    assert admission.footprints.known(spec) == expected
-
-
 async def test_workers_that_outgrow_the_budget_are_told_with_what_each_holds() -> None:
     admission = Admission(Ledger(host_budget=100 * MIB), Known(), _refresh)
     told: list[tuple[str, int, Mapping[str, int]]] = []

@@ -41,7 +41,6 @@ class Admission:
         self._refresh = refresh
         self._waiting: defaultdict[str, deque[asyncio.Future[None]]] = defaultdict(deque)  # by host
         self._unread: set[Reservation] = set()  # adopted workers that have not reported their memory yet
-        self._adopted: set[Reservation] = set()
         self._claims: list[tuple[Place, Footprint]] = []  # of loads that wait
         self._promised: dict[tuple[str, int], Reservation] = {}
         self._all_read = asyncio.Event()
@@ -129,7 +128,6 @@ class Admission:
         place = Place(spec.host, spec.gpu)
         reservation = self.ledger.hold(spec.name, spec.replica, _UNREAD, place, is_settled=True)
         self._unread.add(reservation)
-        self._adopted.add(reservation)
         self._all_read.clear()
         return reservation
 
@@ -140,9 +138,6 @@ class Admission:
 
         The first one is that of an idle worker, so room for its largest batch is added, and it counts no less than what
         earlier workers of the model grew to.
-
-        The memory of an adopted worker is not recorded for its model: pages that it shared with its fork server count
-        as its own since that has ended.
         """
         before = reservation.footprint
         is_first = not reservation.is_settled or reservation in self._unread
@@ -152,9 +147,7 @@ class Admission:
             host_bytes=host, device_bytes=on_card, loading_bytes=host + surplus if surplus else 0, source="measured"
         )
         was_known = before is not _UNREAD and before.source != "assumed"
-        most = measured
-        if reservation not in self._adopted:
-            most = self.footprints.learn(spec, device_kind, measured, is_first=is_first)
+        most = self.footprints.learn(spec, device_kind, measured, is_first=is_first)
         overrun = self.ledger.settle(reservation, most if is_first else measured)
         self._has_read(reservation)
         for device in dict.fromkeys((reservation.place.device, reservation.place.host)):
@@ -173,7 +166,6 @@ class Admission:
     def release(self, reservation: Reservation) -> None:
         """Give back what a worker held, as its process is gone."""
         self._has_read(reservation)
-        self._adopted.discard(reservation)
         self.ledger.release(reservation)
         self._wake()
 
