@@ -59,35 +59,30 @@ class PrivateMemory:
     In between the part of the anonymous memory that is shared with the process that forked this one counts as the same.
     It shrinks with every page of it that is written for the first time, mostly by the first calls.
 
-    Once that process has ended, the kernel calls the shared part private, and it stays what it was last: the figure of
-    a worker does not rise when its daemon and fork server are replaced.
+    Once that process has ended, the kernel calls the shared part private; here it stays what it was last.
     """
 
     def __init__(self) -> None:
         self._parent = os.getppid()
-        self._shared_bytes = _anonymous_bytes() if _has_forked_memory() else 0
+        self._shared_bytes = _anonymous_bytes() if _is_fork() else 0
         self._due_at = 0
 
     def read(self, calls: int = 0) -> int | None:
         """Bytes, as `private_bytes`; None if the kernel reports none. `calls` are those that were taken so far."""
         if calls >= self._due_at:
-            self._due_at = 2 * calls + 1
             if (private := private_bytes(proc_sizes("self", "smaps_rollup"))) is None:
-                self._due_at = 0
                 return None
+            self._due_at = 2 * calls + 1
             if os.getppid() == self._parent:  # asked last: it was alive while the kernel counted
                 self._shared_bytes = max(0, _anonymous_bytes() - private)
                 return private
         return max(0, _anonymous_bytes() - self._shared_bytes)
 
 
-def _has_forked_memory() -> bool:
+def _is_fork() -> bool:
     """Whether this process is a fork that has run no other program since."""
-    try:
-        flags = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[6]
-    except (OSError, IndexError):
-        return False
-    return bool(int(flags) & _PF_FORKNOEXEC)
+    stat = Path("/proc/self/stat")
+    return stat.exists() and bool(int(stat.read_text().rpartition(")")[2].split()[6]) & _PF_FORKNOEXEC)
 
 
 def _anonymous_bytes() -> int:

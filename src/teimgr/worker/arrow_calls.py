@@ -244,7 +244,8 @@ def _serve_table(
         limits = _Limits(dispatcher, call, options, form)
         size = limits.size(ipc) if len(ipc) <= _SMALL_TABLE_BYTES else await dispatcher.off_loop(limits.size, ipc)
         await dispatcher.reserve(call, size)
-        is_small = size <= _SMALL_TABLE_BYTES and not _takes_files(dispatcher)
+        takes_files = any(kind.value in dispatcher.engine.info.modalities for kind in FILES)
+        is_small = size <= _SMALL_TABLE_BYTES and not takes_files
         table = read_counted(limits) if is_small else await dispatcher.off_loop(read_counted, limits)
 
         def encode(job: Job) -> CallReply:
@@ -267,10 +268,6 @@ def _serve_table(
             dispatcher.answer(call, await dispatcher.off_loop(encode, job))
 
     dispatcher.admit_async(call, run)
-
-
-def _takes_files(dispatcher: Dispatcher) -> bool:
-    return any(kind.value in dispatcher.engine.info.modalities for kind in FILES)
 
 
 def _aligned(ipc: bytes | memoryview) -> bytes | memoryview:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tests.support.fleet import local_launcher
@@ -97,3 +98,21 @@ def test_functions_that_fail_ahead_of_the_workers_are_reported_and_do_not_stop_i
 
     assert [each.partition(" ")[0] for each in missing] == ["no_such_module:main:"]
     assert [each.partition(" ")[0] for each in failed] == ["json:loads:", "json:no_such_function:"]
+
+
+def test_asking_torch_for_its_cards_leaves_the_fork_server_able_to_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's build for CUDA: who asks for the compiled-in list counts as one that has initialised the driver."""
+    asked: list[int] = []
+
+    def flags() -> str:
+        asked.append(os.getpid())
+        return "sm_90 compute_90"
+
+    core = SimpleNamespace(_cuda_getArchFlags=flags, _cuda_isInBadFork=lambda: bool(asked))
+    build = SimpleNamespace(cuda="13.0")
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(_C=core, __version__="2.13.0+cu130", version=build))
+
+    found = nursery.TorchBuild.imported()
+
+    assert found == nursery.TorchBuild("2.13.0+cu130", "13.0", ("sm_90", "compute_90"))
+    assert not nursery.driver_was_initialised()

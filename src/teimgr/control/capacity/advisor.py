@@ -144,7 +144,8 @@ class Advisor:
         await self.look()
         cards = await self._cards.read()
         watched = {each.instance for each in self._applied if each.state == "watched"}
-        vain = {each.id for each in self._applied if each.state == "taken_back" and self._is_recent(each)}
+        recent = [each for each in self._applied if self._clock() < each.until + _NOT_AGAIN_S]
+        vain = {each.id for each in recent if each.state == "taken_back"}
         found: list[Recommendation] = []
         for name in self._histories:
             if name not in watched and only(name):
@@ -249,9 +250,6 @@ class Advisor:
         if card is None or room < _CARD_PER_HELD * size / len(held):
             return Memory(size, batch * len(held))
         return Memory(size, batch * len(held), Card(card.index, card.name, room))
-
-    def _is_recent(self, record: Applied) -> bool:
-        return self._clock() < record.until + _NOT_AGAIN_S
 
     def _keep(self) -> None:
         self._kept.put(_SECTION, [each.to_dict() for each in self._applied])

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from teimgr.control.capacity.recommendations import Card, Observation
-from teimgr.spec import InstanceSpec, InstanceView
+from teimgr.spec import InstanceView
 
 INTERVAL_S = 15.0
 HOUR_S = 3600.0
@@ -63,7 +63,8 @@ class History:
 
     def add(self, view: InstanceView, found: Sequence[Counters], now: float) -> None:
         """Take what the workers report; a change of keys forgets what was before."""
-        keys = _keys_of(view.spec)
+        spec, replicas = view.spec, None if view.spec.max_replicas else view.spec.replicas
+        keys = *(getattr(spec, name) for name in _KEYS), spec.extra_args, replicas
         if keys != self._keys:
             self._keys = keys
             self._readings.clear()
@@ -113,11 +114,6 @@ class History:
 def unseen(view: InstanceView, memory: Memory) -> Observation:
     """The observation of an instance without a worker that reports."""
     return Observation(spec=view.spec, model=view.model, span_s=0.0, replicas=0, held_bytes=memory.held_bytes)
-
-
-def _keys_of(spec: InstanceSpec) -> tuple[object, ...]:
-    """The keys on which its figures depend; `replicas` where the load does not set them."""
-    return (*(getattr(spec, name) for name in _KEYS), spec.extra_args, None if spec.max_replicas else spec.replicas)
 
 
 def _sums(counters: Mapping[str, Any]) -> Sums:

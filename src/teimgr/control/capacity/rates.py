@@ -64,11 +64,8 @@ class MeasuredRates:
         self._rates[key] = seen.rate, totals
         while len(self._rates) > _MAX_RATES:
             del self._rates[next(iter(self._rates))]
-        self._kept.put(_SECTION, {key: _record(*rates) for key, rates in self._rates.items()})
-
-
-def _record(rate: float, totals: dict[int, tuple[float, int]]) -> dict[str, Any]:
-    return {"rate": rate, "totals": {str(count): list(total) for count, total in totals.items()}}
+        sums = {key: {str(count): list(each) for count, each in of.items()} for key, (_, of) in self._rates.items()}
+        self._kept.put(_SECTION, {key: {"rate": self._rates[key][0], "totals": each} for key, each in sums.items()})
 
 
 def _of(record: Any) -> tuple[float, dict[int, tuple[float, int]]]:

@@ -105,13 +105,28 @@ class TorchBuild:
     def imported(cls) -> TorchBuild:
         """The build that this process has imported, an empty one without torch.
 
-        The compiled-in list is read, as initialising the driver would not survive a fork.
+        A child reads the compiled-in list: torch takes who asks for it for one that has initialised the driver, and the
+        forks of such a process start afresh.
         """
         torch: Any = sys.modules.get("torch")
         if torch is None:
             return cls()
         flags = getattr(torch._C, "_cuda_getArchFlags", None)
-        return cls(str(torch.__version__), torch.version.cuda, tuple((flags() or "").split()) if flags else ())
+        return cls(str(torch.__version__), torch.version.cuda, tuple(_in_a_child(flags).split()) if flags else ())
+
+
+def _in_a_child(call: Callable[[], str | None]) -> str:
+    """The text that a fork of this process gets from `call`; empty where that fails."""
+    read, write = os.pipe()
+    if not (pid := os.fork()):
+        with suppress(BaseException):
+            os.write(write, (call() or "").encode())
+        os._exit(0)
+    os.close(write)
+    found = os.read(read, MESSAGE_LIMIT_BYTES).decode()
+    os.close(read)
+    os.waitpid(pid, 0)
+    return found
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -65,7 +65,8 @@ def rebalance(
     workers: Sequence[Placed], inventory: Inventory, ledger: Ledger, alive: Mapping[str, int], footprint: FootprintOf
 ) -> Rebalancing:
     """Plan the moves of these workers, one after the other; `ledger` is a copy, and `alive` counts workers by host."""
-    if len(inventory.hosts) <= 1 and len(inventory.gpus) <= 1 and not (inventory.gpus and _any_on_cpu(workers)):
+    mixed = inventory.gpus and any(each.place.gpu is None for each in workers)
+    if len(inventory.hosts) <= 1 and len(inventory.gpus) <= 1 and not mixed:
         device = f"GPU {inventory.gpus[0].index}" if inventory.gpus else "the CPU of one host"
         reason = f"there is one device: {device}"
         return Rebalancing((), tuple(Stay(each, each.fixed or reason) for each in workers))
@@ -80,10 +81,6 @@ def rebalance(
         else:
             stays.append(Stay(worker, found))
     return Rebalancing(tuple(moves), tuple(stays))
-
-
-def _any_on_cpu(workers: Sequence[Placed]) -> bool:
-    return any(each.place.gpu is None for each in workers)
 
 
 @dataclass(slots=True)

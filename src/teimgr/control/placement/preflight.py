@@ -61,9 +61,10 @@ class Preflight:
 
 def problems(cards: Sequence[Gpu], build: TorchBuild) -> list[str]:
     """A message for each card that `build` has no code for; one of unknown compute capability passes."""
+    has = f"has {' '.join(build.archs)}" if build.cuda else "is for the CPU alone"
     return [
         f"gpu_preflight: GPU {card.index} ({card.name}, sm_{card.compute_capability[0]}{card.compute_capability[1]}) "
-        f"is not supported by torch {build.version}, which {_has(build)}: {_remedy(card.compute_capability, build)}"
+        f"is not supported by torch {build.version}, which {has}: {_remedy(card.compute_capability, build)}"
         for card in cards
         if card.compute_capability and not runs_on(card.compute_capability, build.archs)
     ]
@@ -88,10 +89,6 @@ def runs_on(capability: tuple[int, int], archs: Sequence[str]) -> bool:
             if fits:
                 return True
     return False
-
-
-def _has(build: TorchBuild) -> str:
-    return f"has {' '.join(build.archs)}" if build.cuda else "is for the CPU alone"
 
 
 def _remedy(capability: tuple[int, int], build: TorchBuild) -> str:
