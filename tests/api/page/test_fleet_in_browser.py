@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import pytest_asyncio
 from tests.api.page.chromium import CHROMIUM, OPTIONS, missing
 from tests.api.page.conftest import Serving
 from tests.api.page.test_browser import AXE
@@ -19,27 +20,38 @@ from tests.support.rest_listener import MODEL, Front
 
 from teimgr.api.page import format
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing() or "there")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(missing()), reason=missing() or "there"),
+    pytest.mark.asyncio(loop_scope="module"),
+]
 
 LIMIT_MS = 15_000
 TAGS = {"embedding": {"team": "search"}, "reranker": {"team": "search"}, "classifier": {"team": "moderation"}}
 Opened = Callable[..., AbstractAsyncContextManager[tuple[Front, Any]]]
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def browser() -> AsyncIterator[Any]:
+    from playwright.async_api import async_playwright
+
+    async with async_playwright() as playwright:
+        browser = await playwright.chromium.launch(executable_path=CHROMIUM, **OPTIONS)
+        yield browser
+        await browser.close()
+
+
 @pytest.fixture
-def opened(serving: Serving) -> Opened:
+def opened(serving: Serving, browser: Any) -> Opened:
     """A fleet of three that run, and a page of it whose stream has begun."""
 
     @asynccontextmanager
     async def opening(path: str = "/") -> AsyncIterator[tuple[Front, Any]]:
-        from playwright.async_api import async_playwright
-
-        async with serving() as front, async_playwright() as playwright:
+        async with serving() as front, await browser.new_context(base_url=front.url) as context:
             for name, tags in TAGS.items():
                 await front.create(name, tags=tags)
                 front.fleet.ready(name)
-            browser = await playwright.chromium.launch(executable_path=CHROMIUM, **OPTIONS)
-            page = await browser.new_page(base_url=front.url)
+            page = await context.new_page()
             page.set_default_timeout(LIMIT_MS)
             faults: list[str] = []
             page.on("pageerror", lambda error: faults.append(str(error)))
@@ -50,7 +62,6 @@ def opened(serving: Serving) -> Opened:
             await page.wait_for_selector(".live:not([hidden])")
             yield front, page
             assert faults == []
-            await browser.close()
 
     return opening
 
