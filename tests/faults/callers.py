@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import aiohttp
@@ -17,7 +17,7 @@ from teimgr.errors import TeimgrError
 from tests.faults.world import CALL_LIMIT_S, World
 
 # After its deadline, a call without any outcome is silence.
-_SILENCE_S = CALL_LIMIT_S + 10.0
+_SILENCE_S = 10.0
 # Less than half of two cores: beyond that the time of a recovery is that of the queue for a processor.
 _PAUSE_S = (0.05, 0.5)
 
@@ -48,6 +48,8 @@ class Callers:
         self._surfaces = surfaces
         self._world = world
         self._stopping = asyncio.Event()
+        self._awaited: defaultdict[tuple[str, str], asyncio.Event] = defaultdict(asyncio.Event)
+        self._answered = asyncio.Event()
 
     def failures_of(self, name: str) -> Counter[tuple[str, str]]:
         """Failed calls of one instance by surface and kind."""
@@ -72,12 +74,16 @@ class Callers:
     async def all_served(self, limit_s: float) -> None:
         """Return when every caller has had a right reply since; note a breach for those that had none in time."""
         before = self.replies.copy()
-        end = time.monotonic() + limit_s
-        while unserved := [caller for caller in before if self.replies[caller] == before[caller]]:
-            if time.monotonic() > end:
-                self._world.breaches.append(f"no right reply within {limit_s:g} s: {unserved}")
-                return
-            await asyncio.sleep(0.01)
+        for caller in before:
+            self._awaited[caller].set()
+        try:
+            async with asyncio.timeout(limit_s):
+                while any(self.replies[caller] == before[caller] for caller in before):
+                    self._answered.clear()
+                    await self._answered.wait()
+        except TimeoutError:
+            unserved = [caller for caller in before if self.replies[caller] == before[caller]]
+            self._world.breaches.append(f"no right reply within {limit_s:g} s: {unserved}")
 
     @asynccontextmanager
     async def calling(self, names: Sequence[str]) -> AsyncIterator[None]:
@@ -100,16 +106,17 @@ class Callers:
 
     async def _call_on(self, name: str, surface: str, ask: Ask, most: int, chance: random.Random) -> None:
         world = self._world
+        silence_s = CALL_LIMIT_S * world.patience + _SILENCE_S
         while not self._stopping.is_set():
             rows = chance.sample(range(len(world.texts)), chance.randint(1, most))
             allowed = set(world.allowed.get(name, ()))
             began = time.monotonic()
             try:
-                async with asyncio.timeout(_SILENCE_S):
+                async with asyncio.timeout(silence_s):
                     vectors = await ask(name, [world.texts[row] for row in rows])
             except TimeoutError as error:
-                if time.monotonic() - began >= _SILENCE_S - 0.1:
-                    world.breaches.append(f"{name}, {surface}: silence for {_SILENCE_S:g} s")
+                if time.monotonic() - began >= silence_s - 0.1:
+                    world.breaches.append(f"{name}, {surface}: silence for {silence_s:g} s")
                 self.failures[name, surface, type(error).__name__] += 1
             except TeimgrError as error:
                 self.failures[name, surface, error.code.name] += 1
@@ -128,8 +135,13 @@ class Callers:
                     world.check_vectors(f"{name}, {surface}", rows, vectors, allowed)
                 self.replies[name, surface] += 1
                 self._note_answer(name)
+                self._awaited[name, surface].clear()
+                self._answered.set()
                 self.texts += len(rows)
-            await asyncio.sleep(chance.uniform(*_PAUSE_S))
+            with suppress(TimeoutError):  # a short pause where a reply of this caller is waited for
+                async with asyncio.timeout(chance.uniform(*_PAUSE_S)):
+                    await asyncio.sleep(_PAUSE_S[0])
+                    await self._awaited[name, surface].wait()
 
 
 def surfaces_of(world: World, client: AsyncClient, http: aiohttp.ClientSession) -> dict[str, tuple[Ask, int]]:

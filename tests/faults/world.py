@@ -131,11 +131,11 @@ class World:
         await self.converged(180.0 * self.patience)  # the nursery imports torch, on a machine that may be loaded
 
     def client(self, timeout_s: float = CALL_LIMIT_S) -> AsyncClient:
-        return self.daemon.async_client(timeout_s=timeout_s, api_key=_KEY)
+        return self.daemon.async_client(timeout_s=timeout_s * self.patience, api_key=_KEY)
 
     def http(self, key: str = _KEY) -> aiohttp.ClientSession:
         """A session whose calls carry the key of the world, or another one."""
-        timeout = aiohttp.ClientTimeout(CALL_LIMIT_S)
+        timeout = aiohttp.ClientTimeout(CALL_LIMIT_S * self.patience)
         return aiohttp.ClientSession(timeout=timeout, headers={"authorization": f"Bearer {key}"})
 
     # Changes that are acknowledged
