@@ -35,7 +35,7 @@ class Refusal(Exception):
 class Callers:
     """One caller for each surface and instance.
 
-    `replies` counts right replies by instance and surface, `failures` the other outcomes. `longest_gap_s` is, by
+    `replies` counts right replies by instance and surface, `failures` the other outcomes; `last_refusals` has texts. `longest_gap_s` is, by
     instance, the longest time without a right reply on any surface since `begin_gaps`.
     """
 
@@ -43,6 +43,7 @@ class Callers:
         self.replies: Counter[tuple[str, str]] = Counter()
         self.texts = 0
         self.failures: Counter[tuple[str, str, str]] = Counter()
+        self.last_refusals: dict[tuple[str, str], str] = {}
         self.longest_gap_s: dict[str, float] = {}
         self._answered_at: dict[str, float] = {}
         self._surfaces = surfaces
@@ -120,6 +121,7 @@ class Callers:
                 self.failures[name, surface, type(error).__name__] += 1
             except TeimgrError as error:
                 self.failures[name, surface, error.code.name] += 1
+                self.last_refusals[name, surface] = f"{error}; again after {getattr(error, 'retry_after_s', None)} s"
                 if error.code.name in ("INTERNAL_ERROR", "INFERENCE_FAILED"):
                     world.breaches.append(f"{name}, {surface}: {error!r}")
             except Refusal as error:

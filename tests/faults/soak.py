@@ -139,7 +139,8 @@ async def inject(world: WorldT, callers: Callers, kind: str, fault: Kind[WorldT]
     await callers.all_served(fault.served_within_s * world.patience)
     for name in spared:
         if lost := callers.failures_of(name) - before[name]:
-            world.breaches.append(f"{where}: calls on {name} failed: {dict(lost)}")
+            texts = [text for (other, _), text in callers.last_refusals.items() if other == name]
+            world.breaches.append(f"{where}: calls on {name} failed: {dict(lost)}, {texts}")
     report.memory_mib.append(await asyncio.to_thread(_memory, world))
     world.breaches = [breach if breach.startswith("fault") else f"{where}: {breach}" for breach in world.breaches]
     return ended - first

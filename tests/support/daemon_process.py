@@ -191,8 +191,10 @@ class DaemonProcess:
         """
         files = [self.folder / "daemon.log", *sorted((self.folder / "logs").glob("*.log"))]
         lines = (line for path in files if path.exists() for line in path.read_text(errors="replace").splitlines())
-        held = (line for line in lines if "event loop held" in line)
-        return [line for line in held if (found := _WORKED.search(line)) is None or float(found[1]) >= worked_s]
+        held = (
+            (line, _WORKED.search(line)) for line in lines if "event loop held" in line
+        )  # a crash report quotes some
+        return [line for line, worked in held if worked is not None and float(worked[1]) >= worked_s]
 
     # What it could leave behind.
 

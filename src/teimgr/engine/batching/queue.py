@@ -74,28 +74,28 @@ class _Sample:
 
 
 class LaneThroughput:
-    """Tokens that left the lanes, and the time in which more were waiting. Times are monotonic seconds.
+    """Tokens of batches that left more of their lane waiting, and the time until its next one. Times are monotonic.
 
-    Only that time counts: a batch that took all that waited may have been small, and its cost per token high. Whatever
-    slows a lane is in it: the device, the tokenizer, the other lane, other processes.
+    Only these count: a batch that took all that waited may have been small, and its cost per token high. What comes
+    while it is computed waits without a token of its lane, for seconds where other processes have the cores.
+    Whatever slows a lane is in it: the device, the tokenizer, the other lane, other processes.
     """
 
     def __init__(self) -> None:
         self._samples: dict[Lane, deque[_Sample]] = {lane: deque(maxlen=_SAMPLES) for lane in Lane}
-        self._last: tuple[float, Lane, int, Collection[Lane]] | None = None
+        self._last: dict[Lane, tuple[float, int]] = {}  # the last batch of a lane in which more waits since
         self._known: dict[Lane, tuple[float, float | None]] = {}  # a moment, and the throughput then
 
     def took(self, now: float, lane: Lane, tokens: int, waiting: Collection[Lane]) -> None:
         """A batch of `lane` leaves the queue; in the lanes `waiting` more is left."""
-        if self._last is not None:
-            began, last_lane, last_tokens, waited = self._last
-            for one in waited:
-                self._add(one, began, now, last_tokens if one is last_lane else 0)
-        self._last = now, lane, tokens, waiting
+        if (last := self._last.get(lane)) is not None:
+            self._add(lane, last[0], now, last[1])
+        self._last[lane] = now, tokens
+        self._last = {one: last for one, last in self._last.items() if one in waiting}
 
     def idle(self) -> None:
         """Nothing waits in any lane: the time until the next batch does not count."""
-        self._last = None
+        self._last.clear()
 
     def tokens_per_s(self, lane: Lane, now: float) -> float | None:
         """None if the lane had no recent backlog. The slowest sample does not count."""
