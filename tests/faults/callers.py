@@ -35,8 +35,8 @@ class Refusal(Exception):
 class Callers:
     """One caller for each surface and instance.
 
-    `replies` counts right replies by instance and surface, `failures` the other outcomes; `last_refusals` has texts. `longest_gap_s` is, by
-    instance, the longest time without a right reply on any surface since `begin_gaps`.
+    `replies` counts right replies by instance and surface, `failures` the other outcomes; `last_refusals` has texts.
+    `longest_gap_s` is, by instance, the longest time without a right reply on any surface since `begin_gaps`.
     """
 
     def __init__(self, world: World, surfaces: Sequence[str] = SURFACES) -> None:
