@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 
+import psutil
 import pytest
 from tests.support.daemon_process import DaemonProcess, WarmDaemonProcess
 from tests.support.models import build
@@ -45,6 +46,35 @@ def test_a_worker_that_does_not_fit_is_refused_and_starts_once_there_is_room(mod
         daemon.settings["host_memory_budget_mib"] = budget_mib
         daemon.start()
         _fill_the_budget(daemon, model, budget_mib)
+
+
+def test_an_adopted_worker_takes_what_it_took_before(model: str) -> None:
+    """Over 200 MiB that it had shared with its fork server are its own by the kernel's figures."""
+    with DaemonProcess() as daemon:  # with a fork server that nothing shares memory with
+        with daemon.client() as client:
+            client.create("a", model)
+            assert _settled(client, "a").status.value == "running"
+            before = _private_mib_after(client, calls=10)
+        workers = [process for process in daemon.processes() if process.name() == "tei:a"]
+        others = [process for process in daemon.processes() if process not in workers]
+        daemon.kill()
+        psutil.wait_procs([each for each in others if "mux" not in " ".join(each.cmdline())], timeout=20)
+        daemon.start()
+        with daemon.client() as client:
+            assert _settled(client, "a").pid == workers[0].pid
+            after = _private_mib_after(client, calls=50)
+        assert before - 1 < after < before + 10
+
+
+def _private_mib_after(client: Client, calls: int) -> float:
+    """As of the second probe after calls; after twice as many as before a worker adds up its memory anew."""
+    for number in range(calls):
+        client.embed(f"call {number}", instance="a")
+    for _ in range(2):
+        last = client.get("a").last_health_check
+        until(lambda last=last: client.get("a").last_health_check != last, "a probe", 20)  # type: ignore[misc]
+    (worker,) = client.get("a").details["workers"]
+    return float(worker["private_bytes"]) / 2**20
 
 
 def _needs_mib(reason: str) -> int:
