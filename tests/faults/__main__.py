@@ -23,7 +23,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("--faults", type=int, default=1000, help="how many (1000)")
     parser.add_argument("--seed", type=int, default=1, help="of the choice of faults and of their moments (1)")
-    parser.add_argument("--minutes", type=float, default=60.0, help="end earlier, after so long (60)")
+    parser.add_argument("--minutes", type=float, default=75.0, help="end earlier, after so long (75)")
     parser.add_argument(
         "--patience", type=float, default=1.0, help="factor of all limits, on a machine with other work"
     )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.faults import soak
+from tests.faults import long_run, soak
 
 # Without those that wait for a new nursery, which imports torch for seconds; a standby does not.
 KINDS = (
@@ -32,13 +35,21 @@ KINDS = (
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("seed", [1])
-async def test_no_invariant_breaks(tmp_path: Path, seed: int) -> None:
-    report = await soak.run(tmp_path, seed, faults=6, kinds=KINDS, minutes=0.5)
+def test_no_invariant_breaks_and_a_run_that_is_stopped_leaves_its_report(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.faults", "--only", *KINDS, "--report", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        assert any(line.startswith("6 faults") for line in run.stdout)
+        run.terminate()
+        run.communicate()
 
-    assert report.breaches == []
-    assert report.faults.total() >= 2
-    assert report.texts > 0
+    assert run.returncode == long_run.INTERRUPTED
+    report = json.loads((tmp_path / "faults-1.json").read_bytes())
+    total = sum(report["faults"].values())
+    assert report["breaches"] == []
+    assert total >= 6
+    assert report["texts"] > 0
+    assert (tmp_path / "faults-1.md").read_text().startswith(f"{total} faults, seed 1, ")
 
 
 @pytest.mark.slow
