@@ -42,7 +42,7 @@ LIMITS_S: dict[str, float] = {
     "on_demand": 300,
     "forty": 1200,
     "kills": 2400,
-    "tenants": 600,
+    "tenants": 480,
     "declared": 600,
     "mux": 180,
     "images": 420,

@@ -43,6 +43,11 @@ class Child:
         self.dtype: str = loaded.get("dtype", "")
         self.note: str = loaded.get("note", "")
 
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
     def ask(self, verb: str, argument: Any = None) -> dict[str, Any]:
         """Send a command and wait for its answer, after that of one that an interrupt left without a reader.
 
