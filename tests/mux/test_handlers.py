@@ -22,6 +22,7 @@ from tests.support.http_peers import connecting, framed, head
 from tests.support.mux_process import MAX_MESSAGE_BYTES, Control, client, embed, running, stub, to
 from tests.support.polling import eventually, on_uvloop
 
+from teimgr.config.auth import ApiKeyEntry
 from teimgr.errors import Code, error_from_code
 from teimgr.http.auth.policy import Key, Policy, PolicyInForce, digest
 from teimgr.http.server import bind
@@ -481,13 +482,15 @@ LIMIT_S = 20
 class Server:
     """The handlers of a mux on a port of this process."""
 
-    def __init__(self, policy: Policy, *entries: RouteEntry) -> None:
+    def __init__(self, policy: Policy, *entries: RouteEntry, charges: bool = True) -> None:
         self._policy = PolicyInForce(policy)
+        self._charges = charges
         self._router = Router(LinkLimits())
         self._router.update(RoutingSnapshot(entries))
 
     async def __aenter__(self) -> int:
         options: dict[str, Any] = {"request_timeout_s": 0, "window": 8, "policy": self._policy, "health": MuxHealth()}
+        options["charges"] = self._charges
         self._server = GrpcServer(MuxHandlers(self._router, CallCounters(()), **options).protocol)
         sock = bind("127.0.0.1", 0)
         self._server.add(sock)
@@ -526,6 +529,31 @@ async def test_a_call_without_the_key_ends_before_its_message_has_come() -> None
         headers = dict((await peer.until(h2.events.ResponseReceived)).headers)
 
         assert headers["grpc-status"] == "16"
+
+
+async def test_a_key_with_a_quota_is_refused_by_name_where_nothing_charges_it() -> None:
+    given = {"rights": ("inference",)}
+    quotas: dict[str, dict[str, Any]] = {
+        "metered": {"tokens_per_day": 5},
+        "free": {},
+        "shadow": {"tokens_per_day": 5, "shadow": True},
+    }
+    keys = [ApiKeyEntry(name=name, key=f"{name}_{'x' * 20}", **given, **more) for name, more in quotas.items()]
+    policy = Policy.from_json(Policy(keys=tuple(key.read() for key in keys)).to_json())
+    found: dict[tuple[str, bool], str] = {}
+    for charges in (True, False):
+        async with (
+            Server(policy, charges=charges) as port,
+            grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
+            asyncio.timeout(LIMIT_S),
+        ):
+            for key in keys:
+                metadata = (("authorization", f"Bearer {key.name}_{'x' * 20}"),)
+                call = channel.unary_unary(EMBED)(embed("x").SerializeToString(), metadata=metadata)
+                found[key.name, charges] = f"{(await call.code()).name}: {await call.details()}"
+    refused = "The key 'metered' has a quota, which the daemon's host alone charges: call the gRPC port there"
+    assert found.pop(("metered", False)) == f"PERMISSION_DENIED: {refused}"
+    assert {each.partition(":")[0] for each in found.values()} == {"NOT_FOUND"}  # it has no instance
 
 
 @on_uvloop

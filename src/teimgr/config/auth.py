@@ -99,9 +99,11 @@ class ApiKeyEntry:
         Raises:
             InvalidConfig: It cannot be read, or is too short.
         """
-        return Key(
-            self.name, self.key_sha256 or digest(self._secret(environ)), self.rights, self.instances, self.max_workers
+        sha256, has_quota = (
+            self.key_sha256 or digest(self._secret(environ)),
+            any(self.tenant.limits) and not self.shadow,
         )
+        return Key(self.name, sha256, self.rights, self.instances, self.max_workers, has_quota=has_quota)
 
     @property
     def tenant(self) -> TenantKey:

@@ -340,7 +340,7 @@ class Settings:
         if self.auth:
             yield from self.auth.warnings()
             if self.cluster.mux_per_host and any(any(key.tenant.limits) for key in self.auth.api_keys):
-                yield "auth.api_keys: quotas are those of this host, calls from a mux to a worker of others have none"
+                yield "auth.api_keys: this host alone charges quotas: a mux of another one refuses keys that have one"
         verified = self.auth is not None and any(map(self.auth.requires, PROVIDERS))
         for name in ("api_host", "grpc_host", "instance_host"):
             host = getattr(self, name)

@@ -14,6 +14,7 @@ from teimgr.http.auth.policy import (
     ANONYMOUS,
     Caller,
     CertificateNames,
+    Policy,
     PolicyInForce,
     Right,
     authenticate_call,
@@ -45,6 +46,7 @@ _log = logging.getLogger(__name__)
 
 # Every RPC of the table is inference.
 _RIGHTS = frozenset({Right.INFERENCE})
+_UNCHARGED = "The key '{}' has a quota, which the daemon's host alone charges: call the gRPC port there"
 # Calls whose message has not come yet, and the time that a client has to send it.
 _OPEN_CALLS = 4096
 _MESSAGE_S = 120.0
@@ -168,7 +170,7 @@ class MuxHandlers:
     `request_timeout_s` limits single calls (0 = no limit); `window` bounds the messages of a stream in flight. Limits
     on memory and open calls are those of all `processes` that share the port; this one has its part of them.
     `policy` authenticates and authorises every call of the table before its first message is read. Connections have a
-    `max_age`, None for none.
+    `max_age`, None for none. `charges` is False on a host that cannot charge quotas: keys with one are refused there.
     """
 
     def __init__(
@@ -184,8 +186,10 @@ class MuxHandlers:
         telemetry: Telemetry | None = None,
         loads: ModelLoads = NO_LOADS,
         max_age: MaxAge | None = None,
+        charges: bool = True,
     ) -> None:
         self._max_age = max_age
+        self._charges = charges
         self._telemetry = telemetry or Telemetry()
         self._loads = loads
         self._router = router
@@ -264,15 +268,22 @@ class MuxHandlers:
             Unauthenticated, Forbidden: it may not call.
         """
         policy, metadata = self._policy.now, call.metadata  # without the call, which would be in a cycle with its check
-        caller = authenticate_call(policy, certificate, metadata)
-        caller.require(_RIGHTS)
+        charges = self._charges
+
+        def caller_by(rules: Policy) -> Caller:
+            found = authenticate_call(rules, certificate, metadata)
+            found.require(_RIGHTS)
+            if found.has_quota and not charges:
+                raise Forbidden(_UNCHARGED.format(found.name))
+            return found
+
+        caller = caller_by(policy)
 
         def still_allowed() -> None:
             nonlocal policy
             if (now := self._policy.now) is policy:
                 return
-            found = authenticate_call(now, certificate, metadata)
-            found.require(_RIGHTS)
+            found = caller_by(now)
             if found.instances != caller.instances:  # the router of this call shows those
                 raise Forbidden("The key's instances have changed: begin a new call")
             policy = now

@@ -166,6 +166,7 @@ class Mux:
             telemetry=self._telemetry,
             loads=ReturningWorkers(self._router, self._loads, self._config.worker_wait_s, self._config.processes),
             max_age=MaxAge(age_s, self._config.connection_grace_s) if age_s else None,
+            charges=self._config.control_fd < 0,  # the table of the tenants is on the daemon's host
         )
         context = None if self._config.tls is None else tls_context(self._config.tls)
         return GrpcServer(handlers.protocol, context)

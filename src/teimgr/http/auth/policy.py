@@ -71,7 +71,7 @@ class Caller:
     """An authenticated client. `instances` are names and globs; None means all instances.
 
     `max_workers` bounds the workers of a restricted caller's instances together. `tenant` is the number under which
-    its calls are charged and counted, 0 for none.
+    its calls are charged and counted, 0 for none; `has_quota`: beyond its quotas they are refused.
     """
 
     name: str
@@ -79,6 +79,7 @@ class Caller:
     instances: tuple[str, ...] | None = None
     max_workers: int = DEFAULT_MAX_WORKERS
     tenant: int = 0
+    has_quota: bool = False
 
     @property
     def is_restricted(self) -> bool:
@@ -168,9 +169,11 @@ class Key:
     instances: tuple[str, ...] | None = None
     max_workers: int = DEFAULT_MAX_WORKERS
     tenant: int = 0
+    has_quota: bool = False
 
     def caller(self) -> Caller:
-        return Caller(self.name, frozenset(map(Right, self.rights)), self.instances, self.max_workers, self.tenant)
+        rights = frozenset(map(Right, self.rights))
+        return Caller(self.name, rights, self.instances, self.max_workers, self.tenant, self.has_quota)
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,4 +356,5 @@ def _key(values: Mapping[str, Any]) -> Key:
         None if instances is None else tuple(instances),
         int(values.get("max_workers", DEFAULT_MAX_WORKERS)),
         int(values.get("tenant", 0)),
+        bool(values.get("has_quota", False)),
     )
