@@ -56,6 +56,21 @@ sys.stdin.readline()
 """
 
 
+def test_the_callers_of_an_instance_are_those_that_its_rows_have_tokens_of(tmp_path: Path) -> None:
+    table = TenantTable(tmp_path / FILE)
+    numbers = table.configure([TenantKey("one"), TenantKey("two")])
+    meters = {name: open_meter(tmp_path / FILE, name, "m") for name in ("a", "ab", "c")}
+    again = open_meter(tmp_path / FILE, "a", "m")
+    for meter, key, tokens in (
+        *((meters["a"], "one", 3), (again, "one", 4), (again, "two", 5)),
+        *((meters["ab"], "two", 7), (meters["c"], "one", 0)),
+    ):
+        assert meter is not None
+        meter.answered(numbers[key], tokens, 1, 1)
+    found = {name: table.callers(name) for name in ("a", "ab", "c", "b")}
+    assert found == {"a": {numbers["one"]: 7, numbers["two"]: 5}, "ab": {numbers["two"]: 7}, "c": {}, "b": {}}
+
+
 @pytest.fixture
 def table(tmp_path: Path) -> Any:
     table = TenantTable(tmp_path / FILE)

@@ -13,8 +13,8 @@
 Lines are processed in order, so a reply confirms those before it. A mux that stops sends `{"stopping": grace_s}` by
 itself, and answers until its calls are finished.
 
-By itself it also sends `{"load": [call, instance, timeout_s or null]}`, for a call that waits for an on-demand model,
-and `{"left": call}` when that call is over.
+By itself it also sends `{"load": [call, instance, timeout_s or null], "tenant": number}`, for a call of a key that
+waits for an on-demand model, and `{"left": call}` when that call is over.
 
 A connection of another host must have the daemon's certificate, and begins with a proof of incarnation, for another
 process may have the port by now:

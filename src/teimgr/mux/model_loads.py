@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from teimgr.errors import DeadlineExceeded, Unavailable, error_from_code
+from teimgr.observability.request_context import CURRENT
 from teimgr.wire.routing.on_demand import WaitingCalls, answer_call
 
 Message = dict[str, Any]
@@ -48,7 +49,9 @@ class DaemonLoads:
     async def _answered(self, call: int, instance: str, timeout_s: float | None) -> None:
         answer = self._answers[call] = asyncio.get_running_loop().create_future()
         try:
-            if not self._send({"load": [call, instance, timeout_s]}):
+            context = CURRENT.get()
+            tenant = 0 if context is None else context.tenant
+            if not self._send({"load": [call, instance, timeout_s], "tenant": tenant}):
                 raise Unavailable(f"Instance '{instance}' is not loaded, and no daemon is here to load it")
             async with asyncio.timeout(timeout_s) as limit:
                 await answer

@@ -20,6 +20,7 @@ from teimgr.control.placement import planner as placement
 from teimgr.control.placement.dry_run import REFUSED, FleetPlan, PlannedWorker
 from teimgr.control.placement.gpus import Gpu, GpuInventory, Inventory
 from teimgr.control.residence.residence import Residence
+from teimgr.control.sharing.tenants import TenantRegistry
 from teimgr.control.supervision.manager import Manager
 from teimgr.errors import TeimgrError
 from teimgr.observability.metrics import DaemonMetrics
@@ -106,7 +107,7 @@ class DrawnFleet:
             cores=rng.choice((1, 2, 8)),  # type: ignore[arg-type]
         )
         patch.setattr(self.manager._planner.memory, "footprints", KnownFootprints(rng.random()))
-        self.residence = Residence(self.manager, directory)
+        self.residence = Residence(self.manager, directory, TenantRegistry(folder, folder / "state.toml"))
         self.manager.memory.relieve_by(self.residence.relieve)
         self.manager.plan_evictions_by(self.residence.rehearsal)
 

@@ -727,6 +727,47 @@ def test_a_call_may_ask_how_long_its_model_stays() -> None:
     assert room.phase("a") is Phase.UNLOADED  # what was asked was for its last stay
 
 
+def test_a_model_stays_as_long_as_the_longest_of_what_its_keys_want() -> None:
+    room = Room()
+    room.declare("a", idle_timeout_s=10.0)
+    room.resident("a", for_s=0.0)
+    room.tell(Kept("a", 100.0, key=1))
+    room.now += 20.0
+    room.tell(Kept("a", 0.0, key=2), Tick())
+    assert room.phase("a") is Phase.LOADED
+    assert room.fleet.due() == room.now + 80.0  # since the first key's call, whatever the second one asks
+    room.tell(Kept("a", 30.0, key=1))  # its own wish, not another's
+    assert room.fleet.due() == room.now + 30.0
+    room.now += 30.0
+    room.tell(Tick())
+    assert room.unloads[-1].reason == "idle for 30 s, kept for 30 s as a call has asked"
+
+
+def test_a_key_shortens_no_stay_of_keys_that_have_asked_for_none() -> None:
+    room = Room()
+    room.declare("a", idle_timeout_s=10.0)
+    room.resident("a", for_s=0.0)
+    room.tell(Kept("a", 0.0, key=2), Used("a", 3, 0, keys=(1, 2)), Tick())
+    assert (room.phase("a"), room.fleet.due()) == (Phase.LOADED, room.now + 10.0)
+    room.now += 5.0
+    room.tell(Used("a", 1, 0, keys=(2,)), Kept("a", 2.0, key=2))
+    assert room.fleet.due() == room.now + 5.0
+    room.now += 5.0
+    room.tell(Tick())
+    assert room.unloads[-1].reason == "idle for 5 s"
+
+
+def test_a_key_that_is_gone_keeps_a_model_no_longer_than_it_asked() -> None:
+    room = Room()
+    room.declare("a", idle_timeout_s=10.0)
+    room.resident("a", for_s=0.0)
+    room.tell(Kept("a", 60.0, key=1))
+    for _ in range(8):
+        room.now += 10.0
+        room.tell(Used("a", 1, 0, keys=(2,)), Kept("a", 5.0, key=2))
+    assert room.fleet.due() == room.now + 5.0
+
+
 def test_what_a_call_asks_for_unloads_no_busy_and_no_pinned_model_and_holds_off_no_eviction() -> None:
     room = Room(budget=50)
     room.declare("a", pinned=True)

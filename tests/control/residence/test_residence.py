@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from types import MappingProxyType
 
 import pytest
 from tests.support.polling import eventually
@@ -26,6 +27,7 @@ class ScriptedOwner:
         self.loads: list[str] = []
         self.unloads: list[str] = []
         self.notes: list[Incident] = []
+        self.asked: list[tuple[str, dict[str, float | None]]] = []
         self.busy: set[str] = set()
         self.failed: dict[str, tuple[str, float | None]] = {}
         self.loaded = asyncio.Event()
@@ -38,7 +40,8 @@ class ScriptedOwner:
     def publish(self, name: str, state: State) -> None:
         self.directory.publish(RouteEntry(name, name, state, on_demand=True))
 
-    async def declare(self, model_id: str) -> str | None:
+    async def declare(self, model_id: str, key: str, value: Callable[[str], float | None]) -> str | None:
+        self.asked.append((key, {name: value(name) for name in self.specs}))
         if model_id != "owner/model":
             return None
         self.declare_instance("made")
@@ -77,11 +80,26 @@ class ScriptedOwner:
         self.notes.append(incident)
 
 
+class ScriptedTenants:
+    """`tokens` of each tenant by instance."""
+
+    def __init__(self, tokens: Mapping[str, Mapping[int, int]]) -> None:
+        self._tokens = tokens
+
+    def callers(self, instance: str) -> Mapping[int, int]:
+        return dict(self._tokens.get(instance, {}))
+
+    def badge(self, tenant: int) -> str:
+        return f"key-{tenant}" if tenant else ""
+
+
 @asynccontextmanager
-async def running() -> AsyncIterator[tuple[ScriptedOwner, Residence]]:
+async def running(
+    tokens: Mapping[str, Mapping[int, int]] = MappingProxyType({}),
+) -> AsyncIterator[tuple[ScriptedOwner, Residence]]:
     directory = Directory()
     owner = ScriptedOwner(directory)
-    residence = Residence(owner, directory)
+    residence = Residence(owner, directory, ScriptedTenants(tokens))
     task = asyncio.create_task(residence.run())
     try:
         yield owner, residence
@@ -155,6 +173,21 @@ async def test_a_call_that_names_an_allowed_model_has_an_instance_made() -> None
             await call(residence, "owner/other")
 
 
+async def test_an_instance_that_a_call_makes_is_that_of_its_key_whose_idle_ones_have_a_value() -> None:
+    async with running() as (owner, residence):
+        for name in ("idle", "loading", "busy"):
+            owner.declare_instance(name)
+        owner.publish("loading", State.STARTING)
+        owner.publish("busy", State.RUNNING)
+        async with residence.loaded("busy", 10.0):
+            line = Line()
+            calls = LoadsForMux(line, residence, owner.loaded.wait)
+            calls.take({"load": [1, "owner/model", 10.0], "tenant": 3})
+            await owner.loaded.wait()
+        assert owner.asked == [("key-3", {"idle": 0.0, "loading": None, "busy": None})]
+        calls.close()
+
+
 async def test_the_end_of_the_daemon_answers_every_call() -> None:
     async with running() as (owner, residence):
         owner.declare_instance("a")
@@ -174,6 +207,18 @@ async def test_an_idle_model_is_unloaded_and_a_busy_one_is_not(monkeypatch: pyte
         await eventually(lambda: owner.unloads == ["a"])
         owner.busy.clear()
         await eventually(lambda: owner.unloads == ["a", "b"])
+
+
+async def test_what_a_key_asks_for_shortens_no_stay_of_the_other_keys_that_have_called() -> None:
+    tokens = {"a": {1: 10, 2: 10}, "b": {2: 10}}
+    async with running(tokens) as (owner, residence):
+        for name in tokens:
+            owner.declare_instance(name)
+            owner.publish(name, State.RUNNING)
+        for name in tokens:
+            residence.keep(name, 0.0, key=2)
+        await eventually(lambda: owner.unloads == ["b"])
+        assert residence.left_s("a") is None  # as it is declared, for the first key
 
 
 async def test_a_load_without_memory_has_an_idle_model_evicted_and_is_judged_again() -> None:

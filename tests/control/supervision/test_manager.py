@@ -530,6 +530,21 @@ async def test_a_move_that_fails_leaves_the_worker_where_it_serves(folder: Path)
         await fleet.end()
 
 
+async def test_a_key_with_more_than_its_share_of_the_places_loses_its_least_valuable_one(fleets: Fleets) -> None:
+    fleet = fleets(on_demand=OnDemandSettings(models=("org/*",), max_instances=3))
+    await fleet.manager.boot()
+    first, second, third = [str(await fleet.manager.declare(f"org/{name}", "one")) for name in ("a", "b", "c")]
+    with pytest.raises(MaxInstancesReached):
+        await fleet.manager.declare("org/d", "one")
+    values = {first: None, second: 2.0, third: 1.0}
+
+    fourth = await fleet.manager.declare("org/d", "two", values.__getitem__)
+
+    assert sorted(view.spec.name for view in fleet.manager.list()) == sorted([first, second, str(fourth)])
+    with pytest.raises(MaxInstancesReached):  # one of three is its share, and the first key is alone above its own
+        await fleet.manager.declare("org/e", "two", lambda name: None)
+
+
 async def test_a_model_that_calls_had_made_and_that_fails_gives_its_place_to_another(fleets: Fleets) -> None:
     fleet = fleets(on_demand=OnDemandSettings(models=("org/*",), max_instances=1))
     await fleet.manager.boot()

@@ -324,7 +324,8 @@ class Gateway:
         """The reply of a worker for the client; the model stays as long as the call has asked."""
         if (seconds := reply.headers.get(KEEP_ALIVE)) is None:
             return reply
-        self._loads.keep(instance, float(seconds))
+        context = CURRENT.get()
+        self._loads.keep(instance, float(seconds), 0 if context is None else context.tenant)
         return reply._replace(headers={name: value for name, value in reply.headers.items() if name != KEEP_ALIVE})
 
     async def _lease(self, call: _Call) -> Lease:

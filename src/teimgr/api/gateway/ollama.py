@@ -162,7 +162,7 @@ class OllamaRoutes:
             return _response(failure(OLLAMA, error))
         except SlowClient:
             return _response(refusal(OLLAMA, 408, _SLOW))
-        self._loads.keep(found.view.spec.name, 0.0)
+        self._loads.keep(found.view.spec.name, 0.0, caller_of(request.scope).tenant)
         nothing = {"response": ""} if what == "generate" else {"message": {"role": "assistant", "content": ""}}
         end = {"done": True, "done_reason": "unload"}
         return _json({"model": _name_in(body), "created_at": _rfc3339(time.time())} | nothing | end)

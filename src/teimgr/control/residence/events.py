@@ -5,11 +5,12 @@ The words of a reason are the same in the log, in events, in replies and on the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
 from teimgr.spec import InstanceSpec
+from teimgr.wire.tenants.table import ANONYMOUS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,20 +70,26 @@ class Left:
 class Kept:
     """A call has asked that the model stay for so long after its last call, in place of its `idle_timeout_s`.
 
-    0: it goes when it has no calls; infinite: only for the memory of others.
+    0: it goes when it has no calls; infinite: only for the memory of others. `key` is the tenant that has asked, whose
+    earlier wish this one replaces; it shortens the stay of no other tenant.
     """
 
     model: str
     seconds: float
+    key: int = ANONYMOUS
 
 
 @dataclass(frozen=True, slots=True)
 class Used:
-    """What a loaded model's workers report: calls since the last report, and calls that are under way."""
+    """What a loaded model's workers report: calls since the last report, and calls that are under way.
+
+    `keys` are the tenants of those calls where a tenant has asked how long the model stays, and they are known.
+    """
 
     model: str
     calls: int
     under_way: int
+    keys: Iterable[int] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
@@ -27,6 +27,14 @@ class Phase(Enum):
     UNLOADING = auto()
     FAILED = auto()
     STOPPED = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """How long a tenant's calls ask that a model stay after them, None: as declared; `at` is its last call."""
+
+    seconds: float | None
+    at: float
 
 
 @dataclass(slots=True)
@@ -58,7 +66,8 @@ class Model:
     peace: tuple[str, float] | None = None  # the winner of a war, and until when this one does not evict it
     load_began: float | None = None
     wanted_until: float = 0.0  # by a refused call that may retry
-    kept_s: float | None = None  # for how long calls have asked that it stay; until it is unloaded
+    wishes: dict[int, Wish] = field(default_factory=dict)  # by tenant, since one has asked; until it is unloaded
+    last_key: int = 0  # of them, that of the last call
     is_reported: bool = False  # its owner has said that it is loading
     loaded_for: int = 0  # calls that waited for its last load
     calls: int = 0  # of its workers since then
@@ -93,14 +102,34 @@ class Model:
         """What keeping it saves: seconds of reload a second, for each GiB of its memory."""
         return self.load_s * self.rate(now) / max(self.bytes or self.needed_bytes, 1) * _GIB
 
-    @property
-    def stays_s(self) -> float:
-        """How long it stays without calls."""
-        return self.kept_s if self.kept_s is not None else self.terms.idle_timeout_s or math.inf
+    def stay(self) -> tuple[float, float | None]:
+        """Until when it stays without calls, and the seconds that a tenant has asked for, None: as declared.
 
-    def keep(self, seconds: float | None) -> None:
-        """It is to stay for so long without calls; None: as declared."""
-        self.kept_s = seconds
+        The longest of what the tenants want, each from its own last call.
+        """
+        wishes = [Wish(self.wishes[self.last_key].seconds, self.used_at), *self.wishes.values()] if self.wishes else []
+        return max(
+            ((wish.at + self._stays_s(wish.seconds), wish.seconds) for wish in wishes),
+            key=lambda each: each[0],
+            default=(self.used_at + self._stays_s(None), None),
+        )
+
+    def _stays_s(self, asked_s: float | None) -> float:
+        return asked_s if asked_s is not None else self.terms.idle_timeout_s or math.inf
+
+    def keep(self, key: int, seconds: float, now: float) -> None:
+        """A tenant's call asks that it stay for so long."""
+        self.wishes[key], self.last_key = Wish(seconds, now), key
+
+    def called_by(self, keys: Iterable[int], now: float) -> None:
+        """These tenants have called it; what they want is what they have asked for, or as declared."""
+        if not self.wishes:
+            return
+        for key in keys:
+            before = self.wishes.get(key)
+            self.wishes[key] = Wish(None if before is None else before.seconds, now)
+            if self._stays_s(self.wishes[key].seconds) >= self._stays_s(self.wishes[self.last_key].seconds):
+                self.last_key = key
 
     def use(self, now: float) -> None:
         self.used_at = now
@@ -201,7 +230,8 @@ def idle_until(model: Model) -> float | None:
     """When a loaded model goes because it has no calls; None for one that stays."""
     terms = model.terms
     may_go = model.phase is Phase.LOADED and terms.on_demand and not terms.pinned and not model.is_busy
-    return model.used_at + model.stays_s if may_go and model.stays_s < math.inf else None
+    until, _ = model.stay() if may_go else (math.inf, None)
+    return until if until < math.inf else None
 
 
 def due_times(model: Model) -> Iterator[float]:
@@ -228,7 +258,7 @@ def enter(fleet: Fleet, model: Model, phase: Phase, now: float, *, keep_since: b
     if phase is not Phase.UNLOADING:
         model.under_way = 0
     if phase in (Phase.UNLOADED, Phase.FAILED, Phase.STOPPED):
-        model.keep(None)
+        model.wishes.clear()
     if phase in (Phase.ROOM, Phase.LOADED, Phase.UNLOADING):
         fleet.active[model.name] = model
     else:

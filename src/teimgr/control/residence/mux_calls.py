@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 from teimgr.errors import TeimgrError
+from teimgr.observability.request_context import RequestContext, use_context
 from teimgr.wire.routing.on_demand import ModelLoads
 
 
@@ -35,9 +36,11 @@ class LoadsForMux:
         if "load" in message:
             call, instance, timeout_s = message["load"]
             over = self._over[call] = asyncio.Event()
-            task = asyncio.create_task(
-                self._hold(call, instance, timeout_s, over), name=f"load of {instance} for a mux"
-            )
+            context = RequestContext("")
+            context.belongs_to(int(message.get("tenant", 0)))
+            with use_context(context):
+                holding = self._hold(call, instance, timeout_s, over)
+                task = asyncio.create_task(holding, name=f"load of {instance} for a mux")
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 

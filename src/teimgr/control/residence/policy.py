@@ -154,13 +154,14 @@ def _left(fleet: Fleet, event: Left, now: float) -> Iterator[Decision]:
 def _kept(fleet: Fleet, event: Kept, now: float) -> Iterator[Decision]:
     model = fleet.models.get(event.model)
     if model is not None and model.phase is Phase.LOADED:
-        model.keep(event.seconds)
+        model.keep(event.key, event.seconds, now)
         model.use(now)
     return iter(())
 
 
 def _used(fleet: Fleet, event: Used, now: float) -> Iterator[Decision]:
     if (model := fleet.models.get(event.model)) is not None:
+        model.called_by(event.keys, now)
         if event.calls > 0:
             model.serve(event.calls)
             model.count(event.calls, now)
@@ -259,8 +260,8 @@ def _tick(fleet: Fleet, event: Tick, now: float) -> Iterator[Decision]:
     for model in [*fleet.active.values()]:
         if (goes_at := idle_until(model)) is not None and goes_at <= now:
             reason = f"idle for {now - model.used_at:.3g} s"
-            if model.kept_s is not None:
-                reason += f", kept for {model.kept_s:.3g} s as a call has asked"
+            if (asked_s := model.stay()[1]) is not None:
+                reason += f", kept for {asked_s:.3g} s as a call has asked"
             enter(fleet, model, Phase.UNLOADING, now, keep_since=True)
             yield Unload(model.name, reason)
         elif model.phase is Phase.ROOM and not model.is_wanted(now):

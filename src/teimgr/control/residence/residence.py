@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import logging
 from collections import defaultdict
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
@@ -48,9 +48,11 @@ from teimgr.control.residence.model import Fleet, Phase, idle_until
 from teimgr.control.residence.policy import decide
 from teimgr.control.residence.rehearsal import Rehearsal, waits
 from teimgr.errors import FailedToLoad, InstanceNotFound, ModelLoadFailed, Overloaded, Stopped, TeimgrError, Unavailable
+from teimgr.observability.request_context import CURRENT
 from teimgr.spec import Incident, InstanceSpec, RouteEntry, State, now_rfc3339
 from teimgr.wire.routing.directory import Directory
 from teimgr.wire.routing.on_demand import answer_call
+from teimgr.wire.tenants.table import ANONYMOUS
 
 log = logging.getLogger(__name__)
 
@@ -73,8 +75,11 @@ class _RefusedLoad(NamedTuple):
 class Owner(Protocol):
     """Who starts and ends workers: the manager of the instances."""
 
-    async def declare(self, model_id: str) -> str | None:
-        """The name of an on-demand instance of a model, created if missing; None: calls may not load it."""
+    async def declare(self, model_id: str, key: str, value: Callable[[str], float | None]) -> str | None:
+        """The name of an on-demand instance of a model, created for `key` if missing; None: calls may not load it.
+
+        `value` are the recent calls a second of an instance, None if it has some now, or is on its way.
+        """
 
     def spec(self, name: str) -> InstanceSpec | None:
         """The spec of an instance, None if it does not exist."""
@@ -101,12 +106,24 @@ class Owner(Protocol):
         """Record what happened to an instance."""
 
 
+class Tenants(Protocol):
+    """What is known of the tenants."""
+
+    def callers(self, instance: str) -> Mapping[int, int]:
+        """What the workers of an instance have computed for each, in a number that grows."""
+
+    def badge(self, tenant: int) -> str:
+        """A name that a tenant keeps and that does not tell who it is; "" for calls without a key."""
+
+
 class Residence:
     """Runs the policy for the instances of `directory`; `run` is its task, and `loaded` waits for a model."""
 
-    def __init__(self, owner: Owner, directory: Directory) -> None:
+    def __init__(self, owner: Owner, directory: Directory, tenants: Tenants) -> None:
         self._owner = owner
         self._directory = directory
+        self._tenants = tenants
+        self._called: dict[str, Mapping[int, int]] = {}  # by `callers` of the tenants, at the last count
         self._fleet = Fleet()
         self._entries: dict[str, RouteEntry] = {}
         self._used: dict[str, int] = {}
@@ -134,7 +151,9 @@ class Residence:
         call, now = next(self._numbers), self._now()
         limit_s = WAIT_LIMIT_S if timeout_s is None else min(timeout_s, WAIT_LIMIT_S)
         if self._owner.spec(instance) is None:  # the id of a model that no instance has
-            instance = await self._owner.declare(instance) or instance
+            context = CURRENT.get()
+            key = self._tenants.badge(0 if context is None else context.tenant)
+            instance = await self._owner.declare(instance, key, self._value) or instance
         answer = self._answers[call] = asyncio.get_running_loop().create_future()
         self._mailbox.put_nowait(CallAsked(call, instance, now + limit_s))
         try:
@@ -155,9 +174,12 @@ class Residence:
         finally:
             self._leave(call)
 
-    def keep(self, instance: str, seconds: float) -> None:
-        """Have an on-demand model stay for so long after its last call; 0: it goes when it has no calls."""
-        self._mailbox.put_nowait(Kept(instance, seconds))
+    def keep(self, instance: str, seconds: float, key: int = ANONYMOUS) -> None:
+        """Have an on-demand model stay for so long after the last call of a tenant, `key`; 0: not at all.
+
+        It stays as long as any tenant that has called it wants.
+        """
+        self._mailbox.put_nowait(Kept(instance, seconds, key))
 
     def left_s(self, instance: str) -> float | None:
         """In how long a loaded model goes if no call comes; None for one that stays."""
@@ -256,9 +278,28 @@ class Residence:
                 calls, under_way = usage
                 before, self._used[name] = self._used.get(name, 0), calls
                 new = calls - before if calls >= before else calls  # of new workers
-                self._decide(Used(name, new, under_way))
+                self._decide(Used(name, new, under_way, self._new_callers(name)))
         waits = any(model.phase is Phase.ROOM for model in self._fleet.active.values())
         self._count_at = self._now() + (_URGENT_INTERVAL_S if waits else COUNT_INTERVAL_S)
+
+    def _value(self, name: str) -> float | None:
+        """Recent calls a second of an instance; None if it has calls now, or is being loaded or unloaded."""
+        model = self._fleet.models.get(name)
+        if model is None or model.is_busy or model.phase not in (Phase.LOADED, Phase.UNLOADED):
+            return None
+        return model.rate(self._now())
+
+    def _new_callers(self, name: str) -> Sequence[int]:
+        """The tenants that have called a model since the last count, if one has asked how long it stays."""
+        if not self._fleet.models[name].wishes:
+            return ()
+        before, self._called[name] = self._called.get(name, {}), self._tenants.callers(name)
+        return [key for key, count in self._called[name].items() if count != before.get(key, 0)]
+
+    def _forget_calls(self, name: str) -> None:
+        """Its workers have ended, and the next ones count from zero."""
+        self._used.pop(name, None)
+        self._called.pop(name, None)
 
     # Events
 
@@ -267,7 +308,7 @@ class Residence:
         spec = self._owner.spec(name)
         if entry is None or spec is None:
             self._entries.pop(name, None)
-            self._used.pop(name, None)
+            self._forget_calls(name)
             self._decide(Removed(name))
             return
         before = self._entries.get(name)
@@ -286,13 +327,13 @@ class Residence:
             case State.STOPPING:
                 return Unloading(name)
             case State.FAILED:
-                self._used.pop(name, None)
+                self._forget_calls(name)
                 return LoadFailed(name, *self._owner.failure(name))
             case State.UNLOADED:
-                self._used.pop(name, None)
+                self._forget_calls(name)
                 return Unloaded(name)
             case State.STOPPED:
-                self._used.pop(name, None)
+                self._forget_calls(name)
                 return UserStopped(name)
 
     def _learn_load(self, name: str) -> None:

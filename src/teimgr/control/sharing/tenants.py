@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -131,6 +132,15 @@ class TenantRegistry:
         self._see()
         totals = self._totals.by_key().items()
         return [UsageRow(each.key or None, each.instance, each.model, *counts) for each, counts in totals]
+
+    def callers(self, instance: str) -> Mapping[int, int]:
+        """Tokens that the workers of now have computed for each tenant; nothing while no key is required."""
+        return {} if self._table is None else self._table.callers(instance)
+
+    def badge(self, tenant: int) -> str:
+        """A name that a tenant keeps and that does not tell who it is; "" for calls without a key."""
+        name = self._names.get(tenant) if tenant else None
+        return "" if name is None else hashlib.sha256(name.encode()).hexdigest()[:12]
 
     def rate_state(self, number: int) -> RateState | None:
         """The bucket of a tenant; None if it has no tokens a second."""

@@ -24,6 +24,7 @@ from teimgr.control.placement.gpus import InventorySource
 from teimgr.control.placement.hosts import LeavingHosts
 from teimgr.control.placement.planner import Planner, place, usable_cores, with_batch_tokens, worker_spec
 from teimgr.control.residence.rehearsal import Rehearsal
+from teimgr.control.sharing.places import Grant, Made, grant
 from teimgr.control.supervision.command_turns import CommandTurns
 from teimgr.control.supervision.crash_reports import Crash, CrashReports
 from teimgr.control.supervision.fleet_plan import Planning
@@ -55,6 +56,7 @@ log = logging.getLogger(__name__)
 
 _NAME_CHARS = 64
 _MADE_BY, _A_CALL = "made_by", "call"  # the tag of instances that calls have had made
+_MADE_FOR = "made_for"  # the tag with the badge of their key
 ADOPTION_LIMIT_S = 2.0
 """How long the start waits for workers of an earlier daemon; adoption of those that answer later goes on."""
 # At the end of the daemon, for what it does beside its instances: the last writes of updates, crash reports.
@@ -486,11 +488,15 @@ class Manager:
             self._require_present(instance)
             await instance.load()
 
-    async def declare(self, model_id: str) -> str | None:
-        """The name of an instance of a model, created for calls that name it if missing; None: not allowed.
+    async def declare(
+        self, model_id: str, key: str = "", value: Callable[[str], float | None] = lambda name: None
+    ) -> str | None:
+        """The name of an instance of a model, created for the calls of `key` if missing; None: not allowed.
+
+        `value` are the recent calls a second of an instance, None if it may not go now.
 
         Raises:
-            MaxInstancesReached: calls have had too many made.
+            MaxInstancesReached: calls have had too many made, and none may go.
             TeimgrError: as `create`.
         """
         limits = self._settings.on_demand
@@ -500,22 +506,44 @@ class Manager:
         if found is not None:
             return found
         made = [each for each in self._instances.values() if each.spec.tags.get(_MADE_BY) == _A_CALL]
-        if len(made) >= limits.max_instances:
-            failed = next((each.spec.name for each in made if each.state is State.FAILED), None)
-            if failed is None:
-                raise MaxInstancesReached(limits.max_instances)
-            await self.delete(failed)  # a name that calls made up keeps no place from a model that there is
+        held = [
+            Made(
+                each.spec.name,
+                each.spec.tags.get(_MADE_FOR, ""),
+                None if each.spec.pinned else value(each.spec.name),
+                each.state is State.FAILED,
+            )
+            for each in made
+        ]
+        found = grant(held, key, limits.max_instances)
+        if not found.is_given or (found.instead and not await self._give_place(found, model_id)):
+            raise MaxInstancesReached(limits.max_instances)
         spec = InstanceSpec(
             name=name_of_model(model_id, self._instances),
             model_id=model_id,
             load="on_demand",
             idle_timeout_secs=limits.idle_timeout_secs,
-            tags={_MADE_BY: _A_CALL},
+            tags={_MADE_BY: _A_CALL} | ({_MADE_FOR: key} if key else {}),
             confined=True,
         )
         with suppress(InstanceExists):  # another call has had it made meanwhile
             await self.create(spec)
         return spec.name
+
+    async def _give_place(self, found: Grant, model_id: str) -> bool:
+        """Delete the first instance that can go for one of another model; False where none can."""
+        for each in found.instead:
+            with suppress(TeimgrError):
+                # One that has calls by now stays; a failed one, whose name calls may have made up, has none.
+                is_loaded = not each.has_failed and self.get(each.name).state is not State.UNLOADED
+                if not is_loaded or await self.unload(each.name, found.reason):
+                    log.info(
+                        "an instance gave its place to another model",
+                        extra={"instance": each.name, "reason": found.reason, "model_id": model_id},
+                    )
+                    await self.delete(each.name)
+                    return True
+        return False
 
     async def unload(self, name: str, reason: str = "", incident: Incident | None = None) -> bool:
         """End the workers of an on-demand instance that has no calls; False where it has some, or is not running.

@@ -10,6 +10,7 @@ from typing import Protocol, TypeVar
 from teimgr.errors import DeadlineExceeded, NotLoaded, Overloaded, TeimgrError, Unavailable
 from teimgr.wire.routing.links import ConnectionLost
 from teimgr.wire.routing.router import RouterView, not_loaded
+from teimgr.wire.tenants.table import ANONYMOUS
 
 # A model that was unloaded between its load and the call, so often, is not worth another load.
 _ROUNDS = 4
@@ -33,8 +34,11 @@ class ModelLoads(Protocol):
 class ModelStays(ModelLoads, Protocol):
     """Who decides how long models stay loaded too: the daemon's `Residence`."""
 
-    def keep(self, instance: str, seconds: float) -> None:
-        """Have an on-demand model stay for so long after its last call; 0: it goes when it has no calls."""
+    def keep(self, instance: str, seconds: float, key: int = ANONYMOUS) -> None:
+        """Have an on-demand model stay for so long after the last call of a tenant; 0: it goes when it has no calls.
+
+        No tenant shortens the stay that another one wants.
+        """
 
     def left_s(self, instance: str) -> float | None:
         """In how long a loaded model goes if no call comes; None for one that stays."""
@@ -43,7 +47,7 @@ class ModelStays(ModelLoads, Protocol):
 class NoLoads:
     """For a process without models on demand: each is refused."""
 
-    def keep(self, instance: str, seconds: float) -> None:
+    def keep(self, instance: str, seconds: float, key: int = ANONYMOUS) -> None:
         pass
 
     def left_s(self, instance: str) -> float | None:

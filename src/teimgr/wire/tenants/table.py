@@ -164,6 +164,19 @@ class TenantTable:
             if generation := self.words[_row_at(row)]:
                 yield row, self._counts(row, generation), not self._is_locked(row)
 
+    def callers(self, instance: str) -> dict[int, int]:
+        """The tokens of each tenant in the rows of an instance, of those that have some."""
+        found: dict[int, int] = {}
+        begin = f"{instance}\0".encode()[:_NAME_BYTES]
+        tenants = self._named()
+        for row in range(self.words[USED_ROWS_AT]):
+            at = (_row_at(row) + 2) * WORD_BYTES
+            if self.words[_row_at(row)] and self.memory[at : at + len(begin)] == begin:
+                for tenant in tenants:
+                    if tokens := self.words[counter_at(row, tenant) + Counter.TOKENS]:
+                        found[tenant] = found.get(tenant, 0) + tokens
+        return found
+
     def clear(self, row: int) -> None:
         """Make a row free whose worker has ended."""
         if not self._lock(row):  # another one has it by now, and has cleared it
