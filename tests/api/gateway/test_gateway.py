@@ -440,3 +440,14 @@ async def test_the_list_of_models_makes_a_card_again_only_where_its_instance_has
     found = [json.loads(row) for row in await rows.rows(names, "teimgr", ANONYMOUS, ["alias"])]
     assert made == ["b", "alias", "org/model"]
     assert [card["state"] for card in found] == ["available", "loaded", "available", "loaded", "loaded"]
+
+    aliases = ["alias"]
+    listed = await rows.listed(names, "teimgr", ANONYMOUS, aliases)
+    assert json.loads(listed) == {"object": "list", "data": found, "models": found}
+    assert await rows.listed(names, "teimgr", ANONYMOUS, aliases) is listed  # the same, while nothing changes
+    states["b"] = State.UNLOADED
+    rows.changed("b")
+    assert json.loads(await rows.listed(names, "teimgr", ANONYMOUS, aliases))["data"][1]["state"] == "available"
+    for some in ([], ["a"]):
+        cards_of = json.loads(await rows.listed(some, "teimgr", ANONYMOUS))
+        assert [len(cards_of["data"]), len(cards_of["models"])] == [len(some)] * 2

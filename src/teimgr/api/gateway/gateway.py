@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Coroutine, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Iterable, Mapping
 from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -348,8 +348,7 @@ class Gateway:
 
     async def _list_models(self, request: Request) -> Response:
         names = self._names_for(caller_of(request.scope))
-        rows = b",".join(await self._rows_of(request, names.names()))
-        body = b"".join((b'{"object":"list","data":[', rows, b'],"models":[', rows, b"]}"))
+        body = await self._rows.listed(names.names(), *self._asker(request), self.aliases)
         return Response(body, headers=dict(JSON_TYPE))
 
     async def _weaviate_ready(self, request: Request) -> Response:
@@ -366,11 +365,11 @@ class Gateway:
             return Response(reply.body, reply.status, dict(reply.headers))
         return Response(status_code=204)
 
-    async def _rows_of(self, request: Request, names: Sequence[str]) -> list[bytes]:
-        """The cards of names that the caller may use, as JSON."""
+    @staticmethod
+    def _asker(request: Request) -> tuple[str, Caller]:
+        """Whose cards a request is for: the owner that they name, and the caller."""
         dialect = dialect_of(request.url.path)
-        owner = dialect if dialect in (INFINITY, VLLM) else _OWNER
-        return await self._rows.rows(names, owner, caller_of(request.scope), self.aliases)
+        return dialect if dialect in (INFINITY, VLLM) else _OWNER, caller_of(request.scope)
 
     def _cards(self, owner: str, caller: Caller) -> ModelCards:
         views = (view for view in self._views() if caller.covers(view.spec.name))
@@ -384,7 +383,7 @@ class Gateway:
             reply = error_bodies.failure(dialect_of(request.url.path) or OPENAI, error)
             return Response(reply.body, reply.status, dict(reply.headers))
         if names.model_id(name) is not None:
-            [row] = await self._rows_of(request, [name])
+            [row] = await self._rows.rows([name], *self._asker(request), self.aliases)
         else:  # a call would have an instance of it made
             caller = caller_of(request.scope)
             row = orjson.dumps(ModelCards((), names.model_id, self._since, _OWNER, caller.is_operator).card(name))

@@ -506,17 +506,13 @@ class Manager:
         if found is not None:
             return found
         made = [each for each in self._instances.values() if each.spec.tags.get(_MADE_BY) == _A_CALL]
+        values = [None if each.spec.pinned else value(each.spec.name) for each in made]
         held = [
-            Made(
-                each.spec.name,
-                each.spec.tags.get(_MADE_FOR, ""),
-                None if each.spec.pinned else value(each.spec.name),
-                each.state is State.FAILED,
-            )
-            for each in made
+            Made(each.spec.name, each.spec.tags.get(_MADE_FOR, ""), worth, each.state is State.FAILED)
+            for each, worth in zip(made, values, strict=True)
         ]
-        found = grant(held, key, limits.max_instances)
-        if not found.is_given or (found.instead and not await self._give_place(found, model_id)):
+        granted = grant(held, key, limits.max_instances)
+        if not granted.is_given or (granted.instead and not await self._give_place(granted, model_id)):
             raise MaxInstancesReached(limits.max_instances)
         spec = InstanceSpec(
             name=name_of_model(model_id, self._instances),
