@@ -24,31 +24,44 @@ SHARING = {
 }
 # Files of a folder of `TOGETHER` that have a daemon of their own.
 ALONE = ("conformance/test_recording.py",)
-# The groups that take longest, which begin first: one that began last would end the run alone. Of a full run with
-# --durations=0; an order that is somewhat old costs little.
+# The groups that take longest, which begin first: one that began last would end the run alone. By their processor time
+# in a full run; an order that is somewhat old costs little.
 LONGEST = (
     "conformance",
     "worker/dialects",
-    "docsite/test_commands.py",
     "outside_clients",
-    "end_to_end/test_quickstart.py",
-    "conformance/test_recording.py",
-    "end_to_end/test_batches.py",
-    "engine/test_native_validity.py",
     "cluster/test_ray_launcher.py",
-    "end_to_end/test_faults.py",
     "api/page/test_browser.py",
-    "end_to_end/test_readme.py",
-    "engine/test_engine.py",
-    "deploy/test_wheels.py",
-    "docsite/test_moving.py",
-    "end_to_end/test_configuration.py",
-    "end_to_end/test_documented_commands.py",
-    "fuzz/victim/test_victim.py",
-    "engine/text/test_wordpiece.py",
-    "fuzz/test_fuzz.py",
-    "contract",
+    "end_to_end/test_faults.py",
+    "faults/test_soak.py",
+    "daemon/test_succession.py",
     "end_to_end",
+    "end_to_end/test_rolling.py",
+    "end_to_end/test_trusted_code.py",
+    "docsite/test_commands.py",
+    "api/page/test_fleet_in_browser.py",
+    "end_to_end/test_upgrade.py",
+    "end_to_end/test_on_demand.py",
+    "cli/test_commands.py",
+    "fuzz/test_fuzz.py",
+    "fidelity/test_fidelity.py",
+    "mux/test_process.py",
+    "end_to_end/test_models_flow.py",
+    "end_to_end/test_quickstart.py",
+    "fuzz/victim/test_victim.py",
+    "deploy/test_wheels.py",
+    "engine/test_without_native_library.py",
+    "control/supervision/test_manager.py",
+    "control/supervision/test_muxes.py",
+    "engine/test_model.py",
+    "control/supervision/test_supervisor.py",
+    "docsite/test_moving.py",
+    "engine/test_hostile_models.py",
+    "control/registry/test_download.py",
+    "end_to_end/test_reported_clients.py",
+    "conformance/test_recording.py",
+    "worker/test_process.py",
+    "contract",
 )
 
 
