@@ -124,4 +124,4 @@ def _call(running: Fleet, name: str) -> Any:
 def _used_mib(group: Path) -> int:
     stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
     used = int((group / "memory.usage_in_bytes").read_text())
-    return (used - int(stat["total_inactive_file"])) // _MIB
+    return (used - int(stat["total_inactive_file"]) - int(stat["total_active_file"])) // _MIB

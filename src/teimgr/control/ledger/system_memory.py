@@ -14,18 +14,18 @@ _GIB = 2**30
 
 
 class _Files(NamedTuple):
-    """Below the mount point, the limit, the use, the key of the cache in memory.stat, and the file of kills."""
+    """Below the mount point, the limit, the use, the prefix of keys in memory.stat, and the file of kills."""
 
     folder: str
     limit: str
     use: str
-    cache: str
+    prefix: str
     kills: str
 
 
 _VERSIONS = (
-    _Files("", "memory.max", "memory.current", "inactive_file", "memory.events"),
-    _Files("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "memory.oom_control"),
+    _Files("", "memory.max", "memory.current", "", "memory.events"),
+    _Files("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_", "memory.oom_control"),
 )
 
 
@@ -45,7 +45,7 @@ class CgroupMemory:
         """Folders with their files, of each version the nearest first."""
 
     def free_bytes(self) -> int | None:
-        """What the limits leave; None without a limit. Cache that the kernel gives up first counts as free."""
+        """What the limits leave; None without a limit. Cache of files counts as free, as in the host's MemAvailable."""
         limited = (_limit_and_use(*each) for each in self.groups)
         return min((max(0, limit - used) for limit, used in filter(None, limited)), default=None)
 
@@ -131,7 +131,8 @@ def _limit_and_use(group: Path, files: _Files) -> tuple[int, int] | None:
         if most == "max":
             return None
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        return int(most), max(0, int((group / files.use).read_text()) - int(stat.get(files.cache, 0)))
+        cache = sum(int(stat.get(f"{files.prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
+        return int(most), max(0, int((group / files.use).read_text()) - cache)
     except (OSError, ValueError):  # the root has no limit, and a path of the host is not here
         return None
 
