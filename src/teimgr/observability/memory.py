@@ -58,7 +58,6 @@ class PrivateMemory:
     Adding up all mappings takes milliseconds, so that is done when the process has done twice as much as the last time.
     In between the part of the anonymous memory that is shared with the process that forked this one counts as the same.
     It shrinks with every page of it that is written for the first time, mostly by the first calls.
-
     Once that process has ended, the kernel calls the shared part private; here it stays what it was last.
     """
 
